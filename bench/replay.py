@@ -188,18 +188,7 @@ class Replayer:
             self._service = None
         header, steps = self._new_steps()
         turns, makespan = self._match(run)
-        idle = EngineStats(
-            version=0,
-            running=0,
-            waiting=0,
-            kv_use=0.0,
-            generated_tokens=0,
-            prefill_tokens=0,
-            cached_tokens=0,
-            preemptions=0,
-            steps=0,
-            busy_s=0.0,
-        )
+        idle = EngineStats.idle()
         stats = {name: (before.get(name, idle), after) for name, after in self._stats.items()}
         return Played(makespan_s=makespan, turns=turns, steps=steps, header=header, stats=stats, load=load)
 

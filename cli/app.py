@@ -10,9 +10,11 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated, NamedTuple
+from itertools import pairwise
+from typing import Annotated, Any, NamedTuple
 
 import typer
+import typer.core
 
 from libra_hpc.errors import OperationError, UserError
 
@@ -37,7 +39,10 @@ def print_version(wanted: bool) -> None:
 
 
 class Verb(NamedTuple):
-    """One verb: what its help says, and where it is."""
+    """One verb: what its help says, and where it is.
+
+    The function has no docstring of its own: the help of all verbs is shown without importing them.
+    """
 
     help: str
     function: str
@@ -56,21 +61,43 @@ VERBS = {
         "Repartition a running job: core nodes, TP and PP of training, engines of a node.", "repartition.repartition"
     ),
     "list": Verb("List runs, oldest first.", "list_runs.list_runs"),
+    "sweep": Verb("Queue a run for every combination of some values.", "sweep.sweep"),
+    "compare": Verb("Show runs side by side: settings, reward, speed; draws compare.png.", "compare.compare"),
     "summary": Verb("Show reward, speed, moves of nodes and failures of a run; writes summary.png.", "summary.summary"),
+    "report": Verb(
+        "Write one page about a run for others: plots, decisions, failures, configuration.", "report.report"
+    ),
     "check": Verb("Find mistakes in a run file: schema, model, task, memory, and the cluster's limits.", "check.check"),
     "plan": Verb("Show the best plans for a run: split, parallelism, stage times, memory; needs no GPU.", "plan.plan"),
     "simulate": Verb("Replay a trace on simulated engines under several scheduling policies.", "simulate.simulate"),
     "init": Verb("Write a site profile from what Slurm says of this cluster.", "init.init"),
     "doctor": Verb("Examine this site: Slurm, its plugins and partitions, interpreter, folders.", "doctor.doctor"),
-    "calibrate": Verb("Measure the engine steps of a model, or take those of a run.", "calibrate.calibrate"),
+    "calibrate": Verb("Measure engine steps or training steps of a model, in a job.", "calibrate.app"),
     "make-policy": Verb("Make a policy small enough to learn a built-in task.", "make_policy.make_policy"),
     "cluster": Verb("The embedded Slurm on this machine.", "cluster.app"),
-    "config": Verb("Look at configuration.", "config_show.app"),
+    "config": Verb(
+        "Show the merged configuration of a run with the source of each value; explain keys.", "config_show.app"
+    ),
     "trace": Verb("Recorded trajectories: inspect, generate, convert.", "trace.app"),
 }
 """In the order of the help.  Only the verb that is called is imported: cold, all of them take a second."""
 COMPLETING = "_LIBRA_HPC_COMPLETE"
-"""Variable with which a shell asks for completions, of any verb."""
+"""Variable with which a shell asks for completions; what has been typed is in the next two."""
+TYPED = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
+
+
+class Command(typer.core.TyperCommand):
+    """A verb with plain help: no type of a switch, and required arguments without braces."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params = super().get_params(ctx)
+        for param in params:
+            if isinstance(param, typer.core.TyperOption) and param.is_flag and param.metavar is None:
+                param.metavar = ""
+        return params
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
 
 def build(arguments: Sequence[str]) -> typer.Typer:
@@ -83,17 +110,22 @@ def build(arguments: Sequence[str]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(options)
+    if COMPLETING in os.environ:
+        # Program, verb, and so on.  A shell waits for the answer, so the other verbs are not imported here either.
+        arguments = next((os.environ[name] for name in TYPED if name in os.environ), "").split()[1:]
     called = next((argument for argument in arguments if not argument.startswith("-")), "")
     for name, verb in VERBS.items():
-        if name != called and COMPLETING not in os.environ:
+        if name != called:
             app.command(name, help=verb.help)(_not_loaded)
             continue
         module, _, attribute = verb.function.partition(".")
         found = getattr(import_module(f".{module}", __package__), attribute)
         if isinstance(found, typer.Typer):
+            for command in found.registered_commands:
+                command.cls = Command
             app.add_typer(found, name=name, help=verb.help)
         else:
-            app.command(name, help=verb.help)(found)
+            app.command(name, help=verb.help, cls=Command)(found)
     return app
 
 
@@ -124,13 +156,24 @@ def run(arguments: Sequence[str]) -> int:
         return error.exit_code
     except typer.TyperException as error:
         # Wrong usage; without a message (no command given) the help has been printed.
-        message = error.format_message()
+        message = sentence(error, arguments)
         if message:
-            print_error(message if message.endswith("?") else f"{message.rstrip('.')}.")
+            print_error(f"{message.rstrip('.')}.")
         return 2
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     return code if isinstance(code, int) else 0
+
+
+def sentence(error: typer.TyperException, arguments: Sequence[str]) -> str:
+    """Typer's message as the others are: option, value, what is valid; the nearest name in parentheses."""
+    options = () if getattr(error, "param", None) is None else error.param.opts  # type: ignore[attr-defined]
+    for name, value in pairwise([*arguments, ""]):
+        given, mark, after = name.partition("=")
+        if isinstance(error, typer.BadParameter) and given in options:
+            return f"{given} = {(after if mark else value)!r}: {error.message[:1].lower()}{error.message[1:]}"
+    what, mark, name = error.format_message().partition(". Did you mean ")
+    return f"{what} (did you mean {name})" if mark else what
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""`libra-hpc calibrate`: write a file of measured engine step times, for `simulate --calibration`.
+"""`libra-hpc calibrate engine`: write a file of measured engine step times, for `simulate --calibration`.
 
-- ``--model``: start engines on this machine and measure them.
+- ``--model``: start engines on a rollout node, in a job, or with ``--here`` on this machine, and measure them.
 - ``--run``: take the steps that a run recorded (``rollout.record_steps``), under a real workload.
 """
 
@@ -16,14 +16,20 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from typer.core import TyperGroup
 
+from libra_hpc.config.load import validate
+from libra_hpc.config.site import site_profile
 from libra_hpc.errors import invalid
 from libra_hpc.hardware.measured import Calibration, Fit, MeasuredTimes, fit_steps, save
-from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.rollout.engine.settings import EngineConfig, check_config
 from libra_hpc.rollout.measure_engines import measure_engines
 from libra_hpc.rollout.measure_steps import earlier, merged
 from libra_hpc.rollout.recorded import recorded
 
+from .calibrate_train import train
+from .check import with_absolute_paths
+from .job_wait import on_a_node
 from .output import print_json, print_line, show
 from .runs import JsonOption, RunsOption, find_run
 
@@ -35,6 +41,25 @@ EXAMPLES = ((1, 512), (8, 512), (32, 512), (64, 1024))
 """(sequences, context tokens of each) of the steps in the table."""
 
 
+TIME_LIMIT = "01:00:00"
+"""Of the job that measures engines: a degree takes minutes, and a large model's start as long."""
+
+
+class EngineByDefault(TyperGroup):
+    """`calibrate OUT ..` is `calibrate engine OUT ..`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert the command where none is given."""
+        if args and args[0] not in (*self.commands, "-h", "--help"):
+            args = ["engine", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=EngineByDefault, no_args_is_help=True)
+app.command("train")(train)
+
+
+@app.command("engine")
 def calibrate(
     out: Annotated[
         Path,
@@ -66,10 +91,10 @@ def calibrate(
         typer.Option(min=1, metavar="MIB", help=f"KV cache per device; default: {CPU_KV_MB} on the CPU, else vLLM's."),
     ] = None,
     threads: Annotated[int, typer.Option(min=1, metavar="N", help="CPU threads of an engine.")] = 1,
+    here: Annotated[bool, typer.Option("--here", help="Measure on this machine instead of in a job.")] = False,
     runs: RunsOption = Path("runs"),
     json: JsonOption = False,
 ) -> None:
-    """Measure the engine steps of a model here, or take those of a run, and write a calibration file."""
     if (model is None) == (run is None):
         raise invalid(
             "--model, --run",
@@ -93,7 +118,7 @@ def calibrate(
             raise invalid("--dtype", dtype, "unknown value", DTYPES)
         cache = kv_cache_mb if kv_cache_mb is not None else CPU_KV_MB if device == "cpu" else 0
         config = EngineConfig(
-            model=str(model),
+            model=str(model.absolute()),
             dtype=cast(Any, dtype),
             tp=tp,
             max_model_len=max_model_len,
@@ -102,7 +127,8 @@ def calibrate(
             threads=threads,
             device=cast(Any, device),
         )
-        found = measured(config, engines, called, shown)
+        check_config(config)
+        found = measured(config, engines, called, shown) if here else queued(config, engines, called, shown)
     save(merged(old, found), out)
     fits = {
         degree: fit_steps([point for point in found.points if point.tp == degree])
@@ -116,6 +142,23 @@ def calibrate(
         print_json({"out": str(out), "device": found.device, "model": found.model, "degrees": rows})
     else:
         show_fits(out, found, fits)
+
+
+def queued(config: EngineConfig, engines: int, device: str, model: str) -> Calibration:
+    """Measure engines on a rollout node of the site profile."""
+    profile = with_absolute_paths(validate(site_profile().values))
+    found = on_a_node(
+        measure_engines,
+        config,
+        engines,
+        device,
+        model,
+        config=profile,
+        component="rollout",
+        name="libra-calibrate",
+        time_limit=TIME_LIMIT,
+    )
+    return cast(Calibration, found)
 
 
 def measured(config: EngineConfig, engines: int, device: str, model: str) -> Calibration:

@@ -13,8 +13,9 @@ from libra_hpc.files import write_atomic
 from libra_hpc.telemetry.rundir import RunDir
 
 from . import jobs
+from .follow import job_line
 from .output import busy, print_json, print_line, print_note
-from .runs import FINAL, RUNS, JsonOption, RunArgument, RunsOption, find_run, read_status
+from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run, job_id
 
 POLL_S = 0.5
 ASK_S = 15.0
@@ -31,32 +32,31 @@ def cancel(
     json: JsonOption = False,
     runs: RunsOption = Path(RUNS),
 ) -> None:
-    """Have a run save at its next step boundary and stop; a job that is over already is no error."""
     found = find_run(run, runs)
-    job = jobs.state(found)
-    over, message = job.state in FINAL or not job.id, ""
-    if not over and not now and asks(found, job):
-        message = ask(found, job.id)
-    if not over and not message:
-        jobs.cancel(found)
+    queue, job = jobs.JobQueue(), job_id(found)
+    state, message = jobs.state(found, queue), ""
+    if not state.over and not now and state.state == "silent":
+        print_note(f"job {job} is not asked to save: {state.reason}")
+    elif not state.over and not now and state.state == "running":
+        message = ask(found, job, queue)
+        if message and not jobs.state(found, queue).over:
+            # Slurm, or the run itself, has queued it again.
+            jobs.cancel(found)
+    cancelled = not state.over and (bool(message) or jobs.cancel(found))
     if json:
-        state = job.state if over else "cancelled"
-        print_json({"run": found.name, "job_id": job.id, "cancelled": not over, "state": state, "message": message})
-    elif over:
-        print_line(f"{found.name}: {f'job {job.id} is {job.state} already' if job.id else 'was never queued'}")
+        facts = {"cancelled": cancelled, "state": "cancelled" if cancelled else state.state, "message": message}
+        print_json({"run": found.name, "job_id": job, **facts})
+    elif state.state == "never_queued":
+        print_line(f"{found.name}: was never queued")
+    elif not cancelled:
+        print_line(f"{found.name}: {job_line(job, state)}; nothing to cancel")
     else:
         resume = f"`libra-hpc submit --resume {found.name}`"
         further = f"{resume} continues" if found.latest_checkpoint() else "it has no checkpoint"
-        print_line(f"{found.name}: job {job.id} cancelled; {f'{message}; ' if message else ''}{further}")
+        print_line(f"{found.name}: job {job} cancelled; {f'{message}; ' if message else ''}{further}")
 
 
-def asks(run: RunDir, job: jobs.JobView) -> bool:
-    """Whether a run can be asked: rank 0 is there and trains."""
-    status = read_status(run)
-    return job.state == "running" and status is not None and status.state == "running"
-
-
-def ask(run: RunDir, job_id: str) -> str:
+def ask(run: RunDir, job: str, queue: jobs.JobQueue) -> str:
     """Ask for a checkpoint and the end, and wait for both; what the run answers, empty when it does not.
 
     An interrupt leaves the request standing.
@@ -66,23 +66,27 @@ def ask(run: RunDir, job_id: str) -> str:
     except OSError as error:
         print_note(f"the run cannot be asked to save: {run.stop}: {error_text(error)}")
         return ""
-    print_note(f"job {job_id} saves at its next step boundary; Ctrl-C leaves it to that, --now ends it at once")
+    print_note(f"job {job} saves at its next step boundary; Ctrl-C leaves it to that, --now ends it at once")
     deadline, asked_at = time.monotonic() + PATIENCE_S, time.monotonic()
     with busy("saving"):
         while time.monotonic() < deadline:
             if result := run.read_json(run.result):
-                _leaves(run)
+                _leaves(run, queue)
                 return str(result.get("message", "")) or "it has ended"
             if time.monotonic() - asked_at > ASK_S:
                 asked_at = time.monotonic()
-                if jobs.state(run).state in FINAL:
-                    return "its job has ended"
+                state = jobs.state(run, queue)
+                if state.over:
+                    return state.reason or f"it is {state.words}"
+                if state.state == "silent":
+                    print_note(f"job {job} does not save: {state.reason}; it is ended now")
+                    return ""
             time.sleep(POLL_S)
     return ""
 
 
-def _leaves(run: RunDir) -> None:
+def _leaves(run: RunDir, queue: jobs.JobQueue) -> None:
     """Return once the job of a run that has ended is over."""
     deadline = time.monotonic() + LEAVES_S
-    while jobs.state(run).state == "running" and time.monotonic() < deadline:
+    while jobs.state(run, queue).state == "running" and time.monotonic() < deadline:
         time.sleep(2.0 * POLL_S)

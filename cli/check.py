@@ -14,9 +14,12 @@ from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.simulated import SimulatedSection
 from libra_hpc.config.site import site_profile
+from libra_hpc.errors import SlurmUnreachable, invalid
 from libra_hpc.planning.initial import InitialPlan
 from libra_hpc.preflight.checks import check_run
-from libra_hpc.slurm.fit import check_fit, with_resources
+from libra_hpc.preflight.field_names import naming
+from libra_hpc.slurm.command import WAYS_OUT
+from libra_hpc.slurm.fit import check_fit, het_groups, with_resources
 from libra_hpc.slurm.interpreter import check_python
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.plugins import check_plugin, mpi_plugins
@@ -30,7 +33,6 @@ from .split import resolve, show_split
 
 
 def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOption = False) -> None:  # noqa: B006
-    """Check a run file against its schema, its model and task, and the partitions of the Slurm that would get it."""
     config, made, environment, warnings = check_all(load(run_file, override), slurm_required=False)
     if environment is None and config.slurm.executor != "local":
         warnings.append("no Slurm controller answers: partitions, nodes and limits were not checked")
@@ -66,10 +68,10 @@ def check_all(config: RunConfig, *, slurm_required: bool) -> Checked:
 
     ``slurm_required``: raise `SlurmUnreachable` when a Slurm is needed and none answers.
     """
-    config, made = resolve(config)
+    with naming(config):
+        config, made = resolve(config)
     warnings = check_run(config) + check_python(config)
-    find_environment = jobs.environment if slurm_required else jobs.environment_or_none
-    environment = find_environment(config.slurm.executor)
+    environment = _environment(config) if slurm_required else jobs.environment_or_none(config.slurm.executor)
     check_plugin(config, [] if environment is None else mpi_plugins(environment))
     if environment is not None:
         known = jobs.partitions(environment)
@@ -78,6 +80,25 @@ def check_all(config: RunConfig, *, slurm_required: bool) -> Checked:
     # The writer refuses what cannot stand in a script; a local run has none.
     jobs.script(Launch(config, RunDir(config.run.dir), 1))
     return Checked(config, made, environment, warnings)
+
+
+def _environment(config: RunConfig) -> jobs.Environment | None:
+    """As `jobs.environment`; the error proposes a run without Slurm where this machine has the GPUs."""
+    try:
+        return jobs.environment(config.slurm.executor)
+    except SlurmUnreachable as error:
+        real = config.run.engine == "real" and config.slurm.device == "cuda"
+        needed = sum(group.component.nodes * group.component.gpus for group in het_groups(config)) if real else 0
+        here = gpus_here()
+        way = f"{WAYS_OUT}, or run without Slurm with `--executor local`"
+        if needed > here:
+            way = f"submit where `sinfo` answers: the run needs {needed} GPUs, and this machine has {here}"
+        raise SlurmUnreachable(str(error).replace(WAYS_OUT, way)) from error
+
+
+def gpus_here() -> int:
+    """GPUs of this machine."""
+    return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
 
 
 def warn(warnings: Sequence[str]) -> None:
@@ -105,7 +126,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         python = str(Path(python).expanduser().absolute())
     elif compute.container == "none" and python:
         python = shutil.which(python) or python
-    folder = Path(os.path.expandvars(config.run.dir)).expanduser().absolute()
+    folder = _run_folder(config.run.dir)
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"dir": str(folder)}),
@@ -119,9 +140,19 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     )
 
 
+def _run_folder(given: str) -> Path:
+    """``run.dir`` with its variables replaced; raises `UserError` for an empty one and for an unknown variable."""
+    folder = os.path.expandvars(given)
+    if not folder:
+        raise invalid("run.dir", given, "not given", "a writable folder on a file system all nodes share")
+    if "$" in folder:
+        raise invalid("run.dir", given, "a variable in it is not set here", "a folder, or variables that are set")
+    return Path(folder).expanduser().absolute()
+
+
 def _absolute(section: PlannerSection | SimulatedSection) -> dict[str, str]:
     """Absolute paths of the files that planning or a dry run reads; a model is a path only where that folder exists."""
-    named = {name: getattr(section, name, "") for name in ("trace", "calibration", "devices", "model")}
+    named = {name: getattr(section, name, "") for name in ("trace", "train_speed", "calibration", "devices", "model")}
     return {
         name: str(Path(path).absolute())
         for name, path in named.items()

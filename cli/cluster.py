@@ -18,7 +18,7 @@ from .runs import JsonOption
 
 NOT_RUNNING = "The embedded Slurm is not running; start it with `libra-hpc cluster up`."
 
-app = typer.Typer(help="The embedded Slurm: real daemons on loopback, no root needed.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 
 @app.command("up")

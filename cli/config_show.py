@@ -1,47 +1,130 @@
-"""`libra-hpc config`: show a run file with every default, and the reference of all keys."""
+"""`libra-hpc config`: the merged configuration with the source of each value, and what each key means."""
 
 from __future__ import annotations
 
+import glob
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
 from libra_hpc.config.load import load_run_file
-from libra_hpc.config.reference import as_records, as_text, select, tables
+from libra_hpc.config.reference import Present, as_records, as_text, select, tables
+from libra_hpc.config.run import RunConfig
 from libra_hpc.config.site import site_profile
+from libra_hpc.config.sources import DEFAULT, DEFAULTS, as_toml, queued_sources, run_file_sources, values
+from libra_hpc.errors import UserError
+from libra_hpc.telemetry.run_config import load_resolved
 
 from .output import print_json, print_line
-from .runs import JsonOption
+from .runs import RUNS, JsonOption, find_run, run_names
 
-app = typer.Typer(help="Show a run file with its defaults, or the keys of run files.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
+
+
+def keys(incomplete: str) -> list[str]:
+    """Sections and keys that a shell offers."""
+    sections = {key.rpartition(".")[0]: None for key in DEFAULTS}
+    return [name for name in (*sections, *DEFAULTS) if name.startswith(incomplete)]
+
+
+def assignments(incomplete: str) -> list[str]:
+    """Beginnings of an override that a shell offers."""
+    return [f"{key}=" for key in DEFAULTS if key.startswith(incomplete)]
+
+
+def run_files(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Run files of the working folder and runs, where either may be named."""
+    return [
+        *run_names(ctx, incomplete),
+        *(str(path) for path in sorted(Path().glob(f"{glob.escape(incomplete)}*.toml"))),
+    ]
+
 
 RunFileArgument = Annotated[Path, typer.Argument(metavar="RUN.toml", help="Run file.")]
 OverrideOption = Annotated[
     list[str],
-    typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change one key, e.g. -o algorithm.eta=2; repeatable."),
+    typer.Option(
+        "-o",
+        "--override",
+        metavar="KEY=VALUE",
+        help="Change one key, e.g. -o algorithm.eta=2; repeatable.",
+        autocompletion=assignments,
+    ),
 ]
 
 
-@app.callback()
-def config() -> None:
-    """Show a run file with its defaults, or the keys of run files."""
+class Resolved(NamedTuple):
+    """A configuration and the source of every key that has one."""
+
+    config: RunConfig
+    sources: dict[str, str]
 
 
 @app.command("show")
-def show(run_file: RunFileArgument, override: OverrideOption = []) -> None:  # noqa: B006
-    """Print the resolved configuration as JSON; checks the schema only."""
-    print_json(load_run_file(run_file, override, site_profile().values).model_dump())
-
-
-@app.command("keys")
-def keys(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="A section or a key, e.g. rollout or rollout.tp.")] = "",
+def show(
+    wanted: Annotated[
+        str, typer.Argument(metavar="RUN.toml|RUN", help="Run file, or a run.", autocompletion=run_files)
+    ],
+    override: OverrideOption = [],  # noqa: B006
+    toml: Annotated[bool, typer.Option("--toml", help="Print a run file, without the defaults.")] = False,
+    sources: Annotated[bool, typer.Option("--sources", help="With where each value comes from.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="With --toml: the defaults too.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Print what the keys of a run file accept, their defaults and what they are for."""
-    found = select(key) if key else tables()
-    if json:
-        print_json(as_records(found))
+    """Print the merged configuration, as JSON (the default) or as a run file; checks the schema only."""
+    if toml and json:
+        raise UserError("--toml and --json are two forms of one output; give one of them.")
+    found, origin = resolve(wanted, override)
+    if toml:
+        keys = list(values(found)) if everything else [*origin, *site_profile().sources]
+        print_line(as_toml(found, keys, origin if sources else None))
+    elif sources:
+        print_json({key: {"value": value, "source": origin.get(key, DEFAULT)} for key, value in values(found).items()})
     else:
-        print_line(as_text(found).rstrip("\n"))
+        print_json(found.model_dump())
+
+
+@app.command("explain")
+def explain(
+    key: Annotated[
+        str, typer.Argument(metavar="KEY", help="A section or a key, e.g. rollout or rollout.tp.", autocompletion=keys)
+    ] = "",
+    run: Annotated[
+        str,
+        typer.Option(
+            "--run",
+            metavar="RUN.toml|RUN",
+            help="With the present value in a run file or a run.",
+            autocompletion=run_files,
+        ),
+    ] = "",
+    override: OverrideOption = [],  # noqa: B006
+    json: JsonOption = False,
+) -> None:
+    """Explain keys of a run file: valid values, default, meaning, where they may stand, and their present value."""
+    found = select(key) if key else tables()
+    if override and not run:
+        raise UserError("-o changes a value of --run, which is not given.")
+    present = None
+    if run:
+        config, origin = resolve(run, override)
+        present = {name: Present(value, origin.get(name, DEFAULT)) for name, value in values(config).items()}
+    if json:
+        print_json(as_records(found, present))
+    else:
+        print_line(as_text(found, present).rstrip("\n"))
+
+
+def resolve(wanted: str, overrides: list[str]) -> Resolved:
+    """The configuration of a run file over the site profile, or of a run; raises `UserError`."""
+    path = Path(wanted)
+    if path.is_file() or path.suffix == ".toml":
+        profile = site_profile()
+        config = load_run_file(path, overrides, profile.values)
+        return Resolved(config, run_file_sources(path, overrides, profile))
+    run = find_run(wanted, Path(RUNS))
+    if overrides:
+        raise UserError(f"-o {overrides[0]!r}: it changes a run file, and {run.name} is a run.")
+    config = load_resolved(run.config)
+    return Resolved(config, queued_sources(config, run.toml))

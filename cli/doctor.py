@@ -16,14 +16,17 @@ from libra_hpc.config.site import places, site_profile
 from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.runtime.node_probe import probe
 from libra_hpc.slurm.doctor import Finding, examine
-from libra_hpc.slurm.node_job import submit_probe
+from libra_hpc.slurm.node_job import submit_on_nodes
 from libra_hpc.slurm.site import slurm_environment
 
 from . import jobs
 from .check import with_absolute_paths
-from .output import busy, print_json, print_line, print_note, show
+from .job_wait import wait_for
+from .output import print_json, print_line, print_note, show
 from .runs import JsonOption
 
+TIME_LIMIT = "00:10:00"
+"""Of the job. Two minutes are the rule; a cold file system needs several for the imports."""
 MARKS = {"good": "ok", "warning": "?", "bad": "no"}
 
 
@@ -34,7 +37,6 @@ def doctor(
     nodes: Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Nodes of that job.")] = 2,
     json: JsonOption = False,
 ) -> None:
-    """Examine this site: Slurm, its plugins and partitions, the nodes' interpreter, the shared folder."""
     profile = site_profile()
     config = with_absolute_paths(validate(profile.values))
     why = ""
@@ -66,14 +68,19 @@ def on_nodes(config: RunConfig, environment: jobs.Environment, nodes: int) -> li
     parent = Path(config.run.dir)
     parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=".doctor-", dir=parent))
-    handle = submit_probe(probe, config, environment, folder, nodes)
+    handle = submit_on_nodes(
+        probe,
+        (config.slurm.device, config.slurm.interface, config.compute.local_dir, str(folder)),
+        config,
+        environment,
+        component="train",
+        nodes=nodes,
+        name="libra-doctor",
+        folder=folder,
+        time_limit=TIME_LIMIT,
+    )
     print_note(f"job {handle.job_id} tries {nodes} nodes (logs in {folder})")
-    try:
-        with busy("waiting for the nodes"):
-            handle.wait()
-    except KeyboardInterrupt:
-        handle.cancel()
-        raise
+    wait_for(handle)
     found: list[Finding] = []
     for task in range(nodes):
         answers = handle.of_task(task)

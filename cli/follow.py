@@ -1,6 +1,6 @@
-"""Follow a run until it ends: a live panel on a terminal, plain progress lines elsewhere.
+"""Follow a run until it is over: a live panel on a terminal, plain progress lines elsewhere.
 
-- status.json -> read every `REFRESH_S`.
+- The records -> read every `REFRESH_S`.
 - status.json is older than `QUIET_S` -> the queue is queried, with pauses that double from `FIRST_POLL_S` to
   `LONGEST_POLL_S`, because all users share the controller.
 """
@@ -18,6 +18,8 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+from libra_hpc.slurm.query import JobInfo
+from libra_hpc.slurm.run_state import NoAnswer, RunState
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.telemetry.status import Status, because
 from libra_hpc.telemetry.summary import duration
@@ -25,7 +27,7 @@ from libra_hpc.telemetry.view import WIDTH, render
 
 from . import jobs
 from .output import console, print_line
-from .runs import FINAL, job_id, read_status, rewards
+from .runs import job_id, read_status, rewards, with_state
 
 REFRESH_S = 1.0
 """status.json is replaced about once a second."""
@@ -33,10 +35,8 @@ FIRST_POLL_S, LONGEST_POLL_S = 2.0, 30.0
 QUIET_S = 10.0
 """Age of status.json from which the job may be dead."""
 LOST_S = 120.0
-"""Seconds after which a job unknown to Slurm counts as failed.  It may be unknown for a moment after submission, or
+"""Seconds after which nobody waits for a job unknown to Slurm.  It may be unknown for a moment after submission, or
 while the controller restarts."""
-LEAVES_S = 60.0
-"""A stopped run's job leaves the queue, or is queued again, within this time: Slurm's epilogues are part of it."""
 INDENT = 10 * " "
 """Indent of lines below a progress line: the width of its clock."""
 LINE_EVERY_S = 10.0
@@ -52,58 +52,46 @@ class Follower:
 
     def __init__(self, run: RunDir, clock: Callable[[], float] = time.time) -> None:
         self.run = run
+        self.job_id = job_id(run)
         self.status: Status | None = None
-        self.job = jobs.JobView(id=job_id(run), state="pending")
+        self.state = RunState("unknown")
         self._clock = clock
+        self._queue = jobs.JobQueue()
+        self._answer: JobInfo | NoAnswer = NoAnswer()
         self._pause = 0.0
-        self._poll_at = 0.0
-        self._unknown_since: float | None = None
+        self._asked_at = self._poll_at = 0.0
+        self._lost_since: float | None = None
 
-    def refresh(self) -> str:
-        """Read the status or query the queue; returns the run's state, one of `FINAL` once it has ended."""
+    def refresh(self) -> RunState:
+        """Read the records, query the queue where it is due, and decide; the state is `RunState.over` at the end."""
         now = self._clock()
-        self.status = read_status(self.run)
-        if self.status is not None and self.status.state in FINAL:
-            return self._requeued(now) or self.status.state
-        quiet = self.status is None or now - self.status.updated_at > QUIET_S
-        if quiet and now >= self._poll_at:
-            self._pause = min(max(self._pause * 2, FIRST_POLL_S), LONGEST_POLL_S)
-            self._poll_at = now + self._pause
-            self.job = self._ask(now)
-            if self.job.state in FINAL:
-                # The last snapshot may have arrived during the query.
-                self.status = read_status(self.run)
-                return self.status.state if self.status is not None and self.status.state in FINAL else self.job.state
-        if not quiet:
-            self._pause = 0.0
-        return self.status.state if self.status is not None else self.job.state
+        known = jobs.records(self.run)
+        newest = max(known.at, 0.0 if known.end is None else known.end.at)
+        overtaken = newest > self._asked_at
+        quiet = known.status is None or known.end is not None or now - known.status.updated_at > QUIET_S
+        if known.settled or (overtaken and not quiet):
+            self._answer, self._pause = NoAnswer(), 0.0
+        elif now >= self._poll_at or overtaken:
+            leaving = known.end is not None and self.state.state != "requeued"
+            self._pause = FIRST_POLL_S if leaving else min(max(self._pause * 2, FIRST_POLL_S), LONGEST_POLL_S)
+            self._poll_at, self._asked_at = now + self._pause, now
+            self._answer = self._queue.ask(self.run)
+        self.state = self._found(jobs.judge(self.run, self._answer, now), now)
+        waits = self.state.state in ("pending", "requeued")
+        self.status = None if waits else read_status(self.run)
+        return self.state
 
-    def _requeued(self, now: float) -> str:
-        """State of the job of a stopped run, while that is running out or queued again (``scontrol requeue``,
-        preemption); empty once it is over."""
-        if self.status is None or self.status.state != "cancelled":
-            return ""
-        if now >= self._poll_at:
-            self._poll_at = now + FIRST_POLL_S
-            self.job = jobs.state(self.run)
-        if self.job.state == "pending":
-            self.status = None
-            return "pending"
-        leaving = self.job.state == "running" and now - self.status.updated_at < LEAVES_S
-        return "running" if leaving else ""
-
-    def _ask(self, now: float) -> jobs.JobView:
-        job = jobs.state(self.run)
-        if job.state != "unknown":
-            self._unknown_since = None
-            return job
-        self._unknown_since = now if self._unknown_since is None else self._unknown_since
-        return msgspec.structs.replace(job, state="failed") if now - self._unknown_since >= LOST_S else job
+    def _found(self, state: RunState, now: float) -> RunState:
+        """``state``, over where Slurm has had no record of the job for `LOST_S`."""
+        lost = state.state == "unknown" and not isinstance(self._answer, NoAnswer)
+        self._lost_since = (now if self._lost_since is None else self._lost_since) if lost else None
+        over = self._lost_since is not None and now - self._lost_since >= LOST_S
+        return msgspec.structs.replace(state, over=True) if over else state
 
     def screen(self) -> RenderableType:
         """The panel of the present state."""
         if self.status is not None:
-            return render(self.status, now=self._clock(), rewards=rewards(self.run))
+            return render(with_state(self.status, self.state), now=self._clock(), rewards=rewards(self.run))
         return Panel(Text(self.waiting()), title=Text(self.run.name, style="bold"), title_align="left", width=WIDTH)
 
     def line(self) -> str:
@@ -112,32 +100,36 @@ class Follower:
         if status is None:
             return self.waiting()
         elapsed = duration(max(status.updated_at - status.started_at, 0.0))
-        if status.step == 0 and status.state not in FINAL:
+        if status.step == 0 and not self.state.over:
             engines = [engine for node in status.nodes for engine in node.engines.values()]
-            return f"{elapsed:>8}  {status.state}  {engines.count('ready')} of {len(engines)} engines ready"
+            return f"{elapsed:>8}  {self.state.words}  {engines.count('ready')} of {len(engines)} engines ready"
         speeds = f"train {status.train.tokens_per_s:,.0f} tok/s, rollout {status.rollout.tokens_per_s:,.0f} tok/s"
         nodes = f"nodes {status.train.nodes}+{status.rollout.nodes}"
-        return (
-            f"{elapsed:>8}  {status.state}  step {status.step}/{status.steps}  reward {status.reward:.3f}  {speeds} "
-            f" {nodes}"
-        )
+        known = rewards(self.run)
+        reward = f"reward {known[-1]:.3f}" if known else "reward -"
+        return f"{elapsed:>8}  {self.state.words}  step {status.step}/{status.steps}  {reward}  {speeds}  {nodes}"
 
     def waiting(self) -> str:
         """State of a job without a snapshot, as one line."""
-        reason = f" ({self.job.reason})" if self.job.reason else ""
-        return f"job {self.job.id or '?'} is {self.job.state}{reason}"
+        return job_line(self.job_id, self.state)
 
 
-def follow(run: RunDir, until: Until = lambda status: False) -> str:
-    """Show a run until it ends or ``until`` returns True; returns its state.  An interrupt does not stop the job."""
+def job_line(job_id: str, state: RunState) -> str:
+    """A run's job and its state in one line."""
+    words = "stopped by its time limit" if state.state == "time_limit" else state.words
+    return f"job {job_id or '?'} is {words}" + (f" ({state.reason})" if state.reason else "")
+
+
+def follow(run: RunDir, until: Until = lambda status: False) -> RunState:
+    """Show a run until it is over or ``until`` returns True; returns its state.  An interrupt does not stop the job."""
     follower = Follower(run)
     return _panel(follower, until) if sys.stdout.isatty() else _lines(follower, until)
 
 
-def wait_silently(run: RunDir, until: Until = lambda status: False) -> str:
+def wait_silently(run: RunDir, until: Until = lambda status: False) -> RunState:
     """As `follow`, with nothing on stdout."""
     follower = Follower(run)
-    while (state := follower.refresh()) not in FINAL and not until(follower.status):
+    while not (state := follower.refresh()).over and not until(follower.status):
         time.sleep(REFRESH_S)
     return state
 
@@ -156,17 +148,17 @@ def message_of(status: Status | None) -> str:
     return status.message if status is not None and status.state == "running" and status.step else ""
 
 
-def _panel(follower: Follower, until: Until) -> str:
+def _panel(follower: Follower, until: Until) -> RunState:
     state = follower.refresh()
     with Live(follower.screen(), console=console(), auto_refresh=False) as live:
-        while state not in FINAL and not until(follower.status):
+        while not state.over and not until(follower.status):
             time.sleep(REFRESH_S)
             state = follower.refresh()
             live.update(follower.screen(), refresh=True)
     return state
 
 
-def _lines(follower: Follower, until: Until) -> str:
+def _lines(follower: Follower, until: Until) -> RunState:
     printed_at, printed, last = 0.0, "", ("", "")
     while True:
         state = follower.refresh()
@@ -175,11 +167,11 @@ def _lines(follower: Follower, until: Until) -> str:
             if text and text != before:
                 print_line(textwrap.fill(text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT))
         last = remarks
-        key = state if follower.status is not None else follower.waiting()
+        key = state.words if follower.status is not None else follower.waiting()
         seen = until(follower.status)
         if seen or key != printed or (follower.status is not None and time.monotonic() - printed_at > LINE_EVERY_S):
             printed_at, printed = time.monotonic(), key
             print_line(follower.line())
-        if seen or state in FINAL:
+        if seen or state.over:
             return state
         time.sleep(REFRESH_S)

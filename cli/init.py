@@ -26,7 +26,6 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
     show: Annotated[bool, typer.Option("--print", help="Print it and write nothing.")] = False,
 ) -> None:
-    """Write a site profile: partitions, GPUs and MPI plugin as Slurm names them, the rest as comments to fill in."""
     environment = slurm_environment()
     if os.sep in python:
         python = str(Path(python).expanduser().absolute())

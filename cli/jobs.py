@@ -1,4 +1,4 @@
-"""Jobs of runs, with Slurm or the local executor: queue, state, cancel."""
+"""Jobs of runs, with Slurm or the local executor: queue, state (`libra_hpc.slurm.run_state`), cancel."""
 
 from __future__ import annotations
 
@@ -6,21 +6,28 @@ import os
 import shlex
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import OperationError, SlurmUnreachable, invalid
+from libra_hpc.config.site import site_profile
+from libra_hpc.errors import OperationError, SlurmUnreachable, UserError, invalid
 from libra_hpc.slurm import local, query, submit
+from libra_hpc.slurm.cause import with_cause
+from libra_hpc.slurm.job_record import JobRecord, read_job
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.query import JobInfo, JobState, Partition
+from libra_hpc.slurm.run_state import NoAnswer, RunRecords, RunState, run_end, run_state
 from libra_hpc.slurm.single import run_single
 from libra_hpc.slurm.site import clean_environment, slurm_environment
 from libra_hpc.slurm.writer import het_script
 from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.telemetry.status import read_status
 
 from .output import busy, print_note
 
@@ -30,43 +37,6 @@ POLICY_MEMORY = "4G"
 """A trainer process takes 0.6 GB, plus torch's libraries."""
 POLICY_TIME = "00:30:00"
 """The warm start takes one or two minutes on a free core."""
-
-STATES = {
-    JobState.PENDING: "pending",
-    JobState.RUNNING: "running",
-    JobState.COMPLETED: "completed",
-    JobState.CANCELLED: "cancelled",
-    JobState.UNKNOWN: "unknown",
-}
-"""Every other state of Slurm is shown as ``failed``, with the state as the reason."""
-REASONS = {
-    "Priority": "other jobs come first",
-    "Resources": "waiting for free nodes",
-    "Dependency": "waiting for another job",
-    "BeginTime": "waiting for its begin time",
-    "JobHeldUser": "held by its owner",
-    "JobHeldAdmin": "held by an administrator",
-    "ReqNodeNotAvail": "nodes it needs are down, drained or reserved",
-    "PartitionDown": "the partition is down",
-    "PartitionTimeLimit": "its time limit exceeds the partition's",
-    "PartitionNodeLimit": "it asks for more nodes than the partition has",
-    "TIMEOUT": "time limit reached",
-    "TimeLimit": "time limit reached",
-    "PREEMPTED": "preempted",
-    "NODE_FAIL": "a node failed",
-    "NonZeroExitCode": "the job script failed",
-}
-"""Slurm's reasons in plain words; a reason that is not here is shown as it is."""
-
-
-class JobView(msgspec.Struct, frozen=True):
-    """A run's job in the queue."""
-
-    id: str
-    state: str
-    """``pending`` | ``running`` | ``completed`` | ``failed`` | ``cancelled`` | ``unknown``"""
-    reason: str = ""
-    """Why it is pending or failed, in plain words."""
 
 
 def kind(environment: Environment | None) -> Literal["slurm", "local"]:
@@ -121,67 +91,106 @@ def queue(launch: Launch, environment: Environment | None) -> str:
     return local.start(launch) if environment is None else submit.submit(launch, environment)
 
 
-def state(run: RunDir) -> JobView:
-    """The job of the run's last attempt; an empty id when it was never queued.
+class JobQueue:
+    """Asks Slurm, or the local launcher, about jobs of runs.
 
-    Slurm has no record of the job, or no controller answers -> the state in ``result.json``, else ``unknown``.
+    It finds Slurm once: every further question is one call.
     """
-    record = run.read_json(run.job)
-    if not record:
-        return JobView("", "unknown")
-    job_id = str(record.get("job_id", ""))
-    try:
-        info = submit.state(run, None if record.get("executor") == "local" else slurm_environment())
-    except SlurmUnreachable as error:
-        return JobView(job_id, _result(run) or "unknown", "" if _result(run) else str(error).rstrip("."))
-    return _view(run, info)
 
+    def __init__(self) -> None:
+        self._found: Environment | None = None
 
-def states(runs: Sequence[RunDir]) -> dict[str, JobView]:
-    """The jobs of several runs by path, with one question to the queue; a run whose Slurm does not answer is left
-    out."""
-    records = {run: record for run in runs if (record := run.read_json(run.job))}
-    found = {str(run.path): state(run) for run, record in records.items() if record.get("executor") == "local"}
-    queued = [run for run, record in records.items() if record.get("executor") != "local"]
-    if not queued:
+    def ask(self, run: RunDir) -> JobInfo | NoAnswer:
+        """The job of the run's last attempt."""
+        record = _record(run)
+        if record is None:
+            return NoAnswer()
+        try:
+            return submit.state(run, None if record.executor == "local" else self._slurm())
+        except OperationError as error:
+            # Next time a ping comes first, which a dead controller fails at once.
+            self._found = None
+            return _silence(error)
+
+    def ask_all(self, runs: Sequence[RunDir]) -> dict[str, JobInfo | NoAnswer]:
+        """The jobs of several runs by path, with one question to the queue, and one to the accounting for those that
+        the queue has forgotten."""
+        records = {run: record for run in runs if (record := _record(run)) is not None}
+        found = {str(run.path): self.ask(run) for run, record in records.items() if record.executor == "local"}
+        queued = {run: record.job_id for run, record in records.items() if record.executor == "slurm"}
+        if not queued:
+            return found
+        try:
+            known = query.own_jobs(self._slurm())
+            forgotten = [job_id for run, job_id in queued.items() if job_id not in known and not run.result.exists()]
+            known.update(query.accounts(self._slurm(), forgotten) if forgotten else {})
+        except OperationError as error:
+            print_note(f"runs are shown as their folders have them: {error}")
+            return {**found, **{str(run.path): _silence(error) for run in queued}}
+        for run, job_id in queued.items():
+            info = known.get(job_id, JobInfo(job_id, JobState.UNKNOWN))
+            found[str(run.path)] = info if info.of(run.name) else JobInfo(job_id, JobState.UNKNOWN)
         return found
-    try:
-        known = query.own_jobs(slurm_environment())
-    except OperationError as error:
-        print_note(f"jobs are shown as their runs left them: {error}")
+
+    def _slurm(self) -> Environment:
+        if self._found is None:
+            self._found = slurm_environment()
+        return self._found
+
+
+def records(run: RunDir) -> RunRecords:
+    """What the run directory has of the last attempt."""
+    job, result = _record(run), run.read_json(run.result)
+    attempt = 0 if job is None else job.attempt
+    end = run_end(result.get("state"), result.get("message"), result.get("t"))
+    return RunRecords(job, read_status(run, attempt), end if result.get("attempt", attempt) == attempt else None)
+
+
+def state(run: RunDir, queue: JobQueue | None = None) -> RunState:
+    """The state of a run; the queue is asked only where it can add something."""
+    answer = NoAnswer() if records(run).settled else (queue or JobQueue()).ask(run)
+    return judge(run, answer, time.time())
+
+
+def states(runs: Sequence[RunDir]) -> dict[str, RunState]:
+    """The states of several runs by path."""
+    answers = JobQueue().ask_all([run for run in runs if not records(run).settled])
+    return {str(run.path): judge(run, answers.get(str(run.path), NoAnswer()), time.time()) for run in runs}
+
+
+def judge(run: RunDir, answer: JobInfo | NoAnswer, now: float) -> RunState:
+    """The state of a run by its records, which are read now, and an answer of before; a failure has its cause."""
+    known = records(run)
+    found = run_state(known, answer, now)
+    if found.state != "failed" or known.job is None:
         return found
-    for run in queued:
-        job_id = str(records[run].get("job_id", ""))
-        found[str(run.path)] = _view(run, known.get(job_id, JobInfo(job_id, JobState.UNKNOWN)))
-    return found
+    return msgspec.structs.replace(found, reason=with_cause(found.reason, run.logs(known.job.attempt)))
 
 
-def _view(run: RunDir, info: JobInfo) -> JobView:
-    """A job in plain words; one that Slurm has forgotten is as its run left it."""
-    job_id = info.job_id
-    if info.state is JobState.UNKNOWN:
-        return JobView(job_id, _result(run) or "unknown", "" if _result(run) else "Slurm has no record of it")
-    failed = info.state not in STATES
-    reason = info.reason or (info.state.value if failed else "")
-    if info.state is JobState.FAILED and info.exit_code:
-        reason = f"exit code {info.exit_code}"
-    return JobView(
-        job_id,
-        STATES.get(info.state, "failed"),
-        "" if info.state is JobState.RUNNING else REASONS.get(reason.split(",")[0], reason),
-    )
+def run_folder(job_id: str) -> Path | None:
+    """The run directory of a Slurm job, by the script that Slurm has of it; None when it does not know the job."""
+    try:
+        script = query.job_script(slurm_environment(), job_id) if job_id.isdigit() else None
+    except OperationError:
+        return None
+    return None if script is None else script.parent
 
 
-def cancel(run: RunDir) -> None:
-    """Cancel the job of the run's last attempt."""
-    record = run.read_json(run.job)
-    submit.cancel(run, None if record.get("executor") == "local" else slurm_environment())
+def _silence(error: OperationError) -> NoAnswer:
+    """Why no queue answered, without the ways out."""
+    return NoAnswer(str(error).partition(";")[0].rstrip("."))
 
 
-def _result(run: RunDir) -> str:
-    """The state in the run's ``result.json``; empty without one."""
-    state = str(run.read_json(run.result).get("state", ""))
-    return state if state in ("completed", "failed", "cancelled") else ""
+def _record(run: RunDir) -> JobRecord | None:
+    try:
+        return read_job(run)
+    except UserError:
+        return None
+
+
+def cancel(run: RunDir) -> bool:
+    """Cancel the job of the run's last attempt; returns False where none is to be cancelled."""
+    return submit.cancel(run, None if read_job(run).executor == "local" else slurm_environment())
 
 
 def discard(run: RunDir) -> None:
@@ -195,6 +204,8 @@ def make_policy(out: Path, task: str, seed: int, steps: int, executor: str) -> d
     Raises `OperationError` when the job fails; its logs then stay beside ``out``.
     """
     found = environment(executor)
+    compute = validate(site_profile().values).compute
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(compute.env.items())]
     folder, unfinished = out.with_name(f".{out.name}.job"), out.with_name(f".{out.name}.unfinished")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -212,6 +223,9 @@ def make_policy(out: Path, task: str, seed: int, steps: int, executor: str) -> d
         executor=kind(found),
         mem=POLICY_MEMORY,
         time_limit=POLICY_TIME,
+        # A container would not see ``out``: there the submitting interpreter makes the policy.
+        python=shlex.quote(compute.python) if compute.container == "none" and compute.python else "",
+        parameters={"setup": [*compute.setup, *exports]},
     )
     print_note(f"job {handle.job_id} makes the policy (logs in {folder})")
     try:

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from libra_hpc.slurm.run_state import RunState
+from libra_hpc.telemetry.phases import first_and_last
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.telemetry.summary import STATE_STYLES, duration
+from libra_hpc.telemetry.sweep_record import read_member
 
 from . import jobs
-from .output import print_json, print_note, show
-from .runs import FINAL, RUNS, JsonOption, RunsOption, all_runs, attempt, job_id, read_status
+from .output import busy, console, print_json, print_note, show
+from .runs import RUNS, JsonOption, RunsOption, all_runs, attempt, job_id, read_status, rewards
 
-SILENT_S = 60.0
-"""Age of the status from which an unfinished run is shown as silent."""
+PLAIN = ("running", "completed")
+"""States without a reason to show, unless something is wrong."""
 
 
 def list_runs(json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
-    """List runs, oldest first."""
-    found = all_runs(runs)
-    views = jobs.states([run for run in found if not settled(run)])
-    rows = [row(run, views.get(str(run.path))) for run in found]
+    with busy("asking the queue"):
+        rows = all_rows(all_runs(runs))
     if json:
         print_json(rows)
         return
@@ -33,46 +36,53 @@ def list_runs(json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
         print_note(f"no runs below {runs}/")
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("run", "job", "state"):
+    # The run of a sweep has a long name.
+    table.add_column("run", overflow="fold")
+    for name in ("job", "state"):
         table.add_column(name, no_wrap=True)
     for name in ("attempt", "step", "reward", "updated"):
         table.add_column(name, no_wrap=True, justify="right")
-    for fact in rows:
+    section = ""
+    for fact in sorted(rows, key=lambda fact: fact["sweep"]):
+        if fact["sweep"] != section:
+            section = fact["sweep"]
+            table.add_section()
+            table.add_row(Text(f"sweep {section}", style="bold"))
         step = "-" if fact["step"] is None else f"{fact['step']}/{fact['steps']}"
-        reward = "-" if not fact["step"] else f"{fact['reward_first']:.3f} → {fact['reward']:.3f}"
+        reward = "-" if fact["reward"] is None else f"{fact['reward_first']:.3f} → {fact['reward']:.3f}"
         updated = "-" if fact["updated_at"] is None else f"{duration(max(time.time() - fact['updated_at'], 0.0))} ago"
-        state = Text(fact["state"], style=STATE_STYLES.get(fact["state"], "yellow"))
+        state = Text(fact["state"].replace("_", " "), style=STATE_STYLES.get(fact["state"], "yellow"))
         table.add_row(fact["run"], fact["job_id"] or "-", state, str(fact["attempt"] or "-"), step, reward, updated)
     show(table)
+    for fact in rows:
+        if fact["reason"] and fact["state"] not in PLAIN:
+            line = Text.assemble((f" {fact['run']}: ", "dim"), fact["reason"])
+            line.truncate(console().width, overflow="ellipsis")
+            show(line)
 
 
-def settled(run: RunDir) -> bool:
-    """Whether no queue can say more of the run than its own folder: it is over, and no job will go on with it."""
+def all_rows(found: Sequence[RunDir]) -> list[dict[str, Any]]:
+    """Facts of several runs, with one question to the queue."""
+    states = jobs.states(found)
+    return [row(run, states[str(run.path)]) for run in found]
+
+
+def row(run: RunDir, state: RunState) -> dict[str, Any]:
+    """Facts of one run: its state, and from its folder how far it is."""
     status = read_status(run)
-    return not job_id(run) or (status is not None and status.state in ("completed", "failed"))
-
-
-def row(run: RunDir, job: jobs.JobView | None) -> dict[str, Any]:
-    """Facts of one run, from its folder and, where it is not settled, from the queue."""
-    status = read_status(run)
-    facts: dict[str, Any] = {"run": run.name, "path": str(run.path), "job_id": job_id(run), "attempt": attempt(run)}
-    if status is None:
-        return {
-            **facts,
-            "state": "new" if not job_id(run) else "queued" if job is None else job.state,
-            **dict.fromkeys(("step", "steps", "reward_first", "reward", "updated_at")),
-        }
-    silent = status.state not in FINAL and time.time() - status.updated_at > SILENT_S
-    shown = {
-        "step": status.step,
-        "steps": status.steps,
-        "reward_first": status.reward_first,
-        "reward": status.reward,
-        "updated_at": status.updated_at,
+    member = read_member(run)
+    first, last = (None, None) if status is None else first_and_last(rewards(run), status.steps)
+    return {
+        "run": run.name,
+        "path": str(run.path),
+        "job_id": job_id(run),
+        "cluster": jobs.cluster(run),
+        "attempt": attempt(run),
+        "sweep": "" if member is None else member.sweep,
+        **msgspec.to_builtins(state),
+        "step": None if status is None else status.step,
+        "steps": None if status is None else status.steps,
+        "reward_first": first,
+        "reward": last,
+        "updated_at": None if status is None else status.updated_at,
     }
-    state = "silent" if silent else status.state
-    if job is not None and job.state == "pending":
-        state = "requeued"
-    elif job is not None and job.state in FINAL and status.state not in FINAL:
-        state = job.state
-    return {**facts, "state": state, **shown}

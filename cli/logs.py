@@ -15,7 +15,7 @@ from libra_hpc.errors import UserError, invalid
 
 from .follow import Follower
 from .output import print_line, print_note
-from .runs import FINAL, RUNS, RunArgument, RunsOption, attempt, find_run, job_id
+from .runs import RUNS, RunArgument, RunsOption, attempt, find_run, job_id
 
 POLL_S = 0.5
 LOG_SUFFIXES = (".log", ".out")
@@ -38,7 +38,6 @@ def logs(
     ] = None,
     runs: RunsOption = Path(RUNS),
 ) -> None:
-    """Print the end of a run's log files."""
     found = find_run(run, runs)
     folder = found.logs(which or max(attempt(found), 1))
     files = select(folder, rank, process)
@@ -66,9 +65,8 @@ def logs(
         for path in select(folder, rank, process):
             for line in new_lines(path, offsets):
                 print_line(f"{path.stem}: {line}")
-        if state in FINAL:
-            ended = f": {follower.waiting()}" if follower.status is None else f" is {state}"
-            print_note(f"{found.name}{ended}")
+        if state.over:
+            print_note(f"{found.name}: {follower.waiting()}")
             return
         time.sleep(POLL_S)
 

@@ -32,7 +32,6 @@ def make_policy(
     executor: ExecutorOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Make a policy small enough to learn a built-in task in a minute, as a Hugging Face folder."""
     if task not in BUILTIN:
         raise invalid("--task", task, "unknown task", sorted(BUILTIN))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

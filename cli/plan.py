@@ -19,7 +19,8 @@ from libra_hpc.hardware.models import ModelShape
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.planning.initial import as_planned, initial_plan
 from libra_hpc.planning.request import Assumed, PlanRequest, check_gpus, request
-from libra_hpc.search.best_plan import PlanResult, PlanSearch
+from libra_hpc.planning.train_speed import training_factors
+from libra_hpc.search.best_plan import PlanResult, PlanSearch, RunPlan
 from libra_hpc.search.scaling_curve import Point, knee, steps, sweep
 
 from . import plan_tables
@@ -57,6 +58,10 @@ TraceOption = Annotated[
 CalibrationOption = Annotated[
     Path | None,
     typer.Option("--calibration", metavar="FILE", help="Measured step times of engines, for the degrees the file has."),
+]
+TrainSpeedOption = Annotated[
+    Path | None,
+    typer.Option("--train-speed", metavar="FILE|RUN", help="Measured training speed: of calibrate train, or of a run."),
 ]
 EvenOption = Annotated[bool, typer.Option("--even", help="Assume that lengths of trajectories cannot be predicted.")]
 LayoutsOption = Annotated[
@@ -98,13 +103,13 @@ def plan(
     tool_s: Annotated[float, typer.Option("--tool-s", metavar="S", help="Seconds of a tool call.")] = ASSUMED.tool_s,
     layouts: LayoutsOption = "any",
     calibration: CalibrationOption = None,
+    train_speed: TrainSpeedOption = None,
     even: EvenOption = False,
     keep: Annotated[int, typer.Option("--best", min=1, metavar="N", help="Plans to show.")] = 5,
     explain: ExplainOption = False,
     json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
-    """Show the best plans for a run: split of the nodes, parallelism, stage times, memory; needs no GPU."""
     if layouts not in ("any", "node"):
         raise invalid("--layouts", layouts, "unknown value", ["any", "node"])
     low, high = gpu_range(gpus)
@@ -119,42 +124,72 @@ def plan(
         devices_file=devices,
         gpus=high,
         trace=trace,
+        train_speed=train_speed,
         assumed=assumed,
         node_layouts=layouts == "node",
     )
     node = layouts == "node"
+    steps_of = lookup if calibration is None else measured_steps(calibration)
     search = PlanSearch(
         asked.shape,
         asked.pools,
         asked.batch,
         space=asked.space,
         options=asked.options,
+        factors=asked.factors,
         sorted_lengths=not even,
         whole_nodes=node,
-        steps=lookup if calibration is None else measured_steps(calibration),
+        steps=steps_of,
     )
     if low != high:
         show_sweep(asked, search, low, high, json=json, plot=plot)
         return
     with busy("searching"):
         result = search.run(keep)
+        slow = None if asked.train_speed else half_speed(asked, steps_of, sorted_lengths=not even, whole_nodes=node)
     if plot is not None:
         from libra_hpc.pictures.plan_picture import draw_plans
 
         draw_plans(result.plans, plan_tables.title(asked), plot)
     if json:
-        print_json({"request": facts(asked), "gap": result.gap, **msgspec.to_builtins(result)})
+        print_json(
+            {
+                "request": facts(asked),
+                "gap": result.gap,
+                **msgspec.to_builtins(result),
+                "half_mfu": msgspec.to_builtins(slow),
+            }
+        )
         return
-    show_plans(asked, result, explain)
+    show_plans(asked, result, slow, explain)
     if config.components.split == "auto":
-        show_split(initial_plan(config))
+        given = {"model": model, "device": device, "devices": devices, "trace": trace, "train_speed": train_speed}
+        named = {key: str(value) for key, value in given.items() if value}
+        show_split(initial_plan(config.model_copy(update={"planner": config.planner.model_copy(update=named)})))
 
 
-def show_plans(asked: PlanRequest, result: PlanResult, explain: bool) -> None:
+def half_speed(asked: PlanRequest, steps_of: StepLookup, *, sorted_lengths: bool, whole_nodes: bool) -> RunPlan | None:
+    """The best plan when training reaches half of the assumed MFU; None when nothing fits."""
+    search = PlanSearch(
+        asked.shape,
+        asked.pools,
+        asked.batch,
+        space=asked.space,
+        options=asked.options,
+        factors=training_factors(2.0),
+        sorted_lengths=sorted_lengths,
+        whole_nodes=whole_nodes,
+        steps=steps_of,
+    )
+    return search.run(1).plans[0]
+
+
+def show_plans(asked: PlanRequest, result: PlanResult, slow: RunPlan | None, explain: bool) -> None:
     """Print the tables of one search."""
     plan_tables.header(asked)
     show(plan_tables.plans(asked, result))
     plan_tables.remarks(asked, result)
+    plan_tables.speed(asked, result, slow)
     if explain:
         for table in (
             plan_tables.terms(result),
@@ -238,5 +273,7 @@ def facts(asked: PlanRequest) -> dict[str, object]:
         "eta": asked.batch.eta,
         "lengths": msgspec.to_builtins(asked.batch.lengths),
         "lengths_from": asked.lengths,
+        "train_speed": asked.train_speed,
+        "factors": msgspec.to_builtins(asked.factors),
         "notes": list(asked.notes),
     }

@@ -125,6 +125,21 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
         show(Text("a run file says TP x PP of whole nodes; --layouts node plans with such layouts only"))
 
 
+def speed(asked: PlanRequest, result: PlanResult, slow: RunPlan | None) -> None:
+    """Print the source of the training speed; without one, what the best plan becomes at half of the assumed MFU."""
+    if slow is None:
+        show(Text(f"training speed: {asked.train_speed}"))
+        return
+    mfu = result.plans[0].train.time.mfu
+    nodes = f"{_pool(asked, slow.pool)}{slow.nodes}+{sum(p.nodes for p in asked.pools) - slow.nodes}"
+    show(
+        Text(
+            f"training speed is assumed ({mfu:.0%} MFU; measured: --train-speed); at half of it: {nodes},"
+            f" {_s(slow.seconds)} a batch"
+        )
+    )
+
+
 def nearest(result: PlanResult) -> None:
     """Print the excluded choices that nearly fit."""
     if not result.excluded:

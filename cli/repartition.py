@@ -26,16 +26,17 @@ from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.telemetry.status import Status
 
 from . import jobs
-from .follow import follow, wait_silently
+from .follow import follow, job_line, wait_silently
 from .output import print_json, print_line, print_note, show
-from .runs import FINAL, RUNS, JsonOption, RunsOption, attempt, find_run, read_status
+from .runs import RUNS, JsonOption, RunsOption, attempt, find_run, job_id, run_names
 
 
 def repartition(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, its name, or its job id.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Run folder, its name, or its job id.", autocompletion=run_names)
+    ],
     changes: Annotated[
-        list[str],
-        typer.Argument(metavar="KEY=VALUE...", help="What changes, e.g. train.tp=2 components.train.nodes=2."),
+        list[str], typer.Argument(metavar="KEY=VALUE", help="What changes, e.g. train.tp=2 components.train.nodes=2.")
     ],
     wait: Annotated[
         bool,
@@ -50,10 +51,6 @@ def repartition(
     json: JsonOption = False,
     runs: RunsOption = Path(RUNS),
 ) -> None:
-    """Repartition a running job: core nodes, TP and PP of training, engines of a node.
-
-    It saves a checkpoint and restarts inside the job.
-    """
     found = find_run(run, runs)
     check_running(found)
     values = dict(parse_override(change, example="train.tp=2") for change in changes)
@@ -83,16 +80,13 @@ def repartition(
 
 def check_running(run: RunDir) -> None:
     """Raise `UserError` unless the run is running, by its status and the queue, and waits for no other order."""
-    status, job = read_status(run), jobs.state(run)
-    state = job.state if status is None else status.state
-    if not job.id:
+    state = jobs.state(run)
+    if state.state == "never_queued":
         why = "it was never queued"
-    elif state in FINAL or job.state in FINAL:
-        why = f"it is over ({state if state in FINAL else f'its job {job.id} is {job.state}'})"
-    elif job.state == "pending" or state == "starting":
-        why = f"it has not started yet (its job {job.id} is {job.state})"
-    elif state != "running":
-        why = f"its state is {state}"
+    elif state.over:
+        why = f"it is over ({job_line(job_id(run), state)})"
+    elif state.state != "running":
+        why = f"it does not run ({job_line(job_id(run), state)})"
     elif run.order.exists():
         why = f"another layout is ordered already ({run.order.name} waits for its answer)"
     else:
@@ -128,13 +122,15 @@ def await_answer(run: RunDir, order: LayoutOrder, *, quiet: bool) -> int:
         raise typer.Exit(130) from None
     answer = _answer(run, order)
     if answer is None:
-        raise OperationError(f"the run ended ({state}) and did not answer the order; the next attempt refuses it.")
+        raise OperationError(
+            f"the run ended ({state.words}) and did not answer the order; the next attempt refuses it."
+        )
     if "step" not in answer:
         raise OperationError(f"the order was refused: {answer['reason']}")
-    if state in FINAL and state != "completed":
+    if state.over and state.state != "completed":
         raise OperationError(
-            f"the run {state} in the new layout; `libra-hpc submit --resume {run.name} -o KEY=VALUE` goes on in another"
-            " one."
+            f"the run ended ({state.words}) in the new layout; `libra-hpc submit --resume {run.name} -o KEY=VALUE` goes"
+            " on in another one."
         )
     return int(answer["step"])
 

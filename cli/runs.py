@@ -11,16 +11,37 @@ import msgspec
 import typer
 
 from libra_hpc.errors import UserError, invalid, nearest
+from libra_hpc.slurm.run_state import RunState
 from libra_hpc.telemetry import series
 from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.status import Status, decode_status
+from libra_hpc.telemetry.status import FINAL, Status, as_ended
+from libra_hpc.telemetry.status import read_status as last_status
+
+from . import jobs
 
 RUNS = "runs"
 """Default of ``run.dir``."""
-FINAL = ("completed", "failed", "cancelled")
+
+
+def run_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Names of the runs that a shell offers: those in the folder of ``--runs``."""
+    parent = ctx.params.get("runs") or RUNS
+    try:
+        names = sorted(os.listdir(parent))
+    except OSError:
+        return []
+    return [
+        name
+        for name in names
+        if name.startswith(incomplete) and os.path.isfile(os.path.join(parent, name, "config.json"))
+    ]
+
 
 RunArgument = Annotated[
-    str | None, typer.Argument(metavar="RUN", help="Run folder, its name, or its job id; default: the latest run.")
+    str | None,
+    typer.Argument(
+        metavar="RUN", help="Run folder, its name, or its job id; default: the latest run.", autocompletion=run_names
+    ),
 ]
 RunsOption = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Parent of run folders.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -36,7 +57,10 @@ def all_runs(parent: Path) -> list[RunDir]:
 
 
 def find_run(wanted: str | None, parent: Path) -> RunDir:
-    """The run that a user names, None: the latest; raises `UserError` naming the existing runs."""
+    """The run that a user names, None: the latest; raises `UserError` naming the existing runs.
+
+    The id of a job that Slurm still knows finds a run in any folder.
+    """
     if wanted and os.path.isfile(Path(wanted) / "config.json"):
         return RunDir(wanted)
     if wanted and os.path.isdir(wanted) and not os.access(wanted, os.X_OK):
@@ -53,6 +77,9 @@ def find_run(wanted: str | None, parent: Path) -> RunDir:
     for run in reversed(runs):
         if wanted in (run.name, job_id(run)):
             return run
+    elsewhere = jobs.run_folder(wanted)
+    if elsewhere is not None and os.path.isfile(elsewhere / "config.json"):
+        return RunDir(elsewhere)
     names = [run.name for run in runs]
     known = f"valid: {', '.join(names[-8:])}" if names else "there are none"
     raise UserError(
@@ -73,11 +100,13 @@ def attempt(run: RunDir) -> int:
 
 def read_status(run: RunDir) -> Status | None:
     """The last snapshot of the last attempt; None without one."""
-    try:
-        status = decode_status(run.status.read_bytes())
-    except (OSError, msgspec.DecodeError):
-        return None
-    return status if status.attempt >= attempt(run) else None
+    return last_status(run, attempt(run))
+
+
+def with_state(status: Status, state: RunState) -> Status:
+    """A snapshot with the state of its run, which knows more: of the queue, and of the time since."""
+    known = msgspec.structs.replace(status, state=state.state, message=state.reason)
+    return as_ended(known) if state.state in FINAL else known
 
 
 def rewards(run: RunDir) -> list[float]:

@@ -23,8 +23,9 @@ from .runs import JsonOption
 from .trace import FileArgument, FormatOption, LimitOption, SkipOption, load
 
 DEFAULTS = SimSettings()
-LEGEND = """p50, p95, p99: from a trajectory's start to its end; moves: turns on another engine than before;
-re-prefill: tokens computed again; idle: share of the GPUs' time; oracle: knows all lengths"""
+LEGEND = """p50, p95, p99: from a trajectory's start to its end; moves: turns on another
+engine than before; re-prefill: tokens computed again; idle: share of the GPUs'
+time; oracle: knows all lengths"""
 """Under the table."""
 MARKS = {"best": "green", "reference": "dim"}
 
@@ -74,7 +75,6 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw completions and engines.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Replay a trace on simulated engines under several scheduling policies."""
     names = parse_policies(policy)
     if ORACLE not in names and not no_oracle:
         names.append(ORACLE)
@@ -146,19 +146,20 @@ def table(done: dict[str, Compared]) -> Table:
     """One row a policy; the best makespan besides the oracle's is marked."""
     reference = done[ORACLE].result.makespan_s if ORACLE in done else None
     best = min((one.result.makespan_s for name, one in done.items() if name != ORACLE), default=0.0)
-    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    out.add_column("policy", no_wrap=True)
-    for heading in ("makespan s", "tokens/s", "p50 s", "p95 s", "p99 s", "moves", "re-prefill", "idle", "x oracle"):
-        out.add_column(heading, justify="right", no_wrap=True)
+    # Headings of two lines and one space between columns: ten columns in 80.
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0), show_edge=False)
+    out.add_column("policy", no_wrap=True, vertical="bottom")
+    headings = ("makespan s", "tokens\n/s", "p50 s", "p95 s", "p99 s", "moves", "re-\nprefill", "idle", "x\noracle")
+    for heading in headings:
+        out.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
     for name, one in done.items():
-        result, against = one.result, ratio(one, reference)
+        result, against, ends = one.result, ratio(one, reference), one.result.completion
         style = MARKS["reference"] if name == ORACLE else MARKS["best"] if result.makespan_s == best else ""
         out.add_row(
             name,
             f"{result.makespan_s:,.1f}",
             f"{result.tokens_per_s:,.0f}",
-            *(f"{q:,.1f}" for q in (result.completion.p50, result.completion.p95)),
-            f"{result.completion.p99:,.1f}",
+            *(f"{q:,.1f}" if q < 1000 else f"{q:,.0f}" for q in (ends.p50, ends.p95, ends.p99)),
             f"{result.moves:,}",
             short(result.reprefilled_tokens),
             f"{result.idle_share:.0%}",

@@ -13,9 +13,9 @@ from libra_hpc.telemetry.status import status_dict
 from libra_hpc.telemetry.view import render
 
 from . import jobs
-from .follow import follow
+from .follow import follow, job_line
 from .output import print_json, print_line, show
-from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run, read_status, rewards
+from .runs import RUNS, JsonOption, RunArgument, RunsOption, attempt, find_run, job_id, read_status, rewards, with_state
 
 
 def status(
@@ -24,24 +24,31 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until the run ends.")] = False,
     runs: RunsOption = Path(RUNS),
 ) -> None:
-    """Show a run: job, stages, nodes and their roles, queue, and the planner's last decision with its reason."""
     found = find_run(run, runs)
     found.resolved()
     if watch and not json:
-        if follow(found) != "completed":
+        if follow(found).state != "completed":
             raise typer.Exit(1)
         return
-    snapshot = read_status(found)
-    # The queue shows whether the job still runs, and whether a run that was stopped is queued again.
-    job = None if snapshot is not None and snapshot.state in ("completed", "failed") else jobs.state(found)
+    state, snapshot = jobs.state(found), read_status(found)
     if json:
-        value: dict[str, Any] = {"run": found.name, "path": str(found.path), "job": msgspec.to_builtins(job)}
-        print_json({**value, "status": None if snapshot is None else status_dict(snapshot)})
+        facts: dict[str, Any] = {
+            "run": found.name,
+            "path": str(found.path),
+            "job_id": job_id(found),
+            "cluster": jobs.cluster(found),
+            "attempt": attempt(found),
+            **msgspec.to_builtins(state),
+        }
+        shown = None if snapshot is None else status_dict(with_state(snapshot, state))
+        print_json({**facts, "status": shown})
         return
     if snapshot is not None:
-        show(render(snapshot, now=time.time(), rewards=rewards(found)))
-    if job is not None and not job.id:
+        show(render(with_state(snapshot, state), now=time.time(), rewards=rewards(found)))
+    if state.state == "never_queued":
         print_line(f"{found.name}: was never queued; files in {found.path}")
-    elif job is not None and (snapshot is None or job.state != "running"):
-        reason = f" ({job.reason})" if job.reason else ""
-        print_line(f"{found.name}: job {job.id} is {job.state}{reason}; files in {found.path}")
+    elif snapshot is None or state.state != "running":
+        where = f" on {name}" if (name := jobs.cluster(found)) else ""
+        # The screen has the reason.
+        line = state if snapshot is None else msgspec.structs.replace(state, reason="")
+        print_line(f"{found.name}: {job_line(job_id(found) + where, line)}; files in {found.path}")

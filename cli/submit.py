@@ -2,6 +2,7 @@
 
 - Every check (`check_all`) passes before anything is written or queued.
 - ``--dry-run`` -> print the script and stop.
+- ``--until-done`` -> the job is queued again after its time limit.
 - ``components.split = "auto"`` -> print the planner's table first.
 """
 
@@ -29,13 +30,24 @@ from .check import check_all, load, warn, with_absolute_paths
 from .config_show import OverrideOption
 from .follow import follow, wait_silently
 from .output import print_json, print_line, print_note, show
-from .runs import FINAL, RUNS, JsonOption, attempt, find_run
+from .runs import RUNS, JsonOption, attempt, find_run, job_id, run_names
 from .split import show_split
 from .summary import draw
+
+UNTIL_DONE = 1000
+"""Requeues of ``--until-done``: no bound for a run that advances; one that does not is stopped after three starts."""
 
 EXECUTORS = ("auto", "slurm", "local")
 
 ENGINES = ("real", "simulated")
+ENDS = {
+    "failed": "the run failed",
+    "cancelled": "the run was cancelled",
+    "time_limit": "the run was stopped by its time limit",
+    "preempted": "the run was preempted",
+    "unknown": "it is not known how the run ended",
+}
+"""First words of the error of `submit --wait` by the state of a run that did not complete."""
 
 ExecutorOption = Annotated[
     str | None, typer.Option("--executor", metavar="|".join(EXECUTORS), help="Where to run; default: the run file's.")
@@ -57,8 +69,14 @@ def submit(
     ] = None,
     override: OverrideOption = [],  # noqa: B006
     resume: Annotated[
-        str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run from its last checkpoint.")
+        str | None,
+        typer.Option(
+            "--resume", metavar="RUN", help="Go on with a run from its last checkpoint.", autocompletion=run_names
+        ),
     ] = None,
+    until_done: Annotated[
+        bool, typer.Option("--until-done", help="Queue the job again after each time limit, until run.steps.")
+    ] = False,
     wait: Annotated[
         bool, typer.Option("--wait", help="Follow the run and end with its summary; exit code 0 when it completed.")
     ] = False,
@@ -68,7 +86,6 @@ def submit(
     parsable: Annotated[bool, typer.Option("--parsable", help="Print the job id only.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Queue a run as one heterogeneous job."""
     if (run_file is None) == (resume is None):
         raise UserError("submit needs either a run file or --resume RUN, and not both.")
     overrides = [
@@ -90,6 +107,8 @@ def submit(
         raise invalid("components.split", "auto", "a resumed run keeps the split it has", "explicit")
     if sbatch:
         config = with_values(config, {"slurm.extra": [*config.slurm.extra, *sbatch]})
+    if until_done:
+        config = with_values(config, {"slurm.requeues": max(UNTIL_DONE, config.slurm.requeues)})
     if run is not None:
         refuse_if_complete(run, config)
     config, made, environment, warnings = check_all(config, slurm_required=not dry_run)
@@ -188,12 +207,12 @@ def refuse_if_complete(run: RunDir, config: RunConfig) -> None:
 
 def refuse_if_active(run: RunDir) -> None:
     """Raise `UserError` while an earlier attempt may still run: two jobs would overwrite each other's files."""
-    job = jobs.state(run)
-    if job.id and job.state not in (*FINAL, "unknown"):
+    state = jobs.state(run)
+    if not state.over and state.state != "unknown":
         raise invalid(
             "--resume",
             run.name,
-            f"its job {job.id} is {job.state}",
+            f"its job {job_id(run)} is {state.words}",
             f"a run that has ended (libra-hpc cancel {run.name} ends it)",
         )
 
@@ -210,11 +229,10 @@ def finish(run: RunDir, queued: str, *, quiet: bool) -> None:
         raise typer.Exit(130) from None
     if not quiet:
         draw(run)
-        show(render_summary(msgspec.structs.replace(summarise(run), state=state)))
-    if state != "completed":
-        message = str(run.read_json(run.result).get("message", "")).rstrip(".")
-        why = f" ({message})" if message else ""
-        ended = "was cancelled" if state == "cancelled" else state
-        raise OperationError(
-            f"the run {ended}{why}; its logs are in {run.logs(attempt(run))} (libra-hpc logs {run.name})"
-        )
+        show(render_summary(msgspec.structs.replace(summarise(run), state=state.state)))
+    if state.state != "completed":
+        why = f": {state.reason.rstrip('.')}" if state.reason else ""
+        further = f"`libra-hpc submit --resume {run.name}` goes on"
+        if state.state in ("failed", "unknown"):
+            further = f"its logs are in {run.logs(attempt(run))} (`libra-hpc logs {run.name}`)"
+        raise OperationError(f"{ENDS[state.state]}{why}; {further}.")

@@ -11,24 +11,26 @@ from libra_hpc.telemetry import series
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.telemetry.summary import render_summary, summarise
 
+from . import jobs
 from .output import busy, print_json, print_note, show
 from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run
 
 
 def summary(run: RunArgument = None, json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
-    """Show reward, speed, moves of nodes and failures of a run; writes summary.png into its folder."""
     found = find_run(run, runs)
     found.resolved()
-    if series.steps(found):
-        draw(found)
+    draw(found)
+    facts = msgspec.structs.replace(summarise(found), state=jobs.state(found).state)
     if json:
-        print_json(msgspec.to_builtins(summarise(found)))
+        print_json(msgspec.to_builtins(facts))
     else:
-        show(render_summary(summarise(found)))
+        show(render_summary(facts))
 
 
 def draw(run: RunDir) -> None:
-    """Write the run's picture; a folder that cannot be written is only a note."""
+    """Write the picture of a run that has a step; a folder that cannot be written is only a note."""
+    if not series.steps(run):
+        return
     from libra_hpc.pictures.run_picture import plot
 
     try:

@@ -19,7 +19,7 @@ from libra_hpc.traces.trace_stats import Spread
 from .output import busy, print_json, print_line, print_note, show
 from .runs import JsonOption
 
-app = typer.Typer(help="Traces of trajectories: what a simulation replays.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 DEFAULTS = Dials()
 SHOWN_TOOLS, SHOWN_OUTCOMES = 12, 6
 """Tools of the table, and outcomes of a tool; further tools are summed up in its last row (all are in the JSON)."""
@@ -30,9 +30,11 @@ TRENDS = {
     "too few": "attained service: too few trajectories to tell",
 }
 
-PROMPT_LEGEND = """eta2: share of the variance between prompts; ICC: correlation of two samples of a prompt;
-r siblings, r probe: correlation with the mean of the siblings, with the first of them"""
-SIGNAL_LEGEND = """eta2: share of the variance between classes, chance included; r: correlation; n: tool returns"""
+PROMPT_LEGEND = """eta2: share of the variance between prompts; ICC: correlation of two samples of
+a prompt; r siblings, r probe: correlation with the mean of the siblings, with
+the first of them"""
+SIGNAL_LEGEND = """eta2: share of the variance between classes, chance included; r: correlation;
+n: tool returns"""
 
 FileArgument = Annotated[
     Path, typer.Argument(metavar="FILE", help="Trace, gzip or not; or a folder of kv-cache-tester documents.")
@@ -43,11 +45,6 @@ FormatOption = Annotated[
 ]
 SkipOption = Annotated[bool, typer.Option("--skip-bad", help="Pass over lines that cannot be read, and count them.")]
 LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", help="Only the first N trajectories.")]
-
-
-@app.callback()
-def trace() -> None:
-    """Inspect, convert and generate traces."""
 
 
 @app.command("inspect")
@@ -168,12 +165,12 @@ def show_description(file: Path, format: str, what: Description) -> None:
     groups = f"{what.groups:,} with siblings" if what.groups else "no siblings"
     print_line(f"{file} ({format})")
     print_line(
-        f"{what.trajectories:,} trajectories of {what.prompts:,} prompts ({groups}), {what.turns_total:,} turns,"
+        f"{what.trajectories:,} trajectories of {what.prompts:,} prompts ({groups}),\n{what.turns_total:,} turns,"
         f" {what.generated_total:,} generated tokens"
     )
     reward = "" if what.mean_reward is None else f"; mean reward {what.mean_reward:.3f}"
-    print_line(f"the longest {TAIL:.0%} of the trajectories generate {what.tail_share:.0%} of the tokens{reward}")
-    table = _table("per trajectory, turn or tool call", "p50", "p90", "p99", "max", "mean")
+    print_line(f"the longest {TAIL:.0%} of them generate {what.tail_share:.0%} of the tokens{reward}")
+    table = _table("per trajectory, turn or call", "p50", "p90", "p99", "max", "mean")
     rows = {
         "turns": what.turns,
         "generated tokens": what.generated,
@@ -219,6 +216,8 @@ def show_prediction(what: Prediction) -> None:
     else:
         print_line("the prompt predicts: no siblings\n")
     table = _table("at equal turn, log of what remains", "measure", "value", "share of variance", "n")
+    # A note instead of a value is long.
+    table.columns[2].no_wrap = False
     for signal in what.signals:
         value = _share(signal.value) if not signal.note else signal.note
         table.add_row(signal.signal, signal.measure, value, _share(signal.share), f"{signal.n:,}")
@@ -234,7 +233,7 @@ def show_prediction(what: Prediction) -> None:
 
 
 def _table(first: str, *others: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(first, no_wrap=True, max_width=36)
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)

@@ -38,8 +38,16 @@ class SlurmSection(Section):
     """Which wheels and collective backend the engines use."""
     time_limit: str = "01:00:00"
     """Slurm time limit, ``[days-]hours:minutes:seconds``."""
-    notice_s: Seconds = Field(120.0, ge=30)
-    """Time before the time limit at which the run begins to save and stop. A step and a checkpoint must fit in it."""
+    notice_s: Seconds = Field(0.0, ge=0)
+    """Time before the time limit at which the run begins to save and stop. 0: it stops at the last step after which
+    another step and a checkpoint, as measured, would not fit."""
+    grace_s: Seconds = Field(0.0, ge=0)
+    """Time between SIGTERM and SIGKILL, in which a cancelled or preempted run saves. 0: Slurm's ``KillWait``."""
+    requeues: int = Field(0, ge=0)
+    """Most times that the job is queued again after its time limit, until ``run.steps`` are trained
+    (`libra-hpc submit --until-done`). Preemptions count too. 0: it ends, because every start is charged."""
+    preempted: Literal["requeue", "stop"] = "requeue"
+    """Whether a preempted job is queued again, or one whose first node failed."""
     account: str = ""
     """Slurm account that is charged; empty: the user's default."""
     qos: str = ""

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import re
 import tomllib
@@ -38,6 +39,8 @@ _TYPE_NAMES: dict[Any, str] = {
 }
 _BRANCHES = ("one", "each")
 """Names that pydantic adds to the location of an error in a `PerNode` field."""
+LARGEST = 2**63 - 1
+"""Largest integer of TOML, and of the messages between the processes of a run."""
 _RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 
@@ -46,6 +49,11 @@ def load_run_file(path: Path | str, overrides: Sequence[str] = (), below: Mappin
 
     ``below``: values of keys that the file does not have (`libra_hpc.config.site`).
     """
+    return validate(merged(below or {}, run_file_values(path, overrides)))
+
+
+def run_file_values(path: Path | str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The tables of a run file with ``overrides``, not validated yet."""
     own = read_toml(Path(path))
     for override in overrides:
         apply_override(own, override)
@@ -53,7 +61,7 @@ def load_run_file(path: Path | str, overrides: Sequence[str] = (), below: Mappin
     if isinstance(components, dict) and isinstance(components.get("hybrid"), dict):
         # A site profile may describe hybrid nodes; only the run file says that there are some.
         components["hybrid"].setdefault("nodes", 1)
-    return validate(merged(below or {}, own))
+    return own
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,22 +73,22 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file; raises `UserError` naming file and line."""
+def read_toml(path: Path, what: str = "run file") -> dict[str, Any]:
+    """Parse a TOML file; raises `UserError` naming file and line, and what it is when it cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except tomllib.TOMLDecodeError as error:
         place = _TOML_PLACE.match(str(error))
         if place is None:
             raise UserError(f"{path}: not valid TOML: {str(error).rstrip('.')}.") from error
-        what = place["what"][:1].lower() + place["what"][1:]
-        raise UserError(f"{path}:{place['line']}: not valid TOML: {what} (column {place['column']}).") from error
+        why = place["what"][:1].lower() + place["what"][1:]
+        raise UserError(f"{path}:{place['line']}: not valid TOML: {why} (column {place['column']}).") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not valid TOML: byte {error.start} is not UTF-8.") from error
     except RecursionError as error:
         raise UserError(f"{path}: not valid TOML: it is nested too deeply.") from error
     except OSError as error:
-        raise UserError(f"{path}: the run file cannot be read: {error.strerror}.") from error
+        raise UserError(f"{path}: the {what} cannot be read: {error.strerror}.") from error
 
 
 def parse_override(override: str, example: str = "algorithm.eta=2") -> tuple[str, Any]:
@@ -136,9 +144,13 @@ def _override_value(text: str, *, as_text: bool) -> Any:
 def validate(data: Mapping[str, Any]) -> RunConfig:
     """Check a parsed run file against the schema; raises `UserError` for the first mistake."""
     try:
-        for field, value in _numbers(data, ""):
-            if not math.isfinite(value):
+        for field, value in _scalars(data, ""):
+            if isinstance(value, float) and not math.isfinite(value):
                 raise invalid(field, value, "not a finite number")
+            if isinstance(value, (datetime.date, datetime.time)):
+                raise invalid(field, str(value), "a date or time must be in quotes")
+            if isinstance(value, int) and abs(value) > LARGEST:
+                raise invalid(field, value, "more than 64 bits", f"an integer of at most {LARGEST}")
     except RecursionError as error:
         raise UserError("The configuration is nested too deeply.") from error
     try:
@@ -151,24 +163,27 @@ def validate(data: Mapping[str, Any]) -> RunConfig:
 def translate(error: ErrorDetails) -> UserError:
     """Turn a pydantic error into one sentence: field, value, what is valid, nearest match."""
     names = [str(part) for part in error["loc"] if part not in _BRANCHES]
-    dotted, value, kind = ".".join(names), _shown(error["input"]), error["type"]
+    dotted, value, kind = ".".join(names), error["input"], error["type"]
     if kind == "extra_forbidden":
         return _unknown(names, value)
+    if names[-1:] == ["[key]"]:
+        # pydantic's location of a table's key; the key itself is the value.
+        return invalid(".".join(names[:-2]), value, "malformed name", _described(names[:-2]))
     field = _field(names)
     if field is None:
         return invalid(dotted, value, "wrong type", "a table" if kind == "model_type" else "")
     if kind == "literal_error":
-        return invalid(dotted, value, "unknown value", [str(choice) for choice in typing.get_args(field.annotation)])
+        return invalid(dotted, value, "unknown value", _choices(field))
     if kind == "model_type":
         return invalid(dotted, value, "wrong type", "a table")
-    if value is not error["input"]:
-        why = "a date or time must be in quotes"
-    elif kind in _RANGE_ERRORS:
+    if kind in _RANGE_ERRORS:
         why = "out of range"
     elif kind == "string_pattern_mismatch":
         why = "malformed"
     elif kind == "string_too_long":
         why = "too long"
+    elif kind == "too_short":
+        why = "too short"
     else:
         why = "wrong type"
     return invalid(dotted, value, why, describe(field))
@@ -187,6 +202,20 @@ def _unknown(names: Sequence[str], value: Any) -> UserError:
     return UserError(f"{what} in {where}; valid: {', '.join(valid)}{nearest(names[-1], valid)}.")
 
 
+def _choices(field: FieldInfo) -> list[str]:
+    """Valid values of a field, or of the items of a list."""
+    options = typing.get_args(field.annotation)
+    if typing.get_origin(field.annotation) is list:
+        options = typing.get_args(options[0])
+    return [str(choice) for choice in options]
+
+
+def _described(names: Sequence[str]) -> str:
+    """Valid values of a dotted key in words; empty where the schema does not have it."""
+    field = _field(names)
+    return "" if field is None else describe(field)
+
+
 def describe(field: FieldInfo) -> str:
     """Valid values of a field in words: ``an integer >= 0``."""
     for rule in field.metadata:
@@ -198,13 +227,14 @@ def describe(field: FieldInfo) -> str:
         return " or ".join(repr(choice) for choice in typing.get_args(kind))
     if origin is list:
         item = typing.get_args(kind)[0]
-        words = f"a list of {'strings' if item is str else 'values'}"
+        words = f"a list of {'strings' if item is str else ', '.join(_choices(field)) or 'values'}"
     elif origin in (Union, types.UnionType):
         words = " or ".join(_TYPE_NAMES.get(option, str(option)) for option in typing.get_args(kind))
     else:
         words = _TYPE_NAMES.get(origin or kind, "a table")
     limits = [f"{sign} {bound:g}" for sign, bound in _bounds(field)]
     rest = [f"matching {m.pattern}" for m in field.metadata if getattr(m, "pattern", None)]
+    rest += [f"with at least {m.min_length}" for m in field.metadata if isinstance(m, annotated_types.MinLen)]
     rest += [f"of at most {m.max_length} characters" for m in field.metadata if isinstance(m, annotated_types.MaxLen)]
     return " ".join([words, " and ".join(limits), *rest]).replace("  ", " ").strip()
 
@@ -241,18 +271,13 @@ def _field(names: Sequence[str]) -> FieldInfo | None:
     return _field(names[:-1]) if len(names) > 1 else None
 
 
-def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
-    """Every float of a nested document with its dotted name."""
-    if isinstance(value, float):
-        yield name, value
-    elif isinstance(value, Mapping):
+def _scalars(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Every value of a nested document that is no table or list, with its dotted name."""
+    if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _numbers(inner, f"{name}.{key}" if name else str(key))
+            yield from _scalars(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            yield from _numbers(inner, f"{name}.{index}")
-
-
-def _shown(value: Any) -> Any:
-    """A value as the user wrote it: TOML dates and times as text."""
-    return value if isinstance(value, (str, int, float, bool, list, dict)) else str(value)
+            yield from _scalars(inner, f"{name}.{index}")
+    else:
+        yield name, value

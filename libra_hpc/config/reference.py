@@ -1,6 +1,6 @@
 """Generate the reference of all keys of a run file from the schema: valid values, default, unit, description.
 
-`libra-hpc config keys` prints it; ``python -m libra_hpc.config.reference > docs/configuration.md`` writes the page.
+`libra-hpc config explain` prints it; ``python -m libra_hpc.config.reference > docs/configuration.md`` writes the page.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -16,9 +16,11 @@ from pydantic.fields import FieldInfo
 
 from libra_hpc.errors import UserError, nearest
 
+from .job import Component
 from .load import describe
 from .run import RunConfig
 from .section import Unit
+from .site import ALLOWED
 
 WIDTH = 80
 EXAMPLE = "rollout.max_model_len"
@@ -26,20 +28,24 @@ _PAGE = """\
 # Which keys can a run file have?
 
 ```
-libra-hpc config keys [SECTION | SECTION.KEY] [--json]
+libra-hpc config explain [SECTION | SECTION.KEY] [--run RUN.toml] [--json]
 ```
 
-prints all keys, those of a section, or one. For example:
+explains all keys, those of a section, or one. With `--run` it adds the present
+value in a run file or a run, and where the value comes from. For example:
 
 ```console
-$ libra-hpc config keys {name}
+$ libra-hpc config explain {name}
 {example}
 ```
 
 - A run file is TOML. A key that is left out has its default.
 - An unknown key is an error, and so is a value of another type.
 - `-o section.key=value` replaces one value for one command.
-- `libra-hpc config show RUN.toml` prints the file with all defaults.
+- Some keys may stand in a site profile as well (site.md).
+- `libra-hpc config show RUN.toml` prints the file with all defaults as JSON.
+  With `--toml` it prints a run file without the defaults, and with `--sources`
+  where each value comes from. A run is shown as well: `config show RUN`.
 - `libra-hpc check RUN.toml` checks the file, its model, its task and the
   cluster.
 
@@ -57,6 +63,15 @@ class ConfigKey(NamedTuple):
     unit: str
     default: Any
     text: str
+    also_in: tuple[str, ...] = ()
+    """Where the value may stand besides a run file and ``-o``."""
+
+
+class Present(NamedTuple):
+    """A key's value in one configuration."""
+
+    value: Any
+    source: str
 
 
 class KeyTable(NamedTuple):
@@ -94,18 +109,18 @@ def select(wanted: str) -> list[KeyTable]:
     raise UserError(f"KEY = {wanted!r}: no such section or key{nearest(wanted, known)}.")
 
 
-def as_text(found: Sequence[KeyTable]) -> str:
-    """Markdown of at most `WIDTH` columns, which a terminal shows as well."""
+def as_text(found: Sequence[KeyTable], present: Mapping[str, Present] | None = None) -> str:
+    """Markdown of at most `WIDTH` columns, which a terminal shows as well; ``present``: by dotted key."""
     parts = []
     for table in found:
         parts.append(f"## `[{_together(table.names)}]`")
         parts.append(textwrap.fill(table.text, WIDTH))
-        parts.append("\n".join(_entry(key) for key in table.keys))
+        parts.append("\n".join(_entry(key, _present(table.names, key.name, present or {})) for key in table.keys))
     return "\n\n".join(parts) + "\n"
 
 
-def as_records(found: Sequence[KeyTable]) -> list[dict[str, Any]]:
-    """One record for each key of each section, for programs."""
+def as_records(found: Sequence[KeyTable], present: Mapping[str, Present] | None = None) -> list[dict[str, Any]]:
+    """One record for each key of each section, for programs; ``present``: by dotted key."""
     return [
         {
             "key": f"{name}.{key.name}",
@@ -113,6 +128,8 @@ def as_records(found: Sequence[KeyTable]) -> list[dict[str, Any]]:
             "unit": key.unit,
             "default": key.default,
             "description": key.text,
+            "set_in": ["run file", *key.also_in],
+            **({} if present is None else present[f"{name}.{key.name}"]._asdict()),
         }
         for table in found
         for name in table.names
@@ -131,17 +148,35 @@ def _walk(section: BaseModel, name: str) -> Iterator[KeyTable]:
     fields = {key: field for key, field in type(section).model_fields.items() if not isinstance(values[key], BaseModel)}
     if fields:
         text = re.sub(r"^``\[.*?\]``: ", "", " ".join((type(section).__doc__ or "").split()))
-        keys = tuple(_key(key, field, values[key]) for key, field in fields.items())
+        keys = tuple(_key(name, key, field, values[key]) for key, field in fields.items())
         yield KeyTable((name,), _markdown(text[:1].upper() + text[1:]), keys)
     for key, value in values.items():
         if isinstance(value, BaseModel):
             yield from _walk(value, f"{name}.{key}" if name else key)
 
 
-def _key(name: str, field: FieldInfo, default: Any) -> ConfigKey:
+def _key(section: str, name: str, field: FieldInfo, default: Any) -> ConfigKey:
     unit = next((rule.name for rule in field.metadata if isinstance(rule, Unit)), "")
     text = _markdown(field.description or "")
-    return ConfigKey(name=name, valid=describe(field), unit=unit, default=default, text=text)
+    valid = describe(field)
+    return ConfigKey(name=name, valid=valid, unit=unit, default=default, text=text, also_in=_also_in(section, name))
+
+
+def _also_in(section: str, name: str) -> tuple[str, ...]:
+    """Where a key may stand besides a run file: a site profile, or every component of its own."""
+    keys = ALLOWED.get(section)
+    site = ("site profile",) if keys is not None and (not keys or name in keys) else ()
+    return (*site, *((f"components.*.{name}",) if section == "slurm" and name in Component.model_fields else ()))
+
+
+def _present(names: Sequence[str], key: str, present: Mapping[str, Present]) -> str:
+    """The values of a key in the sections of one table, in words."""
+    found = {name: present[f"{name}.{key}"] for name in names if f"{name}.{key}" in present}
+    told = {name: f"`{json.dumps(one.value)}` ({one.source})" for name, one in found.items()}
+    if len(set(told.values())) <= 1:
+        return "".join(f"Now {words}." for words in list(told.values())[:1])
+    each = ", ".join(f"{name.rpartition('.')[2]} {words}" for name, words in told.items())
+    return f"Now {each}."
 
 
 def _markdown(text: str) -> str:
@@ -154,18 +189,17 @@ def _together(names: Sequence[str]) -> str:
     return "|".join([names[0], *(name.rpartition(".")[2] for name in names[1:])])
 
 
-def _entry(key: ConfigKey) -> str:
-    """Valid values of a key, and its description on the next line."""
+def _entry(key: ConfigKey, present: str) -> str:
+    """Valid values of a key, and below them its description, where else it may stand, and its present value."""
     valid = re.sub(r"matching (\S+)", r"matching `\1`", key.valid)
     unit = f", in {key.unit}" if key.unit else ""
+    also = f" Also allowed in: {', '.join(key.also_in)}." if key.also_in else ""
+    lines = [("- ", f"`{key.name}`: {valid}{unit}; default `{json.dumps(key.default)}`."), ("  ", key.text + also)]
     return "\n".join(
         textwrap.fill(
             line, WIDTH, initial_indent=indent, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )
-        for indent, line in (
-            ("- ", f"`{key.name}`: {valid}{unit}; default `{json.dumps(key.default)}`."),
-            ("  ", key.text),
-        )
+        for indent, line in [*lines, *([("  ", present)] if present else [])]
     )
 
 

@@ -77,6 +77,9 @@ class PlannerSection(Section):
     """Known model whose shape to plan with; empty: ``model.path``."""
     trace: str = ""
     """Run directory or trajectories whose lengths to plan for; empty: an assumed log-normal distribution."""
+    train_speed: str = ""
+    """Measured training speed to plan with: a file of `libra-hpc calibrate train` or an earlier run's directory. Empty:
+    the speed that the cost model assumes."""
     enabled: bool = True
     """Whether the planner decides while the job runs; ``false``: no node changes its role."""
     hybrid_start: Literal["rollout", "train"] = "rollout"

@@ -72,7 +72,7 @@ def site_profile(environ: Mapping[str, str] = os.environ) -> SiteProfile:
             if named and path == Path(named).expanduser():
                 raise UserError(f"{VARIABLE} = {named!r}: there is no such file; valid: a site profile, or {NONE!r}.")
             continue
-        found = read_toml(path)
+        found = read_toml(path, "site profile")
         try:
             _check(found)
             validate(found)

@@ -23,6 +23,10 @@ QUANTILES = 4096
 """Trajectories sampled from a stated distribution."""
 
 
+MAX_SIGMA = 5.0
+"""Widest log-normal: at 5 half of the trajectories have less than a quarter of a millionth of the mean."""
+
+
 class TrajectoryLengths(msgspec.Struct, frozen=True):
     """Token counts of one finished trajectory."""
 
@@ -174,8 +178,13 @@ def lognormal(
     for name, (value, bound) in least.items():
         if not bound <= value < math.inf:
             raise invalid(name, value, "out of range", f"a number >= {bound}")
+    if sigma > MAX_SIGMA:
+        raise invalid("sigma", sigma, "too wide for a mean that is stated", f"a number from 0 to {MAX_SIGMA:g}")
     if longest is not None and longest <= prompt:
         raise invalid("longest", longest, f"the prompt alone has {prompt} tokens", f"an integer > {prompt}")
+    if longest is not None and generated > longest - prompt:
+        room = f"a context of {longest:,} has room for {longest - prompt:,} after a prompt of {prompt:,}"
+        raise invalid("generated", generated, room, f"a number from 1 to {longest - prompt}")
     normal = NormalDist()
     mu = math.log(generated) - sigma**2 / 2
     result = []

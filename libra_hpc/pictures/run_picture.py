@@ -1,6 +1,7 @@
 """Picture of a run: reward, seconds per batch of each stage, and the role of every node, over one time axis.
 
-Vertical lines through all panels mark drift of the task mix and lost engines.
+Vertical lines through all panels mark drift of the task mix, lost engines, and further attempts.  The time in the queue
+before an attempt is left out (`RunClock`).
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from libra_hpc.telemetry import series
 from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.telemetry.starts import starts
 from libra_hpc.telemetry.summary import duration
 
 from .figure_style import AMBER, GREEN, GREY, GRID, RED, ROLLOUT, TRAIN, VIOLET, figure, save, style
+from .run_clock import RunClock
 
 COLOURS = {"planner": GREY, "train": TRAIN, "rollout": ROLLOUT, "to_train": AMBER, "to_rollout": AMBER}
 DRIFT, KILL, NOTE = VIOLET, RED, "#57606a"
-SMOOTHING = 0.2
-"""Weight of the newest step in the smoothed reward; averages over about five steps."""
 
 
 def plot(run: RunDir, out: Path) -> None:
@@ -33,21 +34,22 @@ def plot(run: RunDir, out: Path) -> None:
     rows, log = series.steps(run), series.events(run)
     rows = [row for row in rows if math.isfinite(series.number(row, "t"))]
     times = [series.number(row, "t") for row in rows] + [event["t"] for event in log]
-    start, end = min(times, default=0.0), max(times, default=1.0)
+    end = max(times, default=1.0)
     hybrid = run.read_json(run.config).get("planner", {}).get("hybrid_start", "rollout")
     lanes = series.roles(log, end=end, hybrid_start=hybrid)
 
+    clock = RunClock(starts(rows, log))
     drawn = figure(5.4 + 0.28 * max(len(lanes), 2))
     axes: list[Axes] = list(
         drawn.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": [2.2, 1.6, 0.4 + 0.28 * max(len(lanes), 2)]})
     )
-    clock = [series.number(row, "t") - start for row in rows]
     _reward(axes[0], clock, rows)
     _stages(axes[1], clock, rows)
-    _lanes(axes[2], lanes, log, start)
-    _marks(axes, clock=clock, rows=rows, log=log, start=start)
-    axes[2].set_xlabel("time since the job started")
-    axes[2].set_xlim(0, max(end - start, 1.0))
+    _lanes(axes[2], lanes, log, clock)
+    _marks(axes, clock=clock, rows=rows, log=log)
+    queued = any(begun.queued_s for _, begun in clock.breaks())
+    axes[2].set_xlabel("time with nodes (queue left out)" if queued else "time since the job started")
+    axes[2].set_xlim(0, max(clock.length, 1.0))
     axes[2].xaxis.set_major_locator(MaxNLocator(10, steps=[1, 1.5, 2, 3, 6, 10]))
     axes[2].xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: duration(seconds)))
     for panel in axes:
@@ -55,31 +57,21 @@ def plot(run: RunDir, out: Path) -> None:
     save(drawn, out)
 
 
-def smooth(values: Sequence[float]) -> list[float]:
-    """Exponential moving average, corrected for its start; skips NaN values."""
-    out: list[float] = []
-    total = weight = 0.0
-    for value in values:
-        if math.isfinite(value):
-            total, weight = (1 - SMOOTHING) * total + SMOOTHING * value, (1 - SMOOTHING) * weight + SMOOTHING
-        out.append(total / weight if weight else math.nan)
-    return out
-
-
-def _reward(panel: Axes, clock: Sequence[float], rows: Sequence[series.Record]) -> None:
-    reward = series.column(rows, "reward")
-    panel.plot(clock, reward, ".", color=GREEN, alpha=0.35, markersize=5, label="step")
-    panel.plot(clock, smooth(reward), color=GREEN, linewidth=2, label="smoothed")
+def _reward(panel: Axes, clock: RunClock, rows: Sequence[series.Record]) -> None:
+    times, reward = series.column(rows, "t"), series.column(rows, "reward")
+    panel.plot(*clock.line(times, reward), ".", color=GREEN, alpha=0.35, markersize=5, label="step")
+    panel.plot(*clock.line(times, series.smooth(reward)), color=GREEN, linewidth=2, label="smoothed")
     panel.set_ylabel("reward")
     panel.grid(axis="y", alpha=GRID)
 
 
-def _stages(panel: Axes, clock: Sequence[float], rows: Sequence[series.Record]) -> None:
+def _stages(panel: Axes, clock: RunClock, rows: Sequence[series.Record]) -> None:
+    times = series.column(rows, "t")
     for key, label in (("train_s", "train"), ("rollout_s", "rollout")):
-        panel.plot(clock, series.column(rows, key), color=COLOURS[label], linewidth=1.6, label=label)
-    panel.plot(
-        clock, series.column(rows, "wait_s"), color=NOTE, linewidth=1, linestyle=":", label="training waits for rollout"
-    )
+        line = clock.line(times, series.column(rows, key))
+        panel.plot(*line, color=COLOURS[label], linewidth=1.6, label=label)
+    waits = clock.line(times, series.column(rows, "wait_s"))
+    panel.plot(*waits, color=NOTE, linewidth=1, linestyle=":", label="training waits for rollout")
     panel.set_ylabel("seconds per batch")
     # Without ``wait_s``: the first wait contains the start of the engines and would flatten all other values.
     work = [value for key in ("train_s", "rollout_s") for value in series.column(rows, key) if math.isfinite(value)]
@@ -87,26 +79,15 @@ def _stages(panel: Axes, clock: Sequence[float], rows: Sequence[series.Record]) 
     panel.grid(axis="y", alpha=GRID)
 
 
-def _lanes(panel: Axes, lanes: dict[int, list[series.Interval]], log: Sequence[series.Record], start: float) -> None:
+def _lanes(panel: Axes, lanes: dict[int, list[series.Interval]], log: Sequence[series.Record], clock: RunClock) -> None:
     for lane, intervals in enumerate(lanes.values()):
         for part in intervals:
-            panel.barh(
-                lane,
-                part.end - part.start,
-                left=part.start - start,
-                height=0.66,
-                color=COLOURS.get(part.role, "#d0d7de"),
-            )
+            left, right = clock.at(part.start), clock.at(part.end)
+            panel.barh(lane, right - left, left=left, height=0.66, color=COLOURS.get(part.role, "#d0d7de"))
     for event in log:
         if event["kind"] == "engine_lost" and event.get("rank") in lanes:
-            panel.plot(
-                event["t"] - start,
-                list(lanes).index(event["rank"]),
-                "X",
-                color=KILL,
-                markeredgecolor="white",
-                markersize=10,
-            )
+            lane = list(lanes).index(event["rank"])
+            panel.plot(clock.at(event["t"]), lane, "X", color=KILL, markeredgecolor="white", markersize=10)
     panel.set_yticks(range(len(lanes)), [f"node {rank}" for rank in lanes])
     panel.set_ylim(len(lanes) - 0.4, -0.6)
     panel.tick_params(axis="y", length=0)
@@ -116,23 +97,24 @@ def _lanes(panel: Axes, lanes: dict[int, list[series.Interval]], log: Sequence[s
 
 
 def _marks(
-    panels: Sequence[Axes],
-    *,
-    clock: Sequence[float],
-    rows: Sequence[series.Record],
-    log: Sequence[series.Record],
-    start: float,
+    panels: Sequence[Axes], *, clock: RunClock, rows: Sequence[series.Record], log: Sequence[series.Record]
 ) -> None:
     phases = [series.phase(row) for row in rows]
-    drifts = [at for at, now, before in zip(clock[1:], phases[1:], phases, strict=False) if now != before]
-    kills = [event["t"] - start for event in log if event["kind"] == "engine_lost"]
-    saved = [event["t"] - start for event in log if event["kind"] == "checkpoint_saved"]
+    times = [clock.at(t) for t in series.column(rows, "t")]
+    drifts = [at for at, now, before in zip(times[1:], phases[1:], phases, strict=False) if now != before]
+    kills = [clock.at(event["t"]) for event in log if event["kind"] == "engine_lost"]
+    saved = [clock.at(event["t"]) for event in log if event["kind"] == "checkpoint_saved"]
+    queued = [at for at, begun in clock.breaks() if begun.queued_s]
     for panel in panels:
         for at in drifts:
             panel.axvline(at, color=DRIFT, linewidth=1.2, linestyle="--", zorder=0)
         for at in kills:
             panel.axvline(at, color=KILL, linewidth=1.2, linestyle="-", alpha=0.8, zorder=0)
+        for at in queued:
+            panel.axvline(at, color=NOTE, linewidth=1.2, linestyle="-.", zorder=0)
     top = panels[0]
+    if queued:
+        top.plot([], [], color=NOTE, linewidth=1.2, linestyle="-.", label="next attempt")
     if drifts:
         top.plot([], [], color=DRIFT, linewidth=1.2, linestyle="--", label="task mix drifts")
     if kills:

@@ -19,7 +19,6 @@ import msgspec
 from libra_hpc.config.job import Component
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
-from libra_hpc.cost_models.factors import NONE
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.hardware.devices import Device, device
 from libra_hpc.hardware.supported import TRAINED
@@ -75,6 +74,7 @@ def initial_plan(config: RunConfig) -> InitialPlan:
         asked.batch,
         space=space,
         options=asked.options,
+        factors=asked.factors,
         sorted_lengths=config.rollout.policy in SORTING,
         whole_nodes=True,
     )
@@ -113,7 +113,7 @@ def plan_record(made: InitialPlan) -> dict[str, Any]:
         "straggler_s": made.result.straggler,
         "excluded": msgspec.to_builtins(made.result.excluded),
         "sources": list(made.result.sources),
-        "factors": msgspec.to_builtins(NONE),
+        "factors": msgspec.to_builtins(asked.factors),
         "inputs": {
             "model": asked.shape.name,
             "pools": [{"device": p.device.name, "nodes": p.nodes, "node_devices": p.node_devices} for p in asked.pools],

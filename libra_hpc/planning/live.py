@@ -55,8 +55,9 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
         return Planner(config.planner)
     try:
         planned = as_planned(config)
-        # Lengths come from the run itself, not from the trace of its plan.
-        planned = planned.model_copy(update={"planner": planned.planner.model_copy(update={"trace": ""})})
+        # Lengths and training speed come from the run itself, not from the files of its plan.
+        own = planned.planner.model_copy(update={"trace": "", "train_speed": ""})
+        planned = planned.model_copy(update={"planner": own})
         asked = request(planned, node_layouts=True)
         rolls = asked.pools[-1]
         for tp in {tp for tp, _ in engines}:

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.cost_models.factors import NONE, Factors
 from libra_hpc.cost_models.lengths import Lengths, TrajectoryLengths, lognormal, observe, sketch
 from libra_hpc.cost_models.rollout_time import RolloutOptions
 from libra_hpc.cost_models.training_time import BatchWork
@@ -22,6 +23,8 @@ from libra_hpc.search.best_plan import DevicePool
 from libra_hpc.search.train_layout import TrainSpace
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.traces.read import read_trace
+
+from .train_speed import measured_factor, training_factors
 
 
 class Assumed(msgspec.Struct, frozen=True):
@@ -50,6 +53,10 @@ class PlanRequest(msgspec.Struct, frozen=True):
     space: TrainSpace
     lengths: str
     """Source of the lengths, in words."""
+    factors: Factors = NONE
+    """Corrections of the training model."""
+    train_speed: str = ""
+    """Source of these, in words; empty: not measured."""
     notes: tuple[str, ...] = ()
 
 
@@ -66,17 +73,20 @@ def request(
     devices_file: Path | None = None,
     gpus: int = 0,
     trace: Path | None = None,
+    train_speed: Path | None = None,
     assumed: Assumed = Assumed(),  # noqa: B008
     node_layouts: bool = False,
 ) -> PlanRequest:
     """The question for ``config``; an option that is empty or 0 comes from the planner section or the run file.
 
-    Raises `UserError` for an unknown model or device, GPUs that are not whole nodes, and an unreadable trace.
+    Raises `UserError` for an unknown model or device, GPUs that are not whole nodes, an unreadable trace, and a
+    training speed that is unreadable or of another device.
     """
     own = config.planner
     model, device_name = model or own.model, device_name or own.device
     devices_file = devices_file or (Path(own.devices) if own.devices else None)
     trace = trace or (_trace_file(own.trace) if own.trace else None)
+    train_speed = train_speed or (Path(own.train_speed) if own.train_speed else None)
     if not (model or config.model.path):
         raise invalid(
             "model.path",
@@ -88,6 +98,7 @@ def request(
         model_shape(model or config.model.path), dtype_bytes=DTYPE_BYTES[config.model.dtype]
     )
     pools = pools_of(config, device_name, devices_file, gpus)
+    factors, speed_source = _factors(train_speed, pools)
     observed, source = _lengths(trace, assumed, config.rollout.max_model_len)
     algorithm = config.algorithm
     trajectories = algorithm.prompts_per_step * algorithm.group_size
@@ -120,6 +131,8 @@ def request(
         options=RolloutOptions(config.rollout.max_num_seqs, config.rollout.max_model_len),
         space=space,
         lengths=source,
+        factors=factors,
+        train_speed=speed_source,
         notes=tuple(notes),
     )
 
@@ -202,6 +215,15 @@ def _device(name: str, devices_file: Path | None, field: str) -> Device:
 def _trace_file(path: str) -> Path:
     """The file of ``planner.trace``: itself, or the trajectories of a run directory."""
     return RunDir(path).trajectories if Path(path).is_dir() else Path(path)
+
+
+def _factors(path: Path | None, pools: Sequence[DevicePool]) -> tuple[Factors, str]:
+    if path is None:
+        return NONE, ""
+    found, names = measured_factor(path), [pool.device.name for pool in pools]
+    if found.device not in names:
+        raise invalid("planner.train_speed", str(path), f"measured on {found.device}", f"one of {', '.join(names)}")
+    return training_factors(found.factor), f"{found.factor:.2f} x the model's seconds ({found.source})"
 
 
 def _lengths(trace: Path | None, assumed: Assumed, longest: int) -> tuple[Sequence[TrajectoryLengths], str]:

@@ -24,6 +24,7 @@ from libra_hpc.sched.registry import check_policy
 from libra_hpc.simulated.dry_run import check_simulated
 from libra_hpc.slurm.query import slurm_seconds
 
+from .field_names import naming
 from .named_files import check_run_dir, check_task, read_model_config
 from .resources import check_memory, check_nodes
 
@@ -56,7 +57,8 @@ def check_run(config: RunConfig) -> list[str]:
     if config.rollout.warm_start:
         check_warm_start(config.rollout.warm_start)
     if config.run.engine == "simulated":
-        check_simulated(config)
+        with naming(config):
+            check_simulated(config)
         return check_memory(config, None)
     check_task(config.task.name, config.task.options)
     shape = _policy_shape(config)
@@ -72,7 +74,8 @@ def check_engines(config: RunConfig) -> list[str]:
     """
     _raise_first(problems(config))
     if config.run.engine == "simulated":
-        check_simulated(config)
+        with naming(config):
+            check_simulated(config)
         return []
     return check_memory(config, _policy_shape(config))
 
@@ -166,7 +169,10 @@ def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
                 products.append(product)
         for product in products:
             needs = math.prod(product.values())
-            if needs > component.gpus:
+            if not component.gpus:
+                why = f"{' * '.join(product)} needs {needs} GPU{'s' if needs > 1 else ''} per node"
+                yield invalid(f"components.{name}.gpus", 0, why, f"an integer >= {needs}")
+            elif needs > component.gpus:
                 field = max(product, key=lambda key: product[key])
                 why = f"{' * '.join(product)} needs {needs} GPUs and components.{name} has {component.gpus} per node"
                 yield invalid(field, product[field], why, f"a product <= {component.gpus}")

@@ -27,6 +27,8 @@ from libra_hpc.hardware.models import DTYPE_BYTES, ModelShape, model_shape
 from libra_hpc.simulated.dry_run import pace
 from libra_hpc.slurm.fit import memory_mb
 
+from .field_names import naming
+
 MIB, GIB = 1 << 20, 1 << 30
 HOST_BYTES = 2
 """Bytes of a weight in /dev/shm, where engines read every version; it counts as the job's memory."""
@@ -106,15 +108,15 @@ def _device(config: RunConfig, component: str) -> Device | None:
         return device(simulated.device, simulated.devices or None)
     file = Path(planner.devices) if planner.devices else None
     if planner.device:
-        try:
+        with naming(config):
             return device(planner.device, file)
-        except UserError as error:
-            raise UserError(str(error).replace("device =", "planner.device =", 1)) from None
     try:
         return device(getattr(config.components, component).gpu_type, file)
     except UserError:
         if file is not None and not file.is_file():
-            raise
+            raise invalid(
+                "planner.devices", str(file), "no such file", "a TOML file with one table per device"
+            ) from None
         return None
 
 

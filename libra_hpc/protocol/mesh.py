@@ -167,6 +167,8 @@ class StopTraining(msgspec.Struct, tag=True, frozen=True):
     """Coordinator -> train leader: save at the next step boundary and finish."""
 
     reason: str
+    after: int = 0
+    """Finish once this step is committed; 0: at once, also while the leader waits for a batch."""
 
 
 class TrainingFinished(msgspec.Struct, tag=True, frozen=True):

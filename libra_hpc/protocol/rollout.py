@@ -109,6 +109,22 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     asleep: bool = False
     """Whether the engine is in standby."""
 
+    @classmethod
+    def idle(cls, version: int = 0) -> EngineStats:
+        """Of an engine that has done nothing yet."""
+        return cls(
+            version=version,
+            running=0,
+            waiting=0,
+            kv_use=0.0,
+            generated_tokens=0,
+            prefill_tokens=0,
+            cached_tokens=0,
+            preemptions=0,
+            steps=0,
+            busy_s=0.0,
+        )
+
     @property
     def stepping_s(self) -> float:
         """Of ``busy_s``: in steps."""

@@ -34,6 +34,7 @@ from .records import Records
 from .recovery import Recovery
 from .repartitioner import Repartitioner
 from .run_status import compose_status
+from .time_limit import TimeLimit
 
 GONE_HELLO_S = 10.0
 """Before that, the noted end of a rank without `Hello` may be of the start before."""
@@ -45,10 +46,6 @@ ROLES_S = 2.0
 """The roles are repeated this often; agents see by them that the coordinator lives."""
 GONE_S = 1.0
 """Between two readings of what the launcher saw."""
-CANCEL_S = 4.0
-"""How long a checkpoint may take after SIGTERM: SIGKILL follows after Slurm's KillWait, which is at least 5 s."""
-MARGIN_S = 10.0
-"""Of the notice before the time limit: for the agents to end."""
 SAVE_S = 600.0
 """How long a checkpoint may take when nobody else waits for it."""
 
@@ -77,10 +74,14 @@ class Coordinator:
         self._step = context.start.step
         self._gen_tokens = 0
         self._finished = asyncio.Event()
+        self._limit = TimeLimit(self._config.slurm, now)
         self._ending = Ending(self._config.run.steps, Recovery(self._config.slurm.restarts))
         self._stepped_at = now
         self._gone: dict[int, int] = {}
         self._job_id = ""
+        self._asked_to_stop = False
+        self._last_step = 0
+        """The step after which training stops for the time limit; 0: none."""
         self._polls: set[asyncio.Task[None]] = set()
 
     # --- messages
@@ -93,6 +94,8 @@ class Coordinator:
                 node.beat = message
             case wire.Log(kind=kind, t=t, fields=fields):
                 self._records.record(kind, t, fields)
+                if kind == "checkpoint_saved" and isinstance(seconds := fields.get("seconds"), float):
+                    self._limit.on_save(seconds)
             case wire.StepReport():
                 self._on_step(message)
             case wire.RolloutReport():
@@ -123,22 +126,29 @@ class Coordinator:
         self._settle()
 
     def on_signal(self, name: str) -> None:
-        if not self._ending.over:
-            self._event("stop_requested", signal=name)
-            self._stop(name, CANCEL_S if name == "SIGTERM" else self._config.slurm.notice_s - MARGIN_S)
+        now, cancelled = time.time(), name == "SIGTERM"
+        if self._ending.over or not (cancelled or self._limit.heeds_notice(now)):
+            return
+        reason = f"Slurm sent {name}"
+        self._event("stop_requested", signal=name, reason=reason)
+        if cancelled:
+            self._stop(reason, self._limit.grace_s)
+        else:
+            self._stop(reason, self._limit.left_s(now), "time_limit")
 
     def _on_stop_request(self) -> None:
         """Somebody asked for a checkpoint and the end, and waits for both."""
-        self._event("stop_requested", signal="")
+        self._asked_to_stop = True
+        self._event("stop_requested", signal="", reason="a request to stop")
         if self._nodes.pool is None:
             self._ending.end("cancelled", "stopped before the first step")
             self._settle()
         else:
             self._stop("a request to stop", SAVE_S)
 
-    def _stop(self, reason: str, patience_s: float, state: str = "cancelled") -> None:
+    def _stop(self, reason: str, patience_s: float, state: str = "cancelled", after: int = 0) -> None:
         self._ending.stop(reason, patience_s, time.time(), state)
-        self._context.send(self._context.layout.train_leader, wire.StopTraining(reason))
+        self._context.send(self._context.layout.train_leader, wire.StopTraining(reason, after))
 
     def _settle(self) -> None:
         """Order nothing any more once the run is over."""
@@ -148,7 +158,7 @@ class Coordinator:
 
     @property
     def state(self) -> str:
-        """``starting`` | ``running`` | ``completed`` | ``failed`` | ``cancelled`` | ``restarting``"""
+        """``starting`` | ``running`` | ``completed`` | ``failed`` | ``cancelled`` | ``time_limit`` | ``restarting``"""
         return self._ending.state
 
     def on_back(self, rank: int) -> None:
@@ -223,7 +233,17 @@ class Coordinator:
         self._ending.check(now)
         if (fault := self._records.check_storage()) and not (self._ending.stopping or self._ending.recovery.reason):
             self._stop(fault, SAVE_S, "failed")
+        self._check_time_limit(now)
         self._settle()
+
+    def _check_time_limit(self, now: float) -> None:
+        stop = self._limit.stop(self._step, self._stepped_at, now)
+        # A last step that takes too long is given up.
+        if stop is None or (stop.after if self._last_step else self._stopping):
+            return
+        self._last_step = stop.after
+        self._event("stop_requested", signal="", reason=stop.reason)
+        self._stop(stop.reason, self._limit.left_s(now), "time_limit", stop.after)
 
     def _poll(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -239,7 +259,7 @@ class Coordinator:
         """Read what the launcher saw and whether somebody wants the run to stop, in threads: a file system may hang."""
         while not self._finished.is_set():
             self._gone = await asyncio.to_thread(read_gone, self._run_dir.gone(self._context.attempt))
-            if not self._ending.stopping and await asyncio.to_thread(os.path.exists, self._run_dir.stop):
+            if not self._asked_to_stop and await asyncio.to_thread(os.path.exists, self._run_dir.stop):
                 self._on_stop_request()
             if not self._job_id:
                 # The launcher writes it once it has the id, which may be after this start.
@@ -272,6 +292,7 @@ class Coordinator:
         if not self._stopping:
             self._ending.message = ""
         self._stepped_at = now = time.time()
+        self._limit.on_step(report.metrics.step_s)
         self._gen_tokens = report.metrics.batch.gen_tokens
         estimate = self._planning.estimate(report.metrics.replicas)
         expected = None if estimate is None else estimate.batch_s

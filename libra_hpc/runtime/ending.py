@@ -1,8 +1,9 @@
 """How a run ends: pure, from what happened, with time as an argument.
 
 - Training has saved the last step -> completed.
-- A notice of Slurm, or a run directory that takes no writes -> save and stop in the time that is left; cancelled or
-  failed.
+- The time limit is near -> save and stop in the time that is left; time_limit.
+- SIGTERM, or a request to stop -> the same; cancelled.  It wins over the time limit: the job is not queued again.
+- A run directory that takes no writes -> the same; failed.
 - A repartition or the loss of a leader -> restarting, from the checkpoint saved for it or from the newest one.
 - Anything else that the run cannot go on with -> failed.
 
@@ -12,6 +13,9 @@ A stop wins over a restart: nobody who cancels a job wants it to begin again.
 from __future__ import annotations
 
 from .recovery import Recovery
+
+STOPS = ("time_limit", "cancelled", "failed")
+"""States of a stopped run; of two reasons the later one in this list decides."""
 
 
 class Ending:
@@ -35,18 +39,18 @@ class Ending:
     def stop(self, reason: str, patience_s: float, now: float, state: str = "cancelled") -> None:
         """Save and stop; the run then ends in ``state``.  A second reason can only shorten the time that is left."""
         deadline = now + patience_s
+        if self._deadline is None or STOPS.index(state) > STOPS.index(self._stop_state):
+            self._stop_state, self._stop_reason = state, "" if state == "cancelled" else f"{reason}; "
         self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
-        if state == "failed":
-            self._stop_state, self._stop_reason = state, f"{reason}; "
         self.message = f"{reason}: saving and stopping"
 
     def finished(self, step: int, repartition: bool, now: float) -> None:
         """Training has ended and ``step`` is saved; ``repartition``: one was ordered."""
         saved = f"step {step} is saved"
-        if self.stopping:
-            self.end(self._stop_state, f"{self._stop_reason}{saved}")
-        elif step >= self._steps:
+        if step >= self._steps and not (self.stopping and self._stop_state == "failed"):
             self.end("completed", saved)
+        elif self.stopping:
+            self.end(self._stop_state, f"{self._stop_reason}{saved}")
         elif repartition or self.recovery.reason:
             self.end("restarting", saved)
         else:

@@ -87,7 +87,7 @@ def add_train_leader(
     routes.add(wire.FromReplica, lambda answer: leader.on_reply(answer.rank, answer.message))
     routes.add(wire.FormGeneration, lambda order: leader.on_generation(order.generation, order.ranks))
     routes.add(wire.Batch, leader.on_batch)
-    routes.add(wire.StopTraining, lambda order: leader.on_stop(order.reason))
+    routes.add(wire.StopTraining, lambda order: leader.on_stop(order.reason, order.after))
     routes.add(wire.EngineDied, died)
 
 

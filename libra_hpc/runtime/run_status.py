@@ -7,14 +7,11 @@ from collections.abc import Mapping
 from libra_hpc.runtime import states
 from libra_hpc.telemetry.estimate import StageEstimate, step_accuracy
 from libra_hpc.telemetry.failed import FailedAttempts
-from libra_hpc.telemetry.status import BucketStatus, DecisionStatus, NodeStatus, StageStatus, Status
+from libra_hpc.telemetry.status import FINAL, BucketStatus, DecisionStatus, NodeStatus, StageStatus, Status
 
 from .agent_context import AgentContext
 from .node_facts import NodeFacts
 from .observations import Observations
-
-FINAL = ("completed", "failed", "cancelled")
-"""States of a run in which its nodes do nothing any more."""
 
 
 def compose_status(
@@ -45,7 +42,6 @@ def compose_status(
         message = f"{paused.removesuffix('.')}; {message}" if message else paused
     train, rollout = seen.train_speed(), seen.rollout_speed(gen_tokens)
     membership = pool.membership if pool else states.Membership(0, ())
-    fifth = max(1, len(rewards) // 5)
     return Status(
         run=context.run.name,
         path=str(context.run.path),
@@ -58,7 +54,6 @@ def compose_status(
         steps=context.config.run.steps,
         version=step,
         reward=rewards[-1] if rewards else 0.0,
-        reward_first=sum(rewards[:fifth]) / fifth if rewards else 0.0,
         generation=membership.generation,
         replicas=len(membership.ranks),
         train=StageStatus(*train, nodes=len(membership.ranks)),

@@ -35,7 +35,6 @@ def make_train_leader(context: AgentContext, rendezvous: Path) -> TrainLeader:
         position = folders.DataPosition(step, order.low, tuple(sorted(order.extra)), records)
         # A shared file system may take a minute for any of this, and the agent's loop has heartbeats to send.
         await asyncio.to_thread(complete_checkpoint, run.checkpoint(step), position)
-        context.log("checkpoint_saved", step=step)
         asyncio.get_running_loop().run_in_executor(None, remove_old, run, config.checkpoint.keep)
 
     return TrainLeader(

@@ -322,7 +322,8 @@ class TrainNode:
         self._context.log("engine_lost", rank=self._context.rank, engine=child.name, reason=reason, state=was)
         where = self._context.logs / f"{child.name}.log"
         if self._failed_starts >= MAX_STARTS:
-            self._fail(f"{reason} {self._failed_starts} times before it was ready; see {where}")
+            times = f"{self._failed_starts} times before it was ready"
+            self._fail(f"the replica ended {times}, the last time because {reason}; see {where}")
             return
         if not self._budget.spend(time.monotonic()):
             times = f"the replica ended {self._budget.spent} times within {self._budget.window_s:.0f} s"

@@ -103,18 +103,7 @@ class SimulatedEngine:
         """The warm-up profile of `libra_hpc.rollout.engine.warm_up`, from the modelled step times."""
         decodes, prompt = lengths(self._config.max_model_len)
         decoded, read = decodes * self._steps.step_s(1, 1), self._steps.step_s(0, 0, prompt)
-        start = EngineStats(
-            version=self._config.version,
-            running=0,
-            waiting=0,
-            kv_use=0.0,
-            generated_tokens=0,
-            prefill_tokens=0,
-            cached_tokens=0,
-            preemptions=0,
-            steps=0,
-            busy_s=0.0,
-        )
+        start = EngineStats.idle(self._config.version)
         between = msgspec.structs.replace(start, generated_tokens=decodes, steps=decodes, busy_s=decoded)
         end = msgspec.structs.replace(between, prefill_tokens=prompt, steps=decodes + 1, busy_s=decoded + read)
         return start, self._wall(between), self._wall(end)

@@ -29,7 +29,7 @@ FIRST_PAUSE_S = 0.5
 TRIES = 3
 TIMEOUT_S = 20.0
 """Seconds of one try.  Slurm's clients would try for one to two minutes: too long for a person who waits."""
-WAYS_OUT = "start the embedded one with `libra-hpc cluster up`, or run without Slurm with `--executor local`"
+WAYS_OUT = "load the cluster's Slurm module, or start the embedded one with `libra-hpc cluster up`"
 
 
 class SlurmRefused(OperationError):

@@ -63,7 +63,10 @@ def examine(config: RunConfig, env: Mapping[str, str] | None, why: str = "") -> 
             return [*found, Finding("controller", "bad", str(error).rstrip("."), "try again when Slurm answers")]
         found += [controller(facts, env), version(facts), heterogeneous(facts), plugin(config, facts)]
         found += [accounting(facts), gpus(facts), *site_partitions(config, facts)]
-    return [*found, interpreter(config), *container(config), folder(Path(config.run.dir))]
+    image = container(config)
+    # Without an image no interpreter can be looked for.
+    python = [] if any(finding.state == "bad" for finding in image) else [interpreter(config)]
+    return [*found, *python, *image, folder(Path(config.run.dir))]
 
 
 def slurm_facts(env: Mapping[str, str]) -> SlurmFacts:

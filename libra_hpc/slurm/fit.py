@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from libra_hpc.config.job import Component
+from libra_hpc.config.job import Component, SlurmSection
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 
@@ -18,6 +18,9 @@ COMPONENTS = ("planner", "train", "hybrid", "rollout")
 """In rank order: MPI ranks count through the components in this order."""
 PLAIN_CPUS, PLAIN_MEM = 1, "2G"
 """Of nodes without GPUs: an agent takes 0.1 GB, an engine of a tiny model on a CPU node 1.5 GB."""
+LAST_NOTICE_S = 120.0
+"""Of Slurm's notice to a run that measures its steps and saves.  Half: a slow save may not fit; double: a run whose
+step is late loses it earlier."""
 _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
@@ -158,6 +161,21 @@ def check_fit(config: RunConfig, partitions: Sequence[Partition]) -> None:
             )
 
 
+def notice_s(slurm: SlurmSection) -> float:
+    """Time before the time limit at which Slurm sends its notice.
+
+    Without ``slurm.notice_s`` it is the last resort of a run that stops by itself: `LAST_NOTICE_S`, or a tenth of a
+    short time limit.
+    """
+    if slurm.notice_s:
+        return slurm.notice_s
+    try:
+        limit = slurm_seconds(slurm.time_limit)
+    except ValueError:
+        limit = None
+    return LAST_NOTICE_S if limit is None else min(LAST_NOTICE_S, limit / 10.0)
+
+
 def _time_limit(config: RunConfig) -> int | None:
     slurm = config.slurm
     try:
@@ -165,7 +183,7 @@ def _time_limit(config: RunConfig) -> int | None:
     except ValueError:
         form = "[days-]hours:minutes:seconds"
         raise invalid("slurm.time_limit", slurm.time_limit, "not a Slurm time", form) from None
-    if limit is not None and limit <= slurm.notice_s:
+    if limit is not None and limit <= slurm.notice_s > 0.0:
         why = f"the run begins to save slurm.notice_s = {slurm.notice_s:g} s before it"
         raise invalid("slurm.time_limit", slurm.time_limit, why, "a longer time")
     return limit
@@ -188,4 +206,4 @@ def _check_node(field: str, component: Component, partition: Partition) -> None:
         raise invalid(f"{field}.gpu_type", component.gpu_type, f"{here} none", types)
     most = _gpus(component, partition)
     if component.gpus > most:
-        raise invalid(f"{field}.gpus", component.gpus, f"{here} {most} GPUs", f"0 to {most}")
+        raise invalid(f"{field}.gpus", component.gpus, f"{here} {most} GPUs", f"0 to {most}" if most else "0")

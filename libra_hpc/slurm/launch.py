@@ -26,6 +26,8 @@ class Launch:
     """Interpreter on the nodes; empty: that of the run file (`compute_python`)."""
     arguments: Sequence[str] | None = None
     """Arguments of the interpreter instead of the agent's own; None: the agent's own."""
+    after: str = ""
+    """Slurm job that must have ended, in whatever way, before this one starts; empty: none."""
 
     @property
     def python(self) -> str:

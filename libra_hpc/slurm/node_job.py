@@ -1,52 +1,68 @@
-"""One function on several nodes of a component, as ranks of one MPI world: a job of submitit and the site profile."""
+"""One function on nodes of a component, as ranks of one MPI world: a job of submitit and the site profile."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import OperationError, UserError
 from libra_hpc.telemetry.rundir import RunDir
 
 from .fit import with_resources
 from .launch import Launch
 from .query import partitions
 from .single import Handle, run_single
-from .writer import RANK_STARTER, component_options, start_command
-
-TIME_LIMIT = "00:10:00"
-"""Two minutes are the rule; a cold file system needs several for the imports."""
+from .writer import RANK_STARTER, component_options, extra_options, start_command
 
 
-def submit_probe(
-    probe: Callable[..., Any], config: RunConfig, env: Mapping[str, str], folder: Path, nodes: int
+def answered(function: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
+    """("", what the function returns), or (its error in one sentence, None), to be read in another process."""
+    try:
+        return "", function(*arguments)
+    except (UserError, OperationError) as error:
+        return str(error), None
+
+
+def submit_on_nodes(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    config: RunConfig,
+    env: Mapping[str, str],
+    *,
+    component: str,
+    nodes: int,
+    name: str,
+    folder: Path,
+    time_limit: str,
 ) -> Handle:
-    """Queue ``probe(device, interface, local_dir, meeting)`` on ``nodes`` train nodes."""
+    """Queue ``function(*arguments)`` as one rank on each of ``nodes`` nodes of ``component``, started as agents are.
+
+    Raises `UserError` when Slurm refuses the job.
+    """
     config = with_resources(config, partitions(env))
-    train = config.components.train.model_copy(update={"nodes": nodes})
+    wanted = getattr(config.components, component).model_copy(update={"nodes": nodes})
     launch = Launch(config, RunDir(folder), 1)
     started = start_command(launch)
     python = shlex.join([*started.prefix, launch.python, *RANK_STARTER])
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(launch.variables.items())]
+    exports = [f"export {key}={shlex.quote(value)}" for key, value in sorted(launch.variables.items())]
     return run_single(
-        probe,
-        config.slurm.device,
-        config.slurm.interface,
-        config.compute.local_dir,
-        str(folder),
+        function,
+        *arguments,
         env=env,
-        name="libra-doctor",
+        name=name,
         folder=folder,
-        cpus=train.cpus,
-        mem=train.mem,
-        time_limit=TIME_LIMIT,
+        cpus=wanted.cpus,
+        mem=wanted.mem,
+        time_limit=time_limit,
         python=python,
         parameters={
             "nodes": nodes,
             "setup": [*config.compute.setup, *exports],
             "srun_args": [f"--mpi={config.slurm.mpi}", *started.step],
-            "additional_parameters": component_options(config, "train", train),
+            "additional_parameters": component_options(config, component, wanted),
         },
+        options=extra_options(config, component, wanted),
     )

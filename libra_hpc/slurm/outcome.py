@@ -1,7 +1,7 @@
 """What follows once all ranks have ended: one decision for the batch script and for the local launcher.
 
-- The job was signalled to stop -> ``stop``.
-- The run has a result -> ``stop``.
+- The time limit or a preemption stopped the run, and it may be queued again -> ``requeue`` (`_go_on`).
+- The job was signalled to stop, or the run has a result -> ``stop``.
 - The ranks ask for a restart in `RunDir.again` -> ``again`` (a repartition), or ``recover`` (a leader was lost).
 - The ranks never met -> ``repeat``, at most `START_TRIES` starts.
 - The ranks met, but rank 0 left no result -> it was killed: ``recover``.
@@ -19,7 +19,7 @@ import time
 from typing import Any, Literal, NamedTuple
 
 from libra_hpc.telemetry.events import LineLog
-from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.telemetry.rundir import RunDir, read_lines
 
 START_TRIES = 3
 """Most starts in a row in which the agents do not meet.  A repeated start costs seconds; giving up costs the place in
@@ -36,8 +36,31 @@ OUTPUT, OUTPUT_FD = "LIBRA_HPC_OUTPUT_FD", 3
 """Environment variable of the ranks with the file descriptor of Slurm's own output, and that descriptor.  Without the
 variable a rank has none."""
 
+JOB_END, KILL_WAIT = "LIBRA_HPC_JOB_END", "LIBRA_HPC_KILL_WAIT"
+"""Environment variables of the ranks: the job's end, and the seconds between Slurm's SIGTERM and SIGKILL."""
+
 STOP_SIGNAL = "the job was sent a signal to stop"
-Word = Literal["stop", "again", "recover", "repeat"]
+STATES = {"USR1": "time_limit", "TERM": "cancelled"}
+"""State of a run that a signal ended before its ranks could write a result."""
+ENDED = {"time_limit": "was stopped by the time limit", "cancelled": "was cancelled"}
+IDLE_STARTS = 2
+"""Starts in a row that may end at the step they began with.  One: a slow start beside a short limit may be chance."""
+Word = Literal["stop", "fail", "requeue", "again", "recover", "repeat"]
+
+
+class Requeues(NamedTuple):
+    """What decides whether a stopped run is queued again."""
+
+    stopped: Literal["", "time_limit", "preempted"] = ""
+    """What stopped the run, where it was neither cancelled nor failed."""
+    allowed: int = 0
+    """``slurm.requeues``."""
+    used: int = 0
+    """Slurm's own count."""
+    step: int = 0
+    """Step of the newest checkpoint."""
+    before: tuple[int, ...] = ()
+    """The same at the requeues before."""
 
 
 class RanksEnded(NamedTuple):
@@ -56,6 +79,7 @@ class RanksEnded(NamedTuple):
     """Restarts used."""
     restarts: int
     """Restarts allowed."""
+    requeues: Requeues = Requeues()
 
 
 class LauncherDecision(NamedTuple):
@@ -67,6 +91,8 @@ class LauncherDecision(NamedTuple):
 
 def decide(ended: RanksEnded) -> LauncherDecision:
     """See the module docstring."""
+    if ended.requeues.stopped:
+        return _go_on(ended.requeues)
     if ended.signalled:
         return LauncherDecision("stop", STOP_SIGNAL)
     if ended.has_result:
@@ -80,6 +106,21 @@ def decide(ended: RanksEnded) -> LauncherDecision:
     if ended.tries < START_TRIES:
         return LauncherDecision("repeat", f"start {ended.tries}: the agents did not meet")
     return LauncherDecision("stop", f"start {ended.tries}: the agents did not meet; see the agents' logs")
+
+
+def _go_on(requeues: Requeues) -> LauncherDecision:
+    """Whether a run that the time limit or a preemption stopped is queued again."""
+    if requeues.stopped == "preempted":
+        return LauncherDecision("requeue", f"preempted at step {requeues.step}")
+    reached = f"time limit at step {requeues.step}"
+    if not requeues.allowed:
+        return LauncherDecision("stop", reached)
+    if requeues.used >= requeues.allowed:
+        return LauncherDecision("stop", f"{reached}, and all {requeues.allowed} of slurm.requeues are used")
+    if requeues.before[-IDLE_STARTS:] == (requeues.step,) * IDLE_STARTS:
+        why = f"the last {IDLE_STARTS} starts saved no step after step {requeues.step}"
+        return LauncherDecision("fail", f"{why}: slurm.time_limit is too short for a start, a step and a save")
+    return LauncherDecision("requeue", f"{reached}; requeue {requeues.used + 1} of {requeues.allowed}")
 
 
 def _recover(ended: RanksEnded, reason: str) -> LauncherDecision:
@@ -110,15 +151,55 @@ def read_end(run: RunDir, attempt: int, *, signalled: bool, tries: int, recoveri
     return ended._replace(recoveries=restarts)
 
 
-def finish(run: RunDir, attempt: int, decision: LauncherDecision, *, signalled: bool) -> int:
-    """Write the result where the ranks could not, print it, and return the exit code: 0 when the run completed."""
-    result = run.read_json(run.result)
-    if not result:
+def read_requeues(run: RunDir, attempt: int, *, signal: str, preempted: bool, allowed: int, used: int) -> Requeues:
+    """Read what the stopped ranks left behind; ``signal``: the last one that the batch script got."""
+    state = run.read_json(run.result).get("state", STATES.get(signal, ""))
+    stopped: Literal["", "time_limit", "preempted"] = ""
+    if preempted and state in STATES.values():
+        stopped = "preempted"
+    elif state == "time_limit" and signal != "TERM":
+        stopped = "time_limit"
+    try:
+        if not stopped or run.stop.exists():
+            # Nothing to go on with, or somebody wants the run to end.
+            return Requeues()
+        newest = run.latest_checkpoint()
+        before = tuple(line.get("step", -1) for line in read_lines(run.requeued(attempt)))
+    except OSError as error:
+        print(f"the run directory cannot be read: {error}", file=sys.stderr)
+        return Requeues()
+    return Requeues(stopped, allowed, used, 0 if newest is None else newest[0], before)
+
+
+def note_requeue(run: RunDir, attempt: int, decision: LauncherDecision, step: int) -> None:
+    """Log that the job is about to be queued again; a file system that takes no writes does not prevent it."""
+    event = {"t": time.time(), "kind": "job_requeued", "reason": decision.reason, "step": step}
+    try:
+        for path, record in ((run.requeued(attempt), {"step": step}), (run.events, event)):
+            lines = LineLog(path)
+            lines.write(record)
+            lines.close()
+    except OSError as error:
+        print(f"the requeue cannot be logged: {error}", file=sys.stderr)
+
+
+def finish(run: RunDir, attempt: int, decision: LauncherDecision, *, signal: str = "", not_requeued: str = "") -> int:
+    """Write the result where the ranks could not, print it, and return the exit code: 0 when the run completed.
+
+    ``not_requeued``: why the job is not queued again, although it was to be.
+    """
+    left = run.read_json(run.result)
+    state, message = left.get("state", STATES.get(signal, "failed")), left.get("message", decision.reason)
+    if decision.word == "fail":
+        state, message = "failed", decision.reason
+    if not_requeued:
+        message = f"{message}; not queued again: {' '.join(not_requeued.split())}"
+    if (state, message) != (left.get("state"), left.get("message", decision.reason)):
         status = run.read_json(run.status)
         result = {
-            "state": "cancelled" if signalled else "failed",
-            "message": decision.reason,
-            "step": status.get("step", 0),
+            "state": state,
+            "message": message,
+            "step": left.get("step", status.get("step", 0)),
             "attempt": attempt,
             "t": time.time(),
         }
@@ -126,10 +207,7 @@ def finish(run: RunDir, attempt: int, decision: LauncherDecision, *, signalled: 
             _write(run, result, status)
         except OSError as error:
             print(f"the result cannot be written: {error}", file=sys.stderr)
-    state = result["state"]
-    print(
-        f"the run {'was ' if state == 'cancelled' else ''}{state}: {result.get('message', decision.reason)}", flush=True
-    )
+    print(f"the run {ENDED.get(state, state)}: {message}", flush=True)
     return 0 if state == "completed" else 1
 
 
@@ -153,13 +231,31 @@ def main() -> int:
     parser.add_argument("--tries", type=int, default=START_TRIES)
     parser.add_argument("--recoveries", type=int, default=0)
     parser.add_argument("--restarts", type=int, default=0)
+    parser.add_argument("--requeues", type=int, default=0)
+    parser.add_argument("--requeued", type=int, default=0, help="Slurm's own count of this job's restarts")
+    parser.add_argument("--preempted", default="", help="when Slurm preempted the job, empty: it did not")
     parser.add_argument("--final", action="store_true")
+    parser.add_argument("--refused", default="", help="with --final: why Slurm did not queue the job again")
     options = parser.parse_args()
-    run, signalled = RunDir(options.run), bool(options.signal)
+    run = RunDir(options.run)
     counts = {"tries": options.tries, "recoveries": options.recoveries, "restarts": options.restarts}
-    decision = decide(read_end(run, options.attempt, signalled=signalled, **counts))
+    requeues = read_requeues(
+        run,
+        options.attempt,
+        signal=options.signal,
+        preempted=bool(options.preempted),
+        allowed=options.requeues,
+        used=options.requeued,
+    )
+    ended = read_end(run, options.attempt, signalled=bool(options.signal), **counts)._replace(requeues=requeues)
+    if options.refused:
+        return finish(run, options.attempt, decide(ended), signal=options.signal, not_requeued=options.refused)
+    decision = decide(ended)
     if options.final:
-        return finish(run, options.attempt, decision, signalled=signalled)
+        used = decision.reason if decision.word == "stop" and requeues.stopped and requeues.allowed else ""
+        return finish(run, options.attempt, decision, signal=options.signal, not_requeued=used)
+    if decision.word == "requeue":
+        note_requeue(run, options.attempt, decision, requeues.step)
     print(f"{decision.word} {decision.reason}")
     return 0
 

@@ -9,7 +9,7 @@ from .query import Partition
 
 TEXT = """\
 # Facts of this cluster, for every run: a run file wins over what stands here.
-# All keys: libra-hpc config keys; where else a profile may stand: docs/site.md.
+# All keys: libra-hpc config explain; where else a profile may stand: docs/site.md.
 
 [run]
 # dir = "/shared/$USER/runs"          # a folder that every node sees
@@ -39,7 +39,10 @@ def profile_text(known: Sequence[Partition], mpi: str, python: str = "", account
     """A profile for these partitions.  GPU components get the partition with the most GPUs; the planner one without
     GPUs, where there is one."""
     up = [part for part in known if part.state == "up"]
-    largest = max(up, key=lambda part: part.nodes * sum(part.gpus.values()), default=None)
+    # Of several with the same nodes, the default one: others may preempt.
+    largest = min(
+        up, key=lambda part: (-part.nodes * sum(part.gpus.values()), not part.default, part.name), default=None
+    )
     lines = TEXT.format(
         device="cuda" if largest is not None and largest.gpus else "cpu",
         mpi=mpi,

@@ -9,10 +9,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
+from pathlib import Path
 
 from .command import SlurmRefused, call
 
@@ -93,8 +94,16 @@ class JobInfo:
     """Exit code of the batch script once ended."""
     start_time: float | None = None
     """Epoch seconds."""
+    end_time: float | None = None
+    """Epoch seconds, once ended."""
     restarts: int = 0
+    script: str = ""
+    """Path of the batch script; empty: not known."""
     components: tuple[HetComponent, ...] = ()
+
+    def of(self, run: str) -> bool:
+        """Whether it can be the job of the run of that name: ids of two clusters may be equal."""
+        return not self.script or Path(self.script).parent.name == run
 
 
 def job_state(text: str) -> JobState:
@@ -184,18 +193,30 @@ def cluster_name(env: Mapping[str, str]) -> str:
 def own_jobs(env: Mapping[str, str]) -> dict[str, JobInfo]:
     """This user's jobs by id, those that Slurm still remembers among them, in one question; raises
     `SlurmUnreachable`."""
-    return parse_queue(call(["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r"], env))
+    return parse_queue(call(["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r|%S|%e|%o"], env))
 
 
 def parse_queue(text: str) -> dict[str, JobInfo]:
-    """Jobs from lines ``id|state|reason``; of a heterogeneous one (``id+0``, ``id+1``) the first component speaks."""
+    """Jobs from lines ``id|state|reason|start|end|script``; of a heterogeneous one (``id+0``, ``id+1``) the first
+    component speaks."""
     found = {}
     for line in text.splitlines():
-        name, _, rest = line.strip().partition("|")
-        state, _, reason = rest.partition("|")
+        fields = line.strip().split("|", 5)
+        if len(fields) != 6:
+            continue
+        name, state_text, reason, start, end, script = fields
         job_id, plus, component = name.partition("+")
-        if state and (not plus or component == "0"):
-            found[job_id] = JobInfo(job_id, job_state(state), _text(reason))
+        if not plus or component == "0":
+            state = job_state(state_text)
+            found[job_id] = JobInfo(
+                job_id,
+                state,
+                _text(reason),
+                # Of a waiting job Slurm guesses both.
+                start_time=_epoch(start) if state is not JobState.PENDING else None,
+                end_time=_epoch(end) if state.ended else None,
+                script=_text(script),
+            )
     return found
 
 
@@ -204,20 +225,36 @@ def job(env: Mapping[str, str], job_id: str) -> JobInfo:
     try:
         return parse_job(job_id, call(["scontrol", "show", "job", "--oneliner", job_id], env))
     except SlurmRefused:
-        pass
-    accounts = [
-        "sacct",
-        "--noheader",
-        "--parsable2",
-        "--allocations",
-        "--jobs",
-        job_id,
-        "--format=JobID,State,ExitCode,Start",
-    ]
+        return accounts(env, [job_id])[job_id]
+
+
+def accounts(env: Mapping[str, str], job_ids: Iterable[str]) -> dict[str, JobInfo]:
+    """Jobs by id from the site's accounting, in one question; UNKNOWN where it has no record, or there is none.
+
+    Raises `SlurmUnreachable`.
+    """
+    ids = list(job_ids)
+    command = ["sacct", "--noheader", "--parsable2", "--allocations", "--jobs", ",".join(ids)]
     try:
-        return parse_accounts(job_id, call(accounts, env))
+        text = call([*command, "--format=JobID,State,ExitCode,Start"], env)
     except SlurmRefused:
-        return JobInfo(job_id, JobState.UNKNOWN)
+        text = ""
+    return {job_id: parse_accounts(job_id, text) for job_id in ids}
+
+
+def job_script(env: Mapping[str, str], job_id: str) -> Path | None:
+    """The batch script of a job that the controller or the accounting still knows; raises `SlurmUnreachable`."""
+    try:
+        known = parse_job(job_id, call(["scontrol", "show", "job", "--oneliner", job_id], env)).script
+        return Path(known) if known else None
+    except SlurmRefused:
+        command = ["sacct", "--noheader", "--parsable2", "--allocations", "--jobs", job_id, "--format=SubmitLine"]
+    try:
+        # The last argument of our own sbatch.
+        submitted = "".join(call(command, env).splitlines()[:1]).partition(" --parsable ")[2]
+    except SlurmRefused:
+        return None
+    return Path(submitted) if submitted else None
 
 
 def parse_job(job_id: str, text: str) -> JobInfo:
@@ -227,6 +264,8 @@ def parse_job(job_id: str, text: str) -> JobInfo:
         fields: dict[str, str] = {}
         for key, value in re.findall(r"(?:^|\s)([A-Za-z:/]+)=(\S*)", line):
             fields.setdefault(key, value)
+        if script := re.search(r"\sCommand=(.*?)(?=\s[A-Za-z:/]+=|$)", line):
+            fields["Command"] = script[1]
         if "JobState" in fields:
             records.append(fields)
     if not records:
@@ -247,7 +286,9 @@ def parse_job(job_id: str, text: str) -> JobInfo:
         reason=_text(leader.get("Reason")),
         exit_code=_exit_code(leader.get("ExitCode", "")) if state.ended else None,
         start_time=_epoch(leader.get("StartTime", "")) if state is not JobState.PENDING else None,
+        end_time=_epoch(leader.get("EndTime", "")) if state.ended else None,
         restarts=int(leader.get("Restarts", "0")),
+        script=_text(leader.get("Command")),
         components=components,
     )
 

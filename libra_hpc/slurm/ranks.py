@@ -225,13 +225,13 @@ def run_attempt(run: RunDir, options: argparse.Namespace, signals: Sequence[int]
         counts = {"tries": tries, "recoveries": recoveries, "restarts": options.restarts}
         decision = decide(read_end(run, options.attempt, signalled=bool(signals), **counts))
         if decision.word == "stop":
-            return finish(run, options.attempt, decision, signalled=bool(signals))
+            return finish(run, options.attempt, decision, signal="TERM" if signals else "")
         print(f"{decision.word}: {decision.reason}", flush=True)
         if decision.word != "repeat":
             os.environ[REASON] = decision.reason if decision.word == "recover" else ""
         tries = tries + 1 if decision.word == "repeat" else 1
         recoveries += decision.word == "recover"
-    return finish(run, options.attempt, LauncherDecision("stop", STOP_SIGNAL), signalled=True)
+    return finish(run, options.attempt, LauncherDecision("stop", STOP_SIGNAL), signal="TERM")
 
 
 if __name__ == "__main__":

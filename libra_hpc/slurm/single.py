@@ -58,10 +58,10 @@ class QueueWatcher(SlurmInfoWatcher):
 class EnvironmentExecutor(submitit.SlurmExecutor):
     """submitit's Slurm executor with an explicit client environment and `QueueWatcher`."""
 
-    def __init__(self, folder: Path, env: Mapping[str, str], python: str = "") -> None:
+    def __init__(self, folder: Path, env: Mapping[str, str], python: str = "", options: Sequence[str] = ()) -> None:
         # submitit starts its commands with this process's environment; `env` adds the difference without changing that.
         super().__init__(folder, python=python or shlex.quote(sys.executable))
-        self._prefix = env_command(env)
+        self._prefix, self._options = env_command(env), options
 
         class WatchedJob(SlurmJob[Any]):
             watcher = QueueWatcher(env)
@@ -79,7 +79,9 @@ class EnvironmentExecutor(submitit.SlurmExecutor):
         return 2
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        return [*self._prefix, *super()._make_submission_command(submission_file_path)]
+        command, *rest = super()._make_submission_command(submission_file_path)
+        # On the command line, because submitit's header has one value for each name.
+        return [*self._prefix, command, *self._options, *rest]
 
 
 class Handle:
@@ -178,12 +180,13 @@ def run_single(
     time_limit: str = "01:00:00",
     python: str = "",
     parameters: Mapping[str, Any] | None = None,
+    options: Sequence[str] = (),
 ) -> Handle:
     """Submit ``function(*args)`` as a job and return at once: one task, or one a node where ``parameters`` asks for
     several ``nodes``.
 
     ``python``: shell words that start the interpreter in the job; empty: this one.  ``parameters``: more of submitit's
-    for Slurm.
+    for Slurm.  ``options``: of sbatch, verbatim.
 
     ``env`` is the environment of Slurm's commands (`slurm_environment`) and of the job.  ``folder`` gets pickles and
     logs.  Raises `UserError` when Slurm refuses the request.
@@ -200,7 +203,7 @@ def run_single(
         local = submitit.LocalExecutor(folder, python=command)
         local.update_parameters(timeout_min=minutes)
         return Handle(name, local.submit(function, *args))
-    slurm = EnvironmentExecutor(folder, env, python)
+    slurm = EnvironmentExecutor(folder, env, python, options)
     given: dict[str, Any] = {"job_name": name, "time": minutes, "cpus_per_task": cpus, "mem": mem, "ntasks_per_node": 1}
     if partition:
         given["partition"] = partition

@@ -1,5 +1,6 @@
 """Find the Slurm to use, and make the environment for its client commands.
 
+- ``SLURM_CONF`` is set -> the Slurm it names, or an error.
 - The site's controller answers -> the site's Slurm.
 - Else the embedded cluster is up -> the embedded Slurm.
 - Else -> an error.
@@ -65,6 +66,11 @@ def slurm_environment(home: Path | None = None) -> dict[str, str]:
     env = clean_environment(os.environ)
     if controller_answers(env):
         return env
+    if named := env.get("SLURM_CONF"):
+        raise SlurmUnreachable(
+            f"SLURM_CONF = {named!r}: no Slurm controller answers there; valid: the slurm.conf of one that is up, or"
+            " unset SLURM_CONF to use the embedded Slurm (`libra-hpc cluster up`)."
+        )
     info = Cluster(home).info()
     if info is not None:
         embedded = {**env, **info.environment}

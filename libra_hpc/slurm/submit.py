@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 
-from libra_hpc.errors import OperationError, SlurmUnreachable, UserError
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import OperationError, SlurmUnreachable, UserError, invalid
 from libra_hpc.files import write_atomic
 from libra_hpc.slurm import local
 from libra_hpc.telemetry.rundir import RunDir
 
 from .command import SlurmRefused, call
-from .fit import check_fit
+from .fit import COMPONENTS, check_fit
 from .job_record import JobRecord, read_job, start_attempt, write_job
 from .launch import Launch
 from .query import JobInfo, JobState, cluster_name, job, partitions
@@ -41,7 +42,8 @@ def submit(launch: Launch, env: Mapping[str, str]) -> str:
     ``env`` is Slurm's client environment (`slurm_environment`).  Raises `UserError` when the request can never be met,
     `SlurmUnreachable` when no controller answers, and `OperationError` when Slurm refuses for another reason.
     """
-    _write_script(launch, env)
+    check_fit(launch.config, partitions(env))
+    write_atomic(launch.run.script, het_script(launch).encode())
     start_attempt(launch.run, launch.attempt)
     # Before the job is queued: a failure after that would leave a job without a record.
     cluster = cluster_name(env)
@@ -57,7 +59,7 @@ def submit(launch: Launch, env: Mapping[str, str]) -> str:
 def expected_start(launch: Launch, env: Mapping[str, str]) -> float | None:
     """Let Slurm check the script (``sbatch --test-only``) and queue nothing; returns the time at which it would start,
     in epoch seconds, None where Slurm names none.  Raises as `submit` does."""
-    _write_script(launch, env)
+    write_atomic(launch.run.script, het_script(launch).encode())
     answer = _sbatch(["--test-only"], launch, env)
     times = re.findall(r"to start at (\S+)", answer)
     # The last component to start starts the job.
@@ -73,12 +75,11 @@ def cancel(target: RunDir | str, env: Mapping[str, str] | None = None) -> bool:
         record = read_job(target)
         if record.executor == "local":
             return local.cancel(target)
-        job_id = record.job_id
+        job_id, found = record.job_id, state(target, env)
     else:
-        job_id = target
+        job_id, found = target, job(_required(env, target), target)
     env = _required(env, job_id)
-    found = job(env, job_id).state
-    if found.ended or found is JobState.UNKNOWN:
+    if found.state.ended or found.state is JobState.UNKNOWN:
         return False
     try:
         call(["scancel", job_id], env)
@@ -94,18 +95,21 @@ def state(run: RunDir, env: Mapping[str, str] | None = None) -> JobInfo:
     record = read_job(run)
     if record.executor == "local":
         return local.state(run)
-    return job(_required(env, record.job_id), record.job_id)
+    found = job(_required(env, record.job_id), record.job_id)
+    return found if found.of(run.name) else JobInfo(record.job_id, JobState.UNKNOWN)
+
+
+def extra_options(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Field and text of every sbatch option that was given verbatim."""
+    given = {"slurm.extra": config.slurm.extra}
+    given |= {f"components.{name}.extra": getattr(config.components, name).extra for name in COMPONENTS}
+    return ((f"{field}[{i}]", option) for field, options in given.items() for i, option in enumerate(options))
 
 
 def _required(env: Mapping[str, str] | None, job_id: str) -> Mapping[str, str]:
     if env is None:
         raise SlurmUnreachable(f"Job {job_id} is a Slurm job, and no Slurm controller is known here.")
     return env
-
-
-def _write_script(launch: Launch, env: Mapping[str, str]) -> None:
-    check_fit(launch.config, partitions(env))
-    write_atomic(launch.run.script, het_script(launch).encode())
 
 
 def _sbatch(options: list[str], launch: Launch, env: Mapping[str, str]) -> str:
@@ -122,5 +126,8 @@ def _sbatch(options: list[str], launch: Launch, env: Mapping[str, str]) -> str:
     except SlurmRefused as refusal:
         reason = str(refusal)
         if any(word in reason.lower() for word in USER_MISTAKES):
+            for field, option in extra_options(launch.config):
+                if option.split("=")[0] in reason:
+                    raise invalid(field, option, f"Slurm refuses it ({reason})") from None
             raise UserError(f"Slurm refuses the job of run {name!r}: {reason}.") from None
         raise OperationError(f"Slurm did not take the job of run {name!r}: {reason}.") from None

@@ -3,10 +3,10 @@
 The script is one heterogeneous job with one component per kind of node and one task per node.  `srun` starts all node
 agents as one MPI world.  Values for the template ``sbatch/run.sbatch.j2`` are checked (no spaces) or quoted here.
 
-- The time limit is ``slurm.notice_s`` away -> the agents get SIGUSR1.
+- The time limit is near (`fit.notice_s`) -> the agents get SIGUSR1.
 - The job is cancelled or preempted -> the agents get SIGTERM.
 - A rank prints -> ``agent-<rank>.log``; it writes to descriptor `OUTPUT_FD` -> Slurm's own output.
-- All ranks have ended -> `libra_hpc.slurm.outcome` decides.
+- All ranks have ended -> `libra_hpc.slurm.outcome` decides, also whether the job is queued again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from libra_hpc.config.job import Component
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
 
-from .fit import HetGroup
+from .fit import HetGroup, notice_s
 from .launch import Launch
-from .outcome import OUTPUT, OUTPUT_FD, REASON, RECOVERIES
+from .outcome import JOB_END, KILL_WAIT, OUTPUT, OUTPUT_FD, REASON, RECOVERIES
 from .pmi import GONE
 from .ranks import STRAGGLERS_S
 
@@ -51,6 +51,8 @@ RESERVED = {
     "-t": "slurm.time_limit",
     "--partition": "components.*.partition",
     "-p": "components.*.partition",
+    "--requeue": "slurm.preempted",
+    "--no-requeue": "slurm.preempted",
     "--array": "",
     "-a": "",
     "--parsable": "",
@@ -72,6 +74,10 @@ RANK_STARTER = ("-m", "libra_hpc.slurm.pmi")
 def het_script(launch: Launch) -> str:
     """The sbatch script of a launch; raises `UserError` for a value that cannot be written as an sbatch option."""
     config, run, groups = launch.config, launch.run, launch.groups
+    requeue = config.slurm.preempted == "requeue"
+    if config.slurm.requeues and not requeue:
+        why = f"Slurm queues the job again for slurm.requeues = {config.slurm.requeues} as it does for a preemption"
+        raise invalid("slurm.preempted", "stop", why, "requeue, or slurm.requeues = 0")
     logs, started = run.logs(launch.attempt), start_command(launch)
     ours = {GONE: str(run.gone(launch.attempt)), OUTPUT: str(OUTPUT_FD)}
     template = jinja2.Environment(
@@ -84,12 +90,14 @@ def het_script(launch: Launch) -> str:
             # Slurm expands % in file names; doubled it stands for itself.
             f'--output="{str(logs / "slurm.out").replace("%", "%%")}"',
             "--open-mode=append",
-            f"--signal=B:USR1@{math.ceil(config.slurm.notice_s)}",
+            f"--signal=B:USR1@{math.ceil(notice_s(config.slurm))}",
+            "--requeue" if requeue else "--no-requeue",
+            *([f"--dependency=afterany:{launch.after}"] if launch.after else []),
             *_mail(config),
         ],
         setup=config.compute.setup,
         local_dir=config.compute.local_dir,
-        exports=[f"{name}={shlex.quote(value)}" for name, value in sorted({**launch.variables, **ours}.items())],
+        exports=[f"{name}={_value(value)}" for name, value in sorted({**launch.variables, **ours}.items())],
         het_groups=",".join(str(index) for index in range(len(groups))) if len(groups) > 1 else "",
         container=shlex.join(started.step),
         mpi=shlex.quote(_word("slurm.mpi", config.slurm.mpi)),
@@ -106,10 +114,19 @@ def het_script(launch: Launch) -> str:
         recoveries=RECOVERIES,
         reason=REASON,
         restarts=config.slurm.restarts,
+        requeue=requeue,
+        requeues=config.slurm.requeues,
+        job_end=JOB_END,
+        kill_wait=KILL_WAIT,
         outcome=shlex.join(
             [*started.batch, launch.python, "-m", "libra_hpc.slurm.outcome", str(run.path), str(launch.attempt)]
         ),
     )
+
+
+def _value(text: str) -> str:
+    """The right side of a shell assignment; one that begins with ``=`` is quoted, because ``==`` looks like a test."""
+    return f"'{text}'" if text.startswith("=") and shlex.quote(text) == text else shlex.quote(text)
 
 
 class StartCommand(NamedTuple):
@@ -177,8 +194,13 @@ def _options(config: RunConfig, group: HetGroup) -> list[str]:
         "--no-kill",
         *(f"--{option}={value}" for option, value in component_options(config, group.name, component).items()),
     ]
-    extras = [("slurm.extra", config.slurm.extra), (f"components.{group.name}.extra", component.extra)]
-    return options + [_extra(f"{name}[{i}]", option) for name, given in extras for i, option in enumerate(given)]
+    return options + extra_options(config, group.name, component)
+
+
+def extra_options(config: RunConfig, name: str, component: Component) -> list[str]:
+    """The sbatch options that the run file gives verbatim for a component; raises `UserError` for a reserved one."""
+    extras = [("slurm.extra", config.slurm.extra), (f"components.{name}.extra", component.extra)]
+    return [_extra(f"{field}[{i}]", option) for field, given in extras for i, option in enumerate(given)]
 
 
 def _extra(field: str, option: str) -> str:

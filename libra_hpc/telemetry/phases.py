@@ -9,6 +9,8 @@ import msgspec
 
 from libra_hpc.telemetry import series
 
+from .rundir import RunDir
+
 FIRST_AND_LAST = 0.2
 """Share of the steps averaged for first and last reward: one step is too noisy, a quarter hides a short warm-up."""
 
@@ -22,13 +24,23 @@ class PhaseReward(msgspec.Struct, frozen=True):
     reward_last: float | None
 
 
-def first_and_last(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Means of the first and of the last fifth (at least one value each)."""
+def first_and_last(values: Sequence[float], planned: int = 0) -> tuple[float | None, float | None]:
+    """Means of the first and of the last fifth (at least one value each).
+
+    ``planned`` steps of the run: the first fifth is of these, so that a run that trains on does not change it.
+    """
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
         return None, None
     share = max(1, round(len(finite) * FIRST_AND_LAST))
-    return series.mean(finite[:share]), series.mean(finite[-share:])
+    first = max(share, round(planned * FIRST_AND_LAST))
+    return series.mean(finite[:first]), series.mean(finite[-share:])
+
+
+def planned_steps(run: RunDir) -> int:
+    """Steps of the run in its last snapshot; 0 without one."""
+    planned = run.read_json(run.status).get("steps", 0)
+    return planned if isinstance(planned, int) else 0
 
 
 def phase_rewards(rows: Sequence[series.Record]) -> list[PhaseReward]:

@@ -1,6 +1,7 @@
 """File names of a run directory, and reading and writing of its JSON files.
 
 - ``run.toml config.json job.sbatch job.json``: the run file, resolved, and what was queued.
+- ``sweep.json``: of a run of a sweep, its name and the run's values.
 - ``plan.json``: where the planner chose the split, its inputs and result.
 - ``events.jsonl metrics.jsonl status.json result.json``: written by rank 0.
 - ``trajectories.jsonl decisions.jsonl experience/``: written by the rollout leader.
@@ -95,6 +96,11 @@ class RunDir:
         return self.path / "plan.json"
 
     @property
+    def sweep(self) -> Path:
+        """The sweep that the run belongs to (`libra_hpc.telemetry.sweep_record`)."""
+        return self.path / "sweep.json"
+
+    @property
     def script(self) -> Path:
         """The sbatch script as queued."""
         return self.path / "job.sbatch"
@@ -160,6 +166,11 @@ class RunDir:
         return self.path / "summary.png"
 
     @property
+    def report(self) -> Path:
+        """One page about the run for others."""
+        return self.path / "report.html"
+
+    @property
     def rendezvous(self) -> Path:
         """torch FileStore files, one per membership generation."""
         return self.path / "rendezvous"
@@ -175,6 +186,10 @@ class RunDir:
     def again(self, attempt: int) -> Path:
         """Request for a restart of the ranks of an attempt; its content is the reason (`libra_hpc.slurm.outcome`)."""
         return self.logs(attempt) / "again"
+
+    def requeued(self, attempt: int) -> Path:
+        """A line for each time that an attempt's job was queued again, with the step that was saved."""
+        return self.logs(attempt) / "requeued.jsonl"
 
     def gone(self, attempt: int) -> Path:
         """Path of the files ``gone-<rank>``, less the rank: that agent ended; the content is its process id."""

@@ -23,6 +23,8 @@ MOVING = {"train": "to_train", "rollout": "to_rollout"}
 """Role of a node on its way to another."""
 TOGETHER_S = 0.5
 """Moves of one decision start within milliseconds; two decisions are at least ``planner.interval_s`` apart."""
+SMOOTHING = 0.2
+"""Weight of the newest step in the smoothed reward; averages over about five steps."""
 
 
 class MoveRecord(msgspec.Struct, frozen=True):
@@ -108,6 +110,17 @@ def mean(values: Sequence[float]) -> float:
     """Mean of the finite values; NaN when there is none."""
     finite = [v for v in values if math.isfinite(v)]
     return sum(finite) / len(finite) if finite else math.nan
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Exponential moving average, corrected for its start; skips NaN values."""
+    out: list[float] = []
+    total = weight = 0.0
+    for value in values:
+        if math.isfinite(value):
+            total, weight = (1 - SMOOTHING) * total + SMOOTHING * value, (1 - SMOOTHING) * weight + SMOOTHING
+        out.append(total / weight if weight else math.nan)
+    return out
 
 
 def generated(trajectory: Record) -> tuple[float, float]:

@@ -5,7 +5,7 @@ Units: seconds, tokens, tokens per second; times ``*_at`` are epoch seconds.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -13,6 +13,11 @@ from libra_hpc.protocol.plan import PlanDecision
 
 from .estimate import StageEstimate, StepAccuracy
 from .failed import FailedAttempts
+from .rundir import RunDir
+
+EndState = Literal["completed", "failed", "cancelled", "time_limit", "preempted"]
+FINAL: tuple[EndState, ...] = get_args(EndState)
+"""States of a run that has ended."""
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -73,7 +78,7 @@ class Status(msgspec.Struct, frozen=True):
     job_id: str
     attempt: int
     state: str
-    """``starting`` | ``running`` | ``restarting`` | ``finishing`` | ``completed`` | ``failed`` | ``cancelled``"""
+    """``starting`` | ``running`` | ``restarting``, or one of `FINAL`"""
     started_at: float
     updated_at: float
     step: int
@@ -81,8 +86,6 @@ class Status(msgspec.Struct, frozen=True):
     version: int
     reward: float
     """Mean of the last step."""
-    reward_first: float
-    """Mean of the first fifth of the steps so far, or of the first step."""
     generation: int
     replicas: int
     train: StageStatus
@@ -129,6 +132,26 @@ def decode_status(data: bytes) -> Status:
         return _decoder.decode(data)
     except (UnicodeDecodeError, RecursionError) as error:
         raise msgspec.DecodeError(str(error)) from None
+
+
+def read_status(run: RunDir, attempt: int) -> Status | None:
+    """The last snapshot of that attempt or a later one; None without one."""
+    try:
+        status = decode_status(run.status.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return None
+    return status if status.attempt >= attempt else None
+
+
+def as_ended(status: Status) -> Status:
+    """The last snapshot of a run: a rank 0 that was killed left its nodes as they were."""
+    nodes = [
+        node
+        if node.role == "lost"
+        else msgspec.structs.replace(node, role="ended", engines={}, version=-1, heartbeat_age_s=0.0)
+        for node in status.nodes
+    ]
+    return msgspec.structs.replace(status, nodes=nodes)
 
 
 def status_dict(status: Status) -> dict[str, Any]:

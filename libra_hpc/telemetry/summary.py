@@ -19,7 +19,7 @@ from libra_hpc.telemetry import series
 
 from .estimate import StepAccuracy, accuracy_line, step_accuracy
 from .failed import FailedAttempts, failed_facts, failed_in
-from .phases import PhaseReward, first_and_last, phase_rewards
+from .phases import PhaseReward, first_and_last, phase_rewards, planned_steps
 from .rundir import RunDir
 from .status import because
 
@@ -28,10 +28,13 @@ STATE_STYLES = {
     "running": "cyan",
     "starting": "yellow",
     "restarting": "yellow",
-    "finishing": "cyan",
     "failed": "red",
+    "time_limit": "yellow",
+    "preempted": "yellow",
     "cancelled": "yellow",
+    "silent": "red",
 }
+"""Styles by state; every other state is yellow."""
 
 
 class MoveSummary(msgspec.Struct, frozen=True):
@@ -121,8 +124,7 @@ def summarise(run: RunDir) -> Summary:
     kinds = Counter(e["kind"] for e in log)
     times = [e["t"] for e in log] + [t for t in series.column(rows, "t") if math.isfinite(t)]
     start = min(times, default=0.0)
-    rewards = series.column(rows, "reward")
-    first, last = first_and_last(rewards)
+    first, last = first_and_last(series.column(rows, "reward"), planned_steps(run))
     staleness = [s for s in series.column(rows, "staleness_max") if math.isfinite(s)]
     recovered = [e for e in log if e["kind"] == "experience_kept"]
     finished = [e for e in log if e["kind"] == "job_finished"]
@@ -287,7 +289,9 @@ def render_summary(summary: Summary) -> RenderableType:
     for label, path in (("run", summary.path), ("policy", summary.policy), ("picture", summary.picture)):
         if path:
             places.add_row(label, path)
-    title = Text.assemble((summary.run, "bold"), " ", (summary.state, STATE_STYLES.get(summary.state, "")))
+    title = Text.assemble(
+        (summary.run, "bold"), " ", (summary.state.replace("_", " "), STATE_STYLES.get(summary.state, ""))
+    )
     return Group(Panel(Group(*parts), title=title, title_align="left", box=box.ROUNDED, padding=(1, 2)), places)
 
 

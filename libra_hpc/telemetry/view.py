@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -19,11 +19,14 @@ from rich.text import Text
 
 from .estimate import accuracy_line, estimate_line
 from .failed import failed_line
-from .status import DecisionStatus, NodeStatus, StageStatus, Status, because
+from .phases import first_and_last
+from .status import FINAL, DecisionStatus, NodeStatus, StageStatus, Status, as_ended, because
 from .summary import STATE_STYLES, duration
 
 WIDTH = 100
 """Columns the screen is designed for; wider terminals are not stretched."""
+NARROW = 90
+"""Columns inside the frame below which nothing stands side by side."""
 SPARK_WIDTH = 24
 BAR_WIDTH = 7
 STALE_HEARTBEAT_S = 5.0
@@ -44,8 +47,10 @@ ENGINE_STYLES = {"ready": "green", "starting": "yellow", "standby": "dim", "lost
 
 
 def render(status: Status, *, now: float, rewards: Sequence[float] = ()) -> RenderableType:
-    """Render a snapshot; ``now`` is epoch seconds, ``rewards`` the reward of each step (for the sparkline)."""
-    over = status.state in ("completed", "failed", "cancelled")
+    """Render a snapshot; ``now`` is epoch seconds, ``rewards`` the reward of each step of all attempts."""
+    over = status.state in FINAL
+    if over:
+        status = as_ended(status)
     parts: list[RenderableType] = [
         _progress(status, over=over, now=now),
         Text(),
@@ -58,7 +63,7 @@ def render(status: Status, *, now: float, rewards: Sequence[float] = ()) -> Rend
     title = Text.assemble(
         (status.run, "bold"), f"  {job}" + (f", attempt {status.attempt}" if status.attempt > 1 else "")
     )
-    state = Text(f" {status.state} ", style=STATE_STYLES.get(status.state, ""))
+    state = Text(f" {status.state.replace('_', ' ')} ", style=STATE_STYLES.get(status.state, ""))
     return Panel(
         Group(*parts),
         title=Text.assemble(title, "  ", state),
@@ -104,15 +109,30 @@ def _progress(status: Status, *, over: bool, now: float) -> Table:
     return grid
 
 
-def _learning(status: Status, rewards: Sequence[float]) -> Table:
-    grid = Table.grid(padding=(0, 3), expand=True)
-    grid.add_column(no_wrap=True, ratio=1)
-    grid.add_column(no_wrap=True, justify="right")
-    style = "bold green" if status.reward > status.reward_first else "bold"
-    reward = Text.assemble(
-        ("reward ", "dim"),
-        *((f"{status.reward_first:.3f} → ", (f"{status.reward:.3f}", style)) if status.step else ("-",)),
-    )
+class Beside:
+    """Two renderables side by side, the second at the right edge; one above the other on a narrow screen."""
+
+    def __init__(self, left: RenderableType, right: RenderableType) -> None:
+        self._parts = (left, right)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width < NARROW:
+            yield from self._parts
+            return
+        grid = Table.grid(padding=(0, 2), expand=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column(no_wrap=True, justify="right")
+        grid.add_row(*self._parts)
+        yield grid
+
+
+def _learning(status: Status, rewards: Sequence[float]) -> Beside:
+    first, last = first_and_last(rewards, status.steps)
+    reward = Text.assemble(("reward ", "dim"))
+    if first is None or last is None:
+        reward.append("-")
+    else:
+        reward.append(f"{first:.3f} → ").append(f"{last:.3f}", style="bold green" if last > first else "bold")
     if rewards:
         reward.append("   ").append(sparkline(rewards), style="green")
     limits = Text.assemble(
@@ -121,11 +141,10 @@ def _learning(status: Status, rewards: Sequence[float]) -> Table:
         ("   staleness ", "dim"),
         f"{status.staleness_mean:.2f} mean, {status.staleness_max} max",
     )
-    grid.add_row(reward, limits)
-    return grid
+    return Beside(reward, limits)
 
 
-def _side_by_side(status: Status) -> Table:
+def _side_by_side(status: Status) -> Beside:
     stages = _table("stage", ("nodes", "right"), ("tokens/s", "right"), ("s/batch", "right"), "busy")
     for name, stage in (("train", status.train), ("rollout", status.rollout)):
         stages.add_row(Text(name, style=ROLE_STYLES[name]), *_stage(stage))
@@ -133,11 +152,7 @@ def _side_by_side(status: Status) -> Table:
     for bucket in status.buckets:
         cells = (str(bucket.engines), str(bucket.inflight), str(bucket.trajectories), _bar(bucket.kv_use, "cyan"))
         buckets.add_row(f"TP {bucket.tp}", *cells)
-    grid = Table.grid(padding=(0, 2), expand=True)
-    grid.add_column()
-    grid.add_column(justify="right")
-    grid.add_row(stages, buckets)
-    return grid
+    return Beside(stages, buckets)
 
 
 def _stage(stage: StageStatus) -> tuple[RenderableType, ...]:
@@ -150,9 +165,13 @@ def _nodes(nodes: Sequence[NodeStatus]) -> Table:
         ("rank", "right"), "host", "component", "role", "engines", ("weights", "right"), ("heartbeat", "right")
     )
     table.expand = True
+    # The only column that may take several lines: a node has as many engines as GPUs.
+    table.columns[4].no_wrap = False
     for node in nodes:
         lost = node.role == "lost"
         beat = Text(f"{node.heartbeat_age_s:.1f} s", style="red" if node.heartbeat_age_s > STALE_HEARTBEAT_S else "")
+        if node.role == "ended":
+            beat = Text("-")
         engines = Text(", ").join(
             [
                 Text.assemble(name, " ", (state, ENGINE_STYLES.get(state, "")))
@@ -177,8 +196,8 @@ def _nodes(nodes: Sequence[NodeStatus]) -> Table:
 def _footer(status: Status, *, over: bool, now: float) -> list[RenderableType]:
     counts = {
         "trajectories": (
-            f"{status.open_trajectories} open, {status.trained_trajectories:,} trained, {status.resubmitted}"
-            " re-submitted"
+            f"{status.open_trajectories} open, {status.trained_trajectories:,} trained"
+            + (f", {status.resubmitted} re-submitted" if status.resubmitted else "")
         ),
         "queue": (
             f"{status.waiting_turns} turns waiting, {status.tools_running} tools running, {status.ready_groups} groups"

@@ -197,6 +197,18 @@ def load_policy(engine: TrainEngine, folder: Path) -> None:
 
 
 @torch.no_grad()
+def randomize(engine: TrainEngine) -> None:
+    """Random matrices and norms of 1 at step 0, for a measurement of speed."""
+    state = engine.state
+    for tensor in state.master.values():
+        tensor.normal_(0.0, 0.02) if tensor.dim() > 1 else tensor.fill_(1.0)
+    for moment in (state.exp_avg, state.exp_avg_sq):
+        for tensor in moment.values():
+            tensor.zero_()
+    state.commit(0, 0)
+
+
+@torch.no_grad()
 def load_state(engine: TrainEngine, folder: Path) -> None:
     """Replace the state by ``folder`` or by the newest state under it; not collective."""
     folder = folders.resolve(folder)

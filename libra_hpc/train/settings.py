@@ -68,6 +68,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     seed: int
     step_timeout_s: float = 900.0
     """Longest wait for a slower peer in one gradient sum.  A dead peer needs none: its socket closes at once."""
+    random_weights: bool = False
+    """Start from random weights of the model's shape, for a measurement of speed; ``model_dir`` then needs none."""
     join_timeout_s: float = 60.0
     """Longest wait for all members of a generation to appear; a newer order ends it at once."""
 

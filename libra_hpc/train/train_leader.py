@@ -162,8 +162,12 @@ class TrainLeader(Members):
         """Records up to this step are durable."""
         self._reports = [report for report in self._reports if report.step > step]
 
-    def on_stop(self, reason: str) -> None:
-        self._stop_reason = reason
+    def on_stop(self, reason: str, after: int = 0) -> None:
+        """Save and finish at the next step boundary, or with ``after`` once that step is committed."""
+        if after > self.step:
+            self._steps = min(self._steps, after)
+        else:
+            self._stop_reason = reason
         self._wake.set()
 
     # --- the loop ---
@@ -326,19 +330,20 @@ class TrainLeader(Members):
             self._clear_replies()
             asked = self._saving = self.members[0]
             folder = f"{self._checkpoints}/step-{self.step:06d}"
+            began = self._clock()
             self._send(asked, ToReplica(SaveCheckpoint(folder, self.step)))
             await self._until(functools.partial(self._saved_or_failed, asked))
             if self._failed:
                 self._broken = True
                 continue
             self._failing_since = None
-            return await self._note_saved(self._replies[asked])
+            return await self._note_saved(self._replies[asked], began)
         return None
 
     def _saved_or_failed(self, asked: int) -> bool:
         return bool(self._failed) or isinstance(self._replies.get(asked), Saved | SaveFailed)
 
-    async def _note_saved(self, reply: Saved | SaveFailed) -> str:
+    async def _note_saved(self, reply: Saved | SaveFailed, began: float) -> str:
         reason = reply.reason if isinstance(reply, SaveFailed) else ""
         if not reason:
             try:
@@ -352,6 +357,7 @@ class TrainLeader(Members):
         else:
             self._saves.succeeded()
             self._save_due, self._saved_step = False, self.step
+            self._log("checkpoint_saved", step=self.step, seconds=self._clock() - began)
         return reason
 
     async def _save_last(self) -> bool:

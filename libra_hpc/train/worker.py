@@ -69,7 +69,10 @@ class Worker:
         self._engine = TrainEngine(
             shape, device, getattr(torch, config.dtype), split, settings=config.optimizer, recompute=config.recompute
         )
-        checkpoint.start(self._engine, self._model_dir, config.start_dir)
+        if config.random_weights:
+            checkpoint.randomize(self._engine)
+        else:
+            checkpoint.start(self._engine, self._model_dir, config.start_dir)
         timeouts = config.step_timeout_s, config.join_timeout_s
         self._replicas = Replicas(self._engine, *timeouts, lambda: pulse.phase(WAITING))
         self._trainer = GrpoTrainer(self._engine, self._replicas, config.algorithm, config.micro_tokens)

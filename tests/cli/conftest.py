@@ -12,7 +12,8 @@ import pytest
 from libra_hpc_cli import app, jobs
 
 from libra_hpc.slurm.launch import Launch
-from libra_hpc.slurm.query import Partition
+from libra_hpc.slurm.query import JobInfo, JobState, Partition
+from libra_hpc.slurm.run_state import NoAnswer
 from tests.preflight.test_checks import MODEL
 
 PARTITIONS = [
@@ -47,7 +48,7 @@ class Queue:
     def __init__(self) -> None:
         self.submitted: list[tuple[str, int]] = []
         self.cancelled: list[str] = []
-        self.answer = jobs.JobView(id="4711", state="pending", reason="waiting for resources")
+        self.answer: JobInfo | NoAnswer = JobInfo("4711", JobState.PENDING, "Resources")
 
     def queue(self, launch: Launch, environment: Any) -> str:
         self.submitted.append((launch.run.name, launch.attempt))
@@ -56,11 +57,12 @@ class Queue:
         )
         return "4711"
 
-    def state(self, run: Any) -> jobs.JobView:
+    def ask(self, run: Any) -> JobInfo | NoAnswer:
         return self.answer
 
-    def cancel(self, run: Any) -> None:
+    def cancel(self, run: Any) -> bool:
         self.cancelled.append(run.name)
+        return True
 
 
 @pytest.fixture
@@ -70,10 +72,11 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     monkeypatch.setattr(jobs, "environment_or_none", lambda executor: None if executor == "local" else {})
     monkeypatch.setattr(jobs, "partitions", lambda environment: PARTITIONS)
     monkeypatch.setattr(jobs, "queue", fake.queue)
-    monkeypatch.setattr(jobs, "state", fake.state)
+    monkeypatch.setattr(jobs.JobQueue, "ask", lambda self, run: fake.ask(run))
+    monkeypatch.setattr(jobs.JobQueue, "ask_all", lambda self, runs: {str(run.path): fake.ask(run) for run in runs})
+    monkeypatch.setattr(jobs, "run_folder", lambda job_id: None)
     monkeypatch.setattr(jobs, "cancel", fake.cancel)
     monkeypatch.setattr(jobs, "expected_start", lambda config, environment: None)
-    monkeypatch.setattr(jobs, "states", lambda runs: {str(run.path): fake.answer for run in runs})
     return fake
 
 

@@ -125,6 +125,7 @@ def test_plan_takes_the_measured_degrees(recorded: Path, tmp_path: Path, capsys:
         (["--model", "m", "--device", "gpu"], "valid: cpu, cuda"),
         (["--model", "m", "--dtype", "float64"], "valid: auto, float32"),
         (["--model", "no-such-folder"], "no config.json there"),
+        (["--model", "no-such-folder", "--here"], "no config.json there"),
         (["--run", "demo-001"], "no run of that name"),
     ],
 )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from libra_hpc_cli import output
 from libra_hpc_cli.app import run
 
 from libra_hpc.simulator.policies import simulated_policy_names
@@ -48,7 +49,7 @@ def test_table_fits_and_picture_is_written(trace: Path, tmp_path: Path, capsys: 
     assert simulate(str(trace), *FLEET, "--policy", "libra,round_robin", "--no-oracle", "--plot", str(picture)) == 0
     out = capsys.readouterr().out
     rows = [line.split()[0] for line in out.splitlines() if line.strip()]
-    assert rows[-4:-2] == ["libra", "round_robin"]
+    assert rows[-5:-3] == ["libra", "round_robin"]
     assert "makespan s" in out
     assert "re-prefill: tokens computed again" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -58,10 +59,11 @@ def test_every_policys_row_is_whole_and_no_line_is_too_long(
     trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(trace.parent)
+    monkeypatch.setattr(output, "WIDTH", 80)
     assert simulate(trace.name, *FLEET, "--policy", ",".join(simulated_policy_names())) == 0
     out = capsys.readouterr().out
     assert "…" not in out
-    assert max(map(len, out.splitlines())) <= 100
+    assert max(map(len, out.splitlines())) <= 80
     for name in simulated_policy_names():
         assert any(len(line.split()) == 10 and line.split()[0] == name for line in out.splitlines()), name
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.config.load import read_toml
+from libra_hpc.slurm.query import JobInfo, JobState
 from libra_hpc.telemetry.rundir import RunDir
 
 from .conftest import Outcome, Queue
@@ -139,7 +140,7 @@ def test_a_resumed_run_keeps_its_split(auto: Path, queue: Queue, cli: Cli) -> No
     cli("submit", "run.toml")
     run = RunDir(auto / "runs" / "quick-001")
     before = run.read_json(run.config)["components"]
-    queue.answer = type(queue.answer)("4711", "failed")
+    queue.answer = JobInfo("4711", JobState.FAILED)
     assert cli("submit", "--resume", "quick-001").code == 0
     assert run.read_json(run.config)["components"] == before
     outcome = cli("submit", "--resume", "quick-001", "-o", "components.split=auto")

@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 from libra_hpc_cli import app, follow, jobs, submit
 
@@ -17,9 +20,11 @@ from libra_hpc import compiled
 from libra_hpc.errors import OperationError, SlurmUnreachable, UserError
 from libra_hpc.files import write_atomic
 from libra_hpc.protocol.layout_order import decode_order
+from libra_hpc.slurm.query import JobInfo, JobState
+from libra_hpc.slurm.run_state import NoAnswer
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.status import encode_status
+from libra_hpc.telemetry.status import FINAL, encode_status
 from tests.telemetry import synthetic
 
 from .conftest import Outcome, Queue
@@ -27,8 +32,14 @@ from .conftest import Outcome, Queue
 Cli = Callable[..., Outcome]
 
 
-def write_status(run: RunDir, state: str, step: int = 41) -> None:
-    write_atomic(run.status, encode_status(synthetic.make_status(run, state=state, step=step)))
+def write_status(run: RunDir, state: str, step: int = 41, age_s: float = 0.0, message: str = "") -> None:
+    """A snapshot of ``age_s`` ago, and as rank 0 does before it, the result of a run that is over."""
+    now = time.time() - age_s
+    status = synthetic.make_status(run, state=state, step=step)
+    if state in FINAL:
+        run.write_json(run.result, {"state": state, "message": message, "attempt": 1, "t": now})
+    times = {"updated_at": now, "started_at": now - 120.0}
+    write_atomic(run.status, encode_status(msgspec.structs.replace(status, message=message, **times)))
 
 
 def test_submit_writes_the_run_directory_and_prints_id_and_folder(site: Path, queue: Queue, cli: Cli) -> None:
@@ -87,11 +98,11 @@ def test_no_slurm_is_exit_code_3(site: Path, queue: Queue, cli: Cli, monkeypatch
 
 def test_resume_keeps_folder_and_configuration_and_counts_attempts(site: Path, queue: Queue, cli: Cli) -> None:
     cli("submit", "run.toml", "-o", "algorithm.eta=3")
-    queue.answer = jobs.JobView("4711", "running")
+    queue.answer = JobInfo("4711", JobState.RUNNING)
     outcome = cli("submit", "--resume", "quick-001")
     assert outcome.code == 2
-    assert "its job 4711 is running" in outcome.err
-    queue.answer = jobs.JobView("4711", "failed")
+    assert "its job 4711 is starting" in outcome.err
+    queue.answer = JobInfo("4711", JobState.FAILED)
     assert cli("submit", "--resume", "quick-001", "-o", "run.steps=200").code == 0
     assert queue.submitted == [("quick-001", 1), ("quick-001", 2)]
     config = json.loads((site / "runs" / "quick-001" / "config.json").read_text())
@@ -113,7 +124,7 @@ def test_a_run_directory_is_private_unless_it_is_shared(
         os.umask(before)
     path = site / "runs" / "quick-001"
     assert path.stat().st_mode & 0o777 == mode
-    queue.answer = jobs.JobView("4711", "failed")
+    queue.answer = JobInfo("4711", JobState.FAILED)
     path.chmod(0o711)
     assert cli("submit", "--resume", "quick-001").code == 0
     assert path.stat().st_mode & 0o777 == 0o711, "what was not asked for stays"
@@ -128,7 +139,7 @@ def test_a_damaged_configuration_is_named_by_verbs_that_need_it(
     cli("submit", "run.toml")
     config = site / "runs" / "quick-001" / "config.json"
     config.write_text(content)
-    queue.answer = jobs.JobView("4711", "running")
+    queue.answer = JobInfo("4711", JobState.RUNNING)
     verbs = ("status", "status --json", "summary quick-001", "status runs/quick-001", "submit --resume quick-001")
     for verb in verbs:
         outcome = cli(*verb.split())
@@ -151,29 +162,36 @@ def test_wait_ends_with_the_summary_and_the_exit_code_of_the_run(
 ) -> None:
     monkeypatch.setattr(follow, "REFRESH_S", 0.0)
     states = iter(["starting", "running", state])
-    queue.answer = jobs.JobView("4711", state)
+    queue.answer = JobInfo("4711", JobState[state.upper()])
 
-    def read_next(run: RunDir) -> object:
-        write_status(run, next(states))
-        run.write_json(run.result, {"state": state, "message": "node 3: out of memory"})
-        return real(run)
+    def rank_0(*arguments: object) -> None:
+        run = RunDir(site / "runs" / "quick-001")
+        if (now := next(states)) == state:
+            synthetic.write_metrics(run)
+        write_status(run, now, message="node 3: no memory is left")
 
-    real = follow.read_status
-    monkeypatch.setattr(follow, "read_status", read_next)
+    def ask(run: RunDir) -> JobInfo:
+        if not run.status.exists():
+            rank_0()
+            return JobInfo("4711", JobState.RUNNING)
+        return JobInfo("4711", JobState[state.upper()])
+
+    monkeypatch.setattr(queue, "ask", ask)
+    monkeypatch.setattr(follow, "time", SimpleNamespace(sleep=rank_0, time=time.time, monotonic=time.monotonic))
     outcome = cli("submit", "run.toml", "--wait")
     assert outcome.code == code
-    assert "step 41/60  reward 0.710" in outcome.out
+    assert "step 41/60  reward 0." in outcome.out
     assert outcome.out.count("planner: node 2 to train: training 1.42 s a batch") == 1
     assert max(map(len, outcome.out.splitlines()[1:])) <= 100
     assert f"quick-001 {state}" in outcome.out
     assert (site / "runs" / "quick-001" / "summary.png").exists()
-    ended = {"failed": "failed (node 3: out of memory)", "cancelled": "was cancelled (node 3: out of memory)"}.get(
-        state
-    )
-    logs = f"{site}/runs/quick-001/logs/attempt-1"
-    assert outcome.err == (
-        "" if code == 0 else f"error: the run {ended}; its logs are in {logs} (libra-hpc logs quick-001)\n"
-    )
+    logs = f"its logs are in {site}/runs/quick-001/logs/attempt-1 (`libra-hpc logs quick-001`)"
+    assert outcome.err == {
+        "completed": "",
+        "failed": f"error: the run failed: node 3: no memory is left; {logs}.\n",
+        "cancelled": "error: the run was cancelled: node 3: no memory is left;"
+        " `libra-hpc submit --resume quick-001` goes on.\n",
+    }.get(state)
 
 
 def test_interrupting_wait_leaves_the_job_alone_and_prints_how_to_cancel(
@@ -196,16 +214,31 @@ def test_a_job_that_dies_before_its_first_snapshot_is_noticed(
     monkeypatch.setattr(follow, "REFRESH_S", 0.0)
     monkeypatch.setattr(follow, "FIRST_POLL_S", 0.0)
     monkeypatch.setattr(follow, "LONGEST_POLL_S", 0.0)
-    answers = iter([queue.answer, jobs.JobView("4711", "running"), jobs.JobView("4711", "failed", "exit code 1")])
-    monkeypatch.setattr(jobs, "state", lambda run: next(answers))
+    answers = iter(
+        [
+            queue.answer,
+            JobInfo("4711", JobState.RUNNING),
+            JobInfo("4711", JobState.FAILED, "NonZeroExitCode", exit_code=1),
+        ]
+    )
+
+    def ask(run: RunDir) -> JobInfo | NoAnswer:
+        run.logs(1).mkdir(parents=True, exist_ok=True)
+        (run.logs(1) / "agent-1.log").write_text("Traceback (most recent call last):\nImportError: no libmpi\n")
+        return next(answers)
+
+    monkeypatch.setattr(queue, "ask", ask)
     outcome = cli("submit", "run.toml", "--wait")
     assert outcome.code == 1
     lines = outcome.out.splitlines()
     assert lines[1:4] == [
-        "job 4711 is pending (waiting for resources)",
-        "job 4711 is running",
-        "job 4711 is failed (exit code 1)",
+        "job 4711 is pending (waiting for free nodes)",
+        "job 4711 is starting (its agents are starting)",
+        "job 4711 is failed (exit code 1; agent-1: ImportError: no libmpi)",
     ]
+    assert outcome.err.startswith(
+        "error: the run failed: exit code 1; agent-1: ImportError: no libmpi; its logs are in "
+    )
 
 
 def test_the_queue_is_asked_ever_less_often(
@@ -215,11 +248,11 @@ def test_the_queue_is_asked_ever_less_often(
     now = [0.0]
     asked: list[float] = []
 
-    def state(run: RunDir) -> jobs.JobView:
+    def ask(run: RunDir) -> JobInfo | NoAnswer:
         asked.append(now[0])
         return queue.answer
 
-    monkeypatch.setattr(jobs, "state", state)
+    monkeypatch.setattr(queue, "ask", ask)
     follower = follow.Follower(RunDir(site / "runs" / "quick-001"), clock=lambda: now[0])
     while now[0] < 200:
         follower.refresh()
@@ -229,13 +262,13 @@ def test_the_queue_is_asked_ever_less_often(
 
 def test_status_shows_the_snapshot_or_why_the_job_waits(site: Path, queue: Queue, cli: Cli) -> None:
     cli("submit", "run.toml")
-    assert "job 4711 is pending (waiting for resources)" in cli("status").out
+    assert "job 4711 is pending (waiting for free nodes)" in cli("status").out
     run = RunDir(site / "runs" / "quick-001")
     write_status(run, "running")
-    queue.answer = jobs.JobView("4711", "running")
+    queue.answer = JobInfo("4711", JobState.RUNNING)
     assert "41 / 60" in cli("status", "4711").out
     printed = json.loads(cli("status", "quick-001", "--json").out)
-    assert (printed["run"], printed["job"]["state"], printed["status"]["step"]) == ("quick-001", "running", 41)
+    assert (printed["run"], printed["state"], printed["status"]["step"]) == ("quick-001", "running", 41)
 
 
 LAYOUT = (
@@ -253,7 +286,7 @@ def running(site: Path, queue: Queue, cli: Cli) -> RunDir:
     cli("submit", "run.toml", "-o", "components.planner.partition=cpu", "-o", "components.rollout.nodes=2")
     run = RunDir(site / "runs" / "quick-001")
     write_status(run, "running")
-    queue.answer = jobs.JobView("4711", "running")
+    queue.answer = JobInfo("4711", JobState.RUNNING)
     return run
 
 
@@ -283,7 +316,7 @@ def test_an_order_for_another_layout_is_shown_and_left_for_rank_0(running: RunDi
             {"kind": "repartitioned", "step": 41},
             "failed",
             1,
-            "error: the run failed in the new layout; `libra-hpc submit --resume quick-001 -o",
+            "error: the run ended (failed) in the new layout; `libra-hpc submit --resume quick-001 -o",
         ),
         ({"kind": "repartition_refused", "reason": "no."}, "running", 1, "error: the order was refused: no."),
         (None, "cancelled", 1, "error: the run ended (cancelled) and did not answer the order"),
@@ -295,21 +328,21 @@ def test_waiting_for_another_layout_ends_with_its_first_step_or_the_reason_again
     code: int,
     error: str,
     running: RunDir,
+    queue: Queue,
     cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(follow, "REFRESH_S", 0.0)
-    reads = iter(range(3))
-    real = follow.read_status
+    numbers = iter((1, 2))
 
-    def read_next(run: RunDir) -> object:
-        number = next(reads)
+    def rank_0(seconds: float) -> None:
+        number = next(numbers)
         if number == 1 and answer is not None:
-            LineLog(run.events).write({"t": 1.0, "order": decode_order(run.order.read_bytes()).id, **answer})
-        write_status(run, state if number == 2 else "running", step=42 if number == 2 else 41)
-        return real(run)
+            LineLog(running.events).write({"t": 1.0, "order": decode_order(running.order.read_bytes()).id, **answer})
+        write_status(running, state if number == 2 else "running", step=42 if number == 2 else 41)
+        if state in FINAL and number == 2:
+            queue.answer = JobInfo("4711", JobState[state.upper()])
 
-    monkeypatch.setattr(follow, "read_status", read_next)
+    monkeypatch.setattr(follow, "time", SimpleNamespace(sleep=rank_0, time=time.time, monotonic=time.monotonic))
     outcome = cli("repartition", "quick-001", *LAYOUT, "--wait")
     assert outcome.code == code
     assert outcome.err.startswith(error)
@@ -321,7 +354,6 @@ def test_waiting_for_another_layout_ends_with_its_first_step_or_the_reason_again
 def test_status_of_a_run_that_was_never_queued(site: Path, queue: Queue, cli: Cli) -> None:
     run = RunDir.create(site / "runs", "quick")
     run.write_json(run.config, {})
-    queue.answer = jobs.JobView("", "unknown")
     assert cli("status").out == f"quick-001: was never queued; files in {run.path}\n"
 
 
@@ -329,34 +361,34 @@ def test_a_snapshot_of_an_earlier_attempt_is_not_shown(site: Path, queue: Queue,
     cli("submit", "run.toml")
     run = RunDir(site / "runs" / "quick-001")
     write_status(run, "failed")
-    queue.answer = jobs.JobView("4711", "failed")
+    queue.answer = JobInfo("4711", JobState.FAILED)
     cli("submit", "--resume", "quick-001")
-    queue.answer = jobs.JobView("4711", "pending")
+    queue.answer = JobInfo("4711", JobState.PENDING)
     assert json.loads(cli("status", "--json").out)["status"] is None
 
 
 def test_a_requeued_run_is_waited_for_and_listed_as_such(site: Path, queue: Queue, cli: Cli) -> None:
     cli("submit", "run.toml")
     run = RunDir(site / "runs" / "quick-001")
-    write_status(run, "cancelled")
+    write_status(run, "cancelled", message="step 41 is saved")
     now = [float(run.read_json(run.status)["updated_at"])]
     follower = follow.Follower(run, clock=lambda: now[0])
-    queue.answer = jobs.JobView("4711", "running")
-    assert follower.refresh() == "running", "the job has not ended yet"
+    queue.answer = JobInfo("4711", JobState.RUNNING)
+    assert (follower.refresh().state, follower.state.over) == ("running", False), "the job has not ended yet"
     now[0] += 5.0
-    queue.answer = jobs.JobView("4711", "pending", "waiting for free nodes")
-    assert follower.refresh() == "pending"
-    assert "waiting for free nodes" in follower.line()
+    queue.answer = JobInfo("4711", JobState.PENDING, "Resources")
+    assert follower.refresh().state == "requeued"
+    assert follower.line() == "job 4711 is requeued (step 41 is saved; waiting for free nodes)"
     assert json.loads(cli("list", "--json").out)[0]["state"] == "requeued"
-    assert json.loads(cli("status", "--json").out)["job"]["state"] == "pending"
+    assert json.loads(cli("status", "--json").out)["state"] == "requeued"
     now[0] += 5.0
-    queue.answer = jobs.JobView("4711", "cancelled")
-    assert follower.refresh() == "cancelled"
+    queue.answer = JobInfo("4711", JobState.CANCELLED)
+    assert (follower.refresh().state, follower.state.over) == ("cancelled", True)
 
 
 def test_a_start_that_failed_is_listed_as_failed(site: Path, queue: Queue, cli: Cli) -> None:
     cli("submit", "run.toml")
-    queue.answer = jobs.JobView("4711", "failed", "exit code 1")
+    queue.answer = JobInfo("4711", JobState.FAILED, "NonZeroExitCode", exit_code=1)
     assert json.loads(cli("list", "--json").out)[0]["state"] == "failed"
 
 
@@ -380,10 +412,10 @@ def test_summary_prints_facts_and_draws_the_picture(site: Path, queue: Queue, cl
 def test_cancel_is_idempotent(site: Path, queue: Queue, cli: Cli) -> None:
     cli("submit", "run.toml")
     assert "job 4711 cancelled" in cli("cancel").out
-    queue.answer = jobs.JobView("4711", "cancelled")
+    queue.answer = JobInfo("4711", JobState.CANCELLED)
     outcome = cli("cancel", "quick-001")
     assert outcome.code == 0
-    assert "is cancelled already" in outcome.out
+    assert "is cancelled (before it started); nothing to cancel" in outcome.out
     assert queue.cancelled == ["quick-001"]
     assert json.loads(cli("cancel", "--json").out) == {
         "run": "quick-001",
@@ -392,7 +424,7 @@ def test_cancel_is_idempotent(site: Path, queue: Queue, cli: Cli) -> None:
         "state": "cancelled",
         "message": "",
     }
-    queue.answer = jobs.JobView("4711", "running")
+    queue.answer = JobInfo("4711", JobState.RUNNING)
     assert json.loads(cli("cancel", "--json").out) == {
         "run": "quick-001",
         "job_id": "4711",
@@ -409,13 +441,14 @@ def test_a_run_that_trains_is_asked_to_save_and_its_answer_is_shown(
     def answered(seconds: float) -> None:
         assert running.stop.exists()
         if running.result.exists():
-            queue.answer = jobs.JobView("4711", "cancelled")
-        running.write_json(running.result, {"state": "cancelled", "message": "step 41 is saved"})
+            queue.answer = JobInfo("4711", JobState.CANCELLED)
+        running.write_json(running.result, {"state": "cancelled", "message": "step 41 is saved", "t": time.time()})
 
     monkeypatch.setattr("libra_hpc_cli.cancel.time.sleep", answered)
     assert "job 4711 cancelled; step 41 is saved; " in cli("cancel", "quick-001").out
     assert queue.cancelled == []
-    assert queue.answer.state == "cancelled", "only once the job is over, so that the run can be resumed at once"
+    over = "only once the job is over, so that the run can be resumed at once"
+    assert queue.answer == JobInfo("4711", JobState.CANCELLED), over
 
 
 def test_a_run_that_does_not_answer_and_one_that_shall_not_be_asked_are_ended(
@@ -466,7 +499,7 @@ def test_following_logs_ends_with_the_run_and_misses_nothing(site: Path, queue: 
     (run.logs(1) / "agent-0.log").write_text("hello\n")
     outcome = cli("logs", "--follow")
     assert "hello" in outcome.out
-    assert "quick-001 is completed" in outcome.err
+    assert "quick-001: job 4711 is completed" in outcome.err
 
 
 def test_the_console_script_prints_errors_without_a_traceback(site: Path) -> None:
@@ -485,13 +518,14 @@ VERBS = [
         "repartition",
         "list",
         "summary",
+        "report",
         "check",
         "plan",
         "simulate",
         "calibrate",
         "make-policy",
     ),
-    *("config show", "config keys"),
+    *("config show", "config explain"),
     *(
         "cluster up",
         "cluster env",
@@ -513,12 +547,12 @@ def test_the_help_of_a_verb_names_its_arguments_plainly(verb: str, cli: Cli) -> 
     assert "<int" not in outcome.out
 
 
-def test_config_keys_prints_the_reference_as_text_and_as_json(cli: Cli) -> None:
-    text = cli("config", "keys", "rollout.block_size").out
+def test_config_explain_prints_the_reference_as_text_and_as_json(cli: Cli) -> None:
+    text = cli("config", "explain", "rollout.block_size").out
     assert "- `block_size`: an integer >= 8, in tokens; default `32`." in text
-    printed = json.loads(cli("config", "keys", "--json").out)
+    printed = json.loads(cli("config", "explain", "--json").out)
     assert {"rollout.block_size", "components.hybrid.nodes"} <= {record["key"] for record in printed}
-    assert cli("config", "keys", "rollout.block").code == 2
+    assert cli("config", "explain", "rollout.block").code == 2
 
 
 def test_the_version_is_that_of_the_package(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,7 +575,7 @@ def test_a_run_that_never_wrote_a_status_ends_logs_when_its_job_has(
     logs = RunDir(site / "runs" / "quick-001").logs(1)
     logs.mkdir(parents=True)
     (logs / "slurm.out").write_text("No module named 'mpi4py'\n")
-    queue.answer = jobs.JobView("4711", "failed", "exit code 1")
+    queue.answer = JobInfo("4711", JobState.FAILED, "NonZeroExitCode", exit_code=1)
     outcome = cli("logs", "quick-001", "--follow")
     assert "No module named 'mpi4py'" in outcome.out
     assert "quick-001: job 4711 is failed" in outcome.err
@@ -559,7 +593,7 @@ def test_a_complete_run_is_resumed_only_for_more_steps(running: RunDir, queue: Q
     folder.mkdir(parents=True)
     (folder / "state.json").write_text("{}")
     running.write_json(running.result, {"state": "completed", "message": "step 100 is saved"})
-    queue.answer = jobs.JobView("4711", "completed")
+    queue.answer = JobInfo("4711", JobState.COMPLETED)
     refused = cli("submit", "--resume", "quick-001")
     assert refused.code == 2
     assert "run.steps = 100: the run is complete at step 100; valid: a larger number" in refused.err
@@ -603,7 +637,7 @@ def test_the_help_imports_no_verb() -> None:
 
 def test_relative_paths_of_a_resumed_run_are_those_of_the_working_folder(site: Path, queue: Queue, cli: Cli) -> None:
     cli("submit", "run.toml")
-    queue.answer = jobs.JobView("4711", "failed")
+    queue.answer = JobInfo("4711", JobState.FAILED)
     (site / "other").mkdir()
     for path in (site / "model").iterdir():
         (site / "other" / path.name).write_bytes(path.read_bytes())
@@ -644,5 +678,5 @@ def test_a_queue_that_does_not_answer_is_said(
     monkeypatch.setattr(jobs, "slurm_environment", unreachable)
     run = RunDir.create(site / "runs", "quick")
     run.write_json(run.job, {"job_id": "4711", "executor": "slurm", "attempt": 1, "submitted_at": 1.0})
-    assert jobs.states([run]) == {}
-    assert "as their runs left them: No Slurm controller answers." in capsys.readouterr().err
+    assert jobs.states([run])[str(run.path)].reason == "No Slurm controller answers"
+    assert "as their folders have them: No Slurm controller answers." in capsys.readouterr().err

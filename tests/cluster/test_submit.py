@@ -148,7 +148,7 @@ def test_notice_cancel_and_the_next_attempt(run: RunDir, slurm_env: dict[str, st
     assert [record["signal"] for record in records(run) if "signal" in record] == [signal.SIGUSR1] * 5
     # No verdict was written: the job failed, whatever srun says.
     assert (info.state, info.exit_code) == (JobState.FAILED, 1)
-    assert "the run was cancelled: the job was sent a signal to stop" in (run.logs(1) / "slurm.out").read_text()
+    assert "the run was stopped by the time limit: time limit at step 0" in (run.logs(1) / "slurm.out").read_text()
 
     run.result.write_text('{"state": "completed"}')
     second = queue(run, slurm_env, "wait", attempt=2)

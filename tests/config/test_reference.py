@@ -55,7 +55,10 @@ def test_a_section_or_one_key_can_be_selected() -> None:
         "unit": "",
         "default": 1,
         "description": record["description"],
+        "set_in": ["run file"],
     }
+    (record,) = reference.as_records(reference.select("slurm.account"))
+    assert record["set_in"] == ["run file", "site profile", "components.*.account"]
 
 
 def test_an_unknown_key_is_named_with_the_nearest_one() -> None:

@@ -56,7 +56,7 @@ def test_without_a_profile_nothing_changes(tmp_path: Path) -> None:
         ),
         ("[compute]\npyton = 'x'\n", "compute.pyton = 'x': unknown key in [compute]; valid: "),
         ("[compute]\nbinds = ['a,b']\n", "compute.binds.0 = 'a,b': malformed"),
-        ("[compute.env]\n'A B' = 'x'\n", "compute.env.A B"),
+        ("[compute.env]\n'A B' = 'x'\n", "compute.env = 'A B': malformed name; valid: a table of variables"),
         ("[slurm]\ngpu_option = '--gres=gpu'\n", "slurm.gpu_option = '--gres=gpu': malformed"),
     ],
 )

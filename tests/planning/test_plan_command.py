@@ -13,6 +13,7 @@ import pytest
 from libra_hpc_cli import app
 
 from libra_hpc.hardware.devices import device
+from libra_hpc.hardware.train_speed import TrainSpeed, save_speed
 from libra_hpc.search.scaling_curve import Point, knee, steps
 
 RUN = """
@@ -265,3 +266,43 @@ def test_knee() -> None:
     assert knee(curve(100, 110, 130, 200)) is None
     assert knee(curve(100, 200)) is None
     assert knee(curve(100, 100, 100)) == 0
+
+
+def speed_file(path: Path, device: str, factor: float) -> Path:
+    save_speed(
+        TrainSpeed(device=device, model="m", layout="TP8", tokens_s=1.0, mfu=0.2, factor=factor, samples=()), path
+    )
+    return path
+
+
+def test_a_measured_training_speed_replaces_the_assumed_one(call: Call, tmp_path: Path) -> None:
+    _, assumed, _ = call("--best", "1")
+    assert re.search(r"training speed is assumed \(\d+% MFU; .*\); at half of it: \d\+\d, [\d.]+ s a batch", assumed)
+    _, out, _ = call("--json")
+    plain = json.loads(out)
+    code, out, _ = call("--json", "--train-speed", str(speed_file(tmp_path / "speed.json", "a800", 2.0)))
+    measured = json.loads(out)
+    assert code == 0
+    assert measured["half_mfu"] is None
+    assert measured["request"]["factors"]["compute"] == 2.0
+    assert measured["plans"][0]["train"] == plain["half_mfu"]["train"], "factor 2 is half of the MFU"
+    code, _, err = call("--train-speed", str(speed_file(tmp_path / "other.json", "h200", 2.0)))
+    assert code == 2
+    assert "measured on h200; valid: one of a800" in err
+
+
+@pytest.mark.parametrize(
+    ("more", "named"), [(("--sigma", "50"), "sigma = 50"), (("--generated", "100000"), "room for 30,720")]
+)
+def test_lengths_that_no_trajectory_can_have_are_refused(call: Call, more: tuple[str, ...], named: str) -> None:
+    code, _, err = call(*more)
+    assert code == 2
+    assert named in err
+
+
+def test_the_model_of_the_command_is_also_that_of_an_automatic_split(call: Call, tmp_path: Path) -> None:
+    text = RUN.replace('path = "qwen3-14b"', 'path = ""') + '[components]\nsplit = "auto"\n[slurm]\ndevice = "cuda"\n'
+    (tmp_path / "run.toml").write_text(text)
+    code, out, err = call("--model", "qwen3-14b")
+    assert (code, err) == (0, "")
+    assert "split = auto: qwen3-14b" in out

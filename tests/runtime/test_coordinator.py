@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,27 @@ def test_a_notice_saves_first_and_the_run_counts_as_cancelled(tmp_path: Path) ->
         "t": 0,
         "message": "step 7 is saved",
     }
+
+
+def test_a_run_near_its_time_limit_finishes_its_step_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIBRA_HPC_JOB_END", str(int(time.time()) + 60))
+    scene = Scene(tmp_path)
+    scene.hello()
+    scene.deliver((1, step_report(1, replicas=1, step_s=25.0)))
+
+    async def play() -> None:
+        running = asyncio.get_running_loop().create_task(scene.coordinator.run())
+        while not scene.orders(StopTraining):
+            await asyncio.sleep(0.01)
+        scene.coordinator.on_signal("SIGUSR1")
+        scene.deliver((1, TrainingFinished(2)))
+        await running
+
+    asyncio.run(asyncio.wait_for(play(), 20.0))
+    assert [order.after for _, order in scene.orders(StopTraining)] == [2]
+    result = scene.run.read_json(scene.run.result)
+    assert result["state"] == "time_limit"
+    assert "a step takes 25 s and a save 6 s; step 2 is saved" in result["message"]
 
 
 DRY_RUN = RunConfig.model_validate(

@@ -68,3 +68,24 @@ def test_a_stop_for_storage_fails_the_run_with_its_reason_also_when_the_save_suc
     run.finished(7, False, 5.0)
     assert run.state == "failed"
     assert run.message == "the run directory has taken no writes for 900 s: No space left; step 7 is saved"
+
+
+def test_a_run_that_the_time_limit_stopped_says_so_and_a_cancel_meanwhile_wins() -> None:
+    run = ending()
+    run.stop("time limit in 410 s", 400.0, 0.0, "time_limit")
+    assert run.message == "time limit in 410 s: saving and stopping"
+    run.finished(7, False, 5.0)
+    assert (run.state, run.message) == ("time_limit", "time limit in 410 s; step 7 is saved")
+    for first, second in (("time_limit", "cancelled"), ("cancelled", "time_limit")):
+        run = ending()
+        run.stop("one", 400.0, 0.0, first)
+        run.stop("other", 400.0, 0.0, second)
+        run.finished(7, False, 5.0)
+        assert (run.state, run.message) == ("cancelled", "step 7 is saved"), "nothing queues it again"
+
+
+def test_a_run_that_saves_its_last_step_on_notice_is_complete() -> None:
+    run = ending()
+    run.stop("time limit in 410 s", 400.0, 0.0, "time_limit")
+    run.finished(10, False, 5.0)
+    assert run.state == "completed"

@@ -83,7 +83,7 @@ DONE = wire.TurnsDone(())
         (wire.StandbyEngine("rollout"), [("node.standby",)]),
         (wire.StandbyEngine("train"), [("train.standby",)]),
         (wire.FormGeneration(2, (1, 2)), [("leader.on_generation", 2, (1, 2))]),
-        (wire.StopTraining("enough"), [("leader.on_stop", "enough")]),
+        (wire.StopTraining("enough"), [("leader.on_stop", "enough", 0)]),
         (wire.EngineDied(4, "train", "why"), [("leader.on_replica_down", 4, "why")]),
         (wire.EngineDied(4, "rollout", "why"), []),
         (DONE, [("service.on_message", DONE)]),

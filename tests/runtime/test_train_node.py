@@ -172,6 +172,21 @@ def test_a_replica_that_keeps_ending_fails_the_run_and_names_the_log(here: Path)
     assert reason.endswith("t1.0.log")
 
 
+def test_a_replica_that_never_becomes_ready_fails_the_run_in_one_sentence(here: Path) -> None:
+    scene = Scene(here)
+
+    async def script() -> None:
+        await scene.ready()
+        scene.node._failed_starts = module.MAX_STARTS
+        scene.node._exited(scene.node._children[0], 1)
+
+    scene.play(script)
+    assert scene.of(Fatal)[0].reason == (
+        "the replica ended 3 times before it was ready, the last time because worker process t1.0 ended with 1; see"
+        f" {scene.run.logs(1)}/t1.0.log"
+    )
+
+
 def test_a_rebuilt_replica_starts_from_the_newest_whole_snapshot_or_checkpoint(here: Path) -> None:
     scene = Scene(here)
 

@@ -9,7 +9,7 @@ import pytest
 
 from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.slurm import command, site
-from libra_hpc.slurm.query import JobState, job
+from libra_hpc.slurm.query import JobState, job, job_script
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_controller_that_stays_away(fake: Path) -> None:
         'echo x >>"$HOME/calls"; echo "slurm_load_partitions: Unable to contact slurm controller (connect failure)"'
         " >&2; exit 1",
     )
-    with pytest.raises(SlurmUnreachable, match=r"Unable to contact .*libra-hpc cluster up.*--executor local"):
+    with pytest.raises(SlurmUnreachable, match=r"Unable to contact .*Slurm module.*libra-hpc cluster up"):
         command.call(["sinfo"], env)
     assert (fake / "calls").read_text().count("x") == command.TRIES
 
@@ -91,8 +91,29 @@ def test_site_slurm_is_preferred(fake: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not {"SLURM_JOB_ID", "SQUEUE_FORMAT", "SBATCH_PARTITION", "PMI_RANK"} & found.keys()
 
 
+def test_a_dead_controller_of_slurm_conf_is_named_and_no_other_slurm_is_used(
+    fake: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = install(fake, "scontrol", 'echo "Slurmctld(primary) at head is DOWN"; exit 1')
+    monkeypatch.setenv("PATH", env["PATH"])
+    monkeypatch.setenv("SLURM_CONF", "/etc/x.conf")
+    monkeypatch.setattr(site.Cluster, "info", lambda self: pytest.fail("the embedded Slurm was looked for"))
+    with pytest.raises(SlurmUnreachable, match=r"SLURM_CONF = '/etc/x\.conf': no Slurm controller answers there"):
+        site.slurm_environment(fake / "none")
+
+
+def test_the_script_of_a_job_is_read_from_the_controller_or_from_the_accounts(fake: Path) -> None:
+    env = install(fake, "scontrol", 'echo "JobId=7 JobState=RUNNING Command=/r/a-001/job.sbatch WorkDir=/r"')
+    assert job_script(env, "7") == Path("/r/a-001/job.sbatch")
+    install(fake, "scontrol", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
+    install(fake, "sacct", 'echo "/usr/bin/sbatch --parsable /r/b-001/job.sbatch"')
+    assert job_script(env, "7") == Path("/r/b-001/job.sbatch")
+    install(fake, "sacct", 'echo "Slurm accounting storage is disabled" >&2; exit 1')
+    assert job_script(env, "7") is None
+
+
 def test_no_slurm_at_all_names_both_ways_out(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = install(fake, "scontrol", 'echo "Slurmctld(primary) at head is DOWN"; exit 1')
     monkeypatch.setenv("PATH", env["PATH"])
-    with pytest.raises(SlurmUnreachable, match=r"libra-hpc cluster up.*--executor local"):
+    with pytest.raises(SlurmUnreachable, match=r"Slurm module.*libra-hpc cluster up"):
         site.slurm_environment(fake / "none")

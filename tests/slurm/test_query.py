@@ -139,10 +139,25 @@ def test_accounts_of_a_requeued_heterogeneous_job() -> None:
 
 
 def test_one_question_gives_every_job_of_this_user() -> None:
-    text = "41+0|PENDING|Priority\n41+1|PENDING|Priority\n40|RUNNING|None\n39|TIMEOUT|TimeLimit\n\n"
+    text = (
+        "41+0|PENDING|Priority|2026-11-20T08:00:00|N/A|/runs/a-001/job.sbatch\n"
+        "41+1|PENDING|Priority|N/A|N/A|/runs/a-001/job.sbatch\n"
+        "40|RUNNING|None|2026-11-20T08:18:37|2026-11-21T08:18:37|/my runs|now/b-001/job.sbatch\n"
+        "39|TIMEOUT|TimeLimit|2026-11-20T08:18:37|2026-11-20T09:18:37|(null)\n\n"
+    )
     found = parse_queue(text)
-    assert {name: (job.state.value, job.reason) for name, job in found.items()} == {
-        "41": ("PENDING", "Priority"),
-        "40": ("RUNNING", ""),
-        "39": ("TIMEOUT", "TimeLimit"),
+    assert {name: (job.state.value, job.reason, job.script) for name, job in found.items()} == {
+        "41": ("PENDING", "Priority", "/runs/a-001/job.sbatch"),
+        "40": ("RUNNING", "", "/my runs|now/b-001/job.sbatch"),
+        "39": ("TIMEOUT", "TimeLimit", ""),
     }
+    assert [job.start_time is None for job in found.values()] == [True, False, False]
+    assert [job.end_time is None for job in found.values()] == [True, True, False]
+
+
+def test_a_job_of_another_runs_script_is_not_that_of_the_run() -> None:
+    line = "JobId=41 JobState=RUNNING Reason=None Command=/my runs/a-001/job.sbatch WorkDir=/my runs StdErr=/x\n"
+    info = parse_job("41", line)
+    assert info.script == "/my runs/a-001/job.sbatch"
+    assert (info.of("a-001"), info.of("a-002")) == (True, False)
+    assert parse_job("41", HET.format("RUNNING", "None", "0:0")).of("a-002"), "not known"

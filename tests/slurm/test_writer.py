@@ -57,7 +57,7 @@ def test_the_run_file_names_the_interpreter_of_the_nodes() -> None:
 def test_a_named_interface_reaches_every_library_that_listens() -> None:
     text = script({**FULL, "slurm": {"interface": "ib0"}})
     exports = {line.removeprefix("export ") for line in text.splitlines() if line.startswith("export ")}
-    assert exports >= {"UCX_NET_DEVICES=ib0", "FI_TCP_IFACE=ib0", "GLOO_SOCKET_IFNAME=ib0", "NCCL_SOCKET_IFNAME==ib0"}
+    assert exports >= {"UCX_NET_DEVICES=ib0", "FI_TCP_IFACE=ib0", "GLOO_SOCKET_IFNAME=ib0", "NCCL_SOCKET_IFNAME='=ib0'"}
     assert "IFNAME" not in script(FULL)
     own = script({"slurm": {"interface": "ib0"}}, environment={"UCX_NET_DEVICES": "mlx5_0:1"})
     assert "UCX_NET_DEVICES=mlx5_0:1" in own
@@ -134,6 +134,72 @@ def test_the_script_restarts_ranks_whose_planner_was_lost_and_writes_a_result_wh
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1] == f"the run failed: {reason}, and all 2 restarts of slurm.restarts are used"
     assert run.read_json(run.result)["state"] == "failed"
+
+
+STOPPED = """#!/bin/bash
+[ -n "$LIBRA_HPC_JOB_END" ] && echo "$LIBRA_HPC_JOB_END $LIBRA_HPC_KILL_WAIT" >>"$RUN/ends"
+touch "$RUN/logs/attempt-1/met"
+echo '{"state": "time_limit", "message": "step 9 is saved"}' >"$RUN/result.json"
+exit 1
+"""
+SCONTROL = """#!/bin/bash
+case "$1 $2" in
+  "show config") printf 'KillOnBadExit = 0\\nKillWait                = 30 sec\\n' ;;
+  "show job") echo "JobId=7 PreemptEligibleTime=2030-01-02T03:04:05 PreemptTime=$PREEMPTED" ;;
+  requeue*) echo "$*" >>"$RUN/requeued"; echo "slurm_requeue error: disabled" >&2; exit "$REFUSED" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("requeues", "preempted", "refused", "last"),
+    [
+        (5, "None", 0, "requeue: time limit at step 0; requeue 2 of 5"),
+        (
+            1,
+            "None",
+            0,
+            "the run was stopped by the time limit: step 9 is saved; not queued again: time limit at step 0",
+        ),
+        (0, "2030-01-02T03:04:05", 0, "requeue: preempted at step 0"),
+        (0, "None", 0, "the run was stopped by the time limit: step 9 is saved"),
+        (5, "None", 1, "the run was stopped by the time limit: step 9 is saved; not queued again: slurm_requeue error"),
+    ],
+)
+def test_the_script_queues_its_job_again_after_the_time_limit(
+    tmp_path: Path, requeues: int, preempted: str, refused: int, last: str
+) -> None:
+    run = RunDir(tmp_path / "a run")
+    run.logs(1).mkdir(parents=True)
+    squeue = "#!/bin/bash\necho 2030-01-02T03:04:05; echo 2030-01-02T03:04:05\n"
+    for name, text in (("srun", STOPPED), ("scontrol", SCONTROL), ("squeue", squeue)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    text = het_script(Launch(RunConfig.model_validate({**FULL, "slurm": {"requeues": requeues}}), run, 1))
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "PREEMPTED": preempted, "REFUSED": str(refused)}
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": str(run.path), **slurm}
+    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=60)
+    assert (run.path / "ends").read_text() == "2030-01-02T03:04:05 30\n"
+    assert done.stdout.splitlines()[-1].startswith(last), done.stdout + done.stderr
+    asked = (run.path / "requeued").read_text() if (run.path / "requeued").exists() else ""
+    again = done.stdout.startswith("requeue: ")
+    assert asked == ("requeue 7\n" if again else "")
+    assert done.returncode == (0 if again and not refused else 1)
+
+
+def test_who_wants_no_start_after_a_preemption_gets_none_after_the_time_limit_either() -> None:
+    text = script({**FULL, "slurm": {"preempted": "stop"}})
+    assert "#SBATCH --no-requeue\n" in text
+    assert "PreemptTime" not in text
+    with pytest.raises(UserError, match=r"slurm.preempted = 'stop': .*slurm.requeues = 2 .*valid: requeue"):
+        script({**FULL, "slurm": {"preempted": "stop", "requeues": 2}})
+
+
+@pytest.mark.parametrize(
+    ("limit", "given", "notice"), [("02:00:00", 0, 120), ("00:05:00", 0, 30), ("1:0:0", 99.5, 100)]
+)
+def test_slurms_notice_is_the_last_resort_unless_it_is_given(limit: str, given: float, notice: int) -> None:
+    assert f"--signal=B:USR1@{notice}\n" in script({**FULL, "slurm": {"time_limit": limit, "notice_s": given}})
 
 
 @pytest.mark.parametrize(

@@ -26,46 +26,9 @@ COMPONENTS = ("planner", "train", "hybrid", "rollout")
 def make_run(parent: Path, name: str = "quick") -> RunDir:
     """Write every file of a completed run and return it."""
     run = RunDir.create(parent, name)
-    rng = random.Random(0)
     run.write_json(run.config, RunConfig().model_dump())
     run.write_json(run.job, {"job_id": "4711", "executor": "slurm", "attempt": 1, "submitted_at": START - 5})
-    metrics = LineLog(run.metrics)
-    for step in range(1, STEPS + 1):
-        drifted = step > DRIFT_STEP
-        reward = (
-            0.25
-            + 0.5 * (1 - math.exp(-step / 15))
-            - (0.15 * math.exp(-(step - DRIFT_STEP) / 8) if drifted else 0)
-            + rng.gauss(0, 0.03)
-        )
-        metrics.write(
-            {
-                "t": START + STEP_S * step,
-                "step": step,
-                "reward": reward,
-                "reward_std": 0.3,
-                "solved": reward,
-                "tokens": 1000,
-                "loss_tokens": 400,
-                "loss": 0.01,
-                "grad_norm": 0.5,
-                "train_s": 1.0 + rng.random() * 0.2 + (1.2 if drifted else 0),
-                "rollout_s": 2.0 + rng.random() * 0.3,
-                "wait_s": 0.3,
-                "generation": 2 if drifted else 1,
-                "replicas": 2 if drifted else 1,
-                "rollout_nodes": 1 if drifted else 2,
-                "staleness_mean": 0.5,
-                "staleness_max": 1,
-                "phase": "long" if drifted else "short",
-                "train_tokens_per_s": 900.0,
-                "rollout_tokens_per_s": 350.0,
-                "version": step,
-                "step_s": STEP_S,
-                "expected_s": None if step < 4 else 1.1 * STEP_S,
-            }
-        )
-    metrics.close()
+    write_metrics(run)
     log = LineLog(run.events)
     log.write({"t": START, "kind": "job_started"})
     for rank, component in enumerate(COMPONENTS):
@@ -118,8 +81,53 @@ def make_run(parent: Path, name: str = "quick") -> RunDir:
             {"finished_at": START + index, "index": index, "turns": [{"gen_tokens": 20}, {"gen_tokens": 30}]}
         )
     trajectories.close()
+    run.write_json(
+        run.result, {"state": "completed", "message": "step 60 is saved", "step": 60, "attempt": 1, "t": START + 181}
+    )
     write_atomic(run.status, encode_status(make_status(run, state="completed")))
     return run
+
+
+def write_metrics(run: RunDir) -> None:
+    """Write the metrics of every step."""
+    rng = random.Random(0)
+    metrics = LineLog(run.metrics)
+    for step in range(1, STEPS + 1):
+        drifted = step > DRIFT_STEP
+        reward = (
+            0.25
+            + 0.5 * (1 - math.exp(-step / 15))
+            - (0.15 * math.exp(-(step - DRIFT_STEP) / 8) if drifted else 0)
+            + rng.gauss(0, 0.03)
+        )
+        metrics.write(
+            {
+                "t": START + STEP_S * step,
+                "step": step,
+                "reward": reward,
+                "reward_std": 0.3,
+                "solved": reward,
+                "tokens": 1000,
+                "loss_tokens": 400,
+                "loss": 0.01,
+                "grad_norm": 0.5,
+                "train_s": 1.0 + rng.random() * 0.2 + (1.2 if drifted else 0),
+                "rollout_s": 2.0 + rng.random() * 0.3,
+                "wait_s": 0.3,
+                "generation": 2 if drifted else 1,
+                "replicas": 2 if drifted else 1,
+                "rollout_nodes": 1 if drifted else 2,
+                "staleness_mean": 0.5,
+                "staleness_max": 1,
+                "phase": "long" if drifted else "short",
+                "train_tokens_per_s": 900.0,
+                "rollout_tokens_per_s": 350.0,
+                "version": step,
+                "step_s": STEP_S,
+                "expected_s": None if step < 4 else 1.1 * STEP_S,
+            }
+        )
+    metrics.close()
 
 
 def make_status(run: RunDir, *, state: str = "running", step: int = STEPS) -> Status:
@@ -168,7 +176,6 @@ def make_status(run: RunDir, *, state: str = "running", step: int = STEPS) -> St
         steps=STEPS,
         version=step,
         reward=0.71,
-        reward_first=0.31,
         generation=2,
         replicas=1,
         train=StageStatus(912.4, 1.42, 0.93, 1),

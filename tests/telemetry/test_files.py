@@ -18,7 +18,7 @@ from libra_hpc.telemetry import estimate, series, summary, view
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.failed import FailedAttempts
 from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.status import decode_status, encode_status
+from libra_hpc.telemetry.status import FINAL, decode_status, encode_status
 
 from . import synthetic
 
@@ -185,22 +185,36 @@ def test_rendered_summary_names_the_move_and_its_reason(run: RunDir) -> None:
     assert str(run.path) in text.replace("\n", "")
 
 
+REWARDS = [0.31] * 12 + [0.4] * 20 + [0.71] * 9
+
+
 @pytest.mark.parametrize("state", ["starting", "running", "completed", "failed"])
 def test_the_screen_fits_100_columns_and_cuts_nothing_off(run: RunDir, state: str) -> None:
     status = synthetic.make_status(run, state=state, step=41)
-    text = text_of(view.render(status, now=status.updated_at + 0.5, rewards=[0.1, 0.2, 0.4]), width=200)
+    text = text_of(view.render(status, now=status.updated_at + 0.5, rewards=REWARDS), width=200)
     assert max(len(line) for line in text.splitlines()) <= view.WIDTH
     assert "…" not in text
     expects = "planner expects 3.20 s a step (train 3.20 s, rollout 0.91 s)"
     expected = (expects, "planner expected 3.31 s, measured 3.00 s (mean of 8 steps), error 10%")
-    node = ("a800-03", "→ train", "t2.0 starting, v2.0 standby", "moving node 2")
+    node = ["a800-03", "moving node 2"]
+    node += ["ended"] if state in FINAL else ["→ train", "t2.0 starting, v2.0 standby"]
     for fact in ("41 / 60", "0.310 → 0.710", "2,346", "TP 2", "57 open", *expected, *node):
+        assert fact in text, fact
+
+
+@pytest.mark.parametrize("state", ["running", "completed"])
+def test_the_screen_on_80_columns_cuts_nothing_off(run: RunDir, state: str) -> None:
+    status = synthetic.make_status(run, state=state, step=41)
+    text = text_of(view.render(status, now=status.updated_at + 0.5, rewards=REWARDS), width=80)
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "…" not in text
+    for fact in ("0.310 → 0.710", "tokens/s", "2,346", "KV cache", "0.48 mean, 1 max"):
         assert fact in text, fact
 
 
 def test_there_is_no_reward_before_the_first_step(run: RunDir) -> None:
     status = synthetic.make_status(run)
-    assert "reward 0.310 → 0.710" in text_of(view.render(status, now=status.updated_at))
+    assert "reward 0.310 → 0.710" in text_of(view.render(status, now=status.updated_at, rewards=REWARDS))
     assert "reward -  " in text_of(view.render(msgspec.structs.replace(status, step=0), now=status.updated_at))
 
 
@@ -264,7 +278,7 @@ def test_long_series_are_averaged_down() -> None:
 
 
 def test_smoothing_is_unbiased_at_the_start_and_passes_over_gaps() -> None:
-    assert plot.smooth([math.nan, 3.0, math.nan, 3.0])[1:] == pytest.approx([3.0, 3.0, 3.0])
+    assert series.smooth([math.nan, 3.0, math.nan, 3.0])[1:] == pytest.approx([3.0, 3.0, 3.0])
 
 
 def test_the_picture_is_a_png_of_useful_size(run: RunDir, tmp_path: Path) -> None:

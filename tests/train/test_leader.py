@@ -309,6 +309,25 @@ def test_stop_saves_at_the_next_boundary() -> None:
     assert world.saved == [(1, 2, [])]
 
 
+def test_a_stop_after_a_step_waits_for_its_batch() -> None:
+    world = World(steps=100)
+    world.add(1)
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        world.leader.on_batch(batch(1))
+        await until(lambda: world.of(Committed))
+        world.leader.on_stop("time limit", after=2)
+        await asyncio.sleep(0.01)
+        assert not world.of(TrainingFinished)
+        for step in (2, 3):
+            world.leader.on_batch(batch(step))
+        await until(lambda: world.of(TrainingFinished))
+
+    play(world, script)
+    assert [step for step, *_ in world.saved] == [2]
+
+
 def test_members_that_failed_without_a_death_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "RETRY_S", 0.02)
     world = World(steps=1)

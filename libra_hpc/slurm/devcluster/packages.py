@@ -109,6 +109,23 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+def apt_environment(work: Path, status: Path = Path("/var/lib/dpkg/status")) -> dict[str, str]:
+    """Variables with which `apt-get` needs no root: lists and archives are below ``work / "apt"``.
+
+    ``status``: the packages that it takes for installed.
+    """
+    lists, archives = work / "apt" / "lists", work / "apt" / "cache"
+    for folder in (lists / "partial", archives / "archives" / "partial"):
+        folder.mkdir(parents=True)
+    conf = work / "apt.conf"
+    conf.write_text(
+        f'Dir::State "{work}/apt"; Dir::State::lists "{lists}"; Dir::State::status "{status}";'
+        f' Dir::Cache "{archives}";\nDebug::NoLocking "1"; APT::Sandbox::User ""; Acquire::Retries "2";'
+        ' Acquire::http::Timeout "30";\n'
+    )
+    return {**os.environ, "APT_CONFIG": str(conf), "LC_ALL": "C"}
+
+
 def _prefixed(folders: list[Path], present: str) -> str:
     ours = [str(folder) for folder in folders]
     return ":".join(ours + [part for part in present.split(":") if part and part not in ours])
@@ -133,17 +150,11 @@ def _require_debian() -> None:
 def _download(target: Path, progress: Progress) -> None:
     work = Path(tempfile.mkdtemp(prefix="slurm-download-", dir=target.parent))
     try:
-        lists, archives, debs, root = work / "apt" / "lists", work / "apt" / "cache", work / "debs", work / "root"
-        for folder in (lists / "partial", archives / "archives" / "partial", debs, root):
-            folder.mkdir(parents=True)
-        conf = work / "apt.conf"
-        conf.write_text(
-            f'Dir::State "{work}/apt"; Dir::State::lists "{lists}"; Dir::State::status "/var/lib/dpkg/status";'
-            f' Dir::Cache "{archives}";\nDebug::NoLocking "1"; APT::Sandbox::User ""; Acquire::Retries "2";'
-            ' Acquire::http::Timeout "30";\n'
-        )
-        env = {**os.environ, "APT_CONFIG": str(conf), "LC_ALL": "C"}
-        _apt(["update", "-qq"], "reading the package lists", growing=lists, env=env, cwd=debs, progress=progress)
+        debs, root = work / "debs", work / "root"
+        for folder in (debs, root):
+            folder.mkdir()
+        env = apt_environment(work)
+        _apt(["update", "-qq"], "reading the package lists", growing=work / "apt", env=env, cwd=debs, progress=progress)
         download = ["download", "-qq", *PACKAGES, *LIBRARIES]
         _apt(download, f"downloading Slurm {SERIES}", growing=debs, env=env, cwd=debs, progress=progress)
         progress("unpacking")

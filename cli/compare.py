@@ -1,0 +1,207 @@
+"""`libra-hpc compare`: several runs side by side, as tables and as a picture."""
+
+from __future__ import annotations
+
+import json as json_text
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from libra_hpc.config.grid import short_keys
+from libra_hpc.errors import UserError, invalid, nearest
+from libra_hpc.telemetry import series
+from libra_hpc.telemetry.comparison import SEED, Comparison, Curve
+from libra_hpc.telemetry.comparison import compare as side_by_side
+from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.telemetry.summary import STATE_STYLES, duration
+from libra_hpc.telemetry.sweep_record import members, read_member
+
+from .list_runs import all_rows
+from .output import busy, print_json, print_line, print_note, show
+from .runs import RUNS, JsonOption, RunsOption, all_runs, find_run
+
+PICTURE = Path("compare.png")
+LEGEND = (
+    "{metric}: mean of the last fifth of the steps; s/step, tokens/s: without the first step; stale: mean"
+    " weight versions; lost: engines; failed: attempts of trajectories; time: from the first event to the last"
+)
+"""Under the table of results."""
+REWARD = "reward"
+
+RunsArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="RUN RUN...", help="Run folders, their names, or their job ids.")
+]
+SweepOption = Annotated[str, typer.Option("--sweep", metavar="NAME", help="All runs of a sweep.")]
+MetricOption = Annotated[
+    str, typer.Option("--metric", metavar="NAME", help="A column of metrics.jsonl, e.g. reward or entropy.")
+]
+OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the picture goes.")]
+
+
+def compare(
+    wanted: RunsArgument = None,
+    sweep: SweepOption = "",
+    metric: MetricOption = REWARD,
+    out: OutOption = PICTURE,
+    json: JsonOption = False,
+    runs: RunsOption = Path(RUNS),
+) -> None:
+    found = chosen(wanted or [], sweep, runs)
+    with busy("reading the runs"):
+        check_metric(metric, found)
+        comparison, curves = side_by_side(found, metric)
+        states = [str(row["state"]) for row in all_rows(found)]
+    picture = draw(comparison, curves, sweep or "runs side by side", out)
+    if json:
+        facts = msgspec.to_builtins(comparison)
+        for one, state in zip(facts["runs"], states, strict=True):
+            one["state"] = state
+        print_json({"sweep": sweep or None, **facts, "picture": None if picture is None else str(picture)})
+        return
+    show(settings_table(comparison, states))
+    show(results_table(comparison))
+    show(Text(LEGEND.format(metric=metric)))
+    if any(len(group.members) > 1 for group in comparison.groups):
+        show(seeds_table(comparison))
+    if picture is not None:
+        print_line(f"picture  {picture}")
+
+
+def chosen(wanted: Sequence[str], sweep: str, parent: Path) -> list[RunDir]:
+    """The named runs, or those of the sweep, each once; raises `UserError`."""
+    if bool(wanted) == bool(sweep):
+        raise UserError("compare needs either two or more runs or --sweep NAME, and not both.")
+    if sweep:
+        known = all_runs(parent)
+        found = [run for run, _ in members(known, sweep)]
+        if not found:
+            names = sorted({member.sweep for run in known if (member := read_member(run)) is not None})
+            valid = f"valid: {', '.join(names)}{nearest(sweep, names)}" if names else "there are none"
+            raise UserError(f"--sweep = {sweep!r}: no sweep of that name has runs below {parent}/; {valid}.")
+        return found
+    unique = {run.path.resolve(): run for run in (find_run(name, parent) for name in wanted)}
+    if len(unique) < 2:
+        raise UserError(f"compare needs two runs or more; {wanted[0]!r} is one.")
+    return list(unique.values())
+
+
+def check_metric(metric: str, runs: Sequence[RunDir]) -> None:
+    """Raise `UserError` when runs have steps, and no step has the metric."""
+    names: set[str] = set()
+    for run in runs:
+        for row in series.steps(run):
+            names |= {key for key, value in row.items() if isinstance(value, (int, float))}
+    if names and metric not in names:
+        raise invalid("--metric", metric, "no step of these runs has it", sorted(names - {"t", "step"}))
+
+
+def draw(comparison: Comparison, curves: Sequence[Curve], title: str, out: Path) -> Path | None:
+    """Draw a line for every group of seeds; returns the picture, None where no run has a step."""
+    empty = [run.run for run, curve in zip(comparison.runs, curves, strict=True) if not curve.steps]
+    if empty:
+        print_note(f"without steps, and so not in the picture: {', '.join(empty)}")
+    if len(empty) == len(curves):
+        return None
+    from libra_hpc.pictures.compare_picture import MOST_LINES, Line
+    from libra_hpc.pictures.compare_picture import draw as draw_lines
+
+    lines = []
+    for group in comparison.groups:
+        drawn = [place for place in group.members if curves[place].steps]
+        if drawn:
+            label = words(group.values) or comparison.runs[drawn[0]].run
+            seeds = f" ({len(drawn)} seeds)" if len(drawn) > 1 else ""
+            lines.append(Line(f"{label}{seeds}", [curves[place] for place in drawn]))
+    if len(lines) > MOST_LINES:
+        print_note(f"the picture has the first {MOST_LINES} of {len(lines)} lines")
+    try:
+        with busy("drawing"):
+            draw_lines(lines, comparison.metric, title, out)
+    except UserError as error:
+        print_note(f"no picture: {error}")
+        return None
+    return out
+
+
+def words(values: Mapping[str, Any]) -> str:
+    """Settings in one line: ``lr=3e-6, seed=0``."""
+    labels = short_keys(list(values))
+    return ", ".join(f"{labels[key]}={value_text(value)}" for key, value in values.items())
+
+
+def value_text(value: object) -> str:
+    """A value of the configuration as in a run file; a missing one as ``-``."""
+    if value is None:
+        return "-"
+    # 1e-06 is shown as it is written in a run file.
+    return value if isinstance(value, str) and value else json_text.dumps(value).replace("e-0", "e-")
+
+
+def settings_table(comparison: Comparison, states: Sequence[str]) -> Table:
+    """Number, name, state, progress and settings of every run."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("#", justify="right", no_wrap=True)
+    table.add_column("run", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("differs in", overflow="fold")
+    for number, (run, state) in enumerate(zip(comparison.runs, states, strict=True), start=1):
+        shown = Text(state, style=STATE_STYLES.get(state, "yellow"))
+        step = f"{run.steps}/{run.steps_wanted}"
+        table.add_row(str(number), run.run, shown, step, words(run.values) or "nothing")
+    return table
+
+
+def results_table(comparison: Comparison) -> Table:
+    """Results by the number of the run; at most 80 columns."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("#", justify="right", no_wrap=True)
+    for name in (comparison.metric, "best" if comparison.metric == REWARD else "highest"):
+        table.add_column(name, justify="right", overflow="fold")
+    for name in ("s/step", "tokens/s", "stale", "lost", "failed", "time", "GPU h"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, run in enumerate(comparison.runs, start=1):
+        table.add_row(
+            str(number),
+            number_text(run.last),
+            number_text(run.highest),
+            number_text(run.step_s, ",.2f"),
+            number_text(run.tokens_per_s, ",.0f"),
+            number_text(run.staleness_mean, ".2f"),
+            str(run.engines_lost),
+            str(run.failed_attempts),
+            duration(run.wall_s) if run.wall_s else "-",
+            f"{run.gpu_hours:,.2f}",
+        )
+    return table
+
+
+def seeds_table(comparison: Comparison) -> Table:
+    """Medians over the seeds of every setting, the highest metric first."""
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, title="median over seeds", title_justify="left", title_style="dim"
+    )
+    table.add_column("setting", overflow="fold")
+    for name in ("seeds", comparison.metric, "lowest", "highest", "s/step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for group in sorted(comparison.groups, key=lambda group: -group.last[1] if group.last else float("inf")):
+        low, middle, high = group.last or (None, None, None)
+        seeds = ",".join(value_text(comparison.runs[place].values.get(SEED)) for place in group.members)
+        table.add_row(
+            words(group.values) or "all runs",
+            seeds if len(seeds) <= 12 else str(len(group.members)),
+            *(number_text(value) for value in (middle, low, high)),
+            number_text(group.step_s, ".2f"),
+        )
+    return table
+
+
+def number_text(value: float | None, form: str = "") -> str:
+    """A number in a table, without ``form`` to a thousandth or, from 1000 on, whole; None as ``-``."""
+    return "-" if value is None else format(value, form or (".3f" if abs(value) < 1000.0 else ",.0f"))

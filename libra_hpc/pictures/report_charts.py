@@ -1,0 +1,196 @@
+"""The charts of a report: reward, stage times, staleness and lengths over steps; reward and nodes over time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from libra_hpc.telemetry import series
+from libra_hpc.telemetry.phases import first_and_last
+from libra_hpc.telemetry.starts import Start
+from libra_hpc.telemetry.summary import duration
+
+from .run_clock import RunClock
+from .svg_chart import Chart, Line, Mark
+
+Rows = Sequence[series.Record]
+STAGES = ("train", "moving", "rollout")
+CLOCK_LABEL = "time with nodes (queue left out)"
+
+
+def charts(rows: Rows, log: Rows, *, starts: Sequence[Start], eta: int | None, hybrid_start: str) -> list[Chart]:
+    """The charts of a run with steps; without one of the metrics its chart is left out.
+
+    ``eta``: the staleness bound; ``hybrid_start``: first stage of hybrid nodes.
+    """
+    clock = RunClock(starts)
+    steps = _step_marks(rows, log, starts)
+    times = _time_marks(log, clock)
+    drawn = [
+        _reward("Reward over steps", "step", rows, steps, None),
+        _reward("Reward over time", CLOCK_LABEL, rows, times, clock),
+        _stages(rows, steps),
+        _nodes(log, clock, times, hybrid_start),
+        _staleness(rows, steps, eta),
+        _lengths(rows, steps),
+    ]
+    return [chart for chart in drawn if any(math.isfinite(y) for line in chart.lines for y in line.ys)]
+
+
+def change(name: str, values: Sequence[float], digits: int = 2) -> str:
+    """First and last value of a series in words: means over a fifth of the steps."""
+    first, last = first_and_last(values)
+    return f"{name} is not recorded" if first is None else f"{name} from {first:.{digits}f} to {last:.{digits}f}"
+
+
+def _reward(title: str, x_label: str, rows: Rows, marks: Sequence[Mark], clock: RunClock | None) -> Chart:
+    reward = series.column(rows, "reward")
+
+    def placed(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+        steps, times = series.column(rows, "step"), series.column(rows, "t")
+        return (steps, values) if clock is None else clock.line(times, values)
+
+    return Chart(
+        title=title,
+        described=f"{change('Reward', reward, 3)}, over {len(rows)} steps.",
+        x_label=x_label,
+        y_label="reward",
+        lines=[
+            Line("each step", "reward", *placed(reward), shape="points"),
+            Line("smoothed", "reward", *placed(series.smooth(reward))),
+        ],
+        marks=marks,
+        clock=clock is not None,
+        zero=min((value for value in reward if math.isfinite(value)), default=0.0) >= 0.0,
+    )
+
+
+def _stages(rows: Rows, marks: Sequence[Mark]) -> Chart:
+    steps, train, rollout = (series.column(rows, key) for key in ("step", "train_s", "rollout_s"))
+    return Chart(
+        title="Seconds per batch of each stage",
+        described=f"Per batch, in seconds: {change('training', train)}; {change('rollout', rollout)}.",
+        x_label="step",
+        y_label="seconds per batch",
+        lines=[
+            Line("train", "train", steps, train),
+            Line("rollout", "rollout", steps, rollout),
+            Line("training waits for rollout", "note", steps, series.column(rows, "wait_s"), shape="dashed"),
+        ],
+        marks=marks,
+        # The first wait contains the start of the engines and would flatten all other values.
+        top=max((value for value in train + rollout if math.isfinite(value)), default=None),
+    )
+
+
+def _nodes(log: Rows, clock: RunClock, marks: Sequence[Mark], hybrid_start: str) -> Chart:
+    """Areas on top of each other: training below, moving nodes on it, rollout on both."""
+    changes: list[tuple[float, int, int]] = []
+    end = max((event["t"] for event in log), default=0.0)
+    for intervals in series.roles(log, end=end, hybrid_start=hybrid_start).values():
+        for part in intervals:
+            stage = STAGES.index(part.role) if part.role in STAGES else STAGES.index("moving")
+            if part.role != "planner":
+                changes += [(part.start, stage, 1), (part.end, stage, -1)]
+    changes.sort(key=lambda change: change[0])
+    lines = []
+    for stage, name in enumerate(STAGES):
+        xs, ys = _counted([(t, by) for t, other, by in changes if other <= stage], clock)
+        if any(other == stage for _, other, _ in changes):
+            lines.append(Line(name, name, xs, ys, shape="area"))
+    # What is drawn first is covered by the next.
+    return Chart(
+        title="Nodes of each stage",
+        described=f"Nodes by stage, {max((max(line.ys) for line in lines), default=0):.0f} at most.",
+        x_label=CLOCK_LABEL,
+        y_label="nodes",
+        lines=lines[::-1],
+        marks=marks,
+        clock=True,
+        whole=True,
+    )
+
+
+def _counted(changes: Sequence[tuple[float, int]], clock: RunClock) -> tuple[list[float], list[float]]:
+    """A stair of the running sum of changes in order of time; changes at one time are one."""
+    xs: list[float] = []
+    ys: list[float] = []
+    count = 0
+    for t, group in groupby(changes, key=lambda change: change[0]):
+        xs += [clock.at(t)] * 2
+        ys.append(float(count))
+        count += sum(by for _, by in group)
+        ys.append(float(count))
+    return xs, ys
+
+
+def _staleness(rows: Rows, marks: Sequence[Mark], eta: int | None) -> Chart:
+    steps, mean, most = (series.column(rows, key) for key in ("step", "staleness_mean", "staleness_max"))
+    bound = [] if eta is None else [Line("bound (eta)", "note", steps[:1] + steps[-1:], [float(eta)] * 2, "dashed")]
+    if not any(map(math.isfinite, mean)):
+        bound = []
+    return Chart(
+        title="Staleness of the trained samples",
+        described=f"Weight versions between first sampling and training: {change('mean', mean)}.",
+        x_label="step",
+        y_label="weight versions",
+        lines=[Line("mean", "rollout", steps, mean), Line("maximum", "moving", steps, most), *bound],
+        marks=marks,
+    )
+
+
+def _lengths(rows: Rows, marks: Sequence[Mark]) -> Chart:
+    steps, middle, long = (series.column(rows, key) for key in ("step", "gen_tokens_p50", "gen_tokens_p95"))
+    return Chart(
+        title="Generated tokens of a trajectory",
+        described=f"Generated tokens: {change('median', middle, 0)}; {change('95th percentile', long, 0)}.",
+        x_label="step",
+        y_label="tokens",
+        lines=[Line("median", "rollout", steps, middle), Line("95th percentile", "moving", steps, long)],
+        marks=marks,
+    )
+
+
+def _time_marks(log: Rows, clock: RunClock) -> list[Mark]:
+    marks = [Mark(at, _start_style(start), _start_name(start), _start_text(start)) for at, start in clock.breaks()]
+    for event in log:
+        if event["kind"] in ("engine_lost", "node_lost"):
+            text = f"{event['kind'].replace('_', ' ')}, node {event.get('rank', '?')}: {event.get('reason', '')}"
+            marks.append(Mark(clock.at(event["t"]), "lost", "engine or node lost", text.removesuffix(": ")))
+    return marks
+
+
+def _step_marks(rows: Rows, log: Rows, starts: Sequence[Start]) -> list[Mark]:
+    marks = []
+    for start in starts[1:]:
+        first = next((row["step"] for row in rows if series.number(row, "t") > start.start), None)
+        if first is not None:
+            marks.append(Mark(first, _start_style(start), _start_name(start), _start_text(start)))
+    marks += [Mark(step, "drift", "task mix drifts", f"from here on: {name}") for step, name in _drifts(rows)]
+    ends = [series.number(row, "t") for row in rows]
+    for move in series.moves(log):
+        first = next((row["step"] for row, t in zip(rows, ends, strict=True) if t > move.start), None)
+        if first is not None:
+            marks.append(Mark(first, "move", "node moves", f"node {move.rank} moves to {move.to}"))
+    return marks
+
+
+def _drifts(rows: Rows) -> Iterator[tuple[int, str]]:
+    phases = [series.phase(row) for row in rows]
+    for row, before, now in zip(rows[1:], phases, phases[1:], strict=False):
+        if now != before:
+            yield row["step"], now
+
+
+def _start_style(start: Start) -> str:
+    return "queued" if start.queued_s else "start"
+
+
+def _start_name(start: Start) -> str:
+    return "next attempt, after the queue" if start.queued_s else "restart inside the job"
+
+
+def _start_text(start: Start) -> str:
+    waited = f", {duration(start.queued_s)} after the one before" if start.queued_s else ""
+    return f"attempt {start.attempt}{waited}"

@@ -1,0 +1,238 @@
+"""The report of a run: one HTML page with its key figures, charts, faults, decisions and configuration.
+
+- The page asks for nothing outside itself and has no script; its policy (CSP) forbids both to a browser.
+- Every text of the run is escaped by the template.
+- The values of ``compute.env`` are hidden: a report is for others, and variables may hold keys of services.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections.abc import Mapping, Sequence
+from importlib import metadata, resources
+from typing import Any, NamedTuple
+
+import jinja2
+
+from libra_hpc.config.load import read_toml
+from libra_hpc.config.reference import as_records, tables
+from libra_hpc.errors import UserError
+from libra_hpc.telemetry import series
+from libra_hpc.telemetry.failed import failed_facts
+from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.telemetry.starts import Start, job_seconds, starts
+from libra_hpc.telemetry.summary import Summary, duration, summarise
+
+from .report_charts import charts
+from .report_tables import Table, attempts, changed_layouts, decisions, faults, moves, nodes
+from .svg_chart import MOST_POINTS, svg
+
+HIDDEN = "(hidden)"
+SHORTEST_HIDDEN = 4
+"""Characters of a variable's value from which it is hidden in the run file too: ``1`` is no secret."""
+DIGITS = 3
+"""Of a reward."""
+
+
+class Ending(NamedTuple):
+    """How the run stands, which its own files may not know."""
+
+    state: str
+    cause: str
+    over: bool
+    """Whether its end is known."""
+
+
+class Figure(NamedTuple):
+    """One key figure."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+def page(run: RunDir, ending: Ending, now: float) -> str:
+    """The page as HTML; ``now``: epoch seconds at which it is written."""
+    config = run.resolved()
+    rows, log, summary = series.steps(run), series.events(run), summarise(run)
+    begun = starts(rows, log)
+    template = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).from_string(resources.files(__package__ or "").joinpath("report.html.j2").read_text())
+    hybrid = str(_get(config, "planner.hybrid_start", "rollout"))
+    eta = _get(config, "algorithm.eta", None)
+    drawn = charts(rows, log, starts=begun, eta=eta if isinstance(eta, int) else None, hybrid_start=hybrid)
+    return template.render(
+        run=run.name,
+        state=ending.state,
+        cause=ending.cause,
+        over=ending.over,
+        written=when(now),
+        version=metadata.version("libra-hpc"),
+        heading=_heading(run, config, begun, ending),
+        figures=_figures(config, summary, begun) if rows else [],
+        averaged=math.ceil(len(rows) / MOST_POINTS),
+        charts=[(chart, svg(chart)) for chart in drawn] if rows else [],
+        phases=_phases(summary),
+        decisions=decisions(log, summary),
+        others=[moves(summary), changed_layouts(summary)],
+        faults=faults(log),
+        failed=failed_facts(summary.failures, summary.pauses, summary.given_up) if summary.failures else "",
+        attempts=attempts(begun),
+        nodes=nodes(log),
+        changed=_changed(config),
+        run_file=_run_file(run, config),
+        environment=_environment(run, config),
+    )
+
+
+def when(t: float) -> str:
+    """A time for readers anywhere."""
+    return datetime.datetime.fromtimestamp(t, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _heading(run: RunDir, config: Mapping[str, Any], begun: Sequence[Start], ending: Ending) -> list[tuple[str, str]]:
+    job = run.read_json(run.job)
+    model = str(_get(config, "model.path", "")) or str(_get(config, "simulated.model", ""))
+    hosts = {str(event.get("host", "")) for event in series.events(run) if event["kind"] == "agent_joined"}
+    submitted = series.number(job, "submitted_at", 0.0)
+    facts = [
+        ("model", model or "-"),
+        ("task", str(_get(config, "task.name", "-"))),
+        (
+            "cluster",
+            str(job.get("cluster") or job.get("executor") or "-")
+            + (f", {len(hosts)} host{'' if len(hosts) == 1 else 's'}" if hosts else ""),
+        ),
+        ("submitted", when(submitted) if submitted else "-"),
+    ]
+    if begun:
+        facts.append(("started", when(begun[0].start)))
+        facts.append(("ended" if ending.over else "last news", when(begun[-1].end)))
+    return facts
+
+
+def _figures(config: Mapping[str, Any], summary: Summary, begun: Sequence[Start]) -> list[Figure]:
+    spent_s, gpus = job_seconds(begun), _gpus(config)
+    queued_s = sum(start.queued_s for start in begun)
+    used = gpus or max((start.ranks for start in begun), default=0)
+    steps = _get(config, "run.steps", 0)
+    simulated = _get(config, "run.engine", "real") == "simulated"
+    found = [
+        Figure("reward", _pair(summary.reward_first, summary.reward_last), "means of the first and last fifth"),
+        Figure("steps", f"{summary.steps:,}" + (f" of {steps:,}" if isinstance(steps, int) and steps else "")),
+        Figure(
+            "time with nodes",
+            duration(spent_s),
+            f"{duration(queued_s)} in the queue between attempts" if queued_s else "",
+        ),
+        Figure(
+            "GPU hours" if gpus else "node hours",
+            f"{used * spent_s / 3600:,.2f}",
+            f"{used} {'GPUs' if gpus else 'nodes without GPUs'}"
+            + (", a dry run: engines are simulated" if simulated else ""),
+        ),
+        Figure("tokens trained", f"{summary.tokens:,}", f"{summary.loss_tokens:,} of them generated"),
+        Figure("train speed", _rate(summary.train_tokens_per_s), "tokens per second"),
+        Figure("rollout speed", _rate(summary.rollout_tokens_per_s), "tokens per second"),
+    ]
+    if summary.staleness_mean is not None:
+        found.append(
+            Figure("staleness", f"{summary.staleness_mean:.2f}", f"weight versions, {summary.staleness_max} at most")
+        )
+    found.append(
+        Figure(
+            "engines lost",
+            str(summary.engines_lost),
+            f"{summary.engines_restarted} restarted, {summary.resubmitted} trajectories re-submitted",
+        )
+    )
+    if summary.accuracy is not None:
+        told = f"expected {summary.accuracy.expected_s:.2f} s a step, measured {summary.accuracy.measured_s:.2f} s"
+        found.append(Figure("error of the planner", f"{summary.accuracy.error:.0%}", told))
+    if summary.kept_trajectories or summary.kept_unfinished:
+        kept = f"{summary.kept_unfinished} unfinished ones, {summary.kept_tokens:,} generated tokens"
+        found.append(Figure("trajectories recovered", f"{summary.kept_trajectories:,}", kept))
+    return found
+
+
+def _phases(summary: Summary) -> Table:
+    return Table(
+        "Reward in each task mix",
+        ("mix", "steps", "reward"),
+        [(each.phase, str(each.steps), _pair(each.reward_first, each.reward_last)) for each in summary.phases],
+    )
+
+
+def _changed(config: Mapping[str, Any]) -> Table:
+    rows = []
+    for record in as_records(tables()):
+        value = _get(config, record["key"], record["default"])
+        if value != record["default"]:
+            if record["key"] == "compute.env":
+                value = dict.fromkeys(value, HIDDEN) if isinstance(value, dict) else HIDDEN
+            rows.append((record["key"], json.dumps(value), json.dumps(record["default"])))
+    return Table("Keys that differ from their defaults", ("key", "value", "default"), rows)
+
+
+def _run_file(run: RunDir, config: Mapping[str, Any]) -> str:
+    """The run file without the values of variables; empty when it cannot be read."""
+    try:
+        text, own = run.toml.read_text(encoding="utf-8", errors="replace"), read_toml(run.toml)
+    except (OSError, UserError):
+        return ""
+    for variables in (_get(own, "compute.env", {}), _get(config, "compute.env", {})):
+        for value in map(str, variables.values() if isinstance(variables, dict) else ()):
+            # As written in the file, with or without TOML's escapes.
+            for written in (value, json.dumps(value)[1:-1]):
+                if len(written) >= SHORTEST_HIDDEN:
+                    text = text.replace(written, HIDDEN)
+    return text
+
+
+def _environment(run: RunDir, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    job = run.read_json(run.job)
+    facts = [
+        ("run folder", str(run.path)),
+        ("job", " ".join(str(job.get(key, "")) for key in ("executor", "job_id")).strip() or "-"),
+        ("device", str(_get(config, "slurm.device", "-"))),
+        ("engines", str(_get(config, "run.engine", "-"))),
+        ("interpreter", str(_get(config, "compute.python", "")) or "the one that submitted"),
+        ("container", str(_get(config, "compute.image", "")) or "none"),
+        ("MPI plugin", str(_get(config, "slurm.mpi", "-"))),
+    ]
+    for name, component in _get(config, "components", {}).items():
+        if isinstance(component, dict) and component.get("nodes"):
+            kind = f" {component['gpu_type']}" if component.get("gpu_type") else ""
+            facts.append((f"{name} nodes", f"{component['nodes']} with {component.get('gpus', 0)}{kind} GPUs each"))
+    return facts
+
+
+def _gpus(config: Mapping[str, Any]) -> int:
+    """GPUs of the job."""
+    components = _get(config, "components", {}).values()
+    return sum(
+        each["nodes"] * each["gpus"]
+        for each in components
+        if isinstance(each, dict) and all(isinstance(each.get(key), int) for key in ("nodes", "gpus"))
+    )
+
+
+def _get(values: Mapping[str, Any], key: str, default: Any) -> Any:
+    """The value of a dotted key."""
+    found: Any = values
+    for name in key.split("."):
+        if not isinstance(found, Mapping) or name not in found:
+            return default
+        found = found[name]
+    return found
+
+
+def _pair(first: float | None, last: float | None) -> str:
+    return "-" if first is None or last is None else f"{first:.{DIGITS}f} → {last:.{DIGITS}f}"
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"

@@ -1,0 +1,200 @@
+"""Runs side by side: the keys in which they differ, the results of each, and the medians over seeds.
+
+- A key that a repartition of one of the runs changed -> no setting, unless a sweep set it.
+- Runs that differ in nothing but ``run.seed`` -> one group.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from . import series
+from .failed import failed_in
+from .phases import first_and_last
+from .rundir import RunDir
+from .sweep_record import flat, read_member
+
+OWN_KEYS = ("run.name", "run.dir")
+"""Keys that say where a run is, and nothing about its results."""
+SEED = "run.seed"
+COMPONENTS = ("planner", "train", "hybrid", "rollout")
+
+
+class ComparedRun(msgspec.Struct, frozen=True):
+    """One run beside others.  Times in seconds; None: not measured."""
+
+    run: str
+    path: str
+    values: dict[str, Any]
+    """The keys in which the compared runs differ."""
+    steps: int
+    steps_wanted: int
+    last: float | None
+    """Mean of the metric over the last fifth of the steps so far."""
+    highest: float | None
+    step_s: float | None
+    """Mean over all steps but the first, which has the start of the engines.
+
+    No median: with a staleness bound steps come in bursts, and most of them seem short.
+    """
+    tokens_per_s: float | None
+    """Trained tokens, prompts included, over the same steps."""
+    staleness_mean: float | None
+    engines_lost: int
+    failed_attempts: int
+    wall_s: float
+    gpu_hours: float
+    """GPUs of the job times the wall time of its attempts, from the first event to the last."""
+
+
+class SeedGroup(msgspec.Struct, frozen=True):
+    """Runs that differ in nothing but ``run.seed``, by their place among the compared runs."""
+
+    values: dict[str, Any]
+    """The differing keys without ``run.seed``."""
+    members: list[int]
+    last: list[float]
+    """Lowest, median and highest of the members; empty without steps."""
+    step_s: float | None
+    """Median of the members."""
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """A metric of one run."""
+
+    steps: list[int]
+    wall_s: list[float]
+    """Since the first event of the run."""
+    values: list[float]
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """All runs, and one metric of each."""
+
+    metric: str
+    keys: list[str]
+    """Dotted keys in which the runs differ."""
+    runs: list[ComparedRun]
+    groups: list[SeedGroup]
+
+
+class Settings(NamedTuple):
+    """What a run was started with."""
+
+    config: dict[str, Any]
+    """By dotted key."""
+    changed: frozenset[str]
+    """Keys that a repartition changed since, and no sweep set."""
+
+
+def compare(runs: Sequence[RunDir], metric: str) -> tuple[Comparison, list[Curve]]:
+    """Read ``runs`` and lay their facts side by side; the curves are in the order of the runs."""
+    found = [settings(run) for run in runs]
+    keys = differing([one.config for one in found], frozenset().union(*(one.changed for one in found)))
+    read = [
+        read_run(run, {key: one.config.get(key) for key in keys}, metric) for run, one in zip(runs, found, strict=True)
+    ]
+    facts = [one for one, _ in read]
+    return Comparison(metric, keys, facts, seed_groups(facts)), [curve for _, curve in read]
+
+
+def settings(run: RunDir) -> Settings:
+    """The configuration of a run; a key that a sweep set and a repartition changed has the sweep's value."""
+    changed: set[str] = set()
+    for event in series.events(run):
+        if event["kind"] == "repartitioned" and isinstance(event.get("changes"), dict):
+            changed |= set(event["changes"])
+    member = read_member(run)
+    swept = {} if member is None else {key: value for key, value in member.values.items() if key in changed}
+    return Settings({**flat(run.resolved()), **swept}, frozenset(changed - set(swept)))
+
+
+def differing(configs: Sequence[Mapping[str, Any]], unless: frozenset[str] = frozenset()) -> list[str]:
+    """Dotted keys whose values are not the same in all configurations, sorted."""
+    return [
+        key
+        for key in sorted({key for one in configs for key in one})
+        if key not in OWN_KEYS and key not in unless and any(one.get(key) != configs[0].get(key) for one in configs)
+    ]
+
+
+def read_run(run: RunDir, values: dict[str, Any], metric: str) -> tuple[ComparedRun, Curve]:
+    """Facts and curve of one run, whose differing keys have ``values``."""
+    rows, log = series.steps(run), series.events(run)
+    known = flat(run.resolved())
+    measured = [(row, value) for row in rows if math.isfinite(value := series.number(row, metric))]
+    times = [event["t"] for event in log] + [t for t in series.column(rows, "t") if math.isfinite(t)]
+    start = min(times, default=0.0)
+    timed = [row for row in rows[1:] if series.number(row, "step_s") > 0.0]
+    trained, seconds = (sum(series.number(row, key, 0.0) for row in timed) for key in ("tokens", "step_s"))
+    staleness = series.mean(series.column(rows, "staleness_mean"))
+    attempts = attempt_seconds(log, times)
+    facts = ComparedRun(
+        run=run.name,
+        path=str(run.path),
+        values=values,
+        steps=len(rows),
+        steps_wanted=int(known.get("run.steps", 0)),
+        last=first_and_last([value for _, value in measured])[1],
+        highest=max((value for _, value in measured), default=None),
+        step_s=seconds / len(timed) if timed else None,
+        tokens_per_s=trained / seconds if timed else None,
+        staleness_mean=staleness if math.isfinite(staleness) else None,
+        engines_lost=sum(event["kind"] == "engine_lost" for event in log),
+        failed_attempts=sum(found.count for found in failed_in(log, run.read_json(run.status))),
+        wall_s=max(times, default=0.0) - start,
+        gpu_hours=gpus(known) * attempts / 3600.0,
+    )
+    curve = Curve(
+        [int(row["step"]) for row, _ in measured],
+        [series.number(row, "t") - start for row, _ in measured],
+        [value for _, value in measured],
+    )
+    return facts, curve
+
+
+def attempt_seconds(log: Sequence[series.Record], times: Sequence[float]) -> float:
+    """Seconds in which jobs of the run had nodes: of each attempt from its start to its last record."""
+    starts: dict[Any, float] = {}
+    for event in log:
+        if event["kind"] == "job_started":
+            starts.setdefault(event.get("attempt"), event["t"])
+    ordered = sorted(starts.values())
+    ends = [max((t for t in times if t < later), default=later) for later in ordered[1:]]
+    return sum(end - begin for begin, end in zip(ordered, [*ends, max(times, default=0.0)], strict=False))
+
+
+def gpus(config: Mapping[str, Any]) -> int:
+    """GPUs that the job of a flat configuration occupies."""
+    counts = ((config.get(f"components.{name}.nodes"), config.get(f"components.{name}.gpus")) for name in COMPONENTS)
+    return sum(nodes * each for nodes, each in counts if isinstance(nodes, int) and isinstance(each, int))
+
+
+def seed_groups(runs: Sequence[ComparedRun]) -> list[SeedGroup]:
+    """The runs by their settings without the seed, in the order of their first members."""
+    found: list[tuple[dict[str, Any], list[int]]] = []
+    for place, run in enumerate(runs):
+        values = {key: value for key, value in run.values.items() if key != SEED}
+        members = next((members for known, members in found if known == values), None)
+        if members is None:
+            found.append((values, [place]))
+        else:
+            members.append(place)
+    out = []
+    for values, members in found:
+        last = sorted(value for place in members if (value := runs[place].last) is not None)
+        seconds = [value for place in members if (value := runs[place].step_s) is not None]
+        out.append(
+            SeedGroup(
+                values,
+                members,
+                [last[0], statistics.median(last), last[-1]] if last else [],
+                statistics.median(seconds) if seconds else None,
+            )
+        )
+    return out

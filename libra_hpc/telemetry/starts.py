@@ -1,0 +1,81 @@
+"""When the ranks of a run were at work: its starts, and the time in the queue between attempts.
+
+A run starts once, again in the same job after a repartition or the loss of a leader, and again in a further job.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+
+from .series import Record, column
+
+
+class Start(msgspec.Struct, frozen=True):
+    """All ranks from the first that joined to their end; times are epoch seconds."""
+
+    attempt: int
+    start: float
+    end: float
+    ranks: int
+    state: str
+    """How the attempt ended; empty for a start that another one followed in the same job, and while it runs."""
+    message: str
+    queued_s: float
+    """Seconds without a job since the start before; 0.0 for a start in the same job."""
+
+
+def starts(rows: Sequence[Record], log: Sequence[Record]) -> list[Start]:
+    """The starts of a run in order, from its steps and its events.  A killed one ends with its last line."""
+    times = sorted([event["t"] for event in log] + [t for t in column(rows, "t") if math.isfinite(t)])
+    if not times:
+        return []
+    begins = _begins(log)
+    if not begins:
+        return [Start(1, times[0], times[-1], 0, "", "", 0.0)]
+    found: list[Start] = []
+    for (begin, event), (following, _) in pairwise([*begins, (math.inf, {})]):
+        finished = next((e for e in log if e["kind"] == "job_finished" and begin <= e["t"] < following), None)
+        end = finished["t"] if finished is not None else max(t for t in times if begin <= t < following)
+        before = found[-1] if found else None
+        attempt = _whole(event, "attempt", 1)
+        queued = before is not None and (before.state != "" or before.attempt != attempt)
+        found.append(
+            Start(
+                attempt=attempt,
+                start=begin,
+                end=end,
+                ranks=_whole(event, "ranks", 0),
+                state="" if finished is None else str(finished.get("state", "completed")),
+                message="" if finished is None else str(finished.get("message", "")),
+                queued_s=begin - before.end if before is not None and queued else 0.0,
+            )
+        )
+    return found
+
+
+def job_seconds(found: Sequence[Start]) -> float:
+    """Seconds in which the run had nodes, restarts inside a job included."""
+    return found[-1].end - found[0].start - sum(start.queued_s for start in found) if found else 0.0
+
+
+def _begins(log: Sequence[Record]) -> list[tuple[float, Record]]:
+    """Time and ``job_started`` event of each start; the ranks join right before that event."""
+    found: list[tuple[float, Record]] = []
+    joined: float | None = None
+    for event in log:
+        if event["kind"] == "job_started":
+            found.append((event["t"] if joined is None else joined, event))
+        if event["kind"] != "agent_joined":
+            joined = None
+        elif joined is None:
+            joined = event["t"]
+    return found
+
+
+def _whole(event: Record, key: str, default: int) -> int:
+    value = event.get(key)
+    return value if isinstance(value, int) else default

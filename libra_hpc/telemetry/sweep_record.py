@@ -1,0 +1,93 @@
+"""Which sweep a run belongs to.
+
+- ``<run>/sweep.json``: name of the sweep and the run's values.
+- ``<run.dir>/sweep-NAME.json``: what all runs of a sweep share, and the runs it consists of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from libra_hpc.errors import UserError
+from libra_hpc.files import write_atomic
+
+from .rundir import RunDir
+
+
+class SweepMember(msgspec.Struct, frozen=True):
+    """One run of a sweep."""
+
+    sweep: str
+    values: dict[str, Any]
+    """By dotted key."""
+
+
+class PlannedRun(msgspec.Struct, frozen=True):
+    """One combination of a sweep."""
+
+    name: str
+    """``run.name``; its run directory has a number as well."""
+    values: dict[str, Any]
+
+
+class SweepRecord(msgspec.Struct, frozen=True):
+    """A whole sweep."""
+
+    keys: list[str]
+    """Dotted keys that the runs differ in."""
+    shared: dict[str, Any]
+    """The configuration without ``run.name`` and ``keys``, flat."""
+    runs: list[PlannedRun]
+
+
+def write_member(run: RunDir, member: SweepMember) -> None:
+    """Record that ``run`` belongs to a sweep."""
+    write_atomic(run.sweep, msgspec.json.encode(member) + b"\n")
+
+
+def read_member(run: RunDir) -> SweepMember | None:
+    """The sweep of a run; None where it belongs to none."""
+    try:
+        return msgspec.json.decode(run.sweep.read_bytes(), type=SweepMember)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def members(runs: Sequence[RunDir], sweep: str) -> list[tuple[RunDir, SweepMember]]:
+    """Those of ``runs`` that belong to one sweep."""
+    return [(run, found) for run in runs if (found := read_member(run)) is not None and found.sweep == sweep]
+
+
+def sweep_file(parent: Path, name: str) -> Path:
+    """Record of the sweep ``name`` among the runs of ``parent``."""
+    return parent / f"sweep-{name}.json"
+
+
+def write_sweep(parent: Path, name: str, record: SweepRecord) -> None:
+    """Write the record of a sweep, replacing an earlier one; raises `OSError`."""
+    parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(sweep_file(parent, name), msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+
+
+def read_sweep(parent: Path, name: str) -> SweepRecord | None:
+    """The record of a sweep; None where there is none.  Raises `UserError` when it cannot be read."""
+    path = sweep_file(parent, name)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SweepRecord)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{path}: the record of the sweep cannot be read: {error}.") from error
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested configuration by dotted key."""
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        out |= flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return out

@@ -1,0 +1,142 @@
+"""A headless browser for tests of pages: Debian 12's `chromium-headless-shell`, unpacked without root and without a
+network of its own.
+
+- That program on ``PATH`` -> it.
+- Else the packages of the browser, and those it needs and this machine lacks, into the cache folder of the embedded
+  Slurm: about 100 MB to download, 340 MB unpacked.
+- No packages -> `OperationError`: a page that no browser has shown is not tested.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib import get_data_path
+
+from libra_hpc.errors import OperationError
+from libra_hpc.slurm.devcluster.packages import apt_environment, cache_folder, locked
+
+PACKAGE = "chromium-headless-shell"
+SERIES = "bookworm"
+"""Its security updates replace each other on the mirrors, so that no version of the browser can be pinned."""
+NOT_CALLED = ("x11-utils", "xdg-utils")
+"""Dependencies for desktops; the headless shell calls neither, and they bring 50 MB."""
+DOWNLOAD_S = 240.0
+"""Longest call of the package manager; usually 5 s.  A test has 300 s."""
+PAGE_S = 60.0
+"""Longest look at one page; usually 1 s."""
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--disable-dev-shm-usage"),
+    # Every name resolves to nothing: a page that asks for something outside itself does not get it.
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+)
+SCHEMES = {"light": 1, "dark": 0}
+"""Blink's numbers of ``prefers-color-scheme``."""
+
+
+class Browser:
+    """One program; every page gets a new profile."""
+
+    def __init__(self, program: Path, libraries: Sequence[Path] = ()) -> None:
+        self._program, self._libraries = program, libraries
+
+    def dom(self, page: Path, scheme: str = "light") -> str:
+        """The document as HTML, after its scripts ran."""
+        return self._run("--dump-dom", page=page, scheme=scheme).decode()
+
+    def screenshot(self, page: Path, out: Path, *, width: int, height: int, scheme: str = "light") -> None:
+        """Write a PNG of that many pixels."""
+        self._run(f"--screenshot={out}", f"--window-size={width},{height}", page=page, scheme=scheme)
+
+    def measure(self, page: Path, script: str, folder: Path, width: int) -> str:
+        """What the JavaScript expression ``script`` gives for the page, as ``shown``, in a frame of ``width`` pixels.
+
+        The frame is in a page of its own, so that the page itself needs no script.
+        """
+        wrapper = folder / "wrapper.html"
+        wrapper.write_text(
+            f'<!doctype html><iframe width={width} height=900 srcdoc="{html.escape(page.read_text())}"></iframe><pre>'
+            "</pre><script>onload = () => { const shown = document.querySelector('iframe').contentDocument;"
+            f" document.querySelector('pre').textContent = JSON.stringify({script}) }}</script>"
+        )
+        found = self.dom(wrapper).rpartition("<pre>")[2].partition("</pre>")[0]
+        return html.unescape(found)
+
+    def _run(self, *arguments: str, page: Path, scheme: str) -> bytes:
+        with tempfile.TemporaryDirectory(prefix="browser-") as folder:
+            flags = [*FLAGS, f"--user-data-dir={folder}", f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}"]
+            done = subprocess.run(
+                [str(self._program), *flags, *arguments, page.absolute().as_uri()],
+                env=self._environment(Path(folder)),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=PAGE_S,
+            )
+        if done.returncode:
+            raise OperationError(f"{self._program} ended with {done.returncode}: {done.stderr.decode()[-500:]}")
+        return done.stdout
+
+    def _environment(self, folder: Path) -> dict[str, str]:
+        """A home of its own, and matplotlib's fonts: a bare machine has none."""
+        fonts = folder / "fonts.conf"
+        fonts.write_text(
+            f"<fontconfig><dir>{get_data_path()}/fonts/ttf</dir><cachedir>{folder}/fonts</cachedir></fontconfig>"
+        )
+        return {
+            "HOME": str(folder),
+            "FONTCONFIG_FILE": str(fonts),
+            "PATH": os.environ.get("PATH", os.defpath),
+            "LD_LIBRARY_PATH": ":".join(map(str, self._libraries)),
+        }
+
+
+def ensure_browser() -> Browser:
+    """The browser, after a download when this machine has none."""
+    if found := shutil.which(PACKAGE):
+        return Browser(Path(found))
+    machine, cache = platform.machine(), cache_folder()
+    root = cache / f"chromium-{SERIES}-{machine}"
+    cache.mkdir(parents=True, exist_ok=True)
+    with locked(cache / "chromium.lock"):
+        if not root.exists():
+            _unpack(root)
+    libraries = (f"usr/lib/{machine}-linux-gnu", f"lib/{machine}-linux-gnu", f"usr/lib/{machine}-linux-gnu/pulseaudio")
+    return Browser(root / "usr/lib/chromium/chromium-headless-shell", [root / folder for folder in libraries])
+
+
+def _unpack(root: Path) -> None:
+    work = Path(tempfile.mkdtemp(prefix="chromium-download-", dir=root.parent))
+    try:
+        status = work / "status"
+        installed = "".join(
+            f"Package: {name}\nStatus: install ok installed\nArchitecture: all\nMulti-Arch: foreign\nVersion: 99\n"
+            "Maintainer: -\nDescription: -\n\n"
+            for name in NOT_CALLED
+        )
+        status.write_text(installed + Path("/var/lib/dpkg/status").read_text())
+        environment = apt_environment(work, status)
+        _call(["apt-get", "update", "-qq"], environment)
+        wanted = ["install", "-qq", "-y", "--download-only", "--no-install-recommends", PACKAGE]
+        _call(["apt-get", *wanted], environment)
+        unpacked = work / "root"
+        for deb in sorted((work / "apt/cache/archives").glob("*.deb")):
+            _call(["dpkg-deb", "-x", str(deb), str(unpacked)], environment)
+        unpacked.rename(root)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise OperationError(f"The test browser cannot be unpacked: {error}.") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _call(command: list[str], environment: Mapping[str, str]) -> None:
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DOWNLOAD_S)
+    if done.returncode:
+        raise OperationError(f"The test browser cannot be fetched: {' '.join(command[:2])}: {done.stderr[-500:]}")

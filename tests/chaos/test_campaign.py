@@ -1,0 +1,98 @@
+"""Runs that need more than one job: the time limit, a preemption, and a Slurm that queues nothing again."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.slurm.command import call
+from libra_hpc.slurm.job_record import read_job
+from tests.chaos.harness import SIMULATED, Chaos, sound
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+
+class Campaign(Chaos):
+    """A run of several starts of one Slurm job, without hybrid nodes."""
+
+    def __init__(self, folder: Path, env: dict[str, str], steps: int, text: str = SIMULATED) -> None:
+        super().__init__(folder, "slurm", text, steps=steps, hybrid=0, rollout=1)
+        self.env = env
+
+    @property
+    def job_id(self) -> str:
+        assert self.run is not None
+        return read_job(self.run).job_id
+
+    def notice(self) -> None:
+        """What Slurm itself sends to the script before the time limit."""
+        call(["scancel", "--batch", "--signal=USR1", self.job_id], self.env)
+
+    def goes_on(self) -> int:
+        """Wait for the second start; returns the step at which the first one was stopped."""
+        self.wait(lambda: len(self.events("job_started")) > 1, "another start after the first has ended")
+        (requeued,) = self.events("job_requeued")
+        first, second = self.events("job_started")
+        assert (first["attempt"], second["attempt"], second["step"]) == (1, 1, requeued["step"]), "the same job"
+        return int(requeued["step"])
+
+
+def test_a_run_goes_on_after_its_time_limit_until_all_steps_are_trained(
+    slurm_env: dict[str, str], tmp_path: Path
+) -> None:
+    case = Campaign(tmp_path, slurm_env, steps=60)
+    case.submit("--until-done")
+    case.reach(8)
+    case.notice()
+    assert 8 <= case.goes_on() < 60
+    sound(case)
+    (asked,) = case.events("stop_requested")
+    assert (asked["signal"], asked["reason"]) == ("SIGUSR1", "Slurm sent SIGUSR1")
+
+
+@pytest.mark.chaos
+def test_a_run_stops_by_itself_before_a_short_time_limit_and_goes_on(slurm_env: dict[str, str], tmp_path: Path) -> None:
+    case = Campaign(tmp_path, slurm_env, 300, SIMULATED.replace("[slurm]", '[slurm]\ntime_limit = "00:01:00"'))
+    case.submit("--until-done")
+    case.goes_on()
+    reasons = [event["reason"] for event in case.events("stop_requested") if not event["signal"]]
+    assert "time limit in " in reasons[0], "whenever Slurm's notice came"
+    case.wait(lambda: case.steps()[-1:] == [300], "the last step, whatever has ended")
+    sound(case)
+
+
+@pytest.mark.chaos
+def test_a_preempted_run_that_ends_within_the_grace_time_goes_on(slurm_env: dict[str, str], tmp_path: Path) -> None:
+    text = SIMULATED.replace('"a800", gpus', '"spot", gpus').replace('"a800", nodes', '"spot", nodes')
+    case = Campaign(tmp_path, slurm_env, 200, text.replace('"cpu", mem', '"spot", mem'))
+    case.submit()
+    case.reach(8)
+    script = tmp_path / "urgent.sh"
+    script.write_text("#!/bin/bash\nsleep 5\n")
+    urgent = ["--partition=a800", "--nodes=6", "--exclusive", "--time=1", "--output=/dev/null"]
+    call(["sbatch", *urgent, str(script)], slurm_env)
+    case.goes_on()
+    assert "preempted at step" in case.events("job_requeued")[0]["reason"]
+    sound(case)
+
+
+@pytest.mark.chaos
+def test_where_slurm_refuses_to_queue_a_job_again_the_result_has_its_words(
+    slurm_env: dict[str, str], tmp_path: Path
+) -> None:
+    case = Campaign(tmp_path, slurm_env, steps=200)
+    run = case.submit("--until-done")
+    case.reach(8)
+    for part in (0, 1, 2):
+        call(["scontrol", "update", f"JobId={case.job_id}+{part}", "Requeue=0"], slurm_env)
+    case.notice()
+    assert case.ended() == "time_limit"
+    case.wait(lambda: "not queued again" in case.message(), "the refusal after it has ended")
+    assert "presently disabled" in case.message()
+    sound(case, "time_limit")
+    time.sleep(2.0)
+    case.resume("-o", f"run.steps={case.steps()[-1] + 2}")
+    assert case.ended() == "completed"
+    assert run.read_json(run.result)["attempt"] == 2

@@ -1,0 +1,111 @@
+"""Habits of a shell: completion in bash, zsh and fish, and help that comes at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from libra_hpc_cli import app
+
+from .conftest import Outcome, Queue
+
+Cli = Callable[..., Outcome]
+HELP_CPU_S = 0.4
+"""Most CPU time of a cold `libra-hpc --help`, in seconds."""
+PROGRAM = [sys.executable, "-c", "from libra_hpc_cli.app import main; main()"]
+
+
+def asked(shell: str, words: str) -> dict[str, str]:
+    """What a shell puts into the environment to complete the last of ``words``."""
+    if shell == "bash":
+        return {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+    return {"_TYPER_COMPLETE_ARGS": words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+
+
+def completions(shell: str, words: str) -> str:
+    done = subprocess.run(
+        PROGRAM,
+        env={**os.environ, app.COMPLETING: f"complete_{shell}", **asked(shell, words)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_verbs_runs_options_and_keys(shell: str, site: Path, queue: Queue, cli: Cli) -> None:
+    cli("submit", "run.toml")
+    (site / "runs" / "no-run").mkdir()
+    verbs = completions(shell, "libra-hpc s")
+    assert all(verb in verbs for verb in app.VERBS if verb.startswith("s"))
+    assert "repartition" not in verbs
+    runs = completions(shell, "libra-hpc status ")
+    assert "quick-001" in runs
+    assert "no-run" not in runs
+    assert "quick-001" in completions(shell, "libra-hpc submit --resume q")
+    assert "--resume" in completions(shell, "libra-hpc submit --res")
+    assert "algorithm.eta=" in completions(shell, "libra-hpc submit run.toml -o algorithm.e")
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("libra-hpc config show r", "run.toml"),
+        ("libra-hpc config explain rollout.m", "rollout.max_model_len"),
+        ("libra-hpc repartition quick", "quick-001"),
+        ("libra-hpc logs --runs elsewhere q", ""),
+        ("libra-hpc trace ins", "inspect"),
+    ],
+)
+def test_other_words_are_completed_too(words: str, offered: str, site: Path, queue: Queue, cli: Cli) -> None:
+    cli("submit", "run.toml")
+    assert offered in completions("bash", words).split() or completions("bash", words).strip() == offered
+
+
+@pytest.mark.parametrize(("shell", "place"), [("bash", ".bashrc"), ("zsh", ".zshrc"), ("fish", ".config/fish")])
+def test_completion_is_installed_below_the_home_folder(shell: str, place: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    shown = subprocess.run(
+        [*PROGRAM, "--show-completion", shell], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert f"{app.COMPLETING}=complete_{shell}" in shown.stdout
+    done = subprocess.run(
+        [*PROGRAM, "--install-completion", shell], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / place).exists()
+    if shell == "bash":
+        written = next(tmp_path.rglob("libra-hpc.sh"))
+        assert subprocess.run(["bash", "-n", str(written)], timeout=60).returncode == 0
+
+
+def test_the_help_is_cold_in_less_than_half_a_second(tmp_path: Path) -> None:
+    times = []
+    for _ in range(3):
+        before = os.times()
+        subprocess.run([*PROGRAM, "--help"], stdout=subprocess.DEVNULL, timeout=60, check=True)
+        after = os.times()
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    assert min(times) < HELP_CPU_S
+
+
+@pytest.mark.parametrize("verb", [name for name in app.VERBS if name not in ("cluster", "trace", "config")])
+def test_the_help_of_a_verb_fits_80_columns_and_names_no_types_of_switches(
+    verb: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = cli(verb, "--help").out
+    assert app.VERBS[verb].help.split()[0] in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "<bool>" not in text
+    assert "{" not in text.splitlines()[1]
+
+
+def test_a_misspelt_verb_ends_with_one_mark(cli: Cli) -> None:
+    assert cli("staus").err == "error: No such command 'staus' (did you mean 'status'?).\n"

@@ -1,0 +1,93 @@
+"""`libra-hpc report`: where the page goes, how the run stands, and mistakes in one sentence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from libra_hpc.files import write_atomic
+from libra_hpc.slurm.query import JobInfo, JobState
+from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.telemetry.status import encode_status
+from tests.telemetry import synthetic
+
+from .conftest import Outcome, Queue
+
+Cli = Callable[..., Outcome]
+
+
+def test_the_page_is_written_into_the_run_and_its_path_printed(site: Path, queue: Queue, cli: Cli) -> None:
+    run = synthetic.make_run(site / "runs")
+    outcome = cli("report", "quick-001", "--html")
+    assert outcome == Outcome(0, f"{run.report}\n", "")
+    assert "completed" in run.report.read_text()
+
+
+def test_the_page_goes_where_it_should(site: Path, queue: Queue, cli: Cli) -> None:
+    run = synthetic.make_run(site / "runs")
+    assert cli("report", "quick-001", "--html", "--out", "page.html").out == f"{site / 'page.html'}\n"
+    assert not run.report.exists()
+    refused = cli("report", "quick-001", "--html", "--out", "absent/page.html")
+    assert (refused.code, refused.out) == (2, "")
+    assert "--out = 'absent/page.html': the page cannot be written (No such file or directory); valid:" in refused.err
+
+
+def test_a_job_that_was_killed_is_not_reported_as_running(site: Path, queue: Queue, cli: Cli) -> None:
+    run = synthetic.make_run(site / "runs")
+    run.result.unlink()
+    write_atomic(run.status, encode_status(synthetic.make_status(run, state="running")))
+    queue.answer = JobInfo("4711", JobState.RUNNING)
+    cli("report", "quick-001")
+    assert "No end of this run is recorded." in run.report.read_text()
+    queue.answer = JobInfo("4711", JobState.NODE_FAIL)
+    cli("report", "quick-001")
+    text = run.report.read_text()
+    assert "No end of this run is recorded." not in text
+    assert "a node failed" in text
+
+
+def test_a_run_that_slurm_has_forgotten_is_neither_over_nor_surely_running(site: Path, queue: Queue, cli: Cli) -> None:
+    run = synthetic.make_run(site / "runs")
+    run.result.unlink()
+    write_atomic(run.status, encode_status(synthetic.make_status(run, state="running")))
+    queue.answer = JobInfo("4711", JobState.UNKNOWN)
+    cli("report", "quick-001")
+    text = run.report.read_text()
+    assert "No end of this run is recorded." in text
+    assert "Slurm has no record of it" in text
+
+
+def test_a_stopped_run_that_is_queued_again_is_not_over(site: Path, queue: Queue, cli: Cli) -> None:
+    run = synthetic.make_run(site / "runs")
+    run.result.unlink()
+    write_atomic(run.status, encode_status(synthetic.make_status(run, state="cancelled")))
+    for state, shown in ((JobState.CANCELLED, "cancelled"), (JobState.PENDING, "requeued")):
+        queue.answer = JobInfo("4711", state)
+        cli("report", "quick-001")
+        assert f'<p class="state {shown}">{shown}</p>' in run.report.read_text()
+
+
+def test_a_run_that_waits_in_the_queue_is_reported(site: Path, queue: Queue, cli: Cli) -> None:
+    cli("submit", "run.toml")
+    assert cli("report").code == 0
+    text = RunDir(site / "runs" / "quick-001").report.read_text()
+    assert "waiting for free nodes" in text
+    assert "has committed no step yet" in text
+
+
+def test_a_picture_without_a_home_prints_nothing_else(tmp_path: Path) -> None:
+    run = synthetic.make_run(tmp_path)
+    nowhere = str(run.job / "home")
+    environment = {name: value for name, value in os.environ.items() if name != "MPLCONFIGDIR"}
+    done = subprocess.run(
+        [sys.executable, "-m", "libra_hpc_cli.app", "summary", str(run.path), "--json"],
+        env=environment | {"HOME": nowhere, "XDG_CONFIG_HOME": nowhere, "XDG_CACHE_HOME": nowhere},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert run.summary_picture.exists()

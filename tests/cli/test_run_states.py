@@ -1,0 +1,230 @@
+"""The state of a run in the verbs: which questions the queue gets, and what a follower makes of the answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from libra_hpc_cli import jobs
+from libra_hpc_cli.follow import LONGEST_POLL_S, LOST_S, Follower
+
+from libra_hpc.errors import SlurmUnreachable
+from libra_hpc.files import write_atomic
+from libra_hpc.slurm import query
+from libra_hpc.slurm.query import JobInfo, JobState
+from libra_hpc.slurm.run_state import SILENT_S, NoAnswer
+from libra_hpc.telemetry.events import LineLog
+from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.telemetry.status import encode_status
+from tests.telemetry import synthetic
+
+from .conftest import Outcome, Queue
+
+Cli = Callable[..., Outcome]
+
+
+def make_run(parent: Path, job_id: str = "4711", attempt: int = 1) -> RunDir:
+    run = RunDir.create(parent, "quick")
+    run.write_json(run.config, {})
+    run.write_json(
+        run.job, {"job_id": job_id, "executor": "slurm", "attempt": attempt, "submitted_at": 1.0, "cluster": "libra"}
+    )
+    return run
+
+
+def write_status(run: RunDir, at: float, state: str = "running", step: int = 41) -> None:
+    status = synthetic.make_status(run, state=state, step=step)
+    write_atomic(run.status, encode_status(msgspec.structs.replace(status, updated_at=at, started_at=at - 60.0)))
+
+
+class Calls:
+    """Stands for Slurm's commands: counts them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[str] = []
+        self.known: dict[str, JobInfo] = {}
+        monkeypatch.setattr(jobs, "slurm_environment", lambda: self.made.append("ping") or {})
+        monkeypatch.setattr(query, "own_jobs", lambda env: self.made.append("squeue") or dict(self.known))
+        monkeypatch.setattr(query, "accounts", self.accounts)
+
+    def accounts(self, env: object, ids: list[str]) -> dict[str, JobInfo]:
+        self.made.append(f"sacct {','.join(ids)}")
+        return {job_id: JobInfo(job_id, JobState.TIMEOUT) for job_id in ids}
+
+
+def test_a_list_of_many_runs_is_one_question_to_the_queue_and_one_to_the_accounting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls(monkeypatch)
+    runs = [make_run(tmp_path, str(number)) for number in range(1, 6)]
+    runs[4].write_json(runs[4].result, {"state": "completed", "message": "", "attempt": 1, "t": 2.0})
+    calls.known = {
+        "1": JobInfo("1", JobState.RUNNING, script=f"{runs[0].path}/job.sbatch"),
+        "2": JobInfo("2", JobState.RUNNING, script="/elsewhere/other-001/job.sbatch"),
+    }
+    states = [state.state for state in jobs.states(runs).values()]
+    assert states == ["starting", "unknown", "time_limit", "time_limit", "completed"]
+    assert calls.made == ["ping", "squeue", "sacct 3,4"]
+    calls.made.clear()
+    assert jobs.states([runs[4]])[str(runs[4].path)].over
+    assert calls.made == [], "a run that is complete needs no queue"
+
+
+def test_a_follower_finds_slurm_once_and_asks_one_question_a_poll(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls(monkeypatch)
+    monkeypatch.setattr("libra_hpc.slurm.submit.job", lambda env, job_id: JobInfo(job_id, JobState.PENDING))
+    now = [100.0]
+    follower = Follower(make_run(tmp_path), clock=lambda: now[0])
+    for _ in range(5):
+        follower.refresh()
+        now[0] += LONGEST_POLL_S
+    assert calls.made == ["ping"]
+
+
+def test_unknown_is_not_failed_and_ends_a_wait_only_where_slurm_answers(site: Path, queue: Queue) -> None:
+    now = [1000.0]
+    follower = Follower(make_run(site / "runs"), clock=lambda: now[0])
+    queue.answer = NoAnswer("No Slurm controller answers")
+    for _ in range(20):
+        found = follower.refresh()
+        now[0] += LONGEST_POLL_S
+        assert (found.state, found.over, found.reason) == ("unknown", False, "No Slurm controller answers")
+    queue.answer = JobInfo("4711", JobState.UNKNOWN)
+    asked = now[0]
+    while not (found := follower.refresh()).over:
+        now[0] += 1.0
+    assert (found.state, now[0] - asked) == ("unknown", LOST_S)
+
+
+def test_an_answer_is_forgotten_once_the_run_has_written_something_newer(site: Path, queue: Queue) -> None:
+    run, now = make_run(site / "runs"), [1000.0]
+    follower = Follower(run, clock=lambda: now[0])
+    queue.answer = JobInfo("4711", JobState.PENDING, "Resources")
+    assert follower.refresh().state == "pending"
+    now[0] += 1.0
+    write_status(run, now[0])
+    assert follower.refresh().state == "running"
+    run.write_json(run.result, {"state": "completed", "message": "step 60 is saved", "attempt": 1, "t": now[0] + 0.5})
+    assert (follower.refresh().state, follower.state.over) == ("completed", True)
+
+
+def test_a_stop_is_over_only_once_the_queue_has_answered_after_it(site: Path, queue: Queue) -> None:
+    run, now = make_run(site / "runs"), [1000.0]
+    follower = Follower(run, clock=lambda: now[0])
+    write_status(run, now[0])
+    queue.answer = JobInfo("4711", JobState.PENDING, "BeginTime")
+    assert follower.refresh().state == "running"
+    now[0] += 1.0
+    run.write_json(run.result, {"state": "time_limit", "message": "step 41 is saved", "attempt": 1, "t": now[0]})
+    assert (follower.refresh().state, follower.state.over) == ("requeued", False)
+
+
+def test_a_silent_run_is_not_asked_to_save_and_one_that_falls_silent_is_ended(
+    site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(site / "runs")
+    queue.answer = JobInfo("4711", JobState.RUNNING)
+    write_status(run, time.time() - SILENT_S - 5.0)
+    outcome = cli("cancel", "quick-001")
+    assert "job 4711 is not asked to save: no status for 1:05" in outcome.err
+    assert (queue.cancelled, run.stop.exists()) == (["quick-001"], False)
+    write_status(run, time.time())
+    monkeypatch.setattr("libra_hpc_cli.cancel.ASK_S", 0.0)
+    monkeypatch.setattr("libra_hpc_cli.cancel.POLL_S", 0.0)
+    monkeypatch.setattr("libra_hpc_cli.cancel.print_note", lambda text: write_status(run, 1.0))
+    assert "job 4711 cancelled" in cli("cancel", "quick-001").out
+    assert (queue.cancelled, run.stop.exists()) == (["quick-001"] * 2, True)
+
+
+def test_a_run_that_is_queued_again_while_it_stops_is_cancelled_all_the_same(
+    site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(site / "runs")
+    queue.answer = JobInfo("4711", JobState.RUNNING)
+    write_status(run, time.time())
+
+    def rank_0(text: str) -> None:
+        run.write_json(run.result, {"state": "cancelled", "message": "saved", "attempt": 1, "t": time.time()})
+        queue.answer = JobInfo("4711", JobState.PENDING, "BeginTime")
+
+    monkeypatch.setattr("libra_hpc_cli.cancel.print_note", rank_0)
+    assert "job 4711 cancelled; saved" in cli("cancel").out
+    assert queue.cancelled == ["quick-001"]
+
+
+def test_nothing_is_cancelled_where_slurm_has_no_record_of_the_job(
+    site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(site / "runs")
+    queue.answer = JobInfo("4711", JobState.UNKNOWN)
+    monkeypatch.setattr(jobs, "cancel", lambda run: False)
+    assert cli("cancel").out == "quick-001: job 4711 is unknown (Slurm has no record of its job); nothing to cancel\n"
+
+
+def test_a_job_id_finds_its_run_in_another_folder(
+    site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(site / "elsewhere")
+    monkeypatch.setattr(jobs, "run_folder", lambda job_id: run.path if job_id == "4711" else None)
+    assert json.loads(cli("status", "4711", "--json").out)["path"] == str(run.path)
+    assert "no run of that name, folder or job id below runs/" in cli("status", "4712").err
+
+
+def test_a_run_is_found_by_a_job_id_without_a_slurm_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable() -> dict[str, str]:
+        raise SlurmUnreachable("No Slurm controller answers.")
+
+    monkeypatch.setattr(jobs, "slurm_environment", unreachable)
+    assert jobs.run_folder("4711") is None
+    assert jobs.run_folder("local-17") is None
+
+
+def test_json_has_the_state_its_reason_and_the_cluster(site: Path, queue: Queue, cli: Cli) -> None:
+    run = make_run(site / "runs")
+    run.write_json(run.result, {"state": "time_limit", "message": "step 41 is saved", "attempt": 1, "t": 2.0})
+    queue.answer = JobInfo("4711", JobState.FAILED)
+    for printed in (json.loads(cli("status", "--json").out), json.loads(cli("list", "--json").out)[0]):
+        facts = {key: printed[key] for key in ("job_id", "cluster", "state", "reason", "since", "over")}
+        assert facts == {
+            "job_id": "4711",
+            "cluster": "libra",
+            "state": "time_limit",
+            "reason": "step 41 is saved",
+            "since": 2.0,
+            "over": True,
+        }
+    assert "quick-001: job 4711 on libra is stopped by its time limit (step 41 is saved)" in cli("status").out
+
+
+def test_the_first_reward_stays_once_a_fifth_of_the_run_is_trained_and_is_the_same_in_list_and_summary(
+    site: Path, queue: Queue, cli: Cli
+) -> None:
+    run = make_run(site / "runs")
+    firsts = []
+    with_metrics = LineLog(run.metrics)
+    for step in range(1, synthetic.STEPS + 1):
+        with_metrics.write({"step": step, "reward": step / 100.0, "t": float(step)})
+        if step % 12 == 0:
+            write_status(run, time.time(), step=step)
+            listed = json.loads(cli("list", "--json").out)[0]["reward_first"]
+            assert listed == json.loads(cli("summary", "quick-001", "--json").out)["reward_first"]
+            firsts.append(listed)
+    assert firsts == [pytest.approx(sum(range(1, 13)) / 1200.0)] * 5
+
+
+def test_the_reasons_of_a_list_fit_80_columns(
+    site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("libra_hpc_cli.output.WIDTH", 80)
+    run = make_run(site / "runs")
+    run.write_json(run.result, {"state": "failed", "message": "node 1: " + "a reason " * 20, "attempt": 1, "t": 2.0})
+    lines = cli("list").out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].startswith(" quick-001: node 1: a reason a reason")
+    assert lines[-1].endswith("…")

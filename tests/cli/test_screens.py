@@ -1,0 +1,73 @@
+"""Every screen in a terminal of 80 columns, where no cell is cut, and in one that knows ASCII alone."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from libra_hpc_cli import app, output, split
+
+from libra_hpc.files import write_atomic
+from libra_hpc.hardware.models import model_shape
+from libra_hpc.telemetry.status import encode_status
+from tests.slurm.test_examples import EXAMPLES, model_folder
+from tests.telemetry import synthetic
+
+from .conftest import Outcome, Queue
+
+COLUMNS = 80
+SCREENS = [
+    "check run.toml",
+    "plan RUN.toml",
+    "plan RUN.toml --explain",
+    "plan RUN.toml --gpus 16..64",
+    "trace inspect t.jsonl",
+    "simulate t.jsonl",
+    "doctor",
+    "config show RUN.toml --toml --sources",
+    "config explain components",
+]
+
+
+@pytest.fixture
+def words(site: Path, queue: Queue, cli: Callable[..., Outcome], screen: str) -> list[str]:
+    """The words of a screen's command line, with the files that it needs."""
+    model = model_folder(site / "policy", model_shape("qwen3-14b"))
+    (site / "RUN.toml").write_text((EXAMPLES / "a800-48-qwen3-14b.toml").read_text())
+    run = synthetic.make_run(site / "runs")
+    write_atomic(run.status, encode_status(synthetic.make_status(run)))
+    found = screen.split()
+    if "RUN.toml" in found:
+        found += ["-o", f"model.path={model}", "-o", "slurm.time_limit=12:00:00"]
+    if "t.jsonl" in found:
+        cli("trace", "generate", "t.jsonl", "--trajectories", "64")
+    return found
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_a_screen_is_whole_in_80_columns(
+    words: list[str], cli: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (output, split):
+        monkeypatch.setattr(module, "WIDTH", COLUMNS)
+    outcome = cli(*words)
+    assert outcome.code in (0, 1), outcome.err
+    assert "…" not in outcome.out
+    # A sentence has no cells: the terminal folds it.
+    assert all(len(line) <= COLUMNS or ": " in line for line in outcome.out.splitlines())
+
+
+@pytest.mark.parametrize(
+    "screen", [*SCREENS, "list", "status quick-001", "summary quick-001", "submit run.toml --dry-run"]
+)
+def test_a_terminal_that_knows_ascii_alone_gets_every_screen(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "argv", ["libra-hpc", *words])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    assert ended.value.code in (0, 1)
+    assert stream.tell() > 0

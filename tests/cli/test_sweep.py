@@ -1,0 +1,195 @@
+"""sweep and compare: what is queued, what is refused, and what a second command adds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from libra_hpc_cli import jobs, sweep
+from rich.console import Console
+
+from libra_hpc.errors import OperationError
+from libra_hpc.slurm.launch import Launch
+from libra_hpc.telemetry.rundir import RunDir
+from tests.telemetry import synthetic
+
+from .conftest import Outcome, Queue
+
+Cli = Callable[..., Outcome]
+OVER = ("--over", "optimizer.lr=1e-6,3e-6", "--over", "run.seed=0,1")
+
+
+def folders(site: Path) -> list[str]:
+    parent = site / "runs"
+    return sorted(path.name for path in parent.iterdir() if path.is_dir()) if parent.exists() else []
+
+
+def test_a_sweep_queues_every_combination_under_its_own_name(site: Path, queue: Queue, cli: Cli) -> None:
+    outcome = cli("sweep", "run.toml", *OVER, "--json")
+    assert outcome.code == 0, outcome.err
+    printed = json.loads(outcome.out)
+    names = [f"quick-lr{lr}.seed{seed}-001" for lr in ("1e-6", "3e-6") for seed in (0, 1)]
+    assert [row["run"] for row in printed["runs"]] == [name for name, _ in queue.submitted] == names == folders(site)
+    run = RunDir(site / "runs" / names[3])
+    config = run.read_json(run.config)
+    assert (config["optimizer"]["lr"], config["run"]["seed"]) == (3e-6, 1)
+    assert run.read_json(run.sweep) == {"sweep": "quick", "values": {"optimizer.lr": 3e-6, "run.seed": 1}}
+    recorded = json.loads((site / "runs" / "sweep-quick.json").read_text())
+    assert [f"{one['name']}-001" for one in recorded["runs"]] == names
+    assert {row["sweep"] for row in json.loads(cli("list", "--json").out)} == {"quick"}
+    assert "sweep quick" in cli("list").out
+
+
+@pytest.mark.parametrize(
+    ("over", "message"),
+    [
+        (["run.sed=0,1"], "unknown key in [run]; valid: dir, engine, name, seed, share, steps (did you mean 'seed'?)"),
+        (["run.seed=0,x"], "With run.seed=x: run.seed = 'x': wrong type"),
+        (["run.seed=0,1", "rollout.tp=1,3"], "With run.seed=0, rollout.tp=3: "),
+        (["run.seed=" + ",".join(map(str, range(9))), "algorithm.eta=0,1,2,3"], "36 runs (9 x 4), more than 32"),
+    ],
+)
+def test_a_mistake_in_one_combination_queues_nothing(
+    over: list[str], message: str, site: Path, queue: Queue, cli: Cli
+) -> None:
+    outcome = cli("sweep", "run.toml", *(word for one in over for word in ("--over", one)))
+    assert (outcome.code, outcome.out) == (2, "")
+    assert message in outcome.err
+    assert queue.submitted == []
+    assert folders(site) == []
+
+
+def test_a_dry_run_checks_and_touches_nothing(site: Path, queue: Queue, cli: Cli) -> None:
+    outcome = cli("sweep", "run.toml", *OVER, "--dry-run")
+    assert outcome.code == 0
+    assert "quick-lr3e-6.seed1" in outcome.out
+    assert not (site / "runs").exists()
+
+
+def test_after_a_refusal_in_the_middle_the_same_command_queues_the_others(
+    site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_the_third(launch: Launch, environment: Any) -> str:
+        if len(queue.submitted) == 2:
+            raise OperationError("Slurm did not take the job: too many jobs.")
+        return queue.queue(launch, environment)
+
+    monkeypatch.setattr(jobs, "queue", refuse_the_third)
+    outcome = cli("sweep", "run.toml", *OVER)
+    assert outcome.code == 1
+    assert "2 of 4 runs are queued (quick-lr1e-6.seed0-001, quick-lr1e-6.seed1-001)" in outcome.err
+    assert len(folders(site)) == 2
+    monkeypatch.setattr(jobs, "queue", queue.queue)
+    again = json.loads(cli("sweep", "run.toml", *OVER, "--json").out)
+    assert [row["queued_before"] for row in again["runs"]] == [True, True, False, False]
+    assert len(queue.submitted) == len(set(queue.submitted)) == 4
+    cli("sweep", "run.toml", *OVER)
+    assert len(queue.submitted) == 4
+    cli("sweep", "run.toml", *OVER[:3], "run.seed=1,2")
+    assert [name for name, _ in queue.submitted[4:]] == ["quick-lr1e-6.seed2-001", "quick-lr3e-6.seed2-001"]
+
+
+def test_a_name_belongs_to_one_sweep(site: Path, queue: Queue, cli: Cli) -> None:
+    cli("sweep", "run.toml", *OVER)
+    other_keys = cli("sweep", "run.toml", "--over", "run.seed=0,1")
+    assert (other_keys.code, "over optimizer.lr, run.seed" in other_keys.err) == (2, True)
+    other_file = cli("sweep", "run.toml", *OVER, "-o", "run.steps=7")
+    assert (other_file.code, "has run.steps = 100, and not 7" in other_file.err) == (2, True)
+    assert cli("sweep", "run.toml", "--over", "run.seed=0,1", "--name", "../x").code == 2
+    assert cli("sweep", "run.toml", "--over", "run.seed=0,1", "--name", "seeds").code == 0
+    assert len(queue.submitted) == 6
+
+
+def test_a_run_without_a_record_of_its_job_is_not_queued_again(site: Path, queue: Queue, cli: Cli) -> None:
+    cli("sweep", "run.toml", *OVER)
+    (site / "runs" / "quick-lr1e-6.seed0-001" / "job.json").unlink()
+    outcome = cli("sweep", "run.toml", *OVER)
+    assert (outcome.code, "has no record of a job" in outcome.err) == (2, True)
+    assert len(queue.submitted) == 4
+
+
+def test_most_runs_at_a_time_is_a_chain_of_jobs(
+    site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts = []
+
+    def record(launch: Launch, environment: Any) -> str:
+        scripts.append(jobs.script(launch))
+        return queue.queue(launch, environment)
+
+    monkeypatch.setattr(jobs, "queue", record)
+    assert cli("sweep", "run.toml", *OVER, "--most", "3").code == 0
+    assert ["#SBATCH --dependency=afterany:4711\n" in script for script in scripts] == [False, False, False, True]
+    refused = cli("sweep", "run.toml", *OVER, "--most", "3", "--executor", "local", "--name", "x")
+    assert (refused.code, "--most = 3: the local executor has no queue" in refused.err) == (2, True)
+
+
+def recorded(site: Path, name: str, seed: int) -> RunDir:
+    """A completed run with another seed."""
+    run = synthetic.make_run(site / "runs", name)
+    config = run.read_json(run.config)
+    config["run"]["seed"] = seed
+    run.write_json(run.config, config)
+    return run
+
+
+def test_compare_prints_differing_keys_results_and_seeds_and_draws(site: Path, queue: Queue, cli: Cli) -> None:
+    recorded(site, "a", 0)
+    recorded(site, "b", 1)
+    printed = json.loads(cli("compare", "a-001", "b-001", "--json").out)
+    assert printed["keys"] == ["run.seed"]
+    assert [run["run"] for run in printed["runs"]] == ["a-001", "b-001"]
+    assert printed["groups"][0]["members"] == [0, 1]
+    assert (site / printed["picture"]).read_bytes().startswith(b"\x89PNG")
+    shown = cli("compare", "a-001", "b-001", "--metric", "train_s", "--out", "t.png").out
+    assert "seed=1" in shown
+    assert "median over seeds" in shown
+    assert "train_s" in shown
+    assert (site / "t.png").exists()
+
+
+def test_compare_of_a_sweep_without_steps_draws_no_picture(site: Path, queue: Queue, cli: Cli) -> None:
+    cli("sweep", "run.toml", *OVER)
+    outcome = cli("compare", "--sweep", "quick", "--json")
+    assert json.loads(outcome.out)["picture"] is None
+    assert "without steps, and so not in the picture: quick-lr1e-6.seed0-001, " in outcome.err
+    assert not (site / "compare.png").exists()
+    assert "lr=3e-6, seed=1" in cli("compare", "--sweep", "quick").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "two or more runs or --sweep NAME"),
+        (["a-001"], "two runs or more; 'a-001' is one"),
+        (["a-001", "a-001"], "two runs or more"),
+        (["a-001", "b-01"], "did you mean 'b-001'?"),
+        (["a-001", "--sweep", "quick"], "not both"),
+        (["--sweep", "quick"], "no sweep of that name has runs below runs/; there are none"),
+        (["a-001", "b-001", "--metric", "rewad"], "did you mean 'reward'?"),
+    ],
+)
+def test_a_mistake_in_compare_is_one_sentence(
+    arguments: list[str], message: str, site: Path, queue: Queue, cli: Cli
+) -> None:
+    recorded(site, "a", 0)
+    recorded(site, "b", 1)
+    outcome = cli("compare", *arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert message in outcome.err
+
+
+def test_tables_of_compare_fit_80_columns(site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libra_hpc_cli.output.console", lambda: Console(width=80))
+    recorded(site, "a-rather-long-name-of-a-run-with-lr1e-6.seed0", 0)
+    recorded(site, "b", 1)
+    shown = cli("compare", "a-rather-long-name-of-a-run-with-lr1e-6.seed0-001", "b-001").out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+
+
+def test_the_most_runs_without_yes_are_named_in_the_help(cli: Cli) -> None:
+    assert str(sweep.MOST_RUNS) in cli("sweep", "--help").out

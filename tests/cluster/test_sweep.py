@@ -1,0 +1,43 @@
+"""A sweep on the embedded Slurm: two runs with simulated engines, one after the other, and their comparison."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.slurm.devcluster.cluster import ClusterInfo
+from libra_hpc.telemetry import series
+from libra_hpc.telemetry.rundir import RunDir
+from tests.cluster.test_dry_run import DryRun
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+ALONE = {
+    "planner.enabled": "false",
+    "components.hybrid.nodes": "0",
+    "rollout.tp": "8",
+    "rollout.engines_per_node": "1",
+    "checkpoint.experience": "false",
+    "simulated.speedup": "100.0",
+}
+
+
+def test_a_sweep_queues_its_runs_one_after_the_other_and_compares_them(cluster: ClusterInfo, tmp_path: Path) -> None:
+    case = DryRun(tmp_path, "slurm", steps=2)
+    changes = [word for key, value in ALONE.items() for word in ("-o", f"{key}={value}")]
+    command = ["sweep", str(case.run_file), "--over", "run.seed=0,1", "--engine", "simulated", *changes]
+    rows = json.loads(case.cli(*command, "--most", "1", "--json").stdout)["runs"]
+    runs = [RunDir(row["path"]) for row in rows]
+    for case.run in runs:
+        assert case.ended() == "completed", case.logs()
+    first, second = (series.events(run) for run in runs)
+    assert first[-1]["t"] <= second[0]["t"], "the second waited for the first"
+    again = json.loads(case.cli(*command, "--json").stdout)["runs"]
+    assert [row["job_id"] for row in again] == [row["job_id"] for row in rows], "nothing is queued twice"
+    shown = json.loads(case.cli("compare", "--sweep", "t", "--json").stdout)
+    assert shown["keys"] == ["run.seed"]
+    assert [(run["state"], run["steps"]) for run in shown["runs"]] == [("completed", 2)] * 2
+    assert shown["groups"][0]["members"] == [0, 1]
+    assert (tmp_path / "compare.png").exists()

@@ -1,0 +1,229 @@
+"""The report of a run: what it has, that it is inert and self-contained, and how a browser shows it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.pictures.report_charts import charts
+from libra_hpc.pictures.report_page import Ending, page
+from libra_hpc.pictures.svg_chart import MOST_POINTS, Chart, Line, clock_text, clock_ticks, short_number, svg, ticks
+from libra_hpc.telemetry import series
+from libra_hpc.telemetry.events import LineLog
+from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.telemetry.starts import starts
+from tests.browser import SCHEMES, Browser, ensure_browser
+from tests.telemetry.synthetic import make_run
+
+from .eventful import HOSTILE, SECRET, STEP_S, make_eventful_run
+
+NOW = 1_800_000_000.0
+CANCELLED = Ending("cancelled", HOSTILE, over=True)
+WIDTHS = (390, 1280)
+"""CSS pixels of a phone and of a laptop."""
+LAYOUT = """({
+  width: shown.documentElement.scrollWidth,
+  title: shown.title,
+  scripts: shown.querySelectorAll('script, img, iframe, link, object, embed').length,
+  handlers: [...shown.querySelectorAll('*')].filter(e => [...e.attributes].some(a => a.name.startsWith('on'))).length,
+  headings: [...shown.querySelectorAll('h1, h2')].map(e => e.textContent),
+  charts: [...shown.querySelectorAll('figure > svg')].map(e => [e.clientWidth, e.clientHeight]),
+  nameless: [...shown.querySelectorAll('figure > svg, [role=region]')].filter(e => !e.ariaLabel).length,
+  bare: [...shown.querySelectorAll('table')].filter(e => !e.caption || !e.querySelector('th[scope=col]')).length,
+  small: Math.min(...[...shown.querySelectorAll('figure text')].map(e => e.getBoundingClientRect().height)),
+})"""
+
+
+class Outline(HTMLParser):
+    """Names of elements and attributes of a page, and what they refer to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.addresses: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names |= {tag, *(name for name, _ in attrs)}
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "data", "poster")]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Browser:
+    return ensure_browser()
+
+
+@pytest.fixture
+def eventful(tmp_path: Path) -> RunDir:
+    return make_eventful_run(tmp_path)
+
+
+@pytest.fixture
+def written(eventful: RunDir) -> Path:
+    eventful.report.write_text(page(eventful, CANCELLED, NOW))
+    return eventful.report
+
+
+def measured(browser: Browser, written: Path, width: int) -> dict[str, object]:
+    found: dict[str, object] = json.loads(browser.measure(written, LAYOUT, written.parent, width))
+    return found
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_browser_shows_every_part_without_sideways_scrolling(width: int, browser: Browser, written: Path) -> None:
+    found = measured(browser, written, width)
+    assert found["width"] == width
+    assert found["headings"] == [
+        "eventful-001",
+        *("Key figures", "Charts", "Decisions of the planner", "Failures and restarts", "Configuration", "Environment"),
+    ]
+    sizes = found["charts"]
+    assert isinstance(sizes, list)
+    assert len(sizes) == 6
+    assert all(wide > 0.7 * min(width, 500) and high > 100 for wide, high in sizes)
+    assert (found["nameless"], found["bare"]) == (0, 0)
+    small = found["small"]
+    assert isinstance(small, float | int)
+    assert small >= 9.0, "a tick label must stay readable"
+
+
+def test_texts_of_a_run_are_inert_in_a_browser(browser: Browser, written: Path) -> None:
+    found = measured(browser, written, 1280)
+    assert (found["title"], found["scripts"], found["handlers"]) == ("eventful-001: cancelled", 0, 0)
+    # The same without the page's own policy: the texts must be escaped, not only forbidden to run.
+    text = written.read_text()
+    open_to_all = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+    assert open_to_all != text
+    written.write_text(open_to_all)
+    dumped = browser.dom(written)
+    assert "<title>eventful-001: cancelled</title>" in dumped
+    assert "<script>" not in dumped
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_page_follows_the_readers_scheme(scheme: str, browser: Browser, written: Path, tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    browser.screenshot(written, tmp_path / "page.png", width=390, height=600, scheme=scheme)
+    picture = imread(tmp_path / "page.png")
+    assert picture.shape[:2] == (600, 390)
+    corner = picture[0, 0, :3].mean()
+    assert corner > 0.9 if scheme == "light" else corner < 0.2
+    assert picture.std() > 0.05, "the page is not empty"
+
+
+def test_the_page_asks_for_nothing_outside_itself(eventful: RunDir) -> None:
+    text = page(eventful, CANCELLED, NOW)
+    outline = Outline(text)
+    assert outline.addresses == []
+    assert not {"script", "link", "img", "iframe", "object", "embed", "form"} & outline.names
+    assert "url(" not in text
+    assert "@import" not in text
+    assert """content="default-src 'none'; style-src 'unsafe-inline'\"""" in text
+
+
+def test_variables_of_the_nodes_are_hidden(eventful: RunDir) -> None:
+    text = page(eventful, CANCELLED, NOW)
+    assert SECRET not in text
+    assert "SERVICE_KEY" in text
+    # An override replaced the value of the run file.
+    config = eventful.resolved()
+    config["compute"]["env"] = {"SERVICE_KEY": "another"}
+    eventful.write_json(eventful.config, config)
+    assert SECRET not in page(eventful, CANCELLED, NOW)
+
+
+def test_gains_stand_beside_the_decision_that_predicted_them(eventful: RunDir) -> None:
+    text = page(eventful, CANCELLED, NOW)
+    row = next(row for row in re.findall(r"<tr>(.*?)</tr>", text) if "moving node 2 to train" in row)
+    assert re.findall(r"<td[^>]*>([^<]*)</td>", row)[1::2] == ["node 2 to train", "0.60 s"]
+    assert row.endswith("<td>0.47 s</td>")
+    assert "hold, 8 times" in text
+
+
+def test_hours_in_the_queue_are_neither_drawn_nor_counted(eventful: RunDir) -> None:
+    rows, log = series.steps(eventful), series.events(eventful)
+    begun = starts(rows, log)
+    assert [(start.attempt, start.state, start.queued_s > 0) for start in begun] == [
+        (1, "", False),
+        (1, "cancelled", False),
+        (2, "cancelled", True),
+    ]
+    over_time = charts(rows, log, starts=begun, eta=2, hybrid_start="rollout")[1]
+    line = over_time.lines[1]
+    assert max(x for x in line.xs if math.isfinite(x)) < 150 * STEP_S
+    assert sum(map(math.isnan, line.ys)) == 2, "no line crosses a start"
+    assert "2.6" in re.findall(r"GPU hours</dt><dd class=\"value\">([^<]*)", page(eventful, CANCELLED, NOW))[0]
+
+
+def test_a_running_run_is_reported_as_such(eventful: RunDir) -> None:
+    text = page(eventful, Ending("running", "", over=False), NOW)
+    assert "No end of this run is recorded. The page shows it as of 2027-01-15 08:00 UTC." in text
+    assert "last news" in text
+
+
+def test_a_run_without_steps_gets_no_empty_charts(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "young")
+    run.write_json(run.config, RunConfig().model_dump())
+    text = page(run, Ending("pending", "waiting for free nodes", over=False), NOW)
+    assert "has committed no step yet" in text
+    assert "waiting for free nodes" in text
+    assert "<svg" not in text
+
+
+def test_a_run_of_another_version_is_reported_as_far_as_it_goes(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.write_json(run.config, {"run": {"steps": "many", "colour": 3}, "components": {"train": 7}})
+    text = page(run, Ending("completed", "", over=True), NOW)
+    assert text.count("<figure>") == 5, "what was not measured has no chart"
+    assert "engine lost" in text
+
+
+def test_ten_thousand_steps_stay_a_small_page(tmp_path: Path) -> None:
+    run = make_eventful_run(tmp_path, steps=10_000)
+    log = LineLog(run.events)
+    for number in range(5_000):
+        log.write({"t": 1_790_000_100.0 + number, "kind": "decision", "action": "hold", "reason": f"hold: {number}"})
+        log.write({"t": 1_790_000_100.0 + number, "kind": "slow", "part": "engine r3.0", "reason": "late"})
+    log.close()
+    began = time.process_time()
+    text = page(run, CANCELLED, NOW)
+    assert time.process_time() - began < 5.0
+    assert len(text) < 500_000
+    assert "older rows are left out" in text
+    assert "node 2 to train" in text, "holds are left out first"
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 500, 12_345])
+def test_a_long_line_is_its_means_before_a_band_of_its_extremes(count: int) -> None:
+    ys = [1.0] * count
+    ys[count // 3] = 100.0
+    chart = Chart("t", "d", "step", "y", [Line("l", "train", list(map(float, range(count))), ys)])
+    paths = dict(re.findall(r'<path class="(\w+) train" d="([^"]*)"', svg(chart)))
+    assert (set(paths) == {"band", "line"}) == (count > MOST_POINTS)
+    assert len(paths["line"].split()) <= 2 * MOST_POINTS + 2
+    heights = [float(y) for y in re.findall(r"[ M][-\d.]+ ([-\d.]+)", paths.get("band", paths["line"]))]
+    assert min(heights) < 25.0, "the peak must show"
+
+
+def test_an_interrupted_line_stays_interrupted() -> None:
+    line = Line("l", "train", [0.0, 1.0, 2.0, 3.0, 4.0], [1.0, math.nan, math.nan, 2.0, 2.5])
+    drawn = re.findall(r'class="line train" d="([^"]*)"', svg(Chart("t", "d", "step", "y", [line])))[0]
+    assert drawn.count("M") == 2
+    assert drawn.index("h0") < drawn.rindex("M"), "a part of one point is a dot"
+
+
+def test_ticks_are_round() -> None:
+    assert ticks(0.0, 0.9) == [0.0, 0.2, 0.4, 0.6, 0.8]
+    assert ticks(1.0, 3.0, whole=True) == [1.0, 2.0, 3.0]
+    assert clock_ticks(400.0) == [60.0 * minute for minute in range(7)]
+    assert clock_ticks(40 * 86400.0)[1] % 86400 == 0
+    assert [clock_text(s) for s in (0.0, 30.0, 90.0, 5400.0, 7200.0)] == ["0 s", "30 s", "1:30 min", "1:30 h", "2 h"]
+    assert [short_number(v) for v in (0.5, 20.0, 1500.0, 3e6)] == ["0.5", "20", "1.5k", "3M"]
