@@ -4,6 +4,7 @@
 - It waits for any slot -> it returns to its place.
 - It waits for a sibling -> it is set aside until a trajectory of its prompt ends.
 - It waits for one engine -> it is set aside until that engine has a free slot or is closed.
+- No open engine admits its trajectory (`admission`) -> it is set aside until one does.
 - Nothing waits -> a policy that migrates running turns (`turn_migration`) chooses moves.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
+from .admission import Admission
 from .board import Board
 from .protocol import Decision, Finished, Policy, TurnView
 from .turn_migration import Move, Rebalances, Running
@@ -34,14 +36,17 @@ class _Entry:
 
 
 class Dispatcher:
-    """Orders and routes the ready turns of one policy."""
+    """Orders and routes the ready turns of one policy; without an ``admission`` every engine admits every turn."""
 
-    def __init__(self, policy: Policy, board: Board) -> None:
+    def __init__(self, policy: Policy, board: Board, admission: Admission | None = None) -> None:
         self.policy, self.board = policy, board
+        self._admission = admission
         self._heap: list[tuple[float, int, _Entry]] = []
         self._entries: dict[str, _Entry] = {}
         self._prompts: dict[str, dict[str, _Entry]] = {}
         self._wanted: dict[str, list[tuple[float, int, _Entry]]] = {}
+        self._barred: list[tuple[float, int, _Entry]] = []
+        """Turns that no engine admits."""
         self._count = 0
         self._rebalances = policy if isinstance(policy, Rebalances) else None
         self._rebalance_at = 0.0
@@ -56,6 +61,8 @@ class Dispatcher:
         self._count += 1
         entry = self._entries[turn.trajectory] = _Entry(turn, self.policy.key(turn, now), self._count)
         self._prompts.setdefault(turn.prompt_id, {})[turn.trajectory] = entry
+        if self._admission is not None:
+            self._admission.ready(turn)
         self._push(entry)
 
     def withdraw(self, trajectory: str) -> bool:
@@ -70,16 +77,28 @@ class Dispatcher:
         """Route all turns that can start now; the board counts them as sent."""
         routed: list[tuple[TurnView, Decision]] = []
         refused: list[_Entry] = []
-        heap, board, route = self._heap, self.board, self.policy.route
+        heap, board, route, admission = self._heap, self.board, self.policy.route, self._admission
         if self._wanted:
             self._requeue()
+        if admission is not None:
+            admission.observe(board, now)
+            self._unbar(admission)
         while heap and board.free > 0 and len(refused) < MAX_REFUSED:
             key, _, entry = heappop(heap)
             if not entry.alive or entry.parked or key != entry.key:
                 continue
             turn = entry.turn
-            decision = route(turn, board, now)
+            if admission is None:
+                decision = route(turn, board, now)
+            elif (admitted := self._route_admitted(admission, turn, now)) is not None:
+                decision = admitted
+            else:
+                entry.parked = True
+                heappush(self._barred, (key, entry.number, entry))
+                continue
             if decision.engine:
+                if admission is not None:
+                    admission.sent(turn, decision.engine)
                 board.sent(decision.engine, turn.context_tokens)
                 self._remove(entry)
                 routed.append((turn, decision))
@@ -112,12 +131,16 @@ class Dispatcher:
     def finished(self, record: Finished, now: float) -> None:
         """A trajectory ended: the policy learns, and the waiting turns of its prompt get new keys."""
         self.policy.finished(record, now)
+        if self._admission is not None:
+            self._admission.ended(record.trajectory)
         self.release(record.prompt_id, now)
 
     def forget(self, trajectory: str, prompt_id: str, now: float) -> None:
         """A trajectory was aborted."""
         self.withdraw(trajectory)
         self.policy.forget(trajectory)
+        if self._admission is not None:
+            self._admission.ended(trajectory)
         self.release(prompt_id, now)
 
     def release(self, prompt_id: str, now: float) -> None:
@@ -127,6 +150,33 @@ class Dispatcher:
             if entry.parked or key != entry.key:
                 entry.parked, entry.key = False, key
                 self._push(entry)
+
+    def _route_admitted(self, admission: Admission, turn: TurnView, now: float) -> Decision | None:
+        """The policy's decision among the engines that admit the turn; None if no open engine does."""
+        board = self.board
+        is_open = [view for view in board.engines.values() if view.open]
+        closed = [view.engine for view in is_open if not admission.admits(turn, view)]
+        if closed and len(closed) == len(is_open):
+            return None
+        for name in closed:
+            board.set_open(name, False)
+        decision = self.policy.route(turn, board, now)
+        for name in closed:
+            board.set_open(name, True)
+        return decision
+
+    def _unbar(self, admission: Admission) -> None:
+        """Requeue turns that an open engine admits, up to the first that none does: so none is overtaken for ever."""
+        barred = self._barred
+        while barred:
+            key, _, entry = barred[0]
+            if entry.alive and entry.parked and key == entry.key:
+                views = self.board.engines.values()
+                if not any(view.free and admission.admits(entry.turn, view) for view in views):
+                    return
+                entry.parked = False
+                self._push(entry)
+            heappop(barred)
 
     def _requeue(self) -> None:
         """Requeue turns whose engine has free slots; all of them if it is closed or gone."""

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from libra_hpc.errors import OperationError
 from libra_hpc.protocol.trace import TrajectoryRecord
+from libra_hpc.sched.admission import Admission
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.dispatch import REBALANCE_EVERY_S, Dispatcher
 from libra_hpc.sched.protocol import Policy
@@ -47,6 +48,7 @@ class Simulation:
         training: Training | None = None,
         controller: Controller | None = None,
         controller_s: float = 5.0,
+        admission: Admission | None = None,
     ) -> None:
         check(work, engines, settings)
         self.settings = settings
@@ -54,7 +56,7 @@ class Simulation:
         self.recorder = Recorder()
         self._policy = policy
         self._deferral = Deferral(policy)
-        self._queue = Dispatcher(policy, self.board)
+        self._queue = Dispatcher(policy, self.board, admission)
         self._groups = grouped(work, settings.seed)
         self._trajectories = {
             trajectory.name: trajectory for trajectories in self._groups.values() for trajectory in trajectories
@@ -340,8 +342,8 @@ def simulate(
     policy: Policy,
     settings: SimSettings | None = None,
     training: Training | None = None,
+    admission: Admission | None = None,
 ) -> SimResult:
     """Simulate ``work`` on ``engines`` under ``policy``; raises as `Simulation` does."""
-    return Simulation(
-        work=work, engines=engines, policy=policy, settings=settings or SimSettings(), training=training
-    ).run()
+    settings = settings or SimSettings()
+    return Simulation(work, engines, policy, settings, training=training, admission=admission).run()

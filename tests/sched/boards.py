@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from libra_hpc.protocol.env import Signal
+from libra_hpc.sched.admission import Admission
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.dispatch import Dispatcher
 from libra_hpc.sched.protocol import Finished, Policy, TurnView
@@ -73,7 +74,12 @@ def random_lengths(rng: random.Random, groups: int, samples: int = 4) -> dict[st
 
 
 def drive(
-    policy: Policy, board: Board, lengths: dict[str, list[int]], rng: random.Random, arrivals_s: float = 50.0
+    policy: Policy,
+    board: Board,
+    lengths: dict[str, list[int]],
+    rng: random.Random,
+    arrivals_s: float = 50.0,
+    admission: Admission | None = None,
 ) -> list[str]:
     """Serve every trajectory: they arrive at random, turns end in random order, tools take a moment, engines close,
     open and change cap meanwhile.
@@ -81,7 +87,7 @@ def drive(
     Asserts at each decision what every policy owes: an open engine with a free slot, a level that is the engine's, and
     a reason.  Returns the order of ends.
     """
-    dispatcher = Dispatcher(policy, board)
+    dispatcher = Dispatcher(policy, board, admission)
     arrivals = sorted((rng.uniform(0.0, arrivals_s), name) for name in lengths)
     done = dict.fromkeys(lengths, 0)
     running: list[tuple[str, str, int]] = []
@@ -138,8 +144,9 @@ def drive(
     return order
 
 
-def assert_nothing_is_kept(policy: Policy) -> None:
-    """Every trajectory ended: the policy holds nothing of any."""
+def assert_nothing_is_kept(policy: Policy | Admission) -> None:
+    """Every trajectory ended: the policy or admission holds nothing of any."""
     per_trajectory = ["_prompt", "_level", "_scouts", "_probes", "_programs", "_deferred", "_placed", "_waits", "_live"]
+    per_trajectory += ["_lives", "_tokens", "_open"]
     held = {key: value for key, value in vars(policy).items() if key in per_trajectory}
     assert all(len(value) == 0 for value in held.values()), held
