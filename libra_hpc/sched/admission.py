@@ -4,7 +4,7 @@ The dispatcher asks before it offers a turn to the policy, live and in the simul
 
 - A trajectory lives at the engine of its last turn, tool time included.  There its turns are always admitted.
 - An engine does not admit a turn -> it is closed while the policy routes that turn.
-- No open engine admits it -> it is set aside; the lowest `Policy.key` of those comes back first, when it is admitted.
+- No open engine admits it -> it is set aside.  Of first turns the one with the lowest `Policy.key` comes back first.
 - An engine without live trajectories must admit any turn, or turns would wait for ever.
 """
 

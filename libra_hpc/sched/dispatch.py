@@ -46,7 +46,9 @@ class Dispatcher:
         self._prompts: dict[str, dict[str, _Entry]] = {}
         self._wanted: dict[str, list[tuple[float, int, _Entry]]] = {}
         self._barred: list[tuple[float, int, _Entry]] = []
-        """Turns that no engine admits."""
+        """First turns that no engine admits."""
+        self._stranded: list[_Entry] = []
+        """Later turns that no engine admits, because their own one is closed or gone."""
         self._count = 0
         self._rebalances = policy if isinstance(policy, Rebalances) else None
         self._rebalance_at = 0.0
@@ -94,7 +96,10 @@ class Dispatcher:
                 decision = admitted
             else:
                 entry.parked = True
-                heappush(self._barred, (key, entry.number, entry))
+                if turn.engine:
+                    self._stranded.append(entry)
+                else:
+                    heappush(self._barred, (key, entry.number, entry))
                 continue
             if decision.engine:
                 if admission is not None:
@@ -166,7 +171,14 @@ class Dispatcher:
         return decision
 
     def _unbar(self, admission: Admission) -> None:
-        """Requeue turns that an open engine admits, up to the first that none does: so none is overtaken for ever."""
+        """Requeue the first turns that an open engine admits, up to one that none does, so that none is overtaken for
+        ever; and all later turns, whose engine may be open again.
+        """
+        for entry in self._stranded:
+            if entry.alive and entry.parked:
+                entry.parked = False
+                self._push(entry)
+        self._stranded.clear()
         barred = self._barred
         while barred:
             key, _, entry = barred[0]
