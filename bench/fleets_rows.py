@@ -211,8 +211,8 @@ def planned(row: Setting, observed: Sequence[TrajectoryRecord], longest: int) ->
 
 
 def engines_of(row: Setting, fleet: Fleet) -> list[EngineSpec]:
-    """The engines, from the largest to the smallest; slow GPUs are in the middle."""
-    first = (row.pools[0][1] - row.slow) // 2
+    """The engines, from the largest to the smallest; slow nodes are in the middle."""
+    first = row.pools[0][1] // (2 * NODE) * NODE
     engines, gpu = [], 0
     for pool, tp, count in sorted(fleet, key=lambda part: (part.pool, -part.tp)):
         steps: StepTimes = lookup(row.pools[pool][0], row.model, tp)
