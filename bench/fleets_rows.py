@@ -64,9 +64,9 @@ class Setting(NamedTuple):
 
     preset: str = "r2e"
     model: str = "qwen3-14b"
-    pools: tuple[tuple[str, int], ...] = (("a800", 48),)
+    pools: tuple[tuple[str, int], ...] = (("a800", 24),)
     """(device, GPUs)."""
-    trajectories: int = 512
+    trajectories: int = 256
     """Of one batch."""
     batches: int = 0
     eta: int = 0
@@ -77,7 +77,7 @@ class Setting(NamedTuple):
     """``giant`` | ``mislead``."""
 
 
-ONE_OF_24 = (("a800", 24),)
+TWO_NODES = (("a800", 16),)
 ROWS: dict[str, Setting] = {
     "r2e": Setting(dials=(("outcome", 1.0),)),
     "r2e, siblings": Setting(dials=(("outcome", 0.0),)),
@@ -87,23 +87,23 @@ ROWS: dict[str, Setting] = {
     "search": Setting(preset="search"),
     "math": Setting(preset="math"),
     "documents": Setting(preset="documents"),
-    "long": Setting(preset="long", pools=ONE_OF_24),
-    "long, 8B": Setting(preset="long", model="qwen3-8b", pools=ONE_OF_24),
-    "long, 32B": Setting(preset="long", model="qwen3-32b", trajectories=256),
-    "slow node": Setting(slow=8),
-    "two kinds": Setting(pools=(("a800", 24), ("h200", 24))),
+    "long": Setting(preset="long", trajectories=512),
+    "long, 8B": Setting(preset="long", model="qwen3-8b", trajectories=512),
+    "long, 32B": Setting(preset="long", model="qwen3-32b"),
+    "slow node": Setting(pools=(("a800", 48),), trajectories=512, slow=8),
+    "two kinds": Setting(pools=(("a800", 16), ("h200", 16)), trajectories=384),
     "giant": Setting(change="giant"),
     "misleading": Setting(dials=(("outcome", 1.0),), change="mislead"),
-    "steady, eta 0": Setting(pools=ONE_OF_24, trajectories=256, batches=5),
-    "steady, eta 1": Setting(pools=ONE_OF_24, trajectories=256, batches=6, eta=1),
-    "steady, eta 2": Setting(pools=ONE_OF_24, trajectories=256, batches=7, eta=2),
-    "steady long, 1": Setting(preset="long", pools=ONE_OF_24, trajectories=256, batches=6, eta=1),
-    "drift, eta 1": Setting(pools=ONE_OF_24, trajectories=256, batches=6, eta=1, dials=(("drift", 4.0),)),
+    "steady, eta 0": Setting(pools=TWO_NODES, trajectories=128, batches=5),
+    "steady, eta 1": Setting(pools=TWO_NODES, trajectories=128, batches=6, eta=1),
+    "steady, eta 2": Setting(pools=TWO_NODES, trajectories=128, batches=7, eta=2),
+    "steady long, 1": Setting(preset="long", pools=TWO_NODES, trajectories=128, batches=6, eta=1),
+    "drift, eta 1": Setting(pools=TWO_NODES, trajectories=128, batches=6, eta=1, dials=(("drift", 4.0),)),
 }
 
 
 def setting_of(name: str) -> Setting:
-    """A row by name, or 512 trajectories of a recorded trace by its path."""
+    """A row by name, or so many trajectories of a recorded trace by its path."""
     return ROWS[name] if name in ROWS else Setting(preset=name)
 
 

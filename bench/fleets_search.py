@@ -2,7 +2,7 @@
 
 A contestant is a fleet, a policy with its parameters and a rule of admission.  All of a row run on the same work.
 
-1. Every fleet with every rule at its first parameters, without admission and with a share of 0.7; one choosing seed.
+1. Every fleet with every rule at its first parameters on one choosing seed; the better half also with a share of 0.7.
 2. The best pairs of fleet and rule with all their parameters; the same seed.
 3. The best of those with every admission; the same seed.
 4. The best of those on all choosing seeds: the finalists by median.
@@ -40,7 +40,7 @@ BUCKETED: dict[str, type[Libra] | type[CmlfqCost] | type[LaMlfq]] = {
 RULES = (*PLAIN, "tp_sticky", *BUCKETED)
 CAPS = (8, 16, 32, 100)
 """Live trajectories per engine."""
-THRESHOLDS = ((), (1_000, 4_000, 16_000), (4_000, 12_000, 30_000))
+THRESHOLDS = ((), (1_000, 4_000, 16_000))
 """Bounds of the buckets, tokens; empty: quantiles of the lengths that were seen while choosing."""
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
 FIRST_SHARE = "share 0.7"
@@ -73,9 +73,9 @@ class Effort(NamedTuple):
 
     choosing: tuple[int, ...]
     reporting: tuple[int, ...]
-    pairs: int = 10
-    tuned: int = 5
-    finalists: int = 5
+    pairs: int = 6
+    tuned: int = 4
+    finalists: int = 4
     reported: int = 3
     """Contestants of which the best on the reporting seeds, in hindsight, is the opponent."""
 
@@ -194,12 +194,13 @@ class Search:
         # The likely best first: they set the limit for the others.
         self.run([Contestant(fleet, "sticky") for fleet in fleets], one)
         start = [
-            Contestant(fleet, rule, parameters_of(rule, self._name, seeds[0], fleet)[0], admission)
+            Contestant(fleet, rule, parameters_of(rule, self._name, seeds[0], fleet)[0])
             for fleet in fleets
             for rule in rules
-            for admission in ("", FIRST_SHARE)
         ]
-        ranked = self.run(start, one)
+        ranked = self._distinct(self.run(start, one), one)
+        better = [c._replace(admission=FIRST_SHARE) for c in ranked[: (len(ranked) + 1) // 2]]
+        ranked = self.run([*ranked, *better], one)
         self._tell("all pairs", ranked, one)
         pairs = [(c.fleet, c.rule, c.admission) for c in self._distinct(ranked, one)[: effort.pairs]]
         ranked = self.run(
