@@ -33,7 +33,7 @@ from rich.table import Table
 
 from bench import fleets_rows
 from bench.fleets_rows import ROWS, Setting, bounds, fleet_name, fleets_of, longest_context, planned, setting_of, work
-from bench.fleets_search import ADMISSIONS, OURS, Contestant, Effort, Search
+from bench.fleets_search import ADMISSIONS, FORECAST, OURS, Contestant, Effort, Search
 from bench.harness import RESULTS, machine
 
 CHOOSING = 1_000
@@ -63,7 +63,8 @@ def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
     bare = next(
         (c for c in ranked if not c.admission), Contestant(ranked[0].fleet, ranked[0].rule, ranked[0].parameters)
     )
-    shown = {"ours": ours, **variants, "opponent, no admission": bare}
+    forecast = ours._replace(admission=FORECAST)
+    shown = {"ours": ours, "forecast": forecast, **variants, "opponent, no admission": bare}
     reported = list(dict.fromkeys([*ranked[: effort.reported], *shown.values()]))
     search.run(reported, effort.reporting, limited=False)
     opponent = min(ranked[: effort.reported], key=lambda c: search.median(c, effort.reporting))
@@ -108,7 +109,7 @@ def _variants(
 def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
     """The comparison, and what replacing one thing gives."""
     first = _table("row", "ours", "", "the best other choice", "s", "x", "bound")
-    second = _table("cmlfq, x the opponent", "ours", "best admission", "best fleet", "both")
+    second = _table("cmlfq, x the opponent", "ours", "forecast", "best admission", "best fleet", "both")
     for row in rows:
         found = row["found"]
         mine, other = found["ours"], found["opponent"]
@@ -124,6 +125,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
         second.add_row(
             row["row"],
             f"{mine['x']:.2f}",
+            f"{found['forecast']['x']:.2f}",
             f"{found['admission']['x']:.2f} {found['admission']['policy'].removeprefix('cmlfq').strip(', ') or '-'}",
             f"{found['fleet']['x']:.2f} {found['fleet']['fleet']}",
             f"{found['both']['x']:.2f}",

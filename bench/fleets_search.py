@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from bench.fleets_rows import Fleet, engines_of, longest_context, quantile_thresholds, setting_of, settings_of, work
 from libra_hpc.errors import OperationError, UserError
-from libra_hpc.sched.admission import Admission, KvShare
+from libra_hpc.sched.admission import Admission, KvForecast, KvShare
 from libra_hpc.sched.baselines.cmlfq_cost import CmlfqCost
 from libra_hpc.sched.baselines.la_mlfq import LaMlfq
 from libra_hpc.sched.baselines.libra import Libra
@@ -46,6 +46,8 @@ SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
 FIRST_SHARE = "share 0.7"
 ADMISSIONS = ("", *(f"share {share}" for share in SHARES), "cap 1.02", "cap 1.1")
 """``cap``: `EpisodeCap` with that growth."""
+FORECAST = "forecast"
+"""`KvForecast`, for the variants of our own policy."""
 LOST = 1.6
 
 
@@ -134,8 +136,8 @@ def _policy(contestant: Contestant) -> Policy:
 
 
 def _admission(name: str, contestant: Contestant) -> Admission | None:
-    if not contestant.admission:
-        return None
+    if contestant.admission in ("", FORECAST):
+        return KvForecast() if contestant.admission else None
     kind, value = contestant.admission.split()
     if kind == "share":
         return KvShare(float(value))

@@ -137,7 +137,7 @@ class Dispatcher:
         """A trajectory ended: the policy learns, and the waiting turns of its prompt get new keys."""
         self.policy.finished(record, now)
         if self._admission is not None:
-            self._admission.ended(record.trajectory)
+            self._admission.ended(record.trajectory, record.context_tokens)
         self.release(record.prompt_id, now)
 
     def forget(self, trajectory: str, prompt_id: str, now: float) -> None:
@@ -145,7 +145,7 @@ class Dispatcher:
         self.withdraw(trajectory)
         self.policy.forget(trajectory)
         if self._admission is not None:
-            self._admission.ended(trajectory)
+            self._admission.ended(trajectory, 0)
         self.release(prompt_id, now)
 
     def release(self, prompt_id: str, now: float) -> None:

@@ -110,5 +110,5 @@ def test_the_judge_reports_ours_the_opponent_and_what_was_replaced(small: str, m
     monkeypatch.setattr(fleets_search, "seconds", distance)
     row = judge(Inline(), small, QUICK)
     assert row["found"]["ours"]["x"] == pytest.approx(1.5)
-    assert set(row["found"]) == {"ours", "admission", "fleet", "both", "opponent", "opponent, no admission"}
+    assert set(row["found"]) == {"ours", "forecast", "admission", "fleet", "both", "opponent", "opponent, no admission"}
     assert [table.row_count for table in tables([row])] == [1, 1]

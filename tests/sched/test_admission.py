@@ -7,9 +7,10 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from libra_hpc.protocol.rollout import EngineStats
-from libra_hpc.sched.admission import Admission, KvShare
+from libra_hpc.sched.admission import FIRST_WEIGHT, Admission, KvForecast, KvShare
 from libra_hpc.sched.baselines.least_loaded import LeastLoaded
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.dispatch import Dispatcher
@@ -23,12 +24,12 @@ def sent(dispatcher: Dispatcher, now: float = 0.0) -> list[tuple[str, str]]:
 
 
 def rules() -> list[Admission]:
-    return [KvShare(0.05), EpisodeCap(50_000, floor=1)]
+    return [KvShare(0.05), KvForecast(0.05), EpisodeCap(50_000, floor=1)]
 
 
 @pytest.mark.parametrize("name", policy_names())
 @settings(max_examples=10, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([0, 1]))
+@given(st.integers(0, 2**32), st.sampled_from([0, 1, 2]))
 def test_everything_is_served_under_every_policy_however_little_is_admitted(name: str, seed: int, rule: int) -> None:
     rng = random.Random(seed)
     lengths = random_lengths(rng, groups=rng.randint(1, 8))
@@ -64,6 +65,25 @@ def test_a_trajectory_larger_than_the_share_runs_alone() -> None:
     board.answered("a", 900)
     dispatcher.forget("long", "l", 1.0)
     assert sent(dispatcher, 1.0) == [("short", "a")]
+
+
+def test_a_forecast_keeps_room_for_contexts_that_will_grow() -> None:
+    board = board_of(("a", 1), kv=100_000)
+    forecast = KvForecast()
+    view = board.engines["a"]
+    new = replace(turn_of("new", context=1_000), max_context=80_000)
+    assert forecast.counted(new) == 20_000, "a quarter of the longest context, before anything is known"
+    for number in range(5):
+        one = replace(new, trajectory=f"t{number}")
+        assert forecast.admits(one, view)
+        forecast.sent(one, "a")
+    assert not forecast.admits(new, view), "five of 20,000 tokens will fill the cache"
+    for number in range(FIRST_WEIGHT):
+        forecast.ended(f"t{number}", 4_000)
+    assert forecast.counted(new) == 12_000
+    forecast.ended("aborted", 0)
+    assert forecast.counted(new) == 12_000, "an aborted trajectory says nothing about lengths"
+    assert forecast.counted(replace(new, context_tokens=30_000)) == 30_000
 
 
 def test_turns_set_aside_do_not_keep_admitted_ones_waiting() -> None:
@@ -127,7 +147,7 @@ def test_the_episode_cap_is_capacity_over_cost_and_is_cut_once_per_overload() ->
     cap.observe(board, 2 * POLL_S)
     assert cap.cap == 75, "the first cut is still draining"
     for number in range(30):
-        cap.ended(f"t{number}")
+        cap.ended(f"t{number}", 1_000)
     board.report("a", stats(9))
     cap.observe(board, 3 * POLL_S)
     assert cap.cap == int(HARDER_CUT * 70)
@@ -142,7 +162,7 @@ def test_the_episode_cap_grows_after_a_clear_step_and_ignores_weight_updates() -
     board.report("a", stats(8))
     cap.observe(board, POLL_S)
     assert cap.cap == 10, "an update computes all sequences again"
-    cap.ended("t0")
+    cap.ended("t0", 1_000)
     cap.sent(turn_of("more", "p", context=1_000), "a")
-    cap.ended("t1")
+    cap.ended("t1", 1_000)
     assert cap.cap == 15

@@ -33,8 +33,7 @@ class EpisodeCap:
         self._known = False
         self._commit = 1.0
         self.cap = floor
-        self._open: dict[str, int] = {}
-        """Context of each open trajectory, tokens."""
+        self._open: set[str] = set()
         self._capacity = 0
         self._polled_at = -POLL_S
         self._seen: dict[str, tuple[int, int, int]] = {}
@@ -61,8 +60,6 @@ class EpisodeCap:
 
     def ready(self, turn: TurnView) -> None:
         """See `Admission.ready`."""
-        if turn.trajectory in self._open:
-            self._open[turn.trajectory] = turn.context_tokens
 
     def admits(self, turn: TurnView, engine: EngineView) -> bool:
         """See `Admission.admits`: open trajectories may go anywhere."""
@@ -70,16 +67,16 @@ class EpisodeCap:
 
     def sent(self, turn: TurnView, engine: str) -> None:
         """See `Admission.sent`."""
-        self._open[turn.trajectory] = turn.context_tokens
+        self._open.add(turn.trajectory)
 
-    def ended(self, trajectory: str) -> None:
+    def ended(self, trajectory: str, context_tokens: int) -> None:
         """See `Admission.ended`."""
         used = len(self._open) >= IN_USE * self.cap
-        tokens = self._open.pop(trajectory, 0)
-        if not tokens:
+        self._open.discard(trajectory)
+        if not context_tokens:
             return
         weight = AVERAGE if self._known else 1.0
-        self._cost, self._known = (1.0 - weight) * self._cost + weight * tokens, True
+        self._cost, self._known = (1.0 - weight) * self._cost + weight * context_tokens, True
         self._finished += 1
         if self._finished % self._step == 0:
             if self._clear and used:
