@@ -193,8 +193,8 @@ class Search:
         """The best contestants by the choosing seeds, best first."""
         effort, seeds = self._effort, self._effort.choosing
         one = seeds[:1]
-        # The likely best first: they set the limit for the others.
-        self.run([Contestant(fleet, "sticky") for fleet in fleets], one)
+        # These are never far from the best: they set the limit for the others.
+        self.run([Contestant(fleet, "sticky", (), FIRST_SHARE) for fleet in fleets], one)
         start = [
             Contestant(fleet, rule, parameters_of(rule, self._name, seeds[0], fleet)[0])
             for fleet in fleets
