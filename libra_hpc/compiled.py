@@ -33,6 +33,7 @@ MODULES = (
     "residency",
     "engine_loads",
     "ttl",
+    "cmlfq_reasons",
     "cmlfq",
 )
 """Modules of `libra_hpc.sched` that run for every turn or for every end of a trajectory."""

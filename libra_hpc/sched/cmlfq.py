@@ -1,7 +1,7 @@
 """C-MLFQ: a multi-level feedback queue whose feedback is causal: prompt, siblings and tool results, not only run time.
 
-A level is one TP class of the engines present.  Estimates: `remaining_work`; step costs: `costs`.  Where contexts exceed
-the KV caches, `residency` decides which trajectories keep theirs and which wait.
+A level is one TP class of the engines present.  Estimates: `remaining_work`; step costs: `costs`.  Where the contexts
+exceed the KV caches, `residency` decides which trajectories keep theirs and which wait.
 
 - A turn is ready -> the engine where it adds least to ``sum over engines of finish ** 4`` (`engine_loads`).  The sum
   stands for the makespan: it sends long trajectories to fast engines and fills slow engines with short ones.
@@ -25,6 +25,7 @@ from msgspec.structs import astuple
 from libra_hpc.protocol.env import Signal
 
 from .board import Board
+from .cmlfq_reasons import LEAVES, MOVES, NO_ROOM, STARTS, STARTS_AT_SIBLING, STAYS, WAITS, WAITS_FOR_CACHE
 from .engine_loads import EngineLoads, EngineWork, Placed
 from .protocol import Decision, Finished, TurnView
 from .remaining_work import Cursor, RemainingWorkEstimator
@@ -48,24 +49,6 @@ MAX_TRACKED: Final = 65_536
 """Open trajectories; more than any staleness gate admits, so only abandoned ones are dropped."""
 TOOLS_LEARNED: Final = 4
 """Tool durations learned per finished trajectory: its last ones."""
-
-STARTS: Final = "start: {engine} then finishes in {finish_s:.1f} s, with {remaining:.0f} tokens expected of this one"
-STARTS_AT_SIBLING: Final = (
-    "start: {engine} has the prompt cached for a sibling and then finishes in {finish_s:.1f} s, with {remaining:.0f}"
-    " tokens expected of this one"
-)
-STAYS: Final = "stay: with it {engine} finishes in {finish_s:.1f} s; {remaining:.0f} tokens expected of this one"
-MOVES: Final = (
-    "move: {engine} adds {ratio:.1f} times less to the late finish than staying, though the context is prefilled again;"
-    " {remaining:.0f} tokens expected"
-)
-LEAVES: Final = (
-    "move: the last engine is gone, full or under new weights; {engine} finishes in {finish_s:.1f} s; {remaining:.0f}"
-    " tokens expected"
-)
-WAITS_FOR_CACHE: Final = "wait: {wanted} is full, but has the context cached; {remaining:.0f} tokens expected"
-NO_ROOM: Final = "wait: the KV caches are full with contexts under way; {remaining:.0f} tokens expected"
-WAITS: Final = "wait: no engine has a free slot; {remaining:.0f} tokens expected"
 
 
 _Fields = tuple[str, str, int, str, int, int, int, float, str, tuple[Signal, ...], int]

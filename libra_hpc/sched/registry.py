@@ -12,6 +12,7 @@ _BASELINES = "libra_hpc.sched.baselines"
 _POLICIES: dict[str, tuple[str, str]] = {
     "autellix": (f"{_BASELINES}.autellix", "Autellix"),
     "cmlfq": ("libra_hpc.sched.cmlfq", "CausalMlfq"),
+    "cmlfq_cost": (f"{_BASELINES}.cmlfq_cost", "CmlfqCost"),
     "la_mlfq": (f"{_BASELINES}.la_mlfq", "LaMlfq"),
     "least_loaded": (f"{_BASELINES}.least_loaded", "LeastLoaded"),
     "least_requests": (f"{_BASELINES}.least_loaded", "LeastRequests"),
@@ -20,6 +21,7 @@ _POLICIES: dict[str, tuple[str, str]] = {
     "round_robin": (f"{_BASELINES}.round_robin", "RoundRobin"),
     "seer": (f"{_BASELINES}.seer", "Seer"),
     "sticky": (f"{_BASELINES}.least_loaded", "Sticky"),
+    "tp_sticky": (f"{_BASELINES}.tp_sticky", "TpSticky"),
 }
 
 SIMULATOR_ONLY = {"oracle": "it knows the future", "tail_batching": "it aborts what a live run has started"}

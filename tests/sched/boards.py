@@ -138,8 +138,9 @@ def drive(
     return order
 
 
-def assert_nothing_is_kept(policy: Policy) -> None:
-    """Every trajectory ended: the policy holds nothing of any."""
+def assert_nothing_is_kept(policy: object) -> None:
+    """Every trajectory ended: the policy or rule of admission holds nothing of any."""
     per_trajectory = ["_prompt", "_level", "_scouts", "_probes", "_programs", "_deferred", "_placed", "_waits", "_live"]
+    per_trajectory += ["_lives", "_tokens", "_open"]
     held = {key: value for key, value in vars(policy).items() if key in per_trajectory}
     assert all(len(value) == 0 for value in held.values()), held

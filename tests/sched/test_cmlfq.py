@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.cmlfq import AGEING_S, CausalMlfq
 from libra_hpc.sched.dispatch import Dispatcher
-from libra_hpc.sched.engine_loads import ENTRY_SLACK, EngineLoads, Resident
+from libra_hpc.sched.engine_loads import ENTRY_SLACK, EngineLoads, Placed
 from libra_hpc.sched.ttl import KEEP_SLACK, KeepTimes, best_keep_s
 from tests.sched.views import MISS, OK, board, finished, stats, turn
 
@@ -221,13 +221,13 @@ def test_decisions_are_admissible_and_loads_add_up(steps: list[tuple[int, int, b
 def test_the_first_engine_to_finish_is_right_within_the_slack() -> None:
     made, loads = board(*((f"e{i}", 1) for i in range(6))), EngineLoads()
     loads.sync(made)
-    residents: list[Resident] = []
+    residents: list[Placed] = []
     for i in range(200):
         load = loads.first_to_finish(made.classes[0])
         assert load is not None
         every = [s for n in made.engines if (s := loads.get(n)) is not None]
         assert load.finish <= min(s.finish for s in every) / ENTRY_SLACK**2 + 1e-9
-        one = Resident()
+        one = Placed()
         left = float(100 + i * 37 % 500)
         load.add(one, reach=left, work=left * 1000, prefill=500.0, finish=load.finish_with(left, left * 1000, 500.0))
         residents.append(one)
@@ -246,7 +246,7 @@ def test_many_that_may_become_the_longest_weigh_more_than_one() -> None:
     load = loads.get("e")
     assert load is not None
     alone = load.finish_with(1000.0, 0.0, 0.0)
-    residents = [Resident() for _ in range(16)]
+    residents = [Placed() for _ in range(16)]
     for one in residents:
         load.add(one, reach=1000.0, work=0.0, prefill=0.0, finish=load.finish_with(1000.0, 0.0, 0.0))
     assert load.finish == pytest.approx(2.0 * alone), "the fourth root of sixteen"
@@ -261,7 +261,7 @@ def test_finishes_follow_what_steps_cost() -> None:
     loads.sync(made)
     load = loads.get("e")
     assert load is not None
-    load.add(Resident(), reach=1000.0, work=1e6, prefill=500.0, finish=load.finish_with(1000.0, 1e6, 500.0))
+    load.add(Placed(), reach=1000.0, work=1e6, prefill=500.0, finish=load.finish_with(1000.0, 1e6, 500.0))
     before = load.finish
     made.report("other", stats(0, 0.0))
     made.report("other", stats(10, 10.0))

@@ -12,6 +12,7 @@ The original derives the status from text; here it comes from the signal's outco
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from libra_hpc.protocol.env import Signal
 from libra_hpc.sched.protocol import Finished
@@ -52,6 +53,11 @@ class PrefixNode:
         self.mean += (value - self.mean) / self.count
         self._ring.append(value)
         self._p90 = None
+
+    @property
+    def recent(self) -> Sequence[float]:
+        """The last samples, oldest first."""
+        return self._ring
 
     @property
     def p90(self) -> float:

@@ -1,0 +1,170 @@
+"""Rules of admission that can be put on any policy: which trajectories may start at an engine now.
+
+- A trajectory lives at the engine of its last turn, tool time included.  There its turns are always admitted.
+- An engine does not admit a turn -> it is closed while the policy routes that turn.
+- No open engine admits a first turn -> it waits for room, and no later one of the queue starts before it.
+- No open engine admits a later turn -> the policy routes it among all.
+- An engine without live trajectories must admit any turn, or turns would wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, Protocol
+
+from libra_hpc.sched.board import Board, EngineView
+from libra_hpc.sched.protocol import Decision, Finished, Policy, TurnView
+from libra_hpc.sched.turn_migration import Move, Rebalances, Running
+
+FIRST_CONTEXT: Final = 0.25
+"""Share of the longest context.  Half is as good where KV is short, and costs 2 % where it suffices."""
+FIRST_WEIGHT: Final = 16
+"""Finished trajectories that the first guess is worth: those that finish first are shorter than the mean."""
+
+
+class Admission(Protocol):
+    """A rule of admission."""
+
+    def observe(self, board: Board, now: float) -> None:
+        """Read the engines' reports; called before each decision."""
+
+    def ready(self, turn: TurnView) -> None:
+        """A turn became ready: the context of its trajectory has grown."""
+
+    def admits(self, turn: TurnView, engine: EngineView) -> bool:
+        """Whether the turn may go to an open engine now."""
+
+    def sent(self, turn: TurnView, engine: str) -> None:
+        """The turn went to ``engine``; its trajectory lives there from now on."""
+
+    def ended(self, trajectory: str, context_tokens: int) -> None:
+        """A trajectory finished with so many tokens of context, or was aborted: 0."""
+
+
+class Admitted:
+    """A policy under a rule of admission."""
+
+    def __init__(self, policy: Policy, admission: Admission) -> None:
+        self.name = policy.name
+        self._policy, self._admission = policy, admission
+        self._keys: dict[str, float] = {}
+
+    def key(self, turn: TurnView, now: float) -> float:
+        """See `Policy.key`."""
+        self._admission.ready(turn)
+        key = self._keys[turn.trajectory] = self._policy.key(turn, now)
+        return key
+
+    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+        """See `Policy.route`: among the engines that admit the turn."""
+        admission = self._admission
+        admission.observe(board, now)
+        is_open = [view for view in board.engines.values() if view.open]
+        closed = [view.engine for view in is_open if not admission.admits(turn, view)]
+        if turn.engine:
+            closed = closed if len(closed) < len(is_open) else []
+        elif len(closed) == len(is_open) or self._keys[turn.trajectory] > board.room_key:
+            return Decision(engine="", priority=0, level=0, template="wait: not admitted", numbers={}, wait="room")
+        for name in closed:
+            board.set_open(name, False)
+        decision = self._policy.route(turn, board, now)
+        for name in closed:
+            board.set_open(name, True)
+        if decision.engine:
+            admission.sent(turn, decision.engine)
+        return decision
+
+    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
+        """See `Rebalances.rebalance`."""
+        policy = self._policy
+        return list(policy.rebalance(running, board, now)) if isinstance(policy, Rebalances) else []
+
+    def finished(self, record: Finished, now: float) -> None:
+        """See `Policy.finished`."""
+        self._ended(record.trajectory, record.context_tokens)
+        self._policy.finished(record, now)
+
+    def forget(self, trajectory: str) -> None:
+        """See `Policy.forget`."""
+        self._ended(trajectory, 0)
+        self._policy.forget(trajectory)
+
+    def _ended(self, trajectory: str, context_tokens: int) -> None:
+        self._keys.pop(trajectory, None)
+        self._admission.ended(trajectory, context_tokens)
+
+
+class KvShare:
+    """Constant share: the contexts of the trajectories that live at an engine fill at most ``share`` of its KV cache.
+
+    They still grow after their admission, so a share near 1 lets them evict each other.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self._lives: dict[str, tuple[str, int]] = {}
+        """By trajectory: its engine, and its context in tokens."""
+        self._tokens: dict[str, int] = {}
+        """By engine: sum of those contexts; engines without live trajectories are absent."""
+
+    def observe(self, board: Board, now: float) -> None:
+        """See `Admission.observe`."""
+
+    def ready(self, turn: TurnView) -> None:
+        """See `Admission.ready`."""
+        if turn.trajectory in self._lives:
+            self.sent(turn, self._lives[turn.trajectory][0])
+
+    def admits(self, turn: TurnView, engine: EngineView) -> bool:
+        """See `Admission.admits`."""
+        name = engine.engine
+        tokens = self._tokens.get(name, 0)
+        if not tokens or self._lives.get(turn.trajectory, ("", 0))[0] == name:
+            return True
+        return tokens + self.counted(turn) <= self.share * engine.kv_capacity
+
+    def counted(self, turn: TurnView) -> int:
+        """Tokens that the trajectory of a turn counts."""
+        return turn.context_tokens
+
+    def sent(self, turn: TurnView, engine: str) -> None:
+        """See `Admission.sent`."""
+        self._remove(turn.trajectory)
+        tokens = self.counted(turn)
+        self._lives[turn.trajectory] = engine, tokens
+        self._tokens[engine] = self._tokens.get(engine, 0) + tokens
+
+    def ended(self, trajectory: str, context_tokens: int) -> None:
+        """See `Admission.ended`."""
+        self._remove(trajectory)
+
+    def _remove(self, trajectory: str) -> None:
+        engine, tokens = self._lives.pop(trajectory, ("", 0))
+        if engine:
+            left = self._tokens[engine] = self._tokens[engine] - tokens
+            if not left:
+                del self._tokens[engine]
+
+
+class KvForecast(KvShare):
+    """All live trajectories fit in the KV cache at the mean length: each counts its context, at least the mean of
+    finished trajectories.
+
+    Before the first one ends, the mean is a share of the context at which a run ends trajectories.
+    """
+
+    def __init__(self, share: float = 1.0) -> None:
+        super().__init__(share)
+        self._finished = self._context = 0
+
+    def counted(self, turn: TurnView) -> int:
+        """See `KvShare.counted`."""
+        first = FIRST_WEIGHT * FIRST_CONTEXT * turn.max_context
+        return max(turn.context_tokens, int((first + self._context) / (FIRST_WEIGHT + self._finished)))
+
+    def ended(self, trajectory: str, context_tokens: int) -> None:
+        """See `Admission.ended`: the mean learns."""
+        self._remove(trajectory)
+        if context_tokens:
+            self._finished += 1
+            self._context += context_tokens

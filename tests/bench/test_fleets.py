@@ -1,0 +1,114 @@
+"""The judge: fleets of equal size, bounds that no contestant beats, and a search that finds the best contestant."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import pytest
+
+from bench import fleets_rows, fleets_search
+from bench.fleets import judge, tables
+from bench.fleets_rows import ROWS, Setting, bounds, engines_of, fleets_of, planned, work
+from bench.fleets_search import Contestant, Effort, Search, parameters_of, seconds
+
+SMALL = Setting(pools=(("a800", 16),), trajectories=32)
+QUICK = Effort(choosing=(1_000,), reporting=(0,), pairs=2, tuned=1, finalists=1, reported=1)
+
+
+class Inline(Executor):
+    """Runs at once, in this process."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(ROWS, "small", SMALL)
+    work.cache_clear()
+    return "small"
+
+
+@pytest.mark.parametrize("row", [SMALL, ROWS["r2e"], ROWS["two kinds"], ROWS["long, 32B"]])
+def test_all_fleets_have_all_gpus_in_whole_nodes(row: Setting) -> None:
+    fleets = fleets_of(row, fleets_rows.MAX_CONTEXT)
+    assert len(set(fleets)) == len(fleets) > 3
+    for fleet in fleets:
+        for pool, (_, gpus) in enumerate(row.pools):
+            parts = [part for part in fleet if part.pool == pool]
+            assert sum(part.tp * part.count for part in parts) == gpus
+            assert all(part.tp * part.count % fleets_rows.NODE == 0 for part in parts)
+
+
+def test_degrees_that_cannot_hold_the_longest_context_are_no_fleets() -> None:
+    fleets = fleets_of(ROWS["long, 32B"], fleets_rows.MAX_CONTEXT)
+    assert all(part.tp > 1 for fleet in fleets for part in fleet)
+
+
+def test_the_plan_is_made_of_whole_nodes(small: str) -> None:
+    plan = planned(SMALL, work(small, 1_000)[1], fleets_rows.MAX_CONTEXT)
+    assert sum(part.tp * part.count for part in plan) == 16
+
+
+def test_a_slow_node_slows_the_engines_on_its_gpus() -> None:
+    row = ROWS["slow node"]
+    for fleet in fleets_of(row, fleets_rows.MAX_CONTEXT)[:4]:
+        (part,) = fleet
+        times = [engine.steps.step_s(1, 1_000) for engine in engines_of(row, fleet)]
+        slow = [t for t in times if t > 1.5 * min(times)]
+        assert len(slow) == row.slow // part.tp
+
+
+def test_nothing_is_faster_than_the_bounds(small: str) -> None:
+    bound = bounds(SMALL, work(small, 0)[1], fleets_rows.MAX_CONTEXT)
+    for fleet in fleets_of(SMALL, fleets_rows.MAX_CONTEXT):
+        taken = seconds((small, Contestant(fleet, "sticky"), 0, math.inf))
+        assert max(bound.values()) < taken < math.inf
+
+
+def test_misleading_outcomes_are_the_opposite_of_the_learned_ones() -> None:
+    row = ROWS["misleading"]._replace(trajectories=16)
+    ROWS["opposite"] = row
+    try:
+        before, found = work("opposite", 0)
+        same = work("r2e", 0)[1]
+    finally:
+        del ROWS["opposite"]
+    assert before
+    failed = [turn for one in found for turn in one.turns if turn.outcome == "error"]
+    assert len(failed) > sum(len(one.turns) for one in found) / 2, "most calls succeed, and look like failures now"
+    assert same
+
+
+def test_a_contestant_over_the_limit_has_lost(small: str) -> None:
+    fleet = fleets_of(SMALL, fleets_rows.MAX_CONTEXT)[0]
+    assert seconds((small, Contestant(fleet, "sticky"), 0, 10.0)) == math.inf
+
+
+def test_the_search_finds_a_planted_best_contestant(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleets = fleets_of(SMALL, fleets_rows.MAX_CONTEXT)
+    wanted = Contestant(fleets[1], "la_mlfq", parameters_of("la_mlfq", small, 1_000, fleets[1])[2], "share 0.6")
+
+    def distance(job: fleets_search.Job) -> float:
+        made = job[1]
+        pairs = zip(made, wanted, (100, 50, 20, 10), strict=True)
+        return 100.0 + sum(cost for mine, best, cost in pairs if mine != best) + (made.admission == "") * 5
+
+    monkeypatch.setattr(fleets_search, "seconds", distance)
+    search = Search(Inline(), small, QUICK, lambda text: None)
+    assert search.opponents(fleets)[0] == wanted
+
+
+def test_the_judge_reports_ours_the_opponent_and_what_was_replaced(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def distance(job: fleets_search.Job) -> float:
+        return 1_000.0 if job[1].rule == "cmlfq" else 1_500.0
+
+    monkeypatch.setattr(fleets_search, "seconds", distance)
+    row = judge(Inline(), small, QUICK)
+    assert row["found"]["ours"]["x"] == pytest.approx(1.5)
+    assert set(row["found"]) == {"ours", "forecast", "admission", "fleet", "both", "opponent", "opponent, no admission"}
+    assert [table.row_count for table in tables([row])] == [1, 1]
