@@ -144,7 +144,9 @@ def _table(*columns: str) -> Table:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rows", default="", help=f"names separated by |, of: {', '.join(ROWS)}; default: all")
+    parser.add_argument(
+        "--rows", default="", help=f"separated by |, of: {', '.join(ROWS)}; default: all without --trace"
+    )
     parser.add_argument("--trace", action="append", default=[], help="a recorded trace, one more row")
     parser.add_argument("--seeds", type=int, default=3, help="for choosing, and as many others for reporting")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs of each kind instead of the row's, in whole nodes")
@@ -152,8 +154,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "fleets.json")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    names = [n for n in (options.rows or (QUICK_ROWS if options.quick else "|".join(ROWS))).split("|") if n]
-    names += options.trace
+    default = QUICK_ROWS if options.quick else "" if options.trace else "|".join(ROWS)
+    names = [name for name in (options.rows or default).split("|") if name] + options.trace
     for name in names:
         if name not in ROWS and not Path(name).is_file():
             parser.error(f"--rows: {name!r} is no row; valid: {', '.join(ROWS)}")

@@ -2,7 +2,8 @@
 
 A contestant is a fleet, a policy with its parameters and a rule of admission.  All of a row run on the same work.
 
-1. Every fleet with every rule at its first parameters on one choosing seed; the better half also with a share of 0.7.
+1. Every fleet with every rule at its first parameters on one choosing seed; the better half, and those that
+   have lost, also with a share of 0.7.
 2. The best pairs of fleet and rule with all their parameters; the same seed.
 3. The best of those with every admission; the same seed.
 4. The best of those on all choosing seeds: the finalists by median.
@@ -194,9 +195,12 @@ class Search:
             for fleet in fleets
             for rule in rules
         ]
-        ranked = self._distinct(self.run(start, one), one)
-        better = [c._replace(admission=FIRST_SHARE) for c in ranked[: (len(ranked) + 1) // 2]]
-        ranked = self.run([*ranked, *better], one)
+        ranked = self.run(start, one)
+        ended = self._distinct(ranked, one)
+        # Where KV is short, those that have lost may win with admission.
+        lost = [c for c in ranked if self.median(c, one) == math.inf]
+        again = [c._replace(admission=FIRST_SHARE) for c in (*ended[: (len(ended) + 1) // 2], *lost)]
+        ranked = self.run([*ended, *again], one)
         self._tell("all pairs", ranked, one)
         pairs = [(c.fleet, c.rule, c.admission) for c in self._distinct(ranked, one)[: effort.pairs]]
         ranked = self.run(

@@ -103,6 +103,18 @@ def test_the_search_finds_a_planted_best_contestant(small: str, monkeypatch: pyt
     assert search.opponents(fleets)[0] == wanted
 
 
+def test_a_rule_that_needs_admission_is_not_lost(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleets = fleets_of(SMALL, fleets_rows.MAX_CONTEXT)
+
+    def distance(job: fleets_search.Job) -> float:
+        return 100.0 + 10.0 * (job[1].rule != "tp_sticky") if job[1].admission else math.inf
+
+    monkeypatch.setattr(fleets_search, "seconds", distance)
+    best = Search(Inline(), small, QUICK, lambda text: None).opponents(fleets)[0]
+    assert best.rule == "tp_sticky"
+    assert best.admission
+
+
 def test_the_judge_reports_ours_the_opponent_and_what_was_replaced(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def distance(job: fleets_search.Job) -> float:
         return 1_000.0 if job[1].rule == "cmlfq" else 1_500.0
