@@ -131,6 +131,8 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
     if path.is_dir():
         path = path / "config.json"
     if not path.exists():
+        if path.is_absolute():
+            raise invalid("model", text, "no such folder", "a folder or file with a Hugging Face config")
         raise invalid(
             "model",
             text,
