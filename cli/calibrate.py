@@ -59,7 +59,7 @@ app = typer.Typer(cls=EngineByDefault, no_args_is_help=True)
 app.command("train")(train)
 
 
-@app.command("engine")
+@app.command("engine", help="Measure the engine steps of a model on a rollout node, or take those of a run.")
 def calibrate(
     out: Annotated[
         Path,

@@ -28,6 +28,8 @@ from .field_names import naming
 from .named_files import check_run_dir, check_task, read_model_config
 from .resources import check_memory, check_nodes
 
+LEAST_NOTICE_S = 30.0
+"""Seconds of ``slurm.notice_s``: Slurm looks at time limits twice a minute."""
 TIME_FORMATS = (
     "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or days-hours:minutes:seconds"
 )
@@ -142,7 +144,7 @@ def batch_split(config: RunConfig) -> Iterator[UserError]:
 
 
 def well_formed_time(config: RunConfig) -> Iterator[UserError]:
-    """``slurm.time_limit`` is a time in Slurm's format."""
+    """``slurm.time_limit`` is a time in Slurm's format, and the notice before it is long enough."""
     try:
         seconds = slurm_seconds(config.slurm.time_limit)
     except ValueError:
@@ -150,6 +152,9 @@ def well_formed_time(config: RunConfig) -> Iterator[UserError]:
     else:
         if seconds == 0:
             yield invalid("slurm.time_limit", config.slurm.time_limit, "no time at all", TIME_FORMATS)
+    if 0.0 < config.slurm.notice_s < LEAST_NOTICE_S:
+        why = "too short to save anything"
+        yield invalid("slurm.notice_s", config.slurm.notice_s, why, f"0, or a number >= {LEAST_NOTICE_S:g}")
 
 
 def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:

@@ -125,8 +125,14 @@ CASES = {
     "no run folder": (["-o", "run.dir="], "run.dir = '': not given; valid: a writable folder"),
     "a variable that is not set": (["-o", "run.dir=$NOWHERE/x"], "run.dir = '$NOWHERE/x': a variable in it is not set"),
     "no time": (["-o", "slurm.time_limit=0"], "slurm.time_limit = '0': no time at all; valid: minutes, "),
-    "time below the notice": (["-o", "slurm.time_limit=1"], "begins to save slurm.notice_s = 120 s before it"),
-    "short notice": (["-o", "slurm.notice_s=5"], "slurm.notice_s = 5: out of range; valid: a number >= 30."),
+    "time below the notice": (
+        ["-o", "slurm.time_limit=1", "-o", "slurm.notice_s=120"],
+        "begins to save slurm.notice_s = 120 s before it",
+    ),
+    "short notice": (
+        ["-o", "slurm.notice_s=5"],
+        "slurm.notice_s = 5.0: too short to save anything; valid: 0, or a number >= 30.",
+    ),
     "sbatch option with a space": (
         ["-o", "slurm.extra=['--nice 10']"],
         "slurm.extra[0] = '--nice 10': it has a space; valid: --nice=VALUE.",
@@ -405,7 +411,7 @@ def test_a_site_profile_that_is_missing_or_a_folder(
         (["trace", "inspect", "garbage.jsonl"], "garbage.jsonl: of no known format; valid: libra, "),
         (["trace", "inspect", "model"], "model"),
         (["trace", "generate", "absent/x.jsonl"], "absent/x.jsonl cannot be written (No such file or directory)."),
-        (["calibrate"], "Missing argument 'OUT'."),
+        (["calibrate", "engine"], "Missing argument 'OUT'."),
         (
             ["simulate", "trace", "--calibration", "absent"],
             "calibration file = 'absent': No such file or directory; valid: ",
