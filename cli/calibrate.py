@@ -16,7 +16,6 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from typer.core import TyperGroup
 
 from libra_hpc.config.load import validate
 from libra_hpc.config.site import site_profile
@@ -45,17 +44,7 @@ TIME_LIMIT = "01:00:00"
 """Of the job that measures engines: a degree takes minutes, and a large model's start as long."""
 
 
-class EngineByDefault(TyperGroup):
-    """`calibrate OUT ..` is `calibrate engine OUT ..`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert the command where none is given."""
-        if args and args[0] not in (*self.commands, "-h", "--help"):
-            args = ["engine", *args]
-        return super().parse_args(ctx, args)
-
-
-app = typer.Typer(cls=EngineByDefault, no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 app.command("train")(train)
 
 

@@ -53,7 +53,7 @@ class RolloutSection(Section):
     threads: int = Field(1, ge=1)
     """CPU threads per engine process."""
     record_steps: bool = False
-    """Record every engine step in the run's log folder. `libra-hpc calibrate --run` fits step times to these
+    """Record every engine step in the run's log folder. `libra-hpc calibrate engine --run` fits step times to these
     records."""
     warm_start: str = ""
     """Run directory or `trajectories.jsonl` that the scheduling policy learns from before the first turn. Earlier

@@ -45,7 +45,7 @@ def recorded(tmp_path: Path) -> Path:
 
 
 def calibrate(*arguments: object) -> int:
-    return run(["calibrate", *map(str, arguments)])
+    return run(["calibrate", "engine", *map(str, arguments)])
 
 
 def test_a_run_becomes_a_calibration_that_simulate_takes(

@@ -95,7 +95,9 @@ def test_the_help_is_cold_in_less_than_half_a_second(tmp_path: Path) -> None:
     assert min(times) < HELP_CPU_S
 
 
-@pytest.mark.parametrize("verb", [name for name in app.VERBS if name not in ("cluster", "trace", "config")])
+@pytest.mark.parametrize(
+    "verb", [name for name in app.VERBS if name not in ("calibrate", "cluster", "trace", "config")]
+)
 def test_the_help_of_a_verb_fits_80_columns_and_names_no_types_of_switches(
     verb: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -522,9 +522,9 @@ VERBS = [
         "check",
         "plan",
         "simulate",
-        "calibrate",
         "make-policy",
     ),
+    *("calibrate engine", "calibrate train"),
     *("config show", "config explain"),
     *(
         "cluster up",
