@@ -137,7 +137,7 @@ def login_shell(checkout: Path, script: str) -> subprocess.CompletedProcess[str]
 
 def test_the_login_environment_lacks_every_engine(checkout: Path) -> None:
     found = f"import importlib.util as u; print([n for n in {HEAVY!r} if u.find_spec(n)])"
-    done = login_shell(checkout, f"python -c {shlex.quote(found)}; libra-hpc config keys rollout.tp > /dev/null")
+    done = login_shell(checkout, f"python -c {shlex.quote(found)}; libra-hpc config explain rollout.tp > /dev/null")
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
