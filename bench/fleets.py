@@ -1,10 +1,10 @@
 """The judge: what libra-hpc would choose, against the best that a user could have chosen, in the simulator.
 
 - Ours: the planner's layout for lengths seen before, and `cmlfq` with its defaults.
-- The opponent: at equal GPUs the best of every homogeneous fleet and the common mixes, under sticky, TP-weighted
-  sticky, least loaded, Libra's rule, Libra's cost rule and LA-MLFQ, each tuned, without admission, with the best
-  constant share of the KV cache, and with a cap after prime-rl.  Chosen on some seeds, reported on others, the best in
-  hindsight.
+- The opponent: the best, in hindsight and at equal GPUs, of all homogeneous fleets and the common mixes.  Chosen on
+  some seeds, reported on others.
+- Its rules, each tuned: sticky, TP-weighted sticky, least loaded, Libra's rule, Libra's cost rule, LA-MLFQ.
+- Its admission: none, the best constant share of the KV cache, or a cap after prime-rl.
 - ``x``: the opponent's seconds over ours; above 1 ours is faster.  ``bound``: a lower bound over ours.
 - The second table has the same for `cmlfq` with one thing replaced: what the losses come from.
 

@@ -17,8 +17,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from libra_hpc.config.load import validate
-from libra_hpc.config.site import site_profile
 from libra_hpc.errors import invalid
 from libra_hpc.hardware.measured import Calibration, Fit, MeasuredTimes, fit_steps, save
 from libra_hpc.rollout.engine.settings import EngineConfig, check_config
@@ -27,7 +25,7 @@ from libra_hpc.rollout.measure_steps import earlier, merged
 from libra_hpc.rollout.recorded import recorded
 
 from .calibrate_train import train
-from .check import with_absolute_paths
+from .check import site_config
 from .job_wait import on_a_node
 from .output import print_json, print_line, show
 from .runs import JsonOption, RunsOption, find_run
@@ -135,14 +133,13 @@ def calibrate(
 
 def queued(config: EngineConfig, engines: int, device: str, model: str) -> Calibration:
     """Measure engines on a rollout node of the site profile."""
-    profile = with_absolute_paths(validate(site_profile().values))
     found = on_a_node(
         measure_engines,
         config,
         engines,
         device,
         model,
-        config=profile,
+        config=site_config(),
         component="rollout",
         name="libra-calibrate",
         time_limit=TIME_LIMIT,

@@ -10,9 +10,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.site import site_profile
 from libra_hpc.cost_models.memory import TrainLayout
 from libra_hpc.errors import invalid
 from libra_hpc.hardware.architecture import check_parallel, read_shape
@@ -22,7 +20,7 @@ from libra_hpc.hardware.train_speed import TrainSpeed, save_speed
 from libra_hpc.planning.train_speed import speed_of
 from libra_hpc.train.measure import measure_training
 
-from .check import with_absolute_paths
+from .check import site_config
 from .job_wait import on_a_node
 from .output import busy, print_json, print_line, show
 from .runs import JsonOption
@@ -108,4 +106,4 @@ def _configured(model: Path, tp: int, pp: int, micro_tokens: int | None) -> RunC
     values: dict[str, object] = {"model.path": str(model.absolute()), "train.tp": tp, "train.pp": pp}
     if micro_tokens is not None:
         values["train.micro_tokens"] = micro_tokens
-    return with_absolute_paths(with_values(validate(site_profile().values), values))
+    return site_config(values)

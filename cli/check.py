@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from libra_hpc.config.load import load_run_file
+from libra_hpc.config.load import load_run_file, validate, with_values
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.simulated import SimulatedSection
@@ -110,6 +110,12 @@ def warn(warnings: Sequence[str]) -> None:
 def load(run_file: Path, overrides: Sequence[str]) -> RunConfig:
     """Load a run file over the site profile, with every path made absolute."""
     return with_absolute_paths(load_run_file(run_file, overrides, site_profile().values))
+
+
+def site_config(changes: Mapping[str, object] | None = None) -> RunConfig:
+    """The site profile over the defaults, for jobs that have no run file; ``changes`` by dotted key."""
+    config = validate(site_profile().values)
+    return with_absolute_paths(with_values(config, changes) if changes else config)
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:

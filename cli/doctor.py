@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.site import places, site_profile
+from libra_hpc.config.site import places
 from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.runtime.node_probe import probe
 from libra_hpc.slurm.doctor import Finding, examine
@@ -20,8 +17,8 @@ from libra_hpc.slurm.node_job import submit_on_nodes
 from libra_hpc.slurm.site import slurm_environment
 
 from . import jobs
-from .check import with_absolute_paths
-from .job_wait import wait_for
+from .check import site_config
+from .job_wait import job_folder, wait_for
 from .output import print_json, print_line, print_note, show
 from .runs import JsonOption
 
@@ -37,8 +34,7 @@ def doctor(
     nodes: Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Nodes of that job.")] = 2,
     json: JsonOption = False,
 ) -> None:
-    profile = site_profile()
-    config = with_absolute_paths(validate(profile.values))
+    config = site_config()
     why = ""
     try:
         environment = slurm_environment()
@@ -65,9 +61,7 @@ def doctor(
 
 def on_nodes(config: RunConfig, environment: jobs.Environment, nodes: int) -> list[Finding]:
     """Findings of a job on train nodes; its folder stays where something failed."""
-    parent = Path(config.run.dir)
-    parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".doctor-", dir=parent))
+    folder = job_folder(config, "doctor")
     handle = submit_on_nodes(
         probe,
         (config.slurm.device, config.slurm.interface, config.compute.local_dir, str(folder)),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import OperationError
+from libra_hpc.errors import OperationError, invalid
 from libra_hpc.slurm.interpreter import check_python
 from libra_hpc.slurm.node_job import answered, submit_on_nodes
 from libra_hpc.slurm.single import Handle
@@ -31,9 +31,7 @@ def on_a_node(
     environment = slurm_environment()
     for warning in check_python(config):
         print_note(f"warning: {warning}")
-    parent = Path(config.run.dir)
-    parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=parent))
+    folder = job_folder(config, name)
     try:
         handle = submit_on_nodes(
             answered,
@@ -59,6 +57,17 @@ def on_a_node(
         raise OperationError(error)
     shutil.rmtree(folder, ignore_errors=True)
     return value
+
+
+def job_folder(config: RunConfig, name: str) -> Path:
+    """A new hidden folder beside the runs, where every node sees it; raises `UserError` where none can be made."""
+    parent = Path(config.run.dir)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{name}-", dir=parent))
+    except OSError as error:
+        why = f"no folder can be made there ({error.strerror})"
+        raise invalid("run.dir", str(parent), why, "a writable folder") from error
 
 
 def wait_for(handle: Handle) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -129,24 +130,25 @@ def plan(
         node_layouts=layouts == "node",
     )
     node = layouts == "node"
-    steps_of = lookup if calibration is None else measured_steps(calibration)
-    search = PlanSearch(
+    search_with = partial(
+        PlanSearch,
         asked.shape,
         asked.pools,
         asked.batch,
         space=asked.space,
         options=asked.options,
-        factors=asked.factors,
         sorted_lengths=not even,
         whole_nodes=node,
-        steps=steps_of,
+        steps=lookup if calibration is None else measured_steps(calibration),
     )
+    search = search_with(factors=asked.factors)
     if low != high:
         show_sweep(asked, search, low, high, json=json, plot=plot)
         return
     with busy("searching"):
         result = search.run(keep)
-        slow = None if asked.train_speed else half_speed(asked, steps_of, sorted_lengths=not even, whole_nodes=node)
+        # Of an assumed training speed the half is shown too.
+        slow = None if asked.train_speed else search_with(factors=training_factors(2.0)).run(1).plans[0]
     if plot is not None:
         from libra_hpc.pictures.plan_picture import draw_plans
 
@@ -166,22 +168,6 @@ def plan(
         given = {"model": model, "device": device, "devices": devices, "trace": trace, "train_speed": train_speed}
         named = {key: str(value) for key, value in given.items() if value}
         show_split(initial_plan(config.model_copy(update={"planner": config.planner.model_copy(update=named)})))
-
-
-def half_speed(asked: PlanRequest, steps_of: StepLookup, *, sorted_lengths: bool, whole_nodes: bool) -> RunPlan | None:
-    """The best plan when training reaches half of the assumed MFU; None when nothing fits."""
-    search = PlanSearch(
-        asked.shape,
-        asked.pools,
-        asked.batch,
-        space=asked.space,
-        options=asked.options,
-        factors=training_factors(2.0),
-        sorted_lengths=sorted_lengths,
-        whole_nodes=whole_nodes,
-        steps=steps_of,
-    )
-    return search.run(1).plans[0]
 
 
 def show_plans(asked: PlanRequest, result: PlanResult, slow: RunPlan | None, explain: bool) -> None:

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -88,11 +88,7 @@ def submit(
 ) -> None:
     if (run_file is None) == (resume is None):
         raise UserError("submit needs either a run file or --resume RUN, and not both.")
-    overrides = [
-        *override,
-        *([f"slurm.executor={executor}"] if executor else []),
-        *([f"run.engine={engine}"] if engine else []),
-    ]
+    overrides = with_options(override, executor, engine)
     run: RunDir | None = None
     before: RunConfig | None = None
     if resume is not None:
@@ -147,6 +143,12 @@ def submit(
         print_line(f"Submitted {queued}{where}  run={run.path}")
     if wait:
         finish(run, queued, quiet=parsable or json)
+
+
+def with_options(overrides: Sequence[str], executor: str | None, engine: str | None) -> list[str]:
+    """``overrides``, and those that the options `ExecutorOption` and `EngineOption` stand for."""
+    options = {"slurm.executor": executor, "run.engine": engine}
+    return [*overrides, *(f"{key}={value}" for key, value in options.items() if value)]
 
 
 def create(config: RunConfig, run_file: Path) -> RunDir:

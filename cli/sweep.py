@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from libra_hpc.config import grid
 from libra_hpc.config.grid import Combination
+from libra_hpc.config.job import NAME, NAME_LENGTH
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.slurm.launch import Launch
@@ -28,7 +30,7 @@ from .check import Checked, check_all, load, warn
 from .config_show import OverrideOption, RunFileArgument
 from .output import busy, print_json, print_line, print_note, show
 from .runs import JsonOption, all_runs, job_id
-from .submit import EngineOption, ExecutorOption, create, queue
+from .submit import EngineOption, ExecutorOption, create, queue, with_options
 
 MOST_RUNS = 32
 """Runs that are queued without ``--yes``: a fourth key of three values triples the GPU hours of a sweep of 27."""
@@ -70,11 +72,7 @@ def sweep(
     yes: Annotated[bool, typer.Option("--yes", help=f"Queue more than {MOST_RUNS} runs.")] = False,
     json: JsonOption = False,
 ) -> None:
-    overrides = [
-        *override,
-        *([f"slurm.executor={executor}"] if executor else []),
-        *([f"run.engine={engine}"] if engine else []),
-    ]
+    overrides = with_options(override, executor, engine)
     axes = grid.parse_axes(over)
     count = grid.size(axes)
     if count > MOST_RUNS and not (yes or dry_run):
@@ -136,8 +134,8 @@ def inside(key: str, keys: Sequence[str]) -> bool:
 
 def checked_name(name: str) -> str:
     """``name`` if it can stand in a file name; raises `UserError`."""
-    if not grid.NAME.fullmatch(name) or len(name) > grid.NAME_LENGTH:
-        valid = f"at most {grid.NAME_LENGTH} letters, digits and . _ - with a letter or digit first"
+    if not re.fullmatch(NAME, name) or len(name) > NAME_LENGTH:
+        valid = f"at most {NAME_LENGTH} letters, digits and . _ - with a letter or digit first"
         raise invalid("--name", name, "malformed", valid)
     return name
 

@@ -24,6 +24,14 @@ def write_atomic(path: Path, data: bytes) -> None:
         raise
 
 
+def write_result(path: Path, data: bytes) -> None:
+    """As `write_atomic` for a file that a user named; raises `UserError` when it cannot be written."""
+    try:
+        write_atomic(path, data)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}).") from None
+
+
 def write_once(path: Path, data: bytes) -> bool:
     """As `write_atomic`, but changes nothing and returns False when ``path`` exists; of several writers one wins."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

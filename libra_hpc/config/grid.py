@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 
 from libra_hpc.errors import UserError, invalid
 
+from .job import NAME_LENGTH
 from .load import parse_override
 
 OPENING, CLOSING, QUOTES = "[{", "]}", "\"'"
 OWN_KEYS = ("run.name", "run.dir")
 """Keys that a sweep sets itself, or that must be the same for its runs."""
-NAME, NAME_LENGTH = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*"), 64
-"""As of ``run.name``."""
 EXAMPLE = "optimizer.lr=1e-6,3e-6"
 
 

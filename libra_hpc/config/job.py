@@ -8,11 +8,14 @@ from pydantic import Field
 
 from .section import Seconds, Section, Steps
 
+NAME, NAME_LENGTH = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", 64
+"""Names of runs and sweeps, which are parts of file names."""
+
 
 class RunSection(Section):
     """``[run]``: identity and length of the run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)
+    name: str = Field("run", pattern=NAME, max_length=NAME_LENGTH)
     """Name of the run. Its run directory is ``<dir>/<name>-<number>``."""
     dir: str = "runs"
     """Parent of run directories, on a file system all nodes share."""
@@ -39,8 +42,8 @@ class SlurmSection(Section):
     time_limit: str = "01:00:00"
     """Slurm time limit, ``[days-]hours:minutes:seconds``."""
     notice_s: Seconds = Field(0.0, ge=0)
-    """Time before the time limit at which the run begins to save and stop. 0: it stops at the last step after which
-    another step and a checkpoint, as measured, would not fit."""
+    """Time before the time limit at which the run begins to save and stop. 0: it stops in time by itself, from the
+    measured times of steps and checkpoints."""
     grace_s: Seconds = Field(0.0, ge=0)
     """Time between SIGTERM and SIGKILL, in which a cancelled or preempted run saves. 0: Slurm's ``KillWait``."""
     requeues: int = Field(0, ge=0)

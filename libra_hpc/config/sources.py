@@ -2,8 +2,8 @@
 
 - Layers, the one that wins last: defaults, site profile, run file, ``-o``.
 - A key that holds a table (`TABLES`) is merged over the layers, so it has several sources.
-- A written run file has every key that differs from its default or has a source: it loads to the same configuration
-  with and without a site profile.
+- A written run file has every key that differs from its default or has a source.  So it loads to the same
+  configuration with and without a site profile.
 """
 
 from __future__ import annotations

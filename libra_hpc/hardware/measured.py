@@ -23,7 +23,7 @@ from statistics import median
 import msgspec
 
 from libra_hpc.errors import error_text, invalid
-from libra_hpc.files import write_atomic
+from libra_hpc.files import write_result
 
 from .curves import Curve
 from .fitting import robust_fit
@@ -115,7 +115,8 @@ class MeasuredTimes:
 
 
 def save(calibration: Calibration, path: str | Path) -> None:
-    write_atomic(Path(path), msgspec.json.format(msgspec.json.encode(calibration), indent=1))
+    """Write the file; raises `UserError` when it cannot be written."""
+    write_result(Path(path), msgspec.json.format(msgspec.json.encode(calibration), indent=1))
 
 
 def load(path: str | Path) -> Calibration:

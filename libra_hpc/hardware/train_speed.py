@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import error_text, invalid
-from libra_hpc.files import write_atomic
+from libra_hpc.files import write_result
 
 FORMAT = "libra-hpc training speed 1"
 FIELD, VALID = "planner.train_speed", "a file of libra-hpc calibrate train"
@@ -40,8 +40,8 @@ class TrainSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def save_speed(speed: TrainSpeed, path: Path) -> None:
-    """Write ``speed``, readable."""
-    write_atomic(path, msgspec.json.format(msgspec.json.encode(speed), indent=1) + b"\n")
+    """Write ``speed``, readable; raises `UserError` when the file cannot be written."""
+    write_result(path, msgspec.json.format(msgspec.json.encode(speed), indent=1) + b"\n")
 
 
 def load_speed(path: Path) -> TrainSpeed:

@@ -22,7 +22,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.telemetry import series
 from libra_hpc.telemetry.failed import failed_facts
 from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.starts import Start, job_seconds, starts
+from libra_hpc.telemetry.starts import Start, job_gpus, job_seconds, starts
 from libra_hpc.telemetry.summary import Summary, duration, summarise
 
 from .report_charts import charts
@@ -115,7 +115,7 @@ def _heading(run: RunDir, config: Mapping[str, Any], begun: Sequence[Start], end
 
 
 def _figures(config: Mapping[str, Any], summary: Summary, begun: Sequence[Start]) -> list[Figure]:
-    spent_s, gpus = job_seconds(begun), _gpus(config)
+    spent_s, gpus = job_seconds(begun), job_gpus(config)
     queued_s = sum(start.queued_s for start in begun)
     used = gpus or max((start.ranks for start in begun), default=0)
     steps = _get(config, "run.steps", 0)
@@ -208,16 +208,6 @@ def _environment(run: RunDir, config: Mapping[str, Any]) -> list[tuple[str, str]
             kind = f" {component['gpu_type']}" if component.get("gpu_type") else ""
             facts.append((f"{name} nodes", f"{component['nodes']} with {component.get('gpus', 0)}{kind} GPUs each"))
     return facts
-
-
-def _gpus(config: Mapping[str, Any]) -> int:
-    """GPUs of the job."""
-    components = _get(config, "components", {}).values()
-    return sum(
-        each["nodes"] * each["gpus"]
-        for each in components
-        if isinstance(each, dict) and all(isinstance(each.get(key), int) for key in ("nodes", "gpus"))
-    )
 
 
 def _get(values: Mapping[str, Any], key: str, default: Any) -> Any:

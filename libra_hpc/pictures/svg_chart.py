@@ -1,6 +1,6 @@
 """Charts as inline SVG: lines, points, vertical marks and axes, coloured by the page's style sheet.
 
-By hand, not by matplotlib: the colours follow the reader's light or dark scheme, the text stays text, and a chart of
+By hand, not by matplotlib: the colours follow the reader's light or dark scheme, and the text stays text.  A chart of
 ten thousand steps has 30 kB.
 """
 

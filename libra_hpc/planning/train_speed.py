@@ -97,12 +97,11 @@ def _of_run(run: RunDir) -> MeasuredFactor:
         raise invalid(FIELD, str(run.path), "a dry run measures no training", "a run with run.engine = 'real'")
     config = config.model_copy(update={"planner": config.planner.model_copy(update={"train_speed": "", "trace": ""})})
     asked = request(as_planned(config), trace=run.trajectories)
-    factors = []
+    factors, train = [], config.train
+    cost = TrainCost(asked.shape, asked.pools[0].device, asked.pools[0].node_devices, asked.batch)
     for line in list(read_lines(run.metrics))[WARM_UP_STEPS:]:
         if line.get("trained_tokens", 0) > 0 and line.get("train_s", 0) > 0 and line.get("replicas", 0) > 0:
-            train = config.train
             layout = TrainLayout(train.tp, train.pp, 1, 1, line["replicas"], train.micro_tokens, train.recompute)
-            cost = TrainCost(asked.shape, asked.pools[0].device, asked.pools[0].node_devices, asked.batch)
             share = line["trained_tokens"] / asked.batch.tokens
             factors.append(line["train_s"] / (cost.time(layout).total * share))
     if not factors:

@@ -17,12 +17,12 @@ from . import series
 from .failed import failed_in
 from .phases import first_and_last
 from .rundir import RunDir
+from .starts import job_gpus, job_seconds, starts
 from .sweep_record import flat, read_member
 
 OWN_KEYS = ("run.name", "run.dir")
 """Keys that say where a run is, and nothing about its results."""
 SEED = "run.seed"
-COMPONENTS = ("planner", "train", "hybrid", "rollout")
 
 
 class ComparedRun(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class ComparedRun(msgspec.Struct, frozen=True):
     failed_attempts: int
     wall_s: float
     gpu_hours: float
-    """GPUs of the job times the wall time of its attempts, from the first event to the last."""
+    """GPUs of the job times the time in which it had nodes."""
 
 
 class SeedGroup(msgspec.Struct, frozen=True):
@@ -133,7 +133,6 @@ def read_run(run: RunDir, values: dict[str, Any], metric: str) -> tuple[Compared
     timed = [row for row in rows[1:] if series.number(row, "step_s") > 0.0]
     trained, seconds = (sum(series.number(row, key, 0.0) for row in timed) for key in ("tokens", "step_s"))
     staleness = series.mean(series.column(rows, "staleness_mean"))
-    attempts = attempt_seconds(log, times)
     facts = ComparedRun(
         run=run.name,
         path=str(run.path),
@@ -148,7 +147,7 @@ def read_run(run: RunDir, values: dict[str, Any], metric: str) -> tuple[Compared
         engines_lost=sum(event["kind"] == "engine_lost" for event in log),
         failed_attempts=sum(found.count for found in failed_in(log, run.read_json(run.status))),
         wall_s=max(times, default=0.0) - start,
-        gpu_hours=gpus(known) * attempts / 3600.0,
+        gpu_hours=job_gpus(run.resolved()) * job_seconds(starts(rows, log)) / 3600.0,
     )
     curve = Curve(
         [int(row["step"]) for row, _ in measured],
@@ -156,23 +155,6 @@ def read_run(run: RunDir, values: dict[str, Any], metric: str) -> tuple[Compared
         [value for _, value in measured],
     )
     return facts, curve
-
-
-def attempt_seconds(log: Sequence[series.Record], times: Sequence[float]) -> float:
-    """Seconds in which jobs of the run had nodes: of each attempt from its start to its last record."""
-    starts: dict[Any, float] = {}
-    for event in log:
-        if event["kind"] == "job_started":
-            starts.setdefault(event.get("attempt"), event["t"])
-    ordered = sorted(starts.values())
-    ends = [max((t for t in times if t < later), default=later) for later in ordered[1:]]
-    return sum(end - begin for begin, end in zip(ordered, [*ends, max(times, default=0.0)], strict=False))
-
-
-def gpus(config: Mapping[str, Any]) -> int:
-    """GPUs that the job of a flat configuration occupies."""
-    counts = ((config.get(f"components.{name}.nodes"), config.get(f"components.{name}.gpus")) for name in COMPONENTS)
-    return sum(nodes * each for nodes, each in counts if isinstance(nodes, int) and isinstance(each, int))
 
 
 def seed_groups(runs: Sequence[ComparedRun]) -> list[SeedGroup]:

@@ -6,8 +6,9 @@ A run starts once, again in the same job after a repartition or the loss of a le
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 
@@ -60,6 +61,16 @@ def starts(rows: Sequence[Record], log: Sequence[Record]) -> list[Start]:
 def job_seconds(found: Sequence[Start]) -> float:
     """Seconds in which the run had nodes, restarts inside a job included."""
     return found[-1].end - found[0].start - sum(start.queued_s for start in found) if found else 0.0
+
+
+def job_gpus(config: Mapping[str, Any]) -> int:
+    """GPUs that the job of a configuration occupies; ``config`` as in config.json, whatever its version."""
+    components = config.get("components")
+    return sum(
+        each["nodes"] * each["gpus"]
+        for each in (components.values() if isinstance(components, Mapping) else ())
+        if isinstance(each, Mapping) and all(isinstance(each.get(key), int) for key in ("nodes", "gpus"))
+    )
 
 
 def _begins(log: Sequence[Record]) -> list[tuple[float, Record]]:

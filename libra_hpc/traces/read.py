@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.files import write_atomic
+from libra_hpc.files import write_result
 from libra_hpc.protocol.trace import TrajectoryRecord
 
 from . import azure, kv_cache_tester, mooncake
@@ -82,10 +82,7 @@ def write_trace(path: Path, trajectories: Iterable[TrajectoryRecord]) -> None:
     data = libra.encode(trajectories)
     if path.suffix == ".gz":
         data = gzip.compress(data, mtime=0)
-    try:
-        write_atomic(path, data)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}).") from None
+    write_result(path, data)
 
 
 def _files(path: Path) -> list[Path]:

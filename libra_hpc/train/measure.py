@@ -97,8 +97,11 @@ class MeasurementReplica:
     def ask(self, message: ToWorker | None, kind: type[Any]) -> None:
         """Send to all processes and wait until each has answered with a ``kind``."""
         if message is not None:
-            for connection in self._sockets:
-                connection.sendall(to_worker.frame(message))
+            for rank, connection in enumerate(self._sockets):
+                try:
+                    connection.sendall(to_worker.frame(message))
+                except OSError:
+                    raise self._failure(rank) from None
         for rank in range(len(self._sockets)):
             answer = self._next(rank)
             if not isinstance(answer, kind):
@@ -141,7 +144,8 @@ class MeasurementReplica:
         while not self._pending[rank]:
             try:
                 chunk = self._sockets[rank].recv(1 << 20)
-            except TimeoutError:
+            except OSError:
+                # Also a timeout: the process hangs.
                 chunk = b""
             if not chunk:
                 raise self._failure(rank)

@@ -35,10 +35,16 @@ def test_the_page_goes_where_it_should(site: Path, queue: Queue, cli: Cli) -> No
     assert "--out = 'absent/page.html': the page cannot be written (No such file or directory); valid:" in refused.err
 
 
-def test_a_job_that_was_killed_is_not_reported_as_running(site: Path, queue: Queue, cli: Cli) -> None:
-    run = synthetic.make_run(site / "runs")
+def make_unfinished(folder: Path, state: str) -> RunDir:
+    """A run without a recorded end, whose last snapshot has ``state``."""
+    run = synthetic.make_run(folder)
     run.result.unlink()
-    write_atomic(run.status, encode_status(synthetic.make_status(run, state="running")))
+    write_atomic(run.status, encode_status(synthetic.make_status(run, state=state)))
+    return run
+
+
+def test_a_job_that_was_killed_is_not_reported_as_running(site: Path, queue: Queue, cli: Cli) -> None:
+    run = make_unfinished(site / "runs", "running")
     queue.answer = JobInfo("4711", JobState.RUNNING)
     cli("report", "quick-001")
     assert "No end of this run is recorded." in run.report.read_text()
@@ -50,9 +56,7 @@ def test_a_job_that_was_killed_is_not_reported_as_running(site: Path, queue: Que
 
 
 def test_a_run_that_slurm_has_forgotten_is_neither_over_nor_surely_running(site: Path, queue: Queue, cli: Cli) -> None:
-    run = synthetic.make_run(site / "runs")
-    run.result.unlink()
-    write_atomic(run.status, encode_status(synthetic.make_status(run, state="running")))
+    run = make_unfinished(site / "runs", "running")
     queue.answer = JobInfo("4711", JobState.UNKNOWN)
     cli("report", "quick-001")
     text = run.report.read_text()
@@ -61,9 +65,7 @@ def test_a_run_that_slurm_has_forgotten_is_neither_over_nor_surely_running(site:
 
 
 def test_a_stopped_run_that_is_queued_again_is_not_over(site: Path, queue: Queue, cli: Cli) -> None:
-    run = synthetic.make_run(site / "runs")
-    run.result.unlink()
-    write_atomic(run.status, encode_status(synthetic.make_status(run, state="cancelled")))
+    run = make_unfinished(site / "runs", "cancelled")
     for state, shown in ((JobState.CANCELLED, "cancelled"), (JobState.PENDING, "requeued")):
         queue.answer = JobInfo("4711", state)
         cli("report", "quick-001")

@@ -11,9 +11,10 @@ from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.pictures import compare_picture
 from libra_hpc.pictures.compare_picture import Line, median_line
-from libra_hpc.telemetry.comparison import Curve, attempt_seconds, compare
+from libra_hpc.telemetry.comparison import Curve, compare
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.telemetry.starts import job_seconds, starts
 from libra_hpc.telemetry.summary import summarise
 from libra_hpc.telemetry.sweep_record import SweepMember, write_member
 
@@ -84,7 +85,8 @@ def test_lost_engines_and_failed_attempts_are_counted(tmp_path: Path) -> None:
 
 def test_time_between_two_attempts_costs_no_gpu_hours() -> None:
     started = [{"t": 0.0, "kind": "job_started", "attempt": 1}, {"t": 500.0, "kind": "job_started", "attempt": 2}]
-    assert attempt_seconds(started, [0.0, 40.0, 500.0, 530.0]) == 70.0
+    steps = [{"t": 40.0, "step": 1}, {"t": 530.0, "step": 2}]
+    assert job_seconds(starts(steps, started)) == 70.0
 
 
 def test_a_median_line_has_the_steps_of_at_least_half_of_the_seeds() -> None:
