@@ -158,6 +158,7 @@ class RepartitionAdvisor:
                 factors=factors,
                 steps=self._steps,
                 sorted_lengths=self._sorted,
+                gated=False,  # The measured seconds of rollout have the wait in them.
                 whole_nodes=True,
                 degrees=degrees,
             ).run(CANDIDATES, trainers=(0,))

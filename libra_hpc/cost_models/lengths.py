@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from statistics import NormalDist
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,7 +23,8 @@ BODY_BINS = 16
 QUANTILES = 4096
 """Trajectories sampled from a stated distribution."""
 
-
+HALVINGS = 24
+"""Of a bisection over generated tokens: to a hundredth of a token of the longest trajectories."""
 MAX_SIGMA = 5.0
 """Widest log-normal: at 5 half of the trajectories have less than a quarter of a millionth of the mean."""
 
@@ -49,6 +51,25 @@ class Bin(msgspec.Struct, frozen=True):
     """Mean tokens of the context at the end."""
     longest: int
     """Largest context at the end, tokens: it must fit in a KV cache."""
+    prompt: float
+    """Mean prompt tokens."""
+    turns: float
+    tool_s: float
+    """Mean seconds of tools."""
+
+
+class Rates(NamedTuple):
+    """What a trajectory needs per generated token, besides decoding it."""
+
+    new: float
+    """Tokens that the environment adds."""
+    turns: float
+    tool_s: float
+
+    @property
+    def turn_tokens(self) -> float:
+        """Tokens that the environment adds before a turn."""
+        return self.new / self.turns
 
 
 class Lengths(msgspec.Struct, frozen=True):
@@ -77,13 +98,36 @@ class Lengths(msgspec.Struct, frozen=True):
         return sum(b.share * b.generated for b in self.bins)
 
     @property
-    def turn_tokens(self) -> float:
-        """Mean tokens that the environment adds before a turn."""
-        return self.new_per_token / self.turns_per_token
+    def rates(self) -> Rates:
+        """Of a generated token, whichever trajectory it belongs to."""
+        return Rates(self.new_per_token, self.turns_per_token, self.tool_s_per_token)
 
     def context_at(self, generated: float) -> float:
         """Context tokens of a trajectory that has generated so many; tool results grow in proportion."""
         return self.prompt_beside + generated * (1.0 + self.new_per_token)
+
+    def open_at(self, generated: float) -> tuple[float, Rates]:
+        """Mean context and rates, there, of the trajectories that generate at least so many tokens.
+
+        Long trajectories have fewer turns per token than short ones. Beyond the longest bin: those of that bin.
+        """
+        still = [b for b in self.bins if b.generated >= generated] or self.bins[-1:]
+        whole = sum(b.share for b in still)
+
+        def mean(values: Iterable[float]) -> float:
+            return sum(b.share * value for b, value in zip(still, values, strict=True)) / whole
+
+        new = mean((b.context - b.prompt - b.generated) / b.generated for b in still)
+        rates = Rates(new, mean(b.turns / b.generated for b in still), mean(b.tool_s / b.generated for b in still))
+        return mean(b.prompt for b in still) + generated * (1.0 + new), rates
+
+    def generated_at(self, context: float) -> float:
+        """Tokens after which the open trajectories have ``context`` tokens on average; within the longest bin."""
+        low, high = 0.0, self.bins[-1].generated
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.open_at(middle)[0] < context else (low, middle)
+        return high
 
 
 def sketch(observed: Sequence[TrajectoryLengths], batch: int) -> Lengths:
@@ -115,7 +159,17 @@ def sketch(observed: Sequence[TrajectoryLengths], batch: int) -> Lengths:
         contexts = [o.context for o in ordered[low:high]]
         generated = sum([o.generated for o in ordered[low:high]])
         count = high - low
-        bins.append(Bin(count / len(ordered), generated / count, sum(contexts) / count, max(contexts)))
+        bins.append(
+            Bin(
+                share=count / len(ordered),
+                generated=generated / count,
+                context=sum(contexts) / count,
+                longest=max(contexts),
+                prompt=sum([o.prompt for o in ordered[low:high]]) / count,
+                turns=sum([o.turns for o in ordered[low:high]]) / count,
+                tool_s=sum([o.tool_s for o in ordered[low:high]]) / count,
+            )
+        )
     contexts, prompts = [o.context for o in ordered], [o.prompt for o in ordered]
     context, prompt = sum(contexts), sum(prompts)
     return Lengths(

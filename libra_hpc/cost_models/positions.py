@@ -3,7 +3,8 @@
 - A step takes s seconds and tools u seconds per token. Of n trajectories, a = n s / (s + u) decode; the others are in
   tools. All advance by one token in s + u seconds, while slots and KV suffice.
 - Prompt tokens (tool results, lost context) share the steps as chunks.
-- Short KV: trajectories in tools lose their cache and compute it again at the next turn.
+- Short KV: trajectories in tools lose their cache and compute it again at the next turn. A scheduler that admits lets
+  as many in as are served fastest.
 - Full KV: sequences wait; running ones are preempted and computed again (`PREEMPTED`).
 
 Seconds do not decrease with the number of trajectories, because the search relies on it.
@@ -38,10 +39,20 @@ class PositionTable:
     """The table of one TP class, up to ``most`` open trajectories; ``steps.kv_capacity`` is not 0."""
 
     def __init__(
-        self, steps: StepTimes, lengths: Lengths, factors: Factors, max_num_seqs: int, prefix_hits: float, most: float
+        self,
+        steps: StepTimes,
+        lengths: Lengths,
+        factors: Factors,
+        *,
+        max_num_seqs: int,
+        prefix_hits: float,
+        most: float,
+        draining: bool,
+        admits: bool,
     ) -> None:
         self._steps, self._lengths, self._factors = steps, lengths, factors
         self._max_num_seqs, self._prefix_hits = max_num_seqs, prefix_hits
+        self._draining, self._admits = draining, admits
         self.top = min(float(lengths.longest_context), float(steps.kv_capacity))
         """Longest tabulated context, tokens."""
         low = min(lengths.prompt, lengths.prompt_beside, self.top)
@@ -91,26 +102,38 @@ class PositionTable:
 
     def _tabulate(self, context: float) -> None:
         lengths, hits = self._lengths, self._prefix_hits
-        again = max(0.0, lengths.turns_per_token - 1.0 / lengths.generated) * context
+        # A draining batch is at one position, overlapping ones are at all of them.
+        at = lengths.generated_at(context) if self._draining else 0.0
+        rates = lengths.open_at(at)[1] if self._draining else lengths.rates
+        again = max(0.0, rates.turns - 1.0 / max(lengths.generated, at)) * context
         room = self._steps.kv_capacity / context
         most = max(1.0, min(float(self._max_num_seqs), room))
-        fresh = lengths.new_per_token + again * (1.0 - hits)
-        rows = [(a, *self._step(a, context, max(lengths.turn_tokens, a * fresh))) for a in _batches(most)]
+        fresh = rates.new + again * (1.0 - hits)
+        rows = [(a, *self._step(a, context, max(rates.turn_tokens, a * fresh))) for a in _batches(most)]
         # Recomputation starts at token 0: half of the context on average, in whole chunks.
         preempted = PREEMPTED * self._step(int(most), context / 2, CHUNK)[1] if most >= room else 0.0
         replica = _Replica(
             rows=rows,
             room=room,
             most=most,
-            tool=lengths.tool_s_per_token * self._factors.tool,
-            new=lengths.new_per_token,
+            tool=rates.tool_s * self._factors.tool,
+            new=rates.new,
             again=again,
             hits=hits,
             preempted=preempted,
         )
         positions = list(replica.positions(self._live))
-        self._seconds.append(list(accumulate((seconds for seconds, _ in positions), max)))
+        seconds = list(accumulate((seconds for seconds, _ in positions), max))
+        self._seconds.append(self._admitted(seconds) if self._admits else seconds)
         self._waits.append(list(accumulate((rows[0][1] * waiting for _, waiting in positions), max)))
+
+    def _admitted(self, seconds: Curve) -> Curve:
+        """With as many trajectories at a time as are served fastest, the others after them.
+
+        Sums are not smaller for more of them, because each value is one of a smaller or equal number, in proportion.
+        """
+        per_trajectory = accumulate((s / live for s, live in zip(seconds, self._live, strict=True)), min)
+        return [live * each for live, each in zip(self._live, per_trajectory, strict=True)]
 
     def _step(self, decodes: int, context: float, tokens: float) -> tuple[float, float]:
         """Seconds of a step that decodes only, and seconds per prompt token that shares it.

@@ -1,12 +1,11 @@
 """The best plan: how many nodes train, in which layout, and which TP classes roll out; exact for the cost models.
 
-The objective is the seconds of one global batch: the slower stage with eta > 0, the sum with eta = 0. The stages share
-only the nodes, so each number n of training nodes is searched per stage. Training uses nodes of one pool.
+The objective is the seconds of one global batch: the slower stage with eta > 0, the sum with eta = 0. With eta > 0 new
+prompts wait for a training step (``lag`` of `ReplicaCost.time`). The stages share the nodes and this wait, so each
+number n of training nodes is searched per stage. Training uses nodes of one pool.
 
-- eta > 0: rollout slows down and the best training time M(n) falls with n. Bisection finds their crossing; the best
-  plan is on one of its two sides.
-- eta = 0: branch and bound over intervals of n. The bound is the least training time there plus rollout at its start.
 - At most `ENUMERATED` nodes: every n is computed.
+- More: branch and bound over intervals of n. The bound has the least training time there and rollout at its start.
 
 `PlanResult.gap` is how far the best plan can be from the optimum.
 """
@@ -94,7 +93,7 @@ def plan(
     space: TrainSpace = TrainSpace(),  # noqa: B008
     options: RolloutOptions = RolloutOptions(),  # noqa: B008
     factors: Factors = NONE,
-    sorted_lengths: bool = True,
+    sorted_lengths: bool = False,
     keep: int = 5,
     steps: StepLookup = lookup,
 ) -> PlanResult:
@@ -111,8 +110,8 @@ def plan(
 class PlanSearch:
     """Cost tables of one model, batch and set of device kinds; `run` searches, also for other numbers of nodes.
 
-    With ``whole_nodes``, all replicas of a node have one TP degree, as in a run file. ``degrees`` are the TP degrees of
-    rollout.
+    ``gated``: with eta > 0 new prompts wait for a training step. With ``whole_nodes``, all replicas of a node have one
+    TP degree, as in a run file. ``degrees`` are the TP degrees of rollout.
     """
 
     def __init__(
@@ -124,12 +123,13 @@ class PlanSearch:
         space: TrainSpace = TrainSpace(),  # noqa: B008
         options: RolloutOptions = RolloutOptions(),  # noqa: B008
         factors: Factors = NONE,
-        sorted_lengths: bool = True,
+        sorted_lengths: bool = False,
+        gated: bool = True,
         whole_nodes: bool = False,
         degrees: Sequence[int] = ROLLOUT_TP,
         steps: StepLookup = lookup,
     ) -> None:
-        self._pools, self._batch = list(pools), batch
+        self._pools, self._batch, self._gated = list(pools), batch, gated
         self._train = [
             TrainSearch(TrainCost(shape, p.device, p.node_devices, batch=batch, factors=factors), p.node_devices, space)
             for p in pools
@@ -157,7 +157,6 @@ class PlanSearch:
         have = list(nodes) if nodes is not None else [p.nodes for p in self._pools]
         if sum(have) < 2:
             raise UserError(f"nodes = {sum(have)}: each stage needs a node of its own; valid: at least 2 nodes.")
-        overlapping = self._batch.eta > 0
         found: dict[tuple[int, int], RunPlan] = {}
         bounds: list[float] = []
         for pool in range(len(have)) if trainers is None else trainers:
@@ -166,16 +165,16 @@ class PlanSearch:
             if most <= ENUMERATED:
                 bounds.append(min((search.seconds(n) for n in range(1, most + 1)), default=math.inf))
             else:
-                bounds.append(search.crossing() if overlapping else search.branch_and_bound())
+                bounds.append(search.branch_and_bound())
             for n in search.around(keep):
                 search.seconds(n)
         if not found:
             raise self._impossible(have)
         plans = sorted(found.values(), key=lambda p: (p.seconds, p.train.time.total + p.rollout.seconds))
         best = plans[0]
-        rest = self.rest(have, best.pool, best.nodes)
+        rest, lag = self.rest(have, best.pool, best.nodes), self.lag(best.train.time.total)
         alone = [
-            (c.pool, c.tp, self._layouts.only(c, c.most(rest[c.pool])).seconds)
+            (c.pool, c.tp, self._layouts.only(c, c.most(rest[c.pool]), lag).seconds)
             for c in self._layouts.costs
             if c.most(rest[c.pool])
         ]
@@ -200,23 +199,27 @@ class PlanSearch:
         """Devices of each pool that roll out."""
         return [(n - (nodes if i == pool else 0)) * self._pools[i].node_devices for i, n in enumerate(have)]
 
-    def rollout_within(self, seconds: float, devices: Sequence[int]) -> bool:
-        """Whether some rollout layout takes at most ``seconds``."""
-        return self._layouts.within(seconds, devices) is not None
+    def lag(self, train_s: float) -> float:
+        """Seconds that new prompts wait for a training step; 0 where they do not, or where measured times have it."""
+        return train_s if self._gated and self._batch.eta > 0 else 0.0
 
-    def build(self, have: Sequence[int], pool: int, nodes: int, low: float = 0.0) -> RunPlan | None:
-        """The best plan with ``nodes`` training nodes of ``pool``; None when a stage is impossible.
+    def batch_seconds(self, train_s: float, rollout_s: float) -> float:
+        return max(train_s, rollout_s) if self._batch.eta > 0 else train_s + rollout_s
 
-        ``low`` is a known lower bound of its rollout seconds.
-        """
+    def rollout_seconds(self, devices: Sequence[int], lag: float) -> float:
+        """Least seconds of rollout on so many devices of each pool; infinite when impossible."""
+        layout = self._layouts.best(devices, lag=lag)
+        return math.inf if layout is None else layout.seconds
+
+    def build(self, have: Sequence[int], pool: int, nodes: int) -> RunPlan | None:
+        """The best plan with ``nodes`` training nodes of ``pool``; None when a stage is impossible."""
         choice = self._train[pool].best(nodes * self._pools[pool].node_devices)
         if choice is None:
             return None
-        rollout = self._layouts.best(self.rest(have, pool, nodes), low)
+        rollout = self._layouts.best(self.rest(have, pool, nodes), lag=self.lag(choice.time.total))
         if rollout is None:
             return None
-        a, b = choice.time.total, rollout.seconds
-        seconds = max(a, b) if self._batch.eta > 0 else a + b
+        seconds = self.batch_seconds(choice.time.total, rollout.seconds)
         return RunPlan(
             pool=pool,
             nodes=nodes,
@@ -274,9 +277,7 @@ class _NodeSearch:
     def seconds(self, nodes: int) -> float:
         """Seconds of the best plan with so many training nodes; records the plan."""
         if nodes not in self._done:
-            # Rollout with more nodes is not slower, so its time bounds this one.
-            low = max((self._rollout(n) for n in self._done if n < nodes), default=0.0)
-            plan = self._search.build(self._have, self._pool, nodes, low)
+            plan = self._search.build(self._have, self._pool, nodes)
             if plan is not None:
                 self._found[self._pool, nodes] = plan
             self._done[nodes] = math.inf if plan is None else plan.seconds
@@ -290,22 +291,8 @@ class _NodeSearch:
         near = sorted(range(max(1, best - count), min(self._most, best + count) + 1), key=lambda n: abs(n - best))
         return near[:count]
 
-    def crossing(self) -> float:
-        """Overlapping stages: evaluate both sides of the crossing; returns the exact optimum."""
-        least, at = self._falling()
-        low, high = 0, self._most + 1
-        # Invariant: rollout keeps up with training for n <= low, and does not for n >= high.
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._search.rollout_within(least[middle], self._search.rest(self._have, self._pool, middle)):
-                low = middle
-            else:
-                high = middle
-        sides = [at[n] for n in (low, high) if 1 <= n <= self._most and at[n]]
-        return min((self.seconds(n) for n in sides), default=math.inf)
-
     def branch_and_bound(self) -> float:
-        """Stages that take turns: best-first over intervals; returns a lower bound."""
+        """Best-first over intervals of training nodes; returns a lower bound of the optimum."""
         best = math.inf
         open_intervals: list[tuple[float, int, int]] = [(0.0, 1, self._most)]
         while open_intervals:
@@ -318,22 +305,17 @@ class _NodeSearch:
             middle = (a + 1 + b) // 2
             for low, high in ((a + 1, middle), (middle + 1, b)):
                 if low <= high:
-                    # Rollout is not faster with fewer nodes: its time at a bounds the whole interval.
-                    heapq.heappush(open_intervals, (self._rollout(a) + self._least(low, high), low, high))
+                    heapq.heappush(open_intervals, (self._bound(low, high, best), low, high))
         return best
 
-    def _rollout(self, nodes: int) -> float:
-        plan = self._found.get((self._pool, nodes))
-        return 0.0 if plan is None else plan.rollout.seconds
+    def _bound(self, low: int, high: int, best: float) -> float:
+        """Seconds that no plan with ``low``..``high`` training nodes is below.
 
-    def _least(self, low: int, high: int) -> float:
-        return min(self._search.train_seconds(self._pool, n) for n in range(low, high + 1))
-
-    def _falling(self) -> tuple[list[float], list[int]]:
-        """M(n) and the number of nodes that reaches it, by n; entry 0 is no training."""
-        least, at = [math.inf], [0]
-        for n in range(1, self._most + 1):
-            seconds = self._search.train_seconds(self._pool, n)
-            least.append(min(seconds, least[-1]))
-            at.append(n if seconds < least[-2] else at[-1])
-        return least, at
+        Rollout is not faster with fewer nodes or a longer wait: its time at ``low`` after the least one bounds all.
+        """
+        search = self._search
+        train = min(search.train_seconds(self._pool, n) for n in range(low, high + 1))
+        if search.batch_seconds(train, 0.0) >= best:
+            return search.batch_seconds(train, 0.0)
+        devices = search.rest(self._have, self._pool, low)
+        return search.batch_seconds(train, search.rollout_seconds(devices, search.lag(train)))

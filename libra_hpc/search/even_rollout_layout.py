@@ -26,27 +26,28 @@ class EvenRolloutSearch:
         self.costs = [c for c in costs if c.replica.limit() is None and c.replica.fits(bins - 1)]
         self._bins = bins
 
-    def within(self, seconds: float, devices: Sequence[int]) -> RolloutLayout | None:
-        """A layout on at most ``devices[pool]`` devices of each pool that takes at most ``seconds``, or None."""
-        best = self.best(devices)
-        return best if best is not None and best.seconds <= seconds else None
+    def best(self, devices: Sequence[int], low: float = 0.0, lag: float = 0.0) -> RolloutLayout | None:
+        """The layout of least time, at least ``low``; None when no class holds the longest trajectories.
 
-    def best(self, devices: Sequence[int], low: float = 0.0) -> RolloutLayout | None:
-        """The layout of least time, at least ``low``; None when no class holds the longest trajectories."""
+        ``lag``: see `ReplicaCost.time`.
+        """
         chosen: list[tuple[ReplicaClass, int]] = []
         for pool in range(len(devices)):
             counts = [(c, devices[pool] // c.tp) for c in self.costs if c.pool == pool and devices[pool] >= c.tp]
             chosen += counts
         if not chosen:
             return None
-        high = min(c.replica.time(0, self._bins - 1, n) for c, n in chosen)
+        first = min((self.only(c, n, lag) for c, n in chosen), key=lambda layout: layout.seconds)
+        if len({c.pool for c, _ in chosen}) == 1:
+            return first
+        high = first.seconds
         while high - low > CLOSE * high:
             middle = (low + high) / 2
-            if sum(share for _, _, share in self._picks(chosen, middle)) >= 1.0:
+            if sum(share for _, _, share in self._picks(chosen, middle, lag)) >= 1.0:
                 high = middle
             else:
                 low = middle
-        picks = self._picks(chosen, high)
+        picks = self._picks(chosen, high, lag)
         return RolloutLayout(
             tuple(
                 Segment(pool=c.pool, tp=c.tp, replicas=n, first=0, last=self._bins - 1, seconds=high)
@@ -59,35 +60,35 @@ class EvenRolloutSearch:
         """Seconds of the longest trajectories with unlimited replicas: no layout is faster."""
         return min(c.replica.time(0, self._bins - 1, math.inf) for c in self.costs)
 
-    def only(self, cost: ReplicaClass, replicas: int) -> RolloutLayout:
-        return RolloutLayout((cost.segment(replicas, 0, self._bins - 1),))
+    def only(self, cost: ReplicaClass, replicas: int, lag: float = 0.0) -> RolloutLayout:
+        return RolloutLayout((cost.segment(replicas, 0, self._bins - 1, lag),))
 
     def _picks(
-        self, chosen: Sequence[tuple[ReplicaClass, int]], seconds: float
+        self, chosen: Sequence[tuple[ReplicaClass, int]], seconds: float, lag: float
     ) -> list[tuple[ReplicaClass, int, float]]:
         """Per pool, the class that serves the largest share within ``seconds``."""
         best: dict[int, tuple[ReplicaClass, int, float]] = {}
         for cost, count in chosen:
-            share = served_share(cost.replica, count, self._bins, seconds)
+            share = served_share(cost.replica, count, bins=self._bins, seconds=seconds, lag=lag)
             if cost.pool not in best or share > best[cost.pool][2]:
                 best[cost.pool] = (cost, count, share)
         return list(best.values())
 
 
-def served_share(replica: ReplicaCost, replicas: int, bins: int, seconds: float) -> float:
+def served_share(replica: ReplicaCost, replicas: int, *, bins: int, seconds: float, lag: float = 0.0) -> float:
     """Share of the batch (it can exceed 1) that replicas with a fair sample serve within ``seconds``.
 
     0.0 when the longest trajectory takes longer.
     """
     last = bins - 1
-    if replica.time(0, last, math.inf) > seconds:
+    if replica.time(0, last, math.inf, lag) > seconds:
         return 0.0
     low, high = 0.0, 1.0
-    while replica.time(0, last, replicas / high) <= seconds and high < 1e9:
+    while replica.time(0, last, replicas / high, lag) <= seconds and high < 1e9:
         low, high = high, 2 * high
     while high - low > CLOSE * high:
         middle = (low + high) / 2
-        if replica.time(0, last, replicas / middle) <= seconds:
+        if replica.time(0, last, replicas / middle, lag) <= seconds:
             low = middle
         else:
             high = middle

@@ -41,9 +41,9 @@ class ReplicaClass(msgspec.Struct, frozen=True):
         """Replicas that so many devices hold."""
         return devices // (self.tp * self.together) * self.together
 
-    def segment(self, replicas: int, first: int, last: int) -> Segment:
-        """Bins ``first..last`` on so many replicas."""
-        seconds = self.replica.time(first, last, replicas)
+    def segment(self, replicas: int, first: int, last: int, lag: float = 0.0) -> Segment:
+        """Bins ``first..last`` on so many replicas; ``lag``: see `ReplicaCost.time`."""
+        seconds = self.replica.time(first, last, replicas, lag)
         return Segment(pool=self.pool, tp=self.tp, replicas=replicas, first=first, last=last, seconds=seconds)
 
 
@@ -87,7 +87,7 @@ class RolloutSearch:
         self._bins = bins
         self._straggler: float | None = None
 
-    def within(self, seconds: float, devices: Sequence[int]) -> RolloutLayout | None:
+    def within(self, seconds: float, devices: Sequence[int], lag: float = 0.0) -> RolloutLayout | None:
         """A layout on at most ``devices[pool]`` devices of each pool that takes at most ``seconds``, or None."""
         paths: dict[int, list[_Path]] = {self._bins: [_Path((0,) * len(devices), ())]}
         for index, cost in enumerate(self.costs):
@@ -96,30 +96,32 @@ class RolloutSearch:
             grown = {cut: list(found) for cut, found in paths.items()}
             for cut, found in paths.items():
                 most = cost.most(devices[cost.pool] - min(path.used[cost.pool] for path in found))
-                for first, need in cost.replica.fewest(cuts[:cut], cut - 1, seconds, most):
+                for first, need in cost.replica.fewest(cuts[:cut], cut - 1, seconds, most, lag):
                     step = _Step(cost, -(-need // cost.together) * cost.together, first, cut - 1)
                     segment_paths = grown.setdefault(first, [])
                     for path in found:
                         _add(segment_paths, path, step, devices)
             paths = grown
         done = paths.get(0)
-        return self._fill(RolloutLayout(tuple(step.segment() for step in done[0].steps)), devices) if done else None
+        if not done:
+            return None
+        return self._fill(RolloutLayout(tuple(step.segment(lag) for step in done[0].steps)), devices, lag)
 
-    def best(self, devices: Sequence[int], low: float = 0.0) -> RolloutLayout | None:
+    def best(self, devices: Sequence[int], low: float = 0.0, lag: float = 0.0) -> RolloutLayout | None:
         """The layout of least time, at least ``low``; None when no class holds the longest trajectories."""
-        start = min(self._single(devices), key=lambda layout: layout.seconds, default=None)
+        start = min(self._single(devices, lag), key=lambda layout: layout.seconds, default=None)
         if start is None:
-            start = self.within(math.inf, devices)
+            start = self.within(math.inf, devices, lag)
             if start is None:
                 return None
         best, low = start, max(low, self.straggler())
         while True:
-            better = self.within(best.seconds * (1.0 - EXACT), devices)
+            better = self.within(best.seconds * (1.0 - EXACT), devices, lag)
             if better is None:
                 return best
             best = better
             middle = (low + best.seconds) / 2
-            better = self.within(middle, devices) if low < middle else None
+            better = self.within(middle, devices, lag) if low < middle else None
             if better is None:
                 low = max(low, middle)
             else:
@@ -135,17 +137,17 @@ class RolloutSearch:
             )
         return self._straggler
 
-    def _single(self, devices: Sequence[int]) -> Iterator[RolloutLayout]:
+    def _single(self, devices: Sequence[int], lag: float) -> Iterator[RolloutLayout]:
         for cost in self.costs:
             count = cost.most(devices[cost.pool])
             if count and cost.replica.fits(self._bins - 1):
-                yield self.only(cost, count)
+                yield self.only(cost, count, lag)
 
-    def only(self, cost: ReplicaClass, replicas: int) -> RolloutLayout:
+    def only(self, cost: ReplicaClass, replicas: int, lag: float = 0.0) -> RolloutLayout:
         """All trajectories on one class."""
-        return RolloutLayout((cost.segment(replicas, 0, self._bins - 1),))
+        return RolloutLayout((cost.segment(replicas, 0, self._bins - 1, lag),))
 
-    def _fill(self, layout: RolloutLayout, devices: Sequence[int]) -> RolloutLayout:
+    def _fill(self, layout: RolloutLayout, devices: Sequence[int], lag: float) -> RolloutLayout:
         """Give remaining devices to the slowest class that can take another replica, as long as there is one."""
         segments = list(layout.segments)
         left = [have - layout.devices(pool) for pool, have in enumerate(devices)]
@@ -161,7 +163,7 @@ class RolloutSearch:
             more = max(cost.together, cost.most(left[s.pool] // 2))
             left[s.pool] -= more * s.tp
             replicas = s.replicas + more
-            segments[i] = cost.segment(replicas, s.first, s.last)
+            segments[i] = cost.segment(replicas, s.first, s.last, lag)
 
 
 def assign(costs: Sequence[ReplicaClass], counts: Sequence[int], bins: int) -> RolloutLayout | None:
@@ -189,8 +191,8 @@ class _Step(NamedTuple):
     first: int
     last: int
 
-    def segment(self) -> Segment:
-        return self.cost.segment(self.replicas, self.first, self.last)
+    def segment(self, lag: float) -> Segment:
+        return self.cost.segment(self.replicas, self.first, self.last, lag)
 
 
 class _Path(NamedTuple):

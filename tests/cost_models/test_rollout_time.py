@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -187,15 +186,17 @@ def test_fewest_replicas_whatever_was_asked_before(
 
 
 def test_each_factor_scales_its_own_term() -> None:
-    batch = BatchWork(
-        4, sketch([TrajectoryLengths(generated=100, context=1110, prompt=1000, turns=1, tool_s=50.0)] * 4, 4), 0
+    batch, quiet = (
+        BatchWork(
+            4, sketch([TrajectoryLengths(generated=100, context=1110, prompt=1000, turns=1, tool_s=tool)] * 4, 4), 0
+        )
+        for tool in (50.0, 0.0)
     )
     last = len(batch.lengths.bins) - 1
 
     def seconds(steps: FakeSteps, factors: Factors = Factors()) -> float:  # noqa: B008
         return ReplicaCost(steps, batch, RolloutOptions(), factors).time(0, last, 4)
 
-    quiet = msgspec.structs.replace(batch, lengths=msgspec.structs.replace(batch.lengths, tool_s_per_token=0.0))
     decode = FakeSteps(1, fixed=1.0)
     assert ReplicaCost(decode, quiet, RolloutOptions(), Factors(decode=2.0)).position_s(1, 1000) == pytest.approx(2.0)
     assert seconds(decode, Factors(tool=2.0)) == pytest.approx(seconds(decode) + 50)

@@ -207,12 +207,15 @@ def test_without_foresight_two_pools_share_by_speed() -> None:
     assert found.seconds == pytest.approx(1 / sum(1 / t for t in alone), rel=0.1)
 
 
-def whole(batch: BatchWork, pools: Sequence[DevicePool], keep: int = 1) -> search_module.PlanResult:
-    return plan(QWEN, pools, batch, space=SMALL, steps=fake, keep=keep)
+def whole(
+    batch: BatchWork, pools: Sequence[DevicePool], keep: int = 1, sorted_lengths: bool = True
+) -> search_module.PlanResult:
+    return plan(QWEN, pools, batch, space=SMALL, steps=fake, keep=keep, sorted_lengths=sorted_lengths)
 
 
-def enumerated(batch: BatchWork, pools: Sequence[DevicePool]) -> float:
+def enumerated(batch: BatchWork, pools: Sequence[DevicePool], sorted_lengths: bool = True) -> float:
     """Least seconds over every number of training nodes, with both stages searched to the end."""
+    kind = RolloutSearch if sorted_lengths else EvenRolloutSearch
     bins = len(batch.lengths.bins)
     classes = [
         ReplicaClass(i, ReplicaCost(fake(p.device, QWEN, tp), batch))
@@ -230,24 +233,51 @@ def enumerated(batch: BatchWork, pools: Sequence[DevicePool]) -> float:
                 for one in search.candidates(n * pool.node_devices)
                 if trainer.limit(one) is None
             ]
-            layout = RolloutSearch(classes, bins).best(rest)
-            if able and layout is not None:
+            if not able:
+                continue
+            layout = kind(classes, bins).best(rest, lag=min(able) if batch.eta else 0.0)
+            if layout is not None:
                 best = min(best, max(min(able), layout.seconds) if batch.eta else min(able) + layout.seconds)
     return best
 
 
 @pytest.mark.parametrize("eta", [0, 1, 3])
 @pytest.mark.parametrize("nodes", [2, 5, 17, 24])
-@pytest.mark.parametrize("trajectories", [24, 512])
-def test_the_plan_equals_enumeration(eta: int, nodes: int, trajectories: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bisection and bounds are in use from the smallest size on, and bounds are closed completely."""
+@pytest.mark.parametrize(("trajectories", "sorted_lengths"), [(24, True), (512, True), (512, False)])
+def test_the_plan_equals_enumeration(
+    eta: int, nodes: int, trajectories: int, sorted_lengths: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bounds are in use from the smallest size on, and bounds are closed completely."""
     monkeypatch.setattr(search_module, "ENUMERATED", 0)
     monkeypatch.setattr(search_module, "GAP", 0.0)
     batch = agentic(trajectories, eta)
     pools = [DevicePool(A800, nodes, 8)]
-    result = whole(batch, pools)
-    assert result.plans[0].seconds == pytest.approx(enumerated(batch, pools), rel=1e-6)
+    result = whole(batch, pools, sorted_lengths=sorted_lengths)
+    assert result.plans[0].seconds == pytest.approx(enumerated(batch, pools, sorted_lengths), rel=1e-6)
     assert result.gap < 1e-6
+
+
+@pytest.mark.parametrize("eta", [0, 1])
+@pytest.mark.parametrize("nodes", [3, 6])
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b"])
+def test_every_training_layout_and_engine_degree_was_compared(name: str, nodes: int, eta: int) -> None:
+    """Dense models and mixtures of experts, with every degree of parallelism and the tabulated step times."""
+    shape, batch = model_shape(name), agentic(256, eta)
+    found = plan(shape, [DevicePool(A800, nodes, 8)], batch)
+    trainer = TrainCost(shape, A800, 8, batch)
+    search = TrainSearch(trainer, 8)
+    replicas = [ReplicaCost(lookup(A800, shape, tp), batch) for tp in (1, 2, 4, 8) if shape.divides(tp)]
+    best = math.inf
+    for n in range(1, nodes):
+        for one in search.candidates(8 * n):
+            if trainer.limit(one) is not None:
+                continue
+            train = trainer.time(one).total
+            for replica in replicas:
+                count = 8 * (nodes - n) // replica.tp
+                rollout = replica.time(0, len(batch.lengths.bins) - 1, count, train if eta else 0.0)
+                best = min(best, max(train, rollout) if eta else train + rollout)
+    assert found.plans[0].seconds == pytest.approx(best, rel=1e-6)
 
 
 @pytest.mark.parametrize("eta", [0, 1])
@@ -284,7 +314,7 @@ def test_plans_use_every_node_and_fit() -> None:
 
 def test_one_search_serves_several_sizes() -> None:
     batch = agentic()
-    shared = PlanSearch(QWEN, [DevicePool(A800, 9, 8)], batch, space=SMALL, steps=fake)
+    shared = PlanSearch(QWEN, [DevicePool(A800, 9, 8)], batch, space=SMALL, steps=fake, sorted_lengths=True)
     for nodes in (2, 5, 9):
         assert shared.run(1, [nodes]).plans[0].seconds == whole(batch, [DevicePool(A800, nodes, 8)]).plans[0].seconds
 
