@@ -1,11 +1,12 @@
 """The judge: what libra-hpc would choose, against the best that a user could have chosen, in the simulator.
 
-- Ours: the planner's layout for lengths seen before, and `cmlfq` with its defaults.
+- Ours: the planner's fleet for lengths seen before, chosen as `libra-hpc plan` does, and `cmlfq` with its defaults.
 - The opponent: the best, in hindsight and at equal GPUs, of all homogeneous fleets and the common mixes.  Chosen on
   some seeds, reported on others.
 - Its rules, each tuned: sticky, TP-weighted sticky, least loaded, Libra's rule, Libra's cost rule, LA-MLFQ.
 - Its admission: none, the best constant share of the KV cache, or a cap after prime-rl.
 - ``x``: the opponent's seconds over ours; above 1 ours is faster.  ``bound``: a lower bound over ours.
+- ``plan``: seconds of a batch by the cost models over those of the simulator, for the planner's fleet.
 - The second table has the same for `cmlfq` with one thing replaced: what the losses come from.
 
 Elastic control is not judged here: training has nodes of its own (`bench.replan`).
@@ -27,14 +28,27 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from bench import fleets_rows
-from bench.fleets_rows import ROWS, Setting, bounds, fleet_name, fleets_of, longest_context, planned, setting_of, work
+from bench.fleets_rows import (
+    ROWS,
+    Proposal,
+    Setting,
+    bounds,
+    fleet_name,
+    fleets_of,
+    longest_context,
+    proposals,
+    setting_of,
+    work,
+)
 from bench.fleets_search import ADMISSIONS, FORECAST, OURS, Contestant, Effort, Search
 from bench.harness import RESULTS, machine
+from libra_hpc.planning.simulated_plan import halving, promising
 
 CHOOSING = 1_000
 """First seed for choosing; those for reporting start at 0."""
@@ -55,8 +69,9 @@ def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
     longest = longest_context(
         name, [one for seed in (*effort.choosing, *effort.reporting) for one in work(name, seed)[1]]
     )
-    fleets, plan = fleets_of(row, longest), planned(row, seen, longest)
     search = Search(pool, name, effort, say)
+    fleets, choice = fleets_of(row, longest), planned(search, proposals(row, seen, longest), effort)
+    plan = choice.fleet
     ranked = search.opponents(fleets)
     ours = Contestant(plan, OURS)
     variants = _variants(search, ours, [plan, *fleets], effort)
@@ -81,15 +96,31 @@ def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
         for key, c in shown.items()
     }
     say(f"{search.count} simulations, ours {found['ours']['x']:.2f} x as fast as {found['opponent']['policy']}")
+    simulated = statistics.fmean(search.of(ours, seed) for seed in effort.reporting)
     return {
         "row": label,
         "setting": row._asdict(),
+        "plan": {"model_s": choice.model_s, "expected_s": choice.seconds, "simulated_s": simulated},
         "choosing": [first, len(effort.choosing)],
         "found": found,
         "bounds": bound,
         "simulations": search.count,
         "took_s": time.perf_counter() - begin,
     }
+
+
+def planned(search: Search, options: Sequence[Proposal], effort: Effort) -> Proposal:
+    """The planner's choice, as `libra-hpc plan` makes it: the promising ones, simulated on the choosing seeds."""
+
+    def play(option: Proposal, seed: int) -> float:
+        contestant = Contestant(option.fleet, OURS)
+        search.run([contestant], [effort.choosing[seed]], limited=False)
+        return search.of(contestant, effort.choosing[seed])
+
+    def with_seconds(option: Proposal, seconds: float, batches: int) -> Proposal:
+        return replace(option, seconds=seconds, simulated=batches)
+
+    return halving(promising(options, len(options)), play, with_seconds, seeds=len(effort.choosing))[0]
 
 
 def _variants(
@@ -108,7 +139,7 @@ def _variants(
 
 def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
     """The comparison, and what replacing one thing gives."""
-    first = _table("row", "ours", "", "the best other choice", "s", "x", "bound")
+    first = _table("row", "ours", "", "the best other choice", "s", "x", "bound", "plan")
     second = _table("cmlfq, x the opponent", "ours", "forecast", "best admission", "best fleet", "both")
     for row in rows:
         found = row["found"]
@@ -121,6 +152,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
             f"{statistics.median(other['seconds']):,.0f}",
             f"{mine['x']:.2f}",
             f"{mine['bound']:.0%}",
+            f"{row['plan']['model_s'] / row['plan']['simulated_s']:.2f}",
         )
         second.add_row(
             row["row"],
@@ -136,7 +168,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for i, column in enumerate(columns):
-        numeric = column in ("s", "x", "bound", "")
+        numeric = column in ("s", "x", "bound", "plan", "")
         table.add_column(column, justify="right" if numeric else "left", no_wrap=numeric or i == 0)
     return table
 

@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from bench.policies import work_of
@@ -23,6 +24,7 @@ from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.models import model_shape
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
+from libra_hpc.search.even_rollout_layout import homogeneous_layouts
 from libra_hpc.search.rollout_layout import ReplicaClass, RolloutSearch
 from libra_hpc.simulator.settings import EngineSpec, SimSettings
 from libra_hpc.traces.generate import Dials, generate
@@ -189,25 +191,51 @@ def fleets_of(row: Setting, longest: int) -> list[Fleet]:
     return same + mixed
 
 
-def planned(row: Setting, observed: Sequence[TrajectoryRecord], longest: int) -> Fleet:
-    """What the planner chooses for the lengths of ``observed``, with engines of one degree per node."""
+class Proposal(Struct, frozen=True):
+    """A fleet with the seconds that the planner expects of it."""
+
+    fleet: Fleet
+    model_s: float
+    """Of a batch, by the cost models."""
+    seconds: float
+    """Of a batch, simulated by the planner."""
+    mixed: bool
+    simulated: int = 0
+
+
+def proposals(row: Setting, observed: Sequence[TrajectoryRecord], longest: int) -> list[Proposal]:
+    """Fleets that the planner looks at for the lengths of ``observed``: homogeneous ones, and the mix that would be
+    best if lengths were known; engines of a node have one degree."""
     lengths = sketch(observe(observed), row.trajectories)
-    batch = BatchWork(trajectories=row.trajectories, lengths=lengths, eta=row.eta, minibatches=1, forwards=0)
-    options = RolloutOptions(max_num_seqs=SimSettings().max_num_seqs, max_model_len=longest)
-    shape = model_shape(row.model)
-    classes = [
-        ReplicaClass(pool, ReplicaCost(lookup(device, row.model, tp), batch, options), NODE // tp)
-        for pool, (device, _) in enumerate(row.pools)
-        for tp in DEGREES
-        if shape.divides(tp)
-    ]
-    layout = RolloutSearch(classes, len(lengths.bins)).best([gpus for _, gpus in row.pools])
-    assert layout is not None
-    counts: dict[tuple[int, int], int] = {}
-    for segment in layout.segments:
-        key = (segment.pool, segment.tp)
-        counts[key] = counts.get(key, 0) + segment.replicas
-    return tuple(Part(pool, tp, count) for (pool, tp), count in sorted(counts.items()))
+    options = RolloutOptions(
+        max_num_seqs=SimSettings().max_num_seqs, max_model_len=longest, group=GROUP, cache_aware=True, updates=1
+    )
+    devices, bins = [gpus for _, gpus in row.pools], len(lengths.bins)
+    lag = TRAIN_S + SYNC_S if row.batches else 0.0
+
+    def classes(eta: int) -> list[ReplicaClass]:
+        batch = BatchWork(trajectories=row.trajectories, lengths=lengths, eta=eta, minibatches=1, forwards=0)
+        return [
+            ReplicaClass(pool, ReplicaCost(lookup(device, row.model, tp), batch, options), NODE // tp)
+            for pool, (device, _) in enumerate(row.pools)
+            for tp in DEGREES
+            if model_shape(row.model).divides(tp)
+        ]
+
+    costs = classes(row.eta)
+    mix = RolloutSearch(costs, bins).best(devices, lag=lag)
+    assert mix is not None
+    found: dict[Fleet, Proposal] = {}
+    for layout in (*homogeneous_layouts(costs, devices, bins, lag), mix):
+        counts: dict[tuple[int, int], int] = {}
+        for segment in layout.segments:
+            key = (segment.pool, segment.tp)
+            counts[key] = counts.get(key, 0) + segment.replicas
+        fleet = tuple(Part(pool, tp, count) for (pool, tp), count in sorted(counts.items()))
+        seconds = layout.seconds + (lag if row.batches and not row.eta else 0.0)
+        mixed = len({part.pool for part in fleet}) < len(fleet)
+        found.setdefault(fleet, Proposal(fleet, seconds, seconds, mixed))
+    return sorted(found.values(), key=lambda p: p.model_s)
 
 
 def engines_of(row: Setting, fleet: Fleet) -> list[EngineSpec]:

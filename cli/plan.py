@@ -18,9 +18,11 @@ from libra_hpc.hardware.lookup import StepLookup, lookup
 from libra_hpc.hardware.measured import load
 from libra_hpc.hardware.models import ModelShape
 from libra_hpc.hardware.steps import StepTimes
-from libra_hpc.planning.initial import as_planned, initial_plan
-from libra_hpc.planning.request import Assumed, PlanRequest, check_gpus, request
+from libra_hpc.planning.initial import CANDIDATES, as_planned
+from libra_hpc.planning.request import PlanRequest, check_gpus, request
+from libra_hpc.planning.simulated_plan import simulated_plans
 from libra_hpc.planning.train_speed import training_factors
+from libra_hpc.planning.work import Assumed
 from libra_hpc.search.best_plan import PlanResult, PlanSearch, RunPlan
 from libra_hpc.search.scaling_curve import Point, knee, steps, sweep
 
@@ -28,7 +30,7 @@ from . import plan_tables
 from .config_show import OverrideOption, RunFileArgument
 from .output import busy, print_json, print_line, show
 from .runs import JsonOption
-from .split import show_split
+from .split import planned, show_split, simulating
 
 RANGE = re.compile(r"^(\d+)(?:\.\.(\d+))?$")
 ASSUMED = Assumed()
@@ -64,13 +66,15 @@ TrainSpeedOption = Annotated[
     Path | None,
     typer.Option("--train-speed", metavar="FILE|RUN", help="Measured training speed: of calibrate train, or of a run."),
 ]
-EvenOption = Annotated[bool, typer.Option("--even", help="Assume that lengths of trajectories cannot be predicted.")]
+QuickOption = Annotated[
+    bool, typer.Option("--quick", help="By the cost models alone; otherwise the simulator runs the best plans.")
+]
 LayoutsOption = Annotated[
     str,
     typer.Option(
         "--layouts",
         metavar="any|node",
-        help="Layouts: any, or those of a run file: each node one training replica, or engines of one TP.",
+        help="Layouts that run: each node one training replica, or engines of one TP; any: others too, for study.",
     ),
 ]
 ExplainOption = Annotated[
@@ -102,10 +106,10 @@ def plan(
         float | None, typer.Option(metavar="N", help="Tokens a tool returns; default: 1/256 of max_model_len.")
     ] = None,
     tool_s: Annotated[float, typer.Option("--tool-s", metavar="S", help="Seconds of a tool call.")] = ASSUMED.tool_s,
-    layouts: LayoutsOption = "any",
+    layouts: LayoutsOption = "node",
     calibration: CalibrationOption = None,
     train_speed: TrainSpeedOption = None,
-    even: EvenOption = False,
+    quick: QuickOption = False,
     keep: Annotated[int, typer.Option("--best", min=1, metavar="N", help="Plans to show.")] = 5,
     explain: ExplainOption = False,
     json: JsonOption = False,
@@ -130,6 +134,7 @@ def plan(
         node_layouts=layouts == "node",
     )
     node = layouts == "node"
+    step_times = lookup if calibration is None else measured_steps(calibration)
     search_with = partial(
         PlanSearch,
         asked.shape,
@@ -137,16 +142,25 @@ def plan(
         asked.batch,
         space=asked.space,
         options=asked.options,
-        sorted_lengths=not even,
         whole_nodes=node,
-        steps=lookup if calibration is None else measured_steps(calibration),
+        steps=step_times,
     )
     search = search_with(factors=asked.factors)
     if low != high:
         show_sweep(asked, search, low, high, json=json, plot=plot)
         return
-    with busy("searching"):
-        result = search.run(keep)
+    made = None
+    if config.components.split == "auto" and low == high:
+        given = {"model": model, "device": device, "devices": devices, "trace": trace, "train_speed": train_speed}
+        named = {key: str(value) for key, value in given.items() if value}
+        filled = config.model_copy(update={"planner": config.planner.model_copy(update=named)})
+        made = planned(filled, simulated=not quick)
+    with busy("searching") as status:
+        result = search.run(max(keep, CANDIDATES))
+        # With a split to fill in, only its plans are simulated.
+        if not quick and made is None:
+            result = simulated_plans(asked, search, result, steps=step_times, progress=partial(simulating, status))
+        result = msgspec.structs.replace(result, plans=result.plans[:keep])
         # Of an assumed training speed the half is shown too.
         slow = None if asked.train_speed else search_with(factors=training_factors(2.0)).run(1).plans[0]
     if plot is not None:
@@ -157,17 +171,15 @@ def plan(
         print_json(
             {
                 "request": facts(asked),
-                "gap": result.gap,
+                "gap": None if result.plans[0].simulated else result.gap,
                 **msgspec.to_builtins(result),
                 "half_mfu": msgspec.to_builtins(slow),
             }
         )
         return
     show_plans(asked, result, slow, explain)
-    if config.components.split == "auto":
-        given = {"model": model, "device": device, "devices": devices, "trace": trace, "train_speed": train_speed}
-        named = {key: str(value) for key, value in given.items() if value}
-        show_split(initial_plan(config.model_copy(update={"planner": config.planner.model_copy(update=named)})))
+    if made is not None:
+        show_split(made)
 
 
 def show_plans(asked: PlanRequest, result: PlanResult, slow: RunPlan | None, explain: bool) -> None:

@@ -64,6 +64,7 @@ def header(asked: PlanRequest, *, sized: bool = True) -> None:
 
 def plans(asked: PlanRequest, result: PlanResult) -> Table:
     """One row per number of training nodes, best first."""
+    simulated = bool(result.plans[0].simulated)
     table = _table(
         ("nodes", "right"),
         ("train as", "left"),
@@ -71,6 +72,7 @@ def plans(asked: PlanRequest, result: PlanResult) -> Table:
         ("rollout as", "left"),
         ("rollout", "right"),
         ("batch", "right"),
+        *([("model", "right")] if simulated else []),
         ("tokens/s", "right"),
         ("GB", "right"),
     )
@@ -80,8 +82,9 @@ def plans(asked: PlanRequest, result: PlanResult) -> Table:
             str(plan.train.layout),
             _s(plan.train.time.total),
             classes(asked, plan),
-            _s(plan.rollout.seconds),
+            _s(plan.rollout_s),
             _s(plan.seconds),
+            *([_s(plan.model_s)] if simulated else []),
             f"{plan.tokens_s:,.0f}",
             f"{plan.train.memory.total / 1e9:.0f}",
         ]
@@ -93,7 +96,7 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
     """Print the legend, and what limits the best plan."""
     show(Text(LEGEND, style="dim"))
     best = result.plans[0]
-    layout, train, rollout = best.train.layout, best.train.time.total, best.rollout.seconds
+    layout, train, rollout = best.train.layout, best.train.time.total, best.rollout_s
     if asked.batch.eta == 0:
         what = "the stages take turns"
     elif abs(train - rollout) <= CLOSE * max(train, rollout):
@@ -114,15 +117,19 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
         alone = ", ".join(f"{_pool(asked, pool)}TP{tp} {_s(seconds)}" for pool, tp, seconds in result.alone)
         show(Text(f"rollout of these nodes with one TP alone: {alone}"))
     show(Text(f"rollout steps: {', '.join(dict.fromkeys(_source(s) for s in result.sources))}"))
-    show(
-        Text(
-            "proved optimal for these cost models"
-            if result.gap < 1e-6
-            else f"proved within {result.gap:.2%} of the optimum of these cost models"
-        )
-    )
-    if layout.cp > 1 or layout.ep > 1 or layout.recompute or layout.replica > asked.pools[best.pool].node_devices:
-        show(Text("a run file says TP x PP of whole nodes; --layouts node plans with such layouts only"))
+    show(Text(_proof(result)))
+    if layout.cp > 1 or layout.ep > 1 or layout.replica > asked.pools[best.pool].node_devices:
+        show(Text("this layout is for study: a run has TP x PP of whole nodes (--layouts node)"))
+
+
+def _proof(result: PlanResult) -> str:
+    best = result.plans[0]
+    if best.simulated:
+        times = "1 batch" if best.simulated == 1 else f"{best.simulated} batches"
+        return f"rollout, batch: simulated, {times} for the first rows; model: by the cost models alone (--quick)"
+    if result.gap < 1e-6:
+        return "proved optimal for these cost models; not simulated"
+    return f"proved within {result.gap:.2%} of the optimum of these cost models; not simulated"
 
 
 def speed(asked: PlanRequest, result: PlanResult, slow: RunPlan | None) -> None:
@@ -145,7 +152,8 @@ def nearest(result: PlanResult) -> None:
     if not result.excluded:
         print_line("nothing was excluded")
         return
-    print_line(f"{len(result.excluded)} choices do not fit (--explain for all):")
+    count = len(result.excluded)
+    print_line(f"{count} {'choice does' if count == 1 else 'choices do'} not fit (--explain for all):")
     for entry in result.excluded[:NEAREST]:
         show(Text(f"  {entry.what}: {entry.limit.reason}"))
 

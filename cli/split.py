@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from rich.console import Console, Group, RenderableType
+from rich.status import Status
 from rich.text import Text
 
 from libra_hpc.config.run import RunConfig
@@ -21,14 +23,24 @@ def resolve(config: RunConfig) -> tuple[RunConfig, InitialPlan | None]:
     """
     if config.components.split != "auto":
         return config, None
-    with busy("planning"):
-        made = initial_plan(config)
+    made = planned(config)
     return made.config, made
+
+
+def planned(config: RunConfig, simulated: bool = True) -> InitialPlan:
+    """The plan of a run file with ``components.split = "auto"``, with a spinner; raises `UserError`."""
+    with busy("planning") as status:
+        return initial_plan(config, simulated=simulated, progress=partial(simulating, status))
 
 
 def show_split(made: InitialPlan, *, stderr: bool = False) -> None:
     """Print the compared plans, best first, and the keys of the chosen one; ``stderr``: stdout has another result."""
     (Console(file=sys.stderr, width=WIDTH, highlight=False) if stderr else console()).print(_screen(made))
+
+
+def simulating(status: Status, done: int, whole: int) -> None:
+    """Show in the spinner how many plans are simulated."""
+    status.update(f"simulating plans: {done} of {whole}")
 
 
 def words(made: InitialPlan) -> str:
@@ -44,6 +56,6 @@ def _screen(made: InitialPlan) -> RenderableType:
     )
     tail = (
         f"chosen: {words(made)}; predicted {best.seconds:.1f} s a batch (train {best.train.time.total:.1f}, rollout"
-        f" {best.rollout.seconds:.1f})"
+        f" {best.rollout_s:.1f})"
     )
     return Group(Text(head), plan_tables.plans(asked, made.result), Text(tail))

@@ -70,13 +70,12 @@ class RepartitionAdvisor:
         minibatches: int = 1,
         forwards: int = 0,
         steps: StepLookup = lookup,
-        sorted_lengths: bool = True,
         run_file_values: Callable[[PlanResult], dict[str, Any]] | None = None,
     ) -> None:
         self._shape, self._pool, self._running = shape, pool, running
         self._space, self._options, self._steps = space, options, steps
         self._minibatches, self._forwards = minibatches, forwards
-        self._sorted, self._run_file_values = sorted_lengths, run_file_values
+        self._run_file_values = run_file_values
         self._own = msgspec.structs.replace(space, tp=(running.tp,), pp=(running.pp,), cp=(1,), ep=(1,))
         self._model = RolloutByNodes(NodeEngines(shape, pool.device, running.engines, options), steps)
         self._proposed: set[str] = set()
@@ -114,7 +113,7 @@ class RepartitionAdvisor:
                 train=p.nodes,
                 rollout=self._pool.nodes - p.nodes,
                 train_s=p.train.time.total,
-                rollout_s=p.rollout.seconds,
+                rollout_s=p.rollout_s,
                 batch_s=p.seconds,
                 gain_s=horizon * (1.0 - p.seconds / now),
                 needed_s=needed,
@@ -157,7 +156,6 @@ class RepartitionAdvisor:
                 options=self._model.options(snapshot),
                 factors=factors,
                 steps=self._steps,
-                sorted_lengths=self._sorted,
                 gated=False,  # The measured seconds of rollout have the wait in them.
                 whole_nodes=True,
                 degrees=degrees,

@@ -36,7 +36,7 @@ def draw_plans(plans: Sequence[RunPlan], title: str, out: Path) -> None:
     ordered = sorted((p for p in plans if p.pool == plans[0].pool), key=lambda p: p.nodes)
     x = [p.nodes for p in ordered]
     panel.plot(x, [p.train.time.total for p in ordered], "o-", color=TRAIN, label="train")
-    panel.plot(x, [p.rollout.seconds for p in ordered], "o-", color=ROLLOUT, label="rollout")
+    panel.plot(x, [p.rollout_s for p in ordered], "o-", color=ROLLOUT, label="rollout")
     panel.plot(x, [p.seconds for p in ordered], color=GREEN, linewidth=4, alpha=0.3, label="batch")
     panel.axvline(plans[0].nodes, color=GREY, linestyle="--", linewidth=1.2, label="best")
     panel.set_xlabel("training nodes")

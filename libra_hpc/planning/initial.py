@@ -25,11 +25,10 @@ from libra_hpc.hardware.supported import TRAINED
 from libra_hpc.search.best_plan import DevicePool, PlanResult, PlanSearch, RunPlan
 
 from .request import PlanRequest, request
+from .simulated_plan import Progress, simulated_plans
 
 CANDIDATES = 5
 """Plans that are recorded and shown."""
-SORTING = ("cmlfq", "length_aware", "libra", "seer")
-"""Scheduling policies that send long trajectories to large TP; under others every replica gets a fair sample."""
 CHOSEN = {"train": ("tp", "pp"), "rollout": ("tp", "engines_per_node"), "planner": ("hybrid_start",)}
 """Keys that the plan fills in; a run file must not have them as well."""
 KIND = ("partition", "gpu_type", "gpus", "constraint")
@@ -51,8 +50,12 @@ class InitialPlan(msgspec.Struct, frozen=True):
         return self.result.plans[0]
 
 
-def initial_plan(config: RunConfig) -> InitialPlan:
+def initial_plan(
+    config: RunConfig, *, simulated: bool = True, progress: Progress = lambda done, whole: None
+) -> InitialPlan:
     """Fill in the split of a run file with ``components.split = "auto"``.
+
+    ``simulated``: the simulator chooses among the best plans; otherwise the cost models choose.
 
     Raises `UserError` for unknown hardware or models, for nodes that cannot be divided, for keys that the plan chooses,
     and when nothing fits.
@@ -75,10 +78,11 @@ def initial_plan(config: RunConfig) -> InitialPlan:
         space=space,
         options=asked.options,
         factors=asked.factors,
-        sorted_lengths=config.rollout.policy in SORTING,
         whole_nodes=True,
     )
     result = search.run(CANDIDATES, trainers=(0,))
+    if simulated:
+        result = simulated_plans(asked, search, result, progress=progress)
     chosen = run_file_values(config, asked.pools, result, alike)
     return InitialPlan(with_values(config, {**chosen, "components.split": "explicit"}), asked, result, chosen)
 
@@ -104,7 +108,9 @@ def plan_record(made: InitialPlan) -> dict[str, Any]:
         "predicted": {
             "batch_s": plan.seconds,
             "train_s": plan.train.time.total,
-            "rollout_s": plan.rollout.seconds,
+            "rollout_s": plan.rollout_s,
+            "simulated_batches": plan.simulated,
+            "model_s": plan.model_s,
             "tokens_s": plan.tokens_s,
         },
         "plan": msgspec.to_builtins(plan),

@@ -26,8 +26,11 @@ from libra_hpc.hardware.models import ModelShape
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.search.best_plan import PlanResult
 
-from .initial import SORTING, as_planned, interchangeable, run_file_values
+from .initial import as_planned, interchangeable, run_file_values
 from .request import request
+
+SORTING = ("cmlfq", "length_aware", "libra", "seer")
+"""Scheduling policies that send long trajectories to large TP; under others every replica gets a fair sample."""
 
 
 class SpedUpSteps:
@@ -50,8 +53,10 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
         found = table(device, shape, tp)
         return found if speedup == 1.0 else SpedUpSteps(found, speedup)
 
-    engines, sorted_lengths = _engines(config), config.rollout.policy in SORTING
-    if (len(engines) > 1 and not sorted_lengths) or (config.run.engine == "real" and config.slurm.device == "cpu"):
+    engines = _engines(config)
+    if (len(engines) > 1 and config.rollout.policy not in SORTING) or (
+        config.run.engine == "real" and config.slurm.device == "cpu"
+    ):
         return Planner(config.planner)
     try:
         planned = as_planned(config)
@@ -91,7 +96,6 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
         minibatches=batch.minibatches,
         forwards=batch.forwards,
         steps=steps,
-        sorted_lengths=sorted_lengths,
         run_file_values=proposed_values if alike else None,
     )
     return Planner(config.planner, rollout_model, repartition)

@@ -19,28 +19,14 @@ from libra_hpc.cost_models.training_time import BatchWork
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.hardware.devices import Device, device
 from libra_hpc.hardware.models import DTYPE_BYTES, ModelShape, model_shape
+from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.search.best_plan import DevicePool
 from libra_hpc.search.train_layout import TrainSpace
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.traces.read import read_trace
 
 from .train_speed import measured_factor, training_factors
-
-
-class Assumed(msgspec.Struct, frozen=True):
-    """A log-normal distribution of lengths; None stands for a share of the longest context."""
-
-    generated: float | None = None
-    """Mean generated tokens of a trajectory; None: 1/8."""
-    sigma: float = 1.0
-    """Shape. At 1, the longest tenth has 39 % of the tokens; in agentic coding sessions it has 31..47 %."""
-    prompt: int | None = None
-    """Prompt tokens; None: 1/16."""
-    turns: float = 8.0
-    new_tokens: float | None = None
-    """Tokens of a tool result; None: 1/256."""
-    tool_s: float = 1.0
-    """Seconds of a tool call."""
+from .work import Assumed, Work
 
 
 class PlanRequest(msgspec.Struct, frozen=True):
@@ -53,11 +39,16 @@ class PlanRequest(msgspec.Struct, frozen=True):
     space: TrainSpace
     lengths: str
     """Source of the lengths, in words."""
+    work: Work
+    """Batches to simulate."""
     factors: Factors = NONE
     """Corrections of the training model."""
     train_speed: str = ""
     """Source of these, in words; empty: not measured."""
     notes: tuple[str, ...] = ()
+    policy: str = "cmlfq"
+    max_inflight: int = 96
+    """Turns sent to an engine at once."""
 
 
 NODE_SPACE = TrainSpace(cp=(1,), ep=(1,))
@@ -99,7 +90,8 @@ def request(
     )
     pools = pools_of(config, device_name, devices_file, gpus)
     factors, speed_source = _factors(train_speed, pools)
-    observed, source = _lengths(trace, assumed, config.rollout.max_model_len)
+    recorded = () if trace is None else read_trace(trace).trajectories
+    observed, source = _lengths(recorded, trace, assumed, config.rollout.max_model_len)
     algorithm = config.algorithm
     trajectories = algorithm.prompts_per_step * algorithm.group_size
     lengths = sketch(observed, trajectories)
@@ -128,9 +120,22 @@ def request(
             minibatches=algorithm.minibatches,
             forwards=forwards,
         ),
-        options=RolloutOptions(config.rollout.max_num_seqs, config.rollout.max_model_len),
+        options=RolloutOptions(
+            max_num_seqs=config.rollout.max_num_seqs,
+            max_model_len=config.rollout.max_model_len,
+            group=algorithm.group_size,
+            cache_aware=config.rollout.policy == "cmlfq",
+            updates=1,
+        ),
         space=space,
         lengths=source,
+        work=Work(
+            tuple(one for one in recorded if one.generated and one.context <= config.rollout.max_model_len),
+            assumed,
+            config.rollout.max_model_len,
+        ),
+        policy=config.rollout.policy,
+        max_inflight=config.rollout.max_inflight,
         factors=factors,
         train_speed=speed_source,
         notes=tuple(notes),
@@ -226,17 +231,23 @@ def _factors(path: Path | None, pools: Sequence[DevicePool]) -> tuple[Factors, s
     return training_factors(found.factor), f"{found.factor:.2f} x the model's seconds ({found.source})"
 
 
-def _lengths(trace: Path | None, assumed: Assumed, longest: int) -> tuple[Sequence[TrajectoryLengths], str]:
+def _lengths(
+    recorded: Sequence[TrajectoryRecord], trace: Path | None, assumed: Assumed, longest: int
+) -> tuple[Sequence[TrajectoryLengths], str]:
     if trace is not None:
-        observed = observe(read_trace(trace).trajectories)
+        observed = observe(recorded)
         return observed, f"{len(observed):,} trajectories of {trace.name}"
+    filled = assumed.filled(longest)
+    assert filled.generated is not None
+    assert filled.prompt is not None
+    assert filled.new_tokens is not None
     made = lognormal(
-        generated=assumed.generated if assumed.generated is not None else max(1.0, longest / 8),
-        sigma=assumed.sigma,
-        prompt=assumed.prompt if assumed.prompt is not None else max(1, longest // 16),
-        turns=assumed.turns,
-        new_tokens=assumed.new_tokens if assumed.new_tokens is not None else longest / 256,
-        tool_s=assumed.tool_s,
+        generated=filled.generated,
+        sigma=filled.sigma,
+        prompt=filled.prompt,
+        turns=filled.turns,
+        new_tokens=filled.new_tokens,
+        tool_s=filled.tool_s,
         longest=longest,
     )
     return made, f"assumed log-normal, shape {assumed.sigma:g} (measured ones: --trace FILE)"

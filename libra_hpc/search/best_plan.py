@@ -12,13 +12,14 @@ number n of training nodes is searched per stage. Training uses nodes of one poo
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from libra_hpc.cost_models.factors import NONE, Factors
+from libra_hpc.cost_models.lengths import Lengths
 from libra_hpc.cost_models.rollout_time import ReplicaCost, RolloutOptions
 from libra_hpc.cost_models.training_time import BatchWork, TrainCost
 from libra_hpc.errors import UserError
@@ -26,14 +27,13 @@ from libra_hpc.hardware.devices import Device
 from libra_hpc.hardware.lookup import StepLookup, lookup
 from libra_hpc.hardware.models import ModelShape
 
-from .even_rollout_layout import EvenRolloutSearch
+from .even_rollout_layout import EvenRolloutSearch, homogeneous_layouts, layout_seconds
+from .node_count import NodeCountSearch
 from .rollout_layout import ReplicaClass, RolloutLayout, RolloutSearch
 from .train_layout import Excluded, TrainChoice, TrainSearch, TrainSpace
 
 ENUMERATED = 12
 """Nodes up to which every number of training nodes is computed: a bisection or bounds save nothing there."""
-GAP = 2e-3
-"""Relative difference at which branch and bound drops an interval: a tenth of the models' own error or less."""
 ROLLOUT_TP = (1, 2, 4, 8)
 
 
@@ -58,10 +58,22 @@ class RunPlan(msgspec.Struct, frozen=True):
     """Its training nodes; all other nodes roll out."""
     train: TrainChoice
     rollout: RolloutLayout
+    rollout_s: float
+    """Of one global batch: simulated, or of the cost models."""
     seconds: float
-    """Of one global batch."""
+    """Of one global batch, with these rollout seconds."""
+    model_s: float
+    """Of one global batch, by the cost models."""
     tokens_s: float
     """Tokens of finished trajectories, trained on, per second."""
+    simulated: int = 0
+    """Batches that were simulated."""
+
+    @property
+    def mixed(self) -> bool:
+        """Whether a pool has engines of several TP degrees."""
+        pools = [s.pool for s in self.rollout.segments]
+        return len(set(pools)) < len(pools)
 
 
 class PlanResult(msgspec.Struct, frozen=True):
@@ -130,6 +142,19 @@ class PlanSearch:
         steps: StepLookup = lookup,
     ) -> None:
         self._pools, self._batch, self._gated = list(pools), batch, gated
+        self._arguments: dict[str, Any] = {
+            "shape": shape,
+            "pools": pools,
+            "batch": batch,
+            "space": space,
+            "options": options,
+            "factors": factors,
+            "sorted_lengths": sorted_lengths,
+            "gated": gated,
+            "whole_nodes": whole_nodes,
+            "degrees": degrees,
+            "steps": steps,
+        }
         self._train = [
             TrainSearch(TrainCost(shape, p.device, p.node_devices, batch=batch, factors=factors), p.node_devices, space)
             for p in pools
@@ -145,7 +170,17 @@ class PlanSearch:
             if p.node_devices % tp == 0 and shape.divides(tp)
         ]
         kind = RolloutSearch if sorted_lengths else EvenRolloutSearch
-        self._layouts: RolloutSearch | EvenRolloutSearch = kind(self._costs, len(batch.lengths.bins))
+        self._bins = len(batch.lengths.bins)
+        self._layouts: RolloutSearch | EvenRolloutSearch = kind(self._costs, self._bins)
+
+    def with_lengths_sorted(self) -> PlanSearch:
+        """The same search if the scheduler sends long trajectories to large TP."""
+        return PlanSearch(**{**self._arguments, "sorted_lengths": True})
+
+    def of_one_batch(self, lengths: Lengths) -> PlanSearch:
+        """The same search for one batch of these lengths alone."""
+        batch = msgspec.structs.replace(self._batch, eta=0, lengths=lengths)
+        return PlanSearch(**{**self._arguments, "batch": batch})
 
     def run(
         self, keep: int = 5, nodes: Sequence[int] | None = None, trainers: Sequence[int] | None = None
@@ -161,7 +196,7 @@ class PlanSearch:
         bounds: list[float] = []
         for pool in range(len(have)) if trainers is None else trainers:
             most = have[pool] - (0 if sum(have) > have[pool] else 1)
-            search = _NodeSearch(self, have, pool=pool, most=most, found=found)
+            search = NodeCountSearch(self, have, pool=pool, most=most, found=found)
             if most <= ENUMERATED:
                 bounds.append(min((search.seconds(n) for n in range(1, most + 1)), default=math.inf))
             else:
@@ -217,15 +252,35 @@ class PlanSearch:
         if choice is None:
             return None
         rollout = self._layouts.best(self.rest(have, pool, nodes), lag=self.lag(choice.time.total))
-        if rollout is None:
-            return None
+        return None if rollout is None else self._plan(pool, nodes, choice, rollout)
+
+    def homogeneous(self, plan: RunPlan) -> list[RunPlan]:
+        """The plan's training nodes beside every homogeneous fleet: one TP degree on each pool."""
+        rest = self.rest([p.nodes for p in self._pools], plan.pool, plan.nodes)
+        layouts = homogeneous_layouts(self._costs, rest, self._bins, self.lag(plan.train.time.total))
+        return [self._plan(plan.pool, plan.nodes, plan.train, layout) for layout in layouts]
+
+    def layout_seconds(self, layout: RolloutLayout) -> float:
+        """Seconds of a given layout without a wait for training."""
+        return layout_seconds(self._costs, layout, self._bins)
+
+    def with_rollout_seconds(self, plan: RunPlan, seconds: float, simulated: int) -> RunPlan:
+        """``plan`` with the rollout seconds that so many simulated batches had."""
+        whole = self.batch_seconds(plan.train.time.total, seconds)
+        return msgspec.structs.replace(
+            plan, rollout_s=seconds, seconds=whole, tokens_s=self._batch.tokens / whole, simulated=simulated
+        )
+
+    def _plan(self, pool: int, nodes: int, choice: TrainChoice, rollout: RolloutLayout) -> RunPlan:
         seconds = self.batch_seconds(choice.time.total, rollout.seconds)
         return RunPlan(
             pool=pool,
             nodes=nodes,
             train=choice,
             rollout=rollout,
+            rollout_s=rollout.seconds,
             seconds=seconds,
+            model_s=seconds,
             tokens_s=self._batch.tokens / seconds,
         )
 
@@ -263,59 +318,3 @@ class PlanSearch:
             return UserError("No training layout divides both the model and the nodes.")
         near = min(options, key=lambda e: e.limit.over)
         return UserError(f"No training layout fits beside a rollout node; nearest: {near.what}, {near.limit.reason}.")
-
-
-class _NodeSearch:
-    """The search over the number of training nodes of one pool, 1..most."""
-
-    def __init__(
-        self, search: PlanSearch, have: Sequence[int], pool: int, most: int, found: dict[tuple[int, int], RunPlan]
-    ) -> None:
-        self._search, self._have, self._pool, self._most, self._found = search, have, pool, most, found
-        self._done: dict[int, float] = {}
-
-    def seconds(self, nodes: int) -> float:
-        """Seconds of the best plan with so many training nodes; records the plan."""
-        if nodes not in self._done:
-            plan = self._search.build(self._have, self._pool, nodes)
-            if plan is not None:
-                self._found[self._pool, nodes] = plan
-            self._done[nodes] = math.inf if plan is None else plan.seconds
-        return self._done[nodes]
-
-    def around(self, count: int) -> list[int]:
-        """Numbers of training nodes around the best one so far."""
-        if not self._done or math.isinf(min(self._done.values())):
-            return []
-        best = min(self._done, key=lambda n: self._done[n])
-        near = sorted(range(max(1, best - count), min(self._most, best + count) + 1), key=lambda n: abs(n - best))
-        return near[:count]
-
-    def branch_and_bound(self) -> float:
-        """Best-first over intervals of training nodes; returns a lower bound of the optimum."""
-        best = math.inf
-        open_intervals: list[tuple[float, int, int]] = [(0.0, 1, self._most)]
-        while open_intervals:
-            bound, a, b = heapq.heappop(open_intervals)
-            if bound >= best * (1.0 - GAP):
-                return min(bound, best)
-            best = min(best, self.seconds(a))
-            if a == b:
-                continue
-            middle = (a + 1 + b) // 2
-            for low, high in ((a + 1, middle), (middle + 1, b)):
-                if low <= high:
-                    heapq.heappush(open_intervals, (self._bound(low, high, best), low, high))
-        return best
-
-    def _bound(self, low: int, high: int, best: float) -> float:
-        """Seconds that no plan with ``low``..``high`` training nodes is below.
-
-        Rollout is not faster with fewer nodes or a longer wait: its time at ``low`` after the least one bounds all.
-        """
-        search = self._search
-        train = min(search.train_seconds(self._pool, n) for n in range(low, high + 1))
-        if search.batch_seconds(train, 0.0) >= best:
-            return search.batch_seconds(train, 0.0)
-        devices = search.rest(self._have, self._pool, low)
-        return search.batch_seconds(train, search.rollout_seconds(devices, search.lag(train)))

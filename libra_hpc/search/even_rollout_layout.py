@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 
 from libra_hpc.cost_models.rollout_time import ReplicaCost
 
@@ -73,6 +74,35 @@ class EvenRolloutSearch:
             if cost.pool not in best or share > best[cost.pool][2]:
                 best[cost.pool] = (cost, count, share)
         return list(best.values())
+
+
+def homogeneous_layouts(
+    classes: Sequence[ReplicaClass], devices: Sequence[int], bins: int, lag: float = 0.0
+) -> list[RolloutLayout]:
+    """Every layout with one class on all devices of each pool, for lengths that cannot be sorted."""
+    pools = [i for i, count in enumerate(devices) if count]
+    by_pool = ([c for c in classes if c.pool == i and c.most(devices[i])] for i in pools)
+    found = []
+    for chosen in product(*by_pool):
+        search = EvenRolloutSearch(chosen, bins)
+        layout = search.best(devices, lag=lag) if len(search.costs) == len(pools) else None
+        if layout is not None and len(layout.segments) == len(pools):
+            found.append(layout)
+    return found
+
+
+def layout_seconds(classes: Sequence[ReplicaClass], layout: RolloutLayout, bins: int) -> float:
+    """Seconds of a layout, found for other options, with these ``classes``; no wait for training.
+
+    Segments that all have every bin share them; others serve their own, which are the same share of trajectories.
+    """
+    costs = {(c.pool, c.tp): c for c in classes}
+    chosen = [costs[s.pool, s.tp] for s in layout.segments]
+    if len(chosen) > 1 and all(s.first == 0 and s.last == bins - 1 for s in layout.segments):
+        devices = [layout.devices(pool) for pool in range(1 + max(c.pool for c in chosen))]
+        even = EvenRolloutSearch(chosen, bins).best(devices)
+        return math.inf if even is None else even.seconds
+    return max(c.replica.time(s.first, s.last, s.replicas) for c, s in zip(chosen, layout.segments, strict=True))
 
 
 def served_share(replica: ReplicaCost, replicas: int, *, bins: int, seconds: float, lag: float = 0.0) -> float:

@@ -237,3 +237,62 @@ def test_long_prompts_of_short_answers_do_not_stand_beside_the_tokens_of_long_on
     assert lengths.prompt == pytest.approx(6050)
     assert lengths.prompt_beside == pytest.approx(0.01 * 12_000 + 0.99 * 100)
     assert lengths.context_at(1000) == pytest.approx(1000 + lengths.prompt_beside)
+
+
+def test_prompts_that_wait_for_a_training_step_leave_less_time_for_the_longest() -> None:
+    """Two batches open, the longest takes 1000 s: it ends one training step before the end of the second batch."""
+    chain = BatchWork(2, sketch([TrajectoryLengths(1000, 1010, 10)] * 2, 2), 1)
+    alone = ReplicaCost(FakeSteps(1, fixed=1.0), chain)
+    assert alone.time(0, 0, 100) == pytest.approx(500)
+    assert alone.time(0, 0, 100, 200.0) == pytest.approx((1000 + 200) / 2)
+    # Where steps last as long as they have sequences, fewer open ones cost no throughput.
+    crowded = ReplicaCost(FakeSteps(1, fixed=1e-9, each=1.0), batch_of(*[1000] * 64, eta=1))
+    assert crowded.time(0, 0, 1, 200.0) == pytest.approx(crowded.time(0, 0, 1), rel=0.01)
+
+
+def test_a_wait_for_training_means_nothing_when_stages_take_turns() -> None:
+    replica = ReplicaCost(FakeSteps(1, fixed=0.01, each=2e-3), batch_of(10, 200, 3000, eta=0))
+    assert replica.time(0, 2, 2, 500.0) == replica.time(0, 2, 2)
+
+
+@given(st.lists(st.integers(1, 9000), min_size=2, max_size=10), st.integers(1, 3), st.floats(0.0, 1e4))
+def test_a_longer_wait_is_never_faster_and_costs_at_most_its_share(lengths: list[int], eta: int, lag: float) -> None:
+    replica = ReplicaCost(FakeSteps(1, fixed=0.01, each=2e-3, new=1e-4), batch_of(*lengths, eta=eta))
+    last = len(replica._batch.lengths.bins) - 1
+    without, half, whole = (replica.time(0, last, 3, wait) for wait in (0.0, lag / 2, lag))
+    assert without <= half * (1 + 1e-9)
+    assert half <= whole * (1 + 1e-9)
+    assert whole <= (without + lag / (eta + 1)) * (1 + 1e-9)
+
+
+def test_long_trajectories_with_fewer_turns_do_not_wait_for_the_tools_of_short_ones() -> None:
+    short, long = TrajectoryLengths(100, 1110, 10, 10, 10.0), TrajectoryLengths(5000, 5110, 10, 2, 10.0)
+    lengths = sketch([short] * 31 + [long], 32)
+    _, at_start = lengths.open_at(0.0)
+    context, late = lengths.open_at(4000.0)
+    assert at_start.tool_s == pytest.approx((31 * 0.1 + 0.002) / 32)
+    assert late == pytest.approx((100 / 5000, 2 / 5000, 10 / 5000))
+    assert context == pytest.approx(10 + 4000 * (1 + 100 / 5000))
+    assert lengths.generated_at(context) == pytest.approx(4000, rel=1e-3)
+    replica = ReplicaCost(FakeSteps(1, fixed=0.1), BatchWork(32, lengths, 0))
+    last = len(lengths.bins) - 1
+    assert replica.time(0, last, 1000) == pytest.approx(500 + 10 + 10, rel=0.02), "both have 10 s of tools"
+
+
+def test_a_scheduler_that_lets_in_what_the_cache_holds_is_not_slowed_by_the_rest() -> None:
+    batch = agentic(256)
+    steps = FakeSteps(1, 60_000, fixed=0.02, each=1e-5, new=1e-4)
+    crowded, admitted = (ReplicaCost(steps, batch, RolloutOptions(cache_aware=aware)) for aware in (False, True))
+    last = len(batch.lengths.bins) - 1
+    assert admitted.time(0, last, 1) < 0.9 * crowded.time(0, last, 1)
+    assert admitted.time(0, last, 256) == pytest.approx(crowded.time(0, last, 256)), "one each: nothing to wait for"
+
+
+def test_samples_beside_their_siblings_share_the_prompt() -> None:
+    batch = BatchWork(64, sketch([TrajectoryLengths(2, 8002, 8000)], 64), 0)
+    steps = FakeSteps(1, fixed=1e-9, new=1e-3)
+    apart, beside = (
+        ReplicaCost(steps, batch, RolloutOptions(group=8, cache_aware=aware)).time(0, 0, 4) for aware in (False, True)
+    )
+    assert beside == pytest.approx(1.3 * 64 / 8 * 8.0 / 4, rel=0.02)
+    assert apart == pytest.approx(4 * (1 - 0.75**8) * 64 / 8 * 8.0 / 4, rel=0.02)

@@ -19,6 +19,7 @@ from libra_hpc.hardware.devices import device
 from libra_hpc.hardware.lookup import lookup
 from libra_hpc.hardware.models import model_shape
 from libra_hpc.search import best_plan as search_module
+from libra_hpc.search import node_count
 from libra_hpc.search.best_plan import DevicePool, PlanSearch, plan
 from libra_hpc.search.even_rollout_layout import EvenRolloutSearch
 from libra_hpc.search.rollout_layout import ReplicaClass, RolloutSearch, assign
@@ -249,7 +250,7 @@ def test_the_plan_equals_enumeration(
 ) -> None:
     """Bounds are in use from the smallest size on, and bounds are closed completely."""
     monkeypatch.setattr(search_module, "ENUMERATED", 0)
-    monkeypatch.setattr(search_module, "GAP", 0.0)
+    monkeypatch.setattr(node_count, "GAP", 0.0)
     batch = agentic(trajectories, eta)
     pools = [DevicePool(A800, nodes, 8)]
     result = whole(batch, pools, sorted_lengths=sorted_lengths)
@@ -297,7 +298,7 @@ def test_a_bound_that_is_not_closed_is_reported(eta: int) -> None:
     best = enumerated(batch, pools)
     assert result.bound <= best * (1 + 1e-6)
     assert best <= result.plans[0].seconds * (1 + 1e-6)
-    assert result.gap <= search_module.GAP
+    assert result.gap <= node_count.GAP
 
 
 def test_plans_use_every_node_and_fit() -> None:

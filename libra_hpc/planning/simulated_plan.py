@@ -1,0 +1,196 @@
+"""The plan as simulated: cost models propose some twenty candidates, the simulator runs the best with the real policy.
+
+- Candidates: the training nodes of the best plans; beside each, every homogeneous fleet, and the mix of TP degrees
+  that is best if the scheduler sorts trajectories by length.
+- Those within `WORTH` of the best by the cost models are simulated: one batch of the same trajectories for all. The
+  best `FINALISTS` are simulated on two further batches.
+- A simulated batch may have a longer tail than usual: its seconds are scaled, for all plans alike, by what the cost
+  models say of the usual lengths over its own.
+- eta > 0: times what the cost models say of the plan's overlapping batches over a single one.
+- A mix is chosen when it is `MIX_GAIN` faster than the best homogeneous fleet.
+
+So the scheduler's skill at sorting is measured, not assumed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from libra_hpc.cost_models.lengths import observe, sketch
+from libra_hpc.hardware.devices import Device
+from libra_hpc.hardware.lookup import StepLookup, lookup
+from libra_hpc.hardware.models import ModelShape
+from libra_hpc.protocol.trace import TrajectoryRecord
+from libra_hpc.sched.registry import make_policy
+from libra_hpc.search.best_plan import PlanResult, PlanSearch, RunPlan
+from libra_hpc.search.rollout_layout import RolloutLayout
+from libra_hpc.simulator.settings import EngineSpec, SimSettings
+from libra_hpc.simulator.simulate import simulate
+
+from .request import PlanRequest
+
+SPLITS = 4
+"""Numbers of training nodes whose fleets are candidates."""
+WORTH = 1.25
+"""Times the best plan's seconds by the cost models; their error is 10 %, for mixes more."""
+MIX_GAIN = 0.05
+"""Share by which a mix must be faster: it serves other lengths than the simulated ones worse."""
+FINALISTS, SEEDS = 3, 3
+FIRST = 12
+"""Most plans that are simulated."""
+TURNS = 120_000
+"""Turns to simulate, in all: some twelve seconds of one core. Large batches take one seed and `FINALISTS` plans."""
+LARGEST = 100_000
+"""Turns of a batch beyond which nothing is simulated: three plans would take more than a minute."""
+
+Progress = Callable[[int, int], None]
+"""(batches simulated, batches to simulate) -> None."""
+
+
+class Candidate(Protocol):
+    """What the choice among plans looks at."""
+
+    @property
+    def model_s(self) -> float:
+        """Seconds of a batch by the cost models."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a batch."""
+        ...
+
+    @property
+    def simulated(self) -> int:
+        """Batches."""
+        ...
+
+    @property
+    def mixed(self) -> bool: ...
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+def simulated_plans(
+    asked: PlanRequest,
+    search: PlanSearch,
+    result: PlanResult,
+    *,
+    steps: StepLookup = lookup,
+    progress: Progress = lambda done, whole: None,
+) -> PlanResult:
+    """``result`` of ``search`` with simulated plans instead, best first; unchanged where batches are too large."""
+    first = asked.work.batch(asked.batch.trajectories, asked.options.group, 0)
+    turns = sum(len(one.turns) for one in first)
+    if turns > LARGEST:
+        return result
+    most, seeds = effort(turns)
+    chosen = promising(candidates(asked, search, result), most)
+    settings = SimSettings(
+        max_inflight=asked.max_inflight,
+        max_num_seqs=asked.options.max_num_seqs,
+        max_model_len=asked.options.max_model_len,
+        max_num_batched_tokens=max(SimSettings().max_num_batched_tokens, asked.options.max_num_seqs),
+    )
+
+    lengths, plain = asked.batch.lengths, next((p for p in chosen if not p.mixed), chosen[0]).rollout
+    alone = search.of_one_batch(lengths)
+
+    @cache
+    def batch(seed: int) -> tuple[list[TrajectoryRecord], float]:
+        made = asked.work.batch(asked.batch.trajectories, asked.options.group, seed) if seed else first
+        own = search.of_one_batch(sketch(observe(made), asked.batch.trajectories))
+        return made, alone.layout_seconds(plain) / own.layout_seconds(plain)
+
+    def play(plan: RunPlan, seed: int) -> float:
+        made, usual = batch(seed)
+        engines = engines_of(plan.rollout, [p.device for p in asked.pools], asked.shape, steps)
+        simulated = simulate(made, engines, make_policy(asked.policy), settings).makespan_s
+        return simulated * usual * plan.rollout.seconds / alone.layout_seconds(plan.rollout)
+
+    return msgspec.structs.replace(
+        result, plans=tuple(halving(chosen, play, search.with_rollout_seconds, seeds=seeds, progress=progress))
+    )
+
+
+def candidates(asked: PlanRequest, search: PlanSearch, result: PlanResult) -> list[RunPlan]:
+    """Homogeneous fleets and a mix beside the training nodes of the best plans, distinct, best first."""
+    have, by_length = [pool.nodes for pool in asked.pools], search.with_lengths_sorted()
+    found: dict[tuple[object, ...], RunPlan] = {}
+    for plan in result.plans[:SPLITS]:
+        mix = by_length.build(have, plan.pool, plan.nodes)
+        for one in (plan, *search.homogeneous(plan), *([] if mix is None else [mix])):
+            engines = tuple(sorted((s.pool, s.tp, s.replicas) for s in one.rollout.segments))
+            found.setdefault((one.pool, one.nodes, engines), one)
+    return sorted(found.values(), key=lambda p: p.model_s)
+
+
+def effort(turns: int) -> tuple[int, int]:
+    """(plans, seeds) to simulate with batches of so many turns."""
+    again = FINALISTS * (SEEDS - 1)
+    seeds = SEEDS if TURNS // turns >= FINALISTS + again else 1
+    return max(FINALISTS, min(FIRST, TURNS // turns - (again if seeds > 1 else 0))), seeds
+
+
+def promising(plans: Sequence[C], most: int) -> list[C]:
+    """At most so many of ``plans``, which are in the order of the cost models, that are worth it.
+
+    The best mix and the best homogeneous fleet are among them. The latter sets the limit, because the cost models
+    assume of a mix that the scheduler knows all lengths.
+    """
+    firsts = [next((p for p in plans if p.mixed == mixed), None) for mixed in (False, True)]
+    ordered = [p for p in (*firsts, *(p for p in plans if p not in firsts)) if p is not None]
+    return [p for p in ordered if p.model_s <= WORTH * ordered[0].model_s][:most]
+
+
+def engines_of(
+    layout: RolloutLayout, devices: Sequence[Device], shape: ModelShape, steps: StepLookup
+) -> list[EngineSpec]:
+    """The engines of a layout; ``devices`` by pool."""
+    return [
+        EngineSpec(f"{s.pool}-tp{s.tp}-{number}", s.tp, steps(devices[s.pool], shape, s.tp))
+        for s in layout.segments
+        for number in range(s.replicas)
+    ]
+
+
+def halving(
+    plans: Sequence[C],
+    play: Callable[[C, int], float],
+    with_seconds: Callable[[C, float, int], C],
+    *,
+    seeds: int,
+    progress: Progress = lambda done, whole: None,
+) -> list[C]:
+    """``plans`` with the mean of the seconds that ``play(plan, seed)`` returns, ranked; the finalists on every seed."""
+    seconds: dict[int, list[float]] = {}
+
+    def played(index: int) -> C:
+        found = seconds[index]
+        return with_seconds(plans[index], statistics.fmean(found), len(found))
+
+    running = list(range(len(plans)))
+    whole = len(plans) + min(FINALISTS, len(plans)) * (seeds - 1)
+    for seed in range(seeds):
+        for index in running:
+            progress(sum(map(len, seconds.values())), whole)
+            seconds.setdefault(index, []).append(play(plans[index], seed))
+        running = sorted(running, key=lambda index: played(index).seconds)[:FINALISTS]
+    return ranked([played(index) for index in seconds])
+
+
+def ranked(plans: Sequence[C]) -> list[C]:
+    """Most often simulated first, then fastest; a mix stands behind a homogeneous fleet that is hardly slower."""
+    ordered = sorted(plans, key=lambda p: (-p.simulated, p.seconds))
+    plain = next((p for p in ordered if not p.mixed), None)
+    if plain is None or plain.simulated < ordered[0].simulated or not ordered[0].mixed:
+        return ordered
+    if ordered[0].seconds <= (1.0 - MIX_GAIN) * plain.seconds:
+        return ordered
+    return [plain, *(p for p in ordered if p is not plain)]
