@@ -83,6 +83,7 @@ def initial_plan(
     result = search.run(CANDIDATES, trainers=(0,))
     if simulated:
         result = simulated_plans(asked, search, result, progress=progress)
+        result = msgspec.structs.replace(result, plans=result.plans[:CANDIDATES])
     chosen = run_file_values(config, asked.pools, result, alike)
     return InitialPlan(with_values(config, {**chosen, "components.split": "explicit"}), asked, result, chosen)
 

@@ -10,7 +10,7 @@ import pytest
 
 from bench import fleets_rows, fleets_search
 from bench.fleets import judge, tables
-from bench.fleets_rows import ROWS, Setting, bounds, engines_of, fleets_of, planned, work
+from bench.fleets_rows import ROWS, Setting, bounds, engines_of, fleets_of, proposals, work
 from bench.fleets_search import Contestant, Effort, Search, parameters_of, seconds
 
 SMALL = Setting(pools=(("a800", 16),), trajectories=32)
@@ -49,9 +49,11 @@ def test_degrees_that_cannot_hold_the_longest_context_are_no_fleets() -> None:
     assert all(part.tp > 1 for fleet in fleets for part in fleet)
 
 
-def test_the_plan_is_made_of_whole_nodes(small: str) -> None:
-    plan = planned(SMALL, work(small, 1_000)[1], fleets_rows.MAX_CONTEXT)
-    assert sum(part.tp * part.count for part in plan) == 16
+def test_the_planner_looks_at_every_degree_and_uses_whole_nodes(small: str) -> None:
+    options = proposals(SMALL, work(small, 1_000)[1], fleets_rows.MAX_CONTEXT)
+    assert {option.fleet[0].tp for option in options if not option.mixed} == {1, 2, 4, 8}
+    for option in options:
+        assert sum(part.tp * part.count for part in option.fleet) == 16
 
 
 def test_a_slow_node_slows_the_engines_on_its_gpus() -> None:
