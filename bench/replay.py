@@ -36,8 +36,8 @@ from libra_hpc.telemetry.rundir import RunDir, read_lines
 
 LAYOUT = RankLayout(("planner", "train", "rollout"))
 TRAINER, NODE = 1, 2
-PATIENCE_S = 240.0
-"""Longest play, about twenty times the usual one."""
+PATIENCE_S = 600.0
+"""Longest play, about ten times the longest one of an idle machine."""
 SETTLE_S = 0.3
 """Wait after the last answer for the engines' last reports."""
 

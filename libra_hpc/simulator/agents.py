@@ -13,6 +13,7 @@ from libra_hpc.sched.board import Board
 from libra_hpc.sched.protocol import Decision, TurnView
 
 from .event_queue import STEP, Events
+from .host_cache import host_cache
 from .result import Recorder
 from .settings import EngineSpec, SimSettings
 from .sim_engine import IDLE, Engine
@@ -57,6 +58,7 @@ class Agents:
             name=spec.name,
             tp=spec.tp,
             steps=spec.steps,
+            host=host_cache(spec.host, self._settings.block_size),
             settings=self._settings,
             number=self._count,
             version=version,
