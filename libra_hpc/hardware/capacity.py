@@ -25,10 +25,10 @@ class HostMemory(msgspec.Struct, frozen=True):
     """Tokens per second that come back over the links of all its devices."""
 
 
-def host_memory(device: Device, shape: ModelShape, tp: int, gib: float) -> HostMemory | None:
-    """``gib`` GiB of host memory per device; None for 0."""
+def host_memory(device: Device, shape: ModelShape, tp: int, gib: float) -> HostMemory:
+    """``gib`` GiB of host memory per device."""
     token = shape.kv_bytes_per_device(tp)
-    return HostMemory(int(gib * GIB // token), device.host_bytes_s / token) if gib else None
+    return HostMemory(int(gib * GIB // token), device.host_bytes_s / token)
 
 
 def kv_capacity(device: Device, shape: ModelShape, tp: int, memory_util: float = 0.9) -> int:

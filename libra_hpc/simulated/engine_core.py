@@ -84,6 +84,7 @@ class SimulatedEngine:
             host=host_cache(host, config.block_size),
         )
         self._steps, self._kv_tokens = steps, steps.kv_capacity
+        self._host_tokens = host.tokens if host else 0
         self._turns: dict[str, _Turn] = {}
         self._rids: dict[SimRequest, str] = {}
         self._waiting: list[_Turn] = []
@@ -103,6 +104,7 @@ class SimulatedEngine:
             tp=self._config.tp,
             max_model_len=self._config.max_model_len,
             kv_tokens=self._kv_tokens,
+            host_kv_tokens=self._host_tokens,
             start_s=start_s,
             warm_up=self._warm_up(),
         )

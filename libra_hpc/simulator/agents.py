@@ -65,7 +65,13 @@ class Agents:
             now=self._events.now,
         )
         self.engines[spec.name] = engine
-        self._board.up(spec.name, spec.tp, engine.blocks * self._settings.block_size, engine.version)
+        self._board.up(
+            spec.name,
+            tp=spec.tp,
+            kv_capacity=engine.blocks * self._settings.block_size,
+            version=engine.version,
+            host_tokens=spec.host.tokens if spec.host else 0,
+        )
 
     def drain(self, name: str, then: Callable[[], None]) -> None:
         """An engine gets no more turns and leaves when its last one has ended; ``then`` is called at that moment."""

@@ -84,7 +84,9 @@ def build_engines(
                 f"{model} does not fit {bucket.tp} x {device}: its weights leave no memory for KV cache",
                 "a larger TP degree",
             )
-        host = host_memory(find_device(device, devices_file), model_shape(model), bucket.tp, host_gb)
+        host = None
+        if host_gb:
+            host = host_memory(find_device(device, devices_file), model_shape(model), bucket.tp, host_gb)
         engines += [
             EngineSpec(f"tp{bucket.tp}-{number}", bucket.tp, steps, host) for number in range(copies * bucket.count)
         ]

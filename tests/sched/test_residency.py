@@ -104,6 +104,16 @@ def test_nobody_overtakes_the_first_that_waits_for_room() -> None:
     assert dispatcher.waiting_for_room == 0
 
 
+def test_host_memory_larger_than_the_cache_counts_instead_of_it() -> None:
+    for host_tokens, starts in ((0, ["s"]), (CAPACITY // 2, ["s"]), (4 * CAPACITY, ["s", "t"])):
+        board = board_of()
+        board.up("a", 1, CAPACITY, 0, host_tokens=host_tokens)
+        dispatcher = Dispatcher(CausalMlfq(), board)
+        dispatcher.ready(turn_of("s", "s", context=500), 0.0)
+        dispatcher.ready(turn_of("t", "t", context=400), 0.0)
+        assert sent(dispatcher) == starts
+
+
 def test_a_waiting_trajectory_that_is_aborted_lets_the_next_one_start() -> None:
     board = board_of(("a", 1), kv=CAPACITY)
     dispatcher = Dispatcher(CausalMlfq(), board)

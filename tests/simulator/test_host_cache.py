@@ -5,6 +5,7 @@ from __future__ import annotations
 from libra_hpc.simulator.host_cache import HostCache
 from libra_hpc.simulator.settings import SimSettings
 from libra_hpc.simulator.sim_engine import Engine
+from libra_hpc.simulator.sim_engines import build_engines
 
 from .toys import Linear, play, request
 
@@ -72,3 +73,12 @@ def test_a_chain_is_of_no_use_without_its_prompt() -> None:
     assert host.beyond("a", "q", shared=1, own=0, prompt_blocks=2, most=100) == 0
     assert host.beyond("a", "q", shared=2, own=1, prompt_blocks=2, most=100) == 3
     assert host.beyond("a", "p", shared=2, own=1, prompt_blocks=2, most=5) == 2
+
+
+def test_host_memory_and_links_of_all_gpus_of_an_engine_count() -> None:
+    (plain,) = build_engines("1xTP4", 4, "a800", "qwen3-14b").engines
+    (engine,) = build_engines("1xTP4", 4, "a800", "qwen3-14b", host_gb=64.0).engines
+    # 160 KiB of keys and values a token, a quarter of them on each GPU, over 25 GB/s each.
+    assert plain.host is None
+    assert engine.host is not None
+    assert (engine.host.tokens, round(engine.host.tokens_s)) == (64 * 2**30 // 40_960, round(25e9 / 40_960))

@@ -24,6 +24,8 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequ
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
+from libra_hpc.hardware.capacity import GIB
+from libra_hpc.hardware.models import model_shape
 from libra_hpc.protocol.rollout import (
     EngineReady,
     EngineStats,
@@ -94,6 +96,7 @@ class RolloutEngine:
             max_model_len=self._max_model_len,
             kv_tokens=vllm_config.cache_config.kv_cache_size_tokens or 0,
             start_s=time.monotonic() - started,
+            host_kv_tokens=_host_tokens(config),
         )
         limits = vllm_config.scheduler_config
         self.step_log = (
@@ -301,6 +304,13 @@ class RolloutEngine:
         self._client.collective_rpc("finish_weight_update")
         self._client.set_weight_version(str(version))
         self._version = version
+
+
+def _host_tokens(config: EngineConfig) -> int:
+    """Context tokens whose KV cache the host memory of the engine holds."""
+    if not config.kv_host_gb:
+        return 0
+    return int(config.kv_host_gb * GIB // model_shape(config.model).kv_bytes_per_device(config.tp))
 
 
 @lru_cache(maxsize=PARAMETER_SETS)
