@@ -1,4 +1,4 @@
-"""Policies on real engines whose KV cache holds a third of the open contexts, side by side with one that holds all.
+"""Policies on real engines whose KV cache holds a quarter of the final contexts, and on engines that hold all.
 
     python -m bench.live_kv [--policies cmlfq,sticky] [--seeds 0,1,2] [--caches 48,192] [--json]
 
