@@ -36,8 +36,8 @@ from libra_hpc.telemetry.rundir import RunDir, read_lines
 
 LAYOUT = RankLayout(("planner", "train", "rollout"))
 TRAINER, NODE = 1, 2
-PATIENCE_S = 240.0
-"""Longest play, about twenty times the usual one."""
+PATIENCE_S = 600.0
+"""Longest play, about ten times the longest one of an idle machine."""
 SETTLE_S = 0.3
 """Wait after the last answer for the engines' last reports."""
 
@@ -76,6 +76,9 @@ class Played(msgspec.Struct, frozen=True):
     """Each engine's counters before and after."""
     load: float
     """Load average of the machine at the start; above 0.5 another job uses it."""
+    recomputed: int = 0
+    """Context tokens computed again in later turns; next, those of them that a KV cache had lost."""
+    evicted: int = 0
 
     def total(self, counter: str) -> float:
         """Growth of a counter of `EngineStats`, all engines."""
@@ -188,9 +191,19 @@ class Replayer:
             self._service = None
         header, steps = self._new_steps()
         turns, makespan = self._match(run)
+        served = [turn for line in series.trajectories(run) for turn in line["turns"]]
         idle = EngineStats.idle()
         stats = {name: (before.get(name, idle), after) for name, after in self._stats.items()}
-        return Played(makespan_s=makespan, turns=turns, steps=steps, header=header, stats=stats, load=load)
+        return Played(
+            makespan_s=makespan,
+            turns=turns,
+            steps=steps,
+            header=header,
+            stats=stats,
+            load=load,
+            recomputed=sum(turn["recomputed"] for turn in served),
+            evicted=sum(turn["evicted"] for turn in served),
+        )
 
     # --- messages
 

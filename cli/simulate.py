@@ -63,6 +63,9 @@ def simulate(
     max_context: Annotated[
         int, typer.Option(min=0, metavar="TOKENS", help="Context at which the run ends trajectories, if it does.")
     ] = 0,
+    host_kv_gb: Annotated[
+        float, typer.Option("--host-kv-gb", min=0, metavar="GIB", help="Host memory per GPU for KV caches.")
+    ] = 0.0,
     calibration: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Measured step times instead of the tables.")
     ] = None,
@@ -80,10 +83,12 @@ def simulate(
         names.append(ORACLE)
     if eta and not batch_groups:
         raise UserError(f"--eta = {eta}: without --batch-groups there are no training steps to be stale against.")
-    for option, seconds in (("--train-s", train_s), ("--sync-s", sync_s)):
-        if not math.isfinite(seconds):
-            raise invalid(option, seconds, "not a finite number", "a number >= 0")
-    fleet = build_engines(buckets, gpus, device, model, calibration=calibration, devices_file=devices)
+    for option, value in (("--train-s", train_s), ("--sync-s", sync_s), ("--host-kv-gb", host_kv_gb)):
+        if not math.isfinite(value):
+            raise invalid(option, value, "not a finite number", "a number >= 0")
+    fleet = build_engines(
+        buckets, gpus, device, model, calibration=calibration, devices_file=devices, host_gb=host_kv_gb
+    )
     work = load(file, format, skip_bad, limit).trajectories
     settings = SimSettings(
         max_num_seqs=max_num_seqs,

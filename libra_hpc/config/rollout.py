@@ -48,6 +48,9 @@ class RolloutSection(Section):
     trip."""
     kv_cache_mb: Mebibytes = Field(0, ge=0)
     """KV cache per device; 0: what vLLM takes by default, 90 % of the device."""
+    kv_host_gb_per_gpu: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Host memory (GiB) per GPU for KV caches that the GPU evicted. They come back over PCIe instead of being computed
+    again. Needs ``slurm.device = "cuda"``; 0: none."""
     block_size: Tokens = Field(32, ge=8)
     """Length of a KV block, the unit of prefix reuse."""
     threads: int = Field(1, ge=1)

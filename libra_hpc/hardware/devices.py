@@ -25,7 +25,15 @@ import msgspec
 from libra_hpc.errors import error_text, invalid
 
 BUILTIN = Path(__file__).with_name("devices.toml")
-POSITIVE = ("memory_bytes", "peak_flops", "hbm_bytes_s", "intra_bytes_s", "inter_bytes_s", "devices_per_node")
+POSITIVE = (
+    "memory_bytes",
+    "peak_flops",
+    "hbm_bytes_s",
+    "intra_bytes_s",
+    "inter_bytes_s",
+    "devices_per_node",
+    "host_bytes_s",
+)
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +50,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     inter_bytes_s: float
     """To other nodes, per device, one direction."""
     devices_per_node: int
+    host_bytes_s: float = 25e9
+    """From and to host memory, one direction: what a copy reaches over PCIe 4.0 x16."""
     aliases: tuple[str, ...] = ()
     tables: str = ""
     """System of the operator tables with this device's compute and memory; empty: none."""

@@ -138,6 +138,9 @@ def _figures(config: Mapping[str, Any], summary: Summary, begun: Sequence[Start]
         Figure("train speed", _rate(summary.train_tokens_per_s), "tokens per second"),
         Figure("rollout speed", _rate(summary.rollout_tokens_per_s), "tokens per second"),
     ]
+    if summary.recomputed_tokens:
+        evicted = f"{summary.evicted_tokens:,} of them evicted from a KV cache"
+        found.append(Figure("context tokens computed again", f"{summary.recomputed_tokens:,}", evicted))
     if summary.staleness_mean is not None:
         found.append(
             Figure("staleness", f"{summary.staleness_mean:.2f}", f"weight versions, {summary.staleness_max} at most")

@@ -94,6 +94,14 @@ def _raise_first(found: Iterator[UserError]) -> None:
         raise error
 
 
+def host_caches(config: RunConfig) -> Iterator[UserError]:
+    """vLLM keeps KV caches in host memory for GPUs only."""
+    size = config.rollout.kv_host_gb_per_gpu
+    if size and config.slurm.device == "cpu" and config.run.engine != "simulated":
+        why = 'with slurm.device = "cpu" the KV cache is in host memory already'
+        yield invalid("rollout.kv_host_gb_per_gpu", size, why, "0, or a larger rollout.kv_cache_mb")
+
+
 def component_counts(config: RunConfig) -> Iterator[UserError]:
     """One planner, and at least one core node of each stage."""
     if config.components.planner.nodes > 1:
@@ -197,6 +205,7 @@ CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
     batch_split,
     well_formed_time,
     gpus_hold_engines,
+    host_caches,
 )
 
 

@@ -55,14 +55,16 @@ def check_nodes(config: RunConfig, model: ModelShape) -> None:
             raise invalid(f"components.{name}.cpus", component.cpus, why, f"an integer >= {component.gpus}")
         # Slurm takes 0 for all memory of a node.
         memory = memory_mb(component.mem or "0") * MIB
-        if 0 < memory < weights + NODE_BYTES:
+        caches = component.gpus * config.rollout.kv_host_gb_per_gpu * GIB if name != "train" else 0.0
+        needs = weights + NODE_BYTES + caches
+        if 0 < memory < needs:
             why = (
                 f"the weights of {model.name} take {weights / 1e9:.1f} GB of a node's memory in bfloat16, the processes"
                 f" around them {NODE_BYTES / 1e9:.0f} GB"
             )
-            raise invalid(
-                f"components.{name}.mem", component.mem, why, f"at least {math.ceil((weights + NODE_BYTES) / GIB)}G"
-            )
+            if caches:
+                why += f", rollout.kv_host_gb_per_gpu on {component.gpus} GPUs {caches / 1e9:.1f} GB"
+            raise invalid(f"components.{name}.mem", component.mem, why, f"at least {math.ceil(needs / GIB)}G")
 
 
 def check_memory(config: RunConfig, model: ModelShape | None) -> list[str]:

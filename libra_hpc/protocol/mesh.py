@@ -316,6 +316,12 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     """(kind, failed attempts since the start, last error), most frequent first."""
     paused: str = ""
     """Why no prompt is admitted now, as a sentence; else empty."""
+    waiting_for_room: int = 0
+    """Of ``waiting_turns``: for room in a KV cache."""
+    recomputed_tokens: int = 0
+    """Context tokens computed again since the start."""
+    evicted_tokens: int = 0
+    """Of ``recomputed_tokens``: because a KV cache had lost them."""
 
 
 # --- weights ---

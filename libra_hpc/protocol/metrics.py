@@ -28,6 +28,10 @@ class BatchStats(msgspec.Struct, frozen=True):
     turns_p95: float
     context_p50: float
     """Tokens of the final context."""
+    recomputed_tokens: int
+    """Context tokens that engines computed again: after a move, new weights, or an eviction from a KV cache."""
+    evicted_tokens: int
+    """Of ``recomputed_tokens``: after an eviction."""
     failed: int
     """Trajectories left out after repeated failures."""
     retried: int

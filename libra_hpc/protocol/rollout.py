@@ -140,6 +140,8 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     kv_tokens: int
     """KV capacity of the replica in tokens."""
     start_s: float
+    host_kv_tokens: int = 0
+    """Tokens of KV cache that its host memory holds."""
     warm_up: tuple[EngineStats, ...] = ()
     """Reports of the warm-up profile (`libra_hpc.rollout.engine.warm_up`), oldest first; afterwards the counters
     restart.

@@ -64,6 +64,7 @@ class EngineRegistry:
             kv_capacity=up.ready.kv_tokens,
             version=up.ready.version,
             warm_up=up.ready.warm_up,
+            host_tokens=up.ready.host_kv_tokens,
         )
 
     def down(self, name: str) -> EngineEntry | None:

@@ -72,6 +72,8 @@ def batch_stats(
         turns_p50=quantile(turns, 0.5),
         turns_p95=quantile(turns, 0.95),
         context_p50=quantile([len(t.context) for t in trajectories], 0.5),
+        recomputed_tokens=sum(turn.recomputed for t in trajectories for turn in t.turns),
+        evicted_tokens=sum(turn.evicted for t in trajectories for turn in t.turns),
         failed=sum(group.failed for group in groups),
         retried=sum(group.retried for group in groups),
         rollout_s=sum(generated) * busy_per_token_s / max(1, engines),

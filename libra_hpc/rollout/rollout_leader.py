@@ -316,4 +316,7 @@ class RolloutLeader:
             open_groups=open_groups(episodes, now, engines.decode_s()),
             failures=book.counts,
             paused=paused or ("" if engines.engines else "No engine accepts turns."),
+            waiting_for_room=self._turns.waiting_for_room,
+            recomputed_tokens=self._turns.recomputed,
+            evicted_tokens=self._turns.evicted,
         )

@@ -16,11 +16,15 @@ from libra_hpc.sched.protocol import Finished, TurnView
 
 
 class ServedTurn(TurnRecord, frozen=True):
-    """A turn, the engine that generated (the end of) it, and the weight versions."""
+    """A turn, the engine that generated (the end of) it, the weight versions, and what was computed twice."""
 
     engine: str = ""
     versions: tuple[tuple[int, int], ...] = ()
     """(weight version, tokens generated under it), in order."""
+    recomputed: int = 0
+    """Context tokens that an engine had computed before the turn and that had to be computed again."""
+    evicted: int = 0
+    """Of ``recomputed``: by the same engine under the same weights, so its KV cache had lost them."""
 
 
 Place = Literal["waiting", "engine", "tool", "before", "done"]
@@ -38,6 +42,7 @@ class Trajectory:
         "attempt",
         "attained",
         "clipped",
+        "computed",
         "context",
         "engine",
         "episode",
@@ -84,6 +89,8 @@ class Trajectory:
         self.place: Place = "tool"
         self.clipped = 0
         """Tokens of the last answer that the context had no room for."""
+        self.computed = 0
+        """Context tokens that an engine has computed since all ranks started."""
         self.replays = 0
         """Losses of its host that its own turn may have caused."""
         self.overdue = 0
@@ -109,8 +116,11 @@ class Trajectory:
         self.turn = []
         self.turns.append(ServedTurn(count if self.turns else 0, 0))
 
-    def add_generated(self, generated: Generated, engine: str) -> None:
+    def add_generated(self, generated: Generated, engine: str, block_size: int = 1) -> None:
+        """Append (a part of) a turn; an engine finds only whole blocks of ``block_size`` tokens in its KV cache."""
         tokens = array("i", generated.tokens)
+        if tokens:
+            self._count_recomputed(generated, engine, block_size)
         self.context.extend(tokens)
         self.mask.extend(b"\x01" * len(tokens))
         self.logprobs.frombytes(generated.logprobs)
@@ -125,6 +135,20 @@ class Trajectory:
             else:
                 self.versions.append((version, count))
             self.first_version = version if self.first_version < 0 else min(self.first_version, version)
+        if tokens:
+            # The last token enters the cache only with the next one.
+            self.computed = len(self.context) - 1
+
+    def _count_recomputed(self, generated: Generated, engine: str, block_size: int) -> None:
+        again = max(0, self.computed // block_size * block_size - generated.cached_tokens)
+        if not again:
+            return
+        turn = self.turns[-1]
+        before = turn.engine or self.turns[-2].engine
+        stayed = engine == before and generated.versions[0][0] == self.versions[-1][0]
+        self.turns[-1] = replace(
+            turn, recomputed=turn.recomputed + again, evicted=turn.evicted + (again if stayed else 0)
+        )
 
     def add_signal(self, signal: Signal) -> None:
         self.turns[-1] = replace(

@@ -64,10 +64,17 @@ class TurnRouter:
         self._serial = 0
         self.resubmitted = 0
         """Turns and trajectories that had to be sent or sampled again since the start."""
+        self.recomputed = self.evicted = 0
+        """Totals of `ServedTurn.recomputed` and `ServedTurn.evicted` since the start."""
 
     @property
     def waiting(self) -> int:
         return len(self._queue)
+
+    @property
+    def waiting_for_room(self) -> int:
+        """Of ``waiting``: for room in a KV cache."""
+        return self._queue.waiting_for_room
 
     # --- turns out
     # ----------------------------------------------------------------------------------------------
@@ -155,7 +162,10 @@ class TurnRouter:
         if error := unusable(generated):
             self._failed(trajectory, "logprobs", error)
             return
-        trajectory.add_generated(generated, engine)
+        before = trajectory.turns[-1]
+        trajectory.add_generated(generated, engine, self._rollout.block_size)
+        self.recomputed += trajectory.turns[-1].recomputed - before.recomputed
+        self.evicted += trajectory.turns[-1].evicted - before.evicted
         if generated.finish == "abort" and trajectory.room(self._rollout.max_model_len) > 0:
             if overdue:
                 self._resubmit(trajectory, OVERDUE)

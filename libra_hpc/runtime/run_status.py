@@ -76,6 +76,9 @@ def compose_status(
         failures=[FailedAttempts(*found) for found in report.failures] if report else [],
         paused=paused,
         notices=notices,
+        waiting_for_room=report.waiting_for_room if report else 0,
+        recomputed_tokens=report.recomputed_tokens if report else 0,
+        evicted_tokens=report.evicted_tokens if report else 0,
     )
 
 

@@ -40,6 +40,7 @@ class EngineView:
         "cap",
         "decode_s",
         "engine",
+        "host_tokens",
         "tp_class",
         "inflight",
         "inflight_tokens",
@@ -64,6 +65,8 @@ class EngineView:
         self.tp_class = tp_class
         self.kv_capacity = kv_capacity
         """Tokens."""
+        self.host_tokens = 0
+        """Tokens of KV cache that its host memory holds, those in its own cache among them."""
         self.cap = cap
         """Most turns in flight."""
         self.version = version
@@ -160,7 +163,13 @@ class Board:
         self._controllers: dict[str, CapController] = {}
 
     def up(
-        self, engine: str, tp: int, kv_capacity: int, version: int, warm_up: Sequence[EngineStats] = ()
+        self,
+        engine: str,
+        tp: int,
+        kv_capacity: int,
+        version: int,
+        warm_up: Sequence[EngineStats] = (),
+        host_tokens: int = 0,
     ) -> EngineView:
         """Add or replace an engine; ``warm_up`` are the reports of its warm-up profile, the first step costs."""
         if engine in self.engines:
@@ -176,6 +185,7 @@ class Board:
         view = self.engines[engine] = EngineView(
             engine, tp=tp, kv_capacity=kv_capacity, cap=cap, version=version, tp_class=tp_class
         )
+        view.host_tokens = host_tokens
         tp_class.members.append(view)
         for stats in warm_up:
             tp_class.fit.observe(engine, stats, kv_capacity)

@@ -53,6 +53,11 @@ class Dispatcher:
         """Waiting turns."""
         return len(self._entries)
 
+    @property
+    def waiting_for_room(self) -> int:
+        """Waiting turns that no KV cache has room for."""
+        return sum(1 for key, _, entry in self._roomless if entry.alive and entry.parked and key == entry.key)
+
     def ready(self, turn: TurnView, now: float) -> None:
         """Queue a turn; an older turn of the trajectory is replaced."""
         self.withdraw(turn.trajectory)

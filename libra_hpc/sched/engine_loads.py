@@ -59,7 +59,7 @@ class EngineWork:
         self.kv_capacity = float(max(1, view.kv_capacity))
         self.reach4 = self.work = self.prefill = 0.0
         """Sums of reach ** 4, of work, and of tokens to prefill."""
-        self.cache = EngineCache(self.kv_capacity)
+        self.cache = EngineCache(max(self.kv_capacity, float(view.host_tokens)))
         self.placed = 0
         self.finish = 0.0
         """Seconds until all that is placed here is done."""

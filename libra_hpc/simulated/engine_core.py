@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import UserError
-from libra_hpc.hardware.capacity import blocks_of
+from libra_hpc.hardware.capacity import HostMemory, blocks_of
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.protocol.rollout import (
     Abort,
@@ -33,6 +33,7 @@ from libra_hpc.rollout.engine.settings import EngineConfig
 from libra_hpc.rollout.engine.stats import INTERVAL_S
 from libra_hpc.rollout.engine.warm_up import lengths
 from libra_hpc.simulated import tokens
+from libra_hpc.simulator.host_cache import host_cache
 from libra_hpc.simulator.settings import SimSettings
 from libra_hpc.simulator.sim_engine import IDLE, Engine
 from libra_hpc.simulator.sim_request import SimRequest
@@ -62,7 +63,7 @@ class _Turn:
 class SimulatedEngine:
     """One replica.  Raises `UserError` when its KV cache cannot hold a context of ``max_model_len``."""
 
-    def __init__(self, config: EngineConfig, pace: Pace, steps: StepTimes) -> None:
+    def __init__(self, config: EngineConfig, pace: Pace, steps: StepTimes, host: HostMemory | None = None) -> None:
         if blocks_of(config.max_model_len, config.block_size) * config.block_size > steps.kv_capacity:
             raise UserError(
                 f"rollout.max_model_len = {config.max_model_len}: the KV cache of {pace.model} on {config.tp} x"
@@ -73,9 +74,17 @@ class SimulatedEngine:
             max_num_seqs=config.max_num_seqs, block_size=config.block_size, report_s=INTERVAL_S * pace.speedup
         )
         self._engine = Engine(
-            name="simulated", tp=config.tp, steps=steps, settings=limits, number=0, version=config.version, now=0.0
+            name="simulated",
+            tp=config.tp,
+            steps=steps,
+            settings=limits,
+            number=0,
+            version=config.version,
+            now=0.0,
+            host=host_cache(host, config.block_size),
         )
         self._steps, self._kv_tokens = steps, steps.kv_capacity
+        self._host_tokens = host.tokens if host else 0
         self._turns: dict[str, _Turn] = {}
         self._rids: dict[SimRequest, str] = {}
         self._waiting: list[_Turn] = []
@@ -95,6 +104,7 @@ class SimulatedEngine:
             tp=self._config.tp,
             max_model_len=self._config.max_model_len,
             kv_tokens=self._kv_tokens,
+            host_kv_tokens=self._host_tokens,
             start_s=start_s,
             warm_up=self._warm_up(),
         )

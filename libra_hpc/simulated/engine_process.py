@@ -16,7 +16,10 @@ from pathlib import Path
 
 import msgspec
 
+from libra_hpc.hardware.capacity import host_memory
+from libra_hpc.hardware.devices import device
 from libra_hpc.hardware.lookup import lookup
+from libra_hpc.hardware.models import model_shape
 from libra_hpc.protocol.codec import EngineSocket
 from libra_hpc.protocol.rollout import (
     Abort,
@@ -54,7 +57,11 @@ def serve(socket: EngineSocket[FromEngine], config: EngineConfig, pace: Pace) ->
         source=pace.source,
         devices_file=pace.devices or None,
     )
-    engine = SimulatedEngine(config, pace, steps)
+    host = None
+    if config.kv_host_gb:
+        gpu = device(pace.device, pace.devices or None)
+        host = host_memory(gpu, model_shape(pace.model), config.tp, config.kv_host_gb)
+    engine = SimulatedEngine(config, pace, steps, host)
     print(
         f"step times: {steps.source}; {steps.kv_capacity} KV tokens; 1 s here stands for {pace.speedup:g} s", flush=True
     )

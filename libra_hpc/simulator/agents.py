@@ -13,6 +13,7 @@ from libra_hpc.sched.board import Board
 from libra_hpc.sched.protocol import Decision, TurnView
 
 from .event_queue import STEP, Events
+from .host_cache import host_cache
 from .result import Recorder
 from .settings import EngineSpec, SimSettings
 from .sim_engine import IDLE, Engine
@@ -57,13 +58,20 @@ class Agents:
             name=spec.name,
             tp=spec.tp,
             steps=spec.steps,
+            host=host_cache(spec.host, self._settings.block_size),
             settings=self._settings,
             number=self._count,
             version=version,
             now=self._events.now,
         )
         self.engines[spec.name] = engine
-        self._board.up(spec.name, spec.tp, engine.blocks * self._settings.block_size, engine.version)
+        self._board.up(
+            spec.name,
+            tp=spec.tp,
+            kv_capacity=engine.blocks * self._settings.block_size,
+            version=engine.version,
+            host_tokens=spec.host.tokens if spec.host else 0,
+        )
 
     def drain(self, name: str, then: Callable[[], None]) -> None:
         """An engine gets no more turns and leaves when its last one has ended; ``then`` is called at that moment."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from .cache import BlockCache
+from .host_cache import HostCache
 from .settings import SimSettings
 from .sim_request import Counters, SimRequest
 
@@ -20,10 +21,14 @@ from .sim_request import Counters, SimRequest
 class SimulatedBatch:
     """Running and waiting requests; ``running`` is in order of admission, `SimRequest.step` is set by `form`."""
 
-    def __init__(self, cache: BlockCache, limits: SimSettings, counters: Counters) -> None:
+    def __init__(
+        self, cache: BlockCache, limits: SimSettings, counters: Counters, host: HostCache | None = None
+    ) -> None:
         self.running: list[SimRequest] = []
         self._waiting: list[tuple[int, int, SimRequest]] = []
-        self._cache, self._limits, self._counters = cache, limits, counters
+        self._cache, self._limits, self._counters, self._host = cache, limits, counters, host
+        self.fetched = 0
+        """Blocks that the next step reads from host memory."""
         self._block = limits.block_size
         self._serial = 0
 
@@ -112,15 +117,26 @@ class SimulatedBatch:
                 request.trajectory, request.prompt, request.prompt_blocks, (request.tokens - 1) // block
             )
             found = shared + own
+            fetched = 0
+            if self._host is not None:
+                fetched = self._host.beyond(
+                    request.trajectory,
+                    request.prompt,
+                    shared=shared,
+                    own=own,
+                    prompt_blocks=request.prompt_blocks,
+                    most=(request.tokens - 1) // block,
+                )
             if -(-request.tokens // block) - found > cache.available - bound:
                 break
             heappop(waiting)
             cache.bind(request.trajectory, request.prompt, own)
-            request.computed = found * block
+            self.fetched += fetched
+            request.computed = (found + fetched) * block
             self._counters.cached += request.computed
             if not request.counted:
                 request.cached = request.computed
-            if request.again == "eviction" and found >= request.high // block:
+            if request.again == "eviction" and found + fetched >= request.high // block:
                 request.again = "partial_block"
             request.step = min(request.tokens - request.computed, budget)
             request.blocks = -(-(request.computed + request.step) // block)
@@ -145,6 +161,9 @@ class SimulatedBatch:
             now=now,
             keep_s=keep_s,
         )
+        if self._host is not None:
+            whole = min(request.computed // self._block, request.prompt_blocks)
+            self._host.store(request.trajectory, request.prompt, own=own, prompt_blocks=whole)
         request.blocks = request.own = request.computed = request.step = 0
         request.decoding = False
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.hardware.capacity import blocks_of
+from libra_hpc.hardware.capacity import HostMemory, blocks_of
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.protocol.trace import TrajectoryRecord
 
@@ -19,6 +19,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     name: str
     tp: int
     steps: StepTimes
+    host: HostMemory | None = None
+    """Host memory behind its KV cache."""
 
 
 class SimSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from libra_hpc.protocol.rollout import EngineStats
 
 from .cache import BlockCache
 from .engine_batch import SimulatedBatch
+from .host_cache import HostCache
 from .settings import SimSettings
 from .sim_request import Counters, SimRequest
 from .stretch import Stretch
@@ -28,7 +29,15 @@ class Engine:
     """One replica; ``number`` orders engines whose steps end at the same moment."""
 
     def __init__(
-        self, name: str, tp: int, steps: StepTimes, settings: SimSettings, number: int, version: int, now: float
+        self,
+        name: str,
+        tp: int,
+        steps: StepTimes,
+        settings: SimSettings,
+        number: int,
+        version: int,
+        now: float,
+        host: HostCache | None = None,
     ) -> None:
         self.name, self.tp, self.number, self.version = name, tp, number, version
         self.up_at = now
@@ -40,7 +49,8 @@ class Engine:
         self._limits = settings
         self._block = settings.block_size
         self._cache = BlockCache(steps.kv_capacity // settings.block_size)
-        self._batch = SimulatedBatch(self._cache, settings, self.counters)
+        self._host = host
+        self._batch = SimulatedBatch(self._cache, settings, self.counters, host)
         self._aborted: list[SimRequest] = []
         self._stale: list[tuple[str, bool]] = []
         """Trajectories whose cache changes at the next boundary, and whether it is dropped."""
@@ -92,6 +102,8 @@ class Engine:
         for trajectory, dropped in self._stale:
             if dropped:
                 self._cache.drop(trajectory)
+                if self._host is not None:
+                    self._host.drop(trajectory)
             else:
                 self._cache.unpin(trajectory, now)
         self._stale.clear()
@@ -236,13 +248,21 @@ class Engine:
         stretch = self._stretch
         if prefill:
             context = max(0, round((pairs / prefill - prefill) / 2.0))
-            stretch.begin(now, self._step_s(decodes, held, prefill, context))
+            stretch.begin(now, self._step_s(decodes, held, prefill, context) + self._fetch_s())
         else:
             stretch.begin(now, self._step_s(decodes, held))
             # After a preemption, which admits nothing, the next step may admit again.
             if left > 1 and decodes == len(running) and not preempted:
                 self._extend(left, held)
         self.next_at = stretch.end
+
+    def _fetch_s(self) -> float:
+        """Seconds for the blocks that the step reads from host memory."""
+        blocks, self._batch.fetched = self._batch.fetched, 0
+        if self._host is None or not blocks:
+            return 0.0
+        self.counters.fetched += blocks * self._block
+        return blocks * self._host.block_s
 
     def _extend(self, steps: int, held: int) -> None:
         decodes, stretch = len(self._batch.running), self._stretch
@@ -282,6 +302,8 @@ class Engine:
         self._swap = None
         self.counters.recomputed += self._batch.put_all_back(now, "swap")
         self._cache.clear()
+        if self._host is not None:
+            self._host.clear()
         self._pause_at = now
         self.next_at = now + seconds
 

@@ -11,7 +11,10 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import invalid
+from libra_hpc.hardware.capacity import host_memory
+from libra_hpc.hardware.devices import device as find_device
 from libra_hpc.hardware.lookup import lookup
+from libra_hpc.hardware.models import model_shape
 from libra_hpc.hardware.steps import StepTimes
 
 from .settings import EngineSpec
@@ -55,8 +58,11 @@ def build_engines(
     calibration: Path | None = None,
     devices_file: Path | None = None,
     source: str = "auto",
+    host_gb: float = 0.0,
 ) -> SimulatedEngines:
     """Build the engines of a pattern on ``gpus`` GPUs (0: as many as the pattern has).
+
+    ``host_gb``: GiB of host memory per GPU for KV caches.
 
     Raises `UserError` for a pattern that does not fit, and as `lookup` does for unknown devices and models.
     """
@@ -78,7 +84,12 @@ def build_engines(
                 f"{model} does not fit {bucket.tp} x {device}: its weights leave no memory for KV cache",
                 "a larger TP degree",
             )
-        engines += [EngineSpec(f"tp{bucket.tp}-{number}", bucket.tp, steps) for number in range(copies * bucket.count)]
+        host = None
+        if host_gb:
+            host = host_memory(find_device(device, devices_file), model_shape(model), bucket.tp, host_gb)
+        engines += [
+            EngineSpec(f"tp{bucket.tp}-{number}", bucket.tp, steps, host) for number in range(copies * bucket.count)
+        ]
         words = steps.source.replace(f" on {bucket.tp} x {device}", "")
         if words not in sources:
             sources.append(words)

@@ -71,6 +71,7 @@ class Counters:
         "again",
         "busy_s",
         "cached",
+        "fetched",
         "first_cached",
         "first_prefill",
         "generated",
@@ -89,6 +90,8 @@ class Counters:
         """Tokens found in the prefix cache, at every admission."""
         self.again: dict[str, int] = {}
         """Of ``prefilled``: tokens computed before, by cause (`SimRequest.again`)."""
+        self.fetched = 0
+        """Of ``cached``: read from host memory."""
         self.first_prefill = self.first_cached = 0
         """The same two at the first admission of each request, which is what live engines report."""
         self.preemptions = 0

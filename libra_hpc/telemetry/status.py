@@ -115,6 +115,12 @@ class Status(msgspec.Struct, frozen=True):
     """Failed attempts of trajectories since the ranks started, the most frequent kind first."""
     paused: str = ""
     """Why no prompt is admitted; empty while prompts are admitted."""
+    waiting_for_room: int = 0
+    """Of ``waiting_turns``: for room in a KV cache."""
+    recomputed_tokens: int = 0
+    """Context tokens that engines computed again since the ranks started."""
+    evicted_tokens: int = 0
+    """Of ``recomputed_tokens``: because a KV cache had lost them."""
 
 
 _decoder = msgspec.json.Decoder(Status)

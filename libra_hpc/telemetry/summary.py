@@ -100,6 +100,9 @@ class Summary(msgspec.Struct, frozen=True):
     engines_lost: int
     engines_restarted: int
     resubmitted: int
+    recomputed_tokens: int
+    """Context tokens that engines computed again; next, those of them that a KV cache had lost."""
+    evicted_tokens: int
     failures: list[FailedAttempts]
     """Failed attempts of trajectories by kind, the most frequent first."""
     pauses: int
@@ -155,6 +158,8 @@ def summarise(run: RunDir) -> Summary:
         engines_lost=kinds["engine_lost"],
         engines_restarted=kinds["engine_restarted"],
         resubmitted=kinds["resubmitted"],
+        recomputed_tokens=_total(rows, "recomputed_tokens"),
+        evicted_tokens=_total(rows, "evicted_tokens"),
         failures=failed_in(log, run.read_json(run.status)),
         pauses=kinds["admission_paused"],
         given_up=kinds["prompt_given_up"],
@@ -246,6 +251,8 @@ def render_summary(summary: Summary) -> RenderableType:
     )
     facts.add_row("tokens", f"{summary.tokens:,} trained, {summary.loss_tokens:,} of them generated")
     facts.add_row("speed", f"train {_rate(summary.train_tokens_per_s)}   rollout {_rate(summary.rollout_tokens_per_s)}")
+    if summary.recomputed_tokens:
+        facts.add_row("recomputed", recomputed_line(summary.recomputed_tokens, summary.evicted_tokens))
     stale = (
         "-"
         if summary.staleness_mean is None
@@ -327,6 +334,11 @@ def _change(first: float | None, last: float | None) -> Text:
 
 def _rate(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f} tokens/s"
+
+
+def recomputed_line(tokens: int, evicted: int) -> str:
+    """Context tokens that engines computed again, and how many of them a KV cache had lost."""
+    return f"{tokens:,} context tokens, {evicted:,} of them evicted from a KV cache"
 
 
 def duration(seconds: float) -> str:

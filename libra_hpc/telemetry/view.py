@@ -21,7 +21,7 @@ from .estimate import accuracy_line, estimate_line
 from .failed import failed_line
 from .phases import first_and_last
 from .status import FINAL, DecisionStatus, NodeStatus, StageStatus, Status, as_ended, because
-from .summary import STATE_STYLES, duration
+from .summary import STATE_STYLES, duration, recomputed_line
 
 WIDTH = 100
 """Columns the screen is designed for; wider terminals are not stretched."""
@@ -200,8 +200,9 @@ def _footer(status: Status, *, over: bool, now: float) -> list[RenderableType]:
             + (f", {status.resubmitted} re-submitted" if status.resubmitted else "")
         ),
         "queue": (
-            f"{status.waiting_turns} turns waiting, {status.tools_running} tools running, {status.ready_groups} groups"
-            " ready to train"
+            f"{status.waiting_turns} turns waiting"
+            + (f" ({status.waiting_for_room} for KV cache)" if status.waiting_for_room else "")
+            + f", {status.tools_running} tools running, {status.ready_groups} groups ready to train"
         ),
         "replicas": f"{status.replicas} training, generation {status.generation}",
     }
@@ -210,6 +211,8 @@ def _footer(status: Status, *, over: bool, now: float) -> list[RenderableType]:
     grid.add_column(overflow="fold")
     for label, text in counts.items():
         grid.add_row(label, text)
+    if status.recomputed_tokens:
+        grid.add_row("recomputed", recomputed_line(status.recomputed_tokens, status.evicted_tokens))
     if status.failures:
         grid.add_row("failed", Text(failed_line(status.failures), style="red" if status.paused else "yellow"))
     if status.estimate is not None:

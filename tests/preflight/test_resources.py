@@ -13,6 +13,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.hardware.devices import device
 from libra_hpc.hardware.models import model_shape
 from libra_hpc.planning.initial import initial_plan
+from libra_hpc.preflight.checks import problems
 from libra_hpc.preflight.resources import check_memory, check_nodes
 
 NODE = {"nodes": 1, "gpus": 8, "gpu_type": "a800", "cpus": 16, "mem": "256G"}
@@ -153,6 +154,20 @@ def test_a_node_too_small_for_its_processes_is_refused_with_the_figure(changes: 
         {"run": {"engine": "simulated"}},
     ):
         check_nodes(configured(components=small(**changes), **sections), model)
+
+
+def test_host_memory_for_kv_caches_counts_on_nodes_with_engines_and_gpus_alone() -> None:
+    model, rollout = model_shape("qwen3-14b"), {"kv_host_gb_per_gpu": 64}
+    nodes = {name: {**NODE, "mem": "32G" if name == "train" else "544G"} for name in ("train", "hybrid", "rollout")}
+    check_nodes(configured(components=nodes, rollout=rollout), model)
+    nodes["rollout"]["mem"] = "500G"
+    with pytest.raises(UserError) as caught:
+        check_nodes(configured(components=nodes, rollout=rollout), model)
+    assert "rollout.kv_host_gb_per_gpu on 8 GPUs 549.8 GB; valid: at least 544G." in str(caught.value)
+    refused = 'rollout.kv_host_gb_per_gpu = 64.0: with slurm.device = "cpu" the KV cache is in host memory already'
+    assert refused in str(next(problems(configured(rollout=rollout, slurm={"device": "cpu"}))))
+    dry = configured(rollout=rollout, slurm={"device": "cpu"}, run={"engine": "simulated"})
+    assert not any("kv_host" in str(error) for error in problems(dry))
 
 
 def test_nodes_that_suffice_pass() -> None:

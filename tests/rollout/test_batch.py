@@ -6,9 +6,10 @@ import asyncio
 from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.protocol.codec import pack_i32
+from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.mesh import StepReport, TrainingFinished
 from libra_hpc.protocol.metrics import COLUMNS
+from libra_hpc.protocol.rollout import Generated
 from libra_hpc.rollout.group_state import GroupState, batch_stats
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.telemetry.rundir import read_lines
@@ -36,6 +37,45 @@ def test_a_number_of_the_task_never_overwrites_a_column() -> None:
     stats = batch_stats([GroupState(0, 2, [finished(0, sample, info) for sample in (0, 1)])], 0)
     assert (stats.reward, stats.trajectories) == (0.0, 2)
     assert stats.extra == {f"task_{name}": 7.0 for name in COLUMNS}
+
+
+def answer(cached: int, version: int = 0) -> Generated:
+    """Ten tokens, after ``cached`` tokens of the context were found in the KV cache."""
+    return Generated(
+        rid="",
+        tokens=pack_i32([7] * 10),
+        logprobs=pack_f32([0.0] * 10),
+        finish="stop",
+        versions=((version, 10),),
+        cached_tokens=cached,
+        queue_s=0.0,
+        run_s=0.0,
+    )
+
+
+def test_tokens_computed_again_are_counted_and_evictions_apart_from_moves_and_new_weights() -> None:
+    trajectory = Trajectory(0, 0, 0)
+    trajectory.add_environment(pack_i32([1] * 40))
+    trajectory.add_generated(answer(0), "e0", 16)
+    # 49 of the 50 tokens were computed: three whole blocks can be found again.
+    steps = [("e0", 48, 0), ("e0", 32, 0), ("e1", 0, 0), ("e1", 16, 1)]
+    counted = []
+    for engine, cached, version in steps:
+        trajectory.add_environment(pack_i32([2] * 6))
+        trajectory.add_generated(answer(cached, version), engine, 16)
+        counted.append((trajectory.turns[-1].recomputed, trajectory.turns[-1].evicted))
+    assert counted == [(0, 0), (32, 32), (80, 0), (80, 0)]
+    trajectory.place, trajectory.first_version = "done", 0
+    stats = batch_stats([GroupState(0, 1, [trajectory])], 0)
+    assert (stats.recomputed_tokens, stats.evicted_tokens) == (192, 32)
+
+
+def test_an_interrupted_turn_that_goes_on_elsewhere_is_a_move() -> None:
+    trajectory = Trajectory(0, 0, 0)
+    trajectory.add_environment(pack_i32([1] * 40))
+    trajectory.add_generated(answer(0), "e0", 16)
+    trajectory.add_generated(answer(0), "e1", 16)
+    assert (trajectory.turns[-1].recomputed, trajectory.turns[-1].evicted) == (48, 0)
 
 
 def test_a_line_has_every_column(tmp_path: Path) -> None:

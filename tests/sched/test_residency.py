@@ -97,9 +97,21 @@ def test_nobody_overtakes_the_first_that_waits_for_room() -> None:
     assert sent(dispatcher, 1.0) == []
     dispatcher.ready(turn_of("small", "u", context=50, ready=2.0), 2.0)
     assert sent(dispatcher, 2.0) == [], "it would fit"
+    assert dispatcher.waiting_for_room == 2
     board.answered("a", 500)
     dispatcher.finished(ended("s", "s", 100), 3.0)
     assert sent(dispatcher, 3.0) == ["large", "small"]
+    assert dispatcher.waiting_for_room == 0
+
+
+def test_host_memory_larger_than_the_cache_counts_instead_of_it() -> None:
+    for host_tokens, starts in ((0, ["s"]), (CAPACITY // 2, ["s"]), (4 * CAPACITY, ["s", "t"])):
+        board = board_of()
+        board.up("a", 1, CAPACITY, 0, host_tokens=host_tokens)
+        dispatcher = Dispatcher(CausalMlfq(), board)
+        dispatcher.ready(turn_of("s", "s", context=500), 0.0)
+        dispatcher.ready(turn_of("t", "t", context=400), 0.0)
+        assert sent(dispatcher) == starts
 
 
 def test_a_waiting_trajectory_that_is_aborted_lets_the_next_one_start() -> None:

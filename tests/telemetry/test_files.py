@@ -235,6 +235,18 @@ def test_the_screen_names_failures_and_why_admission_is_paused(run: RunDir) -> N
     assert decode_status(json.dumps(older).encode()).failures == []
 
 
+def test_the_screen_shows_what_a_short_kv_cache_costs(run: RunDir) -> None:
+    status = synthetic.make_status(run)
+    short = msgspec.structs.replace(status, waiting_for_room=2, recomputed_tokens=81_920, evicted_tokens=65_536)
+    enough, text = (
+        " ".join(text_of(view.render(shown, now=status.updated_at), 80).replace("│", " ").split())
+        for shown in (status, short)
+    )
+    assert "recomputed" not in enough
+    assert "3 turns waiting (2 for KV cache), 4 tools running" in text
+    assert "recomputed 81,920 context tokens, 65,536 of them evicted from a KV cache" in text
+
+
 def test_the_screen_shows_a_stale_status(run: RunDir) -> None:
     running, over = synthetic.make_status(run), synthetic.make_status(run, state="completed")
     later = running.updated_at + 3600

@@ -19,10 +19,13 @@ from functools import lru_cache
 import msgspec
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
+from libra_hpc.hardware.capacity import GIB
+from libra_hpc.hardware.models import model_shape
 from libra_hpc.protocol.rollout import (
     EngineReady,
     EngineStats,
@@ -81,6 +84,7 @@ class RolloutEngine:
         self._serial = 0
         self._counters = EngineCounters()
         self._refuses = ""
+        self._unsettled = False
         self._version = config.version
         self._client.set_weight_version(str(config.version))
         if config.weights:
@@ -92,6 +96,7 @@ class RolloutEngine:
             max_model_len=self._max_model_len,
             kv_tokens=vllm_config.cache_config.kv_cache_size_tokens or 0,
             start_s=time.monotonic() - started,
+            host_kv_tokens=_host_tokens(config),
         )
         limits = vllm_config.scheduler_config
         self.step_log = (
@@ -113,7 +118,7 @@ class RolloutEngine:
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._turns)
+        return bool(self._turns) or self._unsettled
 
     @property
     def version(self) -> int:
@@ -128,7 +133,7 @@ class RolloutEngine:
         """Measure the warm-up profile before any turn; returns the announcement with it."""
         started = time.monotonic()
         reports = profile(self.submit, self.step, self.stats, self._max_model_len)
-        self._client.reset_prefix_cache()
+        self._client.reset_prefix_cache(reset_connector=True)
         self._counters = EngineCounters()
         self.ready = msgspec.structs.replace(
             self.ready, warm_up=reports, start_s=self.ready.start_s + time.monotonic() - started
@@ -193,8 +198,21 @@ class RolloutEngine:
         """Verify an update's file; may run in another thread. Raises `WeightFileError`."""
         check_weight_file(update.path, update.crc32, self._expected, self._tied)
 
+    def settled(self) -> bool:
+        """Whether weights may be swapped: no KV cache is on its way from host memory, also of an aborted request.
+
+        While one is, no waiting request starts, so a few steps settle it.
+        """
+        scheduler = self._scheduler
+        aborted = len(scheduler.requests) - sum(scheduler.get_request_counts())
+        self._unsettled = bool(scheduler.kv_holding_waiting) or aborted > 0
+        state = PauseState.PAUSED_NEW if self._unsettled else PauseState.UNPAUSED
+        if scheduler.pause_state is not state:
+            scheduler.set_pause_state(state)
+        return not self._unsettled
+
     def apply(self, update: UpdateWeights) -> WeightsApplied:
-        """Swap in an update that passed `check`, between two steps.
+        """Swap in an update that passed `check`, between two steps, when `settled`.
 
         Raises `WeightFileError`, with the old weights in place, when the engine is asleep. Any other exception leaves
         the model half-loaded and the engine unusable.
@@ -204,7 +222,8 @@ class RolloutEngine:
         started = time.monotonic()
         for request in self._scheduler.running:
             self._turns[request.request_id].recomputed += 1
-        self._client.reset_prefix_cache(reset_running_requests=True)
+        # KV caches in host memory are of the old weights too.
+        self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         self._load(update.path, update.version)
         self._refuses = ""
         seconds = time.monotonic() - started
@@ -285,6 +304,13 @@ class RolloutEngine:
         self._client.collective_rpc("finish_weight_update")
         self._client.set_weight_version(str(version))
         self._version = version
+
+
+def _host_tokens(config: EngineConfig) -> int:
+    """Context tokens whose KV cache the host memory of the engine holds."""
+    if not config.kv_host_gb:
+        return 0
+    return int(config.kv_host_gb * GIB // model_shape(config.model).kv_bytes_per_device(config.tp))
 
 
 @lru_cache(maxsize=PARAMETER_SETS)

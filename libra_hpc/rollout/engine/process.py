@@ -141,7 +141,7 @@ class _Loop:
 
     def _apply_checked(self, engine: RolloutEngine) -> bool:
         due = bool(self._updates) and self._updates[0][1].done()
-        while self._updates and self._updates[0][1].done():
+        while self._updates and self._updates[0][1].done() and engine.settled():
             update, checked = self._updates.popleft()
             try:
                 checked.result()

@@ -62,6 +62,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_num_seqs: Positive
     kv_cache_mb: Natural
     """KV cache per device in MiB; 0: vLLM's default share of the device."""
+    kv_host_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Host memory per device in GiB for KV caches that the device has no room for; 0: none.  GPUs only."""
     block_size: Positive = 32
     """KV block in tokens."""
     threads: Positive
@@ -88,6 +90,7 @@ def config_for_run(
         max_model_len=rollout.max_model_len,
         max_num_seqs=rollout.max_num_seqs,
         kv_cache_mb=rollout.kv_cache_mb,
+        kv_host_gb=rollout.kv_host_gb_per_gpu,
         block_size=rollout.block_size,
         threads=rollout.threads,
         seed=seed,
@@ -165,6 +168,8 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "kv_cache_memory_bytes": config.kv_cache_mb * MIB or None,
+        # vLLM counts all devices of the engine.
+        "kv_offloading_size": config.kv_host_gb * config.tp or None,
         "block_size": config.block_size,
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,

@@ -110,6 +110,13 @@ def test_zero_kv_cache_is_left_to_vllm_and_a_weight_file_replaces_the_folders() 
     assert engine_arguments(config(weights="w"))["load_format"] == "dummy"
 
 
+def test_host_memory_for_kv_caches_is_of_all_devices_of_the_engine_and_off_by_default() -> None:
+    assert engine_arguments(config(device="cuda"))["kv_offloading_size"] is None
+    assert engine_arguments(config(device="cuda", tp=4, kv_host_gb=32.0))["kv_offloading_size"] == 128.0
+    run = RunConfig.model_validate({"rollout": {"kv_host_gb_per_gpu": 32}})
+    assert config_for_run(run, model="m", seed=0).kv_host_gb == 32.0
+
+
 def test_devices_differ_in_graphs_and_sleep_only() -> None:
     cpu, cuda = (engine_arguments(config(device=device)) for device in ("cpu", "cuda"))
     assert {key for key in cpu if cpu[key] != cuda[key]} == {
