@@ -10,7 +10,7 @@
 Compiled modules take the same decisions; what they earn is in `bench.decisions`.
 
     python -m bench.ablation [--part scheduler|planner] [--rows NAME|NAME] [--only NAME|NAME] [--trace FILE ...]
-        [--seeds 4] [--first-seed 0] [--quick] [--json FILE] [--jobs 1]
+        [--engines even|mix|wide] [--seeds 4] [--first-seed 0] [--quick] [--json FILE] [--jobs 1]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -65,8 +65,6 @@ SCHEDULER_ROWS: dict[str, tuple[tuple[str, ...], int]] = {
     "math, siblings tell" + EPOCH: (ALL, 2),
 }
 """Engines, and how many times ``--seeds`` seeds: short simulations scatter more."""
-LONG = 256
-"""Trajectories of `long`: half of the judge's, still twice what the caches hold."""
 PLANNER_ROWS = (*WORKLOADS, "steady", "repartition")
 STEPS = 80
 """Steps of a planner's run: two phases of the curriculum, or a whole period."""
@@ -96,8 +94,6 @@ def work(name: str, seed: int) -> tuple[Setting, list[list[TrajectoryRecord]], l
     if not name.endswith(EPOCH):
         row = fleets_rows.setting_of(name)
         before, found = fleets_rows.work(name, seed)
-        # A batch is cut between groups.
-        found = found[:LONG] if name == "long" else found
         return row, [before] if before else [], found
     row = Setting()
     found = policies.work_of(name, seed, row.trajectories)
@@ -150,17 +146,16 @@ def _planned_s(name: str, seed: int) -> float:
 
 
 class Ablation:
-    """Runs rounds of seeds and holds the seconds of every job."""
+    """Runs seed by seed and holds the seconds of every job."""
 
     def __init__(self, pool: Executor, mechanisms: Sequence[str]) -> None:
         self._pool, self._mechanisms = pool, mechanisms
         self.found: dict[Job, float] = {}
 
-    def round(self, cases: Iterable[tuple[str, str]], seed: int) -> None:
-        """One seed of these (row, engines)."""
+    def run(self, case: tuple[str, str], seed: int) -> None:
+        """One seed of one (row, engines)."""
         jobs = [
             (*case, mechanism, seed)
-            for case in cases
             for mechanism in ("", *self._mechanisms)
             if not mechanism or not self._is_same(case, mechanism)
         ]
@@ -185,9 +180,10 @@ class Ablation:
         return len(logs) >= SAME_AFTER and not any(logs)
 
 
-def cases_of(rows: Sequence[str]) -> list[tuple[str, str]]:
+def cases_of(rows: Sequence[str], engines: str) -> list[tuple[str, str]]:
     """(row, engines) of these rows."""
-    return [(row, engines) for row in rows for engines in SCHEDULER_ROWS.get(row, (BOTH, 1))[0]]
+    found = [(row, fleet) for row in rows for fleet in SCHEDULER_ROWS.get(row, (BOTH, 1))[0]]
+    return [case for case in found if engines in ("", case[1])]
 
 
 def table(done: Ablation, cases: Sequence[tuple[str, str]], mechanisms: Sequence[str]) -> Table:
@@ -219,6 +215,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--part", choices=("scheduler", "planner"), default="scheduler")
     parser.add_argument("--rows", default="", help=f"separated by |, of: {', '.join((*SCHEDULER_ROWS, *PLANNER_ROWS))}")
+    parser.add_argument("--engines", choices=ALL, default="", help="those of every row that has them")
     parser.add_argument("--only", default="", help="mechanisms, separated by |")
     parser.add_argument("--trace", action="append", default=[], help="a recorded trace, one more row")
     parser.add_argument("--seeds", type=int, default=4)
@@ -237,6 +234,8 @@ def options() -> argparse.Namespace:
     for path in given.trace:
         if not Path(path).is_file():
             parser.error(f"--trace: {path} is no file")
+    if given.part == "scheduler" and not cases_of(given.rows, given.engines):
+        parser.error(f"--engines: no row of {', '.join(given.rows)} has {given.engines!r}")
     if given.seeds < 1:
         parser.error("--seeds must be at least 1")
     if given.quick:
@@ -248,7 +247,7 @@ def main() -> None:
     """Run and print."""
     given = options()
     is_planner = given.part == "planner"
-    cases = [(row, "") for row in given.rows] if is_planner else cases_of(given.rows)
+    cases = [(row, "") for row in given.rows] if is_planner else cases_of(given.rows, given.engines)
     begin = time.perf_counter()
     # Started anew, so that they import the sources.
     os.environ[compiled.INTERPRETED] = "1"
@@ -256,10 +255,13 @@ def main() -> None:
         done = Ablation(pool, given.only)
         times = {case: 1 if given.quick or is_planner else SCHEDULER_ROWS.get(case[0], (BOTH, 1))[1] for case in cases}
         for number in range(given.seeds * max(times.values())):
-            due = [case for case in cases if number < given.seeds * times[case]]
-            done.round(due, given.first_seed + number)
-            print(f"seed {number}: {len(due)} rows ({time.perf_counter() - begin:.0f} s)", file=sys.stderr, flush=True)
-            _write(given, done, cases, time.perf_counter() - begin)
+            seed = given.first_seed + number
+            for case in cases:
+                if number < given.seeds * times[case]:
+                    done.run(case, seed)
+                    took_s = time.perf_counter() - begin
+                    print(f"seed {seed}: {_label(case)} ({took_s:.0f} s)", file=sys.stderr, flush=True)
+                    _write(given, done, cases, took_s)
     console = Console(width=80 if not sys.stdout.isatty() else None)
     console.print(table(done, cases, given.only), highlight=False)
     console.print("100 log (seconds off / on), mean ±standard error; above 0: it earns", highlight=False)
@@ -267,7 +269,10 @@ def main() -> None:
 
 def _write(given: argparse.Namespace, done: Ablation, cases: Sequence[tuple[str, str]], took_s: float) -> None:
     cells: list[dict[str, Any]] = [
-        {"row": _label(case), "off": name, **done.cell(case, name)._asdict()} for case in cases for name in given.only
+        {"row": _label(case), "off": name, **done.cell(case, name)._asdict(), "logs": done.logs(case, name)}
+        for case in cases
+        for name in given.only
+        if done.logs(case, name)
     ]
     given.json.parent.mkdir(parents=True, exist_ok=True)
     made = {"benchmark": "ablation", "part": given.part, "machine": machine(), "took_s": took_s, "cells": cells}

@@ -28,7 +28,6 @@ from libra_hpc.sched import cmlfq, groups, remaining_work, signal_effect, surviv
 from libra_hpc.sched.blend import Blend
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.cmlfq import CausalMlfq
-from libra_hpc.sched.concurrency import CapController
 from libra_hpc.sched.costs import StepFit
 from libra_hpc.sched.groups import PromptGroup, TaskStats
 from libra_hpc.sched.protocol import Decision, TurnView
@@ -191,9 +190,8 @@ SCHEDULER: dict[str, tuple[Replacement, ...]] = {
     "order of the queue": ((CausalMlfq, "key", _key_in_order),),
     "engine priorities": ((cmlfq, "PRIORITIES_PER_S", 0),),
     "measured step costs": ((StepFit, "solve", lambda self, prior: prior),),
-    "caps": ((CapController, "update", lambda self, stats, inflight: self.ceiling),),
 }
-"""Parts of the policy `cmlfq` and of the board that it reads."""
+"""Parts of the policy `cmlfq` and of the board that it reads; caps on turns in flight are fixed in the simulator."""
 
 _observe_prompts = InFlightEstimator.observe
 _blocked = Planner._blocked

@@ -71,7 +71,7 @@ def test_what_decides_alike_on_two_seeds_is_not_run_again(monkeypatch: pytest.Mo
     monkeypatch.setattr(ablation, "seconds", seconds)
     done = Ablation(Inline(), ["same", "worse"])
     for seed in range(4):
-        done.round([CASE], seed)
+        done.run(CASE, seed)
     assert [job[3] for job in ran if job[2] == "same"] == [0, 1]
     assert done.cell(CASE, "same").mean == 0.0
     assert done.cell(CASE, "worse").mean == pytest.approx(10.9, abs=0.1)
