@@ -121,11 +121,6 @@ def _open_gate(self: Gate, with_signals: float, without_signals: float) -> None:
     self.open = self.trials >= TRIALS
 
 
-def _last_symbol(stats: TaskStats, prompt: PromptGroup, symbol: int, before: int) -> float:
-    node = stats.singles.get(symbol)
-    return node.effect if node is not None else 0.0
-
-
 def _key_of_sibling(self: CausalMlfq, turn: TurnView, now: float) -> float:
     return _key(self, replace(turn, sample=1), now)
 
@@ -162,7 +157,6 @@ SCHEDULER: dict[str, tuple[Replacement, ...]] = {
     "gate": ((Gate, "learn", _open_gate),),
     "tool results": ((Gate, "learn", _nothing),),
     "signal effects": ((remaining_work, "_effect", lambda *_: 0.0),),
-    "pairs of symbols": ((remaining_work, "_effect", _last_symbol),),
     "credibility, tools": ((signal_effect, "CREDIBILITY_K", 0.0),),
     "credibility, prompts": ((groups, "K_PROMPT", (1e-9, 1e-9)),),
     "choice of k": ((groups, "K_PROMPT", (2.0, 2.0)),),
