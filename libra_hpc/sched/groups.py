@@ -12,7 +12,6 @@ every k before it is learned, and the k with the least decayed squared error app
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from math import exp, inf
 from typing import Final
 
@@ -33,7 +32,7 @@ FIRST_K: Final = 1
 class TaskStats:
     """Statistics of one task, or of all."""
 
-    __slots__ = ("errors", "full", "gate", "k", "pairs", "plain", "singles", "tables", "tokens_per_turn")
+    __slots__ = ("effects", "errors", "full", "gate", "k", "plain", "tables", "tokens_per_turn")
 
     def __init__(self) -> None:
         self.tables = (Survival(), Survival())
@@ -45,10 +44,8 @@ class TaskStats:
         """Estimates without and with tool results."""
         self.gate = Gate()
         """Whether tool results are used."""
-        self.singles: dict[int, SignalEffect] = {}
-        """Effects by the last symbol."""
-        self.pairs: OrderedDict[int, SignalEffect] = OrderedDict()
-        """Effects by the last two symbols, least recently learned first."""
+        self.effects: dict[int, SignalEffect] = {}
+        """By the last symbol."""
 
     def evaluate(self, log_total: float, gap: float, count: float) -> None:
         """Predict a finished trajectory from its siblings' gap under every k, and choose k."""
@@ -65,15 +62,14 @@ class TaskStats:
         other.tables = (self.tables[0].copied(), self.tables[1].copied())
         other.errors, other.k, other.tokens_per_turn = self.errors[:], self.k, self.tokens_per_turn
         other.plain, other.full, other.gate = self.plain.copied(), self.full.copied(), self.gate.copied()
-        other.singles = {symbol: node.copied() for symbol, node in self.singles.items()}
-        other.pairs = OrderedDict((key, node.copied()) for key, node in self.pairs.items())
+        other.effects = {symbol: node.copied() for symbol, node in self.effects.items()}
         return other
 
 
 class PromptGroup:
     """Statistics of one prompt."""
 
-    __slots__ = ("_sum", "_version", "effects", "finished", "log_scale", "running", "running_sum", "scale", "task")
+    __slots__ = ("_sum", "_version", "finished", "log_scale", "running", "running_sum", "scale", "task")
 
     def __init__(self, task: TaskStats) -> None:
         self.task = task
@@ -84,8 +80,6 @@ class PromptGroup:
         self._version = 0
         self.scale = 1.0
         self.log_scale = 0.0
-        self.effects: dict[int, SignalEffect] = {}
-        """Effects within this prompt by the last symbol, at most `remaining_work.MAX_PROMPT_EFFECTS`."""
 
     def gap(self) -> tuple[float, float]:
         """Mean gap, and the number of trajectories behind it."""

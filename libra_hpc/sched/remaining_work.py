@@ -4,12 +4,12 @@ From coarse to fine:
 
 1. *attained service* (`survival`), of its task or, with few ends, of all tasks.
 2. *prompt* (`groups`): its history and its siblings stretch the survival table.
-3. *signals* (`signals`, `signal_effect`): failing tests; last symbol, last two, last symbol in this prompt.
+3. *signals* (`signals`, `signal_effect`): failing tests; the last symbol.
 4. *blend* (`blend`): a regression weighs these.  It counts by `Survival.known`, because only finished trajectories
    teach it, early in a batch the short ones.
 5. *room*: of m expected tokens m b / (m + b) remain if the context has room for b: a Pareto tail of index 2, cut at b.
 
-A turn costs three dictionary lookups.  While there is one task, its statistics are those of all tasks.
+While there is one task, its statistics are those of all tasks.
 """
 
 from __future__ import annotations
@@ -33,15 +33,10 @@ REACH_FACTOR: Final = 1.3
 """Reach over expected tokens: fourth root of the mean fourth power, for errors of about half the estimate."""
 MAX_PROMPTS: Final = 8192
 """The least recently learned prompt is dropped first."""
-MAX_PROMPT_EFFECTS: Final = 8
-MAX_PAIRS: Final = 8192
-"""Per task; the least recently learned pair is dropped first."""
 MIN_TASK_ENDS: Final = 16
 """Finished trajectories before a task uses its own survival table."""
 RUNNING_WEIGHT: Final = 0.25
 """Of a running sibling against a finished one: its total is an estimate."""
-_SHIFT: Final = 10
-"""Bits of a symbol's number."""
 
 
 class Cursor(SignalState):
@@ -56,7 +51,6 @@ class Cursor(SignalState):
         "prompt",
         "reach",
         "start",
-        "symbol",
         "task",
         "trail",
         "weight",
@@ -67,9 +61,8 @@ class Cursor(SignalState):
         super().__init__()
         self.prompt = prompt
         self.task = prompt.task
-        self.symbol = 0
         self.effect: float | None = None
-        """Sum of its signal effects, on the logarithm; None until it is needed."""
+        """Effect of its last symbol, on the logarithm; None until it is needed."""
         self.left = 0.0
         """Expected tokens to generate, as of the last `RemainingWorkEstimator.advance`."""
         self.reach = 0.0
@@ -91,29 +84,27 @@ class Cursor(SignalState):
         return self.left * (context + 0.5 * (self.left + self.future))
 
 
-Moment = tuple[int, int, float, float, int | None]
-"""Symbol of a signal, the one before, log of what is left by steps 1 and 2, log scale of the prompt, failed tests."""
+Moment = tuple[int, float, float, int | None]
+"""Symbol of a signal, log of what is left by steps 1 and 2, log scale of the prompt, failed tests."""
 
 
 class RemainingWorkEstimator:
     """Learns from finished trajectories and estimates the tokens that running ones have left."""
 
-    def __init__(self, max_prompts: int = MAX_PROMPTS, max_pairs: int = MAX_PAIRS) -> None:
+    def __init__(self, max_prompts: int = MAX_PROMPTS) -> None:
         self.vocabulary = Vocabulary()
         self.everything = TaskStats()
         """Statistics of all tasks."""
         self.learned = 0
         """Total number of finished trajectories."""
-        self._max_prompts, self._max_pairs = max_prompts, max_pairs
+        self._max_prompts = max_prompts
         self._tasks: dict[str, TaskStats] = {}
         self._prompts: OrderedDict[str, PromptGroup] = OrderedDict()
 
     def __len__(self) -> int:
         """Number of prompts and signal effects."""
         stats = {id(s): s for s in (self.everything, *self._tasks.values())}
-        return sum(1 + len(p.effects) for p in self._prompts.values()) + sum(
-            len(s.singles) + len(s.pairs) for s in stats.values()
-        )
+        return len(self._prompts) + sum(len(s.effects) for s in stats.values())
 
     def cursor(self, prompt_id: str, task: str) -> Cursor:
         """A cursor for a trajectory that starts."""
@@ -143,10 +134,9 @@ class RemainingWorkEstimator:
         if seen < len(signals):
             for i in range(seen, len(signals)):
                 signal = signals[i]
-                before = cursor.symbol
-                cursor.symbol = symbol = self.vocabulary.number(cursor.read(signal))
+                symbol = self.vocabulary.number(cursor.read(signal))
                 cursor.payload += signal.payload_tokens
-                trail.append((symbol, before, base, log_scale, cursor.failed))
+                trail.append((symbol, base, log_scale, cursor.failed))
             seen = len(trail)
             cursor.effect = None
         if seen and stats.gate.open:
@@ -154,7 +144,7 @@ class RemainingWorkEstimator:
             w = blend.weights
             failed, effect = cursor.failed, cursor.effect
             if effect is None:
-                effect = cursor.effect = _effect(stats, prompt, trail[-1][0], trail[-1][1])
+                effect = cursor.effect = _effect(stats, trail[-1][0])
             correction = w[0] + w[1] * (base - CENTRE) + w[2] * log_scale + w[6] * effect
             if failed is not None:
                 correction += w[4] + w[5] * log(float(failed)) if failed else w[3]
@@ -184,8 +174,7 @@ class RemainingWorkEstimator:
     def peek(self, cursor: Cursor, signals: tuple[Signal, ...], attained: int, room: float = inf) -> Cursor:
         """A separate cursor for the middle of a turn, from which nothing is learned; no signal may be new."""
         copy = Cursor(cursor.prompt)
-        copy.symbol, copy.failed, copy.effect, copy.payload, copy.trail = (
-            cursor.symbol,
+        copy.failed, copy.effect, copy.payload, copy.trail = (
             cursor.failed,
             cursor.effect,
             cursor.payload,
@@ -257,7 +246,7 @@ class RemainingWorkEstimator:
 
     def _learn_moments(self, cursor: Cursor, record: Finished, total: float) -> None:
         """Evaluate, then learn the estimates at its start and at up to `MAX_LEARNED` signals."""
-        trail, at_signal, version, prompt = cursor.trail, record.at_signal, record.version, cursor.prompt
+        trail, at_signal, version = cursor.trail, record.at_signal, record.version
         count = min(len(trail), len(at_signal))
         stride = -(-count // MAX_LEARNED) if count else 1
         everything, task = self.everything, cursor.task
@@ -273,15 +262,14 @@ class RemainingWorkEstimator:
                 rest = total - at_signal[i]
                 # No decision follows the last token, so there is nothing to learn.
                 if rest > 0.0:
-                    self._learn_moment(stats, prompt, trail[i], rest=rest, weight=weight, version=version)
+                    self._learn_moment(stats, trail[i], rest=rest, weight=weight, version=version)
 
-    def _learn_moment(
-        self, stats: TaskStats, prompt: PromptGroup, moment: Moment, rest: float, weight: float, version: int
-    ) -> None:
-        symbol, before, base, log_scale, failed = moment
+    @staticmethod
+    def _learn_moment(stats: TaskStats, moment: Moment, rest: float, weight: float, version: int) -> None:
+        symbol, base, log_scale, failed = moment
         plain, full = stats.plain, stats.full
         target = log(rest) - base
-        effect = _effect(stats, prompt, symbol, before)
+        effect = _effect(stats, symbol)
         green, fails, how_many = _tests(failed)
         x = [1.0, base - CENTRE, log_scale, green, fails, how_many, effect]
         without, within = plain.predict(x), full.predict(x)
@@ -289,29 +277,10 @@ class RemainingWorkEstimator:
         stats.gate.learn(full.loss(below), plain.loss(above))
         plain.learn(x, target, above, weight)
         full.learn(x, target, below, weight)
-        residual = below + full.weights[-1] * effect
-        node = stats.singles.get(symbol)
+        node = stats.effects.get(symbol)
         if node is None:
-            node = stats.singles[symbol] = SignalEffect()
-        node.learn(residual, version)
-        residual -= node.effect
-        key = symbol << _SHIFT | before
-        node = stats.pairs.get(key)
-        if node is None:
-            node = stats.pairs[key] = SignalEffect()
-            if len(stats.pairs) > self._max_pairs:
-                stats.pairs.popitem(last=False)
-        else:
-            stats.pairs.move_to_end(key)
-        node.learn(residual, version)
-        if stats is prompt.task:
-            residual -= node.effect
-            node = prompt.effects.get(symbol)
-            if node is None:
-                if len(prompt.effects) >= MAX_PROMPT_EFFECTS:
-                    return
-                node = prompt.effects[symbol] = SignalEffect()
-            node.learn(residual, version)
+            node = stats.effects[symbol] = SignalEffect()
+        node.learn(below + full.weights[-1] * effect, version)
 
     def _task(self, name: str) -> TaskStats:
         stats = self._tasks.get(name)
@@ -327,19 +296,9 @@ class RemainingWorkEstimator:
         return stats
 
 
-def _effect(stats: TaskStats, prompt: PromptGroup, symbol: int, before: int) -> float:
-    """Sum of the signal effects after a symbol and the one before."""
-    node = stats.singles.get(symbol)
-    if node is None:
-        return 0.0
-    effect = node.effect
-    node = stats.pairs.get(symbol << _SHIFT | before)
-    if node is not None:
-        effect += node.effect
-        node = prompt.effects.get(symbol)
-        if node is not None:
-            effect += node.effect
-    return effect
+def _effect(stats: TaskStats, symbol: int) -> float:
+    node = stats.effects.get(symbol)
+    return node.effect if node is not None else 0.0
 
 
 def _tests(failed: int | None) -> tuple[float, float, float]:

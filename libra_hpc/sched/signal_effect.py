@@ -1,11 +1,11 @@
-"""Effect of the last tool results on the remaining work, and a gate that admits it only while it lowers the loss.
+"""Effect of the last tool result on the remaining work, and a gate that admits it only while it lowers the loss.
 
-A `SignalEffect` belongs to the last one or two symbols (`signals`).  Its effect on the logarithm of what is left is
+A `SignalEffect` belongs to the last symbol (`signals`).  Its effect on the logarithm of what is left is
 
     effect = sum of log (remaining / expected) / (n + CREDIBILITY_K),   n the decayed number of values.
 
-n / (n + k) is the credibility weight (Buhlmann).  A finer effect starts from what the coarser ones expect, so effects
-add up.  A `Gate` compares decayed losses with and without tool results; each value is predicted before it is learned.
+n / (n + k) is the credibility weight (Buhlmann).  A `Gate` compares decayed losses with and without tool results; each
+value is predicted before it is learned.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Gate:
 
 
 class SignalEffect:
-    """Mean residual after one or two symbols, shrunk by its evidence."""
+    """Mean residual after a symbol, shrunk by its evidence."""
 
     __slots__ = ("_sum", "_version", "count", "effect")
 

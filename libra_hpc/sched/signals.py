@@ -20,7 +20,7 @@ SMALL_PAYLOAD: Final = 128
 LARGE_PAYLOAD: Final = 1024
 """Tokens: about 4,000 characters."""
 MAX_SYMBOLS: Final = 1023
-"""Numbered symbols; later ones share the number 0.  A number then fits in 10 bits."""
+"""Numbered symbols; later ones share the number 0."""
 
 Symbol = tuple[str, str, str, int, int]
 
@@ -66,7 +66,7 @@ class SignalState:
 
 
 class Vocabulary:
-    """Numbers symbols from 1, so that pairs of symbols are integers too."""
+    """Numbers symbols from 1."""
 
     __slots__ = ("_numbers", "symbols")
 

@@ -8,7 +8,7 @@ import pytest
 
 from libra_hpc.protocol.env import Signal
 from libra_hpc.sched.blend import PRIOR, SOLVE_EVERY, Blend
-from libra_hpc.sched.remaining_work import MAX_PROMPT_EFFECTS, RemainingWorkEstimator
+from libra_hpc.sched.remaining_work import RemainingWorkEstimator
 from libra_hpc.sched.signal_effect import TRIALS, Gate, SignalEffect
 from libra_hpc.sched.signals import MAX_SYMBOLS, SignalState, Vocabulary
 from libra_hpc.sched.survival import PRIOR_TOKENS, Survival, cell_of
@@ -238,12 +238,11 @@ def test_evidence_halves_with_weight_versions() -> None:
 
 
 def test_prompts_and_effects_are_bounded() -> None:
-    estimator, rng = RemainingWorkEstimator(max_prompts=20, max_pairs=30), random.Random(0)
+    estimator, rng = RemainingWorkEstimator(max_prompts=20), random.Random(0)
     for i in range(300):
         signals = tuple(Signal(f"tool{rng.randrange(20)}", "ok", 5, 0.1) for _ in range(8))
         estimator.insert(finished(900, f"p{i}", f"t{i}", signals=signals, at=tuple(range(100, 900, 100))))
-    singles = 20 * 3
-    assert len(estimator) <= 20 * (1 + MAX_PROMPT_EFFECTS) + 30 + singles
+    assert len(estimator) <= 20 + 20 * 3
 
 
 def test_a_second_task_starts_from_all_tasks_then_separates() -> None:

@@ -1,0 +1,90 @@
+"""The ablation: every replacement finds its target, changes decisions where it should, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import ablation
+from bench.ablation import SCHEDULER_ROWS, Ablation, fleet_of, table
+from bench.ablation_parts import PLANNER, SCHEDULER
+from bench.fleets_rows import ROWS, setting_of
+from libra_hpc import compiled
+
+CASE = ("r2e", "mix")
+TARGETS = """
+from bench.ablation_parts import PLANNER, SCHEDULER, without
+for name, replaced in {**SCHEDULER, **PLANNER}.items():
+    before = [getattr(owner, what) for owner, what, _ in replaced]
+    with without(name):
+        assert [getattr(owner, what) for owner, what, _ in replaced] != before, name
+    assert [getattr(owner, what) for owner, what, _ in replaced] == before, name
+"""
+
+
+class Inline(Executor):
+    """Runs at once, in this process."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+
+def test_every_mechanism_can_be_switched_off_and_comes_back() -> None:
+    subprocess.run([sys.executable, "-c", TARGETS], check=True, env=os.environ | {compiled.INTERPRETED: "1"})
+
+
+def test_documents_take_longer_when_samples_start_anywhere(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    command = [sys.executable, "-m", "bench.ablation", "--quick", "--seeds", "1", "--json", str(found)]
+    command += ["--rows", "documents", "--only", "beside a sibling|tie break"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    cells = json.loads(found.read_text())["cells"]
+    assert all(cell["mean"] > 10.0 for cell in cells if cell["off"] == "beside a sibling")
+
+
+def test_an_unknown_mechanism_is_named_with_the_valid_ones() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.ablation", "--only", "luck"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "'luck' is unknown" in done.stderr
+    assert "time to live" in done.stderr
+
+
+def test_what_decides_alike_on_two_seeds_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[ablation.Job] = []
+
+    def seconds(job: ablation.Job) -> float:
+        ran.append(job)
+        return {"": 100.0, "same": 100.0, "worse": 110.0 + job[3]}[job[2]]
+
+    monkeypatch.setattr(ablation, "seconds", seconds)
+    done = Ablation(Inline(), ["same", "worse"])
+    for seed in range(4):
+        done.run(CASE, seed)
+    assert [job[3] for job in ran if job[2] == "same"] == [0, 1]
+    assert done.cell(CASE, "same").mean == 0.0
+    assert done.cell(CASE, "worse").mean == pytest.approx(10.9, abs=0.1)
+    assert done.cell(CASE, "worse").seeds == 4
+    assert table(done, [CASE], ["same", "worse"]).row_count == 2
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULER_ROWS if name in ROWS])
+def test_all_engines_of_a_row_use_its_gpus(name: str) -> None:
+    row = setting_of(name)
+    for engines in SCHEDULER_ROWS[name][0]:
+        assert sum(part.tp * part.count for part in fleet_of(name, row, engines)) == row.pools[0][1]
+
+
+def test_names_are_of_one_part_only() -> None:
+    assert not set(SCHEDULER) & set(PLANNER)
