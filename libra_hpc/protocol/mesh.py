@@ -316,6 +316,8 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     """(kind, failed attempts since the start, last error), most frequent first."""
     paused: str = ""
     """Why no prompt is admitted now, as a sentence; else empty."""
+    slow: tuple[tuple[str, int, float, float], ...] = ()
+    """(engine, rank, its time per step over that of its class, since which epoch second), slowest first."""
 
 
 # --- weights ---

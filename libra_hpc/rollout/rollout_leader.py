@@ -315,5 +315,6 @@ class RolloutLeader:
             lengths=lengths,
             open_groups=open_groups(episodes, now, engines.decode_s()),
             failures=book.counts,
+            slow=engines.slow(),
             paused=paused or ("" if engines.engines else "No engine accepts turns."),
         )
