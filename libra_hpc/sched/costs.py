@@ -32,8 +32,7 @@ PACE_MOVE: Final = 0.05
 """Most that a report moves the logarithm of the pace, because single windows are wrong by any factor.  An engine that
 becomes twice as slow is priced so after 10 s."""
 PACE_BAND: Final = 1.2
-"""A ratio: engines whose pace is closer to the median one cost the same.  Paces of equal engines differ by up to 1.17;
-without the band a batch takes 2.5 % longer."""
+"""A ratio: engines whose pace is closer to the median one cost the same.  Equal engines measure 0.86 to 1.17."""
 PRIOR_WEIGHT: Final = 0.2
 """Observations that the prior is worth."""
 TP_EXPONENT: Final = 0.65
