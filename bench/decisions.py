@@ -35,6 +35,8 @@ INFLIGHT = 10_000
 LAYOUT = (1,) * 36 + (2,) * 18 + (4,) * 10
 LIMIT = 131_072
 """Context tokens."""
+KV_TOKENS = 4_000_000
+"""Per GPU: more than there is, so that no turn waits for room in a cache."""
 WARM = 4_000
 FINISHED = 2_000
 PASSES = 5
@@ -78,7 +80,7 @@ def busy_board() -> Board:
     """A board of 64 engines with reports."""
     board = Board(4 * INFLIGHT // len(LAYOUT), adaptive=False)
     for i, tp in enumerate(LAYOUT):
-        board.up(f"engine-{i}", tp, 300_000 * tp, 0)
+        board.up(f"engine-{i}", tp, KV_TOKENS * tp, 0)
         for n in range(3):
             board.report(
                 f"engine-{i}",

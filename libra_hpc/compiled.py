@@ -28,7 +28,6 @@ MODULES = (
     "remaining_work",
     "costs",
     "concurrency",
-    "speed",
     "board",
     "residency",
     "engine_loads",

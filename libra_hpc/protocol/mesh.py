@@ -322,6 +322,8 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     """Context tokens computed again since the start."""
     evicted_tokens: int = 0
     """Of ``recomputed_tokens``: because a KV cache had lost them."""
+    slow: tuple[tuple[str, int, float, float], ...] = ()
+    """(engine, rank, its time per step over that of its class, since which epoch second), slowest first."""
 
 
 # --- weights ---

@@ -15,6 +15,7 @@ from libra_hpc.protocol.mesh import EngineUp
 from libra_hpc.protocol.rollout import EngineStats
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.protocol import TurnView
+from libra_hpc.sched.slow_engines import SlowEngines
 from libra_hpc.sched.turn_migration import Running
 
 from .trajectory import Trajectory
@@ -54,6 +55,7 @@ class EngineRegistry:
         self.generated = self.prefilled = 0
         """Tokens since the start, of all engines including lost ones."""
         self.busy_s = 0.0
+        self._slow = SlowEngines()
         self._window: deque[tuple[float, int, float]] = deque()
 
     def up(self, up: EngineUp) -> None:
@@ -169,6 +171,11 @@ class EngineRegistry:
         """Seconds per decoded token of one sequence, mean over engines; 0.0 while unknown."""
         speeds = [view.decode_s for view in self._board.engines.values() if view.decode_s > 0.0]
         return sum(speeds) / len(speeds) if speeds else 0.0
+
+    def slow(self) -> tuple[tuple[str, int, float, float], ...]:
+        """See `RolloutReport.slow`."""
+        found = self._slow.update(self._board, time.time())
+        return tuple((one.engine, self.engines[one.engine].rank, one.ratio, one.since) for one in found)
 
     def buckets(self, trajectories: Iterable[Trajectory]) -> tuple[tuple[int, int, int, int, float], ...]:
         """(tp, engines, turns in flight, trajectories by last engine, largest KV use) per TP degree, ascending."""

@@ -315,6 +315,7 @@ class RolloutLeader:
             lengths=lengths,
             open_groups=open_groups(episodes, now, engines.decode_s()),
             failures=book.counts,
+            slow=engines.slow(),
             paused=paused or ("" if engines.engines else "No engine accepts turns."),
             waiting_for_room=self._turns.waiting_for_room,
             recomputed_tokens=self._turns.recomputed,

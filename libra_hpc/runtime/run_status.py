@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from libra_hpc.runtime import states
@@ -75,11 +76,19 @@ def compose_status(
         repartitioned=repartitioned,
         failures=[FailedAttempts(*found) for found in report.failures] if report else [],
         paused=paused,
+        slow=[slow_sentence(nodes, *found) for found in report.slow] if report else [],
         notices=notices,
         waiting_for_room=report.waiting_for_room if report else 0,
         recomputed_tokens=report.recomputed_tokens if report else 0,
         evicted_tokens=report.evicted_tokens if report else 0,
     )
+
+
+def slow_sentence(nodes: Mapping[int, NodeFacts], engine: str, rank: int, ratio: float, since: float) -> str:
+    """One slow engine; local time of day, as in the log files."""
+    began = time.strftime("%H:%M", time.localtime(since))
+    node = f" ({nodes[rank].host})" if rank in nodes and nodes[rank].host else ""
+    return f"engine {engine}{node} takes {ratio:.1f}x its class' time per step since {began}"
 
 
 def _node(

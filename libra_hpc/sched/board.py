@@ -4,7 +4,7 @@ The rollout leader or the simulator writes it; policies read it.  Engines of one
 class*; the index of a class, in ascending degree, is its *level*, a bucket of C-MLFQ.
 
 - A turn is sent or answered -> tokens and slots of its engine change.  A trajectory in a tool call counts nowhere.
-- An engine reports (twice a second) -> its speed, its cap (`concurrency`) and the step costs of its class (`costs`).
+- An engine reports (twice a second) -> its cap (`concurrency`), the step costs of its class and its own (`costs`).
 
 `TpClass.least` uses a heap of lower bounds with lazy repair:
 
@@ -24,8 +24,7 @@ from typing import Final
 from libra_hpc.protocol.rollout import EngineStats
 
 from .concurrency import CapController
-from .costs import StepFit, default_costs, scaled_costs
-from .speed import SpeedEstimate
+from .costs import PACE_BAND, WINDOW_STEPS, ClassFit, Coefficients, EngineFit, default_costs, scaled_costs
 
 REFIT_EVERY: Final = 16
 """Observations of a class between two refits (25 us); each of the first 16 refits.  The window holds 64."""
@@ -37,10 +36,11 @@ class EngineView:
     """State of one vLLM replica; only the `Board` changes it."""
 
     __slots__ = (
+        "base_s",
         "cap",
-        "decode_s",
         "engine",
         "host_tokens",
+        "fit",
         "tp_class",
         "inflight",
         "inflight_tokens",
@@ -48,10 +48,11 @@ class EngineView:
         "kv_use",
         "level",
         "open",
+        "pace",
         "prefill_s",
         "preemptions",
         "running",
-        "speed",
+        "slope_s",
         "stamp",
         "steps",
         "tp",
@@ -80,11 +81,11 @@ class EngineView:
         self.kv_use = 0.0
         """Share of the KV cache, 0..1, as last reported."""
         self.running = self.waiting = self.preemptions = self.steps = 0
-        self.decode_s = 0.0
-        """Measured seconds per token of one sequence at the present batch size; 0.0 while unknown."""
-        self.prefill_s = 0.0
-        """Measured seconds per prefilled token; 0.0 while unknown."""
-        self.speed = SpeedEstimate()
+        self.base_s = self.slope_s = self.prefill_s = 0.0
+        """Its seconds per empty decode step, per KV token in use, and per prefilled token."""
+        self.pace = 1.0
+        """These seconds over those of its class, the median engine's."""
+        self.fit = EngineFit()
         self.stamp = 0
         """Stamp of its valid heap entry; 0 if it has none."""
 
@@ -92,6 +93,12 @@ class EngineView:
     def free(self) -> int:
         """Turns that may still be sent."""
         return max(0, self.cap - self.inflight) if self.open else 0
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds per token of one sequence at the KV use last reported; 0.0 before any report of its class."""
+        measured = self.tp_class.fit.count > 0
+        return self.base_s + self.slope_s * self.kv_use * self.kv_capacity if measured else 0.0
 
 
 class TpClass:
@@ -104,8 +111,8 @@ class TpClass:
         self.level = 0
         self.members: list[EngineView] = []
         self.base_s = self.slope_s = self.prefill_s = 0.0
-        """Seconds per empty decode step, per KV token in use, and per prefilled token."""
-        self.fit = StepFit()
+        """Seconds per empty decode step, per KV token in use, and per prefilled token, of its median engine."""
+        self.fit = ClassFit()
         self.touched: dict[EngineView, None] = {}
         """Members whose entry may be too high, in order of the change."""
         self._heap: list[tuple[int, int, EngineView]] = []
@@ -188,8 +195,8 @@ class Board:
         view.host_tokens = host_tokens
         tp_class.members.append(view)
         for stats in warm_up:
-            tp_class.fit.observe(engine, stats, kv_capacity)
-        tp_class.fit.forget(engine)
+            self._observe(view, stats, 1)
+        view.fit.restart()
         self._relevel()
         self.free += view.free
         tp_class.touched[view] = None
@@ -204,7 +211,6 @@ class Board:
         self.free -= view.free
         tp_class = view.tp_class
         tp_class.members.remove(view)
-        tp_class.fit.forget(engine)
         tp_class.touched.pop(view, None)
         view.open = False
         view.stamp = 0
@@ -262,14 +268,25 @@ class Board:
         view.kv_use, view.preemptions = stats.kv_use, stats.preemptions
         view.running, view.waiting = stats.running, stats.waiting
         view.steps = stats.steps
-        view.speed.update(stats)
-        view.decode_s, view.prefill_s = view.speed.decode_s, view.speed.prefill_s
-        fit = view.tp_class.fit
-        if fit.observe(engine, stats, view.kv_capacity) and (fit.count <= REFIT_EVERY or fit.count % REFIT_EVERY == 0):
+        count = view.tp_class.fit.count
+        if self._observe(view, stats, WINDOW_STEPS) and (count < REFIT_EVERY or (count + 1) % REFIT_EVERY == 0):
             self._recost()
         controller = self._controllers.get(engine)
         if controller is not None:
             self.set_cap(engine, controller.update(stats, view.inflight))
+
+    @staticmethod
+    def _observe(view: EngineView, stats: EngineStats, steps: int) -> bool:
+        """Add what the engine did to its fit and that of its class; False if it did fewer ``steps``."""
+        window = view.fit.observe(stats, view.kv_capacity, steps)
+        if window is None:
+            return False
+        tp_class = view.tp_class
+        # Before, the costs of the class are hardly more than assumed.
+        if tp_class.fit.count >= REFIT_EVERY:
+            view.fit.compare(window, (tp_class.base_s, tp_class.slope_s, tp_class.prefill_s))
+        tp_class.fit.add(window, view.pace)
+        return True
 
     def _relevel(self) -> None:
         for level, members in enumerate(self.classes):
@@ -287,4 +304,17 @@ class Board:
             if measured and not (c.fit.observations > 0.0):
                 near = min(measured, key=lambda m: max(m.tp / c.tp, c.tp / m.tp))
                 prior = scaled_costs(near.fit.solve(default_costs(near.tp, near.members[0].kv_capacity)), near.tp, c.tp)
-            c.base_s, c.slope_s, c.prefill_s = c.fit.solve(prior)
+            _price(c, c.fit.solve(prior))
+
+
+def _price(tp_class: TpClass, costs: Coefficients) -> None:
+    """Set the costs of a class, those of its median engine, and of its engines."""
+    tp_class.base_s, tp_class.slope_s, tp_class.prefill_s = costs
+    paces = [view.fit.pace for view in tp_class.members]
+    median = sorted(paces)[len(paces) // 2]
+    for view, measured in zip(tp_class.members, paces, strict=True):
+        pace = measured / median
+        if 1.0 / PACE_BAND < pace < PACE_BAND:
+            pace = 1.0
+        view.pace = pace
+        view.base_s, view.slope_s, view.prefill_s = pace * costs[0], pace * costs[1], pace * costs[2]

@@ -145,15 +145,15 @@ class CausalMlfq:
         best: EngineWork | None = None
         best_add = inf if full else limit
         best_finish = 0.0
-        for tp_class in board.classes:
-            load = loads.first_to_finish(tp_class)
+        for alike in loads.alike:
+            load = loads.first_to_finish(alike)
             if load is not None and not load.cache.has_room(claim, context):
-                load, roomless = loads.first_with_room(tp_class, claim, context), True
+                load, roomless = loads.first_with_room(alike, claim, context), True
             if load is None or load is last_load or (load.kv_capacity < context and self._fits(board, context)):
                 continue
-            alone = load.finish
+            alone, view = load.finish, load.view
             # A lower bound of what it adds, without the steps, excludes most engines cheaply.
-            if _added(alone, alone + tp_class.slope_s * work + tp_class.prefill_s * prefill_uncached) < best_add:
+            if _added(alone, alone + view.slope_s * work + view.prefill_s * prefill_uncached) < best_add:
                 finish = load.finish_with(reach, work, prefill_uncached)
                 add = _added(alone, finish) + TIE_BREAK * (finish - alone)
                 if add < best_add:

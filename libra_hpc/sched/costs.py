@@ -1,10 +1,11 @@
-"""Cost of an engine step by TP class: seconds per step, per KV token in use and per prefilled token.
+"""Cost of a step of every engine: seconds per step, per KV token in use and per prefilled token.
 
-A decayed least-squares fit with a ridge; the difference of two reports of an engine is one observation of
+A window of at least `WINDOW_STEPS` between two reports of an engine is one observation of
 
-    busy seconds = base * steps + slope * steps * KV tokens in use + prefill * prefilled tokens
+    busy seconds = pace * (base * steps + slope * steps * KV tokens in use + prefill * prefilled tokens)
 
-without weight updates.  The ridge pulls coefficients that the observations cannot separate to a prior:
+without weight updates.  `ClassFit` has base, slope and prefill of a TP class, a decayed least-squares fit with a ridge.
+`EngineFit` has the pace of one engine: measured over expected seconds, shrunk to 1 by `PACE_WEIGHT`.
 
 - The class has no report -> the fit of the nearest class that has one, scaled by ``TP ** -TP_EXPONENT``.
 - No class has a report -> `default_costs`; only their ratios matter then.
@@ -12,6 +13,7 @@ without weight updates.  The ridge pulls coefficients that the observations cann
 
 from __future__ import annotations
 
+from math import exp, log
 from typing import Final
 
 from libra_hpc.protocol.rollout import EngineStats
@@ -19,7 +21,18 @@ from libra_hpc.protocol.rollout import EngineStats
 from .linear import solve_symmetric
 
 HALF_LIFE: Final = 64.0
-"""Observations: half a minute of one engine's reports, one or two seconds of a whole class."""
+"""Observations of a class: half a minute of one engine's reports, one or two seconds of 24 engines'."""
+WINDOW_STEPS: Final = 16
+"""Least steps of a window.  Tokens count where their prefill ends: a report in the middle of a long one shows steps of
+40 times their cost, and the next report too many tokens."""
+PACE_WEIGHT: Final = 8.0
+"""Reports, 4 s of a busy engine, that the class is worth.  Each one moves the pace by an eighth of the difference, so
+that old reports are forgotten."""
+PACE_MOVE: Final = 0.05
+"""Most that a report moves the logarithm of the pace, because single windows are wrong by any factor.  An engine that
+becomes twice as slow is priced so after 10 s."""
+PACE_BAND: Final = 1.2
+"""A ratio: engines whose pace is closer to the median one cost the same.  Equal engines measure 0.86 to 1.17."""
 PRIOR_WEIGHT: Final = 0.2
 """Observations that the prior is worth."""
 TP_EXPONENT: Final = 0.65
@@ -34,6 +47,8 @@ _KEEP: Final = 0.5 ** (1.0 / HALF_LIFE)
 
 Coefficients = tuple[float, float, float]
 """Seconds per empty step, per KV token in use, per prefilled token."""
+Window = tuple[float, float, float, float]
+"""What an engine did between two reports: busy seconds, steps, steps * KV tokens in use, prefilled tokens."""
 
 
 def default_costs(tp: int, kv_capacity: int) -> Coefficients:
@@ -48,14 +63,58 @@ def scaled_costs(known: Coefficients, from_tp: int, to_tp: int) -> Coefficients:
     return known[0] * scale, known[1] * scale, known[2] * scale
 
 
-class StepFit:
-    """The decayed fit of one TP class: `observe` reports, `solve` against a prior."""
+class EngineFit:
+    """The reports of one engine, and its pace."""
 
-    __slots__ = ("_last", "_sums", "_targets", "count", "observations")
+    __slots__ = ("_last", "_level")
 
     def __init__(self) -> None:
-        self._last: dict[str, EngineStats] = {}
+        self._last: EngineStats | None = None
+        self._level = 0.0
+        """Logarithm of the pace."""
+
+    def restart(self) -> None:
+        """The counters restart: the next report gives no difference to the last one."""
+        self._last = None
+
+    def observe(self, stats: EngineStats, kv_capacity: int, least: int) -> Window | None:
+        """What the engine did since the last window.
+
+        None for a first report, fewer than ``least`` steps, or a rebuilt engine.
+        """
+        last = self._last
+        if last is not None and last.steps <= stats.steps < last.steps + least:
+            return None
+        self._last = stats
+        if last is None or stats.steps < last.steps:
+            return None
+        busy_s = stats.stepping_s - last.stepping_s
+        if busy_s <= 0.0:
+            return None
+        steps = float(stats.steps - last.steps)
+        tokens = steps * 0.5 * (stats.kv_use + last.kv_use) * kv_capacity
+        return busy_s, steps, tokens, float(max(0, stats.prefill_tokens - last.prefill_tokens))
+
+    def compare(self, window: Window, costs: Coefficients) -> None:
+        """Move the pace towards the measured over the expected seconds, by the costs of the class."""
+        expected_s = costs[0] * window[1] + costs[1] * window[2] + costs[2] * window[3]
+        move = (log(window[0] / expected_s) - self._level) / PACE_WEIGHT
+        self._level += min(PACE_MOVE, max(-PACE_MOVE, move))
+
+    @property
+    def pace(self) -> float:
+        """Its seconds over those of its class for the same steps."""
+        return exp(self._level)
+
+
+class ClassFit:
+    """The decayed fit of one TP class: `add` observations of its engines, `solve` against a prior."""
+
+    __slots__ = ("_sums", "_targets", "count", "observations")
+
+    def __init__(self) -> None:
         # Normal equations over x = (steps, steps * KV tokens, prefilled tokens) per busy second.
+        # Divided by busy seconds, every target is 1: errors are relative, and long windows do not dominate.
         self._sums = [[0.0] * 3 for _ in range(3)]
         self._targets = [0.0] * 3
         self.observations = 0.0
@@ -63,26 +122,10 @@ class StepFit:
         self.count = 0
         """Total number of observations."""
 
-    def forget(self, engine: str) -> None:
-        """An engine is gone: its next report starts a new difference."""
-        self._last.pop(engine, None)
-
-    def observe(self, engine: str, stats: EngineStats, kv_capacity: int) -> bool:
-        """Add a report; False if it is no observation: a first report, no step since, or a rebuilt engine."""
-        last = self._last.get(engine)
-        self._last[engine] = stats
-        if last is None or stats.steps <= last.steps:
-            return False
-        busy = stats.stepping_s - last.stepping_s
-        if busy <= 0.0:
-            return False
-        # Divided by busy seconds, every target is 1: errors are relative, and long windows do not dominate.
-        steps = (stats.steps - last.steps) / busy
-        x = (
-            steps,
-            steps * 0.5 * (stats.kv_use + last.kv_use) * kv_capacity,
-            max(0, stats.prefill_tokens - last.prefill_tokens) / busy,
-        )
+    def add(self, window: Window, pace: float) -> None:
+        """Add a window of an engine that is ``pace`` times as slow as the class."""
+        unit = pace / window[0]
+        x = (unit * window[1], unit * window[2], unit * window[3])
         for i in range(3):
             row = self._sums[i]
             for j in range(3):
@@ -90,7 +133,6 @@ class StepFit:
             self._targets[i] = _KEEP * self._targets[i] + x[i]
         self.count += 1
         self.observations = _KEEP * self.observations + 1.0
-        return True
 
     def solve(self, prior: Coefficients) -> Coefficients:
         """Coefficients in seconds, each at least 5 % of its rescaled prior."""

@@ -23,6 +23,8 @@ from .residency import Claim, EngineCache
 
 ENTRY_SLACK: Final = 0.998
 """A heap entry may be 0.2 % too high, which saves pushes; 5 % would miss five of a hundred trajectories."""
+ALIKE: Final = 1.25
+"""Largest ratio of the paces of engines that share a heap: reports of equal engines differ by less."""
 
 
 class Placed:
@@ -39,23 +41,10 @@ class Placed:
 class EngineWork:
     """Sums over the trajectories placed at one engine."""
 
-    __slots__ = (
-        "cache",
-        "entry",
-        "finish",
-        "heap",
-        "kv_capacity",
-        "placed",
-        "prefill",
-        "reach4",
-        "tp_class",
-        "view",
-        "work",
-    )
+    __slots__ = ("cache", "entry", "finish", "heap", "kv_capacity", "placed", "prefill", "reach4", "view", "work")
 
     def __init__(self, view: EngineView) -> None:
         self.view = view
-        self.tp_class: TpClass = view.tp_class
         self.kv_capacity = float(max(1, view.kv_capacity))
         self.reach4 = self.work = self.prefill = 0.0
         """Sums of reach ** 4, of work, and of tokens to prefill."""
@@ -66,17 +55,17 @@ class EngineWork:
         self.entry = 0.0
         """Its value in the heap, a lower bound of ``finish``."""
         self.heap: list[tuple[float, int, EngineWork]] = []
-        """Heap of its class, as of the last `EngineLoads.sync`."""
+        """Heap of its `Alike`, as of the last `EngineLoads.sync`."""
 
     def finish_with(self, reach: float, work: float, prefill: float) -> float:
         """Seconds until all is done with one more trajectory."""
-        tp_class = self.tp_class
+        view = self.view
         work += self.work
         reach *= reach
         steps = sqrt(sqrt(self.reach4 + reach * reach))
         if work > steps * self.kv_capacity:
             steps = work / self.kv_capacity
-        return tp_class.base_s * steps + tp_class.slope_s * work + tp_class.prefill_s * (self.prefill + prefill)
+        return view.base_s * steps + view.slope_s * work + view.prefill_s * (self.prefill + prefill)
 
     def add(self, placed: Placed, reach: float, work: float, prefill: float, finish: float) -> None:
         """Place a trajectory; ``finish`` is what `finish_with` returned."""
@@ -103,14 +92,28 @@ class EngineWork:
         self.finish = self.finish_with(0.0, 0.0, 0.0)
 
 
+class Alike:
+    """Engines of one TP class and about one pace, with a heap of lower bounds of their finish."""
+
+    __slots__ = ("heap", "loads", "tp_class")
+
+    def __init__(self, tp_class: TpClass) -> None:
+        self.tp_class = tp_class
+        self.loads: list[EngineWork] = []
+        self.heap: list[tuple[float, int, EngineWork]] = []
+
+
 class EngineLoads:
-    """The loads of all engines of a board, with a heap of lower bounds per TP class."""
+    """The loads of all engines of a board.
+
+    Of alike engines the one that finishes first adds least.  A slower one may finish first and still add more.
+    """
 
     def __init__(self) -> None:
         self.generation = -1
         """Generation of the board at the last `sync`."""
+        self.alike: list[Alike] = []
         self._loads: dict[str, EngineWork] = {}
-        self._heaps: list[list[tuple[float, int, EngineWork]]] = []
         self._count = 0
 
     def get(self, engine: str) -> EngineWork | None:
@@ -127,21 +130,26 @@ class EngineLoads:
         for name, view in board.engines.items():
             load = before.get(name)
             self._loads[name] = load if load is not None and load.view is view else EngineWork(view)
-        self._heaps = []
+        self.alike = []
         for tp_class in board.classes:
-            heap: list[tuple[float, int, EngineWork]] = []
-            for view in tp_class.members:
+            slowest = 0.0
+            for view in sorted(tp_class.members, key=_pace):
+                if view.pace > slowest:
+                    slowest = ALIKE * view.pace
+                    alike = Alike(tp_class)
+                    self.alike.append(alike)
                 load = self._loads[view.engine]
                 load.entry = load.finish = load.finish_with(0.0, 0.0, 0.0)
-                load.heap = heap
+                load.heap = alike.heap
                 self._count += 1
-                heap.append((load.entry, self._count, load))
-            heapify(heap)
-            self._heaps.append(heap)
+                alike.heap.append((load.entry, self._count, load))
+                alike.loads.append(load)
+        for alike in self.alike:
+            heapify(alike.heap)
 
-    def first_to_finish(self, tp_class: TpClass) -> EngineWork | None:
+    def first_to_finish(self, alike: Alike) -> EngineWork | None:
         """The engine that finishes first; if it is full, the one with the fewest tokens in flight; None if all are."""
-        heap = self._heaps[tp_class.level]
+        heap = alike.heap
         while True:
             value, count, load = heap[0]
             if value != load.entry:
@@ -154,15 +162,20 @@ class EngineLoads:
         view = load.view
         if view.open and view.inflight < view.cap:
             return load
-        least = tp_class.least()
-        return self._loads[least.engine] if least is not None else None
+        if len(alike.loads) == len(alike.tp_class.members):
+            least = alike.tp_class.least()
+            return self._loads[least.engine] if least is not None else None
+        best: EngineWork | None = None
+        for load in alike.loads:
+            if load.view.free and (best is None or load.view.inflight_tokens < best.view.inflight_tokens):
+                best = load
+        return best
 
-    def first_with_room(self, tp_class: TpClass, claim: Claim, context: int) -> EngineWork | None:
+    def first_with_room(self, alike: Alike, claim: Claim, context: int) -> EngineWork | None:
         """Of the engines with a free slot and room in the cache for ``context`` tokens, the one that finishes first."""
         best: EngineWork | None = None
-        for view in tp_class.members:
-            load = self._loads[view.engine]
-            if (best is None or load.finish < best.finish) and view.free and load.cache.has_room(claim, context):
+        for load in alike.loads:
+            if (best is None or load.finish < best.finish) and load.view.free and load.cache.has_room(claim, context):
                 best = load
         return best
 
@@ -174,6 +187,10 @@ class EngineLoads:
             # The set of engines may have changed since the last sync, so the load has its own reference.
             heap = load.heap
             heappush(heap, (load.finish, self._count, load))
-            if len(heap) > 64 + 8 * len(load.tp_class.members):
+            if len(heap) > 64 + 8 * len(load.view.tp_class.members):
                 heap[:] = [item for item in heap if item[0] == item[2].entry]
                 heapify(heap)
+
+
+def _pace(view: EngineView) -> float:
+    return view.pace

@@ -97,8 +97,7 @@ class _Load:
         self.left4 = max(0.0, self.left4 + sign * trajectory.left**4)
 
     def step_s(self, more: float = 0.0) -> float:
-        tp_class = self.view.tp_class
-        return tp_class.base_s + tp_class.slope_s * max(0.0, self.context + more)
+        return self.view.base_s + self.view.slope_s * max(0.0, self.context + more)
 
 
 def choose_moves(board: Board, trajectories: Iterable[OpenTrajectory]) -> list[Move]:
@@ -143,7 +142,7 @@ def _gain(trajectory: OpenTrajectory, source: _Load, target: _Load) -> float:
         return 0.0
     left, context = trajectory.left, trajectory.context
     here, there = source.step_s(), target.step_s(context)
-    prefill_s = target.view.tp_class.prefill_s * context
+    prefill_s = target.view.prefill_s * context
     own_s = left * there + prefill_s
     if own_s > MAX_TIME_RATIO * left * here or trajectory.generated * (here - there) < MIN_SAVED_PREFILLS * prefill_s:
         return 0.0
@@ -154,7 +153,7 @@ def _gain(trajectory: OpenTrajectory, source: _Load, target: _Load) -> float:
 
 def _move_of(trajectory: OpenTrajectory, source: _Load, target: _Load) -> Move:
     left_s = trajectory.left * source.step_s()
-    own_s = trajectory.left * target.step_s(trajectory.context) + target.view.tp_class.prefill_s * trajectory.context
+    own_s = trajectory.left * target.step_s(trajectory.context) + target.view.prefill_s * trajectory.context
     numbers: dict[str, float | str] = {
         "remaining": trajectory.left,
         "generated": trajectory.generated,

@@ -113,6 +113,8 @@ class Status(msgspec.Struct, frozen=True):
     """Faults of the last minutes as sentences, newest first."""
     failures: list[FailedAttempts] = []
     """Failed attempts of trajectories since the ranks started, the most frequent kind first."""
+    slow: list[str] = []
+    """Engines that take longer per step than others of their class, as sentences, slowest first."""
     paused: str = ""
     """Why no prompt is admitted; empty while prompts are admitted."""
     waiting_for_room: int = 0

@@ -215,6 +215,8 @@ def _footer(status: Status, *, over: bool, now: float) -> list[RenderableType]:
         grid.add_row("recomputed", recomputed_line(status.recomputed_tokens, status.evicted_tokens))
     if status.failures:
         grid.add_row("failed", Text(failed_line(status.failures), style="red" if status.paused else "yellow"))
+    for number, slow in enumerate(status.slow[:SHOWN_NOTICES] if not over else ()):
+        grid.add_row("slow" if number == 0 else "", Text(slow, style="yellow"))
     if status.estimate is not None:
         grid.add_row("estimate", estimate_line(status.estimate))
     if status.accuracy is not None:

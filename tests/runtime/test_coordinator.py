@@ -475,6 +475,21 @@ def test_why_admission_is_paused_is_the_message_while_the_run_runs(tmp_path: Pat
     assert (status.state, status.message) == ("failed", "node 3: gone")
 
 
+def test_the_status_names_a_slow_engine_with_its_node(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.hello()
+    since = time.mktime((2026, 3, 4, 12, 3, 0, 0, 0, -1))
+    report = RolloutReport(0, 0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0, (), (), slow=(("r3.1", 3, 2.44, since),))
+    scene.deliver((3, report))
+    scene.coordinator._write_status()
+    assert scene.coordinator._records._facts.flush(10.0)
+    status = decode_status(scene.run.status.read_bytes())
+    host = next(node.host for node in status.nodes if node.rank == 3)
+    assert status.slow == [f"engine r3.1 ({host}) takes 2.4x its class' time per step since 12:03"]
+    scene.deliver((1, Fatal(3, "gone")))
+    run_until_over(scene)
+
+
 def test_nothing_is_written_to_a_descriptor_that_the_launcher_did_not_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

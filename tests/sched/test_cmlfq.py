@@ -223,7 +223,7 @@ def test_the_first_engine_to_finish_is_right_within_the_slack() -> None:
     loads.sync(made)
     residents: list[Placed] = []
     for i in range(200):
-        load = loads.first_to_finish(made.classes[0])
+        load = loads.first_to_finish(loads.alike[0])
         assert load is not None
         every = [s for n in made.engines if (s := loads.get(n)) is not None]
         assert load.finish <= min(s.finish for s in every) / ENTRY_SLACK**2 + 1e-9
@@ -237,6 +237,19 @@ def test_the_first_engine_to_finish_is_right_within_the_slack() -> None:
             assert load_before is not None
             load_before.remove(gone)
             loads.update_entry(load_before)
+
+
+def test_engines_of_unequal_pace_are_both_candidates() -> None:
+    made, loads = board(("slow", 1), ("fast", 1)), EngineLoads()
+    for name, step_s in (("slow", 0.06), ("fast", 0.02)):
+        for i in range(60):
+            made.report(name, stats(20 * i, 20 * i * step_s, kv=0.5))
+    loads.sync(made)
+    assert len(loads.alike) == 2
+    chosen = {load.view.engine for alike in loads.alike if (load := loads.first_to_finish(alike)) is not None}
+    assert chosen == {"slow", "fast"}
+    made.set_cap("fast", 0)
+    assert [loads.first_to_finish(alike) for alike in loads.alike] == [None, loads.get("slow")]
 
 
 def test_many_that_may_become_the_longest_weigh_more_than_one() -> None:
@@ -264,7 +277,7 @@ def test_finishes_follow_what_steps_cost() -> None:
     load.add(Placed(), reach=1000.0, work=1e6, prefill=500.0, finish=load.finish_with(1000.0, 1e6, 500.0))
     before = load.finish
     made.report("other", stats(0, 0.0))
-    made.report("other", stats(10, 10.0))
+    made.report("other", stats(20, 20.0))
     loads.sync(made)
     assert load.finish == load.finish_with(0.0, 0.0, 0.0) > 2.0 * before
 

@@ -247,6 +247,17 @@ def test_the_screen_shows_what_a_short_kv_cache_costs(run: RunDir) -> None:
     assert "recomputed 81,920 context tokens, 65,536 of them evicted from a KV cache" in text
 
 
+def test_the_screen_names_slow_engines_while_the_run_runs(run: RunDir) -> None:
+    status = synthetic.make_status(run)
+    why = "engine r3.1 (node3) takes 2.4x its class' time per step since 12:03"
+    slow = msgspec.structs.replace(status, slow=[why])
+    assert why in text_of(view.render(slow, now=status.updated_at))
+    assert why not in text_of(view.render(msgspec.structs.replace(slow, state="completed"), now=status.updated_at))
+    older = json.loads(encode_status(status))
+    del older["slow"]
+    assert decode_status(json.dumps(older).encode()).slow == []
+
+
 def test_the_screen_shows_a_stale_status(run: RunDir) -> None:
     running, over = synthetic.make_status(run), synthetic.make_status(run, state="completed")
     later = running.updated_at + 3600

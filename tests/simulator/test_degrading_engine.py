@@ -1,0 +1,55 @@
+"""An engine that becomes slow in mid-run loses its work, as fast as its reports justify."""
+
+from __future__ import annotations
+
+from libra_hpc.hardware.lookup import lookup
+from libra_hpc.hardware.steps import StepTimes
+from libra_hpc.sched.cmlfq import CausalMlfq
+from libra_hpc.sched.slow_engines import SlowEngine, SlowEngines
+from libra_hpc.simulator.settings import EngineSpec, SimSettings
+from libra_hpc.simulator.simulate import Simulation
+from libra_hpc.traces.generate import Dials, generate
+from libra_hpc.traces.profiles import R2E
+
+SLOW_AT, FACTOR, EVERY_S = 100.0, 3.0, 5.0
+
+
+class Degrading:
+    """Step times that become `FACTOR` times as long."""
+
+    def __init__(self, steps: StepTimes) -> None:
+        self.tp, self.kv_capacity, self.source = steps.tp, steps.kv_capacity, steps.source
+        self._step_s = steps.step_s
+        self.factor = 1.0
+
+    def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
+        return self.factor * self._step_s(decodes, kv_tokens, prefill, context)
+
+
+def test_work_leaves_an_engine_that_becomes_three_times_slower_gradually() -> None:
+    steps = lookup("a800", "qwen3-14b", 4)
+    degrading, slow = Degrading(steps), SlowEngines()
+    engines = [EngineSpec(f"e{i}", 4, degrading if i == 2 else steps) for i in range(6)]
+    shares: dict[float, float] = {}
+    seen: list[SlowEngine] = []
+
+    def watch(sim: Simulation, now: float) -> None:
+        if now >= SLOW_AT:
+            degrading.factor = FACTOR
+        views = sim.board.engines
+        total = sum(view.inflight_tokens for view in views.values())
+        shares[now] = views["e2"].inflight_tokens / total if total else 0.0
+        seen[:] = slow.update(sim.board, now) or seen
+
+    work = generate(R2E, Dials(trajectories=192, seed=1))
+    Simulation(work, engines, CausalMlfq(), SimSettings(), controller=watch, controller_s=EVERY_S).run()
+
+    def mean(begin: float, end: float) -> float:
+        found = [share for at, share in shares.items() if begin <= at < end]
+        return sum(found) / len(found)
+
+    before, soon, later = mean(50, SLOW_AT), mean(SLOW_AT, SLOW_AT + 20), mean(SLOW_AT + 60, SLOW_AT + 160)
+    assert 0.1 < before < 0.3, "about a sixth"
+    assert soon > 0.3 * before, "it keeps running turns, and long contexts"
+    assert later < 0.3 * before
+    assert [one.engine for one in seen] == ["e2"]
