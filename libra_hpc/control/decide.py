@@ -6,7 +6,6 @@ every split that hybrid nodes can reach, and takes the best one if no condition 
 - Too few measurements since the last change -> hold (`StageEstimator`).
 - Gain within the measurement error (`ONE_SIDED_95`) or below ``min_gain`` -> hold.
 - Gain over the horizon at most ``margin`` times the switch cost -> hold. A trend of the work can lower or raise it.
-- The work changed t seconds ago -> it is expected to last t seconds more, and the horizon is no longer.
 - The queues contradict the estimate (`Moves`) -> hold.
 - A moving node younger than ``min_dwell_s``, or the hour's moves used up -> hold.
 - No change for `SETTLED` steps -> the move becomes a proposal, which newer steps must confirm (`Hysteresis`).
@@ -125,9 +124,8 @@ class Planner:
             )
         self._evaluated_at, self._drift_pending = now, False
         horizon = self._horizon(snapshot, estimate)
-        lasts = min(horizon, now - self._estimator.workload_changed_at)
         moves = sorted(
-            self._moves.all(snapshot, estimate, now, lasts),
+            self._moves.all(snapshot, estimate, now, horizon),
             key=lambda m: (not m.blocked, m.pays - m.needed),
             reverse=True,
         )

@@ -62,28 +62,6 @@ def test_longer_trajectories_half_way_bring_the_node_back_to_rollout_once(seed: 
     assert sum(plant.batch_times[-500:]) < 0.85 * sum(static.batch_times[-500:])
 
 
-def test_a_new_workload_is_expected_to_last_as_long_as_it_has_lasted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a jump that is shorter than a move takes to pay causes none."""
-    shape: Shape = lambda n, m, mean: (0.6 * (mean / 50.0) ** 0.3 / n, 0.4 * mean / 50.0 / m)  # noqa: E731
-    plant, planner = Plant(shape, start="train"), Planner(SETTINGS)
-    moved: list[tuple[float, PlanDecision]] = []
-    decide = planner.decide
-
-    def recorded(snapshot: PlanSnapshot, now: float) -> PlanDecision:
-        decision = decide(snapshot, now)
-        if decision.action != "hold":
-            moved.append((now, decision))
-        return decision
-
-    monkeypatch.setattr(planner, "decide", recorded)
-    plant.run(300, planner)
-    changed = plant.now
-    plant.length *= 3.0
-    plant.run(600, planner)
-    ((at, move),) = moved
-    assert move.numbers["needed_s"] < move.numbers["pays_s"] < at - changed < 0.1 * move.numbers["horizon_s"]
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_a_move_that_slows_batches_is_undone_once_and_not_repeated(seed: int) -> None:
     """Ranks share cores: two replicas take longer than one."""
