@@ -1,16 +1,16 @@
 """The live planner in the simulator: drifting workloads on 48 A800, against static splits, verl's rule and a
 clairvoyant.
 
-Three workloads (`bench.replan_work`), five seeds. Every rule gets the same trajectories and pays for its moves. The
-planner starts from an even split.
+Workloads that drift and workloads that jump for a while (`bench.replan_work`). Every rule gets the same trajectories
+and pays for its moves. The planner starts from an even split.
 
-- ``x static``: against the best static split in hindsight.
+- ``x static``: against the best static split in hindsight; ``from it``: the planner starts from that one.
 - ``x verl``: against verl's rule, at the better of that number of training nodes and one more.
 - ``x clairvoyant``: against the better of two schedules computed from the static runs.
 
 The last line is the case without drift.
 
-    python -m bench.replan [--seeds 5] [--steps 120] [--work NAME|NAME] [--idle-steps 1000] [--jobs 2]
+    python -m bench.replan [--seeds 3] [--steps 120] [--work NAME|NAME] [--idle-steps 1000] [--jobs 2] [--quick]
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from bench.harness import by_work, report
 from bench.replan_pool import Site
 from bench.replan_rules import SETTINGS, Live, Played, Rule, Static, clairvoyant, play
 from bench.replan_verl import VerlLike
-from bench.replan_work import WORKLOADS, drifting, steady
+from bench.replan_work import JUMPS, SEGMENT, WORKLOADS, drifting, steady
+from libra_hpc.protocol.trace import TrajectoryRecord
 
 SITE = Site()
 WORSE = 1.25
@@ -33,6 +34,8 @@ WORSE = 1.25
 SWITCH_S = 60.0
 """Seconds of the loop that a change of split costs in the clairvoyant's plan: a node is away for some 75 s, a twelfth
 to a third of a stage."""
+QUICK = ("curriculum", "jump 10")
+"""Rows of ``--quick``: one seed takes a minute of one core."""
 Job = tuple[str, int, int]
 
 
@@ -49,10 +52,16 @@ def statics(run: Any) -> dict[int, Played]:
     return runs
 
 
+def named_work(name: str, steps: int, seed: int) -> list[TrajectoryRecord]:
+    """A workload by name; that of a jump changes between two batches."""
+    drift, segment = (JUMPS[name], 1) if name in JUMPS else (WORKLOADS[name], SEGMENT)
+    return drifting(drift, steps, groups=SITE.prompts, group=SITE.group, seed=seed, segment=segment)
+
+
 def compare(job: Job) -> dict[str, Any]:
     """All rules on one workload and seed."""
     name, seed, steps = job
-    work = drifting(WORKLOADS[name], steps, groups=SITE.prompts, group=SITE.group, seed=seed)
+    work = named_work(name, steps, seed)
 
     def run(rule: Rule, train: int) -> Played:
         return play(SITE, work, rule=rule, train=train, seed=seed)
@@ -62,10 +71,12 @@ def compare(job: Job) -> dict[str, Any]:
     verl = min((run(VerlLike(), n) for n in (best, best + 1) if n < SITE.nodes), key=lambda p: p.seconds)
     ideal = clairvoyant(run, fixed, SWITCH_S)
     ours = run(Live(SETTINGS, SITE), SITE.nodes // 2)
+    from_best = run(Live(SETTINGS, SITE), best)
     return {
         "best_split": best,
         "tokens_s": ours.tokens_s,
         "static": fixed[best].seconds / ours.seconds,
+        "from_it": fixed[best].seconds / from_best.seconds,
         "even": fixed[SITE.nodes // 2].seconds / ours.seconds,
         "verl": verl.seconds / ours.seconds,
         "clairvoyant": ideal.seconds / ours.seconds,
@@ -102,16 +113,21 @@ def idle(job: Job) -> dict[str, Any]:
     }
 
 
-def options_of(doc: str | None, seeds: int, idle_steps: int) -> argparse.Namespace:
+def options_of(doc: str | None, seeds: int, idle_steps: int, work: Sequence[str] = ()) -> argparse.Namespace:
     """The command line of a benchmark on the drifting workloads."""
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--work", default="|".join(WORKLOADS), help="names separated by |")
+    parser.add_argument("--work", default="|".join(work or WORKLOADS), help="names separated by |")
     parser.add_argument("--idle-steps", type=int, default=idle_steps)
     parser.add_argument("--jobs", type=int, default=2)
-    return parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="two rows of one seed with 80 steps")
+    options = parser.parse_args()
+    if options.quick:
+        rows = "|".join(name for name in QUICK if name in (work or WORKLOADS))
+        options.seeds, options.steps, options.idle_steps, options.work = 1, 80, 0, rows
+    return options
 
 
 def play_all(
@@ -143,10 +159,9 @@ def means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def main() -> None:
     """Command line."""
-    options = options_of(__doc__, seeds=5, idle_steps=1000)
-    found, quiet = play_all(
-        options, compare, idle=idle, columns=("static", "verl", "clairvoyant"), counts="{moves} moves"
-    )
+    options = options_of(__doc__, seeds=3, idle_steps=1000, work=(*WORKLOADS, *JUMPS))
+    columns = ("static", "from_it", "verl", "clairvoyant")
+    found, quiet = play_all(options, compare, idle=idle, columns=columns, counts="{moves} moves")
     lines = []
     for name, rows in found.items():
         mean = means(rows)
@@ -156,6 +171,7 @@ def main() -> None:
                 name,
                 f"{mean['static']:.3f}",
                 f"{low:.3f}",
+                f"{mean['from_it']:.3f}",
                 f"{mean['verl']:.3f}",
                 f"{mean['clairvoyant']:.3f}",
                 f"{mean['clairvoyant_static']:.3f}",
@@ -173,7 +189,9 @@ def main() -> None:
     if quiet:
         length = f"{quiet['steps']} steps ({quiet['hours']:.0f} h, {quiet['looks']} evaluations)"
         notes.append(f"no drift: {quiet['moves']} moves in {length}, {quiet['split']} nodes train")
-    columns = ("work", "x static", "least", "x verl", "x clairv.", "clairv./static", "moves", "lost")
+    every = [row["static"] for rows in found.values() for row in rows]
+    notes.append(f"all rows: x static {statistics.fmean(every):.3f}, least {min(every):.3f}")
+    columns = ("work", "x static", "least", "from it", "x verl", "x clairv.", "clairv./static", "moves", "lost")
     report(
         "replan",
         "The live planner against the simulator",

@@ -18,7 +18,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from libra_hpc.errors import invalid
+from libra_hpc.hardware.devices import device as listed_device
+from libra_hpc.hardware.host_cost import with_host_cost, write_host_cost
 from libra_hpc.hardware.measured import Calibration, Fit, MeasuredTimes, fit_steps, save
+from libra_hpc.hardware.models import model_shape
 from libra_hpc.rollout.engine.settings import EngineConfig, check_config
 from libra_hpc.rollout.measure_engines import measure_engines
 from libra_hpc.rollout.measure_steps import earlier, merged
@@ -78,6 +81,13 @@ def calibrate(
         typer.Option(min=1, metavar="MIB", help=f"KV cache per device; default: {CPU_KV_MB} on the CPU, else vLLM's."),
     ] = None,
     threads: Annotated[int, typer.Option(min=1, metavar="N", help="CPU threads of an engine.")] = 1,
+    devices: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also write the host's work per step into this device file, for plan and simulate --devices.",
+        ),
+    ] = None,
     here: Annotated[bool, typer.Option("--here", help="Measure on this machine instead of in a job.")] = False,
     runs: RunsOption = Path("runs"),
     json: JsonOption = False,
@@ -94,6 +104,10 @@ def calibrate(
     if not out.absolute().parent.is_dir():
         raise invalid("OUT", str(out), "no such folder", "a file in a folder that exists")
     called = name or device
+    if devices is not None:
+        hardware = listed_device(called, devices if devices.exists() else None)
+        if model is not None:
+            model_shape(model)
     if run is not None:
         found = recorded(find_run(run, runs), called)
         old = earlier(out, found.device, found.model)
@@ -116,6 +130,8 @@ def calibrate(
         )
         check_config(config)
         found = measured(config, engines, called, shown) if here else queued(config, engines, called, shown)
+    if devices is not None:
+        write_host_cost(with_host_cost(hardware, model_shape(model or found.model), found.points), devices)
     save(merged(old, found), out)
     fits = {
         degree: fit_steps([point for point in found.points if point.tp == degree])
@@ -129,6 +145,8 @@ def calibrate(
         print_json({"out": str(out), "device": found.device, "model": found.model, "degrees": rows})
     else:
         show_fits(out, found, fits)
+        if devices is not None:
+            print_line(f"host work per step: {devices}, used with --devices {devices} --device {found.device}")
 
 
 def queued(config: EngineConfig, engines: int, device: str, model: str) -> Calibration:

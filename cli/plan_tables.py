@@ -116,6 +116,15 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
     if result.alone:
         alone = ", ".join(f"{_pool(asked, pool)}TP{tp} {_s(seconds)}" for pool, tp, seconds in result.alone)
         show(Text(f"rollout of these nodes with one TP alone: {alone}"))
+    engines = sum(segment.replicas for segment in best.rollout.segments)
+    seats, most = engines * asked.options.max_num_seqs, asked.batch.trajectories
+    if seats < most:
+        show(
+            Text(
+                f"note: its {engines} engines run at most {seats:,} of a batch's {most:,} trajectories at once"
+                f" (rollout.max_num_seqs = {asked.options.max_num_seqs})"
+            )
+        )
     show(Text(f"rollout steps: {', '.join(dict.fromkeys(_source(s) for s in result.sources))}"))
     show(Text(_proof(result)))
     if layout.cp > 1 or layout.ep > 1 or layout.replica > asked.pools[best.pool].node_devices:

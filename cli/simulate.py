@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from libra_hpc.errors import UserError, invalid
+from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.compare import Compared, compare
 from libra_hpc.simulator.policies import ORACLE, parse_policies, simulated_policy_names
 from libra_hpc.simulator.settings import SimSettings
 from libra_hpc.simulator.sim_engines import build_engines
+from libra_hpc.traces.cut import cut_at
 
 from .output import busy, print_json, print_line, print_note, show
 from .runs import JsonOption
@@ -61,7 +65,7 @@ def simulate(
         int, typer.Option(min=1, metavar="N", help="Most turns in flight at an engine.")
     ] = DEFAULTS.max_inflight,
     max_context: Annotated[
-        int, typer.Option(min=0, metavar="TOKENS", help="Context at which the run ends trajectories, if it does.")
+        int, typer.Option(min=0, metavar="TOKENS", help="Context at which trajectories end; 0: as in the trace.")
     ] = 0,
     host_kv_gb: Annotated[
         float, typer.Option("--host-kv-gb", min=0, metavar="GIB", help="Host memory per GPU for KV caches.")
@@ -89,7 +93,7 @@ def simulate(
     fleet = build_engines(
         buckets, gpus, device, model, calibration=calibration, devices_file=devices, host_gb=host_kv_gb
     )
-    work = load(file, format, skip_bad, limit).trajectories
+    work = within(load(file, format, skip_bad, limit).trajectories, max_context)
     settings = SimSettings(
         max_num_seqs=max_num_seqs,
         max_inflight=max_inflight,
@@ -101,6 +105,12 @@ def simulate(
         max_num_batched_tokens=max(DEFAULTS.max_num_batched_tokens, max_num_seqs),
         max_model_len=max_context,
     )
+    seats, most = max_num_seqs * len(fleet.engines), most_at_once(work, settings)
+    if seats < most:
+        print_note(
+            f"{len(fleet.engines)} engines run at most {seats:,} of {most:,} trajectories at once, the others wait"
+            f" (--max-num-seqs {max_num_seqs})"
+        )
     with busy("simulating") as status:
         done = compare(work, fleet.engines, names, settings, started=lambda name: status.update(f"simulating {name}"))
     if plot is not None:
@@ -140,6 +150,27 @@ def simulate(
     )
     show(table(done))
     print_line(LEGEND)
+
+
+def within(work: Sequence[TrajectoryRecord], max_context: int) -> list[TrajectoryRecord]:
+    """The trajectories, ended at ``max_context`` unless it is 0; raises `UserError` where no prompt has room."""
+    if not max_context:
+        return list(work)
+    cut = cut_at(work, max_context)
+    if not cut.trajectories:
+        raise invalid("--max-context", max_context, "no prompt of the trace leaves room for an answer", "more tokens")
+    if cut.shortened or cut.left_out:
+        print_note(
+            f"{cut.shortened:,} of {len(work):,} trajectories end at --max-context {max_context:,}"
+            + (f"; {cut.left_out:,} are left out, their prompts leave no room" if cut.left_out else "")
+        )
+    return cut.trajectories
+
+
+def most_at_once(work: Sequence[TrajectoryRecord], settings: SimSettings) -> int:
+    """Trajectories that may be unfinished at once: all, or those within the staleness bound."""
+    sizes = sorted(Counter(one.prompt_id for one in work).values(), reverse=True)
+    return sum(sizes[: (settings.eta + 1) * settings.batch_groups] if settings.batch_groups else sizes)
 
 
 def ratio(one: Compared, reference: float | None) -> float | None:

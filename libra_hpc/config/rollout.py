@@ -73,7 +73,8 @@ class PlannerSection(Section):
     """``[planner]``: what the split is planned with before the job is queued, and when the hybrid nodes change role."""
 
     device: str = ""
-    """GPU to plan for, a name of the device table; empty: each component's ``gpu_type``."""
+    """GPU to plan for, a name of the device table; empty: each component's ``gpu_type``. In a dry run, ``device``,
+    ``devices`` and ``model`` of ``[simulated]`` take precedence."""
     devices: str = ""
     """TOML file with further devices, in the form of `libra_hpc/hardware/devices.toml`."""
     model: str = ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from .compute import ComputeSection
 from .job import ComponentsSection, DeadlinesSection, RunSection, SlurmSection
 from .learn import AlgorithmSection, CheckpointSection, ModelSection, OptimizerSection, TaskSection, TrainSection
@@ -32,6 +34,14 @@ class RunConfig(Section):
     def speedup(self) -> float:
         """Seconds that pass in a second of the wall clock: more than 1 in a dry run, 1 in a real run."""
         return self.simulated.speedup if self.run.engine == "simulated" else 1.0
+
+    def modelled(self, key: Literal["device", "devices", "model"]) -> str:
+        """The key of ``[planner]``; in a dry run that of ``[simulated]`` first, because it is what runs.
+
+        Empty: neither has it, and the value is that of the components or of ``[model]``.
+        """
+        simulated = self.simulated if self.run.engine == "simulated" else None
+        return getattr(simulated, key, "") or getattr(self.planner, key)
 
     @property
     def max_open_groups(self) -> int:

@@ -6,7 +6,7 @@ every split that hybrid nodes can reach, and takes the best one if no condition 
 - Too few measurements since the last change -> hold (`StageEstimator`).
 - Gain within the measurement error (`ONE_SIDED_95`) or below ``min_gain`` -> hold.
 - Gain over the horizon at most ``margin`` times the switch cost -> hold. A trend of the work can lower or raise it.
-- The queues contradict the estimate (`Planner._blocked`) -> hold.
+- The queues contradict the estimate (`Moves`) -> hold.
 - A moving node younger than ``min_dwell_s``, or the hour's moves used up -> hold.
 - No change for `SETTLED` steps -> the move becomes a proposal, which newer steps must confirm (`Hysteresis`).
 - Nothing to gain from hybrid nodes and a period of steady work -> the `RepartitionAdvisor` searches all layouts.
@@ -16,24 +16,22 @@ Each stage keeps one node. Core nodes move only by repartition.
 
 from __future__ import annotations
 
-from math import hypot, inf
-from statistics import fmean
+from math import inf
 from typing import NamedTuple
 
 import msgspec
 
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.cost_models.rollout_by_nodes import RolloutByNodes
-from libra_hpc.protocol.plan import Candidate, NodeFact, PlanDecision, PlanSnapshot
+from libra_hpc.protocol.plan import PlanDecision, PlanSnapshot
 
 from .hysteresis import Direction, Hysteresis
+from .moves import Move, Moves
 from .node_scaling import NodeScaling
 from .repartition_choice import CANDIDATES, RepartitionAdvisor
 from .stage_estimator import StageEstimator
-from .stage_times import ONE_SIDED_95, Correction, Estimate, Split, Times, extrapolate, predict, times_with_work_of
+from .stage_times import Estimate, Split, predict, times_with_work_of
 
-POINTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Shares of the horizon over which the gain is averaged where the work has a trend."""
 WAITING = 0.2
 """Share of the trainers' time without data that triggers an evaluation: twice what uneven batches cause."""
 LEAST_BATCHES = 12
@@ -65,37 +63,6 @@ class _Pending(NamedTuple):
     before: Estimate
 
 
-class _Move(NamedTuple):
-    """A reachable split, with gain and cost."""
-
-    direction: Direction
-    nodes: tuple[int, ...]
-    to: Split
-    after: Times
-    saved: float
-    """Seconds saved per global batch, at the unfavourable end of the measurement error."""
-    share: float
-    """`saved` over the present batch time."""
-    pays: float
-    """Seconds saved over the horizon; must exceed `needed`."""
-    cost: float
-    needed: float
-    blocked: str
-    """Why the move is impossible now, else empty."""
-
-    def candidate(self) -> Candidate:
-        return Candidate(
-            train=self.to.train,
-            rollout=self.to.rollout,
-            train_s=self.after.train,
-            rollout_s=self.after.rollout,
-            batch_s=self.after.batch,
-            gain_s=self.pays,
-            needed_s=self.needed,
-            blocked=self.blocked,
-        )
-
-
 class Planner:
     """Decides from snapshots; keeps only what it learned from moves and changes of the workload."""
 
@@ -121,6 +88,7 @@ class Planner:
         self._scaling = NodeScaling(rollout_model)
         self._estimator = StageEstimator(rollout_model, self._scaling)
         self._hysteresis = Hysteresis(settings)
+        self._moves = Moves(settings, self._scaling, self._hysteresis)
         self._pending: _Pending | None = None
 
     def decide(self, snapshot: PlanSnapshot, now: float) -> PlanDecision:
@@ -155,8 +123,11 @@ class Planner:
                 numbers,
             )
         self._evaluated_at, self._drift_pending = now, False
+        horizon = self._horizon(snapshot, estimate)
         moves = sorted(
-            self._moves(snapshot, estimate, now), key=lambda m: (not m.blocked, m.pays - m.needed), reverse=True
+            self._moves.all(snapshot, estimate, now, horizon),
+            key=lambda m: (not m.blocked, m.pays - m.needed),
+            reverse=True,
         )
         decision = (
             self._choose(moves, estimate, numbers)
@@ -172,7 +143,7 @@ class Planner:
                     snapshot,
                     estimate,
                     since=self._estimator.workload_changed_at,
-                    horizon=self._horizon(snapshot, estimate),
+                    horizon=horizon,
                     settings=self._settings,
                 )
                 or decision
@@ -256,82 +227,7 @@ class Planner:
         batch = estimate.times.batch
         return min(max(self._settings.horizon_s, LEAST_BATCHES * batch), snapshot.steps_left * batch)
 
-    def _moves(self, snapshot: PlanSnapshot, estimate: Estimate, now: float) -> list[_Move]:
-        """Every split that hybrid nodes can reach, each in one direction."""
-        found = []
-        here = estimate.split
-        directions: tuple[tuple[Direction, str, int], ...] = (("to_train", "rollout", 1), ("to_rollout", "train", -1))
-        for direction, source, sign in directions:
-            movable = sorted(
-                (n for n in snapshot.nodes if n.component == "hybrid" and n.role == source),
-                key=lambda n: (n.since, n.rank),
-            )
-            for count in range(1, len(movable) + 1):
-                to = Split(here.train + sign * count, here.rollout - sign * count)
-                if to.train >= 1 and to.rollout >= 1:
-                    found.append(
-                        self._move(direction, movable[:count], to=to, snapshot=snapshot, estimate=estimate, now=now)
-                    )
-        return found
-
-    def _move(
-        self,
-        direction: Direction,
-        nodes: list[NodeFact],
-        to: Split,
-        snapshot: PlanSnapshot,
-        estimate: Estimate,
-        now: float,
-    ) -> _Move:
-        """The move of ``nodes`` to the split ``to``, with gain, cost and obstacle."""
-        correction = self._scaling.correction(estimate.split, to)
-        saved, share = _gain(estimate, to, correction)
-        horizon = self._horizon(snapshot, estimate)
-        mean = share
-        if share > 0.0 and (estimate.train_trend.rate or estimate.rollout_trend.rate):
-            mean = fmean(_gain(extrapolate(estimate, point * horizon), to, correction)[1] for point in POINTS)
-        stage = estimate.split.rollout if direction == "to_train" else estimate.split.train
-        cost = self._hysteresis.switch_cost(direction, snapshot) * len(nodes) / stage
-        needed = self._hysteresis.required_gain_factor(direction) * cost
-        blocked = self._blocked(nodes, snapshot, estimate, now)
-        ranks = tuple(n.rank for n in nodes)
-        return _Move(
-            direction=direction,
-            nodes=ranks,
-            to=to,
-            after=predict(estimate, to, correction),
-            saved=saved,
-            share=share,
-            pays=horizon * mean,
-            cost=cost,
-            needed=needed,
-            blocked=blocked,
-        )
-
-    def _blocked(self, nodes: list[NodeFact], snapshot: PlanSnapshot, estimate: Estimate, now: float) -> str:
-        """Why these nodes must not move now, else empty: dwell time, moves per hour, or queues that contradict the
-        estimate."""
-        young = max(nodes, key=lambda n: n.since)
-        if now - young.since < self._settings.min_dwell_s:
-            return (
-                f"node {young.rank} has been in {young.role} for {now - young.since:.0f} s of at least"
-                f" {self._settings.min_dwell_s:.0f} s"
-            )
-        if len(nodes) > self._hysteresis.moves_left:
-            return f"{self._hysteresis.moves_left} of the {self._settings.moves_per_hour} moves an hour are left"
-        times, waits, gated = estimate.times, snapshot.queue.trainer_wait, snapshot.queue.gate_blocked
-        contradicted = waits > gated
-        if times.train <= times.rollout:
-            # Rollout that is slower by a share makes trainers wait for that share.
-            contradicted = gated > waits and waits < 0.5 * (1.0 - times.train / times.rollout)
-        if snapshot.eta > 0 and contradicted and not estimate.starved and not estimate.from_in_flight:
-            return (
-                f"the queues contradict it: trainers wait for data {waits:.0%} of the time, rollout is held at the"
-                f" staleness gate {gated:.0%}"
-            )
-        return ""
-
-    def _choose(self, moves: list[_Move], estimate: Estimate, inputs: dict[str, float]) -> PlanDecision:
+    def _choose(self, moves: list[Move], estimate: Estimate, inputs: dict[str, float]) -> PlanDecision:
         """The decision for the best move, with its numbers."""
         best = moves[0]
         numbers = inputs | {
@@ -417,25 +313,6 @@ class Planner:
         if self._estimator.drift is not None:
             numbers["drift_distance"] = self._estimator.drift.distance
         return numbers
-
-
-def _gain(estimate: Estimate, to: Split, correction: Correction) -> tuple[float, float]:
-    """Least seconds saved per batch, and their share of the present batch time.
-
-    Three readings count: as measured, and with the ratio of the two times `ONE_SIDED_95` standard errors off either
-    way.
-    """
-    if to.train < estimate.split.train:
-        # The fixed part is uncertain; where trainers leave, 0 is its unfavourable end.
-        estimate = estimate._replace(fixed=0.0)
-    readings = []
-    spread = max(hypot(estimate.train_error, estimate.rollout_error), 1e-9)
-    for sign in (0.0, ONE_SIDED_95, -ONE_SIDED_95):
-        train, rollout = sign * estimate.train_error / spread, -sign * estimate.rollout_error / spread
-        here = predict(estimate, estimate.split, Correction(), train_shift=train, rollout_shift=rollout).batch
-        saved = here - predict(estimate, to, correction, train_shift=train, rollout_shift=rollout).batch
-        readings.append((saved, saved / here))
-    return min(readings)
 
 
 def _hold(reason: str, numbers: dict[str, float] | None = None) -> PlanDecision:

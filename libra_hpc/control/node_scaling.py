@@ -55,7 +55,10 @@ class NodeScaling:
         if there == to:
             return Correction()
         known = self._pairs.get((there, to))
-        rollout = self._expected(there, to) * (to.rollout / there.rollout) ** _exponent(self._rollout)
+        nodes = to.rollout / there.rollout
+        rollout = self._expected(there, to) * nodes ** _exponent(self._rollout)
+        # The exponent is relative to the cost model, so the product could say that fewer nodes are faster.
+        rollout = max(rollout, nodes) if nodes < 1.0 else min(rollout, nodes)
         if known is not None:
             return known if self._model is None else Correction(known.train, rollout)
         return Correction((to.train / there.train) ** _exponent(self._train), rollout)

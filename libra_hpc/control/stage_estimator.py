@@ -26,6 +26,7 @@ from .stage_times import (
     Estimate,
     Split,
     Times,
+    batch_scatter,
     measure,
     sampling_error,
     trajectories_used,
@@ -199,6 +200,7 @@ class StageEstimator:
             train_tokens=tokens,
             rollout_tokens=size * sum(t.generated for t in work.done) / len(work.done),
             from_in_flight=True,
+            scatter=batch_scatter(snapshot, work.done),
         )
 
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import sqrt
-from statistics import fmean, median
+from math import hypot, sqrt
+from statistics import NormalDist, fmean, median
 from typing import NamedTuple
 
 from libra_hpc.protocol.plan import PlanSnapshot, RolloutWindowFact, TrainStepFact, TrajectoryFact
@@ -51,6 +51,13 @@ class Split(NamedTuple):
     rollout: int
 
 
+class Scatter(NamedTuple):
+    """Relative standard deviation of the work of a batch in either stage."""
+
+    train: float = 0.0
+    rollout: float = 0.0
+
+
 class Times(NamedTuple):
     """Seconds per global batch of either stage."""
 
@@ -62,6 +69,19 @@ class Times(NamedTuple):
     def batch(self) -> float:
         """Seconds per global batch: the slower stage, or the sum with eta = 0, where the stages take turns."""
         return self.train + self.rollout if self.eta == 0 else max(self.train, self.rollout)
+
+    def expected(self, scatter: Scatter) -> float:
+        """Mean seconds per global batch whose work scatters: `batch`, and more where the stages are close.
+
+        Each batch takes its slower stage, which is not always the one that is slower on average. This is the mean of
+        the larger of two normal variables.
+        """
+        spread = hypot(scatter.train * self.train, scatter.rollout * self.rollout)
+        if self.eta == 0 or spread == 0.0:
+            return self.batch
+        gap = NormalDist(sigma=spread)
+        apart = abs(self.train - self.rollout)
+        return self.batch + spread * spread * gap.pdf(apart) - apart * gap.cdf(-apart)
 
 
 class Estimate(NamedTuple):
@@ -86,6 +106,7 @@ class Estimate(NamedTuple):
     """Whether trainers wait for rollout, whose time is then the time between commits."""
     from_in_flight: bool = False
     """Whether the times are of in-flight work, which the queues do not show yet."""
+    scatter: Scatter = Scatter()
 
     def train_seconds(self, tokens: float, factor: float = 1.0) -> float:
         """Training seconds of a batch of ``tokens``; the part that is not fixed takes ``factor`` times as long."""
@@ -143,6 +164,7 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float =
         train_trend=train_trend,
         rollout_trend=rollout_trend,
         starved=starved,
+        scatter=batch_scatter(snapshot, done),
     )
 
 
@@ -273,6 +295,16 @@ def _median_error(values: Sequence[float]) -> float:
     centre = median(values)
     spread = 1.4826 * median(abs(v - centre) for v in values)
     return 1.2533 * spread / centre / sqrt(len(values))
+
+
+def batch_scatter(snapshot: PlanSnapshot, done: Sequence[TrajectoryFact]) -> Scatter:
+    """Scatter of a batch of trajectories like ``done``: of the tokens trained on, and of those generated."""
+    batches = len(done) / (snapshot.group_size * snapshot.prompts_per_step)
+    train, rollout = (
+        sampling_error(tokens, snapshot.group_size)
+        for tokens in ([float(t.context) for t in done], [float(t.generated) for t in done])
+    )
+    return Scatter(train * sqrt(batches), rollout * sqrt(batches))
 
 
 def sampling_error(values: Sequence[float], group_size: int) -> float:

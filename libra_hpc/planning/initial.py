@@ -176,8 +176,10 @@ def _as_simulated(config: RunConfig) -> RunConfig:
     if config.run.engine == "real":
         return config
     own = {
-        key: getattr(config.planner, key) or getattr(config.simulated, key)
-        for key in ("device", "devices", "model", "trace")
+        "device": config.modelled("device"),
+        "devices": config.modelled("devices"),
+        "model": config.modelled("model"),
+        "trace": config.planner.trace or config.simulated.trace,
     }
     return config.model_copy(update={"planner": config.planner.model_copy(update=own)})
 

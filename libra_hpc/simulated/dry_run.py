@@ -28,12 +28,12 @@ TASK = "simulated"
 
 def pace(config: RunConfig, component: str) -> Pace:
     """Settings of the simulated engines and trainers of one component."""
-    simulated, planner = config.simulated, config.planner
+    simulated = config.simulated
     nodes: Component = getattr(config.components, component)
     return Pace(
-        device=simulated.device or planner.device or nodes.gpu_type,
-        devices=simulated.devices or planner.devices,
-        model=simulated.model or planner.model or config.model.path,
+        device=config.modelled("device") or nodes.gpu_type,
+        devices=config.modelled("devices"),
+        model=config.modelled("model") or config.model.path,
         calibration=simulated.calibration,
         source=simulated.source,
         speedup=simulated.speedup,

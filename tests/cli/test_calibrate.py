@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from libra_hpc_cli.app import run
 
+from libra_hpc.hardware.devices import device
 from libra_hpc.hardware.measured import MAX_POINTS, load
 from libra_hpc.rollout.engine.steplog import StepLogHeader
 from libra_hpc.traces.generate import Dials, generate
@@ -80,6 +81,20 @@ def test_a_run_becomes_a_calibration_that_simulate_takes(
     assert json.loads(capsys.readouterr().out)["source"].startswith("measured: ")
     assert calibrate(out, "--run", recorded, "--name", "h200") == 2
     assert "device = 'h200'" in capsys.readouterr().err
+
+
+def test_the_hosts_work_goes_into_a_device_file(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (recorded / "config.json").write_text(json.dumps({"model": {"path": "/models/qwen3-4b"}}))
+    out, file = tmp_path / "steps.json", tmp_path / "devices.toml"
+    asked = (out, "--run", recorded, "--devices", file)
+    assert calibrate(*asked, "--name", "h900") == 2
+    assert "device = 'h900'" in capsys.readouterr().err
+    assert not out.exists()
+    assert calibrate(*asked, "--name", "h200") == 0
+    assert f"--devices {file}" in " ".join(capsys.readouterr().out.split())
+    assert 0.0 < device("h200", file).host_sequence_s < SEQUENCE
 
 
 def test_other_degrees_stay_and_a_long_run_is_thinned(

@@ -101,6 +101,7 @@ def test_steps_under_a_staleness_bound(trace: Path, capsys: pytest.CaptureFixtur
         (["--model", "qwen3-41b"], ["qwen3-41b", "qwen3-14b"]),
         (["--model", "llama-3.1-70b"], ["does not fit 1 x a800"]),
         (["--eta", "1"], ["--eta = 1", "--batch-groups"]),
+        (["--max-context", "5"], ["--max-context = 5", "no prompt"]),
         (["--batch-groups", "1", "--train-s", "inf"], ["--train-s = inf: not a finite number"]),
         (["--batch-groups", "1", "--sync-s", "inf"], ["--sync-s = inf: not a finite number"]),
     ],
@@ -124,6 +125,29 @@ def test_a_trajectory_no_engine_can_hold(tmp_path: Path, capsys: pytest.CaptureF
     )
     assert simulate(str(path), *FLEET) == 2
     assert "9000005 tokens long" in capsys.readouterr().err
+
+
+def test_trajectories_end_at_the_longest_context(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(trace), *FLEET, "--policy", "least_loaded", "--no-oracle", "--json"]
+    assert simulate(*arguments) == 0
+    whole = json.loads(capsys.readouterr().out)["policies"]["least_loaded"]
+    assert simulate(*arguments, "--max-context", "6000") == 0
+    out = capsys.readouterr()
+    cut = json.loads(out.out)["policies"]["least_loaded"]
+    assert cut["trajectories"] == whole["trajectories"] == 32
+    assert cut["generated_tokens"] < whole["generated_tokens"]
+    (note,) = out.err.splitlines()
+    assert " of 32 trajectories end at --max-context 6,000" in note
+
+
+def test_fewer_seats_than_trajectories_are_noted(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(trace), *FLEET, "--policy", "least_loaded", "--no-oracle", "--max-num-seqs", "8"]
+    assert simulate(*arguments) == 0
+    assert "3 engines run at most 24 of 32 trajectories at once" in capsys.readouterr().err
+    assert simulate(*arguments, "--batch-groups", "2", "--eta", "1") == 0
+    assert "at once" in capsys.readouterr().err
+    assert simulate(*arguments, "--batch-groups", "2") == 0
+    assert "at once" not in capsys.readouterr().err
 
 
 def test_bad_lines_are_passed_over_only_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

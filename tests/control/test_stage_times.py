@@ -17,6 +17,7 @@ from libra_hpc.control.change_detection import (
 from libra_hpc.control.stage_times import (
     Correction,
     Estimate,
+    Scatter,
     Split,
     Times,
     learned_correction,
@@ -163,6 +164,20 @@ def test_steps_much_shorter_than_the_windows_are_measured_all_the_same() -> None
     measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
     assert isinstance(measured, Estimate)
     assert measured.times.train == pytest.approx(0.25, rel=0.1)
+
+
+@pytest.mark.parametrize(("train", "rollout"), [(1.0, 1.0), (1.0, 1.2), (1.5, 1.0), (3.0, 1.0)])
+def test_a_batch_takes_its_slower_stage_which_is_not_always_the_same(train: float, rollout: float) -> None:
+    rng = random.Random(0)
+    scatter = Scatter(0.2, 0.3)
+    drawn = [max(train * rng.gauss(1.0, 0.2), rollout * rng.gauss(1.0, 0.3)) for _ in range(40_000)]
+    times = Times(train, rollout, 1)
+    assert times.expected(scatter) == pytest.approx(sum(drawn) / len(drawn), rel=0.01)
+    assert times.expected(Scatter()) == times.batch
+
+
+def test_stages_that_take_turns_do_not_wait_for_each_other() -> None:
+    assert Times(1.0, 1.0, 0).expected(Scatter(0.3, 0.3)) == 2.0
 
 
 def test_standing_still_is_judged_at_the_work_of_now() -> None:

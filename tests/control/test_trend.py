@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -11,6 +13,7 @@ from libra_hpc.control.change_detection import NOT_MEASURED, DriftDetector, crit
 from libra_hpc.control.node_scaling import NodeScaling
 from libra_hpc.control.stage_times import Estimate, Split, Times, extrapolate, predict
 from libra_hpc.control.trend import MOST, Trend, trend
+from libra_hpc.cost_models.rollout_by_nodes import RolloutByNodes
 
 
 def _points(rng: random.Random, rate: float, noise: float, count: int = 32) -> list[tuple[float, float]]:
@@ -141,3 +144,28 @@ def test_scaling_learned_on_one_pair_is_carried_to_others_with_care() -> None:
     assert 10.0 * 4 / 6 < unseen.train < 10.0
     scaling.clear_pairs()
     assert scaling.correction(before.split, after.split).train == pytest.approx(1.4, abs=0.06)
+
+
+def test_no_lesson_says_that_fewer_nodes_are_faster() -> None:
+    """The exponent corrects a cost model whose own ratio is already below even division."""
+    model = cast(RolloutByNodes, SimpleNamespace(ratio=lambda now, to: (now / to) ** 0.3))
+    scaling = NodeScaling(model)
+    for rollout in (4, 5, 6):
+        scaling.learn(_starved(Split(12 - rollout, rollout), 1.0), _starved(Split(11 - rollout, rollout + 1), 1.3))
+    fewer = scaling.correction(Split(4, 8), Split(6, 6)).rollout * 8 / 6
+    more = scaling.correction(Split(6, 6), Split(4, 8)).rollout * 6 / 8
+    assert (fewer, more) == (pytest.approx(1.0), pytest.approx(1.0))
+
+
+def _starved(split: Split, rollout: float) -> Estimate:
+    return Estimate(
+        split=split,
+        times=Times(1.0 / split.train, rollout, 1),
+        train_error=0.0,
+        rollout_error=0.0,
+        fixed=0.0,
+        straggler=0.0,
+        train_tokens=1.0,
+        rollout_tokens=1.0,
+        starved=True,
+    )

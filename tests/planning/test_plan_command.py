@@ -76,6 +76,12 @@ def test_the_default_shows_split_limits_and_sources(call: Call) -> None:
     assert "GB over" in out
 
 
+def test_engines_with_fewer_seats_than_trajectories_are_noted(call: Call) -> None:
+    note = "of a batch's 512 trajectories at once (rollout.max_num_seqs = 8)"
+    assert note in " ".join(call("-o", "rollout.max_num_seqs=8")[1].split())
+    assert "at once" not in call()[1]
+
+
 def test_small_figures_keep_two_digits_and_an_empty_exclusion_list_is_stated(call: Call, tmp_path: Path) -> None:
     shape = {
         "hidden_size": 64,

@@ -11,6 +11,7 @@ import pytest
 from libra_hpc.config.load import load_run_file, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
+from libra_hpc.planning.initial import as_planned
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.runtime.commands import engine_command, host_command, host_settings, trainer_command
@@ -51,6 +52,16 @@ def test_each_component_has_its_device_and_no_model_folder_is_needed(tmp_path: P
     assert (pace(config, "train").device, pace(config, "rollout").device) == ("a800", "h100")
     named = run_file(tmp_path, planner={"device": "h200", "model": "qwen3-8b"}, simulated={"model": ""})
     assert (pace(named, "train").device, pace(named, "train").model) == ("h200", "qwen3-8b")
+
+
+def test_planner_and_simulated_processes_have_the_same_device_and_model(tmp_path: Path) -> None:
+    both = {"device": "h200", "model": "qwen3-8b"}
+    config = run_file(tmp_path, planner=both, simulated={"device": "h100", "model": "qwen3-14b"})
+    planned = as_planned(config).planner
+    simulated = pace(config, "train")
+    assert (planned.device, planned.model) == (simulated.device, simulated.model) == ("h100", "qwen3-14b")
+    real = run_file(tmp_path, planner=both, run={"engine": "real"}, simulated={"device": "h100"})
+    assert as_planned(real).planner.device == "h200"
 
 
 def test_only_command_lines_distinguish_a_dry_run_from_a_real_run(tmp_path: Path) -> None:
