@@ -23,6 +23,7 @@ from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.search.best_plan import DevicePool
 from libra_hpc.search.train_layout import TrainSpace
 from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.traces.cut import cut_at
 from libra_hpc.traces.read import read_trace
 
 from .train_speed import measured_factor, training_factors
@@ -90,8 +91,10 @@ def request(
     )
     pools = pools_of(config, device_name, devices_file, gpus)
     factors, speed_source = _factors(train_speed, pools)
-    recorded = () if trace is None else read_trace(trace).trajectories
-    observed, source = _lengths(recorded, trace, assumed, config.rollout.max_model_len)
+    longest = config.rollout.max_model_len
+    cut = cut_at([] if trace is None else read_trace(trace).trajectories, longest)
+    recorded = [one for one in cut.trajectories if one.generated]
+    observed, source = _lengths(recorded, trace, assumed, longest)
     algorithm = config.algorithm
     trajectories = algorithm.prompts_per_step * algorithm.group_size
     lengths = sketch(observed, trajectories)
@@ -99,11 +102,10 @@ def request(
     notes = []
     if shape.untrained:
         notes.append(f"this version cannot train {shape.name} ({shape.untrained}); the plan is for study")
-    if lengths.longest_context > config.rollout.max_model_len:
-        notes.append(
-            f"the trace has contexts of {lengths.longest_context:,} tokens, rollout.max_model_len ends them at"
-            f" {config.rollout.max_model_len:,}"
-        )
+    if cut.shortened:
+        notes.append(f"rollout.max_model_len = {longest:,} ends {cut.shortened:,} trajectories of the trace early")
+    if cut.left_out:
+        notes.append(f"{cut.left_out:,} trajectories of the trace have prompts beyond rollout.max_model_len")
     space = TrainSpace()
     if node_layouts:
         node = min(p.node_devices for p in pools)
@@ -129,11 +131,7 @@ def request(
         ),
         space=space,
         lengths=source,
-        work=Work(
-            tuple(one for one in recorded if one.generated and one.context <= config.rollout.max_model_len),
-            assumed,
-            config.rollout.max_model_len,
-        ),
+        work=Work(tuple(recorded), assumed, longest),
         policy=config.rollout.policy,
         max_inflight=config.rollout.max_inflight,
         factors=factors,
