@@ -6,6 +6,8 @@ VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 POLICY := models/tiny-keychain
 RUN_FILE := examples/quickstart.toml
+# Test processes.  Tests wait more than they compute, so two of them also pay on two cores; tests/conftest.py has the groups.
+TEST_PROCESSES ?= 2
 
 .PHONY: help venv dev run test chaos lint bench clean
 .DEFAULT_GOAL := help
@@ -28,7 +30,7 @@ run: venv
 	@$(BIN)/libra-hpc submit $(RUN_FILE) --wait
 
 test: dev
-	@OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 
 chaos: dev
 	@OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/chaos -m "chaos or not chaos"

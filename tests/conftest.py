@@ -1,4 +1,5 @@
-"""Shared by the whole suite: one embedded cluster, started when the first test asks for it."""
+"""Shared by the whole suite: one embedded cluster, started when the first test asks for it, and the lanes of
+`make test`."""
 
 from __future__ import annotations
 
@@ -21,6 +22,31 @@ settings.register_profile("libra", deadline=None)
 settings.load_profile("libra")
 # The profile of the machine that runs the tests must not change what they see.
 os.environ["LIBRA_HPC_SITE"] = "none"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Group the tests for pytest-xdist, which runs a group in one process.
+
+    - Tests on the embedded cluster -> one group: there is one cluster, and its jobs wait for each other.
+    - Other tests that start engines -> one group: engines are the largest processes of the suite.
+    - Any other test -> the group of its file, which keeps what the file shares.
+    - The first two are the longest, so they start first.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    groups = {item: group(item) for item in items}
+    items.sort(key=lambda item: groups[item] not in ("cluster", "engine"))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(groups[item]))
+
+
+def group(item: pytest.Item) -> str:
+    """Name of the group in which a test runs."""
+    if "cluster" in getattr(item, "fixturenames", ()):
+        return "cluster"
+    file = f"{item.path.parent.name}/{item.path.stem}"
+    return next((name for name in ("cluster", "engine") if item.get_closest_marker(name)), file)
 
 
 @pytest.fixture(scope="session")
