@@ -6,7 +6,7 @@ VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 POLICY := models/tiny-keychain
 RUN_FILE := examples/quickstart.toml
-# Test processes.  Tests wait more than they compute, so two of them also pay on two cores; tests/conftest.py has the groups.
+# Test processes.  Tests wait more than they compute, so two of them also pay on two cores (tests/conftest.py).
 TEST_PROCESSES ?= 2
 
 .PHONY: help venv dev run test chaos lint bench clean
@@ -30,7 +30,7 @@ run: venv
 	@$(BIN)/libra-hpc submit $(RUN_FILE) --wait
 
 test: dev
-	@OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
+	@OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
 
 chaos: dev
 	@OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/chaos -m "chaos or not chaos"

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -24,29 +25,44 @@ settings.load_profile("libra")
 os.environ["LIBRA_HPC_SITE"] = "none"
 
 
-@pytest.hookimpl(tryfirst=True)
+ON_SLURM = (
+    "tests/cluster/",
+    "tests/chaos/test_campaign.py",
+    "tests/chaos/test_slurm.py",
+    "tests/cli/test_calibrate_train.py::test_a_replica_is_measured_in_a_job",
+    "tests/cli/test_mistakes.py::test_what_only_sbatch_knows",
+    "tests/cli/test_site_verbs.py",
+    "tests/slurm/test_doctor.py::test_the_embedded_cluster",
+    "tests/slurm/test_examples.py::test_slurm_accepts",
+)
+"""How the tests on the embedded cluster begin.  They run in one process: there is one cluster, whose job ids name
+MPICH's shared memory, and some of them need it free."""
+
+
+def lane(nodeid: str) -> str:
+    """Name of the group of tests that pytest-xdist runs in one process: those on the cluster, or those of a file."""
+    return "cluster" if nodeid.startswith(ON_SLURM) else nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of `make test`; the ``loadgroup`` of pytest-xdist 3.8 groups nothing under pytest 9."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Lanes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return lane(nodeid)
+
+    return Lanes(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Group the tests for pytest-xdist, which runs a group in one process.
-
-    - Tests on the embedded cluster -> one group: there is one cluster, and its jobs wait for each other.
-    - Other tests that start engines -> one group: engines are the largest processes of the suite.
-    - Any other test -> the group of its file, which keeps what the file shares.
-    - The first two are the longest, so they start first.
-    """
-    if not hasattr(config, "workerinput"):
-        return
-    groups = {item: group(item) for item in items}
-    items.sort(key=lambda item: groups[item] not in ("cluster", "engine"))
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(groups[item]))
-
-
-def group(item: pytest.Item) -> str:
-    """Name of the group in which a test runs."""
-    if "cluster" in getattr(item, "fixturenames", ()):
-        return "cluster"
-    file = f"{item.path.parent.name}/{item.path.stem}"
-    return next((name for name in ("cluster", "engine") if item.get_closest_marker(name)), file)
+        if "cluster" in getattr(item, "fixturenames", ()) and lane(item.nodeid) != "cluster":
+            raise pytest.UsageError(f"{item.nodeid} uses the cluster: add it to ON_SLURM in tests/conftest.py")
+    if hasattr(config, "workerinput"):
+        # The longest lane starts first.
+        items.sort(key=lambda item: lane(item.nodeid) != "cluster")
 
 
 @pytest.fixture(scope="session")
