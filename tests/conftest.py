@@ -1,5 +1,4 @@
-"""Shared by the whole suite: one embedded cluster, started when the first test asks for it, and the lanes of
-`make test`."""
+"""Shared by the whole suite: one embedded cluster, started when the first test asks for it."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -25,44 +23,10 @@ settings.load_profile("libra")
 os.environ["LIBRA_HPC_SITE"] = "none"
 
 
-ON_SLURM = (
-    "tests/cluster/",
-    "tests/chaos/test_campaign.py",
-    "tests/chaos/test_slurm.py",
-    "tests/cli/test_calibrate_train.py::test_a_replica_is_measured_in_a_job",
-    "tests/cli/test_mistakes.py::test_what_only_sbatch_knows",
-    "tests/cli/test_site_verbs.py",
-    "tests/slurm/test_doctor.py::test_the_embedded_cluster",
-    "tests/slurm/test_examples.py::test_slurm_accepts",
-)
-"""How the tests on the embedded cluster begin.  They run in one process: there is one cluster, whose job ids name
-MPICH's shared memory, and some of them need it free."""
-
-
-def lane(nodeid: str) -> str:
-    """Name of the group of tests that pytest-xdist runs in one process: those on the cluster, or those of a file."""
-    return "cluster" if nodeid.startswith(ON_SLURM) else nodeid.partition("::")[0]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of `make test`; the ``loadgroup`` of pytest-xdist 3.8 groups nothing under pytest 9."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Lanes(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return lane(nodeid)
-
-    return Lanes(config, log)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if "cluster" in getattr(item, "fixturenames", ()) and lane(item.nodeid) != "cluster":
-            raise pytest.UsageError(f"{item.nodeid} uses the cluster: add it to ON_SLURM in tests/conftest.py")
-    if hasattr(config, "workerinput"):
-        # The longest lane starts first.
-        items.sort(key=lambda item: lane(item.nodeid) != "cluster")
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`make test` runs the tests on the cluster, which are those with this mark, in a process of their own."""
+    if "cluster" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.cluster)
 
 
 @pytest.fixture(scope="session")
