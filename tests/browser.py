@@ -10,6 +10,7 @@ network of its own.
 from __future__ import annotations
 
 import html
+import json
 import os
 import platform
 import shutil
@@ -17,6 +18,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib import get_data_path
 
@@ -56,19 +58,23 @@ class Browser:
         """Write a PNG of that many pixels."""
         self._run(f"--screenshot={out}", f"--window-size={width},{height}", page=page, scheme=scheme)
 
-    def measure(self, page: Path, script: str, folder: Path, width: int) -> str:
-        """What the JavaScript expression ``script`` gives for the page, as ``shown``, in a frame of ``width`` pixels.
+    def measure(self, page: Path, script: str, folder: Path, widths: Sequence[int]) -> list[Any]:
+        """What the JavaScript expression ``script`` gives for the page, as ``shown``, in a frame of each width in
+        pixels.
 
-        The frame is in a page of its own, so that the page itself needs no script.
+        The frames are in a page of its own, so that the page itself needs no script.
         """
+        text = html.escape(page.read_text())
+        frames = "".join(f'<iframe width={width} height=900 srcdoc="{text}"></iframe>' for width in widths)
         wrapper = folder / "wrapper.html"
         wrapper.write_text(
-            f'<!doctype html><iframe width={width} height=900 srcdoc="{html.escape(page.read_text())}"></iframe><pre>'
-            "</pre><script>onload = () => { const shown = document.querySelector('iframe').contentDocument;"
-            f" document.querySelector('pre').textContent = JSON.stringify({script}) }}</script>"
+            f"<!doctype html>{frames}<pre></pre><script>onload = () => {{ document.querySelector('pre').textContent ="
+            " JSON.stringify([...document.querySelectorAll('iframe')].map(e => e.contentDocument).map(shown =>"
+            f" ({script}))) }}</script>"
         )
         found = self.dom(wrapper).rpartition("<pre>")[2].partition("</pre>")[0]
-        return html.unescape(found)
+        measured: list[Any] = json.loads(html.unescape(found))
+        return measured
 
     def _run(self, *arguments: str, page: Path, scheme: str) -> bytes:
         with tempfile.TemporaryDirectory(prefix="browser-") as folder:

@@ -23,6 +23,12 @@ settings.load_profile("libra")
 os.environ["LIBRA_HPC_SITE"] = "none"
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`make test` runs the tests on the cluster, which are those with this mark, in a process of their own."""
+    if "cluster" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.cluster)
+
+
 @pytest.fixture(scope="session")
 def slurm_packages() -> None:
     """Skips where Slurm's packages cannot be had; a cluster that has them and does not start is a failure."""

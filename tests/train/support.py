@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +143,51 @@ def assert_same_state(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor
         assert (got[name] - tensor).abs().max() <= tolerance, name
 
 
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["libra_hpc.train.worker"])
+"""Importing torch and Megatron takes 4 s of processor time, so one process does it, and workers are forked from it."""
+
+
+def _work(command: list[str], log: Path) -> None:
+    from libra_hpc.process.leave import leave
+    from libra_hpc.train.worker import main
+
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    leave(main(command))
+
+
+class WorkerProcess:
+    """One worker, with the methods of ``subprocess.Popen`` that the tests need."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self._process = FORKS.Process(target=_work, args=(command, log))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit code of a process that has ended."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float = WAIT_S) -> int:
+        """Its exit code, once it has ended."""
+        self._process.join(timeout)
+        code = self._process.exitcode
+        assert code is not None, f"worker {self.pid} has not ended within {timeout:.0f} s"
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send to a process that has not ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
 class Replica:
     """The worker processes of one replica, and the agent's ends of their sockets."""
 
@@ -158,7 +202,7 @@ class Replica:
             "join_timeout_s": 60.0,
             **options,
         }
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[WorkerProcess] = []
         self._sockets: list[socket.socket] = []
         self._buffers: list[tuple[FrameBuffer, list[Any]]] = []
         listeners = []
@@ -178,18 +222,8 @@ class Replica:
                 **settings,
             )
             write_config(config, self.folder / f"{rank}.json")
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-            command = [
-                sys.executable,
-                "-m",
-                "libra_hpc.train.worker",
-                "--socket",
-                str(path),
-                "--config",
-                str(self.folder / f"{rank}.json"),
-            ]
-            with (self.folder / f"{rank}.log").open("wb") as log:
-                self.processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+            command = ["--socket", str(path), "--config", str(self.folder / f"{rank}.json")]
+            self.processes.append(WorkerProcess(command, self.folder / f"{rank}.log"))
         for listener in listeners:
             connection, _ = listener.accept()
             connection.settimeout(WAIT_S)

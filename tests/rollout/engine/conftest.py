@@ -22,8 +22,10 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture(scope="module")
 def engine(old: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
-    """An untied tp = 1 engine, ended by SIGTERM."""
-    under_test = EngineUnderTest(tmp_path_factory.mktemp("e"), engine_config(old, max_num_seqs=4, version=1))
+    """An untied tp = 1 engine with a step log, ended by SIGTERM."""
+    folder = tmp_path_factory.mktemp("e")
+    config = engine_config(old, max_num_seqs=4, version=1, step_log=str(folder / "steps.jsonl"))
+    under_test = EngineUnderTest(folder, config)
     try:
         ready = under_test.ready()
         assert (ready.version, ready.tp, ready.max_model_len) == (1, 1, 1024)

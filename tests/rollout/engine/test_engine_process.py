@@ -24,6 +24,7 @@ from libra_hpc.protocol.rollout import (
     Wake,
     WeightsApplied,
 )
+from libra_hpc.rollout.engine.steplog import read_steps
 from libra_hpc.rollout.engine.turns import NOT_FINITE
 from tests.rollout.engine.engine_harness import (
     VOCAB,
@@ -312,6 +313,29 @@ def test_weights_that_make_no_numbers_are_an_error_of_each_turn_and_better_ones_
     engine.apply(new.update(next(versions)))
     request = turn("after", prompt(9), 8)
     assert_agrees(new, request, engine.generate(request)[0])
+
+
+def test_every_token_of_every_step_is_in_the_log(engine: EngineUnderTest) -> None:
+    path = engine.config_path.with_name("steps.jsonl")
+    begun = engine.idle()
+    engine.generate(*(turn(str(number), range(3, 43 + number), 6) for number in range(3)))
+    before = engine.idle()
+    # The same context again, longer: its first block is cached.
+    engine.generate(turn("again", [*range(3, 43), 50, 51], 4))
+    last = engine.idle()
+    # The log is written after the report is sent.
+    wait_until(lambda: len(read_steps(path)[1]) >= last.steps, "the last step in the log")
+    header, steps = read_steps(path, skip=begun.steps)
+    assert (header.tp, header.kv_tokens, header.max_num_seqs) == (1, 16 * 2**20 // (2 * 2 * 64 * 4), 4)
+    assert (header.block_size, header.max_num_batched_tokens >= 1024) == (32, True)
+    assert len(steps) == last.steps - begun.steps
+    assert sum(step.prefill for step in steps) == last.prefill_tokens - begun.prefill_tokens
+    # A request's first token comes with its prefill, the others of a decode each; idle() sends one-token probes.
+    assert sum(step.decodes for step in steps) == 3 * 5 + 3
+    assert sum(step.seconds for step in steps) >= last.busy_s - begun.busy_s
+    again, decode = steps[before.steps - begun.steps :][:2]
+    assert (again.prefill, again.context, again.decodes) == (42 - 32, 32, 0)
+    assert (decode.decodes, decode.kv_tokens, decode.prefill, decode.context) == (1, 43, 0, 0)
 
 
 def test_idle_it_uses_no_processor_time(engine: EngineUnderTest) -> None:
