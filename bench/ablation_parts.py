@@ -19,6 +19,7 @@ from libra_hpc.control import stage_times
 from libra_hpc.control.decide import Planner
 from libra_hpc.control.hysteresis import Hysteresis
 from libra_hpc.control.in_flight import InFlightEstimator
+from libra_hpc.control.moves import Moves
 from libra_hpc.control.node_scaling import NodeScaling
 from libra_hpc.control.stage_estimator import StageEstimator
 from libra_hpc.control.trend import Trend
@@ -28,7 +29,7 @@ from libra_hpc.sched import cmlfq, groups, remaining_work, signal_effect, surviv
 from libra_hpc.sched.blend import Blend
 from libra_hpc.sched.board import Board
 from libra_hpc.sched.cmlfq import CausalMlfq
-from libra_hpc.sched.costs import StepFit
+from libra_hpc.sched.costs import ClassFit, EngineFit
 from libra_hpc.sched.groups import PromptGroup, TaskStats
 from libra_hpc.sched.protocol import Decision, TurnView
 from libra_hpc.sched.remaining_work import Cursor, RemainingWorkEstimator
@@ -183,19 +184,20 @@ SCHEDULER: dict[str, tuple[Replacement, ...]] = {
     "first siblings first": ((CausalMlfq, "key", _key_of_sibling),),
     "order of the queue": ((CausalMlfq, "key", _key_in_order),),
     "engine priorities": ((cmlfq, "PRIORITIES_PER_S", 0),),
-    "measured step costs": ((StepFit, "solve", lambda self, prior: prior),),
+    "measured step costs": ((ClassFit, "solve", lambda self, prior: prior),),
+    "pace of each engine": ((EngineFit, "compare", _nothing),),
 }
 """Parts of the policy `cmlfq` and of the board that it reads; caps on turns in flight are fixed in the simulator."""
 
 _observe_prompts = InFlightEstimator.observe
-_blocked = Planner._blocked
+_blocked = Moves._blocked
 
 
 def _observe_untested(self: InFlightEstimator, snapshot: Any) -> None:
     _observe_prompts(self, snapshot)
 
 
-def _unless_queues(self: Planner, *facts: Any) -> str:
+def _unless_queues(self: Moves, *facts: Any) -> str:
     reason = _blocked(self, *facts)
     return "" if reason.startswith("the queues") else reason
 
@@ -216,7 +218,7 @@ PLANNER: dict[str, tuple[Replacement, ...]] = {
     "moves per hour": ((Hysteresis, "moves_left", 1_000),),
     "lessons of moves": ((NodeScaling, "learn", _nothing),),
     "model calibration": ((RolloutByNodes, "learn", _nothing),),
-    "queues": ((Planner, "_blocked", _unless_queues),),
+    "queues": ((Moves, "_blocked", _unless_queues),),
     "repartition": ((Planner, "_repartition_due", lambda *_: False),),
 }
 """Parts of `libra_hpc.control`."""
