@@ -31,8 +31,12 @@ run: venv
 # Two processes at once, because tests wait more than they compute.  All tests on the embedded Slurm are in one of them: its job ids
 # name MPICH's shared memory, so two of these clusters on one machine must not run jobs at the same time.
 test: dev
-	@echo "two test processes: with the embedded Slurm, and without; each prints its report when it ends"
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-slurm test-others
+	@mkdir -p build
+	@echo "the tests on the embedded Slurm run beside these; their report follows"
+	@$(MAKE) --no-print-directory test-slurm > build/test-slurm.log 2>&1 & slurm=$$!; \
+	trap 'kill $$slurm' INT TERM; \
+	$(MAKE) --no-print-directory test-others; others=$$?; \
+	wait $$slurm; slurm=$$?; cat build/test-slurm.log; exit $$((others | slurm))
 
 test-slurm:
 	@$(PYTEST) -m "cluster and not chaos"
