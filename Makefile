@@ -53,7 +53,7 @@ lint: dev
 	@$(BIN)/mypy libra_hpc cli envs sbatch
 
 bench: venv
-	@for name in loop learning decisions policies knowledge live_policies planner replan repartition simulated_vs_real; do echo "== $$name"; $(BIN)/python -m bench.$$name || exit 1; done
+	@for name in loop learning decisions policies knowledge live_policies live_kv planner replan repartition simulated_vs_real; do echo "== $$name"; $(BIN)/python -m bench.$$name || exit 1; done
 
 clean:
 	@if [ -x $(BIN)/libra-hpc ]; then $(BIN)/libra-hpc cluster down --remove; fi

@@ -66,7 +66,7 @@ def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
 
     label = fleets_rows.trace_name(name)
     row, first = setting_of(name), effort.choosing[0]
-    seen = [one for seed in effort.choosing for one in work(name, seed)[1][: row.trajectories]]
+    seen = [one for seed in effort.choosing for one in work(name, seed)[1]]
     longest = longest_context(
         name, [one for seed in (*effort.choosing, *effort.reporting) for one in work(name, seed)[1]]
     )

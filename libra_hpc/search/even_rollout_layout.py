@@ -92,17 +92,23 @@ def homogeneous_layouts(
 
 
 def layout_seconds(classes: Sequence[ReplicaClass], layout: RolloutLayout, bins: int) -> float:
-    """Seconds of a layout, found for other options, with these ``classes``; no wait for training.
+    """Seconds of a layout, found for other lengths or options, with these ``classes``; no wait for training.
 
-    Segments that all have every bin share them; others serve their own, which are the same share of trajectories.
+    Segments that all have every bin share them; others serve their own, the same share of the ``bins`` there are here.
     """
     costs = {(c.pool, c.tp): c for c in classes}
     chosen = [costs[s.pool, s.tp] for s in layout.segments]
-    if len(chosen) > 1 and all(s.first == 0 and s.last == bins - 1 for s in layout.segments):
+    there = 1 + max(s.last for s in layout.segments)
+    if len(chosen) > 1 and all(s.first == 0 and s.last == there - 1 for s in layout.segments):
         devices = [layout.devices(pool) for pool in range(1 + max(c.pool for c in chosen))]
         even = EvenRolloutSearch(chosen, bins).best(devices)
         return math.inf if even is None else even.seconds
-    return max(c.replica.time(s.first, s.last, s.replicas) for c, s in zip(chosen, layout.segments, strict=True))
+    slowest = 0.0
+    for c, s in zip(chosen, layout.segments, strict=True):
+        first, end = round(s.first * bins / there), round((s.last + 1) * bins / there)
+        if first < end:
+            slowest = max(slowest, c.replica.time(first, end - 1, s.replicas))
+    return slowest
 
 
 def served_share(replica: ReplicaCost, replicas: int, *, bins: int, seconds: float, lag: float = 0.0) -> float:

@@ -102,6 +102,13 @@ def test_the_cost_models_are_near_the_simulator() -> None:
         assert plan.rollout.seconds == pytest.approx(plan.rollout_s, rel=0.1)
 
 
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_a_batch_of_a_few_trajectories_is_planned_too(prompts: int) -> None:
+    """Its lengths have fewer bins than those of the whole workload."""
+    asked, search, result = question(0, prompts=prompts)
+    assert simulated_plans(asked, search, result).plans[0].simulated == simulated_plan.SEEDS
+
+
 def test_batches_beyond_the_limit_are_left_to_the_cost_models(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, search, result = question()
     monkeypatch.setattr(simulated_plan, "LARGEST", 10)
