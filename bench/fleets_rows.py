@@ -263,19 +263,25 @@ def fleet_name(row: Setting, fleet: Fleet) -> str:
 def bounds(row: Setting, found: Sequence[TrajectoryRecord], longest: int) -> dict[str, float]:
     """Seconds (per batch) that no fleet and no policy can beat in this engine model.
 
-    ``chain``: the longest trajectory alone on the fastest engine, in steady state over the eta + 1 batches that it may
-    span.  ``work``: every token at its least cost in GPU seconds, with full batches, over all GPUs.
+    ``chain``: the longest trajectory alone on the fastest engine.  In steady state the mean of the measured batches'
+    longest, over the eta + 1 batches that are open at any time.  ``work``: every token at its least cost in GPU
+    seconds, with full batches, over all GPUs.
     """
     able = usable(row, longest)
     kinds = [[lookup(d, row.model, tp) for tp in able[pool]] for pool, (d, _) in enumerate(row.pools)]
     seqs = SimSettings().max_num_seqs
-    chain = 0.0
-    for one in found:
-        chain = max(chain, min(_alone(one, steps) for each in kinds for steps in each))
+    size = row.trajectories
+    chains = [
+        max(min(_alone(one, steps) for each in kinds for steps in each) for one in found[first : first + size])
+        for first in range(0, len(found), size)
+    ]
+    last = row.batches - 1 - row.eta
+    # Of the batches that end after the first one, these also start after it.
+    chain = sum(chains[row.eta + 1 : last + 1]) / (row.eta + 1) / last if row.batches else max(chains)
     rate = [_cheapest(each, found, seqs) for each in kinds]
     speed = sum(gpus / cost for (_, gpus), cost in zip(row.pools, rate, strict=True))
     batches = max(1, row.batches)
-    return {"chain": chain / (row.eta + 1 if row.batches else 1), "work": 1.0 / speed / batches}
+    return {"chain": chain, "work": 1.0 / speed / batches}
 
 
 def _alone(one: TrajectoryRecord, steps: StepTimes) -> float:

@@ -72,6 +72,18 @@ def test_nothing_is_faster_than_the_bounds(small: str) -> None:
         assert max(bound.values()) < taken < math.inf
 
 
+@pytest.mark.parametrize("eta", [0, 1])
+def test_nothing_is_faster_than_the_bounds_in_steady_state(eta: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = SMALL._replace(batches=5, eta=eta)
+    monkeypatch.setitem(ROWS, "small steady", row)
+    work.cache_clear()
+    for seed in range(2):
+        bound = bounds(row, work("small steady", seed)[1], fleets_rows.MAX_CONTEXT)
+        fleet = fleets_of(row, fleets_rows.MAX_CONTEXT)[3]
+        taken = seconds(("small steady", Contestant(fleet, "cmlfq"), seed, math.inf))
+        assert 0.0 < max(bound.values()) < taken < math.inf
+
+
 def test_misleading_outcomes_are_the_opposite_of_the_learned_ones() -> None:
     row = ROWS["misleading"]._replace(trajectories=16)
     ROWS["opposite"] = row
