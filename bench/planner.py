@@ -51,7 +51,7 @@ def main() -> None:
             rows.append(row(gpus, trajectories, eta=eta, seconds=seconds, goal=goal, result=result))
             raw.append({"gpus": gpus, "eta": eta, "seconds": seconds, "gap": result.gap, "bound": result.bound})
     columns = ["GPUs", "batch", "eta", "ms", "goal ms", "proved within", "nodes", "train", "rollout"]
-    notes = ["proved within: exact is a proof by exhaustion or crossing; a share is what branch and bound left open."]
+    notes = ["proved within: exact is a proof by exhaustion; a share is what branch and bound left open."]
     report(
         "planner",
         f"Exact search, {shape.name} on {gpu.name}, 4,096 observed lengths",

@@ -39,8 +39,8 @@ def show_split(made: InitialPlan, *, stderr: bool = False) -> None:
 
 
 def simulating(status: Status, done: int, whole: int) -> None:
-    """Show in the spinner how many plans are simulated."""
-    status.update(f"simulating plans: {done} of {whole}")
+    """Show in the spinner how many batches are simulated."""
+    status.update(f"simulating plans: {done} of {whole} batches")
 
 
 def words(made: InitialPlan) -> str:

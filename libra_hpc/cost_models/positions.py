@@ -130,7 +130,7 @@ class PositionTable:
     def _admitted(self, seconds: Curve) -> Curve:
         """With as many trajectories at a time as are served fastest, the others after them.
 
-        Sums are not smaller for more of them, because each value is one of a smaller or equal number, in proportion.
+        The seconds do not fall with the number of trajectories: those per trajectory are the least up to that number.
         """
         per_trajectory = accumulate((s / live for s, live in zip(seconds, self._live, strict=True)), min)
         return [live * each for live, each in zip(self._live, per_trajectory, strict=True)]

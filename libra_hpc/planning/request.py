@@ -235,17 +235,5 @@ def _lengths(
     if trace is not None:
         observed = observe(recorded)
         return observed, f"{len(observed):,} trajectories of {trace.name}"
-    filled = assumed.filled(longest)
-    assert filled.generated is not None
-    assert filled.prompt is not None
-    assert filled.new_tokens is not None
-    made = lognormal(
-        generated=filled.generated,
-        sigma=filled.sigma,
-        prompt=filled.prompt,
-        turns=filled.turns,
-        new_tokens=filled.new_tokens,
-        tool_s=filled.tool_s,
-        longest=longest,
-    )
+    made = lognormal(**assumed.means(longest)._asdict(), longest=longest)
     return made, f"assumed log-normal, shape {assumed.sigma:g} (measured ones: --trace FILE)"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,6 +23,17 @@ PROMPT_SIGMA = 0.4
 """Of assumed prompts and tool results, as in the presets of `libra_hpc.traces.profiles`."""
 MOST_OVER_MEAN = 8.0
 """Longest assumed tool call and tool result over the mean."""
+
+
+class Means(NamedTuple):
+    """`Assumed` with every value; the arguments of `libra_hpc.cost_models.lengths.lognormal`."""
+
+    generated: float
+    sigma: float
+    prompt: int
+    turns: float
+    new_tokens: float
+    tool_s: float
 
 
 class Assumed(msgspec.Struct, frozen=True):
@@ -39,13 +51,15 @@ class Assumed(msgspec.Struct, frozen=True):
     tool_s: float = 1.0
     """Seconds of a tool call."""
 
-    def filled(self, longest: int) -> Assumed:
-        """Without None, for contexts of at most ``longest`` tokens."""
-        return msgspec.structs.replace(
-            self,
+    def means(self, longest: int) -> Means:
+        """For contexts of at most ``longest`` tokens."""
+        return Means(
             generated=self.generated if self.generated is not None else max(1.0, longest / 8),
+            sigma=self.sigma,
             prompt=self.prompt if self.prompt is not None else max(1, longest // 16),
+            turns=self.turns,
             new_tokens=self.new_tokens if self.new_tokens is not None else longest / 256,
+            tool_s=self.tool_s,
         )
 
 
@@ -63,7 +77,7 @@ class Work(msgspec.Struct, frozen=True):
         if self.recorded:
             return _drawn(self.recorded, trajectories, group, seed)
         dials = Dials(trajectories=trajectories, group=group, seed=seed, max_context=self.longest)
-        return generate(_profile(self.assumed.filled(self.longest), self.longest), dials)
+        return generate(_profile(self.assumed.means(self.longest), self.longest), dials)
 
 
 def _drawn(recorded: Sequence[TrajectoryRecord], trajectories: int, group: int, seed: int) -> list[TrajectoryRecord]:
@@ -82,11 +96,7 @@ def _drawn(recorded: Sequence[TrajectoryRecord], trajectories: int, group: int, 
     return made
 
 
-def _profile(assumed: Assumed, longest: int) -> Profile:
-    assert assumed.generated is not None
-    assert assumed.prompt is not None
-    assert assumed.new_tokens is not None
-
+def _profile(assumed: Means, longest: int) -> Profile:
     def around(mean: float, most: float) -> Lognormal:
         return Lognormal(mean * math.exp(-(PROMPT_SIGMA**2) / 2), PROMPT_SIGMA, most)
 

@@ -33,7 +33,7 @@ from .rollout_layout import ReplicaClass, RolloutLayout, RolloutSearch
 from .train_layout import Excluded, TrainChoice, TrainSearch, TrainSpace
 
 ENUMERATED = 12
-"""Nodes up to which every number of training nodes is computed: a bisection or bounds save nothing there."""
+"""Nodes up to which every number of training nodes is computed: bounds save nothing there."""
 ROLLOUT_TP = (1, 2, 4, 8)
 
 
