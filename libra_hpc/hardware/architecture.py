@@ -77,8 +77,19 @@ def read_shape(model_dir: Path) -> Architecture:
     )
 
 
+def stage_layers(layers: int, pp: int) -> tuple[int, ...]:
+    """Layers of each of ``pp`` pipeline stages, which differ by at most one.
+
+    The last stage has the logits and the first one the embedding: the larger stages stand before the last ones, after
+    the first.
+    """
+    each, more = divmod(layers, pp)
+    larger = range(pp - 1 - more, pp - 1) if more < pp - 1 else range(pp - 1)
+    return tuple(each + (stage in larger) for stage in range(pp))
+
+
 def check_parallel(shape: Architecture, tp: int, pp: int) -> None:
-    """Raise `UserError` unless ``tp`` and ``pp`` divide the model evenly."""
+    """Raise `UserError` unless ``tp`` divides the model and each of ``pp`` stages has a layer."""
     for what, size in (
         ("attention heads", shape.heads),
         ("key/value heads", shape.groups),
@@ -87,7 +98,5 @@ def check_parallel(shape: Architecture, tp: int, pp: int) -> None:
     ):
         if size % tp:
             raise invalid("train.tp", tp, f"it does not divide the model's {size} {what}", f"divisors of {size}")
-    if shape.layers % pp:
-        raise invalid(
-            "train.pp", pp, f"it does not divide the model's {shape.layers} layers", f"divisors of {shape.layers}"
-        )
+    if shape.layers < pp:
+        raise invalid("train.pp", pp, f"the model has only {shape.layers} layers", f"1 to {shape.layers}")

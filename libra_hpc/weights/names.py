@@ -5,7 +5,7 @@ It holds for any tensor of a parameter's shape: weights, gradients, Adam moments
 - ``linear_qkv`` interleaves per query group: its q heads, its k head, its v head.
 - ``linear_fc1`` holds gate and up halves *per tensor-parallel rank*.
 
-A pipeline stage numbers its layers from 0.  Ranks of a replica are ``stage * tp + tensor rank``.
+A pipeline stage numbers its layers from 0.  Ranks of a world count tensor ranks fastest, then context, data, stage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from libra_hpc.hardware.architecture import Architecture
+from libra_hpc.hardware.architecture import Architecture, stage_layers
 
 
 class ReplicaPlace(NamedTuple):
@@ -26,6 +26,20 @@ class ReplicaPlace(NamedTuple):
     pp_rank: int
     tp_group: dist.ProcessGroup | None = None
     """Needed to gather when ``tp`` > 1."""
+    cp: int = 1
+    cp_rank: int = 0
+    dp: int = 1
+    dp_rank: int = 0
+
+    @property
+    def gathers(self) -> bool:
+        """Whether this process takes part in `gathered`: one data-parallel copy does."""
+        return not self.dp_rank and not self.cp_rank
+
+    @property
+    def stage_stride(self) -> int:
+        """Processes of one pipeline stage."""
+        return self.tp * self.cp * self.dp
 
 
 class Entry(NamedTuple):
@@ -44,9 +58,10 @@ def stage_entries(shape: Architecture, pp: int, pp_rank: int) -> dict[str, Entry
     out: dict[str, Entry] = {}
     if pp_rank == 0:
         out["embedding.word_embeddings.weight"] = Entry(("model.embed_tokens.weight",), "plain", 0)
-    per_stage = shape.layers // pp
-    for local in range(per_stage):
-        out.update(_layer(shape, f"decoder.layers.{local}.", f"model.layers.{pp_rank * per_stage + local}."))
+    stages = stage_layers(shape.layers, pp)
+    first = sum(stages[:pp_rank])
+    for local in range(stages[pp_rank]):
+        out.update(_layer(shape, f"decoder.layers.{local}.", f"model.layers.{first + local}."))
     if pp_rank == pp - 1:
         out["decoder.final_layernorm.weight"] = Entry(("model.norm.weight",), "plain", None)
         if not shape.tied:
@@ -152,7 +167,7 @@ def load(
 def gather(tensors: dict[str, torch.Tensor], shape: Architecture, split: ReplicaPlace) -> dict[str, torch.Tensor]:
     """Collect full Hugging Face tensors on the replica's rank 0, on the host; other ranks get an empty dict.
 
-    Collective over the replica.  ``tensors`` are this rank's parts by Megatron-Core name, all of one dtype.
+    Collective over one data-parallel copy.  ``tensors`` are this rank's parts by Megatron-Core name, of one dtype.
     """
     return {name: tensor.cpu() for name, tensor in gathered(tensors, shape, split)}
 
@@ -161,6 +176,8 @@ def gathered(
     tensors: Mapping[str, torch.Tensor], shape: Architecture, split: ReplicaPlace
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """As `gather`, one tensor after the other and on the device; it must be exhausted on every rank."""
+    if not split.gathers:
+        return
     for name, entry in stage_entries(shape, split.pp, split.pp_rank).items():
         if entry.copy:
             continue
@@ -184,5 +201,5 @@ def gathered(
         for entry in stage_entries(shape, split.pp, stage).values():
             for name in () if entry.copy else entry.hf:
                 received = like.new_empty(shapes[name])
-                dist.recv(received, stage * split.tp)
+                dist.recv(received, stage * split.stage_stride)
                 yield name, received
