@@ -27,14 +27,22 @@ STEPS = 3
 
 
 @pytest.mark.parametrize(
-    ("kind", "tied", "tp", "pp"), [("qwen3", False, 2, 1), ("qwen2", True, 1, 2), ("qwen2", True, 2, 2)]
+    ("kind", "tied", "layers", "tp", "pp", "dp"),
+    [
+        ("qwen3", False, 2, 2, 1, 1),
+        ("qwen2", True, 3, 1, 2, 1),
+        ("qwen2", True, 2, 2, 2, 1),
+        ("qwen3", True, 2, 1, 1, 3),
+        ("qwen3", False, 2, 2, 1, 2),
+        ("qwen2", True, 3, 1, 2, 2),
+    ],
 )
 def test_a_split_replica_equals_one_process(
-    tmp_path: Path, world: ReplicaPlace, kind: str, tied: bool, tp: int, pp: int
+    tmp_path: Path, world: ReplicaPlace, kind: str, tied: bool, layers: int, tp: int, pp: int, dp: int
 ) -> None:
     model_dir = tmp_path / "model"
-    make_model(kind, model_dir, tied=tied)
-    replica = Replica(tmp_path, "split", model_dir, tp=tp, pp=pp)
+    make_model(kind, model_dir, tied=tied, layers=layers)
+    replica = Replica(tmp_path, "split", model_dir, tp=tp, pp=pp, dp=dp)
     want, state = fixed_run(model_dir, world, STEPS)
     replica.ready()
     join_all([replica], 0, tmp_path / "meet")
@@ -64,10 +72,10 @@ def test_a_split_replica_equals_one_process(
     assert alone.grad_norm == pytest.approx(together.grad_norm, rel=2e-5)
     checkpoint.save(engine, model_dir, tmp_path / "alone")
     assert_same_state(replica.tensors(STEPS + 1), read_tensors(tmp_path / "alone"))
-    assert replica.close() == [0] * (tp * pp)
+    assert replica.close() == [0] * (tp * pp * dp)
     start_dir = str(tmp_path / f"reference-model-{STEPS}-1")
-    split = Replica(tmp_path, "from-one-process", model_dir, tp=tp, pp=pp, start_dir=start_dir)
+    split = Replica(tmp_path, "from-one-process", model_dir, tp=tp, pp=pp, dp=dp, start_dir=start_dir)
     assert split.ready().step == STEPS
     after = split.tensors(STEPS)
     assert all((after[name] == state[name]).all() for name in state)
-    assert split.close() == [0] * (tp * pp)
+    assert split.close() == [0] * (tp * pp * dp)
