@@ -33,8 +33,8 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Join, Sample, TrainStep
 from libra_hpc.train import checkpoint
 from libra_hpc.train.device import choose_device, local_store
+from libra_hpc.train.elastic import ElasticReplicas
 from libra_hpc.train.grpo_trainer import GrpoTrainer
-from libra_hpc.train.replicas import Replicas
 from libra_hpc.train.settings import algorithm_settings, optimizer_settings
 from libra_hpc.train.train_engine import TrainEngine, init_world
 
@@ -93,7 +93,7 @@ def main() -> None:
         )
         checkpoint.start(engine, folder, "")
         state_bytes = torch.cuda.memory_allocated()
-        replicas = Replicas(engine, 600.0, 60.0)
+        replicas = ElasticReplicas(engine, 1, 600.0, 60.0)
         replicas.join(Join(0, 0, 1, ""))
         for micro_tokens in map(int, arguments.micro_tokens.split(",")):
             trainer = GrpoTrainer(engine, replicas, algorithm_settings(RunConfig()), micro_tokens)

@@ -87,7 +87,7 @@ class OptimizerSection(Section):
 
 
 class TrainSection(Section):
-    """``[train]``: one Megatron replica per training node."""
+    """``[train]``: Megatron. All core training nodes form one world of data-parallel ranks, one rank per node."""
 
     tp: int = Field(1, ge=1)
     """Tensor parallelism of a replica."""
@@ -101,8 +101,8 @@ class TrainSection(Section):
     threads: int = Field(1, ge=1)
     """CPU threads per worker process."""
     snapshot_every: Steps = Field(4, ge=0)
-    """Steps between snapshots in /dev/shm; 0: none. A killed worker that no live peer can restore starts from one,
-    and replays the steps since."""
+    """Steps between snapshots in /dev/shm; 0: none. With one core training node a killed worker starts from one and
+    replays the steps since. With several there are none: all ranks restart from the newest checkpoint."""
 
 
 class CheckpointSection(Section):

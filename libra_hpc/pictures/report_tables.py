@@ -40,7 +40,6 @@ FAULTS = {
     "weights_stalled": "weights late",
     "weights_corrupt": "weights damaged",
     "weights_not_stored": "weights not stored",
-    "move_called_off": "move called off",
     "repartition_refused": "repartition refused",
     "stop_requested": "stop requested",
     "job_finished": "end of an attempt",

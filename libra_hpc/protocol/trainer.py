@@ -1,7 +1,9 @@
-"""Agent <-> Megatron worker process: one process per device, ``tp * pp`` processes per node form one replica.
+"""Agent <-> Megatron worker process: one process per device, ``tp * pp`` processes per node.
 
-The agent sends every message to all processes of the replica. It takes the answer of local rank 0 once all have
-answered.
+The processes of all nodes of the core form one world, which owns weights and optimizer state. Those of a hybrid node
+are a *replica* outside of it: weights and gradients, no optimizer.
+
+An agent sends every message to all processes of its node. It takes the answer of local rank 0 once all have answered.
 """
 
 from __future__ import annotations
@@ -33,8 +35,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 class Join(msgspec.Struct, tag=True, frozen=True):
     """Form the data-parallel group of a membership generation: collective over its members.
 
-    All take weights and optimizer state of the member with the highest step. In a run with a core, which is member 0,
-    the others take its weights.
+    All processes of the core are member 0; replicas are members 1, 2, .., and take its weights.
     """
 
     generation: int
@@ -53,7 +54,8 @@ class Join(msgspec.Struct, tag=True, frozen=True):
 class TrainStep(msgspec.Struct, tag=True, frozen=True):
     """Train on one global batch: one optimizer step per minibatch, gradients summed over the generation.
 
-    Every member gets its own samples, and the same ``step``, ``generation`` and ``total_tokens``: loss tokens of each
+    Every member gets its own samples, all nodes of the core the same ones: they spread them over their data-parallel
+    ranks. ``step``, ``generation`` and ``total_tokens`` are the same for all. The latter are the loss tokens of each
     *global* minibatch, by which its gradient is divided.
     """
 
@@ -64,7 +66,10 @@ class TrainStep(msgspec.Struct, tag=True, frozen=True):
 
 
 class Export(msgspec.Struct, tag=True, frozen=True):
-    """Write the weights to ``path`` as one HF-named safetensors file (atomic rename) for the rollout engines."""
+    """Write the weights to ``path`` as one HF-named safetensors file (atomic rename) for the rollout engines.
+
+    Collective over the core, whose first process writes.
+    """
 
     path: str
     """Set by the node's agent (shared memory); empty before."""
@@ -72,7 +77,10 @@ class Export(msgspec.Struct, tag=True, frozen=True):
 
 
 class SaveCheckpoint(msgspec.Struct, tag=True, frozen=True):
-    """Write weights and optimizer state of the current step into ``folder`` (HF-named safetensors, atomic)."""
+    """Write weights and optimizer state of the current step into ``folder`` (HF-named safetensors, atomic).
+
+    Collective over the core, all of which sees the folder.
+    """
 
     folder: str
     step: int
@@ -87,7 +95,7 @@ class StopWorker(msgspec.Struct, tag=True, frozen=True):
 
 
 class WorkerReady(msgspec.Struct, tag=True, frozen=True):
-    """Model and optimizer are built, at ``step``."""
+    """Model and optimizer are built, at ``step``; a replica has no weights yet, and -1."""
 
     step: int
     parameters: int
@@ -95,7 +103,7 @@ class WorkerReady(msgspec.Struct, tag=True, frozen=True):
 
 
 class Joined(msgspec.Struct, tag=True, frozen=True):
-    """The generation's group exists, and this member has its state."""
+    """The generation's group exists, and this member has its weights."""
 
     generation: int
     step: int
@@ -106,7 +114,7 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
 
 
 class StepDone(msgspec.Struct, tag=True, frozen=True):
-    """The step is committed in this replica."""
+    """The step is committed in this member; only the core's answer has the sums over all members."""
 
     step: int
     generation: int
@@ -120,14 +128,14 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     """Mean |log pi_theta_old - log pi_behaviour| over loss tokens of the first minibatch."""
     entropy: float
     tokens: int
-    """All tokens of this replica that went through the model."""
+    """All tokens of this member that went through the model."""
     loss_tokens: int
     compute_s: float
     reduce_s: float
-    """Wait in and execution of the all-reduce over replicas."""
+    """Wait in and execution of the exchange between core and replicas."""
     optimizer_s: float
     skipped: int = 0
-    """Minibatches whose gradient or sums were not finite: every replica left their updates out."""
+    """Minibatches whose gradient or sums were not finite: their updates were left out."""
 
 
 class Exported(msgspec.Struct, tag=True, frozen=True):

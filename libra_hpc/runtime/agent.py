@@ -49,7 +49,7 @@ from .rank_layout import RankLayout, check_world
 from .rollout_node import RolloutNode
 from .rollout_service import RolloutService
 from .routes import Routes, add_engines, add_rollout_service, add_train_leader
-from .train_leader_setup import fresh_rendezvous, make_train_leader
+from .train_leader_setup import clear_rendezvous, make_train_leader, rendezvous_folder
 from .train_node import TrainNode
 from .world import NoWorld, World, meet
 
@@ -103,6 +103,7 @@ class Agent:
         loop.set_exception_handler(self._on_defect)
         if self.rank == 0:
             # Before any message is read: what comes for the coordinator waits in the kernel until there is one.
+            await asyncio.to_thread(clear_rendezvous, self.run_dir)
             start, damaged = await asyncio.to_thread(whole_start_state, self.run_dir)
             self._enter(msgspec.structs.replace(start, pid=os.getpid()))
             assert self.context is not None
@@ -142,14 +143,15 @@ class Agent:
         )
         self.context = context
         if context.component != "planner":
-            self.rollout_node, self.train_node = RolloutNode(context), TrainNode(context)
+            self.rollout_node = rollout = RolloutNode(context)
+            self.train_node = TrainNode(context, lambda: rollout.weights)
             add_engines(self._routes, self.rollout_node, self.train_node, self._spawn)
             self._spawn(self.rollout_node.watch())
             self._spawn(self.train_node.watch())
             if self.rank == self.layout.train_leader:
-                self._rendezvous = fresh_rendezvous(context)
+                self._rendezvous = rendezvous_folder(context)
                 self.train_leader = make_train_leader(context, self._rendezvous)
-                add_train_leader(self._routes, self.train_leader, self.train_node, rank=self.rank, send=self.mesh.send)
+                add_train_leader(self._routes, self.train_leader)
                 self._training = self._spawn(self.train_leader.run())
             if self.rank == self.layout.rollout_leader:
                 self.rollout_service = RolloutService(context)

@@ -2,7 +2,8 @@
 
 - A message about an engine or a node -> an event of the pool (`nodes`); its effects become orders.
 - Every `PlannerSection.interval_s` -> the planner's decision becomes moves (`live_planning`) or a repartition.
-- A node is lost (`liveness`) -> the others go on; if it led a stage, all ranks restart from the newest checkpoint.
+- A node is lost (`liveness`) -> the others go on; without a leader or a part of the core, all ranks restart from the
+  newest checkpoint.
 - A lost node is heard again -> it ends its engines, sends `Hello`, and starts as a new one.
 
 It alone writes the event log, the metrics and the status snapshot, and it decides how the run ends (`ending`).
@@ -228,7 +229,7 @@ class Coordinator:
             if waited_s > HELLO_S or any(rank in self._gone for rank in missing):
                 self._ending.restart(f"no sign of life from rank(s) {missing} after {waited_s:.0f} s", now)
         for lost in self._nodes.find_lost(self._gone, now) if self._nodes.pool is not None else ():
-            if lost.rank in (self._context.layout.train_leader, self._context.layout.rollout_leader):
+            if lost.rank in self._context.layout.vital:
                 self._recover(lost.rank, lost.reason)
         self._ending.check(now)
         if (fault := self._records.check_storage()) and not (self._ending.stopping or self._ending.recovery.reason):
@@ -278,11 +279,11 @@ class Coordinator:
                 self._context.send(self._context.layout.train_leader, wire.StopTraining("repartition"))
 
     def _recover(self, rank: int, reason: str) -> None:
-        """A leader is lost: restart all ranks, as often as that is allowed."""
+        """A leader or a part of the core is lost: restart all ranks, as often as that is allowed."""
         layout = self._context.layout
-        stage = "training" if rank == layout.train_leader else "rollout"
-        sentence = f"node {rank}, which leads {stage}, was lost ({reason})"
-        if rank == layout.train_leader:
+        roles = {layout.train_leader: "leads training", layout.rollout_leader: "leads rollout"}
+        sentence = f"node {rank}, which {roles.get(rank, 'has a part of the trainers')}, was lost ({reason})"
+        if rank in layout.core:
             self._ending.restart(sentence, time.time())
         elif self._ending.save_and_restart(sentence, time.time()):
             self._context.send(layout.train_leader, wire.StopTraining("recovery"))

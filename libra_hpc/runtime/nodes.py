@@ -113,9 +113,6 @@ class NodePool:
         self._carry_out(effects)
         now = time.time()
         for rank, node in self.pool.nodes.items():
-            if rank in self.moves and node.role != self.moves[rank][0]:
-                # Called off: it was the only one that still held the training state.
-                self._event("move_called_off", rank=rank, role=self.moves.pop(rank)[0])
             if node.state is before[rank].state:
                 continue
             self.facts[rank].since = now
@@ -158,9 +155,7 @@ class NodePool:
         """Find the nodes that are lost now and announce them; ``gone`` as in `lost_nodes`."""
         assert self.pool is not None
         layout, found = self._context.layout, []
-        for node in lost_nodes(
-            self.facts, self._context.rank, (layout.train_leader, layout.rollout_leader), gone=gone, now=now
-        ):
+        for node in lost_nodes(self.facts, self._context.rank, layout.vital, gone=gone, now=now):
             if self.pool.nodes[node.rank].state is states.NodeState.LOST:
                 continue
             self._event("node_lost", rank=node.rank, reason=node.reason, silent_s=node.silent_s)

@@ -27,12 +27,22 @@ class RankLayout(msgspec.Struct, frozen=True):
         return cls(tuple(rank_components(config)))
 
     @property
+    def core(self) -> tuple[int, ...]:
+        """Nodes that train together as one world and own the optimizer's state."""
+        return tuple(rank for rank, name in enumerate(self.components) if name == "train")
+
+    @property
     def train_leader(self) -> int:
-        return self.components.index("train")
+        return self.core[0]
 
     @property
     def rollout_leader(self) -> int:
         return self.components.index("rollout")
+
+    @property
+    def vital(self) -> tuple[int, ...]:
+        """Nodes without which the others cannot go on: the core and the rollout leader."""
+        return (*self.core, self.rollout_leader)
 
     def engine_node(self, rank: int) -> int:
         """Index of a hybrid or rollout rank among all of them, from 0, as in lists of the run file."""

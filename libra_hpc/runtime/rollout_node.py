@@ -95,6 +95,11 @@ class RolloutNode:
         """Lowest version of the ready engines, -1 without one."""
         return min((e.version for e in self._engines.values() if e.state == "ready"), default=-1)
 
+    @property
+    def weights(self) -> WeightFile | None:
+        """The newest weights that this node has received."""
+        return self._receiver.newest
+
     async def start(self) -> None:
         async with self._changing:
             self._wanted, self._ordered_at = True, time.monotonic()

@@ -65,25 +65,13 @@ def add_engines(routes: Routes, rollout: RolloutNode, train: TrainNode, spawn: C
     routes.add(wire.StandbyEngine, lambda order: half(order.kind).standby())
 
 
-def add_train_leader(
-    routes: Routes, leader: TrainLeader, train: TrainNode, rank: int, send: Callable[[int, wire.MeshMessage], None]
-) -> None:
-    """Rows of the train leader on the node of this ``rank``.
-
-    Rollout nodes ask the leader for weights; it passes that on to the node that exports.
-    """
-
-    def wanted(message: wire.WeightsWanted) -> None:
-        if leader.exporter == rank:
-            train.on_wanted(message)
-        else:
-            send(leader.exporter, message)
+def add_train_leader(routes: Routes, leader: TrainLeader) -> None:
+    """Rows of the train leader."""
 
     def died(message: wire.EngineDied) -> None:
         if message.kind == "train":
             leader.on_replica_down(message.rank, message.reason)
 
-    routes.add(wire.WeightsWanted, wanted)
     routes.add(wire.FromReplica, lambda answer: leader.on_reply(answer.rank, answer.message))
     routes.add(wire.FormGeneration, lambda order: leader.on_generation(order.generation, order.ranks))
     routes.add(wire.Batch, leader.on_batch)

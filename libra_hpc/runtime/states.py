@@ -6,13 +6,12 @@
     any      --heartbeat lost--> LOST --returned--> STARTING
 
 - Only ``hybrid`` nodes move; ``train`` and ``rollout`` nodes are the core.
-- A training engine answers -> the next *membership* (numbered set of replicas) is proposed, instead of one still
+- A training engine answers -> the next *membership* (numbered set of training nodes) is proposed, instead of one still
   forming.
+- The training core owns the optimizer's state: nothing is proposed while one of its nodes does not answer.
 - Every rank of a proposal has confirmed it, at a step boundary -> it is the current generation.
-- A member has weights and optimizer state -> it counts as a trainer.
+- A member has the weights -> it counts as a trainer.
 - A node leaves -> it trains until a generation without it is complete.
-- A leaving node is the last that holds the state -> its move is called off.
-- The first generation waits for all core training nodes: a run does not form one group per node.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ class Node(msgspec.Struct, frozen=True):
     engine_ready: bool = False
     """Whether the engine of ``role`` answers."""
     has_state: bool = False
-    """Its training engine holds the current weights and optimizer state; a leaving node has it until it is freed."""
+    """Its training engine has the current weights; a leaving node has them until it is freed."""
     member_of: int = -1
     """Last generation its present training engine confirmed."""
 
 
 class Membership(msgspec.Struct, frozen=True):
-    """A numbered set of training replicas; a run starts from an empty one."""
+    """A numbered set of training nodes; a run starts from an empty one."""
 
     generation: int
     ranks: tuple[int, ...]
@@ -97,7 +96,7 @@ class EngineAnswers(msgspec.Struct, frozen=True):
 
 
 class StateArrived(msgspec.Struct, frozen=True):
-    """The node's training engine holds the weights and optimizer state of the current step."""
+    """The node's training engine has the weights of the current step."""
 
     rank: int
 
@@ -173,7 +172,7 @@ def start(nodes: Iterable[tuple[int, Component]], hybrid_role: Role = "rollout")
 
 
 def trainers(pool: Pool) -> tuple[int, ...]:
-    """Training replicas now: members with their state, leaving ones until they are freed."""
+    """Nodes that train now: members with their weights, leaving ones until they are freed."""
     nodes = (pool.nodes[rank] for rank in pool.membership.ranks)
     return tuple(
         n.rank for n in nodes if n.state is NodeState.TRAIN or (n.state is NodeState.TO_ROLLOUT and n.has_state)
@@ -227,11 +226,6 @@ def _to_train(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
 def _to_rollout(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
     _require(node.component == "hybrid", node, "ordered to rollout: it is a core node")
     _require(node.state is NodeState.TRAIN, node, "ordered to rollout")
-    _require(
-        any(n.state is NodeState.TRAIN and n.rank != node.rank for n in pool.nodes.values()),
-        node,
-        "ordered to rollout: it is the last trainer",
-    )
     return _propose(_put(pool, node, state=NodeState.TO_ROLLOUT, role="rollout", engine_ready=False))
 
 
@@ -284,23 +278,17 @@ def _engine_died(pool: Pool, node: Node, kind: Role) -> tuple[Pool, tuple[Effect
 def _lost(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
     if node.state is NodeState.LOST:
         return pool, ()
-    # A core trainer that is lost before the first generation is one the others wait for no longer.
-    changes = (node.role == "train" and node.engine_ready) or not pool.membership.ranks
+    changes = node.role == "train" and node.engine_ready
     lost = _put(pool, node, state=NodeState.LOST, draining=False, engine_ready=False, has_state=False, member_of=-1)
     return _propose(lost) if changes else (lost, ())
 
 
 def _propose(pool: Pool) -> tuple[Pool, tuple[Effect, ...]]:
-    """Propose the next generation, over all training engines that answer."""
+    """Propose the next generation, over all training engines that answer; none while the core is incomplete."""
     nodes = pool.nodes.values()
-    wanted = tuple(sorted(n.rank for n in nodes if n.role == "train" and n.engine_ready))
-    if not wanted:
-        for leaving in [n for n in nodes if n.state is NodeState.TO_ROLLOUT and n.has_state]:
-            pool = _put(pool, leaving, state=NodeState.TRAIN, role="train", engine_ready=True)
-            wanted = (*wanted, leaving.rank)
-    coming_up = any(n.component == "train" and n.state is NodeState.STARTING and not n.engine_ready for n in nodes)
-    if not wanted or (coming_up and not pool.membership.ranks):
+    if not all(n.engine_ready for n in nodes if n.component == "train"):
         return msgspec.structs.replace(pool, forming=None), ()
+    wanted = tuple(sorted(n.rank for n in nodes if n.role == "train" and n.engine_ready))
     forming = Membership(pool.issued + 1, wanted)
     return msgspec.structs.replace(pool, forming=forming, issued=forming.generation), (FormMembership(forming),)
 

@@ -1,14 +1,14 @@
-"""The train leader's surroundings in its agent: the rendezvous folder, and what completes a checkpoint."""
+"""The surroundings of the train leader in its agent: rendezvous folders, and what completes a checkpoint."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from libra_hpc.protocol import mesh as wire
+from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train import state_folders as folders
 from libra_hpc.train.train_leader import DataOrder, TrainLeader
 
@@ -16,12 +16,15 @@ from .agent_context import AgentContext
 from .attempt import complete_checkpoint, remove_old
 
 
-def fresh_rendezvous(context: AgentContext) -> Path:
-    """An empty rendezvous folder; a start that was killed leaves files behind that must not be met again."""
-    root = context.run.rendezvous
-    shutil.rmtree(root, ignore_errors=True)
-    folder = root / f"attempt-{context.attempt}-{os.getpid()}"
-    folder.mkdir(parents=True)
+def clear_rendezvous(run: RunDir) -> None:
+    """For rank 0, before any other starts: a start that was killed leaves files that must not be met again."""
+    shutil.rmtree(run.rendezvous, ignore_errors=True)
+
+
+def rendezvous_folder(context: AgentContext) -> Path:
+    """The folder of rendezvous files of this start, the same for all its nodes."""
+    folder = context.run.rendezvous / f"attempt-{context.attempt}-{context.start.pid}"
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -39,7 +42,7 @@ def make_train_leader(context: AgentContext, rendezvous: Path) -> TrainLeader:
 
     return TrainLeader(
         config,
-        context.rank,
+        context.layout.core,
         start.step,
         DataOrder(start.low, start.extra),
         send=context.send,

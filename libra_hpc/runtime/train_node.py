@@ -1,9 +1,13 @@
-"""The training half of a node agent: owns the processes of the node's Megatron replica (``tp * pp`` of them).
+"""The training half of a node agent: owns the node's ``tp * pp`` Megatron processes.
 
-- A message to the replica -> every process gets it.
-- Every process has answered -> the replica has, with local rank 0's answer.
-- One process dies -> the others are ended, because a replica is only whole.
-- The next start -> restores from the newest whole snapshot or checkpoint, whichever has the higher step.
+On a node of the core they are its share of the core's world; on a hybrid node they are a replica without optimizer.
+
+- A message to the node's trainers -> every process gets it.
+- Every process has answered -> the node has, with local rank 0's answer.
+- One process dies -> the others are ended, because they are only whole together.
+- They were a whole core -> the next start restores from the newest whole snapshot or checkpoint.
+- They were a part of the core -> all ranks restart: the rest of the state is elsewhere.
+- A replica is to join -> its processes are told of the weights that this node has for rollout.
 """
 
 from __future__ import annotations
@@ -11,8 +15,11 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from libra_hpc.process.budget import RestartBudget
 from libra_hpc.process.child import Child
@@ -25,6 +32,7 @@ from libra_hpc.protocol.trainer import (
     Exported,
     ExportFailed,
     FromWorker,
+    Join,
     Joined,
     Saved,
     SaveFailed,
@@ -41,11 +49,13 @@ from libra_hpc.protocol.trainer import (
 from libra_hpc.train import state_folders as folders
 from libra_hpc.train.link import BUSY
 from libra_hpc.train.settings import WorkerConfig, algorithm_settings, optimizer_settings, write_config
+from libra_hpc.weights.flow import WeightFile
 from libra_hpc.weights.relay import Publisher
 
 from .agent_context import AgentContext
 from .commands import trainer_command
 from .replica_watch import ReplicaWatch
+from .train_leader_setup import rendezvous_folder
 
 KIND = "train"
 ASKED: dict[type, type] = {SaveFailed: Saved, ExportFailed: Exported}
@@ -61,8 +71,11 @@ WARNING_S = 60.0
 
 
 class TrainNode:
-    def __init__(self, context: AgentContext) -> None:
-        self._context = context
+    def __init__(self, context: AgentContext, weights: Callable[[], WeightFile | None] = lambda: None) -> None:
+        """``weights`` are the newest ones that this node has for rollout."""
+        self._context, self._weights = context, weights
+        self._core = context.layout.core
+        self._elastic = context.rank not in self._core
         self._children: list[Child] = []
         self._ready: dict[int, WorkerReady] = {}
         self._answers: dict[str, dict[int, FromWorker]] = {}
@@ -133,6 +146,8 @@ class TrainNode:
     def on_message(self, message: ToWorker) -> None:
         if isinstance(message, Export):
             message = Export(str(self._export_path(message.version)), message.version)
+        elif isinstance(message, Join) and self._elastic and (file := self._weights()) is not None:
+            message = msgspec.structs.replace(message, weights=str(file.path), version=file.version)
         if self._state == "ready":
             self._watch.asked(message, time.monotonic())
         for child in self._children:
@@ -192,33 +207,43 @@ class TrainNode:
 
     async def _spawn(self) -> None:
         context, config = self._context, self._context.config
-        train = config.train
+        train, owners = config.train, len(self._core)
+        alone = not self._elastic and owners == 1
         snapshots = context.shared_memory / "snapshots"
         snapshots.mkdir(exist_ok=True)
         self._state, self._ready, self._answers, self._children = "starting", {}, {}, []
         self._killed_at = None
-        # Reads whole states, which this loop must not wait for.
-        checkpoints = await self._checkpoints() if self._starts else []
-        start_dir = await asyncio.to_thread(self._start_dir, snapshots, checkpoints)
+        start_dir = "" if self._elastic else context.start.checkpoint
+        if alone and self._starts:
+            # Reads whole states, which this loop must not wait for.
+            checkpoints = await self._checkpoints()
+            start_dir = await asyncio.to_thread(self._start_dir, snapshots, checkpoints)
         self._watch.started(time.monotonic())
         self._starts += 1
         self._failed_starts += 1
+        first, world = 0, context.private / f"world-{self._starts}"
+        if not self._elastic and not alone:
+            first = self._core.index(context.rank) * train.tp * train.pp
+            world = await asyncio.to_thread(rendezvous_folder, context) / "core"
         for local_rank in range(train.tp * train.pp):
             worker = WorkerConfig(
                 model_dir=config.model.path,
-                world_rendezvous=str(context.private / f"world-{self._starts}"),
+                world_rendezvous=str(world),
                 start_dir=start_dir,
                 device=config.slurm.device,
                 device_index=local_rank,
                 dtype=config.model.dtype,
                 tp=train.tp,
                 pp=train.pp,
-                rank=local_rank,
+                dp=1 if self._elastic else owners,
+                core_dp=owners,
+                elastic=self._elastic,
+                rank=first + local_rank,
                 optimizer=optimizer_settings(config),
                 algorithm=algorithm_settings(config),
                 micro_tokens=train.micro_tokens,
                 recompute=train.recompute,
-                snapshot_dir=str(snapshots) if train.snapshot_every else "",
+                snapshot_dir=str(snapshots) if train.snapshot_every and alone else "",
                 snapshot_every=train.snapshot_every,
                 threads=train.threads,
                 seed=config.run.seed,
@@ -293,7 +318,7 @@ class TrainNode:
             self._context.log("worker_error", rank=self._context.rank, reason=message.what, fatal=message.fatal)
             self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, message))
             return
-        # Local rank 0 alone writes files, so it alone may have failed to.
+        # One process may fail to write a file, for all.
         asked = ASKED.get(type(message), type(message)).__name__
         answers = self._answers.setdefault(asked, {})
         answers[local_rank] = message
@@ -310,7 +335,7 @@ class TrainNode:
         self._ended(child, f"{name} ended with {code}" if code >= 0 else f"{name} was killed by signal {-code}")
 
     def _ended(self, child: Child, reason: str) -> None:
-        """The replica is lost with this process; once for every start."""
+        """The node's trainers are lost with this process; once for every start."""
         if self._stopping or child not in self._children or self._state == "lost":
             return
         was, self._state = self._state, "lost"
@@ -321,6 +346,9 @@ class TrainNode:
             other.kill()
         self._context.log("engine_lost", rank=self._context.rank, engine=child.name, reason=reason, state=was)
         where = self._context.logs / f"{child.name}.log"
+        if not self._elastic and len(self._core) > 1:
+            self._context.send(0, wire.Fatal(self._context.rank, f"{reason} (see {where})", restart=True))
+            return
         if self._failed_starts >= MAX_STARTS:
             times = f"{self._failed_starts} times before it was ready"
             self._fail(f"the replica ended {times}, the last time because {reason}; see {where}")

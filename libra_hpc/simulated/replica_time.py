@@ -18,8 +18,8 @@ from libra_hpc.hardware.models import ModelShape
 PASSES = 1.0 + BACKWARD
 GRADIENT_BYTES = 4
 """Per parameter: float32."""
-STATE_BYTES = 12
-"""Per parameter that a joining replica receives: float32 weights and both Adam moments."""
+WEIGHT_BYTES = {"bfloat16": 2, "float32": 4}
+"""Per parameter that a joining replica receives, by the type of the model."""
 
 
 class ReplicaTime(msgspec.Struct, frozen=True):
@@ -28,6 +28,7 @@ class ReplicaTime(msgspec.Struct, frozen=True):
     devices: int
     mfu: float
     fixed_s: float
+    weight_bytes: int
 
     def compute_s(self, lengths: Iterable[int]) -> float:
         """Seconds of forward and backward over samples of ``lengths`` tokens, plus ``fixed_s``."""
@@ -39,10 +40,10 @@ class ReplicaTime(msgspec.Struct, frozen=True):
         return sent / self.device.inter_bytes_s
 
     @property
-    def state_bytes(self) -> int:
+    def received_bytes(self) -> int:
         """Bytes that one process of a joining replica receives."""
-        return STATE_BYTES * self.shape.params // self.devices
+        return self.weight_bytes * self.shape.params // self.devices
 
     @property
     def receive_s(self) -> float:
-        return self.state_bytes / self.device.inter_bytes_s
+        return self.received_bytes / self.device.inter_bytes_s

@@ -2,7 +2,7 @@
 
 * The state is two counters, `TrainerState`; checkpoints have the layout of `libra_hpc.train.state_folders`.
 * A weight file is a safetensors file with one small tensor, so transfer, checksums and storage are real.
-* Rendezvous: each member writes its state to a file beside the path torch would use, and reads those of all others.
+* Rendezvous: each process writes its state to a file beside the path torch would use, and reads those of its peers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.protocol.codec import pack_f32
-from libra_hpc.protocol.trainer import Join
 from libra_hpc.train import state_folders as folders
 
 TENSOR = "simulated.step"
@@ -76,26 +75,23 @@ def save(folder: Path, step: int, updates: int) -> None:
 
 
 def meet(
-    order: Join, *, local_rank: int, own: folders.TrainerState, timeout_s: float, interrupted: Callable[[], bool]
+    base: str, *, position: int, size: int, own: folders.TrainerState, timeout_s: float, interrupted: Callable[[], bool]
 ) -> folders.TrainerState:
-    """Wait for all members of a generation; returns the state of the one with the highest step.
+    """Wait for ``size`` peers, of which this is number ``position``; returns the state of the first, in the core.
 
     Raises `NotMet` after ``timeout_s``, or once ``interrupted()`` returns True (a newer message waits).
     """
-    base = Path(order.rendezvous)
-    mine = base.with_name(f"{base.name}.{local_rank}-{order.rank}")
+    paths = [Path(f"{base}-{number}") for number in range(size)]
+    mine = paths[position]
     partial = mine.with_name(f"{mine.name}{folders.TEMPORARY}")
     partial.write_bytes(msgspec.json.encode(own))
     os.replace(partial, mine)
-    missing = {base.with_name(f"{base.name}.{local_rank}-{rank}") for rank in range(order.size)}
-    found: list[folders.TrainerState] = []
+    missing = set(paths)
     deadline = time.monotonic() + timeout_s
     while True:
-        for path in [path for path in missing if path.exists()]:
-            found.append(msgspec.json.decode(path.read_bytes(), type=folders.TrainerState))
-            missing.discard(path)
+        missing = {path for path in missing if not path.exists()}
         if not missing:
-            return max(found, key=lambda state: state.step)
+            return msgspec.json.decode(paths[0].read_bytes(), type=folders.TrainerState)
         if interrupted() or time.monotonic() > deadline:
-            raise NotMet(f"{len(missing)} of {order.size} members did not appear")
+            raise NotMet(f"{len(missing)} of {size} members did not appear")
         time.sleep(MEET_POLL_S)

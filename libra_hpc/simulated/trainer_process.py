@@ -3,7 +3,7 @@
 ``python -m libra_hpc.simulated.trainer_process --socket PATH --config FILE --pace JSON``
 
 * `TrainStep` that is not the next step of the current generation -> refused.
-* `Join` -> the state of the member with the highest step.
+* `Join` -> the core's step; a replica without its weights receives them.
 * Start with ``start_dir`` -> the newest snapshot.
 * Unlike the real worker, a member whose peer dies during a step finishes and commits the step.
 """
@@ -25,7 +25,6 @@ from libra_hpc.protocol.trainer import (
     FromWorker,
     Join,
     Joined,
-    Sample,
     SaveCheckpoint,
     Saved,
     SaveFailed,
@@ -43,13 +42,15 @@ from libra_hpc.simulated import state
 from libra_hpc.train import state_folders as folders
 from libra_hpc.train.link import COMPUTE, WAITING, Pulse, WorkerSocket
 from libra_hpc.train.settings import WorkerConfig, read_config
+from libra_hpc.train.shards import loss_tokens_of, spread, tokens_of
 
 from .clock import wait
 from .entry import run
-from .replica_time import ReplicaTime
+from .replica_time import WEIGHT_BYTES, ReplicaTime
 from .settings import Pace
 
-TOKEN_BYTES = 4
+NOTHING = folders.TrainerState(-1, 0)
+"""State of a replica without weights."""
 
 
 class Trainer:
@@ -65,9 +66,11 @@ class Trainer:
             devices=config.tp * config.pp,
             mfu=pace.mfu,
             fixed_s=pace.step_s,
+            weight_bytes=WEIGHT_BYTES[config.dtype],
         )
-        self._generation, self._size = -1, 1
-        self._state = folders.TrainerState(0, 0)
+        self._generation, self._ranks = -1, config.core_dp
+        """The latter: data-parallel ranks of the generation."""
+        self._state = NOTHING if config.elastic else folders.TrainerState(0, 0)
         if config.start_dir:
             self._state = folders.read_state(folders.resolve(Path(config.start_dir)))
         self._take(pace.start_s, begin)
@@ -99,29 +102,38 @@ class Trainer:
                 return [self._save(Path(folder), step, begin)]
             case Standby():
                 self._generation = -1
+                if self._config.elastic:
+                    self._state = NOTHING
         return []
 
     def _join(self, message: Join, begin: float) -> list[FromWorker]:
-        self._generation = -1
+        self._generation, config = -1, self._config
+        ranks = config.core_dp + message.size - 1
         try:
             with self._pulse.phase(WAITING):
-                newest = state.meet(
-                    message,
-                    local_rank=self._config.rank,
+                core = state.meet(
+                    f"{message.rendezvous}.{config.rank % self._time.devices}",
+                    position=config.core_dp + message.rank - 1 if config.elastic else self._place,
+                    size=ranks,
                     own=self._state,
-                    timeout_s=self._config.join_timeout_s,
+                    timeout_s=config.join_timeout_s,
                     interrupted=self._socket.interrupted,
                 )
         except state.NotMet as error:
             what = f"generation {message.generation} did not form: {error}"
             return [WorkerError(what, fatal=False, generation=message.generation, attempt=message.attempt)]
         received = 0
-        if newest != self._state:
-            received = self._time.state_bytes
+        if core.step not in (self._state.step, message.version):
+            received = self._time.received_bytes
             self._take(self._time.receive_s, begin)
-        self._state, self._generation, self._size = newest, message.generation, message.size
+        self._state, self._generation, self._ranks = core, message.generation, ranks
         seconds = time.monotonic() - begin
-        return [Joined(message.generation, newest.step, received, seconds, attempt=message.attempt)]
+        return [Joined(message.generation, core.step, received, seconds, attempt=message.attempt)]
+
+    @property
+    def _place(self) -> int:
+        """Data-parallel rank within this world."""
+        return self._config.rank // self._time.devices
 
     def _train(self, message: TrainStep, begin: float) -> list[FromWorker]:
         step = self._state.step
@@ -133,7 +145,8 @@ class Trainer:
             )
             return [StepFailed(message.step, message.generation, why)]
         samples = [sample for minibatch in message.minibatches for sample in minibatch]
-        compute_s, reduce_s = self._time.compute_s(map(_tokens, samples)), self._time.reduce_s(self._size)
+        own = [s for part in message.minibatches for s in spread(part, self._config.dp)[self._place]]
+        compute_s, reduce_s = self._time.compute_s(map(tokens_of, own)), self._time.reduce_s(self._ranks)
         self._take(compute_s + reduce_s, begin)
         skipped = sum(not all(math.isfinite(sample.advantage) for sample in part) for part in message.minibatches)
         updates = sum(total > 0 for total in message.total_tokens) - skipped
@@ -148,8 +161,8 @@ class Trainer:
             ratio_truncated=0.0,
             logprob_gap=0.0,
             entropy=0.0,
-            tokens=sum(map(_tokens, samples)),
-            loss_tokens=sum(sample.loss_mask.count(1) for sample in samples),
+            tokens=sum(map(tokens_of, samples)),
+            loss_tokens=sum(map(loss_tokens_of, samples)),
             compute_s=compute_s / self._speedup,
             reduce_s=reduce_s / self._speedup,
             optimizer_s=0.0,
@@ -185,10 +198,6 @@ class Trainer:
             except OSError as error:
                 return SaveFailed(str(folder), step, str(error))
         return Saved(str(folder), step, time.monotonic() - begin)
-
-
-def _tokens(sample: Sample) -> int:
-    return len(sample.tokens) // TOKEN_BYTES
 
 
 def main(arguments: list[str] | None = None) -> int:

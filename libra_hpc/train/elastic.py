@@ -25,13 +25,23 @@ import torch.distributed as dist
 
 from libra_hpc.protocol.trainer import Join
 
-from .device import bare_group, file_store, wait, wait_peer
+from .device import Store, bare_group, file_store, wait, wait_peer
 from .exchange import Transfer, join_transfers, parts, step_transfers
-from .replicas import CONNECT_S, PeerLost, assemble
 from .train_engine import NO_STEP, TrainEngine
 
 CHUNK = 1 << 24
 """Elements of one transfer (64 MiB of float32): the owner's memory for what it receives. Smaller ones show latency."""
+ANNOUNCE_POLL_S = 0.05
+"""Seconds between two reads of the announcements on the shared file system."""
+CONNECT_S = 8.0
+"""Longest connect in seconds of announced members; on the CPU it takes milliseconds.
+
+Half: a loaded node may miss it. Double: a member that dies in between delays the others so long.
+"""
+
+
+class PeerLost(Exception):
+    """An exchange with the core or the replicas failed: a member died, left, or was late."""
 
 
 class ElasticReplicas:
@@ -46,7 +56,7 @@ class ElasticReplicas:
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """``owners``: data-parallel ranks of the core. ``waiting`` is the context of waits for other processes."""
-        self._engine, self._owners, self._waiting, self._elastic = engine, owners, waiting, engine.elastic
+        self._engine, self._owners, self.waiting, self._elastic = engine, owners, waiting, engine.elastic
         self._step_timeout_s, self._join_timeout_s = step_timeout_s, join_timeout_s
         self._group: Any = None
         self._siblings: Any = None
@@ -72,7 +82,7 @@ class ElasticReplicas:
         received, error = 0, ""
         try:
             if message.size > 1:
-                with self._waiting():
+                with self.waiting():
                     received = self._form(message, interrupted)
         except (RuntimeError, OSError) as failure:
             error = str(failure)
@@ -97,7 +107,7 @@ class ElasticReplicas:
         size = self._owners + self._replicas
         self._rank = self._owners + message.rank - 1 if self._elastic else place.dp_rank
         store = file_store(path, size)
-        assemble(store, self._rank, size, self._join_timeout_s, interrupted)
+        _assemble(store, self._rank, size, self._join_timeout_s, interrupted)
         # NCCL connects in its first collective: seconds for many devices.
         connect_s = self._join_timeout_s if device.type == "cuda" else min(CONNECT_S, self._join_timeout_s)
         self._group = bare_group(device, store, rank=self._rank, size=size, timeout_s=connect_s)
@@ -220,10 +230,27 @@ class ElasticReplicas:
         try:
             if self._group is None:
                 raise RuntimeError("this process has left the generation")
-            with self._waiting(), torch.no_grad():
+            with self.waiting(), torch.no_grad():
                 yield
         except RuntimeError as failure:
             self.leave()
             raise PeerLost(str(failure)) from failure
         finally:
             self.waited_s += time.monotonic() - begin
+
+
+def _assemble(store: Store, rank: int, size: int, timeout_s: float, interrupted: Callable[[], bool]) -> None:
+    """Announce this member and wait for all; raises `RuntimeError` when one is missing or a newer order came."""
+    members = [f"member-{rank}" for rank in range(size)]
+    store.set(members[rank], "here")
+    deadline = time.monotonic() + timeout_s
+    while True:
+        # Also when all are there: members with the newer order leave, and the connect would wait for them.
+        if interrupted():
+            raise RuntimeError("a newer order came")
+        if store.check(members):
+            return
+        if time.monotonic() > deadline:
+            missing = [rank for rank, member in enumerate(members) if not store.check([member])]
+            raise RuntimeError(f"members {missing} of {size} did not appear within {timeout_s:g} s")
+        time.sleep(ANNOUNCE_POLL_S)

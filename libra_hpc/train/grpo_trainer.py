@@ -1,4 +1,4 @@
-"""One GRPO step of a replica: pack, compute the proximal policy, accumulate, sum over replicas, agree, update.
+"""One GRPO step of a world: pack, compute the proximal policy, accumulate, sum over replicas, agree, update.
 
 - The sum over replicas fails -> no process of the replica has changed anything.
 - A later minibatch of a step fails -> the state returns to a copy from the start of the step.
@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
 
-from .elastic import ElasticReplicas
+from .elastic import ElasticReplicas, PeerLost
 from .grpo import entropy_sum, grpo_terms, token_logprobs
 from .packing import Pack, decode, pack
-from .replicas import PeerLost, Replicas
 from .settings import AlgorithmSettings
 from .shards import spread
 from .train_engine import LARGEST_NORM, TrainEngine
@@ -37,7 +36,7 @@ class GrpoTrainer:
     """Runs `TrainStep` messages."""
 
     def __init__(
-        self, engine: TrainEngine, replicas: Replicas | ElasticReplicas, settings: AlgorithmSettings, micro_tokens: int
+        self, engine: TrainEngine, replicas: ElasticReplicas, settings: AlgorithmSettings, micro_tokens: int
     ) -> None:
         self._engine, self._replicas, self._settings, self._micro_tokens = engine, replicas, settings, micro_tokens
         self._sums = torch.zeros(6, dtype=torch.float32, device=engine.device)
@@ -178,7 +177,9 @@ class GrpoTrainer:
             total[-2] = self._engine.squared_norm()
         total[-1] = float(failure is not None)
         if dist.get_world_size() > 1:
-            dist.all_reduce(total)
+            # A process that waits here for one whose exchange with a replica hangs is not to blame.
+            with self._replicas.waiting():
+                dist.all_reduce(total)
         *sums, tokens, loss_tokens, squared, failed = total.tolist()
         self._tokens += int(tokens)
         self._loss_tokens += int(loss_tokens)

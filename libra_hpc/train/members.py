@@ -1,6 +1,8 @@
-"""Which replicas train together: forms the membership generations that the coordinator orders.
+"""Which nodes train together: forms the membership generations that the coordinator orders.
 
+- The core (all nodes of component ``train``) is member 0 of every generation; hybrid nodes are members 1, 2, ..
 - A newer order -> it is formed; an unfinished formation is given up.
+- An order without a node of the core -> the next one is awaited.
 - A member died -> wait for the coordinator's next order, which leaves it out or has it rebuilt.
 - A step or join failed and nobody died -> after `RETRY_S` the same members join again, for at most
   `NEW_GENERATION_S`.
@@ -35,12 +37,17 @@ class Members:
     """Base of the train leader: orders, members, and answers to the last request."""
 
     def __init__(
-        self, rendezvous: Path, rank: int, send: Callable[[int, MeshMessage], None], clock: Callable[[], float]
+        self,
+        rendezvous: Path,
+        core: tuple[int, ...],
+        send: Callable[[int, MeshMessage], None],
+        clock: Callable[[], float],
     ) -> None:
-        self._rendezvous, self._send, self._clock = rendezvous, send, clock
+        """``core``: ranks of the core's nodes; the first one answers for them."""
+        self._rendezvous, self._core, self._send, self._clock = rendezvous, core, send, clock
         self.generation = 0
         self.members: tuple[int, ...] = ()
-        self.exporter = rank
+        """All nodes of the generation, the core's first."""
         self._joining: tuple[int, ...] = ()
         self._ordered: tuple[int, tuple[int, ...]] = (0, ())
         self._broken = True
@@ -52,8 +59,8 @@ class Members:
         """First failure without a death since the last step that succeeded."""
         self._joins = 0
         """Joins ordered so far; the attempt number of the last one."""
-        self._saving = -1
-        """Rank that was asked to save and has not answered."""
+        self._saving = False
+        """Whether the core was asked to save and has not answered."""
         self._busy_at: dict[int, float] = {}
         """Time of each member's last report of writing its state."""
         self._wake = asyncio.Event()
@@ -77,19 +84,18 @@ class Members:
             self._busy_at[rank] = self._clock()
 
     def _save_ended(self, rank: int) -> None:
-        if rank == self._saving:
-            self._saving = -1
+        if rank == self._core[0]:
+            self._saving = False
 
     def _member_busy(self) -> bool:
         since = self._clock() - BUSY_S
-        return any(rank == self._saving or self._busy_at.get(rank, since - 1.0) >= since for rank in self._ordered[1])
+        return self._saving or any(self._busy_at.get(rank, since - 1.0) >= since for rank in self._ordered[1])
 
     def _membership_due(self) -> bool:
         return self._broken or self._ordered_newer()
 
     def _ordered_newer(self) -> bool:
-        # An order without ranks: every member died, and another order follows.
-        return self._ordered[0] > self.generation and bool(self._ordered[1])
+        return self._ordered[0] > self.generation and set(self._core) <= set(self._ordered[1])
 
     async def _until(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
         deadline = None if timeout is None else self._clock() + timeout
@@ -119,15 +125,19 @@ class Members:
         return self._ordered_newer() or self._died
 
     async def _join(self, wanted: tuple[int, ...]) -> bool:
-        """Have these ranks form the generation; False when that failed or a newer order came first."""
+        """Have these nodes form the generation, the core first; False when that failed or a newer order came."""
         self._joining, self._broken = wanted, True
-
         self._clear_replies()
         self._joins += 1
         path = f"{self._rendezvous}/generation-{self.generation:06d}.{self._joins}"
+        owners = len(self._core)
         for position, rank in enumerate(wanted):
             join = Join(
-                generation=self.generation, rank=position, size=len(wanted), rendezvous=path, attempt=self._joins
+                generation=self.generation,
+                rank=max(0, position - owners + 1),
+                size=len(wanted) - owners + 1,
+                rendezvous=path,
+                attempt=self._joins,
             )
             self._send(rank, ToReplica(join))
 
@@ -143,7 +153,7 @@ class Members:
 
     def _fail(self, reason: str, restart: bool = False) -> bool:
         """The run cannot go on, or only from its newest checkpoint; always False."""
-        self._send(0, Fatal(self.exporter, reason, restart))
+        self._send(0, Fatal(self._core[0], reason, restart))
         return False
 
     def _log(self, kind: str, **fields: str | int | float) -> None:

@@ -31,7 +31,7 @@ class Retry:
 
 
 class Exports:
-    """Which weight version was requested from the exporter, and which is written."""
+    """Which weight version was requested from the core, and which is written."""
 
     FIRST_S, LONGEST_S = 2.0, 10.0
     """Pauses in seconds; short, because rollout with a staleness bound of 0 waits for the version."""
@@ -58,10 +58,6 @@ class Exports:
     def ask_again(self) -> None:
         """Drop the pending request: its receiver may be gone."""
         self._asked = self._written
-
-    def moved(self, version: int) -> None:
-        """Another replica exports from now on; it has not written this version."""
-        self._asked = self._written = min(self._written, version - 1)
 
     def written(self, version: int, seconds: float) -> None:
         self._written, self.seconds = max(self._written, version), seconds

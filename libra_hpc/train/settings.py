@@ -45,7 +45,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     model_dir: str
     """Hugging Face folder: config.json and tokenizer always, weights when ``start_dir`` is empty."""
     world_rendezvous: str
-    """Path of a fresh FileStore that only the processes of this replica share."""
+    """Path of a fresh FileStore that only the processes of this world share."""
     start_dir: str
     """Checkpoint, snapshot, or folder of snapshots to start from; empty: the weights in ``model_dir`` at step 0."""
     device: Literal["cpu", "cuda"]
@@ -54,10 +54,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     tp: int
     pp: int
     dp: int = 1
-    core_dp: int = 0
-    """Data-parallel ranks of the core that owns the optimizer state; 0: every replica has its own."""
+    core_dp: int = 1
+    """Data-parallel ranks of the core, which owns the optimizer state: in the core itself the same as ``dp``."""
     elastic: bool = False
-    """A replica without optimizer, of a run with a core."""
+    """A replica without optimizer, outside the core."""
     rank: int
     optimizer: OptimizerSettings
     algorithm: AlgorithmSettings

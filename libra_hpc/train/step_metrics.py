@@ -1,4 +1,4 @@
-"""The metrics of one step, made of the replicas' answers."""
+"""The metrics of one step, made of the answers of the core and the replicas."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from libra_hpc.protocol.trainer import StepDone
 
 
 def train_metrics(replies: list[StepDone], tokens: int, wall_s: float, export_s: float) -> TrainMetrics:
-    """Combine the answers of all replicas to a batch of ``tokens`` tokens.
+    """Combine the answers of the core, which is first, and of all replicas to a batch of ``tokens`` tokens.
 
     The stage's own work excludes waits for a slower peer. The slowest member waits least: its reduce time is the true
     one.
     """
     reduce_s = min(r.reduce_s for r in replies)
     work = max(r.compute_s + r.optimizer_s for r in replies) + reduce_s + export_s
-    # Loss, ratios and entropy travel with the gradients: every reply has the same ones, over all replicas.
-    any_reply = replies[0]
+    # Loss, ratios and entropy travel with the gradients: the core has them of all.
+    core = replies[0]
     return TrainMetrics(
-        loss=any_reply.loss,
-        grad_norm=any_reply.grad_norm,
-        entropy=any_reply.entropy,
-        ratio_mean=any_reply.ratio_mean,
-        ratio_truncated=any_reply.ratio_truncated,
-        logprob_gap=any_reply.logprob_gap,
-        skipped=any_reply.skipped,
+        loss=core.loss,
+        grad_norm=core.grad_norm,
+        entropy=core.entropy,
+        ratio_mean=core.ratio_mean,
+        ratio_truncated=core.ratio_truncated,
+        logprob_gap=core.logprob_gap,
+        skipped=core.skipped,
         loss_tokens=sum(r.loss_tokens for r in replies),
         trained_tokens=sum(r.tokens for r in replies),
         train_s=work,

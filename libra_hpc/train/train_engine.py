@@ -1,7 +1,7 @@
 """One rank of a Megatron-Core world: model, gradient buffers, sharded optimizer, schedule, and their state.
 
 The torch world (``tp * pp * cp * dp`` processes) exists for the life of the process; within it, Megatron-Core sums the
-gradients and shards the optimizer. Replicas outside of it (`libra_hpc.train.replicas`) enter only through ``reduce``.
+gradients and shards the optimizer. Replicas outside of it (`libra_hpc.train.elastic`) enter only through ``reduce``.
 """
 
 from __future__ import annotations
@@ -114,9 +114,6 @@ class TrainEngine:
         """This rank's parameters by Megatron-Core name, ordered as `stage_entries`."""
         found = dict(self.ddp.module.named_parameters())
         return {name: found.pop(name) for name in stage_entries(self.shape, self.split.pp, self.split.pp_rank)}
-
-    def gradients(self) -> list[torch.Tensor]:
-        return [buffer.grad_data for buffer in self.ddp.buffers]
 
     def buckets(self) -> list[Any]:
         """Megatron-Core's flat pieces of weights and gradients, in an order that the layout alone decides."""

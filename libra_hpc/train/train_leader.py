@@ -1,21 +1,20 @@
 """The train leader: forms membership generations, runs global batches, commits steps.
 
-It runs in the agent of the lowest training rank and holds no weights. One loop:
+It runs in the agent of the first node of the core and holds no weights. One loop:
 
 - At a step boundary -> the newest ordered generation is formed (`Join`).
 - A batch is there -> it is sharded over the members; every member answers `StepDone`.
 - A step is committed -> its weights are exported and published, its prompts reported as trained.
-- Any surviving member committed the step -> it counts as committed, and the next generation takes over that state.
-- No member committed it -> it is done again on the same batch.
-- A replica was rebuilt from a snapshot -> the last `TrainLeader.retain` batches are replayed to the committed step.
+- A step failed and the core committed it -> it counts as committed; else it is done again on the same batch.
+- The core was rebuilt from a snapshot -> the last `TrainLeader.retain` batches are replayed to the committed step.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import chain
 from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
@@ -69,7 +68,7 @@ class TrainLeader(Members):
     def __init__(
         self,
         config: RunConfig,
-        rank: int,
+        core: tuple[int, ...],
         step: int,
         order: DataOrder,
         send: Callable[[int, MeshMessage], None],
@@ -81,7 +80,7 @@ class TrainLeader(Members):
         rendezvous: Path,
         checkpoints: Path,
     ) -> None:
-        super().__init__(rendezvous, rank, send, clock)
+        super().__init__(rendezvous, core, send, clock)
         self._steps, self._checkpoint_every = config.run.steps, config.checkpoint.every
         self._algorithm, self._storage_s = config.algorithm, config.deadlines.storage_s
         self._checkpoints = checkpoints
@@ -112,7 +111,11 @@ class TrainLeader(Members):
         self._wake.set()
 
     def on_reply(self, rank: int, message: FromWorker) -> None:
-        """An answer of a replica; answers to an older generation or attempt are ignored."""
+        """An answer of a node; answers to an older generation or attempt are ignored.
+
+        For files of the core its first node answers.
+        """
+        leads = rank == self._core[0]
         match message:
             case Alive():
                 self._on_alive(rank, message)
@@ -129,12 +132,12 @@ class TrainLeader(Members):
                     self._failed = self._failed or f"replica {rank}: {message.error}"
             case Saved(step=step) | SaveFailed(step=step):
                 self._save_ended(rank)
-                if step == self.step:
+                if step == self.step and leads:
                     self._replies[rank] = message
             case ExportFailed(version=version, reason=reason):
-                self._log("export_failed", step=version, reason=reason)
-                if rank != self.exporter:
+                if not leads:
                     return
+                self._log("export_failed", step=version, reason=reason)
                 now = self._clock()
                 if self._exports.failed(now):
                     what = f"the weights of step {version} could not be written for the rollout engines"
@@ -142,7 +145,7 @@ class TrainLeader(Members):
                 else:
                     asyncio.get_running_loop().call_later(self._exports.wait_s(now), self._wake.set)
             case Exported(version=version, crc32=crc32, seconds=seconds):
-                if rank != self.exporter:
+                if not leads:
                     return
                 self._exports.written(version, seconds)
                 if version == self.step:
@@ -206,15 +209,13 @@ class TrainLeader(Members):
             if not await self._order_or_retry():
                 return self._fail(f"training failed and no node died: {self._failed}")
             started = self._clock()
-            self.generation, wanted = self._ordered
+            self.generation, ordered = self._ordered
+            wanted = (*self._core, *(rank for rank in ordered if rank not in self._core))
             if not await self._join(wanted):
                 continue
             self._exports.ask_again()
-            if self.exporter != wanted[0]:
-                # Nodes without the present version ask the exporter, which must have it.
-                self._exports.moved(self.step)
-            self.members, self._broken, self.exporter = wanted, False, wanted[0]
-            self._state_step = self._replies[wanted[0]].step
+            self.members, self._broken = wanted, False
+            self._state_step = self._replies[self._core[0]].step
             for rank in wanted:
                 joined: Joined = self._replies[rank]
                 self._send(
@@ -233,7 +234,7 @@ class TrainLeader(Members):
                 self._state_step == self.step
                 or all(s in self._batches for s in range(self._state_step + 1, self.step + 1))
             ):
-                where = f"the replicas hold step {self._state_step}, the run is at step {self.step}"
+                where = f"the trainers hold step {self._state_step}, the run is at step {self.step}"
                 return self._fail(f"{where}, and the batches between are gone", restart=self._saved_step > 0)
         return True
 
@@ -250,7 +251,9 @@ class TrainLeader(Members):
         if not await self._ask(batch):
             return True
         self._state_step = batch.step
-        self._commit(batch, [self._replies[rank] for rank in self.members], waited_s, self._clock() - started)
+        # Every node of the core answers for the whole core.
+        answers = [self._replies[rank] for rank in (self._core[0], *self.members[len(self._core) :])]
+        self._commit(batch, answers, waited_s, self._clock() - started)
         if self._skipped_in_row >= SKIPPED_STEPS:
             return self._fail(f"gradients were not finite in {self._skipped_in_row} steps in a row")
         return True
@@ -270,9 +273,11 @@ class TrainLeader(Members):
         shards, totals = shard(batch.groups, len(self.members), algorithm.minibatches, skip)
         self._totals = [total for total in totals if total]
         self._clear_replies()
-        for rank, minibatches in zip(self.members, shards, strict=True):
+        members, owners = self.members, len(self._core)
+        # The core spreads its samples over its data-parallel ranks itself.
+        together = tuple(tuple(chain.from_iterable(parts)) for parts in zip(*shards[:owners], strict=True))
+        for rank, minibatches in zip(members, [together] * owners + shards[owners:], strict=True):
             self._send(rank, ToReplica(TrainStep(batch.step, self.generation, minibatches, totals)))
-        members = self.members
         await self._until(
             lambda: bool(self._failed) or all(isinstance(self._replies.get(rank), StepDone) for rank in members)
         )
@@ -311,37 +316,39 @@ class TrainLeader(Members):
         self._export()
 
     def _export(self) -> None:
-        """Have the newest weights written and published, once; only at a step boundary, where the exporter has them."""
+        """Have the newest weights written and published, once; only at a step boundary, where the core has them."""
         if self._export_due() and self._exports.ask(self.step, self._clock()):
-            self._send(self.exporter, ToReplica(Export("", self.step)))
+            self._to_core(Export("", self.step))
 
     def _export_due(self) -> bool:
         here = not self._broken and self._state_step == self.step
         return here and self._exports.due(self.step, self._clock())
 
+    def _to_core(self, message: Export | SaveCheckpoint) -> None:
+        for rank in self._core:
+            self._send(rank, ToReplica(message))
+
     async def _save(self) -> str | None:
-        """Save through one member, or through another when it dies: "" saved, None the run cannot go on, else the
-        failure.
-        """
+        """Save, again when the core dies and is rebuilt: "" saved, None the run cannot go on, else the failure."""
         while await self._membership():
             if self._state_step < self.step:
                 await self._replay()
                 continue
             self._clear_replies()
-            asked = self._saving = self.members[0]
+            self._saving = True
             folder = f"{self._checkpoints}/step-{self.step:06d}"
             began = self._clock()
-            self._send(asked, ToReplica(SaveCheckpoint(folder, self.step)))
-            await self._until(functools.partial(self._saved_or_failed, asked))
+            self._to_core(SaveCheckpoint(folder, self.step))
+            await self._until(self._saved_or_failed)
             if self._failed:
                 self._broken = True
                 continue
             self._failing_since = None
-            return await self._note_saved(self._replies[asked], began)
+            return await self._note_saved(self._replies[self._core[0]], began)
         return None
 
-    def _saved_or_failed(self, asked: int) -> bool:
-        return bool(self._failed) or isinstance(self._replies.get(asked), Saved | SaveFailed)
+    def _saved_or_failed(self) -> bool:
+        return bool(self._failed) or isinstance(self._replies.get(self._core[0]), Saved | SaveFailed)
 
     async def _note_saved(self, reply: Saved | SaveFailed, began: float) -> str:
         reason = reply.reason if isinstance(reply, SaveFailed) else ""

@@ -46,10 +46,9 @@ from libra_hpc.train import state_folders as folders
 from libra_hpc.weights.names import hf_shapes
 
 from .device import choose_device, file_store
-from .elastic import ElasticReplicas
+from .elastic import ElasticReplicas, PeerLost
 from .grpo_trainer import BatchRejected, GrpoTrainer
 from .link import CHECKPOINT, COMPUTE, SNAPSHOT, WAITING, Pulse, WorkerSocket
-from .replicas import PeerLost, Replicas
 from .settings import WorkerConfig, read_config
 from .train_engine import NO_STEP, TrainEngine, init_world
 
@@ -90,11 +89,7 @@ class Worker:
         else:
             checkpoint.start(self._engine, self._model_dir, config.start_dir)
         timeouts = config.step_timeout_s, config.join_timeout_s
-        self._replicas = (
-            ElasticReplicas(self._engine, config.core_dp, *timeouts, lambda: pulse.phase(WAITING))
-            if config.core_dp
-            else Replicas(self._engine, *timeouts, lambda: pulse.phase(WAITING))
-        )
+        self._replicas = ElasticReplicas(self._engine, config.core_dp, *timeouts, lambda: pulse.phase(WAITING))
         self._trainer = GrpoTrainer(self._engine, self._replicas, config.algorithm, config.micro_tokens)
         parameters = sum(torch.Size(size).numel() for size in hf_shapes(shape).values())
         self._socket.send(WorkerReady(self._engine.state.step, parameters, time.monotonic() - begin))
@@ -124,7 +119,7 @@ class Worker:
     def _join(self, message: Join) -> None:
         begin = time.monotonic()
         self._engine.reclaim()
-        if message.weights and self._engine.elastic and self._engine.state.step != message.version:
+        if message.weights and self._engine.elastic and self._engine.state.step < message.version:
             self._load_weights(message)
         try:
             received = self._replicas.join(message, self._socket.interrupted)

@@ -15,13 +15,8 @@ from libra_hpc.runtime.routes import Routes, add_engines, add_rollout_service, a
 from libra_hpc.runtime.train_node import TrainNode
 from libra_hpc.train.train_leader import TrainLeader
 
-RANK = 1
-
-
 class Part:
     """Any part of a node: remembers what it was called with."""
-
-    exporter = RANK
 
     def __init__(self, name: str, calls: list[tuple[Any, ...]]) -> None:
         self._name, self._calls = name, calls
@@ -39,7 +34,6 @@ class Scene:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.leader = Part("leader", self.calls)
         node, train, service = (
             cast(RolloutNode, self.part("node")),
             cast(TrainNode, self.part("train")),
@@ -47,7 +41,7 @@ class Scene:
         )
         self.routes = Routes()
         add_engines(self.routes, node, train, self.spawn)
-        add_train_leader(self.routes, cast(TrainLeader, self.leader), train, RANK, self.send)
+        add_train_leader(self.routes, cast(TrainLeader, self.part("leader")))
         add_rollout_service(self.routes, service)
 
     def part(self, name: str) -> Part:
@@ -55,9 +49,6 @@ class Scene:
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self.calls.append(("spawn", work))
-
-    def send(self, rank: int, message: wire.MeshMessage) -> None:
-        self.calls.append(("send", rank, message))
 
     def deliver(self, message: wire.MeshMessage, blob: bytes = b"") -> list[tuple[Any, ...]]:
         self.calls.clear()
@@ -96,12 +87,6 @@ def test_a_message_reaches_its_part(message: wire.MeshMessage, calls: list[tuple
 def test_an_answer_of_a_replica_comes_with_its_rank() -> None:
     answer = cast(StepDone, object())
     assert Scene().deliver(wire.FromReplica(2, answer)) == [("leader.on_reply", 2, answer)]
-
-
-def test_who_wants_weights_is_passed_on_to_the_node_that_exports() -> None:
-    scene = Scene()
-    scene.leader.exporter = 5
-    assert scene.deliver(WANTED) == [("send", 5, WANTED)]
 
 
 def test_a_part_that_is_not_there_gets_nothing() -> None:

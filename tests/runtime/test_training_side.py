@@ -31,7 +31,7 @@ RANKS = (1, 2, 3)
 
 
 class Side:
-    """Three training nodes, the leader, and what a coordinator does about deaths: the ready ones are the next
+    """The core, two replicas, the leader, and what a coordinator does about deaths: the ready ones are the next
     generation."""
 
     def __init__(self, folder: Path, engine: str) -> None:
@@ -50,7 +50,7 @@ class Side:
                     "start_s": 0.0,
                     "step_s": 20.0,
                 },
-                "components": {"train": {"nodes": 3, "gpus": 8}, "hybrid": {"nodes": 0}, "rollout": {"gpus": 8}},
+                "components": {"train": {"gpus": 8}, "hybrid": {"nodes": 2, "gpus": 8}, "rollout": {"gpus": 8}},
             }
         )
         self.committed: list[wire.Committed] = []
@@ -58,7 +58,7 @@ class Side:
         self.ready: set[int] = set()
         self.generation = 0
         self.run = RunDir(folder / "run")
-        layout = RankLayout(("planner", "train", "train", "train", "rollout"))
+        layout = RankLayout(("planner", "train", "hybrid", "hybrid", "rollout"))
         self.nodes: dict[int, TrainNode] = {}
         for rank in RANKS:
             private, shm = folder / f"p{rank}", folder / f"s{rank}"
@@ -69,7 +69,7 @@ class Side:
             )
         self.leader = TrainLeader(
             config,
-            1,
+            (1,),
             0,
             DataOrder(),
             self.send,

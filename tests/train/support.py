@@ -30,8 +30,8 @@ from libra_hpc.protocol.trainer import (
 )
 from libra_hpc.train import checkpoint
 from libra_hpc.train import state_folders as folders
+from libra_hpc.train.elastic import ElasticReplicas
 from libra_hpc.train.grpo_trainer import GrpoTrainer
-from libra_hpc.train.replicas import Replicas
 from libra_hpc.train.settings import OptimizerSettings, write_config
 from libra_hpc.train.shard_files import ShardFiles
 from libra_hpc.train.train_engine import TrainEngine
@@ -114,7 +114,7 @@ def build(
     """An engine and trainer in this process, alone in generation 0, with the model's weights."""
     engine = TrainEngine(read_shape(model_dir), torch.device("cpu"), dtype, split, optimizer)
     checkpoint.load_policy(engine, model_dir)
-    replicas = Replicas(engine, 60.0, 60.0)
+    replicas = ElasticReplicas(engine, 1, 60.0, 60.0)
     trainer = GrpoTrainer(engine, replicas, ALGORITHM, MICRO_TOKENS)
     replicas.join(Join(0, 0, 1, ""))
     return engine, trainer

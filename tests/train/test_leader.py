@@ -1,4 +1,4 @@
-"""The train leader against replicas that only count: membership, commits, deaths, replay, stop."""
+"""The train leader against nodes that only count: membership, commits, deaths, replay, stop."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def batch(step: int) -> Batch:
 
 
 class Replica:
-    """A replica whose state is the list of its steps; by default it answers at once."""
+    """A node whose state is the list of its steps; by default it answers at once."""
 
     def __init__(self, world: World, rank: int, step: int = 0) -> None:
         self.world, self.rank, self.history = world, rank, [f"step{s}" for s in range(1, step + 1)]
@@ -74,8 +74,8 @@ class Replica:
             case Join(generation=generation, size=size, rendezvous=rendezvous, attempt=attempt):
                 members = self.world.joining.setdefault(rendezvous, [])
                 members.append(self)
-                if len(members) == size:
-                    truth = max(members, key=lambda r: len(r.history))
+                if len(members) == len(self.world.core) + size - 1:
+                    truth = next(member for member in members if member.rank == self.world.core[0])
                     for member in members:
                         member.history = list(truth.history)
                         self.world.reply(member.rank, Joined(generation, len(member.history), 0, 0.0, attempt))
@@ -101,7 +101,15 @@ class Replica:
 
 
 class World:
-    def __init__(self, steps: int = 3, step: int = 0, checkpoint_every: int = 0, storage_s: float = 900.0) -> None:
+    def __init__(
+        self,
+        steps: int = 3,
+        step: int = 0,
+        checkpoint_every: int = 0,
+        storage_s: float = 900.0,
+        core: tuple[int, ...] = (1,),
+    ) -> None:
+        self.core = core
         self.replicas: dict[int, Replica] = {}
         self.joining: dict[str, list[Replica]] = {}
         self.trained: list[tuple[int, int, list[str], tuple[int, ...]]] = []
@@ -131,7 +139,7 @@ class World:
 
         self.leader = TrainLeader(
             config,
-            1,
+            core,
             step,
             DataOrder(2 * step),
             self.send,
@@ -153,6 +161,11 @@ class World:
 
     def of(self, kind: type) -> list[Any]:
         return [message for _, message in self.sent if isinstance(message, kind)]
+
+    def asked(self, kind: type) -> list[tuple[int, Any]]:
+        """Orders of a kind, with the rank that got each."""
+        found = [(rank, m.message) for rank, m in self.sent if isinstance(m, ToReplica)]
+        return [(rank, order) for rank, order in found if isinstance(order, kind)]
 
     def add(self, rank: int, step: int = 0) -> Replica:
         self.replicas[rank] = Replica(self, rank, step)
@@ -226,6 +239,38 @@ def test_a_newcomer_joins_at_a_step_boundary_and_shares_the_next_batch() -> None
     assert world.replicas[2].history == ["step1", "step2"]
 
 
+def test_all_nodes_of_the_core_are_one_member_and_get_the_same_samples() -> None:
+    world = World(steps=2, core=(1, 2))
+
+    async def script() -> None:
+        for rank in (1, 2, 3):
+            world.add(rank)
+        world.leader.on_generation(1, (1, 2, 3))
+        world.leader.on_batch(batch(1))
+        await until(lambda: world.of(Committed))
+        world.leader.on_generation(2, (1, 3))
+        world.leader.on_batch(batch(2))
+        await asyncio.sleep(0.02)
+        assert len(world.of(Committed)) == 2, "a part of the core forms no generation"
+        world.leader.on_generation(3, (1, 2))
+        await until(lambda: world.of(TrainingFinished))
+
+    play(world, script)
+    joins = [(rank, join.generation, join.rank, join.size) for rank, join in world.asked(Join)]
+    assert joins[:3] == [(1, 1, 0, 2), (2, 1, 0, 2), (3, 1, 1, 2)]
+    uids = {rank: found for rank, step, found, _ in world.trained if step == 1}
+    assert uids[1] == uids[2]
+    assert uids[1] == ["0.1", "1.1"], "the shares of two of three data-parallel ranks"
+    assert sorted(uids[1] + uids[3]) == ["0.0", "0.1", "1.0", "1.1"]
+    (first, second) = world.of(StepReport)
+    assert first.metrics.replicas == 3
+    assert first.metrics.train.trained_tokens == 2 * 8, "the core answers once"
+    assert [rank for rank, order in world.asked(Export) if order.version == 1] == [1, 2]
+    assert [rank for rank, _ in world.asked(SaveCheckpoint)] == [1, 2]
+    assert len(world.saved) == 1
+    assert second.step == 2
+
+
 def test_a_death_in_a_step_redoes_that_step_with_the_survivor() -> None:
     world = World(steps=2)
 
@@ -243,7 +288,7 @@ def test_a_death_in_a_step_redoes_that_step_with_the_survivor() -> None:
     assert [(rank, step, uids) for rank, step, uids, _ in world.trained] == [(1, 1, ["0.0", "0.1", "1.0", "1.1"])]
 
 
-def test_a_step_that_one_survivor_committed_is_not_trained_again() -> None:
+def test_a_step_that_the_core_committed_is_not_trained_again() -> None:
     world = World(steps=2)
 
     async def script() -> None:
@@ -260,7 +305,7 @@ def test_a_step_that_one_survivor_committed_is_not_trained_again() -> None:
     assert world.replicas[1].history == ["step1"]
 
 
-def test_a_rebuilt_replica_that_is_behind_replays_the_retained_batches() -> None:
+def test_a_rebuilt_core_that_is_behind_replays_the_retained_batches() -> None:
     world = World(steps=4)
     world.add(1)
 
@@ -520,35 +565,6 @@ def test_an_export_is_asked_for_at_a_step_boundary_never_while_a_step_runs(monke
     assert [p.version for p in world.of(Publish)] == [1]
 
 
-def test_another_exporter_is_asked_for_the_present_version_again() -> None:
-    world = World(steps=9)
-
-    async def script() -> None:
-        for rank in (1, 2):
-            world.add(rank)
-        world.leader.on_generation(1, (1, 2))
-        await until(lambda: world.of(Publish))
-        # Its node is gone, and with it the only file of version 0.
-        world.leader.on_replica_down(1, "node lost")
-        world.leader.on_generation(2, (2,))
-        await until(lambda: len(world.of(Publish)) == 2)
-        # Late answers of the old exporter do not count for the new one.
-        world.leader.on_reply(1, Exported(0, 77, 100, 0.0))
-        for _ in range(leader.Exports.FAILURES):
-            world.leader.on_reply(1, ExportFailed(0, "no room"))
-        await asyncio.sleep(0.01)
-
-    play(world, script)
-    assert len(world.of(Publish)) == 2
-    assert not world.of(Fatal)
-    exports = [
-        (rank, m.message.version)
-        for rank, m in world.sent
-        if isinstance(m, ToReplica) and isinstance(m.message, Export)
-    ]
-    assert exports == [(1, 0), (2, 0)]
-
-
 def test_an_answer_to_an_earlier_attempt_does_not_fail_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "RETRY_S", 0.01)
     world = World(steps=1)
@@ -621,7 +637,7 @@ def test_a_file_system_that_never_answers_fails_the_checkpoint_and_training_goes
     assert failed.fields["reason"] == "the data position was not written within 0 s"
 
 
-def test_only_the_replica_that_was_asked_to_save_answers_for_the_checkpoint() -> None:
+def test_only_the_core_answers_for_the_checkpoint() -> None:
     world = World(steps=9, checkpoint_every=1)
 
     async def script() -> None:

@@ -92,7 +92,7 @@ def test_recomputation_keeps_inputs_only_and_changes_no_gradient(tmp_path: Path)
             )
             load_policy(engine, tmp_path / "m")
             engine.forward_backward([batch], lambda logits, one: -token_logprobs(logits, one.targets, 1.0).sum())
-            gradients.append([g.clone() for g in engine.gradients()])
+            gradients.append([buffer.grad_data.clone() for buffer in engine.ddp.buffers])
             stored.append(_stored(engine, batch, torch.float32))
         finally:
             close_world()
