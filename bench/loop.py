@@ -137,7 +137,7 @@ class TrainRun:
 
         self.leader = TrainLeader(
             config=config,
-            rank=1,
+            core=(1,),
             step=0,
             order=DataOrder(),
             send=self.mesh.send,

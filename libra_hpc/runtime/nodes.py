@@ -147,7 +147,10 @@ class NodePool:
         assert self.pool is not None
         named = {rank: str(node.state) for rank, node in self.pool.nodes.items()}
         # A node on its way to rollout, or being rebuilt, asks for the weights itself; those that serve are pushed to.
-        message = wire.Roles(named, states.rollout_nodes(self.pool), self._recorded())
+        # So are those on their way to training, which join with them.
+        pushed = (states.NodeState.ROLLOUT, states.NodeState.TO_TRAIN)
+        receivers = tuple(rank for rank, node in self.pool.nodes.items() if node.state in pushed)
+        message = wire.Roles(named, receivers, self._recorded())
         for rank in self.facts:
             self._context.send(rank, message)
 

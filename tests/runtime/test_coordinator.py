@@ -49,11 +49,17 @@ from tests.protocol.step_reports import step_report
 
 
 class Scene:
-    def __init__(self, tmp_path: Path, step: int = 0, config: RunConfig | None = None) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        step: int = 0,
+        config: RunConfig | None = None,
+        components: tuple[str, ...] = ("planner", "train", "hybrid", "rollout"),
+    ) -> None:
         tmp_path.mkdir(exist_ok=True)
         self.run = RunDir(tmp_path)
         self.sent: list[tuple[int, Any]] = []
-        layout = RankLayout(("planner", "train", "hybrid", "rollout"))
+        layout = RankLayout(components)
         self.context = AgentContext(
             0,
             layout,
@@ -372,6 +378,18 @@ def test_all_ranks_restart_when_a_leader_is_lost_and_the_run_fails_once_that_is_
                 .startswith(f"recover: node {leader}, which leads {stage}, was lost (no heartbeat for")
             )
             assert not scene.run.result.exists()
+
+
+def test_all_ranks_restart_when_a_further_node_of_the_core_is_lost(tmp_path: Path, now: list[float]) -> None:
+    components = ("planner", "train", "train", "rollout")
+    scene = Scene(tmp_path, components=components)
+    scene.run.logs(1).mkdir(parents=True)
+    scene.deliver(*((rank, Hello(rank, "h", 1, name)) for rank, name in enumerate(components)))
+    silence(scene, 2, now, LEADER_LOST_S + 1)
+    run_until_over(scene)
+    assert not scene.orders(StopTraining), "nobody has the whole state to save"
+    again = scene.run.again(1).read_text()
+    assert again.startswith("recover: node 2, which has a part of the trainers, was lost (no heartbeat for")
 
 
 def test_time_in_which_rank_0_was_stopped_is_no_silence_of_others() -> None:

@@ -15,6 +15,7 @@ from libra_hpc.runtime.routes import Routes, add_engines, add_rollout_service, a
 from libra_hpc.runtime.train_node import TrainNode
 from libra_hpc.train.train_leader import TrainLeader
 
+
 class Part:
     """Any part of a node: remembers what it was called with."""
 

@@ -129,11 +129,7 @@ def test_a_node_leaves_training_also_while_the_core_is_rebuilt() -> None:
     pool, effects = play(running("train"), EngineEnded(1, "train"), MoveOrdered(3, "rollout"))
     assert effects == [OrderStart(1, "train")]
     pool, effects = play(pool, EngineAnswers(1, "train"), MemberOf(1, 3))
-    assert effects == [
-        FormMembership(Membership(3, (1,))),
-        OrderStandby(3, "train"),
-        OrderStart(3, "rollout"),
-    ]
+    assert effects == [FormMembership(Membership(3, (1,))), OrderStandby(3, "train"), OrderStart(3, "rollout")]
 
 
 def test_a_rollout_engine_that_died_is_started_again() -> None:

@@ -24,14 +24,18 @@ from libra_hpc.runtime.rank_layout import RankLayout
 from libra_hpc.runtime.train_node import TrainNode
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train import state_folders as folders
+from libra_hpc.train.settings import WorkerConfig, read_config
+from libra_hpc.weights.flow import WeightFile
 
 PATIENCE_S = 30.0
 
 
 class Scene:
-    """Node 1 of a dry run: a replica of one process, or two."""
+    """A training node of a dry run, with one process or two: the whole core unless told otherwise."""
 
-    def __init__(self, folder: Path, tp: int = 1) -> None:
+    def __init__(
+        self, folder: Path, tp: int = 1, rank: int = 1, components: tuple[str, ...] = ("train", "hybrid", "rollout")
+    ) -> None:
         config = RunConfig.model_validate(
             {
                 "run": {"engine": "simulated"},
@@ -49,11 +53,12 @@ class Scene:
         )
         self.sent: list[Any] = []
         self.shm = folder / "shm"
-        self.shm.mkdir()
+        self.shm.mkdir(parents=True)
         self.run = RunDir(folder / "run")
+        self.weights: WeightFile | None = None
         context = AgentContext(
-            1,
-            RankLayout(("planner", "train", "hybrid", "rollout")),
+            rank,
+            RankLayout(("planner", *components)),
             config,
             self.run,
             1,
@@ -62,7 +67,7 @@ class Scene:
             folder,
             self.shm,
         )
-        self.node = TrainNode(context)
+        self.node = TrainNode(context, lambda: self.weights)
 
     def of(self, kind: type) -> list[Any]:
         return [message for message in self.sent if isinstance(message, kind)]
@@ -80,7 +85,7 @@ class Scene:
         before = len(self.of(EngineIsReady))
         await self.node.start()
         await self.until(lambda: len(self.of(EngineIsReady)) > before)
-        return self.node.pids["t1.0"]
+        return next(iter(self.node.pids.values()))
 
     def play(self, script: Callable[[], Awaitable[None]]) -> None:
         async def main() -> None:
@@ -271,3 +276,64 @@ def test_the_replica_answers_once_also_when_only_the_process_that_writes_fails(h
 
     scene.play(script)
     assert len(scene.answers(ExportFailed)) == 1
+
+
+def workers(scene: Scene, rank: int) -> list[WorkerConfig]:
+    return [read_config(path) for path in sorted(scene.shm.parent.glob(f"t{rank}.*.json"))]
+
+
+def test_the_nodes_of_a_core_are_one_world_with_one_meeting_point(here: Path) -> None:
+    found: list[WorkerConfig] = []
+    for rank in (1, 2):
+        folder = here / str(rank)
+        folder.mkdir()
+        scene = Scene(folder, tp=2, rank=rank, components=("train", "train", "rollout"))
+        scene.run.path = here
+
+        async def script(scene: Scene = scene, rank: int = rank) -> None:
+            await scene.node.start()
+            found.extend(workers(scene, rank))
+
+        scene.play(script)
+    assert [(worker.rank, worker.device_index) for worker in found] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert {(worker.dp, worker.core_dp, worker.elastic, worker.snapshot_dir) for worker in found} == {(2, 2, False, "")}
+    (meeting,) = {worker.world_rendezvous for worker in found}
+    assert Path(meeting).parent.is_dir(), "on the shared file system"
+
+
+def test_a_core_of_several_nodes_restarts_as_a_whole(here: Path) -> None:
+    scene = Scene(here, components=("train", "train", "rollout"))
+
+    async def script() -> None:
+        os.kill(await scene.ready(), signal.SIGKILL)
+        await scene.until(lambda: scene.of(Fatal))
+
+    scene.play(script)
+    (fatal,) = scene.of(Fatal)
+    assert fatal.restart
+    assert fatal.reason.startswith("worker process t1.0 was killed by signal 9 (see ")
+    assert not scene.of(EngineDied)
+
+
+def test_a_hybrid_node_joins_from_the_weights_that_it_has_for_rollout(here: Path) -> None:
+    core, scene = Scene(here), Scene(here / "hybrid", rank=2)
+
+    async def script() -> None:
+        await core.node.start()
+        await core.until(lambda: core.of(EngineIsReady))
+        await scene.ready()
+        (worker,) = workers(scene, 2)
+        assert (worker.elastic, worker.core_dp, worker.start_dir, worker.snapshot_dir) == (True, 1, "", "")
+        for number, weights in enumerate((None, WeightFile(0, here / "w", 1, 0)), 1):
+            scene.weights = weights
+            core.node.on_message(Join(number, 0, 2, str(here / f"g{number}")))
+            scene.node.on_message(Join(number, 1, 2, str(here / f"g{number}")))
+            await scene.until(lambda number=number: len(scene.answers(Joined)) == number)
+            scene.node.standby()
+            await scene.node.start()
+        await core.node.stop()
+
+    scene.play(script)
+    received = [joined.received_bytes for joined in scene.answers(Joined)]
+    assert received[0] > 1e9
+    assert received[1] == 0

@@ -108,21 +108,28 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
         assert done[0].compute_s == pytest.approx(flops / (8 * 312e12 * 0.4) / 0.5, rel=0.02), (
             "2 FLOPs per weight and token, thrice, at half the speed"
         )
-        with trainer_link(tmp_path / "b", modelled, tp=4, pp=2) as second:
-            assert second.until(train.WorkerReady).step == 0
+        with trainer_link(tmp_path / "b", modelled, tp=4, pp=2, elastic=True) as second:
+            assert second.until(train.WorkerReady).step == -1
             for rank, link in enumerate((first, second)):
                 link.send(train.Join(2, rank, 2, str(tmp_path / "g2")))
             joined = [link.until(train.Joined) for link in (first, second)]
             assert [reply.step for reply in joined] == [2, 2]
-            assert [reply.received_bytes > 20e9 for reply in joined] == [False, True], (
-                "12 bytes per weight, an eighth of them for each process"
+            assert joined[0].received_bytes == 0
+            assert joined[1].received_bytes == pytest.approx(4 * 14.77e9 / 8, rel=0.02), (
+                "4 bytes per weight, an eighth of them for each process"
             )
             for link in (first, second):
                 link.send(step(3, 2))
             assert first.until(train.StepDone).reduce_s == second.until(train.StepDone).reduce_s > 0.0
             second.send(step(3, 2))
             assert "at step 3" in second.until(train.StepFailed).error
-        first.send(train.Join(3, 1, 2, str(tmp_path / "g3")), train.Join(4, 0, 1, str(tmp_path / "g4")))
+            second.send(train.Standby())
+            weights = train.Join(3, 1, 2, str(tmp_path / "again"), weights="w", version=3)
+            first.send(train.Join(3, 0, 2, str(tmp_path / "again")))
+            second.send(weights)
+            (_, local) = [link.until(train.Joined) for link in (first, second)]
+            assert (local.step, local.received_bytes) == (3, 0), "its node has the weights of step 3"
+        first.send(train.Join(3, 0, 2, str(tmp_path / "g3")), train.Join(4, 0, 1, str(tmp_path / "g4")))
         assert "1 of 2 members did not appear" in first.until(train.WorkerError).what
         assert first.until(train.Joined).generation == 4, "a newer generation ends the wait for one that cannot form"
         first.send(train.Export(str(tmp_path / "w" / "export.safetensors"), 3))
@@ -135,6 +142,19 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
         first.send(train.Standby(), train.StopWorker())
         assert first.process.wait(60) == 0
     assert folders.read_state(tmp_path / "step-3") == folders.TrainerState(3, 3)
+    with (
+        trainer_link(tmp_path / "d", modelled, dp=2, core_dp=2, rank=0) as one,
+        trainer_link(tmp_path / "e", modelled, dp=2, core_dp=2, rank=1) as two,
+    ):
+        for link in (one, two):
+            link.send(train.Join(1, 0, 1, str(tmp_path / "core")))
+        assert [link.until(train.Joined).step for link in (one, two)] == [0, 0]
+        for link in (one, two):
+            samples = (sample("0.0", 1000), sample("1.0", 600))
+            link.send(train.TrainStep(1, 1, (samples,), (800,)))
+        done = [link.until(train.StepDone) for link in (one, two)]
+        assert [reply.tokens for reply in done] == [1600, 1600], "of the whole core"
+        assert done[0].compute_s > 1.5 * done[1].compute_s, "each computes its own share"
     with trainer_link(tmp_path / "c", modelled, start_dir=str(snapshots)) as rebuilt:
         assert rebuilt.until(train.WorkerReady).step == 2, "from the newest snapshot"
 

@@ -201,7 +201,7 @@ class WorkerProcess:
 
 
 class Replica:
-    """The worker processes of one replica, and the agent's ends of their sockets."""
+    """The worker processes of a core of one world, or of an elastic replica, and the agents' ends of their sockets."""
 
     def __init__(
         self, base: Path, name: str, model_dir: Path, *, tp: int = 1, pp: int = 1, dp: int = 1, **options: Any
@@ -214,6 +214,7 @@ class Replica:
             "algorithm": ALGORITHM,
             "micro_tokens": MICRO_TOKENS,
             "join_timeout_s": 60.0,
+            "core_dp": dp,
             **options,
         }
         self.processes: list[WorkerProcess] = []
@@ -325,7 +326,7 @@ class Replica:
 
 
 def join_all(replicas: list[Replica], generation: int, rendezvous: Path) -> list[Any]:
-    """Form a generation of ``replicas``; returns their answers."""
+    """Form a generation of ``replicas``, the core first; returns their answers."""
     for rank, replica in enumerate(replicas):
         replica.send(Join(generation, rank, len(replicas), str(rendezvous)))
     return [replica.receive(Joined) for replica in replicas]
