@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
 
-from .grpo import entropy_sum, grpo_terms, token_logprobs
+from .grpo import grpo_terms
+from .head import Head
 from .packing import Pack, decode, pack
 from .replicas import PeerLost, Replicas
 from .settings import AlgorithmSettings
@@ -109,8 +110,8 @@ class GrpoTrainer:
         for packs in batches:
             found: list[torch.Tensor] = []
 
-            def keep(logits: torch.Tensor, batch: Pack, found: list[torch.Tensor] = found) -> torch.Tensor:
-                found.append(token_logprobs(logits, batch.targets, self._settings.temperature))
+            def keep(head: Head, batch: Pack, found: list[torch.Tensor] = found) -> torch.Tensor:
+                found.append(head.likelihood(batch.targets, self._settings.temperature).logprobs)
                 return found[-1].sum()
 
             self._engine.forward(packs, keep)
@@ -120,10 +121,10 @@ class GrpoTrainer:
     def _accumulate(self, packs: list[Pack], proximal: list[torch.Tensor] | None) -> list[float]:
         self._sums.zero_()
         old: Iterator[torch.Tensor] | None = None if proximal is None else iter(proximal)
-        settings, tp_group = self._settings, self._engine.split.tp_group if self._engine.split.tp > 1 else None
+        settings = self._settings
 
-        def loss(logits: torch.Tensor, batch: Pack) -> torch.Tensor:
-            logprobs = token_logprobs(logits, batch.targets, settings.temperature)
+        def loss(head: Head, batch: Pack) -> torch.Tensor:
+            logprobs, entropy = head.likelihood(batch.targets, settings.temperature)
             terms = grpo_terms(
                 logprobs,
                 logprobs if old is None else next(old),
@@ -133,7 +134,6 @@ class GrpoTrainer:
                 is_truncation=settings.is_truncation,
                 kl_coef=settings.kl_coef,
             )
-            entropy = entropy_sum(logits.detach(), settings.temperature, tp_group)
             count = torch.tensor(float(len(logprobs)), device=logprobs.device)
             self._sums += torch.stack(
                 [terms.loss.detach(), terms.ratio, terms.truncated.float(), terms.gap, entropy, count]
@@ -149,7 +149,7 @@ class GrpoTrainer:
             self._replicas.leave()
             raise failure or PeerLost("another process of this replica lost its peers")
         if self._engine.split.pp > 1:
-            dist.broadcast(self._sums, dist.get_world_size() - 1)  # only the last stage sees logits
+            dist.broadcast(self._sums, dist.get_world_size() - 1)  # only the last stage has a loss
         return [float(x) for x in self._sums.tolist()]
 
     def _reduce(self, buffers: list[torch.Tensor]) -> None:

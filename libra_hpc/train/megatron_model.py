@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from libra_hpc.hardware.architecture import Architecture
 from libra_hpc.train import compat
 
+from .head import return_hidden_states
 from .mcore import GPTModel, MegatronModule, TransformerConfig, get_gpt_layer_local_spec, parallel_state
 from .packing import PackedLayout
 from .rotary import rotated
@@ -121,6 +122,8 @@ def build_model(
 ) -> GPTModel:
     """Build this rank's part of the model, uninitialised; needs Megatron-Core's parallel state.
 
+    The last stage returns the final hidden states; `libra_hpc.train.head` applies the output layer.
+
     With ``recompute`` a layer stores its input alone and is computed again in the backward pass (arXiv 1604.06174).
     """
     config = transformer_config(shape, dtype, tp, pp)
@@ -138,6 +141,8 @@ def build_model(
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
         )
+    if parallel_state.is_pipeline_last_stage():
+        return_hidden_states(model)
     if recompute:
         for layer in model.decoder.layers:
             # Megatron-Core's own recomputation needs a CUDA generator; without dropout nothing is random.

@@ -19,6 +19,7 @@ from libra_hpc.train import compat
 from libra_hpc.weights.names import ReplicaPlace, stage_entries
 
 from .device import Store, backend
+from .head import Head
 from .mcore import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -35,8 +36,8 @@ from .packing import Pack, PackedLayout
 from .rotary import Rotary
 from .settings import OptimizerSettings
 
-Loss = Callable[[torch.Tensor, Pack], torch.Tensor]
-"""Maps the logits of a pack's loss tokens, [m, vocab / tp], to the summed loss (a scalar)."""
+Loss = Callable[[Head, Pack], torch.Tensor]
+"""Maps the output layer over a pack's loss tokens to the summed loss (a scalar)."""
 LARGEST_NORM = 1e18
 """Largest usable gradient norm of one rank; beyond it, the squares that clipping sums in float32 overflow."""
 CONSTANT_STEPS = 1 << 40
@@ -160,7 +161,7 @@ class TrainEngine:
 
     @torch.no_grad()
     def forward(self, packs: list[Pack], loss: Loss) -> None:
-        """Call ``loss`` on every pack's logits without gradients; only the last pipeline stage has logits."""
+        """Call ``loss`` for every pack without gradients; only the last pipeline stage does."""
         if packs:
             self._schedule(packs, loss, forward_only=True)
 
@@ -170,9 +171,9 @@ class TrainEngine:
         ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
             pack = next(iterator)
 
-            def total(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            def total(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
                 with compat.without_shim():
-                    return loss(logits[0].index_select(0, pack.where), pack), self._no_tokens, {}
+                    return loss(Head(self.ddp.module, hidden[0], pack.where), pack), self._no_tokens, {}
 
             with compat.without_shim():
                 return model(pack.tokens, pack.positions, None, packed_seq_params=self.layout(pack)), total

@@ -15,7 +15,6 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.train.checkpoint import load_policy
 from libra_hpc.train.device import local_store
-from libra_hpc.train.grpo import token_logprobs
 from libra_hpc.train.packing import Pack, decode, pack
 from libra_hpc.train.train_engine import TrainEngine, close_world, init_world
 from tests.train.support import OPTIMIZER, make_model
@@ -44,8 +43,8 @@ def _stored(engine: TrainEngine, batch: Pack, dtype: torch.dtype) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        logits = engine.ddp(batch.tokens, batch.positions, None, packed_seq_params=engine.layout(batch))
-    assert logits.shape[1] == batch.tokens.shape[1]
+        hidden = engine.ddp(batch.tokens, batch.positions, None, packed_seq_params=engine.layout(batch))
+    assert hidden.shape[1] == batch.tokens.shape[1]
     return sum(seen.values())
 
 
@@ -91,7 +90,7 @@ def test_recomputation_keeps_inputs_only_and_changes_no_gradient(tmp_path: Path)
                 read_shape(tmp_path / "m"), torch.device("cpu"), torch.float32, split, OPTIMIZER, recompute
             )
             load_policy(engine, tmp_path / "m")
-            engine.forward_backward([batch], lambda logits, one: -token_logprobs(logits, one.targets, 1.0).sum())
+            engine.forward_backward([batch], lambda head, one: -head.likelihood(one.targets, 1.0).logprobs.sum())
             gradients.append([g.clone() for g in engine.gradients()])
             stored.append(_stored(engine, batch, torch.float32))
         finally:
