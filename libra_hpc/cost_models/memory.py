@@ -4,7 +4,7 @@
   parameter. A distributed optimizer divides the last 12 by the data-parallel ranks.
 - Activations: what a layer retains for its backward pass (`activation_bytes_per_token`); context parallelism divides
   it. With full recomputation, a layer retains its input, and one layer at a time the rest.
-- Pipeline: the first stage of 1F1B holds as many micro-batches as there are stages, the last one the logits.
+- Pipeline: the first stage of 1F1B holds as many micro-batches as there are stages, the last one the output layer.
 - The fuller of the two end stages counts.
 """
 
@@ -23,9 +23,10 @@ MOMENT_BYTES = 8
 """AdamW's two moments, float32."""
 MASTER_BYTES = 4
 """The float32 copy of weights of another type."""
-LOGITS_BYTES = 10
-"""Bytes per entry of one micro-batch: the matmul's output and its gradient (2 each), and, for the half of the tokens
-that is assumed to carry loss, a copy, the float32 softmax and its gradient."""
+SLICE_LOGITS = 32 << 20
+"""Logits that exist at a time, as in `libra_hpc.train.head`."""
+LOGIT_BYTES = (8, 6)
+"""Bytes of each in the forward pass (float32, and its exponential) and in the backward pass (float32 and bfloat16)."""
 PADDING = 1.25
 """Factor on attention activations: sequences that share a rectangle (`libra_hpc.train.packing`) cost up to half as much
 again, usually less."""
@@ -166,6 +167,19 @@ def activation_bytes_per_token(shape: ModelShape, recompute: bool, tp: int = 1) 
     return (4 * shape.hidden + elements / tp) * shape.dtype_bytes
 
 
+def head_bytes(shape: ModelShape, tokens: float, tp: int) -> float:
+    """Bytes of the output layer at its peak, on each of ``tp`` ranks, when all ``tokens`` carry loss.
+
+    The backward pass has the tokens' hidden states, their float32 gradient and a slice's part of it, and the gradient
+    of the weight beside a slice of logits.
+    """
+    vocab = shape.vocab / tp
+    logits = min(SLICE_LOGITS, tokens * vocab)
+    states = tokens * shape.hidden * (2 * shape.dtype_bytes + GRAD_BYTES)
+    forward, backward = (logits * size for size in LOGIT_BYTES)
+    return max(forward, backward + states + vocab * shape.hidden * shape.dtype_bytes)
+
+
 def _stage(
     shape: ModelShape,
     layout: TrainLayout,
@@ -189,6 +203,6 @@ def _stage(
         gradients=(common + experts) * GRAD_BYTES,
         optimizer=(common / shard + experts / expert_shard) * optimizer_bytes(shape),
         activations=activations,
-        logits=tokens / layout.tp * shape.vocab * LOGITS_BYTES if last else 0.0,
+        logits=head_bytes(shape, tokens, layout.tp) if last else 0.0,
         workspace=device.workspace_bytes,
     )

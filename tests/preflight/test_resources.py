@@ -40,7 +40,7 @@ def checked(model: str, **sections: Any) -> list[str]:
     ("model", "sections", "sentence"),
     [
         ("qwen3-14b", {"train": {"tp": 1}}, "train.tp = 1: training qwen3-14b with TP1 PP1 needs 3"),
-        ("qwen3-14b", {"train": {"tp": 1}}, "80 GB of one a800 can be used; valid: train.tp = 8, train.pp = 1"),
+        ("qwen3-14b", {"train": {"tp": 1}}, "80 GB of one a800 can be used; valid: train.tp = 1, train.pp = 5"),
         ("llama-3.1-70b", {"rollout": {"tp": 4}}, "llama-3.1-70b with TP8 PP1 needs 227 GB a GPU (optimizer 106)"),
         ("llama-3.1-70b", {"rollout": {"tp": 4}}, "no TP x PP of the 8 GPUs of a node fits"),
         ("qwen3-32b", {"planner": {"device": "h200"}, "rollout": {"tp": 1, "max_model_len": 300_000}}, "tp = 2."),

@@ -6,10 +6,13 @@ import datetime
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
+from libra_hpc.cost_models import memory
+from libra_hpc.hardware.models import model_shape
 from libra_hpc.train import compat, head
 from libra_hpc.train.device import file_store
 from libra_hpc.train.head import Likelihood, likelihood, loss_rows
@@ -135,21 +138,28 @@ def _peak_bytes(work: Callable[[], object]) -> int:
     return peak
 
 
-def test_the_peak_is_a_fraction_of_whole_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens, vocab = 1024, 16_384
+@pytest.mark.parametrize("width", [32, 256])
+def test_the_peak_is_what_the_planner_counts_and_a_fraction_of_whole_logits(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert memory.SLICE_LOGITS == head.SLICE_LOGITS
+    tokens, vocab, dtype = 1024, 16_384, torch.bfloat16
     monkeypatch.setattr(head, "SLICE_LOGITS", 1 << 20)
-    hidden, weight, targets, arriving = inputs(tokens=tokens, vocab=vocab)
-    hidden.requires_grad_()
-    weight.requires_grad_()
+    monkeypatch.setattr(memory, "SLICE_LOGITS", 1 << 20)
+    hidden, weight, targets, arriving = inputs(tokens=tokens, hidden=width, vocab=vocab)
+    hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
 
-    def backward(found: torch.Tensor) -> None:
-        gradients(found, arriving, hidden, weight)
+    def peak(function: Callable[..., Likelihood], *temperature: float, **named: float) -> int:
+        def work() -> None:
+            gradients(function(hidden, weight, targets, *temperature, **named).logprobs, arriving, hidden, weight)
 
-    sliced = _peak_bytes(lambda: backward(likelihood(hidden, weight, targets, temperature=1.0).logprobs))
-    whole = _peak_bytes(lambda: backward(plain(hidden, weight, targets, 1.0).logprobs))
-    results = 4 * (3 * tokens * HIDDEN + vocab * HIDDEN)
-    assert whole >= 2 * 4 * tokens * vocab
-    assert sliced <= 2 * 4 * (1 << 20) + results + (1 << 20)
+        return _peak_bytes(work)
+
+    shape = msgspec.structs.replace(model_shape("qwen3-4b"), hidden=width, vocab=vocab, dtype_bytes=dtype.itemsize)
+    given = tokens * width * dtype.itemsize  # the hidden states
+    sliced, whole = peak(likelihood, temperature=1.0) + given, peak(plain, 1.0)
+    assert sliced == pytest.approx(memory.head_bytes(shape, tokens, 1), rel=0.05)
+    assert sliced < 0.15 * whole
 
 
 def _tensor_rank(rank: int, folder: Path, sequence_parallel: bool) -> None:
