@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Literal, get_args
 
 import msgspec
 
@@ -33,6 +34,9 @@ again, usually less."""
 USABLE = 0.94
 """Share of device memory to plan with; torch's caching allocator loses a few per cent to fragments."""
 
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+
 
 class TrainLayout(msgspec.Struct, frozen=True, order=True):
     """How training is spread over ``tp * pp * cp * dp`` devices."""
@@ -45,8 +49,8 @@ class TrainLayout(msgspec.Struct, frozen=True, order=True):
     dp: int
     micro_tokens: int
     """Most tokens of a packed micro-batch."""
-    recompute: bool = False
-    """Full recomputation of every layer in the backward pass."""
+    recompute: Recompute = "none"
+    """What every layer computes again in the backward pass."""
     distributed: bool = False
     """Optimizer state divided over data-parallel ranks."""
 
@@ -54,6 +58,11 @@ class TrainLayout(msgspec.Struct, frozen=True, order=True):
     def replica(self) -> int:
         """Devices of one data-parallel replica."""
         return self.tp * self.pp * self.cp
+
+    @property
+    def recomputed(self) -> str:
+        """For sentences: ", recomputed" or nothing."""
+        return {"none": "", "selective": ", partly recomputed", "full": ", recomputed"}[self.recompute]
 
     @property
     def devices(self) -> int:
@@ -146,25 +155,28 @@ def optimizer_bytes(shape: ModelShape) -> int:
     return MOMENT_BYTES + (MASTER_BYTES if shape.dtype_bytes < MASTER_BYTES else 0)
 
 
-def activation_bytes_per_token(shape: ModelShape, recompute: bool, tp: int = 1) -> float:
+def activation_bytes_per_token(shape: ModelShape, recompute: Recompute, tp: int = 1) -> float:
     """Bytes that one layer retains of one token on each of ``tp`` ranks.
 
     - On every rank: the inputs of both norms and both blocks, 4 h.
-    - Divided by TP: projection q + 2 kv, attention's padded inputs and output 2 q + 2 kv, and its unpadded output q.
+    - Divided by TP: projection q + 2 kv, attention's padded inputs q + 2 kv and output q, and its unpadded output q.
     - Divided by TP, dense: gate, up and product, 3 f.
     - Divided by TP, mixture of experts: input, output and 3 expert widths of each routed token.
+
+    Selective recomputation leaves out the inputs of both blocks, the padded output and the dense product.
     """
-    if recompute:
+    if recompute == "full":
         return float(shape.hidden * shape.dtype_bytes)
+    stored = recompute == "none"
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    elements = q + 2 * kv + PADDING * (2 * q + 2 * kv) + q
+    elements = q + 2 * kv + PADDING * ((1 + stored) * q + 2 * kv) + q
     if shape.experts:
         elements += 3 * shape.shared_intermediate + shape.experts_per_token * (
             2 * shape.hidden + 3 * shape.moe_intermediate
         )
     else:
-        elements += 3 * shape.intermediate
-    return (4 * shape.hidden + elements / tp) * shape.dtype_bytes
+        elements += (2 + stored) * shape.intermediate
+    return ((2 + 2 * stored) * shape.hidden + elements / tp) * shape.dtype_bytes
 
 
 def head_bytes(shape: ModelShape, tokens: float, tp: int) -> float:
@@ -196,8 +208,8 @@ def _stage(
     activations = (
         in_flight * shape.layers / layout.pp * activation_bytes_per_token(shape, layout.recompute, layout.tp) * tokens
     )
-    if layout.recompute:
-        activations += activation_bytes_per_token(shape, False, layout.tp) * tokens
+    if layout.recompute == "full":
+        activations += activation_bytes_per_token(shape, "none", layout.tp) * tokens
     return TrainMemory(
         weights=(common + experts) * shape.dtype_bytes,
         gradients=(common + experts) * GRAD_BYTES,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from libra_hpc.config.learn import Recompute
 from libra_hpc.hardware.architecture import Architecture, check_parallel
 from libra_hpc.train import compat
 from libra_hpc.weights.names import ReplicaPlace, stage_entries
@@ -75,7 +76,7 @@ class TrainEngine:
         dtype: torch.dtype,
         split: ReplicaPlace,
         settings: OptimizerSettings,
-        recompute: bool = False,
+        recompute: Recompute = "none",
     ) -> None:
         check_parallel(shape, split.tp, split.pp)
         self.shape, self.device, self.split = shape, device, split

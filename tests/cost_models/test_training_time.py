@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_hpc.cost_models.factors import Factors
-from libra_hpc.cost_models.memory import TrainLayout, memory_limit, train_memory
+from libra_hpc.cost_models.memory import Recompute, TrainLayout, memory_limit, train_memory
 from libra_hpc.cost_models.training_time import BatchWork, TrainCost, forward_flops, packed
 from libra_hpc.hardware.models import model_shape
 from libra_hpc.search.train_layout import TrainSearch
@@ -28,7 +28,7 @@ def layout(
     ep: int = 1,
     dp: int = 1,
     micro: int = 8192,
-    recompute: bool = False,
+    recompute: Recompute = "none",
     distributed: bool = False,
 ) -> TrainLayout:
     return TrainLayout(
@@ -67,7 +67,7 @@ def test_pipeline_keeps_as_many_micro_batches_as_stages_and_recomputation_only_i
         train_memory(QWEN, layout(pp=4), device=A800, micro_batches=8, pack_tokens=4096),
     )
     assert deep.weights == pytest.approx(flat.weights / 4, rel=0.2)
-    first = train_memory(QWEN, layout(pp=4, recompute=True), device=A800, micro_batches=8, pack_tokens=4096)
+    first = train_memory(QWEN, layout(pp=4, recompute="full"), device=A800, micro_batches=8, pack_tokens=4096)
     assert first.activations < deep.activations / 10
     few = train_memory(QWEN, layout(pp=4), device=A800, micro_batches=2, pack_tokens=4096)
     assert few.activations < deep.activations
@@ -141,7 +141,7 @@ def test_micro_batches_hold_whole_trajectories() -> None:
 
 def test_recomputation_is_one_forward_pass_and_so_is_a_reference() -> None:
     plain = cost().time(layout(tp=8)).compute
-    assert cost().time(layout(tp=8, recompute=True)).compute == pytest.approx(plain * 4 / 3)
+    assert cost().time(layout(tp=8, recompute="full")).compute == pytest.approx(plain * 4 / 3)
     assert cost(msgspec.structs.replace(agentic(), forwards=1)).time(layout(tp=8)).compute == pytest.approx(
         plain * 4 / 3
     )

@@ -75,7 +75,7 @@ def test_the_figure_is_that_of_the_planners_memory_model_and_the_way_out_is_the_
 def test_recomputing_is_offered_where_nothing_else_fits() -> None:
     four = {name: {**NODE, "gpus": 4} for name in ("train", "hybrid", "rollout")}
     with pytest.raises(
-        UserError, match=r"valid: train\.tp = 4, train\.pp = 1 and train\.recompute = true \(the fewest GPUs\)\.$"
+        UserError, match=r'valid: train\.tp = 4, train\.pp = 1 and train\.recompute = "full" \(the fewest GPUs\)\.$'
     ):
         checked("qwen3-14b", train={"tp": 4}, components=four)
     assert (

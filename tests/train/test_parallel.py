@@ -27,14 +27,15 @@ STEPS = 3
 
 
 @pytest.mark.parametrize(
-    ("kind", "tied", "tp", "pp"), [("qwen3", False, 2, 1), ("qwen2", True, 1, 2), ("qwen2", True, 2, 2)]
+    ("kind", "tied", "tp", "pp", "recompute"),
+    [("qwen3", False, 2, 1, "selective"), ("qwen2", True, 1, 2, "none"), ("qwen2", True, 2, 2, "full")],
 )
 def test_a_split_replica_equals_one_process(
-    tmp_path: Path, world: ReplicaPlace, kind: str, tied: bool, tp: int, pp: int
+    tmp_path: Path, world: ReplicaPlace, kind: str, tied: bool, tp: int, pp: int, recompute: str
 ) -> None:
     model_dir = tmp_path / "model"
     make_model(kind, model_dir, tied=tied)
-    replica = Replica(tmp_path, "split", model_dir, tp=tp, pp=pp)
+    replica = Replica(tmp_path, "split", model_dir, tp=tp, pp=pp, recompute=recompute)
     want, state = fixed_run(model_dir, world, STEPS)
     replica.ready()
     join_all([replica], 0, tmp_path / "meet")
