@@ -22,8 +22,8 @@ import torch.distributed as dist
 from .mcore import GPTModel, copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
 SLICE_LOGITS = 32 << 20
-"""Logits that exist at a time: 128 MiB in float32, at most twice that with their exponentials. At 32k tokens a slice has
-1,024 columns. Half: thinner matrix products. Double: 256 MiB more at the peak."""
+"""Logits that exist at a time: 128 MiB in float32, at most twice that with their exponentials. At 32k tokens a slice
+has 1,024 columns. Half: thinner matrix products. Double: 256 MiB more at the peak."""
 ALIGNED = 128
 """Columns of a slice are a multiple of this, as matrix units want."""
 
