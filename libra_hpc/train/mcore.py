@@ -13,7 +13,7 @@ with compat.eager_import():
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -28,12 +28,13 @@ __all__ = [
     "PackedSeqParams",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
     "get_standard_config_overrides",
     "parallel_state",
-    "vocab_parallel_cross_entropy",
 ]

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
+from libra_hpc.config.learn import Recompute
 from libra_hpc.hardware.architecture import Architecture, stage_layers
 from libra_hpc.train import compat
 
+from .head import return_hidden_states
 from .mcore import (
     GPTModel,
     MegatronModule,
@@ -30,6 +31,7 @@ from .mcore import (
     parallel_state,
 )
 from .packing import PackedLayout
+from .recompute import can_recompute, recompute_all, recompute_selected
 from .rotary import rotated
 
 
@@ -80,18 +82,25 @@ class PackedAttention(MegatronModule):
         assert packed_seq_params.rotary is not None, "the engine sets it before every pass"
         query, key = rotated(query, packed_seq_params.rotary), rotated(key, packed_seq_params.rotary)
         grouped = query.shape[1] != key.shape[1]
-        parts = []
+        parts, padded = [], []
         for begin, end, rows, width, index in packed_seq_params.blocks:
             q, k, v = (_rectangle(x[begin:end], rows, width, index) for x in (query, key, value))
             # Padding follows each sequence, so the causal mask hides it.
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
             flat = out.transpose(1, 2).reshape(rows * width, -1)
             parts.append(flat if index is None else flat.index_select(0, index))
+            padded.append(out)
         covered = packed_seq_params.blocks[-1].end
         if covered < query.shape[0]:
             # Padding of the pack: no token attends to it.
             parts.append(parts[0].new_zeros(query.shape[0] - covered, parts[0].shape[1]))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        result = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if len(parts) > 1 or index is not None:
+            # The result is a copy, from which the padded outputs follow, but for padding, whose gradient is zero.
+            whole = result.detach().view(-1, *query.shape[1:])
+            for out, (begin, end, rows, width, index) in zip(padded, packed_seq_params.blocks, strict=True):
+                can_recompute(out, partial(_rectangle, whole[begin:end], rows, width, index))
+        return result
 
 
 def _rectangle(x: torch.Tensor, rows: int, width: int, index: torch.Tensor | None) -> torch.Tensor:
@@ -151,11 +160,13 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, tp: int, pp: int
 
 
 def build_model(
-    shape: Architecture, device: torch.device, dtype: torch.dtype, tp: int, pp: int, recompute: bool = False
+    shape: Architecture, device: torch.device, dtype: torch.dtype, tp: int, pp: int, recompute: Recompute = "none"
 ) -> GPTModel:
     """Build this rank's part of the model, uninitialised; needs Megatron-Core's parallel state.
 
-    With ``recompute`` a layer stores its input alone and is computed again in the backward pass (arXiv 1604.06174).
+    The last stage returns the final hidden states; `libra_hpc.train.head` applies the output layer.
+
+    ``recompute``: see `libra_hpc.train.recompute`; with "full" a layer stores its input alone.
     """
     config = transformer_config(shape, dtype, tp, pp)
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
@@ -178,9 +189,10 @@ def build_model(
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
         )
-    if recompute:
+    if parallel_state.is_pipeline_last_stage():
+        return_hidden_states(model)
+    if recompute != "none":
         for layer in model.decoder.layers:
-            # Megatron-Core's own recomputation needs a CUDA generator; without dropout nothing is random.
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            (recompute_selected if recompute == "selective" else recompute_all)(layer)
     # torch.nn.RMSNorm ignores the spec's params_dtype.
     return model.to(device=device, dtype=dtype)

@@ -15,7 +15,9 @@ from libra_hpc.hardware.architecture import check_parallel, read_shape
 from libra_hpc.protocol.codec import unpack_f32, unpack_i32
 from libra_hpc.train import checkpoint
 from libra_hpc.train import state_folders as folders
-from libra_hpc.train.packing import Pack, decode, pack
+from libra_hpc.train.head import Head
+from libra_hpc.train.packing import Example, Pack, decode, pack
+from libra_hpc.train.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace, gathered
 
 from .settings import optimizer
@@ -34,6 +36,18 @@ from .support import (
 FAMILIES = [("qwen2", False), ("qwen2", True), ("llama", False), ("qwen3", True)]
 
 
+def logits(engine: TrainEngine, batch: list[Example], micro_tokens: int) -> list[torch.Tensor]:
+    """Whole logits of each pack's loss tokens."""
+    found: list[torch.Tensor] = []
+
+    def keep(head: Head, _: Pack) -> torch.Tensor:
+        found.append(head.rows @ head.weight.t())
+        return found[-1].sum()
+
+    engine.forward(pack(batch, micro_tokens, engine.device), keep)
+    return found
+
+
 @pytest.mark.parametrize(("kind", "tied"), FAMILIES)
 def test_logits_and_files_equal_those_of_transformers(
     tmp_path: Path, world: ReplicaPlace, kind: str, tied: bool
@@ -41,14 +55,8 @@ def test_logits_and_files_equal_those_of_transformers(
     reference = make_model(kind, tmp_path / "model", tied=tied)
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     engine, _ = build(tmp_path / "model", world)
-    found: list[torch.Tensor] = []
-
-    def keep(logits: torch.Tensor, _: Pack) -> torch.Tensor:
-        found.append(logits)
-        return logits.sum()
-
     batch = sorted((decode(s) for s in samples(1)), key=lambda e: -len(e.tokens))
-    engine.forward(pack(batch, MICRO_TOKENS, engine.device), keep)
+    found = logits(engine, batch, MICRO_TOKENS)
     with torch.no_grad():
         want = torch.cat([reference(e.tokens[None]).logits[0][e.mask.nonzero()[:, 0] - 1] for e in batch])
     assert len(found) > 1
@@ -85,9 +93,8 @@ def test_llama3_frequency_scaling(tmp_path: Path, world: ReplicaPlace) -> None:
     }
     path.write_text(json.dumps({**config, "rope_parameters": {"rope_theta": 500.0, **rope}}))
     engine, _ = build(tmp_path / "model", world)
-    found: list[torch.Tensor] = []
     one = decode(samples(2)[0])
-    engine.forward(pack([one], 4096, engine.device), lambda logits, _: found.append(logits) or logits.sum())  # type: ignore[func-returns-value]
+    found = logits(engine, [one], 4096)
     reference = LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     with torch.no_grad():
         want = reference(one.tokens[None]).logits[0][one.mask.nonzero()[:, 0] - 1]

@@ -27,22 +27,22 @@ STEPS = 3
 
 
 @pytest.mark.parametrize(
-    ("kind", "tied", "layers", "tp", "pp", "dp"),
+    ("kind", "tied", "layers", "tp", "pp", "dp", "recompute"),
     [
-        ("qwen3", False, 2, 2, 1, 1),
-        ("qwen2", True, 3, 1, 2, 1),
-        ("qwen2", True, 2, 2, 2, 1),
-        ("qwen3", True, 2, 1, 1, 3),
-        ("qwen3", False, 2, 2, 1, 2),
-        ("qwen2", True, 3, 1, 2, 2),
+        ("qwen3", False, 2, 2, 1, 1, "selective"),
+        ("qwen2", True, 3, 1, 2, 1, "none"),
+        ("qwen2", True, 2, 2, 2, 1, "full"),
+        ("qwen3", True, 2, 1, 1, 3, "none"),
+        ("qwen3", False, 2, 2, 1, 2, "none"),
+        ("qwen2", True, 3, 1, 2, 2, "none"),
     ],
 )
 def test_a_split_replica_equals_one_process(
-    tmp_path: Path, world: ReplicaPlace, kind: str, tied: bool, layers: int, tp: int, pp: int, dp: int
+    tmp_path: Path, world: ReplicaPlace, kind: str, tied: bool, layers: int, tp: int, pp: int, dp: int, recompute: str
 ) -> None:
     model_dir = tmp_path / "model"
     make_model(kind, model_dir, tied=tied, layers=layers)
-    replica = Replica(tmp_path, "split", model_dir, tp=tp, pp=pp, dp=dp)
+    replica = Replica(tmp_path, "split", model_dir, tp=tp, pp=pp, dp=dp, recompute=recompute)
     want, state = fixed_run(model_dir, world, STEPS)
     replica.ready()
     join_all([replica], 0, tmp_path / "meet")
