@@ -16,12 +16,14 @@ with compat.eager_import():
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
 __all__ = [
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
     "MegatronModule",
+    "ModuleSpec",
     "OptimizerConfig",
     "OptimizerParamScheduler",
     "PackedSeqParams",

@@ -10,6 +10,7 @@ Only the gated activation is fused: it stores its input alone, two MLP widths pe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from libra_hpc.hardware.architecture import Architecture
 from libra_hpc.train import compat
 
-from .mcore import GPTModel, MegatronModule, TransformerConfig, get_gpt_layer_local_spec, parallel_state
+from .mcore import GPTModel, MegatronModule, ModuleSpec, TransformerConfig, get_gpt_layer_local_spec, parallel_state
 from .packing import PackedLayout
 from .rotary import rotated
 
@@ -70,6 +71,18 @@ class PackedAttention(MegatronModule):
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
+class NormedAdd(torch.nn.Module):
+    """GLM-4's norm behind attention or MLP, in the slot of Megatron-Core's bias, dropout and residual addition."""
+
+    def __init__(self, config: TransformerConfig, norm: Any) -> None:
+        super().__init__()
+        self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        """The addition; there is neither bias nor dropout."""
+        return lambda output, residual, dropout: residual + self.norm(output[0])
+
+
 def _rectangle(x: torch.Tensor, rows: int, width: int, index: torch.Tensor | None) -> torch.Tensor:
     if index is not None:
         # Unlike `index_copy`, this stores no copy of ``x`` for the backward pass.
@@ -92,7 +105,7 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, tp: int, pp: int
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
+        qk_layernorm=shape.kind.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -124,8 +137,11 @@ def build_model(
     With ``recompute`` a layer stores its input alone and is computed again in the backward pass (arXiv 1604.06174).
     """
     config = transformer_config(shape, dtype, tp, pp)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.kind.qk_norm)
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    if shape.kind.post_norms:
+        post = ModuleSpec(NormedAdd, params={"config": config, "norm": spec.submodules.input_layernorm})
+        spec.submodules.self_attn_bda = spec.submodules.mlp_bda = post
     with compat.mcore_device():
         model = GPTModel(
             config,
