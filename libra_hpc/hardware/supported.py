@@ -62,6 +62,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MIXTURE = "a mixture of experts, and this version trains dense models only"
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
 _GLM = {
     "num_key_value_heads": 2,
     "head_dim": 128,
@@ -71,12 +72,7 @@ _GLM = {
 }
 FAMILIES: dict[str, Family] = {
     "glm4": Family(
-        qkv_bias_only=True,
-        post_norms=True,
-        fused_mlp=True,
-        partial_rotary=True,
-        interleaved_rotary=True,
-        defaults=_GLM,
+        qkv_bias_only=True, post_norms=True, fused_mlp=True, partial_rotary=True, interleaved_rotary=True, defaults=_GLM
     ),
     "llama": Family(),
     "mistral": Family(defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
@@ -85,8 +81,8 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         fused_qkv=True, fused_mlp=True, partial_rotary=True, rope_types=("default",), defaults={"rms_norm_eps": 1e-5}
     ),
-    "qwen2": Family(qkv_bias=True, window_switch=True, defaults={"num_key_value_heads": 32}),
-    "qwen3": Family(qk_norm=True, window_switch=True, defaults={"num_key_value_heads": 32, "head_dim": 128}),
+    "qwen2": Family(qkv_bias=True, window_switch=True, defaults=_QWEN),
+    "qwen3": Family(qk_norm=True, window_switch=True, defaults={**_QWEN, "head_dim": 128}),
     "qwen3_moe": Family(untrained=MIXTURE, qk_norm=True, window_switch=True),
 }
 TRAINED = tuple(name for name, family in FAMILIES.items() if not family.untrained)
@@ -172,15 +168,17 @@ def check_trained(config: Mapping[str, Any], field: str = "model.path") -> None:
         raise refusal.error(field)
 
 
-def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """Width of the attention window; None: no sequence that the model admits is longer, or there is none."""
+def sliding_window(config: Mapping[str, Any]) -> Any:
+    """Width of the attention window; None: there is none, or no sequence that the model admits is longer."""
     config = with_defaults(config)
     family = FAMILIES.get(str(config.get("model_type")), Family())
     window = config.get("sliding_window")
-    if window is None or not config.get("use_sliding_window", not family.window_switch):
+    # Without a switch of the family transformers and vLLM ignore one in the config.
+    if window is None or (family.window_switch and not config.get("use_sliding_window")):
         return None
     positions = config.get("max_position_embeddings")
-    return None if isinstance(positions, int) and window >= positions else int(window)
+    inert = isinstance(positions, int) and isinstance(window, int) and window >= positions
+    return None if inert else window
 
 
 def has_qkv_bias(config: Mapping[str, Any]) -> bool:
@@ -228,9 +226,7 @@ def _variants(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
     window = sliding_window(config)
     layers = {str(layer) for layer in config.get("layer_types") or ()} - {"full_attention"}
     if window is not None:
-        yield Refusal(
-            "sliding_window", window, "the trainer has no sliding-window attention", "null (full attention)"
-        )
+        yield Refusal("sliding_window", window, "the trainer has no sliding-window attention", "null (full attention)")
     elif layers:
         yield Refusal("layer_types", sorted(layers)[0], "the trainer has full attention only", ("full_attention",))
     for key in ("mlp_bias",) if family.qkv_bias_only else ("attention_bias", "mlp_bias"):
@@ -267,9 +263,11 @@ def _rope(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
         yield Refusal("partial_rotary_factor", share, "the trainer turns whole heads", "1")
     kind = settings["rope_type"]
     optional = tuple(key for key in YARN_OPTIONS if key in settings) if kind == "yarn" else ()
-    for key in (*ROPE_NUMBERS[kind], *optional):
-        if not isinstance(settings.get(key), (int, float)):
-            yield Refusal(f"rope_scaling.{key}", settings.get(key), f"the {kind} rotary embedding needs a number", "a number")
+    why = f"the {kind} rotary embedding needs a number"
+    for key in ("rope_theta", "partial_rotary_factor", *ROPE_NUMBERS[kind], *optional):
+        value = settings.get(key)
+        if not isinstance(value, (int, float)) or value <= 0:
+            yield Refusal(key if key in config else f"rope_scaling.{key}", value, why, "a number > 0")
     if kind == "linear" and isinstance(settings.get("factor"), int):
         factor = settings["factor"]
         yield Refusal("rope_scaling.factor", factor, "vLLM takes no integer for it", f"{float(factor)}")

@@ -17,7 +17,6 @@ import msgspec
 
 from libra_hpc.cost_models.memory import Limit, TrainLayout, TrainMemory
 from libra_hpc.cost_models.training_time import TrainCost, TrainTime
-from libra_hpc.hardware.models import ModelShape
 
 MOST_MICRO_TOKENS = 65536
 """Largest micro-batch, unless one trajectory is longer: kernels are efficient long before."""

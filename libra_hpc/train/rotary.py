@@ -44,7 +44,7 @@ def rotated(x: torch.Tensor, table: Table) -> torch.Tensor:
     """Rotate the first channels of ``x`` [t, heads, head_dim] by the angles of its tokens."""
     width = table.cos.shape[-1]
     if width < x.shape[-1]:
-        turned, rest = x.split([width, x.shape[-1] - width], dim=-1)
+        turned, rest = torch.split(x, [width, x.shape[-1] - width], dim=-1)
         return torch.cat((rotated(turned, table), rest), dim=-1)
     if table.interleaved:
         across = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)

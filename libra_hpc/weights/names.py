@@ -132,7 +132,7 @@ def from_hf(entry: Entry, get: Callable[[str], torch.Tensor], shape: Architectur
     parts = [get(name) for name in entry.hf]
     if entry.layout == "qkv" and len(parts) == 1:
         q, kv = (shape.groups * rows for rows in _per_group(shape))
-        parts = list(parts[0].split([q, kv, kv]))
+        parts = list(torch.split(parts[0], [q, kv, kv]))
     elif entry.layout == "gated" and len(parts) == 1:
         parts = list(parts[0].chunk(2))
     if entry.layout == "qkv":

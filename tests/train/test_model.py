@@ -171,7 +171,7 @@ def test_a_minibatch_without_loss_tokens_is_skipped(tmp_path: Path, world: Repli
         ({"model_type": "qwen22"}, "did you mean 'qwen2'"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type = 'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type = 'dynamic'"),
     ],
 )
 def test_models_we_cannot_train_are_refused(tmp_path: Path, change: dict[str, object], complaint: str) -> None:
@@ -185,8 +185,9 @@ def test_models_we_cannot_train_are_refused(tmp_path: Path, change: dict[str, ob
 def test_splits_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     make_model("qwen2", tmp_path)
     shape = read_shape(tmp_path)
-    with pytest.raises(UserError, match=r"train\.tp = 4: .*2 key/value heads"):
-        check_parallel(shape, 4, 1)
+    with pytest.raises(UserError, match=r"train\.tp = 3: .*num_attention_heads = 4; valid: 1, 2, 4\."):
+        check_parallel(shape, 3, 1)
+    check_parallel(shape, 4, 1)
     with pytest.raises(UserError, match=r"train\.pp = 3: .*2 layers"):
         check_parallel(shape, 1, 3)
     with pytest.raises(UserError, match=r"no config\.json"):

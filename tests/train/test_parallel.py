@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,14 +27,24 @@ pytestmark = pytest.mark.engine
 STEPS = 3
 
 
+ONE_GROUP = {"num_key_value_heads": 1}
+"""Fewer key/value heads than tensor-parallel ranks."""
+
+
 @pytest.mark.parametrize(
-    ("kind", "tied", "tp", "pp"), [("qwen3", False, 2, 1), ("qwen2", True, 1, 2), ("qwen2", True, 2, 2)]
+    ("kind", "keys", "tp", "pp"),
+    [
+        ("qwen3", ONE_GROUP, 2, 1),
+        ("qwen2", {"tied": True}, 1, 2),
+        ("qwen2", {"tied": True}, 2, 2),
+        ("glm4", ONE_GROUP, 2, 1),
+    ],
 )
 def test_a_split_replica_equals_one_process(
-    tmp_path: Path, world: ReplicaPlace, kind: str, tied: bool, tp: int, pp: int
+    tmp_path: Path, world: ReplicaPlace, kind: str, keys: dict[str, Any], tp: int, pp: int
 ) -> None:
     model_dir = tmp_path / "model"
-    make_model(kind, model_dir, tied=tied)
+    make_model(kind, model_dir, **keys)
     replica = Replica(tmp_path, "split", model_dir, tp=tp, pp=pp)
     want, state = fixed_run(model_dir, world, STEPS)
     replica.ready()
