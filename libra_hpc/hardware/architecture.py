@@ -38,6 +38,10 @@ class Architecture(msgspec.Struct, frozen=True):
         return FAMILIES[self.family]
 
     @property
+    def qk_norm(self) -> bool:
+        return self.kind.qk_norm
+
+    @property
     def rotary_dim(self) -> int:
         """Channels of a head that the rotary embedding turns."""
         return int(self.head_dim * self.rope["partial_rotary_factor"])

@@ -105,7 +105,7 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, tp: int, pp: int
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.kind.qk_norm,
+        qk_layernorm=shape.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -137,7 +137,7 @@ def build_model(
     With ``recompute`` a layer stores its input alone and is computed again in the backward pass (arXiv 1604.06174).
     """
     config = transformer_config(shape, dtype, tp, pp)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.kind.qk_norm)
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
     if shape.kind.post_norms:
         post = ModuleSpec(NormedAdd, params={"config": config, "norm": spec.submodules.input_layernorm})

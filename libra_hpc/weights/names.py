@@ -85,7 +85,7 @@ def _layer(shape: Architecture, m: str, h: str) -> dict[str, Entry]:
         # Hugging Face's name is for the place: the norm before the MLP.
         "pre_mlp_layernorm": "post_attention_layernorm",
     }
-    if family.qk_norm:
+    if shape.qk_norm:
         plain |= {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"}
     if family.post_norms:
         plain |= {"self_attn_bda.norm": "post_self_attn_layernorm", "mlp_bda.norm": "post_mlp_layernorm"}
