@@ -17,6 +17,7 @@ with compat.eager_import():
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 __all__ = [
     "DistributedDataParallel",
@@ -27,11 +28,13 @@ __all__ = [
     "OptimizerConfig",
     "OptimizerParamScheduler",
     "PackedSeqParams",
+    "TransformerBlockSubmodules",
     "TransformerConfig",
     "finalize_model_grads",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
+    "get_num_layers_to_build",
     "get_standard_config_overrides",
     "parallel_state",
     "vocab_parallel_cross_entropy",

@@ -18,12 +18,33 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from libra_hpc.hardware.architecture import Architecture
+from libra_hpc.hardware.architecture import Architecture, stage_layers
 from libra_hpc.train import compat
 
-from .mcore import GPTModel, MegatronModule, ModuleSpec, TransformerConfig, get_gpt_layer_local_spec, parallel_state
+from .mcore import (
+    GPTModel,
+    MegatronModule,
+    ModuleSpec,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    get_gpt_layer_local_spec,
+    get_num_layers_to_build,
+    parallel_state,
+)
 from .packing import PackedLayout
 from .rotary import rotated
+
+
+class Norm(torch.nn.RMSNorm):
+    """RMSNorm as Megatron-Core builds it; torch's own refuses sequence parallelism.
+
+    There each tensor rank norms its part of the tokens, and `finalize_model_grads` sums the gradients of flagged
+    weights.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class PackedAttention(MegatronModule):
@@ -68,15 +89,19 @@ class PackedAttention(MegatronModule):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
             flat = out.transpose(1, 2).reshape(rows * width, -1)
             parts.append(flat if index is None else flat.index_select(0, index))
+        covered = packed_seq_params.blocks[-1].end
+        if covered < query.shape[0]:
+            # Padding of the pack: no token attends to it.
+            parts.append(parts[0].new_zeros(query.shape[0] - covered, parts[0].shape[1]))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 class NormedAdd(torch.nn.Module):
     """GLM-4's norm behind attention or MLP, in the slot of Megatron-Core's bias, dropout and residual addition."""
 
-    def __init__(self, config: TransformerConfig, norm: Any) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         """The addition; there is neither bias nor dropout."""
@@ -88,6 +113,14 @@ def _rectangle(x: torch.Tensor, rows: int, width: int, index: torch.Tensor | Non
         # Unlike `index_copy`, this stores no copy of ``x`` for the backward pass.
         x = x.new_zeros(rows * width, *x.shape[1:]).index_put((index,), x)
     return x.view(rows, width, *x.shape[1:]).transpose(1, 2)
+
+
+def stages_of(layers: int, pp: int) -> list[list[str]] | None:
+    """Megatron-Core's description of `stage_layers`: what each stage holds; None for one stage."""
+    if pp == 1:
+        return None
+    stages = [["decoder"] * count for count in stage_layers(layers, pp)]
+    return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
 
 
 def transformer_config(shape: Architecture, dtype: torch.dtype, tp: int, pp: int) -> TransformerConfig:
@@ -112,7 +145,9 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, tp: int, pp: int
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
         pipeline_model_parallel_size=pp,
+        pipeline_model_parallel_layout=stages_of(shape.layers, pp),
         use_cpu_initialization=True,
         perform_initialization=False,
         bias_activation_fusion=True,
@@ -138,14 +173,19 @@ def build_model(
     """
     config = transformer_config(shape, dtype, tp, pp)
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
-    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    attention.core_attention = PackedAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = Norm
     if shape.kind.post_norms:
-        post = ModuleSpec(NormedAdd, params={"config": config, "norm": spec.submodules.input_layernorm})
-        spec.submodules.self_attn_bda = spec.submodules.mlp_bda = post
+        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(NormedAdd, params={"config": config})
+    count = get_num_layers_to_build(config)
+    block = TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=Norm)
     with compat.mcore_device():
         model = GPTModel(
             config,
-            spec,
+            block,
             vocab_size=shape.vocab,
             max_sequence_length=shape.max_positions,
             position_embedding_type="none",

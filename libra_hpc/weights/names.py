@@ -127,6 +127,11 @@ def _per_group(shape: Architecture) -> tuple[int, int]:
     return shape.heads // shape.groups * shape.head_dim, shape.head_dim
 
 
+def cut(entry: Entry, place: ReplicaPlace) -> tuple[int, int]:
+    """Into how many parts a parameter is cut over ranks, and which one this rank holds."""
+    return (1, 0) if entry.dim is None else (place.tp, place.tp_rank)
+
+
 def from_hf(entry: Entry, get: Callable[[str], torch.Tensor], shape: Architecture, split: ReplicaPlace) -> torch.Tensor:
     """This rank's part of a parameter; ``get`` returns a full Hugging Face tensor by name."""
     parts = [get(name) for name in entry.hf]
@@ -164,23 +169,6 @@ def to_hf(entry: Entry, parts: list[torch.Tensor], shape: Architecture) -> list[
         grouped = full.view(shape.groups, q + 2 * kv, *full.shape[1:])
         split = [x.reshape(-1, *full.shape[1:]).clone() for x in torch.split(grouped, [q, kv, kv], dim=1)]
     return split if len(entry.hf) > 1 else [torch.cat(split)]
-
-
-def load(
-    tensors: dict[str, torch.Tensor], get: Callable[[str], torch.Tensor], shape: Architecture, split: ReplicaPlace
-) -> None:
-    """Copy Hugging Face tensors into ``tensors``: this rank's parts, by Megatron-Core name.
-
-    Raises `ValueError` when a shape differs.
-    """
-    for name, entry in stage_entries(shape, split.pp, split.pp_rank).items():
-        source = from_hf(entry, get, shape, split)
-        if source.shape != tensors[name].shape:
-            raise ValueError(
-                f"{', '.join(entry.hf)}: the file has {tuple(source.shape)} for this rank, the model needs"
-                f" {tuple(tensors[name].shape)}"
-            )
-        tensors[name].copy_(source)
 
 
 def gather(tensors: dict[str, torch.Tensor], shape: Architecture, split: ReplicaPlace) -> dict[str, torch.Tensor]:

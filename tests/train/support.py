@@ -33,8 +33,9 @@ from libra_hpc.train import state_folders as folders
 from libra_hpc.train.grpo_trainer import GrpoTrainer
 from libra_hpc.train.replicas import Replicas
 from libra_hpc.train.settings import OptimizerSettings, write_config
+from libra_hpc.train.shard_files import ShardFiles
 from libra_hpc.train.train_engine import TrainEngine
-from libra_hpc.weights.names import ReplicaPlace
+from libra_hpc.weights.names import ReplicaPlace, from_hf, hf_shapes, stage_entries, to_hf
 
 from .settings import algorithm, optimizer, worker_config
 
@@ -133,8 +134,19 @@ def fixed_run(
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Weights and Adam moments of a checkpoint."""
-    return {**load_file(folder / "policy" / "model.safetensors"), **load_file(folder / "optimizer.safetensors")}
+    """Weights and Adam moments of a checkpoint, by Hugging Face name."""
+    found = load_file(folder / "policy" / "model.safetensors")
+    shape, whole = read_shape(folder / "policy"), ReplicaPlace(tp=1, tp_rank=0, pp=1, pp_rank=0)
+    sizes = hf_shapes(shape)
+    with ShardFiles(folder, shape) as files:
+        for entry in stage_entries(shape, 1, 0).values():
+            size = from_hf(entry, lambda name: torch.empty(sizes[name], device="meta"), shape, whole).shape
+            for kind in ("exp_avg", "exp_avg_sq", "master"):
+                if files.has(kind):
+                    tensor = files.read(kind, entry, whole, 0, size.numel()).view(size)
+                    for name, part in zip(entry.hf, to_hf(entry, [tensor], shape), strict=True):
+                        found[f"{kind}/{name}"] = part
+    return found
 
 
 def assert_same_state(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
@@ -164,7 +176,7 @@ class WorkerProcess:
     """One worker, with the methods of ``subprocess.Popen`` that the tests need."""
 
     def __init__(self, command: list[str], log: Path) -> None:
-        self._process = FORKS.Process(target=_work, args=(command, log))
+        self._process = FORKS.Process(target=_work, args=(command, log), daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -193,7 +205,9 @@ class WorkerProcess:
 class Replica:
     """The worker processes of one replica, and the agent's ends of their sockets."""
 
-    def __init__(self, base: Path, name: str, model_dir: Path, *, tp: int = 1, pp: int = 1, **options: Any) -> None:
+    def __init__(
+        self, base: Path, name: str, model_dir: Path, *, tp: int = 1, pp: int = 1, dp: int = 1, **options: Any
+    ) -> None:
         self.folder = base / name
         self.folder.mkdir(parents=True)
         self.model_dir = model_dir
@@ -208,7 +222,7 @@ class Replica:
         self._sockets: list[socket.socket] = []
         self._buffers: list[tuple[FrameBuffer, list[Any]]] = []
         listeners = []
-        for rank in range(tp * pp):
+        for rank in range(tp * pp * dp):
             path = self.folder / f"{rank}.sock"
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind(str(path))
@@ -220,7 +234,8 @@ class Replica:
                 world_rendezvous=str(self.folder / "world"),
                 tp=tp,
                 pp=pp,
-                local_rank=rank,
+                dp=dp,
+                rank=rank,
                 **settings,
             )
             write_config(config, self.folder / f"{rank}.json")

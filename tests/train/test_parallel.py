@@ -32,20 +32,23 @@ ONE_GROUP = {"num_key_value_heads": 1}
 
 
 @pytest.mark.parametrize(
-    ("kind", "keys", "tp", "pp"),
+    ("kind", "keys", "tp", "pp", "dp"),
     [
-        ("qwen3", ONE_GROUP, 2, 1),
-        ("qwen2", {"tied": True}, 1, 2),
-        ("qwen2", {"tied": True}, 2, 2),
-        ("glm4", ONE_GROUP, 2, 1),
+        ("qwen3", ONE_GROUP, 2, 1, 1),
+        ("glm4", ONE_GROUP, 2, 1, 1),
+        ("qwen2", {"tied": True, "layers": 3}, 1, 2, 1),
+        ("qwen2", {"tied": True}, 2, 2, 1),
+        ("qwen3", {"tied": True}, 1, 1, 3),
+        ("qwen3", {}, 2, 1, 2),
+        ("qwen2", {"tied": True, "layers": 3}, 1, 2, 2),
     ],
 )
 def test_a_split_replica_equals_one_process(
-    tmp_path: Path, world: ReplicaPlace, kind: str, keys: dict[str, Any], tp: int, pp: int
+    tmp_path: Path, world: ReplicaPlace, kind: str, keys: dict[str, Any], tp: int, pp: int, dp: int
 ) -> None:
     model_dir = tmp_path / "model"
     make_model(kind, model_dir, **keys)
-    replica = Replica(tmp_path, "split", model_dir, tp=tp, pp=pp)
+    replica = Replica(tmp_path, "split", model_dir, tp=tp, pp=pp, dp=dp)
     want, state = fixed_run(model_dir, world, STEPS)
     replica.ready()
     join_all([replica], 0, tmp_path / "meet")
@@ -75,10 +78,10 @@ def test_a_split_replica_equals_one_process(
     assert alone.grad_norm == pytest.approx(together.grad_norm, rel=2e-5)
     checkpoint.save(engine, model_dir, tmp_path / "alone")
     assert_same_state(replica.tensors(STEPS + 1), read_tensors(tmp_path / "alone"))
-    assert replica.close() == [0] * (tp * pp)
+    assert replica.close() == [0] * (tp * pp * dp)
     start_dir = str(tmp_path / f"reference-model-{STEPS}-1")
-    split = Replica(tmp_path, "from-one-process", model_dir, tp=tp, pp=pp, start_dir=start_dir)
+    split = Replica(tmp_path, "from-one-process", model_dir, tp=tp, pp=pp, dp=dp, start_dir=start_dir)
     assert split.ready().step == STEPS
     after = split.tensors(STEPS)
     assert all((after[name] == state[name]).all() for name in state)
-    assert split.close() == [0] * (tp * pp)
+    assert split.close() == [0] * (tp * pp * dp)
