@@ -16,6 +16,7 @@ with compat.eager_import():
     from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "DistributedDataParallelConfig",
     "GPTModel",
     "MegatronModule",
+    "ModuleSpec",
     "OptimizerConfig",
     "OptimizerParamScheduler",
     "PackedSeqParams",

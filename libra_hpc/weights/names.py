@@ -2,8 +2,11 @@
 
 It holds for any tensor of a parameter's shape: weights, gradients, Adam moments.  Two layouts differ:
 
-- ``linear_qkv`` interleaves per query group: its q heads, its k head, its v head.
+- ``linear_qkv`` interleaves per query group: its q heads, its k head, its v head.  Ranks have equal shares of these
+  rows, so with fewer groups than ranks a cut may go through a head.
 - ``linear_fc1`` holds gate and up halves *per tensor-parallel rank*.
+
+Some families store q, k and v, or gate and up, as one Hugging Face tensor (`libra_hpc.hardware.supported.Family`).
 
 A pipeline stage numbers its layers from 0.  Ranks of a world count tensor ranks fastest, then context, data, stage.
 """
@@ -46,6 +49,7 @@ class Entry(NamedTuple):
     """How one Megatron-Core parameter maps to Hugging Face tensors."""
 
     hf: tuple[str, ...]
+    """One name for each part of the layout, or one for all of them in a row."""
     layout: Literal["plain", "qkv", "gated"]
     dim: int | None
     """Dimension cut over tensor-parallel ranks; None: replicated."""
@@ -72,20 +76,26 @@ def stage_entries(shape: Architecture, pp: int, pp_rank: int) -> dict[str, Entry
 
 
 def _layer(shape: Architecture, m: str, h: str) -> dict[str, Entry]:
+    family = shape.kind
     attention, mlp = h + "self_attn.", h + "mlp."
-    out = {
-        m + "input_layernorm.weight": Entry((h + "input_layernorm.weight",), "plain", None),
-        m + "pre_mlp_layernorm.weight": Entry((h + "post_attention_layernorm.weight",), "plain", None),
-        m + "self_attention.linear_qkv.weight": Entry(tuple(f"{attention}{x}_proj.weight" for x in "qkv"), "qkv", 0),
-        m + "self_attention.linear_proj.weight": Entry((attention + "o_proj.weight",), "plain", 1),
-        m + "mlp.linear_fc1.weight": Entry((mlp + "gate_proj.weight", mlp + "up_proj.weight"), "gated", 1),
-        m + "mlp.linear_fc2.weight": Entry((mlp + "down_proj.weight",), "plain", 1),
+    qkv = ["qkv_proj"] if family.fused_qkv else [f"{x}_proj" for x in "qkv"]
+    gated = ["gate_up_proj"] if family.fused_mlp else ["gate_proj", "up_proj"]
+    plain = {
+        "input_layernorm": "input_layernorm",
+        # Hugging Face's name is for the place: the norm before the MLP.
+        "pre_mlp_layernorm": "post_attention_layernorm",
     }
-    if shape.qkv_bias:
-        out[m + "self_attention.linear_qkv.bias"] = Entry(tuple(f"{attention}{x}_proj.bias" for x in "qkv"), "qkv", 0)
     if shape.qk_norm:
-        for x in "qk":
-            out[m + f"self_attention.{x}_layernorm.weight"] = Entry((f"{attention}{x}_norm.weight",), "plain", None)
+        plain |= {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"}
+    if family.post_norms:
+        plain |= {"self_attn_bda.norm": "post_self_attn_layernorm", "mlp_bda.norm": "post_mlp_layernorm"}
+    out = {f"{m}{ours}.weight": Entry((f"{h}{theirs}.weight",), "plain", None) for ours, theirs in plain.items()}
+    for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+        names = tuple(f"{attention}{x}.{kind}" for x in qkv)
+        out[f"{m}self_attention.linear_qkv.{kind}"] = Entry(names, "qkv", 0)
+    out[m + "self_attention.linear_proj.weight"] = Entry((attention + "o_proj.weight",), "plain", 1)
+    out[m + "mlp.linear_fc1.weight"] = Entry(tuple(f"{mlp}{x}.weight" for x in gated), "gated", 1)
+    out[m + "mlp.linear_fc2.weight"] = Entry((mlp + "down_proj.weight",), "plain", 1)
     return out
 
 
@@ -95,6 +105,7 @@ def hf_shapes(shape: Architecture) -> dict[str, tuple[int, ...]]:
         "q_proj.weight": (q, hidden),
         "k_proj.weight": (kv, hidden),
         "v_proj.weight": (kv, hidden),
+        "qkv_proj.weight": (q + 2 * kv, hidden),
         "q_proj.bias": (q,),
         "k_proj.bias": (kv,),
         "v_proj.bias": (kv,),
@@ -103,6 +114,7 @@ def hf_shapes(shape: Architecture) -> dict[str, tuple[int, ...]]:
         "o_proj.weight": (hidden, q),
         "gate_proj.weight": (shape.ffn, hidden),
         "up_proj.weight": (shape.ffn, hidden),
+        "gate_up_proj.weight": (2 * shape.ffn, hidden),
         "down_proj.weight": (hidden, shape.ffn),
         "embed_tokens.weight": (shape.vocab, hidden),
         "lm_head.weight": (shape.vocab, hidden),
@@ -123,6 +135,11 @@ def cut(entry: Entry, place: ReplicaPlace) -> tuple[int, int]:
 def from_hf(entry: Entry, get: Callable[[str], torch.Tensor], shape: Architecture, split: ReplicaPlace) -> torch.Tensor:
     """This rank's part of a parameter; ``get`` returns a full Hugging Face tensor by name."""
     parts = [get(name) for name in entry.hf]
+    if entry.layout == "qkv" and len(parts) == 1:
+        q, kv = (shape.groups * rows for rows in _per_group(shape))
+        parts = list(torch.split(parts[0], [q, kv, kv]))
+    elif entry.layout == "gated" and len(parts) == 1:
+        parts = list(parts[0].chunk(2))
     if entry.layout == "qkv":
         full = torch.cat([x.reshape(shape.groups, -1, *x.shape[1:]) for x in parts], dim=1).reshape(
             -1, *parts[0].shape[1:]
@@ -141,15 +158,17 @@ def to_hf(entry: Entry, parts: list[torch.Tensor], shape: Architecture) -> list[
 
     They are fresh, contiguous memory.
     """
+    if entry.layout == "plain":
+        return [parts[0].clone() if entry.dim is None else torch.cat(parts, entry.dim)]
     if entry.layout == "gated":
         halves = [part.chunk(2) for part in parts]
-        return [torch.cat([half[i] for half in halves]) for i in range(2)]
-    full = parts[0].clone() if entry.dim is None else torch.cat(parts, entry.dim)
-    if entry.layout == "plain":
-        return [full]
-    q, kv = _per_group(shape)
-    grouped = full.view(shape.groups, q + 2 * kv, *full.shape[1:])
-    return [x.reshape(-1, *full.shape[1:]).clone() for x in torch.split(grouped, [q, kv, kv], dim=1)]
+        split = [torch.cat([half[i] for half in halves]) for i in range(2)]
+    else:
+        full = torch.cat(parts)
+        q, kv = _per_group(shape)
+        grouped = full.view(shape.groups, q + 2 * kv, *full.shape[1:])
+        split = [x.reshape(-1, *full.shape[1:]).clone() for x in torch.split(grouped, [q, kv, kv], dim=1)]
+    return split if len(entry.hf) > 1 else [torch.cat(split)]
 
 
 def gather(tensors: dict[str, torch.Tensor], shape: Architecture, split: ReplicaPlace) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,22 +27,27 @@ pytestmark = pytest.mark.engine
 STEPS = 3
 
 
+ONE_GROUP = {"num_key_value_heads": 1}
+"""Fewer key/value heads than tensor-parallel ranks."""
+
+
 @pytest.mark.parametrize(
-    ("kind", "tied", "layers", "tp", "pp", "dp", "recompute"),
+    ("kind", "keys", "tp", "pp", "dp", "recompute"),
     [
-        ("qwen3", False, 2, 2, 1, 1, "selective"),
-        ("qwen2", True, 3, 1, 2, 1, "none"),
-        ("qwen2", True, 2, 2, 2, 1, "full"),
-        ("qwen3", True, 2, 1, 1, 3, "none"),
-        ("qwen3", False, 2, 2, 1, 2, "none"),
-        ("qwen2", True, 3, 1, 2, 2, "none"),
+        ("qwen3", ONE_GROUP, 2, 1, 1, "selective"),
+        ("glm4", ONE_GROUP, 2, 1, 1, "none"),
+        ("qwen2", {"tied": True, "layers": 3}, 1, 2, 1, "none"),
+        ("qwen2", {"tied": True}, 2, 2, 1, "full"),
+        ("qwen3", {"tied": True}, 1, 1, 3, "none"),
+        ("qwen3", {}, 2, 1, 2, "none"),
+        ("qwen2", {"tied": True, "layers": 3}, 1, 2, 2, "none"),
     ],
 )
 def test_a_split_replica_equals_one_process(
-    tmp_path: Path, world: ReplicaPlace, kind: str, tied: bool, layers: int, tp: int, pp: int, dp: int, recompute: str
+    tmp_path: Path, world: ReplicaPlace, kind: str, keys: dict[str, Any], tp: int, pp: int, dp: int, recompute: str
 ) -> None:
     model_dir = tmp_path / "model"
-    make_model(kind, model_dir, tied=tied, layers=layers)
+    make_model(kind, model_dir, **keys)
     replica = Replica(tmp_path, "split", model_dir, tp=tp, pp=pp, dp=dp, recompute=recompute)
     want, state = fixed_run(model_dir, world, STEPS)
     replica.ready()
