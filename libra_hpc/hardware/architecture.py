@@ -11,6 +11,7 @@ import msgspec
 from libra_hpc.errors import invalid
 
 from .supported import check_trained, rope_settings
+from .train_degrees import misfits
 
 
 class Architecture(msgspec.Struct, frozen=True):
@@ -90,13 +91,11 @@ def stage_layers(layers: int, pp: int) -> tuple[int, ...]:
 
 def check_parallel(shape: Architecture, tp: int, pp: int) -> None:
     """Raise `UserError` unless ``tp`` divides the model and each of ``pp`` stages has a layer."""
-    for what, size in (
-        ("attention heads", shape.heads),
-        ("key/value heads", shape.groups),
-        ("MLP columns", shape.ffn),
-        ("vocabulary entries", shape.vocab),
-    ):
-        if size % tp:
-            raise invalid("train.tp", tp, f"it does not divide the model's {size} {what}", f"divisors of {size}")
-    if shape.layers < pp:
-        raise invalid("train.pp", pp, f"the model has only {shape.layers} layers", f"1 to {shape.layers}")
+    widths = {
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.groups,
+        "intermediate_size": shape.ffn,
+        "vocab_size": shape.vocab,
+    }
+    for error in misfits(widths, layers=shape.layers, tp=tp, pp=pp):
+        raise error

@@ -52,7 +52,9 @@ class PlanRequest(msgspec.Struct, frozen=True):
     """Turns sent to an engine at once."""
 
 
-NODE_SPACE = TrainSpace(cp=(1,), ep=(1,))
+SHARDED = False
+"""Whether the trainer divides the optimizer's state over the core's data-parallel ranks."""
+NODE_SPACE = TrainSpace(cp=(1,), ep=(1,), distributed=(SHARDED,))
 """Layouts that ``[train]`` of a run file can state: tensor and pipeline parallelism, recomputation, one replica per
 node."""
 
@@ -109,7 +111,8 @@ def request(
     space = TrainSpace()
     if node_layouts:
         node = min(p.node_devices for p in pools)
-        space = msgspec.structs.replace(NODE_SPACE, replica_devices=node, least_devices=node)
+        joins = config.components.hybrid.nodes > 0
+        space = msgspec.structs.replace(NODE_SPACE, replica_devices=node, least_devices=node, joins=joins)
         if "recompute" in config.train.model_fields_set:
             space = msgspec.structs.replace(space, recompute=(config.train.recompute,))
     return PlanRequest(

@@ -69,8 +69,8 @@ CASES = {
         "train.tp = 3: does not divide the model's num_attention_heads = 8; valid: 1, 2, 4, 8.",
     ),
     "train pp": (
-        ["-o", "train.pp=4"],
-        "train.pp = 4: does not divide the model's num_hidden_layers = 6; valid: 1, 2, 3, 6.",
+        ["-o", "train.pp=7"],
+        "train.pp = 7: the model has only 6 layers; valid: 1 to 6.",
     ),
     "rollout tp": (["-o", "rollout.tp=5"], "rollout.tp = 5: does not divide the model's num_attention_heads = 8"),
     "context too long": (

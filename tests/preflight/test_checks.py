@@ -55,7 +55,7 @@ def test_the_default_configuration_has_no_problem() -> None:
         ({"slurm": {"time_limit": "0"}}, "slurm.time_limit = '0': no time at all"),
         ({"train": {"tp": 3}}, "train.tp = 3: does not divide the model's num_attention_heads = 8; valid: 1, 2, 4, 8."),
         ({"train": {"tp": 8}}, "train.tp = 8: does not divide the model's num_key_value_heads = 4"),
-        ({"train": {"pp": 4}}, "train.pp = 4: does not divide the model's num_hidden_layers = 6; valid: 1, 2, 3, 6."),
+        ({"train": {"pp": 7}}, "train.pp = 7: the model has only 6 layers; valid: 1 to 6."),
         ({"rollout": {"tp": 3}}, "rollout.tp = 3: does not divide"),
         ({"rollout": {"tp": [1, 3]}}, "rollout.tp = 3: does not divide"),
         (

@@ -182,7 +182,7 @@ def test_models_we_cannot_train_are_refused(tmp_path: Path, change: dict[str, ob
 def test_splits_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     make_model("qwen2", tmp_path)
     shape = read_shape(tmp_path)
-    with pytest.raises(UserError, match=r"train\.tp = 4: .*2 key/value heads"):
+    with pytest.raises(UserError, match=r"train\.tp = 4: .*num_key_value_heads = 2"):
         check_parallel(shape, 4, 1)
     with pytest.raises(UserError, match=r"train\.pp = 3: .*2 layers"):
         check_parallel(shape, 1, 3)
