@@ -68,10 +68,7 @@ CASES = {
         ["-o", "train.tp=3"],
         "train.tp = 3: does not divide the model's num_attention_heads = 8; valid: 1, 2, 4, 8.",
     ),
-    "train pp": (
-        ["-o", "train.pp=7"],
-        "train.pp = 7: the model has only 6 layers; valid: 1 to 6.",
-    ),
+    "train pp": (["-o", "train.pp=7"], "train.pp = 7: the model has only 6 layers; valid: 1 to 6."),
     "rollout tp": (["-o", "rollout.tp=5"], "rollout.tp = 5: does not divide the model's num_attention_heads = 8"),
     "context too long": (
         ["-o", "rollout.max_model_len=9000"],
