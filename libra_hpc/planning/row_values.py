@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from libra_hpc.config.edit import edited
+from libra_hpc.config.job import Component, ComponentsSection
 from libra_hpc.config.load import parse_override, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.sources import as_toml
@@ -27,26 +28,26 @@ def row_values(config: RunConfig, pools: tuple[DevicePool, ...], result: PlanRes
     plan, values = result.plans[row], dict[str, Any]()
     parts = config.components
     if plan.pool:
-        taken = {"train": parts.rollout, "hybrid": parts.rollout, "rollout": parts.train}
-        exchanged = {
-            f"components.{name}.{key}": getattr(source, key)
-            for name, source in taken.items()
-            for key in (*KIND, *SHARE)
-            if getattr(source, key) != getattr(getattr(parts, name), key)
-        }
-        exchanged["components.rollout.nodes"] = parts.train.nodes + parts.hybrid.nodes
-        config, values = with_values(config, exchanged), exchanged
-        pools = (pools[1], pools[0])
-        result = _exchanged(result)
+        values = _kind_of("train", parts.rollout, parts) | _kind_of("rollout", parts.train, parts)
+        values["components.rollout.nodes"] = parts.train.nodes + parts.hybrid.nodes
+        config = with_values(config, values)
+        pools, result = (pools[1], pools[0]), _exchanged(result)
     chosen = msgspec.structs.replace(result, plans=(result.plans[row],))
-    layout = plan.train.layout
     values |= run_file_values(config, pools, chosen, alike=len(pools) == 1)
+    layout = plan.train.layout
     values |= {"train.micro_tokens": layout.micro_tokens, "train.recompute": layout.recompute}
     if values["components.hybrid.nodes"]:
+        # The run file may have had no hybrid nodes, and so no kind of them.
+        values |= _kind_of("hybrid", parts.rollout if plan.pool else parts.train, parts)
         values["planner.hybrid_start"] = "rollout"
-    elif not parts.hybrid.nodes:
-        del values["components.hybrid.nodes"]
     return {"components.split": "explicit", **values}
+
+
+def _kind_of(name: str, source: Component, parts: ComponentsSection) -> dict[str, Any]:
+    """What turns the nodes of a component into nodes like those of ``source``."""
+    own = getattr(parts, name)
+    keys = [key for key in (*KIND, *SHARE) if getattr(source, key) != getattr(own, key)]
+    return {f"components.{name}.{key}": getattr(source, key) for key in keys}
 
 
 def _exchanged(result: PlanResult) -> PlanResult:

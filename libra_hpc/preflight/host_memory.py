@@ -43,6 +43,8 @@ class HostNeed(NamedTuple):
     """``train node``, ``the node``, ``this machine``"""
     field: str
     """The key of the run file that limits it; empty: none."""
+    given: str
+    """Its value."""
     parts: tuple[NodeMemory, ...]
     memory: float | None
     shm: float | None
@@ -70,17 +72,20 @@ def host_needs(config: RunConfig, model: ModelShape, partitions: Sequence[Partit
     every = tuple(nodes[name] for name in stages for _ in range(parts[name].nodes))
     if config.slurm.executor == "local":
         total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-        return [HostNeed("this machine", "", every, total, _size(SHM), True)]
+        return [HostNeed("this machine", "", "", every, total, _size(SHM), True)]
     if config.components.one_node:
         whole = _node_bytes(config.components.train, partitions)
         given = [_given(part) for part in parts.values() for _ in range(part.nodes)]
         limit = sum(given) if all(given) else whole
-        return [HostNeed("the node", "components.train.mem", every, limit, _half(whole), False)]
+        return [
+            HostNeed("the node", "components.train.mem", config.components.train.mem, every, limit, _half(whole), False)
+        ]
     found = []
     for name, component in parts.items():
         whole = _node_bytes(component, partitions)
         limit = _given(component) or whole
-        found.append(HostNeed(f"{name} node", f"components.{name}.mem", (nodes[name],), limit, _half(whole), False))
+        field = f"components.{name}.mem"
+        found.append(HostNeed(f"{name} node", field, component.mem, (nodes[name],), limit, _half(whole), False))
     return found
 
 
@@ -92,26 +97,27 @@ def check_hosts(needs: Sequence[HostNeed]) -> list[str]:
 def _check(need: HostNeed) -> Iterator[str]:
     total, shared = sum(need.terms.values()), sum(need.shared.values())
     if need.memory is None:
-        sizes = f"a {need.where} needs {_gb(total)} GB, {_gb(shared)} of it in /dev/shm ({_largest(need.terms)})"
-        yield f"host memory was not checked, because the size of the nodes is not known: {sizes}"
+        sizes = f"needs {_gb(total)} GB, {_gb(shared)} GB of it in /dev/shm ({_largest(need.terms)})"
+        yield f"the size of the nodes is not known, so host memory was not checked: {_named(need.where)} {sizes}"
         return
     if total > need.memory:
-        why = f"{need.where} needs {_gb(total)} GB of host memory ({_largest(need.terms)}) and has {_gb(need.memory)}"
+        sizes = f"needs {_gb(total)} GB of host memory ({_largest(need.terms)}) and has {_gb(need.memory)} GB"
+        why = f"{_named(need.where)} {sizes}"
         fewer = "" if "snapshots" not in need.terms else "; train.snapshot_every = 0 takes the snapshots away"
         if not need.field:
             raise invalid("components", "local", why, f"fewer nodes or a smaller model{fewer}")
-        raise invalid(need.field, f"{_gb(need.memory)} GB", why, f"at least {math.ceil(total / GIB)}G{fewer}")
+        raise invalid(need.field, need.given, why, f"at least {math.ceil(total / GIB)}G{fewer}")
     if need.shm is None or shared <= need.shm:
         return
     files = need.shared["weight files"]
     size = f"{_gb(need.shm)} GB" if need.shm_seen else f"{_gb(need.shm)} GB if it is half of the node's memory"
     if files > need.shm and need.shm_seen:
-        why = f"the weight files of {need.where} take {_gb(files)} GB of /dev/shm, which has {size}"
+        why = f"the weight files of {_named(need.where)} take {_gb(files)} GB of /dev/shm, which has {size}"
         raise invalid("model.path", "too large", why, "a larger /dev/shm (mount -o remount,size=...), or fewer nodes")
     what = "weight files do" if files > need.shm else "snapshots do"
     way = "" if files > need.shm else "; without snapshots: train.snapshot_every = 0"
     sizes = f"{_gb(shared)} GB ({_largest(need.shared)})"
-    yield f"{what} not fit: {need.where} needs {sizes} of /dev/shm, which has {size}{way}"
+    yield f"{what} not fit: {_named(need.where)} needs {sizes} of /dev/shm, which has {size}{way}"
 
 
 def _work(config: RunConfig, name: str) -> NodeWork:
@@ -150,6 +156,11 @@ def _size(folder: Path) -> float | None:
 
 def _half(memory: float | None) -> float | None:
     return None if memory is None else SHM_SHARE * memory
+
+
+def _named(where: str) -> str:
+    """In a sentence: every node of a component is alike."""
+    return where if where.startswith("th") else f"a {where}"
 
 
 def _largest(terms: Mapping[str, float]) -> str:
