@@ -91,17 +91,21 @@ def host_needs(config: RunConfig, model: ModelShape, partitions: Sequence[Partit
 
 def check_hosts(needs: Sequence[HostNeed]) -> list[str]:
     """Raise `UserError` for nodes with too little memory; returns warnings."""
-    return [warning for need in needs for warning in _check(need)]
+    warnings = [warning for need in needs if need.memory is not None for warning in _check(need, need.memory)]
+    unknown = [need for need in needs if need.memory is None]
+    if unknown:
+        most = max(unknown, key=lambda need: sum(need.terms.values()))
+        total, shared = sum(most.terms.values()), sum(most.shared.values())
+        sizes = f"needs {_gb(total)} GB, {_gb(shared)} GB of it in /dev/shm ({_largest(most.terms)})"
+        what = "the size of the nodes is not known, so host memory was not checked"
+        warnings.append(f"{what}: {_named(most.where)} {sizes}")
+    return warnings
 
 
-def _check(need: HostNeed) -> Iterator[str]:
+def _check(need: HostNeed, memory: float) -> Iterator[str]:
     total, shared = sum(need.terms.values()), sum(need.shared.values())
-    if need.memory is None:
-        sizes = f"needs {_gb(total)} GB, {_gb(shared)} GB of it in /dev/shm ({_largest(need.terms)})"
-        yield f"the size of the nodes is not known, so host memory was not checked: {_named(need.where)} {sizes}"
-        return
-    if total > need.memory:
-        sizes = f"needs {_gb(total)} GB of host memory ({_largest(need.terms)}) and has {_gb(need.memory)} GB"
+    if total > memory:
+        sizes = f"needs {_gb(total)} GB of host memory ({_largest(need.terms)}) and has {_gb(memory)} GB"
         why = f"{_named(need.where)} {sizes}"
         fewer = "" if "snapshots" not in need.terms else "; train.snapshot_every = 0 takes the snapshots away"
         if not need.field:
