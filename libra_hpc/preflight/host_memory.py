@@ -107,7 +107,8 @@ def _check(need: HostNeed, memory: float) -> Iterator[str]:
     if total > memory:
         sizes = f"needs {_gb(total)} GB of host memory ({_largest(need.terms)}) and has {_gb(memory)} GB"
         why = f"{_named(need.where)} {sizes}"
-        fewer = "" if "snapshots" not in need.terms else "; train.snapshot_every = 0 takes the snapshots away"
+        fits = total - need.terms.get("snapshots", 0.0) <= memory
+        fewer = "; train.snapshot_every = 0 takes the snapshots away" if fits else ""
         if not need.field:
             raise invalid("components", "local", why, f"fewer nodes or a smaller model{fewer}")
         raise invalid(need.field, need.given, why, f"at least {math.ceil(total / GIB)}G{fewer}")

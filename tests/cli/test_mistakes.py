@@ -82,7 +82,10 @@ CASES = {
         [*GPU_NODES, "-o", "components.train.cpus=7"],
         "components.train.cpus = 7: a node with 8 GPUs",
     ),
-    "too little memory": ([*GPU_NODES, "-o", "components.hybrid.mem=2G"], "components.hybrid.mem = '2G': the weights"),
+    "too little memory": (
+        [*GPU_NODES, "-o", "components.hybrid.mem=2G"],
+        "components.hybrid.mem = '2G': a hybrid node needs ",
+    ),
     "malformed time": (["-o", "slurm.time_limit=1h"], "slurm.time_limit = '1h': malformed"),
     "time above the partition's": (["-o", "slurm.time_limit=2-00:00:00"], "slurm.time_limit = '2-00:00:00': "),
     "unknown partition": (
@@ -493,7 +496,7 @@ def test_a_mistake_in_an_order_for_another_layout(
 def test_check_finds_the_same_mistakes_and_prints_one_line(site: Path, cli: Callable[..., Outcome]) -> None:
     assert cli("check", "run.toml") == Outcome(0, "run.toml is good\n", "")
     facts = json.loads(cli("check", "run.toml", "--json").out)
-    expected = {"checked_against_slurm": True, "warnings": [], "expected_start": None, "split": None}
+    expected = {"checked_against_slurm": True, "warnings": [], "expected_start": None, "split": None, "memory": []}
     assert facts == {"run_file": "run.toml", "good": True, **expected}
     outcome = cli("check", "run.toml", "-o", "components.train.partition=a80")
     assert "no such partition" in one_line(outcome)
