@@ -63,11 +63,11 @@ def test_a_hybrid_node_counts_its_fuller_moment() -> None:
 def test_too_little_memory_is_refused_with_the_largest_term_and_a_way_out() -> None:
     sentence = (
         r"components.train.mem = '256G': a train node needs 742 GB of host memory \(snapshots 414\) and has 275 GB;"
-        r" valid: at least 692G; train.snapshot_every = 0 takes the snapshots away\."
+        r" valid: at least 692G\.$"
     )
     with pytest.raises(UserError, match=sentence):
         checked(None, components=nodes("256G"))
-    with pytest.raises(UserError, match=r"components\.train\.mem = ''"):
+    with pytest.raises(UserError, match=r"at least 692G; train.snapshot_every = 0 takes the snapshots away\.$"):
         checked(500.0, components=nodes())
     assert checked(2000.0, components=nodes("700G")) == []
     assert checked(2000.0, components=nodes()) == []
