@@ -118,9 +118,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Raise `UserError` unless vLLM can cut the model over ``tp`` devices."""
         self.widths.check(tp, field, rollout=True)
 
-    def trains(self, tp: int) -> bool:
-        """Whether Megatron-Core can cut the model over ``tp`` devices."""
-        return not self.widths.fault(tp) and not self.moe_intermediate % tp
+    def trains(self, tp: int, pp: int = 1) -> bool:
+        """Whether Megatron-Core can cut the model over ``tp`` devices and ``pp`` stages of different lengths."""
+        return not self.widths.fault(tp) and not self.moe_intermediate % tp and pp <= self.layers
 
 
 def model_shape(name_or_path: str | Path) -> ModelShape:

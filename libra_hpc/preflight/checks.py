@@ -2,7 +2,8 @@
 
 * Each check is a small function that yields the mistakes it finds.
 * `problems` runs them in the order in which a user would fix them.
-* `check_run` adds the files (`preflight.named_files`) and the memory (`preflight.resources`).
+* `check_run` adds the files (`preflight.named_files`), GPU memory and CPUs (`preflight.resources`).
+* Host memory needs the cluster's answer: `preflight.host_memory`.
 * Whether the job fits the cluster: `libra_hpc.slurm.fit`.
 """
 
@@ -26,7 +27,7 @@ from libra_hpc.slurm.query import slurm_seconds
 
 from .field_names import naming
 from .named_files import check_run_dir, check_task, read_model_config
-from .resources import check_memory, check_nodes
+from .resources import check_cpus, check_memory, rollout_nodes
 
 LEAST_NOTICE_S = 30.0
 """Seconds of ``slurm.notice_s``: Slurm looks at time limits twice a minute."""
@@ -66,9 +67,8 @@ def check_run(config: RunConfig) -> list[str]:
             check_simulated(config)
         return check_memory(config, None)
     check_task(config.task.name, config.task.options)
-    shape = _policy_shape(config)
-    warnings = check_memory(config, shape)
-    check_nodes(config, shape)
+    warnings = check_memory(config, policy_shape(config))
+    check_cpus(config)
     return warnings
 
 
@@ -82,10 +82,10 @@ def check_engines(config: RunConfig) -> list[str]:
         with naming(config):
             check_simulated(config)
         return []
-    return check_memory(config, _policy_shape(config))
+    return check_memory(config, policy_shape(config))
 
 
-def _policy_shape(config: RunConfig) -> ModelShape:
+def policy_shape(config: RunConfig) -> ModelShape:
     """Shape of the policy, named after its folder; raises the first mistake of folder or config.json."""
     model = read_model_config(config)
     _raise_first(model_problems(config, model))
@@ -177,7 +177,7 @@ def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
         if not component.nodes:
             continue
         products = [{"train.tp": config.train.tp, "train.pp": config.train.pp}] if name != "rollout" else []
-        for node in engine_nodes(config, name):
+        for node in rollout_nodes(config, name):
             product = {
                 f"rollout.{key}": of_node(getattr(config.rollout, key), node) for key in ("tp", "engines_per_node")
             }
@@ -192,13 +192,6 @@ def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
                 field = max(product, key=lambda key: product[key])
                 why = f"{' * '.join(product)} needs {needs} GPUs and components.{name} has {component.gpus} per node"
                 yield invalid(field, product[field], why, f"a product <= {component.gpus}")
-
-
-def engine_nodes(config: RunConfig, component: str) -> range:
-    """Positions of a component's nodes among the hybrid and rollout nodes; empty for other components."""
-    hybrid = config.components.hybrid.nodes
-    nodes = {"hybrid": range(hybrid), "rollout": range(hybrid, hybrid + config.components.rollout.nodes)}
-    return nodes.get(component, range(0))
 
 
 CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
@@ -234,13 +227,11 @@ def tensor_parallel_divides(config: RunConfig, model: Mapping[str, Any]) -> Iter
             yield error
 
 
-def pipeline_divides(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
-    """Every pipeline stage has the same number of layers."""
+def stages_have_layers(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
+    """Every pipeline stage has a layer."""
     layers = int(model.get("num_hidden_layers", 1))
-    if layers % config.train.pp:
-        yield invalid(
-            "train.pp", config.train.pp, f"does not divide the model's num_hidden_layers = {layers}", _divisors(layers)
-        )
+    if layers < config.train.pp:
+        yield invalid("train.pp", config.train.pp, f"the model has only {layers} layers", f"1 to {layers}")
 
 
 def context_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
@@ -254,10 +245,6 @@ def context_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserEr
 
 MODEL_CHECKS: tuple[Callable[[RunConfig, Mapping[str, Any]], Iterator[UserError]], ...] = (
     tensor_parallel_divides,
-    pipeline_divides,
+    stages_have_layers,
     context_fits,
 )
-
-
-def _divisors(width: int) -> str:
-    return ", ".join(str(n) for n in (1, 2, 3, 4, 5, 6, 8, 16, 32) if width % n == 0)

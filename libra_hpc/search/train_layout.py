@@ -1,7 +1,8 @@
 """The best training layout on a number of devices: TP, PP, CP, EP, DP, micro-batch and recomputation; exact.
 
-All degrees that divide the model and the devices are candidates. `TrainCost.device_seconds` is a lower bound for any
-DP. Candidates are evaluated in its order, until it exceeds the best time.
+All degrees that the model allows (`ModelShape.trains`) and that divide the devices are candidates.
+`TrainCost.device_seconds` is a lower bound for any DP. Candidates are evaluated in its order, until it exceeds the best
+time.
 
 - A layout that does not fit in memory -> excluded, with the reason.
 - TP stays within a node.
@@ -23,7 +24,7 @@ MOST_MICRO_TOKENS = 65536
 
 
 class TrainSpace(msgspec.Struct, frozen=True):
-    """Degrees that the trainer supports; those that do not divide the model are skipped."""
+    """Degrees to search; those that the model does not allow are skipped."""
 
     tp: tuple[int, ...] = (1, 2, 4, 8)
     pp: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -33,6 +34,8 @@ class TrainSpace(msgspec.Struct, frozen=True):
     distributed: tuple[bool, ...] = (False,)
     """Optimizer state divided over data-parallel ranks. An elastic pool keeps it whole, so that replicas can join and
     leave."""
+    joins: bool = False
+    """Replicas enter while the run goes on: nodes that change their role."""
     replica_devices: int = 0
     """Most devices of a data-parallel replica; 0: any."""
     least_devices: int = 0
@@ -123,6 +126,7 @@ class TrainSearch:
                         micro_tokens=shard.micro_tokens,
                         recompute=shard.recompute,
                         distributed=shard.distributed,
+                        joins=shard.joins,
                     ),
                 )
 
@@ -136,12 +140,10 @@ class TrainSearch:
 
 
 def _shards(cost: TrainCost, devices_per_node: int, space: TrainSpace) -> Iterator[TrainLayout]:
-    """Every layout that divides the model, with the least dp that holds its experts."""
+    """Every layout that the model allows, with the least dp that holds its experts."""
     shape = cost.shape
     for tp in space.tp:
-        if tp > devices_per_node or not shape.trains(tp):
-            continue
-        for pp in (p for p in space.pp if shape.layers % p == 0):
+        for pp in (p for p in space.pp if tp <= devices_per_node and shape.trains(tp, p)):
             for cp in space.cp:
                 if tp * pp * cp < space.least_devices or (
                     space.replica_devices and tp * pp * cp > space.replica_devices
@@ -160,6 +162,7 @@ def _shards(cost: TrainCost, devices_per_node: int, space: TrainSpace) -> Iterat
                                     micro_tokens=micro,
                                     recompute=recompute,
                                     distributed=distributed,
+                                    joins=space.joins,
                                 )
 
 

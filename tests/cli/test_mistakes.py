@@ -68,10 +68,7 @@ CASES = {
         ["-o", "train.tp=3"],
         "train.tp = 3: does not divide the model's num_attention_heads = 8; valid: 1, 2, 4, 8.",
     ),
-    "train pp": (
-        ["-o", "train.pp=4"],
-        "train.pp = 4: does not divide the model's num_hidden_layers = 6; valid: 1, 2, 3, 6.",
-    ),
+    "train pp": (["-o", "train.pp=7"], "train.pp = 7: the model has only 6 layers; valid: 1 to 6."),
     "rollout tp": (["-o", "rollout.tp=5"], "rollout.tp = 5: does not divide the model's num_attention_heads = 8"),
     "context too long": (
         ["-o", "rollout.max_model_len=9000"],
@@ -85,7 +82,10 @@ CASES = {
         [*GPU_NODES, "-o", "components.train.cpus=7"],
         "components.train.cpus = 7: a node with 8 GPUs",
     ),
-    "too little memory": ([*GPU_NODES, "-o", "components.hybrid.mem=2G"], "components.hybrid.mem = '2G': the weights"),
+    "too little memory": (
+        [*GPU_NODES, "-o", "components.hybrid.mem=2G"],
+        "components.hybrid.mem = '2G': a hybrid node needs ",
+    ),
     "malformed time": (["-o", "slurm.time_limit=1h"], "slurm.time_limit = '1h': malformed"),
     "time above the partition's": (["-o", "slurm.time_limit=2-00:00:00"], "slurm.time_limit = '2-00:00:00': "),
     "unknown partition": (
@@ -500,7 +500,7 @@ def test_a_mistake_in_an_order_for_another_layout(
 def test_check_finds_the_same_mistakes_and_prints_one_line(site: Path, cli: Callable[..., Outcome]) -> None:
     assert cli("check", "run.toml") == Outcome(0, "run.toml is good\n", "")
     facts = json.loads(cli("check", "run.toml", "--json").out)
-    expected = {"checked_against_slurm": True, "warnings": [], "expected_start": None, "split": None}
+    expected = {"checked_against_slurm": True, "warnings": [], "expected_start": None, "split": None, "memory": []}
     assert facts == {"run_file": "run.toml", "good": True, **expected}
     outcome = cli("check", "run.toml", "-o", "components.train.partition=a80")
     assert "no such partition" in one_line(outcome)

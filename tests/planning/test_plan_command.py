@@ -158,7 +158,7 @@ def test_lengths_of_a_trace(call: Call, tmp_path: Path) -> None:
 
 def test_a_device_of_the_users_own(call: Call, tmp_path: Path) -> None:
     (tmp_path / "more.toml").write_text(
-        "[mi250x]\nmemory_bytes = 64e9\npeak_flops = 190e12\nhbm_bytes_s = 1.6e12\nintra_bytes_s = 50e9\ninter_bytes_s"
+        "[mi250x]\nmemory_bytes = 96e9\npeak_flops = 190e12\nhbm_bytes_s = 1.6e12\nintra_bytes_s = 50e9\ninter_bytes_s"
         " = 25e9\ndevices_per_node = 8\n"
     )
     code, out, _ = call("--devices", "more.toml", "--device", "mi250x", "--gpus", "32")

@@ -58,7 +58,7 @@ def test_the_default_configuration_has_no_problem() -> None:
             {"train": {"tp": 16}},
             "train.tp = 16: does not divide the model's num_attention_heads = 8; valid: 1, 2, 4, 8.",
         ),
-        ({"train": {"pp": 4}}, "train.pp = 4: does not divide the model's num_hidden_layers = 6; valid: 1, 2, 3, 6."),
+        ({"train": {"pp": 7}}, "train.pp = 7: the model has only 6 layers; valid: 1 to 6."),
         ({"rollout": {"tp": 3}}, "rollout.tp = 3: does not divide"),
         ({"rollout": {"tp": [1, 3]}}, "rollout.tp = 3: does not divide"),
         (
