@@ -1,4 +1,4 @@
-"""Shapes of the dense models that the trainer supports, and the parallel degrees that divide them."""
+"""Shapes of the models that the trainer supports, and the parallel degrees that divide them."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ class Architecture(msgspec.Struct, frozen=True):
     rope_theta: float
     rope_scaling: dict[str, Any] | None
     max_positions: int
+    experts: int = 0
+    """Routed experts of every layer; 0: dense."""
+    experts_per_token: int = 0
+    moe_ffn: int = 0
+    """MLP width of one expert."""
+    norm_topk: bool = True
+    """Whether the weights of a token's experts sum to 1."""
 
     @property
     def qkv_bias(self) -> bool:
@@ -38,7 +45,7 @@ class Architecture(msgspec.Struct, frozen=True):
 
     @property
     def qk_norm(self) -> bool:
-        return self.family == "qwen3"
+        return self.family in ("qwen3", "qwen3_moe")
 
 
 def _read_config(path: Path) -> Any:
@@ -60,6 +67,8 @@ def read_shape(model_dir: Path) -> Architecture:
     check_trained(config)
     rope = rope_settings(config)
     heads = int(config["num_attention_heads"])
+    # transformers 5 writes the second name.
+    experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
     return Architecture(
         family=str(config["model_type"]),
         layers=int(config["num_hidden_layers"]),
@@ -74,6 +83,10 @@ def read_shape(model_dir: Path) -> Architecture:
         rope_theta=float(rope["rope_theta"]),
         rope_scaling=rope if rope["rope_type"] == "llama3" else None,
         max_positions=int(config.get("max_position_embeddings", 4096)),
+        experts=experts,
+        experts_per_token=int(config["num_experts_per_tok"]) if experts else 0,
+        moe_ffn=int(config["moe_intermediate_size"]) if experts else 0,
+        norm_topk=bool(config.get("norm_topk_prob", False)),
     )
 
 
@@ -100,3 +113,29 @@ def check_parallel(shape: Architecture, tp: int, pp: int) -> None:
             raise invalid("train.tp", tp, f"it does not divide the model's {size} {what}", f"divisors of {size}")
     if shape.layers < pp:
         raise invalid("train.pp", pp, f"the model has only {shape.layers} layers", f"1 to {shape.layers}")
+
+
+class ExpertSplit(msgspec.Struct, frozen=True):
+    """How the experts of a pipeline stage are spread over its ``ranks`` processes."""
+
+    ep: int
+    etp: int
+    ranks: int
+
+
+def check_experts(shape: Architecture, tp: int, split: ExpertSplit) -> None:
+    """Raise `UserError` unless ``ep`` and ``etp`` fit the model and the processes of a stage."""
+    ep, etp, ranks = split.ep, split.etp, split.ranks
+    if not shape.experts:
+        if ep > 1:
+            raise invalid("train.ep", ep, "the model has no experts", "1")
+        return
+    if shape.experts % ep:
+        raise invalid("train.ep", ep, f"it does not divide the model's {shape.experts} experts", f"divisors of {shape.experts}")
+    if etp not in ({tp} if ep == 1 else {1, tp}):
+        why = "ranks without expert parallelism share experts as they share the rest" if ep == 1 else "it is 1 or tp"
+        raise invalid("train.etp", etp, why, str(tp) if ep == 1 else f"1 or {tp}")
+    if shape.moe_ffn % etp:
+        raise invalid("train.etp", etp, f"it does not divide the experts' {shape.moe_ffn} MLP columns", f"divisors of {shape.moe_ffn}")
+    if ranks % (ep * etp):
+        raise invalid("train.ep", ep, f"ep x etp = {ep * etp} does not divide the {ranks} processes of a stage", f"divisors of {ranks // etp}")

@@ -180,7 +180,8 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
     hidden = _count(config, name, "hidden_size")
     moe = kind in ("mixtral", "qwen3_moe")
     intermediate = _count(config, name, "intermediate_size")
-    moe_key = "num_experts" if kind == "qwen3_moe" else "num_local_experts"
+    # Files of transformers 5 have the second name in all families.
+    moe_key = "num_experts" if "num_experts" in config else "num_local_experts"
     return ModelShape(
         name=name,
         layers=_count(config, name, "num_hidden_layers"),

@@ -16,7 +16,7 @@ import msgspec
 from libra_hpc.errors import UserError, invalid
 
 MIXTURE = "a mixture of experts, and this version trains dense models only"
-FAMILIES = {"llama": "", "mixtral": MIXTURE, "qwen2": "", "qwen3": "", "qwen3_moe": MIXTURE}
+FAMILIES = {"llama": "", "mixtral": MIXTURE, "qwen2": "", "qwen3": "", "qwen3_moe": ""}
 """Trained ones have pre-norm RMSNorm, rotary embedding, SwiGLU and grouped-query attention."""
 TRAINED = tuple(name for name, why in FAMILIES.items() if not why)
 """``model_type`` of the models that can be trained."""
@@ -94,6 +94,10 @@ def _variants(config: Mapping[str, Any]) -> Iterator[Refusal]:
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
             yield Refusal(key, config[key], "the trainer has no such bias", "false")
+    # Qwen3-MoE: the trainer builds all layers alike.
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        key = "mlp_only_layers" if config.get("mlp_only_layers") else "decoder_sparse_step"
+        yield Refusal(key, config[key], "the trainer has no dense layers among layers of experts", "no such layers")
     if config.get("quantization_config"):
         yield Refusal(
             "quantization_config",

@@ -16,12 +16,15 @@ with compat.eager_import():
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 __all__ = [
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
     "MegatronModule",
+    "MoEAlltoAllTokenDispatcher",
     "OptimizerConfig",
     "OptimizerParamScheduler",
     "PackedSeqParams",
@@ -31,6 +34,7 @@ __all__ = [
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "get_standard_config_overrides",
+    "moe_utils",
     "parallel_state",
     "vocab_parallel_cross_entropy",
 ]

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from libra_hpc.hardware.architecture import Architecture
-from libra_hpc.train import compat
+from libra_hpc.train import compat, context, moe
+from libra_hpc.weights.names import ReplicaPlace
 
 from .mcore import GPTModel, MegatronModule, TransformerConfig, get_gpt_layer_local_spec, parallel_state
 from .packing import PackedLayout
@@ -60,14 +61,18 @@ class PackedAttention(MegatronModule):
         assert packed_seq_params.rotary is not None, "the engine sets it before every pass"
         query, key = rotated(query, packed_seq_params.rotary), rotated(key, packed_seq_params.rotary)
         grouped = query.shape[1] != key.shape[1]
-        parts = []
+        tails, parts = packed_seq_params.tails, {}
+        if tails is not None:
+            key, value, whole = context.gather(key, value)
+            parts = {tail.begin: context.attend(query, whole, tail, self.scale) for tail in tails}
         for begin, end, rows, width, index in packed_seq_params.blocks:
             q, k, v = (_rectangle(x[begin:end], rows, width, index) for x in (query, key, value))
             # Padding follows each sequence, so the causal mask hides it.
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
             flat = out.transpose(1, 2).reshape(rows * width, -1)
-            parts.append(flat if index is None else flat.index_select(0, index))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+            parts[begin] = flat if index is None else flat.index_select(0, index)
+        ordered = [parts[begin] for begin in sorted(parts)]
+        return torch.cat(ordered) if len(ordered) > 1 else ordered[0]
 
 
 def _rectangle(x: torch.Tensor, rows: int, width: int, index: torch.Tensor | None) -> torch.Tensor:
@@ -77,7 +82,7 @@ def _rectangle(x: torch.Tensor, rows: int, width: int, index: torch.Tensor | Non
     return x.view(rows, width, *x.shape[1:]).transpose(1, 2)
 
 
-def transformer_config(shape: Architecture, dtype: torch.dtype, tp: int, pp: int) -> TransformerConfig:
+def transformer_config(shape: Architecture, dtype: torch.dtype, place: ReplicaPlace) -> TransformerConfig:
     """Megatron-Core's configuration for ``shape``."""
     return TransformerConfig(
         num_layers=shape.layers,
@@ -98,8 +103,9 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, tp: int, pp: int
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
+        tensor_model_parallel_size=place.tp,
+        pipeline_model_parallel_size=place.pp,
+        context_parallel_size=place.cp,
         use_cpu_initialization=True,
         perform_initialization=False,
         bias_activation_fusion=True,
@@ -111,20 +117,27 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, tp: int, pp: int
         batch_p2p_sync=False,
         calculate_per_token_loss=True,
         # Packs differ in length; Megatron-Core then wants this dispatcher even for dense models.
-        variable_seq_lengths=pp > 1,
+        variable_seq_lengths=place.pp > 1,
         moe_token_dispatcher_type="alltoall",
+        **moe.expert_config(shape, place),
     )
 
 
 def build_model(
-    shape: Architecture, device: torch.device, dtype: torch.dtype, tp: int, pp: int, recompute: bool = False
+    shape: Architecture, device: torch.device, dtype: torch.dtype, place: ReplicaPlace, recompute: bool = False
 ) -> GPTModel:
     """Build this rank's part of the model, uninitialised; needs Megatron-Core's parallel state.
 
     With ``recompute`` a layer stores its input alone and is computed again in the backward pass (arXiv 1604.06174).
     """
-    config = transformer_config(shape, dtype, tp, pp)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
+    config = transformer_config(shape, dtype, place)
+    moe.install()
+    spec = get_gpt_layer_local_spec(
+        normalization="RMSNorm",
+        qk_layernorm=shape.qk_norm,
+        num_experts=shape.experts or None,
+        moe_grouped_gemm=False,
+    )
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
     with compat.mcore_device():
         model = GPTModel(

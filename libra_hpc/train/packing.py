@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 
 from libra_hpc.protocol.trainer import Sample
+from libra_hpc.weights.names import ReplicaPlace
 
+from .context import Tail, pieces
 from .mcore import PackedSeqParams
 from .rotary import Table
 
@@ -23,6 +25,7 @@ PADDED_COST = 1.5
 At 1.0 (no padding) each length is one kernel per layer. At 1.5 a heavy-tailed batch of 64 has 4-6 blocks. Without a
 bound, one 4k sequence among 200-token ones dominates the step.
 """
+ALONE = ReplicaPlace(tp=1, tp_rank=0, pp=1, pp_rank=0)
 
 
 class Example(NamedTuple):
@@ -56,12 +59,14 @@ class PackedLayout(PackedSeqParams):
     """Megatron-Core's description of a pack, plus the fields of `PackedAttention`."""
 
     blocks: tuple[Block, ...] = ()
+    tails: tuple[Tail, ...] | None = None
+    """None: no context parallelism."""
     rotary: Table | None = None
     """Set by the engine for one pass."""
 
 
 class Pack(NamedTuple):
-    """One packed micro-batch of ``t`` tokens, ``m`` with loss, on the training device."""
+    """One packed micro-batch, on the training device: this context rank's ``t`` tokens, ``m`` with loss."""
 
     tokens: torch.Tensor
     """int64[1, t]"""
@@ -100,10 +105,13 @@ def example(uid: str, tokens: torch.Tensor, mask: torch.Tensor, logprobs: torch.
     return Example(tokens, mask, logprobs, advantage)
 
 
-def pack(examples: Sequence[Example], micro_tokens: int, device: torch.device) -> list[Pack]:
+def pack(
+    examples: Sequence[Example], micro_tokens: int, device: torch.device, place: ReplicaPlace = ALONE
+) -> list[Pack]:
     """Pack ``examples`` into micro-batches of at most ``micro_tokens`` tokens; a longer one is alone in its own.
 
-    Examples without loss tokens are left out.
+    Examples without loss tokens are left out. Context ranks share a micro-batch: each loss token is in one of their
+    packs.
     """
     useful = sorted((s for s in examples if bool(s.mask.any())), key=lambda s: -len(s.tokens))
     groups: list[list[Example]] = []
@@ -114,44 +122,82 @@ def pack(examples: Sequence[Example], micro_tokens: int, device: torch.device) -
             room = micro_tokens
         groups[-1].append(item)
         room -= len(item.tokens)
-    return [_assemble(group, device) for group in groups]
+    return [_assemble(group, device, place) for group in groups]
 
 
-def _assemble(group: list[Example], device: torch.device) -> Pack:
+def _assemble(group: list[Example], device: torch.device, place: ReplicaPlace) -> Pack:
     lengths = [len(s.tokens) for s in group]
-    tokens = torch.cat([s.tokens for s in group])
-    mask = torch.cat([s.mask for s in group])
+    own = pieces(sum(lengths), place)
+    rows = torch.cat([torch.arange(piece.start, piece.stop) for piece in own])
+    padding = len(rows) * place.cp - sum(lengths)
+    if padding:
+        # A sequence of its own, without loss.
+        lengths.append(padding)
+    tokens = torch.cat([*(s.tokens for s in group), torch.zeros(padding, dtype=torch.int64)])
+    mask = torch.cat([*(s.mask for s in group), torch.zeros(padding, dtype=torch.bool)])
     targets_at = mask.nonzero().squeeze(1)
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    row_of = torch.full_like(tokens, -1)
+    row_of[rows] = torch.arange(len(rows))
+    where = row_of[targets_at - 1]
+    mine = where >= 0
     counts = torch.stack([s.mask.sum() for s in group])
     advantages = torch.tensor([s.advantage for s in group], dtype=torch.float32).repeat_interleave(counts)
-    bounds32 = bounds.to(device=device, dtype=torch.int32)
+    bounds32 = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+    blocks, tails = _attention(lengths, own, device)
     layout = PackedLayout(
         qkv_format="thd",
         cu_seqlens_q=bounds32,
         cu_seqlens_kv=bounds32,
         max_seqlen_q=lengths[0],
         max_seqlen_kv=lengths[0],
-        blocks=_blocks(lengths, device),
+        blocks=blocks,
+        tails=None if place.cp == 1 else tails,
     )
     return Pack(
-        tokens=tokens[None].to(device),
-        positions=torch.cat([torch.arange(n) for n in lengths])[None].to(device),
+        tokens=tokens[rows][None].to(device),
+        positions=torch.cat([torch.arange(n) for n in lengths])[rows][None].to(device),
         layout=layout,
-        where=(targets_at - 1).to(device),
-        targets=tokens[targets_at].to(device),
-        behaviour=torch.cat([s.logprobs for s in group])[targets_at].to(device),
-        advantages=advantages.to(device),
+        where=where[mine].to(device),
+        targets=tokens[targets_at[mine]].to(device),
+        behaviour=torch.cat([s.logprobs[s.mask] for s in group])[mine].to(device),
+        advantages=advantages[mine].to(device),
     )
 
 
-def _blocks(lengths: list[int], device: torch.device) -> tuple[Block, ...]:
+def _attention(
+    lengths: list[int], own: tuple[range, ...], device: torch.device
+) -> tuple[tuple[Block, ...], tuple[Tail, ...]]:
+    """Blocks and tails of the own pieces of a pack of sequences; together they have every own row."""
     blocks: list[Block] = []
-    begin = first = 0
+    tails: list[Tail] = []
+    before = 0
+    for piece in own:
+        begun: list[int] = []
+        first = 0
+        for length in lengths:
+            begin, end = max(first, piece.start), min(first + length, piece.stop)
+            if first < begin < end:
+                tails.append(Tail(before + begin - piece.start, before + end - piece.start, first, end))
+            elif begin < end:
+                begun.append(end - begin)
+            first += length
+        before += len(piece)
+        blocks += _blocks(begun, before - sum(begun), device)
+    return tuple(blocks), tuple(tails)
+
+
+def _blocks(lengths: list[int], begin: int, device: torch.device) -> list[Block]:
+    """Blocks of the sequences that fill the rows from ``begin`` on, longest first but for padding at the end."""
+    blocks: list[Block] = []
+    first = 0
     while first < len(lengths):
         width = lengths[first]
         last, need = first, 0
-        while last < len(lengths) and (last - first + 1) * width**2 <= PADDED_COST * (need + lengths[last] ** 2):
+        while (
+            last < len(lengths)
+            and lengths[last] <= width
+            and (last - first + 1) * width**2 <= PADDED_COST * (need + lengths[last] ** 2)
+        ):
             need += lengths[last] ** 2
             last += 1
         run = lengths[first:last]
@@ -161,4 +207,4 @@ def _blocks(lengths: list[int], device: torch.device) -> tuple[Block, ...]:
             index = torch.cat([torch.arange(row * width, row * width + n) for row, n in enumerate(run)]).to(device)
         blocks.append(Block(begin=begin, end=end, rows=len(run), width=width, place=index))
         begin, first = end, last
-    return tuple(blocks)
+    return blocks

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from libra_hpc.hardware.architecture import Architecture, check_parallel
 from libra_hpc.train import compat
-from libra_hpc.weights.names import ReplicaPlace, stage_entries
+from libra_hpc.weights.names import ReplicaPlace, own_entries
 
 from .device import Store, backend
 from .mcore import (
@@ -80,7 +80,7 @@ class TrainEngine:
         self.shape, self.device, self.split = shape, device, split
         self.reduce: Callable[[list[torch.Tensor]], None] = lambda _buffers: None
         """Sums the flat gradient buffers over replicas in place; called after the replica's own reduction."""
-        model = build_model(shape, device, dtype, tp=split.tp, pp=split.pp, recompute=recompute)
+        model = build_model(shape, device, dtype, split, recompute=recompute)
         _mark_sharded(model, shape, split)
         self._rotary = Rotary(shape, device, dtype)
         self._config = model.config
@@ -128,7 +128,7 @@ class TrainEngine:
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """This rank's parameters by Megatron-Core name, ordered as `stage_entries`."""
         found = dict(self.ddp.module.named_parameters())
-        return {name: found.pop(name) for name in stage_entries(self.shape, self.split.pp, self.split.pp_rank)}
+        return {name: found.pop(name) for name in own_entries(self.shape, self.split)}
 
     def adam_state(self) -> Any:
         return self._optimizer.optimizer.state
@@ -248,7 +248,7 @@ def _mark_sharded(model: torch.nn.Module, shape: Architecture, split: ReplicaPla
     # Megatron-Core sets this when it draws initial weights, which we skip. Without it the gradient norm counts
     # sharded tensors on one rank only.
     parameters = dict(model.named_parameters())
-    for name, entry in stage_entries(shape, split.pp, split.pp_rank).items():
+    for name, entry in own_entries(shape, split).items():
         parameters[name].tensor_model_parallel = entry.dim is not None  # type: ignore[attr-defined]
 
 

@@ -54,9 +54,12 @@ def make_model(kind: str, folder: Path, *, tied: bool = False, layers: int = 2) 
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     }
     config_class, model_class = classes[kind]
-    extra: dict[str, Any] = {"head_dim": 16} if kind == "qwen3" else {}
+    extra: dict[str, Any] = {"head_dim": 16} if kind.startswith("qwen3") else {}
+    if kind == "qwen3_moe":
+        extra |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
     config = config_class(
         vocab_size=VOCAB,
         hidden_size=32,

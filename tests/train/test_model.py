@@ -31,7 +31,7 @@ from .support import (
     train_step,
 )
 
-FAMILIES = [("qwen2", False), ("qwen2", True), ("llama", False), ("qwen3", True)]
+FAMILIES = [("qwen2", False), ("qwen2", True), ("llama", False), ("qwen3", True), ("qwen3_moe", False)]
 
 
 @pytest.mark.parametrize(("kind", "tied"), FAMILIES)
