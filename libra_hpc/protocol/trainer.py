@@ -28,6 +28,11 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     logprobs: bytes
     """float32[n]"""
     advantage: float
+    experts: bytes = b""
+    """Experts that the rollout engine chose, [n, layers, k]; empty: unknown.
+
+    uint8 for fewer than 256 experts, else uint16; all bits set: unknown for this token.
+    """
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):

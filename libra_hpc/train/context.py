@@ -37,12 +37,11 @@ class Tail(NamedTuple):
 def pieces(tokens: int, place: ReplicaPlace) -> tuple[range, ...]:
     """Own tokens of a pack of ``tokens``, as ranges of the whole pack; beyond its end they are padding.
 
-    A piece is a multiple of the tensor ranks, which share its tokens.
+    A piece is a multiple of the tensor ranks, which share its tokens (sequence parallelism).
     """
-    if place.cp == 1:
-        return (range(tokens),)
-    size = -(-tokens // (2 * place.cp * place.tp)) * place.tp
-    return tuple(range(i * size, (i + 1) * size) for i in (place.cp_rank, 2 * place.cp - 1 - place.cp_rank))
+    count = 1 if place.cp == 1 else 2 * place.cp
+    size = -(-tokens // (count * place.tp)) * place.tp
+    return tuple(range(i * size, (i + 1) * size) for i in sorted({place.cp_rank, count - 1 - place.cp_rank}))
 
 
 class _Gather(torch.autograd.Function):

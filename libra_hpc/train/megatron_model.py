@@ -151,6 +151,9 @@ def build_model(
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
         )
+    if shape.experts:
+        # Inside of recomputation, which then sees the same choice.
+        moe.replay_routing(model, place)
     if recompute:
         for layer in model.decoder.layers:
             # Megatron-Core's own recomputation needs a CUDA generator; without dropout nothing is random.

@@ -7,10 +7,15 @@ Without CUDA, Megatron-Core's token dispatcher has two calls that raise; with CU
 
 - ``torch.cuda.Stream()`` for copies to the host -> no stream
 - those copies -> the host's tensors as they are
+
+Replay: where a sample has the experts that the rollout engine chose, the router uses them with its own probabilities
+(arXiv 2510.11370). The gradient of the router goes through these probabilities.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +23,8 @@ import torch
 from libra_hpc.hardware.architecture import Architecture
 from libra_hpc.weights.names import ReplicaPlace
 
-from .mcore import MoEAlltoAllTokenDispatcher, moe_utils
+from .mcore import GPTModel, MoEAlltoAllTokenDispatcher, moe_utils
+from .packing import NO_CHOICE
 
 
 def expert_config(shape: Architecture, place: ReplicaPlace) -> dict[str, Any]:
@@ -55,3 +61,62 @@ def _on_host(dispatcher: Any, point: str, tokens_per_expert: torch.Tensor | None
             if splits is not None:
                 setattr(dispatcher, name, splits.numpy())
     return tokens_per_expert
+
+
+class Replay:
+    """Experts chosen elsewhere, in the place of Megatron-Core's ``RouterReplay``.
+
+    That one replays whole batches in the order of the passes; this one is set by the layer, so recomputation sees the
+    same choice, and a token may be without one.
+    """
+
+    def __init__(self) -> None:
+        self.chosen: torch.Tensor | None = None
+        """Of the tokens of this pass, integer [t, k]; `NO_CHOICE`: the router's own."""
+        self.counts = torch.zeros(2, dtype=torch.int64)
+        """Replayed choices that the router would have made too, and all replayed ones."""
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        compute: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by the router: values and indices [t, k] of the experts of each token."""
+        values, own = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.chosen is None:
+            return values, own
+        given = self.chosen[:, :1] != NO_CHOICE
+        used = torch.where(given, self.chosen, own)
+        agreed = given & (used[:, :, None] == own[:, None, :]).any(-1)
+        self.counts = self.counts.to(scores.device) + torch.stack((agreed.sum(), given.sum() * topk))
+        return scores.gather(1, used), used
+
+
+def replay_routing(model: GPTModel, place: ReplicaPlace) -> None:
+    """Let the routers of ``model`` use ``experts`` of the pack's layout."""
+    for layer in model.decoder.layers:
+        replay = layer.mlp.router.router_replay = Replay()
+        layer.forward = partial(_replaying, layer.forward, replay, layer.layer_number - 1, place)
+
+
+def take_counts(model: GPTModel) -> tuple[int, int]:
+    """Of this rank: replayed choices that its routers would have made too, and all; they start anew."""
+    replays = [layer.mlp.router.router_replay for layer in model.decoder.layers]
+    agreed, replayed = sum(replay.counts for replay in replays).tolist()
+    for replay in replays:
+        replay.counts = torch.zeros_like(replay.counts)
+    return agreed, replayed
+
+
+def _replaying(
+    forward: Callable[..., Any], replay: Replay, layer: int, place: ReplicaPlace, *args: Any, **kwargs: Any
+) -> Any:
+    experts = kwargs["packed_seq_params"].experts
+    if experts is not None:
+        # Tensor ranks share the tokens (sequence parallelism).
+        experts = experts[:, layer].chunk(place.tp)[place.tp_rank]
+    replay.chosen = experts
+    return forward(*args, **kwargs)

@@ -6,12 +6,14 @@ cut into `Block` s, runs of similar length, each padded by itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from libra_hpc.hardware.architecture import Architecture
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.weights.names import ReplicaPlace
 
@@ -19,6 +21,8 @@ from .context import Tail, pieces
 from .mcore import PackedSeqParams
 from .rotary import Table
 
+NO_CHOICE = -1
+"""Expert number of a token whose routing the rollout engine did not return."""
 PADDED_COST = 1.5
 """Most padded attention cost of a block, relative to what its sequences need (quadratic in length).
 
@@ -38,6 +42,8 @@ class Example(NamedTuple):
     logprobs: torch.Tensor
     """float32[n], behaviour log-probabilities, 0 outside the mask."""
     advantage: float
+    experts: torch.Tensor | None = None
+    """int64[n, layers, k], the experts that the rollout engine chose; `NO_CHOICE` where it returned none."""
 
 
 class Block(NamedTuple):
@@ -61,6 +67,8 @@ class PackedLayout(PackedSeqParams):
     blocks: tuple[Block, ...] = ()
     tails: tuple[Tail, ...] | None = None
     """None: no context parallelism."""
+    experts: torch.Tensor | None = None
+    """int64[t, layers, k], as in `Example`; None: no example has any."""
     rotary: Table | None = None
     """Set by the engine for one pass."""
 
@@ -83,15 +91,28 @@ class Pack(NamedTuple):
     """float32[m]"""
 
 
-def decode(sample: Sample) -> Example:
-    """Turn a wire sample into tensors.
+def decode(sample: Sample, shape: Architecture | None = None) -> Example:
+    """Turn a wire sample into tensors; ``shape`` is needed for chosen experts.
 
-    Raises `ValueError` when its arrays differ in length or its first token is marked for loss.
+    Raises `ValueError` when its arrays differ in length, its first token is marked for loss, or an expert is unknown.
     """
     tokens = torch.frombuffer(bytearray(sample.tokens), dtype=torch.int32).long()
     mask = torch.frombuffer(bytearray(sample.loss_mask), dtype=torch.uint8).bool()
     logprobs = torch.frombuffer(bytearray(sample.logprobs), dtype=torch.float32)
-    return example(sample.uid, tokens=tokens, mask=mask, logprobs=logprobs, advantage=sample.advantage)
+    one = example(sample.uid, tokens=tokens, mask=mask, logprobs=logprobs, advantage=sample.advantage)
+    return one._replace(experts=_experts(sample, len(tokens), shape)) if shape and sample.experts else one
+
+
+def _experts(sample: Sample, count: int, shape: Architecture) -> torch.Tensor:
+    small = shape.experts < 256
+    unknown = (1 << (8 if small else 16)) - 1
+    flat = torch.frombuffer(bytearray(sample.experts), dtype=torch.uint8 if small else torch.uint16).long()
+    size = (count, shape.layers, shape.experts_per_token)
+    if flat.numel() != math.prod(size):
+        raise ValueError(f"sample {sample.uid}: {flat.numel()} chosen experts, {math.prod(size)} are needed")
+    if bool(((flat >= shape.experts) & (flat != unknown)).any()):
+        raise ValueError(f"sample {sample.uid}: an expert beyond the model's {shape.experts}")
+    return flat.masked_fill(flat == unknown, NO_CHOICE).view(size)
 
 
 def example(uid: str, tokens: torch.Tensor, mask: torch.Tensor, logprobs: torch.Tensor, advantage: float) -> Example:
@@ -152,6 +173,7 @@ def _assemble(group: list[Example], device: torch.device, place: ReplicaPlace) -
         max_seqlen_kv=lengths[0],
         blocks=blocks,
         tails=None if place.cp == 1 else tails,
+        experts=_chosen(group, padding, rows, device),
     )
     return Pack(
         tokens=tokens[rows][None].to(device),
@@ -162,6 +184,18 @@ def _assemble(group: list[Example], device: torch.device, place: ReplicaPlace) -
         behaviour=torch.cat([s.logprobs[s.mask] for s in group])[mine].to(device),
         advantages=advantages[mine].to(device),
     )
+
+
+def _chosen(
+    group: list[Example], padding: int, rows: torch.Tensor, device: torch.device
+) -> torch.Tensor | None:
+    known = next((s.experts for s in group if s.experts is not None), None)
+    if known is None:
+        return None
+    parts = [
+        known.new_full((len(s.tokens), *known.shape[1:]), NO_CHOICE) if s.experts is None else s.experts for s in group
+    ]
+    return torch.cat([*parts, known.new_full((padding, *known.shape[1:]), NO_CHOICE)])[rows].to(device)
 
 
 def _attention(

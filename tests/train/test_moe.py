@@ -1,0 +1,76 @@
+"""Mixture of experts: expert parallelism against one process, replayed routing, names of experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from libra_hpc.errors import UserError
+from libra_hpc.hardware.architecture import ExpertSplit, check_experts, read_shape
+from libra_hpc.protocol.trainer import Sample
+from libra_hpc.train import moe
+from libra_hpc.train.packing import decode
+from libra_hpc.weights.names import ReplicaPlace, hf_shapes, own_entries
+
+from .support import Layout, assert_equals_one_process, build, make_model, samples, train_step
+
+LAYERS, TOP_K, EXPERTS = 2, 2, 8
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp=2, ep=2), Layout(tp=2, ep=2, etp=1), Layout(tp=2, etp=2), Layout(pp=2, cp=2, ep=2)],
+    ids=str,
+)
+def test_a_world_of_experts_equals_one_process(tmp_path: Path, world: ReplicaPlace, layout: Layout) -> None:
+    make_model("qwen3_moe", tmp_path / "model")
+    assert_equals_one_process(tmp_path, world, layout)
+
+
+@pytest.mark.engine
+def test_ranks_with_fewer_packs_take_part_in_every_exchange_of_tokens(tmp_path: Path, world: ReplicaPlace) -> None:
+    """One long sample and many short ones: one rank has a pack more, in some minibatches all of them."""
+    make_model("qwen3_moe", tmp_path / "model")
+    assert_equals_one_process(tmp_path, world, Layout(dp=2, ep=2), minibatches=((0, 1), (2, 10)))
+
+
+def test_names_of_all_ranks_are_those_of_the_file(tmp_path: Path) -> None:
+    make_model("qwen3_moe", tmp_path)
+    shape = read_shape(tmp_path)
+    found: list[str] = []
+    for rank in range(4):
+        place = ReplicaPlace(tp=1, tp_rank=0, pp=1, pp_rank=0, dp=4, dp_rank=rank, ep=4)
+        found += [name for entry in own_entries(shape, place).values() for name in entry.hf if ".experts." in name]
+    assert sorted(found) == sorted(name for name in hf_shapes(shape) if ".experts." in name)
+    assert len(found) == LAYERS * EXPERTS * 3
+
+
+@pytest.mark.parametrize(
+    ("tp", "split", "complaint"),
+    [
+        (1, ExpertSplit(ep=3, etp=1, ranks=3), r"train\.ep = 3: .*8 experts"),
+        (2, ExpertSplit(ep=1, etp=1, ranks=2), r"train\.etp = 1"),
+        (2, ExpertSplit(ep=4, etp=1, ranks=2), r"train\.ep = 4: .*2 processes"),
+        (4, ExpertSplit(ep=2, etp=2, ranks=4), r"train\.etp = 2"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused(tmp_path: Path, tp: int, split: ExpertSplit, complaint: str) -> None:
+    make_model("qwen3_moe", tmp_path)
+    with pytest.raises(UserError, match=complaint):
+        check_experts(read_shape(tmp_path), tp, split)
+
+
+def with_experts(sample: Sample, experts: torch.Tensor) -> Sample:
+    """The sample with chosen experts [n, layers, k]; 255: unknown."""
+    return msgspec.structs.replace(sample, experts=experts.to(torch.uint8).numpy().tobytes())
+
+
+def chosen(sample: Sample, seed: int) -> torch.Tensor:
+    """Two different random experts for every token and layer."""
+    generator = torch.Generator().manual_seed(seed)
+    n = len(sample.loss_mask)
+    return torch.rand(n, LAYERS, EXPERTS, generator=generator).topk(TOP_K, dim=-1).indices
