@@ -115,27 +115,19 @@ def check_parallel(shape: Architecture, tp: int, pp: int) -> None:
         raise invalid("train.pp", pp, f"the model has only {shape.layers} layers", f"1 to {shape.layers}")
 
 
-class ExpertSplit(msgspec.Struct, frozen=True):
-    """How the experts of a pipeline stage are spread over its ``ranks`` processes."""
-
-    ep: int
-    etp: int
-    ranks: int
-
-
-def check_experts(shape: Architecture, tp: int, split: ExpertSplit) -> None:
-    """Raise `UserError` unless ``ep`` and ``etp`` fit the model and the processes of a stage."""
-    ep, etp, ranks = split.ep, split.etp, split.ranks
+def check_experts(shape: Architecture, *, tp: int, ep: int, etp: int, ranks: int) -> None:
+    """Raise `UserError` unless ``ep`` and ``etp`` fit the model and the ``ranks`` processes of a stage."""
     if not shape.experts:
         if ep > 1:
             raise invalid("train.ep", ep, "the model has no experts", "1")
-        return
-    if shape.experts % ep:
-        raise invalid("train.ep", ep, f"it does not divide the model's {shape.experts} experts", f"divisors of {shape.experts}")
-    if etp not in ({tp} if ep == 1 else {1, tp}):
-        why = "ranks without expert parallelism share experts as they share the rest" if ep == 1 else "it is 1 or tp"
-        raise invalid("train.etp", etp, why, str(tp) if ep == 1 else f"1 or {tp}")
-    if shape.moe_ffn % etp:
-        raise invalid("train.etp", etp, f"it does not divide the experts' {shape.moe_ffn} MLP columns", f"divisors of {shape.moe_ffn}")
-    if ranks % (ep * etp):
-        raise invalid("train.ep", ep, f"ep x etp = {ep * etp} does not divide the {ranks} processes of a stage", f"divisors of {ranks // etp}")
+    elif shape.experts % ep:
+        why = f"it does not divide the model's {shape.experts} experts"
+        raise invalid("train.ep", ep, why, f"divisors of {shape.experts}")
+    elif ep == 1 and etp != tp:
+        raise invalid("train.etp", etp, "without expert parallelism tensor ranks share the experts too", str(tp))
+    elif etp not in (1, tp) or shape.moe_ffn % etp:
+        why = f"it must be 1 or tp = {tp}, and divide the experts' {shape.moe_ffn} MLP columns"
+        raise invalid("train.etp", etp, why, f"1 or {tp}" if shape.moe_ffn % tp == 0 else "1")
+    elif ranks % (ep * etp):
+        why = f"ep x etp = {ep * etp} does not divide the {ranks} processes of a stage"
+        raise invalid("train.ep", ep, why, f"divisors of {ranks // etp}")

@@ -38,7 +38,8 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 class Join(msgspec.Struct, tag=True, frozen=True):
     """Form the data-parallel group of a membership generation: collective over its members.
 
-    All take weights and optimizer state of the member with the highest step.
+    All take weights and optimizer state of the member with the highest step. In a run with a core, which is member 0,
+    the others take its weights.
     """
 
     generation: int
@@ -48,6 +49,10 @@ class Join(msgspec.Struct, tag=True, frozen=True):
     """File on the shared file system (torch FileStore), fresh for every generation."""
     attempt: int = 0
     """Number of this order within the generation: answers to earlier ones are ignored."""
+    weights: str = ""
+    """File of the weights that this node has for rollout, set by its agent; empty: none."""
+    version: int = -1
+    """Their version."""
 
 
 class TrainStep(msgspec.Struct, tag=True, frozen=True):

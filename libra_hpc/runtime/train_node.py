@@ -213,7 +213,7 @@ class TrainNode:
                 dtype=config.model.dtype,
                 tp=train.tp,
                 pp=train.pp,
-                local_rank=local_rank,
+                rank=local_rank,
                 optimizer=optimizer_settings(config),
                 algorithm=algorithm_settings(config),
                 micro_tokens=train.micro_tokens,

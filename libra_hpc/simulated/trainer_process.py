@@ -107,7 +107,7 @@ class Trainer:
             with self._pulse.phase(WAITING):
                 newest = state.meet(
                     message,
-                    local_rank=self._config.local_rank,
+                    local_rank=self._config.rank,
                     own=self._state,
                     timeout_s=self._config.join_timeout_s,
                     interrupted=self._socket.interrupted,
@@ -159,7 +159,7 @@ class Trainer:
 
     def _snapshot(self) -> list[FromWorker]:
         every, where = self._config.snapshot_every, self._config.snapshot_dir
-        if where and every and self._state.step % every == 0 and self._config.local_rank == 0:
+        if where and every and self._state.step % every == 0 and self._config.rank == 0:
             try:
                 state.save(Path(where) / f"step-{self._state.step:08d}", self._state.step, self._state.updates)
             except OSError as error:
@@ -171,7 +171,7 @@ class Trainer:
         if version != self._state.step:
             return ExportFailed(version, f"this replica is at step {self._state.step}, it cannot export step {version}")
         try:
-            crc32, size = state.export(path, self._state.step) if self._config.local_rank == 0 else (0, 0)
+            crc32, size = state.export(path, self._state.step) if self._config.rank == 0 else (0, 0)
         except OSError as error:
             return ExportFailed(version, str(error))
         return Exported(version, crc32, size, time.monotonic() - begin)
@@ -179,7 +179,7 @@ class Trainer:
     def _save(self, folder: Path, step: int, begin: float) -> FromWorker:
         if step != self._state.step:
             return WorkerError(f"this replica is at step {self._state.step}, it cannot save step {step}", fatal=False)
-        if self._config.local_rank == 0:
+        if self._config.rank == 0:
             try:
                 state.save(folder, step, self._state.updates)
             except OSError as error:

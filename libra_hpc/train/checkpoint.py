@@ -1,11 +1,12 @@
-"""Save and load a replica's state under Hugging Face names, for any tensor- and pipeline-parallel split.
+"""Save and load the state of a world of trainers; a state of any layout loads into any other.
 
-Saving is collective: rank 0 of the replica gathers and writes. Loading is not. Layout:
-`libra_hpc.train.state_folders`.
+Weights are written under Hugging Face names by one process, tensor by tensor; the optimizer's state by all
+(`libra_hpc.train.shard_files`). Contents of a folder: `libra_hpc.train.state_folders`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -15,24 +16,21 @@ from pathlib import Path
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+import torch.distributed as dist
+from safetensors import safe_open
 
+from libra_hpc.train import shard_files
 from libra_hpc.train import state_folders as folders
 from libra_hpc.weights.checksum import file_crc32
-from libra_hpc.weights.names import gather, gathered, hf_shapes, load
+from libra_hpc.weights.names import from_hf, gathered, hf_shapes, own_entries
 from libra_hpc.weights.safetensors_writer import write_safetensors
 
+from .shard_files import ShardFiles
 from .train_engine import TrainEngine
 
 WEIGHTS_FILE = "model.safetensors"
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 """Files copied with the weights: configuration, tokenizer, chat template."""
-
-
-def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    """Full weights by Hugging Face name on the replica's rank 0, elsewhere empty; collective."""
-    return gather(dict(engine.named_parameters()), engine.shape, engine.split)
 
 
 def export(engine: TrainEngine, path: Path) -> tuple[int, int]:
@@ -43,7 +41,7 @@ def export(engine: TrainEngine, path: Path) -> tuple[int, int]:
     parameters = dict(engine.named_parameters())
     tensors = gathered(parameters, engine.shape, engine.split)
     found, failure = (0, 0), None
-    if not engine.split.tp_rank and not engine.split.pp_rank:
+    if dist.get_rank() == 0:
         try:
             found = _write_export(path, next(iter(parameters.values())).dtype, hf_shapes(engine.shape), tensors)
         except OSError as error:
@@ -72,13 +70,33 @@ def _write_export(
 
 
 def _agree(engine: TrainEngine, failure: OSError | None) -> None:
-    """Raise `OSError` in all processes of the replica when the writing one failed."""
+    """Raise `OSError` in all processes when one failed to write."""
     if not engine.agree(failure is None):
-        raise failure or OSError("the process of this replica that writes could not")
+        raise failure or OSError("another process of this replica could not write")
 
 
-def write_policy(tensors: dict[str, torch.Tensor], model_dir: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Fill ``folder`` with a Hugging Face model: ``tensors``, and the configuration and tokenizer of ``model_dir``."""
+def write_policy(engine: TrainEngine, model_dir: Path, folder: Path) -> None:
+    """Fill ``folder`` with a Hugging Face model: the weights, and the configuration and tokenizer of ``model_dir``.
+
+    Collective; one process writes, one tensor after the other. Raises `OSError` in all when it cannot.
+    """
+    parameters = dict(engine.named_parameters())
+    tensors = gathered(parameters, engine.shape, engine.split)
+    failure = None
+    if dist.get_rank() == 0:
+        try:
+            _write_policy(engine, tensors, model_dir, folder)
+        except OSError as error:
+            failure = error
+    for _ in tensors:
+        pass
+    _agree(engine, failure)
+
+
+def _write_policy(
+    engine: TrainEngine, tensors: Iterable[tuple[str, torch.Tensor]], model_dir: Path, folder: Path
+) -> None:
+    dtype = next(iter(engine.named_parameters().values())).dtype
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in COMPANIONS:
         for source in model_dir.glob(pattern):
@@ -93,63 +111,52 @@ def write_policy(tensors: dict[str, torch.Tensor], model_dir: Path, folder: Path
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     # Rename: ``folder`` may be the one from which the weights were read.
     partial = folder / f".{WEIGHTS_FILE}{folders.TEMPORARY}"
-    _save_file(tensors, partial, metadata={"format": "pt"})
+    write_safetensors(partial, dtype, hf_shapes(engine.shape), tensors)
     os.replace(partial, folder / WEIGHTS_FILE)
 
 
-def _save_file(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    try:
-        save_file(tensors, path, metadata=metadata)
-    except SafetensorError as error:
-        # safetensors wraps the operating system's error.
-        raise OSError(f"{path}: {error}") from error
-
-
 def save(engine: TrainEngine, model_dir: Path, folder: Path) -> None:
-    """Write the state as ``folder`` (atomic rename).
+    """Write the state as ``folder`` (atomic rename): every process its shards, one of them the rest.
 
-    Collective. Raises `OSError` in all processes of the replica when that fails; nothing is left behind.
+    Collective; all processes must see the folder. Raises `OSError` in all when that fails; nothing is left behind.
     """
-    state = engine.state
-    policy = weights(engine)
-    optimizer: dict[str, torch.Tensor] = {}
-    kinds = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-    if state.mixed:
-        kinds["master"] = state.master
-    for kind, tensors in kinds.items():
-        for name, tensor in gather(tensors, engine.shape, engine.split).items():
-            optimizer[f"{kind}/{name}"] = tensor
-    failure = None
-    if policy:
-        try:
-            _write_state(engine, policy, optimizer, model_dir=model_dir, folder=folder)
-        except OSError as error:
-            failure = error
-    _agree(engine, failure)
-
-
-def _write_state(
-    engine: TrainEngine,
-    policy: dict[str, torch.Tensor],
-    optimizer: dict[str, torch.Tensor],
-    *,
-    model_dir: Path,
-    folder: Path,
-) -> None:
-
-    state = folders.TrainerState(engine.state.step, engine.state.updates)
     partial = folder.with_name(f"{folder.name}{folders.TEMPORARY}")
-    shutil.rmtree(partial, ignore_errors=True)
+    leads = dist.get_rank() == 0
     try:
-        folders.check_room(folder, sum(tensor.nbytes for tensor in (*policy.values(), *optimizer.values())))
-        partial.mkdir(parents=True)
-        write_policy(policy, model_dir, partial / folders.POLICY_DIR, next(iter(policy.values())).dtype)
-        _save_file(optimizer, partial / folders.OPTIMIZER_FILE)
-        (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(state))
-        folders.publish(partial, folder)
+        _together(engine, functools.partial(_prepare, engine, partial, folder) if leads else _nothing)
+        own = shard_files.rank_file(partial, dist.get_rank())
+        _together(engine, functools.partial(shard_files.write_shards, engine.state, engine.shape, engine.split, own))
+        write_policy(engine, model_dir, partial / folders.POLICY_DIR)
+        _together(engine, functools.partial(folders.publish, partial, folder) if leads else _nothing)
     except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
+        if leads:
+            shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _nothing() -> None:
+    """What a process does while another one writes."""
+
+
+def _prepare(engine: TrainEngine, partial: Path, folder: Path) -> None:
+    state = folders.TrainerState(engine.state.step, engine.state.updates)
+    shutil.rmtree(partial, ignore_errors=True)
+    weights = sum(torch.Size(shape).numel() for shape in hf_shapes(engine.shape).values())
+    width = next(iter(engine.named_parameters().values())).dtype.itemsize
+    moments = 12 if engine.state.mixed else 8
+    folders.check_room(folder, weights * (width + moments))
+    partial.mkdir(parents=True)
+    (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(state))
+
+
+def _together(engine: TrainEngine, act: Callable[[], None]) -> None:
+    """Act in all processes; raises `OSError` in all when one failed."""
+    failure = None
+    try:
+        act()
+    except OSError as error:
+        failure = error
+    _agree(engine, failure)
 
 
 class TensorFiles:
@@ -184,48 +191,48 @@ class TensorFiles:
         return self._where[name](name)
 
 
-@torch.no_grad()
 def load_policy(engine: TrainEngine, folder: Path) -> None:
     """Load the weights of a Hugging Face folder: step 0, empty optimizer."""
-    state = engine.state
     with TensorFiles(folder) as files:
-        load({name: t.data for name, t in state.master.items()}, files, engine.shape, engine.split)
-    for moment in (state.exp_avg, state.exp_avg_sq):
-        for tensor in moment.values():
-            tensor.zero_()
-    state.commit(0, 0)
+        _load_weights(engine, files)
+    engine.state.clear_moments()
+    engine.state.commit(0, 0)
+
+
+def _load_weights(engine: TrainEngine, files: TensorFiles) -> None:
+    for name, entry in own_entries(engine.shape, engine.split).items():
+        engine.state.set_weight(name, from_hf(entry, files, engine.shape, engine.split))
 
 
 @torch.no_grad()
 def randomize(engine: TrainEngine) -> None:
     """Random matrices and norms of 1 at step 0, for a measurement of speed."""
-    state = engine.state
-    for tensor in state.master.values():
-        tensor.normal_(0.0, 0.02) if tensor.dim() > 1 else tensor.fill_(1.0)
-    for moment in (state.exp_avg, state.exp_avg_sq):
-        for tensor in moment.values():
-            tensor.zero_()
-    state.commit(0, 0)
+    for name, parameter in engine.state.parameters.items():
+        drawn = torch.empty_like(parameter)
+        engine.state.set_weight(name, drawn.normal_(0.0, 0.02) if drawn.dim() > 1 else drawn.fill_(1.0))
+    engine.state.clear_moments()
+    engine.state.commit(0, 0)
 
 
 @torch.no_grad()
 def load_state(engine: TrainEngine, folder: Path) -> None:
-    """Replace the state by ``folder`` or by the newest state under it; not collective."""
+    """Replace the state by ``folder`` or by the newest state under it, whatever layout wrote it; collective."""
     folder = folders.resolve(folder)
     saved, state = folders.read_state(folder), engine.state
-
-    def fill(tensors: dict[str, torch.Tensor], read: TensorFiles, prefix: str) -> None:
-        load(
-            {name: t.data for name, t in tensors.items()}, lambda name: read(prefix + name), engine.shape, engine.split
-        )
-
-    with TensorFiles(folder / folders.POLICY_DIR) as policy, TensorFiles(folder / folders.OPTIMIZER_FILE) as optimizer:
-        fill(state.exp_avg, optimizer, "exp_avg/")
-        fill(state.exp_avg_sq, optimizer, "exp_avg_sq/")
+    entries = own_entries(engine.shape, engine.split)
+    with ShardFiles(folder, engine.shape) as files:
         # Saved masters are the exact weights; a float32 checkpoint has none beside its policy.
-        exact = any(name.startswith("master/") for name in optimizer.names())
-        fill(state.master, optimizer if exact else policy, "master/" if exact else "")
+        exact = files.has("master")
+        if not exact:
+            with TensorFiles(folder / folders.POLICY_DIR) as policy:
+                _load_weights(engine, policy)
+        for name, shard in state.shards.items():
+            for kind, tensor in shard.kinds().items():
+                if exact or kind != "master":
+                    tensor.data.copy_(files.read(kind, entries[name], engine.split, shard.begin, shard.end))
     state.commit(saved.step, saved.updates)
+    if exact:
+        state.refresh()
 
 
 def start(engine: TrainEngine, model_dir: Path, start_dir: str) -> None:

@@ -52,9 +52,18 @@ def eager_import() -> Iterator[None]:
 
 def install() -> None:
     """Replace the two ``torch.cuda`` functions where there is no CUDA; may be repeated."""
+    # Megatron-Core calls collectives by names that newer versions of torch deprecate.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if not torch.cuda.is_available():
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
         torch.cuda.synchronize = lambda *_args, **_kwargs: None
+
+
+def no_random_state() -> None:
+    """Have Megatron-Core's random state, which its embedding forks, do nothing: nothing here is random."""
+    with eager_import():
+        from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
 
 
 def mcore_device() -> contextlib.AbstractContextManager[Any]:

@@ -88,3 +88,11 @@ def wait(work: Any, timeout_s: float) -> None:
         time.sleep(pause)
         pause = min(2 * pause, POLL_MAX_S)
     work.wait()
+
+
+def wait_peer(device: torch.device, work: Any, timeout_s: float) -> None:
+    """As `wait`, for a send to one member or a receive from one: gloo's are complete only when waited for."""
+    if device.type == "cuda":
+        wait(work, timeout_s)
+    else:
+        work.wait(datetime.timedelta(seconds=timeout_s))

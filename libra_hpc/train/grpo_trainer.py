@@ -17,11 +17,13 @@ import torch.distributed as dist
 
 from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
 
+from .elastic import ElasticReplicas
 from .grpo import entropy_sum, grpo_terms, token_logprobs
 from .packing import Pack, decode, pack
 from .replicas import PeerLost, Replicas
 from .settings import AlgorithmSettings
-from .train_engine import TrainEngine
+from .shards import spread
+from .train_engine import LARGEST_NORM, TrainEngine
 
 LOSS, RATIO, TRUNCATED, GAP, ENTROPY, TOKENS = range(6)
 """Places in the vector of sums that is reduced with the gradients."""
@@ -34,10 +36,14 @@ class BatchRejected(Exception):
 class GrpoTrainer:
     """Runs `TrainStep` messages."""
 
-    def __init__(self, engine: TrainEngine, replicas: Replicas, settings: AlgorithmSettings, micro_tokens: int) -> None:
+    def __init__(
+        self, engine: TrainEngine, replicas: Replicas | ElasticReplicas, settings: AlgorithmSettings, micro_tokens: int
+    ) -> None:
         self._engine, self._replicas, self._settings, self._micro_tokens = engine, replicas, settings, micro_tokens
         self._sums = torch.zeros(6, dtype=torch.float32, device=engine.device)
-        engine.reduce = self._reduce
+        self._tokens = self._loss_tokens = 0
+        """Of the present step, all data-parallel ranks of this world together."""
+        engine.reduce = replicas.reduce
 
     def step(self, message: TrainStep) -> StepDone:
         """Train on one global batch and commit it.
@@ -62,27 +68,31 @@ class GrpoTrainer:
         replicas.waited_s = 0.0
         optimizer_s = norm = 0.0
         sums: list[tuple[list[float], int]] = []
-        skipped = 0
+        skipped = self._tokens = self._loss_tokens = 0
         proximal = self._proximal(batches) if len(batches) > 1 else None
+        last = max((i for i, total in enumerate(message.total_tokens) if total), default=0)
         try:
             for i, (packs, total) in enumerate(zip(batches, message.total_tokens, strict=True)):
                 if total == 0:
                     continue
-                found = self._accumulate(packs, None if proximal is None else proximal[i])
-                # The sums are equal in all replicas, and so is this decision.
-                if not self._engine.agree(self._engine.finite() and math.isfinite(found[LOSS])):
+                found, gradient_norm = self._accumulate(packs, None if proximal is None else proximal[i])
+                # The sums are equal in all replicas with an optimizer, and so is this decision.
+                if self._engine.elastic:
+                    pass
+                elif not (gradient_norm <= LARGEST_NORM and math.isfinite(found[LOSS])):
                     skipped += 1
-                    continue
-                sums.append(([value if math.isfinite(value) else 0.0 for value in found], total))
-                update_begin = time.monotonic()
-                norm = self._engine.update(1.0 / total)
-                optimizer_s += time.monotonic() - update_begin
+                else:
+                    sums.append(([value if math.isfinite(value) else 0.0 for value in found], total))
+                    update_begin = time.monotonic()
+                    norm = self._engine.update(1.0 / total, gradient_norm)
+                    optimizer_s += time.monotonic() - update_begin
+                self._spread_weights(last=i == last)
         except PeerLost:
-            if saved is not None:
+            # A replica without optimizer gets its weights again when it joins.
+            if saved is not None and not self._engine.elastic:
                 state.restore(saved)
             raise
         state.step = message.step
-        packs = [p for batch in batches for p in batch]
         means = _means(sums)
         return StepDone(
             step=message.step,
@@ -93,16 +103,27 @@ class GrpoTrainer:
             ratio_truncated=means[TRUNCATED],
             logprob_gap=means[GAP],
             entropy=means[ENTROPY],
-            tokens=sum(p.tokens.shape[1] for p in packs),
-            loss_tokens=sum(len(p.targets) for p in packs),
+            tokens=self._tokens,
+            loss_tokens=self._loss_tokens,
             compute_s=time.monotonic() - begin - replicas.waited_s - optimizer_s,
             reduce_s=replicas.waited_s,
             optimizer_s=optimizer_s,
             skipped=skipped,
         )
 
+    def _spread_weights(self, last: bool) -> None:
+        try:
+            self._replicas.spread_weights()
+        except PeerLost:
+            # After the last update the step is done, without those that did not get its weights.
+            if self._engine.elastic or not last:
+                raise
+
     def _pack(self, samples: tuple[Sample, ...]) -> list[Pack]:
-        return pack([decode(s) for s in samples], self._micro_tokens, self._engine.device)
+        place = self._engine.split
+        own = spread(samples, place.dp)[place.dp_rank]
+        examples = [decode(s, self._engine.shape) for s in own]
+        return pack(examples, self._micro_tokens, self._engine.device, place)
 
     def _proximal(self, batches: list[list[Pack]]) -> list[list[torch.Tensor]]:
         out: list[list[torch.Tensor]] = []
@@ -117,7 +138,8 @@ class GrpoTrainer:
             out.append(found)
         return out
 
-    def _accumulate(self, packs: list[Pack], proximal: list[torch.Tensor] | None) -> list[float]:
+    def _accumulate(self, packs: list[Pack], proximal: list[torch.Tensor] | None) -> tuple[list[float], float]:
+        """Gradients of a minibatch; returns the sums over the whole minibatch, and the norm of the gradient."""
         self._sums.zero_()
         old: Iterator[torch.Tensor] | None = None if proximal is None else iter(proximal)
         settings, tp_group = self._settings, self._engine.split.tp_group if self._engine.split.tp > 1 else None
@@ -143,17 +165,28 @@ class GrpoTrainer:
         failure: PeerLost | None = None
         try:
             self._engine.forward_backward(packs, loss)
+            self._replicas.add(self._sums)
         except PeerLost as lost:
             failure = lost
-        if not self._engine.agree(failure is None):
+        place = self._engine.split
+        # One collective: the sums that the last stage has, shares of the squared norm, processes that failed.
+        total = torch.zeros(len(self._sums) + 4, dtype=torch.float64, device=self._engine.device)
+        if place.tp_rank == 0 and place.pp_rank == place.pp - 1:
+            total[:-4] = self._sums
+            total[-4] = sum(p.count for p in packs)
+            total[-3] = sum(len(p.targets) for p in packs)
+        if failure is None:
+            total[-2] = self._engine.squared_norm()
+        total[-1] = float(failure is not None)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        *sums, tokens, loss_tokens, squared, failed = total.tolist()
+        self._tokens += int(tokens)
+        self._loss_tokens += int(loss_tokens)
+        if failed:
             self._replicas.leave()
             raise failure or PeerLost("another process of this replica lost its peers")
-        if self._engine.split.pp > 1:
-            dist.broadcast(self._sums, dist.get_world_size() - 1)  # only the last stage sees logits
-        return [float(x) for x in self._sums.tolist()]
-
-    def _reduce(self, buffers: list[torch.Tensor]) -> None:
-        self._replicas.sum([*buffers, self._sums])
+        return sums, math.sqrt(squared)
 
 
 def _means(sums: list[tuple[list[float], int]]) -> dict[int, float]:

@@ -18,6 +18,7 @@ with compat.eager_import():
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 __all__ = [
     "DistributedDataParallel",
@@ -28,11 +29,13 @@ __all__ = [
     "OptimizerConfig",
     "OptimizerParamScheduler",
     "PackedSeqParams",
+    "TransformerBlockSubmodules",
     "TransformerConfig",
     "finalize_model_grads",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
+    "get_num_layers_to_build",
     "get_standard_config_overrides",
     "moe_utils",
     "parallel_state",

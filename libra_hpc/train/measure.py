@@ -172,7 +172,7 @@ def worker_config(config: RunConfig, rank: int, folder: Path) -> WorkerConfig:
         dtype=config.model.dtype,
         tp=config.train.tp,
         pp=config.train.pp,
-        local_rank=rank,
+        rank=rank,
         # No update moves the random weights far from where they are finite.
         optimizer=msgspec.structs.replace(optimizer_settings(config), lr=1e-9),
         algorithm=msgspec.structs.replace(algorithm_settings(config), kl_coef=0.0),

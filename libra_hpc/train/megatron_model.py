@@ -17,13 +17,33 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from libra_hpc.hardware.architecture import Architecture
+from libra_hpc.hardware.architecture import Architecture, stage_layers
 from libra_hpc.train import compat, context, moe
 from libra_hpc.weights.names import ReplicaPlace
 
-from .mcore import GPTModel, MegatronModule, TransformerConfig, get_gpt_layer_local_spec, parallel_state
+from .mcore import (
+    GPTModel,
+    MegatronModule,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    get_gpt_layer_local_spec,
+    get_num_layers_to_build,
+    parallel_state,
+)
 from .packing import PackedLayout
 from .rotary import rotated
+
+
+class Norm(torch.nn.RMSNorm):
+    """RMSNorm as Megatron-Core builds it; torch's own refuses sequence parallelism.
+
+    There each tensor rank norms its part of the tokens, and `finalize_model_grads` sums the gradients of flagged
+    weights.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class PackedAttention(MegatronModule):
@@ -82,6 +102,14 @@ def _rectangle(x: torch.Tensor, rows: int, width: int, index: torch.Tensor | Non
     return x.view(rows, width, *x.shape[1:]).transpose(1, 2)
 
 
+def stages_of(layers: int, pp: int) -> list[list[str]] | None:
+    """Megatron-Core's description of `stage_layers`: what each stage holds; None for one stage."""
+    if pp == 1:
+        return None
+    stages = [["decoder"] * count for count in stage_layers(layers, pp)]
+    return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
+
+
 def transformer_config(shape: Architecture, dtype: torch.dtype, place: ReplicaPlace) -> TransformerConfig:
     """Megatron-Core's configuration for ``shape``."""
     return TransformerConfig(
@@ -104,8 +132,10 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, place: ReplicaPl
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=place.tp,
-        pipeline_model_parallel_size=place.pp,
+        sequence_parallel=place.tp > 1,
         context_parallel_size=place.cp,
+        pipeline_model_parallel_size=place.pp,
+        pipeline_model_parallel_layout=stages_of(shape.layers, place.pp),
         use_cpu_initialization=True,
         perform_initialization=False,
         bias_activation_fusion=True,
@@ -138,11 +168,17 @@ def build_model(
         num_experts=shape.experts or None,
         moe_grouped_gemm=False,
     )
-    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    attention.core_attention = PackedAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    count = get_num_layers_to_build(config)
+    block = TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=Norm)
     with compat.mcore_device():
         model = GPTModel(
             config,
-            spec,
+            block,
             vocab_size=shape.vocab,
             max_sequence_length=shape.max_positions,
             position_embedding_type="none",

@@ -89,6 +89,8 @@ class Pack(NamedTuple):
     """float32[m]"""
     advantages: torch.Tensor
     """float32[m]"""
+    count: int
+    """Tokens without padding, which fills a pack up to equal shares of the ranks."""
 
 
 def decode(sample: Sample, shape: Architecture | None = None) -> Example:
@@ -146,23 +148,29 @@ def pack(
     return [_assemble(group, device, place) for group in groups]
 
 
+def padding(device: torch.device, place: ReplicaPlace) -> Pack:
+    """A pack without samples, for a rank that has none when others have."""
+    return _assemble([], device, place)
+
+
 def _assemble(group: list[Example], device: torch.device, place: ReplicaPlace) -> Pack:
     lengths = [len(s.tokens) for s in group]
-    own = pieces(sum(lengths), place)
+    count = sum(lengths)
+    own = pieces(max(count, 1), place)
     rows = torch.cat([torch.arange(piece.start, piece.stop) for piece in own])
-    padding = len(rows) * place.cp - sum(lengths)
-    if padding:
+    rest = len(rows) * place.cp - count
+    if rest:
         # A sequence of its own, without loss.
-        lengths.append(padding)
-    tokens = torch.cat([*(s.tokens for s in group), torch.zeros(padding, dtype=torch.int64)])
-    mask = torch.cat([*(s.mask for s in group), torch.zeros(padding, dtype=torch.bool)])
+        lengths.append(rest)
+    tokens = torch.cat([*(s.tokens for s in group), torch.zeros(rest, dtype=torch.int64)])
+    mask = torch.cat([*(s.mask for s in group), torch.zeros(rest, dtype=torch.bool)])
     targets_at = mask.nonzero().squeeze(1)
     row_of = torch.full_like(tokens, -1)
     row_of[rows] = torch.arange(len(rows))
     where = row_of[targets_at - 1]
     mine = where >= 0
-    counts = torch.stack([s.mask.sum() for s in group])
-    advantages = torch.tensor([s.advantage for s in group], dtype=torch.float32).repeat_interleave(counts)
+    behaviour = torch.cat([torch.empty(0), *(s.logprobs[s.mask] for s in group)])
+    advantages = torch.cat([torch.empty(0), *(torch.full((int(s.mask.sum()),), s.advantage) for s in group)])
     bounds32 = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
     blocks, tails = _attention(lengths, own, device)
     layout = PackedLayout(
@@ -173,7 +181,7 @@ def _assemble(group: list[Example], device: torch.device, place: ReplicaPlace) -
         max_seqlen_kv=lengths[0],
         blocks=blocks,
         tails=None if place.cp == 1 else tails,
-        experts=_chosen(group, padding, rows, device),
+        experts=_chosen(group, rest, rows, device),
     )
     return Pack(
         tokens=tokens[rows][None].to(device),
@@ -181,13 +189,14 @@ def _assemble(group: list[Example], device: torch.device, place: ReplicaPlace) -
         layout=layout,
         where=where[mine].to(device),
         targets=tokens[targets_at[mine]].to(device),
-        behaviour=torch.cat([s.logprobs[s.mask] for s in group])[mine].to(device),
+        behaviour=behaviour[mine].to(device),
         advantages=advantages[mine].to(device),
+        count=int((rows < count).sum()),
     )
 
 
 def _chosen(
-    group: list[Example], padding: int, rows: torch.Tensor, device: torch.device
+    group: list[Example], rest: int, rows: torch.Tensor, device: torch.device
 ) -> torch.Tensor | None:
     known = next((s.experts for s in group if s.experts is not None), None)
     if known is None:
@@ -195,7 +204,7 @@ def _chosen(
     parts = [
         known.new_full((len(s.tokens), *known.shape[1:]), NO_CHOICE) if s.experts is None else s.experts for s in group
     ]
-    return torch.cat([*parts, known.new_full((padding, *known.shape[1:]), NO_CHOICE)])[rows].to(device)
+    return torch.cat([*parts, known.new_full((rest, *known.shape[1:]), NO_CHOICE)])[rows].to(device)
 
 
 def _attention(

@@ -85,29 +85,14 @@ class Replicas:
             for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
                 tensor.copy_(part.view_as(tensor))
             self._engine.state.commit(*counters)
+            self._engine.state.refresh()
         self.generation = message.generation
         return sum(part.numel() * part.element_size() for part in received)
-
-    def _assemble(self, store: Store, message: Join, interrupted: Callable[[], bool]) -> None:
-        members = [f"member-{rank}" for rank in range(message.size)]
-        store.set(members[message.rank], "here")
-        deadline = time.monotonic() + self._join_timeout_s
-        while True:
-            # Also when all are there: members with the newer order leave, and the connect would wait for them.
-            if interrupted():
-                raise RuntimeError("a newer order came")
-            if store.check(members):
-                return
-            if time.monotonic() > deadline:
-                missing = [rank for rank, member in enumerate(members) if not store.check([member])]
-                within = f"within {self._join_timeout_s:g} s"
-                raise RuntimeError(f"members {missing} of {message.size} did not appear {within}")
-            time.sleep(ANNOUNCE_POLL_S)
 
     def _form(self, message: Join, interrupted: Callable[[], bool]) -> tuple[tuple[int, int], list[torch.Tensor]]:
         split, state, device = self._engine.split, self._engine.state, self._engine.device
         store = file_store(f"{message.rendezvous}.tp{split.tp_rank}-pp{split.pp_rank}", message.size)
-        self._assemble(store, message, interrupted)
+        assemble(store, message.rank, message.size, self._join_timeout_s, interrupted)
         # NCCL connects in its first collective: seconds for many devices.
         connect_s = self._join_timeout_s if device.type == "cuda" else min(CONNECT_S, self._join_timeout_s)
         self._group = bare_group(device, store, rank=message.rank, size=message.size, timeout_s=connect_s)
@@ -138,8 +123,18 @@ class Replicas:
                 pieces.append(piece)
         yield torch.cat(pieces)
 
-    def sum(self, tensors: list[torch.Tensor]) -> None:
-        """Sum each tensor over the members in place; on failure leaves the generation and raises `PeerLost`."""
+    def reduce(self) -> None:
+        """Sum the gradients over the members; on failure leaves the generation and raises `PeerLost`."""
+        self._sum(self._engine.gradients())
+
+    def add(self, sums: torch.Tensor) -> None:
+        """Sum over the members in place, as `reduce`."""
+        self._sum([sums])
+
+    def spread_weights(self) -> None:
+        """Members compute their weights themselves."""
+
+    def _sum(self, tensors: list[torch.Tensor]) -> None:
         if self._group is None:
             return
         begin = time.monotonic()
@@ -163,3 +158,20 @@ class Replicas:
 def _within(options: Any, seconds: float) -> Any:
     options.timeout = datetime.timedelta(seconds=seconds)
     return options
+
+
+def assemble(store: Store, rank: int, size: int, timeout_s: float, interrupted: Callable[[], bool]) -> None:
+    """Announce this member and wait for all; raises `RuntimeError` when one is missing or a newer order came."""
+    members = [f"member-{rank}" for rank in range(size)]
+    store.set(members[rank], "here")
+    deadline = time.monotonic() + timeout_s
+    while True:
+        # Also when all are there: members with the newer order leave, and the connect would wait for them.
+        if interrupted():
+            raise RuntimeError("a newer order came")
+        if store.check(members):
+            return
+        if time.monotonic() > deadline:
+            missing = [rank for rank, member in enumerate(members) if not store.check([member])]
+            raise RuntimeError(f"members {missing} of {size} did not appear within {timeout_s:g} s")
+        time.sleep(ANNOUNCE_POLL_S)

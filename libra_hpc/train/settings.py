@@ -40,7 +40,8 @@ class AlgorithmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One process of a replica: rank ``local_rank`` of a torch world of ``tp * pp``, tensor-parallel ranks fastest."""
+    """One process: rank ``rank`` of a torch world of ``tp * pp * cp * dp``; tensor ranks count fastest, then context and data ranks,
+    stages slowest."""
 
     model_dir: str
     """Hugging Face folder: config.json and tokenizer always, weights when ``start_dir`` is empty."""
@@ -53,7 +54,18 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     dtype: Literal["float32", "bfloat16"]
     tp: int
     pp: int
-    local_rank: int
+    dp: int = 1
+    cp: int = 1
+    """Context ranks, which share the tokens of a pack."""
+    ep: int = 1
+    """Expert-parallel ranks among the processes of a stage."""
+    etp: int = 0
+    """Tensor ranks of an expert: 1 or ``tp``; 0: ``tp``."""
+    core_dp: int = 0
+    """Data-parallel ranks of the core that owns the optimizer state; 0: every replica has its own."""
+    elastic: bool = False
+    """A replica without optimizer, of a run with a core."""
+    rank: int
     optimizer: OptimizerSettings
     algorithm: AlgorithmSettings
     micro_tokens: int

@@ -16,12 +16,12 @@ import torch
 from libra_hpc.errors import invalid
 from libra_hpc.hardware.architecture import read_shape
 
-from .checkpoint import load_policy, weights, write_policy
+from .checkpoint import load_policy, write_policy
 from .device import choose_device, local_store
 from .grpo import token_logprobs
 from .packing import Example, Pack, example, pack
 from .settings import OptimizerSettings
-from .train_engine import TrainEngine, close_world, init_world
+from .train_engine import LARGEST_NORM, TrainEngine, close_world, init_world
 
 REPORT_EVERY = 100
 """Steps between two lines of progress on stderr, averaged in each."""
@@ -82,7 +82,7 @@ def warm_start(
         engine = TrainEngine(shape, chosen, getattr(torch, dtype), split, settings=settings)
         load_policy(engine, model_dir)
         result = _train(engine, batches, steps, micro_tokens)
-        write_policy(weights(engine), model_dir, out_dir, getattr(torch, dtype))
+        write_policy(engine, model_dir, out_dir)
     finally:
         close_world()
     return result
@@ -110,9 +110,10 @@ def _train(
             raise ValueError(f"batch {step} has no token to learn")
         total.zero_()
         engine.forward_backward(packs, loss)
-        if not engine.finite():
+        norm = engine.norm()
+        if not norm <= LARGEST_NORM:
             raise ValueError(f"batch {step} gave a gradient that is not finite")
-        engine.update(1.0 / count)
+        engine.update(1.0 / count, norm)
         losses.append(float(total) / count)
         tokens += sum(p.tokens.shape[1] for p in packs)
         if step % REPORT_EVERY == 0:

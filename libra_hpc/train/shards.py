@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from libra_hpc.protocol.mesh import Group
 from libra_hpc.protocol.trainer import Sample
@@ -43,13 +43,17 @@ def shard(
         totals.append(sum(map(loss_tokens_of, samples)))
         if skip_zero_advantage:
             samples = [sample for sample in samples if sample.advantage != 0.0]
-        samples.sort(key=lambda sample: (-tokens_of(sample), sample.uid))
-        load = [0] * replicas
-        chosen: list[list[Sample]] = [[] for _ in range(replicas)]
-        for sample in samples:
-            replica = load.index(min(load))
-            load[replica] += tokens_of(sample)
-            chosen[replica].append(sample)
-        for replica in range(replicas):
-            shards[replica].append(tuple(chosen[replica]))
+        for own, chosen in zip(shards, spread(samples, replicas), strict=True):
+            own.append(chosen)
     return [tuple(minibatch) for minibatch in shards], tuple(totals)
+
+
+def spread(samples: Iterable[Sample], ranks: int) -> list[tuple[Sample, ...]]:
+    """Samples of each of ``ranks`` data-parallel ranks, their tokens balanced; depends on the arguments alone."""
+    load = [0] * ranks
+    chosen: list[list[Sample]] = [[] for _ in range(ranks)]
+    for sample in sorted(samples, key=lambda sample: (-tokens_of(sample), sample.uid)):
+        rank = load.index(min(load))
+        load[rank] += tokens_of(sample)
+        chosen[rank].append(sample)
+    return [tuple(own) for own in chosen]

@@ -1,8 +1,7 @@
 """Checkpoint and snapshot folders: contents, choice of the newest, atomic publication.
 
 - ``policy/``: a Hugging Face folder (config, tokenizer, ``model.safetensors``)
-- ``optimizer.safetensors``: ``exp_avg/<HF name>``, ``exp_avg_sq/<HF name>``, and ``master/<HF name>`` for weights in
-  less than float32
+- ``optimizer/rank-NNNNN.safetensors``: every rank's shards (`libra_hpc.train.shard_files`)
 - ``trainer.json``: counters
 - ``manifest.json``, written last: size and checksum of every other file, for `verify`
 - ``state.json``: the data position; the train leader adds it to a checkpoint
@@ -23,10 +22,9 @@ import msgspec
 
 from libra_hpc.weights.checksum import file_crc32
 
-FORMAT = 1
+FORMAT = 2
 """Version of this layout."""
 STATE_FILE = "trainer.json"
-OPTIMIZER_FILE = "optimizer.safetensors"
 POLICY_DIR = "policy"
 MANIFEST_FILE = "manifest.json"
 POSITION_FILE = "state.json"

@@ -1,21 +1,22 @@
-"""One rank of a Megatron-Core replica: model, gradient buffers, optimizer, schedule, and their state.
+"""One rank of a Megatron-Core world: model, gradient buffers, sharded optimizer, schedule, and their state.
 
-The replica's torch world (``tp * pp`` processes) exists for the life of the process. Data parallelism
-(`libra_hpc.train.replicas`) enters only through the ``reduce`` callback.
+The torch world (``tp * pp * cp * dp`` processes) exists for the life of the process; within it, Megatron-Core sums the
+gradients and shards the optimizer. Replicas outside of it (`libra_hpc.train.replicas`) enter only through ``reduce``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from libra_hpc.hardware.architecture import Architecture, check_parallel
-from libra_hpc.train import compat
+from libra_hpc.hardware.architecture import Architecture, check_experts, check_parallel
+from libra_hpc.train import compat, moe
 from libra_hpc.weights.names import ReplicaPlace, own_entries
 
 from .device import Store, backend
@@ -31,31 +32,68 @@ from .mcore import (
     parallel_state,
 )
 from .megatron_model import build_model
-from .packing import Pack, PackedLayout
+from .optimizer_state import OptimizerState
+from .packing import Pack, PackedLayout, padding
 from .rotary import Rotary
 from .settings import OptimizerSettings
 
 Loss = Callable[[torch.Tensor, Pack], torch.Tensor]
 """Maps the logits of a pack's loss tokens, [m, vocab / tp], to the summed loss (a scalar)."""
 LARGEST_NORM = 1e18
-"""Largest usable gradient norm of one rank; beyond it, the squares that clipping sums in float32 overflow."""
+"""Largest usable gradient norm: Adam squares gradients in float32, whose range ends at 3e38."""
+NO_STEP = -1
+"""Step of a world without optimizer whose weights are not complete."""
+CLIP_EPS = 1e-6
+"""Added to the norm before the division, as torch and Megatron-Core do."""
 CONSTANT_STEPS = 1 << 40
 """"No end", as a number of steps for Megatron-Core's scheduler."""
 
 
-def init_world(device: torch.device, tp: int, pp: int, rank: int, store: Store, timeout_s: float) -> ReplicaPlace:
-    """Create the replica's torch world and Megatron-Core's parallel state; collective over the replica."""
+def init_world(
+    device: torch.device,
+    tp: int,
+    pp: int,
+    rank: int,
+    store: Store,
+    timeout_s: float,
+    *,
+    dp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int = 0,
+) -> ReplicaPlace:
+    """Create the torch world of ``tp * pp * cp * dp`` processes and Megatron-Core's parallel state.
+
+    Collective over the world. ``ep`` and ``etp`` (0: as ``tp``) spread the experts over the processes of a stage.
+    """
+    etp = etp or tp
     compat.install()
+    timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(
-        backend(device), store=store, rank=rank, world_size=tp * pp, timeout=datetime.timedelta(seconds=timeout_s)
+        backend(device), store=store, rank=rank, world_size=tp * pp * cp * dp, timeout=timeout
     )
-    parallel_state.initialize_model_parallel(tp, pp, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        tp,
+        pp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        create_gloo_process_groups=False,
+    )
+    compat.no_random_state()
     return ReplicaPlace(
         tp=tp,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp=pp,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
+        cp=cp,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        dp=dp,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        ep=ep,
+        etp=etp,
+        etp_group=parallel_state.get_expert_tensor_parallel_group(),
     )
 
 
@@ -75,74 +113,62 @@ class TrainEngine:
         split: ReplicaPlace,
         settings: OptimizerSettings,
         recompute: bool = False,
+        elastic: bool = False,
     ) -> None:
         check_parallel(shape, split.tp, split.pp)
+        check_experts(shape, tp=split.tp, ep=split.ep, etp=split.etp, ranks=split.stage_stride)
         self.shape, self.device, self.split = shape, device, split
-        self.reduce: Callable[[list[torch.Tensor]], None] = lambda _buffers: None
-        """Sums the flat gradient buffers over replicas in place; called after the replica's own reduction."""
+        self.elastic = elastic
+        """Whether this world has weights and gradients only: the optimizer is elsewhere."""
+        self.reduce: Callable[[], None] = lambda: None
+        """Sums the gradients with those of other worlds in place; called after this world's own reduction."""
         model = build_model(shape, device, dtype, split, recompute=recompute)
-        _mark_sharded(model, shape, split)
+        self._counted = _counted(shape, split)
         self._rotary = Rotary(shape, device, dtype)
         self._config = model.config
         self._config.finalize_model_grads_func = self._finalize
-        self.ddp = DistributedDataParallel(self._config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
-        optimizer_config = OptimizerConfig(
-            optimizer="adam",
-            lr=settings.lr,
-            min_lr=0.0,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.beta1,
-            adam_beta2=settings.beta2,
-            adam_eps=settings.eps,
-            clip_grad=settings.grad_clip,
-            bf16=dtype is torch.bfloat16,
-            params_dtype=dtype,
+        self.ddp = DistributedDataParallel(
+            self._config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True), model
         )
-        with compat.mcore_device():
-            self._optimizer = get_megatron_optimizer(
-                optimizer_config,
-                [self.ddp],
-                config_overrides=get_standard_config_overrides(optimizer_config),
-                use_gloo_process_groups=False,
-            )
-        decays = settings.decay_steps > 0
-        self._scheduler = OptimizerParamScheduler(
-            self._optimizer,
-            init_lr=0.0,
-            max_lr=settings.lr,
-            min_lr=0.0,
-            lr_warmup_steps=settings.warmup_steps,
-            lr_decay_steps=settings.decay_steps if decays else CONSTANT_STEPS,
-            lr_decay_style="WSD" if decays else "constant",
-            wsd_decay_steps=settings.anneal_steps,
-            lr_wsd_decay_style="linear",
-            start_wd=settings.weight_decay,
-            end_wd=settings.weight_decay,
-            wd_incr_steps=CONSTANT_STEPS,
-            wd_incr_style="constant",
-        )
+        self._grad_clip = settings.grad_clip
+        self._optimizer: Any = None if elastic else _optimizer(self.ddp, dtype, settings)
+        self._scheduler: Any = None if elastic else _scheduler(self._optimizer, settings)
         self._run = get_forward_backward_func()
         self._no_tokens = torch.zeros((), dtype=torch.int, device=device)
-        self.state = EngineState(self)
+        self.state = OptimizerState(self._optimizer, self.named_parameters())
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """This rank's parameters by Megatron-Core name, ordered as `stage_entries`."""
+        """This rank's parameters by Megatron-Core name, ordered as `own_entries`."""
         found = dict(self.ddp.module.named_parameters())
         return {name: found.pop(name) for name in own_entries(self.shape, self.split)}
 
-    def adam_state(self) -> Any:
-        return self._optimizer.optimizer.state
-
     def gradients(self) -> list[torch.Tensor]:
-        return [buffer.grad_data for buffer in self.ddp.buffers]
+        return [buffer.grad_data for buffer in self._buffers()]
 
-    def finite(self) -> bool:
-        """Whether this rank's gradients can be used for an update."""
-        return all(float(torch.linalg.vector_norm(buffer)) <= LARGEST_NORM for buffer in self.gradients())
+    def buckets(self) -> list[Any]:
+        """Megatron-Core's flat pieces of weights and gradients, in an order that the layout alone decides."""
+        return [bucket for buffer in self._buffers() for bucket in buffer.buckets]
+
+    def _buffers(self) -> list[Any]:
+        return [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
+
+    def squared_norm(self) -> torch.Tensor:
+        """This rank's share of the squared gradient norm, float64; the sum over the world is the whole.
+
+        Float64, because the norm must not depend on how the state is sharded.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for name, shard in self.state.shards.items():
+            parameter = self.state.parameters[name]
+            if self._counted[name]:
+                own = parameter.main_grad.view(-1)[shard.begin : shard.end]  # type: ignore[attr-defined]
+                total += torch.linalg.vector_norm(own, dtype=torch.float64) ** 2
+        return total
 
     def zero_gradients(self) -> None:
         self.ddp.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
 
     def forward_backward(self, packs: list[Pack], loss: Loss) -> None:
         """Accumulate the gradient of the summed loss and reduce it over the replicas; zero without packs.
@@ -150,17 +176,33 @@ class TrainEngine:
         Raises what ``reduce`` raises; gradients are then meaningless, weights unchanged.
         """
         self.zero_gradients()
+        packs = self._even(packs)
         if packs:
             self._schedule(packs, loss, forward_only=False)
         else:
-            self.reduce(self.gradients())
+            # The other data-parallel ranks sum with this one.
+            with compat.mcore_device():
+                self._finalize([self.ddp], None, None, False)
 
     def layout(self, pack: Pack) -> PackedLayout:
         return dataclasses.replace(pack.layout, rotary=self._rotary.table(pack.positions[0]))
 
+    def _even(self, packs: list[Pack]) -> list[Pack]:
+        """Packs of the same number on all ranks: in each one they exchange tokens for each other's experts."""
+        if self.split.ep == 1:
+            return packs
+        count = torch.tensor(len(packs), device=self.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        return packs + [padding(self.device, self.split)] * (int(count) - len(packs))
+
+    def take_routing_counts(self) -> tuple[int, int]:
+        """Of this rank, since the last call: replayed choices of experts that its routers share, and all replayed."""
+        return moe.take_counts(self.ddp.module) if self.shape.experts else (0, 0)
+
     @torch.no_grad()
     def forward(self, packs: list[Pack], loss: Loss) -> None:
         """Call ``loss`` on every pack's logits without gradients; only the last pipeline stage has logits."""
+        packs = self._even(packs)
         if packs:
             self._schedule(packs, loss, forward_only=True)
 
@@ -193,16 +235,25 @@ class TrainEngine:
     ) -> None:
         # First within the replica (tied embeddings over stages, q/k norms over tensor ranks); sums are linear.
         finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
-        self.reduce(self.gradients())
+        self.reduce()
 
-    def update(self, scale: float) -> float:
-        """Scale the gradients, clip them, take one AdamW step; returns the gradient norm before clipping."""
-        self.ddp.scale_gradients(scale)
+    def norm(self) -> float:
+        """The norm of the whole gradient; collective over the world."""
+        total = self.squared_norm()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        return math.sqrt(float(total))
+
+    def update(self, scale: float, norm: float) -> float:
+        """Scale gradients of norm ``norm``, clip them, take one AdamW step; returns the scaled norm before clipping."""
+        scaled = norm * scale
+        clip = min(1.0, self._grad_clip / (scaled + CLIP_EPS)) if self._grad_clip > 0 else 1.0
+        self.ddp.scale_gradients(scale * clip)
         self.state.updates += 1
         self._set_schedule()
         with compat.mcore_device():
-            _, norm, _ = self._optimizer.step()
-        return float(norm)
+            self._optimizer.step()
+        return scaled
 
     def _set_schedule(self) -> None:
         # Megatron-Core counts from 0; the number of this update starts the warm-up at lr / warmup_steps, not at 0.
@@ -210,8 +261,8 @@ class TrainEngine:
         self._scheduler.step(0)
 
     def agree(self, ok: bool) -> bool:
-        """Whether all processes of the replica pass True; collective over the replica."""
-        if self.split.tp * self.split.pp == 1:
+        """Whether all processes of the world pass True; collective over the world."""
+        if dist.get_world_size() == 1:
             return ok
         flag = torch.tensor([int(ok)], device=self.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
@@ -222,84 +273,84 @@ class TrainEngine:
 
         Until `reclaim` the engine can neither compute nor be saved.
         """
-        state = self.state
+        if self.elastic:
+            self.state.commit(NO_STEP, 0)
         self._move_state(torch.device("cpu"))
-        if state.mixed:
-            # Derived from the float32 masters.
-            for p in state.parameters.values():
-                p.data = torch.empty(0, dtype=p.dtype, device=self.device)
-        self._optimizer.zero_grad()
+        for buffer in self._buffers():
+            if self.state.mixed or self.elastic:
+                # Derived from the float32 masters, or taken from their owners.
+                buffer.param_data_size = buffer.param_data.storage().size()
+                buffer.param_data.storage().resize_(0)
+            elif self.device.type == "cuda":
+                buffer.offload_to_cpu(move_params=True, move_grads=False)
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
         self.ddp.offload_grad_buffers(synchronize=False, empty_cache=self.device.type == "cuda")
 
     def reclaim(self) -> None:
-        state = self.state
         self._move_state(self.device)
-        if state.mixed:
-            for name, p in state.parameters.items():
-                p.data = state.master[name].data.to(p.dtype)
+        for buffer in self._buffers():
+            if buffer.param_data.storage().size() == 0:
+                buffer.param_data.storage().resize_(buffer.param_data_size)
+                if not self.state.mixed and not self.elastic:
+                    buffer.param_data.copy_(buffer.param_data_cpu)
+        if self.state.mixed and not self.elastic:
+            self.state.refresh()
         self.ddp.restore_grad_buffers(synchronize=False)
 
     def _move_state(self, device: torch.device) -> None:
-        for tensor in self.state.tensors_in_place():
-            tensor.data = tensor.data.to(device)
+        for shard in self.state.shards.values():
+            # Masters of a float32 model are views of its weights.
+            for tensor in (*shard[2:],) if self.state.mixed else (shard.exp_avg, shard.exp_avg_sq):
+                tensor.data = tensor.data.to(device)
 
 
-def _mark_sharded(model: torch.nn.Module, shape: Architecture, split: ReplicaPlace) -> None:
-    # Megatron-Core sets this when it draws initial weights, which we skip. Without it the gradient norm counts
-    # sharded tensors on one rank only.
-    parameters = dict(model.named_parameters())
-    for name, entry in own_entries(shape, split).items():
-        parameters[name].tensor_model_parallel = entry.dim is not None  # type: ignore[attr-defined]
+def _optimizer(ddp: Any, dtype: torch.dtype, settings: OptimizerSettings) -> Any:
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=0.0,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        # Clipped here, by a norm in float64.
+        clip_grad=0.0,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+    with compat.mcore_device():
+        return get_megatron_optimizer(
+            optimizer_config,
+            [ddp],
+            config_overrides=get_standard_config_overrides(optimizer_config),
+            use_gloo_process_groups=False,
+        )
 
 
-class EngineState:
-    """The state of training: float32 weights, Adam's moments, two counters; all else is derived."""
+def _scheduler(optimizer: Any, settings: OptimizerSettings) -> OptimizerParamScheduler:
+    decays = settings.decay_steps > 0
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=0.0,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=settings.decay_steps if decays else CONSTANT_STEPS,
+        lr_decay_style="WSD" if decays else "constant",
+        wsd_decay_steps=settings.anneal_steps,
+        lr_wsd_decay_style="linear",
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=CONSTANT_STEPS,
+        wd_incr_style="constant",
+    )
 
-    def __init__(self, engine: TrainEngine) -> None:
-        self.step = 0
-        self.updates = 0
-        """Optimizer updates, without skipped ones: Adam's counter."""
-        self.parameters = engine.named_parameters()
-        # In bfloat16 the optimizer works on float32 "master" copies, in float32 on the parameters.
-        self.master: dict[str, torch.Tensor] = {
-            name: getattr(p, "main_param", p) for name, p in self.parameters.items()
-        }
-        self.mixed = any(self.master[name] is not p for name, p in self.parameters.items())
-        """Whether weights are in less than float32, with float32 masters beside them."""
-        adam = engine.adam_state()
-        self._counters: list[torch.Tensor] = []
-        self.exp_avg: dict[str, torch.Tensor] = {}
-        self.exp_avg_sq: dict[str, torch.Tensor] = {}
-        # torch creates Adam's state at the first update; a newcomer receives it before that.
-        for name, weight in self.master.items():
-            counter = torch.zeros((), dtype=torch.float32)
-            self.exp_avg[name], self.exp_avg_sq[name] = torch.zeros_like(weight.data), torch.zeros_like(weight.data)
-            adam[weight] = {"step": counter, "exp_avg": self.exp_avg[name], "exp_avg_sq": self.exp_avg_sq[name]}
-            self._counters.append(counter)
 
-    def tensors_in_place(self) -> list[torch.Tensor]:
-        """All float32 tensors as the optimizer holds them, in the same order on every replica."""
-        return [t for name in self.master for t in (self.master[name], self.exp_avg[name], self.exp_avg_sq[name])]
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [t.data for t in self.tensors_in_place()]
-
-    @torch.no_grad()
-    def commit(self, step: int, updates: int) -> None:
-        """Make the tensors the state after ``step`` and ``updates``: refresh weights and Adam's counters."""
-        self.step, self.updates = step, updates
-        for counter in self._counters:
-            counter.fill_(float(updates))
-        if self.mixed:
-            for name, p in self.parameters.items():
-                p.copy_(self.master[name])
-
-    def capture(self) -> tuple[int, int, list[torch.Tensor]]:
-        return self.step, self.updates, [t.clone() for t in self.tensors()]
-
-    @torch.no_grad()
-    def restore(self, saved: tuple[int, int, list[torch.Tensor]]) -> None:
-        step, updates, tensors = saved
-        for tensor, old in zip(self.tensors(), tensors, strict=True):
-            tensor.copy_(old)
-        self.commit(step, updates)
+def _counted(shape: Architecture, split: ReplicaPlace) -> dict[str, bool]:
+    """Whether this rank's part of a parameter counts for the gradient norm: every element counts once."""
+    return {
+        name: not entry.copy and (entry.expert is not None or entry.dim is not None or not split.tp_rank)
+        for name, entry in own_entries(shape, split).items()
+    }

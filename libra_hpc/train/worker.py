@@ -2,8 +2,8 @@
 
     python -m libra_hpc.train.worker --socket PATH --config JSON
 
-One process per device. The ``tp * pp`` processes of a replica get every message and all answer; local rank 0 writes
-files.
+One process per device. The ``tp * pp * dp`` processes of a world get every message and all answer; rank 0 writes the
+files that are not sharded.
 
 - A step, join or file failed -> `StepFailed`, `SaveFailed`, `ExportFailed`, `Warned` or ``WorkerError(fatal=False)``;
   the process stays usable.
@@ -19,6 +19,7 @@ import traceback
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from libra_hpc.hardware.architecture import read_shape
 from libra_hpc.process.dump import dump_on_request
@@ -45,11 +46,12 @@ from libra_hpc.train import state_folders as folders
 from libra_hpc.weights.names import hf_shapes
 
 from .device import choose_device, file_store
+from .elastic import ElasticReplicas
 from .grpo_trainer import BatchRejected, GrpoTrainer
 from .link import CHECKPOINT, COMPUTE, SNAPSHOT, WAITING, Pulse, WorkerSocket
 from .replicas import PeerLost, Replicas
 from .settings import WorkerConfig, read_config
-from .train_engine import TrainEngine, init_world
+from .train_engine import NO_STEP, TrainEngine, init_world
 
 SNAPSHOTS = 1
 """Complete snapshots that stay; the one being written is the second buffer."""
@@ -62,19 +64,40 @@ class Worker:
         torch.manual_seed(config.seed)
         shape = read_shape(self._model_dir)
         device = choose_device(config.device, config.device_index, config.threads)
-        store = file_store(config.world_rendezvous, config.tp * config.pp)
+        store = file_store(config.world_rendezvous, config.tp * config.pp * config.cp * config.dp)
         split = init_world(
-            device, tp=config.tp, pp=config.pp, rank=config.local_rank, store=store, timeout_s=config.step_timeout_s
+            device,
+            tp=config.tp,
+            pp=config.pp,
+            rank=config.rank,
+            store=store,
+            timeout_s=config.step_timeout_s,
+            dp=config.dp,
+            cp=config.cp,
+            ep=config.ep,
+            etp=config.etp,
         )
         self._engine = TrainEngine(
-            shape, device, getattr(torch, config.dtype), split, settings=config.optimizer, recompute=config.recompute
+            shape,
+            device,
+            getattr(torch, config.dtype),
+            split,
+            settings=config.optimizer,
+            recompute=config.recompute,
+            elastic=config.elastic,
         )
         if config.random_weights:
             checkpoint.randomize(self._engine)
+        elif config.elastic:
+            self._engine.state.commit(NO_STEP, 0)
         else:
             checkpoint.start(self._engine, self._model_dir, config.start_dir)
         timeouts = config.step_timeout_s, config.join_timeout_s
-        self._replicas = Replicas(self._engine, *timeouts, lambda: pulse.phase(WAITING))
+        self._replicas = (
+            ElasticReplicas(self._engine, config.core_dp, *timeouts, lambda: pulse.phase(WAITING))
+            if config.core_dp
+            else Replicas(self._engine, *timeouts, lambda: pulse.phase(WAITING))
+        )
         self._trainer = GrpoTrainer(self._engine, self._replicas, config.algorithm, config.micro_tokens)
         parameters = sum(torch.Size(size).numel() for size in hf_shapes(shape).values())
         self._socket.send(WorkerReady(self._engine.state.step, parameters, time.monotonic() - begin))
@@ -104,6 +127,8 @@ class Worker:
     def _join(self, message: Join) -> None:
         begin = time.monotonic()
         self._engine.reclaim()
+        if message.weights and self._engine.elastic and self._engine.state.step != message.version:
+            self._load_weights(message)
         try:
             received = self._replicas.join(message, self._socket.interrupted)
         except PeerLost as lost:
@@ -115,6 +140,16 @@ class Worker:
         self._socket.send(
             Joined(message.generation, self._engine.state.step, received, seconds, attempt=message.attempt)
         )
+
+    def _load_weights(self, message: Join) -> None:
+        """Take the weights that this node has for rollout; without them they come from their owners."""
+        try:
+            checkpoint.load_policy(self._engine, Path(message.weights))
+        except (OSError, ValueError, SafetensorError) as error:
+            self._engine.state.commit(NO_STEP, 0)
+            print(f"the weights in {message.weights} cannot be read: {error}", file=sys.stderr)
+        else:
+            self._engine.state.commit(message.version, 0)
 
     def _train(self, message: TrainStep) -> None:
         try:
@@ -145,10 +180,10 @@ class Worker:
         try:
             checkpoint.save(self._engine, self._model_dir, parent / f"step-{self._engine.state.step:08d}")
         except OSError as error:
-            if self._config.local_rank == 0:
+            if self._config.rank == 0:
                 self._socket.send(Warned(str(error)))
             return
-        if self._config.local_rank == 0:
+        if self._config.rank == 0:
             folders.keep_newest(parent, SNAPSHOTS)
 
     def _save(self, message: SaveCheckpoint) -> None:
@@ -164,7 +199,7 @@ class Worker:
         try:
             with self._pulse.phase(CHECKPOINT):
                 # A kill between the two renames of a replacement would leave the step without a checkpoint.
-                saved = self._config.local_rank == 0 and folders.is_saved(Path(message.folder), message.step)
+                saved = self._config.rank == 0 and folders.is_saved(Path(message.folder), message.step)
                 if self._engine.agree(not saved):
                     checkpoint.save(self._engine, self._model_dir, Path(message.folder))
         except OSError as error:

@@ -197,23 +197,6 @@ def to_hf(entry: Entry, parts: list[torch.Tensor], shape: Architecture) -> list[
     return [x.reshape(-1, *full.shape[1:]).clone() for x in torch.split(grouped, [q, kv, kv], dim=1)]
 
 
-def load(
-    tensors: dict[str, torch.Tensor], get: Callable[[str], torch.Tensor], shape: Architecture, split: ReplicaPlace
-) -> None:
-    """Copy Hugging Face tensors into ``tensors``: this rank's parts, by Megatron-Core name.
-
-    Raises `ValueError` when a shape differs.
-    """
-    for name, entry in own_entries(shape, split).items():
-        source = from_hf(entry, get, shape, split)
-        if source.shape != tensors[name].shape:
-            raise ValueError(
-                f"{', '.join(entry.hf)}: the file has {tuple(source.shape)} for this rank, the model needs"
-                f" {tuple(tensors[name].shape)}"
-            )
-        tensors[name].copy_(source)
-
-
 def gather(tensors: dict[str, torch.Tensor], shape: Architecture, split: ReplicaPlace) -> dict[str, torch.Tensor]:
     """Collect full Hugging Face tensors on the replica's rank 0, on the host; other ranks get an empty dict.
 

@@ -18,7 +18,7 @@ def save(run: RunDir, step: int, reports: tuple[folders.StepRecord, ...] = ()) -
     folder = run.checkpoint(step)
     partial = folder.with_name(f"{folder.name}{folders.TEMPORARY}")
     partial.mkdir(parents=True)
-    (partial / folders.OPTIMIZER_FILE).write_bytes(b"moments")
+    (partial / "optimizer.safetensors").write_bytes(b"moments")
     (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(step, step)))
     folders.publish(partial, folder)
     (folder / folders.POSITION_FILE).write_bytes(
@@ -33,7 +33,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_moved_aside(t
     folder = {step: save(run, step) for step in (10, 20, 30, 40, 50)}
     (folder[50] / folders.POSITION_FILE).write_text('{"step": 50, ')
     (folder[40] / folders.POSITION_FILE).write_text('{"step": 39, "low": 0, "extra": []}')
-    (folder[30] / folders.OPTIMIZER_FILE).write_bytes(b"mements")
+    (folder[30] / "optimizer.safetensors").write_bytes(b"mements")
     (run.checkpoints / f"step-000060{folders.TEMPORARY}").mkdir()
     assert start_state(run).step == 30, "the quick answer reads no weights, and moves nothing"
     assert folder[50].exists()

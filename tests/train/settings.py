@@ -39,7 +39,7 @@ def worker_config(**changes: Any) -> WorkerConfig:
         "dtype": "float32",
         "tp": 1,
         "pp": 1,
-        "local_rank": 0,
+        "rank": 0,
         "optimizer": optimizer(),
         "algorithm": algorithm(),
         "micro_tokens": _run.train.micro_tokens,

@@ -7,8 +7,9 @@ import os
 import signal
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -33,8 +34,9 @@ from libra_hpc.train import state_folders as folders
 from libra_hpc.train.grpo_trainer import GrpoTrainer
 from libra_hpc.train.replicas import Replicas
 from libra_hpc.train.settings import OptimizerSettings, write_config
+from libra_hpc.train.shard_files import ShardFiles
 from libra_hpc.train.train_engine import TrainEngine
-from libra_hpc.weights.names import ReplicaPlace
+from libra_hpc.weights.names import ReplicaPlace, from_hf, hf_shapes, stage_entries, to_hf
 
 from .settings import algorithm, optimizer, worker_config
 
@@ -134,8 +136,19 @@ def fixed_run(
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Weights and Adam moments of a checkpoint."""
-    return {**load_file(folder / "policy" / "model.safetensors"), **load_file(folder / "optimizer.safetensors")}
+    """Weights and Adam moments of a checkpoint, by Hugging Face name."""
+    found = load_file(folder / "policy" / "model.safetensors")
+    shape, whole = read_shape(folder / "policy"), ReplicaPlace(tp=1, tp_rank=0, pp=1, pp_rank=0)
+    sizes = hf_shapes(shape)
+    with ShardFiles(folder, shape) as files:
+        for entry in stage_entries(shape, 1, 0).values():
+            size = from_hf(entry, lambda name: torch.empty(sizes[name], device="meta"), shape, whole).shape
+            for kind in ("exp_avg", "exp_avg_sq", "master"):
+                if files.has(kind):
+                    tensor = files.read(kind, entry, whole, 0, size.numel()).view(size)
+                    for name, part in zip(entry.hf, to_hf(entry, [tensor], shape), strict=True):
+                        found[f"{kind}/{name}"] = part
+    return found
 
 
 def assert_same_state(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
@@ -165,7 +178,7 @@ class WorkerProcess:
     """One worker, with the methods of ``subprocess.Popen`` that the tests need."""
 
     def __init__(self, command: list[str], log: Path) -> None:
-        self._process = FORKS.Process(target=_work, args=(command, log))
+        self._process = FORKS.Process(target=_work, args=(command, log), daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -194,7 +207,18 @@ class WorkerProcess:
 class Replica:
     """The worker processes of one replica, and the agent's ends of their sockets."""
 
-    def __init__(self, base: Path, name: str, model_dir: Path, *, tp: int = 1, pp: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        base: Path,
+        name: str,
+        model_dir: Path,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        cp: int = 1,
+        dp: int = 1,
+        **options: Any,
+    ) -> None:
         self.folder = base / name
         self.folder.mkdir(parents=True)
         self.model_dir = model_dir
@@ -209,7 +233,7 @@ class Replica:
         self._sockets: list[socket.socket] = []
         self._buffers: list[tuple[FrameBuffer, list[Any]]] = []
         listeners = []
-        for rank in range(tp * pp):
+        for rank in range(tp * pp * cp * dp):
             path = self.folder / f"{rank}.sock"
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind(str(path))
@@ -221,7 +245,9 @@ class Replica:
                 world_rendezvous=str(self.folder / "world"),
                 tp=tp,
                 pp=pp,
-                local_rank=rank,
+                cp=cp,
+                dp=dp,
+                rank=rank,
                 **settings,
             )
             write_config(config, self.folder / f"{rank}.json")
@@ -310,6 +336,67 @@ class Replica:
         for connection in self._sockets:
             connection.close()
         return [process.wait(timeout=WAIT_S) for process in self.processes]
+
+
+class Layout(NamedTuple):
+    """Degrees of a world."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Processes."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    def __str__(self) -> str:
+        return "-".join(f"{name}{value}" for name, value in self._asdict().items() if value > 1 or name == "dp")
+
+
+def assert_equals_one_process(base: Path, world: ReplicaPlace, layout: Layout, **options: Any) -> None:
+    """A world trains ``base / "model"`` as one process does, and the states of both load into the other."""
+    model_dir, steps = base / "model", 3
+    replica = Replica(base, "split", model_dir, **layout._asdict(), **options)
+    want, state = fixed_run(model_dir, world, steps)
+    replica.ready()
+    join_all([replica], 0, base / "meet")
+    for step, reference in enumerate(want, 1):
+        (done,) = step_all([replica], step, 0)
+        assert done.loss == pytest.approx(reference.loss, abs=2e-6)
+        assert done.grad_norm == pytest.approx(reference.grad_norm, rel=2e-5)
+        assert done.entropy == pytest.approx(reference.entropy, abs=2e-5)
+        assert done.ratio_mean == pytest.approx(reference.ratio_mean, rel=2e-5)
+        assert (done.tokens, done.loss_tokens, done.ratio_truncated) == (
+            reference.tokens,
+            reference.loss_tokens,
+            reference.ratio_truncated,
+        )
+    folder = base / "saved"
+    replica.ask(SaveCheckpoint(str(folder), steps), Saved)
+    assert_same_state(read_tensors(folder), state)
+
+    # Across splits: one process continues from the split replica's checkpoint, and the split replica from one
+    # process's.
+    engine, trainer = build(model_dir, world)
+    checkpoint.load_state(engine, folder)
+    assert (engine.state.step, engine.state.updates) == (steps, steps)
+    alone = trainer.step(train_step(steps + 1, 0))
+    (together,) = step_all([replica], steps + 1, 0)
+    assert alone.loss == pytest.approx(together.loss, abs=2e-6)
+    assert alone.grad_norm == pytest.approx(together.grad_norm, rel=2e-5)
+    checkpoint.save(engine, model_dir, base / "alone")
+    assert_same_state(replica.tensors(steps + 1), read_tensors(base / "alone"))
+    assert replica.close() == [0] * layout.ranks
+    start_dir = str(base / f"reference-model-{steps}-1")
+    split = Replica(base, "from-one-process", model_dir, **layout._asdict(), start_dir=start_dir)
+    assert split.ready().step == steps
+    after = split.tensors(steps)
+    assert all((after[name] == state[name]).all() for name in state)
+    assert split.close() == [0] * layout.ranks
 
 
 def join_all(replicas: list[Replica], generation: int, rendezvous: Path) -> list[Any]:

@@ -78,7 +78,7 @@ def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(
 
         packs = pack([decode(s) for s in first], 256, trainer.device)
         trainer.forward_backward(packs, loss)
-        trainer.update(1.0 / sum(len(p.targets) for p in packs))
+        trainer.update(1.0 / sum(len(p.targets) for p in packs), trainer.norm())
         assert gaps(trainer, first).max() > 10 * TOLERANCE, (
             "the step must change the policy, or the swap proves nothing"
         )

@@ -16,7 +16,7 @@ def state(parent: Path, step: int) -> Path:
     partial = parent / f"step-{step:08d}{folders.TEMPORARY}"
     (partial / folders.POLICY_DIR).mkdir(parents=True)
     (partial / folders.POLICY_DIR / "model.safetensors").write_bytes(bytes([step]) * 4096)
-    (partial / folders.OPTIMIZER_FILE).write_bytes(b"moments")
+    (partial / "optimizer.safetensors").write_bytes(b"moments")
     (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(step, step)))
     final = parent / f"step-{step:08d}"
     folders.publish(partial, final)
@@ -57,9 +57,9 @@ def test_the_newest_whole_state_is_chosen(tmp_path: Path) -> None:
     assert folders.latest_whole(tmp_path / "nowhere") is None
     older, newer = state(tmp_path, 9), state(tmp_path, 10)
     assert folders.latest_whole(tmp_path) == newer
-    flip(newer / folders.OPTIMIZER_FILE)
+    flip(newer / "optimizer.safetensors")
     assert folders.latest_whole(tmp_path) == older
-    flip(older / folders.OPTIMIZER_FILE)
+    flip(older / "optimizer.safetensors")
     assert folders.latest_whole(tmp_path) is None
 
 
@@ -106,7 +106,7 @@ def test_a_checkpoint_is_saved_once_it_is_whole_and_has_its_position(tmp_path: P
     folders.write_position(folder, folders.DataPosition(7, 14, ()))
     assert folders.is_saved(folder, 7)
     assert not folders.is_saved(folder, 8)
-    flip(folder / folders.OPTIMIZER_FILE)
+    flip(folder / "optimizer.safetensors")
     assert not folders.is_saved(folder, 7)
     assert not folders.is_saved(tmp_path / "nowhere", 7)
 

@@ -16,7 +16,7 @@ from libra_hpc.protocol.codec import unpack_f32, unpack_i32
 from libra_hpc.train import checkpoint
 from libra_hpc.train import state_folders as folders
 from libra_hpc.train.packing import Pack, decode, pack
-from libra_hpc.weights.names import ReplicaPlace
+from libra_hpc.weights.names import ReplicaPlace, gathered
 
 from .settings import optimizer
 from .support import (
@@ -128,7 +128,7 @@ def test_steps_equal_plain_torch(tmp_path: Path, world: ReplicaPlace) -> None:
         done = trainer.step(train_step(step, 0))
         assert done.loss == pytest.approx(float(loss), abs=2e-6)
         assert done.grad_norm == pytest.approx(float(norm), rel=2e-5)
-    got = checkpoint.weights(engine)
+    got = dict(gathered(engine.named_parameters(), engine.shape, engine.split))
     for name, tensor in reference.state_dict().items():
         assert (got[name] - tensor).abs().max() < 1e-5, name
 
@@ -136,10 +136,10 @@ def test_steps_equal_plain_torch(tmp_path: Path, world: ReplicaPlace) -> None:
 def test_bfloat16_keeps_float32_masters_through_a_checkpoint(tmp_path: Path, world: ReplicaPlace) -> None:
     make_model("qwen2", tmp_path / "model")
     engine, trainer = build(tmp_path / "model", world, torch.bfloat16, optimizer(lr=1e-5))
-    before = {name: t.clone() for name, t in engine.state.master.items()}
+    before = {name: shard.master.clone() for name, shard in engine.state.shards.items()}
     trainer.step(train_step(1, 0))
     assert all(p.dtype == torch.bfloat16 for p in engine.named_parameters().values())
-    moved = [name for name, t in engine.state.master.items() if not torch.equal(t, before[name])]
+    moved = [name for name, shard in engine.state.shards.items() if not torch.equal(shard.master, before[name])]
     assert len(moved) == len(before)
     checkpoint.save(engine, tmp_path / "model", tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "policy" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -148,8 +148,8 @@ def test_bfloat16_keeps_float32_masters_through_a_checkpoint(tmp_path: Path, wor
     assert all(t.dtype == torch.float32 for t in masters.values())
     other, _ = build(tmp_path / "model", world, torch.bfloat16)
     checkpoint.load_state(other, tmp_path / "saved")
-    for name, tensor in engine.state.master.items():
-        assert torch.equal(other.state.master[name], tensor)
+    for name, shard in engine.state.shards.items():
+        assert torch.equal(other.state.shards[name].master, shard.master)
         assert torch.equal(other.named_parameters()[name], engine.named_parameters()[name])
 
 

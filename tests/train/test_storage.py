@@ -73,7 +73,8 @@ def test_a_write_that_fails_half_way_leaves_nothing_and_works_again_later(tmp_pa
     step_all([replica], 1, 1)
     folder, export = tmp_path / "step-000001", tmp_path / "e.safetensors"
     replica.ask(SaveCheckpoint(str(folder), 1), Saved)
-    before = load_file(folder / "optimizer.safetensors")
+    shards = folder / "optimizer" / "rank-00000.safetensors"
+    before = load_file(shards)
     pid = replica.processes[0].pid
     whole = resource.prlimit(pid, resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
     # An older whole one of the same name stays.
@@ -87,7 +88,7 @@ def test_a_write_that_fails_half_way_leaves_nothing_and_works_again_later(tmp_pa
         "step-000001"
     ]
     assert folders.verify(folder) == ""
-    assert all((tensor == before[name]).all() for name, tensor in load_file(folder / "optimizer.safetensors").items())
+    assert all((tensor == before[name]).all() for name, tensor in load_file(shards).items())
     resource.prlimit(pid, resource.RLIMIT_FSIZE, whole)
     assert replica.ask(Export(str(export), 2), Exported).size == export.stat().st_size
     replica.ask(SaveCheckpoint(str(tmp_path / "step-000002"), 2), Saved)

@@ -1,0 +1,146 @@
+"""A core with a sharded optimizer and replicas without one that come, go and die: the result is that of one process."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_hpc.protocol.trainer import Export, Exported, Join, Joined, StepDone, StepFailed
+from libra_hpc.weights.names import ReplicaPlace
+
+from .support import Replica, assert_same_state, fixed_run, make_model, train_step
+
+pytestmark = pytest.mark.engine
+STEPS = 9
+
+
+class Run:
+    """The core, its replicas, and the steps of the fixed run."""
+
+    def __init__(self, base: Path, model_dir: Path, tp: int, pp: int, dp: int, minibatches: int) -> None:
+        self.base, self.model_dir, self.minibatches = base, model_dir, minibatches
+        self.degrees = {"tp": tp, "pp": pp, "core_dp": dp}
+        self.core = Replica(base, "core", model_dir, dp=dp, **self.degrees)
+        self.dp = dp
+        self.generation = 0
+        self.members: list[Replica] = []
+
+    def replica(self, name: str) -> Replica:
+        return Replica(self.base, name, self.model_dir, elastic=True, **self.degrees)
+
+    def form(self, *replicas: Replica, **weights: Any) -> list[Joined]:
+        """A new generation of the core and ``replicas``."""
+        self.generation += 1
+        self.members = [self.core, *replicas]
+        path = str(self.base / f"generation-{self.generation}")
+        for rank, member in enumerate(self.members):
+            member.send(Join(self.generation, rank, len(self.members), path, **weights))
+        return [member.receive(Joined) for member in self.members]
+
+    def send(self, step: int) -> None:
+        for rank, member in enumerate(self.members):
+            count = len(self.members)
+            member.send(train_step(step, self.generation, replica=rank, replicas=count, minibatches=self.minibatches))
+
+    def send_core(self, step: int) -> None:
+        """A step of which only the core hears: the replica is dead."""
+        self.core.send(train_step(step, self.generation, replicas=len(self.members), minibatches=self.minibatches))
+
+    def step(self, step: int) -> StepDone:
+        """Run a step; the core's answer."""
+        self.send(step)
+        answers = [member.receive(StepDone) for member in self.members]
+        return answers[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied", "tp", "pp", "dp", "minibatches"),
+    [("qwen3", True, 1, 1, 2, 2), ("qwen2", True, 2, 1, 1, 1), ("qwen3", False, 1, 2, 1, 1)],
+)
+def test_replicas_without_optimizer_come_go_and_die_and_the_result_is_that_of_one_process(
+    tmp_path: Path, world: ReplicaPlace, kind: str, tied: bool, tp: int, pp: int, dp: int, minibatches: int
+) -> None:
+    model_dir = tmp_path / "model"
+    make_model(kind, model_dir, tied=tied, layers=2)
+    run = Run(tmp_path, model_dir, tp, pp, dp, minibatches)
+    first, second = run.replica("first"), run.replica("second")
+    want, final = fixed_run(model_dir, world, STEPS, minibatches)
+    for replica in (run.core, first, second):
+        replica.ready()
+    reports = []
+    size = sum(t.nbytes for name, t in final.items() if not name.startswith("exp_avg"))
+
+    run.form()
+    reports += [run.step(1)]
+    (_, joined) = run.form(first)
+    assert joined.step == 1
+    assert joined.received_bytes > 0.4 * size / (tp * pp)
+    reports += [run.step(2)]
+    # A second one joins from the weights that its node has for rollout: nothing crosses the network.
+    exported = tmp_path / "weights.safetensors"
+    run.core.ask(Export(str(exported), 2), Exported)
+    (_, kept, local) = run.form(first, second, weights=str(exported), version=2)
+    assert (kept.received_bytes, local.received_bytes, local.step) == (0, 0, 2)
+    reports += [run.step(3), run.step(4)]
+    run.form(second)
+    reports += [run.step(5)]
+    run.form(second, first)
+    reports += [run.step(6)]
+    # One dies in a step: nobody has changed anything, and the step is done again without it.
+    first.processes[0].send_signal(signal.SIGSTOP)
+    run.send(7)
+    first.kill()
+    assert isinstance(run.core.receive(StepFailed), StepFailed)
+    second.receive(StepFailed)
+    run.form(second)
+    reports += [run.step(7)]
+    run.form()
+    reports += [run.step(8)]
+    run.form(second)
+    reports += [run.step(9)]
+    for got, reference in zip(reports, want, strict=True):
+        assert got.loss == pytest.approx(reference.loss, abs=5e-6)
+        # Adam hides a wrong gradient from the weights: norms are compared too.
+        assert got.grad_norm == pytest.approx(reference.grad_norm, rel=5e-5)
+        assert got.entropy == pytest.approx(reference.entropy, abs=5e-5)
+    assert_same_state(run.core.tensors(STEPS), final)
+    assert run.core.close() == [0] * (tp * pp * dp)
+    assert second.close() == [0] * (tp * pp)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "tp", "pp", "dp"),
+    [("qwen3", 2, 2, 1, 1), ("llama", 2, 1, 2, 1), ("qwen2", 3, 1, 2, 1), ("qwen3", 2, 1, 1, 2), ("qwen2", 2, 2, 1, 2)],
+)
+def test_thirty_steps_in_every_layout_equal_one_process(
+    tmp_path: Path, world: ReplicaPlace, kind: str, layers: int, tp: int, pp: int, dp: int
+) -> None:
+    model_dir = tmp_path / "model"
+    make_model(kind, model_dir, layers=layers)
+    run = Run(tmp_path, model_dir, tp, pp, dp, minibatches=1)
+    replica = run.replica("elastic")
+    want, final = fixed_run(model_dir, world, 30)
+    run.core.ready()
+    replica.ready()
+    run.form()
+    reports = []
+    for step in range(1, 31):
+        if step in (5, 17):
+            run.form(replica)
+        elif step == 12:
+            run.form()
+        elif step == 20:
+            replica.kill()
+            run.send_core(step)
+            run.core.receive(StepFailed)
+            run.form()
+        reports.append(run.step(step))
+    for got, reference in zip(reports, want, strict=True):
+        assert got.loss == pytest.approx(reference.loss, abs=1e-4)
+        assert got.grad_norm == pytest.approx(reference.grad_norm, rel=1e-4)
+    got_state = run.core.tensors(30)
+    assert all((got_state[name] - tensor).abs().max() < 1e-4 for name, tensor in final.items())
+    assert run.core.close() == [0] * (tp * pp * dp)
