@@ -9,15 +9,17 @@ import pytest
 import torch
 
 from libra_hpc.errors import UserError
-from libra_hpc.hardware.architecture import ExpertSplit, check_experts, read_shape
+from libra_hpc.hardware.architecture import check_experts, read_shape
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.train import moe
-from libra_hpc.train.packing import decode
+from libra_hpc.train.packing import decode, pack
+from libra_hpc.train.shards import spread
 from libra_hpc.weights.names import ReplicaPlace, hf_shapes, own_entries
 
 from .support import Layout, assert_equals_one_process, build, make_model, samples, train_step
 
 LAYERS, TOP_K, EXPERTS = 2, 2, 8
+CPU = torch.device("cpu")
 
 
 @pytest.mark.engine
@@ -33,9 +35,14 @@ def test_a_world_of_experts_equals_one_process(tmp_path: Path, world: ReplicaPla
 
 @pytest.mark.engine
 def test_ranks_with_fewer_packs_take_part_in_every_exchange_of_tokens(tmp_path: Path, world: ReplicaPlace) -> None:
-    """One long sample and many short ones: one rank has a pack more, in some minibatches all of them."""
+    micro_tokens = 56
+    counts = set()
+    for step in (1, 2, 3):
+        batch = train_step(step, 0).minibatches[0]
+        counts |= {tuple(len(pack([decode(s) for s in own], micro_tokens, CPU)) for own in spread(batch, 2))}
+    assert any(mine != yours for mine, yours in counts)
     make_model("qwen3_moe", tmp_path / "model")
-    assert_equals_one_process(tmp_path, world, Layout(dp=2, ep=2), minibatches=((0, 1), (2, 10)))
+    assert_equals_one_process(tmp_path, world, Layout(dp=2, ep=2), micro_tokens=micro_tokens)
 
 
 def test_names_of_all_ranks_are_those_of_the_file(tmp_path: Path) -> None:
@@ -50,18 +57,18 @@ def test_names_of_all_ranks_are_those_of_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tp", "split", "complaint"),
+    ("degrees", "complaint"),
     [
-        (1, ExpertSplit(ep=3, etp=1, ranks=3), r"train\.ep = 3: .*8 experts"),
-        (2, ExpertSplit(ep=1, etp=1, ranks=2), r"train\.etp = 1"),
-        (2, ExpertSplit(ep=4, etp=1, ranks=2), r"train\.ep = 4: .*2 processes"),
-        (4, ExpertSplit(ep=2, etp=2, ranks=4), r"train\.etp = 2"),
+        ({"tp": 1, "ep": 3, "etp": 1, "ranks": 3}, r"train\.ep = 3: .*8 experts"),
+        ({"tp": 2, "ep": 1, "etp": 1, "ranks": 2}, r"train\.etp = 1: without expert parallelism"),
+        ({"tp": 2, "ep": 4, "etp": 1, "ranks": 2}, r"train\.ep = 4: .*2 processes"),
+        ({"tp": 4, "ep": 2, "etp": 2, "ranks": 4}, r"train\.etp = 2: .*1 or tp = 4"),
     ],
 )
-def test_degrees_that_do_not_fit_are_refused(tmp_path: Path, tp: int, split: ExpertSplit, complaint: str) -> None:
+def test_degrees_that_do_not_fit_are_refused(tmp_path: Path, degrees: dict[str, int], complaint: str) -> None:
     make_model("qwen3_moe", tmp_path)
     with pytest.raises(UserError, match=complaint):
-        check_experts(read_shape(tmp_path), tp, split)
+        check_experts(read_shape(tmp_path), **degrees)
 
 
 def with_experts(sample: Sample, experts: torch.Tensor) -> Sample:
