@@ -133,6 +133,10 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     optimizer_s: float
     skipped: int = 0
     """Minibatches whose gradient or sums were not finite: every replica left their updates out."""
+    replayed: int = 0
+    """Choices of experts (token, layer, place) that were replayed from the rollout, over all ranks and passes."""
+    agreed: int = 0
+    """Of ``replayed``: the router would have made them too."""
 
 
 class Exported(msgspec.Struct, tag=True, frozen=True):
