@@ -79,7 +79,8 @@ class Gathered(NamedTuple):
 
 def gather(key: torch.Tensor, value: torch.Tensor) -> Gathered:
     """Gather keys and values [rows, groups, d] over the context ranks; collective, so is the backward pass."""
-    return Gathered(*_Gather.apply(key, value, parallel_state.get_context_parallel_group()))
+    group = parallel_state.get_context_parallel_group()
+    return Gathered(*_Gather.apply(key, value, group))  # type: ignore[no-untyped-call]
 
 
 def attend(query: torch.Tensor, whole: torch.Tensor, tail: Tail, scale: float | None) -> torch.Tensor:
@@ -89,9 +90,7 @@ def attend(query: torch.Tensor, whole: torch.Tensor, tail: Tail, scale: float | 
     rows, width = q.shape[0], columns.shape[0]
     # The last row sees the last column. On a GPU no mask is stored; on the CPU the class has no kernel.
     mask = (
-        causal_lower_right(rows, width)
-        if q.is_cuda
-        else torch.ones(rows, width, dtype=torch.bool).tril(width - rows)
+        causal_lower_right(rows, width) if q.is_cuda else torch.ones(rows, width, dtype=torch.bool).tril(width - rows)
     )
     q, key, value = (x.transpose(0, 1)[None] for x in (q, key, value))
     out = F.scaled_dot_product_attention(

@@ -177,7 +177,7 @@ class GrpoTrainer:
         total = torch.zeros(len(self._sums) + 6, dtype=torch.float64, device=self._engine.device)
         if place.tp_rank == 0 and place.pp_rank == place.pp - 1:
             total[:-6] = self._sums
-            total[-6] = sum(p.count for p in packs)
+            total[-6] = sum(p.filled for p in packs)
             total[-5] = sum(len(p.targets) for p in packs)
         total[-4], total[-3] = self._engine.take_routing_counts()
         if failure is None:

@@ -163,10 +163,7 @@ def build_model(
     config = transformer_config(shape, dtype, place)
     moe.install()
     spec = get_gpt_layer_local_spec(
-        normalization="RMSNorm",
-        qk_layernorm=shape.qk_norm,
-        num_experts=shape.experts or None,
-        moe_grouped_gemm=False,
+        normalization="RMSNorm", qk_layernorm=shape.qk_norm, num_experts=shape.experts or None, moe_grouped_gemm=False
     )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm

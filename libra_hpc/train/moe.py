@@ -1,7 +1,7 @@
 """Mixture of experts: the fields of Megatron-Core's configuration, and its dispatcher without a GPU.
 
-Every layer is a router and ``experts`` gated MLPs; a token goes to ``experts_per_token`` of them by two all-to-alls over
-the expert-parallel ranks. There is no auxiliary loss: the objective is the policy's.
+Every layer is a router and ``experts`` gated MLPs. A token goes to ``experts_per_token`` of them, by two all-to-alls
+over the expert-parallel ranks. There is no auxiliary loss: the objective is the policy's.
 
 Without CUDA, Megatron-Core's token dispatcher has two calls that raise; with CUDA nothing is replaced:
 

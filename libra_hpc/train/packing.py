@@ -89,7 +89,7 @@ class Pack(NamedTuple):
     """float32[m]"""
     advantages: torch.Tensor
     """float32[m]"""
-    count: int
+    filled: int
     """Tokens without padding, which fills a pack up to equal shares of the ranks."""
 
 
@@ -191,13 +191,11 @@ def _assemble(group: list[Example], device: torch.device, place: ReplicaPlace) -
         targets=tokens[targets_at[mine]].to(device),
         behaviour=behaviour[mine].to(device),
         advantages=advantages[mine].to(device),
-        count=int((rows < count).sum()),
+        filled=int((rows < count).sum()),
     )
 
 
-def _chosen(
-    group: list[Example], rest: int, rows: torch.Tensor, device: torch.device
-) -> torch.Tensor | None:
+def _chosen(group: list[Example], rest: int, rows: torch.Tensor, device: torch.device) -> torch.Tensor | None:
     known = next((s.experts for s in group if s.experts is not None), None)
     if known is None:
         return None

@@ -40,8 +40,10 @@ class AlgorithmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One process: rank ``rank`` of a torch world of ``tp * pp * cp * dp``; tensor ranks count fastest, then context and data ranks,
-    stages slowest."""
+    """One process: rank ``rank`` of a torch world of ``tp * pp * cp * dp``.
+
+    Tensor ranks count fastest, then context ranks, data-parallel ranks and stages.
+    """
 
     model_dir: str
     """Hugging Face folder: config.json and tokenizer always, weights when ``start_dir`` is empty."""
@@ -62,7 +64,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     etp: int = 0
     """Tensor ranks of an expert: 1 or ``tp``; 0: ``tp``."""
     core_dp: int = 0
-    """Data-parallel ranks of the core that owns the optimizer state; 0: every replica has its own."""
+    """Data-parallel times context ranks of the core that owns the optimizer state; 0: every replica has its own."""
     elastic: bool = False
     """A replica without optimizer, of a run with a core."""
     rank: int

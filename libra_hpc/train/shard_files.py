@@ -102,7 +102,8 @@ class ShardFiles:
         def empty(name: str) -> torch.Tensor:
             return torch.empty(self._hf_shapes[name], device="meta")
 
-        return from_hf(entry, empty, self._shape, ReplicaPlace(tp=parts, tp_rank=part, pp=1, pp_rank=0, etp=parts)).shape
+        place = ReplicaPlace(tp=parts, tp_rank=part, pp=1, pp_rank=0, etp=parts)
+        return from_hf(entry, empty, self._shape, place).shape
 
     def _span(self, kind: str, name: str, part: int, begin: int, end: int) -> torch.Tensor:
         found = torch.empty(end - begin, dtype=torch.float32)

@@ -69,9 +69,7 @@ def init_world(
     etp = etp or tp
     compat.install()
     timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(
-        backend(device), store=store, rank=rank, world_size=tp * pp * cp * dp, timeout=timeout
-    )
+    dist.init_process_group(backend(device), store=store, rank=rank, world_size=tp * pp * cp * dp, timeout=timeout)
     parallel_state.initialize_model_parallel(
         tp,
         pp,

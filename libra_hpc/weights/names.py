@@ -40,7 +40,12 @@ class ReplicaPlace(NamedTuple):
     @property
     def stage_rank(self) -> int:
         """Rank within the pipeline stage."""
-        return self.tp_rank + self.tp * (self.cp_rank + self.cp * self.dp_rank)
+        return self.tp_rank + self.tp * self.copy_rank
+
+    @property
+    def copy_rank(self) -> int:
+        """Rank among the processes with the same dense weights, which share their optimizer state."""
+        return self.cp_rank + self.cp * self.dp_rank
 
     @property
     def etp_rank(self) -> int:
