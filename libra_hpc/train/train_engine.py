@@ -274,13 +274,12 @@ class TrainEngine:
         if self.elastic:
             self.state.commit(NO_STEP, 0)
         self._move_state(torch.device("cpu"))
+        # Derived from the float32 masters, or taken from their owners.
+        derived = self.state.mixed or self.elastic
         for buffer in self._buffers():
-            if self.state.mixed or self.elastic:
-                # Derived from the float32 masters, or taken from their owners.
-                buffer.param_data_size = buffer.param_data.storage().size()
-                buffer.param_data.storage().resize_(0)
-            elif self.device.type == "cuda":
-                buffer.offload_to_cpu(move_params=True, move_grads=False)
+            if derived or self.device.type == "cuda":
+                buffer.param_data_cpu = None if derived else buffer.param_data.cpu()
+                buffer.param_data.untyped_storage().resize_(0)
         if self._optimizer is not None:
             self._optimizer.zero_grad()
         self.ddp.offload_grad_buffers(synchronize=False, empty_cache=self.device.type == "cuda")
@@ -288,9 +287,10 @@ class TrainEngine:
     def reclaim(self) -> None:
         self._move_state(self.device)
         for buffer in self._buffers():
-            if buffer.param_data.storage().size() == 0:
-                buffer.param_data.storage().resize_(buffer.param_data_size)
-                if not self.state.mixed and not self.elastic:
+            storage = buffer.param_data.untyped_storage()
+            if not storage.nbytes():
+                storage.resize_(buffer.param_data.nbytes)
+                if buffer.param_data_cpu is not None:
                     buffer.param_data.copy_(buffer.param_data_cpu)
         if self.state.mixed and not self.elastic:
             self.state.refresh()
