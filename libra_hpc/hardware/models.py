@@ -153,8 +153,10 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
 @cache
 def shapes() -> dict[str, ModelShape]:
     raw = tomllib.loads(BUILTIN.read_text())
-    rest = {name: {"name": name, "untrained": MIXTURE if fields.get("experts") else ""} for name, fields in raw.items()}
-    return {name: msgspec.convert({**fields, **rest[name]}, ModelShape) for name, fields in raw.items()}
+    built = {name: msgspec.convert({**fields, "name": name}, ModelShape) for name, fields in raw.items()}
+    # Of the mixtures, Qwen3's has norms of q and k.
+    study = {name for name, shape in built.items() if shape.experts and not shape.qk_norm}
+    return {name: msgspec.structs.replace(s, untrained=MIXTURE) if name in study else s for name, s in built.items()}
 
 
 def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:

@@ -15,7 +15,7 @@ import msgspec
 
 from libra_hpc.errors import UserError, invalid
 
-MIXTURE = "a mixture of experts, and this version trains dense models only"
+MIXTURE = "a mixture of experts of another kind than Qwen3's"
 FAMILIES = {"llama": "", "mixtral": MIXTURE, "qwen2": "", "qwen3": "", "qwen3_moe": ""}
 """Trained ones have pre-norm RMSNorm, rotary embedding, SwiGLU and grouped-query attention."""
 TRAINED = tuple(name for name, why in FAMILIES.items() if not why)
