@@ -113,7 +113,7 @@ def test_problems_name_field_value_and_limit(sections: dict[str, Any], sentence:
             {"model_type": "mistral"},
             (
                 "model.path: model_type = 'mistral': this version cannot train this architecture; valid: llama, qwen2,"
-                " qwen3."
+                " qwen3, qwen3_moe."
             ),
         ),
         (
