@@ -97,9 +97,7 @@ class ElasticReplicas:
         place, device, state = self._engine.split, self._engine.device, self._engine.state
         if place.ep > 1 or (self._elastic and place.cp > 1):
             # Experts have owners of their own, and context ranks of a replica would each have a part of the gradient.
-            raise RuntimeError(
-                "replicas without optimizer have no context ranks, and no core with expert ranks"
-            )
+            raise RuntimeError("replicas without optimizer have no context ranks, and no core with expert ranks")
         path = f"{message.rendezvous}.tp{place.tp_rank}-pp{place.pp_rank}"
         self._replicas = message.size - 1
         size = self._owners + self._replicas

@@ -39,10 +39,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "model_type = 'mistral': this version cannot train this architecture; valid: llama, qwen2, qwen3, qwen3_moe.",
     ),
     "gemma": ({"model_type": "gemma3_text"}, "model_type = 'gemma3_text'"),
-    "mixture": (
-        {"model_type": "mixtral"},
-        "model_type = 'mixtral': a mixture of experts of another kind than Qwen3's",
-    ),
+    "mixture": ({"model_type": "mixtral"}, "model_type = 'mixtral': a mixture of experts of another kind than Qwen3's"),
     "dense layers": (
         {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
         "mlp_only_layers = [0]: the trainer has no dense layers among layers of experts",
