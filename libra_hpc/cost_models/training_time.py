@@ -222,7 +222,11 @@ class TrainCost:
         compute = share * stage * self._passes(layout) / (layout.tp * layout.cp * self._speed)
         if layout.tp == 1:
             return compute, 0.0
-        message = share * self.batch.tokens / layout.cp * self.shape.hidden * self.shape.dtype_bytes
+        width = float(self.shape.hidden)
+        if self.shape.kv_heads < layout.tp:
+            # Megatron-Core gathers q, k and v: half the traffic of an all-reduce, one for every two of them.
+            width += (self.shape.heads + 2 * self.shape.kv_heads) * self.shape.head_dim / 4
+        message = share * self.batch.tokens / layout.cp * width * self.shape.dtype_bytes
         ring = 2 * (layout.tp - 1) / layout.tp * message / self._link(layout.tp)
         return compute, self._reduces(layout) * self.shape.layers / layout.pp * ring * self._factors.comm
 

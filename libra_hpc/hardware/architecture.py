@@ -10,12 +10,12 @@ import msgspec
 
 from libra_hpc.errors import invalid
 
-from .supported import check_trained, rope_settings
+from .supported import FAMILIES, Family, Widths, check_trained, has_qkv_bias, rope_settings, with_defaults
 
 
 class Architecture(msgspec.Struct, frozen=True):
     family: str
-    """One of `libra_hpc.hardware.supported.TRAINED`."""
+    """One of `libra_hpc.hardware.supported.FAMILIES`."""
     layers: int
     hidden: int
     heads: int
@@ -27,8 +27,9 @@ class Architecture(msgspec.Struct, frozen=True):
     tied: bool
     """Whether input and output embedding are one matrix."""
     norm_eps: float
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None
+    rope: dict[str, Any]
+    """`libra_hpc.hardware.supported.rope_settings`."""
+    qkv_bias: bool
     max_positions: int
     experts: int = 0
     """Routed experts of every layer; 0: dense."""
@@ -39,13 +40,22 @@ class Architecture(msgspec.Struct, frozen=True):
     """Whether the weights of a token's experts sum to 1."""
 
     @property
-    def qkv_bias(self) -> bool:
-        """Only Qwen2 has biases on q, k and v."""
-        return self.family == "qwen2"
+    def kind(self) -> Family:
+        """What all models of the family have in common."""
+        return FAMILIES[self.family]
 
     @property
     def qk_norm(self) -> bool:
-        return self.family in ("qwen3", "qwen3_moe")
+        return self.kind.qk_norm
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that the rotary embedding turns."""
+        return int(self.head_dim * self.rope["partial_rotary_factor"])
+
+    @property
+    def widths(self) -> Widths:
+        return Widths(self.heads, self.groups, self.head_dim, self.ffn, self.vocab)
 
 
 def _read_config(path: Path) -> Any:
@@ -65,10 +75,9 @@ def read_shape(model_dir: Path) -> Architecture:
         raise invalid("model.path", str(model_dir), "there is no config.json in it", "a Hugging Face model folder")
     config = _read_config(path)
     check_trained(config)
-    rope = rope_settings(config)
+    config = with_defaults(config)
     heads = int(config["num_attention_heads"])
-    # transformers 5 writes the second name.
-    experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+    experts = int(config.get("num_experts") or 0)
     return Architecture(
         family=str(config["model_type"]),
         layers=int(config["num_hidden_layers"]),
@@ -80,8 +89,8 @@ def read_shape(model_dir: Path) -> Architecture:
         vocab=int(config["vocab_size"]),
         tied=bool(config.get("tie_word_embeddings", False)),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope["rope_theta"]),
-        rope_scaling=rope if rope["rope_type"] == "llama3" else None,
+        rope=rope_settings(config),
+        qkv_bias=has_qkv_bias(config),
         max_positions=int(config.get("max_position_embeddings", 4096)),
         experts=experts,
         experts_per_token=int(config["num_experts_per_tok"]) if experts else 0,
@@ -103,14 +112,7 @@ def stage_layers(layers: int, pp: int) -> tuple[int, ...]:
 
 def check_parallel(shape: Architecture, tp: int, pp: int) -> None:
     """Raise `UserError` unless ``tp`` divides the model and each of ``pp`` stages has a layer."""
-    for what, size in (
-        ("attention heads", shape.heads),
-        ("key/value heads", shape.groups),
-        ("MLP columns", shape.ffn),
-        ("vocabulary entries", shape.vocab),
-    ):
-        if size % tp:
-            raise invalid("train.tp", tp, f"it does not divide the model's {size} {what}", f"divisors of {size}")
+    shape.widths.check(tp)
     if shape.layers < pp:
         raise invalid("train.pp", pp, f"the model has only {shape.layers} layers", f"1 to {shape.layers}")
 

@@ -18,7 +18,7 @@ from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.hardware.models import ModelShape, shape_from_config
-from libra_hpc.hardware.supported import refusals
+from libra_hpc.hardware.supported import most_positions, refusals
 from libra_hpc.rollout.history import check_warm_start
 from libra_hpc.sched.registry import check_policy
 from libra_hpc.simulated.dry_run import check_simulated
@@ -45,7 +45,10 @@ def problems(config: RunConfig, model: Mapping[str, Any] | None = None) -> Itera
 
 def model_problems(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
     """Mistakes in the configuration for the policy with this config.json."""
-    for check in MODEL_CHECKS:
+    found = list(trainable(config, model))
+    yield from found
+    # The others read its sizes.
+    for check in () if found else MODEL_CHECKS:
         yield from check(config, model)
 
 
@@ -221,27 +224,14 @@ def trainable(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError
 
 
 def tensor_parallel_divides(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
-    """TP divides the model: for training every sharded width, for rollout the attention heads."""
-    heads = int(model.get("num_attention_heads", 1))
-    kv = int(model.get("num_key_value_heads") or heads)
-    widths = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "intermediate_size": int(model.get("intermediate_size", 0)),
-        "vocab_size": int(model.get("vocab_size", 0)),
-    }
-    for key, width in widths.items():
-        if width % config.train.tp:
-            yield invalid("train.tp", config.train.tp, f"does not divide the model's {key} = {width}", _divisors(width))
+    """Both engines can cut the model over their TP."""
+    shape = shape_from_config(dict(model), "model.path")
     degrees = config.rollout.tp if isinstance(config.rollout.tp, list) else [config.rollout.tp]
-    for tp in dict.fromkeys(degrees):
-        if heads % tp:
-            yield invalid(
-                "rollout.tp", tp, f"does not divide the model's num_attention_heads = {heads}", _divisors(heads)
-            )
-        elif kv % tp and tp % kv:
-            why = f"neither divides the model's num_key_value_heads = {kv} nor is a multiple of it"
-            yield invalid("rollout.tp", tp, why, _divisors(kv))
+    for field, tp in (("train.tp", config.train.tp), *(("rollout.tp", tp) for tp in dict.fromkeys(degrees))):
+        try:
+            shape.widths.check(tp, field, rollout=field == "rollout.tp")
+        except UserError as error:
+            yield error
 
 
 def pipeline_divides(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
@@ -255,14 +245,14 @@ def pipeline_divides(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Us
 
 def context_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
     """Trajectories are no longer than the model's positions."""
-    positions = model.get("max_position_embeddings")
-    if isinstance(positions, int) and config.rollout.max_model_len > positions:
-        why = f"the model's max_position_embeddings is {positions}"
+    positions = most_positions(model)
+    if positions is not None and config.rollout.max_model_len > positions:
+        limit = "max_position_embeddings" if positions == model["max_position_embeddings"] else "YaRN's longest context"
+        why = f"the model's {limit} is {positions}"
         yield invalid("rollout.max_model_len", config.rollout.max_model_len, why, f"16 to {positions}")
 
 
 MODEL_CHECKS: tuple[Callable[[RunConfig, Mapping[str, Any]], Iterator[UserError]], ...] = (
-    trainable,
     tensor_parallel_divides,
     pipeline_divides,
     context_fits,

@@ -161,12 +161,8 @@ def _check_training(config: RunConfig, shape: ModelShape, gpu: Device, gpus: int
 def _splits(shape: ModelShape, gpus: int) -> list[tuple[int, int]]:
     """(TP, PP) that divide the model and fit on a node, the fewest GPUs first."""
     degrees = range(1, gpus + 1)
-    widths = (shape.heads, shape.kv_heads, shape.intermediate, shape.vocab)
     found = [
-        (tp, pp)
-        for tp in degrees
-        for pp in degrees
-        if tp * pp <= gpus and not shape.layers % pp and not any(width % tp for width in widths)
+        (tp, pp) for tp in degrees for pp in degrees if tp * pp <= gpus and not shape.layers % pp and shape.trains(tp)
     ]
     return sorted(found, key=lambda split: (split[0] * split[1], split[1]))
 

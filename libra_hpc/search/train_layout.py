@@ -17,7 +17,6 @@ import msgspec
 
 from libra_hpc.cost_models.memory import Limit, TrainLayout, TrainMemory
 from libra_hpc.cost_models.training_time import TrainCost, TrainTime
-from libra_hpc.hardware.models import ModelShape
 
 MOST_MICRO_TOKENS = 65536
 """Largest micro-batch, unless one trajectory is longer: kernels are efficient long before."""
@@ -140,7 +139,7 @@ def _shards(cost: TrainCost, devices_per_node: int, space: TrainSpace) -> Iterat
     """Every layout that divides the model, with the least dp that holds its experts."""
     shape = cost.shape
     for tp in space.tp:
-        if tp > devices_per_node or not trains(shape, tp):
+        if tp > devices_per_node or not shape.trains(tp):
             continue
         for pp in (p for p in space.pp if shape.layers % p == 0):
             for cp in space.cp:
@@ -162,13 +161,6 @@ def _shards(cost: TrainCost, devices_per_node: int, space: TrainSpace) -> Iterat
                                     recompute=recompute,
                                     distributed=distributed,
                                 )
-
-
-def trains(shape: ModelShape, tp: int) -> bool:
-    """Whether Megatron can shard the model so: heads, key/value heads, widths and vocabulary evenly."""
-    return not any(
-        size % tp for size in (shape.heads, shape.kv_heads, shape.intermediate, shape.moe_intermediate, shape.vocab)
-    )
 
 
 def _micro_tokens(cost: TrainCost) -> list[int]:

@@ -18,6 +18,7 @@ with compat.eager_import():
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "GPTModel",
     "MegatronModule",
     "MoEAlltoAllTokenDispatcher",
+    "ModuleSpec",
     "OptimizerConfig",
     "OptimizerParamScheduler",
     "PackedSeqParams",

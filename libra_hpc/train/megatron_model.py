@@ -10,6 +10,7 @@ Only the gated activation is fused: it stores its input alone, two MLP widths pe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from libra_hpc.weights.names import ReplicaPlace
 from .mcore import (
     GPTModel,
     MegatronModule,
+    ModuleSpec,
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
@@ -93,6 +95,18 @@ class PackedAttention(MegatronModule):
             parts[begin] = flat if index is None else flat.index_select(0, index)
         ordered = [parts[begin] for begin in sorted(parts)]
         return torch.cat(ordered) if len(ordered) > 1 else ordered[0]
+
+
+class NormedAdd(torch.nn.Module):
+    """GLM-4's norm behind attention or MLP, in the slot of Megatron-Core's bias, dropout and residual addition."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        """The addition; there is neither bias nor dropout."""
+        return lambda output, residual, dropout: residual + self.norm(output[0])
 
 
 def _rectangle(x: torch.Tensor, rows: int, width: int, index: torch.Tensor | None) -> torch.Tensor:
@@ -170,6 +184,8 @@ def build_model(
     attention.core_attention = PackedAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = Norm
+    if shape.kind.post_norms:
+        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(NormedAdd, params={"config": config})
     count = get_num_layers_to_build(config)
     block = TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=Norm)
     with compat.mcore_device():

@@ -40,7 +40,7 @@ def expert_config(shape: Architecture, place: ReplicaPlace) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
         "expert_model_parallel_size": place.ep,
-        "expert_tensor_parallel_size": place.etp,
+        "expert_tensor_parallel_size": place.expert_ranks,
     }
 
 

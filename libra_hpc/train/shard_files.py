@@ -102,7 +102,7 @@ class ShardFiles:
         def empty(name: str) -> torch.Tensor:
             return torch.empty(self._hf_shapes[name], device="meta")
 
-        place = ReplicaPlace(tp=parts, tp_rank=part, pp=1, pp_rank=0, etp=parts)
+        place = ReplicaPlace(tp=parts, tp_rank=part, pp=1, pp_rank=0)
         return from_hf(entry, empty, self._shape, place).shape
 
     def _span(self, kind: str, name: str, part: int, begin: int, end: int) -> torch.Tensor:

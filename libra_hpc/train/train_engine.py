@@ -66,7 +66,6 @@ def init_world(
 
     Collective over the world. ``ep`` and ``etp`` (0: as ``tp``) spread the experts over the processes of a stage.
     """
-    etp = etp or tp
     compat.install()
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(backend(device), store=store, rank=rank, world_size=tp * pp * cp * dp, timeout=timeout)
@@ -75,7 +74,7 @@ def init_world(
         pp,
         context_parallel_size=cp,
         expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
+        expert_tensor_parallel_size=etp or tp,
         create_gloo_process_groups=False,
     )
     compat.no_random_state()
@@ -114,7 +113,7 @@ class TrainEngine:
         elastic: bool = False,
     ) -> None:
         check_parallel(shape, split.tp, split.pp)
-        check_experts(shape, tp=split.tp, ep=split.ep, etp=split.etp, ranks=split.stage_stride)
+        check_experts(shape, tp=split.tp, ep=split.ep, etp=split.expert_ranks, ranks=split.stage_stride)
         self.shape, self.device, self.split = shape, device, split
         self.elastic = elastic
         """Whether this world has weights and gradients only: the optimizer is elsewhere."""

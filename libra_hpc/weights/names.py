@@ -2,8 +2,11 @@
 
 It holds for any tensor of a parameter's shape: weights, gradients, Adam moments.  Two layouts differ:
 
-- ``linear_qkv`` interleaves per query group: its q heads, its k head, its v head.
+- ``linear_qkv`` interleaves per query group: its q heads, its k head, its v head.  Ranks have equal shares of these
+  rows, so with fewer groups than ranks a cut may go through a head.
 - ``linear_fc1`` holds gate and up halves *per tensor-parallel rank*.
+
+Some families store q, k and v, or gate and up, as one Hugging Face tensor (`libra_hpc.hardware.supported.Family`).
 
 A pipeline stage numbers its layers from 0, an expert-parallel rank its experts.  Ranks of a world count tensor ranks
 fastest, then context, data, stage; for experts the ranks of a stage count expert-tensor ranks fastest, then
@@ -33,9 +36,10 @@ class ReplicaPlace(NamedTuple):
     dp: int = 1
     dp_rank: int = 0
     ep: int = 1
-    etp: int = 1
+    etp: int = 0
+    """Tensor ranks of an expert; 0: ``tp``."""
     etp_group: dist.ProcessGroup | None = None
-    """Needed to gather when ``etp`` > 1."""
+    """Needed to gather when an expert has several tensor ranks."""
 
     @property
     def stage_rank(self) -> int:
@@ -48,12 +52,17 @@ class ReplicaPlace(NamedTuple):
         return self.cp_rank + self.cp * self.dp_rank
 
     @property
+    def expert_ranks(self) -> int:
+        """Tensor ranks of an expert."""
+        return self.etp or self.tp
+
+    @property
     def etp_rank(self) -> int:
-        return self.stage_rank % self.etp
+        return self.stage_rank % self.expert_ranks
 
     @property
     def ep_rank(self) -> int:
-        return self.stage_rank // self.etp % self.ep
+        return self.stage_rank // self.expert_ranks % self.ep
 
     @property
     def stage_stride(self) -> int:
@@ -65,6 +74,7 @@ class Entry(NamedTuple):
     """How one Megatron-Core parameter maps to Hugging Face tensors."""
 
     hf: tuple[str, ...]
+    """One name for each part of the layout, or one for all of them in a row."""
     layout: Literal["plain", "qkv", "gated"]
     dim: int | None
     """Dimension cut over tensor-parallel ranks; None: replicated."""
@@ -93,7 +103,7 @@ def stage_entries(shape: Architecture, pp: int, pp_rank: int, experts: range | N
         ours, theirs = f"decoder.layers.{local}.", f"model.layers.{first + local}."
         out.update(_layer(shape, ours, theirs))
         mlp = (f"{ours}mlp.", f"{theirs}mlp.")
-        out.update(_experts(experts, *mlp) if shape.experts else _mlp(*mlp))
+        out.update(_experts(shape, experts, *mlp) if shape.experts else _mlp(shape, *mlp))
     if pp_rank == pp - 1:
         out["decoder.final_layernorm.weight"] = Entry(("model.norm.weight",), "plain", None)
         if not shape.tied:
@@ -104,33 +114,38 @@ def stage_entries(shape: Architecture, pp: int, pp_rank: int, experts: range | N
 
 
 def _layer(shape: Architecture, m: str, h: str) -> dict[str, Entry]:
+    family = shape.kind
     attention = h + "self_attn."
-    out = {
-        m + "input_layernorm.weight": Entry((h + "input_layernorm.weight",), "plain", None),
-        m + "pre_mlp_layernorm.weight": Entry((h + "post_attention_layernorm.weight",), "plain", None),
-        m + "self_attention.linear_qkv.weight": Entry(tuple(f"{attention}{x}_proj.weight" for x in "qkv"), "qkv", 0),
-        m + "self_attention.linear_proj.weight": Entry((attention + "o_proj.weight",), "plain", 1),
+    qkv = ["qkv_proj"] if family.fused_qkv else [f"{x}_proj" for x in "qkv"]
+    plain = {
+        "input_layernorm": "input_layernorm",
+        # Hugging Face's name is for the place: the norm before the MLP.
+        "pre_mlp_layernorm": "post_attention_layernorm",
     }
-    if shape.qkv_bias:
-        out[m + "self_attention.linear_qkv.bias"] = Entry(tuple(f"{attention}{x}_proj.bias" for x in "qkv"), "qkv", 0)
     if shape.qk_norm:
-        for x in "qk":
-            out[m + f"self_attention.{x}_layernorm.weight"] = Entry((f"{attention}{x}_norm.weight",), "plain", None)
+        plain |= {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"}
+    if family.post_norms:
+        plain |= {"self_attn_bda.norm": "post_self_attn_layernorm", "mlp_bda.norm": "post_mlp_layernorm"}
+    out = {f"{m}{ours}.weight": Entry((f"{h}{theirs}.weight",), "plain", None) for ours, theirs in plain.items()}
+    for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+        names = tuple(f"{attention}{x}.{kind}" for x in qkv)
+        out[f"{m}self_attention.linear_qkv.{kind}"] = Entry(names, "qkv", 0)
+    out[m + "self_attention.linear_proj.weight"] = Entry((attention + "o_proj.weight",), "plain", 1)
     return out
 
 
-def _mlp(m: str, h: str, expert: int | None = None) -> dict[str, Entry]:
-    gated = (f"{h}gate_proj.weight", f"{h}up_proj.weight")
+def _mlp(shape: Architecture, m: str, h: str, expert: int | None = None) -> dict[str, Entry]:
+    gated = ("gate_up_proj",) if shape.kind.fused_mlp else ("gate_proj", "up_proj")
     return {
-        f"{m}linear_fc1.weight": Entry(gated, "gated", 1, expert=expert),
+        f"{m}linear_fc1.weight": Entry(tuple(f"{h}{x}.weight" for x in gated), "gated", 1, expert=expert),
         f"{m}linear_fc2.weight": Entry((f"{h}down_proj.weight",), "plain", 1, expert=expert),
     }
 
 
-def _experts(experts: range, m: str, h: str) -> dict[str, Entry]:
+def _experts(shape: Architecture, experts: range, m: str, h: str) -> dict[str, Entry]:
     out = {f"{m}router.weight": Entry((f"{h}gate.weight",), "plain", None)}
     for local, expert in enumerate(experts):
-        out.update(_mlp(f"{m}experts.local_experts.{local}.", f"{h}experts.{expert}.", expert))
+        out.update(_mlp(shape, f"{m}experts.local_experts.{local}.", f"{h}experts.{expert}.", expert))
     return out
 
 
@@ -141,6 +156,7 @@ def hf_shapes(shape: Architecture) -> dict[str, tuple[int, ...]]:
         "q_proj.weight": (q, hidden),
         "k_proj.weight": (kv, hidden),
         "v_proj.weight": (kv, hidden),
+        "qkv_proj.weight": (q + 2 * kv, hidden),
         "q_proj.bias": (q,),
         "k_proj.bias": (kv,),
         "v_proj.bias": (kv,),
@@ -149,6 +165,7 @@ def hf_shapes(shape: Architecture) -> dict[str, tuple[int, ...]]:
         "o_proj.weight": (hidden, q),
         "gate_proj.weight": (ffn, hidden),
         "up_proj.weight": (ffn, hidden),
+        "gate_up_proj.weight": (2 * ffn, hidden),
         "down_proj.weight": (hidden, ffn),
         "gate.weight": (shape.experts, hidden),
         "embed_tokens.weight": (shape.vocab, hidden),
@@ -166,12 +183,17 @@ def cut(entry: Entry, place: ReplicaPlace) -> tuple[int, int]:
     """Into how many parts a parameter is cut over ranks, and which one this rank holds."""
     if entry.dim is None:
         return 1, 0
-    return (place.tp, place.tp_rank) if entry.expert is None else (place.etp, place.etp_rank)
+    return (place.tp, place.tp_rank) if entry.expert is None else (place.expert_ranks, place.etp_rank)
 
 
 def from_hf(entry: Entry, get: Callable[[str], torch.Tensor], shape: Architecture, split: ReplicaPlace) -> torch.Tensor:
     """This rank's part of a parameter; ``get`` returns a full Hugging Face tensor by name."""
     parts = [get(name) for name in entry.hf]
+    if entry.layout == "qkv" and len(parts) == 1:
+        q, kv = (shape.groups * rows for rows in _per_group(shape))
+        parts = list(torch.split(parts[0], [q, kv, kv]))
+    elif entry.layout == "gated" and len(parts) == 1:
+        parts = list(parts[0].chunk(2))
     if entry.layout == "qkv":
         full = torch.cat([x.reshape(shape.groups, -1, *x.shape[1:]) for x in parts], dim=1).reshape(
             -1, *parts[0].shape[1:]
@@ -191,15 +213,17 @@ def to_hf(entry: Entry, parts: list[torch.Tensor], shape: Architecture) -> list[
 
     They are fresh, contiguous memory.
     """
+    if entry.layout == "plain":
+        return [parts[0].clone() if entry.dim is None else torch.cat(parts, entry.dim)]
     if entry.layout == "gated":
         halves = [part.chunk(2) for part in parts]
-        return [torch.cat([half[i] for half in halves]) for i in range(2)]
-    full = parts[0].clone() if entry.dim is None else torch.cat(parts, entry.dim)
-    if entry.layout == "plain":
-        return [full]
-    q, kv = _per_group(shape)
-    grouped = full.view(shape.groups, q + 2 * kv, *full.shape[1:])
-    return [x.reshape(-1, *full.shape[1:]).clone() for x in torch.split(grouped, [q, kv, kv], dim=1)]
+        split = [torch.cat([half[i] for half in halves]) for i in range(2)]
+    else:
+        full = torch.cat(parts)
+        q, kv = _per_group(shape)
+        grouped = full.view(shape.groups, q + 2 * kv, *full.shape[1:])
+        split = [x.reshape(-1, *full.shape[1:]).clone() for x in torch.split(grouped, [q, kv, kv], dim=1)]
+    return split if len(entry.hf) > 1 else [torch.cat(split)]
 
 
 def gather(tensors: dict[str, torch.Tensor], shape: Architecture, split: ReplicaPlace) -> dict[str, torch.Tensor]:
@@ -242,7 +266,7 @@ def gathered(
 
 def _holder(entry: Entry, shape: Architecture, split: ReplicaPlace) -> int:
     """The rank of a stage that hands the whole of a parameter to the process that collects."""
-    return 0 if entry.expert is None else entry.expert // (shape.experts // split.ep) * split.etp
+    return 0 if entry.expert is None else entry.expert // (shape.experts // split.ep) * split.expert_ranks
 
 
 def _shares(entry: Entry, shape: Architecture, split: ReplicaPlace) -> bool:

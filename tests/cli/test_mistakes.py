@@ -204,7 +204,7 @@ CASES = {
     "model with a torn config": (["-o", "model.path=torn"], "torn': its config.json is not valid JSON"),
     "unsupported architecture": (
         ["-o", "model.path=gpt2"],
-        "model.path: model_type = 'gpt2': this version cannot train this architecture; valid: llama, qwen2, qwen3",
+        "model.path: model_type = 'gpt2': this version cannot train this architecture; valid: glm4, llama, mistral,",
     ),
     "mixture of experts": (["-o", "model.path=moe"], "model_type = 'mixtral': a mixture of experts"),
     "model too large for its GPUs": (

@@ -151,6 +151,17 @@ def test_a_group_across_nodes_is_slower_than_one_inside() -> None:
     assert across > 2 * inside
 
 
+def test_fewer_key_value_heads_than_devices_cost_a_gather() -> None:
+    few = msgspec.structs.replace(QWEN, kv_heads=4)
+    eight, four = (
+        TrainCost(shape=few, device=A800, devices_per_node=8, batch=agentic(), factors=Factors()).time(layout(tp=tp)).tp
+        for tp in (8, 4)
+    )
+    whole = [cost().time(layout(tp=tp)).tp for tp in (8, 4)]
+    assert four == whole[1]
+    assert eight / whole[0] == pytest.approx(1 + (40 + 8) * 128 / 4 / 5120, rel=0.01)
+
+
 def test_gradient_reduction_hides_behind_the_last_backward_only() -> None:
     tiny = batch_of(*[100] * 16)
     time = cost(tiny).time(layout(tp=8, dp=2))

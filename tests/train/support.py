@@ -48,34 +48,40 @@ MICRO_TOKENS = 96
 WAIT_S = 120.0
 
 
-def make_model(kind: str, folder: Path, *, tied: bool = False, layers: int = 2) -> Any:
-    """Write a random tiny Hugging Face model and return it."""
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "glm4": {"head_dim": 16, "pad_token_id": 0},
+    "mistral": {"sliding_window": None},
+    "phi3": {"pad_token_id": 0},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+}
+"""Keys of a tiny model's config beyond those that all families have."""
+
+
+def make_model(kind: str, folder: Path, *, tied: bool = False, layers: int = 2, **keys: Any) -> Any:
+    """Write a random tiny Hugging Face model, with ``keys`` in its config, and return it."""
     import transformers
 
-    classes: dict[str, tuple[Any, Any]] = {
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 256,
+        "dtype": "float32",
     }
-    config_class, model_class = classes[kind]
-    extra: dict[str, Any] = {"head_dim": 16} if kind.startswith("qwen3") else {}
-    if kind == "qwen3_moe":
-        extra |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-    config = config_class(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        tie_word_embeddings=tied,
-        max_position_embeddings=256,
-        dtype="float32",
-        **extra,
-    )
+    config = transformers.AutoConfig.for_model(kind, **{**settings, **OF_FAMILY.get(kind, {}), **keys})
     torch.manual_seed(0)
-    model = model_class(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             # Biases and norms start at 0 and 1, where a wrong mapping would not show.

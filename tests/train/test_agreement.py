@@ -5,6 +5,7 @@ The importance ratio between rollout and training depends on this.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,18 @@ from libra_hpc.train.grpo import token_logprobs
 from libra_hpc.train.packing import Pack, decode, pack
 from libra_hpc.train.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
-from tests.rollout.engine.engine_harness import EngineUnderTest, engine_config, logprobs_of, make_model, tokens_of, turn
+from tests.rollout.engine.engine_harness import (
+    EngineUnderTest,
+    Model,
+    engine_config,
+    logprobs_of,
+    make_model,
+    tokens_of,
+    turn,
+)
 
 from .settings import optimizer
+from .support import make_model as make_family
 
 pytestmark = pytest.mark.engine
 
@@ -59,11 +69,25 @@ def gaps(engine: TrainEngine, samples: list[Sample]) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+def model_of(kind: str, folder: Path) -> Model:
+    """A tiny model of a family, with heads that vLLM has a kernel for."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": 1024}
+    width = {"head_dim": 64} if kind == "glm4" else {}
+    return Model(folder, make_family(kind, folder, bos_token_id=1, eos_token_id=2, **sizes, **width))
+
+
+MODELS: dict[str, Callable[[Path], Model]] = {
+    "qwen2, tied": lambda folder: make_model(folder, seed=3, tied=True),
+    "glm4": lambda folder: model_of("glm4", folder),
+    "phi3": lambda folder: model_of("phi3", folder),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(
-    tied: bool, tmp_path: Path, world: ReplicaPlace
+    name: str, tmp_path: Path, world: ReplicaPlace
 ) -> None:
-    model = make_model(tmp_path / "model", seed=3, tied=tied)
+    model = MODELS[name](tmp_path / "model")
     trainer = TrainEngine(read_shape(model.folder), torch.device("cpu"), torch.float32, world, optimizer(lr=1e-2))
     checkpoint.load_policy(trainer, model.folder)
     engine = EngineUnderTest(tmp_path, engine_config(model))

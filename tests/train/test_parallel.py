@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,20 +14,25 @@ from .support import Layout, assert_equals_one_process, make_model
 pytestmark = pytest.mark.engine
 
 
+ONE_GROUP = {"num_key_value_heads": 1}
+"""Fewer key/value heads than tensor-parallel ranks."""
+
+
 @pytest.mark.parametrize(
-    ("kind", "tied", "layers", "layout"),
+    ("kind", "keys", "layout"),
     [
-        ("qwen3", False, 2, Layout(tp=2)),
-        ("qwen2", True, 3, Layout(pp=2)),
-        ("qwen2", True, 2, Layout(tp=2, pp=2)),
-        ("qwen3", True, 2, Layout(dp=3)),
-        ("qwen3", False, 2, Layout(tp=2, dp=2)),
-        ("qwen2", True, 3, Layout(pp=2, dp=2)),
+        ("qwen3", ONE_GROUP, Layout(tp=2)),
+        ("glm4", ONE_GROUP, Layout(tp=2)),
+        ("qwen2", {"tied": True, "layers": 3}, Layout(pp=2)),
+        ("qwen2", {"tied": True}, Layout(tp=2, pp=2)),
+        ("qwen3", {"tied": True}, Layout(dp=3)),
+        ("qwen3", {}, Layout(tp=2, dp=2)),
+        ("qwen2", {"tied": True, "layers": 3}, Layout(pp=2, dp=2)),
     ],
     ids=str,
 )
 def test_a_split_replica_equals_one_process(
-    tmp_path: Path, world: ReplicaPlace, kind: str, tied: bool, layers: int, layout: Layout
+    tmp_path: Path, world: ReplicaPlace, kind: str, keys: dict[str, Any], layout: Layout
 ) -> None:
-    make_model(kind, tmp_path / "model", tied=tied, layers=layers)
+    make_model(kind, tmp_path / "model", **keys)
     assert_equals_one_process(tmp_path, world, layout)

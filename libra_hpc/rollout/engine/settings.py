@@ -160,6 +160,8 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
     return {
         "model": config.model,
         "skip_tokenizer_init": True,
+        # Mistral's folders have a second configuration and a second copy of the weights, under other names.
+        "config_format": "hf",
         "generation_config": "vllm",
         "dtype": config.dtype,
         "seed": config.seed,
