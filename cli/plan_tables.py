@@ -105,12 +105,11 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
         what = f"{'training' if train > rollout else 'rollout'} is the slower stage"
     if rollout <= (1 + CLOSE) * result.straggler:
         what += f"; rollout waits for its longest trajectory ({_s(result.straggler)}), more nodes would not help it"
-    recompute = ", activations recomputed" if layout.recompute else ""
     show(Text(f"best: {what}"))
     show(
         Text(
-            f"its training: micro-batches of {layout.micro_tokens:,} tokens{recompute}, {best.train.time.mfu:.0%} of"
-            " peak FLOP/s (MFU)"
+            f"its training: micro-batches of {layout.micro_tokens:,} tokens{layout.recomputed},"
+            f" {best.train.time.mfu:.0%} of peak FLOP/s (MFU)"
         )
     )
     if result.alone:

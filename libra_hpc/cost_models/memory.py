@@ -4,13 +4,14 @@
   parameter. A distributed optimizer divides the last 12 by the data-parallel ranks.
 - Activations: what a layer retains for its backward pass (`activation_bytes_per_token`); context parallelism divides
   it. With full recomputation, a layer retains its input, and one layer at a time the rest.
-- Pipeline: the first stage of 1F1B holds as many micro-batches as there are stages, the last one the logits.
+- Pipeline: the first stage of 1F1B holds as many micro-batches as there are stages, the last one the output layer.
 - The fuller of the two end stages counts.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Literal, get_args
 
 import msgspec
 
@@ -23,14 +24,18 @@ MOMENT_BYTES = 8
 """AdamW's two moments, float32."""
 MASTER_BYTES = 4
 """The float32 copy of weights of another type."""
-LOGITS_BYTES = 10
-"""Bytes per entry of one micro-batch: the matmul's output and its gradient (2 each), and, for the half of the tokens
-that is assumed to carry loss, a copy, the float32 softmax and its gradient."""
+SLICE_LOGITS = 32 << 20
+"""Logits that exist at a time, as in `libra_hpc.train.head`."""
+LOGIT_BYTES = (8, 6)
+"""Bytes of each in the forward pass (float32, and its exponential) and in the backward pass (float32 and bfloat16)."""
 PADDING = 1.25
 """Factor on attention activations: sequences that share a rectangle (`libra_hpc.train.packing`) cost up to half as much
 again, usually less."""
 USABLE = 0.94
 """Share of device memory to plan with; torch's caching allocator loses a few per cent to fragments."""
+
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 
 class TrainLayout(msgspec.Struct, frozen=True, order=True):
@@ -44,8 +49,8 @@ class TrainLayout(msgspec.Struct, frozen=True, order=True):
     dp: int
     micro_tokens: int
     """Most tokens of a packed micro-batch."""
-    recompute: bool = False
-    """Full recomputation of every layer in the backward pass."""
+    recompute: Recompute = "none"
+    """What every layer computes again in the backward pass."""
     distributed: bool = False
     """Optimizer state divided over data-parallel ranks."""
 
@@ -53,6 +58,11 @@ class TrainLayout(msgspec.Struct, frozen=True, order=True):
     def replica(self) -> int:
         """Devices of one data-parallel replica."""
         return self.tp * self.pp * self.cp
+
+    @property
+    def recomputed(self) -> str:
+        """For sentences: ", recomputed" or nothing."""
+        return {"none": "", "selective": ", partly recomputed", "full": ", recomputed"}[self.recompute]
 
     @property
     def devices(self) -> int:
@@ -145,25 +155,41 @@ def optimizer_bytes(shape: ModelShape) -> int:
     return MOMENT_BYTES + (MASTER_BYTES if shape.dtype_bytes < MASTER_BYTES else 0)
 
 
-def activation_bytes_per_token(shape: ModelShape, recompute: bool, tp: int = 1) -> float:
+def activation_bytes_per_token(shape: ModelShape, recompute: Recompute, tp: int = 1) -> float:
     """Bytes that one layer retains of one token on each of ``tp`` ranks.
 
     - On every rank: the inputs of both norms and both blocks, 4 h.
-    - Divided by TP: projection q + 2 kv, attention's padded inputs and output 2 q + 2 kv, and its unpadded output q.
+    - Divided by TP: projection q + 2 kv, attention's padded inputs q + 2 kv and output q, and its unpadded output q.
     - Divided by TP, dense: gate, up and product, 3 f.
     - Divided by TP, mixture of experts: input, output and 3 expert widths of each routed token.
+
+    Selective recomputation leaves out the inputs of both blocks, the padded output and the dense product.
     """
-    if recompute:
+    if recompute == "full":
         return float(shape.hidden * shape.dtype_bytes)
+    stored = recompute == "none"
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    elements = q + 2 * kv + PADDING * (2 * q + 2 * kv) + q
+    elements = q + 2 * kv + PADDING * ((1 + stored) * q + 2 * kv) + q
     if shape.experts:
         elements += 3 * shape.shared_intermediate + shape.experts_per_token * (
             2 * shape.hidden + 3 * shape.moe_intermediate
         )
     else:
-        elements += 3 * shape.intermediate
-    return (4 * shape.hidden + elements / tp) * shape.dtype_bytes
+        elements += (2 + stored) * shape.intermediate
+    return ((2 + 2 * stored) * shape.hidden + elements / tp) * shape.dtype_bytes
+
+
+def head_bytes(shape: ModelShape, tokens: float, tp: int) -> float:
+    """Bytes of the output layer at its peak, on each of ``tp`` ranks, when all ``tokens`` carry loss.
+
+    The backward pass has the tokens' hidden states, their float32 gradient and a slice's part of it, and the gradient
+    of the weight beside a slice of logits.
+    """
+    vocab = shape.vocab / tp
+    logits = min(SLICE_LOGITS, tokens * vocab)
+    states = tokens * shape.hidden * (2 * shape.dtype_bytes + GRAD_BYTES)
+    forward, backward = (logits * size for size in LOGIT_BYTES)
+    return max(forward, backward + states + vocab * shape.hidden * shape.dtype_bytes)
 
 
 def _stage(
@@ -182,13 +208,13 @@ def _stage(
     activations = (
         in_flight * shape.layers / layout.pp * activation_bytes_per_token(shape, layout.recompute, layout.tp) * tokens
     )
-    if layout.recompute:
-        activations += activation_bytes_per_token(shape, False, layout.tp) * tokens
+    if layout.recompute == "full":
+        activations += activation_bytes_per_token(shape, "none", layout.tp) * tokens
     return TrainMemory(
         weights=(common + experts) * shape.dtype_bytes,
         gradients=(common + experts) * GRAD_BYTES,
         optimizer=(common / shard + experts / expert_shard) * optimizer_bytes(shape),
         activations=activations,
-        logits=tokens / layout.tp * shape.vocab * LOGITS_BYTES if last else 0.0,
+        logits=head_bytes(shape, tokens, layout.tp) if last else 0.0,
         workspace=device.workspace_bytes,
     )

@@ -19,7 +19,15 @@ import msgspec
 from libra_hpc.config.job import Component
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
-from libra_hpc.cost_models.memory import USABLE, TrainLayout, TrainMemory, memory_limit, train_memory
+from libra_hpc.cost_models.memory import (
+    RECOMPUTE,
+    USABLE,
+    Recompute,
+    TrainLayout,
+    TrainMemory,
+    memory_limit,
+    train_memory,
+)
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.hardware.capacity import blocks_of, kv_capacity
 from libra_hpc.hardware.devices import Device, device
@@ -128,7 +136,7 @@ def _check_training(config: RunConfig, shape: ModelShape, gpu: Device, gpus: int
     whole = config.algorithm.prompts_per_step * config.algorithm.group_size * config.rollout.max_model_len
     tokens = min(train.micro_tokens, whole)
 
-    def memory(tp: int, pp: int, recompute: bool, in_flight: int = 1, pack: int = tokens) -> TrainMemory:
+    def memory(tp: int, pp: int, recompute: Recompute, in_flight: int = 1, pack: int = tokens) -> TrainMemory:
         layout = TrainLayout(tp=tp, pp=pp, cp=1, ep=1, dp=1, micro_tokens=train.micro_tokens, recompute=recompute)
         return train_memory(shape, layout, gpu, micro_batches=in_flight, pack_tokens=pack)
 
@@ -138,10 +146,10 @@ def _check_training(config: RunConfig, shape: ModelShape, gpu: Device, gpus: int
         term, size = max(least.terms().items(), key=lambda item: item[1])
         layout = f"training {shape.name} with TP{train.tp} PP{train.pp}"
         why = f"{layout} needs {least.total / 1e9:.0f} GB a GPU ({term} {size / 1e9:.0f}) and {usable}"
-        for recompute in dict.fromkeys((train.recompute, True)):
+        for recompute in dict.fromkeys((train.recompute, *RECOMPUTE[1:])):
             for tp, pp in _splits(shape, gpus):
                 if memory_limit(memory(tp, pp, recompute), gpu) is None:
-                    more = "" if recompute == train.recompute else " and train.recompute = true"
+                    more = "" if recompute == train.recompute else f' and train.recompute = "{recompute}"'
                     raise invalid(
                         "train.tp", train.tp, why, f"train.tp = {tp}, train.pp = {pp}{more} (the fewest GPUs)"
                     )

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from libra_hpc.cost_models.memory import Limit, TrainLayout, TrainMemory
+from libra_hpc.cost_models.memory import RECOMPUTE, Limit, Recompute, TrainLayout, TrainMemory
 from libra_hpc.cost_models.training_time import TrainCost, TrainTime
 
 MOST_MICRO_TOKENS = 65536
@@ -29,7 +29,7 @@ class TrainSpace(msgspec.Struct, frozen=True):
     pp: tuple[int, ...] = (1, 2, 4, 8, 16)
     cp: tuple[int, ...] = (1, 2, 4, 8)
     ep: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    recompute: tuple[bool, ...] = (False, True)
+    recompute: tuple[Recompute, ...] = RECOMPUTE
     distributed: tuple[bool, ...] = (False,)
     """Optimizer state divided over data-parallel ranks. An elastic pool keeps it whole, so that replicas can join and
     leave."""
@@ -89,7 +89,7 @@ class TrainSearch:
             elif key not in nearest or (seen is not None and limit.over < seen[1].over):
                 nearest[key] = (layout, limit)
         found = [
-            Excluded(f"training {layout}{', recomputed' if layout.recompute else ''}", limit)
+            Excluded(f"training {layout}{layout.recomputed}", limit)
             for entry in nearest.values()
             if entry is not None
             for layout, limit in [entry]

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
 
 from .elastic import ElasticReplicas
-from .grpo import entropy_sum, grpo_terms, token_logprobs
+from .grpo import grpo_terms
+from .head import Head
 from .packing import Pack, decode, pack
 from .replicas import PeerLost, Replicas
 from .settings import AlgorithmSettings
@@ -134,8 +135,8 @@ class GrpoTrainer:
         for packs in batches:
             found: list[torch.Tensor] = []
 
-            def keep(logits: torch.Tensor, batch: Pack, found: list[torch.Tensor] = found) -> torch.Tensor:
-                found.append(token_logprobs(logits, batch.targets, self._settings.temperature))
+            def keep(head: Head, batch: Pack, found: list[torch.Tensor] = found) -> torch.Tensor:
+                found.append(head.likelihood(batch.targets, self._settings.temperature).logprobs)
                 return found[-1].sum()
 
             self._engine.forward(packs, keep)
@@ -146,10 +147,10 @@ class GrpoTrainer:
         """Gradients of a minibatch; returns the sums over the whole minibatch, and the norm of the gradient."""
         self._sums.zero_()
         old: Iterator[torch.Tensor] | None = None if proximal is None else iter(proximal)
-        settings, tp_group = self._settings, self._engine.split.tp_group if self._engine.split.tp > 1 else None
+        settings = self._settings
 
-        def loss(logits: torch.Tensor, batch: Pack) -> torch.Tensor:
-            logprobs = token_logprobs(logits, batch.targets, settings.temperature)
+        def loss(head: Head, batch: Pack) -> torch.Tensor:
+            logprobs, entropy = head.likelihood(batch.targets, settings.temperature)
             terms = grpo_terms(
                 logprobs,
                 logprobs if old is None else next(old),
@@ -159,7 +160,6 @@ class GrpoTrainer:
                 is_truncation=settings.is_truncation,
                 kl_coef=settings.kl_coef,
             )
-            entropy = entropy_sum(logits.detach(), settings.temperature, tp_group)
             count = torch.tensor(float(len(logprobs)), device=logprobs.device)
             self._sums += torch.stack(
                 [terms.loss.detach(), terms.ratio, terms.truncated.float(), terms.gap, entropy, count]

@@ -13,7 +13,7 @@ with compat.eager_import():
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe import moe_utils
@@ -33,7 +33,9 @@ __all__ = [
     "PackedSeqParams",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
@@ -41,5 +43,4 @@ __all__ = [
     "get_standard_config_overrides",
     "moe_utils",
     "parallel_state",
-    "vocab_parallel_cross_entropy",
 ]

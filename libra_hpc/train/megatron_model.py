@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
+from libra_hpc.config.learn import Recompute
 from libra_hpc.hardware.architecture import Architecture, stage_layers
 from libra_hpc.train import compat, context, moe
 from libra_hpc.weights.names import ReplicaPlace
 
+from .head import return_hidden_states
 from .mcore import (
     GPTModel,
     MegatronModule,
@@ -33,6 +34,7 @@ from .mcore import (
     parallel_state,
 )
 from .packing import PackedLayout
+from .recompute import can_recompute, recompute_all, recompute_selected
 from .rotary import rotated
 
 
@@ -83,18 +85,27 @@ class PackedAttention(MegatronModule):
         assert packed_seq_params.rotary is not None, "the engine sets it before every pass"
         query, key = rotated(query, packed_seq_params.rotary), rotated(key, packed_seq_params.rotary)
         grouped = query.shape[1] != key.shape[1]
-        tails, parts = packed_seq_params.tails, {}
+        tails, blocks = packed_seq_params.tails, packed_seq_params.blocks
+        parts: dict[int, torch.Tensor] = {}
+        padded = []
         if tails is not None:
             key, value, whole = context.gather(key, value)
             parts = {tail.begin: context.attend(query, whole, tail, self.scale) for tail in tails}
-        for begin, end, rows, width, index in packed_seq_params.blocks:
+        for begin, end, rows, width, index in blocks:
             q, k, v = (_rectangle(x[begin:end], rows, width, index) for x in (query, key, value))
             # Padding follows each sequence, so the causal mask hides it.
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
             flat = out.transpose(1, 2).reshape(rows * width, -1)
             parts[begin] = flat if index is None else flat.index_select(0, index)
+            padded.append(out)
         ordered = [parts[begin] for begin in sorted(parts)]
-        return torch.cat(ordered) if len(ordered) > 1 else ordered[0]
+        result = torch.cat(ordered) if len(ordered) > 1 else ordered[0]
+        if len(ordered) > 1 or (blocks and blocks[0].place is not None):
+            # The result is a copy, from which the padded outputs follow, but for padding, whose gradient is zero.
+            rows_of = result.detach().view(-1, *query.shape[1:])
+            for out, (begin, end, rows, width, index) in zip(padded, blocks, strict=True):
+                can_recompute(out, partial(_rectangle, rows_of[begin:end], rows, width, index))
+        return result
 
 
 class NormedAdd(torch.nn.Module):
@@ -168,11 +179,13 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, place: ReplicaPl
 
 
 def build_model(
-    shape: Architecture, device: torch.device, dtype: torch.dtype, place: ReplicaPlace, recompute: bool = False
+    shape: Architecture, device: torch.device, dtype: torch.dtype, place: ReplicaPlace, recompute: Recompute = "none"
 ) -> GPTModel:
     """Build this rank's part of the model, uninitialised; needs Megatron-Core's parallel state.
 
-    With ``recompute`` a layer stores its input alone and is computed again in the backward pass (arXiv 1604.06174).
+    The last stage returns the final hidden states; `libra_hpc.train.head` applies the output layer.
+
+    ``recompute``: see `libra_hpc.train.recompute`; with "full" a layer stores its input alone.
     """
     config = transformer_config(shape, dtype, place)
     moe.install()
@@ -203,9 +216,10 @@ def build_model(
     if shape.experts:
         # Inside of recomputation, which then sees the same choice.
         moe.replay_routing(model, place)
-    if recompute:
+    if parallel_state.is_pipeline_last_stage():
+        return_hidden_states(model)
+    if recompute != "none":
         for layer in model.decoder.layers:
-            # Megatron-Core's own recomputation needs a CUDA generator; without dropout nothing is random.
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            (recompute_selected if recompute == "selective" else recompute_all)(layer)
     # torch.nn.RMSNorm ignores the spec's params_dtype.
     return model.to(device=device, dtype=dtype)

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from libra_hpc.config.learn import Recompute
 from libra_hpc.config.run import RunConfig
 
 
@@ -72,8 +73,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     algorithm: AlgorithmSettings
     micro_tokens: int
     """Most tokens of one packed micro-batch; a longer sample is a micro-batch of its own."""
-    recompute: bool
-    """Keep only the inputs of layers for the backward pass."""
+    recompute: Recompute
+    """What layers do not store for the backward pass."""
     snapshot_dir: str
     """Folder (in /dev/shm) for snapshots after committed steps; empty: none."""
     snapshot_every: int

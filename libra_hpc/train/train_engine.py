@@ -15,11 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from libra_hpc.config.learn import Recompute
 from libra_hpc.hardware.architecture import Architecture, check_experts, check_parallel
 from libra_hpc.train import compat, moe
 from libra_hpc.weights.names import ReplicaPlace, own_entries
 
 from .device import Store, backend
+from .head import Head
 from .mcore import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -37,8 +39,8 @@ from .packing import Pack, PackedLayout, padding
 from .rotary import Rotary
 from .settings import OptimizerSettings
 
-Loss = Callable[[torch.Tensor, Pack], torch.Tensor]
-"""Maps the logits of a pack's loss tokens, [m, vocab / tp], to the summed loss (a scalar)."""
+Loss = Callable[[Head, Pack], torch.Tensor]
+"""Maps the output layer over a pack's loss tokens to the summed loss (a scalar)."""
 LARGEST_NORM = 1e18
 """Largest usable gradient norm: Adam squares gradients in float32, whose range ends at 3e38."""
 NO_STEP = -1
@@ -109,7 +111,7 @@ class TrainEngine:
         dtype: torch.dtype,
         split: ReplicaPlace,
         settings: OptimizerSettings,
-        recompute: bool = False,
+        recompute: Recompute = "none",
         elastic: bool = False,
     ) -> None:
         check_parallel(shape, split.tp, split.pp)
@@ -198,7 +200,7 @@ class TrainEngine:
 
     @torch.no_grad()
     def forward(self, packs: list[Pack], loss: Loss) -> None:
-        """Call ``loss`` on every pack's logits without gradients; only the last pipeline stage has logits."""
+        """Call ``loss`` for every pack without gradients; only the last pipeline stage does."""
         packs = self._even(packs)
         if packs:
             self._schedule(packs, loss, forward_only=True)
@@ -209,9 +211,9 @@ class TrainEngine:
         ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
             pack = next(iterator)
 
-            def total(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            def total(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
                 with compat.without_shim():
-                    return loss(logits[0].index_select(0, pack.where), pack), self._no_tokens, {}
+                    return loss(Head(self.ddp.module, hidden[0], pack.where), pack), self._no_tokens, {}
 
             with compat.without_shim():
                 return model(pack.tokens, pack.positions, None, packed_seq_params=self.layout(pack)), total

@@ -448,7 +448,11 @@ LAYOUTS = {
         ["train.tp"],
         "override = 'train.tp': malformed; valid: section.key=value, for instance train.tp=2.",
     ),
-    "wrong type": ("running", ["train.recompute=yes"], "train.recompute = 'yes': wrong type; valid: true or false."),
+    "unknown value": (
+        "running",
+        ["train.recompute=yes"],
+        "train.recompute = 'yes': unknown value; valid: none, selective, full.",
+    ),
     "more nodes than the job": ("running", ["components.train.nodes=2"], "components.*.nodes = '2 + 1 + 1': "),
     "heads": ("running", ["train.tp=3"], "train.tp = 3: does not divide the model's num_attention_heads = 8"),
     "the present one": (

@@ -72,6 +72,7 @@ def test_the_default_shows_split_limits_and_sources(call: Call) -> None:
     assert "TP, PP, CP, EP, DP: tensor, pipeline, context, expert, data parallel" in out
     assert "rollout steps: operator tables" in out
     assert "proved optimal" in out
+    _, out, _ = call("--layouts", "any")
     assert "not fit (--explain for all)" in out
     assert "GB over" in out
 

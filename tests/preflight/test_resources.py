@@ -40,7 +40,7 @@ def checked(model: str, **sections: Any) -> list[str]:
     ("model", "sections", "sentence"),
     [
         ("qwen3-14b", {"train": {"tp": 1}}, "train.tp = 1: training qwen3-14b with TP1 PP1 needs 3"),
-        ("qwen3-14b", {"train": {"tp": 1}}, "80 GB of one a800 can be used; valid: train.tp = 8, train.pp = 1"),
+        ("qwen3-14b", {"train": {"tp": 1}}, "80 GB of one a800 can be used; valid: train.tp = 1, train.pp = 5"),
         ("llama-3.1-70b", {"rollout": {"tp": 4}}, "llama-3.1-70b with TP8 PP1 needs 227 GB a GPU (optimizer 106)"),
         ("llama-3.1-70b", {"rollout": {"tp": 4}}, "no TP x PP of the 8 GPUs of a node fits"),
         ("qwen3-32b", {"planner": {"device": "h200"}, "rollout": {"tp": 1, "max_model_len": 300_000}}, "tp = 2."),
@@ -75,7 +75,7 @@ def test_the_figure_is_that_of_the_planners_memory_model_and_the_way_out_is_the_
 def test_recomputing_is_offered_where_nothing_else_fits() -> None:
     four = {name: {**NODE, "gpus": 4} for name in ("train", "hybrid", "rollout")}
     with pytest.raises(
-        UserError, match=r"valid: train\.tp = 4, train\.pp = 1 and train\.recompute = true \(the fewest GPUs\)\.$"
+        UserError, match=r'valid: train\.tp = 4, train\.pp = 1 and train\.recompute = "full" \(the fewest GPUs\)\.$'
     ):
         checked("qwen3-14b", train={"tp": 4}, components=four)
     assert (

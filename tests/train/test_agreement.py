@@ -16,7 +16,7 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.rollout import Generated, UpdateWeights
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.train import checkpoint
-from libra_hpc.train.grpo import token_logprobs
+from libra_hpc.train.head import Head
 from libra_hpc.train.packing import Pack, decode, pack
 from libra_hpc.train.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
@@ -61,8 +61,8 @@ def gaps(engine: TrainEngine, samples: list[Sample]) -> torch.Tensor:
     """|log p Megatron - log p vLLM| of every sampled token."""
     found: list[torch.Tensor] = []
 
-    def compare(logits: torch.Tensor, batch: Pack) -> torch.Tensor:
-        found.append((token_logprobs(logits, batch.targets, TEMPERATURE) - batch.behaviour).abs())
+    def compare(head: Head, batch: Pack) -> torch.Tensor:
+        found.append((head.likelihood(batch.targets, TEMPERATURE).logprobs - batch.behaviour).abs())
         return found[-1].sum()
 
     engine.forward(pack([decode(s) for s in samples], 256, engine.device), compare)
@@ -97,8 +97,8 @@ def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(
         first = as_samples(engine.generate(*requests))
         assert gaps(trainer, first).max() < TOLERANCE
 
-        def loss(logits: torch.Tensor, batch: Pack) -> torch.Tensor:
-            return -(token_logprobs(logits, batch.targets, TEMPERATURE) * batch.advantages).sum()
+        def loss(head: Head, batch: Pack) -> torch.Tensor:
+            return -(head.likelihood(batch.targets, TEMPERATURE).logprobs * batch.advantages).sum()
 
         packs = pack([decode(s) for s in first], 256, trainer.device)
         trainer.forward_backward(packs, loss)

@@ -69,13 +69,18 @@ def test_ranks_share_the_work_of_one_long_sequence() -> None:
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("kind", "layout"), [("qwen3", Layout(cp=2)), ("qwen2", Layout(tp=2, cp=2)), ("qwen3", Layout(cp=2, dp=2))]
+    ("kind", "layout", "recompute"),
+    [
+        ("qwen3", Layout(cp=2), "selective"),
+        ("qwen2", Layout(tp=2, cp=2), "full"),
+        ("qwen3", Layout(cp=2, dp=2), "none"),
+    ],
 )
 def test_a_world_with_context_ranks_equals_one_process(
-    tmp_path: Path, world: ReplicaPlace, kind: str, layout: Layout
+    tmp_path: Path, world: ReplicaPlace, kind: str, layout: Layout, recompute: str
 ) -> None:
     make_model(kind, tmp_path / "model")
-    assert_equals_one_process(tmp_path, world, layout)
+    assert_equals_one_process(tmp_path, world, layout, recompute=recompute)
 
 
 @pytest.mark.engine

@@ -17,7 +17,9 @@ from libra_hpc.hardware.supported import TRAINED
 from libra_hpc.protocol.codec import unpack_f32, unpack_i32
 from libra_hpc.train import checkpoint
 from libra_hpc.train import state_folders as folders
-from libra_hpc.train.packing import Pack, decode, pack
+from libra_hpc.train.head import Head
+from libra_hpc.train.packing import Example, Pack, decode, pack
+from libra_hpc.train.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace, gathered
 
 from .settings import optimizer
@@ -60,6 +62,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def logits(engine: TrainEngine, batch: list[Example], micro_tokens: int) -> list[torch.Tensor]:
+    """Whole logits of each pack's loss tokens."""
+    found: list[torch.Tensor] = []
+
+    def keep(head: Head, _: Pack) -> torch.Tensor:
+        found.append(head.rows @ head.weight.t())
+        return found[-1].sum()
+
+    engine.forward(pack(batch, micro_tokens, engine.device), keep)
+    return found
+
+
 def test_every_family_that_is_trained_is_compared() -> None:
     assert {kind for kind, _ in MODELS.values()} == set(TRAINED)
 
@@ -70,14 +84,8 @@ def test_logits_and_files_equal_those_of_transformers(tmp_path: Path, world: Rep
     reference = make_model(kind, tmp_path / "model", **keys)
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     engine, _ = build(tmp_path / "model", world)
-    found: list[torch.Tensor] = []
-
-    def keep(logits: torch.Tensor, _: Pack) -> torch.Tensor:
-        found.append(logits)
-        return logits.sum()
-
     batch = sorted((decode(s) for s in samples(1)), key=lambda e: -len(e.tokens))
-    engine.forward(pack(batch, MICRO_TOKENS, engine.device), keep)
+    found = logits(engine, batch, MICRO_TOKENS)
     with torch.no_grad():
         want = torch.cat([reference(e.tokens[None]).logits[0][e.mask.nonzero()[:, 0] - 1] for e in batch])
     assert len(found) > 1

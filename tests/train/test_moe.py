@@ -140,7 +140,7 @@ def test_ranks_replay_their_own_tokens(tmp_path: Path, world: ReplicaPlace) -> N
     make_model("qwen3_moe", tmp_path / "model")
     step = replayed(train_step(1, 0), random_experts)
     layout = Layout(tp=2, cp=2, ep=2, etp=1)
-    replica = Replica(tmp_path, "split", tmp_path / "model", recompute=True, **layout._asdict())
+    replica = Replica(tmp_path, "split", tmp_path / "model", recompute="full", **layout._asdict())
     _, trainer = build(tmp_path / "model", world)
     want = trainer.step(step)
     replica.ready()

@@ -19,20 +19,20 @@ ONE_GROUP = {"num_key_value_heads": 1}
 
 
 @pytest.mark.parametrize(
-    ("kind", "keys", "layout"),
+    ("kind", "keys", "layout", "recompute"),
     [
-        ("qwen3", ONE_GROUP, Layout(tp=2)),
-        ("glm4", ONE_GROUP, Layout(tp=2)),
-        ("qwen2", {"tied": True, "layers": 3}, Layout(pp=2)),
-        ("qwen2", {"tied": True}, Layout(tp=2, pp=2)),
-        ("qwen3", {"tied": True}, Layout(dp=3)),
-        ("qwen3", {}, Layout(tp=2, dp=2)),
-        ("qwen2", {"tied": True, "layers": 3}, Layout(pp=2, dp=2)),
+        ("qwen3", ONE_GROUP, Layout(tp=2), "selective"),
+        ("glm4", ONE_GROUP, Layout(tp=2), "none"),
+        ("qwen2", {"tied": True, "layers": 3}, Layout(pp=2), "none"),
+        ("qwen2", {"tied": True}, Layout(tp=2, pp=2), "full"),
+        ("qwen3", {"tied": True}, Layout(dp=3), "none"),
+        ("qwen3", {}, Layout(tp=2, dp=2), "none"),
+        ("qwen2", {"tied": True, "layers": 3}, Layout(pp=2, dp=2), "none"),
     ],
     ids=str,
 )
 def test_a_split_replica_equals_one_process(
-    tmp_path: Path, world: ReplicaPlace, kind: str, keys: dict[str, Any], layout: Layout
+    tmp_path: Path, world: ReplicaPlace, kind: str, keys: dict[str, Any], layout: Layout, recompute: str
 ) -> None:
     make_model(kind, tmp_path / "model", **keys)
-    assert_equals_one_process(tmp_path, world, layout)
+    assert_equals_one_process(tmp_path, world, layout, recompute=recompute)

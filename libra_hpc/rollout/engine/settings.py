@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 TRANSFER_BACKEND = "libra_file"
 """Name of our weight-transfer engine in every vLLM worker."""
-SCHEDULER = "libra_hpc.rollout.engine.pinning.PinningScheduler"
 WORKER_EXTENSION = "libra_hpc.rollout.engine.transfer.WorkerExtension"
 MIB = 1 << 20
 """Bytes."""
@@ -177,7 +176,6 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "enable_chunked_prefill": True,
         "async_scheduling": False,
         "scheduling_policy": "priority",
-        "scheduler_cls": SCHEDULER,
         "logprobs_mode": "processed_logprobs",
         "load_format": "dummy" if config.weights else "safetensors",
         "use_tqdm_on_load": False,
