@@ -3,10 +3,11 @@
 Every layer is a router and ``experts`` gated MLPs. A token goes to ``experts_per_token`` of them, by two all-to-alls
 over the expert-parallel ranks. There is no auxiliary loss: the objective is the policy's.
 
-Without CUDA, Megatron-Core's token dispatcher has two calls that raise; with CUDA nothing is replaced:
+Without CUDA, calls of Megatron-Core's token dispatcher raise; with CUDA nothing is replaced:
 
 - ``torch.cuda.Stream()`` for copies to the host -> no stream
 - those copies -> the host's tensors as they are
+- collectives of unequal parts over the tensor ranks of experts, which gloo lacks -> such of equal ones
 
 Replay: where a sample has the experts that the rollout engine chose, the router uses them with its own probabilities
 (arXiv 2510.11370). The gradient of the router goes through these probabilities.
@@ -19,12 +20,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from libra_hpc.hardware.architecture import Architecture
 from libra_hpc.weights.names import ReplicaPlace
 
-from .mcore import GPTModel, MoEAlltoAllTokenDispatcher, moe_utils
+from .mcore import GPTModel, MoEAlltoAllTokenDispatcher, mappings, moe_utils
 from .packing import NO_CHOICE
+
+_EQUAL = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+"""Megatron-Core's own functions, right for equal parts."""
 
 
 def expert_config(shape: Architecture, place: ReplicaPlace) -> dict[str, Any]:
@@ -52,6 +57,8 @@ def install() -> None:
     if not torch.cuda.is_available():
         MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()
         MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _on_host
+        mappings._gather_along_first_dim = _gather
+        mappings._reduce_scatter_along_first_dim = _reduce_scatter
 
 
 def _on_host(dispatcher: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -61,6 +68,26 @@ def _on_host(dispatcher: Any, point: str, tokens_per_expert: torch.Tensor | None
             if splits is not None:
                 setattr(dispatcher, name, splits.numpy())
     return tokens_per_expert
+
+
+def _gather(own: torch.Tensor, group: Any, sizes: list[int] | None = None, *buffer: Any, **named: Any) -> Any:
+    sizes = named.pop("output_split_sizes", sizes)
+    if sizes is None or group.size() == 1:
+        return _EQUAL[0](own, group, None, *buffer, **named)
+    padded = own.new_zeros(max(sizes), *own.shape[1:])
+    padded[: len(own)] = own
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def _reduce_scatter(whole: torch.Tensor, group: Any, sizes: list[int] | None = None, *buffer: Any, **named: Any) -> Any:
+    sizes = named.pop("input_split_sizes", sizes)
+    if sizes is None or group.size() == 1:
+        return _EQUAL[1](whole, group, None, *buffer, **named)
+    total = whole.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return torch.split(total, sizes)[group.rank()]
 
 
 class Replay:

@@ -360,7 +360,9 @@ class Layout(NamedTuple):
         return self.tp * self.pp * self.cp * self.dp
 
     def __str__(self) -> str:
-        return "-".join(f"{name}{value}" for name, value in self._asdict().items() if value > 1 or name == "dp")
+        return "-".join(
+            f"{name}{value}" for name, value in self._asdict().items() if value > (name != "etp") or name == "dp"
+        )
 
 
 def assert_equals_one_process(base: Path, world: ReplicaPlace, layout: Layout, **options: Any) -> None:

@@ -37,7 +37,16 @@ CPU = torch.device("cpu")
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    "layout", [Layout(dp=2, ep=2), Layout(tp=2, ep=2, etp=1), Layout(tp=2, etp=2), Layout(pp=2, cp=2, ep=2)], ids=str
+    "layout",
+    [
+        Layout(dp=2, ep=2),
+        Layout(tp=2, ep=2, etp=1),
+        Layout(tp=2, etp=2),
+        Layout(pp=2, cp=2, ep=2),
+        # Tensor ranks of an expert get unequal numbers of tokens.
+        Layout(tp=2, dp=2, ep=2, etp=2),
+    ],
+    ids=str,
 )
 def test_a_world_of_experts_equals_one_process(tmp_path: Path, world: ReplicaPlace, layout: Layout) -> None:
     make_model("qwen3_moe", tmp_path / "model")
