@@ -1,4 +1,4 @@
-"""Shapes of the dense models that the trainer supports, and the parallel degrees that divide them."""
+"""Shapes of the models that the trainer supports, and the parallel degrees that divide them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ class Architecture(msgspec.Struct, frozen=True):
     """`libra_hpc.hardware.supported.rope_settings`."""
     qkv_bias: bool
     max_positions: int
+    experts: int = 0
+    """Routed experts of every layer; 0: dense."""
+    experts_per_token: int = 0
+    moe_ffn: int = 0
+    """MLP width of one expert."""
+    norm_topk: bool = True
+    """Whether the weights of a token's experts sum to 1."""
 
     @property
     def kind(self) -> Family:
@@ -70,6 +77,7 @@ def read_shape(model_dir: Path) -> Architecture:
     check_trained(config)
     config = with_defaults(config)
     heads = int(config["num_attention_heads"])
+    experts = int(config.get("num_experts") or 0)
     return Architecture(
         family=str(config["model_type"]),
         layers=int(config["num_hidden_layers"]),
@@ -84,6 +92,10 @@ def read_shape(model_dir: Path) -> Architecture:
         rope=rope_settings(config),
         qkv_bias=has_qkv_bias(config),
         max_positions=int(config.get("max_position_embeddings", 4096)),
+        experts=experts,
+        experts_per_token=int(config["num_experts_per_tok"]) if experts else 0,
+        moe_ffn=int(config["moe_intermediate_size"]) if experts else 0,
+        norm_topk=bool(config.get("norm_topk_prob", False)),
     )
 
 
@@ -103,3 +115,21 @@ def check_parallel(shape: Architecture, tp: int, pp: int) -> None:
     shape.widths.check(tp)
     if shape.layers < pp:
         raise invalid("train.pp", pp, f"the model has only {shape.layers} layers", f"1 to {shape.layers}")
+
+
+def check_experts(shape: Architecture, *, tp: int, ep: int, etp: int, ranks: int) -> None:
+    """Raise `UserError` unless ``ep`` and ``etp`` fit the model and the ``ranks`` processes of a stage."""
+    if not shape.experts:
+        if ep > 1:
+            raise invalid("train.ep", ep, "the model has no experts", "1")
+    elif shape.experts % ep:
+        why = f"it does not divide the model's {shape.experts} experts"
+        raise invalid("train.ep", ep, why, f"divisors of {shape.experts}")
+    elif ep == 1 and etp != tp:
+        raise invalid("train.etp", etp, "without expert parallelism tensor ranks share the experts too", str(tp))
+    elif etp not in (1, tp) or shape.moe_ffn % etp:
+        why = f"it must be 1 or tp = {tp}, and divide the experts' {shape.moe_ffn} MLP columns"
+        raise invalid("train.etp", etp, why, f"1 or {tp}" if shape.moe_ffn % tp == 0 else "1")
+    elif ranks % (ep * etp):
+        why = f"ep x etp = {ep * etp} does not divide the {ranks} processes of a stage"
+        raise invalid("train.ep", ep, why, f"divisors of {ranks // etp}")

@@ -159,8 +159,10 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
 @cache
 def shapes() -> dict[str, ModelShape]:
     raw = tomllib.loads(BUILTIN.read_text())
-    rest = {name: {"name": name, "untrained": MIXTURE if fields.get("experts") else ""} for name, fields in raw.items()}
-    return {name: msgspec.convert({**fields, **rest[name]}, ModelShape) for name, fields in raw.items()}
+    built = {name: msgspec.convert({**fields, "name": name}, ModelShape) for name, fields in raw.items()}
+    # Of the mixtures, Qwen3's has norms of q and k.
+    study = {name for name, shape in built.items() if shape.experts and not shape.qk_norm}
+    return {name: msgspec.structs.replace(s, untrained=MIXTURE) if name in study else s for name, s in built.items()}
 
 
 def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
@@ -186,7 +188,6 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
     hidden = _count(config, name, "hidden_size")
     moe = kind in ("mixtral", "qwen3_moe")
     intermediate = _count(config, name, "intermediate_size")
-    moe_key = "num_experts" if kind == "qwen3_moe" else "num_local_experts"
     return ModelShape(
         name=name,
         layers=_count(config, name, "num_hidden_layers"),
@@ -200,7 +201,7 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
         qkv_bias=has_qkv_bias(config),
         qk_norm=FAMILIES[kind].qk_norm,
         post_norms=FAMILIES[kind].post_norms,
-        experts=_count(config, name, moe_key) if moe else 0,
+        experts=_count(config, name, "num_experts") if moe else 0,
         experts_per_token=_count(config, name, "num_experts_per_tok") if moe else 0,
         moe_intermediate=(_count(config, name, "moe_intermediate_size") if kind == "qwen3_moe" else intermediate)
         if moe

@@ -61,8 +61,15 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Values that transformers assumes for missing keys, where they differ from ours."""
 
 
-MIXTURE = "a mixture of experts, and this version trains dense models only"
+MIXTURE = "a mixture of experts of another kind than Qwen3's"
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
+_QWEN_MOE = {
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
 _GLM = {
     "num_key_value_heads": 2,
     "head_dim": 128,
@@ -83,7 +90,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2": Family(qkv_bias=True, window_switch=True, defaults=_QWEN),
     "qwen3": Family(qk_norm=True, window_switch=True, defaults={**_QWEN, "head_dim": 128}),
-    "qwen3_moe": Family(untrained=MIXTURE, qk_norm=True, window_switch=True),
+    "qwen3_moe": Family(qk_norm=True, window_switch=True, defaults=_QWEN_MOE),
 }
 TRAINED = tuple(name for name, family in FAMILIES.items() if not family.untrained)
 """``model_type`` of the models that can be trained."""
@@ -147,7 +154,9 @@ class Widths(msgspec.Struct, frozen=True):
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """``config`` and what transformers assumes for missing keys (not for keys that are null)."""
     family = FAMILIES.get(str(config.get("model_type")))
-    return {**(family.defaults if family else {}), **config}
+    # transformers 5 writes the second name in all families.
+    experts = {"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}
+    return {**(family.defaults if family else {}), **experts, **config}
 
 
 def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
@@ -232,6 +241,10 @@ def _variants(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
     for key in ("mlp_bias",) if family.qkv_bias_only else ("attention_bias", "mlp_bias"):
         if config.get(key):
             yield Refusal(key, config[key], "the trainer has no such bias", "false")
+    # Qwen3-MoE: the trainer builds all layers alike.
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        key = "mlp_only_layers" if config.get("mlp_only_layers") else "decoder_sparse_step"
+        yield Refusal(key, config[key], "the trainer has no dense layers among layers of experts", "no such layers")
     if config.get("quantization_config"):
         yield Refusal(
             "quantization_config",

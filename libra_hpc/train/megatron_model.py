@@ -19,7 +19,8 @@ import torch.nn.functional as F
 
 from libra_hpc.config.learn import Recompute
 from libra_hpc.hardware.architecture import Architecture, stage_layers
-from libra_hpc.train import compat
+from libra_hpc.train import compat, context, moe
+from libra_hpc.weights.names import ReplicaPlace
 
 from .head import return_hidden_states
 from .mcore import (
@@ -84,24 +85,26 @@ class PackedAttention(MegatronModule):
         assert packed_seq_params.rotary is not None, "the engine sets it before every pass"
         query, key = rotated(query, packed_seq_params.rotary), rotated(key, packed_seq_params.rotary)
         grouped = query.shape[1] != key.shape[1]
-        parts, padded = [], []
-        for begin, end, rows, width, index in packed_seq_params.blocks:
+        tails, blocks = packed_seq_params.tails, packed_seq_params.blocks
+        parts: dict[int, torch.Tensor] = {}
+        padded = []
+        if tails is not None:
+            key, value, whole = context.gather(key, value)
+            parts = {tail.begin: context.attend(query, whole, tail, self.scale) for tail in tails}
+        for begin, end, rows, width, index in blocks:
             q, k, v = (_rectangle(x[begin:end], rows, width, index) for x in (query, key, value))
             # Padding follows each sequence, so the causal mask hides it.
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
             flat = out.transpose(1, 2).reshape(rows * width, -1)
-            parts.append(flat if index is None else flat.index_select(0, index))
+            parts[begin] = flat if index is None else flat.index_select(0, index)
             padded.append(out)
-        covered = packed_seq_params.blocks[-1].end
-        if covered < query.shape[0]:
-            # Padding of the pack: no token attends to it.
-            parts.append(parts[0].new_zeros(query.shape[0] - covered, parts[0].shape[1]))
-        result = torch.cat(parts) if len(parts) > 1 else parts[0]
-        if len(parts) > 1 or index is not None:
+        ordered = [parts[begin] for begin in sorted(parts)]
+        result = torch.cat(ordered) if len(ordered) > 1 else ordered[0]
+        if len(ordered) > 1 or (blocks and blocks[0].place is not None):
             # The result is a copy, from which the padded outputs follow, but for padding, whose gradient is zero.
-            whole = result.detach().view(-1, *query.shape[1:])
-            for out, (begin, end, rows, width, index) in zip(padded, packed_seq_params.blocks, strict=True):
-                can_recompute(out, partial(_rectangle, whole[begin:end], rows, width, index))
+            rows_of = result.detach().view(-1, *query.shape[1:])
+            for out, (begin, end, rows, width, index) in zip(padded, blocks, strict=True):
+                can_recompute(out, partial(_rectangle, rows_of[begin:end], rows, width, index))
         return result
 
 
@@ -132,7 +135,7 @@ def stages_of(layers: int, pp: int) -> list[list[str]] | None:
     return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
 
 
-def transformer_config(shape: Architecture, dtype: torch.dtype, tp: int, pp: int) -> TransformerConfig:
+def transformer_config(shape: Architecture, dtype: torch.dtype, place: ReplicaPlace) -> TransformerConfig:
     """Megatron-Core's configuration for ``shape``."""
     return TransformerConfig(
         num_layers=shape.layers,
@@ -153,10 +156,11 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, tp: int, pp: int
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        tensor_model_parallel_size=tp,
-        sequence_parallel=tp > 1,
-        pipeline_model_parallel_size=pp,
-        pipeline_model_parallel_layout=stages_of(shape.layers, pp),
+        tensor_model_parallel_size=place.tp,
+        sequence_parallel=place.tp > 1,
+        context_parallel_size=place.cp,
+        pipeline_model_parallel_size=place.pp,
+        pipeline_model_parallel_layout=stages_of(shape.layers, place.pp),
         use_cpu_initialization=True,
         perform_initialization=False,
         bias_activation_fusion=True,
@@ -168,13 +172,14 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, tp: int, pp: int
         batch_p2p_sync=False,
         calculate_per_token_loss=True,
         # Packs differ in length; Megatron-Core then wants this dispatcher even for dense models.
-        variable_seq_lengths=pp > 1,
+        variable_seq_lengths=place.pp > 1,
         moe_token_dispatcher_type="alltoall",
+        **moe.expert_config(shape, place),
     )
 
 
 def build_model(
-    shape: Architecture, device: torch.device, dtype: torch.dtype, tp: int, pp: int, recompute: Recompute = "none"
+    shape: Architecture, device: torch.device, dtype: torch.dtype, place: ReplicaPlace, recompute: Recompute = "none"
 ) -> GPTModel:
     """Build this rank's part of the model, uninitialised; needs Megatron-Core's parallel state.
 
@@ -182,8 +187,11 @@ def build_model(
 
     ``recompute``: see `libra_hpc.train.recompute`; with "full" a layer stores its input alone.
     """
-    config = transformer_config(shape, dtype, tp, pp)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
+    config = transformer_config(shape, dtype, place)
+    moe.install()
+    spec = get_gpt_layer_local_spec(
+        normalization="RMSNorm", qk_layernorm=shape.qk_norm, num_experts=shape.experts or None, moe_grouped_gemm=False
+    )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     attention.core_attention = PackedAttention
@@ -205,6 +213,9 @@ def build_model(
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
         )
+    if shape.experts:
+        # Inside of recomputation, which then sees the same choice.
+        moe.replay_routing(model, place)
     if parallel_state.is_pipeline_last_stage():
         return_hidden_states(model)
     if recompute != "none":

@@ -41,7 +41,10 @@ class AlgorithmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One process: rank ``rank`` of a torch world of ``tp * pp * dp``; tensor ranks count fastest, stages slowest."""
+    """One process: rank ``rank`` of a torch world of ``tp * pp * cp * dp``.
+
+    Tensor ranks count fastest, then context ranks, data-parallel ranks and stages.
+    """
 
     model_dir: str
     """Hugging Face folder: config.json and tokenizer always, weights when ``start_dir`` is empty."""
@@ -55,8 +58,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     tp: int
     pp: int
     dp: int = 1
+    cp: int = 1
+    """Context ranks, which share the tokens of a pack."""
+    ep: int = 1
+    """Expert-parallel ranks among the processes of a stage."""
+    etp: int = 0
+    """Tensor ranks of an expert: 1 or ``tp``; 0: ``tp``."""
     core_dp: int = 0
-    """Data-parallel ranks of the core that owns the optimizer state; 0: every replica has its own."""
+    """Data-parallel times context ranks of the core that owns the optimizer state; 0: every replica has its own."""
     elastic: bool = False
     """A replica without optimizer, of a run with a core."""
     rank: int

@@ -1,4 +1,4 @@
-"""Parameter names and layouts of Megatron-Core <-> Hugging Face, for any tensor- and pipeline-parallel split.
+"""Parameter names and layouts of Megatron-Core <-> Hugging Face, for any split of a model over ranks.
 
 It holds for any tensor of a parameter's shape: weights, gradients, Adam moments.  Two layouts differ:
 
@@ -8,7 +8,9 @@ It holds for any tensor of a parameter's shape: weights, gradients, Adam moments
 
 Some families store q, k and v, or gate and up, as one Hugging Face tensor (`libra_hpc.hardware.supported.Family`).
 
-A pipeline stage numbers its layers from 0.  Ranks of a world count tensor ranks fastest, then context, data, stage.
+A pipeline stage numbers its layers from 0, an expert-parallel rank its experts.  Ranks of a world count tensor ranks
+fastest, then context, data, stage; for experts the ranks of a stage count expert-tensor ranks fastest, then
+expert-parallel ones, then copies.
 """
 
 from __future__ import annotations
@@ -33,11 +35,34 @@ class ReplicaPlace(NamedTuple):
     cp_rank: int = 0
     dp: int = 1
     dp_rank: int = 0
+    ep: int = 1
+    etp: int = 0
+    """Tensor ranks of an expert; 0: ``tp``."""
+    etp_group: dist.ProcessGroup | None = None
+    """Needed to gather when an expert has several tensor ranks."""
 
     @property
-    def gathers(self) -> bool:
-        """Whether this process takes part in `gathered`: one data-parallel copy does."""
-        return not self.dp_rank and not self.cp_rank
+    def stage_rank(self) -> int:
+        """Rank within the pipeline stage."""
+        return self.tp_rank + self.tp * self.copy_rank
+
+    @property
+    def copy_rank(self) -> int:
+        """Rank among the processes with the same dense weights, which share their optimizer state."""
+        return self.cp_rank + self.cp * self.dp_rank
+
+    @property
+    def expert_ranks(self) -> int:
+        """Tensor ranks of an expert."""
+        return self.etp or self.tp
+
+    @property
+    def etp_rank(self) -> int:
+        return self.stage_rank % self.expert_ranks
+
+    @property
+    def ep_rank(self) -> int:
+        return self.stage_rank // self.expert_ranks % self.ep
 
     @property
     def stage_stride(self) -> int:
@@ -55,17 +80,30 @@ class Entry(NamedTuple):
     """Dimension cut over tensor-parallel ranks; None: replicated."""
     copy: bool = False
     """The last stage's copy of a tied embedding: loaded, never saved."""
+    expert: int | None = None
+    """Number of the expert that it belongs to; ``dim`` is then cut over expert-tensor ranks."""
 
 
-def stage_entries(shape: Architecture, pp: int, pp_rank: int) -> dict[str, Entry]:
-    """Parameters of one pipeline stage, by Megatron-Core name, in a fixed order."""
+def own_entries(shape: Architecture, place: ReplicaPlace) -> dict[str, Entry]:
+    """Parameters of one rank, by Megatron-Core name, in a fixed order."""
+    each = shape.experts // place.ep
+    experts = range(place.ep_rank * each, (place.ep_rank + 1) * each)
+    return stage_entries(shape, place.pp, place.pp_rank, experts)
+
+
+def stage_entries(shape: Architecture, pp: int, pp_rank: int, experts: range | None = None) -> dict[str, Entry]:
+    """Parameters of one pipeline stage, by Megatron-Core name, in a fixed order; default: with all ``experts``."""
+    experts = range(shape.experts) if experts is None else experts
     out: dict[str, Entry] = {}
     if pp_rank == 0:
         out["embedding.word_embeddings.weight"] = Entry(("model.embed_tokens.weight",), "plain", 0)
     stages = stage_layers(shape.layers, pp)
     first = sum(stages[:pp_rank])
     for local in range(stages[pp_rank]):
-        out.update(_layer(shape, f"decoder.layers.{local}.", f"model.layers.{first + local}."))
+        ours, theirs = f"decoder.layers.{local}.", f"model.layers.{first + local}."
+        out.update(_layer(shape, ours, theirs))
+        mlp = (f"{ours}mlp.", f"{theirs}mlp.")
+        out.update(_experts(shape, experts, *mlp) if shape.experts else _mlp(shape, *mlp))
     if pp_rank == pp - 1:
         out["decoder.final_layernorm.weight"] = Entry(("model.norm.weight",), "plain", None)
         if not shape.tied:
@@ -77,9 +115,8 @@ def stage_entries(shape: Architecture, pp: int, pp_rank: int) -> dict[str, Entry
 
 def _layer(shape: Architecture, m: str, h: str) -> dict[str, Entry]:
     family = shape.kind
-    attention, mlp = h + "self_attn.", h + "mlp."
+    attention = h + "self_attn."
     qkv = ["qkv_proj"] if family.fused_qkv else [f"{x}_proj" for x in "qkv"]
-    gated = ["gate_up_proj"] if family.fused_mlp else ["gate_proj", "up_proj"]
     plain = {
         "input_layernorm": "input_layernorm",
         # Hugging Face's name is for the place: the norm before the MLP.
@@ -94,13 +131,27 @@ def _layer(shape: Architecture, m: str, h: str) -> dict[str, Entry]:
         names = tuple(f"{attention}{x}.{kind}" for x in qkv)
         out[f"{m}self_attention.linear_qkv.{kind}"] = Entry(names, "qkv", 0)
     out[m + "self_attention.linear_proj.weight"] = Entry((attention + "o_proj.weight",), "plain", 1)
-    out[m + "mlp.linear_fc1.weight"] = Entry(tuple(f"{mlp}{x}.weight" for x in gated), "gated", 1)
-    out[m + "mlp.linear_fc2.weight"] = Entry((mlp + "down_proj.weight",), "plain", 1)
+    return out
+
+
+def _mlp(shape: Architecture, m: str, h: str, expert: int | None = None) -> dict[str, Entry]:
+    gated = ("gate_up_proj",) if shape.kind.fused_mlp else ("gate_proj", "up_proj")
+    return {
+        f"{m}linear_fc1.weight": Entry(tuple(f"{h}{x}.weight" for x in gated), "gated", 1, expert=expert),
+        f"{m}linear_fc2.weight": Entry((f"{h}down_proj.weight",), "plain", 1, expert=expert),
+    }
+
+
+def _experts(shape: Architecture, experts: range, m: str, h: str) -> dict[str, Entry]:
+    out = {f"{m}router.weight": Entry((f"{h}gate.weight",), "plain", None)}
+    for local, expert in enumerate(experts):
+        out.update(_mlp(shape, f"{m}experts.local_experts.{local}.", f"{h}experts.{expert}.", expert))
     return out
 
 
 def hf_shapes(shape: Architecture) -> dict[str, tuple[int, ...]]:
     hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    ffn = shape.moe_ffn if shape.experts else shape.ffn
     by_suffix: dict[str, tuple[int, ...]] = {
         "q_proj.weight": (q, hidden),
         "k_proj.weight": (kv, hidden),
@@ -112,10 +163,11 @@ def hf_shapes(shape: Architecture) -> dict[str, tuple[int, ...]]:
         "q_norm.weight": (shape.head_dim,),
         "k_norm.weight": (shape.head_dim,),
         "o_proj.weight": (hidden, q),
-        "gate_proj.weight": (shape.ffn, hidden),
-        "up_proj.weight": (shape.ffn, hidden),
-        "gate_up_proj.weight": (2 * shape.ffn, hidden),
-        "down_proj.weight": (hidden, shape.ffn),
+        "gate_proj.weight": (ffn, hidden),
+        "up_proj.weight": (ffn, hidden),
+        "gate_up_proj.weight": (2 * ffn, hidden),
+        "down_proj.weight": (hidden, ffn),
+        "gate.weight": (shape.experts, hidden),
         "embed_tokens.weight": (shape.vocab, hidden),
         "lm_head.weight": (shape.vocab, hidden),
     }
@@ -129,7 +181,9 @@ def _per_group(shape: Architecture) -> tuple[int, int]:
 
 def cut(entry: Entry, place: ReplicaPlace) -> tuple[int, int]:
     """Into how many parts a parameter is cut over ranks, and which one this rank holds."""
-    return (1, 0) if entry.dim is None else (place.tp, place.tp_rank)
+    if entry.dim is None:
+        return 1, 0
+    return (place.tp, place.tp_rank) if entry.expert is None else (place.expert_ranks, place.etp_rank)
 
 
 def from_hf(entry: Entry, get: Callable[[str], torch.Tensor], shape: Architecture, split: ReplicaPlace) -> torch.Tensor:
@@ -148,13 +202,14 @@ def from_hf(entry: Entry, get: Callable[[str], torch.Tensor], shape: Architectur
         full = torch.stack(parts)
     else:
         full = parts[0]
-    if entry.dim is not None and split.tp > 1:
-        full = full.chunk(split.tp, entry.dim)[split.tp_rank]
+    parts_of, part = cut(entry, split)
+    if entry.dim is not None and parts_of > 1:
+        full = full.chunk(parts_of, entry.dim)[part]
     return full.reshape(-1, full.shape[-1]) if entry.layout == "gated" else full
 
 
 def to_hf(entry: Entry, parts: list[torch.Tensor], shape: Architecture) -> list[torch.Tensor]:
-    """Full Hugging Face tensors, in the order of ``entry.hf``, from the parts of all tensor-parallel ranks.
+    """Full Hugging Face tensors, in the order of ``entry.hf``, from the parts of all ranks that share the parameter.
 
     They are fresh, contiguous memory.
     """
@@ -183,30 +238,47 @@ def gathered(
     tensors: Mapping[str, torch.Tensor], shape: Architecture, split: ReplicaPlace
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """As `gather`, one tensor after the other and on the device; it must be exhausted on every rank."""
-    if not split.gathers:
-        return
-    for name, entry in stage_entries(shape, split.pp, split.pp_rank).items():
-        if entry.copy:
-            continue
-        part = tensors[name].detach()
-        parts = [part]
-        if entry.dim is not None and split.tp > 1:
-            parts = [torch.empty_like(part) for _ in range(split.tp)]
-            dist.all_gather(parts, part.contiguous(), group=split.tp_group)
-        if split.tp_rank != 0:
-            continue
-        for hf_name, tensor in zip(entry.hf, to_hf(entry, parts, shape), strict=True):
-            if split.pp_rank > 0:
-                dist.send(tensor, 0)
-            else:
-                yield hf_name, tensor
-    if split.tp_rank != 0 or split.pp_rank > 0:
-        return
-    shapes = hf_shapes(shape)
+    first = not split.stage_rank and not split.pp_rank
+    names = {entry.hf: name for name, entry in own_entries(shape, split).items()}
+    shapes = hf_shapes(shape) if first else {}
     like = next(iter(tensors.values()))
-    for stage in range(1, split.pp):
+    # All ranks go through the tensors in one order, so that none waits for another in a circle.
+    for stage in range(split.pp) if first else (split.pp_rank,):
         for entry in stage_entries(shape, split.pp, stage).values():
-            for name in () if entry.copy else entry.hf:
-                received = like.new_empty(shapes[name])
-                dist.recv(received, stage * split.stage_stride)
-                yield name, received
+            source = stage * split.stage_stride + _holder(entry, shape, split)
+            if entry.copy:
+                continue
+            if first and source:
+                for hf_name in entry.hf:
+                    received = like.new_empty(shapes[hf_name])
+                    dist.recv(received, source)
+                    yield hf_name, received
+            elif entry.hf in names and _shares(entry, shape, split):
+                parts = _parts(entry, tensors[names[entry.hf]].detach(), split)
+                if cut(entry, split)[1]:
+                    continue
+                for hf_name, tensor in zip(entry.hf, to_hf(entry, parts, shape), strict=True):
+                    if first:
+                        yield hf_name, tensor
+                    else:
+                        dist.send(tensor, 0)
+
+
+def _holder(entry: Entry, shape: Architecture, split: ReplicaPlace) -> int:
+    """The rank of a stage that hands the whole of a parameter to the process that collects."""
+    return 0 if entry.expert is None else entry.expert // (shape.experts // split.ep) * split.expert_ranks
+
+
+def _shares(entry: Entry, shape: Architecture, split: ReplicaPlace) -> bool:
+    """Whether this rank's part of a parameter is collected: that of one copy is."""
+    return 0 <= split.stage_rank - _holder(entry, shape, split) < cut(entry, split)[0]
+
+
+def _parts(entry: Entry, part: torch.Tensor, split: ReplicaPlace) -> list[torch.Tensor]:
+    """All parts of a parameter; collective over the ranks that share it."""
+    count, _ = cut(entry, split)
+    if count == 1:
+        return [part]
+    parts = [torch.empty_like(part) for _ in range(count)]
+    dist.all_gather(parts, part.contiguous(), group=split.tp_group if entry.expert is None else split.etp_group)
+    return parts

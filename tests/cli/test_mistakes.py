@@ -206,7 +206,7 @@ CASES = {
         ["-o", "model.path=gpt2"],
         "model.path: model_type = 'gpt2': this version cannot train this architecture; valid: glm4, llama, mistral,",
     ),
-    "mixture of experts": (["-o", "model.path=moe"], "model_type = 'qwen3_moe': a mixture of experts"),
+    "mixture of experts": (["-o", "model.path=moe"], "model_type = 'mixtral': a mixture of experts"),
     "model too large for its GPUs": (
         [*GPU_NODES, "-o", "model.path=huge", "-o", "components.train.mem=0"],
         "train.tp = 1: training huge with TP1 PP1 needs ",
@@ -255,7 +255,7 @@ MODELS: dict[str, Mapping[str, object]] = {
     "no-weights": MODEL,
     "torn": MODEL,
     "gpt2": {**MODEL, "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
-    "moe": {**MODEL, "model_type": "qwen3_moe", "num_experts": 8},
+    "moe": {**MODEL, "model_type": "mixtral", "num_local_experts": 8},
     "huge": {**MODEL, "hidden_size": 8192, "intermediate_size": 49152, "num_hidden_layers": 120},
 }
 """config.json of model folders beside the good one."""

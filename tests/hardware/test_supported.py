@@ -45,7 +45,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cohere": (
         {"model_type": "cohere2"},
         "model_type = 'cohere2': this version cannot train this architecture;"
-        " valid: glm4, llama, mistral, phi3, qwen2, qwen3.",
+        " valid: glm4, llama, mistral, phi3, qwen2, qwen3, qwen3_moe.",
     ),
     "a window by default": (
         {"model_type": "mistral", "sliding_window": ...},
@@ -56,10 +56,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "sliding_window = 2047",
     ),
     "gemma": ({"model_type": "gemma3_text"}, "model_type = 'gemma3_text'"),
-    "mixture": (
-        {"model_type": "qwen3_moe"},
-        "model_type = 'qwen3_moe': a mixture of experts, and this version trains dense models only",
+    "mixture": ({"model_type": "mixtral"}, "model_type = 'mixtral': a mixture of experts of another kind than Qwen3's"),
+    "dense layers": (
+        {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
+        "mlp_only_layers = [0]: the trainer has no dense layers among layers of experts",
     ),
+    "few layers of experts": ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
     "no type": ({"model_type": None}, "model_type = None"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu': the trainer has no such activation; valid: silu"),
     "sliding window": (
@@ -191,6 +193,7 @@ def test_key_value_heads_may_be_fewer_than_devices(widths: Widths, valid: list[i
 def test_a_shape_names_why_it_is_for_study_only(tmp_path: Path) -> None:
     assert set(TRAINED) < set(FAMILIES)
     assert model_shape("qwen3-14b").untrained == ""
-    assert "mixture of experts" in model_shape("qwen3-30b-a3b").untrained
+    assert "mixture of experts" in model_shape("mixtral-8x7b").untrained
+    assert model_shape("qwen3-30b-a3b").untrained == ""
     (tmp_path / "config.json").write_text(json.dumps({**QWEN, "rope_scaling": {"type": "dynamic"}}))
     assert model_shape(tmp_path).untrained == "type = 'dynamic': the trainer has no such rotary embedding"

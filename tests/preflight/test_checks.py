@@ -116,7 +116,7 @@ def test_problems_name_field_value_and_limit(sections: dict[str, Any], sentence:
             {"model_type": "cohere2"},
             (
                 "model.path: model_type = 'cohere2': this version cannot train this architecture; valid: glm4, llama,"
-                " mistral, phi3, qwen2, qwen3."
+                " mistral, phi3, qwen2, qwen3, qwen3_moe."
             ),
         ),
         (

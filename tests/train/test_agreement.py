@@ -72,7 +72,9 @@ def gaps(engine: TrainEngine, samples: list[Sample]) -> torch.Tensor:
 def model_of(kind: str, folder: Path) -> Model:
     """A tiny model of a family, with heads that vLLM has a kernel for."""
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": 1024}
-    width = {"head_dim": 64} if kind == "glm4" else {}
+    width = {"head_dim": 64} if kind in ("glm4", "qwen3_moe") else {}
+    if kind == "qwen3_moe":
+        width["moe_intermediate_size"] = 64
     return Model(folder, make_family(kind, folder, bos_token_id=1, eos_token_id=2, **sizes, **width))
 
 
@@ -80,6 +82,7 @@ MODELS: dict[str, Callable[[Path], Model]] = {
     "qwen2, tied": lambda folder: make_model(folder, seed=3, tied=True),
     "glm4": lambda folder: model_of("glm4", folder),
     "phi3": lambda folder: model_of("phi3", folder),
+    "qwen3_moe": lambda folder: model_of("qwen3_moe", folder),
 }
 
 

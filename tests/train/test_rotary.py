@@ -70,12 +70,16 @@ def test_angles_equal_those_of_transformers(name: str, old: bool, tmp_path: Path
 @pytest.mark.parametrize("kind", TRAINED)
 def test_a_missing_key_means_what_transformers_assumes(kind: str) -> None:
     theirs = AutoConfig.for_model(kind).to_dict()
+    if "num_local_experts" in theirs:
+        theirs["num_experts"] = theirs["num_local_experts"]
     ours = with_defaults({"model_type": kind})
     assert FAMILIES[kind].defaults.keys() <= {*theirs, "partial_rotary_factor"}
     heads = theirs["num_attention_heads"]
     assert ours.get("num_key_value_heads", heads) == theirs["num_key_value_heads"]
     width = theirs["hidden_size"] // heads
     assert ours.get("head_dim", width) == (theirs.get("head_dim") or width)
+    for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+        assert ours.get(key) == theirs.get(key)
     assert ours.get("rms_norm_eps", 1e-6) == theirs["rms_norm_eps"]
     assert ours.get("attention_bias", False) == theirs.get("attention_bias", False)
     assert ours.get("partial_rotary_factor", 1.0) == theirs["rope_parameters"].get("partial_rotary_factor", 1.0)
