@@ -36,7 +36,6 @@ from libra_hpc.sched.remaining_work import Cursor, RemainingWorkEstimator
 from libra_hpc.sched.residency import EngineCache
 from libra_hpc.sched.signal_effect import TRIALS, Gate
 from libra_hpc.sched.survival import CELLS, Survival
-from libra_hpc.sched.ttl import KeepTimes
 
 Replacement = tuple[Any, str, Any]
 FOREVER = 1e12
@@ -175,12 +174,10 @@ SCHEDULER: dict[str, tuple[Replacement, ...]] = {
     ),
     "migration in a turn": ((CausalMlfq, "rebalance", lambda *_: []),),
     "beside a sibling": ((CausalMlfq, "_sibling_load", _nothing),),
-    "time to live": ((KeepTimes, "keep_s", lambda *_: 0.0),),
     "residents": ((EngineCache, "has_room", _yes), (EngineCache, "fits", _yes)),
     "moves in tool gaps": ((cmlfq, "MOVE_MARGIN", FOREVER),),
     "margin of moves": ((cmlfq, "MOVE_MARGIN", 1.0),),
     "waits for its cache": ((CausalMlfq, "route", _route_at_once),),
-    "tie break": ((cmlfq, "TIE_BREAK", 0.0),),
     "first siblings first": ((CausalMlfq, "key", _key_of_sibling),),
     "order of the queue": ((CausalMlfq, "key", _key_in_order),),
     "engine priorities": ((cmlfq, "PRIORITIES_PER_S", 0),),

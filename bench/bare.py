@@ -75,7 +75,7 @@ def megatron(config: RunConfig, payload: bytes) -> float:
     from libra_hpc.train import compat
     from libra_hpc.train.checkpoint import start
     from libra_hpc.train.device import choose_device, local_store
-    from libra_hpc.train.grpo import token_logprobs
+    from libra_hpc.train.head import Head
     from libra_hpc.train.mcore import get_forward_backward_func
     from libra_hpc.train.packing import Pack, decode, pack
     from libra_hpc.train.settings import optimizer_settings
@@ -98,13 +98,13 @@ def megatron(config: RunConfig, payload: bytes) -> float:
 
     def forward(iterator: Any, module: Any) -> Any:
         one: Pack = next(iterator)
-        logits = module(one.tokens, one.positions, None, packed_seq_params=engine.layout(one))
+        hidden = module(one.tokens, one.positions, None, packed_seq_params=engine.layout(one))
 
         def loss(output: Any) -> Any:
-            logprobs = token_logprobs(output[0].index_select(0, one.where), one.targets, 1.0)
+            logprobs = Head(model.module, output[0], one.where).likelihood(one.targets, 1.0).logprobs
             return -(logprobs * one.advantages).sum(), zero, {}
 
-        return logits, loss
+        return hidden, loss
 
     points: Rates = [(time.monotonic(), 0)]
     tokens = 0

@@ -15,36 +15,44 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.config.simulated import SimulatedSection
 from libra_hpc.config.site import site_profile
 from libra_hpc.errors import SlurmUnreachable, invalid
+from libra_hpc.hardware.models import ModelShape
 from libra_hpc.planning.initial import InitialPlan
-from libra_hpc.preflight.checks import check_run
+from libra_hpc.preflight.checks import check_run, policy_shape
 from libra_hpc.preflight.field_names import naming
+from libra_hpc.preflight.gpu_needs import gpu_needs
+from libra_hpc.preflight.host_memory import HostNeed, check_hosts, host_needs
 from libra_hpc.slurm.command import WAYS_OUT
 from libra_hpc.slurm.fit import check_fit, het_groups, with_resources
 from libra_hpc.slurm.interpreter import check_python
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.plugins import check_plugin, mpi_plugins
+from libra_hpc.slurm.query import Partition
 from libra_hpc.telemetry.rundir import RunDir
 
-from . import jobs
+from . import jobs, memory_table
 from .config_show import OverrideOption, RunFileArgument
-from .output import print_json, print_line, print_note
+from .output import print_json, print_line, print_note, show
 from .runs import JsonOption
 from .split import resolve, show_split
 
 
 def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOption = False) -> None:  # noqa: B006
-    config, made, environment, warnings = check_all(load(run_file, override), slurm_required=False)
+    config, made, environment, warnings, hosts = check_all(load(run_file, override), slurm_required=False)
     if environment is None and config.slurm.executor != "local":
         warnings.append("no Slurm controller answers: partitions, nodes and limits were not checked")
     start = None if environment is None else jobs.expected_start(config, environment)
     warn(warnings)
+    memory = memory_table.rows(gpu_needs(config, shape_of(config)), hosts)
     if json:
         split = None if made is None else made.chosen
         facts = {"checked_against_slurm": environment is not None, "warnings": warnings, "expected_start": start}
-        print_json({"run_file": str(run_file), "good": True, **facts, "split": split})
+        records = memory_table.as_records(memory)
+        print_json({"run_file": str(run_file), "good": True, **facts, "split": split, "memory": records})
         return
     if made is not None:
         show_split(made)
+    if memory:
+        show(memory_table.memory_table(memory))
     when = (
         "" if start is None else f"; Slurm would start it {time.strftime('on %d %B at %H:%M', time.localtime(start))}"
     )
@@ -61,6 +69,8 @@ class Checked(NamedTuple):
     environment: jobs.Environment | None
     """Environment of Slurm's commands; None for the local executor, or when no Slurm answers."""
     warnings: list[str]
+    hosts: list[HostNeed]
+    """Host memory of every kind of node."""
 
 
 def check_all(config: RunConfig, *, slurm_required: bool) -> Checked:
@@ -73,13 +83,22 @@ def check_all(config: RunConfig, *, slurm_required: bool) -> Checked:
     warnings = check_run(config) + check_python(config)
     environment = _environment(config) if slurm_required else jobs.environment_or_none(config.slurm.executor)
     check_plugin(config, [] if environment is None else mpi_plugins(environment))
+    known: list[Partition] = []
     if environment is not None:
         known = jobs.partitions(environment)
         config = with_resources(config, known)
         check_fit(config, known)
+    shape = shape_of(config)
+    hosts = [] if shape is None else host_needs(config, shape, known)
+    warnings += check_hosts(hosts)
     # The writer refuses what cannot stand in a script; a local run has none.
     jobs.script(Launch(config, RunDir(config.run.dir), 1))
-    return Checked(config, made, environment, warnings)
+    return Checked(config, made, environment, warnings, hosts)
+
+
+def shape_of(config: RunConfig) -> ModelShape | None:
+    """Shape of the policy; None in a dry run, which has no policy."""
+    return None if config.run.engine == "simulated" else policy_shape(config)
 
 
 def _environment(config: RunConfig) -> jobs.Environment | None:

@@ -18,7 +18,7 @@ from libra_hpc.hardware.lookup import StepLookup, lookup
 from libra_hpc.hardware.measured import load
 from libra_hpc.hardware.models import ModelShape
 from libra_hpc.hardware.steps import StepTimes
-from libra_hpc.planning.initial import CANDIDATES, as_planned
+from libra_hpc.planning.initial import CANDIDATES, as_planned, planned_pools
 from libra_hpc.planning.request import PlanRequest, check_gpus, request
 from libra_hpc.planning.simulated_plan import simulated_plans
 from libra_hpc.planning.train_speed import training_factors
@@ -29,6 +29,7 @@ from libra_hpc.search.scaling_curve import Point, knee, steps, sweep
 from . import plan_tables
 from .config_show import OverrideOption, RunFileArgument
 from .output import busy, print_json, print_line, show
+from .plan_write import Options, Target, check_target, write_row
 from .runs import JsonOption
 from .split import planned, show_split, simulating
 
@@ -83,6 +84,10 @@ ExplainOption = Annotated[
 PlotOption = Annotated[
     Path | None, typer.Option("--plot", metavar="PNG", help="Draw the plans, or the scaling curve of a sweep.")
 ]
+WriteOption = Annotated[
+    Path | None,
+    typer.Option("--write", metavar="FILE", help="Write the run file with the keys of a row, the best one by default."),
+]
 
 
 def plan(
@@ -114,16 +119,25 @@ def plan(
     explain: ExplainOption = False,
     json: JsonOption = False,
     plot: PlotOption = None,
+    write: WriteOption = None,
+    choose: Annotated[
+        int, typer.Option(min=1, metavar="K", help="With --write: the row of the last table, from 1.")
+    ] = 1,
+    force: Annotated[bool, typer.Option("--force", help="With --write: replace an existing file.")] = False,
 ) -> None:
     if layouts not in ("any", "node"):
         raise invalid("--layouts", layouts, "unknown value", ["any", "node"])
     low, high = gpu_range(gpus)
+    target = None if write is None else Target(write, choose, force)
+    if target is not None:
+        check_target(target, layouts=layouts, swept=low != high)
     config = load_run_file(run_file, override, site_profile().values)
     assumed = Assumed(
         generated=generated, sigma=sigma, prompt=prompt, turns=turns, new_tokens=new_tokens, tool_s=tool_s
     )
+    planned_config = as_planned(config)
     asked = request(
-        as_planned(config),
+        planned_config,
         model=model,
         device_name=device,
         devices_file=devices,
@@ -134,6 +148,8 @@ def plan(
         node_layouts=layouts == "node",
     )
     node = layouts == "node"
+    if node and not high:
+        asked = msgspec.structs.replace(asked, pools=planned_pools(planned_config, asked.pools))
     step_times = lookup if calibration is None else measured_steps(calibration)
     search_with = partial(
         PlanSearch,
@@ -167,6 +183,17 @@ def plan(
         from libra_hpc.pictures.plan_picture import draw_plans
 
         draw_plans(result.plans, plan_tables.title(asked), plot)
+    if target is not None:
+        options = Options(high, device, devices, model, trace, train_speed)
+        write_row(
+            target,
+            run_file=run_file,
+            overrides=override,
+            config=config,
+            options=options,
+            asked=asked if made is None else made.asked,
+            result=result if made is None else made.result,
+        )
     if json:
         print_json(
             {

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from libra_hpc.cost_models.memory import USABLE
+from libra_hpc.cost_models.memory import tightest
 from libra_hpc.cost_models.training_time import TrainTime
 from libra_hpc.planning.request import PlanRequest, describe
 from libra_hpc.search.best_plan import PlanResult, RunPlan
@@ -105,12 +105,11 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
         what = f"{'training' if train > rollout else 'rollout'} is the slower stage"
     if rollout <= (1 + CLOSE) * result.straggler:
         what += f"; rollout waits for its longest trajectory ({_s(result.straggler)}), more nodes would not help it"
-    recompute = ", activations recomputed" if layout.recompute else ""
     show(Text(f"best: {what}"))
     show(
         Text(
-            f"its training: micro-batches of {layout.micro_tokens:,} tokens{recompute}, {best.train.time.mfu:.0%} of"
-            " peak FLOP/s (MFU)"
+            f"its training: micro-batches of {layout.micro_tokens:,} tokens{layout.recomputed},"
+            f" {best.train.time.mfu:.0%} of peak FLOP/s (MFU)"
         )
     )
     if result.alone:
@@ -183,11 +182,11 @@ def terms(result: PlanResult) -> Table:
 def memory(asked: PlanRequest, result: PlanResult) -> Table:
     """Memory of a training device in the best plan."""
     best = result.plans[0]
-    usable = USABLE * asked.pools[best.pool].device.memory_bytes
-    table = _table(("memory of a training GPU", "left"), ("GB", "right"))
-    for name, size in best.train.memory.terms().items():
+    moment = tightest(best.train.memory, asked.pools[best.pool].device)
+    table = _table((f"memory of a training GPU in {moment.name}", "left"), ("GB", "right"))
+    for name, size in moment.terms.items():
         table.add_row(name, _gb(size))
-    table.add_row(f"all, of {usable / 1e9:.0f} usable", _gb(best.train.memory.total), style="bold")
+    table.add_row(f"all, of {moment.usable / 1e9:.0f} usable", _gb(moment.total), style="bold")
     return table
 
 

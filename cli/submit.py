@@ -107,7 +107,7 @@ def submit(
         config = with_values(config, {"slurm.requeues": max(UNTIL_DONE, config.slurm.requeues)})
     if run is not None:
         refuse_if_complete(run, config)
-    config, made, environment, warnings = check_all(config, slurm_required=not dry_run)
+    config, made, environment, warnings, _ = check_all(config, slurm_required=not dry_run)
     warn(warnings)
     number = 1 if run is None else attempt(run) + 1
     if made is not None and not (parsable or json):

@@ -195,7 +195,7 @@ def queue_all(run_file: Path, name: str, members: Sequence[Member], queued: dict
 
 def queue_one(run_file: Path, name: str, member: Member, after: str) -> RunDir:
     """Queue one run that belongs to a sweep; a refusal leaves no run directory."""
-    config, made, environment, _ = member.checked
+    config, made, environment, _, _ = member.checked
     run = create(config, run_file)
     sweep_record.write_member(run, SweepMember(name, member.combination.values))
     queue(Launch(config, run, 1, after=after), environment, made)

@@ -31,7 +31,6 @@ MODULES = (
     "board",
     "residency",
     "engine_loads",
-    "ttl",
     "cmlfq_reasons",
     "cmlfq",
 )

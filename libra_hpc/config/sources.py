@@ -75,7 +75,7 @@ def as_toml(config: RunConfig, keys: Iterable[str], sources: Mapping[str, str] |
     sections: dict[str, list[str]] = {}
     for key, value in present.items():
         section, _, name = key.rpartition(".")
-        line = f"{name} = {_toml(value)}"
+        line = f"{name} = {toml_value(value)}"
         note = "" if sources is None else f"# {sources.get(key, DEFAULT)}"
         if note and len(line) + len(note) + 2 > WIDTH:
             line, note = f"{note}\n{line}", ""
@@ -100,14 +100,16 @@ def _same(given: Any, resolved: Any) -> bool:
     return bool(given == resolved)
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
     """One value on one line; other characters than ASCII are escaped, because a terminal may not show them."""
     if isinstance(value, str):
         return '"' + "".join(_escaped(value)) + '"'
     if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, Mapping):
-        pairs = (f"{key if _BARE.fullmatch(key) else _toml(key)} = {_toml(inner)}" for key, inner in value.items())
+        pairs = (
+            f"{key if _BARE.fullmatch(key) else toml_value(key)} = {toml_value(inner)}" for key, inner in value.items()
+        )
         inside = ", ".join(pairs)
         return f"{{ {inside} }}" if inside else "{}"
     return json.dumps(value)

@@ -19,6 +19,7 @@ import msgspec
 
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.cost_models.factors import Factors
+from libra_hpc.cost_models.memory import Recompute
 from libra_hpc.cost_models.rollout_by_nodes import MODEL_ERROR, NodeEngines, RolloutByNodes, batch_of
 from libra_hpc.cost_models.rollout_time import RolloutOptions
 from libra_hpc.cost_models.training_time import BatchWork, TrainCost
@@ -47,7 +48,7 @@ class RunningLayout(msgspec.Struct, frozen=True):
     tp: int
     pp: int
     """Of a training replica, which lies within a node."""
-    recompute: bool
+    recompute: Recompute
     engines: tuple[tuple[int, int], ...]
     """(TP, engines) of the nodes that may roll out, as `NodeEngines.engines`."""
 
@@ -76,7 +77,8 @@ class RepartitionAdvisor:
         self._space, self._options, self._steps = space, options, steps
         self._minibatches, self._forwards = minibatches, forwards
         self._run_file_values = run_file_values
-        self._own = msgspec.structs.replace(space, tp=(running.tp,), pp=(running.pp,), cp=(1,), ep=(1,))
+        # It runs: its moves of nodes have had their room.
+        self._own = msgspec.structs.replace(space, tp=(running.tp,), pp=(running.pp,), cp=(1,), ep=(1,), joins=False)
         self._model = RolloutByNodes(NodeEngines(shape, pool.device, running.engines, options), steps)
         self._proposed: set[str] = set()
 

@@ -1,19 +1,23 @@
 """Memory of one training device, term by term, in bytes; mixed precision as in Megatron-Core.
 
 - State: weights, float32 gradients, AdamW's moments, and a float32 copy of weights of another type: 18 bytes per bf16
-  parameter. A distributed optimizer divides the last 12 by the data-parallel ranks.
+  parameter. A distributed optimizer divides the last 12 by the data-parallel ranks; an elastic replica lacks them.
+- Several minibatches: a step that fails returns to a copy of the optimizer's state, which a replica takes first.
 - Activations: what a layer retains for its backward pass (`activation_bytes_per_token`); context parallelism divides
   it. With full recomputation, a layer retains its input, and one layer at a time the rest.
-- Pipeline: the first stage of 1F1B holds as many micro-batches as there are stages, the last one the logits.
-- The fuller of the two end stages counts.
+- Pipeline: stage i of 1F1B holds as many micro-batches as there are stages from it on, the last one the output layer.
+- Join: a replica that enters a running generation has the state three times, but no activations.
+- The fullest stage counts, and the tighter of the two moments, step and join.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
+from libra_hpc.hardware.architecture import stage_layers
 from libra_hpc.hardware.devices import Device
 from libra_hpc.hardware.models import ModelShape
 
@@ -23,14 +27,25 @@ MOMENT_BYTES = 8
 """AdamW's two moments, float32."""
 MASTER_BYTES = 4
 """The float32 copy of weights of another type."""
-LOGITS_BYTES = 10
-"""Bytes per entry of one micro-batch: the matmul's output and its gradient (2 each), and, for the half of the tokens
-that is assumed to carry loss, a copy, the float32 softmax and its gradient."""
+SLICE_LOGITS = 32 << 20
+"""Logits that exist at a time, as in `libra_hpc.train.head`."""
+LOGIT_BYTES = (8, 6)
+"""Bytes of each in the forward pass (float32, and its exponential) and in the backward pass (float32 and bfloat16)."""
+STATE_BYTES = MOMENT_BYTES + MASTER_BYTES
+"""What an update changes, per parameter: moments, and float32 weights whatever their type."""
+JOIN_COPIES = 2
+"""Copies of the state at a join beside the own one: its received parts, and their concatenation."""
 PADDING = 1.25
 """Factor on attention activations: sequences that share a rectangle (`libra_hpc.train.packing`) cost up to half as much
 again, usually less."""
 USABLE = 0.94
 """Share of device memory to plan with; torch's caching allocator loses a few per cent to fragments."""
+
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+
+USABLE_AT_JOIN = 0.98
+"""The same at a join: buffers of tens of MiB leave less to fragmentation than activations."""
 
 
 class TrainLayout(msgspec.Struct, frozen=True, order=True):
@@ -44,15 +59,29 @@ class TrainLayout(msgspec.Struct, frozen=True, order=True):
     dp: int
     micro_tokens: int
     """Most tokens of a packed micro-batch."""
-    recompute: bool = False
-    """Full recomputation of every layer in the backward pass."""
+    recompute: Recompute = "none"
+    """What every layer computes again in the backward pass."""
     distributed: bool = False
-    """Optimizer state divided over data-parallel ranks."""
+    """One world of all data-parallel ranks, the core: sequence parallelism, optimizer state divided over them."""
+    elastic: bool = False
+    """A stateless replica beside such a core: weights and gradients alone, with the core's sequence parallelism."""
+    joins: bool = False
+    """Replicas with their own whole state enter while the run goes on."""
+
+    @property
+    def stateful(self) -> bool:
+        """Whether every replica has the whole optimizer state."""
+        return not (self.distributed or self.elastic)
 
     @property
     def replica(self) -> int:
         """Devices of one data-parallel replica."""
         return self.tp * self.pp * self.cp
+
+    @property
+    def recomputed(self) -> str:
+        """For sentences: ", recomputed" or nothing."""
+        return {"none": "", "selective": ", partly recomputed", "full": ", recomputed"}[self.recompute]
 
     @property
     def devices(self) -> int:
@@ -71,16 +100,52 @@ class TrainMemory(msgspec.Struct, frozen=True):
     weights: float
     gradients: float
     optimizer: float
+    minibatch_copy: float
     activations: float
     logits: float
+    join: float
+    """Beside the state, at another moment than the three terms before."""
     workspace: float
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.workspace
+        return max(sum(terms.values()) for terms in self.moments().values())
 
     def terms(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in self.__struct_fields__}
+        """The terms of the fuller moment, by their names in words."""
+        return max(self.moments().values(), key=lambda terms: sum(terms.values()))
+
+    def moments(self) -> dict[str, dict[str, float]]:
+        """Terms of a step and, where there is one, of a join."""
+        step = ("minibatch_copy", "activations", "logits")
+        absent = {"a step": ("join",), **({"a join": step} if self.join else {})}
+        sizes = {name: float(getattr(self, name)) for name in self.__struct_fields__}
+        return {
+            moment: {
+                name.replace("_", " "): size
+                for name, size in sizes.items()
+                if name not in left_out and (size or name == "logits")
+            }
+            for moment, left_out in absent.items()
+        }
+
+
+class Moment(NamedTuple):
+    """A moment of a run, and what of a device's memory can be used then."""
+
+    name: str
+    terms: dict[str, float]
+    usable: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.terms.values())
+
+    @property
+    def largest(self) -> str:
+        """The largest term with its gigabytes."""
+        name, size = max(self.terms.items(), key=lambda term: term[1])
+        return f"{name} {size / 1e9:.0f}"
 
 
 class Limit(msgspec.Struct, frozen=True):
@@ -93,51 +158,71 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 def train_memory(
-    shape: ModelShape, layout: TrainLayout, device: Device, micro_batches: int, pack_tokens: float
+    shape: ModelShape,
+    layout: TrainLayout,
+    device: Device,
+    *,
+    micro_batches: int,
+    pack_tokens: float,
+    minibatches: int = 1,
 ) -> TrainMemory:
-    """Memory of the fullest device when a replica runs ``micro_batches`` of at most ``pack_tokens`` tokens each."""
-    ends = [
-        _stage(
-            shape,
-            layout,
-            device,
-            micro_batches=micro_batches,
-            pack_tokens=pack_tokens,
-            first=first,
-            last=not first or layout.pp == 1,
-        )
-        for first in (True, False)
-    ]
-    return max(ends, key=lambda m: m.total)
+    """Memory of the fullest device when a replica runs ``micro_batches`` of at most ``pack_tokens`` tokens each.
+
+    ``minibatches``: optimizer steps per global batch.
+    """
+    layers = stage_layers(shape.layers, layout.pp)
+    # Of stages with equally many layers the first has the most micro-batches in flight.
+    stages = {0, layers.index(max(layers)), layout.pp - 1}
+    return max(
+        (
+            _stage(
+                shape,
+                layout,
+                device,
+                stage=stage,
+                in_flight=min(layout.pp - stage, micro_batches),
+                pack_tokens=pack_tokens,
+                copies=minibatches > 1,
+            )
+            for stage in sorted(stages)
+        ),
+        key=lambda m: m.total,
+    )
+
+
+def tightest(memory: TrainMemory, device: Device) -> Moment:
+    """The moment with the least room."""
+    shares = {"a step": USABLE, "a join": USABLE_AT_JOIN}
+    moments = [Moment(name, terms, shares[name] * device.memory_bytes) for name, terms in memory.moments().items()]
+    return max(moments, key=lambda moment: moment.total - moment.usable)
 
 
 def memory_limit(memory: TrainMemory, device: Device) -> Limit | None:
     """What is missing and the largest term; None when it fits."""
-    over = memory.total - USABLE * device.memory_bytes
+    moment = tightest(memory, device)
+    over = moment.total - moment.usable
     if over <= 0:
         return None
-    name, size = max(memory.terms().items(), key=lambda term: term[1])
-    usable = USABLE * device.memory_bytes
-    return Limit(
-        over, f"{over / 1e9:.1f} GB over: {memory.total / 1e9:.0f} of {usable / 1e9:.0f} GB, {name} {size / 1e9:.0f}"
-    )
+    sizes = f"{over / 1e9:.1f} GB over: {moment.total / 1e9:.0f} of {moment.usable / 1e9:.0f} GB"
+    return Limit(over, f"{sizes}, {moment.largest}")
 
 
 @cache
-def stage_params(shape: ModelShape, tp: int, pp: int, ep: int, first: bool, last: bool) -> tuple[float, float]:
+def stage_params(shape: ModelShape, tp: int, pp: int, ep: int, stage: int) -> tuple[float, float]:
     """Parameters of one device of a pipeline stage: those on every data-parallel rank, and its share of the experts."""
-    layers = shape.layers / pp
-    ends = (1 if first else 0) + (1 if last else 0)
-    if first and last and shape.tied_embeddings:
+    layers = stage_layers(shape.layers, pp)[stage]
+    ends = (stage == 0) + (stage == pp - 1)
+    if pp == 1 and shape.tied_embeddings:
         ends = 1
     return (
         layers * shape.shared_params + ends * shape.head_params
     ) / tp, layers * shape.experts * shape.expert_params / (tp * ep)
 
 
-def first_stage_params(shape: ModelShape, layout: TrainLayout) -> tuple[float, float]:
-    """`stage_params` of the stage with the embedding."""
-    return stage_params(shape, tp=layout.tp, pp=layout.pp, ep=layout.ep, first=True, last=layout.pp == 1)
+def largest_stage_params(shape: ModelShape, layout: TrainLayout) -> tuple[float, float]:
+    """`stage_params` of the stage with the most."""
+    stages = (stage_params(shape, layout.tp, layout.pp, layout.ep, stage) for stage in range(layout.pp))
+    return max(stages, key=sum)
 
 
 def optimizer_bytes(shape: ModelShape) -> int:
@@ -145,50 +230,68 @@ def optimizer_bytes(shape: ModelShape) -> int:
     return MOMENT_BYTES + (MASTER_BYTES if shape.dtype_bytes < MASTER_BYTES else 0)
 
 
-def activation_bytes_per_token(shape: ModelShape, recompute: bool, tp: int = 1) -> float:
+def activation_bytes_per_token(shape: ModelShape, recompute: Recompute, tp: int = 1) -> float:
     """Bytes that one layer retains of one token on each of ``tp`` ranks.
 
-    - On every rank: the inputs of both norms and both blocks, 4 h.
-    - Divided by TP: projection q + 2 kv, attention's padded inputs and output 2 q + 2 kv, and its unpadded output q.
+    - Divided by TP (sequence parallelism): the inputs of both norms and both blocks, 4 h.
+    - Divided by TP: projection q + 2 kv, attention's padded inputs q + 2 kv and output q, and its unpadded output q.
     - Divided by TP, dense: gate, up and product, 3 f.
     - Divided by TP, mixture of experts: input, output and 3 expert widths of each routed token.
+
+    Selective recomputation leaves out the inputs of both blocks, the padded output and the dense product.
     """
-    if recompute:
-        return float(shape.hidden * shape.dtype_bytes)
+    if recompute == "full":
+        return shape.hidden * shape.dtype_bytes / tp
+    stored = recompute == "none"
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    elements = q + 2 * kv + PADDING * (2 * q + 2 * kv) + q
+    elements = q + 2 * kv + PADDING * ((1 + stored) * q + 2 * kv) + q
     if shape.experts:
         elements += 3 * shape.shared_intermediate + shape.experts_per_token * (
             2 * shape.hidden + 3 * shape.moe_intermediate
         )
     else:
-        elements += 3 * shape.intermediate
-    return (4 * shape.hidden + elements / tp) * shape.dtype_bytes
+        elements += (2 + stored) * shape.intermediate
+    return ((2 + 2 * stored) * shape.hidden + elements) / tp * shape.dtype_bytes
+
+
+def head_bytes(shape: ModelShape, tokens: float, tp: int) -> float:
+    """Bytes of the output layer at its peak, on each of ``tp`` ranks, when all ``tokens`` carry loss.
+
+    The backward pass has the tokens' hidden states, their float32 gradient and a slice's part of it, and the gradient
+    of the weight beside a slice of logits.
+    """
+    vocab = shape.vocab / tp
+    logits = min(SLICE_LOGITS, tokens * vocab)
+    states = tokens * shape.hidden * (2 * shape.dtype_bytes + GRAD_BYTES)
+    forward, backward = (logits * size for size in LOGIT_BYTES)
+    return max(forward, backward + states + vocab * shape.hidden * shape.dtype_bytes)
 
 
 def _stage(
     shape: ModelShape,
     layout: TrainLayout,
     device: Device,
-    micro_batches: int,
+    *,
+    stage: int,
+    in_flight: int,
     pack_tokens: float,
-    first: bool,
-    last: bool,
+    copies: bool,
 ) -> TrainMemory:
-    common, experts = stage_params(shape, tp=layout.tp, pp=layout.pp, ep=layout.ep, first=first, last=last)
+    common, experts = stage_params(shape, layout.tp, layout.pp, layout.ep, stage)
     shard, expert_shard = (layout.dp * layout.cp, layout.dp * layout.cp // layout.ep) if layout.distributed else (1, 1)
-    in_flight = min(layout.pp, micro_batches) if first else 1
+    own = 0.0 if layout.elastic else common / shard + experts / expert_shard
     tokens = pack_tokens / layout.cp
-    activations = (
-        in_flight * shape.layers / layout.pp * activation_bytes_per_token(shape, layout.recompute, layout.tp) * tokens
-    )
-    if layout.recompute:
-        activations += activation_bytes_per_token(shape, False, layout.tp) * tokens
+    layers = stage_layers(shape.layers, layout.pp)[stage]
+    activations = in_flight * layers * activation_bytes_per_token(shape, layout.recompute, layout.tp) * tokens
+    if layout.recompute == "full":
+        activations += activation_bytes_per_token(shape, "none", layout.tp) * tokens
     return TrainMemory(
         weights=(common + experts) * shape.dtype_bytes,
         gradients=(common + experts) * GRAD_BYTES,
-        optimizer=(common / shard + experts / expert_shard) * optimizer_bytes(shape),
+        optimizer=own * optimizer_bytes(shape),
+        minibatch_copy=own * STATE_BYTES if copies else 0.0,
         activations=activations,
-        logits=tokens / layout.tp * shape.vocab * LOGITS_BYTES if last else 0.0,
+        logits=head_bytes(shape, tokens, layout.tp) if stage == layout.pp - 1 else 0.0,
+        join=JOIN_COPIES * own * STATE_BYTES if layout.joins and layout.stateful else 0.0,
         workspace=device.workspace_bytes,
     )

@@ -4,7 +4,7 @@
   each log-probability pass add one forward. The slowest replica has 1 / dp of the work, at least the longest
   trajectory.
 - Speed: the device's ``flops_efficiency`` times `LAYER_EFFICIENCY`; a correction factor never exceeds the peak.
-- Pipeline: 1F1B takes n + pp - 1 slots for n micro-batches; the last stage, with the head, sets the slot.
+- Pipeline: 1F1B takes n + pp - 1 slots for n micro-batches; the slowest stage sets the slot, the last one has the head.
 - Communication: ring collectives over the link of the group. TP, EP and PP are exposed. CP hides behind attention, the
   gradient reduction behind the last backward pass; the excess is exposed.
 - Optimizer: bound by memory bandwidth.
@@ -16,6 +16,7 @@ import math
 
 import msgspec
 
+from libra_hpc.hardware.architecture import stage_layers
 from libra_hpc.hardware.devices import Device
 from libra_hpc.hardware.models import ModelShape
 
@@ -24,9 +25,10 @@ from .lengths import Lengths
 from .memory import (
     GRAD_BYTES,
     Limit,
+    Recompute,
     TrainLayout,
     TrainMemory,
-    first_stage_params,
+    largest_stage_params,
     memory_limit,
     optimizer_bytes,
     train_memory,
@@ -40,6 +42,9 @@ LINK_EFFICIENCY = 0.8
 inference."""
 BACKWARD = 2.0
 """FLOPs of backward over forward."""
+RECOMPUTED: dict[Recompute, float] = {"none": 0.0, "selective": 0.04, "full": 1.0}
+"""Work of recomputation over that of a forward pass. Selective, estimated: 127 kB moved per token and layer of
+Qwen3-8B, at 3.35 TB/s, against matrix products at 400 TFLOP/s."""
 
 
 class BatchWork(msgspec.Struct, frozen=True):
@@ -130,7 +135,7 @@ class TrainCost:
 
     def pack_tokens(self, layout: TrainLayout) -> float:
         """Tokens of the largest micro-batch."""
-        return max(min(float(layout.micro_tokens), self.batch.tokens), float(self.batch.lengths.longest_context))
+        return float(max(layout.micro_tokens, self.batch.lengths.longest_context))
 
     def memory(self, layout: TrainLayout) -> TrainMemory:
         return train_memory(
@@ -139,6 +144,7 @@ class TrainCost:
             self.device,
             micro_batches=self.micro_batches(layout),
             pack_tokens=self.pack_tokens(layout),
+            minibatches=self.batch.minibatches,
         )
 
     def limit(self, layout: TrainLayout) -> Limit | None:
@@ -158,7 +164,7 @@ class TrainCost:
         share = max(1.0 / layout.dp, self._longest)
         compute, tp = self._stage_seconds(layout, share)
         passes, comm = self._passes(layout), self._factors.comm
-        layers = shape.layers / layout.pp
+        layers = max(stage_layers(shape.layers, layout.pp))
         # All micro-batches of all optimizer steps, at the latency of one small all-reduce each.
         tp += (
             self._reduces(layout) * layers * n * batch.minibatches * device.allreduce_s * comm if layout.tp > 1 else 0.0
@@ -210,32 +216,38 @@ class TrainCost:
 
     def _passes(self, layout: TrainLayout) -> float:
         """Work over that of one forward pass."""
-        return 1.0 + BACKWARD + layout.recompute + self.batch.forwards
+        return 1.0 + BACKWARD + RECOMPUTED[layout.recompute] + self.batch.forwards
 
     def _reduces(self, layout: TrainLayout) -> float:
         """Collectives per layer: two in each forward, recomputed and backward pass."""
-        return 2.0 * (2 + layout.recompute + self.batch.forwards)
+        return 2.0 * (2 + (layout.recompute == "full") + self.batch.forwards)
 
     def _stage_seconds(self, layout: TrainLayout, share: float) -> tuple[float, float]:
         """Compute, and the bandwidth-bound TP traffic, of the slowest stage with ``share`` of the batch."""
-        stage = (self._flops - self._head) / layout.pp + self._head
+        stages = stage_layers(self.shape.layers, layout.pp)
+        layer = (self._flops - self._head) / self.shape.layers
+        stage = max(max(stages) * layer, stages[-1] * layer + self._head)
         compute = share * stage * self._passes(layout) / (layout.tp * layout.cp * self._speed)
         if layout.tp == 1:
             return compute, 0.0
-        message = share * self.batch.tokens / layout.cp * self.shape.hidden * self.shape.dtype_bytes
+        width = float(self.shape.hidden)
+        if self.shape.kv_heads < layout.tp:
+            # Megatron-Core gathers q, k and v: half the traffic of an all-reduce, one for every two of them.
+            width += (self.shape.heads + 2 * self.shape.kv_heads) * self.shape.head_dim / 4
+        message = share * self.batch.tokens / layout.cp * width * self.shape.dtype_bytes
         ring = 2 * (layout.tp - 1) / layout.tp * message / self._link(layout.tp)
-        return compute, self._reduces(layout) * self.shape.layers / layout.pp * ring * self._factors.comm
+        return compute, self._reduces(layout) * max(stages) * ring * self._factors.comm
 
     def _reduction(self, layout: TrainLayout) -> float:
         """Seconds to reduce gradients over data-parallel ranks, and to gather weights with a distributed optimizer."""
-        common, experts = first_stage_params(self.shape, layout)
+        common, experts = largest_stage_params(self.shape, layout)
         per_param = GRAD_BYTES + self.shape.dtype_bytes if layout.distributed else 2 * GRAD_BYTES
         ranks, expert_ranks = layout.dp * layout.cp, layout.dp * layout.cp // layout.ep
         sent = common * (ranks - 1) / ranks + experts * (expert_ranks - 1) / expert_ranks
         return per_param * sent / self._link(layout.devices)
 
     def _update(self, layout: TrainLayout) -> float:
-        common, experts = first_stage_params(self.shape, layout)
+        common, experts = largest_stage_params(self.shape, layout)
         shard = layout.dp * layout.cp if layout.distributed else 1
         expert_shard = max(1, shard // layout.ep)
         moved = GRAD_BYTES + 2 * optimizer_bytes(self.shape) + self.shape.dtype_bytes

@@ -1,4 +1,4 @@
-"""Shapes of the dense models that the trainer supports, and the parallel degrees that divide them."""
+"""Shapes of the models that the trainer supports, and the parallel degrees that divide them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import msgspec
 
 from libra_hpc.errors import invalid
 
-from .supported import check_trained, rope_settings
+from .supported import FAMILIES, Family, Widths, check_trained, has_qkv_bias, rope_settings, with_defaults
 
 
 class Architecture(msgspec.Struct, frozen=True):
     family: str
-    """One of `libra_hpc.hardware.supported.TRAINED`."""
+    """One of `libra_hpc.hardware.supported.FAMILIES`."""
     layers: int
     hidden: int
     heads: int
@@ -27,18 +27,35 @@ class Architecture(msgspec.Struct, frozen=True):
     tied: bool
     """Whether input and output embedding are one matrix."""
     norm_eps: float
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None
+    rope: dict[str, Any]
+    """`libra_hpc.hardware.supported.rope_settings`."""
+    qkv_bias: bool
     max_positions: int
+    experts: int = 0
+    """Routed experts of every layer; 0: dense."""
+    experts_per_token: int = 0
+    moe_ffn: int = 0
+    """MLP width of one expert."""
+    norm_topk: bool = True
+    """Whether the weights of a token's experts sum to 1."""
 
     @property
-    def qkv_bias(self) -> bool:
-        """Only Qwen2 has biases on q, k and v."""
-        return self.family == "qwen2"
+    def kind(self) -> Family:
+        """What all models of the family have in common."""
+        return FAMILIES[self.family]
 
     @property
     def qk_norm(self) -> bool:
-        return self.family == "qwen3"
+        return self.kind.qk_norm
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that the rotary embedding turns."""
+        return int(self.head_dim * self.rope["partial_rotary_factor"])
+
+    @property
+    def widths(self) -> Widths:
+        return Widths(self.heads, self.groups, self.head_dim, self.ffn, self.vocab)
 
 
 def _read_config(path: Path) -> Any:
@@ -58,8 +75,9 @@ def read_shape(model_dir: Path) -> Architecture:
         raise invalid("model.path", str(model_dir), "there is no config.json in it", "a Hugging Face model folder")
     config = _read_config(path)
     check_trained(config)
-    rope = rope_settings(config)
+    config = with_defaults(config)
     heads = int(config["num_attention_heads"])
+    experts = int(config.get("num_experts") or 0)
     return Architecture(
         family=str(config["model_type"]),
         layers=int(config["num_hidden_layers"]),
@@ -71,9 +89,13 @@ def read_shape(model_dir: Path) -> Architecture:
         vocab=int(config["vocab_size"]),
         tied=bool(config.get("tie_word_embeddings", False)),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope["rope_theta"]),
-        rope_scaling=rope if rope["rope_type"] == "llama3" else None,
+        rope=rope_settings(config),
+        qkv_bias=has_qkv_bias(config),
         max_positions=int(config.get("max_position_embeddings", 4096)),
+        experts=experts,
+        experts_per_token=int(config["num_experts_per_tok"]) if experts else 0,
+        moe_ffn=int(config["moe_intermediate_size"]) if experts else 0,
+        norm_topk=bool(config.get("norm_topk_prob", False)),
     )
 
 
@@ -90,13 +112,24 @@ def stage_layers(layers: int, pp: int) -> tuple[int, ...]:
 
 def check_parallel(shape: Architecture, tp: int, pp: int) -> None:
     """Raise `UserError` unless ``tp`` divides the model and each of ``pp`` stages has a layer."""
-    for what, size in (
-        ("attention heads", shape.heads),
-        ("key/value heads", shape.groups),
-        ("MLP columns", shape.ffn),
-        ("vocabulary entries", shape.vocab),
-    ):
-        if size % tp:
-            raise invalid("train.tp", tp, f"it does not divide the model's {size} {what}", f"divisors of {size}")
+    shape.widths.check(tp)
     if shape.layers < pp:
         raise invalid("train.pp", pp, f"the model has only {shape.layers} layers", f"1 to {shape.layers}")
+
+
+def check_experts(shape: Architecture, *, tp: int, ep: int, etp: int, ranks: int) -> None:
+    """Raise `UserError` unless ``ep`` and ``etp`` fit the model and the ``ranks`` processes of a stage."""
+    if not shape.experts:
+        if ep > 1:
+            raise invalid("train.ep", ep, "the model has no experts", "1")
+    elif shape.experts % ep:
+        why = f"it does not divide the model's {shape.experts} experts"
+        raise invalid("train.ep", ep, why, f"divisors of {shape.experts}")
+    elif ep == 1 and etp != tp:
+        raise invalid("train.etp", etp, "without expert parallelism tensor ranks share the experts too", str(tp))
+    elif etp not in (1, tp) or shape.moe_ffn % etp:
+        why = f"it must be 1 or tp = {tp}, and divide the experts' {shape.moe_ffn} MLP columns"
+        raise invalid("train.etp", etp, why, f"1 or {tp}" if shape.moe_ffn % tp == 0 else "1")
+    elif ranks % (ep * etp):
+        why = f"ep x etp = {ep * etp} does not divide the {ranks} processes of a stage"
+        raise invalid("train.ep", ep, why, f"divisors of {ranks // etp}")

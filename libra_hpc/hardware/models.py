@@ -15,7 +15,7 @@ import msgspec
 
 from libra_hpc.errors import UserError, invalid
 
-from .supported import FAMILIES, MIXTURE, refusals
+from .supported import FAMILIES, MIXTURE, Widths, has_qkv_bias, refusals, sliding_window, with_defaults
 
 BUILTIN = Path(__file__).with_name("models.toml")
 ARCHITECTURES = tuple(FAMILIES)
@@ -38,6 +38,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tied_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    post_norms: bool = False
+    """Norms behind attention and MLP, as in GLM-4."""
     experts: int = 0
     """Routed experts per layer; 0: dense."""
     experts_per_token: int = 0
@@ -55,7 +57,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Weights of one layer's attention and norms."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         matrices = self.hidden * (2 * q + 2 * kv)
-        return matrices + (q + 2 * kv) * self.qkv_bias + 2 * self.head_dim * self.qk_norm + 2 * self.hidden
+        norms = 2 * self.hidden * (1 + self.post_norms) + 2 * self.head_dim * self.qk_norm
+        return matrices + (q + 2 * kv) * self.qkv_bias + norms
 
     @property
     def expert_params(self) -> int:
@@ -102,19 +105,22 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """FLOPs of scores and weighted sum for one (query, key) pair, all layers and heads."""
         return 4 * self.layers * self.heads * self.head_dim
 
-    def divides(self, tp: int) -> bool:
-        """Whether ``tp`` can shard the heads: query heads evenly, KV heads evenly or by replication."""
-        return tp > 0 and self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
+    @property
+    def widths(self) -> Widths:
+        """What tensor parallelism cuts."""
+        return Widths(self.heads, self.kv_heads, self.head_dim, self.intermediate, self.vocab)
 
-    def check_tp(self, tp: int) -> None:
-        if not self.divides(tp):
-            valid = [str(n) for n in range(1, self.heads + 1) if self.divides(n)]
-            raise invalid(
-                "tp",
-                tp,
-                f"does not divide the {self.heads} query heads and {self.kv_heads} KV heads of {self.name}",
-                f"one of {', '.join(valid)}",
-            )
+    def divides(self, tp: int) -> bool:
+        """Whether vLLM can cut the model over ``tp`` devices."""
+        return tp > 0 and not self.widths.head_fault(tp)
+
+    def check_tp(self, tp: int, field: str = "tp") -> None:
+        """Raise `UserError` unless vLLM can cut the model over ``tp`` devices."""
+        self.widths.check(tp, field, rollout=True)
+
+    def trains(self, tp: int, pp: int = 1) -> bool:
+        """Whether Megatron-Core can cut the model over ``tp`` devices and ``pp`` stages of different lengths."""
+        return not self.widths.fault(tp) and not self.moe_intermediate % tp and pp <= self.layers
 
 
 def model_shape(name_or_path: str | Path) -> ModelShape:
@@ -153,8 +159,10 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
 @cache
 def shapes() -> dict[str, ModelShape]:
     raw = tomllib.loads(BUILTIN.read_text())
-    rest = {name: {"name": name, "untrained": MIXTURE if fields.get("experts") else ""} for name, fields in raw.items()}
-    return {name: msgspec.convert({**fields, **rest[name]}, ModelShape) for name, fields in raw.items()}
+    built = {name: msgspec.convert({**fields, "name": name}, ModelShape) for name, fields in raw.items()}
+    # Of the mixtures, Qwen3's has norms of q and k.
+    study = {name for name, shape in built.items() if shape.experts and not shape.qk_norm}
+    return {name: msgspec.structs.replace(s, untrained=MIXTURE) if name in study else s for name, s in built.items()}
 
 
 def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
@@ -172,15 +180,14 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
             "dense layers among mixture-of-experts layers are not modelled",
             "no such layers",
         )
-    if config.get("use_sliding_window") or (kind == "mixtral" and config.get("sliding_window")):
-        raise invalid(
-            f"{name}: sliding_window", config.get("sliding_window"), "sliding-window attention is not modelled", "null"
-        )
+    window = sliding_window(config)
+    if window is not None:
+        raise invalid(f"{name}: sliding_window", window, "sliding-window attention is not modelled", "null")
+    config = with_defaults(config)
     heads = _count(config, name, "num_attention_heads")
     hidden = _count(config, name, "hidden_size")
     moe = kind in ("mixtral", "qwen3_moe")
     intermediate = _count(config, name, "intermediate_size")
-    moe_key = "num_experts" if kind == "qwen3_moe" else "num_local_experts"
     return ModelShape(
         name=name,
         layers=_count(config, name, "num_hidden_layers"),
@@ -191,9 +198,10 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
         intermediate=intermediate,
         vocab=_count(config, name, "vocab_size"),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
-        qk_norm=kind in ("qwen3", "qwen3_moe"),
-        experts=_count(config, name, moe_key) if moe else 0,
+        qkv_bias=has_qkv_bias(config),
+        qk_norm=FAMILIES[kind].qk_norm,
+        post_norms=FAMILIES[kind].post_norms,
+        experts=_count(config, name, "num_experts") if moe else 0,
         experts_per_token=_count(config, name, "num_experts_per_tok") if moe else 0,
         moe_intermediate=(_count(config, name, "moe_intermediate_size") if kind == "qwen3_moe" else intermediate)
         if moe

@@ -24,15 +24,13 @@ from libra_hpc.hardware.devices import Device, device
 from libra_hpc.hardware.supported import TRAINED
 from libra_hpc.search.best_plan import DevicePool, PlanResult, PlanSearch, RunPlan
 
-from .request import PlanRequest, request
+from .request import KIND, PlanRequest, kind, request
 from .simulated_plan import Progress, simulated_plans
 
 CANDIDATES = 5
 """Plans that are recorded and shown."""
 CHOSEN = {"train": ("tp", "pp"), "rollout": ("tp", "engines_per_node"), "planner": ("hybrid_start",)}
 """Keys that the plan fills in; a run file must not have them as well."""
-KIND = ("partition", "gpu_type", "gpus", "constraint")
-"""Fields in which nodes of one kind agree."""
 SHARE = ("cpus", "mem")
 
 
@@ -62,7 +60,7 @@ def initial_plan(
     """
     _check(config)
     parts = config.components
-    alike = _kind(parts.train) == _kind(parts.rollout)
+    alike = kind(parts.train) == kind(parts.rollout)
     planned = as_planned(config)
     asked = request(planned, node_layouts=True)
     if asked.shape.untrained and config.run.engine == "real":
@@ -94,6 +92,17 @@ def run_file_values(config: RunConfig, pools: Sequence[DevicePool], result: Plan
     Raises `UserError` when no engine on a remaining node holds the longest trajectories.
     """
     return _nodes(config, pools, result.plans[0], alike) | _engines(config, pools, result)
+
+
+def planned_pools(config: RunConfig, merged: tuple[DevicePool, ...]) -> tuple[DevicePool, ...]:
+    """The pools of a question as a run file can state their division, in the order train, rollout.
+
+    ``merged`` pools stay where hybrid nodes are of a third kind: then no row can be written.
+    """
+    parts = config.components
+    if parts.hybrid.nodes and kind(parts.hybrid) != kind(parts.train):
+        return merged
+    return _pools(config, merged, kind(parts.train) == kind(parts.rollout))
 
 
 def as_planned(config: RunConfig) -> RunConfig:
@@ -151,6 +160,10 @@ def _check(config: RunConfig) -> None:
             "planner.device (a GPU to plan as, or an entry of a file named by planner.devices), or 'explicit' with the"
             " nodes of each component",
         )
+    check_hybrid_kind(config)
+
+
+def check_hybrid_kind(config: RunConfig) -> None:
     train, hybrid = config.components.train, config.components.hybrid
     for key in KIND if hybrid.nodes else ():
         own, valid = getattr(hybrid, key), getattr(train, key)
@@ -158,13 +171,9 @@ def _check(config: RunConfig) -> None:
             raise invalid(
                 f"components.hybrid.{key}",
                 own,
-                "with components.split = 'auto' hybrid nodes are of the training nodes' kind",
+                "where the planner divides the nodes, hybrid nodes are of the training nodes' kind",
                 repr(valid),
             )
-
-
-def _kind(component: Component) -> tuple[object, ...]:
-    return tuple(getattr(component, key) for key in KIND)
 
 
 def interchangeable(*parts: Component) -> bool:
@@ -240,7 +249,8 @@ def _engines(config: RunConfig, pools: Sequence[DevicePool], result: PlanResult)
             s.tp for s in plan.rollout.segments if s.pool == index for _ in range(s.devices // pool.node_devices)
         )
         # Nodes without a share of the plan's lengths get the best single TP degree.
-        spare = min(((seconds, tp) for p, tp, seconds in result.alone if p == index), default=(0.0, 0))[1]
+        alone = min(((seconds, tp) for p, tp, seconds in result.alone if p == index), default=(0.0, 0))[1]
+        spare = alone or result.spare[index]
         if len(own) < nodes and not spare:
             raise invalid(
                 "components.rollout.gpu_type",

@@ -18,6 +18,7 @@ import msgspec
 from libra_hpc.config.run import RunConfig
 from libra_hpc.control.decide import Planner
 from libra_hpc.control.repartition_choice import RepartitionAdvisor, RunningLayout
+from libra_hpc.cost_models.memory import RECOMPUTE
 from libra_hpc.cost_models.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.errors import UserError
 from libra_hpc.hardware.devices import Device
@@ -73,9 +74,9 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
     if len(asked.pools) > 1:
         return Planner(config.planner, rollout_model)
     running = RunningLayout(config.train.tp, config.train.pp, config.train.recompute, engines)
-    # Both values of recompute are searched: a resolved configuration does not show whether the user chose one.
+    # All values of recompute are searched: a resolved configuration does not show whether the user chose one.
     space = msgspec.structs.replace(
-        asked.space, replica_devices=rolls.node_devices, least_devices=rolls.node_devices, recompute=(False, True)
+        asked.space, replica_devices=rolls.node_devices, least_devices=rolls.node_devices, recompute=RECOMPUTE
     )
     batch = asked.batch
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from libra_hpc.config.job import Component
 from libra_hpc.config.run import RunConfig
 from libra_hpc.cost_models.factors import NONE, Factors
 from libra_hpc.cost_models.lengths import Lengths, TrajectoryLengths, lognormal, observe, sketch
@@ -52,7 +53,11 @@ class PlanRequest(msgspec.Struct, frozen=True):
     """Turns sent to an engine at once."""
 
 
-NODE_SPACE = TrainSpace(cp=(1,), ep=(1,))
+KIND = ("partition", "gpu_type", "gpus", "constraint")
+"""Fields in which nodes of one kind agree."""
+SHARDED = False
+"""Whether the trainer divides the optimizer's state over the core's data-parallel ranks."""
+NODE_SPACE = TrainSpace(cp=(1,), ep=(1,), distributed=(SHARDED,))
 """Layouts that ``[train]`` of a run file can state: tensor and pipeline parallelism, recomputation, one replica per
 node."""
 
@@ -109,7 +114,10 @@ def request(
     space = TrainSpace()
     if node_layouts:
         node = min(p.node_devices for p in pools)
-        space = msgspec.structs.replace(NODE_SPACE, replica_devices=node, least_devices=node)
+        parts = config.components
+        # Training nodes of another kind than the rollout nodes are hybrid when they do not train.
+        joins = parts.hybrid.nodes > 0 or kind(parts.train) != kind(parts.rollout)
+        space = msgspec.structs.replace(NODE_SPACE, replica_devices=node, least_devices=node, joins=joins)
         if "recompute" in config.train.model_fields_set:
             space = msgspec.structs.replace(space, recompute=(config.train.recompute,))
     return PlanRequest(
@@ -185,6 +193,11 @@ def pools_of(
         before = merged[key].nodes if key in merged else 0
         merged[key] = DevicePool(found, before + component.nodes, component.gpus)
     return list(merged.values())
+
+
+def kind(component: Component) -> tuple[object, ...]:
+    """Nodes of one kind can take each other's place."""
+    return tuple(getattr(component, key) for key in KIND)
 
 
 def check_gpus(gpus: int, per_node: int) -> None:

@@ -2,7 +2,8 @@
 
 * Each check is a small function that yields the mistakes it finds.
 * `problems` runs them in the order in which a user would fix them.
-* `check_run` adds the files (`preflight.named_files`) and the memory (`preflight.resources`).
+* `check_run` adds the files (`preflight.named_files`), GPU memory and CPUs (`preflight.resources`).
+* Host memory needs the cluster's answer: `preflight.host_memory`.
 * Whether the job fits the cluster: `libra_hpc.slurm.fit`.
 """
 
@@ -18,7 +19,7 @@ from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.hardware.models import ModelShape, shape_from_config
-from libra_hpc.hardware.supported import refusals
+from libra_hpc.hardware.supported import most_positions, refusals
 from libra_hpc.rollout.history import check_warm_start
 from libra_hpc.sched.registry import check_policy
 from libra_hpc.simulated.dry_run import check_simulated
@@ -26,7 +27,7 @@ from libra_hpc.slurm.query import slurm_seconds
 
 from .field_names import naming
 from .named_files import check_run_dir, check_task, read_model_config
-from .resources import check_memory, check_nodes
+from .resources import check_cpus, check_memory, rollout_nodes
 
 LEAST_NOTICE_S = 30.0
 """Seconds of ``slurm.notice_s``: Slurm looks at time limits twice a minute."""
@@ -45,7 +46,10 @@ def problems(config: RunConfig, model: Mapping[str, Any] | None = None) -> Itera
 
 def model_problems(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
     """Mistakes in the configuration for the policy with this config.json."""
-    for check in MODEL_CHECKS:
+    found = list(trainable(config, model))
+    yield from found
+    # The others read its sizes.
+    for check in () if found else MODEL_CHECKS:
         yield from check(config, model)
 
 
@@ -63,9 +67,8 @@ def check_run(config: RunConfig) -> list[str]:
             check_simulated(config)
         return check_memory(config, None)
     check_task(config.task.name, config.task.options)
-    shape = _policy_shape(config)
-    warnings = check_memory(config, shape)
-    check_nodes(config, shape)
+    warnings = check_memory(config, policy_shape(config))
+    check_cpus(config)
     return warnings
 
 
@@ -79,10 +82,10 @@ def check_engines(config: RunConfig) -> list[str]:
         with naming(config):
             check_simulated(config)
         return []
-    return check_memory(config, _policy_shape(config))
+    return check_memory(config, policy_shape(config))
 
 
-def _policy_shape(config: RunConfig) -> ModelShape:
+def policy_shape(config: RunConfig) -> ModelShape:
     """Shape of the policy, named after its folder; raises the first mistake of folder or config.json."""
     model = read_model_config(config)
     _raise_first(model_problems(config, model))
@@ -174,7 +177,7 @@ def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
         if not component.nodes:
             continue
         products = [{"train.tp": config.train.tp, "train.pp": config.train.pp}] if name != "rollout" else []
-        for node in engine_nodes(config, name):
+        for node in rollout_nodes(config, name):
             product = {
                 f"rollout.{key}": of_node(getattr(config.rollout, key), node) for key in ("tp", "engines_per_node")
             }
@@ -189,13 +192,6 @@ def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
                 field = max(product, key=lambda key: product[key])
                 why = f"{' * '.join(product)} needs {needs} GPUs and components.{name} has {component.gpus} per node"
                 yield invalid(field, product[field], why, f"a product <= {component.gpus}")
-
-
-def engine_nodes(config: RunConfig, component: str) -> range:
-    """Positions of a component's nodes among the hybrid and rollout nodes; empty for other components."""
-    hybrid = config.components.hybrid.nodes
-    nodes = {"hybrid": range(hybrid), "rollout": range(hybrid, hybrid + config.components.rollout.nodes)}
-    return nodes.get(component, range(0))
 
 
 CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
@@ -221,53 +217,34 @@ def trainable(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError
 
 
 def tensor_parallel_divides(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
-    """TP divides the model: for training every sharded width, for rollout the attention heads."""
-    heads = int(model.get("num_attention_heads", 1))
-    kv = int(model.get("num_key_value_heads") or heads)
-    widths = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "intermediate_size": int(model.get("intermediate_size", 0)),
-        "vocab_size": int(model.get("vocab_size", 0)),
-    }
-    for key, width in widths.items():
-        if width % config.train.tp:
-            yield invalid("train.tp", config.train.tp, f"does not divide the model's {key} = {width}", _divisors(width))
+    """Both engines can cut the model over their TP."""
+    shape = shape_from_config(dict(model), "model.path")
     degrees = config.rollout.tp if isinstance(config.rollout.tp, list) else [config.rollout.tp]
-    for tp in dict.fromkeys(degrees):
-        if heads % tp:
-            yield invalid(
-                "rollout.tp", tp, f"does not divide the model's num_attention_heads = {heads}", _divisors(heads)
-            )
-        elif kv % tp and tp % kv:
-            why = f"neither divides the model's num_key_value_heads = {kv} nor is a multiple of it"
-            yield invalid("rollout.tp", tp, why, _divisors(kv))
+    for field, tp in (("train.tp", config.train.tp), *(("rollout.tp", tp) for tp in dict.fromkeys(degrees))):
+        try:
+            shape.widths.check(tp, field, rollout=field == "rollout.tp")
+        except UserError as error:
+            yield error
 
 
-def pipeline_divides(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
-    """Every pipeline stage has the same number of layers."""
+def stages_have_layers(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
+    """Every pipeline stage has a layer."""
     layers = int(model.get("num_hidden_layers", 1))
-    if layers % config.train.pp:
-        yield invalid(
-            "train.pp", config.train.pp, f"does not divide the model's num_hidden_layers = {layers}", _divisors(layers)
-        )
+    if layers < config.train.pp:
+        yield invalid("train.pp", config.train.pp, f"the model has only {layers} layers", f"1 to {layers}")
 
 
 def context_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
     """Trajectories are no longer than the model's positions."""
-    positions = model.get("max_position_embeddings")
-    if isinstance(positions, int) and config.rollout.max_model_len > positions:
-        why = f"the model's max_position_embeddings is {positions}"
+    positions = most_positions(model)
+    if positions is not None and config.rollout.max_model_len > positions:
+        limit = "max_position_embeddings" if positions == model["max_position_embeddings"] else "YaRN's longest context"
+        why = f"the model's {limit} is {positions}"
         yield invalid("rollout.max_model_len", config.rollout.max_model_len, why, f"16 to {positions}")
 
 
 MODEL_CHECKS: tuple[Callable[[RunConfig, Mapping[str, Any]], Iterator[UserError]], ...] = (
-    trainable,
     tensor_parallel_divides,
-    pipeline_divides,
+    stages_have_layers,
     context_fits,
 )
-
-
-def _divisors(width: int) -> str:
-    return ", ".join(str(n) for n in (1, 2, 3, 4, 5, 6, 8, 16, 32) if width % n == 0)

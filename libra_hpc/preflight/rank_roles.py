@@ -18,7 +18,8 @@ from libra_hpc.config.job import Component
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.planning.initial import KIND, SHARE, interchangeable
+from libra_hpc.planning.initial import SHARE, interchangeable
+from libra_hpc.planning.request import KIND
 from libra_hpc.preflight.checks import check_engines
 
 STAGES = ("train", "hybrid", "rollout")

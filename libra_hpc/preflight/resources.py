@@ -1,70 +1,60 @@
-"""Whether nodes and GPUs of a run file have enough memory and CPUs for its engines, by the planner's memory models.
+"""Whether GPUs of a run file have enough memory, and nodes enough CPUs, by the planner's memory models.
 
 * Training: a replica's least memory (`libra_hpc.cost_models.memory`) exceeds the GPU -> refused, with the smallest
-  TP x PP that fits.
-* Training: a trajectory of ``rollout.max_model_len`` tokens, or a full pipeline, exceeds the GPU -> warning.
+  TP x PP that fits. The least includes the joins of hybrid nodes.
+* Training: a trajectory of ``rollout.max_model_len`` tokens, a full pipeline, or the join of a core replica that was
+  rebuilt, exceeds the GPU -> warning.
 * Rollout: an engine cannot hold its weights and one sequence of ``rollout.max_model_len`` tokens -> refused.
 * The GPU is in no table -> warning.
-* A node has fewer CPUs than GPUs, or too little memory for the policy's weights and processes -> refused.
+* A node has fewer CPUs than GPUs -> refused.
+
+Host memory: `libra_hpc.preflight.host_memory`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from libra_hpc.config.job import Component
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
-from libra_hpc.cost_models.memory import USABLE, TrainLayout, TrainMemory, memory_limit, train_memory
+from libra_hpc.cost_models.memory import (
+    RECOMPUTE,
+    Moment,
+    TrainLayout,
+    TrainMemory,
+    memory_limit,
+    tightest,
+    train_memory,
+)
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.hardware.capacity import blocks_of, kv_capacity
 from libra_hpc.hardware.devices import Device, device
 from libra_hpc.hardware.models import DTYPE_BYTES, ModelShape, model_shape
+from libra_hpc.planning.request import SHARDED
 from libra_hpc.simulated.dry_run import pace
-from libra_hpc.slurm.fit import memory_mb
 
 from .field_names import naming
 
-MIB, GIB = 1 << 20, 1 << 30
-HOST_BYTES = 2
-"""Bytes of a weight in /dev/shm, where engines read every version; it counts as the job's memory."""
-NODE_BYTES = 4e9
-"""Least memory of a node's agent, engine processes and libraries, in bytes: below it a node certainly fails."""
+MIB = 1 << 20
 UTIL = 0.9
 """Share of a GPU that an engine takes: vLLM's default."""
 
 
-def check_nodes(config: RunConfig, model: ModelShape) -> None:
-    """Raise `UserError` for GPU nodes with too few CPUs or too little memory for ``model``.
-
-    The local executor limits neither, so it is not checked.
-    """
+def check_cpus(config: RunConfig) -> None:
+    """Raise `UserError` for GPU nodes with too few CPUs; the local executor does not limit them."""
     if config.run.engine == "simulated" or config.slurm.device == "cpu" or config.slurm.executor == "local":
         return
-    weights = model.params * HOST_BYTES
     for name in ("train", "hybrid", "rollout"):
         component: Component = getattr(config.components, name)
-        if not component.nodes:
-            continue
-        if 0 < component.cpus < component.gpus:
+        if component.nodes and 0 < component.cpus < component.gpus:
             why = f"a node with {component.gpus} GPUs runs a process for each of them"
             raise invalid(f"components.{name}.cpus", component.cpus, why, f"an integer >= {component.gpus}")
-        # Slurm takes 0 for all memory of a node.
-        memory = memory_mb(component.mem or "0") * MIB
-        caches = component.gpus * config.rollout.kv_host_gb_per_gpu * GIB if name != "train" else 0.0
-        needs = weights + NODE_BYTES + caches
-        if 0 < memory < needs:
-            why = (
-                f"the weights of {model.name} take {weights / 1e9:.1f} GB of a node's memory in bfloat16, the processes"
-                f" around them {NODE_BYTES / 1e9:.0f} GB"
-            )
-            if caches:
-                why += f", rollout.kv_host_gb_per_gpu on {component.gpus} GPUs {caches / 1e9:.1f} GB"
-            raise invalid(f"components.{name}.mem", component.mem, why, f"at least {math.ceil(needs / GIB)}G")
 
 
 def check_memory(config: RunConfig, model: ModelShape | None) -> list[str]:
@@ -81,7 +71,7 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> list[str]:
         component: Component = getattr(config.components, name)
         if not component.nodes:
             continue
-        found = _device(config, name)
+        found = component_device(config, name)
         if found is None:
             kind = (
                 f"GPUs of gpu_type = {component.gpu_type!r} are"
@@ -99,7 +89,7 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> list[str]:
     return list(warnings)
 
 
-def _device(config: RunConfig, component: str) -> Device | None:
+def component_device(config: RunConfig, component: str) -> Device | None:
     """The GPU of a component's nodes; None when it is in no table.
 
     Raises `UserError` for an unknown ``planner.device``.
@@ -122,59 +112,99 @@ def _device(config: RunConfig, component: str) -> Device | None:
         return None
 
 
-def _check_training(config: RunConfig, shape: ModelShape, gpu: Device, gpus: int) -> Iterator[str]:
-    """Raise `UserError` when no batch could be trained; yields a warning when the longest one could not."""
-    train = config.train
+def training_memory(
+    config: RunConfig, shape: ModelShape, gpu: Device, *, pack: int = 0, in_flight: int = 1, **changes: Any
+) -> TrainMemory:
+    """Memory of a training GPU with ``in_flight`` micro-batches of ``pack`` tokens; 0: as many as one ever has.
+
+    ``changes`` of the run file's layout: fields of `TrainLayout`.
+    """
+    train, parts = config.train, config.components
+    layout = TrainLayout(
+        tp=train.tp,
+        pp=train.pp,
+        cp=1,
+        ep=1,
+        dp=max(1, parts.train.nodes),
+        micro_tokens=train.micro_tokens,
+        recompute=train.recompute,
+        distributed=SHARDED,
+        joins=parts.hybrid.nodes > 0,
+    )
+    return train_memory(
+        shape,
+        msgspec.structs.replace(layout, **changes),
+        gpu,
+        micro_batches=in_flight,
+        pack_tokens=pack or fullest_pack(config),
+        minibatches=config.algorithm.minibatches,
+    )
+
+
+def fullest_pack(config: RunConfig) -> int:
+    """Most tokens of a micro-batch of several trajectories."""
     whole = config.algorithm.prompts_per_step * config.algorithm.group_size * config.rollout.max_model_len
-    tokens = min(train.micro_tokens, whole)
+    return min(config.train.micro_tokens, whole)
 
-    def memory(tp: int, pp: int, recompute: bool, in_flight: int = 1, pack: int = tokens) -> TrainMemory:
-        layout = TrainLayout(tp=tp, pp=pp, cp=1, ep=1, dp=1, micro_tokens=train.micro_tokens, recompute=recompute)
-        return train_memory(shape, layout, gpu, micro_batches=in_flight, pack_tokens=pack)
 
-    least = memory(train.tp, train.pp, train.recompute)
-    usable = f"{USABLE * gpu.memory_bytes / 1e9:.0f} GB of one {gpu.name} can be used"
+def _check_training(config: RunConfig, shape: ModelShape, gpu: Device, gpus: int) -> Iterator[str]:
+    """Raise `UserError` when no batch could be trained; yields a warning for each moment that may not fit."""
+    train, memory = config.train, partial(training_memory, config, shape, gpu)
+    least = memory()
     if memory_limit(least, gpu) is not None:
-        term, size = max(least.terms().items(), key=lambda item: item[1])
+        moment = tightest(least, gpu)
         layout = f"training {shape.name} with TP{train.tp} PP{train.pp}"
-        why = f"{layout} needs {least.total / 1e9:.0f} GB a GPU ({term} {size / 1e9:.0f}) and {usable}"
-        for recompute in dict.fromkeys((train.recompute, True)):
+        why = f"{layout} needs {moment.total / 1e9:.0f} GB a GPU ({moment.largest}) and {_usable(moment, gpu)}"
+        for recompute in dict.fromkeys((train.recompute, *RECOMPUTE[1:])):
             for tp, pp in _splits(shape, gpus):
-                if memory_limit(memory(tp, pp, recompute), gpu) is None:
-                    more = "" if recompute == train.recompute else " and train.recompute = true"
+                if memory_limit(memory(tp=tp, pp=pp, recompute=recompute), gpu) is None:
+                    more = "" if recompute == train.recompute else f' and train.recompute = "{recompute}"'
                     raise invalid(
                         "train.tp", train.tp, why, f"train.tp = {tp}, train.pp = {pp}{more} (the fewest GPUs)"
                     )
+        hybrid = config.components.hybrid.nodes
+        if hybrid and memory_limit(memory(joins=False), gpu) is None:
+            raise invalid("components.hybrid.nodes", hybrid, why, "0: a node that moves to training takes its state")
         raise invalid(
             "train.tp",
             train.tp,
             why,
             f"a smaller train.micro_tokens or a smaller model: no TP x PP of the {gpus} GPUs of a node fits",
         )
-    pack = max(tokens, config.rollout.max_model_len)
-    longest = memory(train.tp, train.pp, train.recompute, in_flight=train.pp, pack=pack)
-    if memory_limit(longest, gpu) is not None:
-        what = f"a pipeline full of micro-batches of {pack:,} tokens"
-        yield f"training may run out of GPU memory: {what} needs {longest.total / 1e9:.0f} GB a GPU and {usable}"
+    pack = max(fullest_pack(config), config.rollout.max_model_len)
+    longest = memory(in_flight=train.pp, pack=pack, joins=False)
+    rebuilt = memory(joins=config.components.train.nodes > 1)
+    for what, needed in (
+        (f"a pipeline full of micro-batches of {pack:,} tokens", longest),
+        ("a replica that was rebuilt and takes the state of another", rebuilt),
+    ):
+        if memory_limit(needed, gpu) is not None:
+            moment = tightest(needed, gpu)
+            figures = f"needs {moment.total / 1e9:.0f} GB a GPU and {_usable(moment, gpu)}"
+            yield f"training may run out of GPU memory: {what} {figures}"
+
+
+def _usable(moment: Moment, gpu: Device) -> str:
+    return f"{moment.usable / 1e9:.0f} GB of one {gpu.name} can be used"
 
 
 def _splits(shape: ModelShape, gpus: int) -> list[tuple[int, int]]:
-    """(TP, PP) that divide the model and fit on a node, the fewest GPUs first."""
+    """(TP, PP) that the model allows and that fit on a node, the fewest GPUs first."""
     degrees = range(1, gpus + 1)
-    widths = (shape.heads, shape.kv_heads, shape.intermediate, shape.vocab)
-    found = [
-        (tp, pp)
-        for tp in degrees
-        for pp in degrees
-        if tp * pp <= gpus and not shape.layers % pp and not any(width % tp for width in widths)
-    ]
+    found = [(tp, pp) for tp in degrees for pp in degrees if tp * pp <= gpus and shape.trains(tp, pp)]
     return sorted(found, key=lambda split: (split[0] * split[1], split[1]))
+
+
+def rollout_nodes(config: RunConfig, component: str) -> range:
+    """Positions of a component's nodes among the hybrid and rollout nodes; empty for other components."""
+    hybrid = config.components.hybrid.nodes
+    nodes = {"hybrid": range(hybrid), "rollout": range(hybrid, hybrid + config.components.rollout.nodes)}
+    return nodes.get(component, range(0))
 
 
 def _check_rollout(config: RunConfig, component: str, shape: ModelShape, gpu: Device, *, gpus: int) -> None:
     """Raise `UserError` when an engine cannot hold its weights and one sequence of full length."""
-    rollout, hybrid = config.rollout, config.components.hybrid.nodes
-    nodes = range(hybrid) if component == "hybrid" else range(hybrid, hybrid + config.components.rollout.nodes)
+    rollout, nodes = config.rollout, rollout_nodes(config, component)
     tokens = blocks_of(rollout.max_model_len, rollout.block_size) * rollout.block_size
 
     def missing(tp: int) -> tuple[float, float]:

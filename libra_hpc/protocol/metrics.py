@@ -70,6 +70,8 @@ class TrainMetrics(msgspec.Struct, frozen=True):
     export_s: float
     """Seconds of the last weight export."""
     train_tokens_per_s: float
+    router_agreement: float | None = None
+    """Share of the replayed choices of experts that the trainer would have made too; None: nothing was replayed."""
 
 
 class StepMetrics(msgspec.Struct, frozen=True):

@@ -23,8 +23,6 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     stop_ids: tuple[int, ...] = ()
     priority: int = 0
     """vLLM priority: lower is served first."""
-    keep_s: float = 0.0
-    """Seconds after its end for which the KV cache is retained, unless another request needs the room."""
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -102,8 +100,6 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     preemptions: int
     steps: int
     busy_s: float
-    kv_pinned: float = 0.0
-    """Share of the KV cache that is retained for later turns (`Generate.keep_s`); any request may take it."""
     update_s: float = 0.0
     """Of ``busy_s``: in weight updates."""
     asleep: bool = False

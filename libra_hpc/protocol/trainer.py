@@ -30,6 +30,11 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     logprobs: bytes
     """float32[n]"""
     advantage: float
+    experts: bytes = b""
+    """Experts that the rollout engine chose, [n, layers, k]; empty: unknown.
+
+    uint8 for fewer than 256 experts, else uint16; all bits set: unknown for this token.
+    """
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
@@ -136,6 +141,10 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     optimizer_s: float
     skipped: int = 0
     """Minibatches whose gradient or sums were not finite: their updates were left out."""
+    replayed: int = 0
+    """Choices of experts (token, layer, place) that were replayed from the rollout, over all ranks and passes."""
+    agreed: int = 0
+    """Of ``replayed``: the router would have made them too."""
 
 
 class Exported(msgspec.Struct, tag=True, frozen=True):

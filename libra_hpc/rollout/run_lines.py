@@ -68,5 +68,4 @@ def decision_line(routed: Routed) -> dict[str, Any]:
         "numbers": dict(decision.numbers),
         "context_tokens": turn.context_tokens,
         "waited_s": round(routed.waited_s, 6),
-        "keep_s": decision.keep_s,
     }

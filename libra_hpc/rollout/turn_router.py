@@ -103,7 +103,6 @@ class TurnRouter:
                 temperature=self._rollout.temperature,
                 stop_ids=trajectory.stop_ids,
                 priority=decision.priority,
-                keep_s=decision.keep_s,
             )
             outbox.setdefault(self.engines.engines[name].rank, []).append((name, request))
             self.engines.send(name, rid, trajectory)

@@ -11,7 +11,6 @@ exceed the KV caches, `residency` decides which trajectories keep theirs and whi
 - A long turn shares its engine in the tail of a batch -> it may migrate while it runs (`turn_migration`).
 - Order of the queue: ready time minus a credit of 0 to `AGEING_S`.  The first sibling of a group gets all of it.
   Others get r / (r + m) of it, with r expected tokens left and m the mean total; later turns get more than half.
-- A turn is sent -> ``keep_s`` follows from the measured durations of the trajectory's last tool (`ttl`).
 """
 
 from __future__ import annotations
@@ -30,13 +29,10 @@ from .engine_loads import EngineLoads, EngineWork, Placed
 from .protocol import Decision, Finished, TurnView
 from .remaining_work import Cursor, RemainingWorkEstimator
 from .residency import Claim, release
-from .ttl import KeepTimes
 from .turn_migration import MAX_OPEN_PER_ENGINE, MIGRATES, Move, OpenTrajectory, Running, choose_moves
 
 MOVE_MARGIN: Final = 3.0
 """A ratio, because remaining work is an estimate: 2 is as fast with half as many moves again, 6 is 2 to 6 % slower."""
-TIE_BREAK: Final = 0.02
-"""Weight (s ** 3) of the seconds that a turn adds at its engine: decides between engines that are nearly idle."""
 SIBLING_MARGIN: Final = 0.8
 """A ratio below 1: siblings tend to be long together, which the sum of finishes does not contain."""
 AGEING_S: Final = 300.0
@@ -47,8 +43,6 @@ PRIORITIES_PER_S: Final = 10
 """Engine priorities are integers: one is 0.1 s of virtual time."""
 MAX_TRACKED: Final = 65_536
 """Open trajectories; more than any staleness gate admits, so only abandoned ones are dropped."""
-TOOLS_LEARNED: Final = 4
-"""Tool durations learned per finished trajectory: its last ones."""
 
 
 _Fields = tuple[str, str, int, str, int, int, int, float, str, tuple[Signal, ...], int]
@@ -79,7 +73,6 @@ class CausalMlfq:
 
     def __init__(self, estimator: RemainingWorkEstimator | None = None) -> None:
         self.estimator = estimator if estimator is not None else RemainingWorkEstimator()
-        self.keep_times = KeepTimes()
         self._loads = EngineLoads()
         self._tracked: dict[str, _Tracked] = {}
         """By name, oldest first."""
@@ -155,13 +148,13 @@ class CausalMlfq:
             # A lower bound of what it adds, without the steps, excludes most engines cheaply.
             if _added(alone, alone + view.slope_s * work + view.prefill_s * prefill_uncached) < best_add:
                 finish = load.finish_with(reach, work, prefill_uncached)
-                add = _added(alone, finish) + TIE_BREAK * (finish - alone)
+                add = _added(alone, finish)
                 if add < best_add:
                     best, best_add, best_finish = load, add, finish
         starts, shared = not turn.attained_tokens, False
         if starts and (sibling := self._sibling_load(turn.prompt_id, claim, context)) is not None:
             finish = sibling.finish_with(reach, work, cursor.future)
-            add = _added(sibling.finish, finish) + TIE_BREAK * (finish - sibling.finish)
+            add = _added(sibling.finish, finish)
             if add < best_add * SIBLING_MARGIN:
                 best, best_add, best_finish, shared = sibling, add, finish, True
         if full and best_add >= limit and now - turn.ready_at < AGEING_S:
@@ -234,15 +227,13 @@ class CausalMlfq:
         return found
 
     def finished(self, record: Finished, now: float) -> None:
-        """See `Policy.finished`: the estimator and the tool durations learn."""
+        """See `Policy.finished`: the estimator learns."""
         tracked = self._tracked.pop(record.trajectory, None)
         if tracked is None:
             self.estimator.insert(record)
         else:
             self._end(tracked)
             self.estimator.finish(tracked.cursor, record)
-        for signal in record.signals[-TOOLS_LEARNED:]:
-            self.keep_times.learn(signal.tool, signal.seconds)
 
     def forget(self, trajectory: str) -> None:
         """See `Policy.forget`."""
@@ -293,15 +284,8 @@ class CausalMlfq:
         view = load.view
         tracked.version, tracked.claim.running = view.version, True
         load.cache.hold(tracked.claim, context)
-        tp_class = view.tp_class
-        keep_s = self.keep_times.keep_s(tracked.cursor.last[0], tp_class.tp, tp_class.prefill_s, view.kv_capacity)
         return Decision(
-            engine=view.engine,
-            priority=tracked.priority,
-            level=view.level,
-            template=template,
-            numbers=numbers,
-            keep_s=keep_s,
+            engine=view.engine, priority=tracked.priority, level=view.level, template=template, numbers=numbers
         )
 
     def _wait(

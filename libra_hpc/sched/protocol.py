@@ -50,8 +50,6 @@ class Decision(msgspec.Struct, frozen=True):
     template: str
     """The reason, with names of ``numbers`` in braces; `reason` fills them in, off the hot path."""
     numbers: Mapping[str, float | str]
-    keep_s: float = 0.0
-    """Seconds to retain the KV cache after this turn; 0 leaves it to the engine's eviction."""
     wait: Literal["slot", "sibling", "engine", "room"] = "slot"
     """What a waiting turn waits for: any free slot, the end of a sibling, a slot of the engine ``wanted``, or room in
     any KV cache."""

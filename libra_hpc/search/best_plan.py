@@ -86,6 +86,8 @@ class PlanResult(msgspec.Struct, frozen=True):
     """Impossible choices for the best plan's nodes, nearest to possible first; training comes before rollout."""
     alone: tuple[tuple[int, int, float], ...]
     """Rollout of the best plan's nodes with one class only: (pool, TP, seconds)."""
+    spare: tuple[int, ...]
+    """TP degree of each pool for nodes without a share of a plan's lengths; 0: none holds the longest."""
     straggler: float
     """Seconds of the longest trajectories alone; more rollout nodes do not shorten them."""
     sources: tuple[str, ...]
@@ -207,12 +209,9 @@ class PlanSearch:
             raise self._impossible(have)
         plans = sorted(found.values(), key=lambda p: (p.seconds, p.train.time.total + p.rollout.seconds))
         best = plans[0]
-        rest, lag = self.rest(have, best.pool, best.nodes), self.lag(best.train.time.total)
-        alone = [
-            (c.pool, c.tp, self._layouts.only(c, c.most(rest[c.pool]), lag).seconds)
-            for c in self._layouts.costs
-            if c.most(rest[c.pool])
-        ]
+        lag = self.lag(best.train.time.total)
+        alone = self._alone(self.rest(have, best.pool, best.nodes), lag)
+        whole = self._alone([n * p.node_devices for n, p in zip(have, self._pools, strict=True)], lag)
         excluded = [
             *self._train[best.pool].excluded(best.nodes * self._pools[best.pool].node_devices),
             *self.excluded_classes(),
@@ -222,10 +221,23 @@ class PlanSearch:
             plans=tuple(plans[:keep]),
             bound=min(min(bounds), best.seconds),
             excluded=tuple(excluded),
-            alone=tuple(a for a in alone if a[2] < math.inf),
+            alone=tuple(alone),
+            spare=tuple(
+                min(((seconds, tp) for p, tp, seconds in whole if p == pool), default=(0.0, 0))[1]
+                for pool in range(len(have))
+            ),
             straggler=self._layouts.straggler(),
             sources=sources,
         )
+
+    def _alone(self, devices: Sequence[int], lag: float) -> list[tuple[int, int, float]]:
+        """(pool, TP, seconds) of every class that serves all trajectories alone, on so many devices of its pool."""
+        found = [
+            (c.pool, c.tp, self._layouts.only(c, c.most(devices[c.pool]), lag).seconds)
+            for c in self._layouts.costs
+            if c.most(devices[c.pool])
+        ]
+        return [entry for entry in found if entry[2] < math.inf]
 
     def train_seconds(self, pool: int, nodes: int) -> float:
         return self._train[pool].seconds(nodes * self._pools[pool].node_devices)

@@ -1,7 +1,8 @@
 """The best training layout on a number of devices: TP, PP, CP, EP, DP, micro-batch and recomputation; exact.
 
-All degrees that divide the model and the devices are candidates. `TrainCost.device_seconds` is a lower bound for any
-DP. Candidates are evaluated in its order, until it exceeds the best time.
+All degrees that the model allows (`ModelShape.trains`) and that divide the devices are candidates.
+`TrainCost.device_seconds` is a lower bound for any DP. Candidates are evaluated in its order, until it exceeds the best
+time.
 
 - A layout that does not fit in memory -> excluded, with the reason.
 - TP stays within a node.
@@ -15,25 +16,26 @@ from collections.abc import Iterator
 
 import msgspec
 
-from libra_hpc.cost_models.memory import Limit, TrainLayout, TrainMemory
+from libra_hpc.cost_models.memory import RECOMPUTE, Limit, Recompute, TrainLayout, TrainMemory
 from libra_hpc.cost_models.training_time import TrainCost, TrainTime
-from libra_hpc.hardware.models import ModelShape
 
 MOST_MICRO_TOKENS = 65536
 """Largest micro-batch, unless one trajectory is longer: kernels are efficient long before."""
 
 
 class TrainSpace(msgspec.Struct, frozen=True):
-    """Degrees that the trainer supports; those that do not divide the model are skipped."""
+    """Degrees to search; those that the model does not allow are skipped."""
 
     tp: tuple[int, ...] = (1, 2, 4, 8)
     pp: tuple[int, ...] = (1, 2, 4, 8, 16)
     cp: tuple[int, ...] = (1, 2, 4, 8)
     ep: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    recompute: tuple[bool, ...] = (False, True)
+    recompute: tuple[Recompute, ...] = RECOMPUTE
     distributed: tuple[bool, ...] = (False,)
     """Optimizer state divided over data-parallel ranks. An elastic pool keeps it whole, so that replicas can join and
     leave."""
+    joins: bool = False
+    """Replicas enter while the run goes on: nodes that change their role."""
     replica_devices: int = 0
     """Most devices of a data-parallel replica; 0: any."""
     least_devices: int = 0
@@ -90,7 +92,7 @@ class TrainSearch:
             elif key not in nearest or (seen is not None and limit.over < seen[1].over):
                 nearest[key] = (layout, limit)
         found = [
-            Excluded(f"training {layout}{', recomputed' if layout.recompute else ''}", limit)
+            Excluded(f"training {layout}{layout.recomputed}", limit)
             for entry in nearest.values()
             if entry is not None
             for layout, limit in [entry]
@@ -124,6 +126,7 @@ class TrainSearch:
                         micro_tokens=shard.micro_tokens,
                         recompute=shard.recompute,
                         distributed=shard.distributed,
+                        joins=shard.joins,
                     ),
                 )
 
@@ -137,12 +140,10 @@ class TrainSearch:
 
 
 def _shards(cost: TrainCost, devices_per_node: int, space: TrainSpace) -> Iterator[TrainLayout]:
-    """Every layout that divides the model, with the least dp that holds its experts."""
+    """Every layout that the model allows, with the least dp that holds its experts."""
     shape = cost.shape
     for tp in space.tp:
-        if tp > devices_per_node or not trains(shape, tp):
-            continue
-        for pp in (p for p in space.pp if shape.layers % p == 0):
+        for pp in (p for p in space.pp if tp <= devices_per_node and shape.trains(tp, p)):
             for cp in space.cp:
                 if tp * pp * cp < space.least_devices or (
                     space.replica_devices and tp * pp * cp > space.replica_devices
@@ -161,14 +162,8 @@ def _shards(cost: TrainCost, devices_per_node: int, space: TrainSpace) -> Iterat
                                     micro_tokens=micro,
                                     recompute=recompute,
                                     distributed=distributed,
+                                    joins=space.joins,
                                 )
-
-
-def trains(shape: ModelShape, tp: int) -> bool:
-    """Whether Megatron can shard the model so: heads, key/value heads, widths and vocabulary evenly."""
-    return not any(
-        size % tp for size in (shape.heads, shape.kv_heads, shape.intermediate, shape.moe_intermediate, shape.vocab)
-    )
 
 
 def _micro_tokens(cost: TrainCost) -> list[int]:

@@ -104,7 +104,7 @@ def _check_hardware(config: RunConfig, component: str) -> None:
     device(modelled.device, modelled.devices or None)
     shape = model_shape(modelled.model)
     if component != "rollout":
-        shape.check_tp(config.train.tp)
+        shape.widths.check(config.train.tp)
     if component == "train":
         return
     rollout, hybrid = config.rollout, config.components.hybrid.nodes

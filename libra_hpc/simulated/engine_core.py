@@ -142,7 +142,6 @@ class SimulatedEngine:
             tokens=context.tokens,
             left=left,
             priority=message.priority,
-            keep_s=message.keep_s * self._pace.speedup,
         )
         turn = _Turn(message.rid, request, left == context.left, now)
         self._turns[message.rid] = turn
@@ -191,7 +190,7 @@ class SimulatedEngine:
         self._engine.version = -1
 
     def stats(self, now: float) -> EngineStats:
-        return self._wall(self._engine.snapshot(now))
+        return self._wall(self._engine.snapshot())
 
     def run_until(self, now: float) -> list[FromEngine]:
         out: list[FromEngine] = []

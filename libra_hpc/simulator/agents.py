@@ -118,7 +118,6 @@ class Agents:
             tokens=turn.context_tokens,
             left=trajectory.left,
             priority=decision.priority,
-            keep_s=decision.keep_s,
             high=trajectory.high,
             again=again,
         )
@@ -166,12 +165,6 @@ class Agents:
     def drop(self, engine: Engine, trajectory: str) -> None:
         """One engine drops the cache of a trajectory."""
         self._act(engine, engine.drop, trajectory)
-
-    def ended(self, name: str, trajectory: str) -> None:
-        """A trajectory is complete: its last engine, if it is still there, need not pin its cache any more."""
-        engine = self.engines.get(name)
-        if engine is not None:
-            self._act(engine, engine.ended, trajectory)
 
     def swap(self, version: int) -> None:
         for engine in self.engines.values():

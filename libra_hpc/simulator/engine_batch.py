@@ -45,7 +45,7 @@ class SimulatedBatch:
         request.serial = self._serial
         heappush(self._waiting, (request.priority, self._serial, request))
 
-    def form(self, now: float) -> bool:
+    def form(self) -> bool:
         """Choose the requests of the next step and give them blocks; returns whether anything was preempted."""
         cache, running, block = self._cache, self.running, self._block
         pure, crossing = True, []
@@ -64,15 +64,15 @@ class SimulatedBatch:
                     request.own += 1
             preempted, budget = False, self._limits.max_num_batched_tokens - len(running)
         else:
-            preempted, budget = self._serve_running(now)
+            preempted, budget = self._serve_running()
             if preempted and running and not any(request.step for request in running):
                 # The first request preempted itself and none is served: an empty step takes no time.
-                return self.form(now)
+                return self.form()
         if self._waiting and not preempted:
             self._admit(budget)
         return preempted
 
-    def _serve_running(self, now: float) -> tuple[bool, int]:
+    def _serve_running(self) -> tuple[bool, int]:
         """Give running requests blocks and budget; returns whether any was preempted, and the budget left."""
         cache, block, running = self._cache, self._block, self.running
         budget, place, preempted = self._limits.max_num_batched_tokens, 0, False
@@ -91,7 +91,7 @@ class SimulatedBatch:
                 budget += victim.step
                 preempted = True
                 self._counters.preemptions += 1
-                self.put_back(victim, now, "preemption")
+                self.put_back(victim, "preemption")
                 if victim is request:
                     break
             if place >= len(running) or running[place] is not request:
@@ -150,41 +150,34 @@ class SimulatedBatch:
         full = min((request.computed + request.step) // self._block, request.prompt_blocks)
         request.own -= self._cache.publish(request.prompt, full)
 
-    def release(self, request: SimRequest, now: float, keep_s: float = 0.0) -> None:
+    def release(self, request: SimRequest) -> None:
         request.high = max(request.high, request.computed)
         own = max(0, request.computed // self._block - request.prompt_blocks)
-        self._cache.release(
-            trajectory=request.trajectory,
-            prompt=request.prompt,
-            own=own,
-            rest=request.own - own,
-            now=now,
-            keep_s=keep_s,
-        )
+        self._cache.release(request.trajectory, request.prompt, own, rest=request.own - own)
         if self._host is not None:
             whole = min(request.computed // self._block, request.prompt_blocks)
             self._host.store(request.trajectory, request.prompt, own=own, prompt_blocks=whole)
         request.blocks = request.own = request.computed = request.step = 0
         request.decoding = False
 
-    def put_back(self, request: SimRequest, now: float, cause: str) -> None:
+    def put_back(self, request: SimRequest, cause: str) -> None:
         """Preempt a running request: it loses its blocks and waits again."""
-        self.release(request, now)
+        self.release(request)
         request.again = cause
         heappush(self._waiting, (request.priority, request.serial, request))
 
-    def remove(self, request: SimRequest, now: float) -> None:
+    def remove(self, request: SimRequest) -> None:
         if request in self.running:
             self.running.remove(request)
-            self.release(request, now)
+            self.release(request)
         else:
             self._waiting.remove((request.priority, request.serial, request))
             self._waiting.sort()
 
-    def put_all_back(self, now: float, cause: str) -> int:
+    def put_all_back(self, cause: str) -> int:
         running, self.running = self.running, []
         for request in running:
-            self.put_back(request, now, cause)
+            self.put_back(request, cause)
         return len(running)
 
 

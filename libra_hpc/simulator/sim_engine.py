@@ -52,8 +52,8 @@ class Engine:
         self._host = host
         self._batch = SimulatedBatch(self._cache, settings, self.counters, host)
         self._aborted: list[SimRequest] = []
-        self._stale: list[tuple[str, bool]] = []
-        """Trajectories whose cache changes at the next boundary, and whether it is dropped."""
+        self._stale: list[str] = []
+        """Trajectories whose cache is dropped at the next boundary."""
         self._swap: tuple[int, float] | None = None
         self._pausing: int | None = None
         self._pause_at = now
@@ -83,36 +83,26 @@ class Engine:
 
     def drop(self, trajectory: str, now: float) -> None:
         """A trajectory restarts with other tokens: drop its cache at the next step boundary."""
-        self._at_boundary(trajectory, True, now)
-
-    def ended(self, trajectory: str, now: float) -> None:
-        """A trajectory is complete: unpin its cache at the next step boundary."""
-        self._at_boundary(trajectory, False, now)
-
-    def _at_boundary(self, trajectory: str, dropped: bool, now: float) -> None:
         # Not at once: the result must not depend on how many steps one event takes.
-        if self._cache.holds(trajectory, dropped):
-            self._stale.append((trajectory, dropped))
+        if self._cache.holds(trajectory):
+            self._stale.append(trajectory)
             if self._stretch.steps:
                 self._interrupt(now)
             else:
-                self._refresh(now)
+                self._drop_stale()
 
-    def _refresh(self, now: float) -> None:
-        for trajectory, dropped in self._stale:
-            if dropped:
-                self._cache.drop(trajectory)
-                if self._host is not None:
-                    self._host.drop(trajectory)
-            else:
-                self._cache.unpin(trajectory, now)
+    def _drop_stale(self) -> None:
+        for trajectory in self._stale:
+            self._cache.drop(trajectory)
+            if self._host is not None:
+                self._host.drop(trajectory)
         self._stale.clear()
 
     def advance(self, now: float) -> list[SimRequest]:
         """End what is due at `next_at` and start the next step; returns the requests that ended."""
         done = self._settle(now) if self._stretch.steps else []
         if self._stale:
-            self._refresh(now)
+            self._drop_stale()
         if self._pausing is not None:
             self._end_pause(now)
         if self._aborted:
@@ -123,7 +113,7 @@ class Engine:
         if self._swap is not None:
             self._begin_pause(now)
         else:
-            self._run(now, self._batch.form(now))
+            self._run(now, self._batch.form())
         if self.next_at == IDLE:
             self._due = self._worked
         self._worked = self._worked and not self._due
@@ -134,11 +124,10 @@ class Engine:
         if not self._due:
             return None
         self._due = False
-        return self.snapshot(now)
+        return self.snapshot()
 
-    def snapshot(self, now: float) -> EngineStats:
+    def snapshot(self) -> EngineStats:
         cache, counters = self._cache, self.counters
-        cache.expire(now)
         return EngineStats(
             version=self.version,
             running=len(self._batch.running),
@@ -150,7 +139,6 @@ class Engine:
             preemptions=counters.preemptions + counters.recomputed,
             steps=counters.steps,
             busy_s=counters.busy_s,
-            kv_pinned=cache.pinned / cache.total,
             update_s=counters.paused_s,
         )
 
@@ -203,7 +191,7 @@ class Engine:
         done = [request for request in running if not request.left]
         self._batch.running = [request for request in running if request.left]
         for request in done:
-            self._batch.release(request, now, request.keep_s)
+            self._batch.release(request)
         return done
 
     def _prefilled(self, request: SimRequest) -> int:
@@ -293,14 +281,14 @@ class Engine:
         gone = [request for request in self._aborted if request.left]
         self._aborted = []
         for request in gone:
-            self._batch.remove(request, now)
+            self._batch.remove(request)
         return gone
 
     def _begin_pause(self, now: float) -> None:
         assert self._swap is not None
         self._pausing, seconds = self._swap
         self._swap = None
-        self.counters.recomputed += self._batch.put_all_back(now, "swap")
+        self.counters.recomputed += self._batch.put_all_back("swap")
         self._cache.clear()
         if self._host is not None:
             self._host.clear()

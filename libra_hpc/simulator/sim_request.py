@@ -19,7 +19,6 @@ class SimRequest:
         "decoding",
         "generated",
         "high",
-        "keep_s",
         "left",
         "own",
         "priority",
@@ -39,7 +38,6 @@ class SimRequest:
         tokens: int,
         left: int,
         priority: int = 0,
-        keep_s: float = 0.0,
         high: int = 0,
         again: str = "move",
     ) -> None:
@@ -47,7 +45,7 @@ class SimRequest:
         self.prompt_blocks = prompt_blocks
         """Full blocks of the prompt, which siblings may share."""
         self.tokens, self.left = tokens, left
-        self.priority, self.keep_s = priority, keep_s
+        self.priority = priority
         self.high = high
         """Positions of the context that were computed before, here or elsewhere."""
         self.again = again

@@ -237,7 +237,6 @@ class Simulation:
         recorder.generated += trajectory.attained
         recorder.finish_s.append(now)
         recorder.completion_s.append(now - trajectory.opened_at)
-        self._agents.ended(trajectory.engine, trajectory.name)
         self._queue.finished(trajectory.finished(self.settings.task), now)
         self._kick()
         if self.training.close(trajectory.group, now):

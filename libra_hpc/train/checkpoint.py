@@ -22,7 +22,7 @@ from safetensors import safe_open
 from libra_hpc.train import shard_files
 from libra_hpc.train import state_folders as folders
 from libra_hpc.weights.checksum import file_crc32
-from libra_hpc.weights.names import from_hf, gathered, hf_shapes, stage_entries
+from libra_hpc.weights.names import from_hf, gathered, hf_shapes, own_entries
 from libra_hpc.weights.safetensors_writer import write_safetensors
 
 from .shard_files import ShardFiles
@@ -200,7 +200,7 @@ def load_policy(engine: TrainEngine, folder: Path) -> None:
 
 
 def _load_weights(engine: TrainEngine, files: TensorFiles) -> None:
-    for name, entry in stage_entries(engine.shape, engine.split.pp, engine.split.pp_rank).items():
+    for name, entry in own_entries(engine.shape, engine.split).items():
         engine.state.set_weight(name, from_hf(entry, files, engine.shape, engine.split))
 
 
@@ -219,7 +219,7 @@ def load_state(engine: TrainEngine, folder: Path) -> None:
     """Replace the state by ``folder`` or by the newest state under it, whatever layout wrote it; collective."""
     folder = folders.resolve(folder)
     saved, state = folders.read_state(folder), engine.state
-    entries = stage_entries(engine.shape, engine.split.pp, engine.split.pp_rank)
+    entries = own_entries(engine.shape, engine.split)
     with ShardFiles(folder, engine.shape) as files:
         # Saved masters are the exact weights; a float32 checkpoint has none beside its policy.
         exact = files.has("master")

@@ -52,8 +52,9 @@ def eager_import() -> Iterator[None]:
 
 def install() -> None:
     """Replace the two ``torch.cuda`` functions where there is no CUDA; may be repeated."""
-    # Megatron-Core calls collectives by names that newer versions of torch deprecate.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # Of deprecated names that Megatron-Core calls, and of settings for GPUs.
+    for module in ("torch.distributed", "megatron"):
+        warnings.filterwarnings("ignore", module=module)
     if not torch.cuda.is_available():
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
         torch.cuda.synchronize = lambda *_args, **_kwargs: None

@@ -55,7 +55,10 @@ class ElasticReplicas:
         join_timeout_s: float,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """``owners``: data-parallel ranks of the core. ``waiting`` is the context of waits for other processes."""
+        """``owners``: data-parallel times context ranks of the core.
+
+        ``waiting`` is the context of waits for other processes.
+        """
         self._engine, self._owners, self.waiting, self._elastic = engine, owners, waiting, engine.elastic
         self._step_timeout_s, self._join_timeout_s = step_timeout_s, join_timeout_s
         self._group: Any = None
@@ -102,10 +105,13 @@ class ElasticReplicas:
 
     def _form(self, message: Join, interrupted: Callable[[], bool]) -> int:
         place, device, state = self._engine.split, self._engine.device, self._engine.state
+        if place.ep > 1 or (self._elastic and place.cp > 1):
+            # Experts have owners of their own, and context ranks of a replica would each have a part of the gradient.
+            raise RuntimeError("replicas without optimizer have no context ranks, and no core with expert ranks")
         path = f"{message.rendezvous}.tp{place.tp_rank}-pp{place.pp_rank}"
         self._replicas = message.size - 1
         size = self._owners + self._replicas
-        self._rank = self._owners + message.rank - 1 if self._elastic else place.dp_rank
+        self._rank = self._owners + message.rank - 1 if self._elastic else place.copy_rank
         store = file_store(path, size)
         _assemble(store, self._rank, size, self._join_timeout_s, interrupted)
         # NCCL connects in its first collective: seconds for many devices.

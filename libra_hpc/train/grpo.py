@@ -19,12 +19,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-
-from .mcore import vocab_parallel_cross_entropy
-
-ENTROPY_ROWS = 1024
-"""Rows of logits per softmax of the entropy metric: bounds memory, 0.6 GB at a vocabulary of 150k."""
 
 
 class Terms(NamedTuple):
@@ -66,34 +60,3 @@ def grpo_terms(
         truncated=(importance > is_truncation).sum(),
         gap=(proximal - behaviour).abs().sum(),
     )
-
-
-def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probabilities float32[m] of ``targets`` int64[m] under ``softmax(logits / temperature)``.
-
-    ``logits`` [m, vocab / tp] are split over tensor ranks and not modified. Megatron-Core's cross entropy overwrites
-    a float32 argument, so it gets a new tensor.
-    """
-    scaled = logits.float() / temperature
-    return -vocab_parallel_cross_entropy(scaled[:, None], targets[:, None])[:, 0]
-
-
-@torch.no_grad()
-def entropy_sum(logits: torch.Tensor, temperature: float, tp_group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Sum over rows of the entropy (nats) of ``softmax(logits / temperature)``; ``tp_group``: vocabulary is split
-    over it.
-    """
-    total = torch.zeros((), device=logits.device)
-    for rows in torch.split(logits, ENTROPY_ROWS):
-        scaled = rows.float() / temperature
-        peak = scaled.max(dim=-1, keepdim=True).values
-        if tp_group is not None:
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=tp_group)
-        shifted = scaled - peak
-        weight = shifted.exp()
-        # log Z and E[logit]; the common shift cancels in H = log Z - E[logit].
-        sums = torch.stack([weight.sum(-1), (weight * shifted).sum(-1)])
-        if tp_group is not None:
-            dist.all_reduce(sums, group=tp_group)
-        total += (sums[0].log() - sums[1] / sums[0]).sum()
-    return total

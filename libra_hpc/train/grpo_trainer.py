@@ -18,7 +18,8 @@ import torch.distributed as dist
 from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
 
 from .elastic import ElasticReplicas, PeerLost
-from .grpo import entropy_sum, grpo_terms, token_logprobs
+from .grpo import grpo_terms
+from .head import Head
 from .packing import Pack, decode, pack
 from .settings import AlgorithmSettings
 from .shards import spread
@@ -41,7 +42,9 @@ class GrpoTrainer:
         self._engine, self._replicas, self._settings, self._micro_tokens = engine, replicas, settings, micro_tokens
         self._sums = torch.zeros(6, dtype=torch.float32, device=engine.device)
         self._tokens = self._loss_tokens = 0
-        """Of the present step, all data-parallel ranks of this world together."""
+        """Of the present step, all ranks of this world together."""
+        self._agreed = self._replayed = 0
+        """Choices of experts of the present step, all ranks of this world together."""
         engine.reduce = replicas.reduce
 
     def step(self, message: TrainStep) -> StepDone:
@@ -67,7 +70,7 @@ class GrpoTrainer:
         replicas.waited_s = 0.0
         optimizer_s = norm = 0.0
         sums: list[tuple[list[float], int]] = []
-        skipped = self._tokens = self._loss_tokens = 0
+        skipped = self._tokens = self._loss_tokens = self._agreed = self._replayed = 0
         proximal = self._proximal(batches) if len(batches) > 1 else None
         last = max((i for i, total in enumerate(message.total_tokens) if total), default=0)
         try:
@@ -108,6 +111,8 @@ class GrpoTrainer:
             reduce_s=replicas.waited_s,
             optimizer_s=optimizer_s,
             skipped=skipped,
+            replayed=self._replayed,
+            agreed=self._agreed,
         )
 
     def _spread_weights(self, last: bool) -> None:
@@ -121,15 +126,16 @@ class GrpoTrainer:
     def _pack(self, samples: tuple[Sample, ...]) -> list[Pack]:
         place = self._engine.split
         own = spread(samples, place.dp)[place.dp_rank]
-        return pack([decode(s) for s in own], self._micro_tokens, self._engine.device)
+        examples = [decode(s, self._engine.shape) for s in own]
+        return pack(examples, self._micro_tokens, self._engine.device, place)
 
     def _proximal(self, batches: list[list[Pack]]) -> list[list[torch.Tensor]]:
         out: list[list[torch.Tensor]] = []
         for packs in batches:
             found: list[torch.Tensor] = []
 
-            def keep(logits: torch.Tensor, batch: Pack, found: list[torch.Tensor] = found) -> torch.Tensor:
-                found.append(token_logprobs(logits, batch.targets, self._settings.temperature))
+            def keep(head: Head, batch: Pack, found: list[torch.Tensor] = found) -> torch.Tensor:
+                found.append(head.likelihood(batch.targets, self._settings.temperature).logprobs)
                 return found[-1].sum()
 
             self._engine.forward(packs, keep)
@@ -140,10 +146,10 @@ class GrpoTrainer:
         """Gradients of a minibatch; returns the sums over the whole minibatch, and the norm of the gradient."""
         self._sums.zero_()
         old: Iterator[torch.Tensor] | None = None if proximal is None else iter(proximal)
-        settings, tp_group = self._settings, self._engine.split.tp_group if self._engine.split.tp > 1 else None
+        settings = self._settings
 
-        def loss(logits: torch.Tensor, batch: Pack) -> torch.Tensor:
-            logprobs = token_logprobs(logits, batch.targets, settings.temperature)
+        def loss(head: Head, batch: Pack) -> torch.Tensor:
+            logprobs, entropy = head.likelihood(batch.targets, settings.temperature)
             terms = grpo_terms(
                 logprobs,
                 logprobs if old is None else next(old),
@@ -153,7 +159,6 @@ class GrpoTrainer:
                 is_truncation=settings.is_truncation,
                 kl_coef=settings.kl_coef,
             )
-            entropy = entropy_sum(logits.detach(), settings.temperature, tp_group)
             count = torch.tensor(float(len(logprobs)), device=logprobs.device)
             self._sums += torch.stack(
                 [terms.loss.detach(), terms.ratio, terms.truncated.float(), terms.gap, entropy, count]
@@ -167,12 +172,13 @@ class GrpoTrainer:
         except PeerLost as lost:
             failure = lost
         place = self._engine.split
-        # One collective: the sums that the last stage has, shares of the squared norm, processes that failed.
-        total = torch.zeros(len(self._sums) + 4, dtype=torch.float64, device=self._engine.device)
+        # One collective: the sums that the last stage has, routing, shares of the squared norm, processes that failed.
+        total = torch.zeros(len(self._sums) + 6, dtype=torch.float64, device=self._engine.device)
         if place.tp_rank == 0 and place.pp_rank == place.pp - 1:
-            total[:-4] = self._sums
-            total[-4] = sum(p.tokens.shape[1] for p in packs)
-            total[-3] = sum(len(p.targets) for p in packs)
+            total[:-6] = self._sums
+            total[-6] = sum(p.filled for p in packs)
+            total[-5] = sum(len(p.targets) for p in packs)
+        total[-4], total[-3] = self._engine.take_routing_counts()
         if failure is None:
             total[-2] = self._engine.squared_norm()
         total[-1] = float(failure is not None)
@@ -180,9 +186,11 @@ class GrpoTrainer:
             # A process that waits here for one whose exchange with a replica hangs is not to blame.
             with self._replicas.waiting():
                 dist.all_reduce(total)
-        *sums, tokens, loss_tokens, squared, failed = total.tolist()
+        *sums, tokens, loss_tokens, agreed, replayed, squared, failed = total.tolist()
         self._tokens += int(tokens)
         self._loss_tokens += int(loss_tokens)
+        self._agreed += int(agreed)
+        self._replayed += int(replayed)
         if failed:
             self._replicas.leave()
             raise failure or PeerLost("another process of this replica lost its peers")

@@ -13,9 +13,16 @@ with compat.eager_import():
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+        mappings,
+    )
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 __all__ = [
@@ -23,17 +30,22 @@ __all__ = [
     "DistributedDataParallelConfig",
     "GPTModel",
     "MegatronModule",
+    "MoEAlltoAllTokenDispatcher",
+    "ModuleSpec",
     "OptimizerConfig",
     "OptimizerParamScheduler",
     "PackedSeqParams",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
     "get_standard_config_overrides",
+    "mappings",
+    "moe_utils",
     "parallel_state",
-    "vocab_parallel_cross_entropy",
 ]

@@ -10,19 +10,23 @@ Only the gated activation is fused: it stores its input alone, two MLP widths pe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
+from libra_hpc.config.learn import Recompute
 from libra_hpc.hardware.architecture import Architecture, stage_layers
-from libra_hpc.train import compat
+from libra_hpc.train import compat, context, moe
+from libra_hpc.weights.names import ReplicaPlace
 
+from .head import return_hidden_states
 from .mcore import (
     GPTModel,
     MegatronModule,
+    ModuleSpec,
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
@@ -30,6 +34,7 @@ from .mcore import (
     parallel_state,
 )
 from .packing import PackedLayout
+from .recompute import can_recompute, recompute_all, recompute_selected
 from .rotary import rotated
 
 
@@ -80,18 +85,39 @@ class PackedAttention(MegatronModule):
         assert packed_seq_params.rotary is not None, "the engine sets it before every pass"
         query, key = rotated(query, packed_seq_params.rotary), rotated(key, packed_seq_params.rotary)
         grouped = query.shape[1] != key.shape[1]
-        parts = []
-        for begin, end, rows, width, index in packed_seq_params.blocks:
+        tails, blocks = packed_seq_params.tails, packed_seq_params.blocks
+        parts: dict[int, torch.Tensor] = {}
+        padded = []
+        if tails is not None:
+            key, value, whole = context.gather(key, value)
+            parts = {tail.begin: context.attend(query, whole, tail, self.scale) for tail in tails}
+        for begin, end, rows, width, index in blocks:
             q, k, v = (_rectangle(x[begin:end], rows, width, index) for x in (query, key, value))
             # Padding follows each sequence, so the causal mask hides it.
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
             flat = out.transpose(1, 2).reshape(rows * width, -1)
-            parts.append(flat if index is None else flat.index_select(0, index))
-        covered = packed_seq_params.blocks[-1].end
-        if covered < query.shape[0]:
-            # Padding of the pack: no token attends to it.
-            parts.append(parts[0].new_zeros(query.shape[0] - covered, parts[0].shape[1]))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+            parts[begin] = flat if index is None else flat.index_select(0, index)
+            padded.append(out)
+        ordered = [parts[begin] for begin in sorted(parts)]
+        result = torch.cat(ordered) if len(ordered) > 1 else ordered[0]
+        if len(ordered) > 1 or (blocks and blocks[0].place is not None):
+            # The result is a copy, from which the padded outputs follow, but for padding, whose gradient is zero.
+            rows_of = result.detach().view(-1, *query.shape[1:])
+            for out, (begin, end, rows, width, index) in zip(padded, blocks, strict=True):
+                can_recompute(out, partial(_rectangle, rows_of[begin:end], rows, width, index))
+        return result
+
+
+class NormedAdd(torch.nn.Module):
+    """GLM-4's norm behind attention or MLP, in the slot of Megatron-Core's bias, dropout and residual addition."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        """The addition; there is neither bias nor dropout."""
+        return lambda output, residual, dropout: residual + self.norm(output[0])
 
 
 def _rectangle(x: torch.Tensor, rows: int, width: int, index: torch.Tensor | None) -> torch.Tensor:
@@ -109,7 +135,7 @@ def stages_of(layers: int, pp: int) -> list[list[str]] | None:
     return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
 
 
-def transformer_config(shape: Architecture, dtype: torch.dtype, tp: int, pp: int) -> TransformerConfig:
+def transformer_config(shape: Architecture, dtype: torch.dtype, place: ReplicaPlace) -> TransformerConfig:
     """Megatron-Core's configuration for ``shape``."""
     return TransformerConfig(
         num_layers=shape.layers,
@@ -130,10 +156,11 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, tp: int, pp: int
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        tensor_model_parallel_size=tp,
-        sequence_parallel=tp > 1,
-        pipeline_model_parallel_size=pp,
-        pipeline_model_parallel_layout=stages_of(shape.layers, pp),
+        tensor_model_parallel_size=place.tp,
+        sequence_parallel=place.tp > 1,
+        context_parallel_size=place.cp,
+        pipeline_model_parallel_size=place.pp,
+        pipeline_model_parallel_layout=stages_of(shape.layers, place.pp),
         use_cpu_initialization=True,
         perform_initialization=False,
         bias_activation_fusion=True,
@@ -145,25 +172,33 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, tp: int, pp: int
         batch_p2p_sync=False,
         calculate_per_token_loss=True,
         # Packs differ in length; Megatron-Core then wants this dispatcher even for dense models.
-        variable_seq_lengths=pp > 1,
+        variable_seq_lengths=place.pp > 1,
         moe_token_dispatcher_type="alltoall",
+        **moe.expert_config(shape, place),
     )
 
 
 def build_model(
-    shape: Architecture, device: torch.device, dtype: torch.dtype, tp: int, pp: int, recompute: bool = False
+    shape: Architecture, device: torch.device, dtype: torch.dtype, place: ReplicaPlace, recompute: Recompute = "none"
 ) -> GPTModel:
     """Build this rank's part of the model, uninitialised; needs Megatron-Core's parallel state.
 
-    With ``recompute`` a layer stores its input alone and is computed again in the backward pass (arXiv 1604.06174).
+    The last stage returns the final hidden states; `libra_hpc.train.head` applies the output layer.
+
+    ``recompute``: see `libra_hpc.train.recompute`; with "full" a layer stores its input alone.
     """
-    config = transformer_config(shape, dtype, tp, pp)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
+    config = transformer_config(shape, dtype, place)
+    moe.install()
+    spec = get_gpt_layer_local_spec(
+        normalization="RMSNorm", qk_layernorm=shape.qk_norm, num_experts=shape.experts or None, moe_grouped_gemm=False
+    )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     attention.core_attention = PackedAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = Norm
+    if shape.kind.post_norms:
+        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(NormedAdd, params={"config": config})
     count = get_num_layers_to_build(config)
     block = TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=Norm)
     with compat.mcore_device():
@@ -178,9 +213,13 @@ def build_model(
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
         )
-    if recompute:
+    if shape.experts:
+        # Inside of recomputation, which then sees the same choice.
+        moe.replay_routing(model, place)
+    if parallel_state.is_pipeline_last_stage():
+        return_hidden_states(model)
+    if recompute != "none":
         for layer in model.decoder.layers:
-            # Megatron-Core's own recomputation needs a CUDA generator; without dropout nothing is random.
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            (recompute_selected if recompute == "selective" else recompute_all)(layer)
     # torch.nn.RMSNorm ignores the spec's params_dtype.
     return model.to(device=device, dtype=dtype)

@@ -6,23 +6,30 @@ cut into `Block` s, runs of similar length, each padded by itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from libra_hpc.hardware.architecture import Architecture
 from libra_hpc.protocol.trainer import Sample
+from libra_hpc.weights.names import ReplicaPlace
 
+from .context import Tail, pieces
 from .mcore import PackedSeqParams
 from .rotary import Table
 
+NO_CHOICE = -1
+"""Expert number of a token whose routing the rollout engine did not return."""
 PADDED_COST = 1.5
 """Most padded attention cost of a block, relative to what its sequences need (quadratic in length).
 
 At 1.0 (no padding) each length is one kernel per layer. At 1.5 a heavy-tailed batch of 64 has 4-6 blocks. Without a
 bound, one 4k sequence among 200-token ones dominates the step.
 """
+ALONE = ReplicaPlace(tp=1, tp_rank=0, pp=1, pp_rank=0)
 
 
 class Example(NamedTuple):
@@ -35,6 +42,8 @@ class Example(NamedTuple):
     logprobs: torch.Tensor
     """float32[n], behaviour log-probabilities, 0 outside the mask."""
     advantage: float
+    experts: torch.Tensor | None = None
+    """int64[n, layers, k], the experts that the rollout engine chose; `NO_CHOICE` where it returned none."""
 
 
 class Block(NamedTuple):
@@ -56,12 +65,16 @@ class PackedLayout(PackedSeqParams):
     """Megatron-Core's description of a pack, plus the fields of `PackedAttention`."""
 
     blocks: tuple[Block, ...] = ()
+    tails: tuple[Tail, ...] | None = None
+    """None: no context parallelism."""
+    experts: torch.Tensor | None = None
+    """int64[t, layers, k], as in `Example`; None: no example has any."""
     rotary: Table | None = None
     """Set by the engine for one pass."""
 
 
 class Pack(NamedTuple):
-    """One packed micro-batch of ``t`` tokens, ``m`` with loss, on the training device."""
+    """One packed micro-batch, on the training device: this context rank's ``t`` tokens, ``m`` with loss."""
 
     tokens: torch.Tensor
     """int64[1, t]"""
@@ -76,17 +89,32 @@ class Pack(NamedTuple):
     """float32[m]"""
     advantages: torch.Tensor
     """float32[m]"""
+    filled: int
+    """Tokens without padding, which fills a pack up to equal shares of the ranks."""
 
 
-def decode(sample: Sample) -> Example:
-    """Turn a wire sample into tensors.
+def decode(sample: Sample, shape: Architecture | None = None) -> Example:
+    """Turn a wire sample into tensors; ``shape`` is needed for chosen experts.
 
-    Raises `ValueError` when its arrays differ in length or its first token is marked for loss.
+    Raises `ValueError` when its arrays differ in length, its first token is marked for loss, or an expert is unknown.
     """
     tokens = torch.frombuffer(bytearray(sample.tokens), dtype=torch.int32).long()
     mask = torch.frombuffer(bytearray(sample.loss_mask), dtype=torch.uint8).bool()
     logprobs = torch.frombuffer(bytearray(sample.logprobs), dtype=torch.float32)
-    return example(sample.uid, tokens=tokens, mask=mask, logprobs=logprobs, advantage=sample.advantage)
+    one = example(sample.uid, tokens=tokens, mask=mask, logprobs=logprobs, advantage=sample.advantage)
+    return one._replace(experts=_experts(sample, len(tokens), shape)) if shape and sample.experts else one
+
+
+def _experts(sample: Sample, count: int, shape: Architecture) -> torch.Tensor:
+    small = shape.experts < 256
+    unknown = (1 << (8 if small else 16)) - 1
+    flat = torch.frombuffer(bytearray(sample.experts), dtype=torch.uint8 if small else torch.uint16).long()
+    size = (count, shape.layers, shape.experts_per_token)
+    if flat.numel() != math.prod(size):
+        raise ValueError(f"sample {sample.uid}: {flat.numel()} chosen experts, {math.prod(size)} are needed")
+    if bool(((flat >= shape.experts) & (flat != unknown)).any()):
+        raise ValueError(f"sample {sample.uid}: an expert beyond the model's {shape.experts}")
+    return flat.masked_fill(flat == unknown, NO_CHOICE).view(size)
 
 
 def example(uid: str, tokens: torch.Tensor, mask: torch.Tensor, logprobs: torch.Tensor, advantage: float) -> Example:
@@ -100,10 +128,13 @@ def example(uid: str, tokens: torch.Tensor, mask: torch.Tensor, logprobs: torch.
     return Example(tokens, mask, logprobs, advantage)
 
 
-def pack(examples: Sequence[Example], micro_tokens: int, device: torch.device) -> list[Pack]:
+def pack(
+    examples: Sequence[Example], micro_tokens: int, device: torch.device, place: ReplicaPlace = ALONE
+) -> list[Pack]:
     """Pack ``examples`` into micro-batches of at most ``micro_tokens`` tokens; a longer one is alone in its own.
 
-    Examples without loss tokens are left out.
+    Examples without loss tokens are left out. Context ranks share a micro-batch: each loss token is in one of their
+    packs.
     """
     useful = sorted((s for s in examples if bool(s.mask.any())), key=lambda s: -len(s.tokens))
     groups: list[list[Example]] = []
@@ -114,44 +145,100 @@ def pack(examples: Sequence[Example], micro_tokens: int, device: torch.device) -
             room = micro_tokens
         groups[-1].append(item)
         room -= len(item.tokens)
-    return [_assemble(group, device) for group in groups]
+    return [_assemble(group, device, place) for group in groups]
 
 
-def _assemble(group: list[Example], device: torch.device) -> Pack:
+def padding(device: torch.device, place: ReplicaPlace) -> Pack:
+    """A pack without samples, for a rank that has none when others have."""
+    return _assemble([], device, place)
+
+
+def _assemble(group: list[Example], device: torch.device, place: ReplicaPlace) -> Pack:
     lengths = [len(s.tokens) for s in group]
-    tokens = torch.cat([s.tokens for s in group])
-    mask = torch.cat([s.mask for s in group])
+    count = sum(lengths)
+    own = pieces(max(count, 1), place)
+    rows = torch.cat([torch.arange(piece.start, piece.stop) for piece in own])
+    rest = len(rows) * place.cp - count
+    if rest:
+        # A sequence of its own, without loss.
+        lengths.append(rest)
+    tokens = torch.cat([*(s.tokens for s in group), torch.zeros(rest, dtype=torch.int64)])
+    mask = torch.cat([*(s.mask for s in group), torch.zeros(rest, dtype=torch.bool)])
     targets_at = mask.nonzero().squeeze(1)
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
-    counts = torch.stack([s.mask.sum() for s in group])
-    advantages = torch.tensor([s.advantage for s in group], dtype=torch.float32).repeat_interleave(counts)
-    bounds32 = bounds.to(device=device, dtype=torch.int32)
+    row_of = torch.full_like(tokens, -1)
+    row_of[rows] = torch.arange(len(rows))
+    where = row_of[targets_at - 1]
+    mine = where >= 0
+    behaviour = torch.cat([torch.empty(0), *(s.logprobs[s.mask] for s in group)])
+    advantages = torch.cat([torch.empty(0), *(torch.full((int(s.mask.sum()),), s.advantage) for s in group)])
+    bounds32 = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+    blocks, tails = _attention(lengths, own, device)
     layout = PackedLayout(
         qkv_format="thd",
         cu_seqlens_q=bounds32,
         cu_seqlens_kv=bounds32,
         max_seqlen_q=lengths[0],
         max_seqlen_kv=lengths[0],
-        blocks=_blocks(lengths, device),
+        blocks=blocks,
+        tails=None if place.cp == 1 else tails,
+        experts=_chosen(group, rest, rows, device),
     )
     return Pack(
-        tokens=tokens[None].to(device),
-        positions=torch.cat([torch.arange(n) for n in lengths])[None].to(device),
+        tokens=tokens[rows][None].to(device),
+        positions=torch.cat([torch.arange(n) for n in lengths])[rows][None].to(device),
         layout=layout,
-        where=(targets_at - 1).to(device),
-        targets=tokens[targets_at].to(device),
-        behaviour=torch.cat([s.logprobs for s in group])[targets_at].to(device),
-        advantages=advantages.to(device),
+        where=where[mine].to(device),
+        targets=tokens[targets_at[mine]].to(device),
+        behaviour=behaviour[mine].to(device),
+        advantages=advantages[mine].to(device),
+        filled=int((rows < count).sum()),
     )
 
 
-def _blocks(lengths: list[int], device: torch.device) -> tuple[Block, ...]:
+def _chosen(group: list[Example], rest: int, rows: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+    known = next((s.experts for s in group if s.experts is not None), None)
+    if known is None:
+        return None
+    parts = [
+        known.new_full((len(s.tokens), *known.shape[1:]), NO_CHOICE) if s.experts is None else s.experts for s in group
+    ]
+    return torch.cat([*parts, known.new_full((rest, *known.shape[1:]), NO_CHOICE)])[rows].to(device)
+
+
+def _attention(
+    lengths: list[int], own: tuple[range, ...], device: torch.device
+) -> tuple[tuple[Block, ...], tuple[Tail, ...]]:
+    """Blocks and tails of the own pieces of a pack of sequences; together they have every own row."""
     blocks: list[Block] = []
-    begin = first = 0
+    tails: list[Tail] = []
+    before = 0
+    for piece in own:
+        begun: list[int] = []
+        first = 0
+        for length in lengths:
+            begin, end = max(first, piece.start), min(first + length, piece.stop)
+            if first < begin < end:
+                tails.append(Tail(before + begin - piece.start, before + end - piece.start, first, end))
+            elif begin < end:
+                begun.append(end - begin)
+            first += length
+        before += len(piece)
+        blocks += _blocks(begun, before - sum(begun), device)
+    return tuple(blocks), tuple(tails)
+
+
+def _blocks(lengths: list[int], begin: int, device: torch.device) -> list[Block]:
+    """Blocks of the sequences that fill the rows from ``begin`` on, longest first but for padding at the end."""
+    blocks: list[Block] = []
+    first = 0
     while first < len(lengths):
         width = lengths[first]
         last, need = first, 0
-        while last < len(lengths) and (last - first + 1) * width**2 <= PADDED_COST * (need + lengths[last] ** 2):
+        while (
+            last < len(lengths)
+            and lengths[last] <= width
+            and (last - first + 1) * width**2 <= PADDED_COST * (need + lengths[last] ** 2)
+        ):
             need += lengths[last] ** 2
             last += 1
         run = lengths[first:last]
@@ -161,4 +248,4 @@ def _blocks(lengths: list[int], device: torch.device) -> tuple[Block, ...]:
             index = torch.cat([torch.arange(row * width, row * width + n) for row, n in enumerate(run)]).to(device)
         blocks.append(Block(begin=begin, end=end, rows=len(run), width=width, place=index))
         begin, first = end, last
-    return tuple(blocks)
+    return blocks

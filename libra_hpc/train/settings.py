@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from libra_hpc.config.learn import Recompute
 from libra_hpc.config.run import RunConfig
 
 
@@ -40,7 +41,10 @@ class AlgorithmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One process: rank ``rank`` of a torch world of ``tp * pp * dp``; tensor ranks count fastest, stages slowest."""
+    """One process: rank ``rank`` of a torch world of ``tp * pp * cp * dp``.
+
+    Tensor ranks count fastest, then context ranks, data-parallel ranks and stages.
+    """
 
     model_dir: str
     """Hugging Face folder: config.json and tokenizer always, weights when ``start_dir`` is empty."""
@@ -54,8 +58,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     tp: int
     pp: int
     dp: int = 1
+    cp: int = 1
+    """Context ranks, which share the tokens of a pack."""
+    ep: int = 1
+    """Expert-parallel ranks among the processes of a stage."""
+    etp: int = 0
+    """Tensor ranks of an expert: 1 or ``tp``; 0: ``tp``."""
     core_dp: int = 1
-    """Data-parallel ranks of the core, which owns the optimizer state: in the core itself the same as ``dp``."""
+    """Data-parallel times context ranks of the core, which owns the optimizer state; in the core itself its own."""
     elastic: bool = False
     """A replica without optimizer, outside the core."""
     rank: int
@@ -63,8 +73,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     algorithm: AlgorithmSettings
     micro_tokens: int
     """Most tokens of one packed micro-batch; a longer sample is a micro-batch of its own."""
-    recompute: bool
-    """Keep only the inputs of layers for the backward pass."""
+    recompute: Recompute
+    """What layers do not store for the backward pass."""
     snapshot_dir: str
     """Folder (in /dev/shm) for snapshots after committed steps; empty: none."""
     snapshot_every: int

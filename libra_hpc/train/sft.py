@@ -18,7 +18,7 @@ from libra_hpc.hardware.architecture import read_shape
 
 from .checkpoint import load_policy, write_policy
 from .device import choose_device, local_store
-from .grpo import token_logprobs
+from .head import Head
 from .packing import Example, Pack, example, pack
 from .settings import OptimizerSettings
 from .train_engine import LARGEST_NORM, TrainEngine, close_world, init_world
@@ -93,8 +93,8 @@ def _train(
 ) -> dict[str, float]:
     total = torch.zeros((), device=engine.device)
 
-    def loss(logits: torch.Tensor, batch: Pack) -> torch.Tensor:
-        out = -token_logprobs(logits, batch.targets, 1.0).sum()
+    def loss(head: Head, batch: Pack) -> torch.Tensor:
+        out = -head.likelihood(batch.targets, 1.0).logprobs.sum()
         total.add_(out.detach())
         return out
 

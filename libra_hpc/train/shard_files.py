@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 
 from libra_hpc.hardware.architecture import Architecture
-from libra_hpc.weights.names import Entry, ReplicaPlace, cut, from_hf, hf_shapes, stage_entries, to_hf
+from libra_hpc.weights.names import Entry, ReplicaPlace, cut, from_hf, hf_shapes, own_entries, to_hf
 from libra_hpc.weights.safetensors_writer import write_safetensors
 
 from .optimizer_state import OptimizerState
@@ -43,12 +43,12 @@ def rank_file(folder: Path, rank: int) -> Path:
 def write_shards(state: OptimizerState, shape: Architecture, place: ReplicaPlace, path: Path) -> None:
     """Write this rank's file; raises `OSError` when there is no room."""
     tensors: dict[str, torch.Tensor] = {}
-    entries = stage_entries(shape, place.pp, place.pp_rank)
+    entries = own_entries(shape, place)
     for name, shard in state.shards.items():
         entry = entries[name]
         parts, part = cut(entry, place)
-        # Whole parameters are equal on all tensor ranks, a copy equals its original.
-        if entry.copy or (parts == 1 and place.tp_rank):
+        # Whole parameters are equal on all tensor ranks but for experts, a copy equals its original.
+        if entry.copy or (parts == 1 and place.tp_rank and entry.expert is None):
             continue
         for kind, tensor in shard.kinds().items():
             if kind != "master" or state.mixed:
@@ -102,7 +102,8 @@ class ShardFiles:
         def empty(name: str) -> torch.Tensor:
             return torch.empty(self._hf_shapes[name], device="meta")
 
-        return from_hf(entry, empty, self._shape, ReplicaPlace(tp=parts, tp_rank=part, pp=1, pp_rank=0)).shape
+        place = ReplicaPlace(tp=parts, tp_rank=part, pp=1, pp_rank=0)
+        return from_hf(entry, empty, self._shape, place).shape
 
     def _span(self, kind: str, name: str, part: int, begin: int, end: int) -> torch.Tensor:
         found = torch.empty(end - begin, dtype=torch.float32)

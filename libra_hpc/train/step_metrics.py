@@ -16,6 +16,7 @@ def train_metrics(replies: list[StepDone], tokens: int, wall_s: float, export_s:
     work = max(r.compute_s + r.optimizer_s for r in replies) + reduce_s + export_s
     # Loss, ratios and entropy travel with the gradients: the core has them of all.
     core = replies[0]
+    replayed = sum(r.replayed for r in replies)
     return TrainMetrics(
         loss=core.loss,
         grad_norm=core.grad_norm,
@@ -31,4 +32,5 @@ def train_metrics(replies: list[StepDone], tokens: int, wall_s: float, export_s:
         reduce_s=reduce_s,
         export_s=export_s,
         train_tokens_per_s=tokens / work if work > 0 else 0.0,
+        router_agreement=sum(r.agreed for r in replies) / replayed if replayed else None,
     )

@@ -14,51 +14,66 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
-from libra_hpc.hardware.architecture import Architecture, check_parallel
-from libra_hpc.train import compat
-from libra_hpc.weights.names import ReplicaPlace, stage_entries
+from libra_hpc.config.learn import Recompute
+from libra_hpc.hardware.architecture import Architecture, check_experts, check_parallel
+from libra_hpc.train import compat, moe
+from libra_hpc.weights.names import ReplicaPlace, own_entries
 
+from .adamw import adamw, learning_rate
 from .device import Store, backend
+from .head import Head
 from .mcore import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
-    OptimizerConfig,
-    OptimizerParamScheduler,
     finalize_model_grads,
     get_forward_backward_func,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
     parallel_state,
 )
 from .megatron_model import build_model
 from .optimizer_state import OptimizerState
-from .packing import Pack, PackedLayout
+from .packing import Pack, PackedLayout, padding
 from .rotary import Rotary
 from .settings import OptimizerSettings
 
-Loss = Callable[[torch.Tensor, Pack], torch.Tensor]
-"""Maps the logits of a pack's loss tokens, [m, vocab / tp], to the summed loss (a scalar)."""
+Loss = Callable[[Head, Pack], torch.Tensor]
+"""Maps the output layer over a pack's loss tokens to the summed loss (a scalar)."""
 LARGEST_NORM = 1e18
 """Largest usable gradient norm: Adam squares gradients in float32, whose range ends at 3e38."""
 NO_STEP = -1
 """Step of a world without optimizer whose weights are not complete."""
 CLIP_EPS = 1e-6
 """Added to the norm before the division, as torch and Megatron-Core do."""
-CONSTANT_STEPS = 1 << 40
-""""No end", as a number of steps for Megatron-Core's scheduler."""
 
 
 def init_world(
-    device: torch.device, tp: int, pp: int, rank: int, store: Store, timeout_s: float, dp: int = 1
+    device: torch.device,
+    tp: int,
+    pp: int,
+    rank: int,
+    store: Store,
+    timeout_s: float,
+    *,
+    dp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int = 0,
 ) -> ReplicaPlace:
-    """Create the torch world of ``tp * pp * dp`` processes and Megatron-Core's parallel state; collective over it."""
+    """Create the torch world of ``tp * pp * cp * dp`` processes and Megatron-Core's parallel state.
+
+    Collective over the world. ``ep`` and ``etp`` (0: as ``tp``) spread the experts over the processes of a stage.
+    """
     compat.install()
-    dist.init_process_group(
-        backend(device), store=store, rank=rank, world_size=tp * pp * dp, timeout=datetime.timedelta(seconds=timeout_s)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(backend(device), store=store, rank=rank, world_size=tp * pp * cp * dp, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tp,
+        pp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp or tp,
+        create_gloo_process_groups=False,
     )
-    parallel_state.initialize_model_parallel(tp, pp, create_gloo_process_groups=False)
     compat.no_random_state()
     return ReplicaPlace(
         tp=tp,
@@ -66,8 +81,13 @@ def init_world(
         pp=pp,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
+        cp=cp,
+        cp_rank=parallel_state.get_context_parallel_rank(),
         dp=dp,
         dp_rank=parallel_state.get_data_parallel_rank(),
+        ep=ep,
+        etp=etp,
+        etp_group=parallel_state.get_expert_tensor_parallel_group(),
     )
 
 
@@ -86,16 +106,17 @@ class TrainEngine:
         dtype: torch.dtype,
         split: ReplicaPlace,
         settings: OptimizerSettings,
-        recompute: bool = False,
+        recompute: Recompute = "none",
         elastic: bool = False,
     ) -> None:
         check_parallel(shape, split.tp, split.pp)
+        check_experts(shape, tp=split.tp, ep=split.ep, etp=split.expert_ranks, ranks=split.stage_stride)
         self.shape, self.device, self.split = shape, device, split
         self.elastic = elastic
         """Whether this world has weights and gradients only: the optimizer is elsewhere."""
         self.reduce: Callable[[], None] = lambda: None
         """Sums the gradients with those of other worlds in place; called after this world's own reduction."""
-        model = build_model(shape, device, dtype, tp=split.tp, pp=split.pp, recompute=recompute)
+        model = build_model(shape, device, dtype, split, recompute=recompute)
         self._counted = _counted(shape, split)
         self._rotary = Rotary(shape, device, dtype)
         self._config = model.config
@@ -104,20 +125,23 @@ class TrainEngine:
             self._config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True), model
         )
         self._grad_clip = settings.grad_clip
-        self._optimizer: Any = None if elastic else _optimizer(self.ddp, dtype, settings)
-        self._scheduler: Any = None if elastic else _scheduler(self._optimizer, settings)
+        self._optimizer: Any = None if elastic else adamw(self.ddp, dtype, settings)
+        self._scheduler: Any = None if elastic else learning_rate(self._optimizer, settings)
         self._run = get_forward_backward_func()
         self._no_tokens = torch.zeros((), dtype=torch.int, device=device)
         self.state = OptimizerState(self._optimizer, self.named_parameters())
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """This rank's parameters by Megatron-Core name, ordered as `stage_entries`."""
+        """This rank's parameters by Megatron-Core name, ordered as `own_entries`."""
         found = dict(self.ddp.module.named_parameters())
-        return {name: found.pop(name) for name in stage_entries(self.shape, self.split.pp, self.split.pp_rank)}
+        return {name: found.pop(name) for name in own_entries(self.shape, self.split)}
 
     def buckets(self) -> list[Any]:
         """Megatron-Core's flat pieces of weights and gradients, in an order that the layout alone decides."""
-        return [bucket for buffer in self.ddp.buffers for bucket in buffer.buckets]
+        return [bucket for buffer in self._buffers() for bucket in buffer.buckets]
+
+    def _buffers(self) -> list[Any]:
+        return [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
 
     def squared_norm(self) -> torch.Tensor:
         """This rank's share of the squared gradient norm, float64; the sum over the world is the whole.
@@ -143,6 +167,7 @@ class TrainEngine:
         Raises what ``reduce`` raises; gradients are then meaningless, weights unchanged.
         """
         self.zero_gradients()
+        packs = self._even(packs)
         if packs:
             self._schedule(packs, loss, forward_only=False)
         else:
@@ -153,16 +178,22 @@ class TrainEngine:
     def layout(self, pack: Pack) -> PackedLayout:
         return dataclasses.replace(pack.layout, rotary=self._rotary.table(pack.positions[0]))
 
-    def _padded(self, pack: Pack) -> Pack:
-        """Tokens to a multiple of the tensor ranks, which share them (sequence parallelism)."""
-        rest = -pack.tokens.shape[1] % self.split.tp
-        if not rest:
-            return pack
-        return pack._replace(tokens=F.pad(pack.tokens, (0, rest)), positions=F.pad(pack.positions, (0, rest)))
+    def _even(self, packs: list[Pack]) -> list[Pack]:
+        """Packs of the same number on all ranks: in each one they exchange tokens for each other's experts."""
+        if self.split.ep == 1:
+            return packs
+        count = torch.tensor(len(packs), device=self.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        return packs + [padding(self.device, self.split)] * (int(count) - len(packs))
+
+    def take_routing_counts(self) -> tuple[int, int]:
+        """Of this rank, since the last call: replayed choices of experts that its routers share, and all replayed."""
+        return moe.take_counts(self.ddp.module) if self.shape.experts else (0, 0)
 
     @torch.no_grad()
     def forward(self, packs: list[Pack], loss: Loss) -> None:
-        """Call ``loss`` on every pack's logits without gradients; only the last pipeline stage has logits."""
+        """Call ``loss`` for every pack without gradients; only the last pipeline stage does."""
+        packs = self._even(packs)
         if packs:
             self._schedule(packs, loss, forward_only=True)
 
@@ -172,13 +203,12 @@ class TrainEngine:
         ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
             pack = next(iterator)
 
-            def total(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            def total(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
                 with compat.without_shim():
-                    return loss(logits[0].index_select(0, pack.where), pack), self._no_tokens, {}
+                    return loss(Head(self.ddp.module, hidden[0], pack.where), pack), self._no_tokens, {}
 
             with compat.without_shim():
-                padded = self._padded(pack)
-                return model(padded.tokens, padded.positions, None, packed_seq_params=self.layout(padded)), total
+                return model(pack.tokens, pack.positions, None, packed_seq_params=self.layout(pack)), total
 
         with compat.mcore_device():
             self._run(
@@ -186,7 +216,7 @@ class TrainEngine:
                 data_iterator=iter(packs),
                 model=[self.ddp],
                 num_microbatches=len(packs),
-                seq_length=max(self._padded(p).tokens.shape[1] for p in packs),
+                seq_length=max(p.tokens.shape[1] for p in packs),
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
@@ -237,23 +267,23 @@ class TrainEngine:
         if self.elastic:
             self.state.commit(NO_STEP, 0)
         self._move_state(torch.device("cpu"))
-        for buffer in self.ddp.buffers:
-            if self.state.mixed or self.elastic:
-                # Derived from the float32 masters, or taken from their owners.
-                buffer.param_data_size = buffer.param_data.storage().size()
-                buffer.param_data.storage().resize_(0)
-            elif self.device.type == "cuda":
-                buffer.offload_to_cpu(move_params=True, move_grads=False)
+        # Derived from the float32 masters, or taken from their owners.
+        derived = self.state.mixed or self.elastic
+        for buffer in self._buffers():
+            if derived or self.device.type == "cuda":
+                buffer.param_data_cpu = None if derived else buffer.param_data.cpu()
+                buffer.param_data.untyped_storage().resize_(0)
         if self._optimizer is not None:
             self._optimizer.zero_grad()
         self.ddp.offload_grad_buffers(synchronize=False, empty_cache=self.device.type == "cuda")
 
     def reclaim(self) -> None:
         self._move_state(self.device)
-        for buffer in self.ddp.buffers:
-            if buffer.param_data.storage().size() == 0:
-                buffer.param_data.storage().resize_(buffer.param_data_size)
-                if not self.state.mixed and not self.elastic:
+        for buffer in self._buffers():
+            storage = buffer.param_data.untyped_storage()
+            if not storage.nbytes():
+                storage.resize_(buffer.param_data.nbytes)
+                if buffer.param_data_cpu is not None:
                     buffer.param_data.copy_(buffer.param_data_cpu)
         if self.state.mixed and not self.elastic:
             self.state.refresh()
@@ -266,50 +296,9 @@ class TrainEngine:
                 tensor.data = tensor.data.to(device)
 
 
-def _optimizer(ddp: Any, dtype: torch.dtype, settings: OptimizerSettings) -> Any:
-    optimizer_config = OptimizerConfig(
-        optimizer="adam",
-        lr=settings.lr,
-        min_lr=0.0,
-        weight_decay=settings.weight_decay,
-        adam_beta1=settings.beta1,
-        adam_beta2=settings.beta2,
-        adam_eps=settings.eps,
-        # Clipped here, by a norm in float64.
-        clip_grad=0.0,
-        bf16=dtype is torch.bfloat16,
-        params_dtype=dtype,
-        use_distributed_optimizer=True,
-    )
-    with compat.mcore_device():
-        return get_megatron_optimizer(
-            optimizer_config,
-            [ddp],
-            config_overrides=get_standard_config_overrides(optimizer_config),
-            use_gloo_process_groups=False,
-        )
-
-
-def _scheduler(optimizer: Any, settings: OptimizerSettings) -> OptimizerParamScheduler:
-    decays = settings.decay_steps > 0
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=settings.lr,
-        min_lr=0.0,
-        lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=settings.decay_steps if decays else CONSTANT_STEPS,
-        lr_decay_style="WSD" if decays else "constant",
-        wsd_decay_steps=settings.anneal_steps,
-        lr_wsd_decay_style="linear",
-        start_wd=settings.weight_decay,
-        end_wd=settings.weight_decay,
-        wd_incr_steps=CONSTANT_STEPS,
-        wd_incr_style="constant",
-    )
-
-
 def _counted(shape: Architecture, split: ReplicaPlace) -> dict[str, bool]:
     """Whether this rank's part of a parameter counts for the gradient norm: every element counts once."""
-    entries = stage_entries(shape, split.pp, split.pp_rank)
-    return {name: not entry.copy and (entry.dim is not None or not split.tp_rank) for name, entry in entries.items()}
+    return {
+        name: not entry.copy and (entry.expert is not None or entry.dim is not None or not split.tp_rank)
+        for name, entry in own_entries(shape, split).items()
+    }

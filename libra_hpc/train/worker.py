@@ -63,15 +63,18 @@ class Worker:
         torch.manual_seed(config.seed)
         shape = read_shape(self._model_dir)
         device = choose_device(config.device, config.device_index, config.threads)
-        store = file_store(config.world_rendezvous, config.tp * config.pp * config.dp)
+        store = file_store(config.world_rendezvous, config.tp * config.pp * config.cp * config.dp)
         split = init_world(
             device,
             tp=config.tp,
             pp=config.pp,
-            dp=config.dp,
             rank=config.rank,
             store=store,
             timeout_s=config.step_timeout_s,
+            dp=config.dp,
+            cp=config.cp,
+            ep=config.ep,
+            etp=config.etp,
         )
         self._engine = TrainEngine(
             shape,

@@ -45,7 +45,7 @@ def test_every_mechanism_can_be_switched_off_and_comes_back() -> None:
 def test_documents_take_longer_when_samples_start_anywhere(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     command = [sys.executable, "-m", "bench.ablation", "--quick", "--seeds", "1", "--json", str(found)]
-    command += ["--rows", "documents", "--only", "beside a sibling|tie break"]
+    command += ["--rows", "documents", "--only", "beside a sibling|forgetting"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert max(map(len, done.stdout.splitlines())) <= 80
     cells = json.loads(found.read_text())["cells"]
@@ -58,7 +58,7 @@ def test_an_unknown_mechanism_is_named_with_the_valid_ones() -> None:
     )
     assert done.returncode == 2
     assert "'luck' is unknown" in done.stderr
-    assert "time to live" in done.stderr
+    assert "migration in a turn" in done.stderr
 
 
 def test_what_decides_alike_on_two_seeds_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,10 +68,7 @@ CASES = {
         ["-o", "train.tp=3"],
         "train.tp = 3: does not divide the model's num_attention_heads = 8; valid: 1, 2, 4, 8.",
     ),
-    "train pp": (
-        ["-o", "train.pp=4"],
-        "train.pp = 4: does not divide the model's num_hidden_layers = 6; valid: 1, 2, 3, 6.",
-    ),
+    "train pp": (["-o", "train.pp=7"], "train.pp = 7: the model has only 6 layers; valid: 1 to 6."),
     "rollout tp": (["-o", "rollout.tp=5"], "rollout.tp = 5: does not divide the model's num_attention_heads = 8"),
     "context too long": (
         ["-o", "rollout.max_model_len=9000"],
@@ -85,7 +82,10 @@ CASES = {
         [*GPU_NODES, "-o", "components.train.cpus=7"],
         "components.train.cpus = 7: a node with 8 GPUs",
     ),
-    "too little memory": ([*GPU_NODES, "-o", "components.hybrid.mem=2G"], "components.hybrid.mem = '2G': the weights"),
+    "too little memory": (
+        [*GPU_NODES, "-o", "components.hybrid.mem=2G"],
+        "components.hybrid.mem = '2G': a hybrid node needs ",
+    ),
     "malformed time": (["-o", "slurm.time_limit=1h"], "slurm.time_limit = '1h': malformed"),
     "time above the partition's": (["-o", "slurm.time_limit=2-00:00:00"], "slurm.time_limit = '2-00:00:00': "),
     "unknown partition": (
@@ -204,9 +204,9 @@ CASES = {
     "model with a torn config": (["-o", "model.path=torn"], "torn': its config.json is not valid JSON"),
     "unsupported architecture": (
         ["-o", "model.path=gpt2"],
-        "model.path: model_type = 'gpt2': this version cannot train this architecture; valid: llama, qwen2, qwen3.",
+        "model.path: model_type = 'gpt2': this version cannot train this architecture; valid: glm4, llama, mistral,",
     ),
-    "mixture of experts": (["-o", "model.path=moe"], "model_type = 'qwen3_moe': a mixture of experts"),
+    "mixture of experts": (["-o", "model.path=moe"], "model_type = 'mixtral': a mixture of experts"),
     "model too large for its GPUs": (
         [*GPU_NODES, "-o", "model.path=huge", "-o", "components.train.mem=0"],
         "train.tp = 1: training huge with TP1 PP1 needs ",
@@ -255,7 +255,7 @@ MODELS: dict[str, Mapping[str, object]] = {
     "no-weights": MODEL,
     "torn": MODEL,
     "gpt2": {**MODEL, "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
-    "moe": {**MODEL, "model_type": "qwen3_moe", "num_experts": 8},
+    "moe": {**MODEL, "model_type": "mixtral", "num_local_experts": 8},
     "huge": {**MODEL, "hidden_size": 8192, "intermediate_size": 49152, "num_hidden_layers": 120},
 }
 """config.json of model folders beside the good one."""
@@ -448,7 +448,11 @@ LAYOUTS = {
         ["train.tp"],
         "override = 'train.tp': malformed; valid: section.key=value, for instance train.tp=2.",
     ),
-    "wrong type": ("running", ["train.recompute=yes"], "train.recompute = 'yes': wrong type; valid: true or false."),
+    "unknown value": (
+        "running",
+        ["train.recompute=yes"],
+        "train.recompute = 'yes': unknown value; valid: none, selective, full.",
+    ),
     "more nodes than the job": ("running", ["components.train.nodes=2"], "components.*.nodes = '2 + 1 + 1': "),
     "heads": ("running", ["train.tp=3"], "train.tp = 3: does not divide the model's num_attention_heads = 8"),
     "the present one": (
@@ -496,7 +500,7 @@ def test_a_mistake_in_an_order_for_another_layout(
 def test_check_finds_the_same_mistakes_and_prints_one_line(site: Path, cli: Callable[..., Outcome]) -> None:
     assert cli("check", "run.toml") == Outcome(0, "run.toml is good\n", "")
     facts = json.loads(cli("check", "run.toml", "--json").out)
-    expected = {"checked_against_slurm": True, "warnings": [], "expected_start": None, "split": None}
+    expected = {"checked_against_slurm": True, "warnings": [], "expected_start": None, "split": None, "memory": []}
     assert facts == {"run_file": "run.toml", "good": True, **expected}
     outcome = cli("check", "run.toml", "-o", "components.train.partition=a80")
     assert "no such partition" in one_line(outcome)

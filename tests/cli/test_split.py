@@ -36,9 +36,9 @@ device = "cuda"
 [components]
 split = "auto"
 planner = { partition = "cpu" }
-train = { partition = "a800", gpus = 8, gpu_type = "a800", cpus = 16, mem = "64G" }
-hybrid = { partition = "a800", gpus = 8, gpu_type = "a800", cpus = 16, mem = "64G" }
-rollout = { partition = "a800", gpus = 8, gpu_type = "a800", cpus = 16, mem = "64G", nodes = 2 }
+train = { partition = "a800", gpus = 8, gpu_type = "a800", cpus = 16, mem = "512G" }
+hybrid = { partition = "a800", gpus = 8, gpu_type = "a800", cpus = 16, mem = "512G" }
+rollout = { partition = "a800", gpus = 8, gpu_type = "a800", cpus = 16, mem = "512G", nodes = 2 }
 [model]
 path = "model"
 [algorithm]
@@ -120,7 +120,10 @@ def test_check_and_plan_print_what_submit_would_choose(auto: Path, cli: Cli) -> 
         (["train.tp=2"], "train.tp = 2: components.split = 'auto' chooses it"),
         (["planner.device=a80"], "device = 'a80': unknown device; valid: a100, a800"),
         (["planner.model=qwen3-15b"], "model = 'qwen3-15b': neither a known short name"),
-        (["components.hybrid.gpu_type=h100"], "components.hybrid.gpu_type = 'h100': with components.split = 'auto'"),
+        (
+            ["components.hybrid.gpu_type=h100"],
+            "components.hybrid.gpu_type = 'h100': where the planner divides the nodes",
+        ),
         (["planner.trace=absent.jsonl"], "absent.jsonl"),
         (["components.rollout.nodes=9"], "nodes = "),
     ],

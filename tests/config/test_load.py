@@ -26,6 +26,13 @@ def test_resolved_configuration_loads_back() -> None:
     assert validate(config.model_dump()) == config
 
 
+@pytest.mark.parametrize(("written", "meant"), [("true", "full"), ("false", "none"), ('"selective"', "selective")])
+def test_recompute_may_be_a_boolean_as_in_older_files(tmp_path: Path, written: str, meant: str) -> None:
+    config = load_run_file(write(tmp_path, f"[train]\nrecompute = {written}\n"))
+    assert config.train.recompute == meant
+    assert load_run_file(write(tmp_path, ""), [f"train.recompute={written}"]) == config
+
+
 def test_overrides_apply_in_order_and_keep_toml_types(tmp_path: Path) -> None:
     path = write(tmp_path, "[algorithm]\neta = 1\n")
     config = load_run_file(

@@ -19,7 +19,7 @@ from libra_hpc.search.best_plan import DevicePool
 from libra_hpc.search.train_layout import TrainSpace
 
 SETTINGS = PlannerSection(repartition_cost_s=600.0)
-SPACE = TrainSpace(cp=(1,), ep=(1,), recompute=(True,), replica_devices=8)
+SPACE = TrainSpace(cp=(1,), ep=(1,), recompute=("full",), replica_devices=8)
 EARLY = float("-inf")
 
 
@@ -47,7 +47,7 @@ def snapshot(median: float = 2000.0, count: int = 1024) -> PlanSnapshot:
 
 def _repartition() -> RepartitionAdvisor:
     return RepartitionAdvisor(
-        model_shape("qwen3-14b"), DevicePool(device("a800"), 6, 8), RunningLayout(8, 1, True, ((8, 1),)), space=SPACE
+        model_shape("qwen3-14b"), DevicePool(device("a800"), 6, 8), RunningLayout(8, 1, "full", ((8, 1),)), space=SPACE
     )
 
 

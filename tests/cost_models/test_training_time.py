@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_hpc.cost_models.factors import Factors
-from libra_hpc.cost_models.memory import TrainLayout, memory_limit, train_memory
+from libra_hpc.cost_models.memory import Recompute, TrainLayout, memory_limit, train_memory
 from libra_hpc.cost_models.training_time import BatchWork, TrainCost, forward_flops, packed
 from libra_hpc.hardware.models import model_shape
 from libra_hpc.search.train_layout import TrainSearch
@@ -28,7 +28,7 @@ def layout(
     ep: int = 1,
     dp: int = 1,
     micro: int = 8192,
-    recompute: bool = False,
+    recompute: Recompute = "none",
     distributed: bool = False,
 ) -> TrainLayout:
     return TrainLayout(
@@ -40,17 +40,18 @@ def test_14b_memory_by_hand() -> None:
     """Qwen3-14B, bf16, TP8, micro-batches of 8,192.
 
     - 14.77e9 parameters of 2 + 4 + 12 bytes, an eighth each.
-    - 40 layers of 4 * 5120 elements per token on every rank, at 2 bytes.
+    - 40 layers of an eighth of 4 * 5120 elements per token, at 2 bytes.
     - An eighth of (5120 + 2 * 1024) + 1.25 * (2 * 5120 + 2 * 1024) + 5120 + 3 * 17408 = 79,872 elements, at 2 bytes.
-    - Logits of 8,192 x 151,936 / 8 at 10 bytes; 3 GB of workspace.
+    - Output layer: 2**25 logits at 6 bytes, 8,192 x 5120 states at 8, and the weight's gradient, 151,936 / 8 x 5120
+      at 2; 3 GB of workspace.
     """
     memory = train_memory(QWEN, layout(tp=8), device=A800, micro_batches=4, pack_tokens=8192)
     assert memory.weights == pytest.approx(14.77e9 * 2 / 8, rel=0.01)
     assert memory.gradients == pytest.approx(14.77e9 * 4 / 8, rel=0.01)
     assert memory.optimizer == pytest.approx(14.77e9 * 12 / 8, rel=0.01)
-    assert memory.activations == pytest.approx(40 * (20_480 + 79_872 / 8) * 2 * 8192, rel=0.01)
-    assert memory.logits == pytest.approx(8192 * 151_936 * 10 / 8, rel=0.01)
-    assert memory.total == pytest.approx(57.8e9, rel=0.1)
+    assert memory.activations == pytest.approx(40 * (20_480 + 79_872) / 8 * 2 * 8192, rel=0.01)
+    assert memory.logits == pytest.approx(2**25 * 6 + 8192 * 5120 * 8 + 151_936 / 8 * 5120 * 2, rel=0.01)
+    assert memory.total == pytest.approx(45.1e9, rel=0.03)
 
 
 def test_14b_does_not_fit_on_one_device_and_the_sentence_says_why() -> None:
@@ -66,7 +67,7 @@ def test_pipeline_keeps_as_many_micro_batches_as_stages_and_recomputation_only_i
         train_memory(QWEN, layout(pp=4), device=A800, micro_batches=8, pack_tokens=4096),
     )
     assert deep.weights == pytest.approx(flat.weights / 4, rel=0.2)
-    first = train_memory(QWEN, layout(pp=4, recompute=True), device=A800, micro_batches=8, pack_tokens=4096)
+    first = train_memory(QWEN, layout(pp=4, recompute="full"), device=A800, micro_batches=8, pack_tokens=4096)
     assert first.activations < deep.activations / 10
     few = train_memory(QWEN, layout(pp=4), device=A800, micro_batches=2, pack_tokens=4096)
     assert few.activations < deep.activations
@@ -140,7 +141,7 @@ def test_micro_batches_hold_whole_trajectories() -> None:
 
 def test_recomputation_is_one_forward_pass_and_so_is_a_reference() -> None:
     plain = cost().time(layout(tp=8)).compute
-    assert cost().time(layout(tp=8, recompute=True)).compute == pytest.approx(plain * 4 / 3)
+    assert cost().time(layout(tp=8, recompute="full")).compute == pytest.approx(plain * 4 / 3)
     assert cost(msgspec.structs.replace(agentic(), forwards=1)).time(layout(tp=8)).compute == pytest.approx(
         plain * 4 / 3
     )
@@ -149,6 +150,17 @@ def test_recomputation_is_one_forward_pass_and_so_is_a_reference() -> None:
 def test_a_group_across_nodes_is_slower_than_one_inside() -> None:
     inside, across = cost().time(layout(tp=4, pp=2)).pp, cost().time(layout(tp=8, pp=2)).pp
     assert across > 2 * inside
+
+
+def test_fewer_key_value_heads_than_devices_cost_a_gather() -> None:
+    few = msgspec.structs.replace(QWEN, kv_heads=4)
+    eight, four = (
+        TrainCost(shape=few, device=A800, devices_per_node=8, batch=agentic(), factors=Factors()).time(layout(tp=tp)).tp
+        for tp in (8, 4)
+    )
+    whole = [cost().time(layout(tp=tp)).tp for tp in (8, 4)]
+    assert four == whole[1]
+    assert eight / whole[0] == pytest.approx(1 + (40 + 8) * 128 / 4 / 5120, rel=0.01)
 
 
 def test_gradient_reduction_hides_behind_the_last_backward_only() -> None:

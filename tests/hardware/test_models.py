@@ -120,7 +120,8 @@ def test_qwen2_has_biases_and_a_float32_model_twice_the_bytes(tmp_path: Path) ->
         ({"num_hidden_layers": True}, "is no count"),
         ({"num_attention_heads": "32"}, "is no count"),
         ({"torch_dtype": "float8"}, "unknown type of weights"),
-        ({"use_sliding_window": True}, "sliding-window"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "sliding_window = 4096: sliding-window"),
+        ({"model_type": "mistral"}, "sliding_window = 4096"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [3]}, "dense layers"),
     ],
 )
@@ -143,10 +144,15 @@ def test_an_unknown_name_gets_the_nearest() -> None:
         model_shape("qwen3-14")
 
 
+def test_degrees_for_training_have_more_to_divide_than_those_for_rollout() -> None:
+    shape = model_shape("qwen2.5-7b")
+    assert [tp for tp in range(1, 33) if shape.trains(tp)] == [1, 2, 4]
+    assert [tp for tp in range(1, 33) if shape.divides(tp)] == [1, 2, 4, 28]
+
+
 def test_degrees_that_shard_the_heads() -> None:
     assert [tp for tp in range(1, 33) if model_shape("qwen2.5-7b").divides(tp)] == [1, 2, 4, 28]
     with pytest.raises(
-        UserError,
-        match=r"tp = 8: does not divide the 28 query heads and 4 KV heads of qwen2.5-7b; valid: one of 1, 2, 4, 28",
+        UserError, match=r"tp = 8: does not divide the model's num_attention_heads = 28; valid: 1, 2, 4, 28\."
     ):
         model_shape("qwen2.5-7b").check_tp(8)

@@ -46,7 +46,7 @@ def test_known_hardware_gives_the_rollout_model_and_repartition_advice() -> None
 def test_what_a_repartition_proposes_is_a_run_file() -> None:
     config = _config(
         planner={"hybrid_start": "train"},
-        model={"path": "qwen3-8b"},
+        model={"path": "qwen3-4b"},
         rollout={"max_model_len": 32768},
         train={"recompute": True},
     )

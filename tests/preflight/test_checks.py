@@ -54,8 +54,11 @@ def test_the_default_configuration_has_no_problem() -> None:
         ({"slurm": {"time_limit": "1h"}}, "slurm.time_limit = '1h': malformed"),
         ({"slurm": {"time_limit": "0"}}, "slurm.time_limit = '0': no time at all"),
         ({"train": {"tp": 3}}, "train.tp = 3: does not divide the model's num_attention_heads = 8; valid: 1, 2, 4, 8."),
-        ({"train": {"tp": 8}}, "train.tp = 8: does not divide the model's num_key_value_heads = 4"),
-        ({"train": {"pp": 4}}, "train.pp = 4: does not divide the model's num_hidden_layers = 6; valid: 1, 2, 3, 6."),
+        (
+            {"train": {"tp": 16}},
+            "train.tp = 16: does not divide the model's num_attention_heads = 8; valid: 1, 2, 4, 8.",
+        ),
+        ({"train": {"pp": 7}}, "train.pp = 7: the model has only 6 layers; valid: 1 to 6."),
         ({"rollout": {"tp": 3}}, "rollout.tp = 3: does not divide"),
         ({"rollout": {"tp": [1, 3]}}, "rollout.tp = 3: does not divide"),
         (
@@ -110,15 +113,16 @@ def test_problems_name_field_value_and_limit(sections: dict[str, Any], sentence:
     ("change", "sentence"),
     [
         (
-            {"model_type": "mistral"},
+            {"model_type": "cohere2"},
             (
-                "model.path: model_type = 'mistral': this version cannot train this architecture; valid: llama, qwen2,"
-                " qwen3."
+                "model.path: model_type = 'cohere2': this version cannot train this architecture; valid: glm4, llama,"
+                " mistral, phi3, qwen2, qwen3, qwen3_moe."
             ),
         ),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            "model.path: type = 'yarn': the trainer has no such rotary embedding; valid: default, llama3.",
+            {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            "model.path: type = 'dynamic': the trainer has no such rotary embedding; valid: default, linear, llama3,"
+            " yarn.",
         ),
         ({"hidden_size": None}, "model.path: the model's config has no 'hidden_size'; valid: an integer >= 1."),
         ({"num_hidden_layers": "six"}, "model.path: num_hidden_layers = 'six': is no count; valid: an integer >= 1."),

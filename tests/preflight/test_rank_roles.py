@@ -70,7 +70,7 @@ def _value(config: RunConfig, key: str) -> Any:
             "components.train.nodes = 0: each stage keeps a core node",
         ),
         ({"train.tp": 3}, "train.tp = 3: does not divide the model's num_attention_heads = 8"),
-        ({"train.pp": 4}, "train.pp = 4: does not divide the model's num_hidden_layers = 6"),
+        ({"train.pp": 7}, "train.pp = 7: the model has only 6 layers"),
         ({"train.tp": 8, "train.pp": 2}, "needs 16 GPUs and components.train has 8 per node"),
         ({"rollout.tp": [1, 2]}, "a list has one entry for each of the 1 hybrid and 2 rollout nodes"),
         (

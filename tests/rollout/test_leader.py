@@ -60,7 +60,6 @@ class Emptiest:
             level=best.level,
             template="{tokens:.0f} tokens at {engine}",
             numbers={"tokens": best.inflight_tokens, "engine": best.engine},
-            keep_s=1.5,
         )
 
     def finished(self, record: Finished, now: float) -> None:
@@ -1031,7 +1030,7 @@ def test_every_turn_sent_is_a_decision_with_reason_and_numbers() -> None:
         plant.start()
         await plant.run(lambda: plant.inbox)
         first = plant.inbox[0][1]
-        assert (first.priority, first.keep_s) == (3, 1.5)
+        assert first.priority == 3
         await plant.run(lambda: plant.batches)
         assert [(d["trajectory"], d["turn"]) for d in plant.decisions[:4]] == [
             ("0.0.0", 0),
@@ -1040,13 +1039,7 @@ def test_every_turn_sent_is_a_decision_with_reason_and_numbers() -> None:
             ("1.1.0", 0),
         ]
         second = plant.decisions[1]
-        assert (second["engine"], second["level"], second["priority"], second["keep_s"], second["from"]) == (
-            "e0",
-            0,
-            3,
-            1.5,
-            "",
-        )
+        assert (second["engine"], second["level"], second["priority"], second["from"]) == ("e0", 0, 3, "")
         assert (second["reason"], second["numbers"]) == ("3 tokens at e0", {"tokens": 3, "engine": "e0"})
         assert sorted((d["trajectory"], d["turn"]) for d in plant.decisions) == [
             (f"{i}.{s}.0", t) for i in (0, 1) for s in (0, 1) for t in (0, 1)

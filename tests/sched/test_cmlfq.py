@@ -1,4 +1,4 @@
-"""Placement, order and retention of caches under C-MLFQ."""
+"""Placement and order under C-MLFQ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from libra_hpc.sched.board import Board
 from libra_hpc.sched.cmlfq import AGEING_S, CausalMlfq
 from libra_hpc.sched.dispatch import Dispatcher
 from libra_hpc.sched.engine_loads import ENTRY_SLACK, EngineLoads, Placed
-from libra_hpc.sched.ttl import KEEP_SLACK, KeepTimes, best_keep_s
 from tests.sched.views import MISS, OK, board, finished, stats, turn
 
 
@@ -297,22 +296,6 @@ def test_near_the_limit_of_the_context_little_can_be_left() -> None:
     assert left(40_000, 30_000) < 10_000
     assert left(30_010, 30_000) < 10
     assert keys == sorted(keys), "and it does not go first as a long one"
-
-
-def test_a_cache_is_retained_for_quick_tools_and_not_for_slow_ones() -> None:
-    keep = KeepTimes()
-    assert keep.keep_s("quick", 1, 1e-4, 300_000) == 0.0, "nothing measured"
-    for _ in range(20):
-        keep.learn("quick", 2.0)
-        keep.learn("slow", 500.0)
-    assert keep.keep_s("quick", 1, 1e-4, 300_000) == pytest.approx(KEEP_SLACK * 2.0)
-    assert keep.keep_s("slow", 1, 1e-4, 300_000) == 0.0, "30 s of the whole cache is what its prefill costs"
-
-
-def test_the_keep_time_maximises_the_gain() -> None:
-    durations = sorted([0.5] * 8 + [100.0] * 2)
-    assert best_keep_s(durations, 1e-4, 300_000) == pytest.approx(KEEP_SLACK * 0.5)
-    assert best_keep_s([], 1e-4, 300_000) == 0.0
 
 
 def test_engines_may_come_between_a_turn_and_the_end_of_its_trajectory() -> None:

@@ -40,7 +40,7 @@ for round in range(6):
     for turn in made:
         key = policy.key(turn, now)
         decision = policy.route(turn, board, now)
-        words = [decision.engine, decision.priority, decision.keep_s, decision.wait, decision.reason]
+        words = [decision.engine, decision.priority, decision.wait, decision.reason]
         seen.update(json.dumps([key, *words, dict(decision.numbers)]).encode())
         if decision.engine:
             board.sent(decision.engine, turn.context_tokens)

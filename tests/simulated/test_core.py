@@ -46,10 +46,8 @@ def engine(capacity: int = 4096, max_model_len: int = 256, **fields: float) -> S
     return SimulatedEngine(config, pace(speedup=SPEEDUP, **fields), Linear(capacity))
 
 
-def turn(
-    rid: str, count: int, *, sample: int = 0, size: int = 16, max_tokens: int = 999, keep_s: float = 0.0
-) -> Generate:
-    return Generate(rid, pack_i32(tokens.prompt(7, sample, size, count)), max_tokens, keep_s=keep_s)
+def turn(rid: str, count: int, *, sample: int = 0, size: int = 16, max_tokens: int = 999) -> Generate:
+    return Generate(rid, pack_i32(tokens.prompt(7, sample, size, count)), max_tokens)
 
 
 def update(folder: Path, version: int) -> UpdateWeights:
@@ -176,10 +174,3 @@ def test_what_the_engine_cannot_run_is_refused_in_words() -> None:
     assert [type(message) for message in simulated.submit(turn("c", 5), 0.0)] == [EngineError]
     with pytest.raises(UserError, match="max_model_len = 256: the KV cache of qwen3-14b on 1 x a800 holds 128 tokens"):
         engine(capacity=128)
-
-
-def test_pinned_blocks_are_pinned_for_wall_seconds() -> None:
-    simulated = engine(capacity=320)
-    simulated.submit(turn("a", 24, size=40, keep_s=1000.0 / SPEEDUP), 0.0)
-    pinned = [message for message in simulated.run_until(LATE) if isinstance(message, EngineStats)][-1]
-    assert pinned.kv_pinned == pytest.approx(7 / 40)

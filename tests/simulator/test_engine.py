@@ -164,31 +164,6 @@ def test_the_least_recently_used_prefix_is_evicted_first() -> None:
     assert e.counters.again == {"partial_block": 1, "eviction": 9}
 
 
-@pytest.mark.parametrize(("keep_s", "again_at", "cached"), [(100.0, 50.0, 12), (0.0, 50.0, 4), (15.0, 50.0, 4)])
-def test_a_pinned_prefix_outlives_younger_ones_until_its_time_is_over(
-    keep_s: float, again_at: float, cached: int
-) -> None:
-    e = engine(Linear(40))
-    play(
-        e,
-        (0.0, lambda now: e.submit(request("a", 13, 1, keep_s=keep_s), now)),
-        (30.0, lambda now: e.submit(request("b", 13, 1), now)),
-    )
-    play(e, (40.0, lambda now: e.submit(request("c", 21, 1), now)))
-    play(e, (again_at, lambda now: e.submit(request("a", 14, 1, prompt_tokens=13), now)))
-    assert e.counters.cached == cached
-
-
-def test_a_pinned_prefix_makes_no_request_wait() -> None:
-    e = engine(Linear(40))
-    done = play(
-        e,
-        (0.0, lambda now: e.submit(request("a", 13, 1, keep_s=1000.0), now)),
-        (5.0, lambda now: e.submit(request("c", 38, 1), now)),
-    )
-    assert done == [(1.0, "a"), (6.0, "c")]
-
-
 def test_a_weight_update_recomputes_what_runs_and_empties_the_cache() -> None:
     e = engine(Linear(400, base=1.0, prefill=0.25))
     play(e, (0.0, lambda now: e.submit(request("old", 8, 1), now)))

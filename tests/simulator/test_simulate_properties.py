@@ -66,23 +66,23 @@ def rules(draw: st.DrawFn) -> Rules:
 
 
 def run(
-    work: list[TrajectoryRecord], rules: Rules, capacity: int, keep_s: float, policy: type[Spread] = Spread
+    work: list[TrajectoryRecord], rules: Rules, capacity: int, policy: type[Spread] = Spread
 ) -> tuple[Simulation, SimResult]:
     engines = [
         spec("a", Linear(capacity, 2**-4, 2**-18, 2**-10)),
         spec("b", Linear(capacity + 8, 2**-4, 2**-18, 2**-10, tp=2)),
     ]
-    sim = Simulation(work, engines, policy(keep_s), rules.settings)
+    sim = Simulation(work, engines, policy(), rules.settings)
     if rules.exchange is not None:
         at_s, delay_s = rules.exchange
         exchange = Exchange("b", spec("c", Linear(400, 2**-4, 2**-18, 2**-9)), delay_s)
-        sim = Simulation(work, engines, policy(keep_s), rules.settings, controller=exchange, controller_s=at_s + 0.125)
+        sim = Simulation(work, engines, policy(), rules.settings, controller=exchange, controller_s=at_s + 0.125)
     return sim, sim.run()
 
 
 def nothing_is_held(sim: Simulation) -> bool:
     """Whether no request has KV blocks any more."""
-    return all(one.snapshot(sim.now).kv_use == 0.0 for one in sim.engines.values())
+    return all(one.snapshot().kv_use == 0.0 for one in sim.engines.values())
 
 
 ROOM = 244
@@ -91,9 +91,9 @@ them: preemption happens."""
 
 
 @settings(max_examples=60, deadline=None)
-@given(workloads(), rules(), st.sampled_from([ROOM, 400, 4000]), st.sampled_from([0.0, 1.0, 60.0]))
-def test_tokens_and_blocks_add_up(work: list[TrajectoryRecord], rules: Rules, capacity: int, keep_s: float) -> None:
-    sim, result = run(work, rules, capacity, keep_s)
+@given(workloads(), rules(), st.sampled_from([ROOM, 400, 4000]))
+def test_tokens_and_blocks_add_up(work: list[TrajectoryRecord], rules: Rules, capacity: int) -> None:
+    sim, result = run(work, rules, capacity)
     wanted = sum(one.generated for one in work)
     assert result.generated_tokens == wanted == sum(engine.generated_tokens for engine in result.engines)
     assert result.trajectories == len(work)
@@ -110,20 +110,18 @@ def test_tokens_and_blocks_add_up(work: list[TrajectoryRecord], rules: Rules, ca
 
 
 @settings(max_examples=60, deadline=None)
-@given(workloads(), rules(), st.sampled_from([ROOM, 400, 4000]), st.sampled_from([0.0, 1.0]))
-def test_stretches_equal_single_steps(work: list[TrajectoryRecord], rules: Rules, capacity: int, keep_s: float) -> None:
-    fast, result = run(work, rules, capacity, keep_s)
-    slow, stepped = run(work, rules.stepwise(), capacity, keep_s)
+@given(workloads(), rules(), st.sampled_from([ROOM, 400, 4000]))
+def test_stretches_equal_single_steps(work: list[TrajectoryRecord], rules: Rules, capacity: int) -> None:
+    fast, result = run(work, rules, capacity)
+    slow, stepped = run(work, rules.stepwise(), capacity)
     assert result == stepped
     assert fast._events.count <= slow._events.count
 
 
 @settings(max_examples=60, deadline=None)
-@given(workloads(), rules(), st.sampled_from([ROOM, 400, 4000]), st.sampled_from([0.0, 1.0]))
-def test_interrupted_turns_lose_nothing(
-    work: list[TrajectoryRecord], rules: Rules, capacity: int, keep_s: float
-) -> None:
-    sim, result = run(work, rules, capacity, keep_s, Restless)
+@given(workloads(), rules(), st.sampled_from([ROOM, 400, 4000]))
+def test_interrupted_turns_lose_nothing(work: list[TrajectoryRecord], rules: Rules, capacity: int) -> None:
+    sim, result = run(work, rules, capacity, Restless)
     assert (
         result.generated_tokens
         == sum(one.generated for one in work)
@@ -137,7 +135,7 @@ def test_interrupted_turns_lose_nothing(
     assert sorted(record.context_tokens for record in records) == sorted(one.context for one in work)
     assert nothing_is_held(sim)
     assert sim.in_flight == sim.waiting == 0
-    _, stepped = run(work, rules.stepwise(), capacity, keep_s, Restless)
+    _, stepped = run(work, rules.stepwise(), capacity, Restless)
     assert result == stepped
 
 
@@ -149,16 +147,10 @@ class Arrival(NamedTuple):
     left: int
     priority: int
     prompt: int
-    keep_s: float
 
 
 ARRIVALS = st.lists(
-    st.builds(
-        Arrival,
-        *(st.integers(*ends) for ends in ((0, 60), (1, 24), (1, 56), (0, 2), (0, 3))),
-        st.sampled_from([0.0, 1.0]),
-    ),
-    max_size=14,
+    st.builds(Arrival, *(st.integers(*ends) for ends in ((0, 60), (1, 24), (1, 56), (0, 2), (0, 3)))), max_size=14
 )
 
 
@@ -168,13 +160,11 @@ def crowd(arrivals: list[Arrival], kv: float, max_stretch: int) -> tuple[list[tu
     e = engine(Linear(100, 2**-4, kv, 2**-10 if kv else 0.0), max_stretch=max_stretch)
 
     def arrive(number: int, a: Arrival) -> tuple[float, Callable[[float], object]]:
-        turn = request(
-            f"t{number}", 4 * a.prompt + a.tokens, a.left, f"p{a.prompt}", 4 * a.prompt, a.priority, a.keep_s
-        )
+        turn = request(f"t{number}", 4 * a.prompt + a.tokens, a.left, f"p{a.prompt}", 4 * a.prompt, a.priority)
         return a.at / 16, lambda now: e.submit(turn, now)
 
     done = play(e, *(arrive(i, a) for i, a in enumerate(arrivals)), (1.25, lambda now: e.swap(1, 0.5, now)))
-    held = e.snapshot(done[-1][0] if done else 0.0).kv_use
+    held = e.snapshot().kv_use
     return done, [getattr(e.counters, name) for name in e.counters.__slots__], held
 
 

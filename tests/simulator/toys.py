@@ -38,8 +38,7 @@ class Spread:
 
     name = "spread"
 
-    def __init__(self, keep_s: float = 0.0) -> None:
-        self.keep_s = keep_s
+    def __init__(self) -> None:
         self.turns: list[TurnView] = []
         self.records: list[Finished] = []
 
@@ -52,7 +51,7 @@ class Spread:
         if not able:
             return Decision("", 0, 0, "wait: all full", {})
         best = min(able, key=lambda view: (view.engine != turn.engine, view.inflight_tokens, view.engine))
-        return Decision(best.engine, 0, best.level, "{tokens} in flight", {"tokens": best.inflight_tokens}, self.keep_s)
+        return Decision(best.engine, 0, best.level, "{tokens} in flight", {"tokens": best.inflight_tokens})
 
     def finished(self, record: Finished, now: float) -> None:
         self.records.append(record)
@@ -64,8 +63,8 @@ class Spread:
 class Restless(Spread):
     """Sends every turn that runs elsewhere whenever it is asked, as far as there are slots."""
 
-    def __init__(self, keep_s: float = 0.0) -> None:
-        super().__init__(keep_s)
+    def __init__(self) -> None:
+        super().__init__()
         self.seen: list[tuple[float, str, int]] = []
         self._avoid: dict[str, str] = {}
 
@@ -113,7 +112,6 @@ def request(
     prompt: str = "",
     prompt_tokens: int | None = None,
     priority: int = 0,
-    keep_s: float = 0.0,
     high: int = 0,
 ) -> SimRequest:
     """A turn; its prompt is its whole context unless given."""
@@ -124,7 +122,6 @@ def request(
         tokens=tokens,
         left=left,
         priority=priority,
-        keep_s=keep_s,
         high=high,
         again="eviction",
     )

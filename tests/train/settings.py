@@ -43,7 +43,7 @@ def worker_config(**changes: Any) -> WorkerConfig:
         "optimizer": optimizer(),
         "algorithm": algorithm(),
         "micro_tokens": _run.train.micro_tokens,
-        "recompute": False,
+        "recompute": "none",
         "snapshot_dir": "",
         "snapshot_every": 0,
         "threads": 1,

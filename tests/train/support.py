@@ -7,8 +7,9 @@ import os
 import signal
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -47,31 +48,40 @@ MICRO_TOKENS = 96
 WAIT_S = 120.0
 
 
-def make_model(kind: str, folder: Path, *, tied: bool = False, layers: int = 2) -> Any:
-    """Write a random tiny Hugging Face model and return it."""
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "glm4": {"head_dim": 16, "pad_token_id": 0},
+    "mistral": {"sliding_window": None},
+    "phi3": {"pad_token_id": 0},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+}
+"""Keys of a tiny model's config beyond those that all families have."""
+
+
+def make_model(kind: str, folder: Path, *, tied: bool = False, layers: int = 2, **keys: Any) -> Any:
+    """Write a random tiny Hugging Face model, with ``keys`` in its config, and return it."""
     import transformers
 
-    classes: dict[str, tuple[Any, Any]] = {
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 256,
+        "dtype": "float32",
     }
-    config_class, model_class = classes[kind]
-    extra: dict[str, Any] = {"head_dim": 16} if kind == "qwen3" else {}
-    config = config_class(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        tie_word_embeddings=tied,
-        max_position_embeddings=256,
-        dtype="float32",
-        **extra,
-    )
+    config = transformers.AutoConfig.for_model(kind, **{**settings, **OF_FAMILY.get(kind, {}), **keys})
     torch.manual_seed(0)
-    model = model_class(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             # Biases and norms start at 0 and 1, where a wrong mapping would not show.
@@ -204,7 +214,16 @@ class Replica:
     """The worker processes of a core of one world, or of an elastic replica, and the agents' ends of their sockets."""
 
     def __init__(
-        self, base: Path, name: str, model_dir: Path, *, tp: int = 1, pp: int = 1, dp: int = 1, **options: Any
+        self,
+        base: Path,
+        name: str,
+        model_dir: Path,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        cp: int = 1,
+        dp: int = 1,
+        **options: Any,
     ) -> None:
         self.folder = base / name
         self.folder.mkdir(parents=True)
@@ -221,7 +240,7 @@ class Replica:
         self._sockets: list[socket.socket] = []
         self._buffers: list[tuple[FrameBuffer, list[Any]]] = []
         listeners = []
-        for rank in range(tp * pp * dp):
+        for rank in range(tp * pp * cp * dp):
             path = self.folder / f"{rank}.sock"
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind(str(path))
@@ -233,6 +252,7 @@ class Replica:
                 world_rendezvous=str(self.folder / "world"),
                 tp=tp,
                 pp=pp,
+                cp=cp,
                 dp=dp,
                 rank=rank,
                 **settings,
@@ -323,6 +343,69 @@ class Replica:
         for connection in self._sockets:
             connection.close()
         return [process.wait(timeout=WAIT_S) for process in self.processes]
+
+
+class Layout(NamedTuple):
+    """Degrees of a world."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Processes."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    def __str__(self) -> str:
+        return "-".join(
+            f"{name}{value}" for name, value in self._asdict().items() if value > (name != "etp") or name == "dp"
+        )
+
+
+def assert_equals_one_process(base: Path, world: ReplicaPlace, layout: Layout, **options: Any) -> None:
+    """A world trains ``base / "model"`` as one process does, and the states of both load into the other."""
+    model_dir, steps = base / "model", 3
+    replica = Replica(base, "split", model_dir, **layout._asdict(), **options)
+    want, state = fixed_run(model_dir, world, steps)
+    replica.ready()
+    join_all([replica], 0, base / "meet")
+    for step, reference in enumerate(want, 1):
+        (done,) = step_all([replica], step, 0)
+        assert done.loss == pytest.approx(reference.loss, abs=2e-6)
+        assert done.grad_norm == pytest.approx(reference.grad_norm, rel=2e-5)
+        assert done.entropy == pytest.approx(reference.entropy, abs=2e-5)
+        assert done.ratio_mean == pytest.approx(reference.ratio_mean, rel=2e-5)
+        assert (done.tokens, done.loss_tokens, done.ratio_truncated) == (
+            reference.tokens,
+            reference.loss_tokens,
+            reference.ratio_truncated,
+        )
+    folder = base / "saved"
+    replica.ask(SaveCheckpoint(str(folder), steps), Saved)
+    assert_same_state(read_tensors(folder), state)
+
+    # Across splits: one process continues from the split replica's checkpoint, and the split replica from one
+    # process's.
+    engine, trainer = build(model_dir, world)
+    checkpoint.load_state(engine, folder)
+    assert (engine.state.step, engine.state.updates) == (steps, steps)
+    alone = trainer.step(train_step(steps + 1, 0))
+    (together,) = step_all([replica], steps + 1, 0)
+    assert alone.loss == pytest.approx(together.loss, abs=2e-6)
+    assert alone.grad_norm == pytest.approx(together.grad_norm, rel=2e-5)
+    checkpoint.save(engine, model_dir, base / "alone")
+    assert_same_state(replica.tensors(steps + 1), read_tensors(base / "alone"))
+    assert replica.close() == [0] * layout.ranks
+    start_dir = str(base / f"reference-model-{steps}-1")
+    split = Replica(base, "from-one-process", model_dir, **layout._asdict(), start_dir=start_dir)
+    assert split.ready().step == steps
+    after = split.tensors(steps)
+    assert all((after[name] == state[name]).all() for name in state)
+    assert split.close() == [0] * layout.ranks
 
 
 def join_all(replicas: list[Replica], generation: int, rendezvous: Path) -> list[Any]:

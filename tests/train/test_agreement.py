@@ -5,6 +5,7 @@ The importance ratio between rollout and training depends on this.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,22 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.rollout import Generated, UpdateWeights
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.train import checkpoint
-from libra_hpc.train.grpo import token_logprobs
+from libra_hpc.train.head import Head
 from libra_hpc.train.packing import Pack, decode, pack
 from libra_hpc.train.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
-from tests.rollout.engine.engine_harness import EngineUnderTest, engine_config, logprobs_of, make_model, tokens_of, turn
+from tests.rollout.engine.engine_harness import (
+    EngineUnderTest,
+    Model,
+    engine_config,
+    logprobs_of,
+    make_model,
+    tokens_of,
+    turn,
+)
 
 from .settings import optimizer
+from .support import make_model as make_family
 
 pytestmark = pytest.mark.engine
 
@@ -51,19 +61,36 @@ def gaps(engine: TrainEngine, samples: list[Sample]) -> torch.Tensor:
     """|log p Megatron - log p vLLM| of every sampled token."""
     found: list[torch.Tensor] = []
 
-    def compare(logits: torch.Tensor, batch: Pack) -> torch.Tensor:
-        found.append((token_logprobs(logits, batch.targets, TEMPERATURE) - batch.behaviour).abs())
+    def compare(head: Head, batch: Pack) -> torch.Tensor:
+        found.append((head.likelihood(batch.targets, TEMPERATURE).logprobs - batch.behaviour).abs())
         return found[-1].sum()
 
     engine.forward(pack([decode(s) for s in samples], 256, engine.device), compare)
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+def model_of(kind: str, folder: Path) -> Model:
+    """A tiny model of a family, with heads that vLLM has a kernel for."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": 1024}
+    width = {"head_dim": 64} if kind in ("glm4", "qwen3_moe") else {}
+    if kind == "qwen3_moe":
+        width["moe_intermediate_size"] = 64
+    return Model(folder, make_family(kind, folder, bos_token_id=1, eos_token_id=2, **sizes, **width))
+
+
+MODELS: dict[str, Callable[[Path], Model]] = {
+    "qwen2, tied": lambda folder: make_model(folder, seed=3, tied=True),
+    "glm4": lambda folder: model_of("glm4", folder),
+    "phi3": lambda folder: model_of("phi3", folder),
+    "qwen3_moe": lambda folder: model_of("qwen3_moe", folder),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(
-    tied: bool, tmp_path: Path, world: ReplicaPlace
+    name: str, tmp_path: Path, world: ReplicaPlace
 ) -> None:
-    model = make_model(tmp_path / "model", seed=3, tied=tied)
+    model = MODELS[name](tmp_path / "model")
     trainer = TrainEngine(read_shape(model.folder), torch.device("cpu"), torch.float32, world, optimizer(lr=1e-2))
     checkpoint.load_policy(trainer, model.folder)
     engine = EngineUnderTest(tmp_path, engine_config(model))
@@ -73,8 +100,8 @@ def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(
         first = as_samples(engine.generate(*requests))
         assert gaps(trainer, first).max() < TOLERANCE
 
-        def loss(logits: torch.Tensor, batch: Pack) -> torch.Tensor:
-            return -(token_logprobs(logits, batch.targets, TEMPERATURE) * batch.advantages).sum()
+        def loss(head: Head, batch: Pack) -> torch.Tensor:
+            return -(head.likelihood(batch.targets, TEMPERATURE).logprobs * batch.advantages).sum()
 
         packs = pack([decode(s) for s in first], 256, trainer.device)
         trainer.forward_backward(packs, loss)

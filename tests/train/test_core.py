@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from libra_hpc.protocol.trainer import Export, Exported, Join, Joined, StepDone, StepFailed
+from libra_hpc.protocol.trainer import Export, Exported, Join, Joined, StepDone, StepFailed, WorkerError
 from libra_hpc.weights.names import ReplicaPlace
 
 from .support import Replica, assert_same_state, fixed_run, make_model, train_step
@@ -33,12 +34,28 @@ class Run:
 
     def form(self, *replicas: Replica, **weights: Any) -> list[Joined]:
         """A new generation of the core and ``replicas``."""
+        self.order(*replicas, **weights)
+        return self.formed()
+
+    def order(self, *replicas: Replica, **weights: Any) -> None:
+        """Order a generation, which ends the wait for one that has not formed."""
         self.generation += 1
         self.members = [self.core, *replicas]
         path = str(self.base / f"generation-{self.generation}")
         for rank, member in enumerate(self.members):
             member.send(Join(self.generation, rank, len(self.members), path, **weights))
-        return [member.receive(Joined) for member in self.members]
+
+    def formed(self) -> list[Joined]:
+        """Answers to the last order; earlier ones formed, or were given up for it."""
+        found = []
+        for member in self.members:
+            while not (isinstance(answer := member.receive(Joined | WorkerError), Joined) and self._is_last(answer)):
+                pass
+            found.append(answer)
+        return found
+
+    def _is_last(self, answer: Joined) -> bool:
+        return answer.generation == self.generation
 
     def send(self, step: int) -> None:
         for rank, member in enumerate(self.members):
@@ -144,3 +161,48 @@ def test_thirty_steps_in_every_layout_equal_one_process(
     got_state = run.core.tensors(30)
     assert all((got_state[name] - tensor).abs().max() < 1e-4 for name, tensor in final.items())
     assert run.core.close() == [0] * (tp * pp * dp)
+
+
+def test_thirty_random_moves_and_kills_leave_the_result_as_it_is(tmp_path: Path, world: ReplicaPlace) -> None:
+    model_dir = tmp_path / "model"
+    make_model("qwen3", model_dir, layers=1)
+    chance, steps = random.Random(5), 10
+    run = Run(tmp_path, model_dir, 1, 1, 2, minibatches=1)
+    idle = [run.replica(f"{i}") for i in range(3)]
+    want, final = fixed_run(model_dir, world, steps)
+    for replica in (run.core, *idle):
+        replica.ready()
+    active: list[Replica] = []
+    moves = kills = 0
+    run.form()
+    for step in range(1, steps + 1):
+        # Moves between two steps, which come before the generation before has formed.
+        for _ in range(3):
+            if active and (not idle or chance.random() < 0.5):
+                idle.append(active.pop(chance.randrange(len(active))))
+            elif idle:
+                active.append(idle.pop(chance.randrange(len(idle))))
+            moves += 1
+            run.order(*active)
+        run.formed()
+        if active and chance.random() < 0.3:
+            # Stopped, so that it cannot answer before it is killed.
+            victim = active.pop(chance.randrange(len(active)))
+            victim.processes[0].send_signal(signal.SIGSTOP)
+            run.send(step)
+            victim.kill()
+            for member in run.members:
+                if member is not victim:
+                    member.receive(StepFailed)
+            kills += 1
+            idle.append(run.replica(f"{3 + kills}"))
+            idle[-1].ready()
+            run.form(*active)
+        got = run.step(step)
+        assert got.loss == pytest.approx(want[step - 1].loss, abs=1e-4)
+        assert got.grad_norm == pytest.approx(want[step - 1].grad_norm, rel=1e-4)
+    assert moves == 30
+    assert kills > 1
+    state = run.core.tensors(steps)
+    assert all((state[name] - tensor).abs().max() < 1e-4 for name, tensor in final.items())
+    assert run.core.close() == [0, 0]

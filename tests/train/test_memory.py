@@ -8,14 +8,13 @@ import msgspec
 import pytest
 import torch
 
-from libra_hpc.cost_models.memory import PADDING, activation_bytes_per_token
+from libra_hpc.cost_models.memory import PADDING, Recompute, activation_bytes_per_token
 from libra_hpc.hardware.architecture import read_shape
 from libra_hpc.hardware.models import ModelShape, model_shape
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.train.checkpoint import load_policy
 from libra_hpc.train.device import local_store
-from libra_hpc.train.grpo import token_logprobs
 from libra_hpc.train.packing import Pack, decode, pack
 from libra_hpc.train.train_engine import TrainEngine, close_world, init_world
 from tests.train.support import OPTIMIZER, make_model
@@ -44,8 +43,8 @@ def _stored(engine: TrainEngine, batch: Pack, dtype: torch.dtype) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        logits = engine.ddp(batch.tokens, batch.positions, None, packed_seq_params=engine.layout(batch))
-    assert logits.shape[1] == batch.tokens.shape[1]
+        hidden = engine.ddp(batch.tokens, batch.positions, None, packed_seq_params=engine.layout(batch))
+    assert hidden.shape[1] == batch.tokens.shape[1]
     return sum(seen.values())
 
 
@@ -69,7 +68,7 @@ def _per_layer(folder: Path, lengths: list[int]) -> tuple[ModelShape, float]:
 @pytest.mark.parametrize("lengths", [[200], [200, 180, 170, 165]])
 def test_a_layer_stores_what_the_planner_counts(lengths: list[int], tmp_path: Path) -> None:
     shape, stored = _per_layer(tmp_path, lengths)
-    counted = activation_bytes_per_token(shape, recompute=False) / 2
+    counted = activation_bytes_per_token(shape, recompute="none") / 2
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     padding = len(lengths) * max(lengths) / sum(lengths)
     # Without padding values stay in the projection's output, and the attention's output is not copied.
@@ -80,22 +79,46 @@ def test_a_layer_stores_what_the_planner_counts(lengths: list[int], tmp_path: Pa
     assert stored / 2 == pytest.approx(want, rel=0.01)
 
 
-def test_recomputation_keeps_inputs_only_and_changes_no_gradient(tmp_path: Path) -> None:
-    make_model("qwen3", tmp_path / "m")
-    batch = _pack([60, 50, 48])
-    gradients, stored = [], []
-    for recompute in (False, True):
+LENGTHS = [60, 50, 48]
+RECOMPUTE: list[Recompute] = ["none", "selective", "full"]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_recomputation_changes_no_gradient_and_stores_less(kind: str, tmp_path: Path) -> None:
+    make_model(kind, tmp_path / "m")
+    batch = _pack(LENGTHS)
+    gradients, held = [], []
+    for recompute in RECOMPUTE:
         split = init_world(torch.device("cpu"), 1, 1, 0, local_store(), 60.0)
         try:
             engine = TrainEngine(
                 read_shape(tmp_path / "m"), torch.device("cpu"), torch.float32, split, OPTIMIZER, recompute
             )
             load_policy(engine, tmp_path / "m")
-            engine.forward_backward([batch], lambda logits, one: -token_logprobs(logits, one.targets, 1.0).sum())
+            for _ in range(2):
+                engine.forward_backward([batch], lambda head, one: -head.likelihood(one.targets, 1.0).logprobs.sum())
             gradients.append([buffer.grad_data.clone() for buffer in engine.ddp.buffers])
-            stored.append(_stored(engine, batch, torch.float32))
+            held.append(_held(engine, batch))
         finally:
             close_world()
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*gradients, strict=True))
+    for others in gradients[1:]:
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(gradients[0], others, strict=True))
     assert any(bool(g.any()) for g in gradients[0])
-    assert stored[1] < 0.5 * stored[0]
+    none, selective, full = held
+    shape = msgspec.structs.replace(model_shape(tmp_path / "m"), dtype_bytes=4)
+    q = shape.heads * shape.head_dim
+    # The planner assumes an average padding.
+    padding = len(LENGTHS) * max(LENGTHS) / sum(LENGTHS) - PADDING
+    less = activation_bytes_per_token(shape, "none") - activation_bytes_per_token(shape, "selective") + padding * q * 4
+    assert none - selective == pytest.approx(less * shape.layers * sum(LENGTHS), rel=0.01)
+    assert full < 0.5 * selective
+
+
+def _held(engine: TrainEngine, batch: Pack) -> int:
+    """Bytes that exist after a forward pass and not before, as long as its result does."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        hidden = engine.ddp(batch.tokens, batch.positions, None, packed_seq_params=engine.layout(batch))
+        hidden = hidden.sum()
+    assert hidden.requires_grad
+    return sum(e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")  # type: ignore[union-attr]

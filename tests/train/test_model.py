@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from safetensors.torch import load_file
 
 from libra_hpc.errors import UserError
 from libra_hpc.hardware.architecture import check_parallel, read_shape
+from libra_hpc.hardware.supported import TRAINED
 from libra_hpc.protocol.codec import unpack_f32, unpack_i32
 from libra_hpc.train import checkpoint
 from libra_hpc.train import state_folders as folders
-from libra_hpc.train.packing import Pack, decode, pack
+from libra_hpc.train.head import Head
+from libra_hpc.train.packing import Example, Pack, decode, pack
+from libra_hpc.train.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace, gathered
 
 from .settings import optimizer
@@ -31,24 +35,57 @@ from .support import (
     train_step,
 )
 
-FAMILIES = [("qwen2", False), ("qwen2", True), ("llama", False), ("qwen3", True)]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen2 tied": ("qwen2", {"tied": True}),
+    "qwen2 linear": ("qwen2", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
+    "qwen3 tied": ("qwen3", {"tied": True}),
+    "qwen3 yarn": ("qwen3", {"rope_parameters": {**YARN, "rope_theta": 500.0}}),
+    "llama": ("llama", {}),
+    "llama llama3": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500.0}}),
+    "mistral": ("mistral", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe, unscaled experts": ("qwen3_moe", {"norm_topk_prob": False}),
+    "phi3": ("phi3", {}),
+    "phi3 partial": ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}),
+    "glm4": ("glm4", {}),
+    "glm4 tied, without biases": ("glm4", {"tied": True, "attention_bias": False}),
+    "glm4 yarn": ("glm4", {"rope_parameters": {**YARN, "rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
+}
 
 
-@pytest.mark.parametrize(("kind", "tied"), FAMILIES)
-def test_logits_and_files_equal_those_of_transformers(
-    tmp_path: Path, world: ReplicaPlace, kind: str, tied: bool
-) -> None:
-    reference = make_model(kind, tmp_path / "model", tied=tied)
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    engine, _ = build(tmp_path / "model", world)
+def logits(engine: TrainEngine, batch: list[Example], micro_tokens: int) -> list[torch.Tensor]:
+    """Whole logits of each pack's loss tokens."""
     found: list[torch.Tensor] = []
 
-    def keep(logits: torch.Tensor, _: Pack) -> torch.Tensor:
-        found.append(logits)
-        return logits.sum()
+    def keep(head: Head, _: Pack) -> torch.Tensor:
+        found.append(head.rows @ head.weight.t())
+        return found[-1].sum()
 
+    engine.forward(pack(batch, micro_tokens, engine.device), keep)
+    return found
+
+
+def test_every_family_that_is_trained_is_compared() -> None:
+    assert {kind for kind, _ in MODELS.values()} == set(TRAINED)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_files_equal_those_of_transformers(tmp_path: Path, world: ReplicaPlace, name: str) -> None:
+    kind, keys = MODELS[name]
+    reference = make_model(kind, tmp_path / "model", **keys)
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    engine, _ = build(tmp_path / "model", world)
     batch = sorted((decode(s) for s in samples(1)), key=lambda e: -len(e.tokens))
-    engine.forward(pack(batch, MICRO_TOKENS, engine.device), keep)
+    found = logits(engine, batch, MICRO_TOKENS)
     with torch.no_grad():
         want = torch.cat([reference(e.tokens[None]).logits[0][e.mask.nonzero()[:, 0] - 1] for e in batch])
     assert len(found) > 1
@@ -68,30 +105,6 @@ def test_logits_and_files_equal_those_of_transformers(
     loaded = type(reference).from_pretrained(tmp_path / "saved" / "policy")
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), reference.parameters(), strict=True))
     assert (tmp_path / "saved" / "policy" / "tokenizer.json").is_file()
-
-
-def test_llama3_frequency_scaling(tmp_path: Path, world: ReplicaPlace) -> None:
-    from transformers import LlamaForCausalLM
-
-    make_model("llama", tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    config = json.loads(path.read_text())
-    rope = {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
-    path.write_text(json.dumps({**config, "rope_parameters": {"rope_theta": 500.0, **rope}}))
-    engine, _ = build(tmp_path / "model", world)
-    found: list[torch.Tensor] = []
-    one = decode(samples(2)[0])
-    engine.forward(pack([one], 4096, engine.device), lambda logits, _: found.append(logits) or logits.sum())  # type: ignore[func-returns-value]
-    reference = LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    with torch.no_grad():
-        want = reference(one.tokens[None]).logits[0][one.mask.nonzero()[:, 0] - 1]
-    assert (found[0] - want).abs().max() < 5e-6
 
 
 def test_steps_equal_plain_torch(tmp_path: Path, world: ReplicaPlace) -> None:
@@ -168,7 +181,7 @@ def test_a_minibatch_without_loss_tokens_is_skipped(tmp_path: Path, world: Repli
         ({"model_type": "qwen22"}, "did you mean 'qwen2'"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type = 'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type = 'dynamic'"),
     ],
 )
 def test_models_we_cannot_train_are_refused(tmp_path: Path, change: dict[str, object], complaint: str) -> None:
@@ -182,8 +195,9 @@ def test_models_we_cannot_train_are_refused(tmp_path: Path, change: dict[str, ob
 def test_splits_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     make_model("qwen2", tmp_path)
     shape = read_shape(tmp_path)
-    with pytest.raises(UserError, match=r"train\.tp = 4: .*2 key/value heads"):
-        check_parallel(shape, 4, 1)
+    with pytest.raises(UserError, match=r"train\.tp = 3: .*num_attention_heads = 4; valid: 1, 2, 4\."):
+        check_parallel(shape, 3, 1)
+    check_parallel(shape, 4, 1)
     with pytest.raises(UserError, match=r"train\.pp = 3: .*2 layers"):
         check_parallel(shape, 1, 3)
     with pytest.raises(UserError, match=r"no config\.json"):

@@ -1,81 +1,38 @@
-"""Tensor and pipeline parallelism against one process: losses, first moments, weights, checkpoints across splits."""
+"""Tensor, pipeline and data parallelism against one process: losses, moments, weights, checkpoints across splits."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from libra_hpc.protocol.trainer import SaveCheckpoint, Saved
-from libra_hpc.train import checkpoint
 from libra_hpc.weights.names import ReplicaPlace
 
-from .support import (
-    Replica,
-    assert_same_state,
-    build,
-    fixed_run,
-    join_all,
-    make_model,
-    read_tensors,
-    step_all,
-    train_step,
-)
+from .support import Layout, assert_equals_one_process, make_model
 
 pytestmark = pytest.mark.engine
-STEPS = 3
+
+
+ONE_GROUP = {"num_key_value_heads": 1}
+"""Fewer key/value heads than tensor-parallel ranks."""
 
 
 @pytest.mark.parametrize(
-    ("kind", "tied", "layers", "tp", "pp", "dp"),
+    ("kind", "keys", "layout", "recompute"),
     [
-        ("qwen3", False, 2, 2, 1, 1),
-        ("qwen2", True, 3, 1, 2, 1),
-        ("qwen2", True, 2, 2, 2, 1),
-        ("qwen3", True, 2, 1, 1, 3),
-        ("qwen3", False, 2, 2, 1, 2),
-        ("qwen2", True, 3, 1, 2, 2),
+        ("qwen3", ONE_GROUP, Layout(tp=2), "selective"),
+        ("glm4", ONE_GROUP, Layout(tp=2), "none"),
+        ("qwen2", {"tied": True, "layers": 3}, Layout(pp=2), "none"),
+        ("qwen2", {"tied": True}, Layout(tp=2, pp=2), "full"),
+        ("qwen3", {"tied": True}, Layout(dp=3), "none"),
+        ("qwen3", {}, Layout(tp=2, dp=2), "none"),
+        ("qwen2", {"tied": True, "layers": 3}, Layout(pp=2, dp=2), "none"),
     ],
+    ids=str,
 )
 def test_a_split_replica_equals_one_process(
-    tmp_path: Path, world: ReplicaPlace, kind: str, tied: bool, layers: int, tp: int, pp: int, dp: int
+    tmp_path: Path, world: ReplicaPlace, kind: str, keys: dict[str, Any], layout: Layout, recompute: str
 ) -> None:
-    model_dir = tmp_path / "model"
-    make_model(kind, model_dir, tied=tied, layers=layers)
-    replica = Replica(tmp_path, "split", model_dir, tp=tp, pp=pp, dp=dp)
-    want, state = fixed_run(model_dir, world, STEPS)
-    replica.ready()
-    join_all([replica], 0, tmp_path / "meet")
-    for step, reference in enumerate(want, 1):
-        (done,) = step_all([replica], step, 0)
-        assert done.loss == pytest.approx(reference.loss, abs=2e-6)
-        assert done.grad_norm == pytest.approx(reference.grad_norm, rel=2e-5)
-        assert done.entropy == pytest.approx(reference.entropy, abs=2e-5)
-        assert done.ratio_mean == pytest.approx(reference.ratio_mean, rel=2e-5)
-        assert (done.tokens, done.loss_tokens, done.ratio_truncated) == (
-            reference.tokens,
-            reference.loss_tokens,
-            reference.ratio_truncated,
-        )
-    folder = tmp_path / "saved"
-    replica.ask(SaveCheckpoint(str(folder), STEPS), Saved)
-    assert_same_state(read_tensors(folder), state)
-
-    # Across splits: one process continues from the split replica's checkpoint, and the split replica from one
-    # process's.
-    engine, trainer = build(model_dir, world)
-    checkpoint.load_state(engine, folder)
-    assert (engine.state.step, engine.state.updates) == (STEPS, STEPS)
-    alone = trainer.step(train_step(STEPS + 1, 0))
-    (together,) = step_all([replica], STEPS + 1, 0)
-    assert alone.loss == pytest.approx(together.loss, abs=2e-6)
-    assert alone.grad_norm == pytest.approx(together.grad_norm, rel=2e-5)
-    checkpoint.save(engine, model_dir, tmp_path / "alone")
-    assert_same_state(replica.tensors(STEPS + 1), read_tensors(tmp_path / "alone"))
-    assert replica.close() == [0] * (tp * pp * dp)
-    start_dir = str(tmp_path / f"reference-model-{STEPS}-1")
-    split = Replica(tmp_path, "from-one-process", model_dir, tp=tp, pp=pp, dp=dp, start_dir=start_dir)
-    assert split.ready().step == STEPS
-    after = split.tensors(STEPS)
-    assert all((after[name] == state[name]).all() for name in state)
-    assert split.close() == [0] * (tp * pp * dp)
+    make_model(kind, tmp_path / "model", **keys)
+    assert_equals_one_process(tmp_path, world, layout, recompute=recompute)

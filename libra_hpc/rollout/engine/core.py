@@ -20,6 +20,7 @@ import msgspec
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
@@ -38,7 +39,6 @@ from libra_hpc.protocol.rollout import (
 from libra_hpc.weights.checksum import file_crc32
 from libra_hpc.weights.weightfile import WeightFileError, check_weight_file, folder_shapes
 
-from .pinning import PinningScheduler
 from .settings import EngineConfig, engine_arguments
 from .stats import EngineCounters
 from .steplog import StepLog, StepLogHeader
@@ -76,7 +76,7 @@ class RolloutEngine:
             vllm_config, Executor.get_class(vllm_config), log_stats=True, executor_fail_callback=on_failure
         )
         scheduler = self._client.engine_core.scheduler
-        assert isinstance(scheduler, PinningScheduler)
+        assert isinstance(scheduler, Scheduler)
         self._scheduler = scheduler
         self._max_model_len = model.max_model_len
         self._turns: dict[str, TurnInFlight] = {}
@@ -124,11 +124,6 @@ class RolloutEngine:
     def version(self) -> int:
         return self._version
 
-    @property
-    def next_expiry(self) -> float | None:
-        """When the first pin ends (seconds of ``time.monotonic``); None without pins."""
-        return self._scheduler.pins.next_expiry
-
     def warm_up(self) -> EngineReady:
         """Measure the warm-up profile before any turn; returns the announcement with it."""
         started = time.monotonic()
@@ -170,8 +165,6 @@ class RolloutEngine:
                 priority=request.priority,
             )
         )
-        if request.keep_s > 0.0:
-            self._scheduler.keep(key, request.keep_s)
         self._turns[key] = TurnInFlight(request.rid, time.monotonic())
         self._ids[request.rid] = key
         return None
@@ -187,7 +180,6 @@ class RolloutEngine:
     def step(self) -> list[Generated]:
         """Run one batch and return the requests it finished."""
         started = time.monotonic()
-        self._scheduler.pins.expire(started)
         outputs = self._client.get_output()
         finished = [] if outputs.weight_version is None else self._collect(outputs.outputs, int(outputs.weight_version))
         self._counters.steps += 1
@@ -250,15 +242,15 @@ class RolloutEngine:
         return [self._finish(key, "error", why) for key in list(self._turns)]
 
     def stats(self) -> EngineStats:
-        self._scheduler.pins.expire(time.monotonic())
         running, waiting = self._scheduler.get_request_counts()
-        kv_use, kv_pinned = self._scheduler.pins.shares()
+        pool = self._scheduler.kv_cache_manager.block_pool
+        # One block is vLLM's own null block.
+        blocks = max(1, pool.num_gpu_blocks - 1)
         return self._counters.message(
             version=self._version,
             running=running,
             waiting=waiting,
-            kv_use=kv_use,
-            kv_pinned=kv_pinned,
+            kv_use=1.0 - pool.get_num_free_blocks() / blocks,
             asleep=self._client.is_sleeping(),
         )
 

@@ -151,10 +151,8 @@ class _Loop:
         return due
 
     def _wait(self, engine: RolloutEngine) -> None:
-        expiry = engine.next_expiry
-        timeout = IDLE_INTERVAL_S if expiry is None else min(IDLE_INTERVAL_S, max(0.0, expiry - time.monotonic()))
-        if not any(select.select([self._socket.fileno(), self._wake_read], [], [], timeout)):
-            # Heartbeat, and the only report that an expired pin has freed its blocks.
+        if not any(select.select([self._socket.fileno(), self._wake_read], [], [], IDLE_INTERVAL_S)):
+            # Heartbeat.
             self._socket.send(engine.stats())
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 TRANSFER_BACKEND = "libra_file"
 """Name of our weight-transfer engine in every vLLM worker."""
-SCHEDULER = "libra_hpc.rollout.engine.pinning.PinningScheduler"
 WORKER_EXTENSION = "libra_hpc.rollout.engine.transfer.WorkerExtension"
 MIB = 1 << 20
 """Bytes."""
@@ -160,6 +159,8 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
     return {
         "model": config.model,
         "skip_tokenizer_init": True,
+        # Mistral's folders have a second configuration and a second copy of the weights, under other names.
+        "config_format": "hf",
         "generation_config": "vllm",
         "dtype": config.dtype,
         "seed": config.seed,
@@ -175,7 +176,6 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "enable_chunked_prefill": True,
         "async_scheduling": False,
         "scheduling_policy": "priority",
-        "scheduler_cls": SCHEDULER,
         "logprobs_mode": "processed_logprobs",
         "load_format": "dummy" if config.weights else "safetensors",
         "use_tqdm_on_load": False,

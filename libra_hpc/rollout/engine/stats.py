@@ -31,9 +31,7 @@ class EngineCounters:
         self.prefill_tokens += stats.num_computed_tokens
         self.cached_tokens += stats.num_cached_tokens
 
-    def message(
-        self, *, version: int, running: int, waiting: int, kv_use: float, kv_pinned: float, asleep: bool
-    ) -> EngineStats:
+    def message(self, *, version: int, running: int, waiting: int, kv_use: float, asleep: bool) -> EngineStats:
         return EngineStats(
             version=version,
             running=running,
@@ -45,7 +43,6 @@ class EngineCounters:
             preemptions=self.preemptions,
             steps=self.steps,
             busy_s=self.busy_s,
-            kv_pinned=kv_pinned,
             update_s=self.update_s,
             asleep=asleep,
         )

@@ -4,7 +4,7 @@ vLLM imports this module in each worker, as its worker extension. The import reg
 the life of a worker process to the engine process.
 
 CPU linears have a packed copy of their weights. vLLM's layer-wise reload unpacks, loads and re-packs each layer in its
-old storage, so CUDA graphs stay valid. It skips a tied output head, which is therefore re-packed here.
+old storage, so CUDA graphs stay valid. It skips a tied output head and, on a CPU, experts: both are re-packed here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 from .settings import TRANSFER_BACKEND
 
@@ -55,6 +56,12 @@ class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):
     def start_weight_update(self) -> None:
         """Put the model into reload mode; until `finish_weight_update` it cannot run."""
         initialize_layerwise_reload(self.model)
+        if current_platform.is_cpu():
+            for layer in self.model.modules():
+                method: Any = getattr(layer, "quant_method", None)
+                if getattr(method, "moe_kernel", None) is not None:
+                    # vLLM 0.32.0 packs experts only when it builds their kernel.
+                    method.moe_kernel = None
 
     def receive_weights(self, update_info: FileUpdate) -> None:
         """Load every tensor of the file, one at a time."""

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.protocol.codec import pack_i32, unpack_f32, unpack_i32
-from libra_hpc.protocol.rollout import Generate
+from libra_hpc.protocol.rollout import EngineStats, Generate, from_engine
 from libra_hpc.rollout.engine.settings import EngineConfig, config_for_run, engine_arguments, environment, read_config
 from libra_hpc.rollout.engine.stats import Pacer
 from libra_hpc.rollout.engine.turns import NOT_FINITE, TurnInFlight, TurnRejected, read_prompt
@@ -159,6 +160,11 @@ def test_a_turn_with_a_log_probability_that_is_not_finite_is_an_error_without_to
     done = turn.finish("stop", now=3.0)
     assert (done.finish, done.error) == ("error", NOT_FINITE)
     assert (done.tokens, done.logprobs, done.versions) == (b"", b"", ())
+
+
+def test_a_recorded_report_with_a_field_that_is_gone_is_read() -> None:
+    old = msgspec.to_builtins(EngineStats.idle(3)) | {"kv_pinned": 0.25}
+    assert from_engine.decode(msgspec.msgpack.encode(old)) == EngineStats.idle(3)
 
 
 def test_reports_are_paced_while_busy_and_follow_falling_idle_once() -> None:

@@ -1,0 +1,59 @@
+"""What a run takes of GPUs and hosts, as a table and as plain data: `libra-hpc check`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.table import Table
+
+from libra_hpc.preflight.gpu_needs import GpuNeed
+from libra_hpc.preflight.host_memory import HostNeed
+
+COLUMNS = 80
+"""Width of the table: a terminal of usual width shows it whole."""
+
+
+class Row(NamedTuple):
+    """One kind of memory; ``has`` is None where its size is not known."""
+
+    where: str
+    terms: Mapping[str, float]
+    has: float | None
+
+    @property
+    def needs(self) -> float:
+        return sum(self.terms.values())
+
+
+def rows(gpus: Sequence[GpuNeed], hosts: Sequence[HostNeed]) -> list[Row]:
+    """GPUs first, then nodes with their /dev/shm."""
+    return [*(Row(need.where, need.terms, need.has) for need in gpus), *_hosts(hosts)]
+
+
+def memory_table(found: Sequence[Row]) -> Table:
+    """A row for each, with its terms from large to small."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), width=COLUMNS)
+    for name, justify in (("memory, GB", "left"), ("needs", "right"), ("has", "right"), ("terms", "left")):
+        table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
+    for row in found:
+        largest = sorted(row.terms.items(), key=lambda term: -term[1])
+        terms = ", ".join(f"{name} {_gb(size)}" for name, size in largest if size)
+        table.add_row(row.where, _gb(row.needs), "?" if row.has is None else _gb(row.has), terms)
+    return table
+
+
+def as_records(found: Sequence[Row]) -> list[dict[str, Any]]:
+    """Plain data, in bytes."""
+    return [{"where": row.where, "needs": row.needs, "has": row.has, "terms": dict(row.terms)} for row in found]
+
+
+def _hosts(hosts: Sequence[HostNeed]) -> Iterator[Row]:
+    for need in hosts:
+        yield Row(need.where, need.terms, need.memory)
+        yield Row("  its /dev/shm", need.shared, need.shm)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.0f}" if size >= 100e9 else f"{size / 1e9:.1f}"

@@ -1,0 +1,99 @@
+"""Context parallelism: the tokens of one pack are spread over ranks, and keys and values are gathered in every layer.
+
+- A pack is cut into ``2 * cp`` equal pieces. Rank ``i`` has pieces ``i`` and ``2 * cp - 1 - i``: under a causal mask a
+  late piece costs what an early one saves.
+- A sequence that begins in a piece needs own tokens only. One that began earlier is a `Tail`: its own rows attend to
+  all columns of the sequence up to themselves.
+- Everything else of a layer is token by token, so only keys and values are ever whole.
+
+Source: gathered keys and values as in arXiv 2407.21783, section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from libra_hpc.weights.names import ReplicaPlace
+
+from .mcore import parallel_state
+
+
+class Tail(NamedTuple):
+    """Own rows ``begin:end`` of a sequence that began before their piece."""
+
+    begin: int
+    end: int
+    first: int
+    """First token of the sequence in the whole pack."""
+    last: int
+    """Token after the last row, in the whole pack."""
+
+
+def pieces(tokens: int, place: ReplicaPlace) -> tuple[range, ...]:
+    """Own tokens of a pack of ``tokens``, as ranges of the whole pack; beyond its end they are padding.
+
+    A piece is a multiple of the tensor ranks, which share its tokens (sequence parallelism).
+    """
+    count = 1 if place.cp == 1 else 2 * place.cp
+    size = -(-tokens // (count * place.tp)) * place.tp
+    return tuple(range(i * size, (i + 1) * size) for i in sorted({place.cp_rank, count - 1 - place.cp_rank}))
+
+
+class _Gather(torch.autograd.Function):
+    """Own keys and values -> the same, and those of the whole pack in one tensor.
+
+    The own ones pass through, so that every rank takes part in the backward pass, also one without tails.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.group, ctx.ranks, ctx.width = group, dist.get_world_size(group), key.shape[-1]
+        own = torch.cat((key, value), dim=-1)
+        whole = own.new_empty(ctx.ranks, 2, own.shape[0] // 2, *own.shape[1:])
+        dist.all_gather_into_tensor(whole.flatten(0, 2), own, group=group)
+        return key, value, torch.cat((whole[:, 0], whole[:, 1].flip(0))).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        key, value, whole = grads
+        early, late = whole.view(2, ctx.ranks, -1, *whole.shape[1:])
+        own = whole.new_empty(key.shape[0], *whole.shape[1:])
+        dist.reduce_scatter_tensor(own, torch.stack((early, late.flip(0)), dim=1).flatten(0, 2), group=ctx.group)
+        return key + own[..., : ctx.width], value + own[..., ctx.width :], None
+
+
+class Gathered(NamedTuple):
+    key: torch.Tensor
+    """Own keys, [rows, groups, d]."""
+    value: torch.Tensor
+    whole: torch.Tensor
+    """Keys and values of the whole pack, [tokens, groups, 2 d]."""
+
+
+def gather(key: torch.Tensor, value: torch.Tensor) -> Gathered:
+    """Gather keys and values [rows, groups, d] over the context ranks; collective, so is the backward pass."""
+    group = parallel_state.get_context_parallel_group()
+    return Gathered(*_Gather.apply(key, value, group))  # type: ignore[no-untyped-call]
+
+
+def attend(query: torch.Tensor, whole: torch.Tensor, tail: Tail, scale: float | None) -> torch.Tensor:
+    """Attention of one tail; query [rows, heads, d] -> [tail rows, heads * d]."""
+    q, columns = query[tail.begin : tail.end], whole[tail.first : tail.last]
+    key, value = columns.chunk(2, dim=-1)
+    rows, width = q.shape[0], columns.shape[0]
+    # The last row sees the last column. On a GPU no mask is stored; on the CPU the class has no kernel.
+    mask = (
+        causal_lower_right(rows, width) if q.is_cuda else torch.ones(rows, width, dtype=torch.bool).tril(width - rows)
+    )
+    q, key, value = (x.transpose(0, 1)[None] for x in (q, key, value))
+    out = F.scaled_dot_product_attention(
+        q, key, value, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != key.shape[1]
+    )
+    return out[0].transpose(0, 1).flatten(1)

@@ -1,0 +1,45 @@
+"""Context parallelism and experts on one GPU: the attention of a sequence's later rows, and the steps of a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from libra_hpc.protocol.trainer import Join, Joined, StepDone
+from libra_hpc.train.context import Tail, attend
+from tests.train.support import Replica, make_model, train_step
+
+ROWS, COLUMNS, HEADS, GROUPS, WIDTH = 100, 700, 8, 2, 64
+TAIL = Tail(begin=20, end=20 + ROWS, first=50, last=50 + COLUMNS)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_later_rows_of_a_sequence_attend_as_on_a_cpu(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(20 + ROWS, HEADS, WIDTH, requires_grad=True)
+    whole = torch.randn(800, GROUPS, 2 * WIDTH, requires_grad=True)
+    want = attend(query, whole, TAIL, None)
+    gradients = torch.autograd.grad(want.square().sum(), (query, whole))
+    on_gpu = [x.detach().to("cuda", dtype).requires_grad_() for x in (query, whole)]
+    got = attend(on_gpu[0], on_gpu[1], TAIL, None)
+    assert (got.float().cpu() - want).abs().max() < tolerance
+    for mine, theirs in zip(torch.autograd.grad(got.square().sum(), on_gpu), gradients, strict=True):
+        assert (mine.float().cpu() - theirs).abs().max() < tolerance * theirs.abs().max().clamp(min=1.0)
+
+
+def test_a_gpu_takes_the_steps_of_a_cpu_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("qwen3_moe", tmp_path / "model")
+    reports = []
+    for device in ("cuda", "cpu"):
+        if device == "cpu":
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        replica = Replica(tmp_path, device, tmp_path / "model", device=device)
+        replica.ready()
+        replica.ask(Join(0, 0, 1, ""), Joined)
+        reports.append([replica.ask(train_step(step, 0), StepDone) for step in (1, 2, 3)])
+        assert replica.close() == [0]
+    for mine, theirs in zip(*reports, strict=True):
+        assert mine.loss == pytest.approx(theirs.loss, abs=1e-4)
+        assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-3)

@@ -1,0 +1,118 @@
+"""Host memory and /dev/shm: refused where a node's work cannot fit, a warning where sizes are unknown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_hpc.cost_models import host_memory
+from libra_hpc.cost_models.host_memory import NodeWork, node_memory, state_bytes
+from libra_hpc.errors import UserError
+from libra_hpc.hardware.models import model_shape
+from libra_hpc.preflight import host_memory as preflight
+from libra_hpc.preflight.host_memory import check_hosts, host_needs
+from libra_hpc.slurm.query import Partition
+from libra_hpc.weights import relay
+
+from .test_resources import NODE, configured
+
+MODEL = model_shape("qwen3-14b")
+GB = 1e9
+
+
+def nodes(mem: str = "", hybrid: int = 1, **changes: Any) -> dict[str, Any]:
+    counts = {"train": 1, "hybrid": hybrid, "rollout": 1}
+    return {name: {**NODE, "nodes": count, "mem": mem, **changes} for name, count in counts.items()}
+
+
+def partition(memory_gb: float) -> Partition:
+    return Partition("gpu", True, "up", 4, 4, 64, int(memory_gb * GB) >> 20, {"a800": 8}, None)
+
+
+def checked(memory_gb: float | None, **sections: Any) -> list[str]:
+    known = () if memory_gb is None else (partition(memory_gb),)
+    return check_hosts(host_needs(configured(**sections), MODEL, known))
+
+
+def test_a_node_has_the_files_that_the_runtime_keeps() -> None:
+    assert host_memory.WEIGHT_VERSIONS == relay.KEEP_VERSIONS + 2
+    worker = (Path(preflight.__file__).parents[1] / "train/worker.py").read_text()
+    assert f"SNAPSHOTS = {host_memory.SNAPSHOTS - 1}\n" in worker
+    trains = node_memory(MODEL, NodeWork(trains=True))
+    assert state_bytes(MODEL) == 14 * MODEL.params
+    assert trains.snapshots == 28 * MODEL.params
+    assert trains.saving == 14 * MODEL.params
+    assert trains.weight_files == 8 * MODEL.params
+    assert trains.shared.keys() == {"weight files", "snapshots"}
+    rolls = node_memory(MODEL, NodeWork(rolls=True, kv_bytes=5.0, environment_bytes=7.0))
+    assert rolls.terms().keys() == {"weight files", "kv tier", "environments", "processes"}
+
+
+def test_a_hybrid_node_counts_its_fuller_moment() -> None:
+    hybrid = NodeWork(trains=True, rolls=True)
+    assert node_memory(MODEL, hybrid).standby == 0.0, "training with snapshots takes more than the standby"
+    assert node_memory(MODEL, NodeWork(trains=True, rolls=True, snapshots=False)).standby == 12 * MODEL.params
+    stateless = node_memory(MODEL, NodeWork(trains=True, rolls=True, stateless=True))
+    assert stateless.terms().keys() == {"weight files", "processes"}
+    share = node_memory(MODEL, NodeWork(trains=True, state_share=0.25))
+    assert share.snapshots == 7 * MODEL.params
+
+
+def test_too_little_memory_is_refused_with_the_largest_term_and_a_way_out() -> None:
+    sentence = (
+        r"components.train.mem = '256G': a train node needs 742 GB of host memory \(snapshots 414\) and has 275 GB;"
+        r" valid: at least 692G\.$"
+    )
+    with pytest.raises(UserError, match=sentence):
+        checked(None, components=nodes("256G"))
+    with pytest.raises(UserError, match=r"at least 692G; train.snapshot_every = 0 takes the snapshots away\.$"):
+        checked(500.0, components=nodes())
+    assert checked(2000.0, components=nodes("700G")) == []
+    assert checked(2000.0, components=nodes()) == []
+    assert checked(2000.0, components=nodes("400G"), train={"snapshot_every": 0}) == []
+
+
+def test_caches_in_host_memory_and_limits_of_tools_count_on_rollout_nodes() -> None:
+    rollout, task = {"kv_host_gb_per_gpu": 64}, {"hosts": 4, "tool_processes": 16, "tool_memory_mb": 2048}
+    (train, _, last) = host_needs(configured(components=nodes(), rollout=rollout, task=task), MODEL)
+    assert "kv tier" not in train.terms
+    assert last.terms["kv tier"] == 8 * 64 * 2**30
+    assert last.terms["environments"] == 64 * 2**31
+    with pytest.raises(UserError, match=r"a rollout node needs \d+ GB of host memory \(kv tier 550\)"):
+        checked(600.0, components=nodes(hybrid=0), rollout=rollout, train={"snapshot_every": 0})
+
+
+def test_half_of_the_nodes_memory_is_assumed_for_shared_memory() -> None:
+    (line, _) = checked(1000.0, components=nodes())
+    assert line == (
+        "snapshots do not fit: a train node needs 532 GB (snapshots 414) of /dev/shm, which has 500 GB if it is half of"
+        " the node's memory; without snapshots: train.snapshot_every = 0"
+    )
+    assert checked(1000.0, components=nodes(), train={"snapshot_every": 0}) == []
+
+
+def test_an_unknown_size_is_a_warning_with_what_is_needed() -> None:
+    (line,) = checked(None, components=nodes())
+    assert line == (
+        "the size of the nodes is not known, so host memory was not checked: a train node needs 742 GB, 532 GB of"
+        " it in /dev/shm (snapshots 414)"
+    )
+
+
+def test_all_parts_of_one_node_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured(components={**nodes("800G", hybrid=0), "one_node": True})
+    (need,) = host_needs(config, MODEL)
+    assert (need.where, need.memory) == ("the node", 2 * 800 * 2**30)
+    assert need.terms["processes"] == 2 * host_memory.PROCESS_BYTES
+    monkeypatch.setattr(preflight, "_size", lambda folder: 64e9)
+    monkeypatch.setattr("os.sysconf", lambda name: 2**30 if name == "SC_PHYS_PAGES" else 4096)
+    local = {"slurm": {"device": "cuda", "executor": "local"}, "train": {"snapshot_every": 0}}
+    with pytest.raises(UserError, match=r"the weight files of this machine take 236 GB of /dev/shm, which has 64 GB"):
+        check_hosts(host_needs(configured(components=nodes(hybrid=0), **local), MODEL))
+
+
+def test_cpu_nodes_and_dry_runs_are_not_checked() -> None:
+    for section in ({"slurm": {"device": "cpu"}}, {"run": {"engine": "simulated"}}):
+        assert host_needs(configured(components=nodes("1G"), **section), MODEL) == []
