@@ -46,16 +46,15 @@ from libra_hpc.protocol.trainer import (
     from_worker,
     to_worker,
 )
-from libra_hpc.train import state_folders as folders
 from libra_hpc.train.link import BUSY
-from libra_hpc.train.settings import WorkerConfig, algorithm_settings, optimizer_settings, write_config
+from libra_hpc.train.settings import write_config
 from libra_hpc.weights.flow import WeightFile
 from libra_hpc.weights.relay import Publisher
 
 from .agent_context import AgentContext
 from .commands import trainer_command
 from .replica_watch import ReplicaWatch
-from .train_leader_setup import rendezvous_folder
+from .trainer_start import worker_configs
 
 KIND = "train"
 ASKED: dict[type, type] = {SaveFailed: Saved, ExportFailed: Exported}
@@ -74,8 +73,7 @@ class TrainNode:
     def __init__(self, context: AgentContext, weights: Callable[[], WeightFile | None] = lambda: None) -> None:
         """``weights`` are the newest ones that this node has for rollout."""
         self._context, self._weights = context, weights
-        self._core = context.layout.core
-        self._elastic = context.rank not in self._core
+        self._elastic = context.rank not in context.layout.core
         self._children: list[Child] = []
         self._ready: dict[int, WorkerReady] = {}
         self._answers: dict[str, dict[int, FromWorker]] = {}
@@ -207,48 +205,15 @@ class TrainNode:
 
     async def _spawn(self) -> None:
         context, config = self._context, self._context.config
-        train, owners = config.train, len(self._core)
-        alone = not self._elastic and owners == 1
-        snapshots = context.shared_memory / "snapshots"
-        snapshots.mkdir(exist_ok=True)
         self._state, self._ready, self._answers, self._children = "starting", {}, {}, []
         self._killed_at = None
-        start_dir = "" if self._elastic else context.start.checkpoint
-        if alone and self._starts:
-            # Reads whole states, which this loop must not wait for.
-            checkpoints = await self._checkpoints()
-            start_dir = await asyncio.to_thread(self._start_dir, snapshots, checkpoints)
+        # May read whole states, which this loop must not wait for.
+        workers = await asyncio.to_thread(worker_configs, context, self._starts)
         self._watch.started(time.monotonic())
         self._starts += 1
         self._failed_starts += 1
-        first, world = 0, context.private / f"world-{self._starts}"
-        if not self._elastic and not alone:
-            first = self._core.index(context.rank) * train.tp * train.pp
-            world = await asyncio.to_thread(rendezvous_folder, context) / "core"
-        for local_rank in range(train.tp * train.pp):
-            worker = WorkerConfig(
-                model_dir=config.model.path,
-                world_rendezvous=str(world),
-                start_dir=start_dir,
-                device=config.slurm.device,
-                device_index=local_rank,
-                dtype=config.model.dtype,
-                tp=train.tp,
-                pp=train.pp,
-                dp=1 if self._elastic else owners,
-                core_dp=owners,
-                elastic=self._elastic,
-                rank=first + local_rank,
-                optimizer=optimizer_settings(config),
-                algorithm=algorithm_settings(config),
-                micro_tokens=train.micro_tokens,
-                recompute=train.recompute,
-                snapshot_dir=str(snapshots) if train.snapshot_every and alone else "",
-                snapshot_every=train.snapshot_every,
-                threads=train.threads,
-                seed=config.run.seed,
-            )
-            name = f"t{context.rank}.{local_rank}"
+        for worker in workers:
+            name = f"t{context.rank}.{worker.device_index}"
             path = context.private / f"{name}.json"
             write_config(worker, path)
             child = Child(
@@ -261,32 +226,11 @@ class TrainNode:
             )
             self._children.append(child)
             environment = engine_environment(
-                os.environ, config.slurm.device, first=0, count=train.tp * train.pp, threads=train.threads
+                os.environ, config.slurm.device, first=0, count=len(workers), threads=config.train.threads
             )
             await child.start(
                 trainer_command(config, context.component, path), environment, context.logs / f"{name}.log"
             )
-
-    def _start_dir(self, snapshots: Path, checkpoints: list[tuple[int, Path]]) -> str:
-        """The newest of what the attempt started from, whole snapshots, and whole checkpoints."""
-        step, found = self._context.start.step, self._context.start.checkpoint
-        newest = folders.latest_whole(snapshots)
-        if newest is not None and (saved := folders.read_state(newest).step) >= step:
-            step, found = saved, str(newest)
-        for saved, folder in reversed(checkpoints):
-            if saved <= step:
-                break
-            if not folders.verify(folder):
-                return str(folder)
-        return found
-
-    async def _checkpoints(self) -> list[tuple[int, Path]]:
-        try:
-            return await asyncio.to_thread(self._context.run.complete_checkpoints)
-        except OSError as error:
-            reason = f"the checkpoints cannot be listed: {error}"
-            self._context.log("worker_error", rank=self._context.rank, reason=reason, fatal=False)
-            return []
 
     def _message(self, child: Child, message: Any) -> None:
         if child not in self._children:
@@ -346,7 +290,7 @@ class TrainNode:
             other.kill()
         self._context.log("engine_lost", rank=self._context.rank, engine=child.name, reason=reason, state=was)
         where = self._context.logs / f"{child.name}.log"
-        if not self._elastic and len(self._core) > 1:
+        if not self._elastic and len(self._context.layout.core) > 1:
             self._context.send(0, wire.Fatal(self._context.rank, f"{reason} (see {where})", restart=True))
             return
         if self._failed_starts >= MAX_STARTS:

@@ -106,7 +106,8 @@ def test_the_planner_moves_a_node_and_its_new_replica_may_die(policy: Path, tmp_
     meanwhile = [line for line in read_lines(run.metrics) if started["t"] < line["t"] < done["t"]]
     assert meanwhile, "the core goes on stepping while the node moves"
     newcomer = [e for e in case.events("member_joined") if e["rank"] == 2]
-    assert newcomer[0]["received_bytes"] > 3 * 4 * 100_000, "weights and both moments come from the live peer"
+    received = newcomer[0]["received_bytes"]
+    assert received == 0 or received > 4 * 100_000, "it has the core's weights for rollout, or gets them"
     case.wait(lambda: any(line["replicas"] == 2 for line in read_lines(run.metrics)), "a step of two replicas")
 
     case.kill(2, "libra_hpc.train.worker")
@@ -117,6 +118,25 @@ def test_the_planner_moves_a_node_and_its_new_replica_may_die(policy: Path, tmp_
     case.cli("cancel", str(run.path))
     assert case.ended() == "cancelled"
     trained_once(run, case.steps()[-1])
+
+
+def test_two_core_nodes_restart_together_and_one_goes_on_from_their_checkpoint(
+    cluster: ClusterInfo, policy: Path, tmp_path: Path
+) -> None:
+    case = Case(tmp_path, policy, "slurm", steps=8, hybrid=0)
+    run = case.submit("-o", "components.train.nodes=2", "-o", "checkpoint.every=2")
+    case.wait(lambda: case.events("checkpoint_saved"), "a checkpoint")
+    case.kill(2, "libra_hpc.train.worker")
+    assert case.ended() == "completed"
+    trained_once(run, 8)
+    (recovered,) = case.events("recovered")
+    assert recovered["step"] >= 2
+    assert {event["attempt"] for event in case.events("job_started")} == {1}, "inside the job"
+    assert {line["replicas"] for line in read_lines(run.metrics)} == {2}
+    case.resume("-o", "components.train.nodes=1", "-o", "run.steps=10")
+    assert case.ended() == "completed"
+    trained_once(run, 10)
+    assert [line["replicas"] for line in read_lines(run.metrics)] == [2] * 8 + [1] * 2
 
 
 LAYOUT = ("train.tp=2", "rollout.tp=2", "components.train.nodes=2", "components.rollout.nodes=1")

@@ -1,0 +1,85 @@
+"""What the Megatron processes of a node are started with: their place in a world, and the state they begin with.
+
+- All nodes of the core form one world. With one node it meets in the agent's private folder, else on the shared file
+  system.
+- A hybrid node is a world of its own without a state: it gets weights when it joins.
+- The core is rebuilt -> it begins with the newest whole snapshot or checkpoint. Only a core of one node can be: all
+  processes of a snapshot must see its folder.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from libra_hpc.train import state_folders as folders
+from libra_hpc.train.settings import WorkerConfig, algorithm_settings, optimizer_settings
+
+from .agent_context import AgentContext
+from .train_leader_setup import rendezvous_folder
+
+log = logging.getLogger("libra_hpc.agent")
+
+
+def worker_configs(context: AgentContext, number: int) -> list[WorkerConfig]:
+    """Settings of every process of this node's start ``number``, from 0; reads and writes the run directory."""
+    config, core = context.config, context.layout.core
+    train, elastic = config.train, context.rank not in core
+    snapshots, start_dir, first = Path(), "", 0
+    world = context.private / f"world-{number}"
+    if not elastic:
+        start_dir = context.start.checkpoint
+        if len(core) == 1:
+            snapshots = context.shared_memory / "snapshots"
+            snapshots.mkdir(exist_ok=True)
+            start_dir = _newest(context, snapshots) if number else start_dir
+        else:
+            first = core.index(context.rank) * train.tp * train.pp
+            world = rendezvous_folder(context) / "core"
+    return [
+        WorkerConfig(
+            model_dir=config.model.path,
+            world_rendezvous=str(world),
+            start_dir=start_dir,
+            device=config.slurm.device,
+            device_index=local_rank,
+            dtype=config.model.dtype,
+            tp=train.tp,
+            pp=train.pp,
+            dp=1 if elastic else len(core),
+            core_dp=len(core),
+            elastic=elastic,
+            rank=first + local_rank,
+            optimizer=optimizer_settings(config),
+            algorithm=algorithm_settings(config),
+            micro_tokens=train.micro_tokens,
+            recompute=train.recompute,
+            snapshot_dir=str(snapshots) if snapshots.name and train.snapshot_every else "",
+            snapshot_every=train.snapshot_every,
+            threads=train.threads,
+            seed=config.run.seed,
+        )
+        for local_rank in range(train.tp * train.pp)
+    ]
+
+
+def _newest(context: AgentContext, snapshots: Path) -> str:
+    """The newest of what the attempt started from, whole snapshots, and whole checkpoints."""
+    step, found = context.start.step, context.start.checkpoint
+    newest = folders.latest_whole(snapshots)
+    if newest is not None and (saved := folders.read_state(newest).step) >= step:
+        step, found = saved, str(newest)
+    for saved, folder in reversed(_checkpoints(context)):
+        if saved <= step:
+            break
+        if not folders.verify(folder):
+            return str(folder)
+    return found
+
+
+def _checkpoints(context: AgentContext) -> list[tuple[int, Path]]:
+    try:
+        return context.run.complete_checkpoints()
+    except OSError as error:
+        log.warning("the checkpoints cannot be listed: %s", error)
+        return []
