@@ -251,22 +251,32 @@ class TrainEngine:
         self.ddp.offload_grad_buffers(synchronize=False, empty_cache=self.device.type == "cuda")
 
     def reclaim(self) -> None:
+        """End a standby; without one nothing changes. Gradients have any value: the next pass zeroes them first."""
         self._move_state(self.device)
-        for buffer in self.ddp.buffers:
-            storage = buffer.param_data.untyped_storage()
-            if not storage.nbytes():
-                storage.resize_(buffer.param_data.nbytes)
-                if buffer.param_data_cpu is not None:
-                    buffer.param_data.copy_(buffer.param_data_cpu)
-        if self.state.mixed and not self.elastic:
+        released = False
+        for buffer in (*self.ddp.buffers, *self.ddp.expert_parallel_buffers):
+            released |= _allocated(buffer.param_data)
+            _allocated(buffer.grad_data)
+            buffer.grad_data_size = 0
+            if released and buffer.param_data_cpu is not None:
+                buffer.param_data.copy_(buffer.param_data_cpu)
+        if released and self.state.mixed and not self.elastic:
             self.state.refresh()
-        self.ddp.restore_grad_buffers(synchronize=False)
 
     def _move_state(self, device: torch.device) -> None:
         for shard in self.state.shards.values():
             # Masters of a float32 model are views of its weights.
             for tensor in (*shard[2:],) if self.state.mixed else (shard.exp_avg, shard.exp_avg_sq):
                 tensor.data = tensor.data.to(device)
+
+
+def _allocated(tensor: torch.Tensor) -> bool:
+    """Give a released tensor memory; returns whether it had none."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes():
+        return False
+    storage.resize_(tensor.nbytes)
+    return True
 
 
 def _optimizer(ddp: Any, dtype: torch.dtype, settings: OptimizerSettings) -> Any:
