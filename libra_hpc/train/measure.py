@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -57,12 +57,14 @@ QUOTED = 1500
 Measured = list[tuple[int, int, list[float]]]
 """(trajectories, tokens of each, seconds of every step) of each batch."""
 Report = Callable[[str], None]
+Answer = TypeVar("Answer")
 
 
 class MeasurementReplica:
     """The processes of a replica, and this end of their sockets."""
 
-    def __init__(self, config: RunConfig, folder: Path) -> None:
+    def __init__(self, config: RunConfig, folder: Path, **changes: Any) -> None:
+        """``changes``: of `WorkerConfig`, in every process."""
         self._folder, self._processes, self._sockets = folder, list[subprocess.Popen[bytes]](), list[socket.socket]()
         self._buffers: list[FrameBuffer] = []
         self._pending: list[list[Any]] = []
@@ -72,7 +74,7 @@ class MeasurementReplica:
         listeners: list[socket.socket] = []
         for rank in range(count):
             path, settings = folder / f"{rank}.sock", folder / f"{rank}.json"
-            write_config(worker_config(config, rank, folder), settings)
+            write_config(msgspec.structs.replace(worker_config(config, rank, folder), **changes), settings)
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listeners.append(listener)
             listener.bind(str(path))
@@ -94,18 +96,31 @@ class MeasurementReplica:
             for listener in listeners:
                 listener.close()
 
-    def ask(self, message: ToWorker | None, kind: type[Any]) -> None:
-        """Send to all processes and wait until each has answered with a ``kind``."""
-        if message is not None:
-            for rank, connection in enumerate(self._sockets):
-                try:
-                    connection.sendall(to_worker.frame(message))
-                except OSError:
-                    raise self._failure(rank) from None
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def send(self, message: ToWorker) -> None:
+        """Send to all processes."""
+        for rank, connection in enumerate(self._sockets):
+            try:
+                connection.sendall(to_worker.frame(message))
+            except OSError:
+                raise self._failure(rank) from None
+
+    def answer(self, kind: type[Answer]) -> Answer:
+        """The answer of rank 0, once every process has answered with a ``kind``."""
+        answers: list[Answer] = []
         for rank in range(len(self._sockets)):
             answer = self._next(rank)
             if not isinstance(answer, kind):
                 raise OperationError(f"Process {rank} of the replica failed: {getattr(answer, 'what', answer)}.")
+            answers.append(answer)
+        return answers[0]
+
+    def ask(self, message: ToWorker, kind: type[Answer]) -> Answer:
+        self.send(message)
+        return self.answer(kind)
 
     def end(self) -> None:
         """Stop the processes; those that do not obey are killed."""
@@ -203,7 +218,7 @@ def measure_training(config: RunConfig, seconds: float, report: Report = lambda 
         replica = MeasurementReplica(config, Path(name))
         try:
             report("starting the replica")
-            replica.ask(None, WorkerReady)
+            replica.answer(WorkerReady)
             replica.ask(Join(0, 0, 1, ""), Joined)
             step = 0
             for trajectories, context in planned:

@@ -260,40 +260,23 @@ class TrainEngine:
         return bool(flag.item())
 
     def release(self) -> None:
-        """Free device memory: drop gradient buffers and lower-precision weights, move the state to the host.
-
-        Until `reclaim` the engine can neither compute nor be saved.
-        """
-        if self.elastic:
-            self.state.commit(NO_STEP, 0)
-        self._move_state(torch.device("cpu"))
-        # Derived from the float32 masters, or taken from their owners.
-        derived = self.state.mixed or self.elastic
-        for buffer in self._buffers():
-            if derived or self.device.type == "cuda":
-                buffer.param_data_cpu = None if derived else buffer.param_data.cpu()
-                buffer.param_data.untyped_storage().resize_(0)
-        if self._optimizer is not None:
-            self._optimizer.zero_grad()
-        self.ddp.offload_grad_buffers(synchronize=False, empty_cache=self.device.type == "cuda")
+        """Free the weights and gradients of a world without optimizer; it has no step until it has weights again."""
+        assert self.elastic, "the state of others is nowhere else"
+        self.state.commit(NO_STEP, 0)
+        for flat in self._flat():
+            flat.untyped_storage().resize_(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def reclaim(self) -> None:
-        self._move_state(self.device)
-        for buffer in self._buffers():
-            storage = buffer.param_data.untyped_storage()
+        """End a standby; weights and gradients then have any values."""
+        for flat in self._flat():
+            storage = flat.untyped_storage()
             if not storage.nbytes():
-                storage.resize_(buffer.param_data.nbytes)
-                if buffer.param_data_cpu is not None:
-                    buffer.param_data.copy_(buffer.param_data_cpu)
-        if self.state.mixed and not self.elastic:
-            self.state.refresh()
-        self.ddp.restore_grad_buffers(synchronize=False)
+                storage.resize_(flat.nbytes)
 
-    def _move_state(self, device: torch.device) -> None:
-        for shard in self.state.shards.values():
-            # Masters of a float32 model are views of its weights.
-            for tensor in (*shard[2:],) if self.state.mixed else (shard.exp_avg, shard.exp_avg_sq):
-                tensor.data = tensor.data.to(device)
+    def _flat(self) -> list[torch.Tensor]:
+        return [flat for buffer in self._buffers() for flat in (buffer.param_data, buffer.grad_data)]
 
 
 def _counted(shape: Architecture, split: ReplicaPlace) -> dict[str, bool]:
