@@ -80,7 +80,7 @@ class EngineDied(msgspec.Struct, tag=True, frozen=True):
 
 
 class Roles(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> all: the state of every node; ranks in ``receivers`` get new weights."""
+    """Coordinator -> all: the state of every node. Ranks in ``receivers`` get new weights, to serve or to join with."""
 
     states: dict[int, str]
     receivers: tuple[int, ...]
@@ -131,7 +131,7 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
 
 
 class ToReplica(msgspec.Struct, tag=True, frozen=True):
-    """Train leader -> train node: a message for every process of the replica."""
+    """Train leader -> train or hybrid node: a message for all its training processes."""
 
     message: ToWorker
 
@@ -154,7 +154,7 @@ class FormGeneration(msgspec.Struct, tag=True, frozen=True):
 
 
 class MemberJoined(msgspec.Struct, tag=True, frozen=True):
-    """Train leader -> coordinator: the rank is a member of the generation and holds the state of ``step``."""
+    """Train leader -> coordinator: the rank is a member of the generation and has the weights of ``step``."""
 
     rank: int
     generation: int
@@ -330,7 +330,7 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
 
 
 class Publish(msgspec.Struct, tag=True, frozen=True):
-    """Train leader -> exporting train node: this version is committed; send its file to these ranks."""
+    """Train leader -> its own node, which exports: this version is committed; send its file to these ranks."""
 
     version: int
     crc32: int
@@ -338,7 +338,7 @@ class Publish(msgspec.Struct, tag=True, frozen=True):
 
 
 class WeightsWanted(msgspec.Struct, tag=True, frozen=True):
-    """Rollout node -> train leader -> exporting train node: send ``rank`` weights newer than ``have``, if any."""
+    """Rollout node -> the train leader's node: send ``rank`` weights newer than ``have``, if any."""
 
     rank: int
     have: int

@@ -41,6 +41,18 @@ def test_a_killed_leader_costs_a_restart_inside_the_job(tmp_path: Path, rank: in
 
 
 @pytest.mark.chaos
+def test_a_killed_further_node_of_the_core_costs_a_restart_inside_the_job(tmp_path: Path) -> None:
+    case = Chaos(tmp_path)
+    case.submit("-o", "components.train.nodes=2")
+    case.reach(8)
+    case.signal_agent(TRAIN_LEADER + 1, signal.SIGKILL)
+    case.wait(lambda: case.events("recovered"), "the restart")
+    sound(case)
+    (recovered,) = case.events("recovered")
+    assert recovered["step"] >= 5, "from the newest checkpoint"
+
+
+@pytest.mark.chaos
 def test_a_run_whose_planner_dies_again_and_again_fails_with_that_reason(tmp_path: Path) -> None:
     case = Chaos(tmp_path, steps=400)
     case.submit("-o", "slurm.restarts=1")
