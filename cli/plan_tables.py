@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from libra_hpc.cost_models.memory import tightest
+from libra_hpc.cost_models.memory import USABLE
 from libra_hpc.cost_models.training_time import TrainTime
 from libra_hpc.planning.request import PlanRequest, describe
 from libra_hpc.search.best_plan import PlanResult, RunPlan
@@ -182,11 +182,11 @@ def terms(result: PlanResult) -> Table:
 def memory(asked: PlanRequest, result: PlanResult) -> Table:
     """Memory of a training device in the best plan."""
     best = result.plans[0]
-    moment = tightest(best.train.memory, asked.pools[best.pool].device)
-    table = _table((f"memory of a training GPU in {moment.name}", "left"), ("GB", "right"))
-    for name, size in moment.terms.items():
+    needs, usable = best.train.memory, USABLE * asked.pools[best.pool].device.memory_bytes
+    table = _table(("memory of a training GPU", "left"), ("GB", "right"))
+    for name, size in needs.terms().items():
         table.add_row(name, _gb(size))
-    table.add_row(f"all, of {moment.usable / 1e9:.0f} usable", _gb(moment.total), style="bold")
+    table.add_row(f"all, of {usable / 1e9:.0f} usable", _gb(needs.total), style="bold")
     return table
 
 

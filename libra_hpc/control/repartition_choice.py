@@ -78,7 +78,7 @@ class RepartitionAdvisor:
         self._minibatches, self._forwards = minibatches, forwards
         self._run_file_values = run_file_values
         # It runs: its moves of nodes have had their room.
-        self._own = msgspec.structs.replace(space, tp=(running.tp,), pp=(running.pp,), cp=(1,), ep=(1,), joins=False)
+        self._own = msgspec.structs.replace(space, tp=(running.tp,), pp=(running.pp,), cp=(1,), ep=(1,))
         self._model = RolloutByNodes(NodeEngines(shape, pool.device, running.engines, options), steps)
         self._proposed: set[str] = set()
 

@@ -2,18 +2,17 @@
 
 - State: weights, float32 gradients, AdamW's moments, and a float32 copy of weights of another type: 18 bytes per bf16
   parameter. A distributed optimizer divides the last 12 by the data-parallel ranks; an elastic replica lacks them.
-- Several minibatches: a step that fails returns to a copy of the optimizer's state, which a replica takes first.
+- Several minibatches: a step that fails returns to a copy of the optimizer's state, taken before it.
 - Activations: what a layer retains for its backward pass (`activation_bytes_per_token`); context parallelism divides
   it. With full recomputation, a layer retains its input, and one layer at a time the rest.
 - Pipeline: stage i of 1F1B holds as many micro-batches as there are stages from it on, the last one the output layer.
-- Join: a replica that enters a running generation has the state three times, but no activations.
-- The fullest stage counts, and the tighter of the two moments, step and join.
+- The fullest stage counts.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import msgspec
 
@@ -33,8 +32,6 @@ LOGIT_BYTES = (8, 6)
 """Bytes of each in the forward pass (float32, and its exponential) and in the backward pass (float32 and bfloat16)."""
 STATE_BYTES = MOMENT_BYTES + MASTER_BYTES
 """What an update changes, per parameter: moments, and float32 weights whatever their type."""
-JOIN_COPIES = 2
-"""Copies of the state at a join beside the own one: its received parts, and their concatenation."""
 PADDING = 1.25
 """Factor on attention activations: sequences that share a rectangle (`libra_hpc.train.packing`) cost up to half as much
 again, usually less."""
@@ -43,9 +40,6 @@ USABLE = 0.94
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-
-USABLE_AT_JOIN = 0.98
-"""The same at a join: buffers of tens of MiB leave less to fragmentation than activations."""
 
 
 class TrainLayout(msgspec.Struct, frozen=True, order=True):
@@ -62,16 +56,9 @@ class TrainLayout(msgspec.Struct, frozen=True, order=True):
     recompute: Recompute = "none"
     """What every layer computes again in the backward pass."""
     distributed: bool = False
-    """One world of all data-parallel ranks, the core: sequence parallelism, optimizer state divided over them."""
+    """Optimizer state divided over the data-parallel ranks, as in the core."""
     elastic: bool = False
-    """A stateless replica beside such a core: weights and gradients alone, with the core's sequence parallelism."""
-    joins: bool = False
-    """Replicas with their own whole state enter while the run goes on."""
-
-    @property
-    def stateful(self) -> bool:
-        """Whether every replica has the whole optimizer state."""
-        return not (self.distributed or self.elastic)
+    """A replica beside the core: weights and gradients alone."""
 
     @property
     def replica(self) -> int:
@@ -103,48 +90,21 @@ class TrainMemory(msgspec.Struct, frozen=True):
     minibatch_copy: float
     activations: float
     logits: float
-    join: float
-    """Beside the state, at another moment than the three terms before."""
     workspace: float
 
     @property
     def total(self) -> float:
-        return max(sum(terms.values()) for terms in self.moments().values())
+        return sum(self.terms().values())
 
     def terms(self) -> dict[str, float]:
-        """The terms of the fuller moment, by their names in words."""
-        return max(self.moments().values(), key=lambda terms: sum(terms.values()))
-
-    def moments(self) -> dict[str, dict[str, float]]:
-        """Terms of a step and, where there is one, of a join."""
-        step = ("minibatch_copy", "activations", "logits")
-        absent = {"a step": ("join",), **({"a join": step} if self.join else {})}
-        sizes = {name: float(getattr(self, name)) for name in self.__struct_fields__}
-        return {
-            moment: {
-                name.replace("_", " "): size
-                for name, size in sizes.items()
-                if name not in left_out and (size or name == "logits")
-            }
-            for moment, left_out in absent.items()
-        }
-
-
-class Moment(NamedTuple):
-    """A moment of a run, and what of a device's memory can be used then."""
-
-    name: str
-    terms: dict[str, float]
-    usable: float
-
-    @property
-    def total(self) -> float:
-        return sum(self.terms.values())
+        """Terms by their names in words; without those that are 0, but for the logits."""
+        sizes = {name.replace("_", " "): float(getattr(self, name)) for name in self.__struct_fields__}
+        return {name: size for name, size in sizes.items() if size or name == "logits"}
 
     @property
     def largest(self) -> str:
         """The largest term with its gigabytes."""
-        name, size = max(self.terms.items(), key=lambda term: term[1])
+        name, size = max(self.terms().items(), key=lambda term: term[1])
         return f"{name} {size / 1e9:.0f}"
 
 
@@ -190,21 +150,14 @@ def train_memory(
     )
 
 
-def tightest(memory: TrainMemory, device: Device) -> Moment:
-    """The moment with the least room."""
-    shares = {"a step": USABLE, "a join": USABLE_AT_JOIN}
-    moments = [Moment(name, terms, shares[name] * device.memory_bytes) for name, terms in memory.moments().items()]
-    return max(moments, key=lambda moment: moment.total - moment.usable)
-
-
 def memory_limit(memory: TrainMemory, device: Device) -> Limit | None:
     """What is missing and the largest term; None when it fits."""
-    moment = tightest(memory, device)
-    over = moment.total - moment.usable
+    usable = USABLE * device.memory_bytes
+    over = memory.total - usable
     if over <= 0:
         return None
-    sizes = f"{over / 1e9:.1f} GB over: {moment.total / 1e9:.0f} of {moment.usable / 1e9:.0f} GB"
-    return Limit(over, f"{sizes}, {moment.largest}")
+    sizes = f"{over / 1e9:.1f} GB over: {memory.total / 1e9:.0f} of {usable / 1e9:.0f} GB"
+    return Limit(over, f"{sizes}, {memory.largest}")
 
 
 @cache
@@ -292,6 +245,5 @@ def _stage(
         minibatch_copy=own * STATE_BYTES if copies else 0.0,
         activations=activations,
         logits=head_bytes(shape, tokens, layout.tp) if stage == layout.pp - 1 else 0.0,
-        join=JOIN_COPIES * own * STATE_BYTES if layout.joins and layout.stateful else 0.0,
         workspace=device.workspace_bytes,
     )

@@ -55,9 +55,7 @@ class PlanRequest(msgspec.Struct, frozen=True):
 
 KIND = ("partition", "gpu_type", "gpus", "constraint")
 """Fields in which nodes of one kind agree."""
-SHARDED = False
-"""Whether the trainer divides the optimizer's state over the core's data-parallel ranks."""
-NODE_SPACE = TrainSpace(cp=(1,), ep=(1,), distributed=(SHARDED,))
+NODE_SPACE = TrainSpace(cp=(1,), ep=(1,))
 """Layouts that ``[train]`` of a run file can state: tensor and pipeline parallelism, recomputation, one replica per
 node."""
 
@@ -114,10 +112,7 @@ def request(
     space = TrainSpace()
     if node_layouts:
         node = min(p.node_devices for p in pools)
-        parts = config.components
-        # Training nodes of another kind than the rollout nodes are hybrid when they do not train.
-        joins = parts.hybrid.nodes > 0 or kind(parts.train) != kind(parts.rollout)
-        space = msgspec.structs.replace(NODE_SPACE, replica_devices=node, least_devices=node, joins=joins)
+        space = msgspec.structs.replace(NODE_SPACE, replica_devices=node, least_devices=node)
         if "recompute" in config.train.model_fields_set:
             space = msgspec.structs.replace(space, recompute=(config.train.recompute,))
     return PlanRequest(

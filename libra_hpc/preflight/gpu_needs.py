@@ -9,7 +9,7 @@ import msgspec
 
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
-from libra_hpc.cost_models.memory import tightest
+from libra_hpc.cost_models.memory import USABLE
 from libra_hpc.hardware.models import DTYPE_BYTES, ModelShape, model_shape
 from libra_hpc.simulated.dry_run import pace
 
@@ -41,8 +41,7 @@ def gpu_needs(config: RunConfig, model: ModelShape | None) -> list[GpuNeed]:
         shape = msgspec.structs.replace(shape, dtype_bytes=DTYPE_BYTES[config.model.dtype])
         if name == "train":
             whole = training_memory(config, shape, gpu, pack=fullest_pack(config), in_flight=config.train.pp)
-            moment = tightest(whole, gpu)
-            found.append(GpuNeed(f"{name} GPU in {moment.name}", moment.terms, moment.usable))
+            found.append(GpuNeed(f"{name} GPU", whole.terms(), USABLE * gpu.memory_bytes))
         if name == "train" or simulated:
             continue
         for tp in sorted({of_node(config.rollout.tp, node) for node in rollout_nodes(config, name)}):

@@ -25,7 +25,6 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.cost_models.host_memory import NodeMemory, NodeWork, node_memory
 from libra_hpc.errors import invalid
 from libra_hpc.hardware.models import DTYPE_BYTES, ModelShape
-from libra_hpc.planning.request import SHARDED
 from libra_hpc.slurm.fit import memory_mb
 from libra_hpc.slurm.query import Partition
 
@@ -127,18 +126,15 @@ def _check(need: HostNeed, memory: float) -> Iterator[str]:
 
 def _work(config: RunConfig, name: str) -> NodeWork:
     component: Component = getattr(config.components, name)
-    trains, rolls = name != "rollout", name != "train"
     task = config.task
     environments = 0.0
     # The address space is a limit, far above what most tools take: it counts where the user chose it.
     if name == "rollout" and "tool_memory_mb" in task.model_fields_set:
         environments = float(task.hosts * task.tool_processes * task.tool_memory_mb * MIB)
     return NodeWork(
-        trains=trains,
-        rolls=rolls,
-        snapshots=config.train.snapshot_every > 0,
-        state_share=1.0 / config.components.train.nodes if SHARDED else 1.0,
-        stateless=SHARDED and rolls,
+        rolls=name != "train",
+        # Of several core nodes none sees the shards of the others.
+        snapshots=name == "train" and config.train.snapshot_every > 0 and component.nodes == 1,
         kv_bytes=component.gpus * config.rollout.kv_host_gb_per_gpu * GIB,
         environment_bytes=environments,
     )

@@ -1,9 +1,8 @@
 """Whether GPUs of a run file have enough memory, and nodes enough CPUs, by the planner's memory models.
 
 * Training: a replica's least memory (`libra_hpc.cost_models.memory`) exceeds the GPU -> refused, with the smallest
-  TP x PP that fits. The least includes the joins of hybrid nodes.
-* Training: a trajectory of ``rollout.max_model_len`` tokens, a full pipeline, or the join of a core replica that was
-  rebuilt, exceeds the GPU -> warning.
+  TP x PP that fits.
+* Training: a trajectory of ``rollout.max_model_len`` tokens or a full pipeline exceeds the GPU -> warning.
 * Rollout: an engine cannot hold its weights and one sequence of ``rollout.max_model_len`` tokens -> refused.
 * The GPU is in no table -> warning.
 * A node has fewer CPUs than GPUs -> refused.
@@ -23,20 +22,11 @@ import msgspec
 from libra_hpc.config.job import Component
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
-from libra_hpc.cost_models.memory import (
-    RECOMPUTE,
-    Moment,
-    TrainLayout,
-    TrainMemory,
-    memory_limit,
-    tightest,
-    train_memory,
-)
+from libra_hpc.cost_models.memory import RECOMPUTE, USABLE, TrainLayout, TrainMemory, memory_limit, train_memory
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.hardware.capacity import blocks_of, kv_capacity
 from libra_hpc.hardware.devices import Device, device
 from libra_hpc.hardware.models import DTYPE_BYTES, ModelShape, model_shape
-from libra_hpc.planning.request import SHARDED
 from libra_hpc.simulated.dry_run import pace
 
 from .field_names import naming
@@ -83,7 +73,7 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> list[str]:
         shape = model_shape(pace(config, name).model) if simulated or model is None else model
         shape = msgspec.structs.replace(shape, dtype_bytes=DTYPE_BYTES[config.model.dtype])
         if name != "rollout":
-            warnings.update(dict.fromkeys(_check_training(config, shape, found, component.gpus)))
+            warnings.update(dict.fromkeys(_check_training(config, name, shape, found, gpus=component.gpus)))
         if name != "train" and not simulated:
             _check_rollout(config, name, shape, found, gpus=component.gpus)
     return list(warnings)
@@ -128,8 +118,7 @@ def training_memory(
         dp=max(1, parts.train.nodes),
         micro_tokens=train.micro_tokens,
         recompute=train.recompute,
-        distributed=SHARDED,
-        joins=parts.hybrid.nodes > 0,
+        distributed=True,
     )
     return train_memory(
         shape,
@@ -147,14 +136,15 @@ def fullest_pack(config: RunConfig) -> int:
     return min(config.train.micro_tokens, whole)
 
 
-def _check_training(config: RunConfig, shape: ModelShape, gpu: Device, gpus: int) -> Iterator[str]:
-    """Raise `UserError` when no batch could be trained; yields a warning for each moment that may not fit."""
-    train, memory = config.train, partial(training_memory, config, shape, gpu)
+def _check_training(config: RunConfig, component: str, shape: ModelShape, gpu: Device, *, gpus: int) -> Iterator[str]:
+    """Raise `UserError` when no batch could be trained; yields a warning when the longest one could not."""
+    # A hybrid node trains without optimizer state.
+    train, memory = config.train, partial(training_memory, config, shape, gpu, elastic=component == "hybrid")
     least = memory()
+    usable = f"{USABLE * gpu.memory_bytes / 1e9:.0f} GB of one {gpu.name} can be used"
     if memory_limit(least, gpu) is not None:
-        moment = tightest(least, gpu)
         layout = f"training {shape.name} with TP{train.tp} PP{train.pp}"
-        why = f"{layout} needs {moment.total / 1e9:.0f} GB a GPU ({moment.largest}) and {_usable(moment, gpu)}"
+        why = f"{layout} needs {least.total / 1e9:.0f} GB a GPU ({least.largest}) and {usable}"
         for recompute in dict.fromkeys((train.recompute, *RECOMPUTE[1:])):
             for tp, pp in _splits(shape, gpus):
                 if memory_limit(memory(tp=tp, pp=pp, recompute=recompute), gpu) is None:
@@ -162,9 +152,6 @@ def _check_training(config: RunConfig, shape: ModelShape, gpu: Device, gpus: int
                     raise invalid(
                         "train.tp", train.tp, why, f"train.tp = {tp}, train.pp = {pp}{more} (the fewest GPUs)"
                     )
-        hybrid = config.components.hybrid.nodes
-        if hybrid and memory_limit(memory(joins=False), gpu) is None:
-            raise invalid("components.hybrid.nodes", hybrid, why, "0: a node that moves to training takes its state")
         raise invalid(
             "train.tp",
             train.tp,
@@ -172,20 +159,10 @@ def _check_training(config: RunConfig, shape: ModelShape, gpu: Device, gpus: int
             f"a smaller train.micro_tokens or a smaller model: no TP x PP of the {gpus} GPUs of a node fits",
         )
     pack = max(fullest_pack(config), config.rollout.max_model_len)
-    longest = memory(in_flight=train.pp, pack=pack, joins=False)
-    rebuilt = memory(joins=config.components.train.nodes > 1)
-    for what, needed in (
-        (f"a pipeline full of micro-batches of {pack:,} tokens", longest),
-        ("a replica that was rebuilt and takes the state of another", rebuilt),
-    ):
-        if memory_limit(needed, gpu) is not None:
-            moment = tightest(needed, gpu)
-            figures = f"needs {moment.total / 1e9:.0f} GB a GPU and {_usable(moment, gpu)}"
-            yield f"training may run out of GPU memory: {what} {figures}"
-
-
-def _usable(moment: Moment, gpu: Device) -> str:
-    return f"{moment.usable / 1e9:.0f} GB of one {gpu.name} can be used"
+    longest = memory(in_flight=train.pp, pack=pack)
+    if memory_limit(longest, gpu) is not None:
+        what = f"a pipeline full of micro-batches of {pack:,} tokens"
+        yield f"training may run out of GPU memory: {what} needs {longest.total / 1e9:.0f} GB a GPU and {usable}"
 
 
 def _splits(shape: ModelShape, gpus: int) -> list[tuple[int, int]]:

@@ -32,10 +32,7 @@ class TrainSpace(msgspec.Struct, frozen=True):
     ep: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     recompute: tuple[Recompute, ...] = RECOMPUTE
     distributed: tuple[bool, ...] = (False,)
-    """Optimizer state divided over data-parallel ranks. An elastic pool keeps it whole, so that replicas can join and
-    leave."""
-    joins: bool = False
-    """Replicas enter while the run goes on: nodes that change their role."""
+    """Optimizer state divided over data-parallel ranks; False also holds where the core is one replica."""
     replica_devices: int = 0
     """Most devices of a data-parallel replica; 0: any."""
     least_devices: int = 0
@@ -126,7 +123,6 @@ class TrainSearch:
                         micro_tokens=shard.micro_tokens,
                         recompute=shard.recompute,
                         distributed=shard.distributed,
-                        joins=shard.joins,
                     ),
                 )
 
@@ -162,7 +158,6 @@ def _shards(cost: TrainCost, devices_per_node: int, space: TrainSpace) -> Iterat
                                     micro_tokens=micro,
                                     recompute=recompute,
                                     distributed=distributed,
-                                    joins=space.joins,
                                 )
 
 

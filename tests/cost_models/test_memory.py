@@ -1,11 +1,11 @@
-"""Memory of a training GPU: whole replicas, the sharded core, stateless replicas, minibatches, joins, uneven stages."""
+"""Memory of a training GPU: whole replicas, the sharded core, stateless replicas, minibatches, uneven stages."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from libra_hpc.cost_models.memory import TrainLayout, TrainMemory, memory_limit, stage_params, tightest, train_memory
+from libra_hpc.cost_models.memory import TrainLayout, TrainMemory, stage_params, train_memory
 from libra_hpc.errors import UserError
 from libra_hpc.hardware.architecture import Architecture, check_parallel, stage_layers
 from libra_hpc.hardware.devices import device
@@ -38,22 +38,6 @@ def test_sequence_parallelism_divides_all_activations() -> None:
     spread = train_memory(SHAPE, CORE, A800, micro_batches=1, pack_tokens=4096).activations
     single = msgspec.structs.replace(WHOLE, tp=1)
     assert spread == pytest.approx(train_memory(SHAPE, single, A800, micro_batches=1, pack_tokens=4096).activations / 8)
-
-
-def test_a_join_is_another_moment_than_a_step() -> None:
-    step, joins = of(WHOLE), of(msgspec.structs.replace(WHOLE, joins=True))
-    assert joins.join == pytest.approx(24 * P)
-    assert joins.total == pytest.approx(42 * P + A800.workspace_bytes)
-    assert joins.total < step.total + joins.join
-    assert "activations" not in joins.terms()
-    assert sum(joins.terms().values()) == joins.total
-    assert tightest(step, A800).name == "a step"
-    assert tightest(joins, A800).name == "a join"
-    limit = memory_limit(joins, msgspec.structs.replace(A800, memory_bytes=60e9))
-    assert limit is not None
-    assert limit.reason.endswith("join 44")
-    for layout in (CORE, ELASTIC):
-        assert of(msgspec.structs.replace(layout, joins=True)).join == 0.0
 
 
 def test_the_fullest_of_uneven_stages_counts() -> None:

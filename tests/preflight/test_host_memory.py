@@ -40,36 +40,33 @@ def test_a_node_has_the_files_that_the_runtime_keeps() -> None:
     assert host_memory.WEIGHT_VERSIONS == relay.KEEP_VERSIONS + 2
     worker = (Path(preflight.__file__).parents[1] / "train/worker.py").read_text()
     assert f"SNAPSHOTS = {host_memory.SNAPSHOTS - 1}\n" in worker
-    trains = node_memory(MODEL, NodeWork(trains=True))
+    trains = node_memory(MODEL, NodeWork(snapshots=True))
     assert state_bytes(MODEL) == 14 * MODEL.params
     assert trains.snapshots == 28 * MODEL.params
-    assert trains.saving == 14 * MODEL.params
     assert trains.weight_files == 8 * MODEL.params
     assert trains.shared.keys() == {"weight files", "snapshots"}
     rolls = node_memory(MODEL, NodeWork(rolls=True, kv_bytes=5.0, environment_bytes=7.0))
     assert rolls.terms().keys() == {"weight files", "kv tier", "environments", "processes"}
 
 
-def test_a_hybrid_node_counts_its_fuller_moment() -> None:
-    hybrid = NodeWork(trains=True, rolls=True)
-    assert node_memory(MODEL, hybrid).standby == 0.0, "training with snapshots takes more than the standby"
-    assert node_memory(MODEL, NodeWork(trains=True, rolls=True, snapshots=False)).standby == 12 * MODEL.params
-    stateless = node_memory(MODEL, NodeWork(trains=True, rolls=True, stateless=True))
-    assert stateless.terms().keys() == {"weight files", "processes"}
-    share = node_memory(MODEL, NodeWork(trains=True, state_share=0.25))
-    assert share.snapshots == 7 * MODEL.params
+def test_only_a_single_core_node_keeps_snapshots() -> None:
+    (train, hybrid, _) = host_needs(configured(components=nodes()), MODEL)
+    assert "snapshots" in train.terms
+    assert hybrid.terms.keys() == {"weight files", "processes"}
+    two = {**nodes(), "train": {**NODE, "nodes": 2}}
+    assert "snapshots" not in host_needs(configured(components=two), MODEL)[0].terms
 
 
 def test_too_little_memory_is_refused_with_the_largest_term_and_a_way_out() -> None:
     sentence = (
-        r"components.train.mem = '256G': a train node needs 742 GB of host memory \(snapshots 414\) and has 275 GB;"
-        r" valid: at least 692G\.$"
+        r"components.train.mem = '256G': a train node needs 536 GB of host memory \(snapshots 414\) and has 275 GB;"
+        r" valid: at least 499G; train.snapshot_every = 0 takes the snapshots away\.$"
     )
     with pytest.raises(UserError, match=sentence):
         checked(None, components=nodes("256G"))
-    with pytest.raises(UserError, match=r"at least 692G; train.snapshot_every = 0 takes the snapshots away\.$"):
+    with pytest.raises(UserError, match=r"at least 499G; train.snapshot_every = 0 takes the snapshots away\.$"):
         checked(500.0, components=nodes())
-    assert checked(2000.0, components=nodes("700G")) == []
+    assert checked(2000.0, components=nodes("520G")) == []
     assert checked(2000.0, components=nodes()) == []
     assert checked(2000.0, components=nodes("400G"), train={"snapshot_every": 0}) == []
 
@@ -85,7 +82,7 @@ def test_caches_in_host_memory_and_limits_of_tools_count_on_rollout_nodes() -> N
 
 
 def test_half_of_the_nodes_memory_is_assumed_for_shared_memory() -> None:
-    (line, _) = checked(1000.0, components=nodes())
+    (line,) = checked(1000.0, components=nodes())
     assert line == (
         "snapshots do not fit: a train node needs 532 GB (snapshots 414) of /dev/shm, which has 500 GB if it is half of"
         " the node's memory; without snapshots: train.snapshot_every = 0"
@@ -96,7 +93,7 @@ def test_half_of_the_nodes_memory_is_assumed_for_shared_memory() -> None:
 def test_an_unknown_size_is_a_warning_with_what_is_needed() -> None:
     (line,) = checked(None, components=nodes())
     assert line == (
-        "the size of the nodes is not known, so host memory was not checked: a train node needs 742 GB, 532 GB of"
+        "the size of the nodes is not known, so host memory was not checked: a train node needs 536 GB, 532 GB of"
         " it in /dev/shm (snapshots 414)"
     )
 
