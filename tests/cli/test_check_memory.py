@@ -27,14 +27,14 @@ def test_the_table_has_every_kind_of_memory(cli: Cli, arguments: tuple[str, ...]
     assert outcome.code == 0, outcome.err
     lines = outcome.out.splitlines()
     assert max(len(line.rstrip()) for line in lines[:-1]) <= 80
-    for row in ("memory, GB", "train GPU in a step", "rollout GPU at TP2", "the node", "  its /dev/shm"):
+    for row in ("memory, GB", "train GPU", "rollout GPU at TP2", "the node", "  its /dev/shm"):
         assert any(row in line for line in lines), outcome.out
 
 
 def test_terms_are_bytes_in_json_and_add_up(cli: Cli, arguments: tuple[str, ...]) -> None:
     outcome = cli(*arguments, "-o", "algorithm.minibatches=2", "--json")
     records = json.loads(outcome.out)["memory"]
-    assert [record["where"] for record in records][:1] == ["train GPU in a step"]
+    assert [record["where"] for record in records][:1] == ["train GPU"]
     assert "minibatch copy" in records[0]["terms"]
     for record in records:
         assert record["needs"] == pytest.approx(sum(record["terms"].values()))
