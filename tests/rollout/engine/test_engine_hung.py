@@ -22,7 +22,7 @@ def test_a_stopped_engine_is_ended_and_the_next_one_serves(old: Model, tmp_path:
             "run": {"engine": "real"},
             "model": {"path": str(old.folder), "dtype": "float32"},
             "rollout": {"max_model_len": 1024, "kv_cache_mb": 16},
-            "deadlines": {"floor_s": 6.0, "first_s": 300.0, "factor": 1.1},
+            "deadlines": {"floor_s": 6.0, "first_s": 300.0, "factor": 10.0},
         }
         async with scene(tmp_path, **sections) as made:
             await made.up()
