@@ -94,12 +94,24 @@ class OptimizerSection(Section):
 
 
 class TrainSection(Section):
-    """``[train]``: Megatron. All core training nodes form one world of data-parallel ranks, one rank per node."""
+    """``[train]``: Megatron. All core training nodes form one world, a hybrid node that trains one of its own.
+
+    Their processes are divided into data-parallel replicas of ``tp * pp * cp`` processes. A replica of the core may
+    span nodes.
+    """
 
     tp: int = Field(1, ge=1)
-    """Tensor parallelism of a replica."""
+    """Tensor parallelism of a replica; within a node."""
     pp: int = Field(1, ge=1)
     """Pipeline parallelism of a replica."""
+    cp: int = Field(1, ge=1)
+    """Context parallelism of a replica: this many processes share the tokens of a micro-batch."""
+    ep: int = Field(1, ge=1)
+    """Expert parallelism: the experts of a layer are spread over this many data-parallel or context ranks."""
+    etp: int = Field(0, ge=0)
+    """Tensor parallelism of an expert: 1 or ``tp``. 0: ``tp``."""
+    processes: int = Field(0, ge=0)
+    """Training processes of a node. 0: one for each GPU that whole replicas take; without GPUs those of one replica."""
     micro_tokens: Tokens = Field(8192, ge=64)
     """Most tokens of one packed micro-batch."""
     recompute: Annotated[Recompute, BeforeValidator(_named)] = "none"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.train import state_folders as folders
 from libra_hpc.train.settings import WorkerConfig, algorithm_settings, optimizer_settings
 
@@ -25,8 +26,10 @@ def worker_configs(context: AgentContext, number: int) -> list[WorkerConfig]:
     """Settings of every process of this node's start ``number``, from 0; reads and writes the run directory."""
     config, core = context.config, context.layout.core
     train, elastic = config.train, context.rank not in core
+    owners, replica = core_world(config), elastic_world(config)
+    world = replica if elastic else owners
     snapshots, start_dir, first = Path(), "", 0
-    world = context.private / f"world-{number}"
+    rendezvous = context.private / f"world-{number}"
     if not elastic:
         start_dir = context.start.checkpoint
         if len(core) == 1:
@@ -34,20 +37,24 @@ def worker_configs(context: AgentContext, number: int) -> list[WorkerConfig]:
             snapshots.mkdir(exist_ok=True)
             start_dir = _newest(context, snapshots) if number else start_dir
         else:
-            first = core.index(context.rank) * train.tp * train.pp
-            world = rendezvous_folder(context) / "core"
+            first = core.index(context.rank) * world.processes
+            rendezvous = rendezvous_folder(context) / "core"
     return [
         WorkerConfig(
             model_dir=config.model.path,
-            world_rendezvous=str(world),
+            world_rendezvous=str(rendezvous),
             start_dir=start_dir,
             device=config.slurm.device,
             device_index=local_rank,
             dtype=config.model.dtype,
-            tp=train.tp,
-            pp=train.pp,
-            dp=1 if elastic else len(core),
-            core_dp=len(core),
+            tp=world.tp,
+            pp=world.pp,
+            dp=world.dp,
+            cp=world.cp,
+            ep=world.ep,
+            etp=world.etp,
+            core_dp=owners.dp,
+            elastic_dp=replica.dp,
             elastic=elastic,
             rank=first + local_rank,
             optimizer=optimizer_settings(config),
@@ -59,7 +66,7 @@ def worker_configs(context: AgentContext, number: int) -> list[WorkerConfig]:
             threads=train.threads,
             seed=config.run.seed,
         )
-        for local_rank in range(train.tp * train.pp)
+        for local_rank in range(world.processes)
     ]
 
 

@@ -63,7 +63,7 @@ class Trainer:
         self._time = ReplicaTime(
             shape=shape,
             device=device(pace.device, pace.devices or None),
-            devices=config.tp * config.pp,
+            devices=config.tp * config.pp * config.cp,
             mfu=pace.mfu,
             fixed_s=pace.step_s,
             weight_bytes=WEIGHT_BYTES[config.dtype],
@@ -108,12 +108,13 @@ class Trainer:
 
     def _join(self, message: Join, begin: float) -> list[FromWorker]:
         self._generation, config = -1, self._config
-        ranks = config.core_dp + message.size - 1
+        first = config.core_dp + (message.rank - 1) * config.elastic_dp if config.elastic else 0
+        ranks = config.core_dp + (message.size - 1) * config.elastic_dp
         try:
             with self._pulse.phase(WAITING):
                 core = state.meet(
                     f"{message.rendezvous}.{config.rank % self._time.devices}",
-                    position=config.core_dp + message.rank - 1 if config.elastic else self._place,
+                    position=first + self._place,
                     size=ranks,
                     own=self._state,
                     timeout_s=config.join_timeout_s,

@@ -1,10 +1,10 @@
 """Which elements of the flat buffers go from whom to whom between a core and its elastic replicas; pure.
 
-The core's data-parallel ranks own equal pieces of every bucket (`libra_hpc.train.optimizer_state`). The elastic
-replicas sum their gradients among themselves; then each stands for an equal part of a bucket. So the core's links
-carry one gradient, however many replicas there are. Weights take the same way back.
+In every world, processes with the same parameters (its *copies*) own equal pieces of every bucket: Megatron-Core sums
+gradients so that each has its piece. The replicas sum these pieces among themselves; then each stands for an equal part
+of a piece. So the core's links carry one gradient, however many replicas there are. Weights take the same way back.
 
-Ranks are those of one group: the core's data-parallel ranks first, then the replicas.
+Ranks are those of one group: the core's copies (the owners) first, then the copies of each replica.
 """
 
 from __future__ import annotations
@@ -14,47 +14,72 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 ALIGNMENT = 128
-"""Megatron-Core pads a bucket to a multiple of this and of the number of owners."""
+"""Megatron-Core pads a bucket to a multiple of this and of the number of copies."""
+
+
+class Members(NamedTuple):
+    """Processes of one group."""
+
+    owners: int
+    """Copies in the core."""
+    copies: int
+    """Copies in each replica."""
+    replicas: int
+
+    @property
+    def size(self) -> int:
+        return self.owners + self.replicas * self.copies
+
+    def rank(self, replica: int, copy: int) -> int:
+        """Of a copy in a replica, which count from 0."""
+        return self.owners + replica * self.copies + copy
 
 
 class Transfer(NamedTuple):
-    """Elements ``begin:end`` of a bucket that a replica and an owner exchange."""
+    """Elements ``begin:end`` of a bucket that a process of a replica and an owner exchange."""
 
     bucket: int
     begin: int
     end: int
     owner: int
-    replica: int
+    peer: int
+    """Rank of the replica's process."""
 
 
-def owned(size: int, owners: int) -> list[tuple[int, int]]:
-    """The part of a bucket of ``size`` elements that each of ``owners`` ranks has, without padding."""
-    step = math.lcm(owners, ALIGNMENT)
-    each = -(-size // step) * step // owners
-    return [(min(i * each, size), min((i + 1) * each, size)) for i in range(owners)]
+def owned(size: int, copies: int) -> list[tuple[int, int]]:
+    """The piece of a bucket of ``size`` elements that each of ``copies`` processes has, without padding."""
+    step = math.lcm(copies, ALIGNMENT)
+    each = -(-size // step) * step // copies
+    return [(min(i * each, size), min((i + 1) * each, size)) for i in range(copies)]
 
 
-def parts(size: int, replicas: int) -> list[tuple[int, int]]:
-    """The part of a bucket for which each of ``replicas`` stands."""
-    each = -(-size // replicas)
-    return [(min(i * each, size), min((i + 1) * each, size)) for i in range(replicas)]
+def parts(piece: tuple[int, int], replicas: int) -> list[tuple[int, int]]:
+    """The part of a piece for which each of ``replicas`` stands."""
+    first, last = piece
+    each = -(-(last - first) // replicas)
+    return [(min(first + i * each, last), min(first + (i + 1) * each, last)) for i in range(replicas)]
 
 
-def step_transfers(sizes: Sequence[int], owners: int, replicas: int, chunk: int) -> list[Transfer]:
+def step_transfers(sizes: Sequence[int], members: Members, chunk: int) -> list[Transfer]:
     """Transfers of a step, gradients or weights, of at most ``chunk`` elements; all ranks act in this order."""
-    return list(_cut(sizes, owners, replicas, chunk, whole=False))
+    return list(_cut(sizes, members, chunk, whole=False))
 
 
-def join_transfers(sizes: Sequence[int], owners: int, replicas: int, chunk: int) -> list[Transfer]:
-    """Transfers that give every replica all weights."""
-    return list(_cut(sizes, owners, replicas, chunk, whole=True))
+def join_transfers(sizes: Sequence[int], members: Members, chunk: int) -> list[Transfer]:
+    """Transfers that give every replica all weights, a piece to each copy."""
+    return list(_cut(sizes, members, chunk, whole=True))
 
 
-def _cut(sizes: Sequence[int], owners: int, replicas: int, chunk: int, *, whole: bool) -> Iterator[Transfer]:
+def _cut(sizes: Sequence[int], members: Members, chunk: int, *, whole: bool) -> Iterator[Transfer]:
+    replicas = members.replicas
     for bucket, size in enumerate(sizes):
-        wanted = [(0, size)] * replicas if whole else parts(size, replicas)
-        for owner, (first, last) in enumerate(owned(size, owners)):
-            for replica, (low, high) in enumerate(wanted):
+        wanted = [
+            (members.rank(replica, copy), part)
+            for copy, piece in enumerate(owned(size, members.copies))
+            for replica, part in enumerate([piece] * replicas if whole else parts(piece, replicas))
+        ]
+        for owner, (first, last) in enumerate(owned(size, members.owners)):
+            for peer, (low, high) in wanted:
                 end = min(last, high)
                 for begin in range(max(first, low), end, chunk):
-                    yield Transfer(bucket, begin, min(begin + chunk, end), owner, owners + replica)
+                    yield Transfer(bucket, begin, min(begin + chunk, end), owner, peer)

@@ -65,7 +65,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     etp: int = 0
     """Tensor ranks of an expert: 1 or ``tp``; 0: ``tp``."""
     core_dp: int = 1
-    """Data-parallel times context ranks of the core, which owns the optimizer state; in the core itself its own."""
+    """Data-parallel ranks of the core, which owns the optimizer state; in the core itself ``dp``."""
+    elastic_dp: int = 1
+    """Data-parallel ranks of every replica beside the core; in one of them ``dp``."""
     elastic: bool = False
     """A replica without optimizer, outside the core."""
     rank: int

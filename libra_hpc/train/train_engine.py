@@ -136,12 +136,21 @@ class TrainEngine:
         found = dict(self.ddp.module.named_parameters())
         return {name: found.pop(name) for name in own_entries(self.shape, self.split)}
 
-    def buckets(self) -> list[Any]:
-        """Megatron-Core's flat pieces of weights and gradients, in an order that the layout alone decides."""
-        return [bucket for buffer in self._buffers() for bucket in buffer.buckets]
+    def buckets(self) -> tuple[list[Any], list[Any]]:
+        """Megatron-Core's flat pieces of weights and gradients: of shared parameters, and of experts.
 
-    def _buffers(self) -> list[Any]:
-        return [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
+        In an order that the layout alone decides.
+        """
+        shared, experts = (
+            [bucket for buffer in buffers for bucket in buffer.buckets]
+            for buffers in (self.ddp.buffers, self.ddp.expert_parallel_buffers)
+        )
+        return shared, experts
+
+    def gather_weights(self) -> None:
+        """Give all copies of a parameter the pieces that each has; collective over a world without optimizer."""
+        if self.split.copies > 1:
+            self.ddp.start_param_sync(force_sync=True)
 
     def squared_norm(self) -> torch.Tensor:
         """This rank's share of the squared gradient norm, float64; the sum over the world is the whole.
@@ -276,7 +285,8 @@ class TrainEngine:
                 storage.resize_(flat.nbytes)
 
     def _flat(self) -> list[torch.Tensor]:
-        return [flat for buffer in self._buffers() for flat in (buffer.param_data, buffer.grad_data)]
+        buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
+        return [flat for buffer in buffers for flat in (buffer.param_data, buffer.grad_data)]
 
 
 def _counted(shape: Architecture, split: ReplicaPlace) -> dict[str, bool]:

@@ -91,8 +91,14 @@ class Worker:
             self._engine.state.commit(NO_STEP, 0)
         else:
             checkpoint.start(self._engine, self._model_dir, config.start_dir)
-        timeouts = config.step_timeout_s, config.join_timeout_s
-        self._replicas = ElasticReplicas(self._engine, config.core_dp, *timeouts, lambda: pulse.phase(WAITING))
+        self._replicas = ElasticReplicas(
+            self._engine,
+            config.step_timeout_s,
+            config.join_timeout_s,
+            lambda: pulse.phase(WAITING),
+            core_dp=config.core_dp,
+            elastic_dp=config.elastic_dp,
+        )
         self._trainer = GrpoTrainer(self._engine, self._replicas, config.algorithm, config.micro_tokens)
         parameters = sum(torch.Size(size).numel() for size in hf_shapes(shape).values())
         self._socket.send(WorkerReady(self._engine.state.step, parameters, time.monotonic() - begin))

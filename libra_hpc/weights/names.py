@@ -52,6 +52,20 @@ class ReplicaPlace(NamedTuple):
         return self.cp_rank + self.cp * self.dp_rank
 
     @property
+    def copies(self) -> int:
+        """Processes with the same dense weights."""
+        return self.cp * self.dp
+
+    @property
+    def expert_copies(self) -> int:
+        """Processes with the same part of the same experts."""
+        return self.stage_stride // (self.expert_ranks * self.ep)
+
+    @property
+    def expert_copy_rank(self) -> int:
+        return self.stage_rank // (self.expert_ranks * self.ep)
+
+    @property
     def expert_ranks(self) -> int:
         """Tensor ranks of an expert."""
         return self.etp or self.tp

@@ -124,7 +124,7 @@ def build(
     """An engine and trainer in this process, alone in generation 0, with the model's weights."""
     engine = TrainEngine(read_shape(model_dir), torch.device("cpu"), dtype, split, optimizer)
     checkpoint.load_policy(engine, model_dir)
-    replicas = ElasticReplicas(engine, 1, 60.0, 60.0)
+    replicas = ElasticReplicas(engine, 60.0, 60.0)
     trainer = GrpoTrainer(engine, replicas, ALGORITHM, MICRO_TOKENS)
     replicas.join(Join(0, 0, 1, ""))
     return engine, trainer

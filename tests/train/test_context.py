@@ -11,17 +11,7 @@ import torch
 from libra_hpc.train.packing import decode, pack
 from libra_hpc.weights.names import ReplicaPlace
 
-from .support import (
-    Layout,
-    Replica,
-    assert_equals_one_process,
-    assert_same_state,
-    fixed_run,
-    join_all,
-    make_model,
-    samples,
-    step_all,
-)
+from .support import Layout, assert_equals_one_process, make_model, samples
 
 CPU = torch.device("cpu")
 
@@ -81,22 +71,3 @@ def test_a_world_with_context_ranks_equals_one_process(
 ) -> None:
     make_model(kind, tmp_path / "model")
     assert_equals_one_process(tmp_path, world, layout, recompute=recompute)
-
-
-@pytest.mark.engine
-def test_a_replica_without_optimizer_joins_a_core_with_context_ranks(tmp_path: Path, world: ReplicaPlace) -> None:
-    make_model("qwen3", tmp_path / "model")
-    members = [
-        Replica(tmp_path, "core", tmp_path / "model", cp=2, core_dp=2),
-        Replica(tmp_path, "replica", tmp_path / "model", elastic=True, core_dp=2),
-    ]
-    want, state = fixed_run(tmp_path / "model", world, 2)
-    for member in members:
-        member.ready()
-    join_all(members, 1, tmp_path / "meet")
-    for step, reference in enumerate(want, 1):
-        done, _ = step_all(members, step, 1)
-        assert done.loss == pytest.approx(reference.loss, abs=2e-6)
-        assert done.grad_norm == pytest.approx(reference.grad_norm, rel=2e-5)
-    assert_same_state(members[0].tensors(2), state)
-    assert [member.close() for member in members] == [[0, 0], [0]]

@@ -12,7 +12,7 @@ import pytest
 from libra_hpc.protocol.trainer import Export, Exported, Join, Joined, StepDone, StepFailed, WorkerError
 from libra_hpc.weights.names import ReplicaPlace
 
-from .support import Replica, assert_same_state, fixed_run, make_model, train_step
+from .support import Layout, Replica, assert_same_state, fixed_run, make_model, train_step
 
 pytestmark = pytest.mark.engine
 STEPS = 9
@@ -21,16 +21,22 @@ STEPS = 9
 class Run:
     """The core, its replicas, and the steps of the fixed run."""
 
-    def __init__(self, base: Path, model_dir: Path, tp: int, pp: int, dp: int, minibatches: int) -> None:
+    def __init__(
+        self, base: Path, model_dir: Path, layout: Layout, *, elastic_dp: int = 1, minibatches: int = 1
+    ) -> None:
+        """``layout`` is the core's; its replicas have ``elastic_dp`` data-parallel ranks."""
         self.base, self.model_dir, self.minibatches = base, model_dir, minibatches
-        self.degrees = {"tp": tp, "pp": pp, "core_dp": dp}
-        self.core = Replica(base, "core", model_dir, dp=dp, **self.degrees)
-        self.dp = dp
+        self.layout, self.elastic_dp = layout, elastic_dp
+        self.core = self._replica("core", layout)
         self.generation = 0
         self.members: list[Replica] = []
 
     def replica(self, name: str) -> Replica:
-        return Replica(self.base, name, self.model_dir, elastic=True, **self.degrees)
+        return self._replica(name, self.layout._replace(dp=self.elastic_dp), elastic=True)
+
+    def _replica(self, name: str, layout: Layout, **options: Any) -> Replica:
+        both = {"core_dp": self.layout.dp, "elastic_dp": self.elastic_dp}
+        return Replica(self.base, name, self.model_dir, **layout._asdict(), **both, **options)
 
     def form(self, *replicas: Replica, **weights: Any) -> list[Joined]:
         """A new generation of the core and ``replicas``."""
@@ -82,7 +88,7 @@ def test_replicas_without_optimizer_come_go_and_die_and_the_result_is_that_of_on
 ) -> None:
     model_dir = tmp_path / "model"
     make_model(kind, model_dir, tied=tied, layers=2)
-    run = Run(tmp_path, model_dir, tp, pp, dp, minibatches)
+    run = Run(tmp_path, model_dir, Layout(tp, pp, dp=dp), minibatches=minibatches)
     first, second = run.replica("first"), run.replica("second")
     want, final = fixed_run(model_dir, world, STEPS, minibatches)
     for replica in (run.core, first, second):
@@ -129,15 +135,27 @@ def test_replicas_without_optimizer_come_go_and_die_and_the_result_is_that_of_on
 
 
 @pytest.mark.parametrize(
-    ("kind", "layers", "tp", "pp", "dp"),
-    [("qwen3", 2, 2, 1, 1), ("llama", 2, 1, 2, 1), ("qwen2", 3, 1, 2, 1), ("qwen3", 2, 1, 1, 2), ("qwen2", 2, 2, 1, 2)],
+    ("kind", "layers", "layout", "elastic_dp"),
+    [
+        ("qwen3", 2, Layout(tp=2), 1),
+        ("llama", 2, Layout(pp=2), 1),
+        ("qwen2", 3, Layout(pp=2), 1),
+        ("qwen3", 2, Layout(dp=2), 2),
+        ("qwen2", 2, Layout(tp=2, dp=2), 1),
+        ("qwen3", 2, Layout(cp=2), 1),
+        ("qwen3_moe", 2, Layout(dp=2, ep=2), 2),
+        ("mistral", 2, Layout(tp=2), 2),
+        ("phi3", 3, Layout(pp=2), 1),
+        ("glm4", 2, Layout(cp=2), 2),
+    ],
+    ids=str,
 )
 def test_thirty_steps_in_every_layout_equal_one_process(
-    tmp_path: Path, world: ReplicaPlace, kind: str, layers: int, tp: int, pp: int, dp: int
+    tmp_path: Path, world: ReplicaPlace, kind: str, layers: int, layout: Layout, elastic_dp: int
 ) -> None:
     model_dir = tmp_path / "model"
     make_model(kind, model_dir, layers=layers)
-    run = Run(tmp_path, model_dir, tp, pp, dp, minibatches=1)
+    run = Run(tmp_path, model_dir, layout, elastic_dp=elastic_dp)
     replica = run.replica("elastic")
     want, final = fixed_run(model_dir, world, 30)
     run.core.ready()
@@ -160,14 +178,14 @@ def test_thirty_steps_in_every_layout_equal_one_process(
         assert got.grad_norm == pytest.approx(reference.grad_norm, rel=1e-4)
     got_state = run.core.tensors(30)
     assert all((got_state[name] - tensor).abs().max() < 1e-4 for name, tensor in final.items())
-    assert run.core.close() == [0] * (tp * pp * dp)
+    assert run.core.close() == [0] * layout.ranks
 
 
 def test_thirty_random_moves_and_kills_leave_the_result_as_it_is(tmp_path: Path, world: ReplicaPlace) -> None:
     model_dir = tmp_path / "model"
     make_model("qwen3", model_dir, layers=1)
     chance, steps = random.Random(5), 10
-    run = Run(tmp_path, model_dir, 1, 1, 2, minibatches=1)
+    run = Run(tmp_path, model_dir, Layout(dp=2))
     idle = [run.replica(f"{i}") for i in range(3)]
     want, final = fixed_run(model_dir, world, steps)
     for replica in (run.core, *idle):

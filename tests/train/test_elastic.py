@@ -71,7 +71,7 @@ def test_a_newer_order_ends_the_wait_for_a_member_that_is_missing(tmp_path: Path
     while first.alive(0).phase != "waiting for peers":
         pass
     first.processes[0].send_signal(DUMP_SIGNAL)
-    while "in _assemble" not in (log := (first.folder / "0.log").read_text()):
+    while "in assemble" not in (log := (first.folder / "0.log").read_text()):
         assert first.alive(0).phase == "waiting for peers", log
     second.send(Join(4, 1, 2, str(tmp_path / "g4")))
     assert first.close() + second.abandon() == [0, 0]

@@ -1,0 +1,46 @@
+"""Processes and replicas of a training world, from the run file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from libra_hpc.config.load import with_values
+from libra_hpc.config.run import RunConfig
+from libra_hpc.config.train_world import core_world, elastic_world
+
+
+@pytest.mark.parametrize(
+    ("values", "core", "elastic"),
+    [
+        # (processes of a node, data-parallel replicas)
+        ({"train.tp": 2, "components.train.nodes": 3}, (2, 3), (2, 1)),
+        ({"train.processes": 4, "train.tp": 2, "components.train.nodes": 3}, (4, 6), (4, 2)),
+        ({"slurm.device": "cuda", "components.train.gpus": 8, "components.hybrid.gpus": 4}, (8, 8), (4, 4)),
+        ({"slurm.device": "cuda", "components.train.gpus": 8, "train.tp": 2, "train.cp": 3}, (6, 1), (6, 1)),
+        (
+            {
+                "slurm.device": "cuda",
+                "components.train.gpus": 8,
+                "components.train.nodes": 4,
+                "train.tp": 8,
+                "train.pp": 2,
+            },
+            (8, 2),
+            (16, 1),
+        ),
+        # GPUs of which no process sees one.
+        ({"components.train.gpus": 8}, (1, 1), (1, 1)),
+    ],
+)
+def test_processes_and_replicas(values: dict[str, Any], core: tuple[int, int], elastic: tuple[int, int]) -> None:
+    config = with_values(RunConfig(), values)
+    assert [(world.processes, world.dp) for world in (core_world(config), elastic_world(config))] == [core, elastic]
+    assert core_world(config).whole
+
+
+def test_processes_that_are_no_whole_number_of_replicas_are_seen() -> None:
+    config = with_values(RunConfig(), {"train.processes": 4, "train.tp": 4, "train.pp": 2, "components.train.nodes": 3})
+    assert not core_world(config).whole
+    assert not elastic_world(config).whole
