@@ -31,7 +31,7 @@ PATIENCE_S = 30.0
 
 
 class Scene:
-    """A training node of a dry run, with one process or two: the whole core unless told otherwise."""
+    """A training node of a dry run, with ``tp`` processes: the whole core unless told otherwise."""
 
     def __init__(
         self, folder: Path, tp: int = 1, rank: int = 1, components: tuple[str, ...] = ("train", "hybrid", "rollout")
@@ -46,8 +46,10 @@ class Scene:
                     "speedup": 1000.0,
                     "start_s": 0.0,
                 },
-                "components": {name: {"gpus": 8} for name in ("train", "hybrid", "rollout")},
-                "train": {"tp": tp},
+                "components": {
+                    name: {"gpus": 8, "nodes": components.count(name)} for name in ("train", "hybrid", "rollout")
+                },
+                "train": {"tp": tp, "processes": tp},
                 "deadlines": {"floor_s": 2.0, "first_s": 60.0},
             }
         )
