@@ -101,7 +101,7 @@ def _of_run(run: RunDir) -> MeasuredFactor:
     cost = TrainCost(asked.shape, asked.pools[0].device, asked.pools[0].node_devices, asked.batch)
     for line in list(read_lines(run.metrics))[WARM_UP_STEPS:]:
         if line.get("trained_tokens", 0) > 0 and line.get("train_s", 0) > 0 and line.get("replicas", 0) > 0:
-            layout = TrainLayout(train.tp, train.pp, 1, 1, line["replicas"], train.micro_tokens, train.recompute)
+            layout = TrainLayout(train.tp, train.pp, train.cp, 1, line["replicas"], train.micro_tokens, train.recompute)
             share = line["trained_tokens"] / asked.batch.tokens
             factors.append(line["train_s"] / (cost.time(layout).total * share))
     if not factors:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.protocol.mesh import (
     Batch,
     Committed,
@@ -84,6 +85,7 @@ class TrainLeader(Members):
         self._steps, self._checkpoint_every = config.run.steps, config.checkpoint.every
         self._algorithm, self._storage_s = config.algorithm, config.deadlines.storage_s
         self._checkpoints = checkpoints
+        self._core_dp, self._elastic_dp = core_world(config).dp, elastic_world(config).dp
         self.retain = config.train.snapshot_every + 2
         """Committed batches retained for replay: more than the steps between two snapshots."""
         self.step, self.order = step, order
@@ -270,13 +272,17 @@ class TrainLeader(Members):
         algorithm = self._algorithm
         # With a KL term, samples without advantage have a gradient too.
         skip = algorithm.skip_zero_advantage and algorithm.kl_coef == 0.0
-        shards, totals = shard(batch.groups, len(self.members), algorithm.minibatches, skip)
+        shards, totals = shard(batch.groups, self._replicas, algorithm.minibatches, skip)
         self._totals = [total for total in totals if total]
         self._clear_replies()
-        members, owners = self.members, len(self._core)
-        # The core spreads its samples over its data-parallel ranks itself.
-        together = tuple(tuple(chain.from_iterable(parts)) for parts in zip(*shards[:owners], strict=True))
-        for rank, minibatches in zip(members, [together] * owners + shards[owners:], strict=True):
+        members, cores = self.members, len(self._core)
+        # Each world spreads its samples over its data-parallel ranks itself.
+        ends = [0, *range(self._core_dp, len(shards) + 1, self._elastic_dp)]
+        worlds = [
+            tuple(tuple(chain.from_iterable(parts)) for parts in zip(*shards[begin:end], strict=True))
+            for begin, end in pairwise(ends)
+        ]
+        for rank, minibatches in zip(members, [worlds[0]] * cores + worlds[1:], strict=True):
             self._send(rank, ToReplica(TrainStep(batch.step, self.generation, minibatches, totals)))
         await self._until(
             lambda: bool(self._failed) or all(isinstance(self._replies.get(rank), StepDone) for rank in members)
@@ -285,6 +291,11 @@ class TrainLeader(Members):
         if not self._failed:
             self._failing_since = None
         return not self._failed
+
+    @property
+    def _replicas(self) -> int:
+        """Data-parallel replicas of the generation, in all its worlds."""
+        return self._core_dp + self._elastic_dp * (len(self.members) - len(self._core))
 
     def _commit(self, batch: Batch, replies: list[StepDone], waited_s: float, wall_s: float) -> None:
         self.step = batch.step
@@ -301,7 +312,7 @@ class TrainLeader(Members):
         metrics = StepMetrics(
             batch=batch.stats,
             generation=self.generation,
-            replicas=len(self.members),
+            replicas=self._replicas,
             wait_s=waited_s,
             tokens=tokens,
             step_s=now - self._last_commit,

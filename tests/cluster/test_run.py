@@ -120,11 +120,14 @@ def test_the_planner_moves_a_node_and_its_new_replica_may_die(policy: Path, tmp_
     trained_once(run, case.steps()[-1])
 
 
-def test_two_core_nodes_restart_together_and_one_goes_on_from_their_checkpoint(
+def test_a_core_replica_of_two_nodes_restarts_whole_and_two_of_one_node_go_on_from_its_checkpoint(
     cluster: ClusterInfo, policy: Path, tmp_path: Path
 ) -> None:
     case = Case(tmp_path, policy, "slurm", steps=8, hybrid=0)
-    run = case.submit("-o", "components.train.nodes=2", "-o", "checkpoint.every=2")
+    # One replica, a stage on each node.
+    run = case.submit(
+        "-o", "components.train.nodes=2", "-o", "train.pp=2", "-o", "train.processes=1", "-o", "checkpoint.every=2"
+    )
     case.wait(lambda: case.events("checkpoint_saved"), "a checkpoint")
     case.kill(2, "libra_hpc.train.worker")
     assert case.ended() == "completed"
@@ -132,11 +135,13 @@ def test_two_core_nodes_restart_together_and_one_goes_on_from_their_checkpoint(
     (recovered,) = case.events("recovered")
     assert recovered["step"] >= 2
     assert {event["attempt"] for event in case.events("job_started")} == {1}, "inside the job"
-    assert {line["replicas"] for line in read_lines(run.metrics)} == {2}
-    case.resume("-o", "components.train.nodes=1", "-o", "run.steps=10")
+    assert {line["replicas"] for line in read_lines(run.metrics)} == {1}
+    # Two replicas on one node.
+    layout = ("components.train.nodes=1", "train.pp=1", "train.processes=2")
+    case.resume(*(part for key in (*layout, "run.steps=10") for part in ("-o", key)))
     assert case.ended() == "completed"
     trained_once(run, 10)
-    assert [line["replicas"] for line in read_lines(run.metrics)] == [2] * 8 + [1] * 2
+    assert [line["replicas"] for line in read_lines(run.metrics)] == [1] * 8 + [2] * 2
 
 
 LAYOUT = ("train.tp=2", "rollout.tp=2", "components.train.nodes=2", "components.rollout.nodes=1")

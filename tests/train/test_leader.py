@@ -123,6 +123,7 @@ class World:
         config = RunConfig.model_validate(
             {
                 "run": {"steps": steps},
+                "components": {"train": {"nodes": len(core)}},
                 "train": {"snapshot_every": 1},
                 "checkpoint": {"every": checkpoint_every},
                 "deadlines": {"storage_s": storage_s},
