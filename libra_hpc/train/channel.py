@@ -10,7 +10,7 @@ The memory beyond weights and gradients is one transfer of `CHUNK` elements.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -110,9 +110,9 @@ class Channel:
         """Add the replicas' gradients to those of their owners."""
         gradients = [bucket.grad_data for bucket in self._buckets]
         if self._siblings is not None:
-            for gradient, (begin, end) in zip(gradients, self._pieces(), strict=True):
-                if begin < end:
-                    wait(self._siblings.allreduce([gradient[begin:end]]), self._timeout_s)
+            options = dist.ReduceOptions()
+            for bucket, options.rootRank, begin, end in self._parts():
+                wait(self._siblings.reduce([gradients[bucket][begin:end]], options), self._timeout_s)
         for transfer in self._own(step_transfers(self._sizes, self._members, CHUNK)):
             piece = gradients[transfer.bucket][transfer.begin : transfer.end]
             if self._elastic:
@@ -135,14 +135,11 @@ class Channel:
     def spread_weights(self) -> None:
         """Give every process of the replicas its piece of the owners' weights."""
         self._move_weights(step_transfers(self._sizes, self._members, CHUNK))
-        if self._siblings is None:
-            return
-        options = dist.BroadcastOptions()
-        for bucket, piece in zip(self._buckets, self._pieces(), strict=True):
-            for root, (begin, end) in enumerate(parts(piece, self._members.replicas)):
-                options.rootRank = root
-                if begin < end:
-                    wait(self._siblings.broadcast([bucket.param_data[begin:end]], options), self._timeout_s)
+        if self._siblings is not None:
+            options = dist.BroadcastOptions()
+            for bucket, options.rootRank, begin, end in self._parts():
+                weights = self._buckets[bucket].param_data[begin:end]
+                wait(self._siblings.broadcast([weights], options), self._timeout_s)
 
     def send_weights(self, lacking: set[int]) -> int:
         """Give the processes in ``lacking`` their piece of the owners' weights; returns the bytes received."""
@@ -163,9 +160,13 @@ class Channel:
     def _own(self, plan: list[Transfer]) -> list[Transfer]:
         return [transfer for transfer in plan if self._rank in (transfer.owner, transfer.peer)]
 
-    def _pieces(self) -> list[tuple[int, int]]:
-        """This copy's piece of every bucket."""
-        return [owned(size, self._copies)[self._copy] for size in self._sizes]
+    def _parts(self) -> Iterator[tuple[int, int, int, int]]:
+        """Bucket, replica that stands for it, begin and end of every part of this copy's pieces."""
+        for bucket, size in enumerate(self._sizes):
+            piece = owned(size, self._copies)[self._copy]
+            for replica, (begin, end) in enumerate(parts(piece, self._members.replicas)):
+                if begin < end:
+                    yield bucket, replica, begin, end
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
         wait_peer(self._device, self._group.send([tensor], peer, 0), self._timeout_s)
