@@ -105,7 +105,7 @@ class StepTruth:
         self._rng = random.Random(f"{seed}/training")
         self._table = [e * (1.0 + SHAKEN * self._rng.gauss(0.0, 1.0)) for e in EFFICIENCY]
         self._nodes = 0
-        self.replicas: list[int] = []
+        self.train_nodes: list[int] = []
         """Nodes of each step so far."""
 
     def __call__(self, tokens: int, nodes: int) -> float:
@@ -115,7 +115,7 @@ class StepTruth:
         if self._nodes not in (0, nodes):
             seconds += site.regroup_s
         self._nodes = nodes
-        self.replicas.append(nodes)
+        self.train_nodes.append(nodes)
         return seconds
 
 

@@ -139,9 +139,9 @@ class View:
         first = max(self._first, len(done) - STEPS)
         steps = tuple(
             TrainStepFact(
-                at=s.end_at, tokens=s.tokens, loss_tokens=s.generated, replicas=replicas, seconds=s.end_at - s.start_at
+                at=s.end_at, tokens=s.tokens, loss_tokens=s.generated, nodes=nodes, seconds=s.end_at - s.start_at
             )
-            for s, replicas in zip(done[first:], self._truth.replicas[first : len(done)], strict=True)
+            for s, nodes in zip(done[first:], self._truth.train_nodes[first : len(done)], strict=True)
         )
         recent = done[first:][-RECENT - 1 :]
         wall = recent[-1].end_at - recent[0].end_at if len(recent) > 1 else 0.0

@@ -108,6 +108,8 @@ class HybridComponent(Component):
 
     nodes: int = Field(0, ge=0)
     """Nodes; 0 leaves the component out. A run file that has the section without this key has one."""
+    nodes_per_replica: int = Field(1, ge=1)
+    """Nodes that train as one world, because one cannot hold a replica. They move together."""
 
 
 class ComponentsSection(Section):

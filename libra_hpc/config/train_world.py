@@ -1,7 +1,8 @@
 """The Megatron worlds of a run file: which processes of which nodes train together, and as how many replicas.
 
-All core nodes are one world. A hybrid node is a world of its own, of the same replicas. Ranks of a world count the
-processes of its first node first; tensor ranks count fastest, then context ranks, data-parallel ranks and stages.
+All core nodes are one world. A hybrid node is a world of its own, of the same replicas, or several are one together.
+Ranks of a world count the processes of its first node first; tensor ranks count fastest, then context ranks,
+data-parallel ranks and stages.
 """
 
 from __future__ import annotations
@@ -49,8 +50,14 @@ def core_world(config: RunConfig) -> TrainWorld:
 
 
 def elastic_world(config: RunConfig) -> TrainWorld:
-    """The world of one hybrid node while it trains."""
-    return _world(config, "hybrid", 1)
+    """The world of one hybrid node while it trains, or of ``nodes_per_replica`` of them."""
+    return _world(config, "hybrid", config.components.hybrid.nodes_per_replica)
+
+
+def replicas(config: RunConfig, nodes: int) -> int:
+    """Data-parallel replicas of a generation of ``nodes``: all core nodes, and hybrid ones."""
+    core, elastic = core_world(config), elastic_world(config)
+    return core.dp + elastic.dp * ((nodes - core.nodes) // elastic.nodes) if nodes else 0
 
 
 def _world(config: RunConfig, component: Literal["train", "hybrid"], nodes: int) -> TrainWorld:

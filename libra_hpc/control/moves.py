@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from math import hypot
 from statistics import fmean
 from typing import NamedTuple
@@ -65,22 +66,14 @@ class Moves:
         here = estimate.split
         directions: tuple[tuple[Direction, str, int], ...] = (("to_train", "rollout", 1), ("to_rollout", "train", -1))
         for direction, source, sign in directions:
-            movable = sorted(
-                (n for n in snapshot.nodes if n.component == "hybrid" and n.role == source),
-                key=lambda n: (n.since, n.rank),
-            )
+            movable = _movable(snapshot, source)
             for count in range(1, len(movable) + 1):
-                to = Split(here.train + sign * count, here.rollout - sign * count)
+                nodes = list(chain.from_iterable(movable[:count]))
+                to = Split(here.train + sign * len(nodes), here.rollout - sign * len(nodes))
                 if to.train >= 1 and to.rollout >= 1:
                     found.append(
                         self._move(
-                            direction,
-                            movable[:count],
-                            to=to,
-                            snapshot=snapshot,
-                            estimate=estimate,
-                            now=now,
-                            horizon=horizon,
+                            direction, nodes, to=to, snapshot=snapshot, estimate=estimate, now=now, horizon=horizon
                         )
                     )
         return found
@@ -142,6 +135,16 @@ class Moves:
                 f" staleness gate {gated:.0%}"
             )
         return ""
+
+
+def _movable(snapshot: PlanSnapshot, role: str) -> list[list[NodeFact]]:
+    """Hybrid nodes in this role, with those that they move with; the ones that moved longest ago first."""
+    together: dict[int, list[NodeFact]] = {}
+    for node in snapshot.nodes:
+        if node.component == "hybrid":
+            together.setdefault(node.rank if node.unit < 0 else node.unit, []).append(node)
+    found = [nodes for nodes in together.values() if all(node.role == role for node in nodes)]
+    return sorted(found, key=lambda nodes: max((node.since, node.rank) for node in nodes))
 
 
 def _gain(estimate: Estimate, to: Split, correction: Correction) -> tuple[float, float]:

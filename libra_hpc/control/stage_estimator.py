@@ -164,7 +164,7 @@ class StageEstimator:
     def _from_in_flight(self, snapshot: PlanSnapshot, split: Split, rollout_model: RolloutByNodes) -> Estimate | None:
         """Both stages for the in-flight work; None unless the workload changes and the cost model covers it."""
         assert self._in_flight is not None
-        steps = [s for s in snapshot.steps if s.at > self.split_since and s.replicas == split.train and s.tokens > 0]
+        steps = [s for s in snapshot.steps if s.at > self.split_since and s.nodes == split.train and s.tokens > 0]
         plain = measure(snapshot, split, self.split_since, inf)
         if isinstance(plain, Estimate):
             self._base = plain

@@ -191,7 +191,7 @@ class _Recent(NamedTuple):
 
 
 def _recent(snapshot: PlanSnapshot, split: Split, since: float) -> _Recent:
-    fitted = [s for s in snapshot.steps if s.at > since and s.replicas == split.train and s.tokens > 0][-MAX_FIT:]
+    fitted = [s for s in snapshot.steps if s.at > since and s.nodes == split.train and s.tokens > 0][-MAX_FIT:]
     steps = fitted[-MAX_STEPS:]
     windows = [
         w
@@ -273,10 +273,10 @@ def learned_correction(before: Estimate, after: Estimate) -> Correction:
 
 
 def _intercept(steps: Sequence[TrainStepFact]) -> float:
-    sizes = sorted(s.tokens / s.replicas for s in steps)
+    sizes = sorted(s.tokens / s.nodes for s in steps)
     if sizes[(3 * len(sizes)) // 4] - sizes[len(sizes) // 4] < MIN_SPREAD * median(sizes):
         return 0.0
-    points = [(s.tokens / s.replicas, s.seconds) for s in steps]
+    points = [(s.tokens / s.nodes, s.seconds) for s in steps]
     slope = max(0.0, theil_sen_slope(points))
     return max(0.0, median(seconds - slope * size for size, seconds in points))
 

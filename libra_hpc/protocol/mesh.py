@@ -55,6 +55,12 @@ class StartEngine(msgspec.Struct, tag=True, frozen=True):
     """Coordinator -> agent: start or wake the engine of kind ``train`` | ``rollout``; answered by `EngineIsReady`."""
 
     kind: str
+    world: int = 0
+    """Of a training engine of several nodes: the number of their common start."""
+
+
+class EndTrainers(msgspec.Struct, tag=True, frozen=True):
+    """Coordinator -> agent: end the training processes, whose world has lost a part on another node."""
 
 
 class StandbyEngine(msgspec.Struct, tag=True, frozen=True):
@@ -77,6 +83,8 @@ class EngineDied(msgspec.Struct, tag=True, frozen=True):
     rank: int
     kind: str
     reason: str
+    world: int = 0
+    """As in `StartEngine`."""
 
 
 class Roles(msgspec.Struct, tag=True, frozen=True):
@@ -373,6 +381,7 @@ MeshMessage = Union[
     Heartbeat,
     StartEngine,
     StandbyEngine,
+    EndTrainers,
     EngineIsReady,
     EngineDied,
     Roles,

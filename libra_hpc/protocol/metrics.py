@@ -80,7 +80,9 @@ class StepMetrics(msgspec.Struct, frozen=True):
     batch: BatchStats
     generation: int
     """Membership generation that trained the step."""
+    train_nodes: int
     replicas: int
+    """Data-parallel replicas on these nodes."""
     wait_s: float
     """Seconds the trainer waited for the batch."""
     tokens: int

@@ -16,6 +16,8 @@ class NodeFact(msgspec.Struct, frozen=True):
     role: str
     """Value of `libra_hpc.runtime.states.NodeState`."""
     since: float
+    unit: int = -1
+    """First rank of the nodes that it moves with; -1: it moves alone."""
 
 
 class TrainStepFact(msgspec.Struct, frozen=True):
@@ -24,7 +26,8 @@ class TrainStepFact(msgspec.Struct, frozen=True):
     """Tokens that went through the model, summed over replicas."""
     loss_tokens: int
     """Generated tokens among them."""
-    replicas: int
+    nodes: int
+    """Nodes that trained it."""
     seconds: float
     """The stage's own work: compute, reduce and optimizer of the slowest replica, without waits for data."""
 

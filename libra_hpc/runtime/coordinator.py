@@ -110,8 +110,8 @@ class Coordinator:
             case wire.EngineIsReady(rank=rank, kind=kind, seconds=seconds):
                 self._event("engine_is_ready", rank=rank, engine_kind=kind, seconds=seconds)
                 self._nodes.apply(states.EngineAnswers(rank, _role(kind)))
-            case wire.EngineDied(rank=rank, kind=kind, reason=reason):
-                self._nodes.apply(states.EngineEnded(rank, _role(kind)))
+            case wire.EngineDied(rank=rank, kind=kind, reason=reason, world=world):
+                self._nodes.apply(states.EngineEnded(rank, _role(kind), world))
                 self._event("engine_restarted", rank=rank, engine_kind=kind, reason=reason)
             case wire.TurnsDrained(rank=rank):
                 self._nodes.apply(states.Drained(rank))
@@ -295,7 +295,7 @@ class Coordinator:
         self._stepped_at = now = time.time()
         self._limit.on_step(report.metrics.step_s)
         self._gen_tokens = report.metrics.batch.gen_tokens
-        estimate = self._planning.estimate(report.metrics.replicas)
+        estimate = self._planning.estimate(report.metrics.train_nodes)
         expected = None if estimate is None else estimate.batch_s
         self._observations.on_step(report, expected, now)
         speed = self._observations.rollout_speed(self._gen_tokens)[0]

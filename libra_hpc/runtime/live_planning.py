@@ -43,7 +43,7 @@ class LivePlanning:
         assert self._nodes.pool is not None
         facts, algorithm = self._nodes.facts, self._config.algorithm
         nodes = tuple(
-            NodeFact(rank, node.component, str(node.state), facts[rank].since)
+            NodeFact(rank, node.component, str(node.state), facts[rank].since, unit=node.unit[0])
             for rank, node in self._nodes.pool.nodes.items()
         )
         snapshot = self._observations.snapshot(

@@ -70,13 +70,16 @@ class NodePool:
         return f"node {busy[0].rank} is in state {busy[0].state}" if busy else ""
 
     def start(self, hybrid_role: Role) -> None:
-        self.pool, effects = states.start(self._context.layout.pool(), hybrid_role)
+        layout = self._context.layout
+        self.pool, effects = states.start(layout.pool(), hybrid_role, layout.unit)
         self.announce()
         self._carry_out(effects)
 
     def move(self, rank: int, role: Role, now: float) -> None:
-        self.moves[rank] = (role, now)
-        self.apply(states.MoveOrdered(rank, role))
+        """Order a node and those that move with it, unless they are on their way."""
+        if rank not in self.moves:
+            self.moves |= dict.fromkeys(self._context.layout.unit(rank), (role, now))
+            self.apply(states.MoveOrdered(rank, role))
 
     def request_reset(self, rank: int) -> None:
         """Have a node that was declared lost, and is heard again, begin as a new one."""
@@ -108,7 +111,8 @@ class NodePool:
             self.pool, effects = states.advance(self.pool, event)
         except states.IllegalTransition as error:
             self._event("illegal_transition", reason=str(error))
-            self.moves.pop(event.rank, None)
+            for rank in self._context.layout.unit(event.rank):
+                self.moves.pop(rank, None)
             return
         self._carry_out(effects)
         now = time.time()
@@ -121,7 +125,7 @@ class NodePool:
                 role, started = self.moves.pop(rank)
                 self._moved("to_train" if role == "train" else "to_rollout", now - started, now)
                 self._event("move_done", rank=rank, role=role, seconds=now - started)
-            elif rank in self.moves and node.state is states.NodeState.LOST:
+            elif rank in self.moves and (node.state is states.NodeState.LOST or node.role != self.moves[rank][0]):
                 del self.moves[rank]
         if self.pool.nodes != before:
             self.announce()
@@ -130,8 +134,10 @@ class NodePool:
         context = self._context
         for effect in effects:
             match effect:
-                case states.OrderStart(rank=rank, kind=kind):
-                    context.send(rank, wire.StartEngine(kind))
+                case states.OrderStart(rank=rank, kind=kind, world=world):
+                    context.send(rank, wire.StartEngine(kind, world))
+                case states.OrderEnd(rank=rank):
+                    context.send(rank, wire.EndTrainers())
                 case states.OrderStandby(rank=rank, kind=kind):
                     context.send(rank, wire.StandbyEngine(kind))
                 case states.OrderDrain(rank=rank):

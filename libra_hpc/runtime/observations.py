@@ -59,7 +59,7 @@ class Observations:
                 at=now,
                 tokens=train.trained_tokens,
                 loss_tokens=train.loss_tokens,
-                replicas=metrics.replicas,
+                nodes=metrics.train_nodes,
                 seconds=train.train_s,
             )
             self.steps.append(fact)

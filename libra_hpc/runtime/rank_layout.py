@@ -20,11 +20,13 @@ PoolComponent = Literal["train", "hybrid", "rollout"]
 
 class RankLayout(msgspec.Struct, frozen=True):
     components: tuple[str, ...]
+    nodes_per_replica: int = 1
+    """Hybrid nodes that train as one world."""
 
     @classmethod
     def of(cls, config: RunConfig) -> RankLayout:
         """The layout a configuration asks for; a checked one has the planner first, a trainer and a rollout node."""
-        return cls(tuple(rank_components(config)))
+        return cls(tuple(rank_components(config)), config.components.hybrid.nodes_per_replica)
 
     @property
     def core(self) -> tuple[int, ...]:
@@ -43,6 +45,15 @@ class RankLayout(msgspec.Struct, frozen=True):
     def vital(self) -> tuple[int, ...]:
         """Nodes without which the others cannot go on: the core and the rollout leader."""
         return (*self.core, self.rollout_leader)
+
+    def unit(self, rank: int) -> tuple[int, ...]:
+        """Hybrid nodes that train as one world and move together, in rank order; another node is alone."""
+        hybrids = [other for other, name in enumerate(self.components) if name == "hybrid"]
+        if rank not in hybrids:
+            return (rank,)
+        each = self.nodes_per_replica
+        first = hybrids.index(rank) // each * each
+        return tuple(hybrids[first : first + each])
 
     def engine_node(self, rank: int) -> int:
         """Index of a hybrid or rollout rank among all of them, from 0, as in lists of the run file."""

@@ -52,17 +52,21 @@ class Routes:
 def add_engines(routes: Routes, rollout: RolloutNode, train: TrainNode, spawn: Callable[[Any], object]) -> None:
     """Rows of a node with engines; ``spawn`` runs a coroutine as a task."""
 
-    def half(kind: str) -> RolloutNode | TrainNode:
-        return rollout if kind == "rollout" else train
+    def start(order: wire.StartEngine) -> None:
+        spawn(rollout.start() if order.kind == "rollout" else train.start(order.world))
 
+    def standby(order: wire.StandbyEngine) -> None:
+        (rollout if order.kind == "rollout" else train).standby()
+
+    routes.add(wire.StartEngine, start)
+    routes.add(wire.StandbyEngine, standby)
+    routes.add(wire.EndTrainers, lambda order: spawn(train.reset()))
     routes.add(wire.Turns, rollout.on_turns)
     routes.add_with_blob(wire.WeightsChunk, rollout.on_chunk)
     routes.add(wire.WeightsCurrent, rollout.on_current)
     routes.add(wire.WeightsWanted, train.on_wanted)
     routes.add(wire.Publish, train.on_publish)
     routes.add(wire.ToReplica, lambda order: train.on_message(order.message))
-    routes.add(wire.StartEngine, lambda order: spawn(half(order.kind).start()))
-    routes.add(wire.StandbyEngine, lambda order: half(order.kind).standby())
 
 
 def add_train_leader(routes: Routes, leader: TrainLeader) -> None:

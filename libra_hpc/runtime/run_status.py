@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from libra_hpc.config.train_world import replicas
 from libra_hpc.runtime import states
 from libra_hpc.telemetry.estimate import StageEstimate, step_accuracy
 from libra_hpc.telemetry.failed import FailedAttempts
@@ -56,7 +57,7 @@ def compose_status(
         version=step,
         reward=rewards[-1] if rewards else 0.0,
         generation=membership.generation,
-        replicas=len(membership.ranks),
+        replicas=replicas(context.config, len(membership.ranks)),
         train=StageStatus(*train, nodes=len(membership.ranks)),
         rollout=StageStatus(*rollout, nodes=len(states.rollout_nodes(pool)) if pool else 0),
         open_trajectories=report.open_trajectories if report else 0,

@@ -16,13 +16,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import Literal, Union
+from typing import Literal
 
 import msgspec
 
-Role = Literal["train", "rollout"]
+from .pool_events import Drained as Drained
+from .pool_events import Effect as Effect
+from .pool_events import EngineAnswers as EngineAnswers
+from .pool_events import EngineEnded as EngineEnded
+from .pool_events import Event as Event
+from .pool_events import FormMembership as FormMembership
+from .pool_events import HeartbeatLost as HeartbeatLost
+from .pool_events import MemberOf as MemberOf
+from .pool_events import Membership as Membership
+from .pool_events import MoveOrdered as MoveOrdered
+from .pool_events import OrderDrain as OrderDrain
+from .pool_events import OrderEnd as OrderEnd
+from .pool_events import OrderStandby as OrderStandby
+from .pool_events import OrderStart as OrderStart
+from .pool_events import Returned as Returned
+from .pool_events import Role as Role
+from .pool_events import StateArrived as StateArrived
+
 Component = Literal["train", "hybrid", "rollout"]
 
 
@@ -53,13 +70,10 @@ class Node(msgspec.Struct, frozen=True):
     """Its training engine has the current weights; a leaving node has them until it is freed."""
     member_of: int = -1
     """Last generation its present training engine confirmed."""
-
-
-class Membership(msgspec.Struct, frozen=True):
-    """A numbered set of training nodes; a run starts from an empty one."""
-
-    generation: int
-    ranks: tuple[int, ...]
+    unit: tuple[int, ...] = ()
+    """Ranks of the hybrid nodes that train as one world and move together; alone its own."""
+    world: int = 0
+    """Number of the unit's training world: all its processes begin anew when one has ended."""
 
 
 class Pool(msgspec.Struct, frozen=True):
@@ -72,102 +86,16 @@ class Pool(msgspec.Struct, frozen=True):
     """Latest proposal while not every member has confirmed it."""
 
 
-# Events -------------------------------------------------------------------------------------------
-
-
-class MoveOrdered(msgspec.Struct, frozen=True):
-    """The planner wants a hybrid node in the other role."""
-
-    rank: int
-    to: Role
-
-
-class Drained(msgspec.Struct, frozen=True):
-    """A node that leaves rollout has no turn in flight any more."""
-
-    rank: int
-
-
-class EngineAnswers(msgspec.Struct, frozen=True):
-    """The node's engine of this kind answers."""
-
-    rank: int
-    kind: Role
-
-
-class StateArrived(msgspec.Struct, frozen=True):
-    """The node's training engine has the weights of the current step."""
-
-    rank: int
-
-
-class MemberOf(msgspec.Struct, frozen=True):
-    """The node's training engine formed this generation's group; one of a superseded generation changes nothing."""
-
-    rank: int
-    generation: int
-
-
-class EngineEnded(msgspec.Struct, frozen=True):
-    """The node's engine of this kind ended unasked; the node itself lives."""
-
-    rank: int
-    kind: Role
-
-
-class HeartbeatLost(msgspec.Struct, frozen=True):
-    """The node is silent for too long."""
-
-    rank: int
-
-
-class Returned(msgspec.Struct, frozen=True):
-    """A lost node is heard again; whatever it held is gone."""
-
-    rank: int
-
-
-Event = Union[MoveOrdered, Drained, EngineAnswers, StateArrived, MemberOf, EngineEnded, HeartbeatLost, Returned]
-
-# Effects ------------------------------------------------------------------------------------------
-
-
-class OrderStart(msgspec.Struct, frozen=True):
-    """Start the node's engine of this kind, or wake it from standby."""
-
-    rank: int
-    kind: Role
-
-
-class OrderStandby(msgspec.Struct, frozen=True):
-    """Put the node's engine of this kind into warm standby."""
-
-    rank: int
-    kind: Role
-
-
-class OrderDrain(msgspec.Struct, frozen=True):
-    """Send no new turns to this node; report `Drained` when those in flight are answered or moved."""
-
-    rank: int
-
-
-class FormMembership(msgspec.Struct, frozen=True):
-    """Form this generation at the next step boundary; members report `MemberOf`, new ones `StateArrived` too."""
-
-    membership: Membership
-
-
-Effect = Union[OrderStart, OrderStandby, OrderDrain, FormMembership]
-
-# Transitions --------------------------------------------------------------------------------------
-
-
-def start(nodes: Iterable[tuple[int, Component]], hybrid_role: Role = "rollout") -> tuple[Pool, tuple[Effect, ...]]:
-    """A pool whose nodes ``(rank, component)`` all have to start their engine."""
+def start(
+    nodes: Iterable[tuple[int, Component]],
+    hybrid_role: Role = "rollout",
+    unit: Callable[[int], tuple[int, ...]] = lambda rank: (rank,),
+) -> tuple[Pool, tuple[Effect, ...]]:
+    """A pool whose nodes ``(rank, component)`` all have to start their engine; ``unit`` as in `Node`."""
     made: dict[int, Node] = {}
     for rank, component in nodes:
-        made[rank] = Node(rank, component, NodeState.STARTING, hybrid_role if component == "hybrid" else component)
+        role = hybrid_role if component == "hybrid" else component
+        made[rank] = Node(rank, component, NodeState.STARTING, role, unit=unit(rank))
     return Pool(made, Membership(0, ()), issued=0), tuple(OrderStart(node.rank, node.role) for node in made.values())
 
 
@@ -194,11 +122,7 @@ def advance(pool: Pool, event: Event) -> tuple[Pool, tuple[Effect, ...]]:
         case MoveOrdered():
             return _to_rollout(pool, node)
         case Drained():
-            _require(node.draining, node, "drained")
-            return _put(pool, node, draining=False), (
-                OrderStandby(node.rank, "rollout"),
-                OrderStart(node.rank, "train"),
-            )
+            return _drained(pool, node)
         case EngineAnswers(kind=kind):
             return _engine_ready(pool, node, kind)
         case StateArrived():
@@ -206,8 +130,10 @@ def advance(pool: Pool, event: Event) -> tuple[Pool, tuple[Effect, ...]]:
             return _settle(_put(pool, node, has_state=True)), ()
         case MemberOf(generation=generation):
             return _member(pool, node, generation)
-        case EngineEnded(kind=kind):
-            return _engine_died(pool, node, kind)
+        case EngineEnded(kind="train", world=world):
+            return _trainer_died(pool, node) if world == node.world else (pool, ())
+        case EngineEnded():
+            return _engine_died(pool, node)
         case HeartbeatLost():
             return _lost(pool, node)
         case Returned():
@@ -215,18 +141,35 @@ def advance(pool: Pool, event: Event) -> tuple[Pool, tuple[Effect, ...]]:
             return _put(pool, node, state=NodeState.STARTING), (OrderStart(node.rank, node.role),)
 
 
+def _unit(pool: Pool, node: Node) -> list[Node]:
+    return [pool.nodes[rank] for rank in node.unit]
+
+
 def _to_train(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
     _require(node.component == "hybrid", node, "ordered to train: it is a core node")
-    _require(node.state is NodeState.ROLLOUT, node, "ordered to train")
-    _require(len(rollout_nodes(pool)) > 1, node, "ordered to train: it is the last rollout node")
-    moved = _put(pool, node, state=NodeState.TO_TRAIN, role="train", draining=True, engine_ready=False)
-    return moved, (OrderDrain(node.rank),)
+    _require(all(n.state is NodeState.ROLLOUT for n in _unit(pool, node)), node, "ordered to train")
+    _require(len(rollout_nodes(pool)) > len(node.unit), node, "ordered to train: it is the last rollout node")
+    for one in _unit(pool, node):
+        pool = _put(pool, one, state=NodeState.TO_TRAIN, role="train", draining=True, engine_ready=False)
+    return pool, tuple(OrderDrain(rank) for rank in node.unit)
+
+
+def _drained(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
+    _require(node.draining, node, "drained")
+    if any(n.state is NodeState.LOST for n in _unit(pool, node)):
+        # It cannot train without the others.
+        back = _put(pool, node, state=NodeState.TO_ROLLOUT, role="rollout", draining=False)
+        return back, (OrderStart(node.rank, "rollout"),)
+    orders = OrderStandby(node.rank, "rollout"), OrderStart(node.rank, "train", node.world)
+    return _put(pool, node, draining=False), orders
 
 
 def _to_rollout(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
     _require(node.component == "hybrid", node, "ordered to rollout: it is a core node")
-    _require(node.state is NodeState.TRAIN, node, "ordered to rollout")
-    return _propose(_put(pool, node, state=NodeState.TO_ROLLOUT, role="rollout", engine_ready=False))
+    _require(all(n.state is NodeState.TRAIN for n in _unit(pool, node)), node, "ordered to rollout")
+    for one in _unit(pool, node):
+        pool = _put(pool, one, state=NodeState.TO_ROLLOUT, role="rollout", engine_ready=False)
+    return _propose(pool)
 
 
 def _engine_ready(pool: Pool, node: Node, kind: Role) -> tuple[Pool, tuple[Effect, ...]]:
@@ -234,7 +177,8 @@ def _engine_ready(pool: Pool, node: Node, kind: Role) -> tuple[Pool, tuple[Effec
     _require(started and kind == node.role and not (kind == "rollout" and node.has_state), node, f"{kind} engine ready")
     if kind == "rollout":
         return _put(pool, node, state=NodeState.ROLLOUT, engine_ready=True), ()
-    return _propose(_put(pool, node, engine_ready=True))
+    pool = _put(pool, node, engine_ready=True)
+    return _propose(pool) if all(n.engine_ready for n in _unit(pool, node)) else (pool, ())
 
 
 def _member(pool: Pool, node: Node, generation: int) -> tuple[Pool, tuple[Effect, ...]]:
@@ -254,33 +198,73 @@ def _member(pool: Pool, node: Node, generation: int) -> tuple[Pool, tuple[Effect
     return _settle(pool), tuple(effects)
 
 
-def _engine_died(pool: Pool, node: Node, kind: Role) -> tuple[Pool, tuple[Effect, ...]]:
-    _require(node.state is not NodeState.LOST, node, f"{kind} engine died")
-    if kind == "rollout":
-        if node.draining:
-            return _put(pool, node, draining=False), (OrderStart(node.rank, "train"),)
-        if node.role != "rollout" or node.has_state:
-            return pool, ()  # a standby: the next move pays a cold start
-        if node.state is NodeState.ROLLOUT:
-            pool = _put(pool, node, state=NodeState.STARTING, engine_ready=False)
-        return pool, (OrderStart(node.rank, "rollout"),)
-    if node.state is NodeState.TO_ROLLOUT and node.has_state:
-        return _put(pool, node, has_state=False, member_of=-1), (OrderStart(node.rank, "rollout"),)
+def _engine_died(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
+    _require(node.state is not NodeState.LOST, node, "rollout engine died")
+    if node.draining:
+        drained, orders = _drained(pool, node)
+        return drained, tuple(order for order in orders if not isinstance(order, OrderStandby))
+    if node.role != "rollout" or node.has_state:
+        return pool, ()  # a standby: the next move pays a cold start
+    if node.state is NodeState.ROLLOUT:
+        pool = _put(pool, node, state=NodeState.STARTING, engine_ready=False)
+    return pool, (OrderStart(node.rank, "rollout"),)
+
+
+def _trainer_died(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
+    _require(node.state is not NodeState.LOST, node, "train engine died")
+    changes = False
+    effects: list[Effect] = []
+    for one in _unit(pool, node):
+        if one.rank != node.rank:
+            effects.append(OrderEnd(one.rank))
+        pool, own = _begin_anew(pool, one)
+        effects += own
+        changes |= one.role == "train" and one.engine_ready
+    pool, proposal = _propose(pool) if changes else (pool, ())
+    return pool, (*proposal, *effects)
+
+
+def _begin_anew(pool: Pool, node: Node) -> tuple[Pool, list[Effect]]:
+    """The node's training processes are gone with those of its unit."""
+    world = node.world + (len(node.unit) > 1)
+    pool = _put(pool, node, world=world)
+    if node.role == "rollout" and node.has_state:
+        return _put(pool, pool.nodes[node.rank], has_state=False, member_of=-1), [OrderStart(node.rank, "rollout")]
     if node.role != "train" or node.draining:
-        return pool, ()  # a standby
+        return pool, []  # a standby
     state = NodeState.STARTING if node.state is NodeState.TRAIN else node.state
-    was_proposed = node.engine_ready
-    died = _put(pool, node, state=state, engine_ready=False, has_state=False, member_of=-1)
-    died, effects = _propose(died) if was_proposed else (died, ())
-    return died, (*effects, OrderStart(node.rank, "train"))
+    begun = _put(pool, pool.nodes[node.rank], state=state, engine_ready=False, has_state=False, member_of=-1)
+    return begun, [OrderStart(node.rank, "train", world)]
 
 
 def _lost(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
     if node.state is NodeState.LOST:
         return pool, ()
     changes = node.role == "train" and node.engine_ready
-    lost = _put(pool, node, state=NodeState.LOST, draining=False, engine_ready=False, has_state=False, member_of=-1)
-    return _propose(lost) if changes else (lost, ())
+    pool = _put(pool, node, state=NodeState.LOST, draining=False, engine_ready=False, has_state=False, member_of=-1)
+    effects: list[Effect] = []
+    if len(node.unit) > 1:
+        # The others cannot train without it, and it returns to what they do.
+        for one in _unit(pool, node):
+            pool = _put(pool, one, world=one.world + 1)
+            if one.rank != node.rank and one.state is not NodeState.LOST:
+                pool, own = _roll_out_alone(pool, pool.nodes[one.rank])
+                effects += [OrderEnd(one.rank), *own]
+                changes |= one.role == "train" and one.engine_ready
+        pool = _put(pool, pool.nodes[node.rank], role="rollout")
+    pool, proposal = _propose(pool) if changes else (pool, ())
+    return pool, (*proposal, *effects)
+
+
+def _roll_out_alone(pool: Pool, node: Node) -> tuple[Pool, list[Effect]]:
+    """What a node does whose unit has lost another one; one that still drains returns once it has."""
+    leaving = node.role == "rollout" and node.has_state
+    if node.draining or (node.role == "rollout" and not leaving):
+        return pool, []
+    back = _put(
+        pool, node, state=NodeState.TO_ROLLOUT, role="rollout", engine_ready=False, has_state=False, member_of=-1
+    )
+    return back, [OrderStart(node.rank, "rollout")]
 
 
 def _propose(pool: Pool) -> tuple[Pool, tuple[Effect, ...]]:
@@ -288,7 +272,8 @@ def _propose(pool: Pool) -> tuple[Pool, tuple[Effect, ...]]:
     nodes = pool.nodes.values()
     if not all(n.engine_ready for n in nodes if n.component == "train"):
         return msgspec.structs.replace(pool, forming=None), ()
-    wanted = tuple(sorted(n.rank for n in nodes if n.role == "train" and n.engine_ready))
+    ready = {n.rank for n in nodes if n.role == "train" and n.engine_ready}
+    wanted = tuple(sorted(rank for rank in ready if ready.issuperset(pool.nodes[rank].unit)))
     forming = Membership(pool.issued + 1, wanted)
     return msgspec.structs.replace(pool, forming=forming, issued=forming.generation), (FormMembership(forming),)
 

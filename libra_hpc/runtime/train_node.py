@@ -7,6 +7,7 @@ On a node of the core they are its share of the core's world; on a hybrid node t
 - One process dies -> the others are ended, because they are only whole together.
 - They were a whole core -> the next start restores from the newest whole snapshot or checkpoint.
 - They were a part of the core -> all ranks restart: the rest of the state is elsewhere.
+- They were a part of a replica -> the coordinator has its other nodes begin anew as well.
 - A replica is to join -> its processes are told of the weights that this node has for rollout.
 """
 
@@ -78,7 +79,7 @@ class TrainNode:
         self._ready: dict[int, WorkerReady] = {}
         self._answers: dict[str, dict[int, FromWorker]] = {}
         self._state = "none"
-        self._starts = self._failed_starts = 0
+        self._starts = self._failed_starts = self._world = 0
         self._spawning = asyncio.Lock()
         self._budget = RestartBudget(context.config.deadlines.restarts)
         self._watch = ReplicaWatch(context.config.deadlines)
@@ -100,7 +101,9 @@ class TrainNode:
     def pids(self) -> dict[str, int]:
         return {child.name: child.pid for child in self._children if not child.ended}
 
-    async def start(self) -> None:
+    async def start(self, world: int = 0) -> None:
+        """Start the processes, or wake them; ``world`` as in `wire.StartEngine`."""
+        self._world = world
         self._ordered_at = time.monotonic()
         if self._state == "standby":
             self._state = "ready"
@@ -208,7 +211,7 @@ class TrainNode:
         self._state, self._ready, self._answers, self._children = "starting", {}, {}, []
         self._killed_at = None
         # May read whole states, which this loop must not wait for.
-        workers = await asyncio.to_thread(worker_configs, context, self._starts)
+        workers = await asyncio.to_thread(worker_configs, context, self._starts, self._world)
         self._watch.started(time.monotonic())
         self._starts += 1
         self._failed_starts += 1
@@ -301,5 +304,6 @@ class TrainNode:
             times = f"the replica ended {self._budget.spent} times within {self._budget.window_s:.0f} s"
             self._fail(f"{reason}, and {times}; see {where}")
             return
-        self._context.send(0, wire.EngineDied(self._context.rank, KIND, reason))
-        self._context.send(self._context.layout.train_leader, wire.EngineDied(self._context.rank, KIND, reason))
+        died = wire.EngineDied(self._context.rank, KIND, reason, self._world)
+        for rank in (0, self._context.layout.train_leader):
+            self._context.send(rank, died)

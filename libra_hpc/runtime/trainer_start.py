@@ -1,8 +1,8 @@
 """What the Megatron processes of a node are started with: their place in a world, and the state they begin with.
 
-- All nodes of the core form one world. With one node it meets in the agent's private folder, else on the shared file
-  system.
-- A hybrid node is a world of its own without a state: it gets weights when it joins.
+- All nodes of the core form one world. A world of one node meets in the agent's private folder, else on the shared
+  file system.
+- A hybrid node is a world of its own without a state, or several are one: it gets weights when it joins.
 - The core is rebuilt -> it begins with the newest whole snapshot or checkpoint. Only a core of one node can be: all
   processes of a snapshot must see its folder.
 """
@@ -22,15 +22,22 @@ from .train_leader_setup import rendezvous_folder
 log = logging.getLogger("libra_hpc.agent")
 
 
-def worker_configs(context: AgentContext, number: int) -> list[WorkerConfig]:
-    """Settings of every process of this node's start ``number``, from 0; reads and writes the run directory."""
-    config, core = context.config, context.layout.core
+def worker_configs(context: AgentContext, number: int, common: int = 0) -> list[WorkerConfig]:
+    """Settings of every process of this node's start ``number``, from 0; reads and writes the run directory.
+
+    ``common``: number of the start that the nodes of a replica make together.
+    """
+    config, layout = context.config, context.layout
+    core, unit = layout.core, layout.unit(context.rank)
     train, elastic = config.train, context.rank not in core
     owners, replica = core_world(config), elastic_world(config)
     world = replica if elastic else owners
     snapshots, start_dir, first = Path(), "", 0
     rendezvous = context.private / f"world-{number}"
-    if not elastic:
+    if elastic and len(unit) > 1:
+        first = unit.index(context.rank) * world.processes
+        rendezvous = rendezvous_folder(context) / f"replica-{unit[0]}.{common}"
+    elif not elastic:
         start_dir = context.start.checkpoint
         if len(core) == 1:
             snapshots = context.shared_memory / "snapshots"

@@ -1,6 +1,7 @@
 """Which nodes train together: forms the membership generations that the coordinator orders.
 
-- The core (all nodes of component ``train``) is member 0 of every generation; hybrid nodes are members 1, 2, ..
+- The core (all nodes of component ``train``) is member 0 of every generation; replicas of hybrid nodes are members 1,
+  2, ..
 - A newer order -> it is formed; an unfinished formation is given up.
 - An order without a node of the core -> the next one is awaited.
 - A member died -> wait for the coordinator's next order, which leaves it out or has it rebuilt.
@@ -40,11 +41,16 @@ class Members:
         self,
         rendezvous: Path,
         core: tuple[int, ...],
+        nodes_per_replica: int,
         send: Callable[[int, MeshMessage], None],
         clock: Callable[[], float],
     ) -> None:
-        """``core``: ranks of the core's nodes; the first one answers for them."""
+        """``core``: ranks of the core's nodes. The first node of a world answers for it.
+
+        ``nodes_per_replica``: hybrid nodes that are one world.
+        """
         self._rendezvous, self._core, self._send, self._clock = rendezvous, core, send, clock
+        self._nodes_per_replica = nodes_per_replica
         self.generation = 0
         self.members: tuple[int, ...] = ()
         """All nodes of the generation, the core's first."""
@@ -130,16 +136,11 @@ class Members:
         self._clear_replies()
         self._joins += 1
         path = f"{self._rendezvous}/generation-{self.generation:06d}.{self._joins}"
-        owners = len(self._core)
-        for position, rank in enumerate(wanted):
-            join = Join(
-                generation=self.generation,
-                rank=max(0, position - owners + 1),
-                size=len(wanted) - owners + 1,
-                rendezvous=path,
-                attempt=self._joins,
-            )
-            self._send(rank, ToReplica(join))
+        worlds = self._worlds(wanted)
+        for number, world in enumerate(worlds):
+            join = Join(generation=self.generation, rank=number, size=len(worlds), rendezvous=path, attempt=self._joins)
+            for rank in world:
+                self._send(rank, ToReplica(join))
 
         def joined() -> bool:
             return all(isinstance(self._replies.get(rank), Joined) for rank in wanted)
@@ -147,6 +148,11 @@ class Members:
         await self._until(lambda: bool(self._failed) or joined() or self._ordered_newer())
         self._joining = ()
         return joined() and not self._failed
+
+    def _worlds(self, nodes: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The nodes of each world of a generation, the core's first."""
+        core, each = len(self._core), self._nodes_per_replica
+        return [nodes[:core], *(nodes[begin : begin + each] for begin in range(core, len(nodes), each))]
 
     def _clear_replies(self) -> None:
         self._replies, self._failed, self._died = {}, "", False

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
@@ -81,7 +81,7 @@ class TrainLeader(Members):
         rendezvous: Path,
         checkpoints: Path,
     ) -> None:
-        super().__init__(rendezvous, core, send, clock)
+        super().__init__(rendezvous, core, config.components.hybrid.nodes_per_replica, send, clock)
         self._steps, self._checkpoint_every = config.run.steps, config.checkpoint.every
         self._algorithm, self._storage_s = config.algorithm, config.deadlines.storage_s
         self._checkpoints = checkpoints
@@ -253,8 +253,7 @@ class TrainLeader(Members):
         if not await self._ask(batch):
             return True
         self._state_step = batch.step
-        # Every node of the core answers for the whole core.
-        answers = [self._replies[rank] for rank in (self._core[0], *self.members[len(self._core) :])]
+        answers = [self._replies[world[0]] for world in self._worlds(self.members)]
         self._commit(batch, answers, waited_s, self._clock() - started)
         if self._skipped_in_row >= SKIPPED_STEPS:
             return self._fail(f"gradients were not finite in {self._skipped_in_row} steps in a row")
@@ -275,15 +274,14 @@ class TrainLeader(Members):
         shards, totals = shard(batch.groups, self._replicas, algorithm.minibatches, skip)
         self._totals = [total for total in totals if total]
         self._clear_replies()
-        members, cores = self.members, len(self._core)
+        members = self.members
         # Each world spreads its samples over its data-parallel ranks itself.
-        ends = [0, *range(self._core_dp, len(shards) + 1, self._elastic_dp)]
-        worlds = [
-            tuple(tuple(chain.from_iterable(parts)) for parts in zip(*shards[begin:end], strict=True))
-            for begin, end in pairwise(ends)
-        ]
-        for rank, minibatches in zip(members, [worlds[0]] * cores + worlds[1:], strict=True):
-            self._send(rank, ToReplica(TrainStep(batch.step, self.generation, minibatches, totals)))
+        first, last = 0, self._core_dp
+        for world in self._worlds(members):
+            own = tuple(tuple(chain.from_iterable(parts)) for parts in zip(*shards[first:last], strict=True))
+            for rank in world:
+                self._send(rank, ToReplica(TrainStep(batch.step, self.generation, own, totals)))
+            first, last = last, last + self._elastic_dp
         await self._until(
             lambda: bool(self._failed) or all(isinstance(self._replies.get(rank), StepDone) for rank in members)
         )
@@ -295,7 +293,7 @@ class TrainLeader(Members):
     @property
     def _replicas(self) -> int:
         """Data-parallel replicas of the generation, in all its worlds."""
-        return self._core_dp + self._elastic_dp * (len(self.members) - len(self._core))
+        return self._core_dp + self._elastic_dp * (len(self._worlds(self.members)) - 1)
 
     def _commit(self, batch: Batch, replies: list[StepDone], waited_s: float, wall_s: float) -> None:
         self.step = batch.step
@@ -312,6 +310,7 @@ class TrainLeader(Members):
         metrics = StepMetrics(
             batch=batch.stats,
             generation=self.generation,
+            train_nodes=len(self.members),
             replicas=self._replicas,
             wait_s=waited_s,
             tokens=tokens,

@@ -144,6 +144,29 @@ def test_a_core_replica_of_two_nodes_restarts_whole_and_two_of_one_node_go_on_fr
     assert [line["replicas"] for line in read_lines(run.metrics)] == [1] * 8 + [2] * 2
 
 
+def test_two_hybrid_nodes_are_one_replica_that_dies_and_begins_anew_as_one(
+    cluster: ClusterInfo, policy: Path, tmp_path: Path
+) -> None:
+    case = Case(tmp_path, policy, "slurm", steps=100_000, hybrid=2, rollout=1)
+    keys = ("components.train.nodes=2", "components.hybrid.nodes_per_replica=2", "train.pp=2", "train.processes=1")
+    run = case.submit(*(part for key in (*keys, "planner.hybrid_start=train") for part in ("-o", key)))
+
+    def joined() -> list[int]:
+        return [event["rank"] for event in case.events("member_joined") if event["rank"] in (3, 4)]
+
+    case.wait(lambda: {3, 4} <= set(joined()), "the replica")
+    case.wait(lambda: case.steps() and case.steps()[-1] >= 2, "steps with it")
+    before = len(joined())
+    case.kill(3, "libra_hpc.train.worker")
+    case.wait(lambda: {3, 4} <= set(joined()[before:]), "both nodes are back")
+    steps = len(case.steps())
+    case.wait(lambda: len(case.steps()) >= steps + 2, "steps after it")
+    assert list(read_lines(run.metrics))[-1]["replicas"] == 2
+    case.cli("cancel", str(run.path))
+    assert case.ended() == "cancelled"
+    trained_once(run, case.steps()[-1])
+
+
 LAYOUT = ("train.tp=2", "rollout.tp=2", "components.train.nodes=2", "components.rollout.nodes=1")
 
 

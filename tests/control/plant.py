@@ -110,9 +110,7 @@ class Plant:
         self.now += period
         self.batch_times.append(period)
         self.steps.append(
-            TrainStepFact(
-                at=self.now, tokens=3 * sum(lengths), loss_tokens=sum(lengths), replicas=train, seconds=train_s
-            )
+            TrainStepFact(at=self.now, tokens=3 * sum(lengths), loss_tokens=sum(lengths), nodes=train, seconds=train_s)
         )
         self.windows.append(
             RolloutWindowFact(

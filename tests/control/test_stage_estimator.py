@@ -72,7 +72,7 @@ class Run:
         seconds = slow * tokens * TOKEN_S / self.split.train
         self.now += seconds
         self.steps.append(
-            TrainStepFact(at=self.now, tokens=tokens, loss_tokens=generated, replicas=self.split.train, seconds=seconds)
+            TrainStepFact(at=self.now, tokens=tokens, loss_tokens=generated, nodes=self.split.train, seconds=seconds)
         )
         self.windows.append(
             RolloutWindowFact(

@@ -22,6 +22,7 @@ from libra_hpc.runtime.states import (
     MoveOrdered,
     NodeState,
     OrderDrain,
+    OrderEnd,
     OrderStandby,
     OrderStart,
     Pool,
@@ -186,6 +187,57 @@ def test_the_last_rollout_node_may_not_leave() -> None:
         advance(alone, MoveOrdered(3, "train"))
 
 
+def together(*events: Event) -> tuple[Pool, list[Effect]]:
+    """Nodes 3 and 4 train as one world beside node 1; 2 and 5 roll out. Then ``events``."""
+    pool, _ = start(
+        [(1, "train"), (2, "rollout"), (3, "hybrid"), (4, "hybrid"), (5, "rollout")],
+        unit=lambda rank: (3, 4) if rank in (3, 4) else (rank,),
+    )
+    pool, _ = play(pool, EngineAnswers(1, "train"), MemberOf(1, 1), StateArrived(1))
+    pool, _ = play(pool, *(EngineAnswers(rank, "rollout") for rank in (2, 3, 4, 5)))
+    pool, effects = play(pool, MoveOrdered(4, "train"))
+    assert effects == [OrderDrain(3), OrderDrain(4)]
+    pool, _ = play(pool, Drained(3), Drained(4), EngineAnswers(4, "train"))
+    assert pool.forming is None, "half a replica does not train"
+    pool, _ = play(pool, EngineAnswers(3, "train"), *(MemberOf(rank, 2) for rank in (1, 3, 4)))
+    pool, _ = play(pool, StateArrived(3), StateArrived(4))
+    assert trainers(pool) == (1, 3, 4)
+    return play(pool, *events)
+
+
+def test_nodes_that_are_one_replica_move_together() -> None:
+    pool, effects = together(MoveOrdered(3, "rollout"))
+    assert effects == [FormMembership(Membership(3, (1,)))]
+    pool, effects = play(pool, MemberOf(1, 3), EngineAnswers(3, "rollout"), EngineAnswers(4, "rollout"))
+    assert [e for e in effects if isinstance(e, OrderStandby)] == [OrderStandby(3, "train"), OrderStandby(4, "train")]
+    assert rollout_nodes(pool) == (2, 3, 4, 5)
+
+
+def test_a_process_that_ends_takes_its_whole_replica_down_and_both_nodes_begin_anew() -> None:
+    pool, effects = together(EngineEnded(3, "train"))
+    assert effects == [
+        FormMembership(Membership(3, (1,))),
+        OrderStart(3, "train", 1),
+        OrderEnd(4),
+        OrderStart(4, "train", 1),
+    ]
+    # What the other node says of the same death.
+    assert play(pool, EngineEnded(4, "train", 0)) == (pool, [])
+    _, effects = play(pool, EngineEnded(4, "train", 1))
+    assert effects == [OrderEnd(3), OrderStart(3, "train", 2), OrderStart(4, "train", 2)]
+
+
+def test_a_lost_node_sends_the_other_one_of_its_replica_to_roll_out() -> None:
+    pool, effects = together(HeartbeatLost(3))
+    assert effects == [FormMembership(Membership(3, (1,))), OrderEnd(4), OrderStart(4, "rollout")]
+    with pytest.raises(IllegalTransition):
+        advance(pool, MoveOrdered(4, "train"))
+    pool, effects = play(pool, EngineAnswers(4, "rollout"), Returned(3), EngineAnswers(3, "rollout"))
+    assert effects == [OrderStart(3, "rollout")]
+    _, effects = play(pool, MoveOrdered(3, "train"), Drained(3), Drained(4))
+    assert [e for e in effects if isinstance(e, OrderStart)] == [OrderStart(3, "train", 1), OrderStart(4, "train", 1)]
+
+
 ranks = st.integers(1, 5)
 kinds = st.sampled_from(["train", "rollout"])
 events = st.one_of(
@@ -199,6 +251,12 @@ events = st.one_of(
     st.builds(Returned, ranks),
 )
 COMPONENTS = {1: "train", 2: "train", 3: "rollout", 4: "hybrid", 5: "hybrid"}
+UNITS = st.sampled_from([{}, {4: (4, 5), 5: (4, 5)}])
+"""Hybrid nodes that move alone, or together."""
+
+
+def begin(role: str, units: dict[int, tuple[int, ...]]) -> tuple[Pool, tuple[Effect, ...]]:
+    return start(COMPONENTS.items(), role, lambda rank: units.get(rank, (rank,)))  # type: ignore[arg-type]
 
 
 def silenced(message: Event, event: Event) -> bool:
@@ -244,12 +302,16 @@ def check(pool: Pool, before: Pool, effects: tuple[Effect, ...]) -> None:
     assert core_at_work <= set(pool.membership.ranks)
     if pool.forming is not None:
         assert core_at_work <= set(pool.forming.ranks)
+        for rank in pool.forming.ranks:
+            assert set(pool.nodes[rank].unit) <= set(pool.forming.ranks), "a whole replica"
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(events, max_size=60), kinds)
-def test_no_sequence_of_events_moves_the_core_or_turns_generations_back(sequence: list[Event], role: str) -> None:
-    pool, _ = start(COMPONENTS.items(), role)  # type: ignore[arg-type]
+@given(st.lists(events, max_size=60), kinds, UNITS)
+def test_no_sequence_of_events_moves_the_core_or_turns_generations_back(
+    sequence: list[Event], role: str, units: dict[int, tuple[int, ...]]
+) -> None:
+    pool, _ = begin(role, units)
     for event in sequence:
         before = pool
         effects: tuple[Effect, ...] = ()
@@ -263,15 +325,31 @@ def test_no_sequence_of_events_moves_the_core_or_turns_generations_back(sequence
 def test_whatever_happened_an_obedient_cluster_comes_to_rest_with_every_core_node_at_work(data: st.DataObject) -> None:
     """Drive the machine by its own effects, with moves, crashes and losses thrown in; afterwards let the cluster
     finish what was asked."""
-    pool, first = start(COMPONENTS.items(), data.draw(kinds))  # type: ignore[arg-type]
+    pool, first = begin(data.draw(kinds), data.draw(UNITS))
     inbox: list[Event] = []
+    worlds: dict[int, int] = {}
+    """The training world that each node has processes of."""
+
+    def answers(rank: int, kind: str) -> list[Event]:
+        """A training world of several nodes answers once all have started it."""
+        unit = pool.nodes[rank].unit if kind == "train" else (rank,)
+        whole = kind == "rollout" or len({worlds.get(other, -1) for other in unit}) == 1
+        here = [EngineAnswers(other, kind) for other in unit if not pool.nodes[other].engine_ready]  # type: ignore[arg-type]
+        return here if whole else []
 
     def obey(effects: tuple[Effect, ...]) -> None:
         for effect in effects:
             match effect:
-                case OrderStart(rank=rank, kind=kind):
-                    inbox[:] = [e for e in inbox if not (isinstance(e, EngineAnswers) and e.rank == rank)]
-                    inbox.append(EngineAnswers(rank, kind))
+                case OrderStart(rank=rank, kind=kind, world=world):
+                    if kind == "train":
+                        worlds[rank] = world
+                    said = answers(rank, kind)
+                    ranks = {rank} | {event.rank for event in said}
+                    inbox[:] = [e for e in inbox if not (isinstance(e, EngineAnswers) and e.rank in ranks)]
+                    inbox.extend(said)
+                case OrderEnd(rank=rank):
+                    worlds[rank] = -1 - rank
+                    inbox[:] = [e for e in inbox if e != EngineAnswers(rank, "train")]
                 case OrderDrain(rank=rank):
                     inbox.append(Drained(rank))
                 case FormMembership(membership=membership):
@@ -282,6 +360,8 @@ def test_whatever_happened_an_obedient_cluster_comes_to_rest_with_every_core_nod
 
     def apply(event: Event) -> None:
         nonlocal pool
+        if isinstance(event, EngineEnded):
+            event = EngineEnded(event.rank, event.kind, pool.nodes[event.rank].world)
         before = pool
         try:
             pool, effects = advance(pool, event)

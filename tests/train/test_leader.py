@@ -74,7 +74,7 @@ class Replica:
             case Join(generation=generation, size=size, rendezvous=rendezvous, attempt=attempt):
                 members = self.world.joining.setdefault(rendezvous, [])
                 members.append(self)
-                if len(members) == len(self.world.core) + size - 1:
+                if len(members) == len(self.world.core) + (size - 1) * self.world.nodes_per_replica:
                     truth = next(member for member in members if member.rank == self.world.core[0])
                     for member in members:
                         member.history = list(truth.history)
@@ -108,8 +108,9 @@ class World:
         checkpoint_every: int = 0,
         storage_s: float = 900.0,
         core: tuple[int, ...] = (1,),
+        nodes_per_replica: int = 1,
     ) -> None:
-        self.core = core
+        self.core, self.nodes_per_replica = core, nodes_per_replica
         self.replicas: dict[int, Replica] = {}
         self.joining: dict[str, list[Replica]] = {}
         self.trained: list[tuple[int, int, list[str], tuple[int, ...]]] = []
@@ -123,8 +124,8 @@ class World:
         config = RunConfig.model_validate(
             {
                 "run": {"steps": steps},
-                "components": {"train": {"nodes": len(core)}},
-                "train": {"snapshot_every": 1},
+                "components": {"train": {"nodes": len(core)}, "hybrid": {"nodes_per_replica": nodes_per_replica}},
+                "train": {"snapshot_every": 1, "pp": nodes_per_replica, "processes": 1},
                 "checkpoint": {"every": checkpoint_every},
                 "deadlines": {"storage_s": storage_s},
             }
@@ -238,6 +239,27 @@ def test_a_newcomer_joins_at_a_step_boundary_and_shares_the_next_batch() -> None
     assert sorted(uid for _, _, uids, _ in second for uid in uids) == ["2.0", "2.1", "3.0", "3.1"]
     assert {totals for *_, totals in second} == {(16,)}, "both divide by the tokens of the whole batch"
     assert world.replicas[2].history == ["step1", "step2"]
+
+
+def test_hybrid_nodes_that_are_one_replica_are_one_member() -> None:
+    world = World(steps=1, nodes_per_replica=2)
+
+    async def script() -> None:
+        for rank in range(1, 6):
+            world.add(rank)
+        world.leader.on_generation(1, (1, 2, 3, 4, 5))
+        world.leader.on_batch(batch(1))
+        await until(lambda: world.of(TrainingFinished))
+
+    play(world, script)
+    joins = [(rank, join.rank, join.size) for rank, join in world.asked(Join)]
+    assert joins == [(1, 0, 3), (2, 1, 3), (3, 1, 3), (4, 2, 3), (5, 2, 3)]
+    uids = {rank: found for rank, _, found, _ in world.trained}
+    assert uids[2] == uids[3]
+    assert uids[4] == uids[5]
+    assert sorted(uids[1] + uids[2] + uids[4]) == ["0.0", "0.1", "1.0", "1.1"]
+    (report,) = world.of(StepReport)
+    assert (report.metrics.train_nodes, report.metrics.replicas) == (5, 3)
 
 
 def test_all_nodes_of_the_core_are_one_member_and_get_the_same_samples() -> None:
