@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,6 +43,18 @@ def test_a_training_bottleneck_takes_the_hybrid_node_once(seed: int) -> None:
     outcome = planner.outcomes[0]
     assert outcome.predicted == pytest.approx(1.0, abs=0.4)
     assert outcome.realised == pytest.approx(1.0, abs=0.4)
+
+
+def test_nodes_that_are_one_replica_move_together_or_not_at_all() -> None:
+    plant = Plant(ideal(6.0, 0.4), hybrids=4)
+    plant.nodes = [
+        msgspec.structs.replace(node, unit=node.rank - (node.rank - 3) % 2) if node.component == "hybrid" else node
+        for node in plant.nodes
+    ]
+    plant.run(100, Planner(SETTINGS))
+    moved = next(decision for decision in plant.decisions if decision.action != "hold")
+    assert moved.nodes in ((3, 4), (5, 6), (3, 4, 5, 6))
+    assert {candidate.train for candidate in moved.candidates} == {3, 5}
 
 
 @pytest.mark.parametrize("seed", range(4))
