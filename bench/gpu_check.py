@@ -36,9 +36,11 @@ LEAVE_S = 25.0
 """Seconds from SIGTERM to SIGKILL for a late step, in which it ends what it started."""
 LEAST_S = 20.0
 """A step with less time is left out: it could not even import its engines."""
-THREADS = 4
-QUOTED = 300
-"""Characters of the reason in the table; the JSON has all."""
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+"""Without a GPU: freed buffers leave the process at once, so that its memory is what its tensors hold."""
+REHEARSAL = "A rehearsal on CPUs: predictions are for no real device, and memory is the process's own."
+QUOTED = 120, 180
+"""Characters of the beginning and of the end of a long reason in the table; the JSON has all."""
 
 State = Literal["passed", "failed", "late", "left out"]
 
@@ -49,15 +51,15 @@ class Step(msgspec.Struct, frozen=True):
     name: str
     title: str
     limit_s: float
-    """On a GPU machine with a cold file system; measured on none."""
+    """Several times what it should take: a hang must not use up the time of the others."""
 
 
 STEPS = (
     Step("facts", "machine", 40.0),
-    Step("run", "whole run, train and rollout on one device", 200.0),
-    Step("training", "training alone", 120.0),
-    Step("switch", "node between training and rollout", 180.0),
-    Step("tests", "GPU tests", 300.0),
+    Step("run", "whole run, train and rollout on one device", 240.0),
+    Step("training", "training alone", 150.0),
+    Step("switch", "node between training and rollout", 220.0),
+    Step("tests", "GPU tests", 400.0),
 )
 
 
@@ -85,7 +87,9 @@ class Runner:
     def __init__(self, setting: Setting, folder: Path, budget_s: float, leave_s: float = LEAVE_S) -> None:
         self._setting, self._folder, self._leave_s = setting, folder, leave_s
         self._end = time.monotonic() + budget_s
-        self._environment = engine_environment(os.environ, setting.device, first=0, count=1, threads=THREADS)
+        self._environment = engine_environment(os.environ, setting.device, first=0, count=1, threads=setting.threads)
+        if setting.device == "cpu":
+            self._environment |= RETURNED
         self._environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
     def run(self, step: Step, command: Sequence[str] | None = None) -> Outcome:
@@ -137,26 +141,30 @@ def last_line(log: Path) -> str:
     return lines[-1] if lines else "It left no message."
 
 
-def markdown(outcomes: Sequence[Outcome]) -> str:
-    """The table, and one line for each step."""
+def markdown(outcomes: Sequence[Outcome], note: str = "") -> str:
+    """The table, and below it ``note`` and one line for each step."""
     rows = [("", "measured", "predicted", "measured / predicted")]
     for outcome in outcomes:
         rows.append((f"**{outcome.title}**", outcome.state, "", ""))
         for figure in outcome.figures:
             ratio = quotient(figure)
-            rows.append(
-                (figure.what.replace("  ", "&nbsp;&nbsp;"), text(figure.measured), text(figure.predicted), ratio)
-            )
+            rows.append((figure.what.replace("  ", "- "), text(figure.measured), text(figure.predicted), ratio))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
     ]
     lines.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
-    lines.append("")
+    lines += ["", *([f"{note}  "] if note else [])]
     for outcome in outcomes:
-        why = f": {outcome.reason[-QUOTED:]}" if outcome.reason else ""
+        why = f": {shortened(outcome.reason)}" if outcome.reason else ""
         lines.append(f"{outcome.step}: {outcome.state} after {outcome.seconds:.0f} s{why}  ")
     return "\n".join(lines) + "\n"
+
+
+def shortened(reason: str) -> str:
+    """Beginning and end of a reason: what failed, and the last line of the log that it quotes."""
+    first, last = QUOTED
+    return reason if len(reason) <= first + last else f"{reason[:first]} ... {reason[-last:]}"
 
 
 def quotient(figure: Figure) -> str:
@@ -196,7 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             print(f"{step.title} ...", file=sys.stderr, flush=True)
             outcomes.append(runner.run(step))
-            write(options.out, outcomes)
+            write(options.out, outcomes, REHEARSAL if setting.device == "cpu" else "")
             print(f"  {outcomes[-1].state} after {outcomes[-1].seconds:.0f} s", file=sys.stderr, flush=True)
         if any(outcome.state != "passed" for outcome in outcomes):
             keep_logs(Path(name), options.out)
@@ -205,11 +213,16 @@ def main(arguments: list[str] | None = None) -> int:
     return int(any(outcome.state != "passed" for outcome in outcomes))
 
 
-def write(out: Path, outcomes: Sequence[Outcome]) -> None:
+def write(out: Path, outcomes: Sequence[Outcome], note: str) -> None:
     """Replace both files: what is known so far is readable after any kill."""
-    found = {"at": time.strftime("%Y-%m-%dT%H:%M:%S"), "machine": machine(), "steps": msgspec.to_builtins(outcomes)}
+    found = {
+        "at": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "machine": machine(),
+        "note": note,
+        "steps": msgspec.to_builtins(outcomes),
+    }
     (out / "gpu_check.json").write_text(json.dumps(found, indent=1) + "\n")
-    (out / "gpu_check.md").write_text(markdown(outcomes))
+    (out / "gpu_check.md").write_text(markdown(outcomes, note))
 
 
 def keep_logs(folder: Path, out: Path) -> None:

@@ -59,7 +59,7 @@ Rounding, and the one update by which an asynchronous sample may be behind, are 
 """
 QUOTED = 1500
 """Characters of a failed run's logs in the error."""
-STOP_S = 60.0
+STOP_S = 30.0
 """Of the time limit: for a run that is late to end."""
 
 
@@ -99,13 +99,12 @@ def run_whole(folder: Path, *, device: str, steps: int, kv_cache_mb: int, limit_
     run_file = folder / "run.toml"
     run_file.write_text(RUN_FILE.format(folder=folder, steps=steps, device=device, kv_cache_mb=kv_cache_mb))
     begin = time.monotonic()
+    patience_s = max(1.0, deadline - begin)
     command = [*COMMAND, "submit", str(run_file), "--wait"]
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=max(1.0, deadline - begin)
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience_s)
     except subprocess.TimeoutExpired:
-        raise OperationError(f"The run did not end within {deadline - begin:.0f} s. {last_logs(folder)}") from None
+        raise OperationError(f"The run did not end within {patience_s:.0f} s. {last_logs(folder)}") from None
     finally:
         for path in (folder / "runs").glob("gpu-*"):
             with contextlib.suppress(OSError, ValueError):
@@ -118,8 +117,8 @@ def run_whole(folder: Path, *, device: str, steps: int, kv_cache_mb: int, limit_
 
 def last_logs(folder: Path) -> str:
     """Ends of the run's logs."""
-    logs = sorted((folder / "runs").rglob("*.log"))
-    return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-QUOTED:]}" for log in logs)
+    logs = {log.name: log.read_text(errors="replace")[-QUOTED:] for log in sorted((folder / "runs").rglob("*.log"))}
+    return "\n".join(f"{name}: {text}" for name, text in logs.items() if text)
 
 
 def whole_run(setting: Setting, figures: Figures) -> None:
@@ -143,10 +142,12 @@ def whole_run(setting: Setting, figures: Figures) -> None:
         for what, column in (
             ("step, s", "step_s"),
             ("  training, s", "train_wall_s"),
-            ("  rollout tokens/s", "rollout_tokens_per_s"),
             ("  export of weights, s", "export_s"),
         ):
             figures.add(what, median(line[column] for line in later))
+        figures.add(
+            "  generated tokens/s", sum(line["gen_tokens"] for line in later) / sum(line["step_s"] for line in later)
+        )
         waits = [applied[line["version"]] - line["t"] for line in later if line["version"] in applied]
         if waits:
             figures.add("  commit until the engine has the weights, s", median(waits))

@@ -19,7 +19,7 @@ from libra_hpc.hardware.models import ModelShape, model_shape
 CPU = Device(
     name="cpu",
     memory_bytes=8e9,
-    peak_flops=1e11,
+    peak_flops=1e12,
     hbm_bytes_s=2e10,
     intra_bytes_s=1e10,
     inter_bytes_s=1e9,
@@ -30,16 +30,16 @@ CPU = Device(
 TINY = ModelShape(
     name="tiny",
     layers=4,
-    hidden=256,
-    heads=8,
-    kv_heads=4,
+    hidden=512,
+    heads=16,
+    kv_heads=8,
     head_dim=32,
-    intermediate=768,
+    intermediate=1536,
     vocab=4096,
     tied_embeddings=True,
     qk_norm=True,
 )
-"""Model of a rehearsal: seconds a step on one core, and large enough to be seen in a process's memory."""
+"""Model of a rehearsal: half a second a step on one core, and buffers that a process gives back when it frees them."""
 SMALLER = tuple(
     ModelShape(
         name=name,
@@ -98,9 +98,14 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Time of the step."""
 
     @property
+    def threads(self) -> int:
+        """Of a process: several lengthen the steps of a rehearsal where other processes have the cores."""
+        return 4 if self.device == "cuda" else 1
+
+    @property
     def packs(self) -> tuple[int, int]:
         """Tokens of micro-batches to measure."""
-        return (4096, 8192) if self.device == "cuda" else (256, 512)
+        return (4096, 8192) if self.device == "cuda" else (128, 256)
 
     @property
     def max_model_len(self) -> int:

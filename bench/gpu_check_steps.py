@@ -11,11 +11,11 @@ import argparse
 import importlib
 import os
 import platform
+import re
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import xml.etree.ElementTree as xml
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,8 +36,10 @@ MEASURES = {
     "tests": "bench.gpu_check_steps:tests",
 }
 """Imported when they run: each imports torch or vLLM, which take seconds."""
-EVERY_TEST_RAN = 0
-"""Tests left out on a GPU."""
+NVIDIA_SMI_S = 20.0
+"""A driver without persistence takes seconds to answer."""
+CASE = re.compile(r"\S+::(?P<name>\S+) (?P<end>PASSED|FAILED|ERROR|SKIPPED)")
+"""A line of ``pytest -v``."""
 
 
 def facts(setting: Setting, figures: Figures) -> None:
@@ -62,6 +64,10 @@ def facts(setting: Setting, figures: Figures) -> None:
 
         figures.add("GPU", torch.cuda.get_device_name(0))
         figures.add("CUDA of torch", str(torch.version.cuda))
+        if shutil.which("nvidia-smi"):
+            query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            answer = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_S).stdout
+            figures.add("driver", answer.partition("\n")[0])
     figures.add("device in the table", hardware.name)
     figures.add("memory, GB", hardware.memory_bytes / 1e9)
     figures.add("model of the measurements", setting.shape(hardware).name)
@@ -69,25 +75,28 @@ def facts(setting: Setting, figures: Figures) -> None:
 
 def tests(setting: Setting, figures: Figures) -> None:
     """Run the tests that need a GPU; the whole run is a step of its own."""
-    with tempfile.TemporaryDirectory(prefix="libra-gpu-") as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "tests/gpu", "--ignore", "tests/gpu/test_gpu_run.py"]
-        # Our own stderr: the log of this step.
-        done = subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT, stdout=sys.stderr)
-        if not report.exists():
-            raise OperationError(f"pytest ended with {done.returncode} and left no report.")
-        cases = list(xml.parse(report).iter("testcase"))
-    failed = [
-        str(case.get("name")) for case in cases if case.find("failure") is not None or case.find("error") is not None
-    ]
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    figures.add("passed", float(len(cases) - len(failed) - skipped))
-    figures.add("failed", float(len(failed)))
-    figures.add("left out", float(skipped))
-    if failed:
+    command = [sys.executable, "-m", "pytest", "-v", "tests/gpu", "--ignore", "tests/gpu/test_gpu_run.py"]
+    found: dict[str, list[str]] = {"PASSED": [], "FAILED": [], "ERROR": [], "SKIPPED": []}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                if case := CASE.match(line):
+                    found[case["end"]].append(case["name"])
+        except BaseException:
+            # The time is over.
+            process.terminate()
+            raise
+        finally:
+            for end, names in found.items():
+                figures.add(end.lower(), float(len(names)))
+    if failed := found["FAILED"] + found["ERROR"]:
         raise OperationError(f"Tests failed: {', '.join(failed)}.")
-    if setting.device == "cuda" and skipped > EVERY_TEST_RAN:
-        raise OperationError(f"{skipped} tests were left out.")
+    if process.returncode:
+        raise OperationError(f"pytest ended with {process.returncode}.")
+    if setting.device == "cuda" and found["SKIPPED"]:
+        raise OperationError(f"{len(found['SKIPPED'])} tests were skipped.")
 
 
 def measure_of(name: str) -> Callable[[Setting, Figures], None]:

@@ -19,7 +19,9 @@ from bench.gpu_model import random_model
 from libra_hpc.config.run import RunConfig
 from libra_hpc.cost_models.memory import TrainLayout, train_memory
 from libra_hpc.errors import OperationError
+from libra_hpc.hardware.devices import Device
 from libra_hpc.hardware.lookup import lookup
+from libra_hpc.hardware.models import ModelShape
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.rollout import Generate, UpdateWeights
 from libra_hpc.protocol.trainer import Export, ExportFailed, Join, Joined, Standby, StepDone, TrainStep, WorkerReady
@@ -28,8 +30,8 @@ from libra_hpc.rollout.engine.settings import EngineConfig
 from libra_hpc.train.measure import MeasurementReplica, random_samples
 from libra_hpc.weights.checksum import file_crc32
 
-ROUNDS = 3
-"""Switches there and back of which medians are taken."""
+ROUNDS = 2
+"""Switches there and back of which medians are taken: each reads the weights three times."""
 PROMPT, DECODED = 64, 64
 """Tokens of every sequence of the decode measurement."""
 STEP_TOKENS = 512
@@ -46,7 +48,7 @@ class Round(msgspec.Struct, frozen=True):
     first_step_s: float
     later_step_s: float
     training_bytes: int
-    """On the device in training; next, with both in standby."""
+    """On the device after the steps; next, with both in standby."""
     standby_bytes: int
     replica_frees_s: float
     engine_wakes_s: float
@@ -79,9 +81,9 @@ class SharedDevice:
         join = Join(self._version, 1, 1, "", weights=str(self._weights), version=self._version)
         self._replica.ask(join, Joined)
         joined = time.monotonic()
-        training = held_bytes(self._replica)
         self._step = self._version
         first, later = self._run(), self._run()
+        training = held_bytes(self._replica)
         ordered = time.monotonic()
         self._replica.send(Standby())
         # A standby has no answer. There is no such version to export, so the refusal comes right after the standby.
@@ -132,7 +134,7 @@ def held_bytes(replica: MeasurementReplica) -> int:
 
 def switches(setting: Setting, figures: Figures) -> None:
     """Measure; raises `OperationError` when engine or replica fail."""
-    hardware = setting.hardware()
+    hardware, rounds = setting.hardware(), list[Round]()
     shape = setting.shape(hardware)
     with tempfile.TemporaryDirectory(prefix="libra-gpu-") as scratch, random_model(shape, setting.device) as folder:
         config = EngineConfig(
@@ -157,19 +159,27 @@ def switches(setting: Setting, figures: Figures) -> None:
                 replica.answer(WorkerReady)
                 replica.send(Standby())
                 device = SharedDevice(engine, replica, folder / "model.safetensors", shape.vocab)
+                # The first switch fills caches, and finds the engine in standby.
                 device.round()
-                rounds = [device.round() for _ in range(ROUNDS)]
+                for _ in range(ROUNDS):
+                    rounds.append(device.round())
                 # The engine serves again, or this raises.
                 decode(engine, "after", count)
             finally:
+                if rounds:
+                    show(rounds, shape.weight_bytes, replica_bytes(shape, hardware), figures)
                 replica.end()
-        layout = TrainLayout(tp=1, pp=1, cp=1, ep=1, dp=1, micro_tokens=STEP_TOKENS, elastic=True)
-        memory = train_memory(shape, layout, hardware, micro_batches=1, pack_tokens=STEP_TOKENS)
-        show(rounds, shape.weight_bytes, memory.weights + memory.gradients, figures)
+
+
+def replica_bytes(shape: ModelShape, hardware: Device) -> float:
+    """Of a replica without optimizer after a step, by the memory model."""
+    layout = TrainLayout(tp=1, pp=1, cp=1, ep=1, dp=1, micro_tokens=STEP_TOKENS, elastic=True)
+    memory = train_memory(shape, layout, hardware, micro_batches=1, pack_tokens=STEP_TOKENS)
+    return memory.total - memory.workspace
 
 
 def show(rounds: list[Round], weight_bytes: int, predicted_bytes: float, figures: Figures) -> None:
-    """Add the medians of ``rounds``; ``predicted_bytes``: of a replica's weights and gradients."""
+    """Add the medians of ``rounds``; ``predicted_bytes``: what training holds."""
 
     def middle(name: str) -> float:
         return median(float(getattr(one, name)) for one in rounds)

@@ -30,8 +30,6 @@ from libra_hpc.train.train_engine import TrainEngine, init_world
 
 TIMED = 3
 """Steps of each batch whose median is taken, after one that warms up allocator and kernels."""
-THREADS = 4
-"""Of the trainer's process: a GPU needs few, and a rehearsal's machine has few."""
 RANDOM_LR = 1e-9
 """No update moves the random weights far from where they are finite."""
 GB = 1e9
@@ -57,6 +55,7 @@ class DeviceMemory:
 
     def forget_peak(self) -> None:
         if self._device.type == "cuda":
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             # Sets the peak to the present size.
@@ -76,7 +75,7 @@ def training(setting: Setting, figures: Figures) -> None:
     shape = setting.shape(hardware)
     with roomy_folder(shape.weight_bytes) as scratch:
         folder = write_config(shape, scratch / shape.name)
-        where = choose_device(setting.device, 0, THREADS)
+        where = choose_device(setting.device, 0, setting.threads)
         split = init_world(where, tp=1, pp=1, rank=0, store=local_store(), timeout_s=600.0)
         memory = DeviceMemory(where)
         optimizer = msgspec.structs.replace(optimizer_settings(RunConfig()), lr=RANDOM_LR)

