@@ -123,6 +123,7 @@ def last_logs(folder: Path) -> str:
 
 def whole_run(setting: Setting, figures: Figures) -> None:
     """Measure a run; raises `OperationError` when it is not right."""
+    setting.check()
     with tempfile.TemporaryDirectory(prefix="libra-gpu-") as folder:
         records = run_whole(
             Path(folder),

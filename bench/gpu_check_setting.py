@@ -125,14 +125,22 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         """Training steps of the whole run."""
         return 10 if self.device == "cuda" else 4
 
-    def hardware(self) -> Device:
-        """The device with the memory that it really has; raises `UserError` for an unknown one."""
+    def check(self) -> None:
+        """Raise `UserError` without the device; takes no memory of it."""
         if self.device == "cpu":
-            return CPU
+            return
         import torch
 
         if not torch.cuda.is_available():
             raise invalid("--device", "cuda", "torch sees no GPU", "cpu, for a rehearsal")
+
+    def hardware(self) -> Device:
+        """The device with the memory that it really has; raises `UserError` for an unknown one."""
+        self.check()
+        if self.device == "cpu":
+            return CPU
+        import torch
+
         reported, memory = torch.cuda.get_device_name(0), torch.cuda.mem_get_info(0)[1]
         path = Path(self.devices) if self.devices else None
         return msgspec.structs.replace(known_device(self.name or listed_name(reported), path), memory_bytes=memory)

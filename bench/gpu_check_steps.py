@@ -75,6 +75,7 @@ def facts(setting: Setting, figures: Figures) -> None:
 
 def tests(setting: Setting, figures: Figures) -> None:
     """Run the tests that need a GPU; the whole run is a step of its own."""
+    setting.check()
     command = [sys.executable, "-m", "pytest", "-v", "tests/gpu", "--ignore", "tests/gpu/test_gpu_run.py"]
     found: dict[str, list[str]] = {"PASSED": [], "FAILED": [], "ERROR": [], "SKIPPED": []}
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:

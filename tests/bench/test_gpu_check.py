@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import msgspec
@@ -19,40 +18,28 @@ from libra_hpc.errors import UserError
 from libra_hpc.hardware.devices import device
 
 SETTING = Setting(device="cpu", limit_s=60.0)
-WRITE = """
-from pathlib import Path
-from bench.gpu_check_setting import Figures
-Figures(Path({path!r})).add("half, s", 1.5)
-"""
 
 
-def run(tmp_path: Path, code: str, limit_s: float = 30.0, budget_s: float = 60.0) -> check.Outcome:
-    """A step whose process runs ``code`` after it has written one figure."""
-    write = WRITE.format(path=str(tmp_path / "odd.jsonl"))
-    runner = check.Runner(SETTING, tmp_path, budget_s, leave_s=1.0)
-    return runner.run(check.Step("odd", "an odd step", limit_s), [sys.executable, "-c", f"{write}\n{code}"])
+def run(tmp_path: Path, script: str, limit_s: float = 30.0, budget_s: float = 60.0) -> check.Outcome:
+    """A step that is a shell script, which has written one figure before it begins."""
+    line = msgspec.json.encode(Figure("half, s", 1.5)).decode()
+    command = ["bash", "-c", f"echo '{line}' > {tmp_path}/odd.jsonl\n{script}"]
+    runner = check.Runner(SETTING, tmp_path, budget_s, leave_s=0.5)
+    return runner.run(check.Step("odd", "an odd step", limit_s), command)
 
 
 def test_a_step_that_fails_leaves_its_figures_and_its_reason(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "raise SystemExit('the GPU fell off')")
+    outcome = run(tmp_path, "echo first; echo the GPU fell off >&2; exit 1")
     assert (outcome.state, outcome.reason) == ("failed", "the GPU fell off")
     assert outcome.figures == [Figure("half, s", 1.5)]
 
 
 def test_a_late_step_is_ended_with_its_processes_and_leaves_its_figures(tmp_path: Path) -> None:
-    beside = tmp_path / "pid"
-    child = f"import os, signal, time; open({str(beside)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    code = (
-        "import signal, subprocess, sys, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"subprocess.Popen([sys.executable, '-c', {child!r}])\n"
-        "time.sleep(600)"
-    )
-    outcome = run(tmp_path, code, limit_s=2.0)
+    outcome = run(tmp_path, f"trap '' TERM; sleep 600 & echo $! > {tmp_path}/pid; wait", limit_s=1.5)
     assert outcome.state == "late"
     assert "did not end within 2 s" in outcome.reason
     assert outcome.figures == [Figure("half, s", 1.5)]
-    state = Path(f"/proc/{beside.read_text()}/stat")
+    state = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
