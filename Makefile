@@ -6,8 +6,10 @@ VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 POLICY := models/tiny-keychain
 RUN_FILE := examples/quickstart.toml
-# For `make gpu-check`: a folder of wheels for a machine without an index (docs/gpu-check.md), cuda or cpu, and options of bench.gpu_check.
+# For `make gpu-check` (docs/gpu-check.md): a folder of wheels for a machine without an index, packages that may be missing there, cuda or
+# cpu, and options of bench.gpu_check.
 GPU_CHECK_WHEELS ?=
+GPU_CHECK_WITHOUT ?=
 GPU_CHECK_DEVICE ?= cuda
 GPU_CHECK_FLAGS ?=
 CUDA_VENV ?= $(CURDIR)/build/venv-cuda
@@ -65,7 +67,7 @@ gpu-venv:
 ifeq ($(GPU_CHECK_WHEELS),)
 	@$(PYTHON) envs/install.py cuda --venv $(CUDA_VENV) --extra dev
 else
-	@$(PYTHON) -m envs.beside $(GPU_CHECK_WHEELS) --venv $(CUDA_VENV)
+	@$(PYTHON) -m envs.beside $(GPU_CHECK_WHEELS) --venv $(CUDA_VENV) $(GPU_CHECK_WITHOUT:%=--without %)
 endif
 
 gpu-check: $(if $(filter cpu,$(GPU_CHECK_DEVICE)),dev,gpu-venv)

@@ -114,6 +114,10 @@ def training(setting: Setting, figures: Figures) -> None:
             figures.add(
                 f"packs of {pack_tokens:,}: peak, GB", memory.peak() / GB, (predicted.total - predicted.workspace) / GB
             )
+        memory.forget_peak()
+        seconds = timed(where, lambda: engine.update(1.0, 1.0))
+        figures.add("update alone, s", seconds, step_time(shape, hardware, core_layout(1), 1, 2).optimizer)
+        figures.add("update alone: memory beside the state, GB", (memory.peak() - state) / GB)
         weights = scratch / "export.safetensors"
         seconds_of = timed(where, lambda: checkpoint.export(engine, weights))
         figures.add(f"export of {weights.stat().st_size / GB:.2f} GB, s", seconds_of)

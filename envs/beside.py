@@ -107,12 +107,15 @@ def check_pins(python: Path, wanted: dict[str, str]) -> list[str]:
     return [f"{name} {seen[name]} for {version}" for name, version in wanted.items() if seen[name] != version]
 
 
-def install_beside(wheels: Path, folder: Path) -> str:
-    """Make the environment complete; returns one line with what was done."""
+def install_beside(wheels: Path, folder: Path, without: Sequence[str] = ()) -> str:
+    """Make the environment complete but for the packages ``without``; returns one line with what was done."""
     check_python("cuda")
     python = make_environment(folder)
     added = add_wheels(python, wheels)
-    others = check_pins(python, pins())
+    wanted = pins()
+    if unknown := [name for name in without if name not in wanted]:
+        raise InstallError(f"--without {unknown[0]}: no such package is needed; valid: {', '.join(sorted(wanted))}.")
+    others = check_pins(python, {name: version for name, version in wanted.items() if name not in without})
     pip(python, "--no-index", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
     taken = f"; taken as they are: {', '.join(others)}" if others else ""
     return f"{folder} is ready, {len(added)} wheels installed{taken}"
@@ -123,9 +126,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make an environment beside this interpreter's, from wheels.")
     parser.add_argument("wheels", type=Path, help="folder of wheels")
     parser.add_argument("--venv", type=Path, required=True, help="folder of the environment")
+    parser.add_argument("--without", action="append", default=[], metavar="NAME", help="a package that may be missing")
     given = parser.parse_args(arguments)
     try:
-        print(install_beside(given.wheels.absolute(), given.venv.absolute()))
+        print(install_beside(given.wheels.absolute(), given.venv.absolute(), given.without))
     except InstallError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

