@@ -6,9 +6,16 @@ VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 POLICY := models/tiny-keychain
 RUN_FILE := examples/quickstart.toml
+# For `make gpu-check` (docs/gpu-check.md): a folder of wheels for a machine without an index, packages that may be missing there, cuda or
+# cpu, and options of bench.gpu_check.
+GPU_CHECK_WHEELS ?=
+GPU_CHECK_WITHOUT ?=
+GPU_CHECK_DEVICE ?= cuda
+GPU_CHECK_FLAGS ?=
+CUDA_VENV ?= $(CURDIR)/build/venv-cuda
 PYTEST := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-.PHONY: help venv dev run test test-slurm test-others chaos lint bench clean
+.PHONY: help venv dev run test test-slurm test-others chaos lint bench gpu-venv gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +23,7 @@ help:
 	@echo "make test   the test suite        make lint   ruff and mypy"
 	@echo "make chaos  every injected fault, the slow ones too"
 	@echo "make bench  the benchmarks        make clean  undo everything"
+	@echo "make gpu-check  a machine with a GPU, checked and measured in ten minutes (docs/gpu-check.md)"
 
 venv:
 	@$(PYTHON) envs/install.py cpu --venv $(VENV) --extra compile
@@ -54,6 +62,17 @@ lint: dev
 
 bench: venv
 	@for name in loop learning decisions policies knowledge live_policies live_kv planner replan repartition simulated_vs_real; do echo "== $$name"; $(BIN)/python -m bench.$$name || exit 1; done
+
+gpu-venv:
+ifeq ($(GPU_CHECK_WHEELS),)
+	@$(PYTHON) envs/install.py cuda --venv $(CUDA_VENV) --extra dev
+else
+	@$(PYTHON) -m envs.beside $(GPU_CHECK_WHEELS) --venv $(CUDA_VENV) $(GPU_CHECK_WITHOUT:%=--without %)
+endif
+
+gpu-check: $(if $(filter cpu,$(GPU_CHECK_DEVICE)),dev,gpu-venv)
+	@HF_HUB_OFFLINE=1 LIBRA_HPC_SITE=none $(if $(filter cpu,$(GPU_CHECK_DEVICE)),$(VENV),$(CUDA_VENV))/bin/python -m bench.gpu_check \
+	    --device $(GPU_CHECK_DEVICE) $(GPU_CHECK_FLAGS)
 
 clean:
 	@if [ -x $(BIN)/libra-hpc ]; then $(BIN)/libra-hpc cluster down --remove; fi

