@@ -85,7 +85,7 @@ def test_training_seconds_fall_with_nodes_less_than_evenly_and_scatter() -> None
     shared = sorted(four(100_000, 4) for _ in range(101))
     assert 0.25 * alone[50] < shared[50] < 0.4 * alone[50]
     assert alone[-1] > 1.2 * alone[0]
-    assert one.replicas == [1] * 101
+    assert one.train_nodes == [1] * 101
 
 
 def test_the_first_step_after_a_change_is_longer() -> None:
