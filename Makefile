@@ -6,6 +6,7 @@ VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 POLICY := models/tiny-keychain
 RUN_FILE := examples/quickstart.toml
+BESIDE_SLURM := tests/telemetry tests/train
 # For `make gpu-check` (docs/gpu-check.md): a folder of wheels for a machine without an index, packages that may be missing there, cuda or
 # cpu, and options of bench.gpu_check.
 GPU_CHECK_WHEELS ?=
@@ -37,20 +38,22 @@ run: venv
 	@$(BIN)/libra-hpc submit $(RUN_FILE) --wait
 
 # Two processes at once, because tests wait more than they compute.  All tests on the embedded Slurm are in one of them: its job ids
-# name MPICH's shared memory, so two of these clusters on one machine must not run jobs at the same time.
+# name MPICH's shared memory, so two of these clusters on one machine must not run jobs at the same time.  The rooms of BESIDE_SLURM
+# follow them there, so that both take as long.
 test: dev
 	@mkdir -p build
-	@echo "the tests on the embedded Slurm run beside these; their report follows"
+	@echo "the tests on the embedded Slurm, and those of $(BESIDE_SLURM), run beside these; their report follows"
 	@$(MAKE) --no-print-directory test-slurm > build/test-slurm.log 2>&1 & slurm=$$!; \
 	trap 'kill $$slurm' INT TERM; \
 	$(MAKE) --no-print-directory test-others; others=$$?; \
 	wait $$slurm; slurm=$$?; cat build/test-slurm.log; exit $$((others | slurm))
 
 test-slurm:
-	@$(PYTEST) -m "cluster and not chaos"
+	@$(PYTEST) -m "cluster and not chaos"; slurm=$$?; \
+	$(PYTEST) $(BESIDE_SLURM) -m "not cluster and not chaos"; rooms=$$?; exit $$((slurm | rooms))
 
 test-others:
-	@$(PYTEST) -m "not cluster and not chaos"
+	@$(PYTEST) -m "not cluster and not chaos" $(BESIDE_SLURM:%=--ignore %)
 
 chaos: dev
 	@$(PYTEST) tests/chaos -m "chaos or not chaos"
