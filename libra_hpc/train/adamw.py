@@ -32,12 +32,23 @@ def adamw(ddp: Any, dtype: torch.dtype, settings: OptimizerSettings) -> Any:
         use_distributed_optimizer=True,
     )
     with compat.mcore_device():
-        return get_megatron_optimizer(
+        optimizer = get_megatron_optimizer(
             optimizer_config,
             [ddp],
             config_overrides=get_standard_config_overrides(optimizer_config),
             use_gloo_process_groups=False,
         )
+    for part in distributed(optimizer):
+        for group in part.optimizer.param_groups:
+            # torch's default on a GPU makes temporary tensors of 4 bytes a parameter.
+            group.update(fused=True, foreach=False)
+    return optimizer
+
+
+def distributed(optimizer: Any) -> list[Any]:
+    """The distributed optimizers inside of Megatron-Core's: one, and one of the experts; none without an optimizer."""
+    parts = [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if not part.is_stub_optimizer]
 
 
 def learning_rate(optimizer: Any, settings: OptimizerSettings) -> OptimizerParamScheduler:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .adamw import distributed
+
 
 class Shard(NamedTuple):
     """Elements ``begin:end`` of a flattened parameter of this rank; tensors are float32[end - begin]."""
@@ -37,14 +39,14 @@ class OptimizerState:
         self.parameters = parameters
         self.shards: dict[str, Shard] = {}
         """By Megatron-Core name, in the order of ``parameters``; parameters without a share of this rank are absent."""
-        self._optimizers = _distributed(optimizer)
+        self._optimizers = distributed(optimizer)
         self._counters: list[torch.Tensor] = []
         found: dict[str, Shard] = {}
         names = {id(parameter): name for name, parameter in parameters.items()}
         for one in self._optimizers:
             for parameter, master in _owned(one):
                 span = one._get_model_param_range_map(parameter)["param"]
-                counter = torch.zeros((), dtype=torch.float32)
+                counter = torch.zeros((), dtype=torch.float32, device=master.device)
                 shard = Shard(span.start, span.end, master, torch.zeros_like(master), torch.zeros_like(master))
                 one.optimizer.state[master] = {
                     "step": counter,
@@ -108,12 +110,6 @@ class OptimizerState:
             tensor.copy_(old)
         self.commit(step, updates)
         self.refresh()
-
-
-def _distributed(optimizer: Any) -> list[Any]:
-    """The distributed optimizers inside of Megatron-Core's: one, and one of the experts; none without an optimizer."""
-    parts = [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part for part in parts if not part.is_stub_optimizer]
 
 
 def _owned(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
