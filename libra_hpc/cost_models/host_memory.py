@@ -2,9 +2,10 @@
 
 - Weight files: engines read every version from /dev/shm, and the node that exports writes them there.
 - Snapshots: one complete training state in /dev/shm, and the next one while it is written.
+- Checkpoint copy: the optimizer's state of a core node, which a thread writes while training goes on.
 - KV tier, environments: what the run file gives them.
 
-Saving takes one tensor at a time; standbys of training and of vLLM keep nothing in host memory.
+Standbys of training and of vLLM keep nothing in host memory.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class NodeWork(msgspec.Struct, frozen=True):
     rolls: bool = False
     snapshots: bool = False
     """Of the whole training state: it is the only core node."""
+    core_nodes: int = 0
+    """Nodes that share the training state, for one of them; 0: not of the core."""
     kv_bytes: float = 0.0
     """For KV caches that the GPUs evicted."""
     environment_bytes: float = 0.0
@@ -39,6 +42,7 @@ class NodeMemory(msgspec.Struct, frozen=True):
 
     weight_files: float
     snapshots: float
+    checkpoint_copy: float
     kv_tier: float
     environments: float
     processes: float
@@ -65,9 +69,12 @@ def state_bytes(shape: ModelShape) -> float:
 
 def node_memory(shape: ModelShape, work: NodeWork) -> NodeMemory:
     """Memory of a node with this work."""
+    # A checkpoint keeps the file of its version until it is copied.
+    versions = WEIGHT_VERSIONS + bool(work.core_nodes)
     return NodeMemory(
-        weight_files=float(WEIGHT_VERSIONS * shape.weight_bytes),
+        weight_files=float(versions * shape.weight_bytes),
         snapshots=SNAPSHOTS * state_bytes(shape) if work.snapshots else 0.0,
+        checkpoint_copy=shape.params * optimizer_bytes(shape) / work.core_nodes if work.core_nodes else 0.0,
         kv_tier=work.kv_bytes if work.rolls else 0.0,
         environments=work.environment_bytes,
         processes=PROCESS_BYTES,

@@ -135,6 +135,7 @@ def _work(config: RunConfig, name: str) -> NodeWork:
         rolls=name != "train",
         # Of several core nodes none sees the shards of the others.
         snapshots=name == "train" and config.train.snapshot_every > 0 and component.nodes == 1,
+        core_nodes=component.nodes if name == "train" else 0,
         kv_bytes=component.gpus * config.rollout.kv_host_gb_per_gpu * GIB,
         environment_bytes=environments,
     )

@@ -81,18 +81,23 @@ def whole_start_state(run: RunDir) -> tuple[Welcome, list[tuple[int, str]]]:
     return Welcome(0, "", 0, ()), damaged
 
 
-def complete_checkpoint(folder: Path, position: folders.DataPosition) -> None:
-    """Give a saved state its data position, if it has none; raises `OSError`, and the state is then removed."""
+def complete_checkpoint(
+    written: Path, folder: Path, manifest: folders.Manifest, position: folders.DataPosition
+) -> None:
+    """Give a written state its data position and manifest, and rename it to ``folder``.
+
+    Raises `OSError`, and the state is then removed, as where there is that checkpoint: a kill between the two renames
+    of a replacement would leave the step without one.
+    """
     with contextlib.suppress(OSError, ValueError):
         if folders.read_position(folder).step == position.step:
+            shutil.rmtree(written, ignore_errors=True)
             return
     try:
-        folders.write_position(folder, position)
+        folders.write_position(written, position)
+        folders.publish(written, folder, manifest)
     except OSError:
-        # Renamed first: the next attempt may write the same folder.
-        aside = folder.with_name(f".{folder.name}{folders.TEMPORARY}")
-        shutil.rmtree(aside, ignore_errors=True)
-        shutil.rmtree(folder.rename(aside), ignore_errors=True)
+        shutil.rmtree(written, ignore_errors=True)
         raise
 
 

@@ -97,6 +97,10 @@ class Coordinator:
                 self._records.record(kind, t, fields)
                 if kind == "checkpoint_saved" and isinstance(seconds := fields.get("seconds"), float):
                     self._limit.on_save(seconds)
+                elif kind == "checkpoint_started":
+                    self._limit.on_save_started(t)
+                elif kind == "checkpoint_failed":
+                    self._limit.on_save_failed()
             case wire.StepReport():
                 self._on_step(message)
             case wire.RolloutReport():

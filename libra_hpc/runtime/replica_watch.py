@@ -2,6 +2,7 @@
 
 - The replica is serial -> an order counts from when the one before it was answered.
 - It writes a snapshot, which no order asks for -> an operation of its own; the next order counts from its end.
+- It has copied its state for a checkpoint -> the write is an operation of its own, beside the next orders.
 - An order takes more than half of its limit -> late, reported once.
 - More than its limit, and the replica computes -> hung.
 - More than its limit, and all its processes wait for other replicas -> the limit is `PEERS` times as long.
@@ -27,6 +28,7 @@ from libra_hpc.protocol.trainer import (
     SaveCheckpoint,
     Saved,
     SaveFailed,
+    SaveStarted,
     StepDone,
     StepFailed,
     TrainStep,
@@ -41,7 +43,7 @@ Half: it may be ended before the slow one; double: a lost message holds the run 
 """
 FRESH_S = 5.0
 """Signs of life come every second; an older one proves nothing about now."""
-START = "start"
+START, WRITE = "start", "write of a checkpoint"
 
 
 def order_key(message: Any) -> tuple[str, Hashable] | None:
@@ -53,7 +55,7 @@ def order_key(message: Any) -> tuple[str, Hashable] | None:
             return "train step", number
         case Export(version=number) | Exported(version=number) | ExportFailed(version=number):
             return "export", number
-        case SaveCheckpoint(step=number) | Saved(step=number) | SaveFailed(step=number):
+        case SaveCheckpoint(step=number) | SaveStarted(step=number):
             return CHECKPOINT, number
         case WorkerError(generation=number, attempt=attempt) if number >= 0:
             return "join", (number, attempt)
@@ -87,18 +89,23 @@ class ReplicaWatch:
 
     def answered(self, message: Any, now: float) -> None:
         """The replica answered; a failure's duration does not count."""
+        if isinstance(message, Saved):
+            self._deadlines.end(WRITE, now)
+        elif isinstance(message, SaveFailed):
+            self._deadlines.forget(WRITE)
         key = order_key(message)
-        if key is None and isinstance(message, WorkerError) and self._orders and self._orders[0][0] == CHECKPOINT:
-            key = self._orders[0]  # a save that was refused
         if key is None or key not in self._orders:
             return
         while self._orders[0] != key:
             self._deadlines.forget(self._orders.popleft())
         self._orders.popleft()
-        if isinstance(message, StepFailed | ExportFailed | SaveFailed | WorkerError):
+        if isinstance(message, StepFailed | ExportFailed | WorkerError):
             self._deadlines.forget(key)
         else:
             self._deadlines.end(key, now)
+        if isinstance(message, SaveStarted):
+            self._deadlines.begin(WRITE, WRITE, now)
+            self._reported.discard(WRITE)
         self._reported.discard(key)
         # A phase of before the answer has ended with it.
         self._alive = {

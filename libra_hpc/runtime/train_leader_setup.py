@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
-from libra_hpc.protocol import mesh as wire
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train import state_folders as folders
 from libra_hpc.train.train_leader import DataOrder, TrainLeader
@@ -28,18 +26,29 @@ def rendezvous_folder(context: AgentContext) -> Path:
     return folder
 
 
+class CheckpointStore:
+    """Checkpoints in the run directory.
+
+    All in threads: a shared file system may take a minute, and the agent's loop has heartbeats to send.
+    """
+
+    def __init__(self, run: RunDir, keep: int) -> None:
+        self._run, self._keep = run, keep
+
+    async def complete(self, folder: Path, manifest: folders.Manifest, position: folders.DataPosition) -> None:
+        """Make it the checkpoint of its step; older ones are removed later."""
+        await asyncio.to_thread(complete_checkpoint, folder, self._run.checkpoint(position.step), manifest, position)
+        asyncio.get_running_loop().run_in_executor(None, remove_old, self._run, self._keep)
+
+    async def discard(self, folder: Path) -> None:
+        """Remove what was written."""
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
 def make_train_leader(context: AgentContext, rendezvous: Path) -> TrainLeader:
     """The train leader of this start, which completes checkpoints in the run directory."""
     config, start, run = context.config, context.start, context.run
     run.checkpoints.mkdir(exist_ok=True)
-
-    async def saved(step: int, order: DataOrder, reports: Sequence[wire.StepReport]) -> None:
-        records = tuple(folders.StepRecord(r.step, r.t, dict(r.metrics.columns())) for r in reports)
-        position = folders.DataPosition(step, order.low, tuple(sorted(order.extra)), records)
-        # A shared file system may take a minute for any of this, and the agent's loop has heartbeats to send.
-        await asyncio.to_thread(complete_checkpoint, run.checkpoint(step), position)
-        asyncio.get_running_loop().run_in_executor(None, remove_old, run, config.checkpoint.keep)
-
     return TrainLeader(
         config,
         context.layout.core,
@@ -48,7 +57,8 @@ def make_train_leader(context: AgentContext, rendezvous: Path) -> TrainLeader:
         send=context.send,
         rollout_leader=context.layout.rollout_leader,
         receivers=lambda: context.receivers,
-        saved=saved,
+        store=CheckpointStore(run, config.checkpoint.keep),
         rendezvous=rendezvous,
         checkpoints=run.checkpoints,
+        from_checkpoint=bool(start.checkpoint),
     )

@@ -3,7 +3,7 @@
 On a node of the core they are its share of the core's world; on a hybrid node they are a replica without optimizer.
 
 - A message to the node's trainers -> every process gets it.
-- Every process has answered -> the node has, with local rank 0's answer.
+- Every process has answered -> the node has (`merged`).
 - One process dies -> the others are ended, because they are only whole together.
 - They were a whole core -> the next start restores from the newest whole snapshot or checkpoint.
 - They were a part of the core -> all ranks restart: the rest of the state is elsewhere.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,19 @@ REPEAT_S = 60.0
 """Between two events about a process that does not end."""
 WARNING_S = 60.0
 """A full file system fails every snapshot: one event a minute is enough."""
+
+
+def merged(answers: Mapping[int, FromWorker]) -> FromWorker:
+    """The answer of a node: local rank 0's, but for a checkpoint, of which every process writes a part."""
+    for answer in answers.values():
+        if isinstance(answer, SaveFailed):
+            return answer
+    first = answers[0]
+    if isinstance(first, Saved):
+        parts = [answer for answer in answers.values() if isinstance(answer, Saved)]
+        files = {name: entry for part in parts for name, entry in part.files.items()}
+        return Saved(first.folder, first.step, max(part.seconds for part in parts), files)
+    return first
 
 
 class TrainNode:
@@ -262,13 +275,13 @@ class TrainNode:
             self._context.log("worker_error", rank=self._context.rank, reason=message.what, fatal=message.fatal)
             self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, message))
             return
-        # One process may fail to write a file, for all.
+        # One process may fail to write its files, for all.
         asked = ASKED.get(type(message), type(message)).__name__
         answers = self._answers.setdefault(asked, {})
         answers[local_rank] = message
         if len(answers) == len(self._children):
             del self._answers[asked]
-            answer = answers[0]
+            answer = merged(answers)
             self._watch.answered(answer, now)
             if isinstance(answer, StepDone | Joined):
                 self.step = answer.step

@@ -28,6 +28,7 @@ from libra_hpc.protocol.trainer import (
     SaveCheckpoint,
     Saved,
     SaveFailed,
+    SaveStarted,
     Standby,
     StepDone,
     StepFailed,
@@ -99,7 +100,8 @@ class Trainer:
             case Export(path=path, version=version):
                 return [self._export(Path(path), version, begin)]
             case SaveCheckpoint(folder=folder, step=step):
-                return [self._save(Path(folder), step, begin)]
+                started = SaveStarted(step, time.monotonic() - begin)
+                return [started, self._save(Path(folder), step, begin)]
             case Standby():
                 self._generation = -1
                 if self._config.elastic:
@@ -174,7 +176,7 @@ class Trainer:
         every, where = self._config.snapshot_every, self._config.snapshot_dir
         if where and every and self._state.step % every == 0 and self._config.rank == 0:
             try:
-                state.save(Path(where) / f"step-{self._state.step:08d}", self._state.step, self._state.updates)
+                state.snapshot(Path(where) / f"step-{self._state.step:08d}", self._state.step, self._state.updates)
             except OSError as error:
                 return [Warned(str(error))]
             folders.keep_newest(Path(where), 1)
@@ -191,13 +193,15 @@ class Trainer:
 
     def _save(self, folder: Path, step: int, begin: float) -> FromWorker:
         if step != self._state.step:
-            return WorkerError(f"this replica is at step {self._state.step}, it cannot save step {step}", fatal=False)
+            reason = f"this replica is at step {self._state.step}, it cannot save step {step}"
+            return SaveFailed(str(folder), step, reason)
+        files = {}
         if self._config.rank == 0:
             try:
-                state.save(folder, step, self._state.updates)
+                files = state.write(folder, step, self._state.updates)
             except OSError as error:
                 return SaveFailed(str(folder), step, str(error))
-        return Saved(str(folder), step, time.monotonic() - begin)
+        return Saved(str(folder), step, time.monotonic() - begin, files)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -38,6 +38,10 @@ THREADS = 8
 """Checksums computed at a time; zlib releases the interpreter's lock."""
 
 
+Manifest = dict[str, tuple[int, int]]
+"""Size and CRC-32 of files, by their path below a folder."""
+
+
 class TrainerState(msgspec.Struct, frozen=True):
     """``trainer.json``: the counters of a saved state."""
 
@@ -131,7 +135,7 @@ def verify(folder: Path) -> str:
     except OSError as error:
         return f"{MANIFEST_FILE} cannot be read: {error}."
     try:
-        manifest = msgspec.json.decode(data, type=dict[str, tuple[int, int]])
+        manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.DecodeError, ValueError):
         # Bytes that are not UTF-8 raise a plain ValueError.
         return f"{MANIFEST_FILE} is torn."
@@ -150,14 +154,6 @@ def verify(folder: Path) -> str:
         if crc != manifest[name][1]:
             return f"{name} has not the checksum with which it was written."
     return ""
-
-
-def is_saved(folder: Path, step: int) -> bool:
-    """Whether this is a whole checkpoint of the step; reads all its bytes."""
-    try:
-        return read_position(folder).step == step == read_state(folder).step and not verify(folder)
-    except (OSError, ValueError, msgspec.DecodeError):
-        return False
 
 
 def _checksums(folder: Path, names: Iterable[str]) -> dict[str, int | OSError]:
@@ -195,11 +191,6 @@ def resolve(folder: Path) -> Path:
     return found
 
 
-def sync_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        sync(path)
-
-
 def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -208,19 +199,34 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def publish(partial: Path, final: Path) -> None:
-    """Write the manifest of a complete folder and rename it to ``final``, replacing an older one."""
-    files = [path.relative_to(partial) for path in partial.rglob("*") if path.is_file()]
-    names = sorted(str(path) for path in files if path.name != MANIFEST_FILE)
+def seal(folder: Path, paths: Iterable[Path]) -> Manifest:
+    """Make files below ``folder`` durable; returns their entries of the manifest."""
+    names = sorted(str(path.relative_to(folder)) for path in paths)
     with ThreadPoolExecutor(1) as pool:
         # The disk writes while the processor sums.
-        synced = pool.submit(sync_tree, partial)
-        checksums = _checksums(partial, names)
+        synced = pool.submit(_sync_all, [folder / name for name in names])
+        checksums = _checksums(folder, names)
         synced.result()
-    for crc in checksums.values():
+    found = {}
+    for name, crc in checksums.items():
         if isinstance(crc, OSError):
             raise crc
-    manifest = {name: (partial.joinpath(name).stat().st_size, crc) for name, crc in checksums.items()}
+        found[name] = (folder.joinpath(name).stat().st_size, crc)
+    return found
+
+
+def _sync_all(paths: list[Path]) -> None:
+    for path in [*paths, *{path.parent for path in paths}]:
+        sync(path)
+
+
+def publish(partial: Path, final: Path, manifest: Manifest | None = None) -> None:
+    """Write the manifest of a complete folder and rename it to ``final``, replacing an older one.
+
+    ``manifest``: default: all files of the folder, which become durable.
+    """
+    if manifest is None:
+        manifest = seal(partial, [path for path in partial.rglob("*") if path.is_file()])
     (partial / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
     for path in (partial / MANIFEST_FILE, partial):
         sync(path)

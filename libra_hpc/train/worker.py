@@ -7,6 +7,7 @@ files that are not sharded.
 
 - A step, join or file failed -> `StepFailed`, `SaveFailed`, `ExportFailed`, `Warned` or ``WorkerError(fatal=False)``;
   the process stays usable.
+- A checkpoint is asked for -> a thread writes it while the next orders are obeyed (`CheckpointWriter`).
 - Any other error -> ``WorkerError(fatal=True)`` and exit code 1; every peer notices the closed sockets.
 """
 
@@ -31,8 +32,8 @@ from libra_hpc.protocol.trainer import (
     Join,
     Joined,
     SaveCheckpoint,
-    Saved,
     SaveFailed,
+    SaveStarted,
     Standby,
     StepFailed,
     StopWorker,
@@ -45,6 +46,7 @@ from libra_hpc.train import checkpoint
 from libra_hpc.train import state_folders as folders
 from libra_hpc.weights.names import hf_shapes
 
+from .checkpoint_writer import CheckpointWriter
 from .device import choose_device, file_store
 from .elastic import ElasticReplicas, PeerLost
 from .grpo_trainer import BatchRejected, GrpoTrainer
@@ -94,6 +96,7 @@ class Worker:
         timeouts = config.step_timeout_s, config.join_timeout_s
         self._replicas = ElasticReplicas(self._engine, config.core_dp, *timeouts, lambda: pulse.phase(WAITING))
         self._trainer = GrpoTrainer(self._engine, self._replicas, config.algorithm, config.micro_tokens)
+        self._writer = CheckpointWriter(self._engine, self._model_dir, socket.send)
         parameters = sum(torch.Size(size).numel() for size in hf_shapes(shape).values())
         self._socket.send(WorkerReady(self._engine.state.step, parameters, time.monotonic() - begin))
 
@@ -169,6 +172,7 @@ class Worker:
         except OSError as error:
             self._socket.send(ExportFailed(message.version, str(error)))
             return
+        self._writer.exported(message.version, Path(message.path))
         self._socket.send(Exported(message.version, crc, size, time.monotonic() - begin))
 
     def _snapshot(self, parent: Path) -> None:
@@ -183,24 +187,20 @@ class Worker:
 
     def _save(self, message: SaveCheckpoint) -> None:
         begin = time.monotonic()
+        copied, failure = None, ""
         if message.step != self._engine.state.step:
-            self._socket.send(
-                WorkerError(
-                    f"this replica is at step {self._engine.state.step}, it cannot save step {message.step}",
-                    fatal=False,
-                )
-            )
-            return
-        try:
-            with self._pulse.phase(CHECKPOINT):
-                # A kill between the two renames of a replacement would leave the step without a checkpoint.
-                saved = self._config.rank == 0 and folders.is_saved(Path(message.folder), message.step)
-                if self._engine.agree(not saved):
-                    checkpoint.save(self._engine, self._model_dir, Path(message.folder))
-        except OSError as error:
-            self._socket.send(SaveFailed(message.folder, message.step, str(error)))
-            return
-        self._socket.send(Saved(message.folder, message.step, time.monotonic() - begin))
+            failure = f"this replica is at step {self._engine.state.step}, it cannot save step {message.step}"
+        else:
+            try:
+                with self._pulse.phase(CHECKPOINT):
+                    copied = self._writer.copy(Path(message.folder))
+            except OSError as error:
+                failure = str(error)
+        self._socket.send(SaveStarted(message.step, time.monotonic() - begin))
+        if copied is not None:
+            self._writer.write(copied)
+        else:
+            self._socket.send(SaveFailed(message.folder, message.step, failure))
 
 
 def main(arguments: list[str] | None = None) -> int:

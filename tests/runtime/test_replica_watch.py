@@ -9,6 +9,8 @@ from libra_hpc.protocol.trainer import (
     Joined,
     SaveCheckpoint,
     Saved,
+    SaveFailed,
+    SaveStarted,
     StepDone,
     StepFailed,
     TrainStep,
@@ -103,10 +105,11 @@ def joined() -> ReplicaWatch:
     for order, answer in (
         (JOIN, Joined(1, 0, 0, 1.0)),
         (Export("", 0), Exported(0, 0, 0, 1.0)),
-        (SaveCheckpoint("", 0), Saved("", 0, 1.0)),
+        (SaveCheckpoint("", 0), SaveStarted(0, 1.0)),
     ):
         watch.asked(order, 0.0)
         watch.answered(answer, 1.0)
+    watch.answered(SaveFailed("", 0, "no room"), 1.0)
     return watch
 
 
@@ -117,7 +120,7 @@ def test_an_order_counts_from_when_the_one_before_it_was_answered() -> None:
         watch.asked(order, 1.0)
     alive(watch, "checkpoint", 59.0)
     assert watch.hung(59.0) == ""
-    watch.answered(Saved("", 1, 59.0), 59.0)
+    watch.answered(SaveStarted(1, 59.0), 59.0)
     alive(watch, "compute", 118.0)
     assert watch.hung(118.0) == ""
     watch.answered(WorkerError("a newer order came", False, 2, 1), 118.0)
@@ -146,11 +149,24 @@ def test_a_snapshot_is_an_operation_of_its_own_and_orders_wait_for_its_end() -> 
     assert watch.hung(1e6) == ""
 
 
-def test_a_save_that_was_refused_is_not_waited_for() -> None:
+def test_the_write_of_a_checkpoint_is_an_operation_beside_the_next_orders() -> None:
     watch = joined()
     watch.asked(SaveCheckpoint("", 1), 0.0)
-    watch.answered(WorkerError("this replica is at step 0, it cannot save step 1", False), 1.0)
-    assert watch.hung(1e6) == ""
+    watch.answered(SaveStarted(1, 1.0), 1.0)
+    for second in range(2, 602):
+        alive(watch, "compute", float(second))
+        watch.asked(Export("", second), float(second))
+        watch.answered(Exported(second, 0, 0, 0.0), float(second))
+        assert watch.hung(float(second)) == "", "a first write may take as long as any first operation"
+    alive(watch, "compute", 602.0)
+    assert "write of a checkpoint has not ended after 601 s" in watch.hung(602.0)
+    watch.answered(SaveFailed("", 1, "no room"), 602.0)
+    assert watch.hung(602.0) == ""
+    watch.asked(SaveCheckpoint("", 2), 602.0)
+    watch.answered(SaveStarted(2, 1.0), 603.0)
+    watch.answered(Saved("", 2, 3.0), 606.0)
+    alive(watch, "compute", 1000.0)
+    assert watch.hung(1000.0) == ""
 
 
 def test_a_limit_that_never_suffices_ends_the_run_instead_of_one_replica_after_the_other() -> None:

@@ -138,7 +138,7 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
         assert (exported.crc32, exported.size) == (zlib.crc32(data), len(data))
         first.send(train.SaveCheckpoint(str(tmp_path / "step-3"), 3), train.SaveCheckpoint(str(tmp_path / "step-4"), 4))
         first.until(train.Saved)
-        assert "cannot save step 4" in first.until(train.WorkerError).what
+        assert "cannot save step 4" in first.until(train.SaveFailed).reason
         first.send(train.Standby(), train.StopWorker())
         assert first.process.wait(60) == 0
     assert folders.read_state(tmp_path / "step-3") == folders.TrainerState(3, 3)

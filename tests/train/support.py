@@ -22,6 +22,7 @@ from libra_hpc.protocol.trainer import (
     Sample,
     SaveCheckpoint,
     Saved,
+    SaveStarted,
     StepDone,
     StopWorker,
     TrainStep,
@@ -315,10 +316,15 @@ class Replica:
         self.send(message)
         return self.receive(kind)
 
+    def save(self, folder: Path, step: int, kind: type[Any] = Saved) -> Any:
+        """Have the files of a checkpoint written; returns local rank 0's answer."""
+        self.ask(SaveCheckpoint(str(folder), step), SaveStarted)
+        return self.receive(kind)
+
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """Weights and moments, read from a checkpoint."""
         folder = self.folder / f"check-{step}-{len(list(self.folder.iterdir()))}"
-        self.ask(SaveCheckpoint(str(folder), step), Saved)
+        self.save(folder, step)
         assert folders.read_state(folder).step == step
         return read_tensors(folder)
 
@@ -385,7 +391,7 @@ def assert_equals_one_process(base: Path, world: ReplicaPlace, layout: Layout, *
             reference.ratio_truncated,
         )
     folder = base / "saved"
-    replica.ask(SaveCheckpoint(str(folder), steps), Saved)
+    replica.save(folder, steps)
     assert_same_state(read_tensors(folder), state)
 
     # Across splits: one process continues from the split replica's checkpoint, and the split replica from one

@@ -100,17 +100,6 @@ def test_a_manifest_of_any_bytes_is_damage_and_never_an_exception(tmp_path: Path
     assert folders.verify(folder) == "trainer.json/below is missing."
 
 
-def test_a_checkpoint_is_saved_once_it_is_whole_and_has_its_position(tmp_path: Path) -> None:
-    folder = state(tmp_path, 7)
-    assert not folders.is_saved(folder, 7)
-    folders.write_position(folder, folders.DataPosition(7, 14, ()))
-    assert folders.is_saved(folder, 7)
-    assert not folders.is_saved(folder, 8)
-    flip(folder / "optimizer.safetensors")
-    assert not folders.is_saved(folder, 7)
-    assert not folders.is_saved(tmp_path / "nowhere", 7)
-
-
 def test_a_checkpoint_that_was_removed_after_it_was_chosen_gives_way_to_the_newest(tmp_path: Path) -> None:
     chosen, newer = state(tmp_path, 10), state(tmp_path, 20)
     assert folders.resolve(chosen) == chosen
