@@ -92,6 +92,14 @@ class SaveCheckpoint(msgspec.Struct, tag=True, frozen=True):
     step: int
 
 
+class TakeSnapshot(msgspec.Struct, tag=True, frozen=True):
+    """Write this process's part of the training state into ``folder``, in shared memory."""
+
+    folder: str
+    """Set by the node's agent; empty before."""
+    step: int
+
+
 class Standby(msgspec.Struct, tag=True, frozen=True):
     """Leave the current group and free device memory that can be rebuilt; `Join` ends the standby."""
 
@@ -198,10 +206,19 @@ class ExportFailed(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-class Warned(msgspec.Struct, tag=True, frozen=True):
-    """A snapshot could not be written; nothing of it remains."""
+class SnapshotTaken(msgspec.Struct, tag=True, frozen=True):
+    """This process's part of the snapshot is in shared memory."""
 
-    what: str
+    step: int
+    updates: int
+    """Adam's counter."""
+
+
+class SnapshotFailed(msgspec.Struct, tag=True, frozen=True):
+    """A part of the snapshot could not be written (no room, for example)."""
+
+    step: int
+    reason: str
 
 
 class Alive(msgspec.Struct, tag=True, frozen=True):
@@ -224,7 +241,7 @@ class WorkerError(msgspec.Struct, tag=True, frozen=True):
     """Of the join that failed."""
 
 
-ToWorker = Union[Join, TrainStep, Export, SaveCheckpoint, Standby, StopWorker]
+ToWorker = Union[Join, TrainStep, Export, SaveCheckpoint, TakeSnapshot, Standby, StopWorker]
 FromWorker = Union[
     WorkerReady,
     Joined,
@@ -235,7 +252,8 @@ FromWorker = Union[
     Saved,
     SaveFailed,
     ExportFailed,
-    Warned,
+    SnapshotTaken,
+    SnapshotFailed,
     Alive,
     WorkerError,
 ]

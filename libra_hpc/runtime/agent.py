@@ -28,7 +28,7 @@ import msgspec
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
-from libra_hpc.process.agent_folders import make_folders
+from libra_hpc.process.agent_folders import kept_folder, make_folders, own_kept
 from libra_hpc.process.child import Child
 from libra_hpc.process.leave import leave
 from libra_hpc.process.reaper import become_subreaper, end_strangers
@@ -49,12 +49,16 @@ from .rank_layout import RankLayout, check_world
 from .rollout_node import RolloutNode
 from .rollout_service import RolloutService
 from .routes import Routes, add_engines, add_rollout_service, add_train_leader
+from .snapshot_keeper import held
+from .snapshot_start import newest_start
 from .train_leader_setup import clear_rendezvous, make_train_leader, rendezvous_folder
 from .train_node import TrainNode
 from .world import NoWorld, World, meet
 
 HEARTBEAT_S = 1.0
 """Between two heartbeats."""
+KEEP_S = 60.0
+"""Between two signs of life in the folder that outlives this agent."""
 REAP_S = 1.0
 """Between two searches for processes that were left behind."""
 GOODBYE_S = 5.0
@@ -70,6 +74,10 @@ class Agent:
         self.rank = self.mesh.rank
         self.config = in_wall_time(config)
         self.private, self.shared_memory = make_folders()
+        self.kept = kept_folder(run.path, self.rank)
+        self._held = [endpoint.held for endpoint in world.endpoints]
+        self._restarts = False
+        """Whether all ranks start again: snapshots stay."""
         self.context: AgentContext | None = None
         self.coordinator: Coordinator | None = None
         self.train_leader: TrainLeader | None = None
@@ -104,7 +112,7 @@ class Agent:
         if self.rank == 0:
             # Before any message is read: what comes for the coordinator waits in the kernel until there is one.
             await asyncio.to_thread(clear_rendezvous, self.run_dir)
-            start, damaged = await asyncio.to_thread(whole_start_state, self.run_dir)
+            start, damaged = await asyncio.to_thread(self._start_state)
             self._enter(msgspec.structs.replace(start, pid=os.getpid()))
             assert self.context is not None
             self.coordinator = Coordinator(self.context, damaged)
@@ -121,6 +129,11 @@ class Agent:
         await self._stop.wait()
         await self._leave()
         return self.coordinator is None or self.coordinator.state in ("completed", "restarting")
+
+    def _start_state(self) -> tuple[wire.Welcome, list[tuple[int, str]]]:
+        start, damaged = whole_start_state(self.run_dir)
+        core = self.layout.core
+        return newest_start(self.run_dir, self.config, self.attempt, start=start, core=core, held=self._held), damaged
 
     def _hello(self) -> None:
         self.mesh.send(0, wire.Hello(self.rank, socket.gethostname(), os.getpid(), self.layout.components[self.rank]))
@@ -140,8 +153,15 @@ class Agent:
             start=start,
             private=self.private,
             shared_memory=self.shared_memory,
+            kept=self.kept,
         )
         self.context = context
+        if self.rank in self.layout.core:
+            own_kept(self.kept)
+            self._spawn(self._keep())
+        else:
+            # Of an earlier start, in which it was of the core.
+            self._spawn(asyncio.to_thread(shutil.rmtree, self.kept, ignore_errors=True))
         if context.component != "planner":
             self.rollout_node = rollout = RolloutNode(context)
             self.train_node = TrainNode(context, lambda: rollout.weights)
@@ -168,6 +188,9 @@ class Agent:
             shutil.rmtree(self._rendezvous, ignore_errors=True)
         shutil.rmtree(self.private, ignore_errors=True)
         shutil.rmtree(self.shared_memory, ignore_errors=True)
+        restarts = self._restarts or (self.coordinator is not None and self.coordinator.state == "restarting")
+        if not restarts:
+            shutil.rmtree(self.kept, ignore_errors=True)
 
     async def _heartbeats(self) -> None:
         while True:
@@ -199,7 +222,13 @@ class Agent:
             await self._watch.save(self._training)
         elif self.layout.components[self.rank] in ("train", "hybrid"):
             await self._watch.stay(self.layout.train_leader)
+        self._restarts = True
         self._stop.set()
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(KEEP_S)
+            own_kept(self.kept)
 
     async def _reap(self) -> None:
         """End what outlived a child of this agent: the processes that a killed host's tools started."""
@@ -290,6 +319,7 @@ class Agent:
 
     def _on_stop(self, stop: wire.StopAgent) -> None:
         log.info("stop: %s", stop.reason)
+        self._restarts = stop.restart
         self._stop.set()
 
 
@@ -307,7 +337,7 @@ def main() -> None:
     except (UserError, OperationError) as error:
         problem = str(error)
     try:
-        world = meet("" if problem else config.slurm.interface, problem)
+        world = meet("" if problem else config.slurm.interface, problem, lambda rank: held(kept_folder(run.path, rank)))
         check_world(world.size, layout, os.environ)
     except NoWorld as error:
         _refuse(run, arguments.attempt, error.rank, error)

@@ -1,7 +1,7 @@
 """Where an attempt starts, and the policy it leaves: what rank 0 reads and writes in the run directory at both ends.
 
-An attempt goes on from the newest complete checkpoint.  What was done after that is done again and must not count
-twice.
+An attempt goes on from the newest complete checkpoint, or from a newer snapshot (`snapshot_start`).  What was done
+after that is done again and must not count twice.
 """
 
 from __future__ import annotations
@@ -17,18 +17,32 @@ from libra_hpc.protocol.mesh import Welcome
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.train import state_folders as folders
 
+from .snapshot_start import listed
 
-def drop_steps_after(run: RunDir, step: int) -> None:
-    """Make the metrics those of the checkpoint that this attempt starts from: one line for every step up to it.
+
+def source_of(start: Welcome) -> str:
+    """From which step a start goes on and why, as the end of a sentence."""
+    if start.snapshot:
+        older = f"the checkpoint of step {start.saved_step}" if start.checkpoint else "any checkpoint"
+        return f"from step {start.step}, whose snapshot in shared memory is newer than {older}"
+    if start.checkpoint:
+        return f"from step {start.step}, the newest checkpoint"
+    return "from the beginning"
+
+
+def drop_steps_after(run: RunDir, step: int, snapshot: str = "") -> None:
+    """Make the metrics those of the state that this attempt starts from: one line for every step up to it.
+
+    ``snapshot``: name of the snapshot; empty: it is the checkpoint of the step.
 
     - A line of a later step -> dropped, because the step is trained again.
-    - An earlier step without a line, because the coordinator ended too early -> its line comes from the checkpoint.
+    - An earlier step without a line, because the coordinator ended too early -> its line comes from that state.
     """
     lines: dict[int, dict[str, Any]] = {}
     for line in read_lines(run.metrics):
         if line.get("step", 0) <= step:
             lines.setdefault(line.get("step", 0), line)
-    for record in _reports(run, step):
+    for record in _reports(run, step, snapshot):
         if record.step <= step:
             known = {name: value for name, value in record.metrics.items() if value is not None}
             lines.setdefault(record.step, {"t": record.t, "step": record.step, **known})
@@ -37,7 +51,10 @@ def drop_steps_after(run: RunDir, step: int) -> None:
         write_atomic(run.metrics, content)
 
 
-def _reports(run: RunDir, step: int) -> tuple[folders.StepRecord, ...]:
+def _reports(run: RunDir, step: int, snapshot: str) -> tuple[folders.StepRecord, ...]:
+    if snapshot:
+        found = listed(run, snapshot)
+        return () if found is None else found.position.reports
     try:
         return folders.read_position(run.checkpoint(step)).reports
     except (OSError, ValueError):

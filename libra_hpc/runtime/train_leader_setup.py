@@ -12,6 +12,7 @@ from libra_hpc.train.train_leader import DataOrder, TrainLeader
 
 from .agent_context import AgentContext
 from .attempt import complete_checkpoint, remove_old
+from .snapshot_start import list_snapshot
 
 
 def clear_rendezvous(run: RunDir) -> None:
@@ -21,7 +22,7 @@ def clear_rendezvous(run: RunDir) -> None:
 
 def rendezvous_folder(context: AgentContext) -> Path:
     """The folder of rendezvous files of this start, the same for all its nodes."""
-    folder = context.run.rendezvous / f"attempt-{context.attempt}-{context.start.pid}"
+    folder = context.run.rendezvous / context.start_name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -45,6 +46,19 @@ class CheckpointStore:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
+class SnapshotList:
+    """Complete snapshots, in the run directory."""
+
+    def __init__(self, context: AgentContext) -> None:
+        self._context = context
+
+    async def add(self, position: folders.DataPosition) -> None:
+        """List it, and no other one."""
+        await asyncio.to_thread(
+            list_snapshot, self._context.run, self._context.config, self._context.start_name, position
+        )
+
+
 def make_train_leader(context: AgentContext, rendezvous: Path) -> TrainLeader:
     """The train leader of this start, which completes checkpoints in the run directory."""
     config, start, run = context.config, context.start, context.run
@@ -60,5 +74,7 @@ def make_train_leader(context: AgentContext, rendezvous: Path) -> TrainLeader:
         store=CheckpointStore(run, config.checkpoint.keep),
         rendezvous=rendezvous,
         checkpoints=run.checkpoints,
-        from_checkpoint=bool(start.checkpoint),
+        index=SnapshotList(context),
+        from_checkpoint=bool(start.checkpoint) and not start.snapshot,
+        from_snapshot=bool(start.snapshot),
     )

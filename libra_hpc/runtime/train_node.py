@@ -7,6 +7,7 @@ On a node of the core they are its share of the core's world; on a hybrid node t
 - One process dies -> the others are ended, because they are only whole together.
 - They were a whole core -> the next start restores from the newest whole snapshot or checkpoint.
 - They were a part of the core -> all ranks restart: the rest of the state is elsewhere.
+- A snapshot is due -> every process writes its part, and the node keeps them (`SnapshotKeeper`).
 - A replica is to join -> its processes are told of the weights that this node has for rollout.
 """
 
@@ -36,11 +37,13 @@ from libra_hpc.protocol.trainer import (
     Joined,
     Saved,
     SaveFailed,
+    SnapshotFailed,
+    SnapshotTaken,
     Standby,
     StepDone,
     StopWorker,
+    TakeSnapshot,
     ToWorker,
-    Warned,
     WorkerError,
     WorkerReady,
     from_worker,
@@ -48,16 +51,18 @@ from libra_hpc.protocol.trainer import (
 )
 from libra_hpc.train.link import BUSY
 from libra_hpc.train.settings import write_config
+from libra_hpc.train.snapshots import holders
 from libra_hpc.weights.flow import WeightFile
 from libra_hpc.weights.relay import Publisher
 
 from .agent_context import AgentContext
 from .commands import trainer_command
 from .replica_watch import ReplicaWatch
+from .snapshot_keeper import SnapshotKeeper
 from .trainer_start import worker_configs
 
 KIND = "train"
-ASKED: dict[type, type] = {SaveFailed: Saved, ExportFailed: Exported}
+ASKED: dict[type, type] = {SaveFailed: Saved, ExportFailed: Exported, SnapshotFailed: SnapshotTaken}
 """Answers that count as the same answer to one request."""
 WATCH_S = 1.0
 """Between two checks of whether the replica makes progress."""
@@ -65,14 +70,12 @@ KILL_S = 10.0
 """After SIGKILL; a process that still lives then waits inside the kernel, for a file system or a device."""
 REPEAT_S = 60.0
 """Between two events about a process that does not end."""
-WARNING_S = 60.0
-"""A full file system fails every snapshot: one event a minute is enough."""
 
 
 def merged(answers: Mapping[int, FromWorker]) -> FromWorker:
-    """The answer of a node: local rank 0's, but for a checkpoint, of which every process writes a part."""
+    """The answer of a node: local rank 0's, but for a checkpoint and a snapshot, of which every process has a part."""
     for answer in answers.values():
-        if isinstance(answer, SaveFailed):
+        if isinstance(answer, SaveFailed | SnapshotFailed):
             return answer
     first = answers[0]
     if isinstance(first, Saved):
@@ -96,13 +99,21 @@ class TrainNode:
         self._budget = RestartBudget(context.config.deadlines.restarts)
         self._watch = ReplicaWatch(context.config.deadlines)
         self._ordered_at = 0.0
-        self._warned_at = float("-inf")
         self._killed_at: float | None = None
         """When all processes of the replica were to end (monotonic seconds)."""
         self._stuck_at = float("-inf")
         """When an event last named one that does not."""
         self._stopping = False
         self._publisher = Publisher(context.send)
+        layout = context.layout
+        self.keeper = SnapshotKeeper(
+            context.snapshots,
+            context.rank,
+            context.start_name,
+            leader=layout.train_leader,
+            successor=holders(layout.core).get(context.rank),
+            send=context.send,
+        )
         self.step = -1
 
     @property
@@ -137,6 +148,7 @@ class TrainNode:
 
     async def stop(self) -> None:
         self._stopping = True
+        self.keeper.close()
         for child in self._children:
             child.stopping = True
             child.send(StopWorker())
@@ -157,6 +169,8 @@ class TrainNode:
     def on_message(self, message: ToWorker) -> None:
         if isinstance(message, Export):
             message = Export(str(self._export_path(message.version)), message.version)
+        elif isinstance(message, TakeSnapshot):
+            message = self.keeper.order(message)
         elif isinstance(message, Join) and self._elastic and (file := self._weights()) is not None:
             message = msgspec.structs.replace(message, weights=str(file.path), version=file.version)
         if self._state == "ready":
@@ -220,6 +234,11 @@ class TrainNode:
         context, config = self._context, self._context.config
         self._state, self._ready, self._answers, self._children = "starting", {}, {}, []
         self._killed_at = None
+        start = context.start
+        if not self._elastic and not self._starts:
+            await asyncio.to_thread(self.keeper.begin, start.snapshot)
+            if context.rank in start.restore:
+                await self.keeper.fetch(start.snapshot, start.restore[context.rank])
         # May read whole states, which this loop must not wait for.
         workers = await asyncio.to_thread(worker_configs, context, self._starts)
         self._watch.started(time.monotonic())
@@ -264,11 +283,6 @@ class TrainNode:
             if message.phase in BUSY and not local_rank:
                 self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, message))
             return
-        if isinstance(message, Warned):
-            if now - self._warned_at >= WARNING_S:
-                self._warned_at = now
-                self._context.log("snapshot_failed", rank=self._context.rank, reason=message.what)
-            return
         if isinstance(message, WorkerError):
             # One process may fail alone; its peers then never answer, so this cannot wait for them.
             self._watch.answered(message, now)
@@ -283,6 +297,9 @@ class TrainNode:
             del self._answers[asked]
             answer = merged(answers)
             self._watch.answered(answer, now)
+            if isinstance(answer, SnapshotTaken | SnapshotFailed):
+                self.keeper.taken(answer)
+                return
             if isinstance(answer, StepDone | Joined):
                 self.step = answer.step
             self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, answer))
@@ -303,6 +320,9 @@ class TrainNode:
             other.kill()
         self._context.log("engine_lost", rank=self._context.rank, engine=child.name, reason=reason, state=was)
         where = self._context.logs / f"{child.name}.log"
+        if was == "starting" and (snapshot := self._context.start.snapshot) and not self._elastic:
+            # It may be why they ended: the next start takes the checkpoint.
+            self.keeper.discard(snapshot)
         if not self._elastic and len(self._context.layout.core) > 1:
             self._context.send(0, wire.Fatal(self._context.rank, f"{reason} (see {where})", restart=True))
             return

@@ -3,8 +3,8 @@
 - All nodes of the core form one world. With one node it meets in the agent's private folder, else on the shared file
   system.
 - A hybrid node is a world of its own without a state: it gets weights when it joins.
-- The core is rebuilt -> it begins with the newest whole snapshot or checkpoint. Only a core of one node can be: all
-  processes of a snapshot must see its folder.
+- A core of one node is rebuilt -> it begins with the newest whole snapshot or checkpoint. Several nodes begin with what
+  rank 0 has chosen for all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from libra_hpc.train import state_folders as folders
 from libra_hpc.train.settings import WorkerConfig, algorithm_settings, optimizer_settings
 
 from .agent_context import AgentContext
+from .snapshot_keeper import OWN
 from .train_leader_setup import rendezvous_folder
 
 log = logging.getLogger("libra_hpc.agent")
@@ -25,14 +26,14 @@ def worker_configs(context: AgentContext, number: int) -> list[WorkerConfig]:
     """Settings of every process of this node's start ``number``, from 0; reads and writes the run directory."""
     config, core = context.config, context.layout.core
     train, elastic = config.train, context.rank not in core
-    snapshots, start_dir, first = Path(), "", 0
+    start_dir, first = "", 0
     world = context.private / f"world-{number}"
     if not elastic:
-        start_dir = context.start.checkpoint
+        start_dir, own = context.start.checkpoint, context.snapshots / OWN
+        if context.start.snapshot:
+            start_dir = str(own / context.start.snapshot)
         if len(core) == 1:
-            snapshots = context.shared_memory / "snapshots"
-            snapshots.mkdir(exist_ok=True)
-            start_dir = _newest(context, snapshots) if number else start_dir
+            start_dir = _newest(context, own, start_dir) if number else start_dir
         else:
             first = core.index(context.rank) * train.tp * train.pp
             world = rendezvous_folder(context) / "core"
@@ -54,8 +55,6 @@ def worker_configs(context: AgentContext, number: int) -> list[WorkerConfig]:
             algorithm=algorithm_settings(config),
             micro_tokens=train.micro_tokens,
             recompute=train.recompute,
-            snapshot_dir=str(snapshots) if snapshots.name and train.snapshot_every else "",
-            snapshot_every=train.snapshot_every,
             threads=train.threads,
             seed=config.run.seed,
         )
@@ -63,9 +62,9 @@ def worker_configs(context: AgentContext, number: int) -> list[WorkerConfig]:
     ]
 
 
-def _newest(context: AgentContext, snapshots: Path) -> str:
+def _newest(context: AgentContext, snapshots: Path, started: str) -> str:
     """The newest of what the attempt started from, whole snapshots, and whole checkpoints."""
-    step, found = context.start.step, context.start.checkpoint
+    step, found = context.start.step, started
     newest = folders.latest_whole(snapshots)
     if newest is not None and (saved := folders.read_state(newest).step) >= step:
         step, found = saved, str(newest)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import struct
 import time
 import zlib
@@ -67,17 +66,6 @@ def write(folder: Path, step: int, updates: int) -> folders.Manifest:
     export(weights, step)
     counters.write_bytes(msgspec.json.encode(folders.TrainerState(step, updates)))
     return folders.seal(folder, [weights, counters])
-
-
-def snapshot(folder: Path, step: int, updates: int) -> None:
-    """Write a snapshot atomically; when there is no room, raises `OSError` and leaves nothing behind."""
-    partial = folder.with_name(f"{folder.name}{folders.TEMPORARY}")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        folders.publish(partial, folder, write(partial, step, updates))
-    except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def meet(

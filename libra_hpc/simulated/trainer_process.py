@@ -4,7 +4,7 @@
 
 * `TrainStep` that is not the next step of the current generation -> refused.
 * `Join` -> the core's step; a replica without its weights receives them.
-* Start with ``start_dir`` -> the newest snapshot.
+* Start with ``start_dir`` -> the step of that state.
 * Unlike the real worker, a member whose peer dies during a step finishes and commits the step.
 """
 
@@ -29,13 +29,15 @@ from libra_hpc.protocol.trainer import (
     Saved,
     SaveFailed,
     SaveStarted,
+    SnapshotFailed,
+    SnapshotTaken,
     Standby,
     StepDone,
     StepFailed,
     StopWorker,
+    TakeSnapshot,
     ToWorker,
     TrainStep,
-    Warned,
     WorkerError,
     WorkerReady,
 )
@@ -102,6 +104,8 @@ class Trainer:
             case SaveCheckpoint(folder=folder, step=step):
                 started = SaveStarted(step, time.monotonic() - begin)
                 return [started, self._save(Path(folder), step, begin)]
+            case TakeSnapshot(folder=folder, step=step):
+                return [self._snapshot(Path(folder), step)]
             case Standby():
                 self._generation = -1
                 if self._config.elastic:
@@ -153,7 +157,6 @@ class Trainer:
         skipped = sum(not all(math.isfinite(sample.advantage) for sample in part) for part in message.minibatches)
         updates = sum(total > 0 for total in message.total_tokens) - skipped
         self._state = folders.TrainerState(message.step, self._state.updates + updates)
-        warned = self._snapshot()
         done = StepDone(
             step=message.step,
             generation=message.generation,
@@ -170,17 +173,14 @@ class Trainer:
             optimizer_s=0.0,
             skipped=skipped,
         )
-        return [done, *warned]
+        return [done]
 
-    def _snapshot(self) -> list[FromWorker]:
-        every, where = self._config.snapshot_every, self._config.snapshot_dir
-        if where and every and self._state.step % every == 0 and self._config.rank == 0:
-            try:
-                state.snapshot(Path(where) / f"step-{self._state.step:08d}", self._state.step, self._state.updates)
-            except OSError as error:
-                return [Warned(str(error))]
-            folders.keep_newest(Path(where), 1)
-        return []
+    def _snapshot(self, folder: Path, step: int) -> FromWorker:
+        try:
+            state.export(folder / f"snapshot-{self._config.rank:05d}.safetensors", step)
+        except OSError as error:
+            return SnapshotFailed(step, str(error))
+        return SnapshotTaken(step, self._state.updates)
 
     def _export(self, path: Path, version: int, begin: float) -> FromWorker:
         if version != self._state.step:

@@ -6,7 +6,6 @@ Weights have Hugging Face names, and one process writes them, tensor by tensor. 
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -14,12 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from libra_hpc.train import shard_files
 from libra_hpc.train import state_folders as folders
 from libra_hpc.weights.checksum import file_crc32
 from libra_hpc.weights.names import from_hf, gathered, hf_shapes, own_entries
@@ -123,51 +120,6 @@ def write_companions(model_dir: Path, folder: Path, dtype: torch.dtype) -> None:
         if key in config:
             config[key] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def save(engine: TrainEngine, model_dir: Path, folder: Path) -> None:
-    """Write the state as ``folder`` (atomic rename): every process its shards, one of them the rest.
-
-    Collective; all processes must see the folder. Raises `OSError` in all when that fails; nothing is left behind.
-    """
-    partial = folder.with_name(f"{folder.name}{folders.TEMPORARY}")
-    leads = dist.get_rank() == 0
-    try:
-        _together(engine, functools.partial(_prepare, engine, partial, folder) if leads else _nothing)
-        own = shard_files.rank_file(partial, dist.get_rank())
-        pieces = shard_files.own_pieces(engine.state, engine.shape, engine.split)
-        _together(engine, functools.partial(shard_files.write_pieces, pieces, own))
-        write_policy(engine, model_dir, partial / folders.POLICY_DIR)
-        _together(engine, functools.partial(folders.publish, partial, folder) if leads else _nothing)
-    except OSError:
-        if leads:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _nothing() -> None:
-    """What a process does while another one writes."""
-
-
-def _prepare(engine: TrainEngine, partial: Path, folder: Path) -> None:
-    state = folders.TrainerState(engine.state.step, engine.state.updates)
-    shutil.rmtree(partial, ignore_errors=True)
-    weights = sum(torch.Size(shape).numel() for shape in hf_shapes(engine.shape).values())
-    width = next(iter(engine.named_parameters().values())).dtype.itemsize
-    moments = 12 if engine.state.mixed else 8
-    folders.check_room(folder, weights * (width + moments))
-    partial.mkdir(parents=True)
-    (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(state))
-
-
-def _together(engine: TrainEngine, act: Callable[[], None]) -> None:
-    """Act in all processes; raises `OSError` in all when one failed."""
-    failure = None
-    try:
-        act()
-    except OSError as error:
-        failure = error
-    _agree(engine, failure)
 
 
 class TensorFiles:

@@ -20,7 +20,7 @@ from libra_hpc.protocol.trainer import SaveCheckpoint, Saved, SaveFailed, SaveSt
 
 from .data_order import DataOrder
 from .retry import Retry
-from .state_folders import TEMPORARY, DataPosition, Manifest, StepRecord
+from .state_folders import TEMPORARY, DataPosition, Manifest, position_of
 
 SAVE_FIRST_S, SAVE_LONGEST_S = 10.0, 300.0
 """Pauses in seconds after a failed checkpoint; each attempt writes the whole state."""
@@ -100,11 +100,9 @@ class Saves:
         assert self._now is None, "one checkpoint at a time"
         self._asked += 1
         self._due, self._stopped_s = False, 0.0
-        records = tuple(StepRecord(r.step, r.t, dict(r.metrics.columns())) for r in reports)
-        position = DataPosition(step, order.low, tuple(sorted(order.extra)), records)
         # A process of an earlier save or start may still write to its own folder.
         folder = self._parent / f"step-{step:06d}.{self._start}.{self._asked}{TEMPORARY}"
-        self._now = _Save(folder, position, self._clock(), {})
+        self._now = _Save(folder, position_of(step, order, reports), self._clock(), {})
         self._log("checkpoint_started", step=step)
         return SaveCheckpoint(str(folder), step)
 

@@ -6,6 +6,9 @@
 - ``manifest.json``, written last: size and checksum of every other file, for `verify`
 - ``state.json``: the data position; the train leader adds it to a checkpoint
 
+A snapshot has ``snapshot-NNNNN.safetensors`` of the ranks of one node (`libra_hpc.train.snapshot`), ``trainer.json``
+and ``manifest.json``.
+
 A folder is written under a temporary name and renamed when complete. Needs no torch: agents use it.
 """
 
@@ -20,7 +23,10 @@ from pathlib import Path
 
 import msgspec
 
+from libra_hpc.protocol.mesh import StepReport
 from libra_hpc.weights.checksum import file_crc32
+
+from .data_order import DataOrder
 
 FORMAT = 2
 """Version of this layout."""
@@ -67,6 +73,12 @@ class DataPosition(msgspec.Struct, frozen=True):
     low: int
     extra: tuple[int, ...]
     reports: tuple[StepRecord, ...] = ()
+
+
+def position_of(step: int, order: DataOrder, reports: Iterable[StepReport]) -> DataPosition:
+    """The data position at a step."""
+    records = tuple(StepRecord(r.step, r.t, dict(r.metrics.columns())) for r in reports)
+    return DataPosition(step, order.low, tuple(sorted(order.extra)), records)
 
 
 def read_position(folder: Path) -> DataPosition:
@@ -236,14 +248,6 @@ def publish(partial: Path, final: Path, manifest: Manifest | None = None) -> Non
         final.rename(old)
     partial.rename(final)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def keep_newest(parent: Path, keep: int) -> None:
-    """Remove all but the ``keep`` newest complete states in ``parent``, and leftovers of killed writers."""
-    states = sorted((folder for folder in parent.iterdir() if is_state(folder)), key=_step)
-    for folder in states[: max(0, len(states) - keep)]:
-        shutil.rmtree(folder, ignore_errors=True)
-    remove_leftovers(parent)
 
 
 def remove_leftovers(parent: Path) -> None:

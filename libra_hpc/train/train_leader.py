@@ -6,6 +6,7 @@ It runs in the agent of the first node of the core and holds no weights. One loo
 - A batch is there -> it is sharded over the members; every member answers `StepDone`.
 - A step is committed -> its weights are exported and published, its prompts reported as trained.
 - A checkpoint is due -> the core copies its state and goes on training (`libra_hpc.train.saves`).
+- A snapshot is due -> every node of the core takes its part (`libra_hpc.train.snapshots`).
 - A step failed and the core committed it -> it counts as committed; else it is done again on the same batch.
 - The core was rebuilt from a snapshot -> the last `TrainLeader.retain` batches are replayed to the committed step.
 """
@@ -25,6 +26,7 @@ from libra_hpc.protocol.mesh import (
     MemberJoined,
     MeshMessage,
     Publish,
+    SnapshotStored,
     StepReport,
     ToReplica,
     TrainingFinished,
@@ -43,6 +45,7 @@ from libra_hpc.protocol.trainer import (
     SaveStarted,
     StepDone,
     StepFailed,
+    TakeSnapshot,
     TrainStep,
     WorkerError,
 )
@@ -52,6 +55,7 @@ from .members import Members
 from .retry import Exports
 from .saves import Saves, Store
 from .shards import loss_tokens_of, shard, tokens_of
+from .snapshots import SnapshotIndex, Snapshots
 from .step_metrics import train_metrics
 
 LAST_RETRIES, LAST_PAUSE_S = 3, 3.0
@@ -80,9 +84,11 @@ class TrainLeader(Members):
         *,
         rendezvous: Path,
         checkpoints: Path,
+        index: SnapshotIndex,
         from_checkpoint: bool = False,
+        from_snapshot: bool = False,
     ) -> None:
-        """``from_checkpoint``: the trainers begin with the complete checkpoint of ``step``."""
+        """``from_checkpoint``, ``from_snapshot``: with the complete one of ``step`` the trainers begin."""
         super().__init__(rendezvous, core, send, clock)
         self._steps, self._checkpoint_every = config.run.steps, config.checkpoint.every
         self._algorithm, self._storage_s = config.algorithm, config.deadlines.storage_s
@@ -98,8 +104,18 @@ class TrainLeader(Members):
             log=self._log,
             changed=self._wake.set,
         )
-        self.retain = config.train.snapshot_every + 2
-        """Committed batches retained for replay: more than the steps between two snapshots."""
+        self._snapshots = Snapshots(
+            core,
+            config.train.snapshot_every,
+            complete=step if from_snapshot else -1,
+            index=index,
+            send=send,
+            clock=clock,
+            log=self._log,
+            changed=self._wake.set,
+        )
+        self.retain = 2 * config.train.snapshot_every + 2
+        """Committed batches retained for replay: more than the steps between two snapshots, of which one may fail."""
         self.step, self.order = step, order
         self._rollout_leader, self._receivers = rollout_leader, receivers
         self._state_step = step
@@ -175,6 +191,10 @@ class TrainLeader(Members):
         super().on_replica_down(rank, reason)
         if rank in self._core:
             self._saves.core_lost()
+            self._snapshots.core_lost()
+
+    def on_snapshot_stored(self, message: SnapshotStored) -> None:
+        self._snapshots.on_stored(message)
 
     def on_recorded(self, step: int) -> None:
         """Records up to this step are durable."""
@@ -201,6 +221,8 @@ class TrainLeader(Members):
             self._export()
             if self._saves.possible():
                 self._ask_to_save()
+            if self._snapshots.possible():
+                self._to_core(self._snapshots.ask(self.step, self.order, self._reports))
             waiting = self._clock()
             await self._until(self._batch_or_change)
             if self._export_failure:
@@ -309,6 +331,7 @@ class TrainLeader(Members):
             self._saves.request()
         indices = (*(group.index for group in batch.groups), *batch.given_up)
         self.order.trained(indices)
+        self._snapshots.committed(self.step)
         for old in [s for s in self._batches if s <= self.step - self.retain]:
             del self._batches[old]
         self._send(self._rollout_leader, Committed(self.step, indices))
@@ -340,7 +363,7 @@ class TrainLeader(Members):
         here = not self._broken and self._state_step == self.step
         return here and self._exports.due(self.step, self._clock())
 
-    def _to_core(self, message: Export | SaveCheckpoint) -> None:
+    def _to_core(self, message: Export | SaveCheckpoint | TakeSnapshot) -> None:
         for rank in self._core:
             self._send(rank, ToReplica(message))
 

@@ -5,8 +5,8 @@
 One process per device. The ``tp * pp * dp`` processes of a world get every message and all answer; rank 0 writes the
 files that are not sharded.
 
-- A step, join or file failed -> `StepFailed`, `SaveFailed`, `ExportFailed`, `Warned` or ``WorkerError(fatal=False)``;
-  the process stays usable.
+- A step, join or file failed -> `StepFailed`, `SaveFailed`, `ExportFailed`, `SnapshotFailed` or
+  ``WorkerError(fatal=False)``; the process stays usable.
 - A checkpoint is asked for -> a thread writes it while the next orders are obeyed (`CheckpointWriter`).
 - Any other error -> ``WorkerError(fatal=True)`` and exit code 1; every peer notices the closed sockets.
 """
@@ -34,16 +34,17 @@ from libra_hpc.protocol.trainer import (
     SaveCheckpoint,
     SaveFailed,
     SaveStarted,
+    SnapshotFailed,
+    SnapshotTaken,
     Standby,
     StepFailed,
     StopWorker,
+    TakeSnapshot,
     TrainStep,
-    Warned,
     WorkerError,
     WorkerReady,
 )
-from libra_hpc.train import checkpoint
-from libra_hpc.train import state_folders as folders
+from libra_hpc.train import checkpoint, snapshot
 from libra_hpc.weights.names import hf_shapes
 
 from .checkpoint_writer import CheckpointWriter
@@ -53,9 +54,6 @@ from .grpo_trainer import BatchRejected, GrpoTrainer
 from .link import CHECKPOINT, COMPUTE, SNAPSHOT, WAITING, Pulse, WorkerSocket
 from .settings import WorkerConfig, read_config
 from .train_engine import NO_STEP, TrainEngine, init_world
-
-SNAPSHOTS = 1
-"""Complete snapshots that stay; the one being written is the second buffer."""
 
 
 class Worker:
@@ -92,7 +90,10 @@ class Worker:
         elif config.elastic:
             self._engine.state.commit(NO_STEP, 0)
         else:
-            checkpoint.start(self._engine, self._model_dir, config.start_dir)
+            if config.start_dir and snapshot.holds(Path(config.start_dir), config.rank):
+                snapshot.load(self._engine.state, Path(config.start_dir), config.rank)
+            else:
+                checkpoint.start(self._engine, self._model_dir, config.start_dir)
         timeouts = config.step_timeout_s, config.join_timeout_s
         self._replicas = ElasticReplicas(self._engine, config.core_dp, *timeouts, lambda: pulse.phase(WAITING))
         self._trainer = GrpoTrainer(self._engine, self._replicas, config.algorithm, config.micro_tokens)
@@ -118,6 +119,8 @@ class Worker:
             self._export(message)
         elif isinstance(message, SaveCheckpoint):
             self._save(message)
+        elif isinstance(message, TakeSnapshot):
+            self._snapshot(message)
         elif isinstance(message, Standby):
             self._replicas.leave()
             self._engine.release()
@@ -156,10 +159,6 @@ class Worker:
             self._socket.send(StepFailed(message.step, message.generation, str(error)))
             return
         self._socket.send(done)
-        every, where = self._config.snapshot_every, self._config.snapshot_dir
-        if where and every and message.step % every == 0:
-            with self._pulse.phase(SNAPSHOT):
-                self._snapshot(Path(where))
 
     def _export(self, message: Export) -> None:
         begin = time.monotonic()
@@ -175,15 +174,19 @@ class Worker:
         self._writer.exported(message.version, Path(message.path))
         self._socket.send(Exported(message.version, crc, size, time.monotonic() - begin))
 
-    def _snapshot(self, parent: Path) -> None:
-        try:
-            checkpoint.save(self._engine, self._model_dir, parent / f"step-{self._engine.state.step:08d}")
-        except OSError as error:
-            if self._config.rank == 0:
-                self._socket.send(Warned(str(error)))
-            return
-        if self._config.rank == 0:
-            folders.keep_newest(parent, SNAPSHOTS)
+    def _snapshot(self, message: TakeSnapshot) -> None:
+        state = self._engine.state
+        failure = ""
+        if message.step != state.step:
+            failure = f"this replica is at step {state.step}, it has no snapshot of step {message.step}"
+        else:
+            try:
+                with self._pulse.phase(SNAPSHOT):
+                    snapshot.write(state, Path(message.folder), self._config.rank)
+            except OSError as error:
+                failure = str(error)
+        answer = SnapshotFailed(message.step, failure) if failure else SnapshotTaken(message.step, state.updates)
+        self._socket.send(answer)
 
     def _save(self, message: SaveCheckpoint) -> None:
         begin = time.monotonic()

@@ -11,8 +11,10 @@ from libra_hpc.protocol.trainer import (
     Saved,
     SaveFailed,
     SaveStarted,
+    SnapshotTaken,
     StepDone,
     StepFailed,
+    TakeSnapshot,
     TrainStep,
     WorkerError,
 )
@@ -130,23 +132,17 @@ def test_an_order_counts_from_when_the_one_before_it_was_answered() -> None:
     assert "export has not ended after 61 s (limit 60 s)" in watch.hung(180.0)
 
 
-def test_a_snapshot_is_an_operation_of_its_own_and_orders_wait_for_its_end() -> None:
+def test_a_snapshot_is_an_order_like_any_other() -> None:
     watch = joined()
+    watch.asked(TakeSnapshot("", 1), 0.0)
     watch.asked(Export("", 1), 0.0)
-    watch.alive(0, Alive("snapshot", 1.0), 1.0)
-    watch.asked(Join(2, 0, 2, "/meet"), 2.0)
-    for second in range(2, 601):
-        watch.alive(0, Alive("snapshot", float(second)), float(second))
-        assert watch.hung(float(second)) == ""
-    assert watch.late(600.0) == ["snapshot has not ended after 600 s (limit 600 s)"]
+    alive(watch, "snapshot", 600.0)
+    assert watch.hung(600.0) == ""
+    alive(watch, "snapshot", 601.0)
     assert "snapshot has not ended after 601 s" in watch.hung(601.0)
-    watch.alive(0, Alive("compute", 0.5), 601.0)
+    watch.answered(SnapshotTaken(1, 1), 601.0)
+    alive(watch, "compute", 660.0)
     assert watch.hung(660.0) == ""
-    watch.alive(0, Alive("compute", 60.0), 662.0)
-    assert "export has not ended after 61 s" in watch.hung(662.0)
-    watch.answered(Exported(1, 0, 0, 1.0), 662.0)
-    watch.answered(Joined(2, 0, 0, 1.0), 663.0)
-    assert watch.hung(1e6) == ""
 
 
 def test_the_write_of_a_checkpoint_is_an_operation_beside_the_next_orders() -> None:

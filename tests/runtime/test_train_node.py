@@ -213,7 +213,7 @@ def test_a_rebuilt_replica_starts_from_the_newest_whole_snapshot_or_checkpoint(h
     async def script() -> None:
         await scene.ready()
         assert scene.node.step == 0
-        snapshots = scene.shm / "snapshots"
+        snapshots = scene.node.keeper.own
         save(scene.run.checkpoint(3), 3)
         save(snapshots / "step-00000004", 4)
         newest = save(snapshots / "step-00000005", 5)
@@ -296,7 +296,7 @@ def test_the_nodes_of_a_core_are_one_world_with_one_meeting_point(here: Path) ->
 
         scene.play(script)
     assert [(worker.rank, worker.device_index) for worker in found] == [(0, 0), (1, 1), (2, 0), (3, 1)]
-    assert {(worker.dp, worker.core_dp, worker.elastic, worker.snapshot_dir) for worker in found} == {(2, 2, False, "")}
+    assert {(worker.dp, worker.core_dp, worker.elastic) for worker in found} == {(2, 2, False)}
     (meeting,) = {worker.world_rendezvous for worker in found}
     assert Path(meeting).parent.is_dir(), "on the shared file system"
 
@@ -323,7 +323,7 @@ def test_a_hybrid_node_joins_from_the_weights_that_it_has_for_rollout(here: Path
         await core.until(lambda: core.of(EngineIsReady))
         await scene.ready()
         (worker,) = workers(scene, 2)
-        assert (worker.elastic, worker.core_dp, worker.start_dir, worker.snapshot_dir) == (True, 1, "", "")
+        assert (worker.elastic, worker.core_dp, worker.start_dir) == (True, 1, "")
         for number, weights in enumerate((None, WeightFile(0, here / "w", 1, 0)), 1):
             scene.weights = weights
             core.node.on_message(Join(number, 0, 2, str(here / f"g{number}")))

@@ -22,7 +22,7 @@ from libra_hpc.runtime.train_leader_setup import CheckpointStore
 from libra_hpc.runtime.train_node import TrainNode
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train.data_order import DataOrder
-from libra_hpc.train.state_folders import read_position, verify
+from libra_hpc.train.state_folders import DataPosition, read_position, verify
 from libra_hpc.train.train_leader import TrainLeader
 from tests.protocol.step_reports import batch_stats
 
@@ -80,8 +80,13 @@ class Side:
             CheckpointStore(self.run, 2),
             rendezvous=folder,
             checkpoints=self.run.checkpoints,
+            index=self,
         )
+        self.listed: list[int] = []
         self._tasks: set[asyncio.Task[None]] = set()
+
+    async def add(self, position: DataPosition) -> None:
+        self.listed.append(position.step)
 
     def send(self, rank: int, message: Any, blob: bytes = b"") -> None:
         """In the loop's next turn, as the mesh does it."""
@@ -91,6 +96,10 @@ class Side:
         match message:
             case wire.ToReplica(message=order):
                 self.nodes[rank].on_message(order)
+            case wire.SnapshotStored():
+                self.leader.on_snapshot_stored(message)
+            case wire.KeepSnapshot():
+                self.nodes[rank].keeper.keep(message)
             case wire.FromReplica(rank=source, message=answer):
                 self.leader.on_reply(source, answer)
             case wire.EngineDied(rank=source, reason=reason) if rank == 1:
@@ -180,6 +189,8 @@ def test_a_second_trainer_that_dies_while_the_first_rejoins_costs_seconds(
     assert [done.step for done in side.committed] == list(range(1, STEPS + 1)), "every step once"
     assert [index for done in side.committed for index in done.indices] == list(range(STEPS))
     assert not [event for event in side.events if isinstance(event, wire.Fatal)]
+    assert side.listed == sorted(set(side.listed))
+    assert side.listed
     (saved,) = side.run.checkpoints.iterdir()
     assert saved.name == f"step-{STEPS:06d}"
     position = read_position(saved)

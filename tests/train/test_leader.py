@@ -19,6 +19,7 @@ from libra_hpc.protocol.mesh import (
     Log,
     MemberJoined,
     Publish,
+    SnapshotStored,
     StepReport,
     ToReplica,
     TrainingFinished,
@@ -36,6 +37,7 @@ from libra_hpc.protocol.trainer import (
     SaveFailed,
     StepDone,
     StepFailed,
+    TakeSnapshot,
     TrainStep,
     WorkerError,
 )
@@ -96,6 +98,10 @@ class Replica:
                     self.rank,
                     ExportFailed(version, "no room") if self.bad_exports >= 0 else Exported(version, 77, 100, 0.0),
                 )
+            case TakeSnapshot(step=step):
+                if self.rank in self.world.core:
+                    stored = SnapshotStored(self.rank, self.rank, step)
+                    asyncio.get_running_loop().call_soon(self.world.leader.on_snapshot_stored, stored)
             case SaveCheckpoint(folder=folder, step=step):
                 self.world.tried.append(step)
                 self.saving = SaveCheckpoint(folder, step)
@@ -109,6 +115,16 @@ class Replica:
             SaveFailed(folder, step, "no room") if self.full else Saved(folder, step, 0.0, {str(self.rank): (1, 2)})
         )
         self.world.reply(self.rank, answer)
+
+
+class Index:
+    """The list of complete snapshots: step and position."""
+
+    def __init__(self) -> None:
+        self.listed: list[tuple[int, int]] = []
+
+    async def add(self, position: DataPosition) -> None:
+        self.listed.append((position.step, position.low))
 
 
 class World:
@@ -132,6 +148,7 @@ class World:
         self.carried: list[list[tuple[int, float | None]]] = []
         self.manifests: list[Manifest] = []
         self.discarded: list[str] = []
+        self.index = Index()
         self.tried: list[int] = []
         self.now = 0.0
         self.sent: list[tuple[int, Any]] = []
@@ -158,6 +175,7 @@ class World:
             rendezvous=Path("/rendezvous"),
             checkpoints=Path("/checkpoints"),
             from_checkpoint=from_checkpoint,
+            index=self.index,
         )
 
     async def complete(self, folder: Path, manifest: Manifest, position: DataPosition) -> None:
@@ -687,6 +705,22 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits_f
     play(world, script)
     assert world.saved == [(1, 2, []), (3, 6, []), (4, 8, [])], "each with the position of its own step"
     assert [[step for step, _ in reports] for reports in world.carried] == [[1], [3], [3, 4]]
+
+
+def test_a_snapshot_is_taken_at_the_boundary_of_its_step_after_the_export() -> None:
+    world = World(steps=9)
+
+    async def script() -> None:
+        world.add(1), world.add(2)
+        world.leader.on_generation(1, (1, 2))
+        for number in (1, 2):
+            world.leader.on_batch(batch(number))
+            await until(lambda number=number: world.index.listed == [(s, 2 * s) for s in range(1, number + 1)])
+
+    play(world, script)
+    orders = [type(m.message).__name__ for rank, m in world.sent if rank == 1 and isinstance(m, ToReplica)]
+    assert orders == ["Join", "Export", *["TrainStep", "Export", "TakeSnapshot"] * 2]
+    assert {rank for rank, _ in world.asked(TakeSnapshot)} == {1}, "the core alone has a state"
 
 
 def test_a_core_that_dies_while_it_writes_a_checkpoint_leaves_none_and_saves_again_at_once() -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.protocol.trainer import Export, Exported, ExportFailed, SaveFailed, StepDone, Warned
+from libra_hpc.protocol.trainer import Export, Exported, ExportFailed, SaveFailed, SnapshotFailed, TakeSnapshot
 from libra_hpc.train import state_folders as folders
 
-from .support import Replica, join_all, make_model, step_all, train_step
+from .support import Replica, join_all, make_model, step_all
 
 pytestmark = pytest.mark.engine
 
@@ -38,12 +38,13 @@ def small(tmp_path: Path) -> Iterator[Path]:
 def test_without_room_nothing_is_written_and_training_goes_on(tmp_path: Path, small: Path) -> None:
     model_dir = tmp_path / "model"
     make_model("qwen2", model_dir)
-    replica = Replica(tmp_path, "a", model_dir, tp=2, snapshot_dir=str(small / "snapshots"), snapshot_every=1)
+    replica = Replica(tmp_path, "a", model_dir, tp=2)
     replica.ready()
     join_all([replica], 1, tmp_path / "g1")
-    replica.send(train_step(1, 1))
-    assert isinstance(replica.receive_from(1), StepDone)
-    assert [type(replica.receive_from(0)) for _ in range(2)] == [StepDone, Warned]
+    step_all([replica], 1, 1)
+    (small / "snapshot").mkdir()
+    assert replica.ask(TakeSnapshot(str(small / "snapshot"), 1), SnapshotFailed).reason.endswith(" bytes free")
+    (small / "snapshot").rmdir()
     failed = replica.save(small / "step-000001", 1, SaveFailed)
     assert "small/step-000001/" in failed.reason.split(" needs ")[0]
     assert failed.reason.endswith(" bytes free")
@@ -59,7 +60,8 @@ def test_a_write_that_fails_half_way_leaves_nothing_and_works_again_later(tmp_pa
     model_dir = tmp_path / "model"
     make_model("qwen2", model_dir)
     shm = tmp_path / "shm"
-    replica = Replica(tmp_path, "a", model_dir, snapshot_dir=str(shm), snapshot_every=2)
+    shm.mkdir()
+    replica = Replica(tmp_path, "a", model_dir)
     replica.ready()
     join_all([replica], 1, tmp_path / "g1")
     step_all([replica], 1, 1)
@@ -70,10 +72,8 @@ def test_a_write_that_fails_half_way_leaves_nothing_and_works_again_later(tmp_pa
     replica.save(tmp_path / "torn", 1, SaveFailed)
     shutil.rmtree(tmp_path / "torn")
     replica.ask(Export(str(export), 1), ExportFailed)
-    replica.send(train_step(2, 1))
-    replica.receive(StepDone)
-    replica.receive(Warned)
-    assert list(shm.iterdir()) == []
+    step_all([replica], 2, 1)
+    replica.ask(TakeSnapshot(str(shm), 2), SnapshotFailed)
     assert sorted(path.name for path in tmp_path.iterdir() if "step" in path.name or "safetensors" in path.name) == [
         "step-000001"
     ]
