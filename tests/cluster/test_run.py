@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from libra_hpc.process.agent_folders import kept_folder
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
 from libra_hpc.telemetry import series
 from libra_hpc.telemetry.rundir import read_lines
@@ -120,23 +123,30 @@ def test_the_planner_moves_a_node_and_its_new_replica_may_die(policy: Path, tmp_
     trained_once(run, case.steps()[-1])
 
 
-def test_two_core_nodes_restart_together_and_one_goes_on_from_their_checkpoint(
+def test_two_core_nodes_restart_from_their_snapshot_and_one_goes_on_from_their_checkpoint(
     cluster: ClusterInfo, policy: Path, tmp_path: Path
 ) -> None:
-    case = Case(tmp_path, policy, "slurm", steps=8, hybrid=0)
-    run = case.submit("-o", "components.train.nodes=2", "-o", "checkpoint.every=2")
-    case.wait(lambda: case.events("checkpoint_saved"), "a checkpoint")
-    case.kill(2, "libra_hpc.train.worker")
+    case = Case(tmp_path, policy, "slurm", steps=60, hybrid=0)
+    run = case.submit("-o", "components.train.nodes=2", "-o", "checkpoint.every=0", "-o", "train.snapshot_every=1")
+    case.wait(lambda: list(run.snapshots.glob("step-*[2-9].*.json")), "a snapshot")
+    victim = case.child(2, "libra_hpc.train.worker")
+    os.kill(victim, signal.SIGSTOP)
+    time.sleep(1.0)
+    # As if its node had been started again: the first node has the copy.
+    shutil.rmtree(kept_folder(run.path, 2) / "own")
+    os.kill(victim, signal.SIGKILL)
     assert case.ended() == "completed"
-    trained_once(run, 8)
+    trained_once(run, 60)
     (recovered,) = case.events("recovered")
     assert recovered["step"] >= 2
+    assert "snapshot" in recovered["source"]
+    case.wait(lambda: not any(kept_folder(run.path, rank).exists() for rank in (1, 2)), "agents that have ended")
     assert {event["attempt"] for event in case.events("job_started")} == {1}, "inside the job"
     assert {line["replicas"] for line in read_lines(run.metrics)} == {2}
-    case.resume("-o", "components.train.nodes=1", "-o", "run.steps=10")
+    case.resume("-o", "components.train.nodes=1", "-o", "run.steps=62")
     assert case.ended() == "completed"
-    trained_once(run, 10)
-    assert [line["replicas"] for line in read_lines(run.metrics)] == [2] * 8 + [1] * 2
+    trained_once(run, 62)
+    assert [line["replicas"] for line in read_lines(run.metrics)] == [2] * 60 + [1] * 2
 
 
 LAYOUT = ("train.tp=2", "rollout.tp=2", "components.train.nodes=2", "components.rollout.nodes=1")
