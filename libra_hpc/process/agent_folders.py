@@ -8,6 +8,7 @@ A *kept* folder outlives its agent while all ranks restart: it is an orphan `KEP
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import shutil
@@ -21,6 +22,8 @@ OWNER_FILE = "owner.pid"
 KEPT_S = 900.0
 """All ranks restart within a minute or a few.  Half: a slow start finds no snapshot; double: a killed job's memory is
 taken for so much longer."""
+HOLD_S = 60.0
+"""Between two signs of life."""
 
 
 def _bases() -> tuple[Path, Path]:
@@ -46,10 +49,12 @@ def kept_folder(run: Path, rank: int) -> Path:
     return _bases()[1] / f"{KEPT}{os.getuid()}-{name}-{rank}"
 
 
-def own_kept(folder: Path) -> None:
-    """Make a kept folder this agent's, and give a sign of life."""
+async def hold(folder: Path) -> None:
+    """Make a kept folder this agent's, and give signs of life until cancelled."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    (folder / OWNER_FILE).write_text(str(os.getpid()))
+    while True:
+        (folder / OWNER_FILE).write_text(str(os.getpid()))
+        await asyncio.sleep(HOLD_S)
 
 
 def orphans() -> list[Path]:

@@ -28,7 +28,7 @@ import msgspec
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
-from libra_hpc.process.agent_folders import kept_folder, make_folders, own_kept
+from libra_hpc.process.agent_folders import hold, kept_folder, make_folders
 from libra_hpc.process.child import Child
 from libra_hpc.process.leave import leave
 from libra_hpc.process.reaper import become_subreaper, end_strangers
@@ -41,7 +41,7 @@ from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train.train_leader import TrainLeader
 
 from .agent_context import AgentContext
-from .attempt import whole_start_state
+from .attempt import newest_start
 from .coordinator import Coordinator
 from .coordinator_watch import CoordinatorWatch
 from .mesh import Mesh
@@ -50,15 +50,12 @@ from .rollout_node import RolloutNode
 from .rollout_service import RolloutService
 from .routes import Routes, add_engines, add_rollout_service, add_train_leader
 from .snapshot_keeper import held
-from .snapshot_start import newest_start
 from .train_leader_setup import clear_rendezvous, make_train_leader, rendezvous_folder
 from .train_node import TrainNode
 from .world import NoWorld, World, meet
 
 HEARTBEAT_S = 1.0
 """Between two heartbeats."""
-KEEP_S = 60.0
-"""Between two signs of life in the folder that outlives this agent."""
 REAP_S = 1.0
 """Between two searches for processes that were left behind."""
 GOODBYE_S = 5.0
@@ -75,7 +72,7 @@ class Agent:
         self.config = in_wall_time(config)
         self.private, self.shared_memory = make_folders()
         self.kept = kept_folder(run.path, self.rank)
-        self._held = [endpoint.held for endpoint in world.endpoints]
+        self._endpoints = world.endpoints
         self._restarts = False
         """Whether all ranks start again: snapshots stay."""
         self.context: AgentContext | None = None
@@ -112,7 +109,10 @@ class Agent:
         if self.rank == 0:
             # Before any message is read: what comes for the coordinator waits in the kernel until there is one.
             await asyncio.to_thread(clear_rendezvous, self.run_dir)
-            start, damaged = await asyncio.to_thread(self._start_state)
+            held = [endpoint.held for endpoint in self._endpoints]
+            start, damaged = await asyncio.to_thread(
+                newest_start, self.run_dir, self.config, self.attempt, core=self.layout.core, held=held
+            )
             self._enter(msgspec.structs.replace(start, pid=os.getpid()))
             assert self.context is not None
             self.coordinator = Coordinator(self.context, damaged)
@@ -129,11 +129,6 @@ class Agent:
         await self._stop.wait()
         await self._leave()
         return self.coordinator is None or self.coordinator.state in ("completed", "restarting")
-
-    def _start_state(self) -> tuple[wire.Welcome, list[tuple[int, str]]]:
-        start, damaged = whole_start_state(self.run_dir)
-        core = self.layout.core
-        return newest_start(self.run_dir, self.config, self.attempt, start=start, core=core, held=self._held), damaged
 
     def _hello(self) -> None:
         self.mesh.send(0, wire.Hello(self.rank, socket.gethostname(), os.getpid(), self.layout.components[self.rank]))
@@ -157,8 +152,7 @@ class Agent:
         )
         self.context = context
         if self.rank in self.layout.core:
-            own_kept(self.kept)
-            self._spawn(self._keep())
+            self._spawn(hold(self.kept))
         else:
             # Of an earlier start, in which it was of the core.
             self._spawn(asyncio.to_thread(shutil.rmtree, self.kept, ignore_errors=True))
@@ -224,11 +218,6 @@ class Agent:
             await self._watch.stay(self.layout.train_leader)
         self._restarts = True
         self._stop.set()
-
-    async def _keep(self) -> None:
-        while True:
-            await asyncio.sleep(KEEP_S)
-            own_kept(self.kept)
 
     async def _reap(self) -> None:
         """End what outlived a child of this agent: the processes that a killed host's tools started."""

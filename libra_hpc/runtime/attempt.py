@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.files import write_atomic
 from libra_hpc.protocol.mesh import Welcome
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.train import state_folders as folders
 
-from .snapshot_start import listed
+from .snapshot_start import listed, newer_snapshot
 
 
 def source_of(start: Welcome) -> str:
@@ -96,6 +98,14 @@ def whole_start_state(run: RunDir) -> tuple[Welcome, list[tuple[int, str]]]:
         folder.rename(aside)
         damaged.append((step, f"checkpoint {folder.name} is damaged and was moved to {aside.name}: {why}"))
     return Welcome(0, "", 0, ()), damaged
+
+
+def newest_start(
+    run: RunDir, config: RunConfig, attempt: int, *, core: Sequence[int], held: Sequence[Sequence[str]]
+) -> tuple[Welcome, list[tuple[int, str]]]:
+    """As `whole_start_state`, or a newer snapshot; ``held``: the parts of snapshots on every rank's node."""
+    start, damaged = whole_start_state(run)
+    return newer_snapshot(run, config, attempt, start=start, core=core, held=held), damaged
 
 
 def complete_checkpoint(

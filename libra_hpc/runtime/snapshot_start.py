@@ -71,7 +71,7 @@ def restore_from(name: str, core: Sequence[int], held: Sequence[Sequence[str]]) 
     return found
 
 
-def newest_start(
+def newer_snapshot(
     run: RunDir, config: RunConfig, attempt: int, *, start: Welcome, core: Sequence[int], held: Sequence[Sequence[str]]
 ) -> Welcome:
     """``start``, from a checkpoint, or a newer one from a snapshot; ``held``: parts of every rank's node.

@@ -176,6 +176,8 @@ class Trainer:
         return [done]
 
     def _snapshot(self, folder: Path, step: int) -> FromWorker:
+        if step != self._state.step:
+            return SnapshotFailed(step, f"this replica is at step {self._state.step}, not {step}")
         try:
             state.export(folder / f"snapshot-{self._config.rank:05d}.safetensors", step)
         except OSError as error:

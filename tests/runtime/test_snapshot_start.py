@@ -11,7 +11,7 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.mesh import Welcome
 from libra_hpc.runtime.attempt import drop_steps_after, source_of
-from libra_hpc.runtime.snapshot_start import list_snapshot, newest_start
+from libra_hpc.runtime.snapshot_start import list_snapshot, newer_snapshot
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 from libra_hpc.train.state_folders import DataPosition, StepRecord
 
@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> RunDir:
 def start(run: RunDir, held: tuple[tuple[str, ...], ...] = WHOLE, step: int = 10, **changes: Any) -> Welcome:
     checkpoint = Welcome(step, "/checkpoints/step", 8 * step, ())
     values: dict[str, Any] = {"config": config(), "attempt": 1, **changes}
-    return newest_start(run, values["config"], values["attempt"], start=checkpoint, core=CORE, held=held)
+    return newer_snapshot(run, values["config"], values["attempt"], start=checkpoint, core=CORE, held=held)
 
 
 def test_a_newer_snapshot_is_taken_with_its_data_position(run: RunDir) -> None:
