@@ -123,7 +123,8 @@ class TrainSection(Section):
     """CPU threads per worker process."""
     snapshot_every: Steps = Field(4, ge=0)
     """Steps between snapshots in /dev/shm; 0: none. With one core training node a killed worker starts from one and
-    replays the steps since. With several there are none: all ranks restart from the newest checkpoint."""
+    replays the steps since. With several each node also has a copy of another one's part, and all ranks restart from
+    the newest snapshot or checkpoint."""
 
 
 class CheckpointSection(Section):

@@ -1,10 +1,12 @@
 """Host memory of one node, term by term, in bytes; files in /dev/shm count as memory of the job.
 
 - Weight files: engines read every version from /dev/shm, and the node that exports writes them there.
-- Snapshots: one complete training state in /dev/shm, and the next one while it is written.
+- Snapshots: the optimizer's state of a core node in /dev/shm, and the next one while it is written; with several core
+  nodes the same of the node before it.
+- Checkpoint copy: the optimizer's state of a core node, which a thread writes while training goes on.
 - KV tier, environments: what the run file gives them.
 
-Saving takes one tensor at a time; standbys of training and of vLLM keep nothing in host memory.
+Standbys of training and of vLLM keep nothing in host memory.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ import msgspec
 
 from libra_hpc.hardware.models import ModelShape
 
-from .memory import optimizer_bytes
+from .memory import STATE_BYTES, optimizer_bytes
 
 WEIGHT_VERSIONS = 4
 """Weight files on a node at once: the three that `libra_hpc.weights.relay` keeps, and the one being written."""
 SNAPSHOTS = 2
-"""Snapshots at once: the complete one, and the one being written (`libra_hpc.train.worker`)."""
+"""Parts of a node at once: of the complete snapshot, and of the one being written (`libra_hpc.train.snapshots`)."""
 PROCESS_BYTES = 4e9
 """Least memory of a node's agent, engine processes and libraries: below it a node certainly fails."""
 
@@ -28,7 +30,9 @@ class NodeWork(msgspec.Struct, frozen=True):
 
     rolls: bool = False
     snapshots: bool = False
-    """Of the whole training state: it is the only core node."""
+    """Whether the core keeps them."""
+    core_nodes: int = 0
+    """Nodes that share the training state, for one of them; 0: not of the core."""
     kv_bytes: float = 0.0
     """For KV caches that the GPUs evicted."""
     environment_bytes: float = 0.0
@@ -39,6 +43,7 @@ class NodeMemory(msgspec.Struct, frozen=True):
 
     weight_files: float
     snapshots: float
+    checkpoint_copy: float
     kv_tier: float
     environments: float
     processes: float
@@ -58,16 +63,20 @@ class NodeMemory(msgspec.Struct, frozen=True):
         return {name: size for name, size in sizes.items() if size}
 
 
-def state_bytes(shape: ModelShape) -> float:
-    """A saved training state: weights, and the optimizer's state."""
-    return float(shape.params * (shape.dtype_bytes + optimizer_bytes(shape)))
+def snapshot_bytes(shape: ModelShape, core_nodes: int) -> float:
+    """Parts of snapshots on a node of the core, its own and those of another one."""
+    nodes = 1 if core_nodes == 1 else 2
+    return SNAPSHOTS * nodes * shape.params * STATE_BYTES / core_nodes
 
 
 def node_memory(shape: ModelShape, work: NodeWork) -> NodeMemory:
     """Memory of a node with this work."""
+    # A checkpoint keeps the file of its version until it is copied.
+    versions = WEIGHT_VERSIONS + bool(work.core_nodes)
     return NodeMemory(
-        weight_files=float(WEIGHT_VERSIONS * shape.weight_bytes),
-        snapshots=SNAPSHOTS * state_bytes(shape) if work.snapshots else 0.0,
+        weight_files=float(versions * shape.weight_bytes),
+        snapshots=snapshot_bytes(shape, work.core_nodes) if work.snapshots else 0.0,
+        checkpoint_copy=shape.params * optimizer_bytes(shape) / work.core_nodes if work.core_nodes else 0.0,
         kv_tier=work.kv_bytes if work.rolls else 0.0,
         environments=work.environment_bytes,
         processes=PROCESS_BYTES,

@@ -133,8 +133,8 @@ def _work(config: RunConfig, name: str) -> NodeWork:
         environments = float(task.hosts * task.tool_processes * task.tool_memory_mb * MIB)
     return NodeWork(
         rolls=name != "train",
-        # Of several core nodes none sees the shards of the others.
-        snapshots=name == "train" and config.train.snapshot_every > 0 and component.nodes == 1,
+        snapshots=name == "train" and config.train.snapshot_every > 0,
+        core_nodes=component.nodes if name == "train" else 0,
         kv_bytes=component.gpus * config.rollout.kv_host_gb_per_gpu * GIB,
         environment_bytes=environments,
     )

@@ -36,6 +36,12 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
     extra: tuple[int, ...]
     pid: int = 0
     """Process id of rank 0's agent: distinguishes its end from that of an earlier start."""
+    snapshot: str = ""
+    """Name of the snapshot to start from, which is newer than ``checkpoint``; empty: none."""
+    saved_step: int = 0
+    """Step of ``checkpoint``, beside a snapshot."""
+    restore: dict[int, int] = {}
+    """Node of the core that lost its part of the snapshot -> node that has a copy."""
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
@@ -124,6 +130,8 @@ class StopAgent(msgspec.Struct, tag="MeshStop", frozen=True):
     """Coordinator -> all: end engines and exit."""
 
     reason: str
+    restart: bool = False
+    """All ranks start again: snapshots stay."""
 
 
 class Fatal(msgspec.Struct, tag=True, frozen=True):
@@ -159,6 +167,44 @@ class FormGeneration(msgspec.Struct, tag=True, frozen=True):
 
     generation: int
     ranks: tuple[int, ...]
+
+
+class SnapshotStored(msgspec.Struct, tag=True, frozen=True):
+    """Train node -> train leader: ``rank`` has node ``owner``'s part of the snapshot, its own or a copy."""
+
+    rank: int
+    owner: int
+    step: int
+    reason: str = ""
+    """Why it does not; empty: it has."""
+
+
+class KeepSnapshot(msgspec.Struct, tag=True, frozen=True):
+    """Train leader -> train node: remove what is of no use any more."""
+
+    complete: int
+    """Step of the newest complete snapshot; earlier ones go. -1: none."""
+    dropped: int = -1
+    """Step of one that was given up."""
+
+
+class SnapshotWanted(msgspec.Struct, tag=True, frozen=True):
+    """Train node -> train node that has a copy: node ``owner`` lost its part of a snapshot, send it."""
+
+    owner: int
+    name: str
+
+
+class SnapshotChunk(msgspec.Struct, tag=True, frozen=True):
+    """Train node -> train node: one piece of a file of ``owner``'s part of a snapshot; its bytes follow as a blob.
+
+    Pieces come in order. The last one has no bytes, and ``file`` is empty.
+    """
+
+    owner: int
+    name: str
+    file: str
+    offset: int
 
 
 class MemberJoined(msgspec.Struct, tag=True, frozen=True):
@@ -395,6 +441,10 @@ MeshMessage = Union[
     FromReplica,
     FormGeneration,
     MemberJoined,
+    SnapshotStored,
+    KeepSnapshot,
+    SnapshotWanted,
+    SnapshotChunk,
     StopTraining,
     TrainingFinished,
     StepReport,

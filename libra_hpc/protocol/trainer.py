@@ -82,12 +82,21 @@ class Export(msgspec.Struct, tag=True, frozen=True):
 
 
 class SaveCheckpoint(msgspec.Struct, tag=True, frozen=True):
-    """Write weights and optimizer state of the current step into ``folder`` (HF-named safetensors, atomic).
+    """Write weights and optimizer state of the current step into ``folder``, which all of the core sees.
 
-    Collective over the core, all of which sees the folder.
+    `SaveStarted` answers once the state is in host memory, `Saved` or `SaveFailed` once it is written. The train leader
+    then renames or removes the folder. It asks for one at a time, each in a folder of its own.
     """
 
     folder: str
+    step: int
+
+
+class TakeSnapshot(msgspec.Struct, tag=True, frozen=True):
+    """Write this process's part of the training state into ``folder``, in shared memory."""
+
+    folder: str
+    """Set by the node's agent; empty before."""
     step: int
 
 
@@ -164,16 +173,26 @@ class StepFailed(msgspec.Struct, tag=True, frozen=True):
     error: str
 
 
+class SaveStarted(msgspec.Struct, tag=True, frozen=True):
+    """The state of ``step`` is in host memory; training goes on while it is written."""
+
+    step: int
+    seconds: float
+    """For which training stopped."""
+
+
 class Saved(msgspec.Struct, tag=True, frozen=True):
-    """The checkpoint is complete and readable."""
+    """This process, or all of this node, has written its files of the checkpoint, and they are durable."""
 
     folder: str
     step: int
     seconds: float
+    files: dict[str, tuple[int, int]] = {}
+    """Size and CRC-32 of each, by its path below ``folder``."""
 
 
 class SaveFailed(msgspec.Struct, tag=True, frozen=True):
-    """The checkpoint could not be written (no room, for example); nothing of it remains."""
+    """Files of the checkpoint could not be written (no room, for example)."""
 
     folder: str
     step: int
@@ -187,10 +206,19 @@ class ExportFailed(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-class Warned(msgspec.Struct, tag=True, frozen=True):
-    """A snapshot could not be written; nothing of it remains."""
+class SnapshotTaken(msgspec.Struct, tag=True, frozen=True):
+    """This process's part of the snapshot is in shared memory."""
 
-    what: str
+    step: int
+    updates: int
+    """Adam's counter."""
+
+
+class SnapshotFailed(msgspec.Struct, tag=True, frozen=True):
+    """A part of the snapshot could not be written (no room, for example)."""
+
+    step: int
+    reason: str
 
 
 class Alive(msgspec.Struct, tag=True, frozen=True):
@@ -213,9 +241,21 @@ class WorkerError(msgspec.Struct, tag=True, frozen=True):
     """Of the join that failed."""
 
 
-ToWorker = Union[Join, TrainStep, Export, SaveCheckpoint, Standby, StopWorker]
+ToWorker = Union[Join, TrainStep, Export, SaveCheckpoint, TakeSnapshot, Standby, StopWorker]
 FromWorker = Union[
-    WorkerReady, Joined, StepDone, Exported, StepFailed, Saved, SaveFailed, ExportFailed, Warned, Alive, WorkerError
+    WorkerReady,
+    Joined,
+    StepDone,
+    Exported,
+    StepFailed,
+    SaveStarted,
+    Saved,
+    SaveFailed,
+    ExportFailed,
+    SnapshotTaken,
+    SnapshotFailed,
+    Alive,
+    WorkerError,
 ]
 
 to_worker: Codec[ToWorker] = Codec(ToWorker)

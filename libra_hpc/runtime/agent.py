@@ -28,7 +28,7 @@ import msgspec
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
-from libra_hpc.process.agent_folders import make_folders
+from libra_hpc.process.agent_folders import hold, kept_folder, make_folders
 from libra_hpc.process.child import Child
 from libra_hpc.process.leave import leave
 from libra_hpc.process.reaper import become_subreaper, end_strangers
@@ -41,7 +41,7 @@ from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train.train_leader import TrainLeader
 
 from .agent_context import AgentContext
-from .attempt import whole_start_state
+from .attempt import newest_start
 from .coordinator import Coordinator
 from .coordinator_watch import CoordinatorWatch
 from .mesh import Mesh
@@ -49,6 +49,7 @@ from .rank_layout import RankLayout, check_world
 from .rollout_node import RolloutNode
 from .rollout_service import RolloutService
 from .routes import Routes, add_engines, add_rollout_service, add_train_leader
+from .snapshot_keeper import held
 from .train_leader_setup import clear_rendezvous, make_train_leader, rendezvous_folder
 from .train_node import TrainNode
 from .world import NoWorld, World, meet
@@ -70,6 +71,10 @@ class Agent:
         self.rank = self.mesh.rank
         self.config = in_wall_time(config)
         self.private, self.shared_memory = make_folders()
+        self.kept = kept_folder(run.path, self.rank)
+        self._endpoints = world.endpoints
+        self._restarts = False
+        """Whether all ranks start again: snapshots stay."""
         self.context: AgentContext | None = None
         self.coordinator: Coordinator | None = None
         self.train_leader: TrainLeader | None = None
@@ -104,7 +109,10 @@ class Agent:
         if self.rank == 0:
             # Before any message is read: what comes for the coordinator waits in the kernel until there is one.
             await asyncio.to_thread(clear_rendezvous, self.run_dir)
-            start, damaged = await asyncio.to_thread(whole_start_state, self.run_dir)
+            held = [endpoint.held for endpoint in self._endpoints]
+            start, damaged = await asyncio.to_thread(
+                newest_start, self.run_dir, self.config, self.attempt, core=self.layout.core, held=held
+            )
             self._enter(msgspec.structs.replace(start, pid=os.getpid()))
             assert self.context is not None
             self.coordinator = Coordinator(self.context, damaged)
@@ -140,8 +148,14 @@ class Agent:
             start=start,
             private=self.private,
             shared_memory=self.shared_memory,
+            kept=self.kept,
         )
         self.context = context
+        if self.rank in self.layout.core:
+            self._spawn(hold(self.kept))
+        else:
+            # Of an earlier start, in which it was of the core.
+            self._spawn(asyncio.to_thread(shutil.rmtree, self.kept, ignore_errors=True))
         if context.component != "planner":
             self.rollout_node = rollout = RolloutNode(context)
             self.train_node = TrainNode(context, lambda: rollout.weights)
@@ -168,6 +182,9 @@ class Agent:
             shutil.rmtree(self._rendezvous, ignore_errors=True)
         shutil.rmtree(self.private, ignore_errors=True)
         shutil.rmtree(self.shared_memory, ignore_errors=True)
+        restarts = self._restarts or (self.coordinator is not None and self.coordinator.state == "restarting")
+        if not restarts:
+            shutil.rmtree(self.kept, ignore_errors=True)
 
     async def _heartbeats(self) -> None:
         while True:
@@ -199,6 +216,7 @@ class Agent:
             await self._watch.save(self._training)
         elif self.layout.components[self.rank] in ("train", "hybrid"):
             await self._watch.stay(self.layout.train_leader)
+        self._restarts = True
         self._stop.set()
 
     async def _reap(self) -> None:
@@ -290,6 +308,7 @@ class Agent:
 
     def _on_stop(self, stop: wire.StopAgent) -> None:
         log.info("stop: %s", stop.reason)
+        self._restarts = stop.restart
         self._stop.set()
 
 
@@ -307,7 +326,7 @@ def main() -> None:
     except (UserError, OperationError) as error:
         problem = str(error)
     try:
-        world = meet("" if problem else config.slurm.interface, problem)
+        world = meet("" if problem else config.slurm.interface, problem, lambda rank: held(kept_folder(run.path, rank)))
         check_world(world.size, layout, os.environ)
     except NoWorld as error:
         _refuse(run, arguments.attempt, error.rank, error)

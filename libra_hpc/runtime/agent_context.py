@@ -30,9 +30,20 @@ class AgentContext:
     private: Path
     """Mode 0700, for sockets and engine settings; short, because a Unix socket's path may have 107 bytes."""
     shared_memory: Path
-    """Mode 0700, in /dev/shm where there is one: weight files and training snapshots."""
+    """Mode 0700, in /dev/shm where there is one: weight files."""
     receivers: tuple[int, ...] = field(default=())
     """Ranks that get new weights, from the coordinator's last `Roles`."""
+    kept: Path | None = None
+    """As ``shared_memory``, but it outlives the agent when all ranks restart: snapshots. None: it does not."""
+
+    @property
+    def start_name(self) -> str:
+        """Name of this start of the ranks, unlike that of any other of the run."""
+        return f"attempt-{self.attempt}-{self.start.pid}"
+
+    @property
+    def snapshots(self) -> Path:
+        return self.kept or self.shared_memory / "snapshots"
 
     @property
     def component(self) -> str:

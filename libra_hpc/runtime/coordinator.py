@@ -24,7 +24,7 @@ from libra_hpc.protocol import mesh as wire
 from libra_hpc.runtime import states
 
 from .agent_context import AgentContext
-from .attempt import copy_policy, drop_steps_after
+from .attempt import copy_policy, drop_steps_after, source_of
 from .ending import Ending
 from .late_steps import late_step
 from .live_planning import LivePlanning
@@ -55,7 +55,7 @@ class Coordinator:
     def __init__(self, context: AgentContext, damaged: Sequence[tuple[int, str]] = ()) -> None:
         """``damaged``: checkpoints passed over at the start, as step and sentence."""
         self._context, self._config, self._run_dir = context, context.config, context.run
-        drop_steps_after(context.run, context.start.step)
+        drop_steps_after(context.run, context.start.step, context.start.snapshot)
         self._records = Records(context)
         self._event = self._records.event
         for step, sentence in damaged:
@@ -97,6 +97,10 @@ class Coordinator:
                 self._records.record(kind, t, fields)
                 if kind == "checkpoint_saved" and isinstance(seconds := fields.get("seconds"), float):
                     self._limit.on_save(seconds)
+                elif kind == "checkpoint_started":
+                    self._limit.on_save_started(t)
+                elif kind == "checkpoint_failed":
+                    self._limit.on_save_failed()
             case wire.StepReport():
                 self._on_step(message)
             case wire.RolloutReport():
@@ -171,9 +175,15 @@ class Coordinator:
         self._event("job_started", ranks=len(self._nodes.facts), step=self._step, attempt=self._context.attempt)
         if self._ending.recovery.cause:
             self._event(
-                "recovered", restarts=self._ending.recovery.used, reason=self._ending.recovery.cause, step=self._step
+                "recovered",
+                restarts=self._ending.recovery.used,
+                reason=self._ending.recovery.cause,
+                step=self._step,
+                source=source_of(self._context.start),
             )
         self._ending.state, self._ending.message = "running", "starting engines"
+        if self._step:
+            self._ending.message += f", going on {source_of(self._context.start)}"
         self._nodes.start(self._config.planner.hybrid_start)
 
     # --- planning
@@ -323,7 +333,7 @@ class Coordinator:
         self._write_status()
         for rank in self._nodes.facts:
             if rank != self._context.rank:
-                self._context.send(rank, wire.StopAgent(self._ending.message))
+                self._context.send(rank, wire.StopAgent(self._ending.message, self.state == "restarting"))
         await self._records.close(f"the run is {self.state} at step {self._step}: {self._ending.message}")
 
     def _leave_for_restart(self) -> None:

@@ -35,4 +35,6 @@ def _saved_policy(context: AgentContext) -> tuple[int, str]:
         and (saved := context.run.latest_checkpoint()) is not None
     ):
         return saved[0], str(saved[1] / POLICY_DIR)
-    return start.step, str(Path(start.checkpoint) / POLICY_DIR) if start.checkpoint else context.config.model.path
+    # A snapshot has no policy: the engine gets the newest weights from the trainers, before it serves.
+    step = start.saved_step if start.snapshot else start.step
+    return step, str(Path(start.checkpoint) / POLICY_DIR) if start.checkpoint else context.config.model.path

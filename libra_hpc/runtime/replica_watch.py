@@ -1,7 +1,7 @@
 """Whether a training replica makes progress: the judgement of its node, from orders, answers and signs of life.
 
 - The replica is serial -> an order counts from when the one before it was answered.
-- It writes a snapshot, which no order asks for -> an operation of its own; the next order counts from its end.
+- It has copied its state for a checkpoint -> the write is an operation of its own, beside the next orders.
 - An order takes more than half of its limit -> late, reported once.
 - More than its limit, and the replica computes -> hung.
 - More than its limit, and all its processes wait for other replicas -> the limit is `PEERS` times as long.
@@ -27,12 +27,16 @@ from libra_hpc.protocol.trainer import (
     SaveCheckpoint,
     Saved,
     SaveFailed,
+    SaveStarted,
+    SnapshotFailed,
+    SnapshotTaken,
     StepDone,
     StepFailed,
+    TakeSnapshot,
     TrainStep,
     WorkerError,
 )
-from libra_hpc.train.link import BUSY, CHECKPOINT, COMPUTE, WAITING
+from libra_hpc.train.link import CHECKPOINT, COMPUTE, SNAPSHOT, WAITING
 
 PEERS = 3.0
 """Limits that a replica may take while it waits for others.
@@ -41,7 +45,7 @@ Half: it may be ended before the slow one; double: a lost message holds the run 
 """
 FRESH_S = 5.0
 """Signs of life come every second; an older one proves nothing about now."""
-START = "start"
+START, WRITE = "start", "write of a checkpoint"
 
 
 def order_key(message: Any) -> tuple[str, Hashable] | None:
@@ -53,8 +57,10 @@ def order_key(message: Any) -> tuple[str, Hashable] | None:
             return "train step", number
         case Export(version=number) | Exported(version=number) | ExportFailed(version=number):
             return "export", number
-        case SaveCheckpoint(step=number) | Saved(step=number) | SaveFailed(step=number):
+        case SaveCheckpoint(step=number) | SaveStarted(step=number):
             return CHECKPOINT, number
+        case TakeSnapshot(step=number) | SnapshotTaken(step=number) | SnapshotFailed(step=number):
+            return SNAPSHOT, number
         case WorkerError(generation=number, attempt=attempt) if number >= 0:
             return "join", (number, attempt)
     return None
@@ -66,8 +72,6 @@ class ReplicaWatch:
         self._deadlines = Deadlines(settings)
         self._orders: deque[tuple[str, Hashable]] = deque()
         """Orders without an answer; the replica carries out the first."""
-        self._busy = ""
-        """Phase in which the replica writes its state unasked."""
         self._alive: dict[int, tuple[str, float]] = {}
         self._reported: set[Hashable] = set()
 
@@ -82,49 +86,39 @@ class ReplicaWatch:
         key = order_key(message)
         if key is not None:
             self._orders.append(key)
-            if len(self._orders) == 1 and not self._busy:
+            if len(self._orders) == 1:
                 self._deadlines.begin(key[0], key, now)
 
     def answered(self, message: Any, now: float) -> None:
         """The replica answered; a failure's duration does not count."""
+        if isinstance(message, Saved):
+            self._deadlines.end(WRITE, now)
+        elif isinstance(message, SaveFailed):
+            self._deadlines.forget(WRITE)
         key = order_key(message)
-        if key is None and isinstance(message, WorkerError) and self._orders and self._orders[0][0] == CHECKPOINT:
-            key = self._orders[0]  # a save that was refused
         if key is None or key not in self._orders:
             return
         while self._orders[0] != key:
             self._deadlines.forget(self._orders.popleft())
         self._orders.popleft()
-        if isinstance(message, StepFailed | ExportFailed | SaveFailed | WorkerError):
+        if isinstance(message, StepFailed | ExportFailed | SnapshotFailed | WorkerError):
             self._deadlines.forget(key)
         else:
             self._deadlines.end(key, now)
+        if isinstance(message, SaveStarted):
+            self._deadlines.begin(WRITE, WRITE, now)
+            self._reported.discard(WRITE)
         self._reported.discard(key)
         # A phase of before the answer has ended with it.
         self._alive = {
             process: (COMPUTE if phase == key[0] else phase, at) for process, (phase, at) in self._alive.items()
         }
-        self._go_on(now)
+        if self._orders:
+            self._deadlines.begin(self._orders[0][0], self._orders[0], now)
 
     def alive(self, process: int, message: Alive, now: float) -> None:
         self._alive[process] = (message.phase, now)
         self._reported.discard(process)
-        first = self._orders[0][0] if self._orders else ""
-        busy = next((phase for phase, _ in self._alive.values() if phase in BUSY and phase != first), "")
-        if busy == self._busy:
-            return
-        self._deadlines.end(self._busy, now)
-        self._reported.discard(self._busy)
-        self._busy = busy
-        if busy:
-            if self._orders:
-                self._deadlines.forget(self._orders[0])
-            self._deadlines.begin(busy, busy, now - message.seconds)
-        self._go_on(now)
-
-    def _go_on(self, now: float) -> None:
-        if self._orders and not self._busy:
-            self._deadlines.begin(self._orders[0][0], self._orders[0], now)
 
     def give_up(self, now: float) -> str:
         """Why the run is to fail, if so: the replica is ended because it is hung."""
@@ -135,7 +129,6 @@ class ReplicaWatch:
     def clear(self) -> None:
         self._deadlines.clear()
         self._orders.clear()
-        self._busy = ""
         self._alive.clear()
         self._reported.clear()
 

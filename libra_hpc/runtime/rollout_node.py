@@ -48,6 +48,8 @@ from .engine_watch import START, WAKE, WEIGHTS, EngineWatch
 from .node_engine import NodeEngine
 
 KIND = "rollout"
+ASK_AGAIN_S = 1.0
+"""Between two requests for weights that the trainers have not exported yet."""
 WATCH_S = 1.0
 """Between two checks of the deadlines; the shortest deadline is a minute."""
 EXIT_S, REPEAT_S = 10.0, 60.0
@@ -173,9 +175,17 @@ class RolloutNode:
     def on_current(self, message: wire.WeightsCurrent) -> None:
         """The engines have the newest weights."""
         self._receiver.answered()
+        # The trainers may have a newer state than any checkpoint, and may not have exported it yet.
+        version = max(message.version, self._context.start.step)
         for engine in self._engines.values():
-            if engine.state == "loading" and engine.version >= message.version:
+            if engine.state == "loading" and engine.version >= version:
                 self._up(engine)
+            elif engine.state == "loading" and engine.updating < 0:
+                asyncio.get_running_loop().call_later(ASK_AGAIN_S, self._ask_again, engine)
+
+    def _ask_again(self, engine: NodeEngine) -> None:
+        if engine.state == "loading" and engine.updating < 0 and engine.child is not None:
+            self._catch_up(engine)
 
     # --- engines
 

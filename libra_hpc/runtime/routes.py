@@ -66,6 +66,9 @@ def add_engines(routes: Routes, rollout: RolloutNode, train: TrainNode, spawn: C
     routes.add(wire.WeightsCurrent, rollout.on_current)
     routes.add(wire.WeightsWanted, train.on_wanted)
     routes.add(wire.Publish, train.on_publish)
+    routes.add(wire.KeepSnapshot, lambda order: train.keeper.keep(order))
+    routes.add(wire.SnapshotWanted, lambda request: train.keeper.on_wanted(request))
+    routes.add_with_blob(wire.SnapshotChunk, lambda message, blob: train.keeper.chunk(message, blob))
     routes.add(wire.ToReplica, lambda order: train.on_message(order.message))
 
 
@@ -79,6 +82,7 @@ def add_train_leader(routes: Routes, leader: TrainLeader) -> None:
     routes.add(wire.FromReplica, lambda answer: leader.on_reply(answer.rank, answer.message))
     routes.add(wire.FormGeneration, lambda order: leader.on_generation(order.generation, order.ranks))
     routes.add(wire.Batch, leader.on_batch)
+    routes.add(wire.SnapshotStored, leader.on_snapshot_stored)
     routes.add(wire.StopTraining, lambda order: leader.on_stop(order.reason, order.after))
     routes.add(wire.EngineDied, died)
 

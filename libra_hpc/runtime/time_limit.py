@@ -2,6 +2,7 @@
 
 - After the present step, another one and a save would not fit before the end -> stop after the present step.
 - A save would not fit any more if it began later -> stop at once.
+- A checkpoint is being written -> the last save waits for its end.
 - Slurm's notice (SIGUSR1) comes, and ``slurm.notice_s`` is given, or the end or a step's time is unknown -> stop at
   once.  Long before the end it is that of a preemption, and stops the run too.
 
@@ -61,6 +62,8 @@ class TimeLimit:
         left = 0.0 if self.end_at is None else self.end_at - now
         self.save_s = min(UNKNOWN_SAVE_S, UNKNOWN_SHARE * left)
         self._saved = False
+        self._saving_since: float | None = None
+        """When the write of a checkpoint began that has not ended."""
         self._steps: deque[float] = deque(maxlen=STEPS)
         self._start_s: float | None = None
         """The first step's time, with the start of the engines in it."""
@@ -71,7 +74,14 @@ class TimeLimit:
         else:
             self._steps.append(seconds)
 
+    def on_save_started(self, now: float) -> None:
+        self._saving_since = now
+
+    def on_save_failed(self) -> None:
+        self._saving_since = None
+
     def on_save(self, seconds: float) -> None:
+        self._saving_since = None
         self.save_s = max(self.save_s, seconds) if self._saved else seconds
         self._saved = True
 
@@ -90,15 +100,19 @@ class TimeLimit:
         step_s = max(self._steps, default=self._start_s)
         if self.end_at is None or step_s is None or not self._derived:
             return None
-        left = self.end_at - now
-        if left - FACTOR * self.save_s < MARGIN_S:
-            return Stop(0, f"time limit in {left:.0f} s; a save takes {self.save_s:.0f} s")
+        left, save_s = self.end_at - now, self._last_save_s(now)
+        if left - FACTOR * save_s < MARGIN_S:
+            return Stop(0, f"time limit in {left:.0f} s; a save takes {save_s:.0f} s")
         next_at = max(now, stepped_at + step_s)
-        if self.end_at - next_at - FACTOR * (step_s + self.save_s) < MARGIN_S:
-            return Stop(
-                step + 1, f"time limit in {left:.0f} s; a step takes {step_s:.0f} s and a save {self.save_s:.0f} s"
-            )
+        save_s = self._last_save_s(next_at + step_s)
+        if self.end_at - next_at - FACTOR * (step_s + save_s) < MARGIN_S:
+            return Stop(step + 1, f"time limit in {left:.0f} s; a step takes {step_s:.0f} s and a save {save_s:.0f} s")
         return None
+
+    def _last_save_s(self, at: float) -> float:
+        """Of a save asked for at a time, with the rest of the write that is in flight now."""
+        since = self._saving_since
+        return self.save_s + (0.0 if since is None else max(0.0, since + self.save_s - at))
 
 
 def _epoch(text: str) -> float | None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
-from libra_hpc.protocol import mesh as wire
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train import state_folders as folders
 from libra_hpc.train.train_leader import DataOrder, TrainLeader
 
 from .agent_context import AgentContext
 from .attempt import complete_checkpoint, remove_old
+from .snapshot_start import list_snapshot
 
 
 def clear_rendezvous(run: RunDir) -> None:
@@ -23,23 +22,47 @@ def clear_rendezvous(run: RunDir) -> None:
 
 def rendezvous_folder(context: AgentContext) -> Path:
     """The folder of rendezvous files of this start, the same for all its nodes."""
-    folder = context.run.rendezvous / f"attempt-{context.attempt}-{context.start.pid}"
+    folder = context.run.rendezvous / context.start_name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+class CheckpointStore:
+    """Checkpoints in the run directory.
+
+    All in threads: a shared file system may take a minute, and the agent's loop has heartbeats to send.
+    """
+
+    def __init__(self, run: RunDir, keep: int) -> None:
+        self._run, self._keep = run, keep
+
+    async def complete(self, folder: Path, manifest: folders.Manifest, position: folders.DataPosition) -> None:
+        """Make it the checkpoint of its step; older ones are removed later."""
+        await asyncio.to_thread(complete_checkpoint, folder, self._run.checkpoint(position.step), manifest, position)
+        asyncio.get_running_loop().run_in_executor(None, remove_old, self._run, self._keep)
+
+    async def discard(self, folder: Path) -> None:
+        """Remove what was written."""
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+class SnapshotList:
+    """Complete snapshots, in the run directory."""
+
+    def __init__(self, context: AgentContext) -> None:
+        self._context = context
+
+    async def add(self, position: folders.DataPosition) -> None:
+        """List it, and no other one."""
+        await asyncio.to_thread(
+            list_snapshot, self._context.run, self._context.config, self._context.start_name, position
+        )
 
 
 def make_train_leader(context: AgentContext, rendezvous: Path) -> TrainLeader:
     """The train leader of this start, which completes checkpoints in the run directory."""
     config, start, run = context.config, context.start, context.run
     run.checkpoints.mkdir(exist_ok=True)
-
-    async def saved(step: int, order: DataOrder, reports: Sequence[wire.StepReport]) -> None:
-        records = tuple(folders.StepRecord(r.step, r.t, dict(r.metrics.columns())) for r in reports)
-        position = folders.DataPosition(step, order.low, tuple(sorted(order.extra)), records)
-        # A shared file system may take a minute for any of this, and the agent's loop has heartbeats to send.
-        await asyncio.to_thread(complete_checkpoint, run.checkpoint(step), position)
-        asyncio.get_running_loop().run_in_executor(None, remove_old, run, config.checkpoint.keep)
-
     return TrainLeader(
         config,
         context.layout.core,
@@ -48,7 +71,10 @@ def make_train_leader(context: AgentContext, rendezvous: Path) -> TrainLeader:
         send=context.send,
         rollout_leader=context.layout.rollout_leader,
         receivers=lambda: context.receivers,
-        saved=saved,
+        store=CheckpointStore(run, config.checkpoint.keep),
         rendezvous=rendezvous,
         checkpoints=run.checkpoints,
+        index=SnapshotList(context),
+        from_checkpoint=bool(start.checkpoint) and not start.snapshot,
+        from_snapshot=bool(start.snapshot),
     )

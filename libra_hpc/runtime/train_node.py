@@ -3,11 +3,12 @@
 On a node of the core they are its share of the core's world; on a hybrid node they are a replica without optimizer.
 
 - A message to the node's trainers -> every process gets it.
-- Every process has answered -> the node has, with local rank 0's answer.
+- Every process has answered -> the node has (`merged`).
 - One process dies -> the others are ended, because they are only whole together.
 - They were a whole core -> the next start restores from the newest whole snapshot or checkpoint.
 - They were a part of the core -> all ranks restart: the rest of the state is elsewhere.
 - They were a part of a replica -> the coordinator has its other nodes begin anew as well.
+- A snapshot is due -> every process writes its part, and the node keeps them (`SnapshotKeeper`).
 - A replica is to join -> its processes are told of the weights that this node has for rollout.
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,13 @@ from libra_hpc.protocol.trainer import (
     Joined,
     Saved,
     SaveFailed,
+    SnapshotFailed,
+    SnapshotTaken,
     Standby,
     StepDone,
     StopWorker,
+    TakeSnapshot,
     ToWorker,
-    Warned,
     WorkerError,
     WorkerReady,
     from_worker,
@@ -49,16 +52,18 @@ from libra_hpc.protocol.trainer import (
 )
 from libra_hpc.train.link import BUSY
 from libra_hpc.train.settings import write_config
+from libra_hpc.train.snapshots import holders
 from libra_hpc.weights.flow import WeightFile
 from libra_hpc.weights.relay import Publisher
 
 from .agent_context import AgentContext
 from .commands import trainer_command
 from .replica_watch import ReplicaWatch
+from .snapshot_keeper import SnapshotKeeper
 from .trainer_start import worker_configs
 
 KIND = "train"
-ASKED: dict[type, type] = {SaveFailed: Saved, ExportFailed: Exported}
+ASKED: dict[type, type] = {SaveFailed: Saved, ExportFailed: Exported, SnapshotFailed: SnapshotTaken}
 """Answers that count as the same answer to one request."""
 WATCH_S = 1.0
 """Between two checks of whether the replica makes progress."""
@@ -66,8 +71,19 @@ KILL_S = 10.0
 """After SIGKILL; a process that still lives then waits inside the kernel, for a file system or a device."""
 REPEAT_S = 60.0
 """Between two events about a process that does not end."""
-WARNING_S = 60.0
-"""A full file system fails every snapshot: one event a minute is enough."""
+
+
+def merged(answers: Mapping[int, FromWorker]) -> FromWorker:
+    """The answer of a node: local rank 0's, but for a checkpoint and a snapshot, of which every process has a part."""
+    for answer in answers.values():
+        if isinstance(answer, SaveFailed | SnapshotFailed):
+            return answer
+    first = answers[0]
+    if isinstance(first, Saved):
+        parts = [answer for answer in answers.values() if isinstance(answer, Saved)]
+        files = {name: entry for part in parts for name, entry in part.files.items()}
+        return Saved(first.folder, first.step, max(part.seconds for part in parts), files)
+    return first
 
 
 class TrainNode:
@@ -84,13 +100,21 @@ class TrainNode:
         self._budget = RestartBudget(context.config.deadlines.restarts)
         self._watch = ReplicaWatch(context.config.deadlines)
         self._ordered_at = 0.0
-        self._warned_at = float("-inf")
         self._killed_at: float | None = None
         """When all processes of the replica were to end (monotonic seconds)."""
         self._stuck_at = float("-inf")
         """When an event last named one that does not."""
         self._stopping = False
         self._publisher = Publisher(context.send)
+        layout = context.layout
+        self.keeper = SnapshotKeeper(
+            context.snapshots,
+            context.rank,
+            context.start_name,
+            leader=layout.train_leader,
+            successor=holders(layout.core).get(context.rank),
+            send=context.send,
+        )
         self.step = -1
 
     @property
@@ -127,6 +151,7 @@ class TrainNode:
 
     async def stop(self) -> None:
         self._stopping = True
+        self.keeper.close()
         for child in self._children:
             child.stopping = True
             child.send(StopWorker())
@@ -147,6 +172,8 @@ class TrainNode:
     def on_message(self, message: ToWorker) -> None:
         if isinstance(message, Export):
             message = Export(str(self._export_path(message.version)), message.version)
+        elif isinstance(message, TakeSnapshot):
+            message = self.keeper.order(message)
         elif isinstance(message, Join) and self._elastic and (file := self._weights()) is not None:
             message = msgspec.structs.replace(message, weights=str(file.path), version=file.version)
         if self._state == "ready":
@@ -210,6 +237,11 @@ class TrainNode:
         context, config = self._context, self._context.config
         self._state, self._ready, self._answers, self._children = "starting", {}, {}, []
         self._killed_at = None
+        start = context.start
+        if not self._elastic and not self._starts:
+            await asyncio.to_thread(self.keeper.begin, start.snapshot)
+            if context.rank in start.restore:
+                await self.keeper.fetch(start.snapshot, start.restore[context.rank])
         # May read whole states, which this loop must not wait for.
         workers = await asyncio.to_thread(worker_configs, context, self._starts, self._world)
         self._watch.started(time.monotonic())
@@ -254,25 +286,23 @@ class TrainNode:
             if message.phase in BUSY and not local_rank:
                 self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, message))
             return
-        if isinstance(message, Warned):
-            if now - self._warned_at >= WARNING_S:
-                self._warned_at = now
-                self._context.log("snapshot_failed", rank=self._context.rank, reason=message.what)
-            return
         if isinstance(message, WorkerError):
             # One process may fail alone; its peers then never answer, so this cannot wait for them.
             self._watch.answered(message, now)
             self._context.log("worker_error", rank=self._context.rank, reason=message.what, fatal=message.fatal)
             self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, message))
             return
-        # One process may fail to write a file, for all.
+        # One process may fail to write its files, for all.
         asked = ASKED.get(type(message), type(message)).__name__
         answers = self._answers.setdefault(asked, {})
         answers[local_rank] = message
         if len(answers) == len(self._children):
             del self._answers[asked]
-            answer = answers[0]
+            answer = merged(answers)
             self._watch.answered(answer, now)
+            if isinstance(answer, SnapshotTaken | SnapshotFailed):
+                self.keeper.taken(answer)
+                return
             if isinstance(answer, StepDone | Joined):
                 self.step = answer.step
             self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, answer))
@@ -293,6 +323,9 @@ class TrainNode:
             other.kill()
         self._context.log("engine_lost", rank=self._context.rank, engine=child.name, reason=reason, state=was)
         where = self._context.logs / f"{child.name}.log"
+        if was == "starting" and (snapshot := self._context.start.snapshot) and not self._elastic:
+            # It may be why they ended: the next start takes the checkpoint.
+            self.keeper.discard(snapshot)
         if not self._elastic and len(self._context.layout.core) > 1:
             self._context.send(0, wire.Fatal(self._context.rank, f"{reason} (see {where})", restart=True))
             return

@@ -3,8 +3,8 @@
 - All nodes of the core form one world. A world of one node meets in the agent's private folder, else on the shared
   file system.
 - A hybrid node is a world of its own without a state, or several are one: it gets weights when it joins.
-- The core is rebuilt -> it begins with the newest whole snapshot or checkpoint. Only a core of one node can be: all
-  processes of a snapshot must see its folder.
+- A core of one node is rebuilt -> it begins with the newest whole snapshot or checkpoint. Several nodes begin with what
+  rank 0 has chosen for all.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from libra_hpc.train import state_folders as folders
 from libra_hpc.train.settings import WorkerConfig, algorithm_settings, optimizer_settings
 
 from .agent_context import AgentContext
+from .snapshot_keeper import OWN
 from .train_leader_setup import rendezvous_folder
 
 log = logging.getLogger("libra_hpc.agent")
@@ -32,17 +33,17 @@ def worker_configs(context: AgentContext, number: int, common: int = 0) -> list[
     train, elastic = config.train, context.rank not in core
     owners, replica = core_world(config), elastic_world(config)
     world = replica if elastic else owners
-    snapshots, start_dir, first = Path(), "", 0
+    start_dir, first = "", 0
     rendezvous = context.private / f"world-{number}"
     if elastic and len(unit) > 1:
         first = unit.index(context.rank) * world.processes
         rendezvous = rendezvous_folder(context) / f"replica-{unit[0]}.{common}"
     elif not elastic:
-        start_dir = context.start.checkpoint
+        start_dir, own = context.start.checkpoint, context.snapshots / OWN
+        if context.start.snapshot:
+            start_dir = str(own / context.start.snapshot)
         if len(core) == 1:
-            snapshots = context.shared_memory / "snapshots"
-            snapshots.mkdir(exist_ok=True)
-            start_dir = _newest(context, snapshots) if number else start_dir
+            start_dir = _newest(context, own, start_dir) if number else start_dir
         else:
             first = core.index(context.rank) * world.processes
             rendezvous = rendezvous_folder(context) / "core"
@@ -68,8 +69,6 @@ def worker_configs(context: AgentContext, number: int, common: int = 0) -> list[
             algorithm=algorithm_settings(config),
             micro_tokens=train.micro_tokens,
             recompute=train.recompute,
-            snapshot_dir=str(snapshots) if snapshots.name and train.snapshot_every else "",
-            snapshot_every=train.snapshot_every,
             threads=train.threads,
             seed=config.run.seed,
         )
@@ -77,9 +76,9 @@ def worker_configs(context: AgentContext, number: int, common: int = 0) -> list[
     ]
 
 
-def _newest(context: AgentContext, snapshots: Path) -> str:
+def _newest(context: AgentContext, snapshots: Path, started: str) -> str:
     """The newest of what the attempt started from, whole snapshots, and whole checkpoints."""
-    step, found = context.start.step, context.start.checkpoint
+    step, found = context.start.step, started
     newest = folders.latest_whole(snapshots)
     if newest is not None and (saved := folders.read_state(newest).step) >= step:
         step, found = saved, str(newest)

@@ -16,6 +16,7 @@ import os
 import secrets
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,6 +55,8 @@ class Endpoint(msgspec.Struct, frozen=True):
     host: str
     addresses: tuple[str, ...]
     port: int
+    held: tuple[str, ...] = ()
+    """Parts of snapshots on its node."""
 
 
 class NoWorld(OperationError):
@@ -94,10 +97,11 @@ class _Reached(msgspec.Struct):
 Record = TypeVar("Record", _Place, Endpoint, _Reached)
 
 
-def meet(interface: str = "", problem: str = "") -> World:
+def meet(interface: str = "", problem: str = "", held: Callable[[int], tuple[str, ...]] = lambda rank: ()) -> World:
     """Join the world; returns once every rank is there, can be found and reaches rank 0.
 
-    ``problem``: why the caller cannot go on.  Raises `NoWorld` on every rank alike, with the first problem of any.
+    ``problem``: why the caller cannot go on.  ``held``: the parts of snapshots that a rank finds on its node.  Raises
+    `NoWorld` on every rank alike, with the first problem of any.
 
     A rank that fails inside MPI leaves the others waiting there, where no Python runs: the kernel ends this process
     with SIGALRM after `MEET_S`, and whoever started it may try again.
@@ -120,7 +124,8 @@ def meet(interface: str = "", problem: str = "") -> World:
     elif len({place.machine for place in places}) == 1:
         addresses = ["127.0.0.1"]
     listener = _listen(addresses[0] if len(addresses) == 1 else "", comm.Get_size())
-    endpoints = _exchange(comm, Endpoint(socket.gethostname(), tuple(addresses), listener.getsockname()[1]))
+    own = Endpoint(socket.gethostname(), tuple(addresses), listener.getsockname()[1], held(comm.Get_rank()))
+    endpoints = _exchange(comm, own)
     secret = bytearray(secrets.token_bytes(SECRET_BYTES))
     comm.Bcast([secret, MPI.BYTE])
     _raise_first(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import struct
 import time
 import zlib
@@ -59,19 +58,14 @@ def export(path: Path, step: int) -> tuple[int, int]:
     return zlib.crc32(data), len(data)
 
 
-def save(folder: Path, step: int, updates: int) -> None:
-    """Write a checkpoint atomically; when there is no room, raises `OSError` and leaves nothing behind."""
-    partial = folder.with_name(f"{folder.name}{folders.TEMPORARY}")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        folders.check_room(folder, ELEMENTS * 4)
-        (partial / folders.POLICY_DIR).mkdir(parents=True)
-        export(partial / folders.POLICY_DIR / "model.safetensors", step)
-        (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(step, updates)))
-        folders.publish(partial, folder)
-    except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+def write(folder: Path, step: int, updates: int) -> folders.Manifest:
+    """Write the files of a checkpoint; raises `OSError` when there is no room."""
+    folders.check_room(folder, ELEMENTS * 4)
+    (folder / folders.POLICY_DIR).mkdir(parents=True)
+    weights, counters = folder / folders.POLICY_DIR / "model.safetensors", folder / folders.STATE_FILE
+    export(weights, step)
+    counters.write_bytes(msgspec.json.encode(folders.TrainerState(step, updates)))
+    return folders.seal(folder, [weights, counters])
 
 
 def meet(

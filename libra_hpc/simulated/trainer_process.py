@@ -4,7 +4,7 @@
 
 * `TrainStep` that is not the next step of the current generation -> refused.
 * `Join` -> the core's step; a replica without its weights receives them.
-* Start with ``start_dir`` -> the newest snapshot.
+* Start with ``start_dir`` -> the step of that state.
 * Unlike the real worker, a member whose peer dies during a step finishes and commits the step.
 """
 
@@ -28,13 +28,16 @@ from libra_hpc.protocol.trainer import (
     SaveCheckpoint,
     Saved,
     SaveFailed,
+    SaveStarted,
+    SnapshotFailed,
+    SnapshotTaken,
     Standby,
     StepDone,
     StepFailed,
     StopWorker,
+    TakeSnapshot,
     ToWorker,
     TrainStep,
-    Warned,
     WorkerError,
     WorkerReady,
 )
@@ -99,7 +102,10 @@ class Trainer:
             case Export(path=path, version=version):
                 return [self._export(Path(path), version, begin)]
             case SaveCheckpoint(folder=folder, step=step):
-                return [self._save(Path(folder), step, begin)]
+                started = SaveStarted(step, time.monotonic() - begin)
+                return [started, self._save(Path(folder), step, begin)]
+            case TakeSnapshot(folder=folder, step=step):
+                return [self._snapshot(Path(folder), step)]
             case Standby():
                 self._generation = -1
                 if self._config.elastic:
@@ -152,7 +158,6 @@ class Trainer:
         skipped = sum(not all(math.isfinite(sample.advantage) for sample in part) for part in message.minibatches)
         updates = sum(total > 0 for total in message.total_tokens) - skipped
         self._state = folders.TrainerState(message.step, self._state.updates + updates)
-        warned = self._snapshot()
         done = StepDone(
             step=message.step,
             generation=message.generation,
@@ -169,17 +174,16 @@ class Trainer:
             optimizer_s=0.0,
             skipped=skipped,
         )
-        return [done, *warned]
+        return [done]
 
-    def _snapshot(self) -> list[FromWorker]:
-        every, where = self._config.snapshot_every, self._config.snapshot_dir
-        if where and every and self._state.step % every == 0 and self._config.rank == 0:
-            try:
-                state.save(Path(where) / f"step-{self._state.step:08d}", self._state.step, self._state.updates)
-            except OSError as error:
-                return [Warned(str(error))]
-            folders.keep_newest(Path(where), 1)
-        return []
+    def _snapshot(self, folder: Path, step: int) -> FromWorker:
+        if step != self._state.step:
+            return SnapshotFailed(step, f"this replica is at step {self._state.step}, not {step}")
+        try:
+            state.export(folder / f"snapshot-{self._config.rank:05d}.safetensors", step)
+        except OSError as error:
+            return SnapshotFailed(step, str(error))
+        return SnapshotTaken(step, self._state.updates)
 
     def _export(self, path: Path, version: int, begin: float) -> FromWorker:
         if version != self._state.step:
@@ -192,13 +196,15 @@ class Trainer:
 
     def _save(self, folder: Path, step: int, begin: float) -> FromWorker:
         if step != self._state.step:
-            return WorkerError(f"this replica is at step {self._state.step}, it cannot save step {step}", fatal=False)
+            reason = f"this replica is at step {self._state.step}, it cannot save step {step}"
+            return SaveFailed(str(folder), step, reason)
+        files = {}
         if self._config.rank == 0:
             try:
-                state.save(folder, step, self._state.updates)
+                files = state.write(folder, step, self._state.updates)
             except OSError as error:
                 return SaveFailed(str(folder), step, str(error))
-        return Saved(str(folder), step, time.monotonic() - begin)
+        return Saved(str(folder), step, time.monotonic() - begin, files)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -175,6 +175,11 @@ class RunDir:
         """torch FileStore files, one per membership generation."""
         return self.path / "rendezvous"
 
+    @property
+    def snapshots(self) -> Path:
+        """The data position of the newest complete snapshot; its bytes are in the nodes' shared memory."""
+        return self.path / "snapshots"
+
     def logs(self, attempt: int) -> Path:
         """Log folder of one attempt."""
         return self.path / "logs" / f"attempt-{attempt}"

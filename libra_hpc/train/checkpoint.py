@@ -1,12 +1,11 @@
-"""Save and load the state of a world of trainers; a state of any layout loads into any other.
+"""Export the weights of a world of trainers, and load a state of any layout.
 
-Weights are written under Hugging Face names by one process, tensor by tensor; the optimizer's state by all
-(`libra_hpc.train.shard_files`). Contents of a folder: `libra_hpc.train.state_folders`.
+Weights have Hugging Face names, and one process writes them, tensor by tensor. Contents of a state's folder:
+`libra_hpc.train.state_folders`; how one is written: `libra_hpc.train.checkpoint_writer`.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -14,12 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from libra_hpc.train import shard_files
 from libra_hpc.train import state_folders as folders
 from libra_hpc.weights.checksum import file_crc32
 from libra_hpc.weights.names import from_hf, gathered, hf_shapes, own_entries
@@ -59,7 +56,7 @@ def _write_export(
     partial = path.with_name(f".{path.name}{folders.TEMPORARY}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        folders.check_room(path.parent, dtype.itemsize * sum(torch.Size(shape).numel() for shape in shapes.values()))
+        folders.check_room(path.parent, _bytes(dtype, shapes))
         write_safetensors(partial, dtype, shapes, tensors)
         found = file_crc32(partial), partial.stat().st_size
         os.replace(partial, path)
@@ -67,6 +64,10 @@ def _write_export(
         partial.unlink(missing_ok=True)
         raise
     return found
+
+
+def _bytes(dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return dtype.itemsize * sum(torch.Size(shape).numel() for shape in shapes.values())
 
 
 def _agree(engine: TrainEngine, failure: OSError | None) -> None:
@@ -96,7 +97,17 @@ def write_policy(engine: TrainEngine, model_dir: Path, folder: Path) -> None:
 def _write_policy(
     engine: TrainEngine, tensors: Iterable[tuple[str, torch.Tensor]], model_dir: Path, folder: Path
 ) -> None:
-    dtype = next(iter(engine.named_parameters().values())).dtype
+    dtype, shapes = next(iter(engine.named_parameters().values())).dtype, hf_shapes(engine.shape)
+    folders.check_room(folder, _bytes(dtype, shapes))
+    write_companions(model_dir, folder, dtype)
+    # Rename: ``folder`` may be the one from which the weights were read.
+    partial = folder / f".{WEIGHTS_FILE}{folders.TEMPORARY}"
+    write_safetensors(partial, dtype, shapes, tensors)
+    os.replace(partial, folder / WEIGHTS_FILE)
+
+
+def write_companions(model_dir: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Fill ``folder`` with all of a Hugging Face model but its weights, which have this type."""
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in COMPANIONS:
         for source in model_dir.glob(pattern):
@@ -109,54 +120,6 @@ def _write_policy(
         if key in config:
             config[key] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    # Rename: ``folder`` may be the one from which the weights were read.
-    partial = folder / f".{WEIGHTS_FILE}{folders.TEMPORARY}"
-    write_safetensors(partial, dtype, hf_shapes(engine.shape), tensors)
-    os.replace(partial, folder / WEIGHTS_FILE)
-
-
-def save(engine: TrainEngine, model_dir: Path, folder: Path) -> None:
-    """Write the state as ``folder`` (atomic rename): every process its shards, one of them the rest.
-
-    Collective; all processes must see the folder. Raises `OSError` in all when that fails; nothing is left behind.
-    """
-    partial = folder.with_name(f"{folder.name}{folders.TEMPORARY}")
-    leads = dist.get_rank() == 0
-    try:
-        _together(engine, functools.partial(_prepare, engine, partial, folder) if leads else _nothing)
-        own = shard_files.rank_file(partial, dist.get_rank())
-        _together(engine, functools.partial(shard_files.write_shards, engine.state, engine.shape, engine.split, own))
-        write_policy(engine, model_dir, partial / folders.POLICY_DIR)
-        _together(engine, functools.partial(folders.publish, partial, folder) if leads else _nothing)
-    except OSError:
-        if leads:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _nothing() -> None:
-    """What a process does while another one writes."""
-
-
-def _prepare(engine: TrainEngine, partial: Path, folder: Path) -> None:
-    state = folders.TrainerState(engine.state.step, engine.state.updates)
-    shutil.rmtree(partial, ignore_errors=True)
-    weights = sum(torch.Size(shape).numel() for shape in hf_shapes(engine.shape).values())
-    width = next(iter(engine.named_parameters().values())).dtype.itemsize
-    moments = 12 if engine.state.mixed else 8
-    folders.check_room(folder, weights * (width + moments))
-    partial.mkdir(parents=True)
-    (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(state))
-
-
-def _together(engine: TrainEngine, act: Callable[[], None]) -> None:
-    """Act in all processes; raises `OSError` in all when one failed."""
-    failure = None
-    try:
-        act()
-    except OSError as error:
-        failure = error
-    _agree(engine, failure)
 
 
 class TensorFiles:

@@ -62,6 +62,24 @@ def _choose_interface() -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
+def host_buffer(device: torch.device, elements: int) -> torch.Tensor:
+    """A float32 buffer in host memory; page-locked for CUDA, so that copies into it run at the speed of the link.
+
+    torch's own page-locked memory is rounded up to a power of two.
+    """
+    buffer = torch.empty(elements, dtype=torch.float32)
+    if device.type == "cuda" and elements:
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+    return buffer
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until all work queued on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 

@@ -193,8 +193,6 @@ def worker_config(config: RunConfig, rank: int, folder: Path) -> WorkerConfig:
         algorithm=msgspec.structs.replace(algorithm_settings(config), kl_coef=0.0),
         micro_tokens=config.train.micro_tokens,
         recompute=config.train.recompute,
-        snapshot_dir="",
-        snapshot_every=0,
         threads=config.train.threads,
         seed=config.run.seed,
         random_weights=True,

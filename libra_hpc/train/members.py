@@ -7,7 +7,7 @@
 - A member died -> wait for the coordinator's next order, which leaves it out or has it rebuilt.
 - A step or join failed and nobody died -> after `RETRY_S` the same members join again, for at most
   `NEW_GENERATION_S`.
-- A member writes its state, and the others wait for it -> that time does not count.
+- A member copies or writes its state, and the others wait for it -> that time does not count.
 """
 
 from __future__ import annotations
@@ -65,8 +65,6 @@ class Members:
         """First failure without a death since the last step that succeeded."""
         self._joins = 0
         """Joins ordered so far; the attempt number of the last one."""
-        self._saving = False
-        """Whether the core was asked to save and has not answered."""
         self._busy_at: dict[int, float] = {}
         """Time of each member's last report of writing its state."""
         self._wake = asyncio.Event()
@@ -81,7 +79,6 @@ class Members:
         if rank in self.members or rank in self._joining:
             self._failed = self._failed or f"replica {rank}: {reason}"
             self._broken = self._died = True
-        self._save_ended(rank)
         self._busy_at.pop(rank, None)
         self._wake.set()
 
@@ -89,13 +86,9 @@ class Members:
         if message.phase in BUSY:
             self._busy_at[rank] = self._clock()
 
-    def _save_ended(self, rank: int) -> None:
-        if rank == self._core[0]:
-            self._saving = False
-
     def _member_busy(self) -> bool:
         since = self._clock() - BUSY_S
-        return self._saving or any(self._busy_at.get(rank, since - 1.0) >= since for rank in self._ordered[1])
+        return any(self._busy_at.get(rank, since - 1.0) >= since for rank in self._ordered[1])
 
     def _membership_due(self) -> bool:
         return self._broken or self._ordered_newer()

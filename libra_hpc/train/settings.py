@@ -51,7 +51,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     world_rendezvous: str
     """Path of a fresh FileStore that only the processes of this world share."""
     start_dir: str
-    """Checkpoint, snapshot, or folder of snapshots to start from; empty: the weights in ``model_dir`` at step 0."""
+    """Checkpoint or snapshot to start from; empty: the weights in ``model_dir`` at step 0."""
     device: Literal["cpu", "cuda"]
     device_index: int
     dtype: Literal["float32", "bfloat16"]
@@ -77,10 +77,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Most tokens of one packed micro-batch; a longer sample is a micro-batch of its own."""
     recompute: Recompute
     """What layers do not store for the backward pass."""
-    snapshot_dir: str
-    """Folder (in /dev/shm) for snapshots after committed steps; empty: none."""
-    snapshot_every: int
-    """In steps; 0: none."""
     threads: int
     seed: int
     step_timeout_s: float = 900.0

@@ -12,7 +12,7 @@ A reader with the same number of parts reads the elements it needs. Another one 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import torch
 from safetensors import safe_open
 
 from libra_hpc.hardware.architecture import Architecture
+from libra_hpc.train import state_folders as folders
 from libra_hpc.weights.names import Entry, ReplicaPlace, cut, from_hf, hf_shapes, own_entries, to_hf
 from libra_hpc.weights.safetensors_writer import write_safetensors
 
@@ -40,8 +41,8 @@ def rank_file(folder: Path, rank: int) -> Path:
     return folder / FOLDER / f"rank-{rank:05d}.safetensors"
 
 
-def write_shards(state: OptimizerState, shape: Architecture, place: ReplicaPlace, path: Path) -> None:
-    """Write this rank's file; raises `OSError` when there is no room."""
+def own_pieces(state: OptimizerState, shape: Architecture, place: ReplicaPlace) -> dict[str, torch.Tensor]:
+    """The tensors of this rank's file, as the optimizer holds them."""
     tensors: dict[str, torch.Tensor] = {}
     entries = own_entries(shape, place)
     for name, shard in state.shards.items():
@@ -52,9 +53,15 @@ def write_shards(state: OptimizerState, shape: Architecture, place: ReplicaPlace
             continue
         for kind, tensor in shard.kinds().items():
             if kind != "master" or state.mixed:
-                tensors[f"{kind}:{entry.hf[0]}:{part}:{parts}:{shard.begin}"] = tensor
+                tensors[f"{kind}:{entry.hf[0]}:{part}:{parts}:{shard.begin}"] = tensor.data
+    return tensors
+
+
+def write_pieces(pieces: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a rank's file; raises `OSError` when there is no room."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_safetensors(path, torch.float32, {name: tuple(t.shape) for name, t in tensors.items()}, tensors.items())
+    folders.check_room(path, sum(piece.nbytes for piece in pieces.values()))
+    write_safetensors(path, torch.float32, {name: tuple(p.shape) for name, p in pieces.items()}, pieces.items())
 
 
 class ShardFiles:

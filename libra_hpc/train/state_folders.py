@@ -6,6 +6,9 @@
 - ``manifest.json``, written last: size and checksum of every other file, for `verify`
 - ``state.json``: the data position; the train leader adds it to a checkpoint
 
+A snapshot has ``snapshot-NNNNN.safetensors`` of the ranks of one node (`libra_hpc.train.snapshot`), ``trainer.json``
+and ``manifest.json``.
+
 A folder is written under a temporary name and renamed when complete. Needs no torch: agents use it.
 """
 
@@ -20,7 +23,10 @@ from pathlib import Path
 
 import msgspec
 
+from libra_hpc.protocol.mesh import StepReport
 from libra_hpc.weights.checksum import file_crc32
+
+from .data_order import DataOrder
 
 FORMAT = 2
 """Version of this layout."""
@@ -36,6 +42,10 @@ SPARE = 0.05
 """Share of the written bytes that must stay free beyond them, for blocks, folders and others' files."""
 THREADS = 8
 """Checksums computed at a time; zlib releases the interpreter's lock."""
+
+
+Manifest = dict[str, tuple[int, int]]
+"""Size and CRC-32 of files, by their path below a folder."""
 
 
 class TrainerState(msgspec.Struct, frozen=True):
@@ -63,6 +73,12 @@ class DataPosition(msgspec.Struct, frozen=True):
     low: int
     extra: tuple[int, ...]
     reports: tuple[StepRecord, ...] = ()
+
+
+def position_of(step: int, order: DataOrder, reports: Iterable[StepReport]) -> DataPosition:
+    """The data position at a step."""
+    records = tuple(StepRecord(r.step, r.t, dict(r.metrics.columns())) for r in reports)
+    return DataPosition(step, order.low, tuple(sorted(order.extra)), records)
 
 
 def read_position(folder: Path) -> DataPosition:
@@ -131,7 +147,7 @@ def verify(folder: Path) -> str:
     except OSError as error:
         return f"{MANIFEST_FILE} cannot be read: {error}."
     try:
-        manifest = msgspec.json.decode(data, type=dict[str, tuple[int, int]])
+        manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.DecodeError, ValueError):
         # Bytes that are not UTF-8 raise a plain ValueError.
         return f"{MANIFEST_FILE} is torn."
@@ -150,14 +166,6 @@ def verify(folder: Path) -> str:
         if crc != manifest[name][1]:
             return f"{name} has not the checksum with which it was written."
     return ""
-
-
-def is_saved(folder: Path, step: int) -> bool:
-    """Whether this is a whole checkpoint of the step; reads all its bytes."""
-    try:
-        return read_position(folder).step == step == read_state(folder).step and not verify(folder)
-    except (OSError, ValueError, msgspec.DecodeError):
-        return False
 
 
 def _checksums(folder: Path, names: Iterable[str]) -> dict[str, int | OSError]:
@@ -195,11 +203,6 @@ def resolve(folder: Path) -> Path:
     return found
 
 
-def sync_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        sync(path)
-
-
 def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -208,19 +211,34 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def publish(partial: Path, final: Path) -> None:
-    """Write the manifest of a complete folder and rename it to ``final``, replacing an older one."""
-    files = [path.relative_to(partial) for path in partial.rglob("*") if path.is_file()]
-    names = sorted(str(path) for path in files if path.name != MANIFEST_FILE)
+def seal(folder: Path, paths: Iterable[Path]) -> Manifest:
+    """Make files below ``folder`` durable; returns their entries of the manifest."""
+    names = sorted(str(path.relative_to(folder)) for path in paths)
     with ThreadPoolExecutor(1) as pool:
         # The disk writes while the processor sums.
-        synced = pool.submit(sync_tree, partial)
-        checksums = _checksums(partial, names)
+        synced = pool.submit(_sync_all, [folder / name for name in names])
+        checksums = _checksums(folder, names)
         synced.result()
-    for crc in checksums.values():
+    found = {}
+    for name, crc in checksums.items():
         if isinstance(crc, OSError):
             raise crc
-    manifest = {name: (partial.joinpath(name).stat().st_size, crc) for name, crc in checksums.items()}
+        found[name] = (folder.joinpath(name).stat().st_size, crc)
+    return found
+
+
+def _sync_all(paths: list[Path]) -> None:
+    for path in [*paths, *{path.parent for path in paths}]:
+        sync(path)
+
+
+def publish(partial: Path, final: Path, manifest: Manifest | None = None) -> None:
+    """Write the manifest of a complete folder and rename it to ``final``, replacing an older one.
+
+    ``manifest``: default: all files of the folder, which become durable.
+    """
+    if manifest is None:
+        manifest = seal(partial, [path for path in partial.rglob("*") if path.is_file()])
     (partial / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
     for path in (partial / MANIFEST_FILE, partial):
         sync(path)
@@ -230,14 +248,6 @@ def publish(partial: Path, final: Path) -> None:
         final.rename(old)
     partial.rename(final)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def keep_newest(parent: Path, keep: int) -> None:
-    """Remove all but the ``keep`` newest complete states in ``parent``, and leftovers of killed writers."""
-    states = sorted((folder for folder in parent.iterdir() if is_state(folder)), key=_step)
-    for folder in states[: max(0, len(states) - keep)]:
-        shutil.rmtree(folder, ignore_errors=True)
-    remove_leftovers(parent)
 
 
 def remove_leftovers(parent: Path) -> None:

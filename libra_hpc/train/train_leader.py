@@ -5,6 +5,8 @@ It runs in the agent of the first node of the core and holds no weights. One loo
 - At a step boundary -> the newest ordered generation is formed (`Join`).
 - A batch is there -> it is sharded over the members; every member answers `StepDone`.
 - A step is committed -> its weights are exported and published, its prompts reported as trained.
+- A checkpoint is due -> the core copies its state and goes on training (`libra_hpc.train.saves`).
+- A snapshot is due -> every node of the core takes its part (`libra_hpc.train.snapshots`).
 - A step failed and the core committed it -> it counts as committed; else it is done again on the same batch.
 - The core was rebuilt from a snapshot -> the last `TrainLeader.retain` batches are replayed to the committed step.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from libra_hpc.protocol.mesh import (
     MemberJoined,
     MeshMessage,
     Publish,
+    SnapshotStored,
     StepReport,
     ToReplica,
     TrainingFinished,
@@ -40,20 +43,22 @@ from libra_hpc.protocol.trainer import (
     SaveCheckpoint,
     Saved,
     SaveFailed,
+    SaveStarted,
     StepDone,
     StepFailed,
+    TakeSnapshot,
     TrainStep,
     WorkerError,
 )
 
 from .data_order import DataOrder as DataOrder
 from .members import Members
-from .retry import Exports, Retry
+from .retry import Exports
+from .saves import Saves, Store
 from .shards import loss_tokens_of, shard, tokens_of
+from .snapshots import SnapshotIndex, Snapshots
 from .step_metrics import train_metrics
 
-SAVE_FIRST_S, SAVE_LONGEST_S = 10.0, 300.0
-"""Pauses in seconds after a failed checkpoint; each attempt costs the time of a checkpoint."""
 LAST_RETRIES, LAST_PAUSE_S = 3, 3.0
 """Retries and pause in seconds of the last checkpoint of a run that was stopped: it has only seconds."""
 SKIPPED_STEPS = 3
@@ -75,29 +80,52 @@ class TrainLeader(Members):
         send: Callable[[int, MeshMessage], None],
         rollout_leader: int,
         receivers: Callable[[], tuple[int, ...]],
-        saved: Callable[[int, DataOrder, Sequence[StepReport]], Awaitable[None]],
+        store: Store,
         clock: Callable[[], float] = time.monotonic,
         *,
         rendezvous: Path,
         checkpoints: Path,
+        index: SnapshotIndex,
+        from_checkpoint: bool = False,
+        from_snapshot: bool = False,
     ) -> None:
+        """``from_checkpoint``, ``from_snapshot``: with the complete one of ``step`` the trainers begin."""
         super().__init__(rendezvous, core, config.components.hybrid.nodes_per_replica, send, clock)
         self._steps, self._checkpoint_every = config.run.steps, config.checkpoint.every
         self._algorithm, self._storage_s = config.algorithm, config.deadlines.storage_s
-        self._checkpoints = checkpoints
         self._core_dp, self._elastic_dp = core_world(config).dp, elastic_world(config).dp
-        self.retain = config.train.snapshot_every + 2
-        """Committed batches retained for replay: more than the steps between two snapshots."""
+        self._saves = Saves(
+            core,
+            step,
+            complete=from_checkpoint,
+            parent=checkpoints,
+            start=rendezvous.name,
+            store=store,
+            storage_s=config.deadlines.storage_s,
+            clock=clock,
+            log=self._log,
+            changed=self._wake.set,
+        )
+        self._snapshots = Snapshots(
+            core,
+            config.train.snapshot_every,
+            complete=step if from_snapshot else -1,
+            index=index,
+            send=send,
+            clock=clock,
+            log=self._log,
+            changed=self._wake.set,
+        )
+        self.retain = 2 * config.train.snapshot_every + 2
+        """Committed batches retained for replay: more than the steps between two snapshots, of which one may fail."""
         self.step, self.order = step, order
-        self._rollout_leader, self._receivers, self._saved = rollout_leader, receivers, saved
-        self._state_step = self._saved_step = step
+        self._rollout_leader, self._receivers = rollout_leader, receivers
+        self._state_step = step
         self._batches: dict[int, Batch] = {}
         self._stop_reason = ""
         self._last_commit = clock()
         # The first weights are published too: an engine that wakes from standby needs a file before the first step.
         self._exports = Exports(step - 1)
-        self._saves = Retry(SAVE_FIRST_S, SAVE_LONGEST_S)
-        self._save_due = False
         self._reports: list[StepReport] = []
         """Committed steps whose records are not known to be durable; a checkpoint carries them."""
         self._export_failure = ""
@@ -132,10 +160,10 @@ class TrainLeader(Members):
                 self._replies[rank] = message
                 if isinstance(message, StepFailed):
                     self._failed = self._failed or f"replica {rank}: {message.error}"
-            case Saved(step=step) | SaveFailed(step=step):
-                self._save_ended(rank)
-                if step == self.step and leads:
-                    self._replies[rank] = message
+            case SaveStarted():
+                self._saves.on_started(message)
+            case Saved() | SaveFailed():
+                self._saves.on_answer(rank, message)
             case ExportFailed(version=version, reason=reason):
                 if not leads:
                     return
@@ -153,8 +181,6 @@ class TrainLeader(Members):
                 if version == self.step:
                     self._send(rank, Publish(version, crc32, self._receivers()))
             case WorkerError(what=what, generation=generation, attempt=attempt, fatal=fatal):
-                if generation < 0:
-                    self._save_ended(rank)
                 current = (generation, attempt) == (self.generation, self._joins)
                 if not (current or (generation < 0 and (fatal or not self._joining))):
                     return
@@ -162,6 +188,15 @@ class TrainLeader(Members):
                     self._failed = self._failed or f"replica {rank}: {what}"
                     self._replies[rank] = message
         self._wake.set()
+
+    def on_replica_down(self, rank: int, reason: str) -> None:
+        super().on_replica_down(rank, reason)
+        if rank in self._core:
+            self._saves.core_lost()
+            self._snapshots.core_lost()
+
+    def on_snapshot_stored(self, message: SnapshotStored) -> None:
+        self._snapshots.on_stored(message)
 
     def on_recorded(self, step: int) -> None:
         """Records up to this step are durable."""
@@ -185,9 +220,11 @@ class TrainLeader(Members):
             if self._state_step < self.step:
                 await self._replay()
                 continue
-            if self._save_due and self._saves.due(self._clock()) and await self._save() is None:
-                return
             self._export()
+            if self._saves.possible():
+                self._ask_to_save()
+            if self._snapshots.possible():
+                self._to_core(self._snapshots.ask(self.step, self.order, self._reports))
             waiting = self._clock()
             await self._until(self._batch_or_change)
             if self._export_failure:
@@ -203,7 +240,8 @@ class TrainLeader(Members):
 
     def _batch_or_change(self) -> bool:
         changed = self._membership_due() or bool(self._stop_reason or self._export_failure)
-        return self.step + 1 in self._batches or changed or self._export_due()
+        due = self._export_due() or self._saves.possible()
+        return self.step + 1 in self._batches or changed or due
 
     async def _membership(self) -> bool:
         """Form the newest ordered generation; False when the run cannot go on."""
@@ -237,7 +275,7 @@ class TrainLeader(Members):
                 or all(s in self._batches for s in range(self._state_step + 1, self.step + 1))
             ):
                 where = f"the trainers hold step {self._state_step}, the run is at step {self.step}"
-                return self._fail(f"{where}, and the batches between are gone", restart=self._saved_step > 0)
+                return self._fail(f"{where}, and the batches between are gone", restart=self._saves.saved_step > 0)
         return True
 
     async def _replay(self) -> None:
@@ -299,9 +337,10 @@ class TrainLeader(Members):
         self.step = batch.step
         every = self._checkpoint_every
         if every and self.step % every == 0 and self.step < self._steps:
-            self._save_due = True
+            self._saves.request()
         indices = (*(group.index for group in batch.groups), *batch.given_up)
         self.order.trained(indices)
+        self._snapshots.committed(self.step)
         for old in [s for s in self._batches if s <= self.step - self.retain]:
             del self._batches[old]
         self._send(self._rollout_leader, Committed(self.step, indices))
@@ -334,48 +373,36 @@ class TrainLeader(Members):
         here = not self._broken and self._state_step == self.step
         return here and self._exports.due(self.step, self._clock())
 
-    def _to_core(self, message: Export | SaveCheckpoint) -> None:
+    def _to_core(self, message: Export | SaveCheckpoint | TakeSnapshot) -> None:
         for rank in self._core:
             self._send(rank, ToReplica(message))
 
+    def _ask_to_save(self) -> None:
+        self._to_core(self._saves.ask(self.step, self.order, self._reports))
+
     async def _save(self) -> str | None:
-        """Save, again when the core dies and is rebuilt: "" saved, None the run cannot go on, else the failure."""
-        while await self._membership():
-            if self._state_step < self.step:
+        """Save this step, again when the core dies and is rebuilt; "" saved, None the run cannot go on, else why not.
+
+        A checkpoint that is being written ends first.
+        """
+        asked = False
+        while not self._saves.has(self.step):
+            if self._saves.writing:
+                await self._until(lambda: not self._saves.writing)
+            elif self._membership_due():
+                asked = False
+                if not await self._membership():
+                    return None
+            elif self._state_step < self.step:
                 await self._replay()
-                continue
-            self._clear_replies()
-            self._saving = True
-            folder = f"{self._checkpoints}/step-{self.step:06d}"
-            began = self._clock()
-            self._to_core(SaveCheckpoint(folder, self.step))
-            await self._until(self._saved_or_failed)
-            if self._failed:
-                self._broken = True
-                continue
-            self._failing_since = None
-            return await self._note_saved(self._replies[self._core[0]], began)
-        return None
-
-    def _saved_or_failed(self) -> bool:
-        return bool(self._failed) or isinstance(self._replies.get(self._core[0]), Saved | SaveFailed)
-
-    async def _note_saved(self, reply: Saved | SaveFailed, began: float) -> str:
-        reason = reply.reason if isinstance(reply, SaveFailed) else ""
-        if not reason:
-            try:
-                await asyncio.wait_for(self._saved(self.step, self.order, self._reports), self._storage_s)
-            except OSError as error:
-                # The timeout of `wait_for` has no text.
-                reason = str(error) or f"the data position was not written within {self._storage_s:.0f} s"
-        if reason:
-            self._saves.failed(self._clock())
-            self._log("checkpoint_failed", step=self.step, reason=reason)
-        else:
-            self._saves.succeeded()
-            self._save_due, self._saved_step = False, self.step
-            self._log("checkpoint_saved", step=self.step, seconds=self._clock() - began)
-        return reason
+            elif asked:
+                return self._saves.failure
+            else:
+                # The weights' file is copied where it is there.
+                self._export()
+                self._ask_to_save()
+                asked = True
+        return ""
 
     async def _save_last(self) -> bool:
         """Save at the end of the run; False when that fails.
@@ -385,7 +412,7 @@ class TrainLeader(Members):
         began, left = self._clock(), LAST_RETRIES
         while reason := await self._save():
             if not self._stop_reason and self._clock() - began < self._storage_s:
-                await self._until(lambda: bool(self._stop_reason), self._saves.wait_s(self._clock()))
+                await self._until(lambda: bool(self._stop_reason), self._saves.retry.wait_s(self._clock()))
             elif self._stop_reason and left:
                 left -= 1
                 await asyncio.sleep(LAST_PAUSE_S)

@@ -5,8 +5,9 @@
 One process per device. The ``tp * pp * dp`` processes of a world get every message and all answer; rank 0 writes the
 files that are not sharded.
 
-- A step, join or file failed -> `StepFailed`, `SaveFailed`, `ExportFailed`, `Warned` or ``WorkerError(fatal=False)``;
-  the process stays usable.
+- A step, join or file failed -> `StepFailed`, `SaveFailed`, `ExportFailed`, `SnapshotFailed` or
+  ``WorkerError(fatal=False)``; the process stays usable.
+- A checkpoint is asked for -> a thread writes it while the next orders are obeyed (`CheckpointWriter`).
 - Any other error -> ``WorkerError(fatal=True)`` and exit code 1; every peer notices the closed sockets.
 """
 
@@ -31,29 +32,28 @@ from libra_hpc.protocol.trainer import (
     Join,
     Joined,
     SaveCheckpoint,
-    Saved,
     SaveFailed,
+    SaveStarted,
+    SnapshotFailed,
+    SnapshotTaken,
     Standby,
     StepFailed,
     StopWorker,
+    TakeSnapshot,
     TrainStep,
-    Warned,
     WorkerError,
     WorkerReady,
 )
-from libra_hpc.train import checkpoint
-from libra_hpc.train import state_folders as folders
+from libra_hpc.train import checkpoint, snapshot
 from libra_hpc.weights.names import hf_shapes
 
+from .checkpoint_writer import CheckpointWriter
 from .device import choose_device, file_store
 from .elastic import ElasticReplicas, PeerLost
 from .grpo_trainer import BatchRejected, GrpoTrainer
 from .link import CHECKPOINT, COMPUTE, SNAPSHOT, WAITING, Pulse, WorkerSocket
 from .settings import WorkerConfig, read_config
 from .train_engine import NO_STEP, TrainEngine, init_world
-
-SNAPSHOTS = 1
-"""Complete snapshots that stay; the one being written is the second buffer."""
 
 
 class Worker:
@@ -90,7 +90,10 @@ class Worker:
         elif config.elastic:
             self._engine.state.commit(NO_STEP, 0)
         else:
-            checkpoint.start(self._engine, self._model_dir, config.start_dir)
+            if config.start_dir and snapshot.holds(Path(config.start_dir), config.rank):
+                snapshot.load(self._engine.state, Path(config.start_dir), config.rank)
+            else:
+                checkpoint.start(self._engine, self._model_dir, config.start_dir)
         self._replicas = ElasticReplicas(
             self._engine,
             config.step_timeout_s,
@@ -100,6 +103,7 @@ class Worker:
             elastic_dp=config.elastic_dp,
         )
         self._trainer = GrpoTrainer(self._engine, self._replicas, config.algorithm, config.micro_tokens)
+        self._writer = CheckpointWriter(self._engine, self._model_dir, socket.send)
         parameters = sum(torch.Size(size).numel() for size in hf_shapes(shape).values())
         self._socket.send(WorkerReady(self._engine.state.step, parameters, time.monotonic() - begin))
 
@@ -121,6 +125,8 @@ class Worker:
             self._export(message)
         elif isinstance(message, SaveCheckpoint):
             self._save(message)
+        elif isinstance(message, TakeSnapshot):
+            self._snapshot(message)
         elif isinstance(message, Standby):
             self._replicas.leave()
             self._engine.release()
@@ -159,10 +165,6 @@ class Worker:
             self._socket.send(StepFailed(message.step, message.generation, str(error)))
             return
         self._socket.send(done)
-        every, where = self._config.snapshot_every, self._config.snapshot_dir
-        if where and every and message.step % every == 0:
-            with self._pulse.phase(SNAPSHOT):
-                self._snapshot(Path(where))
 
     def _export(self, message: Export) -> None:
         begin = time.monotonic()
@@ -175,38 +177,39 @@ class Worker:
         except OSError as error:
             self._socket.send(ExportFailed(message.version, str(error)))
             return
+        self._writer.exported(message.version, Path(message.path))
         self._socket.send(Exported(message.version, crc, size, time.monotonic() - begin))
 
-    def _snapshot(self, parent: Path) -> None:
-        try:
-            checkpoint.save(self._engine, self._model_dir, parent / f"step-{self._engine.state.step:08d}")
-        except OSError as error:
-            if self._config.rank == 0:
-                self._socket.send(Warned(str(error)))
-            return
-        if self._config.rank == 0:
-            folders.keep_newest(parent, SNAPSHOTS)
+    def _snapshot(self, message: TakeSnapshot) -> None:
+        state = self._engine.state
+        failure = ""
+        if message.step != state.step:
+            failure = f"this replica is at step {state.step}, it has no snapshot of step {message.step}"
+        else:
+            try:
+                with self._pulse.phase(SNAPSHOT):
+                    snapshot.write(state, Path(message.folder), self._config.rank)
+            except OSError as error:
+                failure = str(error)
+        answer = SnapshotFailed(message.step, failure) if failure else SnapshotTaken(message.step, state.updates)
+        self._socket.send(answer)
 
     def _save(self, message: SaveCheckpoint) -> None:
         begin = time.monotonic()
+        copied, failure = None, ""
         if message.step != self._engine.state.step:
-            self._socket.send(
-                WorkerError(
-                    f"this replica is at step {self._engine.state.step}, it cannot save step {message.step}",
-                    fatal=False,
-                )
-            )
-            return
-        try:
-            with self._pulse.phase(CHECKPOINT):
-                # A kill between the two renames of a replacement would leave the step without a checkpoint.
-                saved = self._config.rank == 0 and folders.is_saved(Path(message.folder), message.step)
-                if self._engine.agree(not saved):
-                    checkpoint.save(self._engine, self._model_dir, Path(message.folder))
-        except OSError as error:
-            self._socket.send(SaveFailed(message.folder, message.step, str(error)))
-            return
-        self._socket.send(Saved(message.folder, message.step, time.monotonic() - begin))
+            failure = f"this replica is at step {self._engine.state.step}, it cannot save step {message.step}"
+        else:
+            try:
+                with self._pulse.phase(CHECKPOINT):
+                    copied = self._writer.copy(Path(message.folder))
+            except OSError as error:
+                failure = str(error)
+        self._socket.send(SaveStarted(message.step, time.monotonic() - begin))
+        if copied is not None:
+            self._writer.write(copied)
+        else:
+            self._socket.send(SaveFailed(message.folder, message.step, failure))
 
 
 def main(arguments: list[str] | None = None) -> int:

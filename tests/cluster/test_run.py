@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from libra_hpc.process.agent_folders import kept_folder
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
 from libra_hpc.telemetry import series
 from libra_hpc.telemetry.rundir import read_lines
@@ -120,28 +123,40 @@ def test_the_planner_moves_a_node_and_its_new_replica_may_die(policy: Path, tmp_
     trained_once(run, case.steps()[-1])
 
 
-def test_a_core_replica_of_two_nodes_restarts_whole_and_two_of_one_node_go_on_from_its_checkpoint(
+def test_a_core_replica_of_two_nodes_restarts_from_its_snapshot_and_two_of_one_node_go_on_from_its_checkpoint(
     cluster: ClusterInfo, policy: Path, tmp_path: Path
 ) -> None:
-    case = Case(tmp_path, policy, "slurm", steps=8, hybrid=0)
+    case = Case(tmp_path, policy, "slurm", steps=60, hybrid=0)
     # One replica, a stage on each node.
-    run = case.submit(
-        "-o", "components.train.nodes=2", "-o", "train.pp=2", "-o", "train.processes=1", "-o", "checkpoint.every=2"
+    keys = (
+        "components.train.nodes=2",
+        "train.pp=2",
+        "train.processes=1",
+        "checkpoint.every=0",
+        "train.snapshot_every=1",
     )
-    case.wait(lambda: case.events("checkpoint_saved"), "a checkpoint")
-    case.kill(2, "libra_hpc.train.worker")
+    run = case.submit(*(part for key in keys for part in ("-o", key)))
+    case.wait(lambda: list(run.snapshots.glob("step-*[2-9].*.json")), "a snapshot")
+    victim = case.child(2, "libra_hpc.train.worker")
+    os.kill(victim, signal.SIGSTOP)
+    time.sleep(1.0)
+    # As if its node had been started again: the first node has the copy.
+    shutil.rmtree(kept_folder(run.path, 2) / "own")
+    os.kill(victim, signal.SIGKILL)
     assert case.ended() == "completed"
-    trained_once(run, 8)
+    trained_once(run, 60)
     (recovered,) = case.events("recovered")
     assert recovered["step"] >= 2
+    assert "snapshot" in recovered["source"]
+    case.wait(lambda: not any(kept_folder(run.path, rank).exists() for rank in (1, 2)), "agents that have ended")
     assert {event["attempt"] for event in case.events("job_started")} == {1}, "inside the job"
     assert {line["replicas"] for line in read_lines(run.metrics)} == {1}
     # Two replicas on one node.
-    layout = ("components.train.nodes=1", "train.pp=1", "train.processes=2")
-    case.resume(*(part for key in (*layout, "run.steps=10") for part in ("-o", key)))
+    layout = ("components.train.nodes=1", "train.pp=1", "train.processes=2", "run.steps=62")
+    case.resume(*(part for key in layout for part in ("-o", key)))
     assert case.ended() == "completed"
-    trained_once(run, 10)
-    assert [line["replicas"] for line in read_lines(run.metrics)] == [1] * 8 + [2] * 2
+    trained_once(run, 62)
+    assert [line["replicas"] for line in read_lines(run.metrics)] == [1] * 60 + [2] * 2
 
 
 def test_two_hybrid_nodes_are_one_replica_that_dies_and_begins_anew_as_one(

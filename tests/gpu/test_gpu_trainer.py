@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from libra_hpc.protocol.trainer import Join, Joined, SaveCheckpoint, Standby, StepDone, WorkerError
+from libra_hpc.protocol.trainer import Join, Joined, SaveFailed, Standby, StepDone
 from libra_hpc.train.device import backend, bare_group, file_store, wait
 from tests.train.support import Replica, make_model, train_step
 
@@ -101,7 +101,7 @@ def test_a_replica_in_standby_frees_its_weights_and_gradients(tmp_path: Path) ->
     busy = _free()
     replica.send(Standby())
     # Standby is not answered; a question that is refused comes after it.
-    assert not replica.ask(SaveCheckpoint(str(tmp_path / "no"), 99), WorkerError).fatal
+    assert "cannot save step 99" in replica.save(tmp_path / "no", 99, SaveFailed).reason
     freed = _free() - busy
     # Weights (2 bytes) and gradients (4 bytes).
     assert freed >= 0.95 * 6 * parameters, f"{freed / MIB:.0f} MiB of {6 * parameters / MIB:.0f}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from libra_hpc.cost_models import host_memory
-from libra_hpc.cost_models.host_memory import NodeWork, node_memory, state_bytes
+from libra_hpc.cost_models.host_memory import NodeWork, node_memory
 from libra_hpc.errors import UserError
 from libra_hpc.hardware.models import model_shape
 from libra_hpc.preflight import host_memory as preflight
@@ -38,35 +37,36 @@ def checked(memory_gb: float | None, **sections: Any) -> list[str]:
 
 def test_a_node_has_the_files_that_the_runtime_keeps() -> None:
     assert host_memory.WEIGHT_VERSIONS == relay.KEEP_VERSIONS + 2
-    worker = (Path(preflight.__file__).parents[1] / "train/worker.py").read_text()
-    assert f"SNAPSHOTS = {host_memory.SNAPSHOTS - 1}\n" in worker
-    trains = node_memory(MODEL, NodeWork(snapshots=True))
-    assert state_bytes(MODEL) == 14 * MODEL.params
-    assert trains.snapshots == 28 * MODEL.params
-    assert trains.weight_files == 8 * MODEL.params
+    trains = node_memory(MODEL, NodeWork(snapshots=True, core_nodes=1))
+    assert trains.snapshots == 24 * MODEL.params
+    core = node_memory(MODEL, NodeWork(snapshots=True, core_nodes=4))
+    assert core.snapshots == 12 * MODEL.params, "with the copies of another node's part"
+    assert core.weight_files == 10 * MODEL.params, "the file that a checkpoint copies"
+    assert core.checkpoint_copy == 3 * MODEL.params, "of the optimizer's state, a quarter"
     assert trains.shared.keys() == {"weight files", "snapshots"}
     rolls = node_memory(MODEL, NodeWork(rolls=True, kv_bytes=5.0, environment_bytes=7.0))
     assert rolls.terms().keys() == {"weight files", "kv tier", "environments", "processes"}
 
 
-def test_only_a_single_core_node_keeps_snapshots() -> None:
+def test_core_nodes_keep_snapshots() -> None:
     (train, hybrid, _) = host_needs(configured(components=nodes()), MODEL)
     assert "snapshots" in train.terms
+    assert train.terms["checkpoint copy"] == 12 * MODEL.params
     assert hybrid.terms.keys() == {"weight files", "processes"}
     two = {**nodes(), "train": {**NODE, "nodes": 2}}
-    assert "snapshots" not in host_needs(configured(components=two), MODEL)[0].terms
+    assert host_needs(configured(components=two), MODEL)[0].terms["snapshots"] == 24 * MODEL.params
 
 
 def test_too_little_memory_is_refused_with_the_largest_term_and_a_way_out() -> None:
     sentence = (
-        r"components.train.mem = '256G': a train node needs 536 GB of host memory \(snapshots 414\) and has 275 GB;"
-        r" valid: at least 499G; train.snapshot_every = 0 takes the snapshots away\.$"
+        r"components.train.mem = '380G': a train node needs 683 GB of host memory \(snapshots 354\) and has 408 GB;"
+        r" valid: at least 637G; train.snapshot_every = 0 takes the snapshots away\.$"
     )
     with pytest.raises(UserError, match=sentence):
-        checked(None, components=nodes("256G"))
-    with pytest.raises(UserError, match=r"at least 499G; train.snapshot_every = 0 takes the snapshots away\.$"):
+        checked(None, components=nodes("380G"))
+    with pytest.raises(UserError, match=r"at least 637G; train.snapshot_every = 0 takes the snapshots away\.$"):
         checked(500.0, components=nodes())
-    assert checked(2000.0, components=nodes("520G")) == []
+    assert checked(2000.0, components=nodes("720G")) == []
     assert checked(2000.0, components=nodes()) == []
     assert checked(2000.0, components=nodes("400G"), train={"snapshot_every": 0}) == []
 
@@ -84,7 +84,7 @@ def test_caches_in_host_memory_and_limits_of_tools_count_on_rollout_nodes() -> N
 def test_half_of_the_nodes_memory_is_assumed_for_shared_memory() -> None:
     (line,) = checked(1000.0, components=nodes())
     assert line == (
-        "snapshots do not fit: a train node needs 532 GB (snapshots 414) of /dev/shm, which has 500 GB if it is half of"
+        "snapshots do not fit: a train node needs 502 GB (snapshots 354) of /dev/shm, which has 500 GB if it is half of"
         " the node's memory; without snapshots: train.snapshot_every = 0"
     )
     assert checked(1000.0, components=nodes(), train={"snapshot_every": 0}) == []
@@ -93,8 +93,8 @@ def test_half_of_the_nodes_memory_is_assumed_for_shared_memory() -> None:
 def test_an_unknown_size_is_a_warning_with_what_is_needed() -> None:
     (line,) = checked(None, components=nodes())
     assert line == (
-        "the size of the nodes is not known, so host memory was not checked: a train node needs 536 GB, 532 GB of"
-        " it in /dev/shm (snapshots 414)"
+        "the size of the nodes is not known, so host memory was not checked: a train node needs 683 GB, 502 GB of"
+        " it in /dev/shm (snapshots 354)"
     )
 
 
@@ -106,7 +106,7 @@ def test_all_parts_of_one_node_are_added(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(preflight, "_size", lambda folder: 64e9)
     monkeypatch.setattr("os.sysconf", lambda name: 2**30 if name == "SC_PHYS_PAGES" else 4096)
     local = {"slurm": {"device": "cuda", "executor": "local"}, "train": {"snapshot_every": 0}}
-    with pytest.raises(UserError, match=r"the weight files of this machine take 236 GB of /dev/shm, which has 64 GB"):
+    with pytest.raises(UserError, match=r"the weight files of this machine take 266 GB of /dev/shm, which has 64 GB"):
         check_hosts(host_needs(configured(components=nodes(hybrid=0), **local), MODEL))
 
 

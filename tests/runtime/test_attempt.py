@@ -89,16 +89,30 @@ def test_a_state_without_room_for_its_position_is_removed_and_a_complete_one_nev
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunDir(tmp_path)
-    folder = {step: save(run, step) for step in (10, 20, 30)}
-    (folder[20] / folders.POSITION_FILE).unlink()
+    folder = {step: save(run, step) for step in (10, 30)}
+
+    def written(step: int) -> tuple[Path, folders.Manifest]:
+        partial = run.checkpoints / f"step-{step}.start.1.partial"
+        partial.mkdir()
+        state = partial / folders.STATE_FILE
+        state.write_bytes(msgspec.json.encode(folders.TrainerState(step, 99)))
+        return partial, folders.seal(partial, [state])
 
     def full(folder: Path, position: folders.DataPosition) -> None:
         raise OSError("no room")
 
-    monkeypatch.setattr(folders, "write_position", full)
-    with pytest.raises(OSError, match="no room"):
-        complete_checkpoint(folder[20], folders.DataPosition(20, 160, ()))
-    complete_checkpoint(folder[30], folders.DataPosition(30, 240, ()))
+    with monkeypatch.context() as patched:
+        patched.setattr(folders, "write_position", full)
+        partial, manifest = written(20)
+        with pytest.raises(OSError, match="no room"):
+            complete_checkpoint(partial, run.checkpoint(20), manifest, folders.DataPosition(20, 160, ()))
+    partial, manifest = written(30)
+    complete_checkpoint(partial, run.checkpoint(30), manifest, folders.DataPosition(30, 240, ()))
+    assert folders.read_state(folder[30]).updates == 30, "it is not replaced"
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-000010", "step-000030"]
+    partial, manifest = written(40)
+    complete_checkpoint(partial, run.checkpoint(40), manifest, folders.DataPosition(40, 320, ()))
+    assert not folders.verify(run.checkpoint(40))
+    assert start_state(run).step == 40
     remove_old(run, 1)
-    assert list(run.checkpoints.iterdir()) == [folder[30]]
+    assert list(run.checkpoints.iterdir()) == [run.checkpoint(40)]

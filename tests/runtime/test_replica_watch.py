@@ -9,8 +9,12 @@ from libra_hpc.protocol.trainer import (
     Joined,
     SaveCheckpoint,
     Saved,
+    SaveFailed,
+    SaveStarted,
+    SnapshotTaken,
     StepDone,
     StepFailed,
+    TakeSnapshot,
     TrainStep,
     WorkerError,
 )
@@ -103,10 +107,11 @@ def joined() -> ReplicaWatch:
     for order, answer in (
         (JOIN, Joined(1, 0, 0, 1.0)),
         (Export("", 0), Exported(0, 0, 0, 1.0)),
-        (SaveCheckpoint("", 0), Saved("", 0, 1.0)),
+        (SaveCheckpoint("", 0), SaveStarted(0, 1.0)),
     ):
         watch.asked(order, 0.0)
         watch.answered(answer, 1.0)
+    watch.answered(SaveFailed("", 0, "no room"), 1.0)
     return watch
 
 
@@ -117,7 +122,7 @@ def test_an_order_counts_from_when_the_one_before_it_was_answered() -> None:
         watch.asked(order, 1.0)
     alive(watch, "checkpoint", 59.0)
     assert watch.hung(59.0) == ""
-    watch.answered(Saved("", 1, 59.0), 59.0)
+    watch.answered(SaveStarted(1, 59.0), 59.0)
     alive(watch, "compute", 118.0)
     assert watch.hung(118.0) == ""
     watch.answered(WorkerError("a newer order came", False, 2, 1), 118.0)
@@ -127,30 +132,37 @@ def test_an_order_counts_from_when_the_one_before_it_was_answered() -> None:
     assert "export has not ended after 61 s (limit 60 s)" in watch.hung(180.0)
 
 
-def test_a_snapshot_is_an_operation_of_its_own_and_orders_wait_for_its_end() -> None:
+def test_a_snapshot_is_an_order_like_any_other() -> None:
     watch = joined()
+    watch.asked(TakeSnapshot("", 1), 0.0)
     watch.asked(Export("", 1), 0.0)
-    watch.alive(0, Alive("snapshot", 1.0), 1.0)
-    watch.asked(Join(2, 0, 2, "/meet"), 2.0)
-    for second in range(2, 601):
-        watch.alive(0, Alive("snapshot", float(second)), float(second))
-        assert watch.hung(float(second)) == ""
-    assert watch.late(600.0) == ["snapshot has not ended after 600 s (limit 600 s)"]
+    alive(watch, "snapshot", 600.0)
+    assert watch.hung(600.0) == ""
+    alive(watch, "snapshot", 601.0)
     assert "snapshot has not ended after 601 s" in watch.hung(601.0)
-    watch.alive(0, Alive("compute", 0.5), 601.0)
+    watch.answered(SnapshotTaken(1, 1), 601.0)
+    alive(watch, "compute", 660.0)
     assert watch.hung(660.0) == ""
-    watch.alive(0, Alive("compute", 60.0), 662.0)
-    assert "export has not ended after 61 s" in watch.hung(662.0)
-    watch.answered(Exported(1, 0, 0, 1.0), 662.0)
-    watch.answered(Joined(2, 0, 0, 1.0), 663.0)
-    assert watch.hung(1e6) == ""
 
 
-def test_a_save_that_was_refused_is_not_waited_for() -> None:
+def test_the_write_of_a_checkpoint_is_an_operation_beside_the_next_orders() -> None:
     watch = joined()
     watch.asked(SaveCheckpoint("", 1), 0.0)
-    watch.answered(WorkerError("this replica is at step 0, it cannot save step 1", False), 1.0)
-    assert watch.hung(1e6) == ""
+    watch.answered(SaveStarted(1, 1.0), 1.0)
+    for second in range(2, 602):
+        alive(watch, "compute", float(second))
+        watch.asked(Export("", second), float(second))
+        watch.answered(Exported(second, 0, 0, 0.0), float(second))
+        assert watch.hung(float(second)) == "", "a first write may take as long as any first operation"
+    alive(watch, "compute", 602.0)
+    assert "write of a checkpoint has not ended after 601 s" in watch.hung(602.0)
+    watch.answered(SaveFailed("", 1, "no room"), 602.0)
+    assert watch.hung(602.0) == ""
+    watch.asked(SaveCheckpoint("", 2), 602.0)
+    watch.answered(SaveStarted(2, 1.0), 603.0)
+    watch.answered(Saved("", 2, 3.0), 606.0)
+    alive(watch, "compute", 1000.0)
+    assert watch.hung(1000.0) == ""
 
 
 def test_a_limit_that_never_suffices_ends_the_run_instead_of_one_replica_after_the_other() -> None:

@@ -188,6 +188,25 @@ def test_the_turns_of_an_engine_that_outlives_its_sigkill_do_not_wait_for_it(
     run(work())
 
 
+def test_an_engine_with_weights_older_than_the_start_serves_only_once_it_has_newer_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_node, "ASK_AGAIN_S", 0.01)
+
+    async def work() -> None:
+        async with scene(tmp_path) as made:
+            made.context.start = wire.Welcome(4, "", 32, (), snapshot="step-4", saved_step=0)
+            await made.node.start()
+            await made.until(lambda: len(made.of(wire.WeightsWanted)) > 3, "it asks again")
+            assert not made.of(wire.EngineUp), "the trainers have exported nothing yet"
+            data = b"weights"
+            made.node.on_chunk(wire.WeightsChunk(4, 0, len(data), zlib.crc32(data), ()), data)
+            await made.until(lambda: made.of(wire.EngineUp), "the engine is ready")
+            assert made.of(wire.EngineUp)[0].ready.version == 4
+
+    run(work())
+
+
 def test_an_engine_that_never_takes_new_weights_is_ended(tmp_path: Path) -> None:
     async def work() -> None:
         async with scene(tmp_path) as made:

@@ -40,6 +40,21 @@ def test_a_late_last_step_is_given_up_when_a_save_would_not_fit_any_more() -> No
     assert limit().stop(7, END - 1000.0, last + 1.0) == Stop(0, "time limit in 152 s; a save takes 95 s")
 
 
+def test_the_last_save_waits_for_the_end_of_a_write_that_is_in_flight() -> None:
+    now = END - 250.0
+    for ended in (False, True):
+        writing = limit((10.0,))
+        assert writing.stop(7, now, now) is None
+        writing.on_save_started(now - 5.0)
+        if ended:
+            writing.on_save_failed()
+        stop = writing.stop(7, now, now)
+        assert (stop is None) == ended
+    assert stop is None
+    writing.on_save_started(now - 80.0)
+    assert writing.stop(7, now, now) is None, "it ends before the step does"
+
+
 def test_the_slow_first_step_counts_only_until_there_is_another() -> None:
     first, second = limit((400.0,)), limit()
     now = END - 800.0

@@ -16,8 +16,17 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.process import deadlines
 from libra_hpc.process.budget import RestartBudget
 from libra_hpc.process.child import Child
-from libra_hpc.protocol.mesh import EngineDied, EngineIsReady, Fatal, FromReplica, Log, Welcome
-from libra_hpc.protocol.trainer import Alive, Export, ExportFailed, Join, Joined
+from libra_hpc.protocol.mesh import (
+    EngineDied,
+    EngineIsReady,
+    Fatal,
+    FromReplica,
+    Log,
+    SnapshotChunk,
+    SnapshotStored,
+    Welcome,
+)
+from libra_hpc.protocol.trainer import Alive, Export, ExportFailed, Join, Joined, TakeSnapshot
 from libra_hpc.runtime import train_node as module
 from libra_hpc.runtime.agent_context import AgentContext
 from libra_hpc.runtime.rank_layout import RankLayout
@@ -64,7 +73,7 @@ class Scene:
             config,
             self.run,
             1,
-            lambda rank, message, blob=b"": self.sent.append(message),
+            lambda rank, message, blob=b"", done=None: self.sent.append(message),
             Welcome(0, "", 0, ()),
             folder,
             self.shm,
@@ -215,7 +224,7 @@ def test_a_rebuilt_replica_starts_from_the_newest_whole_snapshot_or_checkpoint(h
     async def script() -> None:
         await scene.ready()
         assert scene.node.step == 0
-        snapshots = scene.shm / "snapshots"
+        snapshots = scene.node.keeper.own
         save(scene.run.checkpoint(3), 3)
         save(snapshots / "step-00000004", 4)
         newest = save(snapshots / "step-00000005", 5)
@@ -298,9 +307,47 @@ def test_the_nodes_of_a_core_are_one_world_with_one_meeting_point(here: Path) ->
 
         scene.play(script)
     assert [(worker.rank, worker.device_index) for worker in found] == [(0, 0), (1, 1), (2, 0), (3, 1)]
-    assert {(worker.dp, worker.core_dp, worker.elastic, worker.snapshot_dir) for worker in found} == {(2, 2, False, "")}
+    assert {(worker.dp, worker.core_dp, worker.elastic) for worker in found} == {(2, 2, False)}
     (meeting,) = {worker.world_rendezvous for worker in found}
     assert Path(meeting).parent.is_dir(), "on the shared file system"
+
+
+def test_processes_that_cannot_start_from_a_snapshot_leave_the_checkpoint_to_the_next_start(here: Path) -> None:
+    scene = Scene(here, components=("train", "train", "rollout"))
+    name = "step-00000004.attempt-1-7"
+    part = scene.node.keeper.own / name
+    part.mkdir(parents=True)
+    (part / folders.STATE_FILE).write_text("{")
+    scene.node._context.start = Welcome(4, "", 8, (), snapshot=name)
+
+    async def script() -> None:
+        await scene.node.start()
+        await scene.until(lambda: scene.of(Fatal))
+
+    scene.play(script)
+    assert scene.of(Fatal)[0].restart
+    assert not part.exists()
+
+
+def test_a_snapshot_of_all_processes_is_a_part_and_its_copy_goes_to_the_next_node(here: Path) -> None:
+    scene = Scene(here, tp=2, components=("train", "train", "rollout"))
+
+    async def script() -> None:
+        await scene.node.start()
+        await scene.until(lambda: scene.of(EngineIsReady))
+        scene.node.on_message(TakeSnapshot("", 0))
+        await scene.until(lambda: scene.of(SnapshotStored))
+        scene.node.on_message(TakeSnapshot("", 3))
+        await scene.until(lambda: len(scene.of(SnapshotStored)) == 2)
+
+    scene.play(script)
+    good, bad = scene.of(SnapshotStored)
+    assert (good.rank, good.owner, good.step, good.reason) == (1, 1, 0, "")
+    assert "at step 0" in bad.reason
+    (part,) = (path for path in scene.node.keeper.own.iterdir() if folders.is_state(path))
+    assert folders.verify(part) == ""
+    assert len(list(part.glob("snapshot-*.safetensors"))) == 2
+    assert scene.of(SnapshotChunk)
 
 
 def test_a_core_of_several_nodes_restarts_as_a_whole(here: Path) -> None:
@@ -325,7 +372,7 @@ def test_a_hybrid_node_joins_from_the_weights_that_it_has_for_rollout(here: Path
         await core.until(lambda: core.of(EngineIsReady))
         await scene.ready()
         (worker,) = workers(scene, 2)
-        assert (worker.elastic, worker.core_dp, worker.start_dir, worker.snapshot_dir) == (True, 1, "", "")
+        assert (worker.elastic, worker.core_dp, worker.start_dir) == (True, 1, "")
         for number, weights in enumerate((None, WeightFile(0, here / "w", 1, 0)), 1):
             scene.weights = weights
             core.node.on_message(Join(number, 0, 2, str(here / f"g{number}")))

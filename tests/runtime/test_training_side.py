@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.runtime.agent_context import AgentContext
 from libra_hpc.runtime.rank_layout import RankLayout
+from libra_hpc.runtime.train_leader_setup import CheckpointStore
 from libra_hpc.runtime.train_node import TrainNode
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.train.data_order import DataOrder
+from libra_hpc.train.state_folders import DataPosition, read_position, verify
 from libra_hpc.train.train_leader import TrainLeader
 from tests.protocol.step_reports import batch_stats
 
@@ -75,14 +77,16 @@ class Side:
             self.send,
             4,
             lambda: (),
-            self.saved,
+            CheckpointStore(self.run, 2),
             rendezvous=folder,
-            checkpoints=folder / "checkpoints",
+            checkpoints=self.run.checkpoints,
+            index=self,
         )
+        self.listed: list[int] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def saved(self, step: int, order: DataOrder, reports: Sequence[wire.StepReport]) -> None:
-        assert (step, order.low, len(reports)) == (STEPS, STEPS, STEPS)
+    async def add(self, position: DataPosition) -> None:
+        self.listed.append(position.step)
 
     def send(self, rank: int, message: Any, blob: bytes = b"") -> None:
         """In the loop's next turn, as the mesh does it."""
@@ -92,6 +96,10 @@ class Side:
         match message:
             case wire.ToReplica(message=order):
                 self.nodes[rank].on_message(order)
+            case wire.SnapshotStored():
+                self.leader.on_snapshot_stored(message)
+            case wire.KeepSnapshot():
+                self.nodes[rank].keeper.keep(message)
             case wire.FromReplica(rank=source, message=answer):
                 self.leader.on_reply(source, answer)
             case wire.EngineDied(rank=source, reason=reason) if rank == 1:
@@ -181,4 +189,10 @@ def test_a_second_trainer_that_dies_while_the_first_rejoins_costs_seconds(
     assert [done.step for done in side.committed] == list(range(1, STEPS + 1)), "every step once"
     assert [index for done in side.committed for index in done.indices] == list(range(STEPS))
     assert not [event for event in side.events if isinstance(event, wire.Fatal)]
-    assert len(list(tmp_path.glob("checkpoints/step-*"))) == 1
+    assert side.listed == sorted(set(side.listed))
+    assert side.listed
+    (saved,) = side.run.checkpoints.iterdir()
+    assert saved.name == f"step-{STEPS:06d}"
+    position = read_position(saved)
+    assert (position.step, position.low, len(position.reports)) == (STEPS, STEPS, STEPS)
+    assert verify(saved) == ""

@@ -29,7 +29,7 @@ def algorithm(**changes: float) -> AlgorithmSettings:
 
 
 def worker_config(**changes: Any) -> WorkerConfig:
-    """One process on a CPU, in float32, without snapshots."""
+    """One process on a CPU, in float32."""
     values: dict[str, Any] = {
         "model_dir": "",
         "world_rendezvous": "",
@@ -44,8 +44,6 @@ def worker_config(**changes: Any) -> WorkerConfig:
         "algorithm": algorithm(),
         "micro_tokens": _run.train.micro_tokens,
         "recompute": "none",
-        "snapshot_dir": "",
-        "snapshot_every": 0,
         "threads": 1,
         "seed": 0,
     }

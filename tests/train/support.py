@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,8 +23,12 @@ from libra_hpc.protocol.trainer import (
     Sample,
     SaveCheckpoint,
     Saved,
+    SaveFailed,
+    SaveStarted,
+    SnapshotTaken,
     StepDone,
     StopWorker,
+    TakeSnapshot,
     TrainStep,
     WorkerReady,
     from_worker,
@@ -31,6 +36,7 @@ from libra_hpc.protocol.trainer import (
 )
 from libra_hpc.train import checkpoint
 from libra_hpc.train import state_folders as folders
+from libra_hpc.train.checkpoint_writer import CheckpointWriter
 from libra_hpc.train.elastic import ElasticReplicas
 from libra_hpc.train.grpo_trainer import GrpoTrainer
 from libra_hpc.train.settings import OptimizerSettings, write_config
@@ -130,6 +136,17 @@ def build(
     return engine, trainer
 
 
+def save(engine: TrainEngine, model_dir: Path, folder: Path) -> Saved:
+    """Write the files of a checkpoint of this process alone, and wait for them."""
+    answers: list[Saved | SaveFailed] = []
+    writer = CheckpointWriter(engine, model_dir, answers.append)
+    writer.write(writer.copy(folder))
+    writer.wait()
+    (answer,) = answers
+    assert isinstance(answer, Saved)
+    return answer
+
+
 def fixed_run(
     model_dir: Path, split: ReplicaPlace, steps: int, minibatches: int = 1
 ) -> tuple[list[StepDone], dict[str, torch.Tensor]]:
@@ -137,7 +154,7 @@ def fixed_run(
     engine, trainer = build(model_dir, split)
     done = [trainer.step(train_step(step, 0, minibatches=minibatches)) for step in range(1, steps + 1)]
     folder = model_dir.parent / f"reference-{model_dir.name}-{steps}-{minibatches}"
-    checkpoint.save(engine, model_dir, folder)
+    save(engine, model_dir, folder)
     return done, read_tensors(folder)
 
 
@@ -315,10 +332,21 @@ class Replica:
         self.send(message)
         return self.receive(kind)
 
+    def save(self, folder: Path, step: int, kind: type[Any] = Saved) -> Any:
+        """Have the files of a checkpoint written; returns local rank 0's answer."""
+        self.ask(SaveCheckpoint(str(folder), step), SaveStarted)
+        return self.receive(kind)
+
+    def snapshot(self, folder: Path, step: int) -> None:
+        """Take a snapshot, and complete it as an agent does."""
+        folder.mkdir(parents=True)
+        taken = self.ask(TakeSnapshot(str(folder), step), SnapshotTaken)
+        (folder / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(step, taken.updates)))
+
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """Weights and moments, read from a checkpoint."""
         folder = self.folder / f"check-{step}-{len(list(self.folder.iterdir()))}"
-        self.ask(SaveCheckpoint(str(folder), step), Saved)
+        self.save(folder, step)
         assert folders.read_state(folder).step == step
         return read_tensors(folder)
 
@@ -385,7 +413,7 @@ def assert_equals_one_process(base: Path, world: ReplicaPlace, layout: Layout, *
             reference.ratio_truncated,
         )
     folder = base / "saved"
-    replica.ask(SaveCheckpoint(str(folder), steps), Saved)
+    replica.save(folder, steps)
     assert_same_state(read_tensors(folder), state)
 
     # Across splits: one process continues from the split replica's checkpoint, and the split replica from one
@@ -397,7 +425,7 @@ def assert_equals_one_process(base: Path, world: ReplicaPlace, layout: Layout, *
     (together,) = step_all([replica], steps + 1, 0)
     assert alone.loss == pytest.approx(together.loss, abs=2e-6)
     assert alone.grad_norm == pytest.approx(together.grad_norm, rel=2e-5)
-    checkpoint.save(engine, model_dir, base / "alone")
+    save(engine, model_dir, base / "alone")
     assert_same_state(replica.tensors(steps + 1), read_tensors(base / "alone"))
     assert replica.close() == [0] * layout.ranks
     start_dir = str(base / f"reference-model-{steps}-1")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from libra_hpc.protocol.mesh import (
     Log,
     MemberJoined,
     Publish,
+    SnapshotStored,
     StepReport,
     ToReplica,
     TrainingFinished,
@@ -36,11 +37,13 @@ from libra_hpc.protocol.trainer import (
     SaveFailed,
     StepDone,
     StepFailed,
+    TakeSnapshot,
     TrainStep,
     WorkerError,
 )
-from libra_hpc.train import members
+from libra_hpc.train import members, saves
 from libra_hpc.train import train_leader as leader
+from libra_hpc.train.state_folders import DataPosition, Manifest
 from libra_hpc.train.train_leader import DataOrder, TrainLeader
 from tests.protocol.step_reports import batch_stats
 
@@ -65,6 +68,8 @@ class Replica:
         self.silent = False
         self.skipped = 0
         self.full = False
+        self.slow = False
+        """Whether a checkpoint is answered only by `saved`."""
         self.bad_exports = 0
 
     def take(self, message: Any) -> None:
@@ -93,14 +98,38 @@ class Replica:
                     self.rank,
                     ExportFailed(version, "no room") if self.bad_exports >= 0 else Exported(version, 77, 100, 0.0),
                 )
+            case TakeSnapshot(step=step):
+                if self.rank in self.world.core:
+                    stored = SnapshotStored(self.rank, self.rank, step)
+                    asyncio.get_running_loop().call_soon(self.world.leader.on_snapshot_stored, stored)
             case SaveCheckpoint(folder=folder, step=step):
                 self.world.tried.append(step)
-                self.world.reply(
-                    self.rank, SaveFailed(folder, step, "no room") if self.full else Saved(folder, step, 0.0)
-                )
+                self.saving = SaveCheckpoint(folder, step)
+                if not self.slow:
+                    self.saved()
+
+    def saved(self) -> None:
+        """The answer to the last request for a checkpoint."""
+        folder, step = self.saving.folder, self.saving.step
+        answer = (
+            SaveFailed(folder, step, "no room") if self.full else Saved(folder, step, 0.0, {str(self.rank): (1, 2)})
+        )
+        self.world.reply(self.rank, answer)
+
+
+class Index:
+    """The list of complete snapshots: step and position."""
+
+    def __init__(self) -> None:
+        self.listed: list[tuple[int, int]] = []
+
+    async def add(self, position: DataPosition) -> None:
+        self.listed.append((position.step, position.low))
 
 
 class World:
+    """Also where checkpoints go: `complete` and `discard`."""
+
     def __init__(
         self,
         steps: int = 3,
@@ -109,6 +138,7 @@ class World:
         storage_s: float = 900.0,
         core: tuple[int, ...] = (1,),
         nodes_per_replica: int = 1,
+        from_checkpoint: bool = False,
     ) -> None:
         self.core, self.nodes_per_replica = core, nodes_per_replica
         self.replicas: dict[int, Replica] = {}
@@ -116,7 +146,10 @@ class World:
         self.trained: list[tuple[int, int, list[str], tuple[int, ...]]] = []
         self.no_position = False
         self.hangs = False
-        self.carried: list[list[tuple[int, float]]] = []
+        self.carried: list[list[tuple[int, float | None]]] = []
+        self.manifests: list[Manifest] = []
+        self.discarded: list[str] = []
+        self.index = Index()
         self.tried: list[int] = []
         self.now = 0.0
         self.sent: list[tuple[int, Any]] = []
@@ -131,14 +164,6 @@ class World:
             }
         )
 
-        async def saved(at: int, order: DataOrder, reports: Sequence[StepReport]) -> None:
-            self.carried.append([(report.step, report.metrics.batch.reward) for report in reports])
-            if self.hangs:
-                await asyncio.sleep(60.0)
-            if self.no_position:
-                raise OSError("no room for the position")
-            self.saved.append((at, order.low, sorted(order.extra)))
-
         self.leader = TrainLeader(
             config,
             core,
@@ -147,11 +172,25 @@ class World:
             self.send,
             3,
             lambda: (3,),
-            saved,
+            self,
             lambda: self.now,
             rendezvous=Path("/rendezvous"),
             checkpoints=Path("/checkpoints"),
+            from_checkpoint=from_checkpoint,
+            index=self.index,
         )
+
+    async def complete(self, folder: Path, manifest: Manifest, position: DataPosition) -> None:
+        self.carried.append([(record.step, record.metrics["reward"]) for record in position.reports])
+        if self.hangs:
+            await asyncio.sleep(60.0)
+        if self.no_position:
+            raise OSError("no room for the position")
+        self.manifests.append(manifest)
+        self.saved.append((position.step, position.low, list(position.extra)))
+
+    async def discard(self, folder: Path) -> None:
+        self.discarded.append(folder.name)
 
     def send(self, rank: int, message: Any) -> None:
         self.sent.append((rank, message))
@@ -291,6 +330,7 @@ def test_all_nodes_of_the_core_are_one_member_and_get_the_same_samples() -> None
     assert [rank for rank, order in world.asked(Export) if order.version == 1] == [1, 2]
     assert [rank for rank, _ in world.asked(SaveCheckpoint)] == [1, 2]
     assert len(world.saved) == 1
+    assert world.manifests == [{"1": (1, 2), "2": (1, 2)}], "the files of all nodes"
     assert second.step == 2
 
 
@@ -542,7 +582,7 @@ def test_a_stopped_run_tries_its_last_checkpoint_four_times(monkeypatch: pytest.
 def test_a_run_at_its_end_waits_for_room_as_long_as_the_run_directory_may_lack_it(
     monkeypatch: pytest.MonkeyPatch, freed: bool
 ) -> None:
-    monkeypatch.setattr(leader, "SAVE_LONGEST_S", 0.001)
+    monkeypatch.setattr(saves, "SAVE_LONGEST_S", 0.001)
     world = World(steps=1, storage_s=900.0)
     world.add(1).full = True
 
@@ -654,10 +694,93 @@ def test_a_file_system_that_never_answers_fails_the_checkpoint_and_training_goes
         for step in (1, 2):
             world.leader.on_batch(batch(step))
         await until(lambda: len(world.of(Committed)) == 2)
+        await until(lambda: [log for log in world.of(Log) if log.kind == "checkpoint_failed"])
 
     play(world, script)
     (failed,) = [log for log in world.of(Log) if log.kind == "checkpoint_failed"]
-    assert failed.fields["reason"] == "the data position was not written within 0 s"
+    assert failed.fields["reason"] == "the checkpoint was not completed within 0 s"
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits_for_its_end() -> None:
+    world = World(steps=9, checkpoint_every=1)
+    world.add(1).slow = True
+
+    async def step(number: int) -> None:
+        world.leader.on_batch(batch(number))
+        await until(lambda: len(world.of(Committed)) == number)
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        for number in (1, 2, 3):
+            await step(number)
+        assert world.tried == [1]
+        world.leader.on_recorded(2)
+        world.replicas[1].saved()
+        await until(lambda: world.tried == [1, 3])
+        await step(4)
+        world.leader.on_stop("SIGTERM")
+        await asyncio.sleep(0.01)
+        assert world.tried == [1, 3], "the last checkpoint waits too"
+        world.replicas[1].slow = False
+        world.replicas[1].saved()
+        await until(lambda: world.of(TrainingFinished))
+
+    play(world, script)
+    assert world.saved == [(1, 2, []), (3, 6, []), (4, 8, [])], "each with the position of its own step"
+    assert [[step for step, _ in reports] for reports in world.carried] == [[1], [3], [3, 4]]
+
+
+def test_a_snapshot_is_taken_at_the_boundary_of_its_step_after_the_export() -> None:
+    world = World(steps=9)
+
+    async def script() -> None:
+        world.add(1), world.add(2)
+        world.leader.on_generation(1, (1, 2))
+        for number in (1, 2):
+            world.leader.on_batch(batch(number))
+            await until(lambda number=number: world.index.listed == [(s, 2 * s) for s in range(1, number + 1)])
+
+    play(world, script)
+    orders = [type(m.message).__name__ for rank, m in world.sent if rank == 1 and isinstance(m, ToReplica)]
+    assert orders == ["Join", "Export", *["TrainStep", "Export", "TakeSnapshot"] * 2]
+    assert {rank for rank, _ in world.asked(TakeSnapshot)} == {1}, "the core alone has a state"
+
+
+def test_a_core_that_dies_while_it_writes_a_checkpoint_leaves_none_and_saves_again_at_once() -> None:
+    world = World(steps=9, checkpoint_every=2)
+    world.add(1).slow = True
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        for number in (1, 2, 3):
+            world.leader.on_batch(batch(number))
+            await until(lambda number=number: len(world.of(Committed)) == number)
+        dead = world.replicas[1]
+        world.leader.on_replica_down(1, "killed")
+        world.add(1, step=2)
+        world.leader.on_generation(2, (1,))
+        await until(lambda: world.saved)
+        dead.saved()
+        await asyncio.sleep(0.01)
+
+    play(world, script)
+    assert world.tried == [2, 3]
+    assert world.saved == [(3, 6, [])]
+    assert world.discarded == ["step-000002.rendezvous.1.partial"]
+
+
+def test_a_run_that_stops_where_it_started_keeps_its_checkpoint() -> None:
+    world = World(steps=9, step=5, from_checkpoint=True)
+    world.add(1, step=5)
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        await until(lambda: world.of(MemberJoined))
+        world.leader.on_stop("SIGTERM")
+        await until(lambda: world.of(TrainingFinished))
+
+    play(world, script)
+    assert world.tried == []
 
 
 def test_only_the_core_answers_for_the_checkpoint() -> None:
@@ -668,15 +791,14 @@ def test_only_the_core_answers_for_the_checkpoint() -> None:
             world.add(rank)
         world.leader.on_generation(1, (1, 2))
         await until(lambda: len(world.of(MemberJoined)) == 2)
-        saver = world.replicas[1]
-        saver.take = lambda message: None if isinstance(message, SaveCheckpoint) else Replica.take(saver, message)  # type: ignore[method-assign]
+        world.replicas[1].slow = True
         world.leader.on_batch(batch(1))
         await until(lambda: [m for m in world.of(ToReplica) if isinstance(m.message, SaveCheckpoint)])
-        world.leader.on_reply(2, Joined(1, 0, 0, 0.0, 1))
-        world.leader.on_reply(2, Saved("", 1, 0.0))
+        world.leader.on_reply(2, Saved(world.replicas[1].saving.folder, 1, 0.0))
+        world.leader.on_reply(1, Saved("of an earlier request", 1, 0.0))
         await asyncio.sleep(0.01)
         assert world.saved == []
-        world.leader.on_reply(1, Saved("", 1, 0.0))
+        world.replicas[1].saved()
         await until(lambda: world.saved)
 
     play(world, script)

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
-from libra_hpc.protocol.trainer import (
-    Export,
-    Exported,
-    ExportFailed,
-    SaveCheckpoint,
-    Saved,
-    SaveFailed,
-    StepDone,
-    Warned,
-)
+from libra_hpc.protocol.trainer import Export, Exported, ExportFailed, SaveFailed, SnapshotFailed, TakeSnapshot
 from libra_hpc.train import state_folders as folders
 
-from .support import Replica, join_all, make_model, step_all, train_step
+from .support import Replica, join_all, make_model, step_all
 
 pytestmark = pytest.mark.engine
 
@@ -47,19 +38,21 @@ def small(tmp_path: Path) -> Iterator[Path]:
 def test_without_room_nothing_is_written_and_training_goes_on(tmp_path: Path, small: Path) -> None:
     model_dir = tmp_path / "model"
     make_model("qwen2", model_dir)
-    replica = Replica(tmp_path, "a", model_dir, tp=2, snapshot_dir=str(small / "snapshots"), snapshot_every=1)
+    replica = Replica(tmp_path, "a", model_dir, tp=2)
     replica.ready()
     join_all([replica], 1, tmp_path / "g1")
-    replica.send(train_step(1, 1))
-    assert isinstance(replica.receive_from(1), StepDone)
-    assert [type(replica.receive_from(0)) for _ in range(2)] == [StepDone, Warned]
-    failed = replica.ask(SaveCheckpoint(str(small / "step-000001"), 1), SaveFailed)
-    assert failed.reason.split(" needs ")[0].endswith("small/step-000001")
+    step_all([replica], 1, 1)
+    (small / "snapshot").mkdir()
+    assert replica.ask(TakeSnapshot(str(small / "snapshot"), 1), SnapshotFailed).reason.endswith(" bytes free")
+    (small / "snapshot").rmdir()
+    failed = replica.save(small / "step-000001", 1, SaveFailed)
+    assert "small/step-000001/" in failed.reason.split(" needs ")[0]
     assert failed.reason.endswith(" bytes free")
+    shutil.rmtree(small / "step-000001", ignore_errors=True)
     assert "small" in replica.ask(Export(str(small / "e.safetensors"), 1), ExportFailed).reason
     assert list(small.rglob("*")) == []
-    assert replica.ask(SaveCheckpoint(str(tmp_path / "step-000001"), 1), Saved).step == 1
-    assert folders.verify(tmp_path / "step-000001") == ""
+    assert replica.save(tmp_path / "step-000001", 1).step == 1
+    assert folders.read_state(tmp_path / "step-000001").step == 1
     assert replica.close() == [0, 0]
 
 
@@ -67,51 +60,39 @@ def test_a_write_that_fails_half_way_leaves_nothing_and_works_again_later(tmp_pa
     model_dir = tmp_path / "model"
     make_model("qwen2", model_dir)
     shm = tmp_path / "shm"
-    replica = Replica(tmp_path, "a", model_dir, snapshot_dir=str(shm), snapshot_every=2)
+    shm.mkdir()
+    replica = Replica(tmp_path, "a", model_dir)
     replica.ready()
     join_all([replica], 1, tmp_path / "g1")
     step_all([replica], 1, 1)
     folder, export = tmp_path / "step-000001", tmp_path / "e.safetensors"
-    replica.ask(SaveCheckpoint(str(folder), 1), Saved)
-    shards = folder / "optimizer" / "rank-00000.safetensors"
-    before = load_file(shards)
+    replica.save(folder, 1)
     pid = replica.processes[0].pid
     whole = resource.prlimit(pid, resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
-    # An older whole one of the same name stays.
-    replica.ask(SaveCheckpoint(str(folder), 1), SaveFailed)
+    replica.save(tmp_path / "torn", 1, SaveFailed)
+    shutil.rmtree(tmp_path / "torn")
     replica.ask(Export(str(export), 1), ExportFailed)
-    replica.send(train_step(2, 1))
-    replica.receive(StepDone)
-    replica.receive(Warned)
-    assert list(shm.iterdir()) == []
+    step_all([replica], 2, 1)
+    replica.ask(TakeSnapshot(str(shm), 2), SnapshotFailed)
     assert sorted(path.name for path in tmp_path.iterdir() if "step" in path.name or "safetensors" in path.name) == [
         "step-000001"
     ]
-    assert folders.verify(folder) == ""
-    assert all((tensor == before[name]).all() for name, tensor in load_file(shards).items())
     resource.prlimit(pid, resource.RLIMIT_FSIZE, whole)
     assert replica.ask(Export(str(export), 2), Exported).size == export.stat().st_size
-    replica.ask(SaveCheckpoint(str(tmp_path / "step-000002"), 2), Saved)
+    replica.save(tmp_path / "step-000002", 2)
     assert replica.close() == [0]
 
 
-def test_a_checkpoint_that_is_there_is_not_replaced_and_other_weights_are_not_exported(tmp_path: Path) -> None:
+def test_other_weights_are_not_exported_and_another_step_is_not_saved(tmp_path: Path) -> None:
     model_dir = tmp_path / "model"
     make_model("qwen2", model_dir)
     replica = Replica(tmp_path, "a", model_dir, tp=2)
     replica.ready()
     join_all([replica], 1, tmp_path / "g1")
     step_all([replica], 1, 1)
-    folder = tmp_path / "step-000001"
-    replica.ask(SaveCheckpoint(str(folder), 1), Saved)
-    first = folder.stat().st_ino
-    replica.ask(SaveCheckpoint(str(folder), 1), Saved)
-    second = folder.stat().st_ino
-    assert second != first, "without a data position it is none"
-    folders.write_position(folder, folders.DataPosition(1, 1, ()))
-    replica.ask(SaveCheckpoint(str(folder), 1), Saved)
-    assert folder.stat().st_ino == second
-    assert folders.is_saved(folder, 1)
     failed = replica.ask(Export(str(tmp_path / "e.safetensors"), 2), ExportFailed)
     assert failed.reason == "this replica is at step 1, it cannot export step 2"
+    failed = replica.save(tmp_path / "step-000002", 2, SaveFailed)
+    assert failed.reason == "this replica is at step 1, it cannot save step 2"
+    assert not (tmp_path / "step-000002").exists()
     assert replica.close() == [0, 0]
