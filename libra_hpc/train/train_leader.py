@@ -219,9 +219,9 @@ class TrainLeader(Members):
                 await self._replay()
                 continue
             self._export()
-            if self._saves.possible():
+            if self._save_now():
                 self._ask_to_save()
-            if self._snapshots.possible():
+            if self._snapshots.possible() and not self._saves.writing:
                 self._to_core(self._snapshots.ask(self.step, self.order, self._reports))
             waiting = self._clock()
             await self._until(self._batch_or_change)
@@ -238,7 +238,7 @@ class TrainLeader(Members):
 
     def _batch_or_change(self) -> bool:
         changed = self._membership_due() or bool(self._stop_reason or self._export_failure)
-        due = self._export_due() or self._saves.possible()
+        due = self._export_due() or self._save_now()
         return self.step + 1 in self._batches or changed or due
 
     async def _membership(self) -> bool:
@@ -366,6 +366,10 @@ class TrainLeader(Members):
     def _to_core(self, message: Export | SaveCheckpoint | TakeSnapshot) -> None:
         for rank in self._core:
             self._send(rank, ToReplica(message))
+
+    def _save_now(self) -> bool:
+        """Whether to ask for a checkpoint; the core has one copy of its state in host memory at a time."""
+        return self._saves.possible() and not self._snapshots.taking
 
     def _ask_to_save(self) -> None:
         self._to_core(self._saves.ask(self.step, self.order, self._reports))
