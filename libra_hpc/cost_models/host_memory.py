@@ -3,7 +3,7 @@
 - Weight files: engines read every version from /dev/shm, and the node that exports writes them there.
 - Snapshots: the optimizer's state of a core node in /dev/shm, and the next one while it is written; with several core
   nodes the same of the node before it.
-- Checkpoint copy: the optimizer's state of a core node, which a thread writes while training goes on.
+- Checkpoint copy: the optimizer's state of a core node, which a thread writes, also as a snapshot.
 - KV tier, environments: what the run file gives them.
 
 Standbys of training and of vLLM keep nothing in host memory.
@@ -15,7 +15,7 @@ import msgspec
 
 from libra_hpc.hardware.models import ModelShape
 
-from .memory import STATE_BYTES, optimizer_bytes
+from .memory import STATE_BYTES
 
 WEIGHT_VERSIONS = 4
 """Weight files on a node at once: the three that `libra_hpc.weights.relay` keeps, and the one being written."""
@@ -76,7 +76,7 @@ def node_memory(shape: ModelShape, work: NodeWork) -> NodeMemory:
     return NodeMemory(
         weight_files=float(versions * shape.weight_bytes),
         snapshots=snapshot_bytes(shape, work.core_nodes) if work.snapshots else 0.0,
-        checkpoint_copy=shape.params * optimizer_bytes(shape) / work.core_nodes if work.core_nodes else 0.0,
+        checkpoint_copy=shape.params * STATE_BYTES / work.core_nodes if work.core_nodes else 0.0,
         kv_tier=work.kv_bytes if work.rolls else 0.0,
         environments=work.environment_bytes,
         processes=PROCESS_BYTES,

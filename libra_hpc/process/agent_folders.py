@@ -9,6 +9,7 @@ A *kept* folder outlives its agent while all ranks restart: it is an orphan `KEP
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import shutil
@@ -45,15 +46,26 @@ def make_folders() -> tuple[Path, Path]:
 
 def kept_folder(run: Path, rank: int) -> Path:
     """Where a rank of a run keeps what its next start needs, in shared memory; it may not exist."""
-    name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
-    return _bases()[1] / f"{KEPT}{os.getuid()}-{name}-{rank}"
+    return _bases()[1] / f"{_kept_prefix(run)}{rank}"
+
+
+def remove_kept(run: Path) -> None:
+    """Remove what ranks of a run that has ended kept on this node."""
+    for folder in _bases()[1].glob(f"{_kept_prefix(run)}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _kept_prefix(run: Path) -> str:
+    return f"{KEPT}{os.getuid()}-{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]}-"
 
 
 async def hold(folder: Path) -> None:
     """Make a kept folder this agent's, and give signs of life until cancelled."""
-    folder.mkdir(mode=0o700, exist_ok=True)
     while True:
-        (folder / OWNER_FILE).write_text(str(os.getpid()))
+        # A full file system costs what would be kept, not the agent.
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            (folder / OWNER_FILE).write_text(str(os.getpid()))
         await asyncio.sleep(HOLD_S)
 
 

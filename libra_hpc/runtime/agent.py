@@ -46,6 +46,7 @@ from .coordinator import Coordinator
 from .coordinator_watch import CoordinatorWatch
 from .mesh import Mesh
 from .rank_layout import RankLayout, check_world
+from .recovery import Recovery
 from .rollout_node import RolloutNode
 from .rollout_service import RolloutService
 from .routes import Routes, add_engines, add_rollout_service, add_train_leader
@@ -216,7 +217,7 @@ class Agent:
             await self._watch.save(self._training)
         elif self.layout.components[self.rank] in ("train", "hybrid"):
             await self._watch.stay(self.layout.train_leader)
-        self._restarts = True
+        self._restarts = not Recovery(self.config.slurm.restarts).spent
         self._stop.set()
 
     async def _reap(self) -> None:

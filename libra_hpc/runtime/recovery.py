@@ -35,11 +35,16 @@ class Recovery:
 
     def start(self, reason: str, now: float) -> bool:
         """Plan a restart; False when all are used."""
-        if self.used >= self._restarts:
+        if self.spent:
             return False
         if not self.reason:
             self.reason, self.deadline = reason, now + SAVE_S
         return True
+
+    @property
+    def spent(self) -> bool:
+        """Whether none is left."""
+        return self.used >= self._restarts
 
     @property
     def exhausted(self) -> str:

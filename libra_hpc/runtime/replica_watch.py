@@ -28,15 +28,12 @@ from libra_hpc.protocol.trainer import (
     Saved,
     SaveFailed,
     SaveStarted,
-    SnapshotFailed,
-    SnapshotTaken,
     StepDone,
     StepFailed,
-    TakeSnapshot,
     TrainStep,
     WorkerError,
 )
-from libra_hpc.train.link import CHECKPOINT, COMPUTE, SNAPSHOT, WAITING
+from libra_hpc.train.link import CHECKPOINT, COMPUTE, WAITING
 
 PEERS = 3.0
 """Limits that a replica may take while it waits for others.
@@ -59,8 +56,6 @@ def order_key(message: Any) -> tuple[str, Hashable] | None:
             return "export", number
         case SaveCheckpoint(step=number) | SaveStarted(step=number):
             return CHECKPOINT, number
-        case TakeSnapshot(step=number) | SnapshotTaken(step=number) | SnapshotFailed(step=number):
-            return SNAPSHOT, number
         case WorkerError(generation=number, attempt=attempt) if number >= 0:
             return "join", (number, attempt)
     return None
@@ -101,7 +96,7 @@ class ReplicaWatch:
         while self._orders[0] != key:
             self._deadlines.forget(self._orders.popleft())
         self._orders.popleft()
-        if isinstance(message, StepFailed | ExportFailed | SnapshotFailed | WorkerError):
+        if isinstance(message, StepFailed | ExportFailed | WorkerError):
             self._deadlines.forget(key)
         else:
             self._deadlines.end(key, now)

@@ -12,6 +12,7 @@ parts of two starts never count together.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import time
@@ -73,7 +74,9 @@ class SnapshotKeeper:
         """The order for the processes, with their folder."""
         partial = _partial(self._path(message.step))
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        # Without the folder the processes fail to write, which they report.
+        with contextlib.suppress(OSError):
+            partial.mkdir(parents=True)
         return msgspec.structs.replace(message, folder=str(partial))
 
     def taken(self, answer: SnapshotTaken | SnapshotFailed) -> None:

@@ -18,6 +18,7 @@ import sys
 import time
 from typing import Any, Literal, NamedTuple
 
+from libra_hpc.process.agent_folders import remove_kept
 from libra_hpc.telemetry.events import LineLog
 from libra_hpc.telemetry.rundir import RunDir, read_lines
 
@@ -188,6 +189,7 @@ def finish(run: RunDir, attempt: int, decision: LauncherDecision, *, signal: str
 
     ``not_requeued``: why the job is not queued again, although it was to be.
     """
+    remove_kept(run.path)
     left = run.read_json(run.result)
     state, message = left.get("state", STATES.get(signal, "failed")), left.get("message", decision.reason)
     if decision.word == "fail":

@@ -1,7 +1,7 @@
 """Export the weights of a world of trainers, and load a state of any layout.
 
 Weights have Hugging Face names, and one process writes them, tensor by tensor. Contents of a state's folder:
-`libra_hpc.train.state_folders`; how one is written: `libra_hpc.train.checkpoint_writer`.
+`libra_hpc.train.state_folders`; how one is written: `libra_hpc.train.state_writer`.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ ALIVE_S = 1.0
 IDLE, COMPUTE, WAITING = "idle", "compute", "waiting for peers"
 SNAPSHOT, CHECKPOINT = "snapshot", "checkpoint"
 BUSY = (SNAPSHOT, CHECKPOINT)
-"""Phases that write the state, for minutes with a large model; orders wait."""
+"""Phases that copy the state to host memory; orders wait, longer when an earlier write has not ended."""
 
 
 class Pulse:

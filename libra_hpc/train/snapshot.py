@@ -6,6 +6,7 @@ derived from them. A checkpoint, which any layout reads, is `libra_hpc.train.sha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -21,7 +22,8 @@ def _file(folder: Path, rank: int) -> Path:
     return folder / f"snapshot-{rank:05d}.safetensors"
 
 
-def _pieces(state: OptimizerState) -> dict[str, torch.Tensor]:
+def pieces(state: OptimizerState) -> dict[str, torch.Tensor]:
+    """The tensors of this rank's file, as the optimizer holds them."""
     shards = state.shards.items()
     return {f"{kind}:{name}": tensor.data for name, shard in shards for kind, tensor in shard.kinds().items()}
 
@@ -31,12 +33,11 @@ def holds(folder: Path, rank: int) -> bool:
     return _file(folder, rank).is_file()
 
 
-def write(state: OptimizerState, folder: Path, rank: int) -> None:
+def write(copies: Mapping[str, torch.Tensor], folder: Path, rank: int) -> None:
     """Write this rank's file; raises `OSError` when there is no room."""
-    pieces = _pieces(state)
-    folders.check_room(folder, sum(piece.nbytes for piece in pieces.values()))
-    shapes = {name: tuple(piece.shape) for name, piece in pieces.items()}
-    write_safetensors(_file(folder, rank), torch.float32, shapes, pieces.items())
+    folders.check_room(folder, sum(piece.nbytes for piece in copies.values()))
+    shapes = {name: tuple(piece.shape) for name, piece in copies.items()}
+    write_safetensors(_file(folder, rank), torch.float32, shapes, copies.items())
 
 
 @torch.no_grad()
@@ -47,10 +48,10 @@ def load(state: OptimizerState, folder: Path, rank: int) -> None:
     """
     counters = folders.read_state(folder)
     with safe_open(_file(folder, rank), framework="pt") as file:
-        pieces = _pieces(state)
-        if pieces.keys() != set(file.keys()):
+        own = pieces(state)
+        if own.keys() != set(file.keys()):
             raise ValueError(f"{folder} was written in another layout")
-        for name, piece in pieces.items():
+        for name, piece in own.items():
             piece.copy_(file.get_tensor(name))
     state.commit(counters.step, counters.updates)
     state.refresh()

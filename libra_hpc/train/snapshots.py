@@ -3,7 +3,7 @@
 - Every ``every`` steps, at a step boundary -> the core's nodes take one (`Snapshots.ask`).
 - Every node has its own part, and its successor in the ring of the core's nodes a copy -> complete: `SnapshotIndex`
   gets the data position, without which a snapshot does not count.
-- Due while one is not complete -> asked for at the first step boundary after that.
+- Due while one is not complete, or while a checkpoint is written -> asked for at the first step boundary after that.
 - A part cannot be stored, or does not come within `PATIENCE_S` -> given up; the next one is due as usual.
 - One is complete or given up -> the nodes remove what is of no use any more.
 """
@@ -77,6 +77,11 @@ class Snapshots:
         if self._every and step % self._every == 0:
             self._due = True
 
+    @property
+    def taking(self) -> bool:
+        """Whether a node has not written its own part yet."""
+        return self._now is not None and any(rank == owner for rank, owner in self._now.missing)
+
     def possible(self) -> bool:
         """Whether to take a snapshot now."""
         if self._now is not None and self._clock() - self._now.began > PATIENCE_S:
@@ -98,14 +103,17 @@ class Snapshots:
         if message.reason:
             self._give_up(message.reason)
             return
+        taking = self.taking
         now.missing.discard((message.rank, message.owner))
+        if taking and not self.taking:
+            self._changed()
         if not now.missing:
             self._task = asyncio.get_running_loop().create_task(self._end(now))
             self._task.add_done_callback(lambda task: task.cancelled() or task.result())
 
     def core_lost(self) -> None:
         """A node of the core has lost its processes; parts that are complete stay."""
-        if self._now is not None and any(rank == owner for rank, owner in self._now.missing):
+        if self.taking:
             self._now = None
 
     async def _end(self, pending: _Pending) -> None:

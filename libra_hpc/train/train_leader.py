@@ -61,6 +61,8 @@ from .step_metrics import train_metrics
 
 LAST_RETRIES, LAST_PAUSE_S = 3, 3.0
 """Retries and pause in seconds of the last checkpoint of a run that was stopped: it has only seconds."""
+MOST_RETAINED = 4
+"""Times `TrainLeader.retain`, for which batches stay while no newer state is complete."""
 SKIPPED_STEPS = 3
 """Steps in a row without any finite gradient that end the run: one is an accident of a batch, three are the policy.
 
@@ -116,8 +118,8 @@ class TrainLeader(Members):
             log=self._log,
             changed=self._wake.set,
         )
-        self.retain = 2 * config.train.snapshot_every + 2
-        """Committed batches retained for replay: more than the steps between two snapshots, of which one may fail."""
+        self.retain = config.train.snapshot_every + 2
+        """Committed batches retained for replay: more than the steps between two snapshots."""
         self.step, self.order = step, order
         self._rollout_leader, self._receivers = rollout_leader, receivers
         self._state_step = step
@@ -221,9 +223,9 @@ class TrainLeader(Members):
                 await self._replay()
                 continue
             self._export()
-            if self._saves.possible():
+            if self._save_now():
                 self._ask_to_save()
-            if self._snapshots.possible():
+            if self._snapshots.possible() and not self._saves.writing:
                 self._to_core(self._snapshots.ask(self.step, self.order, self._reports))
             waiting = self._clock()
             await self._until(self._batch_or_change)
@@ -240,7 +242,7 @@ class TrainLeader(Members):
 
     def _batch_or_change(self) -> bool:
         changed = self._membership_due() or bool(self._stop_reason or self._export_failure)
-        due = self._export_due() or self._saves.possible()
+        due = self._export_due() or self._save_now()
         return self.step + 1 in self._batches or changed or due
 
     async def _membership(self) -> bool:
@@ -274,8 +276,9 @@ class TrainLeader(Members):
                 self._state_step == self.step
                 or all(s in self._batches for s in range(self._state_step + 1, self.step + 1))
             ):
+                newest = max(self._snapshots.complete, self._saves.saved_step)
                 where = f"the trainers hold step {self._state_step}, the run is at step {self.step}"
-                return self._fail(f"{where}, and the batches between are gone", restart=self._saves.saved_step > 0)
+                return self._fail(f"{where}, and the batches between are gone", restart=newest > 0)
         return True
 
     async def _replay(self) -> None:
@@ -341,7 +344,10 @@ class TrainLeader(Members):
         indices = (*(group.index for group in batch.groups), *batch.given_up)
         self.order.trained(indices)
         self._snapshots.committed(self.step)
-        for old in [s for s in self._batches if s <= self.step - self.retain]:
+        # A snapshot waits while a checkpoint is written.
+        newest = max(self._snapshots.complete, self._saves.saved_step)
+        oldest = max(min(self.step - self.retain, newest), self.step - MOST_RETAINED * self.retain)
+        for old in [s for s in self._batches if s <= oldest]:
             del self._batches[old]
         self._send(self._rollout_leader, Committed(self.step, indices))
         now = self._clock()
@@ -376,6 +382,10 @@ class TrainLeader(Members):
     def _to_core(self, message: Export | SaveCheckpoint | TakeSnapshot) -> None:
         for rank in self._core:
             self._send(rank, ToReplica(message))
+
+    def _save_now(self) -> bool:
+        """Whether to ask for a checkpoint; the core has one copy of its state in host memory at a time."""
+        return self._saves.possible() and not self._snapshots.taking
 
     def _ask_to_save(self) -> None:
         self._to_core(self._saves.ask(self.step, self.order, self._reports))

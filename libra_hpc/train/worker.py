@@ -7,7 +7,7 @@ files that are not sharded.
 
 - A step, join or file failed -> `StepFailed`, `SaveFailed`, `ExportFailed`, `SnapshotFailed` or
   ``WorkerError(fatal=False)``; the process stays usable.
-- A checkpoint is asked for -> a thread writes it while the next orders are obeyed (`CheckpointWriter`).
+- A checkpoint is asked for -> a thread writes it while the next orders are obeyed (`StateWriter`).
 - Any other error -> ``WorkerError(fatal=True)`` and exit code 1; every peer notices the closed sockets.
 """
 
@@ -35,7 +35,6 @@ from libra_hpc.protocol.trainer import (
     SaveFailed,
     SaveStarted,
     SnapshotFailed,
-    SnapshotTaken,
     Standby,
     StepFailed,
     StopWorker,
@@ -47,12 +46,12 @@ from libra_hpc.protocol.trainer import (
 from libra_hpc.train import checkpoint, snapshot
 from libra_hpc.weights.names import hf_shapes
 
-from .checkpoint_writer import CheckpointWriter
 from .device import choose_device, file_store
 from .elastic import ElasticReplicas, PeerLost
 from .grpo_trainer import BatchRejected, GrpoTrainer
 from .link import CHECKPOINT, COMPUTE, SNAPSHOT, WAITING, Pulse, WorkerSocket
 from .settings import WorkerConfig, read_config
+from .state_writer import StateWriter
 from .train_engine import NO_STEP, TrainEngine, init_world
 
 
@@ -103,7 +102,7 @@ class Worker:
             elastic_dp=config.elastic_dp,
         )
         self._trainer = GrpoTrainer(self._engine, self._replicas, config.algorithm, config.micro_tokens)
-        self._writer = CheckpointWriter(self._engine, self._model_dir, socket.send)
+        self._writer = StateWriter(self._engine, self._model_dir, socket.send)
         parameters = sum(torch.Size(size).numel() for size in hf_shapes(shape).values())
         self._socket.send(WorkerReady(self._engine.state.step, parameters, time.monotonic() - begin))
 
@@ -181,18 +180,13 @@ class Worker:
         self._socket.send(Exported(message.version, crc, size, time.monotonic() - begin))
 
     def _snapshot(self, message: TakeSnapshot) -> None:
-        state = self._engine.state
-        failure = ""
-        if message.step != state.step:
-            failure = f"this replica is at step {state.step}, it has no snapshot of step {message.step}"
-        else:
-            try:
-                with self._pulse.phase(SNAPSHOT):
-                    snapshot.write(state, Path(message.folder), self._config.rank)
-            except OSError as error:
-                failure = str(error)
-        answer = SnapshotFailed(message.step, failure) if failure else SnapshotTaken(message.step, state.updates)
-        self._socket.send(answer)
+        step = self._engine.state.step
+        if message.step != step:
+            reason = f"this replica is at step {step}, it has no snapshot of step {message.step}"
+            self._socket.send(SnapshotFailed(message.step, reason))
+            return
+        with self._pulse.phase(SNAPSHOT):
+            self._writer.snapshot(Path(message.folder))
 
     def _save(self, message: SaveCheckpoint) -> None:
         begin = time.monotonic()

@@ -11,10 +11,8 @@ from libra_hpc.protocol.trainer import (
     Saved,
     SaveFailed,
     SaveStarted,
-    SnapshotTaken,
     StepDone,
     StepFailed,
-    TakeSnapshot,
     TrainStep,
     WorkerError,
 )
@@ -130,19 +128,6 @@ def test_an_order_counts_from_when_the_one_before_it_was_answered() -> None:
     alive(watch, "compute", 180.0)
     assert watch.hung(178.0) == ""
     assert "export has not ended after 61 s (limit 60 s)" in watch.hung(180.0)
-
-
-def test_a_snapshot_is_an_order_like_any_other() -> None:
-    watch = joined()
-    watch.asked(TakeSnapshot("", 1), 0.0)
-    watch.asked(Export("", 1), 0.0)
-    alive(watch, "snapshot", 600.0)
-    assert watch.hung(600.0) == ""
-    alive(watch, "snapshot", 601.0)
-    assert "snapshot has not ended after 601 s" in watch.hung(601.0)
-    watch.answered(SnapshotTaken(1, 1), 601.0)
-    alive(watch, "compute", 660.0)
-    assert watch.hung(660.0) == ""
 
 
 def test_the_write_of_a_checkpoint_is_an_operation_beside_the_next_orders() -> None:

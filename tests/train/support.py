@@ -23,7 +23,6 @@ from libra_hpc.protocol.trainer import (
     Sample,
     SaveCheckpoint,
     Saved,
-    SaveFailed,
     SaveStarted,
     SnapshotTaken,
     StepDone,
@@ -36,11 +35,11 @@ from libra_hpc.protocol.trainer import (
 )
 from libra_hpc.train import checkpoint
 from libra_hpc.train import state_folders as folders
-from libra_hpc.train.checkpoint_writer import CheckpointWriter
 from libra_hpc.train.elastic import ElasticReplicas
 from libra_hpc.train.grpo_trainer import GrpoTrainer
 from libra_hpc.train.settings import OptimizerSettings, write_config
 from libra_hpc.train.shard_files import ShardFiles
+from libra_hpc.train.state_writer import Answer, StateWriter
 from libra_hpc.train.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace, from_hf, hf_shapes, stage_entries, to_hf
 
@@ -138,8 +137,8 @@ def build(
 
 def save(engine: TrainEngine, model_dir: Path, folder: Path) -> Saved:
     """Write the files of a checkpoint of this process alone, and wait for them."""
-    answers: list[Saved | SaveFailed] = []
-    writer = CheckpointWriter(engine, model_dir, answers.append)
+    answers: list[Answer] = []
+    writer = StateWriter(engine, model_dir, answers.append)
     writer.write(writer.copy(folder))
     writer.wait()
     (answer,) = answers

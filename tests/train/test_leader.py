@@ -746,6 +746,27 @@ def test_a_snapshot_is_taken_at_the_boundary_of_its_step_after_the_export() -> N
     assert {rank for rank, _ in world.asked(TakeSnapshot)} == {1}, "the core alone has a state"
 
 
+def test_batches_stay_until_a_newer_state_is_complete_and_at_most_four_times_as_long() -> None:
+    world = World(steps=99)
+    world.add(1).slow = True
+
+    async def script() -> None:
+        world.leader.on_generation(1, (1,))
+        for number in range(1, 20):
+            if number == 3:
+                # Nothing comes of the snapshot of this step.
+                world.leader.on_snapshot_stored = lambda message: None  # type: ignore[method-assign]
+            world.leader.on_batch(batch(number))
+            await until(lambda number=number: len(world.of(Committed)) == number)
+            retained.append(len(world.leader._batches))
+
+    retained: list[int] = []
+    play(world, script)
+    assert retained[:3] == [1, 2, 3]
+    assert retained[6] > 4, "more than the steps between two snapshots"
+    assert retained[-3:] == [12, 12, 12]
+
+
 def test_a_core_that_dies_while_it_writes_a_checkpoint_leaves_none_and_saves_again_at_once() -> None:
     world = World(steps=9, checkpoint_every=2)
     world.add(1).slow = True

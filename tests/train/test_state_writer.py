@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from libra_hpc.protocol.trainer import Saved, SaveFailed
-from libra_hpc.train import checkpoint, checkpoint_writer
+from libra_hpc.protocol.trainer import Saved, SaveFailed, SnapshotFailed, SnapshotTaken
+from libra_hpc.train import checkpoint, snapshot, state_writer
 from libra_hpc.train import state_folders as folders
-from libra_hpc.train.checkpoint_writer import CheckpointWriter
+from libra_hpc.train.state_writer import Answer, StateWriter
 from libra_hpc.weights.names import ReplicaPlace
 
 from .support import build, make_model, read_tensors, train_step
@@ -25,8 +25,8 @@ class Scene:
     def __init__(self, folder: Path, world: ReplicaPlace, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
         make_model("qwen2", folder / "model")
         self.engine, self.trainer = build(folder / "model", world, dtype)
-        self.answers: list[Saved | SaveFailed] = []
-        self.writer = CheckpointWriter(self.engine, folder / "model", self.answers.append)
+        self.answers: list[Answer] = []
+        self.writer = StateWriter(self.engine, folder / "model", self.answers.append)
         self.release = threading.Event()
         seal = folders.seal
 
@@ -34,7 +34,7 @@ class Scene:
             assert self.release.wait(60.0)
             return seal(folder, paths)
 
-        monkeypatch.setattr(checkpoint_writer.folders, "seal", late)
+        monkeypatch.setattr(state_writer.folders, "seal", late)
 
     def state(self) -> dict[str, torch.Tensor]:
         shards = self.engine.state.shards.items()
@@ -83,8 +83,32 @@ def test_a_second_copy_waits_for_the_end_of_the_first_write(
     assert copies == []
     scene.release.set()
     second.join(60.0)
-    assert [answer.folder for answer in scene.answers] == [str(tmp_path / "first")]
+    assert [answer.folder for answer in scene.answers if isinstance(answer, Saved)] == [str(tmp_path / "first")]
     assert len(copies) == 1
+
+
+def test_a_snapshot_is_of_its_step_and_loads_into_the_same_layout(
+    tmp_path: Path, world: ReplicaPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(tmp_path, world, monkeypatch, torch.bfloat16)
+    scene.trainer.step(train_step(1, 0))
+    saved = scene.state()
+    weights = {name: p.clone() for name, p in scene.engine.named_parameters().items()}
+    folder = tmp_path / "snapshot"
+    scene.writer.snapshot(folder)
+    scene.writer.wait()
+    assert [type(answer) for answer in scene.answers] == [SnapshotFailed], "there is no such folder"
+    folder.mkdir()
+    scene.writer.snapshot(folder)
+    scene.trainer.step(train_step(2, 0))
+    scene.writer.wait()
+    assert scene.answers[1:] == [SnapshotTaken(1, 1)]
+    (folder / folders.STATE_FILE).write_text('{"step": 1, "updates": 1}')
+    assert snapshot.holds(folder, 0)
+    snapshot.load(scene.engine.state, folder, 0)
+    assert (scene.engine.state.step, scene.engine.state.updates) == (1, 1)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in scene.state().items())
+    assert all(torch.equal(p, weights[name]) for name, p in scene.engine.named_parameters().items())
 
 
 def test_a_thread_that_fails_answers_with_the_reason(

@@ -1,7 +1,8 @@
-"""Writes this rank's files of a checkpoint while training goes on.
+"""Writes this rank's files of checkpoints and snapshots while training goes on.
 
-- `CheckpointWriter.copy`, at a step boundary -> the shards are in host memory.
-- `CheckpointWriter.write` -> a thread writes the files, and training goes on.
+- `StateWriter.copy`, at a step boundary -> the shards are in host memory.
+- `StateWriter.write` -> a thread writes the files, and training goes on.
+- `StateWriter.snapshot` -> both, for a snapshot.
 - The weights of this step were exported for rollout -> the first rank copies that file, which it keeps open. Otherwise
   they are gathered and written before training goes on.
 - Another copy -> it waits for the end of the write before: there is one copy in host memory.
@@ -13,13 +14,14 @@ the checkpoint.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import shutil
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -27,7 +29,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from libra_hpc.protocol.trainer import Saved, SaveFailed
+from libra_hpc.protocol.trainer import Saved, SaveFailed, SnapshotFailed, SnapshotTaken
+from libra_hpc.train import snapshot
 from libra_hpc.train import state_folders as folders
 
 from .checkpoint import WEIGHTS_FILE, write_companions, write_policy
@@ -35,6 +38,7 @@ from .device import host_buffer, synchronize
 from .shard_files import own_pieces, rank_file, write_pieces
 from .train_engine import TrainEngine
 
+Answer = Saved | SaveFailed | SnapshotTaken | SnapshotFailed
 COPY_BYTES = 16 << 20
 """Per read of the exported weights."""
 
@@ -47,13 +51,12 @@ class HostCopy:
         self._buffer: torch.Tensor | None = None
 
     @torch.no_grad()
-    def take(self) -> dict[str, torch.Tensor]:
-        """Copy the shards; returns the copies by their names in a rank's file. Raises `OSError` without memory."""
+    def take(self, pieces: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy pieces of the shards; returns the copies by their names. Raises `OSError` without memory."""
         engine = self._engine
-        pieces = own_pieces(engine.state, engine.shape, engine.split)
         if self._buffer is None:
             try:
-                self._buffer = host_buffer(engine.device, sum(piece.numel() for piece in pieces.values()))
+                self._buffer = host_buffer(engine.device, sum(tensor.numel() for tensor in engine.state.tensors()))
             except RuntimeError as error:
                 raise OSError(errno.ENOMEM, f"no host memory for a copy of the optimizer's state: {error}") from error
         copies, begin = {}, 0
@@ -76,10 +79,10 @@ class CopiedState(NamedTuple):
     began: float
 
 
-class CheckpointWriter:
+class StateWriter:
     """See the module docstring; ``send`` gets the answer, from the thread."""
 
-    def __init__(self, engine: TrainEngine, model_dir: Path, send: Callable[[Saved | SaveFailed], None]) -> None:
+    def __init__(self, engine: TrainEngine, model_dir: Path, send: Callable[[Answer], None]) -> None:
         self._engine, self._model_dir, self._send = engine, model_dir, send
         self._rank = dist.get_rank()
         self._copy = HostCopy(engine)
@@ -99,7 +102,8 @@ class CheckpointWriter:
             if not self._engine.agree(bool(self._rank) or weights is not None):
                 write_policy(self._engine, self._model_dir, folder / folders.POLICY_DIR)
             state = folders.TrainerState(self._engine.state.step, self._engine.state.updates)
-            return CopiedState(folder, state, self._copy.take(), weights, began)
+            pieces = own_pieces(self._engine.state, self._engine.shape, self._engine.split)
+            return CopiedState(folder, state, self._copy.take(pieces), weights, began)
         except OSError:
             if weights is not None:
                 weights.close()
@@ -107,7 +111,31 @@ class CheckpointWriter:
 
     def write(self, copied: CopiedState) -> None:
         """Have a thread write the files and answer."""
-        self._thread = threading.Thread(target=self._run, args=(copied,), name="checkpoint", daemon=True)
+        self._start(functools.partial(self._run, copied))
+
+    def snapshot(self, folder: Path) -> None:
+        """Copy the state, and have a thread write this rank's part of a snapshot and answer."""
+        self.wait()
+        state = self._engine.state
+        step, updates = state.step, state.updates
+        try:
+            copies = self._copy.take(snapshot.pieces(state))
+        except OSError as error:
+            self._send(SnapshotFailed(step, str(error)))
+            return
+
+        def write() -> None:
+            try:
+                snapshot.write(copies, folder, self._rank)
+            except OSError as error:
+                self._answer(SnapshotFailed(step, str(error)))
+            else:
+                self._answer(SnapshotTaken(step, updates))
+
+        self._start(write)
+
+    def _start(self, work: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=work, name="state writer", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -138,10 +166,13 @@ class CheckpointWriter:
         finally:
             if copied.weights is not None:
                 copied.weights.close()
+        self._answer(answer)
+
+    def _answer(self, message: Answer) -> None:
         try:
-            self._send(answer)
+            self._send(message)
         except OSError:
-            print("a checkpoint was written after the agent had left", file=sys.stderr)
+            print("the state was written after the agent had left", file=sys.stderr)
 
     def _write_files(self, copied: CopiedState) -> folders.Manifest:
         own = rank_file(copied.folder, self._rank)
