@@ -16,11 +16,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.protocol.mesh import (
     Batch,
     Committed,
@@ -47,30 +45,24 @@ from libra_hpc.protocol.trainer import (
     StepDone,
     StepFailed,
     TakeSnapshot,
-    TrainStep,
     WorkerError,
 )
 
 from .data_order import DataOrder as DataOrder
-from .members import Members
 from .retry import Exports
 from .saves import Saves, Store
-from .shards import loss_tokens_of, shard, tokens_of
+from .shards import loss_tokens_of, tokens_of
 from .snapshots import SnapshotIndex, Snapshots
 from .step_metrics import train_metrics
+from .step_requests import StepRequests
 
 LAST_RETRIES, LAST_PAUSE_S = 3, 3.0
 """Retries and pause in seconds of the last checkpoint of a run that was stopped: it has only seconds."""
 MOST_RETAINED = 4
 """Times `TrainLeader.retain`, for which batches stay while no newer state is complete."""
-SKIPPED_STEPS = 3
-"""Steps in a row without any finite gradient that end the run: one is an accident of a batch, three are the policy.
-
-Half: two bad batches end a run. Double: more batches are wasted.
-"""
 
 
-class TrainLeader(Members):
+class TrainLeader(StepRequests):
     """See the module docstring. The agent's message handler calls the ``on_*`` methods; `run` is the one task."""
 
     def __init__(
@@ -92,10 +84,9 @@ class TrainLeader(Members):
         from_snapshot: bool = False,
     ) -> None:
         """``from_checkpoint``, ``from_snapshot``: with the complete one of ``step`` the trainers begin."""
-        super().__init__(rendezvous, core, config.components.hybrid.nodes_per_replica, send, clock)
+        super().__init__(config, core, send, clock, rendezvous=rendezvous)
         self._steps, self._checkpoint_every = config.run.steps, config.checkpoint.every
-        self._algorithm, self._storage_s = config.algorithm, config.deadlines.storage_s
-        self._core_dp, self._elastic_dp = core_world(config).dp, elastic_world(config).dp
+        self._storage_s = config.deadlines.storage_s
         self._saves = Saves(
             core,
             step,
@@ -131,9 +122,6 @@ class TrainLeader(Members):
         self._reports: list[StepReport] = []
         """Committed steps whose records are not known to be durable; a checkpoint carries them."""
         self._export_failure = ""
-        self._skipped_in_row = 0
-        self._totals: list[int] = []
-        """Loss tokens of the last step's minibatches that have any."""
 
     # --- inputs ---
 
@@ -296,45 +284,7 @@ class TrainLeader(Members):
         self._state_step = batch.step
         answers = [self._replies[world[0]] for world in self._worlds(self.members)]
         self._commit(batch, answers, waited_s, self._clock() - started)
-        if self._skipped_in_row >= SKIPPED_STEPS:
-            return self._fail(f"gradients were not finite in {self._skipped_in_row} steps in a row")
-        return True
-
-    def _note_skipped(self, step: int, done: StepDone) -> None:
-        minibatches = len(self._totals)
-        self._skipped_in_row = self._skipped_in_row + 1 if done.skipped and done.skipped == minibatches else 0
-        if done.skipped:
-            reason = f"the gradient or the loss of {done.skipped} of {minibatches} minibatches was not finite"
-            self._log("update_skipped", step=step, reason=reason)
-
-    async def _ask(self, batch: Batch) -> bool:
-        """Run one step on every member; False on failure, the membership is then due."""
-        algorithm = self._algorithm
-        # With a KL term, samples without advantage have a gradient too.
-        skip = algorithm.skip_zero_advantage and algorithm.kl_coef == 0.0
-        shards, totals = shard(batch.groups, self._replicas, algorithm.minibatches, skip)
-        self._totals = [total for total in totals if total]
-        self._clear_replies()
-        members = self.members
-        # Each world spreads its samples over its data-parallel ranks itself.
-        first, last = 0, self._core_dp
-        for world in self._worlds(members):
-            own = tuple(tuple(chain.from_iterable(parts)) for parts in zip(*shards[first:last], strict=True))
-            for rank in world:
-                self._send(rank, ToReplica(TrainStep(batch.step, self.generation, own, totals)))
-            first, last = last, last + self._elastic_dp
-        await self._until(
-            lambda: bool(self._failed) or all(isinstance(self._replies.get(rank), StepDone) for rank in members)
-        )
-        self._broken = bool(self._failed)
-        if not self._failed:
-            self._failing_since = None
-        return not self._failed
-
-    @property
-    def _replicas(self) -> int:
-        """Data-parallel replicas of the generation, in all its worlds."""
-        return self._core_dp + self._elastic_dp * (len(self._worlds(self.members)) - 1)
+        return self._fail(self.hopeless) if self.hopeless else True
 
     def _commit(self, batch: Batch, replies: list[StepDone], waited_s: float, wall_s: float) -> None:
         self.step = batch.step
@@ -356,7 +306,7 @@ class TrainLeader(Members):
             batch=batch.stats,
             generation=self.generation,
             train_nodes=len(self.members),
-            replicas=self._replicas,
+            replicas=self.replicas,
             wait_s=waited_s,
             tokens=tokens,
             step_s=now - self._last_commit,
