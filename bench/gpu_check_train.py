@@ -22,7 +22,7 @@ from libra_hpc.hardware.architecture import read_shape
 from libra_hpc.planning.train_speed import step_time
 from libra_hpc.protocol.trainer import Join, Sample, TrainStep
 from libra_hpc.train import checkpoint
-from libra_hpc.train.attention import Kernel, choose_kernel, rectangles
+from libra_hpc.train.attention import Kernel, checked_segments, has_segments, rectangles
 from libra_hpc.train.device import choose_device, local_store
 from libra_hpc.train.elastic import ElasticReplicas
 from libra_hpc.train.grpo_trainer import GrpoTrainer
@@ -135,14 +135,17 @@ def training(setting: Setting, figures: Figures) -> None:
 def compare_kernels(
     engine: TrainEngine, trainer: GrpoTrainer, full: tuple[Sample, ...], figures: Figures, *, peak_s: float
 ) -> None:
-    """Steps with the kernel that the engine chose, and with padded blocks if that is another.
+    """Steps with padded blocks, and with the variable-length kernel or the reason why the engine cannot use it.
 
     ``full``: trajectories that each fill a pack; at the device's peak they take ``peak_s``.
     """
-    chosen = choose_kernel(engine.shape, engine.device, torch.bfloat16, engine.split)
     kernels: dict[str, Kernel] = {"padded blocks": rectangles}
-    if chosen is not rectangles:
-        kernels["variable-length kernel"] = chosen
+    if has_segments(engine.device, torch.bfloat16, engine.shape.head_dim):
+        found = checked_segments(engine.shape, engine.device, torch.bfloat16, engine.split)
+        if isinstance(found, str):
+            figures.add("variable-length kernel", found)
+        else:
+            kernels["variable-length kernel"] = found
     lengths = [int(share * tokens_of(full[0])) for share in MIXED]
     mixed = tuple(one for n in lengths for one in random_samples(len(full), n, engine.shape.vocab))
     for name, kernel in kernels.items():
@@ -150,7 +153,6 @@ def compare_kernels(
         full_s, mixed_s = (median(_steps(engine, trainer, samples)) for samples in (full, mixed))
         figures.add(f"{name}, full packs: MFU", peak_s / full_s)
         figures.add(f"{name}, mixed packs: tokens/s", sum(map(tokens_of, mixed)) / mixed_s)
-    attend_with(engine.ddp, chosen)
 
 
 def _steps(engine: TrainEngine, trainer: GrpoTrainer, samples: tuple[Sample, ...]) -> list[float]:
