@@ -5,7 +5,8 @@ generator. It applies rotary positions too (`libra_hpc.train.rotary`), so the mo
 else is Megatron-Core's.
 
 Fusions are off or run uncompiled (`libra_hpc.train.compat.eager_import`): compilation takes longer than a short run.
-Only the gated activation is fused: it stores its input alone, two MLP widths per token and layer less.
+Only the gated activation is fused: it stores its input alone, two MLP widths per token and layer less. CUDA has own
+forms of what is left (`libra_hpc.train.fusions`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 
 from libra_hpc.config.learn import Recompute
 from libra_hpc.hardware.architecture import Architecture, stage_layers
-from libra_hpc.train import compat, context, moe
+from libra_hpc.train import compat, context, fusions, moe
 from libra_hpc.weights.names import ReplicaPlace
 
 from .attention import Kernel, choose_kernel, rectangles
@@ -172,6 +173,7 @@ def build_model(
     """
     config = transformer_config(shape, dtype, place)
     moe.install()
+    fusions.install(device)
     spec = get_gpt_layer_local_spec(
         normalization="RMSNorm", qk_layernorm=shape.qk_norm, num_experts=shape.experts or None, moe_grouped_gemm=False
     )
