@@ -92,8 +92,8 @@ class Segments:
         parts = [
             self._varlen(
                 q,
-                key[piece.columns.start : piece.columns.stop],
-                value[piece.columns.start : piece.columns.stop],
+                _part(key, piece.columns),
+                _part(value, piece.columns),
                 piece.row_bounds,
                 piece.column_bounds,
                 piece.most_rows,
@@ -105,6 +105,11 @@ class Segments:
             for q, piece in zip(rows, pieces, strict=True)
         ]
         return (torch.cat(parts) if len(parts) > 1 else parts[0]).flatten(1)
+
+
+def _part(x: torch.Tensor, rows: range) -> torch.Tensor:
+    # A slice of the whole would copy its gradient.
+    return x if len(rows) == len(x) else x[rows.start : rows.stop]
 
 
 def choose_kernel(shape: Architecture, device: torch.device, dtype: torch.dtype, place: ReplicaPlace) -> Kernel:
