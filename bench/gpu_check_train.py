@@ -1,6 +1,7 @@
 """Training on one device against the planner's cost models: seconds of a step, MFU, memory, and the export of weights.
 
-A Megatron-Core core of one rank with random weights runs GRPO steps over random trajectories of three lengths.
+A Megatron-Core core of one rank with random weights runs GRPO steps over random trajectories of three lengths. Then,
+with both attention kernels where the device has them, over trajectories that fill a pack, and over mixed ones.
 """
 
 from __future__ import annotations
@@ -19,17 +20,22 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.cost_models.memory import memory_limit
 from libra_hpc.hardware.architecture import read_shape
 from libra_hpc.planning.train_speed import step_time
-from libra_hpc.protocol.trainer import Join, TrainStep
+from libra_hpc.protocol.trainer import Join, Sample, TrainStep
 from libra_hpc.train import checkpoint
+from libra_hpc.train.attention import Kernel, checked_segments, has_segments, rectangles
 from libra_hpc.train.device import choose_device, local_store
 from libra_hpc.train.elastic import ElasticReplicas
 from libra_hpc.train.grpo_trainer import GrpoTrainer
 from libra_hpc.train.measure import batches, random_samples
+from libra_hpc.train.megatron_model import attend_with
 from libra_hpc.train.settings import algorithm_settings, optimizer_settings
+from libra_hpc.train.shards import loss_tokens_of, tokens_of
 from libra_hpc.train.train_engine import TrainEngine, init_world
 
 TIMED = 3
 """Steps of each batch whose median is taken, after one that warms up allocator and kernels."""
+MIXED = (0.4, 0.25, 0.15, 0.1, 0.06, 0.03)
+"""Lengths of mixed trajectories as shares of a pack: like those of agents, few are long."""
 RANDOM_LR = 1e-9
 """No update moves the random weights far from where they are finite."""
 GB = 1e9
@@ -101,7 +107,8 @@ def training(setting: Setting, figures: Figures) -> None:
             trainer = GrpoTrainer(engine, replicas, algorithm, pack_tokens)
             memory.forget_peak()
             for trajectories, context in batches(pack_tokens, 1, engine.shape.max_positions):
-                seconds = median(_steps(engine, trainer, trajectories, context))
+                samples = random_samples(trajectories, context, engine.shape.vocab)
+                seconds = median(_steps(engine, trainer, samples))
                 time_of = step_time(shape, hardware, core_layout(pack_tokens), trajectories, context)
                 figures.add(f"step of {trajectories} x {context:,} tokens, s", seconds, time_of.total)
             figures.add(f"{trajectories} x {context:,}: tokens/s", trajectories * context / seconds)
@@ -121,13 +128,38 @@ def training(setting: Setting, figures: Figures) -> None:
         weights = scratch / "export.safetensors"
         seconds_of = timed(where, lambda: checkpoint.export(engine, weights))
         figures.add(f"export of {weights.stat().st_size / GB:.2f} GB, s", seconds_of)
+        # Last, because an error of a kernel can make the process unusable.
+        compare_kernels(engine, trainer, samples, figures, peak_s=time_of.mfu * time_of.total)
 
 
-def _steps(engine: TrainEngine, trainer: GrpoTrainer, trajectories: int, context: int) -> list[float]:
+def compare_kernels(
+    engine: TrainEngine, trainer: GrpoTrainer, full: tuple[Sample, ...], figures: Figures, *, peak_s: float
+) -> None:
+    """Steps with padded blocks, and with the variable-length kernel or the reason why the engine cannot use it.
+
+    ``full``: trajectories that each fill a pack; at the device's peak they take ``peak_s``.
+    """
+    kernels: dict[str, Kernel] = {"padded blocks": rectangles}
+    if has_segments(engine.device, torch.bfloat16, engine.shape.head_dim):
+        found = checked_segments(engine.shape, engine.device, torch.bfloat16, engine.split)
+        if isinstance(found, str):
+            figures.add("variable-length kernel", found)
+        else:
+            kernels["variable-length kernel"] = found
+    lengths = [int(share * tokens_of(full[0])) for share in MIXED]
+    mixed = tuple(one for n in lengths for one in random_samples(len(full), n, engine.shape.vocab))
+    for name, kernel in kernels.items():
+        attend_with(engine.ddp, kernel)
+        full_s, mixed_s = (median(_steps(engine, trainer, samples)) for samples in (full, mixed))
+        figures.add(f"{name}, full packs: MFU", peak_s / full_s)
+        figures.add(f"{name}, mixed packs: tokens/s", sum(map(tokens_of, mixed)) / mixed_s)
+
+
+def _steps(engine: TrainEngine, trainer: GrpoTrainer, samples: tuple[Sample, ...]) -> list[float]:
     """Seconds of `TIMED` steps after one that is not counted."""
-    samples, seconds = random_samples(trajectories, context, engine.shape.vocab), list[float]()
+    seconds: list[float] = []
     for _ in range(1 + TIMED):
-        order = TrainStep(engine.state.step + 1, 0, (samples,), (trajectories * (context - 1),))
+        order = TrainStep(engine.state.step + 1, 0, (samples,), (sum(map(loss_tokens_of, samples)),))
         seconds.append(timed(engine.device, lambda order=order: trainer.step(order)))  # type: ignore[misc]
     return seconds[1:]
 

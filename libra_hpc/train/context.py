@@ -69,18 +69,20 @@ class _Gather(torch.autograd.Function):
         return key + own[..., : ctx.width], value + own[..., ctx.width :], None
 
 
-class Gathered(NamedTuple):
+class Columns(NamedTuple):
+    """What the rows of a pack attend to."""
+
     key: torch.Tensor
     """Own keys, [rows, groups, d]."""
     value: torch.Tensor
-    whole: torch.Tensor
-    """Keys and values of the whole pack, [tokens, groups, 2 d]."""
+    whole: torch.Tensor | None
+    """Keys and values of the whole pack, [tokens, groups, 2 d]; None: the own ones are the whole."""
 
 
-def gather(key: torch.Tensor, value: torch.Tensor) -> Gathered:
+def gather(key: torch.Tensor, value: torch.Tensor) -> Columns:
     """Gather keys and values [rows, groups, d] over the context ranks; collective, so is the backward pass."""
     group = parallel_state.get_context_parallel_group()
-    return Gathered(*_Gather.apply(key, value, group))  # type: ignore[no-untyped-call]
+    return Columns(*_Gather.apply(key, value, group))  # type: ignore[no-untyped-call]
 
 
 def attend(query: torch.Tensor, whole: torch.Tensor, tail: Tail, scale: float | None) -> torch.Tensor:

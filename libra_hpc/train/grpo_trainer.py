@@ -159,7 +159,8 @@ class GrpoTrainer:
                 is_truncation=settings.is_truncation,
                 kl_coef=settings.kl_coef,
             )
-            count = torch.tensor(float(len(logprobs)), device=logprobs.device)
+            # Unlike a copy from the host, this does not wait for the device.
+            count = logprobs.new_full((), len(logprobs))
             self._sums += torch.stack(
                 [terms.loss.detach(), terms.ratio, terms.truncated.float(), terms.gap, entropy, count]
             )

@@ -166,7 +166,8 @@ def _slices(tokens: int, vocab: int) -> Iterator[tuple[int, int]]:
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    return (hidden @ weight.t()).float().div_(temperature)
+    logits = (hidden @ weight.t()).float()
+    return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def _within(column: torch.Tensor, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:

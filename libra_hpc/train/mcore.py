@@ -7,6 +7,7 @@ from libra_hpc.train import compat
 with compat.eager_import():
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.fusions import fused_bias_swiglu
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
@@ -39,6 +40,7 @@ __all__ = [
     "TransformerConfig",
     "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
+    "fused_bias_swiglu",
     "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",

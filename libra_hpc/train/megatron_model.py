@@ -5,13 +5,13 @@ generator. It applies rotary positions too (`libra_hpc.train.rotary`), so the mo
 else is Megatron-Core's.
 
 Fusions are off or run uncompiled (`libra_hpc.train.compat.eager_import`): compilation takes longer than a short run.
-Only the gated activation is fused: it stores its input alone, two MLP widths per token and layer less.
+Only the gated activation is fused: it stores its input alone, two MLP widths per token and layer less. CUDA has own
+forms of what is left (`libra_hpc.train.fusions`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ import torch.nn.functional as F
 
 from libra_hpc.config.learn import Recompute
 from libra_hpc.hardware.architecture import Architecture, stage_layers
-from libra_hpc.train import compat, context, moe
+from libra_hpc.train import compat, context, fusions, moe
 from libra_hpc.weights.names import ReplicaPlace
 
+from .attention import Kernel, choose_kernel, rectangles
 from .head import return_hidden_states
 from .mcore import (
     GPTModel,
@@ -34,7 +35,7 @@ from .mcore import (
     parallel_state,
 )
 from .packing import PackedLayout
-from .recompute import can_recompute, recompute_all, recompute_selected
+from .recompute import recompute_all, recompute_selected
 from .rotary import rotated
 
 
@@ -51,7 +52,7 @@ class Norm(torch.nn.RMSNorm):
 
 
 class PackedAttention(MegatronModule):
-    """Causal self-attention over packed sequences: one scaled-dot-product kernel per block of similar lengths."""
+    """Causal self-attention over packed sequences."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
+        self.kernel: Kernel = rectangles
 
     def forward(
         self,
@@ -84,28 +86,10 @@ class PackedAttention(MegatronModule):
         assert packed_seq_params is not None, "the trainer always packs"
         assert packed_seq_params.rotary is not None, "the engine sets it before every pass"
         query, key = rotated(query, packed_seq_params.rotary), rotated(key, packed_seq_params.rotary)
-        grouped = query.shape[1] != key.shape[1]
-        tails, blocks = packed_seq_params.tails, packed_seq_params.blocks
-        parts: dict[int, torch.Tensor] = {}
-        padded = []
-        if tails is not None:
-            key, value, whole = context.gather(key, value)
-            parts = {tail.begin: context.attend(query, whole, tail, self.scale) for tail in tails}
-        for begin, end, rows, width, index in blocks:
-            q, k, v = (_rectangle(x[begin:end], rows, width, index) for x in (query, key, value))
-            # Padding follows each sequence, so the causal mask hides it.
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
-            flat = out.transpose(1, 2).reshape(rows * width, -1)
-            parts[begin] = flat if index is None else flat.index_select(0, index)
-            padded.append(out)
-        ordered = [parts[begin] for begin in sorted(parts)]
-        result = torch.cat(ordered) if len(ordered) > 1 else ordered[0]
-        if len(ordered) > 1 or (blocks and blocks[0].place is not None):
-            # The result is a copy, from which the padded outputs follow, but for padding, whose gradient is zero.
-            rows_of = result.detach().view(-1, *query.shape[1:])
-            for out, (begin, end, rows, width, index) in zip(padded, blocks, strict=True):
-                can_recompute(out, partial(_rectangle, rows_of[begin:end], rows, width, index))
-        return result
+        columns = context.Columns(key, value, None)
+        if packed_seq_params.tails is not None:
+            columns = context.gather(key, value)
+        return self.kernel(query, columns, packed_seq_params, scale=self.scale)
 
 
 class NormedAdd(torch.nn.Module):
@@ -118,13 +102,6 @@ class NormedAdd(torch.nn.Module):
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         """The addition; there is neither bias nor dropout."""
         return lambda output, residual, dropout: residual + self.norm(output[0])
-
-
-def _rectangle(x: torch.Tensor, rows: int, width: int, index: torch.Tensor | None) -> torch.Tensor:
-    if index is not None:
-        # Unlike `index_copy`, this stores no copy of ``x`` for the backward pass.
-        x = x.new_zeros(rows * width, *x.shape[1:]).index_put((index,), x)
-    return x.view(rows, width, *x.shape[1:]).transpose(1, 2)
 
 
 def stages_of(layers: int, pp: int) -> list[list[str]] | None:
@@ -178,6 +155,13 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, place: ReplicaPl
     )
 
 
+def attend_with(model: torch.nn.Module, kernel: Kernel) -> None:
+    """Let every layer of ``model`` attend with ``kernel``."""
+    for module in model.modules():
+        if isinstance(module, PackedAttention):
+            module.kernel = kernel
+
+
 def build_model(
     shape: Architecture, device: torch.device, dtype: torch.dtype, place: ReplicaPlace, recompute: Recompute = "none"
 ) -> GPTModel:
@@ -189,6 +173,7 @@ def build_model(
     """
     config = transformer_config(shape, dtype, place)
     moe.install()
+    fusions.install(device)
     spec = get_gpt_layer_local_spec(
         normalization="RMSNorm", qk_layernorm=shape.qk_norm, num_experts=shape.experts or None, moe_grouped_gemm=False
     )
@@ -213,6 +198,7 @@ def build_model(
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
         )
+    attend_with(model, choose_kernel(shape, device, dtype, place))
     if shape.experts:
         # Inside of recomputation, which then sees the same choice.
         moe.replay_routing(model, place)

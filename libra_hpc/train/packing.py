@@ -1,7 +1,8 @@
 """Samples to packed micro-batches: sequences of many lengths in one row, without padding between them.
 
-Samples are sorted by length and packed greedily up to ``micro_tokens``. Only attention needs a rectangle: a pack is
-cut into `Block` s, runs of similar length, each padded by itself.
+Samples are sorted by length and packed greedily up to ``micro_tokens``. Attention alone needs the lengths, in one of
+two forms (`libra_hpc.train.attention`): `Block` s, runs of similar length, each padded by itself, or `Piece` s, where
+each sequence begins and ends.
 """
 
 from __future__ import annotations
@@ -60,10 +61,27 @@ class Block(NamedTuple):
     """int64[end - begin]; None when all sequences have ``width`` tokens."""
 
 
+class Piece(NamedTuple):
+    """Consecutive own rows of a pack, segment by segment: the rows of one sequence, and the columns up to the last."""
+
+    rows: range
+    """Of the own rows; pieces follow each other."""
+    columns: range
+    """Of the whole pack."""
+    row_bounds: torch.Tensor
+    """int32[segments + 1], from 0"""
+    column_bounds: torch.Tensor
+    """int32[segments + 1], from 0; the same tensor where each segment begins its sequence"""
+    most_rows: int
+    """Of a segment."""
+    most_columns: int
+
+
 @dataclass
 class PackedLayout(PackedSeqParams):
     """Megatron-Core's description of a pack, plus the fields of `PackedAttention`."""
 
+    pieces: tuple[Piece, ...] = ()
     blocks: tuple[Block, ...] = ()
     tails: tuple[Tail, ...] | None = None
     """None: no context parallelism."""
@@ -171,14 +189,16 @@ def _assemble(group: list[Example], device: torch.device, place: ReplicaPlace) -
     mine = where >= 0
     behaviour = torch.cat([torch.empty(0), *(s.logprobs[s.mask] for s in group)])
     advantages = torch.cat([torch.empty(0), *(torch.full((int(s.mask.sum()),), s.advantage) for s in group)])
-    bounds32 = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+    bounds = _bounds(lengths, device)
     blocks, tails = _attention(lengths, own, device)
+    longest = max(lengths)
     layout = PackedLayout(
         qkv_format="thd",
-        cu_seqlens_q=bounds32,
-        cu_seqlens_kv=bounds32,
-        max_seqlen_q=lengths[0],
-        max_seqlen_kv=lengths[0],
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        pieces=_pieces(lengths, own, device),
         blocks=blocks,
         tails=None if place.cp == 1 else tails,
         experts=_chosen(group, rest, rows, device),
@@ -203,6 +223,39 @@ def _chosen(group: list[Example], rest: int, rows: torch.Tensor, device: torch.d
         known.new_full((len(s.tokens), *known.shape[1:]), NO_CHOICE) if s.experts is None else s.experts for s in group
     ]
     return torch.cat([*parts, known.new_full((rest, *known.shape[1:]), NO_CHOICE)])[rows].to(device)
+
+
+def _pieces(lengths: list[int], own: tuple[range, ...], device: torch.device) -> tuple[Piece, ...]:
+    """The own pieces of a pack of sequences."""
+    found: list[Piece] = []
+    before = 0
+    for piece in own:
+        rows: list[int] = []
+        columns: list[int] = []
+        first = 0
+        for length in lengths:
+            begin, end = max(first, piece.start), min(first + length, piece.stop)
+            if begin < end:
+                rows.append(end - begin)
+                columns.append(end - first)
+            first += length
+        row_bounds = _bounds(rows, device)
+        found.append(
+            Piece(
+                rows=range(before, before + len(piece)),
+                columns=range(piece.stop - sum(columns), piece.stop),
+                row_bounds=row_bounds,
+                column_bounds=row_bounds if rows == columns else _bounds(columns, device),
+                most_rows=max(rows),
+                most_columns=max(columns),
+            )
+        )
+        before += len(piece)
+    return tuple(found)
+
+
+def _bounds(lengths: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
 
 
 def _attention(

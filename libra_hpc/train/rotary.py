@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from libra_hpc.hardware.architecture import Architecture
+from libra_hpc.train import fusions
 
 
 class Table(NamedTuple):
@@ -42,10 +43,13 @@ class Rotary:
 
 def rotated(x: torch.Tensor, table: Table) -> torch.Tensor:
     """Rotate the first channels of ``x`` [t, heads, head_dim] by the angles of its tokens."""
+    if x.is_cuda:
+        turned: torch.Tensor = fusions.Turn.apply(x, *table)  # type: ignore[no-untyped-call]
+        return turned
     width = table.cos.shape[-1]
     if width < x.shape[-1]:
-        turned, rest = torch.split(x, [width, x.shape[-1] - width], dim=-1)
-        return torch.cat((rotated(turned, table), rest), dim=-1)
+        front, rest = torch.split(x, [width, x.shape[-1] - width], dim=-1)
+        return torch.cat((rotated(front, table), rest), dim=-1)
     if table.interleaved:
         across = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     else:
