@@ -107,7 +107,7 @@ def test_a_finished_run_writes_its_result_and_stops_everyone(tmp_path: Path) -> 
     scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 1}}))
     scene.hello()
     scene.deliver(
-        (1, step_report(1, reward=0.5, trained_tokens=10, loss_tokens=5, replicas=1, train_s=0.1)),
+        (1, step_report(1, reward=0.5, trained_tokens=10, loss_tokens=5, train_nodes=1, train_s=0.1)),
         (1, TrainingFinished(1)),
     )
     run_until_over(scene)
@@ -155,7 +155,7 @@ def test_a_run_near_its_time_limit_finishes_its_step_and_stops(tmp_path: Path, m
     monkeypatch.setenv("LIBRA_HPC_JOB_END", str(int(time.time()) + 60))
     scene = Scene(tmp_path)
     scene.hello()
-    scene.deliver((1, step_report(1, replicas=1, step_s=25.0)))
+    scene.deliver((1, step_report(1, train_nodes=1, step_s=25.0)))
 
     async def play() -> None:
         running = asyncio.get_running_loop().create_task(scene.coordinator.run())
@@ -269,7 +269,7 @@ def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Pa
             (1, MemberJoined(1, 1, 0, 0, 0.1)),
             (3, EngineIsReady(3, "rollout", 1.0)),
         )
-        scene.deliver((1, step_report(1, step_s=1.0, replicas=1)))
+        scene.deliver((1, step_report(1, step_s=1.0, train_nodes=1)))
         await until(lambda: "waits: node 2 is in state starting" in str(scene.run.read_json(scene.run.status)))
         assert not scene.orders(StopTraining)
         scene.deliver((2, EngineIsReady(2, "rollout", 1.0)))
@@ -463,7 +463,7 @@ def test_every_step_is_written_with_the_estimate_of_its_split_and_the_status_sho
             scene.coordinator._planning._planner.estimate = Estimate(
                 split, Times(1.5, 2.0, 1), 0.1, 0.1, 0.0, 0.0, 1.0, 1.0
             )
-        scene.deliver((1, step_report(step, step_s=2.5, wait_s=0.5, replicas=1)))
+        scene.deliver((1, step_report(step, step_s=2.5, wait_s=0.5, train_nodes=1)))
         if step == 4:
             scene.coordinator._write_status()
             assert scene.coordinator._records._facts.flush(10.0)
