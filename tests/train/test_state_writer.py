@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from libra_hpc.protocol.trainer import Saved, SaveFailed, SnapshotFailed, SnapshotTaken
-from libra_hpc.train import checkpoint, snapshot, state_writer
+from libra_hpc.train import checkpoint, snapshot
 from libra_hpc.train import state_folders as folders
 from libra_hpc.train.state_writer import Answer, StateWriter
 from libra_hpc.weights.names import ReplicaPlace
@@ -34,7 +34,7 @@ class Scene:
             assert self.release.wait(60.0)
             return seal(folder, paths)
 
-        monkeypatch.setattr(state_writer.folders, "seal", late)
+        monkeypatch.setattr(folders, "seal", late)
 
     def state(self) -> dict[str, torch.Tensor]:
         shards = self.engine.state.shards.items()
