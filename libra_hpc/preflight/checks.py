@@ -28,6 +28,7 @@ from libra_hpc.slurm.query import slurm_seconds
 from .field_names import naming
 from .named_files import check_run_dir, check_task, read_model_config
 from .resources import check_cpus, check_memory, rollout_nodes
+from .train_worlds import context_ranks_have_tokens, experts_fit, processes_have_gpus, worlds_are_whole
 
 LEAST_NOTICE_S = 30.0
 """Seconds of ``slurm.notice_s``: Slurm looks at time limits twice a minute."""
@@ -169,14 +170,14 @@ def well_formed_time(config: RunConfig) -> Iterator[UserError]:
 
 
 def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
-    """On real or simulated GPUs, every TP or PP rank of every engine of a node has its own device."""
+    """On real or simulated GPUs, every TP rank of every rollout engine of a node has its own device."""
     if (config.slurm.device != "cuda" and config.run.engine == "real") or any(one_value_per_node(config)):
         return
-    for name in ("train", "hybrid", "rollout"):
+    for name in ("hybrid", "rollout"):
         component: Component = getattr(config.components, name)
         if not component.nodes:
             continue
-        products = [{"train.tp": config.train.tp, "train.pp": config.train.pp}] if name != "rollout" else []
+        products: list[dict[str, int]] = []
         for node in rollout_nodes(config, name):
             product = {
                 f"rollout.{key}": of_node(getattr(config.rollout, key), node) for key in ("tp", "engines_per_node")
@@ -200,6 +201,9 @@ CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
     one_value_per_node,
     batch_split,
     well_formed_time,
+    processes_have_gpus,
+    worlds_are_whole,
+    context_ranks_have_tokens,
     gpus_hold_engines,
     host_caches,
 )
@@ -246,5 +250,6 @@ def context_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserEr
 MODEL_CHECKS: tuple[Callable[[RunConfig, Mapping[str, Any]], Iterator[UserError]], ...] = (
     tensor_parallel_divides,
     stages_have_layers,
+    experts_fit,
     context_fits,
 )

@@ -1,0 +1,99 @@
+"""The Megatron worlds of a run file: checks by the predicate of `libra_hpc.hardware.train_parallel`, and words.
+
+- A node has more training processes than GPUs -> refused.
+- The core's nodes are no whole number of replicas, or tensor ranks would span nodes -> refused.
+- A hybrid node is no whole number of replicas -> refused.
+- Expert ranks do not fit the model or a stage of either world -> refused.
+- Context ranks would have pieces without a token -> refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from libra_hpc.config.job import Component
+from libra_hpc.config.run import RunConfig
+from libra_hpc.config.train_world import TrainWorld, core_world, elastic_world
+from libra_hpc.errors import UserError, invalid
+from libra_hpc.hardware.models import shape_from_config
+from libra_hpc.hardware.train_parallel import Degrees, cut_fault, expert_fault, world_fault
+
+
+def degrees_of(world: TrainWorld) -> Degrees:
+    """How a world of a run file cuts the model."""
+    return Degrees(world.tp, world.pp, world.cp, world.ep, world.etp)
+
+
+def worlds(config: RunConfig) -> dict[str, TrainWorld]:
+    """The core's world, and that of a hybrid node where there are any, by component."""
+    hybrid = {"hybrid": elastic_world(config)} if config.components.hybrid.nodes else {}
+    return {"train": core_world(config), **hybrid}
+
+
+def processes_have_gpus(config: RunConfig) -> Iterator[UserError]:
+    """On real or simulated GPUs, every training process of a node has its own."""
+    if config.slurm.device != "cuda" and config.run.engine == "real":
+        return
+    for name, world in worlds(config).items():
+        component: Component = getattr(config.components, name)
+        count = world.processes
+        if component.nodes and not component.gpus:
+            why = f"each of a node's {count} training processes needs one" if count > 1 else "training needs one"
+            yield invalid(f"components.{name}.gpus", 0, why, f"an integer >= {count}")
+        elif component.nodes and count > component.gpus:
+            why = f"each of them needs a GPU, and components.{name} has {component.gpus} per node"
+            yield invalid("train.processes", count, why, f"0 to {component.gpus}")
+
+
+def worlds_are_whole(config: RunConfig) -> Iterator[UserError]:
+    """The core and a hybrid node are whole numbers of replicas, whose tensor ranks share a node."""
+    core = core_world(config)
+    fault = world_fault(degrees_of(core), core.nodes, core.processes)
+    if fault is not None:
+        yield fault.error()
+    elif config.components.hybrid.nodes:
+        own = elastic_world(config)
+        if world_fault(degrees_of(own), 1, own.processes) is not None:
+            why = f"a replica of {degrees_of(own)} needs {own.replica} processes, and a hybrid node has {own.processes}"
+            smaller = f"0, or replicas whose train.tp * train.pp * train.cp divides {own.processes}"
+            yield invalid("components.hybrid.nodes", config.components.hybrid.nodes, why, smaller)
+
+
+def context_ranks_have_tokens(config: RunConfig) -> Iterator[UserError]:
+    """The longest micro-batch has a token for every piece of every context rank."""
+    longest = max(config.train.micro_tokens, config.rollout.max_model_len)
+    fault = cut_fault(degrees_of(core_world(config)), longest)
+    if fault is not None:
+        yield fault.error()
+
+
+def experts_fit(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
+    """Expert ranks divide the model's experts, and the processes of a stage of both worlds."""
+    shape = shape_from_config(dict(model), "model.path")
+    for name, world in worlds(config).items():
+        fault = expert_fault(shape.experts, shape.moe_intermediate, degrees_of(world), world.ranks // world.pp)
+        if fault is not None:
+            where = "on a hybrid node, " if name == "hybrid" else ""
+            yield fault._replace(why=where + fault.why).error()
+            return
+
+
+def describe_worlds(config: RunConfig) -> str:
+    """``core: 4 nodes x 8 GPUs, TP8 PP2, 2 replicas; hybrid: 1 node x 8 GPUs, 1 replica``."""
+    found = []
+    for name, world in worlds(config).items():
+        nodes, kind = getattr(config.components, name).nodes, "GPU" if _has_gpus(config) else "process"
+        parts = [f"{_count(nodes, 'node')} x {_count(world.processes, kind)}"]
+        parts += [str(degrees_of(world))] if name == "train" else []
+        each = " each" if name == "hybrid" and nodes > 1 else ""
+        found.append(f"{'core' if name == 'train' else name}: {', '.join(parts)}, {_count(world.dp, 'replica')}{each}")
+    return "; ".join(found)
+
+
+def _has_gpus(config: RunConfig) -> bool:
+    return config.slurm.device == "cuda" or config.run.engine == "simulated"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('s') else 's'}"
