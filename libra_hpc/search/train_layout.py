@@ -85,10 +85,9 @@ class TrainSearch:
         for _, layout in self._spread(devices):
             yield layout
 
-    def fits_beside(self, layout: TrainLayout) -> bool:
-        """Whether a hybrid node alone is a whole number of replicas of ``layout`` that fit on it."""
-        own = msgspec.structs.replace(layout, dp=self._node // layout.replica, elastic=True)
-        return self._can_run(layout.degrees, 1) and self._cost.limit(own) is None
+    def runs_beside(self, layout: TrainLayout) -> bool:
+        """Whether a hybrid node alone is a whole number of replicas of ``layout``."""
+        return self._can_run(layout.degrees, 1)
 
     def excluded(self, devices: int) -> list[Excluded]:
         """For all degrees without a fitting variant, the variant nearest to fitting; nearest first."""
@@ -114,7 +113,7 @@ class TrainSearch:
         for index, layout in self._spread(devices):
             if best is not None and self._shards[index][0] / devices >= best[0]:
                 break
-            if self._limit(index, layout) is None and (not elastic or self.fits_beside(layout)):
+            if self._limit(index, layout) is None and (not elastic or self._fits_beside(layout)):
                 time = self._cost.time(layout)
                 if best is None or time.total < best[0]:
                     best = (time.total, layout, time)
@@ -126,6 +125,10 @@ class TrainSearch:
             dp, rest = divmod(devices, self._replicas[index])
             if dp and not rest and self._can_run(shard.degrees, devices // self._node):
                 yield index, msgspec.structs.replace(shard, dp=dp)
+
+    def _fits_beside(self, layout: TrainLayout) -> bool:
+        own = msgspec.structs.replace(layout, dp=self._node // layout.replica, elastic=True)
+        return self.runs_beside(layout) and self._cost.limit(own) is None
 
     def _can_run(self, degrees: Degrees, nodes: int) -> bool:
         if (degrees, nodes) not in self._runs:
