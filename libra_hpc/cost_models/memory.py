@@ -106,7 +106,8 @@ class TrainMemory(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> float:
-        return sum(self.terms().values())
+        state = self.weights + self.gradients + self.optimizer + self.minibatch_copy
+        return state + self.activations + self.logits + self.workspace
 
     def terms(self) -> dict[str, float]:
         """Terms by their names in words; without those that are 0, but for the logits."""

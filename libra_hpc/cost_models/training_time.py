@@ -175,48 +175,48 @@ class TrainCost:
         """Why the layout does not fit; None when it does."""
         return memory_limit(self.memory(layout), self.device)
 
+    def never_fits(self, layout: TrainLayout) -> bool:
+        """Whether the layout fits with no ``dp`` at all: weights, gradients and one micro-batch exceed the device."""
+        stateless, pack = msgspec.structs.replace(layout, elastic=True), self.pack_tokens(layout)
+        least = train_memory(self.shape, stateless, self.device, micro_batches=1, pack_tokens=pack)
+        return memory_limit(least, self.device) is not None
+
+    @property
+    def longest_share(self) -> float:
+        """Least share of the batch's work of the slowest replica: that of the longest trajectory."""
+        return self._longest
+
     def device_seconds(self, layout: TrainLayout) -> float:
-        """Lower bound of ``time(layout).total * layout.devices`` for every ``dp``: compute and TP traffic, perfectly
-        divided."""
+        """Lower bound of ``time(layout).total * layout.devices`` for every ``dp``: work and traffic of a perfect
+        division."""
         compute, tp = self._stage_seconds(layout, 1.0)
-        return (compute + tp) * layout.replica
+        return (compute + tp + sum(self._traffic(layout, 1.0))) * layout.replica
 
     def time(self, layout: TrainLayout, beside: Beside = ALONE) -> TrainTime:
         """Seconds of one global batch, whether the layout fits or not; ``beside`` the core, hybrid nodes train too."""
-        shape, device, batch = self.shape, self.device, self.batch
-        every = msgspec.structs.replace(layout, dp=layout.dp + beside.nodes * beside.replicas)
+        batch, every = self.batch, layout
+        if beside.nodes:
+            every = msgspec.structs.replace(layout, dp=layout.dp + beside.nodes * beside.replicas)
         n = self.micro_batches(every)
         share = max(1.0 / every.dp, self._longest)
         compute, tp = self._stage_seconds(layout, share)
-        passes, comm = self._passes(layout), self._factors.comm
-        layers = max(stage_layers(shape.layers, layout.pp))
-        # All micro-batches of all optimizer steps, at the latency of one small all-reduce each.
-        tp += (
-            self._reduces(layout) * layers * n * batch.minibatches * device.allreduce_s * comm if layout.tp > 1 else 0.0
-        )
-        tokens = share * batch.tokens / layout.cp
-        element = shape.dtype_bytes
-        cp = ep = pp = dp = 0.0
-        if layout.cp > 1:
-            kv = 2 * shape.kv_heads * shape.head_dim / min(layout.tp, shape.kv_heads) * element
-            gathers = self._reduces(layout) / 2
-            cp = gathers * layers * kv * tokens * (layout.cp - 1) / self._link(layout.tp * layout.cp) * comm
-        if layout.ep > 1:
-            sent = tokens / layout.tp * shape.experts_per_token * shape.hidden * element
-            spread = (layout.ep - 1) / layout.ep / self._link(layout.degrees.expert_ranks)
-            ep = self._reduces(layout) * layers * sent * spread * comm
+        layers = max(stage_layers(self.shape.layers, layout.pp))
+        if layout.tp > 1:
+            # All micro-batches of all optimizer steps, at the latency of one small all-reduce each.
+            latency = self.device.allreduce_s * self._factors.comm
+            tp += self._reduces(layout) * layers * n * batch.minibatches * latency
+        cp, ep, pp = self._traffic(layout, share)
         slots = (n + layout.pp - 1) / n
-        if layout.pp > 1:
-            sent = (2 + batch.forwards) * tokens / layout.tp * shape.hidden * element
-            pp = slots * sent / self._link(layout.replica) * comm
+        pp *= slots
+        dp = 0.0
         if layout.copies > 1:
-            backward = compute * BACKWARD / passes / n
-            dp = max(0.0, batch.minibatches * self._reduction(layout) * comm - backward)
+            backward = compute * BACKWARD / self._passes(layout) / n
+            dp = max(0.0, batch.minibatches * self._reduction(layout) * self._factors.comm - backward)
         optimizer = batch.minibatches * self._update(layout) * self._factors.optimizer
-        exchange = batch.minibatches * self._exchange(layout, beside) * comm
+        exchange = batch.minibatches * self._exchange(layout, beside) * self._factors.comm
         bubble = (slots - 1.0) * (compute + tp + cp + ep)
         total = compute + bubble + tp + pp + cp + ep + dp + optimizer + exchange
-        mfu = (1.0 + BACKWARD) * self._flops / (total * every.devices * device.peak_flops)
+        mfu = (1.0 + BACKWARD) * self._flops / (total * every.devices * self.device.peak_flops)
         return TrainTime(
             compute=compute,
             bubble=bubble,
@@ -230,6 +230,25 @@ class TrainCost:
             micro_batches=n,
             mfu=mfu,
         )
+
+    def _traffic(self, layout: TrainLayout, share: float) -> tuple[float, float, float]:
+        """Seconds of context ranks, expert ranks, and of stages without a bubble, with ``share`` of the batch."""
+        shape, comm = self.shape, self._factors.comm
+        tokens = share * self.batch.tokens / layout.cp
+        element, layers = shape.dtype_bytes, max(stage_layers(shape.layers, layout.pp))
+        cp = ep = pp = 0.0
+        if layout.cp > 1:
+            kv = 2 * shape.kv_heads * shape.head_dim / min(layout.tp, shape.kv_heads) * element
+            gathers = self._reduces(layout) / 2
+            cp = gathers * layers * kv * tokens * (layout.cp - 1) / self._link(layout.tp * layout.cp) * comm
+        if layout.ep > 1:
+            sent = tokens / layout.tp * shape.experts_per_token * shape.hidden * element
+            spread = (layout.ep - 1) / layout.ep / self._link(layout.degrees.expert_ranks)
+            ep = self._reduces(layout) * layers * sent * spread * comm
+        if layout.pp > 1:
+            sent = (2 + self.batch.forwards) * tokens / layout.tp * shape.hidden * element
+            pp = sent / self._link(layout.replica) * comm
+        return cp, ep, pp
 
     def _passes(self, layout: TrainLayout) -> float:
         """Work of a layer over that of its forward pass."""

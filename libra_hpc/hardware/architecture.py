@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ def read_shape(model_dir: Path) -> Architecture:
     )
 
 
+@cache
 def stage_layers(layers: int, pp: int) -> tuple[int, ...]:
     """Layers of each of ``pp`` pipeline stages, which differ by at most one.
 

@@ -2,7 +2,7 @@
 
 Candidates are the layouts that the runtime can run (`libra_hpc.hardware.train_parallel.runs`) within a `TrainSpace`.
 `TrainCost.device_seconds` is a lower bound for any DP. Candidates are evaluated in its order, until it exceeds the best
-time.
+time. One whose longest trajectory takes longer is left out.
 
 - A layout that does not fit in memory -> excluded, with the reason.
 - ``elastic``: a hybrid node can train beside the core, so it is a whole number of replicas that fit on it.
@@ -12,7 +12,7 @@ time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -70,8 +70,13 @@ class TrainSearch:
         shards = [(cost.device_seconds(shard), shard) for shard in _shards(cost, devices_per_node, space)]
         self._shards = sorted(shards, key=lambda s: s[0])
         self._replicas = [shard.replica for _, shard in self._shards]
+        self._all = range(len(self._shards))
+        self._able: Sequence[int] = self._all
+        """Indices of shards without those found never to fit."""
         self._best: dict[tuple[int, bool], TrainChoice | None] = {}
-        self._limits: dict[tuple[int, int, int], Limit | None] = {}
+        self._bounds: dict[tuple[int, int], tuple[int, float]] = {}
+        """(Largest dp that does not fit, smallest that does) by shard and micro-batches in flight."""
+        self._hopeless: dict[int, bool] = {}
         self._runs: dict[tuple[Degrees, int], bool] = {}
 
     def best(self, devices: int, *, elastic: bool = False) -> TrainChoice | None:
@@ -82,7 +87,7 @@ class TrainSearch:
 
     def candidates(self, devices: int) -> Iterator[TrainLayout]:
         """Every layout of exactly ``devices`` devices, fitting or not."""
-        for _, layout in self._spread(devices):
+        for _, layout in self._spread(devices, self._all):
             yield layout
 
     def runs_beside(self, layout: TrainLayout) -> bool:
@@ -92,13 +97,15 @@ class TrainSearch:
     def excluded(self, devices: int) -> list[Excluded]:
         """For all degrees without a fitting variant, the variant nearest to fitting; nearest first."""
         nearest: dict[Degrees, tuple[TrainLayout, Limit] | None] = {}
-        for index, layout in self._spread(devices):
+        for _, layout in self._spread(devices, self._all):
             key = layout.degrees
-            limit = self._limit(index, layout)
             seen = nearest.get(key)
+            if key in nearest and seen is None:
+                continue
+            limit = self._cost.limit(layout)
             if limit is None:
                 nearest[key] = None
-            elif key not in nearest or (seen is not None and limit.over < seen[1].over):
+            elif seen is None or limit.over < seen[1].over:
                 nearest[key] = (layout, limit)
         found = [
             Excluded(f"training {layout}{layout.recomputed}", limit)
@@ -110,21 +117,34 @@ class TrainSearch:
 
     def _search(self, devices: int, elastic: bool) -> TrainChoice | None:
         best: tuple[float, TrainLayout, TrainTime] | None = None
-        for index, layout in self._spread(devices):
+        never: set[int] = set()
+        for index, layout in self._spread(devices, self._able):
             if best is not None and self._shards[index][0] / devices >= best[0]:
                 break
-            if self._limit(index, layout) is None and (not elastic or self._fits_beside(layout)):
+            seconds, shard = self._shards[index]
+            if best is not None and seconds / shard.replica * self._cost.longest_share >= best[0]:
+                continue
+            if self._never(index):
+                never.add(index)
+            elif self._fits(index, layout) and (not elastic or self._fits_beside(layout)):
                 time = self._cost.time(layout)
                 if best is None or time.total < best[0]:
                     best = (time.total, layout, time)
+        if never:
+            self._able = [index for index in self._able if index not in never]
         return None if best is None else TrainChoice(best[1], best[2], self._cost.memory(best[1]))
 
-    def _spread(self, devices: int) -> Iterator[tuple[int, TrainLayout]]:
+    def _spread(self, devices: int, indices: Sequence[int]) -> Iterator[tuple[int, TrainLayout]]:
         """Layouts of exactly ``devices`` devices with the index of their shard, in the order of the bound."""
-        for index, (_, shard) in enumerate(self._shards):
+        for index in indices:
             dp, rest = divmod(devices, self._replicas[index])
-            if dp and not rest and self._can_run(shard.degrees, devices // self._node):
-                yield index, msgspec.structs.replace(shard, dp=dp)
+            if dp and not rest and self._can_run(self._shards[index][1].degrees, devices // self._node):
+                yield index, msgspec.structs.replace(self._shards[index][1], dp=dp)
+
+    def _never(self, index: int) -> bool:
+        if index not in self._hopeless:
+            self._hopeless[index] = self._cost.never_fits(self._shards[index][1])
+        return self._hopeless[index]
 
     def _fits_beside(self, layout: TrainLayout) -> bool:
         own = msgspec.structs.replace(layout, dp=self._node // layout.replica, elastic=True)
@@ -135,13 +155,15 @@ class TrainSearch:
             self._runs[degrees, nodes] = runs(self._cost.shape, degrees, nodes, self._node)
         return self._runs[degrees, nodes]
 
-    def _limit(self, index: int, layout: TrainLayout) -> Limit | None:
-        # Memory depends on dp through the optimizer's shards and the micro-batches in flight.
-        in_flight = min(layout.pp, self._cost.micro_batches(layout))
-        key = (index, in_flight, layout.dp)
-        if key not in self._limits:
-            self._limits[key] = self._cost.limit(layout)
-        return self._limits[key]
+    def _fits(self, index: int, layout: TrainLayout) -> bool:
+        """More data-parallel ranks need less memory each, as long as the micro-batches in flight are as many."""
+        key = index, min(layout.pp, self._cost.micro_batches(layout))
+        most, least = self._bounds.get(key, (0, math.inf))
+        if most < layout.dp < least:
+            fits = self._cost.limit(layout) is None
+            most, least = (most, layout.dp) if fits else (layout.dp, least)
+            self._bounds[key] = most, least
+        return layout.dp >= least
 
 
 def _shards(cost: TrainCost, devices_per_node: int, space: TrainSpace) -> Iterator[TrainLayout]:
