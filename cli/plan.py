@@ -36,7 +36,7 @@ from .split import planned, show_split, simulating
 RANGE = re.compile(r"^(\d+)(?:\.\.(\d+))?$")
 ASSUMED = Assumed()
 MOST_GPUS = 65_536
-"""Limit of the exact search, which takes some ten seconds for as many nodes of one GPU."""
+"""Limit of the exact search, which takes half a minute for a dense model."""
 
 GpusOption = Annotated[
     str,

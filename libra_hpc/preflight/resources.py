@@ -151,7 +151,7 @@ def _check_training(config: RunConfig, component: str, shape: ModelShape, gpu: D
                 own = changed.train
                 more = "" if own.recompute == train.recompute else f' and train.recompute = "{own.recompute}"'
                 raise invalid(
-                    "train.tp", train.tp, why, f"train.tp = {own.tp}, train.pp = {own.pp}{more} (the fewest GPUs)"
+                    "train.tp", train.tp, why, f"train.tp = {own.tp}, train.pp = {own.pp}{more} (the smallest replica)"
                 )
         nodes = config.components.train.nodes
         raise invalid(
@@ -159,7 +159,7 @@ def _check_training(config: RunConfig, component: str, shape: ModelShape, gpu: D
             train.tp,
             why,
             f"more training nodes, a smaller train.micro_tokens or a smaller model: no TP x PP of {nodes}"
-            f" node{'s' if nodes > 1 else ''} fits",
+            f" node{'s' if nodes > 1 else ''} x {core_world(config).processes} processes fits",
         )
     pack = max(fullest_pack(config), config.rollout.max_model_len)
     longest = training_memory(config, shape, gpu, component, in_flight=train.pp, pack=pack)
@@ -169,7 +169,10 @@ def _check_training(config: RunConfig, component: str, shape: ModelShape, gpu: D
 
 
 def _smallest_first(config: RunConfig, shape: ModelShape) -> Iterator[RunConfig]:
-    """The run file with every other TP x PP and recomputation that its nodes can run, the fewest GPUs first."""
+    """The run file with every other TP x PP and recomputation that its nodes can run, the smallest replicas first.
+
+    Layouts that take more GPUs of a node stand before all others.
+    """
     train, core = config.train, core_world(config)
     found = []
     for tp in range(1, core.processes + 1):
@@ -177,7 +180,7 @@ def _smallest_first(config: RunConfig, shape: ModelShape) -> Iterator[RunConfig]
             changed = config.model_copy(update={"train": train.model_copy(update={"tp": tp, "pp": pp})})
             if all(runs(shape, degrees_of(own), own.nodes, own.processes) for own in worlds(changed).values()):
                 found.append(changed)
-    found.sort(key=lambda one: (one.train.tp * one.train.pp, one.train.pp))
+    found.sort(key=lambda one: (-core_world(one).processes, one.train.tp * one.train.pp, one.train.pp))
     for recompute in dict.fromkeys((train.recompute, *RECOMPUTE[1:])):
         for one in found:
             yield one.model_copy(update={"train": one.train.model_copy(update={"recompute": recompute})})
