@@ -18,17 +18,23 @@ from libra_hpc.config.job import Component
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.hardware.models import ModelShape, shape_from_config
+from libra_hpc.hardware.models import ModelShape, model_shape, shape_from_config
 from libra_hpc.hardware.supported import most_positions, refusals
 from libra_hpc.rollout.history import check_warm_start
 from libra_hpc.sched.registry import check_policy
-from libra_hpc.simulated.dry_run import check_simulated
+from libra_hpc.simulated.dry_run import check_simulated, pace
 from libra_hpc.slurm.query import slurm_seconds
 
 from .field_names import naming
 from .named_files import check_run_dir, check_task, read_model_config
 from .resources import check_cpus, check_memory, rollout_nodes
-from .train_worlds import context_ranks_have_tokens, experts_fit, processes_have_gpus, worlds_are_whole
+from .train_worlds import (
+    context_ranks_have_tokens,
+    experts_fit,
+    processes_have_gpus,
+    trains_simulated,
+    worlds_are_whole,
+)
 
 LEAST_NOTICE_S = 30.0
 """Seconds of ``slurm.notice_s``: Slurm looks at time limits twice a minute."""
@@ -64,8 +70,7 @@ def check_run(config: RunConfig) -> list[str]:
     if config.rollout.warm_start:
         check_warm_start(config.rollout.warm_start)
     if config.run.engine == "simulated":
-        with naming(config):
-            check_simulated(config)
+        _check_dry_run(config)
         return check_memory(config, None)
     check_task(config.task.name, config.task.options)
     warnings = check_memory(config, policy_shape(config))
@@ -80,10 +85,16 @@ def check_engines(config: RunConfig) -> list[str]:
     """
     _raise_first(problems(config))
     if config.run.engine == "simulated":
-        with naming(config):
-            check_simulated(config)
+        _check_dry_run(config)
         return []
     return check_memory(config, policy_shape(config))
+
+
+def _check_dry_run(config: RunConfig) -> None:
+    """Raise the first mistake in what a dry run simulates."""
+    with naming(config):
+        check_simulated(config)
+    _raise_first(trains_simulated(config, model_shape(pace(config, "train").model)))
 
 
 def policy_shape(config: RunConfig) -> ModelShape:

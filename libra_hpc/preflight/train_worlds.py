@@ -16,7 +16,7 @@ from libra_hpc.config.job import Component
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import TrainWorld, core_world, elastic_world
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.hardware.models import shape_from_config
+from libra_hpc.hardware.models import ModelShape, shape_from_config
 from libra_hpc.hardware.train_parallel import Degrees, cut_fault, expert_fault, world_fault
 
 
@@ -70,7 +70,17 @@ def context_ranks_have_tokens(config: RunConfig) -> Iterator[UserError]:
 
 def experts_fit(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
     """Expert ranks divide the model's experts, and the processes of a stage of both worlds."""
-    shape = shape_from_config(dict(model), "model.path")
+    yield from _experts_of(config, shape_from_config(dict(model), "model.path"))
+
+
+def trains_simulated(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
+    """The model of a dry run has layers for all stages and experts for all expert ranks."""
+    if shape.layers < config.train.pp:
+        yield invalid("train.pp", config.train.pp, f"the model has only {shape.layers} layers", f"1 to {shape.layers}")
+    yield from _experts_of(config, shape)
+
+
+def _experts_of(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
     for name, world in worlds(config).items():
         fault = expert_fault(shape.experts, shape.moe_intermediate, degrees_of(world), world.ranks // world.pp)
         if fault is not None:
