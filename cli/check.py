@@ -21,6 +21,7 @@ from libra_hpc.preflight.checks import check_run, policy_shape
 from libra_hpc.preflight.field_names import naming
 from libra_hpc.preflight.gpu_needs import gpu_needs
 from libra_hpc.preflight.host_memory import HostNeed, check_hosts, host_needs
+from libra_hpc.preflight.train_worlds import describe_worlds
 from libra_hpc.slurm.command import WAYS_OUT
 from libra_hpc.slurm.fit import check_fit, het_groups, with_resources
 from libra_hpc.slurm.interpreter import check_python
@@ -46,11 +47,13 @@ def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOp
     if json:
         split = None if made is None else made.chosen
         facts = {"checked_against_slurm": environment is not None, "warnings": warnings, "expected_start": start}
+        facts |= {"layout": describe_worlds(config)}
         records = memory_table.as_records(memory)
         print_json({"run_file": str(run_file), "good": True, **facts, "split": split, "memory": records})
         return
     if made is not None:
         show_split(made)
+    print_line(describe_worlds(config))
     if memory:
         show(memory_table.memory_table(memory))
     when = (

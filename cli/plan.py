@@ -18,7 +18,7 @@ from libra_hpc.hardware.lookup import StepLookup, lookup
 from libra_hpc.hardware.measured import load
 from libra_hpc.hardware.models import ModelShape
 from libra_hpc.hardware.steps import StepTimes
-from libra_hpc.planning.initial import CANDIDATES, as_planned, planned_pools
+from libra_hpc.planning.initial import CANDIDATES, as_planned, hybrid_of, planned_pools
 from libra_hpc.planning.request import PlanRequest, check_gpus, request
 from libra_hpc.planning.simulated_plan import simulated_plans
 from libra_hpc.planning.train_speed import training_factors
@@ -36,7 +36,7 @@ from .split import planned, show_split, simulating
 RANGE = re.compile(r"^(\d+)(?:\.\.(\d+))?$")
 ASSUMED = Assumed()
 MOST_GPUS = 65_536
-"""Limit of the exact search, which takes some ten seconds for as many nodes of one GPU."""
+"""Limit of the exact search, which takes half a minute for a dense model."""
 
 GpusOption = Annotated[
     str,
@@ -75,7 +75,7 @@ LayoutsOption = Annotated[
     typer.Option(
         "--layouts",
         metavar="any|node",
-        help="Layouts that run: each node one training replica, or engines of one TP; any: others too, for study.",
+        help="Layouts that run: engines of one TP on each node; any: others too, for study.",
     ),
 ]
 ExplainOption = Annotated[
@@ -145,11 +145,11 @@ def plan(
         trace=trace,
         train_speed=train_speed,
         assumed=assumed,
-        node_layouts=layouts == "node",
     )
     node = layouts == "node"
-    if node and not high:
-        asked = msgspec.structs.replace(asked, pools=planned_pools(planned_config, asked.pools))
+    if node:
+        pools = asked.pools if high else planned_pools(planned_config, asked.pools)
+        asked = msgspec.structs.replace(asked, pools=pools, hybrid=hybrid_of(planned_config, pools))
     step_times = lookup if calibration is None else measured_steps(calibration)
     search_with = partial(
         PlanSearch,
@@ -159,6 +159,7 @@ def plan(
         space=asked.space,
         options=asked.options,
         whole_nodes=node,
+        hybrid=asked.hybrid,
         steps=step_times,
     )
     search = search_with(factors=asked.factors)

@@ -26,9 +26,10 @@ TERMS = {
     "bubble": "pipeline fills and drains",
     "tp": "tensor-parallel all-reduce",
     "pp": "activations between stages",
-    "cp": "context-parallel ring, not hidden",
+    "cp": "keys and values of context ranks",
     "ep": "expert exchange",
     "dp": "gradient reduction, not hidden",
+    "exchange": "exchange with hybrid nodes",
     "optimizer": "update",
 }
 
@@ -112,6 +113,9 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
             f" {best.train.time.mfu:.0%} of peak FLOP/s (MFU)"
         )
     )
+    wanted = asked.hybrid.nodes(asked.pools[best.pool].nodes - best.nodes)
+    if wanted > best.hybrid:
+        show(Text(f"note: no training layout of {best.nodes} nodes fits on a hybrid node too, so it has none"))
     if result.alone:
         alone = ", ".join(f"{_pool(asked, pool)}TP{tp} {_s(seconds)}" for pool, tp, seconds in result.alone)
         show(Text(f"rollout of these nodes with one TP alone: {alone}"))
@@ -126,8 +130,6 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
         )
     show(Text(f"rollout steps: {', '.join(dict.fromkeys(_source(s) for s in result.sources))}"))
     show(Text(_proof(result)))
-    if layout.cp > 1 or layout.ep > 1 or layout.replica > asked.pools[best.pool].node_devices:
-        show(Text("this layout is for study: a run has TP x PP of whole nodes (--layouts node)"))
 
 
 def _proof(result: PlanResult) -> str:

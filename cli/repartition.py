@@ -146,6 +146,7 @@ def table(before: RunConfig, after: RunConfig) -> RenderableType:
     rest = [
         Text(f"{name}: {old} -> {new}")
         for name, old, new in (
+            ("train.processes", before.train.processes, after.train.processes),
             ("train.micro_tokens", before.train.micro_tokens, after.train.micro_tokens),
             ("train.recompute", before.train.recompute, after.train.recompute),
             ("planner.hybrid_start", before.planner.hybrid_start, after.planner.hybrid_start),

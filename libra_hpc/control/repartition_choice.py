@@ -19,16 +19,16 @@ import msgspec
 
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.cost_models.factors import Factors
-from libra_hpc.cost_models.memory import Recompute
+from libra_hpc.cost_models.memory import TrainLayout
 from libra_hpc.cost_models.rollout_by_nodes import MODEL_ERROR, NodeEngines, RolloutByNodes, batch_of
 from libra_hpc.cost_models.rollout_time import RolloutOptions
-from libra_hpc.cost_models.training_time import BatchWork, TrainCost
+from libra_hpc.cost_models.training_time import BatchWork, Beside, TrainCost
 from libra_hpc.errors import UserError
 from libra_hpc.hardware.lookup import StepLookup, lookup
 from libra_hpc.hardware.models import ModelShape
 from libra_hpc.protocol.plan import Candidate, PlanDecision, PlanSnapshot
 from libra_hpc.search.best_plan import ROLLOUT_TP, DevicePool, PlanResult, PlanSearch, RunPlan
-from libra_hpc.search.train_layout import TrainSearch, TrainSpace
+from libra_hpc.search.train_layout import NO_HYBRID, Hybrid, TrainSpace
 
 from .stage_times import ONE_SIDED_95, Estimate
 
@@ -43,12 +43,12 @@ CANDIDATES = 5
 
 
 class RunningLayout(msgspec.Struct, frozen=True):
-    """The layout of a run; all training nodes are alike."""
+    """The layout of a run."""
 
-    tp: int
-    pp: int
-    """Of a training replica, which lies within a node."""
-    recompute: Recompute
+    core: TrainLayout
+    core_nodes: int
+    beside: int
+    """Replicas of a hybrid node that trains."""
     engines: tuple[tuple[int, int], ...]
     """(TP, engines) of the nodes that may roll out, as `NodeEngines.engines`."""
 
@@ -68,17 +68,18 @@ class RepartitionAdvisor:
         *,
         space: TrainSpace = TrainSpace(),  # noqa: B008
         options: RolloutOptions = RolloutOptions(),  # noqa: B008
+        hybrid: Hybrid = NO_HYBRID,
         minibatches: int = 1,
         forwards: int = 0,
         steps: StepLookup = lookup,
         run_file_values: Callable[[PlanResult], dict[str, Any]] | None = None,
     ) -> None:
         self._shape, self._pool, self._running = shape, pool, running
-        self._space, self._options, self._steps = space, options, steps
+        self._space, self._options, self._hybrid, self._steps = space, options, hybrid, steps
         self._minibatches, self._forwards = minibatches, forwards
         self._run_file_values = run_file_values
-        # It runs: its moves of nodes have had their room.
-        self._own = msgspec.structs.replace(space, tp=(running.tp,), pp=(running.pp,), cp=(1,), ep=(1,))
+        core = running.core
+        self._own = msgspec.structs.replace(space, tp=(core.tp,), pp=(core.pp,), cp=(core.cp,), ep=(core.ep,))
         self._model = RolloutByNodes(NodeEngines(shape, pool.device, running.engines, options), steps)
         self._proposed: set[str] = set()
 
@@ -161,6 +162,7 @@ class RepartitionAdvisor:
                 gated=False,  # The measured seconds of rollout have the wait in them.
                 whole_nodes=True,
                 degrees=degrees,
+                hybrid=self._hybrid,
             ).run(CANDIDATES, trainers=(0,))
             errors = ONE_SIDED_95 * hypot(estimate.train_error, estimate.rollout_error, error)
             return found, 1.0 - found.plans[0].seconds / estimate.times.batch - errors
@@ -176,14 +178,12 @@ class RepartitionAdvisor:
     def _factors(self, estimate: Estimate, batch: BatchWork) -> Factors | None:
         """Measured over predicted seconds of the running layout; None when the models cannot hold it."""
         pool, running = self._pool, self._running
-        own = msgspec.structs.replace(self._own, recompute=(running.recompute,))
-        choice = TrainSearch(
-            TrainCost(self._shape, pool.device, pool.node_devices, batch), pool.node_devices, own
-        ).best(estimate.split.train * pool.node_devices)
+        cost = TrainCost(self._shape, pool.device, pool.node_devices, batch)
+        trains = cost.time(running.core, Beside(max(0, estimate.split.train - running.core_nodes), running.beside))
         rollout = self._model.seconds(estimate.split.rollout)
-        if choice is None or rollout is None:
+        if rollout is None:
             return None
-        train, generate = estimate.times.train / choice.time.total, estimate.times.rollout / rollout
+        train, generate = estimate.times.train / trains.total, estimate.times.rollout / rollout
         return Factors(prefill=generate, decode=generate, tool=generate, compute=train, comm=train, optimizer=train)
 
 

@@ -1,10 +1,10 @@
 """Memory of one training device, term by term, in bytes; mixed precision as in Megatron-Core.
 
 - State: weights, float32 gradients, AdamW's moments, and a float32 copy of weights of another type: 18 bytes per bf16
-  parameter. A distributed optimizer divides the last 12 by the data-parallel ranks; an elastic replica lacks them.
+  parameter. All copies of a parameter in the core share the last 12; an elastic replica lacks them.
 - Several minibatches: a step that fails returns to a copy of the optimizer's state, taken before it.
 - Activations: what a layer retains for its backward pass (`activation_bytes_per_token`); context parallelism divides
-  it. With full recomputation, a layer retains its input, and one layer at a time the rest.
+  it, but for gathered keys and values. With full recomputation, a layer retains its input, and one at a time the rest.
 - Pipeline: stage i of 1F1B holds as many micro-batches as there are stages from it on, the last one the output layer.
 - The fullest stage counts.
 """
@@ -19,6 +19,7 @@ import msgspec
 from libra_hpc.hardware.architecture import stage_layers
 from libra_hpc.hardware.devices import Device
 from libra_hpc.hardware.models import ModelShape
+from libra_hpc.hardware.train_parallel import Degrees
 
 GRAD_BYTES = 4
 """Bytes per parameter: float32 gradients."""
@@ -50,21 +51,35 @@ class TrainLayout(msgspec.Struct, frozen=True, order=True):
     pp: int
     cp: int
     ep: int
-    """Divides ``dp``: experts are spread over data-parallel ranks."""
+    """Expert-parallel ranks among the devices of a stage."""
     dp: int
     micro_tokens: int
     """Most tokens of a packed micro-batch."""
     recompute: Recompute = "none"
     """What every layer computes again in the backward pass."""
-    distributed: bool = False
-    """Optimizer state divided over the data-parallel ranks, as in the core."""
+    etp: int = 0
+    """Tensor ranks of an expert; 0: ``tp``."""
     elastic: bool = False
-    """A replica beside the core: weights and gradients alone."""
+    """Replicas beside the core: weights and gradients alone."""
+
+    @property
+    def degrees(self) -> Degrees:
+        return Degrees(self.tp, self.pp, self.cp, self.ep, self.etp)
 
     @property
     def replica(self) -> int:
         """Devices of one data-parallel replica."""
         return self.tp * self.pp * self.cp
+
+    @property
+    def copies(self) -> int:
+        """Devices with the same parameters, which share their optimizer state in the core."""
+        return self.dp * self.cp
+
+    @property
+    def expert_copies(self) -> int:
+        """Devices with the same experts."""
+        return max(1, self.copies * self.tp // self.degrees.expert_ranks)
 
     @property
     def recomputed(self) -> str:
@@ -76,10 +91,7 @@ class TrainLayout(msgspec.Struct, frozen=True, order=True):
         return self.replica * self.dp
 
     def __str__(self) -> str:
-        parts = [f"TP{self.tp}", f"PP{self.pp}"]
-        parts += [f"CP{self.cp}"] if self.cp > 1 else []
-        parts += [f"EP{self.ep}"] if self.ep > 1 else []
-        return "·".join([*parts, f"DP{self.dp}"])
+        return "·".join([*str(self.degrees).split(), f"DP{self.dp}"])
 
 
 class TrainMemory(msgspec.Struct, frozen=True):
@@ -95,7 +107,8 @@ class TrainMemory(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> float:
-        return sum(self.terms().values())
+        state = self.weights + self.gradients + self.optimizer + self.minibatch_copy
+        return state + self.activations + self.logits + self.workspace
 
     def terms(self) -> dict[str, float]:
         """Terms by their names in words; without those that are 0, but for the logits."""
@@ -162,21 +175,25 @@ def memory_limit(memory: TrainMemory, device: Device) -> Limit | None:
 
 
 @cache
-def stage_params(shape: ModelShape, tp: int, pp: int, ep: int, stage: int) -> tuple[float, float]:
+def stage_params(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[float, float]:
     """Parameters of one device of a pipeline stage: those on every data-parallel rank, and its share of the experts."""
+    tp, pp = degrees.tp, degrees.pp
     layers = stage_layers(shape.layers, pp)[stage]
     ends = (stage == 0) + (stage == pp - 1)
     if pp == 1 and shape.tied_embeddings:
         ends = 1
-    return (
-        layers * shape.shared_params + ends * shape.head_params
-    ) / tp, layers * shape.experts * shape.expert_params / (tp * ep)
+    experts = layers * shape.experts * shape.expert_params / degrees.expert_ranks
+    return (layers * shape.shared_params + ends * shape.head_params) / tp, experts
 
 
 def largest_stage_params(shape: ModelShape, layout: TrainLayout) -> tuple[float, float]:
     """`stage_params` of the stage with the most."""
-    stages = (stage_params(shape, layout.tp, layout.pp, layout.ep, stage) for stage in range(layout.pp))
-    return max(stages, key=sum)
+    return _largest_stage(shape, layout.degrees)
+
+
+@cache
+def _largest_stage(shape: ModelShape, degrees: Degrees) -> tuple[float, float]:
+    return max((stage_params(shape, degrees, stage) for stage in range(degrees.pp)), key=sum)
 
 
 def optimizer_bytes(shape: ModelShape) -> int:
@@ -184,13 +201,15 @@ def optimizer_bytes(shape: ModelShape) -> int:
     return MOMENT_BYTES + (MASTER_BYTES if shape.dtype_bytes < MASTER_BYTES else 0)
 
 
-def activation_bytes_per_token(shape: ModelShape, recompute: Recompute, tp: int = 1) -> float:
+def activation_bytes_per_token(shape: ModelShape, recompute: Recompute, tp: int = 1, etp: int = 0) -> float:
     """Bytes that one layer retains of one token on each of ``tp`` ranks.
 
     - Divided by TP (sequence parallelism): the inputs of both norms and both blocks, 4 h.
-    - Divided by TP: projection q + 2 kv, attention's padded inputs q + 2 kv and output q, and its unpadded output q.
+    - Divided by TP: attention's padded input q and output q, and its unpadded output q.
+    - Divided by TP, at most by the key/value heads: projection q + 2 kv, and padded inputs 2 kv. A rank has whole ones.
     - Divided by TP, dense: gate, up and product, 3 f.
-    - Divided by TP, mixture of experts: input, output and 3 expert widths of each routed token.
+    - Mixture of experts, divided by TP: 3 expert widths of each routed token. Its input and output on every one of the
+      ``etp`` (0: ``tp``) tensor ranks of an expert.
 
     Selective recomputation leaves out the inputs of both blocks, the padded output and the dense product.
     """
@@ -198,14 +217,22 @@ def activation_bytes_per_token(shape: ModelShape, recompute: Recompute, tp: int 
         return shape.hidden * shape.dtype_bytes / tp
     stored = recompute == "none"
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    elements = q + 2 * kv + PADDING * ((1 + stored) * q + 2 * kv) + q
+    whole = max(1.0, tp / shape.kv_heads)
+    elements = whole * (q + 2 * kv + PADDING * 2 * kv) + PADDING * (1 + stored) * q + q
     if shape.experts:
         elements += 3 * shape.shared_intermediate + shape.experts_per_token * (
-            2 * shape.hidden + 3 * shape.moe_intermediate
+            2 * shape.hidden * (etp or tp) + 3 * shape.moe_intermediate
         )
     else:
         elements += (2 + stored) * shape.intermediate
     return ((2 + 2 * stored) * shape.hidden + elements) / tp * shape.dtype_bytes
+
+
+def gathered_bytes_per_token(shape: ModelShape, layout: TrainLayout) -> float:
+    """Bytes of the keys and values of one token of the whole pack that one layer gathers over context ranks."""
+    if layout.cp == 1:
+        return 0.0
+    return 2 * shape.kv_heads * shape.head_dim / min(layout.tp, shape.kv_heads) * shape.dtype_bytes
 
 
 def head_bytes(shape: ModelShape, tokens: float, tp: int) -> float:
@@ -231,14 +258,18 @@ def _stage(
     pack_tokens: float,
     copies: bool,
 ) -> TrainMemory:
-    common, experts = stage_params(shape, layout.tp, layout.pp, layout.ep, stage)
-    shard, expert_shard = (layout.dp * layout.cp, layout.dp * layout.cp // layout.ep) if layout.distributed else (1, 1)
-    own = 0.0 if layout.elastic else common / shard + experts / expert_shard
+    common, experts = stage_params(shape, layout.degrees, stage)
+    own = 0.0 if layout.elastic else common / layout.copies + experts / layout.expert_copies
     tokens = pack_tokens / layout.cp
     layers = stage_layers(shape.layers, layout.pp)[stage]
-    activations = in_flight * layers * activation_bytes_per_token(shape, layout.recompute, layout.tp) * tokens
+
+    def layer(recompute: Recompute) -> float:
+        each = activation_bytes_per_token(shape, recompute, layout.tp, layout.etp) * tokens
+        return each + (gathered_bytes_per_token(shape, layout) * pack_tokens if recompute != "full" else 0.0)
+
+    activations = in_flight * layers * layer(layout.recompute)
     if layout.recompute == "full":
-        activations += activation_bytes_per_token(shape, "none", layout.tp) * tokens
+        activations += layer("none")
     return TrainMemory(
         weights=(common + experts) * shape.dtype_bytes,
         gradients=(common + experts) * GRAD_BYTES,

@@ -1,18 +1,22 @@
 """Seconds of training one global batch under one layout.
 
 - Compute: forward FLOPs from the model shape, attention per pair of positions; backward twice that. Recomputation and
-  each log-probability pass add one forward. The slowest replica has 1 / dp of the work, at least the longest
-  trajectory.
+  each log-probability pass add one forward. The output layer has loss tokens alone and computes its logits twice. The
+  slowest replica has 1 / dp of the work, at least the longest trajectory.
 - Speed: the device's ``flops_efficiency`` times `LAYER_EFFICIENCY`; a correction factor never exceeds the peak.
 - Pipeline: 1F1B takes n + pp - 1 slots for n micro-batches; the slowest stage sets the slot, the last one has the head.
-- Communication: ring collectives over the link of the group. TP, EP and PP are exposed. CP hides behind attention, the
-  gradient reduction behind the last backward pass; the excess is exposed.
-- Optimizer: bound by memory bandwidth.
+- Communication: ring collectives over the link of the group. TP, CP, EP and PP are exposed. The gradient reduction
+  hides behind the last backward pass; the excess is exposed.
+- CP: keys and values are gathered in every pass of a layer, and their gradients scattered (`libra_hpc.train.context`).
+- Optimizer: bound by memory bandwidth; every device of the core has its share of the state.
+- Hybrid nodes that train: the core's links carry one gradient and one set of new weights, exposed
+  (`libra_hpc.train.exchange`).
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import msgspec
 
@@ -42,6 +46,8 @@ LINK_EFFICIENCY = 0.8
 inference."""
 BACKWARD = 2.0
 """FLOPs of backward over forward."""
+HEAD_PASSES = 2.0 + BACKWARD
+"""Passes of the output layer: forward, recomputed forward, and backward, as in `libra_hpc.train.head`."""
 RECOMPUTED: dict[Recompute, float] = {"none": 0.0, "selective": 0.04, "full": 1.0}
 """Work of recomputation over that of a forward pass. Selective, estimated: 127 kB moved per token and layer of
 Qwen3-8B, at 3.35 TB/s, against matrix products at 400 TFLOP/s."""
@@ -82,6 +88,8 @@ class TrainTime(msgspec.Struct, frozen=True):
     ep: float
     dp: float
     optimizer: float
+    exchange: float
+    """With hybrid nodes that train."""
     micro_batches: int
     """Per replica and optimizer step."""
     mfu: float
@@ -89,7 +97,8 @@ class TrainTime(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> float:
-        return self.compute + self.bubble + self.tp + self.pp + self.cp + self.ep + self.dp + self.optimizer
+        communication = self.tp + self.pp + self.cp + self.ep + self.dp + self.exchange
+        return self.compute + self.bubble + communication + self.optimizer
 
 
 def packed(batch: BatchWork, micro_tokens: int) -> float:
@@ -101,12 +110,24 @@ def packed(batch: BatchWork, micro_tokens: int) -> float:
     return batch.trajectories * sum(b.share / max(1, int(micro_tokens // b.context)) for b in batch.lengths.bins)
 
 
-def forward_flops(shape: ModelShape, context: float, context_square: float) -> float:
-    """FLOPs of one trajectory's forward pass with causal attention."""
+def forward_flops(shape: ModelShape, context: float, context_square: float, loss: float | None = None) -> float:
+    """FLOPs of one trajectory's forward pass with causal attention; ``loss`` tokens of it carry loss, None: all."""
     return (
-        context * (shape.layer_flops_per_token + shape.head_flops_per_token)
+        context * shape.layer_flops_per_token
+        + (context if loss is None else loss) * shape.head_flops_per_token
         + 0.5 * context_square * shape.attention_flops_per_pair
     )
+
+
+class Beside(NamedTuple):
+    """Hybrid nodes that train beside the core."""
+
+    nodes: int = 0
+    replicas: int = 1
+    """Of each node."""
+
+
+ALONE = Beside()
 
 
 class TrainCost:
@@ -118,10 +139,13 @@ class TrainCost:
         self.shape, self.device, self.batch = shape, device, batch
         self._node, self._factors = devices_per_node, factors
         lengths = batch.lengths
-        self._flops = batch.trajectories * forward_flops(shape, lengths.context, lengths.context_square)
-        self._attention = 0.5 * lengths.context_square * shape.attention_flops_per_pair * batch.trajectories
-        self._head = batch.tokens * shape.head_flops_per_token
-        self._longest = forward_flops(shape, lengths.longest_context, lengths.longest_context**2) / self._flops
+        self._flops = batch.trajectories * forward_flops(
+            shape, lengths.context, lengths.context_square, lengths.generated
+        )
+        self._head = batch.generated * shape.head_flops_per_token
+        longest, last = lengths.longest_context, lengths.bins[-1]
+        loss = longest * last.generated / last.context
+        self._longest = forward_flops(shape, longest, longest**2, loss) / self._flops
         efficiency = min(1.0, device.flops_efficiency * LAYER_EFFICIENCY / factors.compute)
         self._speed = device.peak_flops * efficiency
         self._packs: dict[int, float] = {}
@@ -151,56 +175,48 @@ class TrainCost:
         """Why the layout does not fit; None when it does."""
         return memory_limit(self.memory(layout), self.device)
 
-    def device_seconds(self, layout: TrainLayout) -> float:
-        """Lower bound of ``time(layout).total * layout.devices`` for every ``dp``: compute and TP traffic, perfectly
-        divided."""
-        compute, tp = self._stage_seconds(layout, 1.0)
-        return (compute + tp) * layout.replica
+    def never_fits(self, layout: TrainLayout) -> bool:
+        """Whether the layout fits with no ``dp`` at all: weights, gradients and one micro-batch exceed the device."""
+        stateless, pack = msgspec.structs.replace(layout, elastic=True), self.pack_tokens(layout)
+        least = train_memory(self.shape, stateless, self.device, micro_batches=1, pack_tokens=pack)
+        return memory_limit(least, self.device) is not None
 
-    def time(self, layout: TrainLayout) -> TrainTime:
-        """Seconds of one global batch, whether the layout fits or not."""
-        shape, device, batch = self.shape, self.device, self.batch
-        n = self.micro_batches(layout)
-        share = max(1.0 / layout.dp, self._longest)
+    @property
+    def longest_share(self) -> float:
+        """Least share of the batch's work of the slowest replica: that of the longest trajectory."""
+        return self._longest
+
+    def device_seconds(self, layout: TrainLayout) -> float:
+        """Lower bound of ``time(layout).total * layout.devices`` for every ``dp``: work and traffic of a perfect
+        division."""
+        compute, tp = self._stage_seconds(layout, 1.0)
+        return (compute + tp + sum(self._traffic(layout, 1.0))) * layout.replica
+
+    def time(self, layout: TrainLayout, beside: Beside = ALONE) -> TrainTime:
+        """Seconds of one global batch, whether the layout fits or not; ``beside`` the core, hybrid nodes train too."""
+        batch, every = self.batch, layout
+        if beside.nodes:
+            every = msgspec.structs.replace(layout, dp=layout.dp + beside.nodes * beside.replicas)
+        n = self.micro_batches(every)
+        share = max(1.0 / every.dp, self._longest)
         compute, tp = self._stage_seconds(layout, share)
-        passes, comm = self._passes(layout), self._factors.comm
-        layers = max(stage_layers(shape.layers, layout.pp))
-        # All micro-batches of all optimizer steps, at the latency of one small all-reduce each.
-        tp += (
-            self._reduces(layout) * layers * n * batch.minibatches * device.allreduce_s * comm if layout.tp > 1 else 0.0
-        )
-        tokens = share * batch.tokens / layout.cp
-        element = shape.dtype_bytes
-        cp = ep = pp = dp = 0.0
-        if layout.cp > 1:
-            ring = (
-                2 * shape.kv_heads * shape.head_dim / layout.tp * element * tokens * (layout.cp - 1) * layers * passes
-            )
-            hidden = share * self._attention * passes / (layout.tp * layout.cp * layout.pp * self._speed)
-            cp = max(0.0, ring / self._link(layout.tp * layout.cp) * comm - hidden)
-        if layout.ep > 1:
-            sent = tokens / layout.tp * shape.experts_per_token * shape.hidden * element * (layout.ep - 1) / layout.ep
-            ep = self._reduces(layout) * layers * sent / self._link(layout.tp * layout.cp * layout.ep) * comm
+        layers = max(stage_layers(self.shape.layers, layout.pp))
+        if layout.tp > 1:
+            # All micro-batches of all optimizer steps, at the latency of one small all-reduce each.
+            latency = self.device.allreduce_s * self._factors.comm
+            tp += self._reduces(layout) * layers * n * batch.minibatches * latency
+        cp, ep, pp = self._traffic(layout, share)
         slots = (n + layout.pp - 1) / n
-        if layout.pp > 1:
-            pp = (
-                slots
-                * (2 + batch.forwards)
-                * tokens
-                / layout.tp
-                * shape.hidden
-                * element
-                / self._link(layout.replica)
-                * comm
-            )
-        optimizer = 0.0
-        if layout.dp * layout.cp > 1:
-            backward = compute * BACKWARD / passes / n
-            dp = max(0.0, batch.minibatches * self._reduction(layout) * comm - backward)
+        pp *= slots
+        dp = 0.0
+        if layout.copies > 1:
+            backward = compute * BACKWARD / self._passes(layout) / n
+            dp = max(0.0, batch.minibatches * self._reduction(layout) * self._factors.comm - backward)
         optimizer = batch.minibatches * self._update(layout) * self._factors.optimizer
+        exchange = batch.minibatches * self._exchange(layout, beside) * self._factors.comm
         bubble = (slots - 1.0) * (compute + tp + cp + ep)
-        total = compute + bubble + tp + pp + cp + ep + dp + optimizer
-        mfu = (1.0 + BACKWARD) * self._flops / (total * layout.devices * device.peak_flops)
+        total = compute + bubble + tp + pp + cp + ep + dp + optimizer + exchange
+        mfu = (1.0 + BACKWARD) * self._flops / (total * every.devices * self.device.peak_flops)
         return TrainTime(
             compute=compute,
             bubble=bubble,
@@ -210,12 +226,32 @@ class TrainCost:
             ep=ep,
             dp=dp,
             optimizer=optimizer,
+            exchange=exchange,
             micro_batches=n,
             mfu=mfu,
         )
 
+    def _traffic(self, layout: TrainLayout, share: float) -> tuple[float, float, float]:
+        """Seconds of context ranks, expert ranks, and of stages without a bubble, with ``share`` of the batch."""
+        shape, comm = self.shape, self._factors.comm
+        tokens = share * self.batch.tokens / layout.cp
+        element, layers = shape.dtype_bytes, max(stage_layers(shape.layers, layout.pp))
+        cp = ep = pp = 0.0
+        if layout.cp > 1:
+            kv = 2 * shape.kv_heads * shape.head_dim / min(layout.tp, shape.kv_heads) * element
+            gathers = self._reduces(layout) / 2
+            cp = gathers * layers * kv * tokens * (layout.cp - 1) / self._link(layout.tp * layout.cp) * comm
+        if layout.ep > 1:
+            sent = tokens / layout.tp * shape.experts_per_token * shape.hidden * element
+            spread = (layout.ep - 1) / layout.ep / self._link(layout.degrees.expert_ranks)
+            ep = self._reduces(layout) * layers * sent * spread * comm
+        if layout.pp > 1:
+            sent = (2 + self.batch.forwards) * tokens / layout.tp * shape.hidden * element
+            pp = sent / self._link(layout.replica) * comm
+        return cp, ep, pp
+
     def _passes(self, layout: TrainLayout) -> float:
-        """Work over that of one forward pass."""
+        """Work of a layer over that of its forward pass."""
         return 1.0 + BACKWARD + RECOMPUTED[layout.recompute] + self.batch.forwards
 
     def _reduces(self, layout: TrainLayout) -> float:
@@ -224,36 +260,53 @@ class TrainCost:
 
     def _stage_seconds(self, layout: TrainLayout, share: float) -> tuple[float, float]:
         """Compute, and the bandwidth-bound TP traffic, of the slowest stage with ``share`` of the batch."""
-        stages = stage_layers(self.shape.layers, layout.pp)
-        layer = (self._flops - self._head) / self.shape.layers
-        stage = max(max(stages) * layer, stages[-1] * layer + self._head)
-        compute = share * stage * self._passes(layout) / (layout.tp * layout.cp * self._speed)
+        shape = self.shape
+        stages = stage_layers(shape.layers, layout.pp)
+        layer = (self._flops - self._head) / shape.layers * self._passes(layout)
+        stage = max(max(stages) * layer, stages[-1] * layer + self._head * (HEAD_PASSES + self.batch.forwards))
+        compute = share * stage / (layout.tp * layout.cp * self._speed)
         if layout.tp == 1:
             return compute, 0.0
-        width = float(self.shape.hidden)
-        if self.shape.kv_heads < layout.tp:
+        # Of the two collectives that of the MLP is one of routed tokens, or none, where there are experts.
+        width = float(shape.hidden)
+        if shape.experts:
+            width *= 0.5 + 0.5 * (shape.experts_per_token if layout.etp != 1 else 0)
+        if shape.kv_heads < layout.tp:
             # Megatron-Core gathers q, k and v: half the traffic of an all-reduce, one for every two of them.
-            width += (self.shape.heads + 2 * self.shape.kv_heads) * self.shape.head_dim / 4
-        message = share * self.batch.tokens / layout.cp * width * self.shape.dtype_bytes
+            width += (shape.heads + 2 * shape.kv_heads) * shape.head_dim / 4
+        message = share * self.batch.tokens / layout.cp * width * shape.dtype_bytes
         ring = 2 * (layout.tp - 1) / layout.tp * message / self._link(layout.tp)
         return compute, self._reduces(layout) * max(stages) * ring * self._factors.comm
 
     def _reduction(self, layout: TrainLayout) -> float:
-        """Seconds to reduce gradients over data-parallel ranks, and to gather weights with a distributed optimizer."""
+        """Seconds to reduce gradients over the copies of a parameter, and to gather its new weights."""
         common, experts = largest_stage_params(self.shape, layout)
-        per_param = GRAD_BYTES + self.shape.dtype_bytes if layout.distributed else 2 * GRAD_BYTES
-        ranks, expert_ranks = layout.dp * layout.cp, layout.dp * layout.cp // layout.ep
+        ranks, expert_ranks = layout.copies, layout.expert_copies
         sent = common * (ranks - 1) / ranks + experts * (expert_ranks - 1) / expert_ranks
-        return per_param * sent / self._link(layout.devices)
+        return (GRAD_BYTES + self.shape.dtype_bytes) * sent / self._link(layout.devices)
 
     def _update(self, layout: TrainLayout) -> float:
         common, experts = largest_stage_params(self.shape, layout)
-        shard = layout.dp * layout.cp if layout.distributed else 1
-        expert_shard = max(1, shard // layout.ep)
         moved = GRAD_BYTES + 2 * optimizer_bytes(self.shape) + self.shape.dtype_bytes
-        return (
-            (common / shard + experts / expert_shard) * moved / (self.device.hbm_bytes_s * self.device.hbm_efficiency)
-        )
+        own = common / layout.copies + experts / layout.expert_copies
+        return own * moved / (self.device.hbm_bytes_s * self.device.hbm_efficiency)
+
+    def _exchange(self, layout: TrainLayout, beside: Beside) -> float:
+        """Seconds of gradients to their owners and new weights back: of the slower side.
+
+        The hybrid nodes sum gradients among themselves, and pass new weights on, before one of them talks to an owner.
+        """
+        if not beside.nodes:
+            return 0.0
+        common, experts = largest_stage_params(self.shape, layout)
+        own = msgspec.structs.replace(layout, dp=beside.replicas)
+        bytes_each = GRAD_BYTES + self.shape.dtype_bytes
+        core = (common / layout.copies + experts / layout.expert_copies) * bytes_each
+        piece = (common / own.copies + experts / own.expert_copies) * bytes_each
+        others = (beside.nodes - 1) / beside.nodes
+        # An all-reduce sends gradients twice, the broadcast weights once.
+        among = piece * others * (2 * GRAD_BYTES + self.shape.dtype_bytes) / bytes_each
+        return max(core, piece / beside.nodes + among) / self._link(self._node + 1)
 
     def _link(self, group: int) -> float:
         """Bytes per second of one device within a group of so many neighbours."""

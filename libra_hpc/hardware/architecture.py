@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import msgspec
 from libra_hpc.errors import invalid
 
 from .supported import FAMILIES, Family, Widths, check_trained, has_qkv_bias, rope_settings, with_defaults
+from .train_parallel import Degrees, expert_fault
 
 
 class Architecture(msgspec.Struct, frozen=True):
@@ -99,6 +101,7 @@ def read_shape(model_dir: Path) -> Architecture:
     )
 
 
+@cache
 def stage_layers(layers: int, pp: int) -> tuple[int, ...]:
     """Layers of each of ``pp`` pipeline stages, which differ by at most one.
 
@@ -119,17 +122,6 @@ def check_parallel(shape: Architecture, tp: int, pp: int) -> None:
 
 def check_experts(shape: Architecture, *, tp: int, ep: int, etp: int, ranks: int) -> None:
     """Raise `UserError` unless ``ep`` and ``etp`` fit the model and the ``ranks`` processes of a stage."""
-    if not shape.experts:
-        if ep > 1:
-            raise invalid("train.ep", ep, "the model has no experts", "1")
-    elif shape.experts % ep:
-        why = f"it does not divide the model's {shape.experts} experts"
-        raise invalid("train.ep", ep, why, f"divisors of {shape.experts}")
-    elif ep == 1 and etp != tp:
-        raise invalid("train.etp", etp, "without expert parallelism tensor ranks share the experts too", str(tp))
-    elif etp not in (1, tp) or shape.moe_ffn % etp:
-        why = f"it must be 1 or tp = {tp}, and divide the experts' {shape.moe_ffn} MLP columns"
-        raise invalid("train.etp", etp, why, f"1 or {tp}" if shape.moe_ffn % tp == 0 else "1")
-    elif ranks % (ep * etp):
-        why = f"ep x etp = {ep * etp} does not divide the {ranks} processes of a stage"
-        raise invalid("train.ep", ep, why, f"divisors of {ranks // etp}")
+    fault = expert_fault(shape.experts, shape.moe_ffn, Degrees(tp, ep=ep, etp=etp), ranks)
+    if fault is not None:
+        raise fault.error()

@@ -120,7 +120,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def trains(self, tp: int, pp: int = 1) -> bool:
         """Whether Megatron-Core can cut the model over ``tp`` devices and ``pp`` stages of different lengths."""
-        return not self.widths.fault(tp) and not self.moe_intermediate % tp and pp <= self.layers
+        return pp <= self.layers and not self.widths.fault(tp)
 
 
 def model_shape(name_or_path: str | Path) -> ModelShape:

@@ -2,8 +2,9 @@
 
 - All nodes of one kind -> the planner chooses how many train. Up to ``components.hybrid.nodes`` others are hybrid and
   start in rollout; one node stays rollout-only.
+- No training layout fits on a hybrid node by itself -> there are none.
 - Rollout nodes of another kind -> training nodes that do not train become hybrid nodes.
-- Each training node is one replica, and all engines of a rollout node have one TP degree, as a run file states it.
+- All engines of a rollout node have one TP degree, as a run file states it.
 - Large TP, for the longest trajectories, goes to rollout nodes; hybrid nodes have the smallest TP, because their
   leaving costs least.
 """
@@ -19,17 +20,23 @@ import msgspec
 from libra_hpc.config.job import Component
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
+from libra_hpc.config.train_world import core_world
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.hardware.devices import Device, device
 from libra_hpc.hardware.supported import TRAINED
 from libra_hpc.search.best_plan import DevicePool, PlanResult, PlanSearch, RunPlan
+from libra_hpc.search.train_layout import Hybrid
 
 from .request import KIND, PlanRequest, kind, request
 from .simulated_plan import Progress, simulated_plans
 
 CANDIDATES = 5
 """Plans that are recorded and shown."""
-CHOSEN = {"train": ("tp", "pp"), "rollout": ("tp", "engines_per_node"), "planner": ("hybrid_start",)}
+CHOSEN = {
+    "train": ("tp", "pp", "cp", "ep", "etp", "processes"),
+    "rollout": ("tp", "engines_per_node"),
+    "planner": ("hybrid_start",),
+}
 """Keys that the plan fills in; a run file must not have them as well."""
 SHARE = ("cpus", "mem")
 
@@ -62,21 +69,21 @@ def initial_plan(
     parts = config.components
     alike = kind(parts.train) == kind(parts.rollout)
     planned = as_planned(config)
-    asked = request(planned, node_layouts=True)
+    asked = request(planned)
     if asked.shape.untrained and config.run.engine == "real":
         why = f"this version cannot train {asked.shape.name} ({asked.shape.untrained})"
         raise invalid("components.split", "auto", why, f"a model of type {', '.join(TRAINED)}")
-    asked = msgspec.structs.replace(asked, pools=_pools(planned, asked.pools, alike))
-    first = asked.pools[0]
-    space = msgspec.structs.replace(asked.space, replica_devices=first.node_devices, least_devices=first.node_devices)
+    pools = _pools(planned, asked.pools, alike)
+    asked = msgspec.structs.replace(asked, pools=pools, hybrid=hybrid_of(config, pools))
     search = PlanSearch(
         asked.shape,
         asked.pools,
         asked.batch,
-        space=space,
+        space=asked.space,
         options=asked.options,
         factors=asked.factors,
         whole_nodes=True,
+        hybrid=asked.hybrid,
     )
     result = search.run(CANDIDATES, trainers=(0,))
     if simulated:
@@ -91,7 +98,16 @@ def run_file_values(config: RunConfig, pools: Sequence[DevicePool], result: Plan
 
     Raises `UserError` when no engine on a remaining node holds the longest trajectories.
     """
-    return _nodes(config, pools, result.plans[0], alike) | _engines(config, pools, result)
+    plan = result.plans[0]
+    values = _nodes(config, pools, plan, alike) | _training(config, plan) | _engines(pools, result)
+    # Nodes without GPUs, or with more than replicas of a run file take.
+    processes, whole = core_world(with_values(config, values)).processes, pools[plan.pool].node_devices
+    return values if processes == whole else values | {"train.processes": whole}
+
+
+def hybrid_of(config: RunConfig, pools: Sequence[DevicePool]) -> Hybrid:
+    """Which nodes are hybrid in a plan for these pools."""
+    return Hybrid(rest=True) if len(pools) > 1 else Hybrid(most=config.components.hybrid.nodes)
 
 
 def planned_pools(config: RunConfig, merged: tuple[DevicePool, ...]) -> tuple[DevicePool, ...]:
@@ -229,19 +245,28 @@ def _pools(config: RunConfig, merged: tuple[DevicePool, ...], alike: bool) -> tu
 def _nodes(config: RunConfig, pools: Sequence[DevicePool], plan: RunPlan, alike: bool) -> dict[str, Any]:
     parts = config.components
     left = pools[0].nodes - plan.nodes
-    hybrid = min(parts.hybrid.nodes, left - 1) if alike else left
-    rollout = left - hybrid if alike else parts.rollout.nodes
+    # The search has replicas that a hybrid node holds alone.
+    alone = {"components.hybrid.nodes_per_replica": 1} if parts.hybrid.nodes_per_replica > 1 else {}
     return {
+        **alone,
         "components.train.nodes": plan.nodes,
-        "components.hybrid.nodes": hybrid,
-        "components.rollout.nodes": rollout,
+        "components.hybrid.nodes": plan.hybrid,
+        "components.rollout.nodes": left - plan.hybrid if alike else parts.rollout.nodes,
     }
 
 
-def _engines(config: RunConfig, pools: Sequence[DevicePool], result: PlanResult) -> dict[str, Any]:
-    """TP of the training replicas, and TP and engines of every hybrid and rollout node, in this order."""
+def _training(config: RunConfig, plan: RunPlan) -> dict[str, Any]:
+    """Degrees of the training replicas, and micro-batches and recomputation where they are not given."""
+    layout, train = plan.train.layout, config.train
+    other = {key: getattr(layout, key) for key in ("cp", "ep", "etp") if getattr(layout, key) != getattr(train, key)}
+    free = [key for key in ("micro_tokens", "recompute") if key not in train.model_fields_set]
+    chosen = {"tp": layout.tp, "pp": layout.pp, **other, **{key: getattr(layout, key) for key in free}}
+    return {f"train.{key}": value for key, value in chosen.items()}
+
+
+def _engines(pools: Sequence[DevicePool], result: PlanResult) -> dict[str, Any]:
+    """TP and engines of every hybrid and rollout node, in this order."""
     plan = result.plans[0]
-    layout = plan.train.layout
     degrees: list[int] = []
     for index, pool in enumerate(pools):
         nodes = pool.nodes - (plan.nodes if index == plan.pool else 0)
@@ -265,16 +290,7 @@ def _engines(config: RunConfig, pools: Sequence[DevicePool], result: PlanResult)
         for _ in range(pool.nodes - (plan.nodes if index == plan.pool else 0))
     ]
     engines = [size // tp for size, tp in zip(sizes, degrees, strict=True)]
-    chosen = {
-        "train.tp": layout.tp,
-        "train.pp": layout.pp,
-        "rollout.tp": _one(degrees),
-        "rollout.engines_per_node": _one(engines),
-    }
-    for key in ("micro_tokens", "recompute"):
-        if key not in config.train.model_fields_set:
-            chosen[f"train.{key}"] = getattr(layout, key)
-    return chosen
+    return {"rollout.tp": _one(degrees), "rollout.engines_per_node": _one(engines)}
 
 
 def _one(values: list[int]) -> int | list[int]:

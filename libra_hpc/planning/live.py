@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.config.train_world import elastic_world
 from libra_hpc.control.decide import Planner
 from libra_hpc.control.repartition_choice import RepartitionAdvisor, RunningLayout
 from libra_hpc.cost_models.memory import RECOMPUTE
@@ -27,8 +28,9 @@ from libra_hpc.hardware.models import ModelShape
 from libra_hpc.hardware.steps import StepTimes
 from libra_hpc.search.best_plan import PlanResult
 
-from .initial import as_planned, interchangeable, run_file_values
+from .initial import as_planned, hybrid_of, interchangeable, run_file_values
 from .request import request
+from .train_speed import core_layout
 
 SORTING = ("cmlfq", "length_aware", "libra", "seer")
 """Scheduling policies that send long trajectories to large TP; under others every replica gets a fair sample."""
@@ -64,20 +66,20 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
         # Lengths and training speed come from the run itself, not from the files of its plan.
         own = planned.planner.model_copy(update={"trace": "", "train_speed": ""})
         planned = planned.model_copy(update={"planner": own})
-        asked = request(planned, node_layouts=True)
+        asked = request(planned)
         rolls = asked.pools[-1]
         for tp in {tp for tp, _ in engines}:
             steps(rolls.device, asked.shape, tp)
     except UserError:
         return Planner(config.planner)
     rollout_model = RolloutByNodes(NodeEngines(asked.shape, rolls.device, engines, asked.options), steps)
-    if len(asked.pools) > 1:
+    if len(asked.pools) > 1 or config.components.hybrid.nodes_per_replica > 1:
+        # The search has replicas that a hybrid node holds alone.
         return Planner(config.planner, rollout_model)
-    running = RunningLayout(config.train.tp, config.train.pp, config.train.recompute, engines)
+    core, beside = core_layout(planned), elastic_world(planned).dp
+    running = RunningLayout(core, config.components.train.nodes, beside, engines)
     # All values of recompute are searched: a resolved configuration does not show whether the user chose one.
-    space = msgspec.structs.replace(
-        asked.space, replica_devices=rolls.node_devices, least_devices=rolls.node_devices, recompute=RECOMPUTE
-    )
+    space = msgspec.structs.replace(asked.space, recompute=RECOMPUTE)
     batch = asked.batch
 
     def proposed_values(result: PlanResult) -> dict[str, Any]:
@@ -94,6 +96,7 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
         running,
         space=space,
         options=asked.options,
+        hybrid=hybrid_of(config, asked.pools),
         minibatches=batch.minibatches,
         forwards=batch.forwards,
         steps=steps,

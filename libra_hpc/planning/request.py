@@ -22,7 +22,7 @@ from libra_hpc.hardware.devices import Device, device
 from libra_hpc.hardware.models import DTYPE_BYTES, ModelShape, model_shape
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.search.best_plan import DevicePool
-from libra_hpc.search.train_layout import TrainSpace
+from libra_hpc.search.train_layout import NO_HYBRID, Hybrid, TrainSpace
 from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.traces.cut import cut_at
 from libra_hpc.traces.read import read_trace
@@ -49,15 +49,14 @@ class PlanRequest(msgspec.Struct, frozen=True):
     """Source of these, in words; empty: not measured."""
     notes: tuple[str, ...] = ()
     policy: str = "cmlfq"
+    hybrid: Hybrid = NO_HYBRID
+    """Which nodes are hybrid; known with the final pools."""
     max_inflight: int = 96
     """Turns sent to an engine at once."""
 
 
 KIND = ("partition", "gpu_type", "gpus", "constraint")
 """Fields in which nodes of one kind agree."""
-NODE_SPACE = TrainSpace(cp=(1,), ep=(1,))
-"""Layouts that ``[train]`` of a run file can state: tensor and pipeline parallelism, recomputation, one replica per
-node."""
 
 
 def request(
@@ -70,7 +69,6 @@ def request(
     trace: Path | None = None,
     train_speed: Path | None = None,
     assumed: Assumed = Assumed(),  # noqa: B008
-    node_layouts: bool = False,
 ) -> PlanRequest:
     """The question for ``config``; an option that is empty or 0 comes from the planner section or the run file.
 
@@ -109,12 +107,8 @@ def request(
         notes.append(f"rollout.max_model_len = {longest:,} ends {cut.shortened:,} trajectories of the trace early")
     if cut.left_out:
         notes.append(f"{cut.left_out:,} trajectories of the trace have prompts beyond rollout.max_model_len")
-    space = TrainSpace()
-    if node_layouts:
-        node = min(p.node_devices for p in pools)
-        space = msgspec.structs.replace(NODE_SPACE, replica_devices=node, least_devices=node)
-        if "recompute" in config.train.model_fields_set:
-            space = msgspec.structs.replace(space, recompute=(config.train.recompute,))
+    given = config.train.recompute if "recompute" in config.train.model_fields_set else None
+    space = TrainSpace() if given is None else TrainSpace(recompute=(given,))
     return PlanRequest(
         shape=shape,
         pools=tuple(pools),

@@ -14,10 +14,11 @@ import msgspec
 
 from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
+from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.cost_models.factors import Factors
 from libra_hpc.cost_models.lengths import TrajectoryLengths, sketch
 from libra_hpc.cost_models.memory import TrainLayout
-from libra_hpc.cost_models.training_time import BatchWork, TrainCost, TrainTime
+from libra_hpc.cost_models.training_time import BatchWork, Beside, TrainCost, TrainTime
 from libra_hpc.errors import invalid
 from libra_hpc.hardware.devices import Device
 from libra_hpc.hardware.models import ModelShape
@@ -76,6 +77,21 @@ def speed_of(
     )
 
 
+def core_layout(config: RunConfig) -> TrainLayout:
+    """The layout of a run's core."""
+    train, world = config.train, core_world(config)
+    return TrainLayout(
+        tp=world.tp,
+        pp=world.pp,
+        cp=world.cp,
+        ep=world.ep,
+        dp=world.dp,
+        micro_tokens=train.micro_tokens,
+        recompute=train.recompute,
+        etp=world.etp,
+    )
+
+
 def measured_factor(path: Path) -> MeasuredFactor:
     """The factor of a file or of a run directory; raises `UserError`."""
     if not path.is_dir():
@@ -97,13 +113,13 @@ def _of_run(run: RunDir) -> MeasuredFactor:
         raise invalid(FIELD, str(run.path), "a dry run measures no training", "a run with run.engine = 'real'")
     config = config.model_copy(update={"planner": config.planner.model_copy(update={"train_speed": "", "trace": ""})})
     asked = request(as_planned(config), trace=run.trajectories)
-    factors, train = [], config.train
+    factors, core, own = [], core_layout(config), elastic_world(config)
     cost = TrainCost(asked.shape, asked.pools[0].device, asked.pools[0].node_devices, asked.batch)
     for line in list(read_lines(run.metrics))[WARM_UP_STEPS:]:
         if line.get("trained_tokens", 0) > 0 and line.get("train_s", 0) > 0 and line.get("replicas", 0) > 0:
-            layout = TrainLayout(train.tp, train.pp, train.cp, 1, line["replicas"], train.micro_tokens, train.recompute)
+            beside = Beside(max(0, line["replicas"] - core.dp) // own.dp, own.dp)
             share = line["trained_tokens"] / asked.batch.tokens
-            factors.append(line["train_s"] / (cost.time(layout).total * share))
+            factors.append(line["train_s"] / (cost.time(core, beside).total * share))
     if not factors:
         raise invalid(FIELD, str(run.path), "no step there after the first", "a run of two steps or more")
     words = f"{len(factors)} steps of {run.name}"

@@ -18,16 +18,23 @@ from libra_hpc.config.job import Component
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.hardware.models import ModelShape, shape_from_config
+from libra_hpc.hardware.models import ModelShape, model_shape, shape_from_config
 from libra_hpc.hardware.supported import most_positions, refusals
 from libra_hpc.rollout.history import check_warm_start
 from libra_hpc.sched.registry import check_policy
-from libra_hpc.simulated.dry_run import check_simulated
+from libra_hpc.simulated.dry_run import check_simulated, pace
 from libra_hpc.slurm.query import slurm_seconds
 
 from .field_names import naming
 from .named_files import check_run_dir, check_task, read_model_config
 from .resources import check_cpus, check_memory, rollout_nodes
+from .train_worlds import (
+    context_ranks_have_tokens,
+    experts_fit,
+    processes_have_gpus,
+    trains_simulated,
+    worlds_are_whole,
+)
 
 LEAST_NOTICE_S = 30.0
 """Seconds of ``slurm.notice_s``: Slurm looks at time limits twice a minute."""
@@ -63,8 +70,7 @@ def check_run(config: RunConfig) -> list[str]:
     if config.rollout.warm_start:
         check_warm_start(config.rollout.warm_start)
     if config.run.engine == "simulated":
-        with naming(config):
-            check_simulated(config)
+        _check_dry_run(config)
         return check_memory(config, None)
     check_task(config.task.name, config.task.options)
     warnings = check_memory(config, policy_shape(config))
@@ -79,10 +85,16 @@ def check_engines(config: RunConfig) -> list[str]:
     """
     _raise_first(problems(config))
     if config.run.engine == "simulated":
-        with naming(config):
-            check_simulated(config)
+        _check_dry_run(config)
         return []
     return check_memory(config, policy_shape(config))
+
+
+def _check_dry_run(config: RunConfig) -> None:
+    """Raise the first mistake in what a dry run simulates."""
+    with naming(config):
+        check_simulated(config)
+    _raise_first(trains_simulated(config, model_shape(pace(config, "train").model)))
 
 
 def policy_shape(config: RunConfig) -> ModelShape:
@@ -169,14 +181,14 @@ def well_formed_time(config: RunConfig) -> Iterator[UserError]:
 
 
 def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
-    """On real or simulated GPUs, every TP or PP rank of every engine of a node has its own device."""
+    """On real or simulated GPUs, every TP rank of every rollout engine of a node has its own device."""
     if (config.slurm.device != "cuda" and config.run.engine == "real") or any(one_value_per_node(config)):
         return
-    for name in ("train", "hybrid", "rollout"):
+    for name in ("hybrid", "rollout"):
         component: Component = getattr(config.components, name)
         if not component.nodes:
             continue
-        products = [{"train.tp": config.train.tp, "train.pp": config.train.pp}] if name != "rollout" else []
+        products: list[dict[str, int]] = []
         for node in rollout_nodes(config, name):
             product = {
                 f"rollout.{key}": of_node(getattr(config.rollout, key), node) for key in ("tp", "engines_per_node")
@@ -200,6 +212,9 @@ CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
     one_value_per_node,
     batch_split,
     well_formed_time,
+    processes_have_gpus,
+    worlds_are_whole,
+    context_ranks_have_tokens,
     gpus_hold_engines,
     host_caches,
 )
@@ -246,5 +261,6 @@ def context_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserEr
 MODEL_CHECKS: tuple[Callable[[RunConfig, Mapping[str, Any]], Iterator[UserError]], ...] = (
     tensor_parallel_divides,
     stages_have_layers,
+    experts_fit,
     context_fits,
 )

@@ -25,7 +25,7 @@ class GpuNeed(NamedTuple):
 
 
 def gpu_needs(config: RunConfig, model: ModelShape | None) -> list[GpuNeed]:
-    """Of a training GPU with a full pipeline, and of every kind of engine; empty where the GPU is in no table.
+    """Of the training GPUs with a full pipeline, and of every kind of engine; empty where the GPU is in no table.
 
     ``model`` is the shape of the policy; a dry run has its own.
     """
@@ -39,9 +39,10 @@ def gpu_needs(config: RunConfig, model: ModelShape | None) -> list[GpuNeed]:
             continue
         shape = model_shape(pace(config, name).model) if simulated or model is None else model
         shape = msgspec.structs.replace(shape, dtype_bytes=DTYPE_BYTES[config.model.dtype])
-        if name == "train":
-            whole = training_memory(config, shape, gpu, pack=fullest_pack(config), in_flight=config.train.pp)
-            found.append(GpuNeed(f"{name} GPU", whole.terms(), USABLE * gpu.memory_bytes))
+        if name != "rollout":
+            whole = training_memory(config, shape, gpu, name, pack=fullest_pack(config), in_flight=config.train.pp)
+            where = "hybrid GPU that trains" if name == "hybrid" else "train GPU"
+            found.append(GpuNeed(where, whole.terms(), USABLE * gpu.memory_bytes))
         if name == "train" or simulated:
             continue
         for tp in sorted({of_node(config.rollout.tp, node) for node in rollout_nodes(config, name)}):

@@ -17,18 +17,25 @@ import msgspec
 from libra_hpc.config.job import Component
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
+from libra_hpc.config.train_world import TrainWorld, core_world, elastic_world
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.planning.initial import SHARE, interchangeable
 from libra_hpc.planning.request import KIND
 from libra_hpc.preflight.checks import check_engines
+from libra_hpc.preflight.train_worlds import degrees_of
 
 STAGES = ("train", "hybrid", "rollout")
 """Components of a layout, in rank order after the planner's rank 0."""
 NODES = tuple(f"components.{stage}.nodes" for stage in STAGES)
 KEYS = (
     *NODES,
+    "components.hybrid.nodes_per_replica",
     "train.tp",
     "train.pp",
+    "train.cp",
+    "train.ep",
+    "train.etp",
+    "train.processes",
     "train.micro_tokens",
     "train.recompute",
     "rollout.tp",
@@ -52,17 +59,13 @@ class RankRole(msgspec.Struct, frozen=True):
 
     rank: int
     component: str
-    replica: tuple[int, int] | None
-    """(TP, PP) of the training replica it is or can become."""
+    replica: TrainWorld | None
+    """The world that trains there, or can."""
     engines: tuple[int, int] | None
     """(engines, TP of each) that it has or can have."""
 
     def __str__(self) -> str:
-        train = (
-            ""
-            if self.replica is None
-            else f"TP{self.replica[0]}" + (f" PP{self.replica[1]}" if self.replica[1] > 1 else "")
-        )
+        train = "" if self.replica is None else str(degrees_of(self.replica)).replace(" PP1", "")
         rollout = "" if self.engines is None else f"{self.engines[0]}xTP{self.engines[1]}"
         return f"{self.component} {' or '.join(filter(None, (train, rollout)))}"
 
@@ -73,7 +76,7 @@ def ranks(config: RunConfig) -> list[RankRole]:
     for rank, stage in enumerate(_stages(config), start=1):
         replica = engines = None
         if stage != "rollout":
-            replica = config.train.tp, config.train.pp
+            replica = core_world(config) if stage == "train" else elastic_world(config)
         if stage != "train":
             tp, count = config.rollout.on_node(position)
             engines = count, tp

@@ -13,23 +13,24 @@ Host memory: `libra_hpc.preflight.host_memory`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from libra_hpc.config.job import Component
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
+from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.cost_models.memory import RECOMPUTE, USABLE, TrainLayout, TrainMemory, memory_limit, train_memory
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.hardware.capacity import blocks_of, kv_capacity
 from libra_hpc.hardware.devices import Device, device
 from libra_hpc.hardware.models import DTYPE_BYTES, ModelShape, model_shape
+from libra_hpc.hardware.train_parallel import runs
 from libra_hpc.simulated.dry_run import pace
 
 from .field_names import naming
+from .train_worlds import degrees_of, worlds
 
 MIB = 1 << 20
 UTIL = 0.9
@@ -73,7 +74,7 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> list[str]:
         shape = model_shape(pace(config, name).model) if simulated or model is None else model
         shape = msgspec.structs.replace(shape, dtype_bytes=DTYPE_BYTES[config.model.dtype])
         if name != "rollout":
-            warnings.update(dict.fromkeys(_check_training(config, name, shape, found, gpus=component.gpus)))
+            warnings.update(dict.fromkeys(_check_training(config, name, shape, found)))
         if name != "train" and not simulated:
             _check_rollout(config, name, shape, found, gpus=component.gpus)
     return list(warnings)
@@ -103,26 +104,28 @@ def component_device(config: RunConfig, component: str) -> Device | None:
 
 
 def training_memory(
-    config: RunConfig, shape: ModelShape, gpu: Device, *, pack: int = 0, in_flight: int = 1, **changes: Any
+    config: RunConfig, shape: ModelShape, gpu: Device, component: str = "train", *, pack: int = 0, in_flight: int = 1
 ) -> TrainMemory:
     """Memory of a training GPU with ``in_flight`` micro-batches of ``pack`` tokens; 0: as many as one ever has.
 
-    ``changes`` of the run file's layout: fields of `TrainLayout`.
+    A hybrid node trains without optimizer state; that of the core is divided over all of its nodes.
     """
-    train, parts = config.train, config.components
+    train, hybrid = config.train, component == "hybrid"
+    world = elastic_world(config) if hybrid else core_world(config)
     layout = TrainLayout(
-        tp=train.tp,
-        pp=train.pp,
-        cp=1,
-        ep=1,
-        dp=max(1, parts.train.nodes),
+        tp=world.tp,
+        pp=world.pp,
+        cp=world.cp,
+        ep=world.ep,
+        dp=world.dp,
         micro_tokens=train.micro_tokens,
         recompute=train.recompute,
-        distributed=True,
+        etp=world.etp,
+        elastic=hybrid,
     )
     return train_memory(
         shape,
-        msgspec.structs.replace(layout, **changes),
+        layout,
         gpu,
         micro_batches=in_flight,
         pack_tokens=pack or fullest_pack(config),
@@ -136,40 +139,51 @@ def fullest_pack(config: RunConfig) -> int:
     return min(config.train.micro_tokens, whole)
 
 
-def _check_training(config: RunConfig, component: str, shape: ModelShape, gpu: Device, *, gpus: int) -> Iterator[str]:
+def _check_training(config: RunConfig, component: str, shape: ModelShape, gpu: Device) -> Iterator[str]:
     """Raise `UserError` when no batch could be trained; yields a warning when the longest one could not."""
-    # A hybrid node trains without optimizer state.
-    train, memory = config.train, partial(training_memory, config, shape, gpu, elastic=component == "hybrid")
-    least = memory()
+    train, least = config.train, training_memory(config, shape, gpu, component)
     usable = f"{USABLE * gpu.memory_bytes / 1e9:.0f} GB of one {gpu.name} can be used"
     if memory_limit(least, gpu) is not None:
-        layout = f"training {shape.name} with TP{train.tp} PP{train.pp}"
+        layout = f"training {shape.name} with {degrees_of(core_world(config))}"
         why = f"{layout} needs {least.total / 1e9:.0f} GB a GPU ({least.largest}) and {usable}"
-        for recompute in dict.fromkeys((train.recompute, *RECOMPUTE[1:])):
-            for tp, pp in _splits(shape, gpus):
-                if memory_limit(memory(tp=tp, pp=pp, recompute=recompute), gpu) is None:
-                    more = "" if recompute == train.recompute else f' and train.recompute = "{recompute}"'
-                    raise invalid(
-                        "train.tp", train.tp, why, f"train.tp = {tp}, train.pp = {pp}{more} (the fewest GPUs)"
-                    )
+        for changed in _smallest_first(config, shape):
+            if memory_limit(training_memory(changed, shape, gpu, component), gpu) is None:
+                own = changed.train
+                more = "" if own.recompute == train.recompute else f' and train.recompute = "{own.recompute}"'
+                raise invalid(
+                    "train.tp", train.tp, why, f"train.tp = {own.tp}, train.pp = {own.pp}{more} (the smallest replica)"
+                )
+        nodes = config.components.train.nodes
         raise invalid(
             "train.tp",
             train.tp,
             why,
-            f"a smaller train.micro_tokens or a smaller model: no TP x PP of the {gpus} GPUs of a node fits",
+            f"more training nodes, a smaller train.micro_tokens or a smaller model: no TP x PP of {nodes}"
+            f" node{'s' if nodes > 1 else ''} x {core_world(config).processes} processes fits",
         )
     pack = max(fullest_pack(config), config.rollout.max_model_len)
-    longest = memory(in_flight=train.pp, pack=pack)
+    longest = training_memory(config, shape, gpu, component, in_flight=train.pp, pack=pack)
     if memory_limit(longest, gpu) is not None:
         what = f"a pipeline full of micro-batches of {pack:,} tokens"
         yield f"training may run out of GPU memory: {what} needs {longest.total / 1e9:.0f} GB a GPU and {usable}"
 
 
-def _splits(shape: ModelShape, gpus: int) -> list[tuple[int, int]]:
-    """(TP, PP) that the model allows and that fit on a node, the fewest GPUs first."""
-    degrees = range(1, gpus + 1)
-    found = [(tp, pp) for tp in degrees for pp in degrees if tp * pp <= gpus and shape.trains(tp, pp)]
-    return sorted(found, key=lambda split: (split[0] * split[1], split[1]))
+def _smallest_first(config: RunConfig, shape: ModelShape) -> Iterator[RunConfig]:
+    """The run file with every other TP x PP and recomputation that its nodes can run, the smallest replicas first.
+
+    Layouts that take more GPUs of a node stand before all others.
+    """
+    train, core = config.train, core_world(config)
+    found = []
+    for tp in range(1, core.processes + 1):
+        for pp in range(1, shape.layers + 1) if core.ranks % tp == 0 else ():
+            changed = config.model_copy(update={"train": train.model_copy(update={"tp": tp, "pp": pp})})
+            if all(runs(shape, degrees_of(own), own.nodes, own.processes) for own in worlds(changed).values()):
+                found.append(changed)
+    found.sort(key=lambda one: (-core_world(one).processes, one.train.tp * one.train.pp, one.train.pp))
+    for recompute in dict.fromkeys((train.recompute, *RECOMPUTE[1:])):
+        for one in found:
+            yield one.model_copy(update={"train": one.train.model_copy(update={"recompute": recompute})})
 
 
 def rollout_nodes(config: RunConfig, component: str) -> range:

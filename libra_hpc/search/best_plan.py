@@ -30,7 +30,7 @@ from libra_hpc.hardware.models import ModelShape
 from .even_rollout_layout import EvenRolloutSearch, homogeneous_layouts, layout_seconds
 from .node_count import NodeCountSearch
 from .rollout_layout import ReplicaClass, RolloutLayout, RolloutSearch
-from .train_layout import Excluded, TrainChoice, TrainSearch, TrainSpace
+from .train_layout import NO_HYBRID, Excluded, Hybrid, TrainChoice, TrainSearch, TrainSpace
 
 ENUMERATED = 12
 """Nodes up to which every number of training nodes is computed: bounds save nothing there."""
@@ -64,6 +64,8 @@ class RunPlan(msgspec.Struct, frozen=True):
     """Of one global batch, with these rollout seconds."""
     model_s: float
     """Of one global batch, by the cost models."""
+    hybrid: int
+    """Hybrid nodes among those that roll out."""
     tokens_s: float
     """Tokens of finished trajectories, trained on, per second."""
     simulated: int = 0
@@ -125,7 +127,8 @@ class PlanSearch:
     """Cost tables of one model, batch and set of device kinds; `run` searches, also for other numbers of nodes.
 
     ``gated``: with eta > 0 new prompts wait for a training step. With ``whole_nodes``, all replicas of a node have one
-    TP degree, as in a run file. ``degrees`` are the TP degrees of rollout.
+    TP degree, as in a run file. ``degrees`` are the TP degrees of rollout. The core fits without hybrid nodes, and a
+    hybrid node by itself.
     """
 
     def __init__(
@@ -141,9 +144,10 @@ class PlanSearch:
         gated: bool = True,
         whole_nodes: bool = False,
         degrees: Sequence[int] = ROLLOUT_TP,
+        hybrid: Hybrid = NO_HYBRID,
         steps: StepLookup = lookup,
     ) -> None:
-        self._pools, self._batch, self._gated = list(pools), batch, gated
+        self._pools, self._batch, self._gated, self._hybrid = list(pools), batch, gated, hybrid
         self._arguments: dict[str, Any] = {
             "shape": shape,
             "pools": pools,
@@ -155,6 +159,7 @@ class PlanSearch:
             "gated": gated,
             "whole_nodes": whole_nodes,
             "degrees": degrees,
+            "hybrid": hybrid,
             "steps": steps,
         }
         self._train = [
@@ -239,8 +244,19 @@ class PlanSearch:
         ]
         return [entry for entry in found if entry[2] < math.inf]
 
-    def train_seconds(self, pool: int, nodes: int) -> float:
-        return self._train[pool].seconds(nodes * self._pools[pool].node_devices)
+    def train_seconds(self, have: Sequence[int], pool: int, nodes: int) -> float:
+        """Seconds of the training layout that `build` takes; infinite without one."""
+        choice, _ = self._trained(have, pool, nodes)
+        return math.inf if choice is None else choice.time.total
+
+    def _trained(self, have: Sequence[int], pool: int, nodes: int) -> tuple[TrainChoice | None, int]:
+        """The best training layout, and how many of the pool's other nodes are hybrid."""
+        search, devices = self._train[pool], nodes * self._pools[pool].node_devices
+        hybrid = self._hybrid.nodes(have[pool] - nodes)
+        found = search.best(devices, elastic=hybrid > 0)
+        if found is None and hybrid and not self._hybrid.rest:
+            return search.best(devices), 0
+        return found, hybrid
 
     def rest(self, have: Sequence[int], pool: int, nodes: int) -> list[int]:
         """Devices of each pool that roll out."""
@@ -260,17 +276,17 @@ class PlanSearch:
 
     def build(self, have: Sequence[int], pool: int, nodes: int) -> RunPlan | None:
         """The best plan with ``nodes`` training nodes of ``pool``; None when a stage is impossible."""
-        choice = self._train[pool].best(nodes * self._pools[pool].node_devices)
+        choice, hybrid = self._trained(have, pool, nodes)
         if choice is None:
             return None
         rollout = self._layouts.best(self.rest(have, pool, nodes), lag=self.lag(choice.time.total))
-        return None if rollout is None else self._plan(pool, nodes, choice, rollout)
+        return None if rollout is None else self._plan(pool, nodes, hybrid, choice, rollout)
 
     def homogeneous(self, plan: RunPlan) -> list[RunPlan]:
         """The plan's training nodes beside every homogeneous fleet: one TP degree on each pool."""
         rest = self.rest([p.nodes for p in self._pools], plan.pool, plan.nodes)
         layouts = homogeneous_layouts(self._costs, rest, self._bins, self.lag(plan.train.time.total))
-        return [self._plan(plan.pool, plan.nodes, plan.train, layout) for layout in layouts]
+        return [self._plan(plan.pool, plan.nodes, plan.hybrid, plan.train, layout) for layout in layouts]
 
     def layout_seconds(self, layout: RolloutLayout) -> float:
         """Seconds of a given layout without a wait for training."""
@@ -283,7 +299,7 @@ class PlanSearch:
             plan, rollout_s=seconds, seconds=whole, tokens_s=self._batch.tokens / whole, simulated=simulated
         )
 
-    def _plan(self, pool: int, nodes: int, choice: TrainChoice, rollout: RolloutLayout) -> RunPlan:
+    def _plan(self, pool: int, nodes: int, hybrid: int, choice: TrainChoice, rollout: RolloutLayout) -> RunPlan:
         seconds = self.batch_seconds(choice.time.total, rollout.seconds)
         return RunPlan(
             pool=pool,
@@ -293,6 +309,7 @@ class PlanSearch:
             rollout_s=rollout.seconds,
             seconds=seconds,
             model_s=seconds,
+            hybrid=hybrid,
             tokens_s=self._batch.tokens / seconds,
         )
 
@@ -327,6 +344,6 @@ class PlanSearch:
             for e in self._train[i].excluded(k * self._pools[i].node_devices)
         ]
         if not options:
-            return UserError("No training layout divides both the model and the nodes.")
+            return UserError("No training layout divides both the model and the nodes, hybrid ones among them.")
         near = min(options, key=lambda e: e.limit.over)
         return UserError(f"No training layout fits beside a rollout node; nearest: {near.what}, {near.limit.reason}.")

@@ -67,7 +67,7 @@ class NodeCountSearch:
         Rollout is not faster with fewer nodes or a longer wait: its time at ``low`` after the least one bounds all.
         """
         search = self._search
-        train = min(search.train_seconds(self._pool, n) for n in range(low, high + 1))
+        train = min(search.train_seconds(self._have, self._pool, n) for n in range(low, high + 1))
         if search.batch_seconds(train, 0.0) >= best:
             return search.batch_seconds(train, 0.0)
         devices = search.rest(self._have, self._pool, low)

@@ -1,42 +1,54 @@
-"""The best training layout on a number of devices: TP, PP, CP, EP, DP, micro-batch and recomputation; exact.
+"""The best training layout on a number of devices: TP, PP, CP, EP, ETP, DP, micro-batch and recomputation; exact.
 
-All degrees that the model allows (`ModelShape.trains`) and that divide the devices are candidates.
+Candidates are the layouts that the runtime can run (`libra_hpc.hardware.train_parallel.runs`) within a `TrainSpace`.
 `TrainCost.device_seconds` is a lower bound for any DP. Candidates are evaluated in its order, until it exceeds the best
-time.
+time. One whose longest trajectory takes longer is left out.
 
 - A layout that does not fit in memory -> excluded, with the reason.
-- TP stays within a node.
+- ``elastic``: a hybrid node can train beside the core, so it is a whole number of replicas that fit on it.
 - Micro-batches are powers of two, from the mean trajectory on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from libra_hpc.cost_models.memory import RECOMPUTE, Limit, Recompute, TrainLayout, TrainMemory
 from libra_hpc.cost_models.training_time import TrainCost, TrainTime
+from libra_hpc.hardware.train_parallel import Degrees, runs
 
 MOST_MICRO_TOKENS = 65536
 """Largest micro-batch, unless one trajectory is longer: kernels are efficient long before."""
 
 
 class TrainSpace(msgspec.Struct, frozen=True):
-    """Degrees to search; those that the model does not allow are skipped."""
+    """Degrees to search; those that cannot run are skipped."""
 
-    tp: tuple[int, ...] = (1, 2, 4, 8)
-    pp: tuple[int, ...] = (1, 2, 4, 8, 16)
+    tp: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
+    pp: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
     cp: tuple[int, ...] = (1, 2, 4, 8)
-    ep: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    ep: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+    """With tensor ranks of an expert as many as those of the rest, or one."""
     recompute: tuple[Recompute, ...] = RECOMPUTE
-    distributed: tuple[bool, ...] = (False,)
-    """Optimizer state divided over data-parallel ranks; False also holds where the core is one replica."""
-    replica_devices: int = 0
-    """Most devices of a data-parallel replica; 0: any."""
-    least_devices: int = 0
-    """Fewest devices of one: those of a node where each training node is one replica."""
+
+
+class Hybrid(msgspec.Struct, frozen=True):
+    """Which nodes of the training pool are hybrid: they roll out, and can train beside the core."""
+
+    most: int = 0
+    """At most so many; one node rolls out only. None where no training layout fits on a hybrid node."""
+    rest: bool = False
+    """All that do not train, because a run file has no other place for them."""
+
+    def nodes(self, left: int) -> int:
+        """Of ``left`` nodes that do not train."""
+        return left if self.rest else max(0, min(self.most, left - 1))
+
+
+NO_HYBRID = Hybrid()
 
 
 class TrainChoice(msgspec.Struct, frozen=True):
@@ -51,42 +63,49 @@ class Excluded(msgspec.Struct, frozen=True):
 
 
 class TrainSearch:
-    """Best layouts by number of devices; results are cached."""
+    """Best layouts by number of devices, which are whole nodes; results are cached."""
 
     def __init__(self, cost: TrainCost, devices_per_node: int, space: TrainSpace = TrainSpace()) -> None:  # noqa: B008
-        self._cost = cost
+        self._cost, self._node = cost, devices_per_node
         shards = [(cost.device_seconds(shard), shard) for shard in _shards(cost, devices_per_node, space)]
         self._shards = sorted(shards, key=lambda s: s[0])
         self._replicas = [shard.replica for _, shard in self._shards]
-        self._best: dict[int, TrainChoice | None] = {}
-        self._limits: dict[tuple[int, int, int], Limit | None] = {}
+        self._all = range(len(self._shards))
+        self._able: Sequence[int] = self._all
+        """Indices of shards without those found never to fit."""
+        self._best: dict[tuple[int, bool], TrainChoice | None] = {}
+        self._bounds: dict[tuple[int, int], tuple[int, float]] = {}
+        """(Largest dp that does not fit, smallest that does) by shard and micro-batches in flight."""
+        self._hopeless: dict[int, bool] = {}
+        self._runs: dict[tuple[Degrees, int], bool] = {}
 
-    def best(self, devices: int) -> TrainChoice | None:
+    def best(self, devices: int, *, elastic: bool = False) -> TrainChoice | None:
         """The fastest layout of exactly ``devices`` devices that fits, or None."""
-        if devices not in self._best:
-            self._best[devices] = self._search(devices)
-        return self._best[devices]
-
-    def seconds(self, devices: int) -> float:
-        """Its seconds per global batch; infinite without one."""
-        found = self.best(devices)
-        return math.inf if found is None else found.time.total
+        if (devices, elastic) not in self._best:
+            self._best[devices, elastic] = self._search(devices, elastic)
+        return self._best[devices, elastic]
 
     def candidates(self, devices: int) -> Iterator[TrainLayout]:
         """Every layout of exactly ``devices`` devices, fitting or not."""
-        for _, layout in self._spread(devices):
+        for _, layout in self._spread(devices, self._all):
             yield layout
 
+    def runs_beside(self, layout: TrainLayout) -> bool:
+        """Whether a hybrid node alone is a whole number of replicas of ``layout``."""
+        return self._can_run(layout.degrees, 1)
+
     def excluded(self, devices: int) -> list[Excluded]:
-        """For each (TP, PP, CP, EP) without a fitting variant, the variant nearest to fitting; nearest first."""
-        nearest: dict[tuple[int, int, int, int], tuple[TrainLayout, Limit] | None] = {}
-        for index, layout in self._spread(devices):
-            key = (layout.tp, layout.pp, layout.cp, layout.ep)
-            limit = self._limit(index, layout)
+        """For all degrees without a fitting variant, the variant nearest to fitting; nearest first."""
+        nearest: dict[Degrees, tuple[TrainLayout, Limit] | None] = {}
+        for _, layout in self._spread(devices, self._all):
+            key = layout.degrees
             seen = nearest.get(key)
+            if key in nearest and seen is None:
+                continue
+            limit = self._cost.limit(layout)
             if limit is None:
                 nearest[key] = None
-            elif key not in nearest or (seen is not None and limit.over < seen[1].over):
+            elif seen is None or limit.over < seen[1].over:
                 nearest[key] = (layout, limit)
         found = [
             Excluded(f"training {layout}{layout.recomputed}", limit)
@@ -96,69 +115,77 @@ class TrainSearch:
         ]
         return sorted(found, key=lambda e: e.limit.over)
 
-    def _search(self, devices: int) -> TrainChoice | None:
+    def _search(self, devices: int, elastic: bool) -> TrainChoice | None:
         best: tuple[float, TrainLayout, TrainTime] | None = None
-        for index, layout in self._spread(devices):
+        never: set[int] = set()
+        for index, layout in self._spread(devices, self._able):
             if best is not None and self._shards[index][0] / devices >= best[0]:
                 break
-            if self._limit(index, layout) is None:
+            seconds, shard = self._shards[index]
+            if best is not None and seconds / shard.replica * self._cost.longest_share >= best[0]:
+                continue
+            if self._never(index):
+                never.add(index)
+            elif self._fits(index, layout) and (not elastic or self._fits_beside(layout)):
                 time = self._cost.time(layout)
                 if best is None or time.total < best[0]:
                     best = (time.total, layout, time)
+        if never:
+            self._able = [index for index in self._able if index not in never]
         return None if best is None else TrainChoice(best[1], best[2], self._cost.memory(best[1]))
 
-    def _spread(self, devices: int) -> Iterator[tuple[int, TrainLayout]]:
+    def _spread(self, devices: int, indices: Sequence[int]) -> Iterator[tuple[int, TrainLayout]]:
         """Layouts of exactly ``devices`` devices with the index of their shard, in the order of the bound."""
-        for index, (_, shard) in enumerate(self._shards):
+        for index in indices:
             dp, rest = divmod(devices, self._replicas[index])
-            if dp and not rest and not dp % shard.ep:
-                yield (
-                    index,
-                    TrainLayout(
-                        tp=shard.tp,
-                        pp=shard.pp,
-                        cp=shard.cp,
-                        ep=shard.ep,
-                        dp=dp,
-                        micro_tokens=shard.micro_tokens,
-                        recompute=shard.recompute,
-                        distributed=shard.distributed,
-                    ),
-                )
+            if dp and not rest and self._can_run(self._shards[index][1].degrees, devices // self._node):
+                yield index, msgspec.structs.replace(self._shards[index][1], dp=dp)
 
-    def _limit(self, index: int, layout: TrainLayout) -> Limit | None:
-        # Without a distributed optimizer memory depends on dp only through the micro-batches in flight.
-        in_flight = min(layout.pp, self._cost.micro_batches(layout))
-        key = (index, in_flight, layout.dp if layout.distributed else 0)
-        if key not in self._limits:
-            self._limits[key] = self._cost.limit(layout)
-        return self._limits[key]
+    def _never(self, index: int) -> bool:
+        if index not in self._hopeless:
+            self._hopeless[index] = self._cost.never_fits(self._shards[index][1])
+        return self._hopeless[index]
+
+    def _fits_beside(self, layout: TrainLayout) -> bool:
+        own = msgspec.structs.replace(layout, dp=self._node // layout.replica, elastic=True)
+        return self.runs_beside(layout) and self._cost.limit(own) is None
+
+    def _can_run(self, degrees: Degrees, nodes: int) -> bool:
+        if (degrees, nodes) not in self._runs:
+            self._runs[degrees, nodes] = runs(self._cost.shape, degrees, nodes, self._node)
+        return self._runs[degrees, nodes]
+
+    def _fits(self, index: int, layout: TrainLayout) -> bool:
+        """More data-parallel ranks need less memory each, as long as the micro-batches in flight are as many."""
+        key = index, min(layout.pp, self._cost.micro_batches(layout))
+        most, least = self._bounds.get(key, (0, math.inf))
+        if most < layout.dp < least:
+            fits = self._cost.limit(layout) is None
+            most, least = (most, layout.dp) if fits else (layout.dp, least)
+            self._bounds[key] = most, least
+        return layout.dp >= least
 
 
 def _shards(cost: TrainCost, devices_per_node: int, space: TrainSpace) -> Iterator[TrainLayout]:
-    """Every layout that the model allows, with the least dp that holds its experts."""
-    shape = cost.shape
-    for tp in space.tp:
-        for pp in (p for p in space.pp if tp <= devices_per_node and shape.trains(tp, p)):
+    """Every layout that the model allows, as one replica."""
+    shape, sizes = cost.shape, _micro_tokens(cost)
+    for tp in (t for t in space.tp if devices_per_node % t == 0):
+        for pp in (p for p in space.pp if shape.trains(tp, p)):
             for cp in space.cp:
-                if tp * pp * cp < space.least_devices or (
-                    space.replica_devices and tp * pp * cp > space.replica_devices
-                ):
-                    continue
-                for ep in (e for e in space.ep if e == 1 or (shape.experts and shape.experts % e == 0)):
-                    for micro in _micro_tokens(cost):
+                for ep, etp in _experts(cost, tp, space):
+                    for micro in sizes:
                         for recompute in space.recompute:
-                            for distributed in space.distributed:
-                                yield TrainLayout(
-                                    tp=tp,
-                                    pp=pp,
-                                    cp=cp,
-                                    ep=ep,
-                                    dp=ep,
-                                    micro_tokens=micro,
-                                    recompute=recompute,
-                                    distributed=distributed,
-                                )
+                            yield TrainLayout(
+                                tp=tp, pp=pp, cp=cp, ep=ep, dp=1, micro_tokens=micro, recompute=recompute, etp=etp
+                            )
+
+
+def _experts(cost: TrainCost, tp: int, space: TrainSpace) -> Iterator[tuple[int, int]]:
+    """(EP, ETP); ETP 0 stands for TP."""
+    for ep in (e for e in space.ep if e == 1 or (cost.shape.experts and cost.shape.experts % e == 0)):
+        yield ep, 0
+        if ep > 1 and tp > 1:
+            yield ep, 1
 
 
 def _micro_tokens(cost: TrainCost) -> list[int]:

@@ -76,7 +76,7 @@ CASES = {
     ),
     "engines without GPUs": (
         ["-o", "slurm.device=cuda"],
-        "components.train.gpus = 0: train.tp * train.pp needs 1 GPU per node; valid: an integer >= 1.",
+        "components.train.gpus = 0: training needs one; valid: an integer >= 1.",
     ),
     "a CPU for eight engines": (
         [*GPU_NODES, "-o", "components.train.cpus=7"],
@@ -497,10 +497,12 @@ def test_a_mistake_in_an_order_for_another_layout(
     assert sorted(site.rglob("*")) == before
 
 
-def test_check_finds_the_same_mistakes_and_prints_one_line(site: Path, cli: Callable[..., Outcome]) -> None:
-    assert cli("check", "run.toml") == Outcome(0, "run.toml is good\n", "")
+def test_check_finds_the_same_mistakes_and_prints_the_layout(site: Path, cli: Callable[..., Outcome]) -> None:
+    layout = "core: 1 node x 1 process, TP1 PP1, 1 replica; hybrid: 1 node x 1 process, 1 replica"
+    assert cli("check", "run.toml") == Outcome(0, f"{layout}\nrun.toml is good\n", "")
     facts = json.loads(cli("check", "run.toml", "--json").out)
     expected = {"checked_against_slurm": True, "warnings": [], "expected_start": None, "split": None, "memory": []}
+    expected |= {"layout": layout}
     assert facts == {"run_file": "run.toml", "good": True, **expected}
     outcome = cli("check", "run.toml", "-o", "components.train.partition=a80")
     assert "no such partition" in one_line(outcome)

@@ -80,7 +80,8 @@ def test_submit_shows_the_plan_queues_it_and_keeps_why(auto: Path, queue: Queue,
 def test_json_and_parsable_print_nothing_else(auto: Path, queue: Queue, cli: Cli) -> None:
     assert cli("submit", "run.toml", "--parsable").out == "4711\n"
     split = json.loads(cli("submit", "run.toml", "--json").out)["split"]
-    assert split["train.tp"] * split["train.pp"] == 8
+    replica = split["train.tp"] * split["train.pp"] * split.get("train.cp", 1)
+    assert 8 * split["components.train.nodes"] % replica == 0
     explicit = ("-o", "components.split=explicit", "-o", "components.rollout.nodes=1", "-o", "train.tp=8")
     assert json.loads(cli("submit", "run.toml", *explicit, "--json").out)["split"] is None
     assert not RunDir(auto / "runs" / "quick-003").plan.exists()

@@ -10,6 +10,7 @@ import pytest
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.control.repartition_choice import RepartitionAdvisor, RunningLayout
 from libra_hpc.control.stage_times import Estimate, Split, Times
+from libra_hpc.cost_models.memory import TrainLayout
 from libra_hpc.cost_models.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.cost_models.rollout_time import RolloutOptions
 from libra_hpc.hardware.devices import device
@@ -19,7 +20,8 @@ from libra_hpc.search.best_plan import DevicePool
 from libra_hpc.search.train_layout import TrainSpace
 
 SETTINGS = PlannerSection(repartition_cost_s=600.0)
-SPACE = TrainSpace(cp=(1,), ep=(1,), recompute=("full",), replica_devices=8)
+SPACE = TrainSpace(cp=(1,), recompute=("full",))
+CORE = TrainLayout(tp=8, pp=1, cp=1, ep=1, dp=1, micro_tokens=8192, recompute="full")
 EARLY = float("-inf")
 
 
@@ -47,7 +49,7 @@ def snapshot(median: float = 2000.0, count: int = 1024) -> PlanSnapshot:
 
 def _repartition() -> RepartitionAdvisor:
     return RepartitionAdvisor(
-        model_shape("qwen3-14b"), DevicePool(device("a800"), 6, 8), RunningLayout(8, 1, "full", ((8, 1),)), space=SPACE
+        model_shape("qwen3-14b"), DevicePool(device("a800"), 6, 8), RunningLayout(CORE, 1, 1, ((8, 1),)), space=SPACE
     )
 
 

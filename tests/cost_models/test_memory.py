@@ -1,4 +1,4 @@
-"""Memory of a training GPU: whole replicas, the sharded core, stateless replicas, minibatches, uneven stages."""
+"""Memory of a training GPU: the sharded core, stateless replicas, minibatches, uneven stages."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from libra_hpc.errors import UserError
 from libra_hpc.hardware.architecture import Architecture, check_parallel, stage_layers
 from libra_hpc.hardware.devices import device
 from libra_hpc.hardware.models import ModelShape, model_shape, shapes
+from libra_hpc.hardware.train_parallel import Degrees
 
 SHAPE, A800 = model_shape("qwen3-14b"), device("a800")
-WHOLE = TrainLayout(tp=8, pp=1, cp=1, ep=1, dp=4, micro_tokens=8192)
-CORE = msgspec.structs.replace(WHOLE, distributed=True)
-ELASTIC = msgspec.structs.replace(WHOLE, dp=1, elastic=True)
-P = sum(stage_params(SHAPE, 8, 1, 1, 0))
+CORE = TrainLayout(tp=8, pp=1, cp=1, ep=1, dp=4, micro_tokens=8192)
+WHOLE = msgspec.structs.replace(CORE, dp=1)
+ELASTIC = msgspec.structs.replace(WHOLE, elastic=True)
+P = sum(stage_params(SHAPE, Degrees(8), 0))
 
 
 def of(layout: TrainLayout, minibatches: int = 1, micro_batches: int = 4) -> TrainMemory:
@@ -47,7 +48,7 @@ def test_the_fullest_of_uneven_stages_counts() -> None:
     layout = msgspec.structs.replace(WHOLE, tp=1, pp=4)
     memory = train_memory(shape, layout, A800, micro_batches=8, pack_tokens=1024)
     first = 2 * 4, 3 * 3
-    assert memory.weights == pytest.approx(2 * sum(stage_params(shape, 1, 4, 1, 1)))
+    assert memory.weights == pytest.approx(2 * sum(stage_params(shape, Degrees(1, 4), 1)))
     whole = train_memory(shape, msgspec.structs.replace(layout, pp=1), A800, micro_batches=1, pack_tokens=1024)
     assert memory.activations == pytest.approx(whole.activations / 10 * max(first))
 

@@ -11,6 +11,7 @@ import pytest
 
 from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
+from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.cost_models.rollout_time import ReplicaCost
 from libra_hpc.errors import UserError
 from libra_hpc.hardware.lookup import lookup
@@ -54,7 +55,8 @@ def test_the_filled_in_run_file_uses_every_gpu_and_is_valid(nodes: tuple[int, in
     assert parts.train.nodes + parts.hybrid.nodes + parts.rollout.nodes == sum(nodes)
     assert parts.train.nodes == made.plan.nodes
     assert parts.hybrid.nodes <= nodes[1]
-    assert config.train.tp * config.train.pp == 8
+    worlds = [core_world(config), *([elastic_world(config)] if parts.hybrid.nodes else [])]
+    assert all(world.whole and world.processes == 8 for world in worlds)
     degrees, engines = node_lists(config)
     assert all(tp * count == 8 for tp, count in zip(degrees, engines, strict=True))
     assert degrees == sorted(degrees), "hybrid nodes, which come first, have the smallest TP"
@@ -121,6 +123,7 @@ def test_the_record_has_question_choice_and_prediction() -> None:
     assert any("tables" in source for source in written["sources"])
 
 
+TWO_NODES = {name: {**NODE, "nodes": int(name != "hybrid")} for name in ("train", "hybrid", "rollout")}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "CPU nodes": (
         {"slurm": {"device": "cpu"}},
@@ -134,10 +137,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "unknown device": ({"planner": {"device": "a80"}}, "device = 'a80': unknown device"),
     "unknown model": ({"model": {"path": "qwen3-15b"}}, "model = 'qwen3-15b': neither a known short name nor"),
-    "model too large": (
-        {"model": {"path": "llama-3.1-70b"}, "rollout": {"max_model_len": 131072}},
-        "No training layout fits",
-    ),
+    "model too large": ({"model": {"path": "llama-3.1-70b"}, "components": TWO_NODES}, "No training layout fits"),
     "no trace": ({"planner": {"trace": "/nowhere.jsonl"}}, "/nowhere.jsonl"),
 }
 

@@ -49,6 +49,7 @@ def rows(call: Call, *arguments: str) -> int:
         ("a800-48-qwen3-8b", "qwen3-4b", (1, 1, 1)),
         ("a800-8", "qwen3-4b", (1, 0, 1)),
         ("dry-run", "qwen3-14b", (2, 1, 3)),
+        ("a800-48-qwen3-14b", "qwen3-30b-a3b", (2, 1, 1)),
     ],
 )
 @pytest.mark.parametrize("split", ["auto", "explicit"])

@@ -38,7 +38,7 @@ def question(eta: int = 1, prompts: int = 8, **rollout: Any) -> tuple[PlanReques
             "rollout": {"max_model_len": 16384, **rollout},
         }
     )
-    asked = request(config, assumed=Assumed(generated=800, turns=4), node_layouts=True)
+    asked = request(config, assumed=Assumed(generated=800, turns=4))
     search = PlanSearch(
         asked.shape, asked.pools, asked.batch, space=asked.space, options=asked.options, whole_nodes=True
     )

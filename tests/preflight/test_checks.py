@@ -98,7 +98,7 @@ def test_the_default_configuration_has_no_problem() -> None:
         ),
         (
             {"slurm": {"device": "cuda"}, "components": {"hybrid": {"nodes": 0}, "rollout": {"gpus": 1}}},
-            "components.train.gpus = 0: train.tp * train.pp needs 1 GPU per node",
+            "components.train.gpus = 0: training needs one; valid: an integer >= 1",
         ),
     ],
 )

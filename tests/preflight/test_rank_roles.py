@@ -71,7 +71,7 @@ def _value(config: RunConfig, key: str) -> Any:
         ),
         ({"train.tp": 3}, "train.tp = 3: does not divide the model's num_attention_heads = 8"),
         ({"train.pp": 7}, "train.pp = 7: the model has only 6 layers"),
-        ({"train.tp": 8, "train.pp": 2}, "needs 16 GPUs and components.train has 8 per node"),
+        ({"train.tp": 8, "train.pp": 2}, "1 node x 8 training processes are 8, no whole number of replicas of 16"),
         ({"rollout.tp": [1, 2]}, "a list has one entry for each of the 1 hybrid and 2 rollout nodes"),
         (
             {"planner.hybrid_start": "trian"},

@@ -26,7 +26,7 @@ from libra_hpc.search.rollout_layout import ReplicaClass, RolloutSearch, assign
 from libra_hpc.search.train_layout import TrainSearch, TrainSpace
 from tests.control.plant_costs import A800, QWEN, FakeSteps, agentic, batch_of, costs, fake
 
-SMALL = TrainSpace(tp=(1, 2, 4, 8), pp=(1, 2), cp=(1,), ep=(1,))
+SMALL = TrainSpace(tp=(1, 2, 4, 8), pp=(1, 2), cp=(1,))
 
 
 def counts(classes: Sequence[ReplicaClass], devices: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -124,6 +124,7 @@ def test_generated_work_fills_the_run_and_a_trace_is_grouped(tmp_path: Path) -> 
         ({"simulated": {"speedup": 0.0}}, r"simulated\.speedup = 0\.0: out of range; valid: a number > 0"),
         ({"run": {"engine": "simulate"}}, r"run\.engine = 'simulate'.*did you mean 'simulated'"),
         ({"train": {"tp": 3}}, r"tp = 3"),
+        ({"train": {"tp": 1, "ep": 2}}, r"train\.ep = 2: the model has no experts"),
         ({"rollout": {"tp": 4}}, r"rollout\.tp = 4: rollout\.tp \* rollout\.engines_per_node needs 16 GPUs"),
         (
             {"rollout": {"max_model_len": 1_000_000}},

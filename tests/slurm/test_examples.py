@@ -44,6 +44,9 @@ def model_folder(folder: Path, shape: ModelShape) -> Path:
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
     }
+    if shape.experts:
+        experts = {"num_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token}
+        config |= {**experts, "moe_intermediate_size": shape.moe_intermediate, "model_type": "qwen3_moe"}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
     header = b'{"__metadata__":{}}'
