@@ -20,7 +20,7 @@ import msgspec
 from libra_hpc.config.job import Component
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.train_world import core_world
+from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.hardware.devices import Device, device
 from libra_hpc.hardware.supported import TRAINED
@@ -107,7 +107,8 @@ def run_file_values(config: RunConfig, pools: Sequence[DevicePool], result: Plan
 
 def hybrid_of(config: RunConfig, pools: Sequence[DevicePool]) -> Hybrid:
     """Which nodes are hybrid in a plan for these pools."""
-    return Hybrid(rest=True) if len(pools) > 1 else Hybrid(most=config.components.hybrid.nodes)
+    world = elastic_world(config).nodes
+    return Hybrid(rest=True, world=world) if len(pools) > 1 else Hybrid(config.components.hybrid.nodes, world=world)
 
 
 def planned_pools(config: RunConfig, merged: tuple[DevicePool, ...]) -> tuple[DevicePool, ...]:

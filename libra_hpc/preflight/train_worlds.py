@@ -53,11 +53,14 @@ def worlds_are_whole(config: RunConfig) -> Iterator[UserError]:
     if fault is not None:
         yield fault.error()
     elif config.components.hybrid.nodes:
-        own = elastic_world(config)
-        if world_fault(degrees_of(own), 1, own.processes) is not None:
-            why = f"a replica of {degrees_of(own)} needs {own.replica} processes, and a hybrid node has {own.processes}"
-            smaller = f"0, or replicas whose train.tp * train.pp * train.cp divides {own.processes}"
-            yield invalid("components.hybrid.nodes", config.components.hybrid.nodes, why, smaller)
+        own, count = elastic_world(config), config.components.hybrid.nodes
+        if count % own.nodes:
+            yield invalid("components.hybrid.nodes", count, f"{own.nodes} train together", f"multiples of {own.nodes}")
+        if world_fault(degrees_of(own), own.nodes, own.processes) is not None:
+            have = "a hybrid node has" if own.nodes == 1 else f"{own.nodes} hybrid nodes have"
+            why = f"a replica of {degrees_of(own)} needs {own.replica} processes, and {have} {own.ranks}"
+            smaller = f"0, or replicas whose train.tp * train.pp * train.cp divides {own.ranks}"
+            yield invalid("components.hybrid.nodes", count, why, smaller)
 
 
 def context_ranks_have_tokens(config: RunConfig) -> Iterator[UserError]:
@@ -96,7 +99,8 @@ def describe_worlds(config: RunConfig) -> str:
         nodes, kind = getattr(config.components, name).nodes, "GPU" if _has_gpus(config) else "process"
         parts = [f"{_count(nodes, 'node')} x {_count(world.processes, kind)}"]
         parts += [str(degrees_of(world))] if name == "train" else []
-        each = " each" if name == "hybrid" and nodes > 1 else ""
+        each = " each" if name == "hybrid" and nodes > world.nodes else ""
+        each += f" {world.nodes} nodes" if each and world.nodes > 1 else ""
         found.append(f"{'core' if name == 'train' else name}: {', '.join(parts)}, {_count(world.dp, 'replica')}{each}")
     return "; ".join(found)
 

@@ -8,6 +8,7 @@ import pytest
 
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
+from libra_hpc.preflight import train_worlds
 from libra_hpc.preflight.checks import problems
 from libra_hpc.preflight.train_worlds import describe_worlds
 from tests.preflight.test_checks import MODEL
@@ -59,6 +60,16 @@ def configured(nodes: tuple[int, int], **train: Any) -> RunConfig:
 def test_a_world_that_cannot_run_is_one_sentence(nodes: tuple[int, int], train: dict[str, Any], sentence: str) -> None:
     found = [str(problem) for problem in problems(configured(nodes, **train), MODEL)]
     assert found == [sentence]
+
+
+def test_hybrid_nodes_that_train_together_are_whole_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = train_worlds.elastic_world
+    monkeypatch.setattr(train_worlds, "elastic_world", lambda config: one(config)._replace(nodes=2))
+    (found,) = problems(configured((2, 3), tp=8, pp=2), MODEL)
+    assert str(found) == "components.hybrid.nodes = 3: 2 train together; valid: multiples of 2."
+    whole = configured((2, 4), tp=8, pp=2)
+    assert list(problems(whole, MODEL)) == []
+    assert describe_worlds(whole).endswith("; hybrid: 4 nodes x 8 GPUs, 1 replica each 2 nodes")
 
 
 def test_pieces_without_a_token_are_refused() -> None:
