@@ -115,7 +115,7 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
     )
     wanted = asked.hybrid.nodes(asked.pools[best.pool].nodes - best.nodes)
     if wanted > best.hybrid:
-        show(Text(f"note: no training layout of {best.nodes} nodes fits on a hybrid node too, so it has none"))
+        show(Text(f"note: no training layout of {best.nodes} nodes fits on hybrid nodes too, so it has none"))
     if result.alone:
         alone = ", ".join(f"{_pool(asked, pool)}TP{tp} {_s(seconds)}" for pool, tp, seconds in result.alone)
         show(Text(f"rollout of these nodes with one TP alone: {alone}"))

@@ -48,9 +48,11 @@ class RunningLayout(msgspec.Struct, frozen=True):
     core: TrainLayout
     core_nodes: int
     beside: int
-    """Replicas of a hybrid node that trains."""
+    """Replicas of a world of hybrid nodes that trains."""
     engines: tuple[tuple[int, int], ...]
     """(TP, engines) of the nodes that may roll out, as `NodeEngines.engines`."""
+    beside_nodes: int = 1
+    """Nodes of that world."""
 
 
 class RepartitionAdvisor:
@@ -179,7 +181,8 @@ class RepartitionAdvisor:
         """Measured over predicted seconds of the running layout; None when the models cannot hold it."""
         pool, running = self._pool, self._running
         cost = TrainCost(self._shape, pool.device, pool.node_devices, batch)
-        trains = cost.time(running.core, Beside(max(0, estimate.split.train - running.core_nodes), running.beside))
+        others = max(0, estimate.split.train - running.core_nodes) // running.beside_nodes
+        trains = cost.time(running.core, Beside(others, running.beside))
         rollout = self._model.seconds(estimate.split.rollout)
         if rollout is None:
             return None

@@ -120,11 +120,11 @@ def forward_flops(shape: ModelShape, context: float, context_square: float, loss
 
 
 class Beside(NamedTuple):
-    """Hybrid nodes that train beside the core."""
+    """Hybrid nodes that train beside the core, or worlds of several."""
 
     nodes: int = 0
     replicas: int = 1
-    """Of each node."""
+    """Of each."""
 
 
 ALONE = Beside()

@@ -20,7 +20,7 @@ import msgspec
 from libra_hpc.config.job import Component
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.train_world import core_world
+from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.hardware.devices import Device, device
 from libra_hpc.hardware.supported import TRAINED
@@ -107,7 +107,8 @@ def run_file_values(config: RunConfig, pools: Sequence[DevicePool], result: Plan
 
 def hybrid_of(config: RunConfig, pools: Sequence[DevicePool]) -> Hybrid:
     """Which nodes are hybrid in a plan for these pools."""
-    return Hybrid(rest=True) if len(pools) > 1 else Hybrid(most=config.components.hybrid.nodes)
+    world = elastic_world(config).nodes
+    return Hybrid(rest=True, world=world) if len(pools) > 1 else Hybrid(config.components.hybrid.nodes, world=world)
 
 
 def planned_pools(config: RunConfig, merged: tuple[DevicePool, ...]) -> tuple[DevicePool, ...]:
@@ -245,10 +246,7 @@ def _pools(config: RunConfig, merged: tuple[DevicePool, ...], alike: bool) -> tu
 def _nodes(config: RunConfig, pools: Sequence[DevicePool], plan: RunPlan, alike: bool) -> dict[str, Any]:
     parts = config.components
     left = pools[0].nodes - plan.nodes
-    # The search has replicas that a hybrid node holds alone.
-    alone = {"components.hybrid.nodes_per_replica": 1} if parts.hybrid.nodes_per_replica > 1 else {}
     return {
-        **alone,
         "components.train.nodes": plan.nodes,
         "components.hybrid.nodes": plan.hybrid,
         "components.rollout.nodes": left - plan.hybrid if alike else parts.rollout.nodes,

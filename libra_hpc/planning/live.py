@@ -73,11 +73,10 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
     except UserError:
         return Planner(config.planner)
     rollout_model = RolloutByNodes(NodeEngines(asked.shape, rolls.device, engines, asked.options), steps)
-    if len(asked.pools) > 1 or config.components.hybrid.nodes_per_replica > 1:
-        # The search has replicas that a hybrid node holds alone.
+    if len(asked.pools) > 1:
         return Planner(config.planner, rollout_model)
-    core, beside = core_layout(planned), elastic_world(planned).dp
-    running = RunningLayout(core, config.components.train.nodes, beside, engines)
+    hybrid = elastic_world(planned)
+    running = RunningLayout(core_layout(planned), config.components.train.nodes, hybrid.dp, engines, hybrid.nodes)
     # All values of recompute are searched: a resolved configuration does not show whether the user chose one.
     space = msgspec.structs.replace(asked.space, recompute=RECOMPUTE)
     batch = asked.batch

@@ -117,7 +117,8 @@ def _of_run(run: RunDir) -> MeasuredFactor:
     cost = TrainCost(asked.shape, asked.pools[0].device, asked.pools[0].node_devices, asked.batch)
     for line in list(read_lines(run.metrics))[WARM_UP_STEPS:]:
         if line.get("trained_tokens", 0) > 0 and line.get("train_s", 0) > 0 and line.get("replicas", 0) > 0:
-            beside = Beside(max(0, line["replicas"] - core.dp) // own.dp, own.dp)
+            others = max(0, line["replicas"] - core.dp) // own.dp
+            beside = Beside(others, own.dp)
             share = line["trained_tokens"] / asked.batch.tokens
             factors.append(line["train_s"] / (cost.time(core, beside).total * share))
     if not factors:

@@ -252,8 +252,8 @@ class PlanSearch:
     def _trained(self, have: Sequence[int], pool: int, nodes: int) -> tuple[TrainChoice | None, int]:
         """The best training layout, and how many of the pool's other nodes are hybrid."""
         search, devices = self._train[pool], nodes * self._pools[pool].node_devices
-        hybrid = self._hybrid.nodes(have[pool] - nodes)
-        found = search.best(devices, elastic=hybrid > 0)
+        hybrid, world = self._hybrid.nodes(have[pool] - nodes), self._hybrid.world
+        found = None if hybrid % world else search.best(devices, elastic=world if hybrid else 0)
         if found is None and hybrid and not self._hybrid.rest:
             return search.best(devices), 0
         return found, hybrid

@@ -5,7 +5,7 @@ Candidates are the layouts that the runtime can run (`libra_hpc.hardware.train_p
 time. One whose longest trajectory takes longer is left out.
 
 - A layout that does not fit in memory -> excluded, with the reason.
-- ``elastic``: a hybrid node can train beside the core, so it is a whole number of replicas that fit on it.
+- ``elastic``: so many hybrid nodes can train beside the core: they are a whole number of replicas, which fit on them.
 - Micro-batches are powers of two, from the mean trajectory on.
 """
 
@@ -42,10 +42,12 @@ class Hybrid(msgspec.Struct, frozen=True):
     """At most so many; one node rolls out only. None where no training layout fits on a hybrid node."""
     rest: bool = False
     """All that do not train, because a run file has no other place for them."""
+    world: int = 1
+    """Nodes that train together."""
 
     def nodes(self, left: int) -> int:
-        """Of ``left`` nodes that do not train."""
-        return left if self.rest else max(0, min(self.most, left - 1))
+        """Of ``left`` nodes that do not train; whole worlds, unless they have no other place."""
+        return left if self.rest else max(0, min(self.most, left - 1)) // self.world * self.world
 
 
 NO_HYBRID = Hybrid()
@@ -73,13 +75,13 @@ class TrainSearch:
         self._all = range(len(self._shards))
         self._able: Sequence[int] = self._all
         """Indices of shards without those found never to fit."""
-        self._best: dict[tuple[int, bool], TrainChoice | None] = {}
+        self._best: dict[tuple[int, int], TrainChoice | None] = {}
         self._bounds: dict[tuple[int, int], tuple[int, float]] = {}
         """(Largest dp that does not fit, smallest that does) by shard and micro-batches in flight."""
         self._hopeless: dict[int, bool] = {}
         self._runs: dict[tuple[Degrees, int], bool] = {}
 
-    def best(self, devices: int, *, elastic: bool = False) -> TrainChoice | None:
+    def best(self, devices: int, *, elastic: int = 0) -> TrainChoice | None:
         """The fastest layout of exactly ``devices`` devices that fits, or None."""
         if (devices, elastic) not in self._best:
             self._best[devices, elastic] = self._search(devices, elastic)
@@ -90,9 +92,9 @@ class TrainSearch:
         for _, layout in self._spread(devices, self._all):
             yield layout
 
-    def runs_beside(self, layout: TrainLayout) -> bool:
-        """Whether a hybrid node alone is a whole number of replicas of ``layout``."""
-        return self._can_run(layout.degrees, 1)
+    def runs_beside(self, layout: TrainLayout, nodes: int = 1) -> bool:
+        """Whether so many hybrid nodes alone are a whole number of replicas of ``layout``."""
+        return self._can_run(layout.degrees, nodes)
 
     def excluded(self, devices: int) -> list[Excluded]:
         """For all degrees without a fitting variant, the variant nearest to fitting; nearest first."""
@@ -115,7 +117,7 @@ class TrainSearch:
         ]
         return sorted(found, key=lambda e: e.limit.over)
 
-    def _search(self, devices: int, elastic: bool) -> TrainChoice | None:
+    def _search(self, devices: int, elastic: int) -> TrainChoice | None:
         best: tuple[float, TrainLayout, TrainTime] | None = None
         never: set[int] = set()
         for index, layout in self._spread(devices, self._able):
@@ -126,7 +128,7 @@ class TrainSearch:
                 continue
             if self._never(index):
                 never.add(index)
-            elif self._fits(index, layout) and (not elastic or self._fits_beside(layout)):
+            elif self._fits(index, layout) and (not elastic or self._fits_beside(layout, elastic)):
                 time = self._cost.time(layout)
                 if best is None or time.total < best[0]:
                     best = (time.total, layout, time)
@@ -146,9 +148,9 @@ class TrainSearch:
             self._hopeless[index] = self._cost.never_fits(self._shards[index][1])
         return self._hopeless[index]
 
-    def _fits_beside(self, layout: TrainLayout) -> bool:
-        own = msgspec.structs.replace(layout, dp=self._node // layout.replica, elastic=True)
-        return self.runs_beside(layout) and self._cost.limit(own) is None
+    def _fits_beside(self, layout: TrainLayout, nodes: int) -> bool:
+        own = msgspec.structs.replace(layout, dp=nodes * self._node // layout.replica, elastic=True)
+        return self.runs_beside(layout, nodes) and self._cost.limit(own) is None
 
     def _can_run(self, degrees: Degrees, nodes: int) -> bool:
         if (degrees, nodes) not in self._runs:

@@ -83,6 +83,12 @@ def test_engines_with_fewer_seats_than_trajectories_are_noted(call: Call) -> Non
     assert "at once" not in call()[1]
 
 
+def test_a_plan_without_the_hybrid_nodes_that_were_asked_for_is_noted(call: Call) -> None:
+    note = "fits on hybrid nodes too, so it has none"
+    assert note in " ".join(call("--model", "llama-3.1-70b")[1].split())
+    assert note not in call()[1]
+
+
 def test_small_figures_keep_two_digits_and_an_empty_exclusion_list_is_stated(call: Call, tmp_path: Path) -> None:
     shape = {
         "hidden_size": 64,

@@ -23,7 +23,7 @@ from libra_hpc.search import node_count
 from libra_hpc.search.best_plan import DevicePool, PlanSearch, plan
 from libra_hpc.search.even_rollout_layout import EvenRolloutSearch
 from libra_hpc.search.rollout_layout import ReplicaClass, RolloutSearch, assign
-from libra_hpc.search.train_layout import TrainSearch, TrainSpace
+from libra_hpc.search.train_layout import Hybrid, TrainSearch, TrainSpace
 from tests.control.plant_costs import A800, QWEN, FakeSteps, agentic, batch_of, costs, fake
 
 SMALL = TrainSpace(tp=(1, 2, 4, 8), pp=(1, 2), cp=(1,))
@@ -336,3 +336,36 @@ def test_nothing_fits() -> None:
         plan(QWEN, [DevicePool(A800, 3, 8)], agentic(), space=SMALL, steps=lambda d, s, tp: FakeSteps(tp, 1000 * tp))
     with pytest.raises(UserError, match="at least 2 nodes"):
         whole(agentic(), [DevicePool(A800, 1, 8)])
+
+
+@pytest.mark.parametrize(
+    ("hybrid", "names"),
+    [
+        (Hybrid(), "qwen3-14b"),
+        (Hybrid(2), "qwen3-14b"),
+        (Hybrid(3, world=2), "qwen3-32b"),
+        (Hybrid(rest=True), "qwen3-14b"),
+        (Hybrid(2), "llama-3.1-70b"),
+    ],
+)
+def test_hybrid_nodes_are_whole_replicas_that_fit_without_the_core(hybrid: Hybrid, names: str) -> None:
+    shape, batch = model_shape(names), agentic(64)
+    pools = [DevicePool(A800, 6, 8)]
+    trainer = TrainCost(shape, A800, 8, batch)
+    search, found = TrainSearch(trainer, 8), PlanSearch(shape, pools, batch, steps=fake, hybrid=hybrid).run(9)
+    assert found.plans
+    for row in found.plans:
+        wanted = hybrid.nodes(6 - row.nodes)
+        able = []
+        for one in search.candidates(8 * row.nodes):
+            own = msgspec.structs.replace(one, dp=8 * hybrid.world // one.replica, elastic=True)
+            beside = search.runs_beside(one, hybrid.world) and trainer.limit(own) is None
+            if trainer.limit(one) is None and (beside or not row.hybrid):
+                able.append(trainer.time(one).total)
+        assert row.train.time.total == pytest.approx(min(able))
+        assert row.hybrid in (0, wanted)
+        assert row.hybrid % hybrid.world == 0
+    if not hybrid.most and not hybrid.rest:
+        assert {row.hybrid for row in found.plans} == {0}
+    else:
+        assert any(row.hybrid for row in found.plans) or names == "llama-3.1-70b"
