@@ -113,7 +113,9 @@ class SnapshotKeeper:
         shutil.rmtree(self.own / name, ignore_errors=True)
 
     def chunk(self, message: SnapshotChunk, blob: bytes | bytearray) -> None:
-        """Take a piece of a copy, or of an own part that comes back."""
+        """Take a piece of a copy, or of an own part that comes back; only into the folder of that part."""
+        if any(name != Path(name).name for name in (message.name, message.file)):
+            return
         path = self._folder / (OWN if message.owner == self._rank else COPIES) / message.name
         partial = _partial(path)
         if not message.file:

@@ -158,8 +158,8 @@ def test_a_lasting_change_lays_the_ranks_out_anew_inside_the_job(cluster: Cluste
     joined = [event["component"] for event in case.events("agent_joined")[-5:]]
     assert sorted(joined) == sorted(["planner"] + ["train"] * train + ["rollout"] * (4 - train))
     rows = list(read_lines(run.metrics))
-    assert {row["replicas"] for row in rows if row["step"] <= done["step"]} == {1}
-    assert {row["replicas"] for row in rows if row["step"] > done["step"]} == {train}
+    assert {row["train_nodes"] for row in rows if row["step"] <= done["step"]} == {1}
+    assert {row["train_nodes"] for row in rows if row["step"] > done["step"]} == {train}
     trained_once(run, 26)
     (kept,) = case.events("experience_kept")
     assert kept["trajectories"] + kept["unfinished"] > 0
