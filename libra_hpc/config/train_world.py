@@ -35,13 +35,8 @@ class TrainWorld(NamedTuple):
 
     @property
     def dp(self) -> int:
-        """Data-parallel replicas; meaningful where `whole`."""
+        """Data-parallel replicas; a checked run file has a whole number of them."""
         return max(1, self.ranks // self.replica)
-
-    @property
-    def whole(self) -> bool:
-        """Whether the processes are a whole number of replicas."""
-        return self.ranks > 0 and self.ranks % self.replica == 0
 
 
 def core_world(config: RunConfig) -> TrainWorld:

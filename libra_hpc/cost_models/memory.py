@@ -79,7 +79,7 @@ class TrainLayout(msgspec.Struct, frozen=True, order=True):
     @property
     def expert_copies(self) -> int:
         """Devices with the same experts."""
-        return max(1, self.copies * self.tp // self.degrees.expert_ranks)
+        return max(1, self.copies * self.tp // self.degrees.expert_processes)
 
     @property
     def recomputed(self) -> str:
@@ -182,7 +182,7 @@ def stage_params(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[float
     ends = (stage == 0) + (stage == pp - 1)
     if pp == 1 and shape.tied_embeddings:
         ends = 1
-    experts = layers * shape.experts * shape.expert_params / degrees.expert_ranks
+    experts = layers * shape.experts * shape.expert_params / degrees.expert_processes
     return (layers * shape.shared_params + ends * shape.head_params) / tp, experts
 
 

@@ -243,7 +243,7 @@ class TrainCost:
             cp = gathers * layers * kv * tokens * (layout.cp - 1) / self._link(layout.tp * layout.cp) * comm
         if layout.ep > 1:
             sent = tokens / layout.tp * shape.experts_per_token * shape.hidden * element
-            spread = (layout.ep - 1) / layout.ep / self._link(layout.degrees.expert_ranks)
+            spread = (layout.ep - 1) / layout.ep / self._link(layout.degrees.expert_processes)
             ep = self._reduces(layout) * layers * sent * spread * comm
         if layout.pp > 1:
             sent = (2 + self.batch.forwards) * tokens / layout.tp * shape.hidden * element
@@ -281,8 +281,8 @@ class TrainCost:
     def _reduction(self, layout: TrainLayout) -> float:
         """Seconds to reduce gradients over the copies of a parameter, and to gather its new weights."""
         common, experts = largest_stage_params(self.shape, layout)
-        ranks, expert_ranks = layout.copies, layout.expert_copies
-        sent = common * (ranks - 1) / ranks + experts * (expert_ranks - 1) / expert_ranks
+        copies, expert_copies = layout.copies, layout.expert_copies
+        sent = common * (copies - 1) / copies + experts * (expert_copies - 1) / expert_copies
         return (GRAD_BYTES + self.shape.dtype_bytes) * sent / self._link(layout.devices)
 
     def _update(self, layout: TrainLayout) -> float:

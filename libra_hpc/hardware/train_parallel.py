@@ -34,7 +34,7 @@ class Degrees(NamedTuple):
         return self.tp * self.pp * self.cp
 
     @property
-    def expert_ranks(self) -> int:
+    def expert_processes(self) -> int:
         """Processes that share the experts of a stage."""
         return self.ep * (self.etp or self.tp)
 

@@ -14,7 +14,7 @@ import msgspec
 
 from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.train_world import core_world, elastic_world
+from libra_hpc.config.train_world import TrainWorld, core_world, elastic_world
 from libra_hpc.cost_models.factors import Factors
 from libra_hpc.cost_models.lengths import TrajectoryLengths, sketch
 from libra_hpc.cost_models.memory import TrainLayout
@@ -79,7 +79,12 @@ def speed_of(
 
 def core_layout(config: RunConfig) -> TrainLayout:
     """The layout of a run's core."""
-    train, world = config.train, core_world(config)
+    return world_layout(config, core_world(config))
+
+
+def world_layout(config: RunConfig, world: TrainWorld, *, elastic: bool = False) -> TrainLayout:
+    """The layout of one of a run's worlds; ``elastic``: it has no optimizer."""
+    train = config.train
     return TrainLayout(
         tp=world.tp,
         pp=world.pp,
@@ -89,6 +94,7 @@ def core_layout(config: RunConfig) -> TrainLayout:
         micro_tokens=train.micro_tokens,
         recompute=train.recompute,
         etp=world.etp,
+        elastic=elastic,
     )
 
 

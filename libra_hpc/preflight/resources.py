@@ -21,12 +21,13 @@ from libra_hpc.config.job import Component
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import core_world, elastic_world
-from libra_hpc.cost_models.memory import RECOMPUTE, USABLE, TrainLayout, TrainMemory, memory_limit, train_memory
+from libra_hpc.cost_models.memory import RECOMPUTE, USABLE, TrainMemory, memory_limit, train_memory
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.hardware.capacity import blocks_of, kv_capacity
 from libra_hpc.hardware.devices import Device, device
 from libra_hpc.hardware.models import DTYPE_BYTES, ModelShape, model_shape
 from libra_hpc.hardware.train_parallel import runs
+from libra_hpc.planning.train_speed import world_layout
 from libra_hpc.simulated.dry_run import pace
 
 from .field_names import naming
@@ -110,19 +111,8 @@ def training_memory(
 
     A hybrid node trains without optimizer state; that of the core is divided over all of its nodes.
     """
-    train, hybrid = config.train, component == "hybrid"
-    world = elastic_world(config) if hybrid else core_world(config)
-    layout = TrainLayout(
-        tp=world.tp,
-        pp=world.pp,
-        cp=world.cp,
-        ep=world.ep,
-        dp=world.dp,
-        micro_tokens=train.micro_tokens,
-        recompute=train.recompute,
-        etp=world.etp,
-        elastic=hybrid,
-    )
+    hybrid = component == "hybrid"
+    layout = world_layout(config, elastic_world(config) if hybrid else core_world(config), elastic=hybrid)
     return train_memory(
         shape,
         layout,

@@ -80,6 +80,8 @@ class RolloutNode:
             log=functools.partial(context.log, rank=context.rank),
             deadlines=context.config.deadlines,
         )
+        self._again: asyncio.TimerHandle | None = None
+        """The next request for weights that did not exist at the last one."""
         self._wanted = False
         self._ordered_at = 0.0
         self._outbox: list[tuple[str, Generated]] = []
@@ -180,11 +182,17 @@ class RolloutNode:
         for engine in self._engines.values():
             if engine.state == "loading" and engine.version >= version:
                 self._up(engine)
-            elif engine.state == "loading" and engine.updating < 0:
-                asyncio.get_running_loop().call_later(ASK_AGAIN_S, self._ask_again, engine)
+        # One timer for the node: every request has an answer, and every answer comes here.
+        if self._again is None and self._waiting():
+            self._again = asyncio.get_running_loop().call_later(ASK_AGAIN_S, self._ask_again)
 
-    def _ask_again(self, engine: NodeEngine) -> None:
-        if engine.state == "loading" and engine.updating < 0 and engine.child is not None:
+    def _waiting(self) -> list[NodeEngine]:
+        """Engines that lack weights which are not on their way to them."""
+        return [e for e in self._engines.values() if e.state == "loading" and e.updating < 0 and e.child is not None]
+
+    def _ask_again(self) -> None:
+        self._again = None
+        for engine in self._waiting():
             self._catch_up(engine)
 
     # --- engines

@@ -116,20 +116,20 @@ class Channel:
         for transfer in self._own(step_transfers(self._sizes, self._members, CHUNK)):
             piece = gradients[transfer.bucket][transfer.begin : transfer.end]
             if self._elastic:
-                self.send(piece, transfer.owner)
+                self._send(piece, transfer.owner)
             else:
                 received = torch.empty_like(piece)
-                self.receive(received, transfer.peer)
+                self._receive(received, transfer.peer)
                 piece += received
 
     def add(self, sums: torch.Tensor) -> None:
         """Add the sums of every process of the replicas to those of the first owner."""
         if self._elastic:
-            self.send(sums, 0)
+            self._send(sums, 0)
         elif self._rank == 0:
             for peer in range(self._members.owners, self._members.size):
                 received = torch.empty_like(sums)
-                self.receive(received, peer)
+                self._receive(received, peer)
                 sums += received
 
     def spread_weights(self) -> None:
@@ -151,10 +151,10 @@ class Channel:
         for transfer in self._own(plan):
             piece = self._buckets[transfer.bucket].param_data[transfer.begin : transfer.end]
             if self._elastic:
-                self.receive(piece, transfer.owner)
+                self._receive(piece, transfer.owner)
                 received += piece.nbytes
             else:
-                self.send(piece, transfer.peer)
+                self._send(piece, transfer.peer)
         return received
 
     def _own(self, plan: list[Transfer]) -> list[Transfer]:
@@ -168,10 +168,10 @@ class Channel:
                 if begin < end:
                     yield bucket, replica, begin, end
 
-    def send(self, tensor: torch.Tensor, peer: int) -> None:
+    def _send(self, tensor: torch.Tensor, peer: int) -> None:
         wait_peer(self._device, self._group.send([tensor], peer, 0), self._timeout_s)
 
-    def receive(self, tensor: torch.Tensor, peer: int) -> None:
+    def _receive(self, tensor: torch.Tensor, peer: int) -> None:
         wait_peer(self._device, self._group.recv([tensor], peer, 0), self._timeout_s)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 
@@ -59,33 +60,15 @@ class ElasticReplicas:
         place = engine.split
         core, replica = place._replace(dp=core_dp), place._replace(dp=elastic_dp)
         shared, experts = engine.buckets()
-        self._channels = [
-            Channel(
-                shared,
-                f"tp{place.tp_rank}-pp{place.pp_rank}",
-                core.copies,
-                copies=place.copies,
-                copy=place.copy_rank,
-                elastic=self._elastic,
-                device=engine.device,
-                timeout_s=step_timeout_s,
-            )
-        ]
+        channel = partial(Channel, elastic=self._elastic, device=engine.device, timeout_s=step_timeout_s)
+        label = f"tp{place.tp_rank}-pp{place.pp_rank}"
+        self._channels = [channel(shared, label, core.copies, copies=place.copies, copy=place.copy_rank)]
         self._copies = [replica.copies]
         """In each replica, for every channel."""
         if experts:
-            self._channels.append(
-                Channel(
-                    experts,
-                    f"etp{place.etp_rank}-ep{place.ep_rank}-pp{place.pp_rank}",
-                    core.expert_copies,
-                    copies=place.expert_copies,
-                    copy=place.expert_copy_rank,
-                    elastic=self._elastic,
-                    device=engine.device,
-                    timeout_s=step_timeout_s,
-                )
-            )
+            label = f"etp{place.etp_rank}-ep{place.ep_rank}-pp{place.pp_rank}"
+            own = channel(experts, label, core.expert_copies, copies=place.expert_copies, copy=place.expert_copy_rank)
+            self._channels.append(own)
             self._copies.append(replica.expert_copies)
         self._shared = False
         """Whether the present generation has replicas, known alike to all processes of this world."""

@@ -127,8 +127,8 @@ class StateWriter:
         def write() -> None:
             try:
                 snapshot.write(copies, folder, self._rank)
-            except OSError as error:
-                self._answer(SnapshotFailed(step, str(error)))
+            except Exception as error:
+                self._answer(SnapshotFailed(step, _reason(error)))
             else:
                 self._answer(SnapshotTaken(step, updates))
 
@@ -158,11 +158,8 @@ class StateWriter:
         answer: Saved | SaveFailed
         try:
             answer = Saved(folder, step, time.monotonic() - copied.began, self._write_files(copied))
-        except OSError as error:
-            answer = SaveFailed(folder, step, str(error))
         except Exception as error:
-            traceback.print_exc(file=sys.stderr)
-            answer = SaveFailed(folder, step, f"{type(error).__name__}: {error}")
+            answer = SaveFailed(folder, step, _reason(error))
         finally:
             if copied.weights is not None:
                 copied.weights.close()
@@ -187,6 +184,14 @@ class StateWriter:
             state.write_bytes(msgspec.json.encode(copied.state))
             written += [*policy.iterdir(), state]
         return folders.seal(copied.folder, written)
+
+
+def _reason(error: Exception) -> str:
+    """Why files could not be written; for an error that is not the file system's, the log has its stack."""
+    if isinstance(error, OSError):
+        return str(error)
+    traceback.print_exception(error, file=sys.stderr)
+    return f"{type(error).__name__}: {error}"
 
 
 def _copy_file(source: BinaryIO, target: Path) -> None:

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.train_world import core_world, elastic_world
+from libra_hpc.config.train_world import core_world, elastic_world, replicas
 from libra_hpc.protocol.mesh import Batch, MeshMessage, ToReplica
 from libra_hpc.protocol.trainer import StepDone, TrainStep
 
@@ -34,7 +34,7 @@ class StepRequests(Members):
         rendezvous: Path,
     ) -> None:
         super().__init__(rendezvous, core, config.components.hybrid.nodes_per_replica, send, clock)
-        self._algorithm = config.algorithm
+        self._config, self._algorithm = config, config.algorithm
         self._core_dp, self._elastic_dp = core_world(config).dp, elastic_world(config).dp
         self._skipped_in_row = 0
         self._totals: list[int] = []
@@ -43,7 +43,7 @@ class StepRequests(Members):
     @property
     def replicas(self) -> int:
         """Data-parallel replicas of the generation, in all its worlds."""
-        return self._core_dp + self._elastic_dp * (len(self._worlds(self.members)) - 1)
+        return replicas(self._config, len(self.members))
 
     @property
     def hopeless(self) -> str:

@@ -8,7 +8,14 @@ import pytest
 
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.train_world import core_world, elastic_world
+from libra_hpc.config.train_world import TrainWorld, core_world, elastic_world
+from libra_hpc.hardware.train_parallel import world_fault
+from libra_hpc.preflight.train_worlds import degrees_of
+
+
+def runs(world: TrainWorld) -> bool:
+    """Whether the processes are a whole number of replicas."""
+    return world_fault(degrees_of(world), world.nodes, world.processes) is None
 
 
 @pytest.mark.parametrize(
@@ -37,10 +44,10 @@ from libra_hpc.config.train_world import core_world, elastic_world
 def test_processes_and_replicas(values: dict[str, Any], core: tuple[int, int], elastic: tuple[int, int]) -> None:
     config = with_values(RunConfig(), values)
     assert [(world.processes, world.dp) for world in (core_world(config), elastic_world(config))] == [core, elastic]
-    assert core_world(config).whole
+    assert runs(core_world(config))
 
 
 def test_processes_that_are_no_whole_number_of_replicas_are_seen() -> None:
     config = with_values(RunConfig(), {"train.processes": 4, "train.tp": 4, "train.pp": 2, "components.train.nodes": 3})
-    assert not core_world(config).whole
-    assert not elastic_world(config).whole
+    assert not runs(core_world(config))
+    assert not runs(elastic_world(config))

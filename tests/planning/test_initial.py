@@ -56,7 +56,7 @@ def test_the_filled_in_run_file_uses_every_gpu_and_is_valid(nodes: tuple[int, in
     assert parts.train.nodes == made.plan.nodes
     assert parts.hybrid.nodes <= nodes[1]
     worlds = [core_world(config), *([elastic_world(config)] if parts.hybrid.nodes else [])]
-    assert all(world.whole and world.processes == 8 for world in worlds)
+    assert all(world.ranks % world.replica == 0 and world.processes == 8 for world in worlds)
     degrees, engines = node_lists(config)
     assert all(tp * count == 8 for tp, count in zip(degrees, engines, strict=True))
     assert degrees == sorted(degrees), "hybrid nodes, which come first, have the smallest TP"

@@ -207,6 +207,26 @@ def test_an_engine_with_weights_older_than_the_start_serves_only_once_it_has_new
     run(work())
 
 
+def test_answers_to_several_engines_lead_to_one_round_of_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_node, "ASK_AGAIN_S", 0.2)
+
+    async def work() -> None:
+        async with scene(tmp_path, engines=2) as made:
+            made.context.start = wire.Welcome(4, "", 32, (), snapshot="step-4", saved_step=0)
+            await made.node.start()
+            await made.until(lambda: list(made.node.states.values()) == ["loading"] * 2, "both wait for weights")
+            before = len(made.of(wire.WeightsWanted))
+            for _ in range(20):
+                made.node.on_current(wire.WeightsCurrent(0))
+            await made.until(lambda: len(made.of(wire.WeightsWanted)) > before, "they ask again")
+            await asyncio.sleep(0.3)
+            assert len(made.of(wire.WeightsWanted)) < before + 20, "two engines, in a few rounds"
+
+    run(work())
+
+
 def test_an_engine_that_never_takes_new_weights_is_ended(tmp_path: Path) -> None:
     async def work() -> None:
         async with scene(tmp_path) as made:
