@@ -6,7 +6,7 @@ VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 POLICY := models/tiny-keychain
 RUN_FILE := examples/quickstart.toml
-BESIDE_SLURM := tests/telemetry tests/train
+BESIDE_SLURM := tests/facts tests/trainer tests/train_leader
 # For `make gpu-check` (docs/gpu-check.md): a folder of wheels for a machine without an index, packages that may be missing there, cuda or
 # cpu, and options of bench.gpu_check.
 GPU_CHECK_WHEELS ?=

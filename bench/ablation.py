@@ -43,8 +43,8 @@ from bench.replan_rules import SETTINGS, Live, play
 from bench.replan_tiers import Tiers
 from bench.replan_work import WORKLOADS, drifting, steady
 from libra_hpc import compiled
+from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.sched.cmlfq import CausalMlfq
 from libra_hpc.simulator.simulate import Simulation, simulate
 
 EVEN_TP = {"documents": 4, "long": 2}

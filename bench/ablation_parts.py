@@ -15,27 +15,28 @@ from unittest.mock import patch
 
 from msgspec.structs import replace
 
-from libra_hpc.control import stage_times
-from libra_hpc.control.decide import Planner
-from libra_hpc.control.hysteresis import Hysteresis
-from libra_hpc.control.in_flight import InFlightEstimator
-from libra_hpc.control.moves import Moves
-from libra_hpc.control.node_scaling import NodeScaling
-from libra_hpc.control.stage_estimator import StageEstimator
-from libra_hpc.control.trend import Trend
-from libra_hpc.cost_models.rollout_by_nodes import RolloutByNodes
+from libra_hpc.policies.control import stage_times
+from libra_hpc.policies.control.decide import Planner
+from libra_hpc.policies.control.hysteresis import Hysteresis
+from libra_hpc.policies.control.in_flight import InFlightEstimator
+from libra_hpc.policies.control.moves import Moves
+from libra_hpc.policies.control.node_scaling import NodeScaling
+from libra_hpc.policies.control.stage_estimator import StageEstimator
+from libra_hpc.policies.control.trend import Trend
+from libra_hpc.policies.costs.rollout_by_nodes import RolloutByNodes
+from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.cmlfq import causal_mlfq as cmlfq
+from libra_hpc.policies.scheduling.cmlfq import groups, remaining_work, signal_effect, survival
+from libra_hpc.policies.scheduling.cmlfq.blend import Blend
+from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
+from libra_hpc.policies.scheduling.cmlfq.groups import PromptGroup, TaskStats
+from libra_hpc.policies.scheduling.cmlfq.remaining_work import Cursor, RemainingWorkEstimator
+from libra_hpc.policies.scheduling.cmlfq.signal_effect import TRIALS, Gate
+from libra_hpc.policies.scheduling.cmlfq.survival import CELLS, Survival
+from libra_hpc.policies.scheduling.costs import ClassFit, EngineFit
+from libra_hpc.policies.scheduling.protocol import Decision, TurnView
+from libra_hpc.policies.scheduling.residency import EngineCache
 from libra_hpc.protocol.env import Signal
-from libra_hpc.sched import cmlfq, groups, remaining_work, signal_effect, survival
-from libra_hpc.sched.blend import Blend
-from libra_hpc.sched.board import Board
-from libra_hpc.sched.cmlfq import CausalMlfq
-from libra_hpc.sched.costs import ClassFit, EngineFit
-from libra_hpc.sched.groups import PromptGroup, TaskStats
-from libra_hpc.sched.protocol import Decision, TurnView
-from libra_hpc.sched.remaining_work import Cursor, RemainingWorkEstimator
-from libra_hpc.sched.residency import EngineCache
-from libra_hpc.sched.signal_effect import TRIALS, Gate
-from libra_hpc.sched.survival import CELLS, Survival
 
 Replacement = tuple[Any, str, Any]
 FOREVER = 1e12
@@ -218,7 +219,7 @@ PLANNER: dict[str, tuple[Replacement, ...]] = {
     "queues": ((Moves, "_blocked", _unless_queues),),
     "repartition": ((Planner, "_repartition_due", lambda *_: False),),
 }
-"""Parts of `libra_hpc.control`."""
+"""Parts of `libra_hpc.policies.control`."""
 
 
 @contextmanager

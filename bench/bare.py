@@ -23,7 +23,7 @@ from libra_hpc.config.run import RunConfig
 
 def vllm(config: RunConfig, payload: bytes) -> float:
     """Tokens per second of vLLM alone."""
-    from libra_hpc.rollout.engine.settings import EngineConfig, engine_arguments, prepare_process
+    from libra_hpc.engine.settings import EngineConfig, engine_arguments, prepare_process
 
     rollout = config.rollout
     engine_config = EngineConfig(
@@ -70,16 +70,16 @@ def megatron(config: RunConfig, payload: bytes) -> float:
     """Trained tokens per second of mcore alone."""
     import torch
 
-    from libra_hpc.hardware.architecture import read_shape
+    from libra_hpc.models.architecture import read_shape
     from libra_hpc.protocol.mesh import Batch
-    from libra_hpc.train import compat
-    from libra_hpc.train.checkpoint import start
-    from libra_hpc.train.device import choose_device, local_store
-    from libra_hpc.train.head import Head
-    from libra_hpc.train.mcore import get_forward_backward_func
-    from libra_hpc.train.packing import Pack, decode, pack
-    from libra_hpc.train.settings import optimizer_settings
-    from libra_hpc.train.train_engine import TrainEngine, init_world
+    from libra_hpc.trainer.device import choose_device, local_store
+    from libra_hpc.trainer.model import compat
+    from libra_hpc.trainer.model.head import Head
+    from libra_hpc.trainer.model.mcore import get_forward_backward_func
+    from libra_hpc.trainer.model.packing import Pack, decode, pack
+    from libra_hpc.trainer.saved.checkpoint import start
+    from libra_hpc.trainer.settings import optimizer_settings
+    from libra_hpc.trainer.train_engine import TrainEngine, init_world
 
     device = choose_device("cpu", 0, config.train.threads)
     split = init_world(device, tp=1, pp=1, rank=0, store=local_store(), timeout_s=60.0)

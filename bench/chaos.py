@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.harness import ROOT, engine_environment, median, policy, report
-from libra_hpc.telemetry.rundir import RunDir, read_lines
+from libra_hpc.facts.rundir import RunDir, read_lines
 
 PLANNER, TRAIN, HYBRID, ROLLOUT = range(4)
 PATIENCE_S = 300.0
@@ -60,30 +60,24 @@ class Kind(NamedTuple):
 
 KINDS = (
     Kind(
-        name="vLLM engine killed",
-        weight=9,
-        ranks=(HYBRID, ROLLOUT),
-        module="libra_hpc.rollout.engine",
+        name="vLLM engine killed", weight=9, ranks=(HYBRID, ROLLOUT), module="libra_hpc.engine", number=signal.SIGKILL
+    ),
+    Kind(
+        name="Megatron worker killed",
+        weight=8,
+        ranks=(TRAIN,),
+        module="libra_hpc.trainer.worker",
         number=signal.SIGKILL,
     ),
     Kind(
-        name="Megatron worker killed", weight=8, ranks=(TRAIN,), module="libra_hpc.train.worker", number=signal.SIGKILL
+        name="environment host killed", weight=7, ranks=(ROLLOUT,), module="libra_hpc.host.host", number=signal.SIGKILL
+    ),
+    Kind(name="vLLM engine hangs", weight=4, ranks=(HYBRID, ROLLOUT), module="libra_hpc.engine", number=signal.SIGSTOP),
+    Kind(
+        name="Megatron worker hangs", weight=3, ranks=(TRAIN,), module="libra_hpc.trainer.worker", number=signal.SIGSTOP
     ),
     Kind(
-        name="environment host killed", weight=7, ranks=(ROLLOUT,), module="libra_hpc.tasks.host", number=signal.SIGKILL
-    ),
-    Kind(
-        name="vLLM engine hangs",
-        weight=4,
-        ranks=(HYBRID, ROLLOUT),
-        module="libra_hpc.rollout.engine",
-        number=signal.SIGSTOP,
-    ),
-    Kind(
-        name="Megatron worker hangs", weight=3, ranks=(TRAIN,), module="libra_hpc.train.worker", number=signal.SIGSTOP
-    ),
-    Kind(
-        name="environment host hangs", weight=3, ranks=(ROLLOUT,), module="libra_hpc.tasks.host", number=signal.SIGSTOP
+        name="environment host hangs", weight=3, ranks=(ROLLOUT,), module="libra_hpc.host.host", number=signal.SIGSTOP
     ),
     Kind(name="planner killed", weight=4, ranks=(PLANNER,), module="", number=signal.SIGKILL),
     Kind(name="train leader killed", weight=4, ranks=(TRAIN,), module="", number=signal.SIGKILL),

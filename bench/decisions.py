@@ -25,11 +25,11 @@ from msgspec.structs import replace
 
 from bench.harness import median, report
 from libra_hpc import compiled
+from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
+from libra_hpc.policies.scheduling.protocol import Finished, TurnView
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.rollout import EngineStats
-from libra_hpc.sched.board import Board
-from libra_hpc.sched.cmlfq import CausalMlfq
-from libra_hpc.sched.protocol import Finished, TurnView
 
 INFLIGHT = 10_000
 LAYOUT = (1,) * 36 + (2,) * 18 + (4,) * 10

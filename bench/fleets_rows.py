@@ -17,15 +17,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bench.policies import work_of
-from libra_hpc.cost_models.lengths import observe, sketch
-from libra_hpc.cost_models.rollout_time import ReplicaCost, RolloutOptions
-from libra_hpc.cost_models.training_time import BatchWork
-from libra_hpc.hardware.lookup import lookup
-from libra_hpc.hardware.models import model_shape
-from libra_hpc.hardware.steps import StepTimes
+from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.step_times.lookup import lookup
+from libra_hpc.models.step_times.steps import StepTimes
+from libra_hpc.policies.costs.lengths import observe, sketch
+from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
+from libra_hpc.policies.costs.training_time import BatchWork
+from libra_hpc.policies.search.even_rollout_layout import homogeneous_layouts
+from libra_hpc.policies.search.rollout_layout import ReplicaClass, RolloutSearch
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.search.even_rollout_layout import homogeneous_layouts
-from libra_hpc.search.rollout_layout import ReplicaClass, RolloutSearch
 from libra_hpc.simulator.settings import EngineSpec, SimSettings
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.profiles import PROFILES, R2E, Lognormal

@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 from bench.fleets_rows import Fleet, engines_of, longest_context, quantile_thresholds, setting_of, settings_of, work
 from libra_hpc.errors import OperationError, UserError
-from libra_hpc.sched.baselines.cmlfq_cost import CmlfqCost
-from libra_hpc.sched.baselines.la_mlfq import LaMlfq
-from libra_hpc.sched.baselines.libra import Libra
-from libra_hpc.sched.baselines.tp_sticky import TpSticky
-from libra_hpc.sched.protocol import Policy
-from libra_hpc.sched.registry import make_policy
+from libra_hpc.policies.scheduling.baselines.cmlfq_cost import CmlfqCost
+from libra_hpc.policies.scheduling.baselines.la_mlfq import LaMlfq
+from libra_hpc.policies.scheduling.baselines.libra import Libra
+from libra_hpc.policies.scheduling.baselines.tp_sticky import TpSticky
+from libra_hpc.policies.scheduling.protocol import Policy
+from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.simulator.baselines.admission import Admission, Admitted, KvForecast, KvShare
 from libra_hpc.simulator.baselines.episode_cap import EpisodeCap
 from libra_hpc.simulator.simulate import Simulation, simulate

@@ -19,9 +19,9 @@ import msgspec
 
 from bench.gpu_check_setting import Figures, Setting
 from libra_hpc.errors import OperationError
-from libra_hpc.runtime.mpi_library import ABI, LIBRARY
+from libra_hpc.facts.rundir import RunDir, read_lines
+from libra_hpc.mesh.mpi_library import ABI, LIBRARY
 from libra_hpc.slurm import local
-from libra_hpc.telemetry.rundir import RunDir, read_lines
 
 COMMAND = [sys.executable, "-c", "from libra_hpc_cli.app import main; main()"]
 RUN_FILE = """

@@ -10,11 +10,11 @@ from typing import Literal
 
 import msgspec
 
-from libra_hpc.cost_models.memory import TrainLayout, TrainMemory, memory_limit, train_memory
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.hardware.devices import Device, devices
-from libra_hpc.hardware.devices import device as known_device
-from libra_hpc.hardware.models import ModelShape, model_shape
+from libra_hpc.models.devices import Device, devices
+from libra_hpc.models.devices import device as known_device
+from libra_hpc.models.memory import TrainLayout, TrainMemory, memory_limit, train_memory
+from libra_hpc.models.shapes import ModelShape, model_shape
 
 CPU = Device(
     name="cpu",

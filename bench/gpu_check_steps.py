@@ -52,7 +52,7 @@ def facts(setting: Setting, figures: Figures) -> None:
     figures.add("Python", platform.python_version())
     figures.add("cores", float(len(os.sched_getaffinity(0))))
     # As an agent: the module chooses the library.
-    importlib.import_module("libra_hpc.runtime.world")
+    importlib.import_module("libra_hpc.mesh.world")
     from mpi4py import MPI
 
     figures.add("MPI of the agents", " ".join(MPI.Get_library_version().split()[:3]))

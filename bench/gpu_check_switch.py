@@ -17,17 +17,17 @@ import msgspec
 from bench.gpu_check_setting import Figures, Setting
 from bench.gpu_model import random_model
 from libra_hpc.config.run import RunConfig
-from libra_hpc.cost_models.memory import TrainLayout, train_memory
+from libra_hpc.engine.offline import OfflineEngine
+from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.errors import OperationError
-from libra_hpc.hardware.devices import Device
-from libra_hpc.hardware.lookup import lookup
-from libra_hpc.hardware.models import ModelShape
+from libra_hpc.models.devices import Device
+from libra_hpc.models.memory import TrainLayout, train_memory
+from libra_hpc.models.shapes import ModelShape
+from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.rollout import Generate, UpdateWeights
 from libra_hpc.protocol.trainer import Export, ExportFailed, Join, Joined, Standby, StepDone, TrainStep, WorkerReady
-from libra_hpc.rollout.engine.offline import OfflineEngine
-from libra_hpc.rollout.engine.settings import EngineConfig
-from libra_hpc.train.measure import MeasurementReplica, random_samples
+from libra_hpc.trainer.measure import MeasurementReplica, random_samples
 from libra_hpc.weights.checksum import file_crc32
 
 ROUNDS = 2

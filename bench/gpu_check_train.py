@@ -17,20 +17,20 @@ import torch
 from bench.gpu_check_setting import Figures, Setting, core_layout, core_memory
 from bench.gpu_model import roomy_folder, write_config
 from libra_hpc.config.run import RunConfig
-from libra_hpc.cost_models.memory import memory_limit
-from libra_hpc.hardware.architecture import read_shape
-from libra_hpc.planning.train_speed import step_time
+from libra_hpc.models.architecture import read_shape
+from libra_hpc.models.memory import memory_limit
+from libra_hpc.planning.measured_train_speed import step_time
 from libra_hpc.protocol.trainer import Join, Sample, TrainStep
-from libra_hpc.train import checkpoint
-from libra_hpc.train.attention import Kernel, checked_segments, has_segments, rectangles
-from libra_hpc.train.device import choose_device, local_store
-from libra_hpc.train.elastic import ElasticReplicas
-from libra_hpc.train.grpo_trainer import GrpoTrainer
-from libra_hpc.train.measure import batches, random_samples
-from libra_hpc.train.megatron_model import attend_with
-from libra_hpc.train.settings import algorithm_settings, optimizer_settings
-from libra_hpc.train.shards import loss_tokens_of, tokens_of
-from libra_hpc.train.train_engine import TrainEngine, init_world
+from libra_hpc.trainer.device import choose_device, local_store
+from libra_hpc.trainer.elastic import ElasticReplicas
+from libra_hpc.trainer.grpo_trainer import GrpoTrainer
+from libra_hpc.trainer.measure import batches, random_samples
+from libra_hpc.trainer.model.attention import Kernel, checked_segments, has_segments, rectangles
+from libra_hpc.trainer.model.megatron_model import attend_with
+from libra_hpc.trainer.saved import checkpoint
+from libra_hpc.trainer.settings import algorithm_settings, optimizer_settings
+from libra_hpc.trainer.shards import loss_tokens_of, tokens_of
+from libra_hpc.trainer.train_engine import TrainEngine, init_world
 
 TIMED = 3
 """Steps of each batch whose median is taken, after one that warms up allocator and kernels."""

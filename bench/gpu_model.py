@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from libra_hpc.hardware.architecture import read_shape
-from libra_hpc.hardware.models import ModelShape
+from libra_hpc.models.architecture import read_shape
+from libra_hpc.models.shapes import ModelShape
 from libra_hpc.weights.names import hf_shapes
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -3,7 +3,7 @@
     python -m bench.gpu_steps --device h200 --models qwen3-4b,qwen3-8b
 
 For each model, `libra-hpc calibrate` measures an engine with random weights.  Every measured step is compared with the
-tables, which come from independent measurements (`libra_hpc/hardware/tables`).
+tables, which come from independent measurements (`libra_hpc/models/step_times/tables`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import msgspec
 
 from bench.gpu_model import random_model
 from bench.harness import median, report
-from libra_hpc.hardware.lookup import lookup
-from libra_hpc.hardware.measured import StepPoint, fit_steps, load
-from libra_hpc.hardware.models import model_shape
-from libra_hpc.rollout.engine.settings import EngineConfig
+from libra_hpc.engine.settings import EngineConfig
+from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.step_times.lookup import lookup
+from libra_hpc.models.step_times.measured import StepPoint, fit_steps, load
 from libra_hpc.rollout.group_state import quantile
 
 
@@ -53,7 +53,7 @@ def measure(model: Path, *, device: str, name: str, out: Path, max_model_len: in
         file.flush()
         argv = [
             "-m",
-            "libra_hpc.rollout.measure_steps",
+            "libra_hpc.engine.measure_steps",
             "--config",
             file.name,
             "--device",

@@ -28,14 +28,14 @@ os.environ[compiled.INTERPRETED] = "1"
 
 from bench.harness import by_work, report
 from bench.policies import BUCKETS, DEVICE, GPUS, MAX_CONTEXT, MODEL, WORK, interval, work_of
+from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
+from libra_hpc.policies.scheduling.cmlfq.remaining_work import REACH_FACTOR, Cursor, RemainingWorkEstimator
+from libra_hpc.policies.scheduling.protocol import TurnView
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.sched.cmlfq import CausalMlfq
-from libra_hpc.sched.protocol import TurnView
-from libra_hpc.sched.remaining_work import REACH_FACTOR, Cursor, RemainingWorkEstimator
 from libra_hpc.simulator.compare import compare
+from libra_hpc.simulator.engine.sim_engines import build_engines
 from libra_hpc.simulator.settings import SimSettings, trajectory_ids
-from libra_hpc.simulator.sim_engines import build_engines
 from libra_hpc.simulator.simulate import simulate
 
 PROMPT = "its prompt"

@@ -75,7 +75,7 @@ def evaluate(folder: Path, config: Path) -> dict[str, Any]:
     argv = [
         sys.executable,
         "-m",
-        "libra_hpc.rollout.evaluate",
+        "libra_hpc.engine.evaluate",
         "--policy",
         str(folder),
         "--config",

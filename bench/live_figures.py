@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from libra_hpc.errors import OperationError
-from libra_hpc.hardware.measured import StepPoint
+from libra_hpc.models.step_times.measured import StepPoint
 from libra_hpc.simulator.result import quantiles
 
 Line = dict[str, Any]

@@ -30,8 +30,8 @@ from bench.harness import median, report
 from bench.live_policies import order, progress
 from bench.replay import Replayer, Setup
 from bench.simulated_vs_real import model
+from libra_hpc.policies.scheduling.registry import policy_names
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.sched.registry import policy_names
 
 GROUPS, GROUP_SIZE = 12, 4
 PROMPT = (400, 800)

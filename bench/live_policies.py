@@ -32,13 +32,13 @@ import msgspec
 
 from bench.harness import ROOT, engine_environment, policy, report
 from bench.live_figures import Figures, by_phase, figures, step_ms, table
+from libra_hpc.engine.steplog import read_steps
 from libra_hpc.errors import OperationError
-from libra_hpc.rollout.engine.steplog import read_steps
-from libra_hpc.sched.registry import policy_names
+from libra_hpc.facts.rundir import RunDir, read_lines
+from libra_hpc.policies.scheduling.registry import policy_names
 from libra_hpc.slurm import submit
 from libra_hpc.slurm.devcluster.cluster import Cluster
-from libra_hpc.slurm.site import clean_environment
-from libra_hpc.telemetry.rundir import RunDir, read_lines
+from libra_hpc.slurm.site_commands import clean_environment
 
 RUN_FILE = ROOT / "examples" / "quickstart.toml"
 ENGINES = {"r2.0": 1, "r3.0": 2}

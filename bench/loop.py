@@ -21,18 +21,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.harness import LocalMesh, Rates, engine_environment, median, policy, rate, report
+from libra_hpc.agent.hosting.rollout_service import RolloutService
+from libra_hpc.agent.rollout_node import RolloutNode
+from libra_hpc.agent.train_node import TrainNode
 from libra_hpc.config.run import RunConfig
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.process.agent_folders import make_folders
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.codec import Codec
 from libra_hpc.protocol.rollout import Generate
-from libra_hpc.runtime.agent_context import AgentContext
-from libra_hpc.runtime.rank_layout import RankLayout
-from libra_hpc.runtime.rollout_node import RolloutNode
-from libra_hpc.runtime.rollout_service import RolloutService
-from libra_hpc.runtime.train_node import TrainNode
-from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.train.train_leader import DataOrder, TrainLeader
+from libra_hpc.train_leader.train_leader import DataOrder, TrainLeader
 
 LAYOUT = RankLayout(("planner", "train", "rollout"))
 

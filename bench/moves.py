@@ -29,7 +29,7 @@ import msgspec
 
 from bench.harness import machine, median, report
 from libra_hpc.config.run import RunConfig
-from libra_hpc.hardware.architecture import read_shape
+from libra_hpc.models.architecture import read_shape
 from libra_hpc.protocol.trainer import (
     Export,
     Exported,
@@ -41,7 +41,7 @@ from libra_hpc.protocol.trainer import (
     TrainStep,
     WorkerReady,
 )
-from libra_hpc.train.measure import MeasurementReplica, random_samples
+from libra_hpc.trainer.measure import MeasurementReplica, random_samples
 from libra_hpc.weights.names import hf_shapes
 
 LAYERS, HEAD, VOCAB = 16, 64, 64

@@ -16,12 +16,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.harness import report
-from libra_hpc.cost_models.lengths import lognormal, sketch
-from libra_hpc.cost_models.training_time import BatchWork
-from libra_hpc.hardware.devices import device
-from libra_hpc.hardware.lookup import lookup
-from libra_hpc.hardware.models import model_shape
-from libra_hpc.search.best_plan import ROLLOUT_TP, DevicePool, PlanResult, plan
+from libra_hpc.models.devices import device
+from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.step_times.lookup import lookup
+from libra_hpc.policies.costs.lengths import lognormal, sketch
+from libra_hpc.policies.costs.training_time import BatchWork
+from libra_hpc.policies.search.best_plan import ROLLOUT_TP, DevicePool, PlanResult, plan
 
 RUNS = 5
 CASES = ((48, 512, 0.05), (1024, 4096, 1.0), (10240, 16384, 10.0))

@@ -23,9 +23,9 @@ from typing import Any
 from bench.harness import by_work, report
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.compare import compare
+from libra_hpc.simulator.engine.sim_engines import build_engines
 from libra_hpc.simulator.policies import parse_policies, simulated_policy_names
 from libra_hpc.simulator.settings import SimSettings
-from libra_hpc.simulator.sim_engines import build_engines
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.read import read_trace
 

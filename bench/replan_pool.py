@@ -20,11 +20,11 @@ from math import inf
 
 import msgspec
 
-from libra_hpc.hardware.lookup import lookup
-from libra_hpc.hardware.steps import StepTimes
+from libra_hpc.models.step_times.lookup import lookup
+from libra_hpc.models.step_times.steps import StepTimes
+from libra_hpc.policies.scheduling.protocol import Policy
 from libra_hpc.protocol.plan import NodeFact, SwitchFact
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.sched.protocol import Policy
 from libra_hpc.simulator.settings import EngineSpec, SimSettings
 from libra_hpc.simulator.simulate import Simulation
 

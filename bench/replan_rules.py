@@ -22,14 +22,14 @@ import msgspec
 from bench.replan_pool import ReplanPool, Site, StepTruth
 from bench.replan_view import View, Watched
 from libra_hpc.config.rollout import PlannerSection
-from libra_hpc.control.decide import MoveOutcome, Planner
-from libra_hpc.cost_models.rollout_by_nodes import NodeEngines, RolloutByNodes
-from libra_hpc.cost_models.rollout_time import RolloutOptions
-from libra_hpc.hardware.devices import device
-from libra_hpc.hardware.models import model_shape
+from libra_hpc.models.devices import device
+from libra_hpc.models.shapes import model_shape
+from libra_hpc.policies.control.decide import MoveOutcome, Planner
+from libra_hpc.policies.costs.rollout_by_nodes import NodeEngines, RolloutByNodes
+from libra_hpc.policies.costs.rollout_time import RolloutOptions
+from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.sched.registry import make_policy
 from libra_hpc.simulator.simulate import Simulation
 
 ACT_S = 10.0

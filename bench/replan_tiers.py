@@ -2,7 +2,7 @@
 
 The site is written as a run file, and `libra_hpc.planning.live` makes the planner, as in a live run. After a proposal,
 the pool stops at the next step boundary and restarts in the new layout, with a new planner. At most one in an hour
-(`libra_hpc.control.repartition_choice.EVERY_S`).
+(`libra_hpc.policies.control.repartition_choice.EVERY_S`).
 
 The simulator's training seconds do not depend on the parallelism within a node. A gain predicted from another TP or PP
 does not appear.
@@ -18,13 +18,13 @@ from bench.replan_view import View
 from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.config.run import RunConfig
-from libra_hpc.control.decide import Planner
-from libra_hpc.control.repartition_choice import EVERY_S
-from libra_hpc.hardware.devices import Device
-from libra_hpc.hardware.lookup import lookup
-from libra_hpc.hardware.models import ModelShape
-from libra_hpc.hardware.steps import StepTimes
+from libra_hpc.models.devices import Device
+from libra_hpc.models.shapes import ModelShape
+from libra_hpc.models.step_times.lookup import lookup
+from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.planning.live import live_planner
+from libra_hpc.policies.control.decide import Planner
+from libra_hpc.policies.control.repartition_choice import EVERY_S
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.simulator.simulate import Simulation
 

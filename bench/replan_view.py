@@ -10,9 +10,9 @@ from collections import deque
 from itertools import pairwise
 
 from bench.replan_pool import ReplanPool, StepTruth
+from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.protocol import Decision, Finished, Policy, TurnView
 from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, QueueFact, RolloutWindowFact, TrainStepFact, TrajectoryFact
-from libra_hpc.sched.board import Board
-from libra_hpc.sched.protocol import Decision, Finished, Policy, TurnView
 from libra_hpc.simulator.simulate import Simulation
 
 STEPS, WINDOWS, TRAJECTORIES = 256, 256, 4096

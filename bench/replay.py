@@ -19,20 +19,20 @@ from typing import Any
 import msgspec
 
 from bench.harness import LocalMesh
+from libra_hpc.agent.hosting.rollout_service import RolloutService
+from libra_hpc.agent.rollout_node import RolloutNode
 from libra_hpc.config.run import RunConfig
+from libra_hpc.engine.steplog import StepLogHeader, read_steps
 from libra_hpc.errors import OperationError
-from libra_hpc.hardware.measured import StepPoint
+from libra_hpc.facts import series
+from libra_hpc.facts.rundir import RunDir, read_lines
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.mesh.rank_layout import RankLayout
+from libra_hpc.models.step_times.measured import StepPoint
 from libra_hpc.process.agent_folders import make_folders
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.rollout import EngineStats
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.rollout.engine.steplog import StepLogHeader, read_steps
-from libra_hpc.runtime.agent_context import AgentContext
-from libra_hpc.runtime.rank_layout import RankLayout
-from libra_hpc.runtime.rollout_node import RolloutNode
-from libra_hpc.runtime.rollout_service import RolloutService
-from libra_hpc.telemetry import series
-from libra_hpc.telemetry.rundir import RunDir, read_lines
 
 LAYOUT = RankLayout(("planner", "train", "rollout"))
 TRAINER, NODE = 1, 2

@@ -28,9 +28,9 @@ import msgspec
 
 from bench.harness import POLICIES, engine_environment, median, report
 from bench.replay import Played, Replayer, Setup
-from libra_hpc.hardware.measured import Calibration, MeasuredTimes, measured_times
+from libra_hpc.models.step_times.measured import Calibration, MeasuredTimes, measured_times
+from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.sched.registry import make_policy
 from libra_hpc.simulator.result import SimResult, quantiles
 from libra_hpc.simulator.settings import EngineSpec, SimSettings
 from libra_hpc.simulator.simulate import simulate

@@ -17,15 +17,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from libra_hpc.engine.measure_engines import measure_engines
+from libra_hpc.engine.measure_steps import earlier, merged
+from libra_hpc.engine.recorded import recorded
+from libra_hpc.engine.settings import EngineConfig, check_config
 from libra_hpc.errors import invalid
-from libra_hpc.hardware.devices import device as listed_device
-from libra_hpc.hardware.host_cost import with_host_cost, write_host_cost
-from libra_hpc.hardware.measured import Calibration, Fit, MeasuredTimes, fit_steps, save
-from libra_hpc.hardware.models import model_shape
-from libra_hpc.rollout.engine.settings import EngineConfig, check_config
-from libra_hpc.rollout.measure_engines import measure_engines
-from libra_hpc.rollout.measure_steps import earlier, merged
-from libra_hpc.rollout.recorded import recorded
+from libra_hpc.models.devices import device as listed_device
+from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.step_times.host_cost import with_host_cost, write_host_cost
+from libra_hpc.models.step_times.measured import Calibration, Fit, MeasuredTimes, fit_steps, save
 
 from .calibrate_train import train
 from .check import site_config

@@ -11,14 +11,14 @@ from rich import box
 from rich.table import Table
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.cost_models.memory import TrainLayout
 from libra_hpc.errors import invalid
-from libra_hpc.hardware.architecture import check_parallel, read_shape
-from libra_hpc.hardware.devices import device as known_device
-from libra_hpc.hardware.models import DTYPE_BYTES, model_shape
-from libra_hpc.hardware.train_speed import TrainSpeed, save_speed
-from libra_hpc.planning.train_speed import speed_of
-from libra_hpc.train.measure import measure_training
+from libra_hpc.models.architecture import check_parallel, read_shape
+from libra_hpc.models.devices import device as known_device
+from libra_hpc.models.memory import TrainLayout
+from libra_hpc.models.shapes import DTYPE_BYTES, model_shape
+from libra_hpc.models.step_times.train_speed import TrainSpeed, save_speed
+from libra_hpc.planning.measured_train_speed import speed_of
+from libra_hpc.trainer.measure import measure_training
 
 from .check import site_config
 from .job_wait import on_a_node

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from libra_hpc.errors import error_text
+from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import write_atomic
-from libra_hpc.telemetry.rundir import RunDir
 
 from . import jobs
 from .follow import job_line

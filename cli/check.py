@@ -15,20 +15,20 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.config.simulated import SimulatedSection
 from libra_hpc.config.site import site_profile
 from libra_hpc.errors import SlurmUnreachable, invalid
-from libra_hpc.hardware.models import ModelShape
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.models.shapes import ModelShape
 from libra_hpc.planning.initial import InitialPlan
 from libra_hpc.preflight.checks import check_run, policy_shape
 from libra_hpc.preflight.field_names import naming
 from libra_hpc.preflight.gpu_needs import gpu_needs
-from libra_hpc.preflight.host_memory import HostNeed, check_hosts, host_needs
+from libra_hpc.preflight.host_memory_needs import HostNeed, check_hosts, host_needs
 from libra_hpc.preflight.train_worlds import describe_worlds
-from libra_hpc.slurm.command import WAYS_OUT
 from libra_hpc.slurm.fit import check_fit, het_groups, with_resources
 from libra_hpc.slurm.interpreter import check_python
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.plugins import check_plugin, mpi_plugins
-from libra_hpc.slurm.query import Partition
-from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.slurm.queue.command import WAYS_OUT
+from libra_hpc.slurm.queue.query import Partition
 
 from . import jobs, memory_table
 from .config_show import OverrideOption, RunFileArgument

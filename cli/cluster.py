@@ -11,7 +11,7 @@ import typer
 from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.slurm.devcluster.cluster import Cluster, ClusterInfo
 from libra_hpc.slurm.devcluster.packages import cache_folder
-from libra_hpc.slurm.site import slurm_environment
+from libra_hpc.slurm.site_commands import slurm_environment
 
 from .output import busy, print_json, print_line, print_note
 from .runs import JsonOption

@@ -15,12 +15,12 @@ from rich.text import Text
 
 from libra_hpc.config.grid import short_keys
 from libra_hpc.errors import UserError, invalid, nearest
-from libra_hpc.telemetry import series
-from libra_hpc.telemetry.comparison import SEED, Comparison, Curve
-from libra_hpc.telemetry.comparison import compare as side_by_side
-from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.summary import STATE_STYLES, duration
-from libra_hpc.telemetry.sweep_record import members, read_member
+from libra_hpc.facts import series
+from libra_hpc.facts.comparison import SEED, Comparison, Curve
+from libra_hpc.facts.comparison import compare as side_by_side
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.summary import STATE_STYLES, duration
+from libra_hpc.facts.sweep_record import members, read_member
 
 from .list_runs import all_rows
 from .output import busy, print_json, print_line, print_note, show

@@ -14,7 +14,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.config.site import site_profile
 from libra_hpc.config.sources import DEFAULT, DEFAULTS, as_toml, queued_sources, run_file_sources, values
 from libra_hpc.errors import UserError
-from libra_hpc.telemetry.run_config import load_resolved
+from libra_hpc.facts.run_config import load_resolved
 
 from .output import print_json, print_line
 from .runs import RUNS, JsonOption, find_run, run_names

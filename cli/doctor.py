@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from libra_hpc.agent.node_probe import probe
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.site import places
 from libra_hpc.errors import SlurmUnreachable
-from libra_hpc.runtime.node_probe import probe
 from libra_hpc.slurm.doctor import Finding, examine
 from libra_hpc.slurm.node_job import submit_on_nodes
-from libra_hpc.slurm.site import slurm_environment
+from libra_hpc.slurm.site_commands import slurm_environment
 
 from . import jobs
 from .check import site_config

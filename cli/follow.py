@@ -18,12 +18,12 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from libra_hpc.slurm.query import JobInfo
-from libra_hpc.slurm.run_state import NoAnswer, RunState
-from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.status import Status, because
-from libra_hpc.telemetry.summary import duration
-from libra_hpc.telemetry.view import WIDTH, render
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.status import Status, because
+from libra_hpc.facts.summary import duration
+from libra_hpc.facts.view import WIDTH, render
+from libra_hpc.slurm.queue.query import JobInfo
+from libra_hpc.slurm.queue.run_state import NoAnswer, RunState
 
 from . import jobs
 from .output import console, print_line

@@ -1,4 +1,4 @@
-"""Jobs of runs, with Slurm or the local executor: queue, state (`libra_hpc.slurm.run_state`), cancel."""
+"""Jobs of runs, with Slurm or the local executor: queue, state (`libra_hpc.slurm.queue.run_state`), cancel."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.site import site_profile
 from libra_hpc.errors import OperationError, SlurmUnreachable, UserError, invalid
-from libra_hpc.slurm import local, query, submit
-from libra_hpc.slurm.cause import with_cause
-from libra_hpc.slurm.job_record import JobRecord, read_job
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.status import read_status
+from libra_hpc.slurm import local, submit
 from libra_hpc.slurm.launch import Launch
-from libra_hpc.slurm.query import JobInfo, JobState, Partition
-from libra_hpc.slurm.run_state import NoAnswer, RunRecords, RunState, run_end, run_state
+from libra_hpc.slurm.queue import query
+from libra_hpc.slurm.queue.cause import with_cause
+from libra_hpc.slurm.queue.job_record import JobRecord, read_job
+from libra_hpc.slurm.queue.query import JobInfo, JobState, Partition
+from libra_hpc.slurm.queue.run_state import NoAnswer, RunRecords, RunState, run_end, run_state
 from libra_hpc.slurm.single import run_single
-from libra_hpc.slurm.site import clean_environment, slurm_environment
+from libra_hpc.slurm.site_commands import clean_environment, slurm_environment
 from libra_hpc.slurm.writer import het_script
-from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.status import read_status
 
 from .output import busy, print_note
 

@@ -12,11 +12,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from libra_hpc.slurm.run_state import RunState
-from libra_hpc.telemetry.phases import first_and_last
-from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.summary import STATE_STYLES, duration
-from libra_hpc.telemetry.sweep_record import read_member
+from libra_hpc.facts.phases import first_and_last
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.summary import STATE_STYLES, duration
+from libra_hpc.facts.sweep_record import read_member
+from libra_hpc.slurm.queue.run_state import RunState
 
 from . import jobs
 from .output import busy, console, print_json, print_note, show

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from libra_hpc.preflight.gpu_needs import GpuNeed
-from libra_hpc.preflight.host_memory import HostNeed
+from libra_hpc.preflight.host_memory_needs import HostNeed
 
 COLUMNS = 80
 """Width of the table: a terminal of usual width shows it whole."""

@@ -13,18 +13,18 @@ import typer
 from libra_hpc.config.load import load_run_file
 from libra_hpc.config.site import site_profile
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.hardware.devices import Device
-from libra_hpc.hardware.lookup import StepLookup, lookup
-from libra_hpc.hardware.measured import load
-from libra_hpc.hardware.models import ModelShape
-from libra_hpc.hardware.steps import StepTimes
+from libra_hpc.models.devices import Device
+from libra_hpc.models.shapes import ModelShape
+from libra_hpc.models.step_times.lookup import StepLookup, lookup
+from libra_hpc.models.step_times.measured import load
+from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.planning.initial import CANDIDATES, as_planned, hybrid_of, planned_pools
+from libra_hpc.planning.measured_train_speed import training_factors
 from libra_hpc.planning.request import PlanRequest, check_gpus, request
 from libra_hpc.planning.simulated_plan import simulated_plans
-from libra_hpc.planning.train_speed import training_factors
 from libra_hpc.planning.work import Assumed
-from libra_hpc.search.best_plan import PlanResult, PlanSearch, RunPlan
-from libra_hpc.search.scaling_curve import Point, knee, steps, sweep
+from libra_hpc.policies.search.best_plan import PlanResult, PlanSearch, RunPlan
+from libra_hpc.policies.search.scaling_curve import Point, knee, steps, sweep
 
 from . import plan_tables
 from .config_show import OverrideOption, RunFileArgument

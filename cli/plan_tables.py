@@ -9,11 +9,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from libra_hpc.cost_models.memory import USABLE
-from libra_hpc.cost_models.training_time import TrainTime
+from libra_hpc.models.memory import USABLE
 from libra_hpc.planning.request import PlanRequest, describe
-from libra_hpc.search.best_plan import PlanResult, RunPlan
-from libra_hpc.search.scaling_curve import Point
+from libra_hpc.policies.costs.training_time import TrainTime
+from libra_hpc.policies.search.best_plan import PlanResult, RunPlan
+from libra_hpc.policies.search.scaling_curve import Point
 
 from .output import print_line, show
 

@@ -1,7 +1,7 @@
 """`libra-hpc repartition`: order another rank layout of a running job, which restarts inside its allocation.
 
 The order is checked here, and again by rank 0, because the run goes on meanwhile.  It is a file in the run directory
-(`libra_hpc.protocol.layout_order`); its answer is an event (`libra_hpc.runtime.orders`).
+(`libra_hpc.protocol.layout_order`); its answer is an event (`libra_hpc.coordinator.orders`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rich.text import Text
 from libra_hpc.config.load import parse_override
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
+from libra_hpc.facts.run_config import load_resolved
+from libra_hpc.facts.rundir import RunDir, read_lines
+from libra_hpc.facts.status import Status
 from libra_hpc.files import write_once
 from libra_hpc.preflight.rank_roles import describe, ranks, repartitioned
 from libra_hpc.protocol.layout_order import LayoutOrder, encode_order, new_order
-from libra_hpc.telemetry.run_config import load_resolved
-from libra_hpc.telemetry.rundir import RunDir, read_lines
-from libra_hpc.telemetry.status import Status
 
 from . import jobs
 from .follow import follow, job_line, wait_silently

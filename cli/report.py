@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from libra_hpc.errors import UserError, error_text
+from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import write_atomic
 from libra_hpc.pictures.report_page import Ending, page
-from libra_hpc.telemetry.rundir import RunDir
 
 from . import jobs
 from .output import busy, print_line

@@ -11,11 +11,11 @@ import msgspec
 import typer
 
 from libra_hpc.errors import UserError, invalid, nearest
-from libra_hpc.slurm.run_state import RunState
-from libra_hpc.telemetry import series
-from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.status import FINAL, Status, as_ended
-from libra_hpc.telemetry.status import read_status as last_status
+from libra_hpc.facts import series
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.status import FINAL, Status, as_ended
+from libra_hpc.facts.status import read_status as last_status
+from libra_hpc.slurm.queue.run_state import RunState
 
 from . import jobs
 

@@ -17,9 +17,9 @@ from rich.text import Text
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.compare import Compared, compare
+from libra_hpc.simulator.engine.sim_engines import build_engines
 from libra_hpc.simulator.policies import ORACLE, parse_policies, simulated_policy_names
 from libra_hpc.simulator.settings import SimSettings
-from libra_hpc.simulator.sim_engines import build_engines
 from libra_hpc.traces.cut import cut_at
 
 from .output import busy, print_json, print_line, print_note, show

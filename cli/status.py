@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from libra_hpc.telemetry.status import status_dict
-from libra_hpc.telemetry.view import render
+from libra_hpc.facts.status import status_dict
+from libra_hpc.facts.view import render
 
 from . import jobs
 from .follow import follow, job_line

@@ -18,12 +18,12 @@ import typer
 from libra_hpc.config.load import apply_override, validate, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
+from libra_hpc.facts.run_config import load_resolved
+from libra_hpc.facts.rundir import MODES, RunDir
+from libra_hpc.facts.summary import render_summary, summarise
 from libra_hpc.files import write_atomic
 from libra_hpc.planning.initial import InitialPlan, plan_record
 from libra_hpc.slurm.launch import Launch
-from libra_hpc.telemetry.run_config import load_resolved
-from libra_hpc.telemetry.rundir import MODES, RunDir
-from libra_hpc.telemetry.summary import render_summary, summarise
 
 from . import jobs
 from .check import check_all, load, warn, with_absolute_paths

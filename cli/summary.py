@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import UserError
-from libra_hpc.telemetry import series
-from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.summary import render_summary, summarise
+from libra_hpc.facts import series
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.summary import render_summary, summarise
 
 from . import jobs
 from .output import busy, print_json, print_note, show

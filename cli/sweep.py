@@ -21,10 +21,10 @@ from libra_hpc.config.grid import Combination
 from libra_hpc.config.job import NAME, NAME_LENGTH
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
+from libra_hpc.facts import sweep_record
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.sweep_record import PlannedRun, SweepMember, SweepRecord
 from libra_hpc.slurm.launch import Launch
-from libra_hpc.telemetry import sweep_record
-from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.sweep_record import PlannedRun, SweepMember, SweepRecord
 
 from .check import Checked, check_all, load, warn
 from .config_show import OverrideOption, RunFileArgument

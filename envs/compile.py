@@ -15,7 +15,7 @@ from pathlib import Path
 
 from libra_hpc import compiled
 
-GROUP = "libra_hpc.sched.core"
+GROUP = "libra_hpc.policies.scheduling.core"
 """The shared library is ``GROUP`` + "__mypyc", inside the package, so that imports find it beside the modules."""
 
 
@@ -37,8 +37,7 @@ def compile_scheduler() -> Path | None:
         try:
             compiled.BUILDS.mkdir(parents=True, exist_ok=True)
             staged = Path(tempfile.mkdtemp(prefix=".making-", dir=compiled.BUILDS))
-            for module in made.glob("*.so"):
-                shutil.copy2(module, staged)
+            shutil.copytree(made, staged, dirs_exist_ok=True)
         except OSError as error:
             raise CompileError(
                 f"the compiled scheduler cannot be written to {compiled.BUILDS}: {error.strerror}"
@@ -74,13 +73,13 @@ def _build(scratch: Path) -> Path:
         )
     # A copy: mypy takes package names from folders, and rejects sources in site-packages.
     shutil.copytree(
-        compiled.SOURCES.parent, scratch / "libra_hpc", ignore=shutil.ignore_patterns("__pycache__", "tables")
+        compiled.SOURCES.parents[1], scratch / "libra_hpc", ignore=shutil.ignore_patterns("__pycache__", "tables")
     )
     print("compiling the scheduler (half a minute) ...", flush=True)
     before = Path.cwd()
     os.chdir(scratch)
     try:
-        sources = [f"libra_hpc/sched/{name}.py" for name in compiled.MODULES]
+        sources = [f"libra_hpc/policies/scheduling/{name}.py" for name in compiled.MODULES]
         extensions = mypycify(
             ["--config-file=", "--ignore-missing-imports", f"--cache-dir={scratch}/cache", *sources],
             group_name=GROUP,
@@ -97,7 +96,7 @@ def _build(scratch: Path) -> Path:
         raise CompileError(f"the scheduler was not compiled: {type(error).__name__}: {error}") from error
     finally:
         os.chdir(before)
-    return scratch / "lib" / "libra_hpc" / "sched"
+    return scratch / "lib" / "libra_hpc" / "policies" / "scheduling"
 
 
 def main() -> int:

@@ -4,10 +4,10 @@ mypyc compiles the typed modules to C; `libra_hpc_envs.compile` makes the build.
 and take a third of the time.  A build is a folder of extension modules below the environment's prefix.  Its name has a
 hash of the sources and the interpreter, so a build may be missing but is never stale.
 
-- A build with that name exists -> `libra_hpc.sched` imports from it.
+- A build with that name exists -> `libra_hpc.policies.scheduling` imports from it.
 - It does not, or ``LIBRA_HPC_INTERPRETED`` is set (debuggers) -> the sources run.
 
-Imports the standard library only: it runs before the first module of `libra_hpc.sched`.
+Imports the standard library only: it runs before the first module of `libra_hpc.policies.scheduling`.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from pathlib import Path
 
 MODULES = (
     "linear",
-    "survival",
-    "blend",
-    "signal_effect",
-    "signals",
-    "groups",
-    "remaining_work",
+    "cmlfq/survival",
+    "cmlfq/blend",
+    "cmlfq/signal_effect",
+    "cmlfq/signals",
+    "cmlfq/groups",
+    "cmlfq/remaining_work",
     "costs",
     "concurrency",
     "board",
     "residency",
     "engine_loads",
-    "cmlfq_reasons",
-    "cmlfq",
+    "cmlfq/cmlfq_reasons",
+    "cmlfq/causal_mlfq",
 )
-"""Modules of `libra_hpc.sched` that run for every turn or for every end of a trajectory."""
+"""Modules of `libra_hpc.policies.scheduling`, as paths, that run for every turn or for every end of a trajectory."""
 INTERPRETED = "LIBRA_HPC_INTERPRETED"
-SOURCES = Path(__file__).parent / "sched"
+SOURCES = Path(__file__).parent / "policies" / "scheduling"
 BUILDS = Path(sys.prefix) / "share" / "libra-hpc"
 
 
@@ -56,7 +56,7 @@ def in_use() -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def use(path: list[str]) -> None:
-    """Put the build, if any, first in ``path``, the ``__path__`` of `libra_hpc.sched`."""
+def use(path: list[str], part: str = "") -> None:
+    """Put the build, if any, first in ``path``: the ``__path__`` of the scheduler or of its ``part``."""
     if (folder := in_use()) is not None:
-        path.insert(0, str(folder))
+        path.insert(0, str(folder / part))

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.errors import UserError, error_text
+from .errors import UserError, error_text
 
 
 def write_atomic(path: Path, data: bytes) -> None:

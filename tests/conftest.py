@@ -14,7 +14,7 @@ from hypothesis import settings
 from libra_hpc.errors import OperationError
 from libra_hpc.slurm.devcluster.cluster import Cluster, ClusterInfo
 from libra_hpc.slurm.devcluster.packages import ensure_packages
-from libra_hpc.slurm.site import clean_environment
+from libra_hpc.slurm.site_commands import clean_environment
 
 # How long an example takes says how busy the machine is, not whether the code is right.
 settings.register_profile("libra", deadline=None)

@@ -76,7 +76,7 @@ class PlannerSection(Section):
     """GPU to plan for, a name of the device table; empty: each component's ``gpu_type``. In a dry run, ``device``,
     ``devices`` and ``model`` of ``[simulated]`` take precedence."""
     devices: str = ""
-    """TOML file with further devices, in the form of `libra_hpc/hardware/devices.toml`."""
+    """TOML file with further devices, in the form of `libra_hpc/models/devices.toml`."""
     model: str = ""
     """Known model whose shape to plan with; empty: ``model.path``."""
     trace: str = ""

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from libra_hpc.telemetry.comparison import Curve
-from libra_hpc.telemetry.series import smooth
-from libra_hpc.telemetry.summary import duration
+from libra_hpc.facts.comparison import Curve
+from libra_hpc.facts.series import smooth
+from libra_hpc.facts.summary import duration
 
 from .figure_style import GRID, figure, save, style
 

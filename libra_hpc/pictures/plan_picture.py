@@ -8,8 +8,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from libra_hpc.search.best_plan import RunPlan
-from libra_hpc.search.scaling_curve import Point, knee
+from libra_hpc.policies.search.best_plan import RunPlan
+from libra_hpc.policies.search.scaling_curve import Point, knee
 
 from .figure_style import GREEN, GREY, GRID, PINK, ROLLOUT, TRAIN, figure, save, style
 

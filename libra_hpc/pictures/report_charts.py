@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from libra_hpc.telemetry import series
-from libra_hpc.telemetry.phases import first_and_last
-from libra_hpc.telemetry.starts import Start
-from libra_hpc.telemetry.summary import duration
+from libra_hpc.facts import series
+from libra_hpc.facts.phases import first_and_last
+from libra_hpc.facts.starts import Start
+from libra_hpc.facts.summary import duration
 
 from .run_clock import RunClock
 from .svg_chart import Chart, Line, Mark

@@ -19,11 +19,11 @@ import jinja2
 from libra_hpc.config.load import read_toml
 from libra_hpc.config.reference import as_records, tables
 from libra_hpc.errors import UserError
-from libra_hpc.telemetry import series
-from libra_hpc.telemetry.failed import failed_facts
-from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.starts import Start, job_gpus, job_seconds, starts
-from libra_hpc.telemetry.summary import Summary, duration, summarise
+from libra_hpc.facts import series
+from libra_hpc.facts.failed import failed_facts
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.starts import Start, job_gpus, job_seconds, starts
+from libra_hpc.facts.summary import Summary, duration, summarise
 
 from .report_charts import charts
 from .report_tables import Table, attempts, changed_layouts, decisions, faults, moves, nodes

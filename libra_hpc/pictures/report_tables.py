@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from libra_hpc.telemetry import series
-from libra_hpc.telemetry.starts import Start
-from libra_hpc.telemetry.status import because
-from libra_hpc.telemetry.summary import LayoutSummary, MoveSummary, Summary, duration
+from libra_hpc.facts import series
+from libra_hpc.facts.starts import Start
+from libra_hpc.facts.status import because
+from libra_hpc.facts.summary import LayoutSummary, MoveSummary, Summary, duration
 
 MOST_ROWS = 300
 """Most rows of a table; the events of the run have the rest."""

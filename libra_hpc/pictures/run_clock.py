@@ -9,7 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
-from libra_hpc.telemetry.starts import Start, job_seconds
+from libra_hpc.facts.starts import Start, job_seconds
 
 
 class RunClock:

@@ -14,10 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from libra_hpc.telemetry import series
-from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.starts import starts
-from libra_hpc.telemetry.summary import duration
+from libra_hpc.facts import series
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.starts import starts
+from libra_hpc.facts.summary import duration
 
 from .figure_style import AMBER, GREEN, GREY, GRID, RED, ROLLOUT, TRAIN, VIOLET, figure, save, style
 from .run_clock import RunClock

@@ -22,10 +22,10 @@ from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.hardware.devices import Device, device
-from libra_hpc.hardware.supported import TRAINED
-from libra_hpc.search.best_plan import DevicePool, PlanResult, PlanSearch, RunPlan
-from libra_hpc.search.train_layout import Hybrid
+from libra_hpc.models.devices import Device, device
+from libra_hpc.models.supported import TRAINED
+from libra_hpc.policies.search.best_plan import DevicePool, PlanResult, PlanSearch, RunPlan
+from libra_hpc.policies.search.train_layout import Hybrid
 
 from .request import KIND, PlanRequest, kind, request
 from .simulated_plan import Progress, simulated_plans

@@ -17,20 +17,20 @@ import msgspec
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import elastic_world
-from libra_hpc.control.decide import Planner
-from libra_hpc.control.repartition_choice import RepartitionAdvisor, RunningLayout
-from libra_hpc.cost_models.memory import RECOMPUTE
-from libra_hpc.cost_models.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.errors import UserError
-from libra_hpc.hardware.devices import Device
-from libra_hpc.hardware.lookup import StepLookup, lookup
-from libra_hpc.hardware.models import ModelShape
-from libra_hpc.hardware.steps import StepTimes
-from libra_hpc.search.best_plan import PlanResult
+from libra_hpc.models.devices import Device
+from libra_hpc.models.memory import RECOMPUTE
+from libra_hpc.models.shapes import ModelShape
+from libra_hpc.models.step_times.lookup import StepLookup, lookup
+from libra_hpc.models.step_times.steps import StepTimes
+from libra_hpc.policies.control.decide import Planner
+from libra_hpc.policies.control.repartition_choice import RepartitionAdvisor, RunningLayout
+from libra_hpc.policies.costs.rollout_by_nodes import NodeEngines, RolloutByNodes
+from libra_hpc.policies.search.best_plan import PlanResult
 
 from .initial import as_planned, hybrid_of, interchangeable, run_file_values
+from .measured_train_speed import core_layout
 from .request import request
-from .train_speed import core_layout
 
 SORTING = ("cmlfq", "length_aware", "libra", "seer")
 """Scheduling policies that send long trajectories to large TP; under others every replica gets a fair sample."""

@@ -13,26 +13,26 @@ import msgspec
 
 from libra_hpc.config.job import Component
 from libra_hpc.config.run import RunConfig
-from libra_hpc.cost_models.factors import NONE, Factors
-from libra_hpc.cost_models.lengths import Lengths, TrajectoryLengths, lognormal, observe, sketch
-from libra_hpc.cost_models.rollout_time import RolloutOptions
-from libra_hpc.cost_models.training_time import BatchWork
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.hardware.devices import Device, device
-from libra_hpc.hardware.models import DTYPE_BYTES, ModelShape, model_shape
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.models.devices import Device, device
+from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape
+from libra_hpc.policies.costs.factors import NONE, Factors
+from libra_hpc.policies.costs.lengths import Lengths, TrajectoryLengths, lognormal, observe, sketch
+from libra_hpc.policies.costs.rollout_time import RolloutOptions
+from libra_hpc.policies.costs.training_time import BatchWork
+from libra_hpc.policies.search.best_plan import DevicePool
+from libra_hpc.policies.search.train_layout import NO_HYBRID, Hybrid, TrainSpace
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.search.best_plan import DevicePool
-from libra_hpc.search.train_layout import NO_HYBRID, Hybrid, TrainSpace
-from libra_hpc.telemetry.rundir import RunDir
 from libra_hpc.traces.cut import cut_at
 from libra_hpc.traces.read import read_trace
 
-from .train_speed import measured_factor, training_factors
+from .measured_train_speed import measured_factor, training_factors
 from .work import Assumed, Work
 
 
 class PlanRequest(msgspec.Struct, frozen=True):
-    """Arguments of `libra_hpc.search.best_plan.plan`."""
+    """Arguments of `libra_hpc.policies.search.best_plan.plan`."""
 
     shape: ModelShape
     pools: tuple[DevicePool, ...]

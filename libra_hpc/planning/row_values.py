@@ -13,7 +13,7 @@ from libra_hpc.config.job import Component, ComponentsSection
 from libra_hpc.config.load import parse_override, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.sources import as_toml
-from libra_hpc.search.best_plan import DevicePool, PlanResult
+from libra_hpc.policies.search.best_plan import DevicePool, PlanResult
 
 from .initial import SHARE, check_hybrid_kind, run_file_values
 from .request import KIND

@@ -21,14 +21,14 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from libra_hpc.cost_models.lengths import observe, sketch
-from libra_hpc.hardware.devices import Device
-from libra_hpc.hardware.lookup import StepLookup, lookup
-from libra_hpc.hardware.models import ModelShape
+from libra_hpc.models.devices import Device
+from libra_hpc.models.shapes import ModelShape
+from libra_hpc.models.step_times.lookup import StepLookup, lookup
+from libra_hpc.policies.costs.lengths import observe, sketch
+from libra_hpc.policies.scheduling.registry import make_policy
+from libra_hpc.policies.search.best_plan import PlanResult, PlanSearch, RunPlan
+from libra_hpc.policies.search.rollout_layout import RolloutLayout
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.sched.registry import make_policy
-from libra_hpc.search.best_plan import PlanResult, PlanSearch, RunPlan
-from libra_hpc.search.rollout_layout import RolloutLayout
 from libra_hpc.simulator.settings import EngineSpec, SimSettings
 from libra_hpc.simulator.simulate import simulate
 

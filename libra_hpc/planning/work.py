@@ -26,7 +26,7 @@ MOST_OVER_MEAN = 8.0
 
 
 class Means(NamedTuple):
-    """`Assumed` with every value; the arguments of `libra_hpc.cost_models.lengths.lognormal`."""
+    """`Assumed` with every value; the arguments of `libra_hpc.policies.costs.lengths.lognormal`."""
 
     generated: float
     sigma: float

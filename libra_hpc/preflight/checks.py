@@ -18,12 +18,12 @@ from libra_hpc.config.job import Component
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.hardware.models import ModelShape, model_shape, shape_from_config
-from libra_hpc.hardware.supported import most_positions, refusals
-from libra_hpc.rollout.history import check_warm_start
-from libra_hpc.sched.registry import check_policy
+from libra_hpc.models.shapes import ModelShape, model_shape, shape_from_config
+from libra_hpc.models.supported import most_positions, refusals
+from libra_hpc.policies.scheduling.registry import check_policy
+from libra_hpc.rollout.recovery.history import check_warm_start
 from libra_hpc.simulated.dry_run import check_simulated, pace
-from libra_hpc.slurm.query import slurm_seconds
+from libra_hpc.slurm.queue.query import slurm_seconds
 
 from .field_names import naming
 from .named_files import check_run_dir, check_task, read_model_config

@@ -9,8 +9,8 @@ import msgspec
 
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
-from libra_hpc.cost_models.memory import USABLE
-from libra_hpc.hardware.models import DTYPE_BYTES, ModelShape, model_shape
+from libra_hpc.models.memory import USABLE
+from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape
 from libra_hpc.simulated.dry_run import pace
 
 from .resources import MIB, UTIL, component_device, fullest_pack, rollout_nodes, training_memory

@@ -21,8 +21,9 @@ from libra_hpc.config.train_world import TrainWorld, core_world, elastic_world
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.planning.initial import SHARE, interchangeable
 from libra_hpc.planning.request import KIND
-from libra_hpc.preflight.checks import check_engines
-from libra_hpc.preflight.train_worlds import degrees_of
+
+from .checks import check_engines
+from .train_worlds import degrees_of
 
 STAGES = ("train", "hybrid", "rollout")
 """Components of a layout, in rank order after the planner's rank 0."""

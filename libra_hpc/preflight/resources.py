@@ -1,13 +1,13 @@
 """Whether GPUs of a run file have enough memory, and nodes enough CPUs, by the planner's memory models.
 
-* Training: a replica's least memory (`libra_hpc.cost_models.memory`) exceeds the GPU -> refused, with the smallest
+* Training: a replica's least memory (`libra_hpc.models.memory`) exceeds the GPU -> refused, with the smallest
   TP x PP that fits.
 * Training: a trajectory of ``rollout.max_model_len`` tokens or a full pipeline exceeds the GPU -> warning.
 * Rollout: an engine cannot hold its weights and one sequence of ``rollout.max_model_len`` tokens -> refused.
 * The GPU is in no table -> warning.
 * A node has fewer CPUs than GPUs -> refused.
 
-Host memory: `libra_hpc.preflight.host_memory`.
+Host memory: `libra_hpc.preflight.host_memory_needs`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from libra_hpc.config.job import Component
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import core_world, elastic_world
-from libra_hpc.cost_models.memory import RECOMPUTE, USABLE, TrainMemory, memory_limit, train_memory
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.hardware.capacity import blocks_of, kv_capacity
-from libra_hpc.hardware.devices import Device, device
-from libra_hpc.hardware.models import DTYPE_BYTES, ModelShape, model_shape
-from libra_hpc.hardware.train_parallel import runs
-from libra_hpc.planning.train_speed import world_layout
+from libra_hpc.models.capacity import blocks_of, kv_capacity
+from libra_hpc.models.devices import Device, device
+from libra_hpc.models.memory import RECOMPUTE, USABLE, TrainMemory, memory_limit, train_memory
+from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape
+from libra_hpc.models.train_parallel import runs
+from libra_hpc.planning.measured_train_speed import world_layout
 from libra_hpc.simulated.dry_run import pace
 
 from .field_names import naming

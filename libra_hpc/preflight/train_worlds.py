@@ -1,4 +1,4 @@
-"""The Megatron worlds of a run file: checks by the predicate of `libra_hpc.hardware.train_parallel`, and words.
+"""The Megatron worlds of a run file: checks by the predicate of `libra_hpc.models.train_parallel`, and words.
 
 - A node has more training processes than GPUs -> refused.
 - The core's nodes are no whole number of replicas, or tensor ranks would span nodes -> refused.
@@ -17,8 +17,8 @@ from libra_hpc.config.job import Component
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import TrainWorld, core_world, elastic_world
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.hardware.models import ModelShape, shape_from_config
-from libra_hpc.hardware.train_parallel import Degrees, cut_fault, expert_fault, world_fault
+from libra_hpc.models.shapes import ModelShape, shape_from_config
+from libra_hpc.models.train_parallel import Degrees, cut_fault, expert_fault, world_fault
 
 
 def degrees_of(world: TrainWorld) -> Degrees:

@@ -1,7 +1,7 @@
 """Agent <-> agent: the closed union of all messages between nodes.
 
 The *coordinator* is rank 0, the *train leader* the lowest rank of component ``train``, the *rollout leader* the
-lowest rank of component ``rollout``. Every node has an *agent*. One blob (raw bytes, see `libra_hpc.runtime.mesh`)
+lowest rank of component ``rollout``. Every node has an *agent*. One blob (raw bytes, see `libra_hpc.mesh.mesh`)
 may follow a message.
 """
 

@@ -14,7 +14,7 @@ class NodeFact(msgspec.Struct, frozen=True):
     component: str
     """``train`` | ``hybrid`` | ``rollout``; only hybrid nodes move."""
     role: str
-    """Value of `libra_hpc.runtime.states.NodeState`."""
+    """Value of `libra_hpc.policies.pool.states.NodeState`."""
     since: float
     unit: int = -1
     """First rank of the nodes that it moves with; -1: it moves alone."""

@@ -139,7 +139,7 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     host_kv_tokens: int = 0
     """Tokens of KV cache that its host memory holds."""
     warm_up: tuple[EngineStats, ...] = ()
-    """Reports of the warm-up profile (`libra_hpc.rollout.engine.warm_up`), oldest first; afterwards the counters
+    """Reports of the warm-up profile (`libra_hpc.engine.warm_up`), oldest first; afterwards the counters
     restart.
     """
 

@@ -1,6 +1,6 @@
 """The engines that accept turns: their nodes, their turns in flight, and the totals of their counters.
 
-Policies read load from the `libra_hpc.sched.board.Board`; this module passes every change on to it.
+Policies read load from the `libra_hpc.policies.scheduling.board.Board`; this module passes every change on to it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.protocol import TurnView
+from libra_hpc.policies.scheduling.slow_engines import SlowEngines
+from libra_hpc.policies.scheduling.turn_migration import Running
 from libra_hpc.process.deadlines import DeadlineLimits
 from libra_hpc.protocol.mesh import EngineUp
 from libra_hpc.protocol.rollout import EngineStats
-from libra_hpc.sched.board import Board
-from libra_hpc.sched.protocol import TurnView
-from libra_hpc.sched.slow_engines import SlowEngines
-from libra_hpc.sched.turn_migration import Running
 
 from .trajectory import Trajectory
 from .turn_watch import TurnWatch

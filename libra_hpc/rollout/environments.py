@@ -24,8 +24,8 @@ from libra_hpc.protocol.env import (
     StepEpisode,
     ToHost,
 )
+from libra_hpc.rollout.recovery.replay import TurnReplay
 
-from .replay import TurnReplay
 from .trajectory import Trajectory, unusable_reward
 
 TOKEN_BYTES = 4

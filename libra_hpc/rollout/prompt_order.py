@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from libra_hpc.sched.staleness import StalenessGate
+from libra_hpc.policies.scheduling.staleness import StalenessGate
 
 from .group_state import GroupState
 from .trajectory import Trajectory

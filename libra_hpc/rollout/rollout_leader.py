@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.policies.scheduling.protocol import Policy
+from libra_hpc.policies.scheduling.staleness import StalenessGate
 from libra_hpc.protocol.env import HostReady, ToHost
 from libra_hpc.protocol.mesh import Batch, EngineUp, Fatal, Length, MeshMessage, RolloutReport
 from libra_hpc.protocol.rollout import EngineStats, Generated
-from libra_hpc.sched.protocol import Policy
-from libra_hpc.sched.staleness import StalenessGate
 
 from .attempts import Attempts
 from .environments import Environments

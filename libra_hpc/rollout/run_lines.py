@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from libra_hpc.sched.protocol import Decision, TurnView
+from libra_hpc.policies.scheduling.protocol import Decision, TurnView
 
 from .trajectory import Trajectory
 

@@ -8,11 +8,11 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from libra_hpc.policies.scheduling.protocol import Finished, TurnView
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.rollout import Generated
 from libra_hpc.protocol.trace import TurnRecord
 from libra_hpc.protocol.trainer import Sample
-from libra_hpc.sched.protocol import Finished, TurnView
 
 
 class ServedTurn(TurnRecord, frozen=True):

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Mapping
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.dispatch import Dispatcher
+from libra_hpc.policies.scheduling.protocol import Policy, TurnView
 from libra_hpc.protocol.mesh import EngineUp, MeshMessage, Turns, TurnsDrained
 from libra_hpc.protocol.rollout import Abort, Generate, Generated
-from libra_hpc.sched.board import Board
-from libra_hpc.sched.dispatch import Dispatcher
-from libra_hpc.sched.protocol import Policy, TurnView
 
 from .engine_registry import EngineRegistry
 from .run_lines import Routed

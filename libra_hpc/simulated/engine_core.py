@@ -14,9 +14,12 @@ from pathlib import Path
 
 import msgspec
 
+from libra_hpc.engine.settings import EngineConfig
+from libra_hpc.engine.stats import INTERVAL_S
+from libra_hpc.engine.warm_up import lengths
 from libra_hpc.errors import UserError
-from libra_hpc.hardware.capacity import HostMemory, blocks_of
-from libra_hpc.hardware.steps import StepTimes
+from libra_hpc.models.capacity import HostMemory, blocks_of
+from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.protocol.rollout import (
     Abort,
     EngineError,
@@ -29,15 +32,12 @@ from libra_hpc.protocol.rollout import (
     WeightsApplied,
     refusal,
 )
-from libra_hpc.rollout.engine.settings import EngineConfig
-from libra_hpc.rollout.engine.stats import INTERVAL_S
-from libra_hpc.rollout.engine.warm_up import lengths
-from libra_hpc.simulated import tokens
-from libra_hpc.simulator.host_cache import host_cache
+from libra_hpc.simulator.engine.host_cache import host_cache
+from libra_hpc.simulator.engine.sim_engine import IDLE, Engine
+from libra_hpc.simulator.engine.sim_request import SimRequest
 from libra_hpc.simulator.settings import SimSettings
-from libra_hpc.simulator.sim_engine import IDLE, Engine
-from libra_hpc.simulator.sim_request import SimRequest
 
+from . import tokens
 from .settings import Pace
 
 FLOAT_BYTES = 4
@@ -110,7 +110,7 @@ class SimulatedEngine:
         )
 
     def _warm_up(self) -> tuple[EngineStats, ...]:
-        """The warm-up profile of `libra_hpc.rollout.engine.warm_up`, from the modelled step times."""
+        """The warm-up profile of `libra_hpc.engine.warm_up`, from the modelled step times."""
         decodes, prompt = lengths(self._config.max_model_len)
         decoded, read = decodes * self._steps.step_s(1, 1), self._steps.step_s(0, 0, prompt)
         start = EngineStats.idle(self._config.version)

@@ -16,10 +16,12 @@ from pathlib import Path
 
 import msgspec
 
-from libra_hpc.hardware.capacity import host_memory
-from libra_hpc.hardware.devices import device
-from libra_hpc.hardware.lookup import lookup
-from libra_hpc.hardware.models import model_shape
+from libra_hpc.engine.settings import EngineConfig
+from libra_hpc.engine.stats import IDLE_INTERVAL_S
+from libra_hpc.models.capacity import host_memory
+from libra_hpc.models.devices import device
+from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.protocol.codec import EngineSocket
 from libra_hpc.protocol.rollout import (
     Abort,
@@ -33,9 +35,7 @@ from libra_hpc.protocol.rollout import (
     from_engine,
     to_engine,
 )
-from libra_hpc.rollout.engine.settings import EngineConfig
-from libra_hpc.rollout.engine.stats import IDLE_INTERVAL_S
-from libra_hpc.simulator.sim_engine import IDLE
+from libra_hpc.simulator.engine.sim_engine import IDLE
 
 from .clock import Clock, wait
 from .engine_core import SimulatedEngine

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
+from libra_hpc.host.host import Host, main
 from libra_hpc.protocol.trace import TrajectoryRecord, signal_of
 from libra_hpc.tasks.base import Episode, Task, ToolResult, Tools, Turn
-from libra_hpc.tasks.host import Host, main
 
 from .settings import Workload
 from .tokens import STOP, answer, prompt

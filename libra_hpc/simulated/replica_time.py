@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from libra_hpc.cost_models.training_time import BACKWARD, forward_flops
-from libra_hpc.hardware.devices import Device
-from libra_hpc.hardware.models import ModelShape
+from libra_hpc.models.devices import Device
+from libra_hpc.models.shapes import ModelShape
+from libra_hpc.policies.costs.training_time import BACKWARD, forward_flops
 
 PASSES = 1.0 + BACKWARD
 GRADIENT_BYTES = 4

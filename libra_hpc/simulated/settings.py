@@ -18,7 +18,7 @@ class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """The modelled hardware, model and times of an engine or trainer.  All ``*_s`` are simulated seconds."""
 
     device: str
-    """A device of `libra_hpc.hardware.devices`, or of the file ``devices``."""
+    """A device of `libra_hpc.models.devices`, or of the file ``devices``."""
     devices: str
     model: str
     """A short name, or a Hugging Face folder."""

@@ -1,6 +1,6 @@
 """State of the simulated trainer: weight files, checkpoints, and the rendezvous of a membership generation.
 
-* The state is two counters, `TrainerState`; checkpoints have the layout of `libra_hpc.train.state_folders`.
+* The state is two counters, `TrainerState`; checkpoints have the layout of `libra_hpc.state.state_folders`.
 * A weight file is a safetensors file with one small tensor, so transfer, checksums and storage are real.
 * Rendezvous: each process writes its state to a file beside the path torch would use, and reads those of its peers.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.protocol.codec import pack_f32
-from libra_hpc.train import state_folders as folders
+from libra_hpc.state import state_folders as folders
 
 TENSOR = "simulated.step"
 ELEMENTS = 4096

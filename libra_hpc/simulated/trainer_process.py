@@ -1,4 +1,4 @@
-"""The simulated Megatron worker process: `libra_hpc.train.worker` with `ReplicaTime` instead of the computation.
+"""The simulated Megatron worker process: `libra_hpc.trainer.worker` with `ReplicaTime` instead of the computation.
 
 ``python -m libra_hpc.simulated.trainer_process --socket PATH --config FILE --pace JSON``
 
@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from libra_hpc.hardware.devices import device
-from libra_hpc.hardware.models import model_shape
+from libra_hpc.models.devices import device
+from libra_hpc.models.shapes import model_shape
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.protocol.trainer import (
     Export,
@@ -41,12 +41,12 @@ from libra_hpc.protocol.trainer import (
     WorkerError,
     WorkerReady,
 )
-from libra_hpc.simulated import state
-from libra_hpc.train import state_folders as folders
-from libra_hpc.train.link import COMPUTE, WAITING, Pulse, WorkerSocket
-from libra_hpc.train.settings import WorkerConfig, read_config
-from libra_hpc.train.shards import loss_tokens_of, spread, tokens_of
+from libra_hpc.state import state_folders as folders
+from libra_hpc.trainer.link import COMPUTE, WAITING, Pulse, WorkerSocket
+from libra_hpc.trainer.settings import WorkerConfig, read_config
+from libra_hpc.trainer.shards import loss_tokens_of, spread, tokens_of
 
+from . import state
 from .clock import wait
 from .entry import run
 from .replica_time import WEIGHT_BYTES, ReplicaTime

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from libra_hpc.errors import OperationError
-from libra_hpc.hardware.capacity import blocks_of
-from libra_hpc.sched.board import Board
-from libra_hpc.sched.protocol import Decision, TurnView
+from libra_hpc.models.capacity import blocks_of
+from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.protocol import Decision, TurnView
+from libra_hpc.simulator.engine.host_cache import host_cache
+from libra_hpc.simulator.engine.sim_engine import IDLE, Engine
+from libra_hpc.simulator.engine.sim_request import SimRequest
 
 from .event_queue import STEP, Events
-from .host_cache import host_cache
 from .result import Recorder
 from .settings import EngineSpec, SimSettings
-from .sim_engine import IDLE, Engine
-from .sim_request import SimRequest
 from .simulated_trajectory import SentTurn, SimulatedTrajectory
 
 

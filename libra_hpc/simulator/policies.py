@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from libra_hpc.errors import invalid
-from libra_hpc.sched.protocol import Policy
-from libra_hpc.sched.registry import SIMULATOR_ONLY, make_policy, policy_names
+from libra_hpc.policies.scheduling.protocol import Policy
+from libra_hpc.policies.scheduling.registry import SIMULATOR_ONLY, make_policy, policy_names
 from libra_hpc.simulator.baselines.oracle import Foresight, Oracle
 from libra_hpc.simulator.baselines.tail_batching import TailBatching
 

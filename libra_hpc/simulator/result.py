@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from libra_hpc.sched.protocol import Decision, TurnView
+from libra_hpc.policies.scheduling.protocol import Decision, TurnView
+from libra_hpc.simulator.engine.sim_engine import Engine
 
-from .sim_engine import Engine
 from .training_stage import SimulatedStep
 
 SAMPLED = 256

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.hardware.capacity import HostMemory, blocks_of
-from libra_hpc.hardware.steps import StepTimes
+from libra_hpc.models.capacity import HostMemory, blocks_of
+from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.protocol.trace import TrajectoryRecord
 
 Training = Callable[[int, int], float]

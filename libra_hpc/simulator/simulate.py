@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from msgspec.structs import replace
 
 from libra_hpc.errors import OperationError
+from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.dispatch import REBALANCE_EVERY_S, Dispatcher
+from libra_hpc.policies.scheduling.protocol import Policy
+from libra_hpc.policies.scheduling.turn_migration import Running
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.sched.board import Board
-from libra_hpc.sched.dispatch import REBALANCE_EVERY_S, Dispatcher
-from libra_hpc.sched.protocol import Policy
-from libra_hpc.sched.turn_migration import Running
 
 from .agents import Agents
 from .deferral import Deferral

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from libra_hpc.policies.scheduling.protocol import Finished, TurnView
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.trace import TrajectoryRecord, signal_of
-from libra_hpc.sched.protocol import Finished, TurnView
+from libra_hpc.simulator.engine.sim_engine import Engine
+from libra_hpc.simulator.engine.sim_request import SimRequest
 
 from .settings import SimSettings, trajectory_ids
-from .sim_engine import Engine
-from .sim_request import SimRequest
 
 
 class SimulatedTrajectory:

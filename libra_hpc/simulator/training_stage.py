@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from libra_hpc.sched.staleness import StalenessGate
+from libra_hpc.policies.scheduling.staleness import StalenessGate
 
 from .settings import SimSettings, Training
 from .simulated_trajectory import SimulatedTrajectory

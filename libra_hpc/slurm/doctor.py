@@ -14,12 +14,12 @@ from typing import Literal, NamedTuple
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
+from libra_hpc.slurm.queue.command import call
+from libra_hpc.slurm.queue.query import Partition, partitions, settings
 
-from .command import call
 from .fit import COMPONENTS
 from .interpreter import check_python, compute_python
 from .plugins import PYPI, mpi_plugins
-from .query import Partition, partitions, settings
 
 COMMANDS = ("sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 OLDEST = (20, 11)

@@ -11,8 +11,7 @@ from typing import NamedTuple
 from libra_hpc.config.job import Component, SlurmSection
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
-
-from .query import Partition, slurm_seconds
+from libra_hpc.slurm.queue.query import Partition, slurm_seconds
 
 COMPONENTS = ("planner", "train", "hybrid", "rollout")
 """In rank order: MPI ranks count through the components in this order."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.facts.rundir import RunDir
 
 from .fit import HetGroup, het_groups, rank_components, with_resources
 from .interpreter import compute_python
@@ -47,7 +47,7 @@ class Launch:
     @property
     def agent_arguments(self) -> list[str]:
         """Arguments of the interpreter that make it a node agent."""
-        agent = ["-m", "libra_hpc.runtime.agent", "--run", str(self.run.path), "--attempt", str(self.attempt)]
+        agent = ["-m", "libra_hpc.agent.agent", "--run", str(self.run.path), "--attempt", str(self.attempt)]
         return agent if self.arguments is None else list(self.arguments)
 
     @property

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import msgspec
 
-from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.slurm.queue.job_record import JobRecord, read_job, start_attempt, write_job
+from libra_hpc.slurm.queue.query import JobInfo, JobState
 
-from .job_record import JobRecord, read_job, start_attempt, write_job
 from .launch import Launch
-from .query import JobInfo, JobState
-from .site import clean_environment
+from .site_commands import clean_environment
 
 GRACE_S = 20.0
 """Seconds between SIGTERM and SIGKILL, in which agents save and end their engines."""

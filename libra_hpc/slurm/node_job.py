@@ -9,11 +9,11 @@ from typing import Any
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
-from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.slurm.queue.query import partitions
 
 from .fit import with_resources
 from .launch import Launch
-from .query import partitions
 from .single import Handle, run_single
 from .writer import RANK_STARTER, component_options, extra_options, start_command
 

@@ -18,9 +18,9 @@ import sys
 import time
 from typing import Any, Literal, NamedTuple
 
+from libra_hpc.facts.events import LineLog
+from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.process.agent_folders import remove_kept
-from libra_hpc.telemetry.events import LineLog
-from libra_hpc.telemetry.rundir import RunDir, read_lines
 
 START_TRIES = 3
 """Most starts in a row in which the agents do not meet.  A repeated start costs seconds; giving up costs the place in

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from libra_hpc.slurm.queue.query import Partition
+
 from .fit import COMPONENTS
-from .query import Partition
 
 TEXT = """\
 # Facts of this cluster, for every run: a run file wins over what stands here.

@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process.agent_folders import remove_orphans
-from libra_hpc.telemetry.rundir import RunDir
 
 from .outcome import REASON, RECOVERIES, STOP_SIGNAL, LauncherDecision, decide, finish, read_end
 

@@ -26,10 +26,10 @@ from submitit.core.utils import FailedJobError, UncompletedJobError
 from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
 
 from libra_hpc.errors import OperationError, UserError, invalid
+from libra_hpc.slurm.queue.command import complaint
+from libra_hpc.slurm.queue.query import JobState, job, slurm_seconds
 
-from .command import complaint
-from .query import JobState, job, slurm_seconds
-from .site import clean_environment
+from .site_commands import clean_environment
 
 POLL_S = 0.5
 RESULT_WAIT_S = 5

@@ -9,15 +9,15 @@ from datetime import datetime
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, SlurmUnreachable, UserError, invalid
+from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import write_atomic
-from libra_hpc.slurm import local
-from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.slurm.queue.command import SlurmRefused, call
+from libra_hpc.slurm.queue.job_record import JobRecord, read_job, start_attempt, write_job
+from libra_hpc.slurm.queue.query import JobInfo, JobState, cluster_name, job, partitions
 
-from .command import SlurmRefused, call
+from . import local
 from .fit import COMPONENTS, check_fit
-from .job_record import JobRecord, read_job, start_attempt, write_job
 from .launch import Launch
-from .query import JobInfo, JobState, cluster_name, job, partitions
 from .writer import het_script
 
 SUBMIT_TIMEOUT_S = 90.0

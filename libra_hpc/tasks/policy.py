@@ -160,7 +160,7 @@ def make_tiny_policy(out: str, task: str = "keychain", seed: int = 0, steps: int
     parameters = write_folder(out, task, seed)
     loss = float("nan")
     if steps:
-        from libra_hpc.train.sft import warm_start
+        from libra_hpc.trainer.sft import warm_start
 
         folder = Path(out)
         demonstrations = batches(folder, task, seed, steps)

@@ -25,8 +25,8 @@ import msgspec
 
 from libra_hpc.errors import invalid
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.traces import profiles
 
+from . import profiles
 from .profiles import TURN_SIGMA, TURNS_SIGMA, Lognormal, Profile, Tool
 
 EXIT_FAILED, EXIT_TIMEOUT = 1, 124

@@ -6,7 +6,7 @@ It holds for any tensor of a parameter's shape: weights, gradients, Adam moments
   rows, so with fewer groups than ranks a cut may go through a head.
 - ``linear_fc1`` holds gate and up halves *per tensor-parallel rank*.
 
-Some families store q, k and v, or gate and up, as one Hugging Face tensor (`libra_hpc.hardware.supported.Family`).
+Some families store q, k and v, or gate and up, as one Hugging Face tensor (`libra_hpc.models.supported.Family`).
 
 A pipeline stage numbers its layers from 0, an expert-parallel rank its experts.  Ranks of a world count tensor ranks
 fastest, then context, data, stage; for experts the ranks of a stage count expert-tensor ranks fastest, then
@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from libra_hpc.hardware.architecture import Architecture, stage_layers
+from libra_hpc.models.architecture import Architecture, stage_layers
 
 
 class ReplicaPlace(NamedTuple):

@@ -14,9 +14,9 @@ from bench.gpu_check_run import LARGEST_GAP, RunRecords
 from bench.gpu_check_setting import SMALLER, TINY, Figure, Figures, Setting, core_memory, listed_name
 from bench.gpu_check_steps import MEASURES, measure_of
 from bench.gpu_check_switch import Round, show
-from libra_hpc.cost_models.memory import memory_limit
 from libra_hpc.errors import UserError
-from libra_hpc.hardware.devices import device
+from libra_hpc.models.devices import device
+from libra_hpc.models.memory import memory_limit
 
 SETTING = Setting(device="cpu", limit_s=60.0)
 

@@ -12,7 +12,7 @@ from bench.live_policies import ENGINES, order, overrides
 from bench.live_task import HeldKeyChain
 from libra_hpc.config.load import apply_override, validate
 from libra_hpc.errors import OperationError
-from libra_hpc.hardware.measured import StepPoint
+from libra_hpc.models.step_times.measured import StepPoint
 from libra_hpc.preflight.named_files import check_task
 
 

@@ -24,7 +24,7 @@ from bench.replan_work import (
     mixture,
     steady,
 )
-from libra_hpc.hardware.lookup import lookup
+from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.protocol.plan import PlanSnapshot
 from libra_hpc.simulator.simulate import Simulation
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.errors import UserError
+from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm import local
-from libra_hpc.slurm.job_record import read_job
-from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.slurm.queue.job_record import read_job
 from tests.cluster.conftest import policy
 
 __all__ = ["policy"]

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.telemetry.rundir import RunDir, read_lines
+from libra_hpc.facts.rundir import RunDir, read_lines
 from tests.cluster.runs import Case
 
 PROMPTS = 4

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.harness import Chaos, sound
+from .harness import Chaos, sound
 
 pytestmark = [pytest.mark.timeout(300)]
 

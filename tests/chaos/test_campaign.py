@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.slurm.command import call
-from libra_hpc.slurm.job_record import read_job
-from tests.chaos.harness import SIMULATED, Chaos, sound
+from libra_hpc.slurm.queue.command import call
+from libra_hpc.slurm.queue.job_record import read_job
+
+from .harness import SIMULATED, Chaos, sound
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
-from tests.chaos.harness import Chaos, sound
+
+from .harness import Chaos, sound
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 

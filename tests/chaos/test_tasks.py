@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.telemetry.rundir import read_lines
-from tests.chaos.harness import PROMPTS, nothing_left
+from libra_hpc.facts.rundir import read_lines
 from tests.cluster.runs import ENGINE_MARKS, Case
+
+from .harness import PROMPTS, nothing_left
 
 pytestmark = [mark for mark in ENGINE_MARKS if mark.name != "cluster"]
 

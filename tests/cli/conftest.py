@@ -12,8 +12,8 @@ import pytest
 from libra_hpc_cli import app, jobs
 
 from libra_hpc.slurm.launch import Launch
-from libra_hpc.slurm.query import JobInfo, JobState, Partition
-from libra_hpc.slurm.run_state import NoAnswer
+from libra_hpc.slurm.queue.query import JobInfo, JobState, Partition
+from libra_hpc.slurm.queue.run_state import NoAnswer
 from tests.preflight.test_checks import MODEL
 
 PARTITIONS = [

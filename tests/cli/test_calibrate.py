@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from libra_hpc_cli.app import run
 
-from libra_hpc.hardware.devices import device
-from libra_hpc.hardware.measured import MAX_POINTS, load
-from libra_hpc.rollout.engine.steplog import StepLogHeader
+from libra_hpc.engine.steplog import StepLogHeader
+from libra_hpc.models.devices import device
+from libra_hpc.models.step_times.measured import MAX_POINTS, load
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.read import write_trace
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.hardware.models import model_shape
+from libra_hpc.models.shapes import model_shape
 from tests.slurm.test_examples import EXAMPLES, model_folder
 
 from .conftest import Outcome

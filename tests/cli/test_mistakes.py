@@ -15,13 +15,13 @@ import pytest
 from libra_hpc_cli import jobs
 
 from libra_hpc.errors import SlurmUnreachable
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.status import encode_status
 from libra_hpc.files import write_atomic
-from libra_hpc.slurm.command import WAYS_OUT
-from libra_hpc.slurm.query import JobInfo, JobState
-from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.status import encode_status
+from libra_hpc.slurm.queue.command import WAYS_OUT
+from libra_hpc.slurm.queue.query import JobInfo, JobState
+from tests.facts import synthetic
 from tests.preflight.test_checks import MODEL
-from tests.telemetry import synthetic
 
 from .conftest import Outcome, Queue
 

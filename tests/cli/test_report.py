@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.status import encode_status
 from libra_hpc.files import write_atomic
-from libra_hpc.slurm.query import JobInfo, JobState
-from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.status import encode_status
-from tests.telemetry import synthetic
+from libra_hpc.slurm.queue.query import JobInfo, JobState
+from tests.facts import synthetic
 
 from .conftest import Outcome, Queue
 

@@ -13,14 +13,14 @@ from libra_hpc_cli import jobs
 from libra_hpc_cli.follow import LONGEST_POLL_S, LOST_S, Follower
 
 from libra_hpc.errors import SlurmUnreachable
+from libra_hpc.facts.events import LineLog
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.status import encode_status
 from libra_hpc.files import write_atomic
-from libra_hpc.slurm import query
-from libra_hpc.slurm.query import JobInfo, JobState
-from libra_hpc.slurm.run_state import SILENT_S, NoAnswer
-from libra_hpc.telemetry.events import LineLog
-from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.status import encode_status
-from tests.telemetry import synthetic
+from libra_hpc.slurm.queue import query
+from libra_hpc.slurm.queue.query import JobInfo, JobState
+from libra_hpc.slurm.queue.run_state import SILENT_S, NoAnswer
+from tests.facts import synthetic
 
 from .conftest import Outcome, Queue
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from libra_hpc_cli import app, output, split
 
+from libra_hpc.facts.status import encode_status
 from libra_hpc.files import write_atomic
-from libra_hpc.hardware.models import model_shape
-from libra_hpc.telemetry.status import encode_status
+from libra_hpc.models.shapes import model_shape
+from tests.facts import synthetic
 from tests.slurm.test_examples import EXAMPLES, model_folder
-from tests.telemetry import synthetic
 
 from .conftest import Outcome, Queue
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.config.load import read_toml
-from libra_hpc.slurm.query import JobInfo, JobState
-from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.slurm.queue.query import JobInfo, JobState
 
 from .conftest import Outcome, Queue
 

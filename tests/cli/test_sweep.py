@@ -12,9 +12,9 @@ from libra_hpc_cli import jobs, sweep
 from rich.console import Console
 
 from libra_hpc.errors import OperationError
+from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm.launch import Launch
-from libra_hpc.telemetry.rundir import RunDir
-from tests.telemetry import synthetic
+from tests.facts import synthetic
 
 from .conftest import Outcome, Queue
 

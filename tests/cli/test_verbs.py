@@ -18,14 +18,14 @@ from libra_hpc_cli import app, follow, jobs, submit
 
 from libra_hpc import compiled
 from libra_hpc.errors import OperationError, SlurmUnreachable, UserError
+from libra_hpc.facts.events import LineLog
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.status import FINAL, encode_status
 from libra_hpc.files import write_atomic
 from libra_hpc.protocol.layout_order import decode_order
-from libra_hpc.slurm.query import JobInfo, JobState
-from libra_hpc.slurm.run_state import NoAnswer
-from libra_hpc.telemetry.events import LineLog
-from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.status import FINAL, encode_status
-from tests.telemetry import synthetic
+from libra_hpc.slurm.queue.query import JobInfo, JobState
+from libra_hpc.slurm.queue.run_state import NoAnswer
+from tests.facts import synthetic
 
 from .conftest import Outcome, Queue
 

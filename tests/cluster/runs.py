@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.telemetry import series
-from libra_hpc.telemetry.rundir import RunDir, read_lines
+from libra_hpc.facts import series
+from libra_hpc.facts.rundir import RunDir, read_lines
 
 BATCH = 4
 ENGINE_MARKS = [
@@ -153,7 +153,7 @@ class Case:
     def kill_busy_engine(self, rank: int) -> None:
         """SIGKILL a rollout engine, frozen at a moment at which turns are in flight there; between batches there may
         be none."""
-        victim, run = self.child(rank, "libra_hpc.rollout.engine"), self.run
+        victim, run = self.child(rank, "libra_hpc.engine"), self.run
         assert run is not None
 
         def busy() -> bool:

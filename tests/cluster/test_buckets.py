@@ -9,9 +9,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from libra_hpc.facts.rundir import read_lines
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
-from libra_hpc.telemetry.rundir import read_lines
-from tests.cluster.runs import ENGINE_MARKS, Case, trained_once
+
+from .runs import ENGINE_MARKS, Case, trained_once
 
 pytestmark = ENGINE_MARKS
 
@@ -32,7 +33,7 @@ def test_engines_of_tp_1_and_tp_2_serve_one_run(cluster: ClusterInfo, policy: Pa
     # An engine of two processes starts much later than one of one; without a trainer the run waits for it at the
     # staleness bound.
     case.wait(lambda: case.events("member_joined"), "the trainer")
-    trainer = case.child(1, "libra_hpc.train.worker")
+    trainer = case.child(1, "libra_hpc.trainer.worker")
     os.kill(trainer, signal.SIGSTOP)
     try:
         case.wait(

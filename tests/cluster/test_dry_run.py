@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.facts.rundir import read_lines
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
-from libra_hpc.telemetry.rundir import read_lines
-from libra_hpc.train import state_folders as folders
-from tests.cluster.runs import Case, sampled_once, trained_once
+from libra_hpc.state import state_folders as folders
+
+from .runs import Case, sampled_once, trained_once
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.harness import SIMULATED, Chaos
-from tests.cluster.runs import trained_once
+
+from .runs import trained_once
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

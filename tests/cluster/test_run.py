@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.facts import series
+from libra_hpc.facts.rundir import read_lines
 from libra_hpc.process.agent_folders import kept_folder
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
-from libra_hpc.telemetry import series
-from libra_hpc.telemetry.rundir import read_lines
-from tests.cluster.runs import BATCH, ENGINE_MARKS, Case, sampled_once, trained_once
+
+from .runs import BATCH, ENGINE_MARKS, Case, sampled_once, trained_once
 
 pytestmark = ENGINE_MARKS
 
@@ -37,11 +38,11 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     before = len(case.steps())
     case.wait(lambda: len(case.steps()) >= before + 6, "steps with a rebuilt vLLM engine")
     assert case.events("resubmitted"), "turns in flight at the lost engine are sent again"
-    case.kill(1, "libra_hpc.train.worker")
+    case.kill(1, "libra_hpc.trainer.worker")
     case.wait(lambda: len(case.events("engine_lost")) == 2, "the lost worker")
     before = len(case.steps())
     case.wait(lambda: len(case.steps()) >= before + 2, "steps with a rebuilt Megatron worker")
-    case.kill(2, "libra_hpc.tasks.host")
+    case.kill(2, "libra_hpc.host.host")
     case.wait(lambda: case.events("host_lost"), "the lost environment host")
     before = len(case.steps())
     case.wait(lambda: len(case.steps()) >= before + 3, "steps with another environment host")
@@ -83,7 +84,7 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     command = [
         sys.executable,
         "-m",
-        "libra_hpc.rollout.evaluate",
+        "libra_hpc.engine.evaluate",
         "--policy",
         str(run.policy),
         "--config",
@@ -113,7 +114,7 @@ def test_the_planner_moves_a_node_and_its_new_replica_may_die(policy: Path, tmp_
     assert received == 0 or received > 4 * 100_000, "it has the core's weights for rollout, or gets them"
     case.wait(lambda: any(line["replicas"] == 2 for line in read_lines(run.metrics)), "a step of two replicas")
 
-    case.kill(2, "libra_hpc.train.worker")
+    case.kill(2, "libra_hpc.trainer.worker")
     case.wait(lambda: any(e["engine"].startswith("t2") for e in case.events("engine_lost")), "the lost replica")
     case.wait(lambda: len([e for e in case.events("member_joined") if e["rank"] == 2]) >= 2, "the replica is back")
     before = len(case.steps())
@@ -137,7 +138,7 @@ def test_a_core_replica_of_two_nodes_restarts_from_its_snapshot_and_two_of_one_n
     )
     run = case.submit(*(part for key in keys for part in ("-o", key)))
     case.wait(lambda: list(run.snapshots.glob("step-*[2-9].*.json")), "a snapshot")
-    victim = case.child(2, "libra_hpc.train.worker")
+    victim = case.child(2, "libra_hpc.trainer.worker")
     os.kill(victim, signal.SIGSTOP)
     time.sleep(1.0)
     # As if its node had been started again: the first node has the copy.
@@ -172,7 +173,7 @@ def test_two_hybrid_nodes_are_one_replica_that_dies_and_begins_anew_as_one(
     case.wait(lambda: {3, 4} <= set(joined()), "the replica")
     case.wait(lambda: case.steps() and case.steps()[-1] >= 2, "steps with it")
     before = len(joined())
-    case.kill(3, "libra_hpc.train.worker")
+    case.kill(3, "libra_hpc.trainer.worker")
     case.wait(lambda: {3, 4} <= set(joined()[before:]), "both nodes are back")
     steps = len(case.steps())
     case.wait(lambda: len(case.steps()) >= steps + 2, "steps after it")
@@ -191,7 +192,7 @@ def test_an_operator_lays_the_ranks_out_anew_inside_the_job(cluster: ClusterInfo
     run = case.submit("-o", "checkpoint.experience=false")
     case.wait(lambda: case.steps(), "first steps")
     # The order comes with a step under way, however long a command takes to start.
-    trainer = case.child(1, "libra_hpc.train.worker")
+    trainer = case.child(1, "libra_hpc.trainer.worker")
     os.kill(trainer, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(case.cli, "repartition", str(run.path), *LAYOUT, "--wait", "--json")

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from libra_hpc.errors import OperationError, UserError
-from libra_hpc.slurm.query import JobState
+from libra_hpc.slurm.queue.query import JobState
 from libra_hpc.slurm.single import run_single
 
 from . import jobs

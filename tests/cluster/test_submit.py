@@ -14,11 +14,12 @@ import pytest
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
-from libra_hpc.slurm import query, submit
-from libra_hpc.slurm.command import call
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.slurm import submit
 from libra_hpc.slurm.launch import Launch
-from libra_hpc.slurm.query import JobInfo, JobState
-from libra_hpc.telemetry.rundir import RunDir
+from libra_hpc.slurm.queue import query
+from libra_hpc.slurm.queue.command import call
+from libra_hpc.slurm.queue.query import JobInfo, JobState
 
 pytestmark = [
     pytest.mark.cluster,

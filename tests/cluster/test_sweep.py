@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.facts import series
+from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
-from libra_hpc.telemetry import series
-from libra_hpc.telemetry.rundir import RunDir
-from tests.cluster.test_dry_run import DryRun
+
+from .test_dry_run import DryRun
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

@@ -9,7 +9,7 @@ import pytest
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import TrainWorld, core_world, elastic_world
-from libra_hpc.hardware.train_parallel import world_fault
+from libra_hpc.models.train_parallel import world_fault
 from libra_hpc.preflight.train_worlds import degrees_of
 
 

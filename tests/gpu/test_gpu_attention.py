@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from libra_hpc.hardware.architecture import Architecture
-from libra_hpc.train.attention import Segments, choose_kernel, rectangles
-from libra_hpc.train.context import Columns
-from libra_hpc.train.packing import ALONE, example, pack
+from libra_hpc.models.architecture import Architecture
+from libra_hpc.trainer.model.attention import Segments, choose_kernel, rectangles
+from libra_hpc.trainer.model.context import Columns
+from libra_hpc.trainer.model.packing import ALONE, example, pack
 from libra_hpc.weights.names import ReplicaPlace
 
 HEADS, GROUPS, WIDTH = 32, 8, 128

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from libra_hpc.protocol.trainer import Join, Joined, StepDone
-from libra_hpc.train.context import Tail, attend
-from tests.train.support import Replica, make_model, train_step
+from libra_hpc.trainer.model.context import Tail, attend
+from tests.trainer.support import Replica, make_model, train_step
 
 ROWS, COLUMNS, HEADS, GROUPS, WIDTH = 100, 700, 8, 2, 64
 TAIL = Tail(begin=20, end=20 + ROWS, first=50, last=50 + COLUMNS)

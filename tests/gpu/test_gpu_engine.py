@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.protocol.rollout import Abort, Generated, Sleep, Wake
-from libra_hpc.rollout.engine.settings import EngineConfig
-from tests.rollout.engine.engine_harness import EngineUnderTest, Model, logprobs_of, make_model, tokens_of, turn
+from tests.engine.engine_harness import EngineUnderTest, Model, logprobs_of, make_model, tokens_of, turn
 
 HIDDEN = 256
 """Two heads of 128, which GPU attention kernels have."""

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from libra_hpc.protocol.trainer import Join, Joined, SaveFailed, Standby, StepDone
-from libra_hpc.train.device import backend, bare_group, file_store, wait
-from tests.train.support import Replica, make_model, train_step
+from libra_hpc.trainer.device import backend, bare_group, file_store, wait
+from tests.trainer.support import Replica, make_model, train_step
 
 MIB = 1 << 20
 WEIGHTS = 2e-4

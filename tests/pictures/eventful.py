@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from libra_hpc.config.load import validate
+from libra_hpc.facts.events import LineLog
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.status import encode_status
 from libra_hpc.files import write_atomic
-from libra_hpc.telemetry.events import LineLog
-from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.status import encode_status
-from tests.telemetry.synthetic import make_status
+from tests.facts.synthetic import make_status
 
 BEGIN = 1_790_000_000.0
 STEP_S = 3.0

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.facts import series
+from libra_hpc.facts.events import LineLog
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.starts import starts
 from libra_hpc.pictures.report_charts import charts
 from libra_hpc.pictures.report_page import Ending, page
 from libra_hpc.pictures.svg_chart import MOST_POINTS, Chart, Line, clock_text, clock_ticks, short_number, svg, ticks
-from libra_hpc.telemetry import series
-from libra_hpc.telemetry.events import LineLog
-from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.starts import starts
 from tests.browser import SCHEMES, Browser, ensure_browser
-from tests.telemetry.synthetic import make_run
+from tests.facts.synthetic import make_run
 
 from .eventful import HOSTILE, SECRET, STEP_S, make_eventful_run
 

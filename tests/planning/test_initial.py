@@ -12,10 +12,10 @@ import pytest
 from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import core_world, elastic_world
-from libra_hpc.cost_models.rollout_time import ReplicaCost
 from libra_hpc.errors import UserError
-from libra_hpc.hardware.lookup import lookup
+from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.planning.initial import InitialPlan, initial_plan, plan_record
+from libra_hpc.policies.costs.rollout_time import ReplicaCost
 from libra_hpc.preflight.checks import problems
 
 NODE = {"gpus": 8, "gpu_type": "a800"}

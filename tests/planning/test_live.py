@@ -8,12 +8,12 @@ import pytest
 
 from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.run import RunConfig
-from libra_hpc.control.decide import Planner
-from libra_hpc.control.stage_times import Split
 from libra_hpc.planning.live import SpedUpSteps, live_planner
+from libra_hpc.policies.control.decide import Planner
+from libra_hpc.policies.control.stage_times import Split
 from libra_hpc.preflight.checks import problems
-from tests.control.plant_costs import FakeSteps
-from tests.control.test_repartition_choice import measured, snapshot
+from tests.policies.control.plant_costs import FakeSteps
+from tests.policies.control.test_repartition_choice import measured, snapshot
 
 NODE = {"gpus": 4, "gpu_type": "a800"}
 

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 from libra_hpc_cli import app
 
-from libra_hpc.hardware.devices import device
-from libra_hpc.hardware.train_speed import TrainSpeed, save_speed
-from libra_hpc.search.scaling_curve import Point, knee, steps
+from libra_hpc.models.devices import device
+from libra_hpc.models.step_times.train_speed import TrainSpeed, save_speed
+from libra_hpc.policies.search.scaling_curve import Point, knee, steps
 
 RUN = """
 [components.train]
@@ -264,8 +264,8 @@ def test_points_of_a_sweep() -> None:
 
 def curve(*speeds: float) -> list[Point]:
     """Points of 8, 16, ... devices with so many tokens per second."""
-    from libra_hpc.search.best_plan import DevicePool, plan
-    from tests.control.plant_costs import QWEN, agentic, fake
+    from libra_hpc.policies.search.best_plan import DevicePool, plan
+    from tests.policies.control.plant_costs import QWEN, agentic, fake
 
     made = plan(QWEN, [DevicePool(device("a800"), 4, 8)], agentic(64), steps=fake, keep=1).plans[0]
     return [Point(8 * i, msgspec.structs.replace(made, tokens_s=speed)) for i, speed in enumerate(speeds, 1)]

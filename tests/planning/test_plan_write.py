@@ -13,7 +13,7 @@ from libra_hpc_cli import app
 
 from libra_hpc.config.edit import edited
 from libra_hpc.config.load import load_run_file
-from libra_hpc.hardware.models import model_shape
+from libra_hpc.models.shapes import model_shape
 from libra_hpc.preflight.checks import check_run
 from tests.slurm.test_examples import model_folder
 

@@ -12,17 +12,17 @@ import pytest
 from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import core_world, elastic_world
-from libra_hpc.cost_models.training_time import TrainCost
 from libra_hpc.errors import UserError
-from libra_hpc.hardware.models import model_shape
+from libra_hpc.models.shapes import model_shape
 from libra_hpc.planning.initial import as_planned, hybrid_of, planned_pools
 from libra_hpc.planning.request import request
 from libra_hpc.planning.row_values import row_values
+from libra_hpc.policies.costs.training_time import TrainCost
+from libra_hpc.policies.search.best_plan import PlanResult, PlanSearch, RunPlan
+from libra_hpc.policies.search.train_layout import TrainSearch, TrainSpace
 from libra_hpc.preflight.checks import check_run, problems
 from libra_hpc.preflight.train_worlds import degrees_of
-from libra_hpc.search.best_plan import PlanResult, PlanSearch, RunPlan
-from libra_hpc.search.train_layout import TrainSearch, TrainSpace
-from tests.control.plant_costs import A800, agentic
+from tests.policies.control.plant_costs import A800, agentic
 from tests.slurm.test_examples import model_folder
 
 FLEETS = [(2, 8), (4, 8), (6, 8), (6, 4)]

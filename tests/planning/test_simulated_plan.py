@@ -12,8 +12,8 @@ from libra_hpc.planning import simulated_plan
 from libra_hpc.planning.request import PlanRequest, request
 from libra_hpc.planning.simulated_plan import MIX_GAIN, candidates, effort, halving, ranked, simulated_plans
 from libra_hpc.planning.work import Assumed, Work
+from libra_hpc.policies.search.best_plan import PlanResult, PlanSearch
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.search.best_plan import PlanResult, PlanSearch
 
 
 class Option(msgspec.Struct, frozen=True):

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.cost_models import host_memory
-from libra_hpc.cost_models.host_memory import NodeWork, node_memory
 from libra_hpc.errors import UserError
-from libra_hpc.hardware.models import model_shape
-from libra_hpc.preflight import host_memory as preflight
-from libra_hpc.preflight.host_memory import check_hosts, host_needs
-from libra_hpc.slurm.query import Partition
+from libra_hpc.models import host_memory
+from libra_hpc.models.host_memory import NodeWork, node_memory
+from libra_hpc.models.shapes import model_shape
+from libra_hpc.preflight import host_memory_needs as preflight
+from libra_hpc.preflight.host_memory_needs import check_hosts, host_needs
+from libra_hpc.slurm.queue.query import Partition
 from libra_hpc.weights import relay
 
 from .test_resources import NODE, configured

@@ -12,7 +12,8 @@ from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.preflight.rank_roles import KEYS, SameLayout, describe, ranks, repartitioned
-from tests.preflight.test_checks import MODEL
+
+from .test_checks import MODEL
 
 A800 = {"partition": "a800", "gpus": 8, "gpu_type": "a800", "mem": "4G"}
 

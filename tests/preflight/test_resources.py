@@ -8,10 +8,10 @@ import pytest
 
 from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
-from libra_hpc.cost_models.memory import USABLE, TrainLayout, train_memory
 from libra_hpc.errors import UserError
-from libra_hpc.hardware.devices import device
-from libra_hpc.hardware.models import model_shape
+from libra_hpc.models.devices import device
+from libra_hpc.models.memory import USABLE, TrainLayout, train_memory
+from libra_hpc.models.shapes import model_shape
 from libra_hpc.planning.initial import initial_plan
 from libra_hpc.preflight.checks import problems
 from libra_hpc.preflight.resources import check_cpus, check_memory

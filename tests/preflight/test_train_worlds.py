@@ -10,7 +10,8 @@ from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.preflight.checks import problems
 from libra_hpc.preflight.train_worlds import describe_worlds
-from tests.preflight.test_checks import MODEL
+
+from .test_checks import MODEL
 
 MOE = {**MODEL, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 NODES = {f"components.{name}.gpus": 8 for name in ("train", "hybrid", "rollout")}

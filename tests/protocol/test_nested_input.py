@@ -12,25 +12,25 @@ import pytest
 from cli.runs import read_status
 from libra_hpc.config.load import load_run_file, parse_override
 from libra_hpc.config.run import RunConfig
+from libra_hpc.engine.settings import read_config
+from libra_hpc.engine.steplog import read_steps
 from libra_hpc.errors import UserError
-from libra_hpc.hardware import measured
-from libra_hpc.hardware.architecture import read_shape
-from libra_hpc.hardware.devices import _read as read_devices
-from libra_hpc.hardware.models import model_shape
-from libra_hpc.hardware.tables import load_table
+from libra_hpc.facts.run_config import load_resolved
+from libra_hpc.facts.rundir import RunDir, read_lines
+from libra_hpc.facts.status import decode_status
+from libra_hpc.models.architecture import read_shape
+from libra_hpc.models.devices import _read as read_devices
+from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.step_times import measured
+from libra_hpc.models.step_times.tables import load_table
 from libra_hpc.preflight.named_files import read_model_config
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.layout_order import decode_order
 from libra_hpc.protocol.mesh import mesh
 from libra_hpc.protocol.rollout import to_engine
-from libra_hpc.rollout.engine.settings import read_config
-from libra_hpc.rollout.engine.steplog import read_steps
-from libra_hpc.rollout.history import records
-from libra_hpc.slurm.job_record import read_job
+from libra_hpc.rollout.recovery.history import records
+from libra_hpc.slurm.queue.job_record import read_job
 from libra_hpc.tasks.tool_outcome import classify
-from libra_hpc.telemetry.run_config import load_resolved
-from libra_hpc.telemetry.rundir import RunDir, read_lines
-from libra_hpc.telemetry.status import decode_status
 from libra_hpc.traces.read import read_trace
 
 DEPTHS = (1000, 100_000)

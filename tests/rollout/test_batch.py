@@ -6,15 +6,15 @@ import asyncio
 from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.facts.rundir import read_lines
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.mesh import StepReport, TrainingFinished
 from libra_hpc.protocol.metrics import COLUMNS
 from libra_hpc.protocol.rollout import Generated
 from libra_hpc.rollout.group_state import GroupState, batch_stats
 from libra_hpc.rollout.trajectory import Trajectory
-from libra_hpc.telemetry.rundir import read_lines
-from tests.runtime.test_coordinator import Scene
-from tests.train.test_leader import World, batch, play, until
+from tests.coordinator.test_coordinator import Scene
+from tests.train_leader.test_train_leader import World, batch, play, until
 
 
 def finished(index: int, sample: int, info: dict[str, float]) -> Trajectory:

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from libra_hpc.errors import UserError
+from libra_hpc.facts.events import LineLog
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.rollout import Generated
-from libra_hpc.rollout.history import MAX_RECORDS, check_warm_start, history, records
+from libra_hpc.rollout.recovery.history import MAX_RECORDS, check_warm_start, history, records
 from libra_hpc.rollout.run_lines import TrajectoryEnd, trace_line
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.simulator.simulated_trajectory import SimulatedTrajectory
-from libra_hpc.telemetry.events import LineLog
 from libra_hpc.traces.read import read_trace
 
 

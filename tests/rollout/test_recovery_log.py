@@ -14,17 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra_hpc.agent.hosting.origin import digest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.mesh import Committed
 from libra_hpc.protocol.rollout import Generated
-from libra_hpc.rollout import recovery_log
 from libra_hpc.rollout.group_state import GroupState, batch_stats
-from libra_hpc.rollout.recovered import Recovered, SavedTrajectory, Start, TrainedPrompts, drop_reason
-from libra_hpc.rollout.recovery_log import RETRY_S, STARTS, TRIM_S, RecoveryLog, read_segment
+from libra_hpc.rollout.recovery import recovery_log
+from libra_hpc.rollout.recovery.recovered import Recovered, SavedTrajectory, Start, TrainedPrompts, drop_reason
+from libra_hpc.rollout.recovery.recovery_log import RETRY_S, STARTS, TRIM_S, RecoveryLog, read_segment
 from libra_hpc.rollout.trajectory import Place, ServedTurn, Trajectory
-from libra_hpc.runtime.origin import digest
 
 ETA = 2
 

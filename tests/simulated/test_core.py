@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.errors import UserError
+from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.protocol.codec import pack_i32, unpack_i32
 from libra_hpc.protocol.rollout import (
     Abort,
@@ -19,13 +21,12 @@ from libra_hpc.protocol.rollout import (
     UpdateWeights,
     WeightsApplied,
 )
-from libra_hpc.rollout.engine.settings import EngineConfig
-from libra_hpc.sched.board import Board
 from libra_hpc.simulated import tokens
 from libra_hpc.simulated.engine_core import SimulatedEngine
 from libra_hpc.simulated.state import weight_file
-from tests.simulated.link import pace
 from tests.simulator.toys import Linear
+
+from .link import pace
 
 SPEEDUP = 4.0
 LATE = 1e6

@@ -8,17 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from libra_hpc.agent.commands import engine_command, host_command, host_settings, trainer_command
 from libra_hpc.config.load import load_run_file, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
+from libra_hpc.host.settings import HostConfig, host_config
 from libra_hpc.planning.initial import as_planned
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.runtime.commands import engine_command, host_command, host_settings, trainer_command
 from libra_hpc.simulated.dry_run import in_wall_time, pace, workload
 from libra_hpc.simulated.settings import Pace, Workload
 from libra_hpc.simulated.workload import groups
-from libra_hpc.tasks.settings import HostConfig, host_config
 from libra_hpc.traces.read import write_trace
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "dry-run.toml"
@@ -73,7 +73,7 @@ def test_only_command_lines_distinguish_a_dry_run_from_a_real_run(tmp_path: Path
     *_, settings = engine_command(simulated, "rollout", path)
     assert msgspec.json.decode(settings, type=Pace) == pace(simulated, "rollout")
     assert trainer_command(simulated, "train", path)[2] == "libra_hpc.simulated.trainer_process"
-    assert host_command(real, path)[1:] == ["-m", "libra_hpc.tasks.host", "--config", str(path)]
+    assert host_command(real, path)[1:] == ["-m", "libra_hpc.host.host", "--config", str(path)]
     assert host_command(simulated, path)[1:] == ["-m", "libra_hpc.simulated.host_process", "--config", str(path)]
     assert msgspec.json.decode(host_settings(simulated), type=Workload) == workload(simulated)
     assert msgspec.json.decode(host_settings(real), type=HostConfig) == host_config(real)

@@ -9,19 +9,20 @@ import msgspec
 import pytest
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.engine.settings import config_for_run
 from libra_hpc.protocol import env, rollout
 from libra_hpc.protocol import trainer as train
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.rollout.engine.settings import config_for_run
 from libra_hpc.simulated import tokens
 from libra_hpc.simulated.settings import Pace
 from libra_hpc.simulated.state import weight_file
+from libra_hpc.state import state_folders as folders
 from libra_hpc.traces.read import write_trace
-from libra_hpc.train import state_folders as folders
-from libra_hpc.train.settings import write_config
-from tests.simulated.link import Link, pace, workload
-from tests.train.settings import worker_config
+from libra_hpc.trainer.settings import write_config
+from tests.trainer.settings import worker_config
+
+from .link import Link, pace, workload
 
 
 def engine_link(folder: Path, modelled: Pace, **fields: object) -> Link:

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from libra_hpc.policies.scheduling.baselines.least_loaded import LeastLoaded
+from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.dispatch import Dispatcher
+from libra_hpc.policies.scheduling.registry import make_policy, policy_names
 from libra_hpc.protocol.rollout import EngineStats
-from libra_hpc.sched.baselines.least_loaded import LeastLoaded
-from libra_hpc.sched.board import Board
-from libra_hpc.sched.dispatch import Dispatcher
-from libra_hpc.sched.registry import make_policy, policy_names
 from libra_hpc.simulator.baselines.admission import FIRST_WEIGHT, Admission, Admitted, KvForecast, KvShare
 from libra_hpc.simulator.baselines.episode_cap import HARDER_CUT, POLL_S, EpisodeCap
-from tests.sched.boards import assert_nothing_is_kept, board_of, drive, ended, random_lengths, turn_of
+from tests.policies.scheduling.boards import assert_nothing_is_kept, board_of, drive, ended, random_lengths, turn_of
 
 
 def sent(dispatcher: Dispatcher, now: float = 0.0) -> list[tuple[str, str]]:

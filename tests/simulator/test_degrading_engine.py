@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from libra_hpc.hardware.lookup import lookup
-from libra_hpc.hardware.steps import StepTimes
-from libra_hpc.sched.cmlfq import CausalMlfq
-from libra_hpc.sched.slow_engines import SlowEngine, SlowEngines
+from libra_hpc.models.step_times.lookup import lookup
+from libra_hpc.models.step_times.steps import StepTimes
+from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
+from libra_hpc.policies.scheduling.slow_engines import SlowEngine, SlowEngines
 from libra_hpc.simulator.settings import EngineSpec, SimSettings
 from libra_hpc.simulator.simulate import Simulation
 from libra_hpc.traces.generate import Dials, generate

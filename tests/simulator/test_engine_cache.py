@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from libra_hpc.simulator.cache import BlockCache
+from libra_hpc.simulator.engine.cache import BlockCache
 
 
 def fill(cache: BlockCache, name: str, blocks: int) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from libra_hpc.simulator.host_cache import HostCache
+from libra_hpc.simulator.engine.host_cache import HostCache
+from libra_hpc.simulator.engine.sim_engine import Engine
+from libra_hpc.simulator.engine.sim_engines import build_engines
 from libra_hpc.simulator.settings import SimSettings
-from libra_hpc.simulator.sim_engine import Engine
-from libra_hpc.simulator.sim_engines import build_engines
 
 from .toys import Linear, play, request
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_hpc.sched.dispatch import Dispatcher
+from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.simulator.baselines.drain import Load, drain_s, prefill_s
 from libra_hpc.simulator.baselines.oracle import Foresight, Oracle, OracleWork
-from tests.sched.boards import board_of, turn_of
+from tests.policies.scheduling.boards import board_of, turn_of
 
 from .futures import Linear
 

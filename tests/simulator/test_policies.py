@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_hpc.errors import UserError
-from libra_hpc.sched.baselines.least_loaded import Sticky
-from libra_hpc.sched.registry import SIMULATOR_ONLY, policy_names
+from libra_hpc.policies.scheduling.baselines.least_loaded import Sticky
+from libra_hpc.policies.scheduling.registry import SIMULATOR_ONLY, policy_names
 from libra_hpc.simulator.abandon import Abandons, UnfinishedTrajectory
 from libra_hpc.simulator.baselines.tail_batching import TailBatching
 from libra_hpc.simulator.policies import make_simulated_policy, parse_policies, simulated_policy_names
-from tests.sched.boards import assert_nothing_is_kept, board_of, drive, ended, random_lengths
+from tests.policies.scheduling.boards import assert_nothing_is_kept, board_of, drive, ended, random_lengths
 
 from .futures import foresight
 

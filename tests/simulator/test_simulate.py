@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from libra_hpc.errors import OperationError, UserError
+from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
+from libra_hpc.policies.scheduling.protocol import Decision, TurnView
+from libra_hpc.policies.scheduling.turn_migration import Move, Running
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.sched.board import Board
-from libra_hpc.sched.cmlfq import CausalMlfq
-from libra_hpc.sched.protocol import Decision, TurnView
-from libra_hpc.sched.turn_migration import Move, Running
 from libra_hpc.simulator.abandon import UnfinishedTrajectory
 from libra_hpc.simulator.settings import SimSettings, trajectory_ids
 from libra_hpc.simulator.simulate import Simulation, simulate

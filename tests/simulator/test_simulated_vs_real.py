@@ -27,10 +27,10 @@ from bench.simulated_vs_real import (
     ranking,
     rows,
 )
-from libra_hpc.hardware.measured import StepPoint
+from libra_hpc.engine.steplog import StepLogHeader
+from libra_hpc.models.step_times.measured import StepPoint
+from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.rollout.engine.steplog import StepLogHeader
-from libra_hpc.sched.registry import make_policy
 from libra_hpc.simulator.settings import EngineSpec, SimSettings
 from libra_hpc.simulator.simulate import simulate
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from libra_hpc.hardware.steps import StepTimes
+from libra_hpc.models.step_times.steps import StepTimes
+from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
+from libra_hpc.policies.scheduling.turn_migration import Move, Running
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.sched.board import Board
-from libra_hpc.sched.protocol import Decision, Finished, TurnView
-from libra_hpc.sched.turn_migration import Move, Running
+from libra_hpc.simulator.engine.sim_engine import IDLE, Engine
+from libra_hpc.simulator.engine.sim_request import SimRequest
 from libra_hpc.simulator.settings import EngineSpec, SimSettings
-from libra_hpc.simulator.sim_engine import IDLE, Engine
-from libra_hpc.simulator.sim_request import SimRequest
 from libra_hpc.simulator.simulate import Simulation
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.slurm.cause import LONGEST, telling_line, with_cause
+from libra_hpc.slurm.queue.cause import LONGEST, telling_line, with_cause
 
 SLURM = "srun: error: a800-0: task 1: Exited with exit code 1\nsrun: Terminating StepId=12.0\n"
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 3, in f\n    g()\nValueError: no model\n'

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.errors import SlurmUnreachable
-from libra_hpc.slurm import command, site
-from libra_hpc.slurm.query import JobState, job, job_script
+from libra_hpc.slurm import site_commands as site
+from libra_hpc.slurm.queue import command
+from libra_hpc.slurm.queue.query import JobState, job, job_script
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from libra_hpc.config.load import validate
 from libra_hpc.slurm import doctor
 from libra_hpc.slurm.doctor import Finding, SlurmFacts
 from libra_hpc.slurm.profile import profile_text
-from libra_hpc.slurm.query import Partition
+from libra_hpc.slurm.queue.query import Partition
 
 A800 = Partition("a800", True, "up", 6, 6, 64, 1_000_000, {"a800": 8}, None)
 CPU = Partition("cpu", False, "up", 2, 2, 16, 64_000, {}, None)

@@ -12,14 +12,14 @@ import pytest
 
 from libra_hpc.config.load import load_run_file
 from libra_hpc.config.run import RunConfig
-from libra_hpc.hardware.models import ModelShape, model_shape
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.models.shapes import ModelShape, model_shape
 from libra_hpc.planning.initial import initial_plan
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.slurm.fit import check_fit, het_groups, rank_components, with_resources
 from libra_hpc.slurm.launch import Launch
-from libra_hpc.slurm.query import partitions
+from libra_hpc.slurm.queue.query import partitions
 from libra_hpc.slurm.submit import expected_start
-from libra_hpc.telemetry.rundir import RunDir
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = {

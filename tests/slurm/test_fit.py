@@ -9,7 +9,7 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.slurm.fit import check_fit, memory_mb, with_resources
-from libra_hpc.slurm.query import Partition
+from libra_hpc.slurm.queue.query import Partition
 
 CLUSTER = [
     Partition(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.slurm.outcome import RanksEnded, Requeues, decide, main, read_requeues
-from libra_hpc.telemetry.rundir import RunDir, read_lines
 
 ENDED = RanksEnded(signalled=True, met=True, again=None, has_result=True, tries=1, recoveries=0, restarts=3)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm import local, submit
 from libra_hpc.slurm.launch import Launch
-from libra_hpc.telemetry.rundir import RunDir
 
 WORLD = """
 import os, pathlib, sys

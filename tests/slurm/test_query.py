@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from libra_hpc.slurm.query import (
+from libra_hpc.slurm.queue.query import (
     JobState,
     Partition,
     gpus_of,

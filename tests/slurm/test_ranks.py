@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm import local, submit
-from libra_hpc.slurm.job_record import read_job, write_job
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.outcome import LauncherDecision, RanksEnded, decide
-from libra_hpc.slurm.query import JobState
+from libra_hpc.slurm.queue.job_record import read_job, write_job
+from libra_hpc.slurm.queue.query import JobState
 from libra_hpc.slurm.ranks import KeyValueSpace
-from libra_hpc.telemetry.rundir import RunDir
 
 WORLD = """
 import json, os, pathlib, signal, sys, time

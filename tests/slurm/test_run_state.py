@@ -7,9 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from libra_hpc.slurm.job_record import JobRecord
-from libra_hpc.slurm.query import JobInfo, JobState
-from libra_hpc.slurm.run_state import (
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.status import FINAL, Status
+from libra_hpc.slurm.queue.job_record import JobRecord
+from libra_hpc.slurm.queue.query import JobInfo, JobState
+from libra_hpc.slurm.queue.run_state import (
     ENDED,
     LEAVES_S,
     SILENT_S,
@@ -20,9 +22,7 @@ from libra_hpc.slurm.run_state import (
     run_end,
     run_state,
 )
-from libra_hpc.telemetry.rundir import RunDir
-from libra_hpc.telemetry.status import FINAL, Status
-from tests.telemetry import synthetic
+from tests.facts import synthetic
 
 NOW = 1_000_000.0
 JOB = JobRecord("slurm", "4711", 1, NOW - 500.0)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.writer import het_script
-from libra_hpc.telemetry.rundir import RunDir
-from tests.slurm.test_examples import FILES, resolved
-from tests.slurm.test_writer import FULL, SITE, script
+
+from .test_examples import FILES, resolved
+from .test_writer import FULL, SITE, script
 
 ROOT = Path(__file__).parents[2]
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")

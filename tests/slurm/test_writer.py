@@ -12,9 +12,9 @@ import pytest
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
+from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.writer import het_script
-from libra_hpc.telemetry.rundir import RunDir
 
 FULL: dict[str, Any] = {
     "run": {"name": "demo"},
@@ -50,7 +50,7 @@ def test_the_run_file_names_the_interpreter_of_the_nodes() -> None:
     assert python({}) == sys.executable
     assert python({"compute": {"python": "/shared/env/bin/python"}}) == "/shared/env/bin/python"
     text = script({"compute": {"python": "/shared/env/bin/python"}}, interpreter="")
-    assert text.count("/shared/env/bin/python -m libra_hpc.slurm.pmi -m libra_hpc.runtime.agent") == 1
+    assert text.count("/shared/env/bin/python -m libra_hpc.slurm.pmi -m libra_hpc.agent.agent") == 1
     assert sys.executable not in text
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.errors import UserError
+from libra_hpc.host.sandbox import Sandbox
 from libra_hpc.tasks.arithmetic import INSTRUCTIONS, Arithmetic, calculate, demonstration_batch
 from libra_hpc.tasks.base import Turn
-from libra_hpc.tasks.sandbox import Sandbox
 from libra_hpc.tasks.tokenizer import TaskTokenizer
-
-from .conftest import InSandbox
+from tests.host.conftest import InSandbox
 
 
 @pytest.fixture

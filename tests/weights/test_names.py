@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from libra_hpc.hardware.architecture import Architecture, read_shape
-from libra_hpc.hardware.models import model_shape
-from libra_hpc.hardware.supported import TRAINED
+from libra_hpc.models.architecture import Architecture, read_shape
+from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.supported import TRAINED
 from libra_hpc.weights.names import ReplicaPlace, from_hf, hf_shapes, stage_entries, to_hf
 
 

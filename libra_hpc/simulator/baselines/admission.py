@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, Protocol
 
-from libra_hpc.sched.board import Board, EngineView
-from libra_hpc.sched.protocol import Decision, Finished, Policy, TurnView
-from libra_hpc.sched.turn_migration import Move, Rebalances, Running
+from libra_hpc.policies.scheduling.board import Board, EngineView
+from libra_hpc.policies.scheduling.protocol import Decision, Finished, Policy, TurnView
+from libra_hpc.policies.scheduling.turn_migration import Move, Rebalances, Running
 
 FIRST_CONTEXT: Final = 0.25
 """Share of the longest context.  Half is as good where KV is short, and costs 2 % where it suffices."""

@@ -17,7 +17,7 @@ from bisect import insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from libra_hpc.hardware.steps import StepTimes
+from libra_hpc.models.step_times.steps import StepTimes
 
 REUSE = 0.8
 """A step time is used until the batch has shrunk to this share.

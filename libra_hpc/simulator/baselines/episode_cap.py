@@ -13,8 +13,8 @@ batch.  The reports of an engine that has just applied weights are no overload.
 
 from __future__ import annotations
 
-from libra_hpc.sched.board import Board, EngineView
-from libra_hpc.sched.protocol import TurnView
+from libra_hpc.policies.scheduling.board import Board, EngineView
+from libra_hpc.policies.scheduling.protocol import TurnView
 
 AVERAGE = 0.1
 """Weight of a new trajectory in the average."""

@@ -21,11 +21,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from libra_hpc.hardware.steps import StepTimes
-from libra_hpc.sched.baselines.common import Baseline, eligible, last_engine, wait
-from libra_hpc.sched.board import Board, EngineView
-from libra_hpc.sched.protocol import Decision, Finished, TurnView
-from libra_hpc.simulator.baselines.drain import DrainPlan, Load, prefill_s
+from libra_hpc.models.step_times.steps import StepTimes
+from libra_hpc.policies.scheduling.baselines.common import Baseline, eligible, last_engine, wait
+from libra_hpc.policies.scheduling.board import Board, EngineView
+from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
+
+from .drain import DrainPlan, Load, prefill_s
 
 MARGIN = 0.05
 """Share of the end by which a move or a wait must shorten it.  At 0.02 and less, moves cost more than they gained."""

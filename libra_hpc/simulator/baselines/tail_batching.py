@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from libra_hpc.sched.baselines.least_loaded import Sticky
-from libra_hpc.sched.protocol import Finished
+from libra_hpc.policies.scheduling.baselines.least_loaded import Sticky
+from libra_hpc.policies.scheduling.protocol import Finished
 from libra_hpc.simulator.abandon import UnfinishedTrajectory
 
 OVERSAMPLE = 1.25

@@ -1,0 +1,356 @@
+"""The node agent: one MPI rank per node, the process that Slurm starts.
+
+It uses asyncio, sockets and msgpack, never torch, vLLM or Megatron, so that it outlives every crash of an engine.
+
+- Every agent can run engines of both kinds (`RolloutNode`, `TrainNode`).
+- Rank 0 is also the coordinator, the lowest training rank the train leader, the lowest rollout rank the rollout leader.
+- All parts run in one event loop and talk through the mesh, also where they share a process.
+
+``python -m libra_hpc.agent.agent --run RUN_DIR --attempt N``
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import faulthandler
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from libra_hpc.agent.hosting.rollout_service import RolloutService
+from libra_hpc.config.run import RunConfig
+from libra_hpc.coordinator.coordinator import Coordinator
+from libra_hpc.coordinator.recovery import Recovery
+from libra_hpc.errors import OperationError, UserError
+from libra_hpc.facts.run_config import load_resolved
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.mesh.mesh import Mesh
+from libra_hpc.mesh.rank_layout import RankLayout, check_world
+from libra_hpc.mesh.world import NoWorld, World, meet
+from libra_hpc.process.agent_folders import hold, kept_folder, make_folders
+from libra_hpc.process.child import Child
+from libra_hpc.process.leave import leave
+from libra_hpc.process.reaper import become_subreaper, end_strangers
+from libra_hpc.process.visible_devices import VARIABLE, own_devices
+from libra_hpc.protocol import mesh as wire
+from libra_hpc.simulated.dry_run import in_wall_time
+from libra_hpc.slurm.fit import first_gpu
+from libra_hpc.state.attempt import newest_start
+from libra_hpc.state.snapshot_keeper import held
+from libra_hpc.train_leader.train_leader import TrainLeader
+from libra_hpc.train_leader.train_leader_setup import clear_rendezvous, make_train_leader, rendezvous_folder
+
+from .coordinator_watch import CoordinatorWatch
+from .rollout_node import RolloutNode
+from .routes import Routes, add_engines, add_rollout_service, add_train_leader
+from .train_node import TrainNode
+
+HEARTBEAT_S = 1.0
+"""Between two heartbeats."""
+REAP_S = 1.0
+"""Between two searches for processes that were left behind."""
+GOODBYE_S = 5.0
+"""For the last messages of a leaving agent to reach the kernel."""
+
+log = logging.getLogger("libra_hpc.agent")
+
+
+class Agent:
+    def __init__(self, world: World, config: RunConfig, layout: RankLayout, run: RunDir, attempt: int) -> None:
+        self.mesh = Mesh(world, self._on_message)
+        self.layout, self.run_dir, self.attempt = layout, run, attempt
+        self.rank = self.mesh.rank
+        self.config = in_wall_time(config)
+        self.private, self.shared_memory = make_folders()
+        self.kept = kept_folder(run.path, self.rank)
+        self._endpoints = world.endpoints
+        self._restarts = False
+        """Whether all ranks start again: snapshots stay."""
+        self.context: AgentContext | None = None
+        self.coordinator: Coordinator | None = None
+        self.train_leader: TrainLeader | None = None
+        self.rollout_service: RolloutService | None = None
+        self.rollout_node: RolloutNode | None = None
+        self.train_node: TrainNode | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._stop = asyncio.Event()
+        self._watch = CoordinatorWatch(run.gone(attempt))
+        self._training: asyncio.Task[Any] | None = None
+        self._early_signals: list[str] = []
+        """Notices that came while rank 0 still read its checkpoint."""
+        self._rendezvous: Path | None = None
+        """Train leader only: its folder of rendezvous files."""
+        self._routes = Routes()
+        self._routes.add(wire.Welcome, self._enter)
+        self._routes.add(wire.Roles, self._on_roles)
+        self._routes.add(wire.RankLost, self._on_rank_lost)
+        self._routes.add(wire.RankBack, lambda back: self.mesh.remember(back.rank))
+        self._routes.add(wire.Reset, lambda order: self._spawn(self._reset()))
+        self._routes.add(wire.StopAgent, self._on_stop)
+
+    async def run(self) -> bool:
+        """Serve until the coordinator stops the run.
+
+        True where the run completed or restarts (rank 0), or this node was not at fault (others).
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            loop.add_signal_handler(number, self._on_signal, number)
+        loop.set_exception_handler(self._on_defect)
+        if self.rank == 0:
+            # Before any message is read: what comes for the coordinator waits in the kernel until there is one.
+            await asyncio.to_thread(clear_rendezvous, self.run_dir)
+            held = [endpoint.held for endpoint in self._endpoints]
+            start, damaged = await asyncio.to_thread(
+                newest_start, self.run_dir, self.config, self.attempt, core=self.layout.core, held=held
+            )
+            self._enter(msgspec.structs.replace(start, pid=os.getpid()))
+            assert self.context is not None
+            self.coordinator = Coordinator(self.context, damaged)
+            self.mesh.from_lost = self._on_lost_message
+            for name in self._early_signals:
+                self.coordinator.on_signal(name)
+            self._spawn(self.coordinator.run(), then=self._stop.set)
+        self._spawn(self.mesh.run())
+        self._spawn(self._reap())
+        self._hello()
+        self._spawn(self._heartbeats())
+        if self.rank != 0:
+            self._spawn(self._outlive_coordinator())
+        await self._stop.wait()
+        await self._leave()
+        return self.coordinator is None or self.coordinator.state in ("completed", "restarting")
+
+    def _hello(self) -> None:
+        self.mesh.send(0, wire.Hello(self.rank, socket.gethostname(), os.getpid(), self.layout.components[self.rank]))
+
+    # --- life
+
+    def _enter(self, start: wire.Welcome) -> None:
+        if self.context is not None:
+            return
+        context = AgentContext(
+            rank=self.rank,
+            layout=self.layout,
+            config=self.config,
+            run=self.run_dir,
+            attempt=self.attempt,
+            send=self.mesh.send,
+            start=start,
+            private=self.private,
+            shared_memory=self.shared_memory,
+            kept=self.kept,
+        )
+        self.context = context
+        if self.rank in self.layout.core:
+            self._spawn(hold(self.kept))
+        else:
+            # Of an earlier start, in which it was of the core.
+            self._spawn(asyncio.to_thread(shutil.rmtree, self.kept, ignore_errors=True))
+        if context.component != "planner":
+            self.rollout_node = rollout = RolloutNode(context)
+            self.train_node = TrainNode(context, lambda: rollout.weights)
+            add_engines(self._routes, self.rollout_node, self.train_node, self._spawn)
+            self._spawn(self.rollout_node.watch())
+            self._spawn(self.train_node.watch())
+            if self.rank == self.layout.train_leader:
+                self._rendezvous = rendezvous_folder(context)
+                self.train_leader = make_train_leader(context, self._rendezvous)
+                add_train_leader(self._routes, self.train_leader)
+                self._training = self._spawn(self.train_leader.run())
+            if self.rank == self.layout.rollout_leader:
+                self.rollout_service = RolloutService(context)
+                add_rollout_service(self._routes, self.rollout_service)
+                self._spawn(self.rollout_service.run())
+
+    async def _leave(self) -> None:
+        stops = [part.stop() for part in (self.rollout_service, self.rollout_node, self.train_node) if part is not None]
+        await asyncio.gather(*stops)
+        await self.mesh.drain(GOODBYE_S)
+        for task in self._tasks:
+            task.cancel()
+        if self._rendezvous is not None:
+            shutil.rmtree(self._rendezvous, ignore_errors=True)
+        shutil.rmtree(self.private, ignore_errors=True)
+        shutil.rmtree(self.shared_memory, ignore_errors=True)
+        restarts = self._restarts or (self.coordinator is not None and self.coordinator.state == "restarting")
+        if not restarts:
+            shutil.rmtree(self.kept, ignore_errors=True)
+
+    async def _heartbeats(self) -> None:
+        while True:
+            nodes = [part for part in (self.rollout_node, self.train_node) if part is not None]
+            engines = {name: state for part in nodes for name, state in part.states.items()}
+            pids = {name: pid for part in nodes for name, pid in part.pids.items()}
+            version = -1
+            if self.rollout_node is not None and self.train_node is not None:
+                version = self.rollout_node.version if self.rollout_node.version >= 0 else self.train_node.step
+            unreachable = self.mesh.unreachable()
+            if 0 in unreachable:
+                # Only rank 0 can take this node back, so it must hear that messages to it were lost.
+                self.mesh.reopen(0)
+            beat = wire.Heartbeat(
+                self.rank,
+                self.layout.components[self.rank],
+                engines=engines,
+                pids=pids,
+                version=version,
+                unreachable=unreachable,
+            )
+            self.mesh.send(0, beat)
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def _outlive_coordinator(self) -> None:
+        await self._watch.gone()
+        if self.train_leader is not None and self._training is not None:
+            self.train_leader.on_stop("the coordinator was lost")
+            await self._watch.save(self._training)
+        elif self.layout.components[self.rank] in ("train", "hybrid"):
+            await self._watch.stay(self.layout.train_leader)
+        self._restarts = not Recovery(self.config.slurm.restarts).spent
+        self._stop.set()
+
+    async def _reap(self) -> None:
+        """End what outlived a child of this agent: the processes that a killed host's tools started."""
+        become_subreaper()
+        while True:
+            await asyncio.sleep(REAP_S)
+            if not Child.starting:
+                end_strangers(Child.live)
+
+    def _on_defect(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """End the run for an exception that no task waits for; its traceback is in this agent's log."""
+        error = context.get("exception")
+        if isinstance(error, Exception):
+            self._fail(context["message"], error)
+        else:
+            log.error("%s", context["message"], exc_info=error)
+
+    def _fail(self, what: str, error: BaseException) -> None:
+        """Log a defect with its traceback and send its reason to the coordinator.
+
+        The coordinator ends the run, or restarts it after a fault of a file system.
+        """
+        log.error("%s", what, exc_info=error)
+        self.mesh.send(0, wire.Fatal(self.rank, f"{type(error).__name__}: {error}", restart=isinstance(error, OSError)))
+
+    def _spawn(self, work: Any, then: Any = None) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+
+        def done(finished: asyncio.Task[Any]) -> None:
+            self._tasks.discard(finished)
+            if finished.cancelled():
+                return
+            error = finished.exception()
+            if error is not None:
+                self._fail("a task of this agent failed", error)
+            if then is not None:
+                then()
+
+        task.add_done_callback(done)
+        return task
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        name = signal.Signals(number).name
+        if self.coordinator is not None:
+            self.coordinator.on_signal(name)
+        else:
+            self._early_signals.append(name)
+
+    # --- messages
+
+    def _on_message(self, source: int, message: Any, blob: bytes | bytearray) -> None:
+        if source == 0:
+            self._watch.heard(message.pid if isinstance(message, wire.Welcome) else 0)
+        try:
+            self._route(source, message, blob)
+        except Exception as error:
+            self._fail(f"message {type(message).__name__} from rank {source}", error)
+
+    def _route(self, source: int, message: Any, blob: bytes | bytearray) -> None:
+        if not self._routes.deliver(message, blob) and self.coordinator is not None:
+            self.coordinator.on_message(source, message)
+
+    def _on_roles(self, roles: wire.Roles) -> None:
+        if self.context is not None:
+            self.context.receivers = roles.receivers
+        if self.train_leader is not None:
+            self.train_leader.on_recorded(roles.recorded)
+
+    def _on_rank_lost(self, lost: wire.RankLost) -> None:
+        self.mesh.forget(lost.rank)
+        if self.train_leader is not None:
+            self.train_leader.on_replica_down(lost.rank, "node lost")
+        if self.rollout_service is not None:
+            self.rollout_service.leader.on_rank_lost(lost.rank)
+
+    def _on_lost_message(self, rank: int, message: Any) -> None:
+        if isinstance(message, wire.Heartbeat) and self.coordinator is not None:
+            self.mesh.remember(rank)
+            self.coordinator.on_back(rank)
+
+    async def _reset(self) -> None:
+        """End the engines and begin as a new node: this one was declared lost and is readmitted."""
+        log.warning("this node was declared lost: ending its engines and starting again")
+        await asyncio.gather(*(part.reset() for part in (self.rollout_node, self.train_node) if part is not None))
+        self.mesh.remember(0)
+        self._hello()
+
+    def _on_stop(self, stop: wire.StopAgent) -> None:
+        log.info("stop: %s", stop.reason)
+        self._restarts = stop.restart
+        self._stop.set()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="libra-hpc node agent")
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    arguments = parser.parse_args()
+    faulthandler.enable()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    run, problem = RunDir(arguments.run), ""
+    try:
+        config = load_resolved(run.config)
+        layout = RankLayout.of(config)
+    except (UserError, OperationError) as error:
+        problem = str(error)
+    try:
+        world = meet("" if problem else config.slurm.interface, problem, lambda rank: held(kept_folder(run.path, rank)))
+        check_world(world.size, layout, os.environ)
+    except NoWorld as error:
+        _refuse(run, arguments.attempt, error.rank, error)
+    except OperationError as error:
+        _refuse(run, arguments.attempt, world.rank, error)
+    if config.components.one_node and config.slurm.device == "cuda":
+        gpus = getattr(config.components, layout.components[world.rank]).gpus
+        os.environ[VARIABLE] = own_devices(os.environ, first_gpu(config, world.rank), gpus)
+    if world.rank == 0:
+        run.met(arguments.attempt).touch()
+    good = asyncio.run(Agent(world, config, layout, run, attempt=arguments.attempt).run())
+    leave(0 if good else 1)
+
+
+def _refuse(run: RunDir, attempt: int, rank: int, error: OperationError) -> NoReturn:
+    """End before there is a coordinator; rank 0 writes the result."""
+    log.error("%s", error)
+    if rank == 0:
+        run.write_json(
+            run.result, {"state": "failed", "message": str(error), "step": 0, "attempt": attempt, "t": time.time()}
+        )
+    leave(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

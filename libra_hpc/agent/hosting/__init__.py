@@ -1,0 +1,1 @@
+"""What the rollout leader's agent hosts around it: environment hosts, files, reports."""

@@ -1,0 +1,42 @@
+"""What the trajectories of a start are made from, as a digest: trajectories go on between starts with the same one.
+
+- Part of it: the settings of the environment hosts (task, options, seed, limits of tools; in a dry run the workload).
+- Part of it: the user's task file, the run's number of prompts, which tasks see as progress.
+- Part of it: model, temperature, group size, longest context.
+- Not part of it: the layout of the ranks, the engines and the learning algorithm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.agent.commands import host_settings
+from libra_hpc.config.run import RunConfig
+
+RECORDS = 1
+"""Version of the format of records; records of another version do not count."""
+
+
+def digest(config: RunConfig) -> str:
+    """The digest, in hexadecimal.  The limit of a step decides whether a trajectory ends, not what it is made from."""
+    environment = msgspec.json.decode(host_settings(config))
+    environment.pop("step_limit_s", None)
+    algorithm, rollout, model = config.algorithm, config.rollout, config.model
+    parts = [
+        RECORDS,
+        environment,
+        config.run.steps * algorithm.prompts_per_step,
+        algorithm.group_size,
+        rollout.temperature,
+        rollout.max_model_len,
+        model.path,
+        model.dtype,
+    ]
+    found = hashlib.sha256(msgspec.json.encode(parts))
+    file = Path(config.task.name.rsplit(":", 1)[0])
+    if ":" in config.task.name and file.is_file():
+        found.update(file.read_bytes())
+    return found.hexdigest()[:16]

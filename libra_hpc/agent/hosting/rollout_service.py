@@ -1,0 +1,191 @@
+"""The rollout leader's surroundings in its agent: environment hosts, files, deadlines, and a report every second."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from typing import Any
+
+from libra_hpc.errors import error_text
+from libra_hpc.facts.journal import Journal
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.policies.scheduling.registry import make_policy
+from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol.trace import Restart
+from libra_hpc.rollout.recovery.history import history
+from libra_hpc.rollout.recovery.recovered import Recovered, SavedTrajectory, TrainedPrompts
+from libra_hpc.rollout.recovery.recovery_log import RecoveryLog
+from libra_hpc.rollout.rollout_leader import RolloutLeader
+from libra_hpc.rollout.run_lines import Routed, TrajectoryEnd, decision_line, trace_line
+from libra_hpc.rollout.trajectory import Trajectory
+from libra_hpc.state.attempt import start_state
+
+from .hosts import Hosts
+from .origin import digest
+from .storage import KEEP_LINES, Storage
+
+REPORT_S = 1.0
+"""Between two reports."""
+LEARN_BATCH = 200
+"""Earlier trajectories a policy learns from before the loop's other tasks run: some 10 ms."""
+STALL_S = 1.0
+"""This process woke so much later than planned: nobody could read messages, so that time counts for nobody."""
+
+
+def position(start: wire.Welcome) -> TrainedPrompts:
+    return TrainedPrompts(start.step, start.low, frozenset(start.extra))
+
+
+def line(record: TrajectoryEnd | Restart) -> dict[str, Any]:
+    return record.line() if isinstance(record, Restart) else trace_line(record)
+
+
+class RolloutService:
+    def __init__(self, context: AgentContext) -> None:
+        self._context = context
+        config = context.config
+        self._trajectories: Journal[TrajectoryEnd | Restart] = Journal(context.run.trajectories, line, KEEP_LINES)
+        self._decisions: Journal[Routed] = Journal(context.run.decisions, decision_line)
+        self._storage = Storage(self._trajectories, self._decisions, context.log)
+        self._recovery_log = (
+            RecoveryLog(context.run.experience, self._saved, time.monotonic) if config.checkpoint.experience else None
+        )
+        self._unwritten: list[Trajectory | SavedTrajectory | wire.Committed] = []
+        """For the next write to the recovery log."""
+        self._stopping = False
+        self._policy = make_policy(config.rollout.policy)
+        self.leader = RolloutLeader(
+            config,
+            context.rank,
+            self._policy,
+            send=context.send,
+            train_leader=context.layout.train_leader,
+            to_host=lambda host, message: self._hosts.send(host, message),
+            ended=self._on_ended,
+            routed=self._decisions.add,
+            log=context.log,
+        )
+        self._hosts = Hosts(
+            context,
+            message=self.leader.on_host,
+            down=self.leader.on_host_down,
+            fail=lambda reason: context.send(0, wire.Fatal(context.rank, reason)),
+        )
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Start the hosts, recover and learn from earlier attempts, then report every second until stopped."""
+        await self._hosts.start()
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        start, recovered = self._context.start, await self._recover()
+        await self._supersede(recovered)
+        await self._learn()
+        self.leader.on_position(start.step, start.low, start.extra, recovered.groups)
+        while not self._stopping:
+            await asyncio.sleep(REPORT_S)
+            self._context.send(0, self.leader.report())
+            if not self._stopping:
+                await self._flush()
+
+    async def _watch(self) -> None:
+        before = time.monotonic()
+        while not self._stopping:
+            await asyncio.sleep(REPORT_S)
+            now = time.monotonic()
+            late_s, before = now - before - REPORT_S, now
+            if late_s > STALL_S:
+                # What has come meanwhile is read before the next check.
+                self._hosts.discount(late_s)
+                self.leader.discount(late_s)
+            else:
+                self._hosts.watch()
+                self.leader.watch()
+
+    async def _supersede(self, recovered: Recovered) -> None:
+        """Mark what earlier starts finished and this one does not go on with."""
+        start, path = self._context.start, self._context.run.trajectories
+        try:
+            if not path.stat().st_size:
+                return
+        except OSError:
+            return
+        done = sorted((t.index, t.sample) for group in recovered.groups.values() for t in group if t.place == "done")
+        self._trajectories.add(Restart(start.step, start.low, start.extra, tuple(done)))
+        await self._flush()
+
+    async def _learn(self) -> None:
+        context, config = self._context, self._context.config
+        try:
+            records = await asyncio.to_thread(
+                history, context.run.trajectories, config.rollout.warm_start, config.task.name
+            )
+        except OSError as error:
+            context.log(
+                "storage_fault",
+                part="trajectories.jsonl",
+                reason=f"trajectories.jsonl cannot be read: {error_text(error)}",
+            )
+            return
+        for number, record in enumerate(records):
+            self._policy.finished(record, time.monotonic())
+            if number % LEARN_BATCH == 0:
+                await asyncio.sleep(0)
+        if records:
+            context.log("scheduler_warm_start", trajectories=len(records))
+
+    async def _recover(self) -> Recovered:
+        context, config, start = self._context, self._context.config, self._context.start
+        if self._recovery_log is None:
+            # Versions number the weights of one line of starts; without records, those of another could be mixed in.
+            await asyncio.to_thread(shutil.rmtree, context.run.experience, ignore_errors=True)
+            return Recovered({}, {})
+        recovered = await self._recovery_log.recover(digest(config), position(start), config.algorithm.eta)
+        if recovered.groups or recovered.dropped:
+            context.log("experience_kept", **recovered.event(config.algorithm.group_size))
+        return recovered
+
+    def _saved(self) -> TrainedPrompts:
+        return position(start_state(self._context.run))
+
+    def _on_ended(self, ended: TrajectoryEnd) -> None:
+        self._trajectories.add(ended)
+        self._unwritten.append(ended.trajectory)
+
+    async def _flush(self) -> None:
+        new, self._unwritten = self._unwritten, []
+        await self._storage.flush(self._recovery_log, new)
+
+    async def stop(self) -> None:
+        self._stopping = True
+        if self._watcher is not None:
+            self._watcher.cancel()
+        # Before anything slow, for which whoever ends the job may not wait.  Unfinished trajectories are written as
+        # they are now: they may go on meanwhile.
+        self._unwritten += [SavedTrajectory.of(trajectory) for trajectory in self.leader.unfinished()]
+        await self._flush()
+        await self._hosts.stop()
+        # What ended meanwhile: its line is in `trajectories.jsonl`, and the next start must not let it end once more.
+        await self._flush()
+        await self._storage.close()
+        if self._recovery_log is not None:
+            await self._recovery_log.close()
+
+    def on_message(self, message: Any) -> None:
+        leader = self.leader
+        match message:
+            case wire.TurnsDone(items=items):
+                leader.on_turns_done(items)
+            case wire.EngineLoad(engine=engine, stats=stats):
+                leader.on_engine_load(engine, stats)
+            case wire.EngineVersion(engine=engine, version=version):
+                leader.on_engine_version(engine, version)
+            case wire.EngineUp():
+                leader.on_engine_up(message)
+            case wire.EngineDown(engine=engine, reason=reason):
+                leader.on_engine_down(engine, reason)
+            case wire.DrainTurns(rank=rank):
+                leader.on_drain(rank)
+            case wire.Committed(indices=indices):
+                leader.on_committed(indices)
+                self._unwritten.append(message)

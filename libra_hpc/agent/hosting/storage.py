@@ -1,0 +1,58 @@
+"""Files of the rollout leader on a full or failing disk: what is dropped first, and which events that writes.
+
+- Trajectories cannot be written -> their lines wait in memory; decisions are dropped, which leaves the room to them.
+- Decisions cannot be written -> dropped; ``decisions_dropped``, once.
+- A file fails, or works again -> ``storage_fault`` with the reason, ``storage_ok`` with the number of lost lines.
+
+Nothing raises into the loop of the leader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from libra_hpc.facts.journal import Journal
+from libra_hpc.rollout.recovery.recovery_log import RecoveryLog
+
+KEEP_LINES = 20_000
+"""Trajectories' lines that wait for room: some 40 MB."""
+
+
+class Storage:
+    def __init__(self, trajectories: Journal[Any], decisions: Journal[Any], log: Callable[..., None]) -> None:
+        self.trajectories, self.decisions, self._log = trajectories, decisions, log
+        self._faults: dict[str, str] = {}
+        self._drop_logged = False
+
+    async def flush(self, recovery_log: RecoveryLog | None, new: list[Any]) -> None:
+        """Write what is new, lines first.
+
+        A start goes on with what the recovery log has, and does not write its lines again: they must be there.
+        """
+        await self.trajectories.flush()
+        if self.trajectories.fault:
+            self.decisions.drop()
+        await self.decisions.flush()
+        if self.decisions.dropped and not self._drop_logged:
+            self._drop_logged = True
+            self._log("decisions_dropped", reason=self.trajectories.fault or self.decisions.fault)
+        if recovery_log is not None:
+            await recovery_log.write(new)
+            self._log_fault("experience", recovery_log.failed, 0)
+        self._log_fault("trajectories.jsonl", self.trajectories.fault, self.trajectories.dropped)
+        self._log_fault("decisions.jsonl", self.decisions.fault, self.decisions.dropped)
+
+    async def close(self) -> None:
+        await self.trajectories.close()
+        await self.decisions.close()
+
+    def _log_fault(self, part: str, fault: str, dropped: int) -> None:
+        if fault and part not in self._faults:
+            self._log("storage_fault", part=part, reason=f"{part} cannot be written: {fault}")
+        elif not fault and part in self._faults:
+            self._log("storage_ok", part=part, reason=f"{part} can be written again", dropped=dropped)
+        if fault:
+            self._faults[part] = fault
+        else:
+            self._faults.pop(part, None)

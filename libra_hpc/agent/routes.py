@@ -1,0 +1,92 @@
+"""Which part of a node gets which message of the mesh: one table of message type -> handler.
+
+Every part adds its rows when it is built.  A message without a row is for the coordinator; where there is none it is
+dropped: it is for a part that this node does not have, or not yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from libra_hpc.agent.hosting.rollout_service import RolloutService
+from libra_hpc.protocol import mesh as wire
+from libra_hpc.train_leader.train_leader import TrainLeader
+
+from .rollout_node import RolloutNode
+from .train_node import TrainNode
+
+M = TypeVar("M")
+
+FOR_ROLLOUT_SERVICE = (
+    wire.TurnsDone,
+    wire.EngineUp,
+    wire.EngineDown,
+    wire.EngineVersion,
+    wire.EngineLoad,
+    wire.DrainTurns,
+    wire.Committed,
+)
+
+
+class Routes:
+    def __init__(self) -> None:
+        self._rows: dict[type, Callable[[Any, bytes | bytearray], object]] = {}
+
+    def add(self, kind: type[M], handler: Callable[[M], object]) -> None:
+        self._rows[kind] = lambda message, blob: handler(message)
+
+    def add_with_blob(self, kind: type[M], handler: Callable[[M, bytes | bytearray], None]) -> None:
+        """As `add`, for a message that carries a blob."""
+        self._rows[kind] = handler
+
+    def deliver(self, message: object, blob: bytes | bytearray = b"") -> bool:
+        """Hand a message to its handler; False when there is none."""
+        handler = self._rows.get(type(message))
+        if handler is None:
+            return False
+        handler(message, blob)
+        return True
+
+
+def add_engines(routes: Routes, rollout: RolloutNode, train: TrainNode, spawn: Callable[[Any], object]) -> None:
+    """Rows of a node with engines; ``spawn`` runs a coroutine as a task."""
+
+    def start(order: wire.StartEngine) -> None:
+        spawn(rollout.start() if order.kind == "rollout" else train.start(order.world))
+
+    def standby(order: wire.StandbyEngine) -> None:
+        (rollout if order.kind == "rollout" else train).standby()
+
+    routes.add(wire.StartEngine, start)
+    routes.add(wire.StandbyEngine, standby)
+    routes.add(wire.EndTrainers, lambda order: spawn(train.reset()))
+    routes.add(wire.Turns, rollout.on_turns)
+    routes.add_with_blob(wire.WeightsChunk, rollout.on_chunk)
+    routes.add(wire.WeightsCurrent, rollout.on_current)
+    routes.add(wire.WeightsWanted, train.on_wanted)
+    routes.add(wire.Publish, train.on_publish)
+    routes.add(wire.KeepSnapshot, lambda order: train.keeper.keep(order))
+    routes.add(wire.SnapshotWanted, lambda request: train.keeper.on_wanted(request))
+    routes.add_with_blob(wire.SnapshotChunk, lambda message, blob: train.keeper.chunk(message, blob))
+    routes.add(wire.ToReplica, lambda order: train.on_message(order.message))
+
+
+def add_train_leader(routes: Routes, leader: TrainLeader) -> None:
+    """Rows of the train leader."""
+
+    def died(message: wire.EngineDied) -> None:
+        if message.kind == "train":
+            leader.on_replica_down(message.rank, message.reason)
+
+    routes.add(wire.FromReplica, lambda answer: leader.on_reply(answer.rank, answer.message))
+    routes.add(wire.FormGeneration, lambda order: leader.on_generation(order.generation, order.ranks))
+    routes.add(wire.Batch, leader.on_batch)
+    routes.add(wire.SnapshotStored, leader.on_snapshot_stored)
+    routes.add(wire.StopTraining, lambda order: leader.on_stop(order.reason, order.after))
+    routes.add(wire.EngineDied, died)
+
+
+def add_rollout_service(routes: Routes, service: RolloutService) -> None:
+    for kind in FOR_ROLLOUT_SERVICE:
+        routes.add(kind, service.on_message)

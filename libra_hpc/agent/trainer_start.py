@@ -1,0 +1,97 @@
+"""What the Megatron processes of a node are started with: their place in a world, and the state they begin with.
+
+- All nodes of the core form one world. A world of one node meets in the agent's private folder, else on the shared
+  file system.
+- A hybrid node is a world of its own without a state, or several are one: it gets weights when it joins.
+- A core of one node is rebuilt -> it begins with the newest whole snapshot or checkpoint. Several nodes begin with what
+  rank 0 has chosen for all.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from libra_hpc.config.train_world import core_world, elastic_world
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.state import state_folders as folders
+from libra_hpc.state.snapshot_keeper import OWN
+from libra_hpc.train_leader.train_leader_setup import rendezvous_folder
+from libra_hpc.trainer.settings import WorkerConfig, algorithm_settings, optimizer_settings
+
+log = logging.getLogger("libra_hpc.agent")
+
+
+def worker_configs(context: AgentContext, number: int, common: int = 0) -> list[WorkerConfig]:
+    """Settings of every process of this node's start ``number``, from 0; reads and writes the run directory.
+
+    ``common``: number of the start that the nodes of a replica make together.
+    """
+    config, layout = context.config, context.layout
+    core, unit = layout.core, layout.unit(context.rank)
+    train, elastic = config.train, context.rank not in core
+    owners, replica = core_world(config), elastic_world(config)
+    world = replica if elastic else owners
+    start_dir, first = "", 0
+    rendezvous = context.private / f"world-{number}"
+    if elastic and len(unit) > 1:
+        first = unit.index(context.rank) * world.processes
+        rendezvous = rendezvous_folder(context) / f"replica-{unit[0]}.{common}"
+    elif not elastic:
+        start_dir, own = context.start.checkpoint, context.snapshots / OWN
+        if context.start.snapshot:
+            start_dir = str(own / context.start.snapshot)
+        if len(core) == 1:
+            start_dir = _newest(context, own, start_dir) if number else start_dir
+        else:
+            first = core.index(context.rank) * world.processes
+            rendezvous = rendezvous_folder(context) / "core"
+    return [
+        WorkerConfig(
+            model_dir=config.model.path,
+            world_rendezvous=str(rendezvous),
+            start_dir=start_dir,
+            device=config.slurm.device,
+            device_index=local_rank,
+            dtype=config.model.dtype,
+            tp=world.tp,
+            pp=world.pp,
+            dp=world.dp,
+            cp=world.cp,
+            ep=world.ep,
+            etp=world.etp,
+            core_dp=owners.dp,
+            elastic_dp=replica.dp,
+            elastic=elastic,
+            rank=first + local_rank,
+            optimizer=optimizer_settings(config),
+            algorithm=algorithm_settings(config),
+            micro_tokens=train.micro_tokens,
+            recompute=train.recompute,
+            threads=train.threads,
+            seed=config.run.seed,
+        )
+        for local_rank in range(world.processes)
+    ]
+
+
+def _newest(context: AgentContext, snapshots: Path, started: str) -> str:
+    """The newest of what the attempt started from, whole snapshots, and whole checkpoints."""
+    step, found = context.start.step, started
+    newest = folders.latest_whole(snapshots)
+    if newest is not None and (saved := folders.read_state(newest).step) >= step:
+        step, found = saved, str(newest)
+    for saved, folder in reversed(_checkpoints(context)):
+        if saved <= step:
+            break
+        if not folders.verify(folder):
+            return str(folder)
+    return found
+
+
+def _checkpoints(context: AgentContext) -> list[tuple[int, Path]]:
+    try:
+        return context.run.complete_checkpoints()
+    except OSError as error:
+        log.warning("the checkpoints cannot be listed: %s", error)
+        return []

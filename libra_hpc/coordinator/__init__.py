@@ -1,0 +1,1 @@
+"""The coordinator, in the agent of rank 0: carries out what pure policies decide."""

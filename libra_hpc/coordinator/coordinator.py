@@ -1,0 +1,382 @@
+"""The coordinator, in the agent of rank 0: it carries out what pure policies decide, and writes what people read.
+
+- A message about an engine or a node -> an event of the pool (`nodes`); its effects become orders.
+- Every `PlannerSection.interval_s` -> the planner's decision becomes moves (`live_planning`) or a repartition.
+- A node is lost (`liveness`) -> the others go on; without a leader or a part of the core, all ranks restart from the
+  newest checkpoint.
+- A lost node is heard again -> it ends its engines, sends `Hello`, and starts as a new one.
+
+It alone writes the event log, the metrics and the status snapshot, and it decides how the run ends (`ending`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import msgspec
+
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.policies.pool import states
+from libra_hpc.protocol import mesh as wire
+from libra_hpc.state.attempt import copy_policy, drop_steps_after, source_of
+
+from .ending import Ending
+from .late_steps import late_step
+from .live_planning import LivePlanning
+from .liveness import discount, read_gone
+from .nodes import NodePool, Role
+from .observations import Observations
+from .records import Records
+from .recovery import Recovery
+from .repartitioner import Repartitioner
+from .run_status import compose_status
+from .time_limit import TimeLimit
+
+GONE_HELLO_S = 10.0
+"""Before that, the noted end of a rank without `Hello` may be of the start before."""
+HELLO_S = 120.0
+"""All agents of one `srun` send `Hello` within seconds of each other."""
+STATUS_S = 1.0
+"""Between two status snapshots."""
+ROLES_S = 2.0
+"""The roles are repeated this often; agents see by them that the coordinator lives."""
+GONE_S = 1.0
+"""Between two readings of what the launcher saw."""
+SAVE_S = 600.0
+"""How long a checkpoint may take when nobody else waits for it."""
+
+
+class Coordinator:
+    def __init__(self, context: AgentContext, damaged: Sequence[tuple[int, str]] = ()) -> None:
+        """``damaged``: checkpoints passed over at the start, as step and sentence."""
+        self._context, self._config, self._run_dir = context, context.config, context.run
+        drop_steps_after(context.run, context.start.step, context.start.snapshot)
+        self._records = Records(context)
+        self._event = self._records.event
+        for step, sentence in damaged:
+            self._event("checkpoint_damaged", step=step, reason=sentence)
+        now = time.time()
+        self._observations = Observations()
+        self._nodes = NodePool(context, self._event, self._observations.on_switch, lambda: self._records.recorded)
+        self._repartitioner = Repartitioner(context, self._event, self._records.event_now)
+        self._planning = LivePlanning(
+            self._config,
+            self._nodes,
+            self._observations,
+            repartition_after=self._repartitioner.not_before,
+            event=self._event,
+        )
+        self._started_at = now
+        self._step = context.start.step
+        self._gen_tokens = 0
+        self._finished = asyncio.Event()
+        self._limit = TimeLimit(self._config.slurm, now)
+        self._ending = Ending(self._config.run.steps, Recovery(self._config.slurm.restarts))
+        self._stepped_at = now
+        self._gone: dict[int, int] = {}
+        self._job_id = ""
+        self._asked_to_stop = False
+        self._last_step = 0
+        """The step after which training stops for the time limit; 0: none."""
+        self._polls: set[asyncio.Task[None]] = set()
+
+    # --- messages
+
+    def on_message(self, source: int, message: Any) -> None:
+        node = self._nodes.facts[source]
+        node.seen = time.time()
+        match message:
+            case wire.Heartbeat():
+                node.beat = message
+            case wire.Log(kind=kind, t=t, fields=fields):
+                self._records.record(kind, t, fields)
+                if kind == "checkpoint_saved" and isinstance(seconds := fields.get("seconds"), float):
+                    self._limit.on_save(seconds)
+                elif kind == "checkpoint_started":
+                    self._limit.on_save_started(t)
+                elif kind == "checkpoint_failed":
+                    self._limit.on_save_failed()
+            case wire.StepReport():
+                self._on_step(message)
+            case wire.RolloutReport():
+                self._observations.on_rollout(message, self._nodes.receivers, time.time())
+            case wire.Hello(rank=rank, host=host, pid=pid, component=component):
+                node.host, node.pid = host, pid
+                self._context.send(rank, self._context.start)
+                self._event("agent_joined", rank=rank, host=host, pid=pid, component=component)
+                self._nodes.readmit(rank)
+                self._maybe_start()
+            case wire.EngineIsReady(rank=rank, kind=kind, seconds=seconds):
+                self._event("engine_is_ready", rank=rank, engine_kind=kind, seconds=seconds)
+                self._nodes.apply(states.EngineAnswers(rank, _role(kind)))
+            case wire.EngineDied(rank=rank, kind=kind, reason=reason, world=world):
+                self._nodes.apply(states.EngineEnded(rank, _role(kind), world))
+                self._event("engine_restarted", rank=rank, engine_kind=kind, reason=reason)
+            case wire.TurnsDrained(rank=rank):
+                self._nodes.apply(states.Drained(rank))
+            case wire.MemberJoined(rank=rank, generation=generation):
+                self._event("member_joined", **msgspec.structs.asdict(message))
+                self._nodes.apply(states.StateArrived(rank))
+                self._nodes.apply(states.MemberOf(rank, generation))
+            case wire.TrainingFinished(step=step):
+                self._step = step
+                self._ending.finished(step, self._repartitioner.ordered, node.seen)
+            case wire.Fatal(rank=rank, reason=reason, restart=restart):
+                self._ending.fatal(f"node {rank}: {reason}", restart or self._repartitioner.ordered, node.seen)
+        self._settle()
+
+    def on_signal(self, name: str) -> None:
+        now, cancelled = time.time(), name == "SIGTERM"
+        if self._ending.over or not (cancelled or self._limit.heeds_notice(now)):
+            return
+        reason = f"Slurm sent {name}"
+        self._event("stop_requested", signal=name, reason=reason)
+        if cancelled:
+            self._stop(reason, self._limit.grace_s)
+        else:
+            self._stop(reason, self._limit.left_s(now), "time_limit")
+
+    def _on_stop_request(self) -> None:
+        """Somebody asked for a checkpoint and the end, and waits for both."""
+        self._asked_to_stop = True
+        self._event("stop_requested", signal="", reason="a request to stop")
+        if self._nodes.pool is None:
+            self._ending.end("cancelled", "stopped before the first step")
+            self._settle()
+        else:
+            self._stop("a request to stop", SAVE_S)
+
+    def _stop(self, reason: str, patience_s: float, state: str = "cancelled", after: int = 0) -> None:
+        self._ending.stop(reason, patience_s, time.time(), state)
+        self._context.send(self._context.layout.train_leader, wire.StopTraining(reason, after))
+
+    def _settle(self) -> None:
+        """Order nothing any more once the run is over."""
+        if self._ending.over:
+            self._nodes.frozen = True
+            self._finished.set()
+
+    @property
+    def state(self) -> str:
+        """``starting`` | ``running`` | ``completed`` | ``failed`` | ``cancelled`` | ``time_limit`` | ``restarting``"""
+        return self._ending.state
+
+    def on_back(self, rank: int) -> None:
+        self._nodes.request_reset(rank)
+
+    def _maybe_start(self) -> None:
+        if self._nodes.pool is not None or not self._nodes.complete:
+            return
+        self._event("job_started", ranks=len(self._nodes.facts), step=self._step, attempt=self._context.attempt)
+        if self._ending.recovery.cause:
+            self._event(
+                "recovered",
+                restarts=self._ending.recovery.used,
+                reason=self._ending.recovery.cause,
+                step=self._step,
+                source=source_of(self._context.start),
+            )
+        self._ending.state, self._ending.message = "running", "starting engines"
+        if self._step:
+            self._ending.message += f", going on {source_of(self._context.start)}"
+        self._nodes.start(self._config.planner.hybrid_start)
+
+    # --- planning
+
+    def _plan(self) -> None:
+        decision = self._planning.decide(self._config.run.steps - self._step, time.time())
+        carried_out = (
+            decision.action == "repartition" and decision.changes and self._config.planner.repartition == "carry_out"
+        )
+        if carried_out and self._repartitioner.propose(decision):
+            self._context.send(self._context.layout.train_leader, wire.StopTraining("repartition"))
+
+    def _blocked_by(self) -> str:
+        """Why the ranks cannot be repartitioned at the moment; empty: they can."""
+        return "the run is stopping" if self._ending.stopping else self._nodes.unsettled
+
+    # --- the loop
+
+    async def run(self) -> None:
+        next_status = next_roles = next_plan = 0.0
+        self._poll(self._poll_gone())
+        self._poll(self._poll_orders())
+        slept_s = period = min(STATUS_S, self._config.planner.interval_s)
+        while not self._finished.is_set():
+            now = time.time()
+            if stall := discount(self._nodes.facts, slept_s, period, now):
+                self._event("own_stall", reason=f"rank 0 was stopped for {stall:.1f} s", seconds=stall)
+            self._check(now)
+            if self._nodes.pool is not None:
+                if now >= next_roles:
+                    next_roles = now + ROLES_S
+                    self._nodes.announce()
+                if self._config.planner.enabled and now >= next_plan and not (self._nodes.moves or self._stopping):
+                    next_plan = now + self._config.planner.interval_s
+                    self._plan()
+            if now >= next_status:
+                next_status = now + STATUS_S
+                self._write_status()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._finished.wait(), period)
+            # By the clock that silences are measured with: a clock that was set forward is no silence either.
+            slept_s = time.time() - now
+        await self._close()
+
+    @property
+    def _stopping(self) -> bool:
+        return bool(self._repartitioner.ordered or self._ending.recovery.reason) or self._ending.stopping
+
+    def _check(self, now: float) -> None:
+        waited_s = now - self._started_at
+        if self._nodes.pool is None and waited_s > GONE_HELLO_S:
+            missing = [rank for rank, node in self._nodes.facts.items() if not node.host]
+            if waited_s > HELLO_S or any(rank in self._gone for rank in missing):
+                self._ending.restart(f"no sign of life from rank(s) {missing} after {waited_s:.0f} s", now)
+        for lost in self._nodes.find_lost(self._gone, now) if self._nodes.pool is not None else ():
+            if lost.rank in self._context.layout.vital:
+                self._recover(lost.rank, lost.reason)
+        self._ending.check(now)
+        if (fault := self._records.check_storage()) and not (self._ending.stopping or self._ending.recovery.reason):
+            self._stop(fault, SAVE_S, "failed")
+        self._check_time_limit(now)
+        self._settle()
+
+    def _check_time_limit(self, now: float) -> None:
+        stop = self._limit.stop(self._step, self._stepped_at, now)
+        # A last step that takes too long is given up.
+        if stop is None or (stop.after if self._last_step else self._stopping):
+            return
+        self._last_step = stop.after
+        self._event("stop_requested", signal="", reason=stop.reason)
+        self._stop(stop.reason, self._limit.left_s(now), "time_limit", stop.after)
+
+    def _poll(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._polls.add(task)
+        task.add_done_callback(self._polled)
+
+    def _polled(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._ending.end("failed", f"rank 0: {type(error).__name__}: {error}")
+            self._settle()
+
+    async def _poll_gone(self) -> None:
+        """Read what the launcher saw and whether somebody wants the run to stop, in threads: a file system may hang."""
+        while not self._finished.is_set():
+            self._gone = await asyncio.to_thread(read_gone, self._run_dir.gone(self._context.attempt))
+            if not self._asked_to_stop and await asyncio.to_thread(os.path.exists, self._run_dir.stop):
+                self._on_stop_request()
+            if not self._job_id:
+                # The launcher writes it once it has the id, which may be after this start.
+                self._job_id = str(
+                    (await asyncio.to_thread(self._run_dir.read_json, self._run_dir.job)).get("job_id", "")
+                )
+            await asyncio.sleep(GONE_S)
+
+    async def _poll_orders(self) -> None:
+        """Read an operator's order for another layout, in a thread."""
+        while not self._finished.is_set():
+            await asyncio.sleep(min(STATUS_S, self._config.planner.interval_s))
+            if self._nodes.pool is None or self._ending.recovery.reason:
+                continue
+            if await asyncio.to_thread(self._repartitioner.poll, self._blocked_by()):
+                self._context.send(self._context.layout.train_leader, wire.StopTraining("repartition"))
+
+    def _recover(self, rank: int, reason: str) -> None:
+        """A leader or a part of the core is lost: restart all ranks, as often as that is allowed."""
+        layout = self._context.layout
+        roles = {layout.train_leader: "leads training", layout.rollout_leader: "leads rollout"}
+        sentence = f"node {rank}, which {roles.get(rank, 'has a part of the trainers')}, was lost ({reason})"
+        if rank in layout.core:
+            self._ending.restart(sentence, time.time())
+        elif self._ending.save_and_restart(sentence, time.time()):
+            self._context.send(layout.train_leader, wire.StopTraining("recovery"))
+
+    def _on_step(self, report: wire.StepReport) -> None:
+        self._step = report.step
+        if not self._stopping:
+            self._ending.message = ""
+        self._stepped_at = now = time.time()
+        self._limit.on_step(report.metrics.step_s)
+        self._gen_tokens = report.metrics.batch.gen_tokens
+        estimate = self._planning.estimate(report.metrics.train_nodes)
+        expected = None if estimate is None else estimate.batch_s
+        self._observations.on_step(report, expected, now)
+        speed = self._observations.rollout_speed(self._gen_tokens)[0]
+        own = {"rollout_nodes": len(self._nodes.receivers), "rollout_tokens_per_s": speed, "expected_s": expected}
+        self._records.step({"t": now, "step": report.step, **report.metrics.columns(), **own})
+
+    async def _close(self) -> None:
+        for poll in self._polls:
+            poll.cancel()
+        newest = self._run_dir.latest_checkpoint()
+        if newest is not None and self.state == "completed":
+            try:
+                await asyncio.to_thread(copy_policy, newest[1] / "policy", self._run_dir.policy)
+            except OSError as error:
+                why = f"the last step is saved in {newest[1]}, but the policy could not be exported: {error}"
+                self._ending.state, self._ending.message = "failed", why
+        self._planning.close()
+        if self.state == "restarting":
+            await asyncio.to_thread(self._leave_for_restart)
+        if self.state != "restarting":
+            await asyncio.to_thread(
+                self._repartitioner.give_up, f"the run is over: {self.state}, {self._ending.message}."
+            )
+            self._records.result(self.state, self._ending.message, self._step)
+        self._write_status()
+        for rank in self._nodes.facts:
+            if rank != self._context.rank:
+                self._context.send(rank, wire.StopAgent(self._ending.message, self.state == "restarting"))
+        await self._records.close(f"the run is {self.state} at step {self._step}: {self._ending.message}")
+
+    def _leave_for_restart(self) -> None:
+        try:
+            recovery = self._ending.recovery
+            if recovery.reason:
+                self._event("restart", reason=recovery.reason, restarts=recovery.used + 1, step=self._step)
+                recovery.request_restart(self._run_dir, self._context.attempt)
+            else:
+                self._repartitioner.carry_out(self._step)
+        except OSError as error:
+            self._ending.state, self._ending.message = "failed", f"the restart could not be prepared: {error}"
+
+    def _late(self, now: float, notices: list[str]) -> str:
+        if self._nodes.pool is None or self._finished.is_set():
+            return ""
+        report, steps = self._observations.report, [wall for wall, _ in self._observations.walls]
+        return late_step(now - self._stepped_at, steps, self._nodes.pool, report=report, notices=notices)
+
+    def _write_status(self) -> None:
+        now = time.time()
+        notices = self._records.notices(now)
+        message = self._ending.message or self._repartitioner.message or self._late(now, notices)
+        nodes = self._nodes
+        status = compose_status(
+            self._context,
+            nodes.pool,
+            nodes.facts,
+            self._observations,
+            job_id=self._job_id,
+            state=self.state,
+            message=message,
+            started_at=self._started_at,
+            step=self._step,
+            gen_tokens=self._gen_tokens,
+            decision=self._planning.last,
+            estimate=self._planning.estimate(nodes.trainers),
+            repartitioned=self._repartitioner.last,
+            notices=notices,
+            now=now,
+        )
+        self._records.status(status)
+
+
+def _role(kind: str) -> Role:
+    return "train" if kind == "train" else "rollout"

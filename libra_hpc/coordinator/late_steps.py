@@ -1,0 +1,95 @@
+"""Why a run makes no progress: pure, from the pool, the last rollout report, and recent notices.
+
+- No step within `FACTOR` times the median of the last ones, and within `FLOOR_S` -> the status names what is waited
+  for.
+- A part gave notice lately (a slow engine, a storage fault, paused admission) -> the newest notice is that reason.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from libra_hpc.policies.pool import states
+from libra_hpc.protocol.mesh import RolloutReport
+
+FLOOR_S = 30.0
+"""No step is late before."""
+FACTOR = 5.0
+"""Times the median step."""
+NOTICE_S = 120.0
+"""An older notice explains nothing any more, unless it is repeated."""
+NOTICES = 8
+"""Most notices remembered."""
+NOTICE_KINDS = (
+    "slow",
+    "hung",
+    "storage_fault",
+    "admission_paused",
+    "checkpoint_failed",
+    "snapshot_failed",
+    "export_failed",
+    "weights_stalled",
+    "weights_corrupt",
+    "weights_not_stored",
+    "update_skipped",
+    "checkpoint_damaged",
+    "engine_lost",
+    "host_lost",
+    "node_lost",
+    "own_stall",
+)
+"""Events whose reason belongs on the status screen."""
+
+
+class Notices:
+    """The last things that went wrong, as sentences; ``t`` and ``now`` are epoch seconds."""
+
+    def __init__(self) -> None:
+        self._notices: deque[tuple[float, str]] = deque(maxlen=NOTICES)
+
+    def add(self, kind: str, t: float, fields: dict[str, Any]) -> None:
+        if kind in NOTICE_KINDS:
+            where = f"node {fields['rank']}: " if "rank" in fields else ""
+            self._notices.append((t, f"{where}{kind.replace('_', ' ')}: {fields.get('reason', '')}".rstrip(": ")))
+
+    def recent(self, now: float) -> list[str]:
+        return [sentence for t, sentence in reversed(self._notices) if now - t <= NOTICE_S]
+
+
+def late_step(
+    waited_s: float,
+    step_seconds: Sequence[float],
+    pool: states.Pool,
+    report: RolloutReport | None,
+    notices: Sequence[str],
+) -> str:
+    """One sentence once no step was committed for too long, else nothing.  ``step_seconds``: of the last steps."""
+    usual = sorted(step_seconds)[len(step_seconds) // 2] if step_seconds else 0.0
+    if waited_s < max(FLOOR_S, FACTOR * usual):
+        return ""
+    return f"no step for {waited_s:.0f} s: {notices[0] if notices else _waits_for(pool, report)}"
+
+
+def _waits_for(pool: states.Pool, report: RolloutReport | None) -> str:
+    if not states.trainers(pool):
+        return _nodes(pool, "train") or "no training replica is ready"
+    if not states.rollout_nodes(pool):
+        return _nodes(pool, "rollout") or "no rollout engine is ready"
+    if report is None:
+        return "the rollout leader has not reported"
+    if report.waiting_turns and not report.inflight:
+        return f"{report.waiting_turns} turns wait for an engine"
+    if report.tools_running and not report.inflight:
+        return f"{report.tools_running} of {report.open_trajectories} trajectories are in tools"
+    if report.inflight:
+        return f"{report.inflight} turns run at engines, {report.open_trajectories} trajectories are open"
+    return "the trainers work on a step" if report.ready_groups else "no trajectory is open"
+
+
+def _nodes(pool: states.Pool, role: str) -> str:
+    waiting = [
+        f"node {node.rank} is {node.state.replace('_', ' ')}" for node in pool.nodes.values() if node.role == role
+    ]
+    return ", ".join(waiting[:3])

@@ -1,0 +1,176 @@
+"""The pool of nodes at rank 0: the state machine's pool, what was heard of every node, and the orders that follow.
+
+- An event -> `apply`: the pure state machine (`libra_hpc.policies.pool.states`) answers with effects.
+- An effect -> a message to an agent or to a leader.
+- A node is lost or comes back -> announced to everybody.
+
+The rollout leader hears of engines from their own nodes, so no effect is about turns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.policies.pool import states
+from libra_hpc.protocol import mesh as wire
+
+from .liveness import LostNode, lost_nodes
+from .node_facts import NodeFacts
+
+Role = Literal["train", "rollout"]
+
+
+class NodePool:
+    """``event(kind, **fields)`` writes to the event log; ``moved(direction, seconds, now)`` hears of completed moves.
+
+    ``recorded()`` is the highest step whose metrics line is durable.
+    """
+
+    def __init__(
+        self,
+        context: AgentContext,
+        event: Callable[..., None],
+        moved: Callable[[Literal["to_train", "to_rollout"], float, float], None],
+        recorded: Callable[[], int],
+    ) -> None:
+        self._context, self._event, self._moved, self._recorded = context, event, moved, recorded
+        now = time.time()
+        self.facts = {rank: NodeFacts(now) for rank in range(len(context.layout.components))}
+        self.pool: states.Pool | None = None
+        """None until every agent has sent `Hello`."""
+        self.moves: dict[int, tuple[Role, float]] = {}
+        """Moves in flight: where to, and since when (epoch seconds)."""
+        self.frozen = False
+        """The run is over: nothing is ordered any more."""
+
+    @property
+    def complete(self) -> bool:
+        return all(node.host for node in self.facts.values())
+
+    @property
+    def trainers(self) -> int:
+        return len(self.pool.membership.ranks) if self.pool else 0
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        return states.rollout_nodes(self.pool) if self.pool else ()
+
+    @property
+    def unsettled(self) -> str:
+        """A node that neither trains nor rolls out, as a sentence; empty when there is none."""
+        assert self.pool is not None
+        busy = [
+            node
+            for node in self.pool.nodes.values()
+            if node.state not in (states.NodeState.TRAIN, states.NodeState.ROLLOUT)
+        ]
+        return f"node {busy[0].rank} is in state {busy[0].state}" if busy else ""
+
+    def start(self, hybrid_role: Role) -> None:
+        layout = self._context.layout
+        self.pool, effects = states.start(layout.pool(), hybrid_role, layout.unit)
+        self.announce()
+        self._carry_out(effects)
+
+    def move(self, rank: int, role: Role, now: float) -> None:
+        """Order a node and those that move with it, unless they are on their way."""
+        if rank not in self.moves:
+            self.moves |= dict.fromkeys(self._context.layout.unit(rank), (role, now))
+            self.apply(states.MoveOrdered(rank, role))
+
+    def request_reset(self, rank: int) -> None:
+        """Have a node that was declared lost, and is heard again, begin as a new one."""
+        self.facts[rank].seen, self.facts[rank].beat = time.time(), None
+        assert self.pool is not None
+        for other, node in self.pool.nodes.items():
+            if other != rank:
+                # It may have missed both while it was lost itself.
+                lost = node.state is states.NodeState.LOST
+                self._context.send(rank, wire.RankLost(other) if lost else wire.RankBack(other))
+        self._context.send(rank, wire.Reset())
+
+    def readmit(self, rank: int) -> None:
+        """Return a node to the pool if it was lost; it has sent `Hello` again."""
+        node = self.pool.nodes.get(rank) if self.pool is not None else None
+        if node is None or node.state is not states.NodeState.LOST:
+            return
+        self._event("node_returned", rank=rank)
+        for other in self.facts:
+            if other != rank:
+                self._context.send(other, wire.RankBack(rank))
+        self.apply(states.Returned(rank))
+
+    def apply(self, event: states.Event) -> None:
+        if self.pool is None or self.frozen:
+            return
+        before = self.pool.nodes
+        try:
+            self.pool, effects = states.advance(self.pool, event)
+        except states.IllegalTransition as error:
+            self._event("illegal_transition", reason=str(error))
+            for rank in self._context.layout.unit(event.rank):
+                self.moves.pop(rank, None)
+            return
+        self._carry_out(effects)
+        now = time.time()
+        for rank, node in self.pool.nodes.items():
+            if node.state is before[rank].state:
+                continue
+            self.facts[rank].since = now
+            self._event("node_state", rank=rank, state=str(node.state), was=str(before[rank].state))
+            if rank in self.moves and str(node.state) == self.moves[rank][0]:
+                role, started = self.moves.pop(rank)
+                self._moved("to_train" if role == "train" else "to_rollout", now - started, now)
+                self._event("move_done", rank=rank, role=role, seconds=now - started)
+            elif rank in self.moves and (node.state is states.NodeState.LOST or node.role != self.moves[rank][0]):
+                del self.moves[rank]
+        if self.pool.nodes != before:
+            self.announce()
+
+    def _carry_out(self, effects: tuple[states.Effect, ...]) -> None:
+        context = self._context
+        for effect in effects:
+            match effect:
+                case states.OrderStart(rank=rank, kind=kind, world=world):
+                    context.send(rank, wire.StartEngine(kind, world))
+                case states.OrderEnd(rank=rank):
+                    context.send(rank, wire.EndTrainers())
+                case states.OrderStandby(rank=rank, kind=kind):
+                    context.send(rank, wire.StandbyEngine(kind))
+                case states.OrderDrain(rank=rank):
+                    context.send(context.layout.rollout_leader, wire.DrainTurns(rank))
+                case states.FormMembership(membership=membership):
+                    self._event("generation", generation=membership.generation, ranks=list(membership.ranks))
+                    context.send(
+                        context.layout.train_leader, wire.FormGeneration(membership.generation, membership.ranks)
+                    )
+
+    def announce(self) -> None:
+        """Send everybody the state of every node; repeated, it also shows that the coordinator lives."""
+        assert self.pool is not None
+        named = {rank: str(node.state) for rank, node in self.pool.nodes.items()}
+        # A node on its way to rollout, or being rebuilt, asks for the weights itself; those that serve are pushed to.
+        # So are those on their way to training, which join with them.
+        pushed = (states.NodeState.ROLLOUT, states.NodeState.TO_TRAIN)
+        receivers = tuple(rank for rank, node in self.pool.nodes.items() if node.state in pushed)
+        message = wire.Roles(named, receivers, self._recorded())
+        for rank in self.facts:
+            self._context.send(rank, message)
+
+    def find_lost(self, gone: Mapping[int, int], now: float) -> list[LostNode]:
+        """Find the nodes that are lost now and announce them; ``gone`` as in `lost_nodes`."""
+        assert self.pool is not None
+        layout, found = self._context.layout, []
+        for node in lost_nodes(self.facts, self._context.rank, layout.vital, gone=gone, now=now):
+            if self.pool.nodes[node.rank].state is states.NodeState.LOST:
+                continue
+            self._event("node_lost", rank=node.rank, reason=node.reason, silent_s=node.silent_s)
+            for other in self.facts:
+                if other != node.rank:
+                    self._context.send(other, wire.RankLost(node.rank))
+            self.apply(states.HeartbeatLost(node.rank))
+            found.append(node)
+        return found

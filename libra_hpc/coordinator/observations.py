@@ -1,0 +1,158 @@
+"""What rank 0 remembers of the run for the planner and the status.
+
+Sliding windows of steps, rollout, trajectories and moves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal
+
+from libra_hpc.facts.estimate import BLOCK
+from libra_hpc.protocol.mesh import RolloutReport, StepReport
+from libra_hpc.protocol.plan import (
+    GroupFact,
+    NodeFact,
+    PlanSnapshot,
+    QueueFact,
+    RolloutWindowFact,
+    SwitchFact,
+    TrainStepFact,
+    TrajectoryFact,
+)
+
+STEPS = 256
+"""Entries of each window: a few minutes of a fast run, and all that the planner's change detection needs."""
+WINDOWS = 256
+TRAJECTORIES = 4096
+
+
+class Observations:
+    """Feed it every report; `snapshot` is the planner's view, the other methods the status screen's."""
+
+    def __init__(self) -> None:
+        self.steps: deque[TrainStepFact] = deque(maxlen=STEPS)
+        self.windows: deque[RolloutWindowFact] = deque(maxlen=WINDOWS)
+        self.trajectories: deque[TrajectoryFact] = deque(maxlen=TRAJECTORIES)
+        self.switches: deque[SwitchFact] = deque(maxlen=32)
+        self.rewards: list[float] = []
+        self.staleness: deque[tuple[float, float]] = deque(maxlen=STEPS)
+        self.trained = 0
+        self.report: RolloutReport | None = None
+        self._report_at = 0.0
+        self._report_nodes: tuple[int, ...] = ()
+        self._finished = 0
+        self.walls: deque[tuple[float, float]] = deque(maxlen=STEPS)
+        """(seconds from commit to commit, seconds of it the trainer waited for data)"""
+        self.expected: deque[tuple[float | None, float]] = deque(maxlen=BLOCK)
+        """(seconds from commit to commit that the planner expected, measured ones)"""
+
+    def on_step(self, report: StepReport, expected_s: float | None, now: float) -> None:
+        metrics, batch, train = report.metrics, report.metrics.batch, report.metrics.train
+        self.rewards.append(batch.reward)
+        self.staleness.append((batch.staleness_mean, batch.staleness_max))
+        self.trained += batch.trajectories
+        self.walls.append((metrics.step_s, metrics.wait_s))
+        self.expected.append((expected_s, metrics.step_s))
+        if train is not None and train.train_s > 0.0:
+            fact = TrainStepFact(
+                at=now,
+                tokens=train.trained_tokens,
+                loss_tokens=train.loss_tokens,
+                nodes=metrics.train_nodes,
+                seconds=train.train_s,
+            )
+            self.steps.append(fact)
+
+    def on_rollout(self, report: RolloutReport, nodes: tuple[int, ...], now: float) -> None:
+        """A second of rollout; a window counts only when the same nodes served all through it."""
+        last = self.report
+        if last is not None and nodes and nodes == self._report_nodes and now > self._report_at:
+            seconds = now - self._report_at
+            engines = sum(count for _, count, *_ in report.buckets)
+            busy = (report.busy_s - last.busy_s) / (seconds * max(1, engines))
+            window = RolloutWindowFact(
+                at=now,
+                seconds=seconds,
+                nodes=len(nodes),
+                generated_tokens=report.generated_tokens - last.generated_tokens,
+                prefilled_tokens=report.prefilled_tokens - last.prefilled_tokens,
+                busy=min(1.0, busy),
+                decode_s=report.decode_s,
+            )
+            self.windows.append(window)
+        self.report, self._report_at, self._report_nodes = report, now, nodes
+        for generated, context, turns, tool_s, group, prompt in report.lengths:
+            trajectory = TrajectoryFact(
+                index=self._finished,
+                at=now,
+                generated=generated,
+                context=context,
+                turns=turns,
+                tool_s=tool_s,
+                group=group,
+                prompt=prompt,
+            )
+            self.trajectories.append(trajectory)
+            self._finished += 1
+
+    def on_switch(self, direction: Literal["to_train", "to_rollout"], seconds: float, now: float) -> None:
+        self.switches.append(SwitchFact(now, direction, seconds))
+
+    @property
+    def trainer_wait(self) -> float:
+        """Share of the trainers' time spent waiting for data, over the last steps."""
+        recent = list(self.walls)[-16:]
+        wall = sum(w for w, _ in recent)
+        return sum(s for _, s in recent) / wall if wall > 0.0 else 0.0
+
+    def snapshot(
+        self, nodes: tuple[NodeFact, ...], prompts_per_step: int, group_size: int, eta: int, steps_left: int
+    ) -> PlanSnapshot:
+        report = self.report
+        queue = QueueFact(
+            report.ready_groups if report else 0,
+            report.outstanding_groups if report else 0,
+            self.trainer_wait,
+            report.gate_blocked if report else 0.0,
+        )
+        groups = (
+            tuple(
+                GroupFact(g.index, g.prompt_tokens, waiting=g.waiting, running=g.running, generated=g.generated)
+                for g in report.open_groups
+            )
+            if report
+            else ()
+        )
+        return PlanSnapshot(
+            nodes=nodes,
+            steps=tuple(self.steps),
+            windows=tuple(self.windows),
+            trajectories=tuple(self.trajectories),
+            switches=tuple(self.switches),
+            queue=queue,
+            prompts_per_step=prompts_per_step,
+            group_size=group_size,
+            eta=eta,
+            steps_left=steps_left,
+            groups=groups,
+        )
+
+    def train_speed(self) -> tuple[float, float, float]:
+        """(tokens per second of the stage's own time, seconds per global batch, busy share) over the last steps."""
+        recent = list(self.steps)[-16:]
+        seconds, tokens = sum(s.seconds for s in recent), sum(s.tokens for s in recent)
+        wall = sum(w for w, _ in list(self.walls)[-16:])
+        return (
+            tokens / seconds if seconds else 0.0,
+            seconds / len(recent) if recent else 0.0,
+            min(1.0, seconds / wall) if wall else 0.0,
+        )
+
+    def rollout_speed(self, tokens_per_batch: float) -> tuple[float, float, float]:
+        """(generated tokens per second, node-seconds per global batch, busy share) over the last windows."""
+        recent = list(self.windows)[-10:]
+        seconds, tokens = sum(w.seconds for w in recent), sum(w.generated_tokens for w in recent)
+        busy = sum(w.busy * w.seconds for w in recent)
+        per_token = busy / tokens if tokens else 0.0
+        return (tokens / seconds if seconds else 0.0, per_token * tokens_per_batch, busy / seconds if seconds else 0.0)

@@ -1,0 +1,96 @@
+"""What rank 0 writes of a run: events, metrics, status snapshots and the result; and what went wrong lately."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from typing import Any
+
+from libra_hpc.facts.fact_writer import FactsWriter
+from libra_hpc.facts.status import Status, encode_status
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.slurm.outcome import OUTPUT
+
+from .late_steps import Notices
+
+CLOSE_S = 30.0
+"""How long the last facts may take to reach the run directory.
+
+Half: a slow file system loses them; double: Slurm kills the job first.
+"""
+FLUSH_S = 2.0
+"""How long `Records.event_now` waits."""
+
+
+class Records:
+    """Every method returns at once, except `event_now` and `close`."""
+
+    def __init__(self, context: AgentContext) -> None:
+        self._attempt, self._patience_s = context.attempt, context.config.deadlines.storage_s
+        self._facts = FactsWriter(context.run)
+        self._notices = Notices()
+        self._fault = ""
+
+    @property
+    def recorded(self) -> int:
+        return self._facts.recorded
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self.record(kind, time.time(), fields)
+
+    def event_now(self, kind: str, **fields: Any) -> None:
+        """As `event`, written before it returns, as far as the file system allows.  Not for the event loop."""
+        self.event(kind, **fields)
+        self._facts.flush(FLUSH_S)
+
+    def record(self, kind: str, t: float, fields: dict[str, Any]) -> None:
+        """Something happened somewhere, at epoch time ``t``."""
+        self._notices.add(kind, t, fields)
+        self._facts.event({"t": t, "kind": kind, **fields})
+
+    def step(self, line: dict[str, Any]) -> None:
+        self._facts.step(line)
+
+    def check_storage(self) -> str:
+        """Log when the run directory stops or begins to take writes.
+
+        Returns why it has taken none for longer than it may, else nothing.
+        """
+        if self._facts.fault != self._fault:
+            self._fault = self._facts.fault
+            reason = self._fault or "the run directory takes writes again"
+            self.event("storage_fault" if self._fault else "storage_ok", reason=reason)
+        fault_s = self._facts.fault_s(time.monotonic())
+        return (
+            f"the run directory has taken no writes for {fault_s:.0f} s: {self._fault}"
+            if fault_s > self._patience_s
+            else ""
+        )
+
+    def notices(self, now: float) -> list[str]:
+        found = self._notices.recent(now)
+        if self._fault:
+            found.insert(0, f"storage fault: {self._fault}; {self._facts.waiting} lines wait in memory")
+        elif (slow_s := self._facts.slow_s(time.monotonic())) > 5.0:
+            found.insert(0, f"the run directory's file system has not answered for {slow_s:.0f} s")
+        return found
+
+    def status(self, status: Status) -> None:
+        self._facts.status(encode_status(status))
+
+    def result(self, state: str, message: str, step: int) -> None:
+        self.event("job_finished", state=state, message=message, step=step)
+        result = {"state": state, "message": message, "step": step, "attempt": self._attempt, "t": time.time()}
+        self._facts.result(json.dumps(result, indent=1, sort_keys=True).encode() + b"\n")
+
+    async def close(self, sentence: str) -> None:
+        """Write what waits, and put ``sentence`` on Slurm's own output, in case the run directory takes no writes."""
+        unwritten = await asyncio.to_thread(self._facts.close, CLOSE_S)
+        rest = f"; not all facts were written: {unwritten}" if unwritten else ""
+        # Only the batch script opens that descriptor; elsewhere its number may be any file of this process.
+        if (number := os.environ.get(OUTPUT, "")).isdecimal():
+            with contextlib.suppress(OSError):
+                os.write(int(number), f"libra-hpc: {sentence}{rest}\n".encode())

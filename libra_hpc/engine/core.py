@@ -1,0 +1,318 @@
+"""The engine: vLLM's core, stepped in this thread; turns in, answers out, weights swapped between two steps.
+
+vLLM's `InprocClient` is driven directly, below its text front end: prompts are token ids, and an aborted request must
+return what it has. Short turns are also faster this way than with ``LLM.generate``.
+
+A weight update does not drain. Running requests go back into the queue, and all KV and prefix caches are dropped. Each
+request is recomputed under the new weights before its next token. Every recorded log-probability is therefore that of
+one model over the whole context, named by its version.
+
+One thread only: two threads silently corrupt vLLM's per-process state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import lru_cache
+
+import msgspec
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.executor import Executor
+
+from libra_hpc.models.capacity import GIB
+from libra_hpc.models.shapes import model_shape
+from libra_hpc.protocol.rollout import (
+    EngineReady,
+    EngineStats,
+    Generate,
+    Generated,
+    UpdateWeights,
+    WeightsApplied,
+    refusal,
+)
+from libra_hpc.weights.checksum import file_crc32
+from libra_hpc.weights.weightfile import WeightFileError, check_weight_file, folder_shapes
+
+from .settings import EngineConfig, engine_arguments
+from .stats import EngineCounters
+from .steplog import StepLog, StepLogHeader
+from .turns import TurnInFlight, TurnRejected, read_prompt
+from .warm_up import profile
+
+SLEEP_LEVEL = 2
+"""vLLM sleep level that frees the weights too: at waking they are stale anyway."""
+PARAMETER_SETS = 1024
+"""Cached sampling parameters; a task has few combinations of limit, temperature and stop ids."""
+
+FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
+
+
+class DuplicateRequest(Exception):
+    """A request id that is still in flight."""
+
+
+class RolloutEngine:
+    """One vLLM replica.
+
+    ``on_failure`` is called, from another thread, when a worker process of a tp > 1 engine dies. Raises what vLLM
+    raises when it cannot start, and `WeightFileError` when ``config.weights`` does not fit the model.
+    """
+
+    def __init__(self, config: EngineConfig, on_failure: Callable[[], None] | None = None) -> None:
+        started = time.monotonic()
+        self._expected = folder_shapes(config.model)
+        args = EngineArgs(**engine_arguments(config))
+        vllm_config = args.create_engine_config()
+        model = vllm_config.model_config
+        self._tied = bool(model.hf_text_config.tie_word_embeddings)
+        self._vocab_size = model.get_vocab_size()
+        self._client = InprocClient(
+            vllm_config, Executor.get_class(vllm_config), log_stats=True, executor_fail_callback=on_failure
+        )
+        scheduler = self._client.engine_core.scheduler
+        assert isinstance(scheduler, Scheduler)
+        self._scheduler = scheduler
+        self._max_model_len = model.max_model_len
+        self._turns: dict[str, TurnInFlight] = {}
+        self._ids: dict[str, str] = {}
+        self._serial = 0
+        self._counters = EngineCounters()
+        self._refuses = ""
+        self._unsettled = False
+        self._version = config.version
+        self._client.set_weight_version(str(config.version))
+        if config.weights:
+            self.check(UpdateWeights(config.weights, config.version, file_crc32(config.weights)))
+            self._load(config.weights, config.version)
+        self.ready = EngineReady(
+            version=config.version,
+            tp=config.tp,
+            max_model_len=self._max_model_len,
+            kv_tokens=vllm_config.cache_config.kv_cache_size_tokens or 0,
+            start_s=time.monotonic() - started,
+            host_kv_tokens=_host_tokens(config),
+        )
+        limits = vllm_config.scheduler_config
+        self.step_log = (
+            StepLog(
+                config.step_log,
+                StepLogHeader(
+                    tp=config.tp,
+                    kv_tokens=self.ready.kv_tokens,
+                    block_size=config.block_size,
+                    max_num_seqs=config.max_num_seqs,
+                    max_num_batched_tokens=limits.max_num_batched_tokens,
+                ),
+                scheduler,
+            )
+            if config.step_log
+            else None
+        )
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._turns) or self._unsettled
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def warm_up(self) -> EngineReady:
+        """Measure the warm-up profile before any turn; returns the announcement with it."""
+        started = time.monotonic()
+        reports = profile(self.submit, self.step, self.stats, self._max_model_len)
+        self._client.reset_prefix_cache(reset_connector=True)
+        self._counters = EngineCounters()
+        self.ready = msgspec.structs.replace(
+            self.ready, warm_up=reports, start_s=self.ready.start_s + time.monotonic() - started
+        )
+        return self.ready
+
+    def submit(self, request: Generate) -> Generated | None:
+        """Accept a request (None), or answer it at once with finish reason ``error``.
+
+        Raises `DuplicateRequest` when its id is in flight: its answer would pass for that of the first.
+        """
+        if request.rid in self._ids:
+            raise DuplicateRequest(f"request {request.rid!r} is already in flight.")
+        if self._refuses:
+            return refusal(request.rid, self._refuses)
+        try:
+            prompt = read_prompt(request, self._max_model_len, self._vocab_size)
+        except TurnRejected as error:
+            return refusal(request.rid, str(error))
+        # vLLM's workers forget an id one step after its end, so a re-submitted id must be new to them.
+        key = f"{self._serial:x}"
+        self._serial += 1
+        self._client.add_request(
+            EngineCoreRequest(
+                request_id=key,
+                prompt_token_ids=prompt,
+                mm_features=None,
+                sampling_params=_sampling(request.temperature, request.max_tokens, request.stop_ids),
+                pooling_params=None,
+                arrival_time=time.time(),
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+                priority=request.priority,
+            )
+        )
+        self._turns[key] = TurnInFlight(request.rid, time.monotonic())
+        self._ids[request.rid] = key
+        return None
+
+    def abort(self, rid: str) -> Generated | None:
+        """Stop a request and answer it with its tokens so far; None when it has been answered already."""
+        key = self._ids.get(rid)
+        if key is None:
+            return None
+        self._client.abort_requests([key])
+        return self._finish(key, "abort")
+
+    def step(self) -> list[Generated]:
+        """Run one batch and return the requests it finished."""
+        started = time.monotonic()
+        outputs = self._client.get_output()
+        finished = [] if outputs.weight_version is None else self._collect(outputs.outputs, int(outputs.weight_version))
+        self._counters.steps += 1
+        self._counters.busy_s += time.monotonic() - started
+        return finished
+
+    def check(self, update: UpdateWeights) -> None:
+        """Verify an update's file; may run in another thread. Raises `WeightFileError`."""
+        check_weight_file(update.path, update.crc32, self._expected, self._tied)
+
+    def settled(self) -> bool:
+        """Whether weights may be swapped: no KV cache is on its way from host memory, also of an aborted request.
+
+        While one is, no waiting request starts, so a few steps settle it.
+        """
+        scheduler = self._scheduler
+        aborted = len(scheduler.requests) - sum(scheduler.get_request_counts())
+        self._unsettled = bool(scheduler.kv_holding_waiting) or aborted > 0
+        state = PauseState.PAUSED_NEW if self._unsettled else PauseState.UNPAUSED
+        if scheduler.pause_state is not state:
+            scheduler.set_pause_state(state)
+        return not self._unsettled
+
+    def apply(self, update: UpdateWeights) -> WeightsApplied:
+        """Swap in an update that passed `check`, between two steps, when `settled`.
+
+        Raises `WeightFileError`, with the old weights in place, when the engine is asleep. Any other exception leaves
+        the model half-loaded and the engine unusable.
+        """
+        if self._client.is_sleeping():
+            raise WeightFileError(f"{update.path}: the engine is asleep; wake it first.")
+        started = time.monotonic()
+        for request in self._scheduler.running:
+            self._turns[request.request_id].recomputed += 1
+        # KV caches in host memory are of the old weights too.
+        self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        self._load(update.path, update.version)
+        self._refuses = ""
+        seconds = time.monotonic() - started
+        self._counters.busy_s += seconds
+        self._counters.update_s += seconds
+        return WeightsApplied(version=update.version, seconds=seconds)
+
+    def sleep(self) -> list[Generated]:
+        """Become a warm standby: abort all requests, free the device memory, refuse requests until woken."""
+        aborted = [self._finish(key, "abort") for key in list(self._turns)]
+        if not self._client.is_sleeping():
+            self._client.sleep(SLEEP_LEVEL, "abort")
+        self._refuses = "the engine is asleep."
+        return aborted
+
+    def wake(self) -> None:
+        """Leave standby; requests are refused until the next `apply`, since the weights are lost or stale."""
+        if self._client.is_sleeping():
+            self._client.wake_up()
+            self._refuses = "the engine has woken and has no current weights yet."
+
+    def fail(self, why: str) -> list[Generated]:
+        """Answer every request in flight with finish reason ``error`` and its tokens so far."""
+        return [self._finish(key, "error", why) for key in list(self._turns)]
+
+    def stats(self) -> EngineStats:
+        running, waiting = self._scheduler.get_request_counts()
+        pool = self._scheduler.kv_cache_manager.block_pool
+        # One block is vLLM's own null block.
+        blocks = max(1, pool.num_gpu_blocks - 1)
+        return self._counters.message(
+            version=self._version,
+            running=running,
+            waiting=waiting,
+            kv_use=1.0 - pool.get_num_free_blocks() / blocks,
+            asleep=self._client.is_sleeping(),
+        )
+
+    def close(self) -> None:
+        if self.step_log is not None:
+            self.step_log.close()
+        self._client.shutdown()
+
+    def _collect(self, outputs: list[EngineCoreOutput], version: int) -> list[Generated]:
+        finished = []
+        for output in outputs:
+            turn = self._turns.get(output.request_id)
+            if turn is None:
+                continue
+            for event in output.events or ():
+                if event.type == EngineCoreEventType.SCHEDULED:
+                    turn.scheduled = min(turn.scheduled, event.timestamp)
+                elif event.type == EngineCoreEventType.PREEMPTED:
+                    self._counters.preemptions += not turn.recomputed
+                    turn.recomputed = max(0, turn.recomputed - 1)
+            if output.prefill_stats is not None:
+                turn.cached_tokens = output.prefill_stats.num_cached_tokens
+                self._counters.prefilled(output.prefill_stats)
+            if output.new_token_ids:
+                assert output.new_logprobs is not None
+                # Column 0 is the sampled token's.
+                turn.extend(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist(), version)
+                self._counters.generated_tokens += len(output.new_token_ids)
+            if output.finish_reason is not None:
+                reason = FINISH.get(output.finish_reason, "error")
+                error = f"vLLM ended the request with {output.finish_reason}." if reason == "error" else ""
+                finished.append(self._finish(output.request_id, reason, error))
+        return finished
+
+    def _finish(self, key: str, reason: str, error: str = "") -> Generated:
+        turn = self._turns.pop(key)
+        del self._ids[turn.rid]
+        return turn.finish(reason, time.monotonic(), error)
+
+    def _load(self, path: str, version: int) -> None:
+        self._client.collective_rpc("start_weight_update")
+        self._client.collective_rpc("update_weights", args=({"path": path},))
+        self._client.collective_rpc("finish_weight_update")
+        self._client.set_weight_version(str(version))
+        self._version = version
+
+
+def _host_tokens(config: EngineConfig) -> int:
+    """Context tokens whose KV cache the host memory of the engine holds."""
+    if not config.kv_host_gb:
+        return 0
+    return int(config.kv_host_gb * GIB // model_shape(config.model).kv_bytes_per_device(config.tp))
+
+
+@lru_cache(maxsize=PARAMETER_SETS)
+def _sampling(temperature: float, max_tokens: int, stop_ids: tuple[int, ...]) -> SamplingParams:
+    # Shared between requests: below the front end vLLM only reads it.
+    return SamplingParams(
+        temperature=temperature,
+        max_tokens=max_tokens,
+        stop_token_ids=list(stop_ids),
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+    )

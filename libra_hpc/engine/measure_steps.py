@@ -1,0 +1,235 @@
+"""Measures the steps of one real engine, for the simulator and the planner.
+
+The engine runs in this process (`OfflineEngine`): one `poll` is one step, timed by the wall clock. In shuffled order:
+
+* decode: 1, 2, 4 ... sequences of short, middle and long context, `DECODE_STEPS` steps each;
+* prefill: one prompt alone, after no cached context or a longer one;
+* both: a prompt that joins a running batch.
+
+A step that did not do exactly what was planned, by the engine's counters, is left out. ``--out`` is a calibration file
+(`models.step_times.measured`); other TP degrees in it are retained. With ``--together`` (`measure_engines`) the engine
+measures after a line on stdin, and stays loaded until stdin closes, so that the others measure a busy machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.errors import UserError
+from libra_hpc.models.step_times.measured import Calibration, StepPoint, load, save
+from libra_hpc.protocol.codec import pack_i32
+from libra_hpc.protocol.rollout import EngineStats, Generate
+
+from .offline import OfflineEngine
+from .settings import EngineConfig, read_config
+
+DECODE_STEPS = 24
+"""Timed decode steps of one plan."""
+REPEATS = 3
+"""Measurements of each prefill: a median survives one outlier."""
+FILL = 0.9
+"""Share of the KV cache a planned batch may use, so that no step preempts."""
+CHUNK = 256
+"""Fewest prompt tokens of a step while so many wait; bounds the lead of the first sequences of a batch."""
+WARM_UP = 3
+"""Decode rounds before the first timed step: allocators, caches, captured graphs."""
+PREFIX = "calibrate:"
+"""First word of a line for `measure_engines`; then ``up``, or the plans done and their number."""
+TOKENS = (3, 96)
+"""Range of token ids of random prompts: any vocabulary has them."""
+
+
+class MeasurementPlan(msgspec.Struct, frozen=True):
+    """One measurement: ``decodes`` sequences of ``length`` tokens, and ``prefill`` tokens after ``context`` cached
+    ones that join them."""
+
+    decodes: int = 0
+    length: int = 0
+    prefill: int = 0
+    context: int = 0
+
+
+def reach(batch: int, length: int) -> int:
+    """Tokens each of ``batch`` sequences generates, so that all decode together for `DECODE_STEPS`."""
+    return batch * length // CHUNK + DECODE_STEPS + 2
+
+
+def plans(max_model_len: int, max_num_seqs: int, kv_tokens: int) -> Iterator[MeasurementPlan]:
+    """The plans for an engine of these limits; every plan is within them."""
+    room = int(FILL * kv_tokens)
+    longest = min(max_model_len, room) * 3 // 4
+    contexts = sorted({max(8, longest // divisor) for divisor in (16, 4, 1)})
+    batches = [1 << power for power in range(max_num_seqs.bit_length())]
+    for batch in batches:
+        for context in contexts:
+            grown = context + reach(batch, context)
+            if grown <= max_model_len and batch * grown <= room:
+                yield MeasurementPlan(batch, context)
+    chunks = sorted({max(8, longest // divisor) for divisor in (64, 16, 4, 2)})
+    for chunk in chunks:
+        for context in {0, longest // 2, longest - chunk}:
+            yield from [MeasurementPlan(prefill=chunk, context=context)] * REPEATS
+        for batch in batches[2::2]:
+            if batch < max_num_seqs and batch * (contexts[0] + reach(batch, contexts[0])) + chunk <= room:
+                yield from [MeasurementPlan(batch, contexts[0], chunk)] * REPEATS
+
+
+class Calibrator:
+    def __init__(self, engine: OfflineEngine, seed: int = 0) -> None:
+        self._engine = engine
+        self._random = random.Random(seed)
+        self._serial = 0
+        self._tp = engine.engine.ready.tp
+
+    def measure(
+        self, todo: list[MeasurementPlan], progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> list[StepPoint]:
+        """The steps of ``todo`` that did what was planned; ``progress(done, total)`` after each plan."""
+        self._random.shuffle(todo)
+        for _ in range(WARM_UP):
+            self._run(max(todo, key=lambda plan: plan.decodes))
+        points: list[StepPoint] = []
+        for number, plan in enumerate(todo):
+            progress(number, len(todo))
+            points += self._run(plan)
+        progress(len(todo), len(todo))
+        return points
+
+    def load(self, todo: list[MeasurementPlan], enough: Callable[[], bool]) -> None:
+        """Keep the engine loaded with unmeasured plans until ``enough()``."""
+        while not enough():
+            self._run(self._random.choice(todo))
+
+    def _run(self, plan: MeasurementPlan) -> list[StepPoint]:
+        points: list[StepPoint] = []
+        prompt = self._prompt(plan.context + plan.prefill)
+        if plan.context:
+            self._submit(prompt[: plan.context], 1)
+            self._drain()
+        start = self._stats()
+        for _ in range(plan.decodes):
+            self._submit(self._prompt(plan.length), reach(plan.decodes, plan.length))
+        while self._prompts_done(start) < plan.decodes * plan.length:
+            self._engine.poll()
+        held = self._stats().generated_tokens - start.generated_tokens + plan.decodes * plan.length
+        if plan.prefill:
+            cached = self._stats().cached_tokens
+            self._submit(prompt, 1)
+            step = self._step()
+            cached = self._stats().cached_tokens - cached
+            if step is not None and step[1:] == (plan.decodes + 1, plan.prefill + plan.context - cached):
+                points.append(self._point(plan.decodes, held, step, cached))
+        else:
+            while self._engine.pending and (step := self._step()) is not None and step[1:] == (plan.decodes, 0):
+                points.append(self._point(plan.decodes, held, step, 0))
+                held += plan.decodes
+        self._drain()
+        return points
+
+    def _point(self, decodes: int, kv_tokens: int, step: tuple[float, int, int], context: int) -> StepPoint:
+        return StepPoint(
+            tp=self._tp, decodes=decodes, kv_tokens=kv_tokens, prefill=step[2], context=context, seconds=step[0]
+        )
+
+    def _step(self) -> tuple[float, int, int] | None:
+        """(seconds, tokens generated, prompt tokens computed) of one step; None when there was not exactly one."""
+        before = self._stats()
+        started = time.perf_counter()
+        self._engine.poll()
+        seconds = time.perf_counter() - started
+        after = self._stats()
+        if after.steps != before.steps + 1:
+            return None
+        return seconds, after.generated_tokens - before.generated_tokens, after.prefill_tokens - before.prefill_tokens
+
+    def _prompts_done(self, since: EngineStats) -> int:
+        now = self._stats()
+        return now.prefill_tokens + now.cached_tokens - since.prefill_tokens - since.cached_tokens
+
+    def _drain(self) -> None:
+        while self._engine.pending:
+            self._engine.poll()
+
+    def _stats(self) -> EngineStats:
+        return self._engine.engine.stats()
+
+    def _submit(self, prompt: list[int], max_tokens: int) -> None:
+        self._serial += 1
+        self._engine.submit(Generate(str(self._serial), pack_i32(prompt), max_tokens))
+
+    def _prompt(self, length: int) -> list[int]:
+        return [self._random.randrange(*TOKENS) for _ in range(length)]
+
+
+def calibrate(config: EngineConfig, device: str, model: str, together: bool = False) -> Calibration:
+    """Start the engine, measure it, end it; ``together``: as in the module docstring.
+
+    Raises `UserError` for a model folder that cannot be served.
+    """
+    with OfflineEngine(config) as engine:
+        ready = engine.engine.ready
+        todo = list(plans(ready.max_model_len, config.max_num_seqs, ready.kv_tokens))
+        calibrator = Calibrator(engine, config.seed)
+        if together:
+            print(PREFIX, "up", flush=True)
+            sys.stdin.readline()
+            points = calibrator.measure(todo, lambda done, total: print(PREFIX, done, total, flush=True))
+            calibrator.load(todo, _closed)
+        else:
+            points = calibrator.measure(todo)
+    return Calibration(device=device, model=model, kv_capacity={ready.tp: ready.kv_tokens}, points=points)
+
+
+def _closed() -> bool:
+    return bool(select.select([sys.stdin], [], [], 0)[0]) and not sys.stdin.readline()
+
+
+def earlier(path: Path, device: str, model: str) -> Calibration:
+    """The calibration already in a file; empty when there is none.
+
+    Raises `UserError` when it is of another device or model.
+    """
+    if not path.exists():
+        return Calibration(device=device, model=model, kv_capacity={}, points=[])
+    found = load(path)
+    found.check(device, model, path)
+    return found
+
+
+def merged(old: Calibration, new: Calibration) -> Calibration:
+    """``new``, with the TP degrees of ``old`` that it does not have."""
+    retained = [point for point in old.points if point.tp not in new.kv_capacity]
+    return msgspec.structs.replace(new, kv_capacity=old.kv_capacity | new.kv_capacity, points=retained + new.points)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m libra_hpc.engine.measure_steps")
+    parser.add_argument("--config", required=True, help="JSON file with an EngineConfig")
+    parser.add_argument("--device", required=True, help="name of the device, as the simulator will be asked for it")
+    parser.add_argument("--model", required=True, help="name of the model, likewise")
+    parser.add_argument("--out", required=True, type=Path, help="calibration file; other TP degrees in it are retained")
+    parser.add_argument(
+        "--together", action="store_true", help="speak with the process that started this one and others"
+    )
+    arguments = parser.parse_args()
+    try:
+        config, old = read_config(arguments.config), earlier(arguments.out, arguments.device, arguments.model)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    found = calibrate(config, arguments.device, arguments.model, arguments.together)
+    save(merged(old, found), arguments.out)
+    print(f"{len(found.points)} steps at tp {config.tp} -> {arguments.out}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""A log of the single steps of a live engine, which a calibration is fitted to.
+
+JSON lines: first a `StepLogHeader`, then one step each, ``[decodes, kv_tokens, prefill, context, seconds]`` as in
+`models.step_times.measured.StepPoint`. Prompt chunks of one step are merged as in the simulator: one chunk after a
+context that gives the same number of attended pairs. ``seconds``: of the whole pass of the engine's loop.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from libra_hpc.errors import invalid
+from libra_hpc.models.step_times.measured import StepPoint
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+FLUSH = 256
+"""Lines of some 40 bytes that are buffered, so that a step costs no system call of its own."""
+FORMAT = "libra-hpc steps 1"
+
+
+class StepLogHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engine behind a log."""
+
+    tp: int
+    kv_tokens: int
+    """Tokens of its KV cache."""
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    """Most tokens of a step, decoded and prefilled, as chosen by vLLM."""
+    format: str = FORMAT
+
+
+class StepLog:
+    """Records each batch that a vLLM scheduler forms, with the seconds of its step."""
+
+    def __init__(self, path: str, header: StepLogHeader, scheduler: Scheduler) -> None:
+        self._file = Path(path).open("wb")  # noqa: SIM115
+        self._file.write(msgspec.json.encode(header) + b"\n")
+        self._file.flush()
+        self._lines: list[bytes] = []
+        self._encode = msgspec.json.Encoder().encode
+        self._step = (0, 0, 0, 0)
+        self._requests = scheduler.requests
+        self._schedule = scheduler.schedule
+        scheduler.schedule = self._watched  # type: ignore[method-assign]
+
+    def _watched(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._schedule(*args, **kwargs)
+        decodes = held = prefill = pairs = 0
+        for name, count in output.num_scheduled_tokens.items():
+            request = self._requests[name]
+            # The scheduler has counted the tokens of this step as computed already.
+            before = request.num_computed_tokens - count
+            if count == 1 and request.num_output_tokens and before + 1 == request.num_tokens:
+                decodes += 1
+                held += request.num_tokens
+            else:
+                prefill += count
+                pairs += count * (2 * before + count)
+        context = max(0, round((pairs / prefill - prefill) / 2)) if prefill else 0
+        self._step = (decodes, held, prefill, context)
+        return output
+
+    def ended(self, seconds: float) -> None:
+        """Log the step of the batch that was formed last."""
+        decodes, held, prefill, context = self._step
+        self._step = (0, 0, 0, 0)
+        if decodes or prefill:
+            self._lines.append(self._encode((decodes, held, prefill, context, round(seconds, 7))))
+            if len(self._lines) >= FLUSH:
+                self.flush()
+
+    def flush(self) -> None:
+        if self._lines:
+            self._file.write(b"\n".join(self._lines) + b"\n")
+            self._lines.clear()
+        self._file.flush()
+
+    def close(self) -> None:
+        self.flush()
+        self._file.close()
+
+
+def read_steps(path: str | Path, skip: int = 0) -> tuple[StepLogHeader, list[StepPoint]]:
+    """Read a log, without its first ``skip`` steps; a torn last line (the engine was killed) is left out.
+
+    Raises `UserError` for a file that is no step log.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+        header = msgspec.json.decode(lines[0], type=StepLogHeader)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid("step log", str(path), str(error), f"a file of format {FORMAT!r}") from error
+    if header.format != FORMAT:
+        raise invalid("step log", str(path), f"its format is {header.format!r}", f"a file of format {FORMAT!r}")
+    decoder = msgspec.json.Decoder(tuple[int, int, int, int, float])
+    points = []
+    # The part after the last newline is empty or torn.
+    for number, line in enumerate(lines[1 + skip : -1], 2 + skip):
+        try:
+            decodes, held, prefill, context, seconds = decoder.decode(line)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise invalid("step log", f"{path}, line {number}", str(error), "a step") from error
+        points.append(
+            StepPoint(tp=header.tp, decodes=decodes, kv_tokens=held, prefill=prefill, context=context, seconds=seconds)
+        )
+    return header, points

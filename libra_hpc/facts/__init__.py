@@ -1,0 +1,1 @@
+"""Records of a run on disk: events, metrics, status, result, and what is read from them."""

@@ -1,0 +1,1 @@
+"""The environment host process: episodes, tools and their sandbox."""

@@ -1,0 +1,102 @@
+"""Check and frame what a task's code returns: every message decodes at the leader, every number is finite."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from libra_hpc.protocol.codec import LENGTH, FrameError, pack_i32
+from libra_hpc.protocol.env import EpisodeOpened, EpisodeStepped, FromHost, from_host
+from libra_hpc.tasks.base import Episode, Turn
+
+LARGEST = 3.4028234663852886e38
+"""Largest float32, the type in which rewards are trained."""
+LARGEST_ID = 2**31 - 1
+
+
+class BadReward(ValueError):
+    """A reward, or a number of ``info``, that is not finite."""
+
+
+class BadAnswer(ValueError):
+    """Another part of an answer that violates `libra_hpc.tasks.base`."""
+
+
+def opened(name: str, episode: Episode) -> bytes:
+    prompt = _ids("prompt", episode.prompt)
+    stop_ids = episode.stop_ids
+    _ids("stop_ids", stop_ids)
+    if not prompt:
+        raise BadAnswer("prompt is empty, and a turn needs at least one token before it")
+    if not isinstance(episode.max_tokens, int) or episode.max_tokens < 1:
+        raise BadAnswer(f"max_tokens is {shown(episode.max_tokens)}, not an integer >= 1")
+    message = EpisodeOpened(
+        episode=name,
+        prompt_id=episode.prompt_id,
+        tokens=prompt,
+        max_tokens=episode.max_tokens,
+        stop_ids=tuple(stop_ids),
+    )
+    return _frame(message)
+
+
+def stepped(name: str, turn: Turn) -> bytes:
+    if not isinstance(turn, Turn):
+        raise BadAnswer(f"step returned {shown(turn)}, not a Turn")
+    seconds = getattr(turn.signal, "seconds", 0.0)
+    if isinstance(seconds, float) and not math.isfinite(seconds):
+        raise BadAnswer(f"signal.seconds is {seconds}, not a finite number")
+    if not turn.done:
+        tokens = _ids("tokens", turn.tokens)
+        message = EpisodeStepped(episode=name, tokens=tokens, signal=turn.signal, done=False, reward=0.0, info={})
+        return _frame(message)
+    if not isinstance(turn.info, Mapping):
+        raise BadAnswer(f"info is {shown(turn.info)}, not a dict of numbers")
+    info = {key: _number(f"info[{shown(key)}]", value) for key, value in turn.info.items()}
+    reward = _number("reward", turn.reward)
+    return _frame(EpisodeStepped(episode=name, tokens=b"", signal=turn.signal, done=True, reward=reward, info=info))
+
+
+def shown(value: object) -> str:
+    """A value as short text for an error message; never raises."""
+    try:
+        return reprlib.repr(value)
+    except Exception:
+        return f"an object of {type(value).__name__}"
+
+
+def _number(what: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except Exception as error:  # whatever __float__ raises
+        raise BadReward(f"{what} is {shown(value)}, not a finite number") from error
+    if not abs(number) <= LARGEST:  # NaN compares as False
+        raise BadReward(f"{what} is {number}, not a finite number of 32 bits")
+    return number
+
+
+def _ids(what: str, values: Any) -> bytes:
+    listed = hasattr(values, "__len__") and hasattr(values, "__iter__")
+    if not listed or isinstance(values, str | bytes | bytearray | Mapping):
+        raise BadAnswer(f"{what} is {shown(values)}, not a list of token ids")
+    ids = list(values)
+    try:
+        data = pack_i32(ids)
+        low = min(ids, default=0)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadAnswer(f"{what} = {shown(ids)} holds something else than integers from 0 to {LARGEST_ID}") from error
+    if low < 0:
+        raise BadAnswer(f"{what} holds {low}, and token ids are integers from 0 to {LARGEST_ID}")
+    return data
+
+
+def _frame(message: FromHost) -> bytes:
+    """Frame a message and decode it as the leader will: a wrong type inside it fails here."""
+    try:
+        frame = from_host.frame(message)
+        from_host.decode(memoryview(frame)[LENGTH.size :])
+    except (FrameError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise BadAnswer(f"the answer does not fit the protocol ({error})") from error
+    return frame

@@ -1,0 +1,354 @@
+"""The sandbox of an environment host: pools of tool processes, one call each at a time, on one asyncio loop.
+
+- A call waits for a free process of its pool, then has its time limit.
+- A process overruns, dies or answers nonsense -> it and all it started are killed, and the call ends as a
+  `ToolResult`.
+- Declared tools and model-written code have separate pools, so that slow code delays no tool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+from libra_hpc.errors import OperationError
+from libra_hpc.process.reaper import end_strangers
+from libra_hpc.protocol.codec import FrameBuffer, FrameError
+from libra_hpc.tasks.base import ToolResult
+
+from .declared import tool_refs
+from .settings import HostConfig
+from .toolproc import Call, Ready, RunCode, Setup, ToolDone, ToolRef, from_tool, to_tool
+
+START_S = 30.0
+"""Most seconds from the start of a tool process to `Ready`: Python and the tools' imports, from a busy file system."""
+
+CODE_GRACE_S = 2.0
+"""Seconds beyond the limit of model-written code, which its tool process enforces, until the host kills that process.
+"""
+
+REAP_S = 0.02
+"""Seconds between two attempts to reap killed processes."""
+
+STRANGER_ROUNDS = 100
+"""Most attempts at the end of a sandbox to kill what its tools left behind."""
+
+NO_NAMESPACE = "sandbox: no network namespace here; the system-call filter alone keeps model-written code offline"
+
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from libra_hpc.host.toolproc import main; main()"
+
+
+def _draw() -> int:
+    """Random id of a call (see `Call.call`), never 0."""
+    return secrets.randbits(62) + 1
+
+
+class _Job:
+    """A call in flight: id, frame, limit, and the future of its answer."""
+
+    __slots__ = ("call", "frame", "future", "limit_s")
+
+    def __init__(self, call: int, frame: bytes, limit_s: float, future: asyncio.Future[ToolDone]) -> None:
+        self.call, self.frame, self.limit_s, self.future = call, frame, limit_s, future
+
+
+class _Process:
+    """One tool process: starting, then idle or busy with one job."""
+
+    def __init__(self, pool: _Pool, folder: str) -> None:
+        self.pool, self.folder = pool, folder
+        self.job: _Job | None = None
+        self.ready = False
+        self._buffer = FrameBuffer()
+        self._loop = asyncio.get_running_loop()
+        self._link, theirs = socket.socketpair()
+        try:
+            self.child = subprocess.Popen(
+                [sys.executable, "-I", "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={"TMPDIR": folder, "LC_ALL": "C.UTF-8"},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+        self._link.setblocking(False)
+        self._loop.add_reader(self._link.fileno(), self._readable)
+        self._timer = self._loop.call_later(START_S, self._overdue)
+        self._unsent = bytearray()
+        self._send(to_tool.frame(pool.setup(folder)))
+
+    def start(self, job: _Job) -> None:
+        self.job = job
+        self._timer = self._loop.call_later(job.limit_s, self._overdue)
+        self._send(job.frame)
+
+    def _send(self, data: bytes) -> None:
+        self._unsent += data
+        self._writable()
+
+    def _writable(self) -> None:
+        try:
+            sent = self._link.send(self._unsent)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            sent = len(self._unsent)  # the process is gone: the reader reports it
+        del self._unsent[:sent]
+        if self._unsent:
+            self._loop.add_writer(self._link.fileno(), self._writable)
+        else:
+            self._loop.remove_writer(self._link.fileno())
+
+    def _readable(self) -> None:
+        try:
+            chunk = self._link.recv(1 << 20)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self._end(ToolDone("error", "the tool process died"))
+            return
+        frames = self._buffer.feed(chunk)
+        if all(self._take(frame) for frame in frames) and frames:
+            self.pool.free(self)  # after all frames: one after an answer must not reach the next call
+
+    def _take(self, frame: bytes) -> bool:
+        """Handle one frame; False when the process was ended."""
+        try:
+            message = from_tool.decode(frame)
+        except (FrameError, RecursionError) as error:
+            self._end(ToolDone("error", f"the tool process sent an unreadable answer ({error})"))
+            return False
+        if not self.ready:
+            return self._started(message)
+        if isinstance(message, Ready) or self.job is None or message.call != self.job.call:
+            print("sandbox: a tool process sent an answer to no call, and another replaces it", file=sys.stderr)
+            self._end(ToolDone("error", "the tool process sent an answer to no call"))
+            return False
+        self._timer.cancel()
+        self._answer(message)
+        return True
+
+    def _started(self, message: Ready | ToolDone) -> bool:
+        if isinstance(message, ToolDone):
+            self._end(message)
+            return False
+        self._timer.cancel()
+        self.ready = True
+        self.pool.network_off = message.network_off
+        if not (self.pool.refs or message.network_off):
+            print(NO_NAMESPACE, file=sys.stderr)
+        return True
+
+    def _answer(self, done: ToolDone) -> None:
+        job, self.job = self.job, None
+        if job is not None and not job.future.done():
+            job.future.set_result(done)
+
+    def _overdue(self) -> None:
+        limit_s = START_S if self.job is None else self.job.limit_s
+        self._end(ToolDone("timeout" if self.ready else "error", f"no answer within {limit_s:g} s"))
+
+    def _end(self, done: ToolDone) -> None:
+        self.kill()
+        self._answer(done)
+        self.pool.lost(self, "" if self.ready else str(done.value))
+
+    def kill(self) -> None:
+        """End the process and its group; see `reaped`."""
+        self._timer.cancel()
+        self._loop.remove_reader(self._link.fileno())
+        self._loop.remove_writer(self._link.fileno())
+        self._link.close()
+        if self.child.poll() is None:  # while it is not reaped, the group id is its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.child.pid, signal.SIGKILL)
+
+    def reaped(self) -> bool:
+        """Collect the ended process and its folder; False while it has not ended."""
+        if self.child.poll() is None:
+            return False
+        rmtree(self.folder, ignore_errors=True)
+        return True
+
+
+class _Pool:
+    """Up to ``tool_processes`` processes of one purpose, and the waiting calls."""
+
+    def __init__(self, owner: Sandbox, refs: tuple[ToolRef, ...]) -> None:
+        self.owner, self.refs = owner, refs
+        self.network_off = False
+        self.processes: list[_Process] = []
+        self._idle: deque[_Process] = deque()
+        self._waiting: deque[_Job] = deque()
+        self.started: asyncio.Future[None] | None = None
+
+    def setup(self, folder: str) -> Setup:
+        config = self.owner.config
+        return Setup(
+            tools=self.refs,
+            parent=os.getpid(),
+            folder=folder,
+            timeout_s=config.tool_timeout_s,
+            memory_bytes=config.tool_memory_mb << 20,
+            output_bytes=config.tool_output_bytes,
+        )
+
+    def grow(self) -> None:
+        if self.started is None:
+            self.started = asyncio.get_running_loop().create_future()
+        while len(self.processes) < self.owner.config.tool_processes:
+            self.processes.append(_Process(self, self.owner.new_folder()))
+
+    def submit(self, call: int, frame: bytes, limit_s: float) -> asyncio.Future[ToolDone]:
+        job = _Job(call, frame, limit_s, asyncio.get_running_loop().create_future())
+        self._waiting.append(job)
+        if self.started is None:
+            self.grow()
+        self._dispatch()
+        return job.future
+
+    def _dispatch(self) -> None:
+        while self._idle and self._waiting:
+            job = self._waiting.popleft()
+            if not job.future.done():  # its episode was closed while it waited
+                self._idle.popleft().start(job)
+
+    def free(self, process: _Process) -> None:
+        if self.started is not None and not self.started.done():
+            self.started.set_result(None)
+        self._idle.append(process)
+        self._dispatch()
+
+    def lost(self, process: _Process, start_error: str) -> None:
+        """A process ended: replace it. It could not start: fail all waiting calls; the next call tries again."""
+        self.processes.remove(process)
+        with contextlib.suppress(ValueError):
+            self._idle.remove(process)
+        self.owner.reap(process)
+        if not start_error:
+            self.grow()
+            return
+        if self.started is not None and not self.started.done():
+            self.started.set_exception(OperationError(f"a tool process cannot start: {start_error}"))
+            self.started.exception()  # waited for by `Sandbox.start` alone
+        if not self.processes:
+            self.started = None
+            for job in self._waiting:
+                if not job.future.done():
+                    job.future.set_result(ToolDone("error", start_error))
+            self._waiting.clear()
+
+
+class Sandbox:
+    """`Tools` of all episodes of a host; create it on a running loop, `close` it before the loop ends.
+
+    ``limits``: seconds per call by tool name, where they differ from ``tool_timeout_s``. ``spared``: children that
+    are not the sandbox's, when this process is a subreaper. Then orphans of killed tool processes are killed too
+    (`libra_hpc.process.reaper.end_strangers`).
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, Callable[..., Any]],
+        config: HostConfig,
+        folder: str | Path | None = None,
+        spared: Collection[int] | None = None,
+        limits: Mapping[str, float] | None = None,
+    ) -> None:
+        self.config, self._spared = config, spared
+        self._limits = dict.fromkeys(tools, config.tool_timeout_s) | dict(limits or {})
+        self._folder = tempfile.mkdtemp(prefix="tools-", dir=folder)
+        self._tools = _Pool(self, tool_refs(tools))
+        self._code = _Pool(self, ())
+        self._dying: list[_Process] = []
+        self._made = 0
+
+    async def start(self) -> None:
+        """Start the declared tools' processes and wait for one; raises `OperationError` when none can start."""
+        if self._limits:
+            self._tools.grow()
+            assert self._tools.started is not None
+            await self._tools.started
+
+    async def call(self, name: str, *args: Any) -> ToolResult:
+        if name not in self._limits:
+            raise KeyError(f"the task declares no tool {name!r}")
+        call = _draw()
+        return await self._result(self._tools, call, to_tool.frame(Call(call, name, args)), self._limits[name])
+
+    async def python(self, code: str) -> ToolResult:
+        call = _draw()
+        limit_s = self.config.tool_timeout_s + CODE_GRACE_S
+        return await self._result(self._code, call, to_tool.frame(RunCode(call, code)), limit_s)
+
+    async def _result(self, pool: _Pool, call: int, frame: bytes, limit_s: float) -> ToolResult:
+        begin = time.perf_counter()
+        done = await pool.submit(call, frame, limit_s)
+        return ToolResult(done.outcome, done.value, time.perf_counter() - begin, done.exit_code)
+
+    @property
+    def network_off(self) -> bool:
+        """Whether model-written code has an empty network namespace, once it ran; the filter denies sockets in any
+        case.
+        """
+        return self._code.network_off
+
+    @property
+    def pids(self) -> list[int]:
+        return [p.child.pid for pool in (self._tools, self._code) for p in pool.processes]
+
+    def new_folder(self) -> str:
+        self._made += 1
+        path = Path(self._folder) / str(self._made)
+        path.mkdir(mode=0o700)
+        return str(path)
+
+    def reap(self, process: _Process) -> None:
+        """Reap a killed process without blocking the loop."""
+        self._dying.append(process)
+        self._reap()
+
+    def _reap(self) -> None:
+        self._dying = [p for p in self._dying if not p.reaped()]
+        if self._end_strangers() or self._dying:
+            asyncio.get_running_loop().call_later(REAP_S, self._reap)
+
+    def _end_strangers(self) -> list[int]:
+        if self._spared is None:
+            return []
+        return end_strangers({*self._spared, *self.pids, *(process.child.pid for process in self._dying)})
+
+    def close(self) -> None:
+        """Kill every tool process and what it started, wait for their end, remove their folders."""
+        processes = [p for pool in (self._tools, self._code) for p in pool.processes]
+        for process in processes:
+            process.kill()
+        for process in (*processes, *self._dying):
+            process.child.wait()
+        for pool in (self._tools, self._code):
+            pool.processes.clear()
+        self._dying.clear()
+        for _ in range(STRANGER_ROUNDS):
+            if not self._end_strangers():
+                break
+            time.sleep(REAP_S)
+        rmtree(self._folder, ignore_errors=True)

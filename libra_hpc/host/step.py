@@ -1,0 +1,120 @@
+"""One step of an episode under a deadline.
+
+- What the step itself awaits counts: a judge on the network, a sleep, a lock.
+- Tool calls do not count: each has its own limit, and may wait for a free process before.
+- The event loop was blocked -> the step gets that time again: nothing it waits for could be read.
+- Beyond the limit -> the step ends at once, even when it ignores its cancellation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from libra_hpc.tasks.base import Episode, ToolResult, Tools, Turn
+
+STALL_S = 1.0
+"""Seconds by which a timer is late when the loop was blocked."""
+
+
+Over = Callable[[Turn | BaseException], None]
+
+
+class StepTimeout(Exception):
+    """A step exceeded its limit."""
+
+
+class Step:
+    """Runs ``episode.step`` and calls ``over`` once, with its `Turn` or the exception; not after `cancel`."""
+
+    def __init__(self, episode: Episode, tokens: list[int], tools: Tools, limit_s: float, over: Over) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._over: Over | None = over
+        self._limit_s = self._left_s = limit_s
+        self._calls = 0
+        """Tool calls in flight."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._coroutine = self._run(episode, tokens, _StepTools(self, tools))
+        self._task = self._loop.create_task(self._coroutine)
+        self._resume()
+
+    def cancel(self) -> None:
+        self._over = None
+        self._pause()
+        self._task.cancel()
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Context of a tool call, whose time does not count."""
+        self._calls += 1
+        self._pause()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self._resume()
+
+    async def _run(self, episode: Episode, tokens: list[int], tools: Tools) -> None:
+        outcome: Turn | BaseException
+        try:
+            outcome = await episode.step(tokens, tools)
+        except (Exception, asyncio.CancelledError, SystemExit) as error:
+            outcome = error  # also the task's own cancellation: the trajectory needs an answer
+        self._end(outcome)
+
+    def _end(self, outcome: Turn | BaseException) -> None:
+        over, self._over = self._over, None
+        self._pause()
+        if over is not None:
+            over(outcome)
+
+    def _resume(self) -> None:
+        if self._limit_s and self._over is not None and not self._calls and self._timer is None:
+            self._timer = self._loop.call_later(self._left_s, self._overdue)
+
+    def _pause(self) -> None:
+        if self._timer is not None:
+            self._left_s = max(0.0, self._timer.when() - self._loop.time())
+            self._timer.cancel()
+            self._timer = None
+
+    def _overdue(self) -> None:
+        assert self._timer is not None
+        late_s = self._loop.time() - self._timer.when()
+        self._timer, self._left_s = None, late_s
+        if late_s > STALL_S:
+            self._resume()
+            return
+        lines = suspended_at(self._coroutine)
+        print("host: a step is overdue:", *lines, sep="\n  ", file=sys.stderr)
+        place = lines[1] if len(lines) > 1 else lines[0]  # the first is this module's own
+        self._end(StepTimeout(f"no answer within {self._limit_s:g} s outside tool calls; it waits at {place}"))
+        self._task.cancel()
+
+
+def suspended_at(coroutine: Any) -> list[str]:
+    """Where a coroutine waits, outermost call first."""
+    found = []
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        code = frame.f_code
+        found.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
+        coroutine = coroutine.cr_await
+    return found
+
+
+class _StepTools:
+    """`Tools` whose calls stop a step's clock."""
+
+    def __init__(self, step: Step, tools: Tools) -> None:
+        self._step, self._tools = step, tools
+
+    async def call(self, name: str, *args: Any) -> ToolResult:
+        with self._step.outside():
+            return await self._tools.call(name, *args)
+
+    async def python(self, code: str) -> ToolResult:
+        with self._step.outside():
+            return await self._tools.python(code)

@@ -1,0 +1,1 @@
+"""How the agents find and reach each other."""

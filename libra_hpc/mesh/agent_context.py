@@ -1,0 +1,60 @@
+"""What every part of a node agent shares: identity, configuration, folders, sending and logging."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.protocol.mesh import Log, MeshMessage, Welcome
+
+from .rank_layout import RankLayout
+
+Send = Callable[..., None]
+"""``send(rank, message, blob=b"")``"""
+
+
+@dataclass
+class AgentContext:
+    rank: int
+    layout: RankLayout
+    config: RunConfig
+    run: RunDir
+    attempt: int
+    send: Send
+    start: Welcome
+    private: Path
+    """Mode 0700, for sockets and engine settings; short, because a Unix socket's path may have 107 bytes."""
+    shared_memory: Path
+    """Mode 0700, in /dev/shm where there is one: weight files."""
+    receivers: tuple[int, ...] = field(default=())
+    """Ranks that get new weights, from the coordinator's last `Roles`."""
+    kept: Path | None = None
+    """As ``shared_memory``, but it outlives the agent when all ranks restart: snapshots. None: it does not."""
+
+    @property
+    def start_name(self) -> str:
+        """Name of this start of the ranks, unlike that of any other of the run."""
+        return f"attempt-{self.attempt}-{self.start.pid}"
+
+    @property
+    def snapshots(self) -> Path:
+        return self.kept or self.shared_memory / "snapshots"
+
+    @property
+    def component(self) -> str:
+        return self.layout.components[self.rank]
+
+    @property
+    def logs(self) -> Path:
+        return self.run.logs(self.attempt)
+
+    def log(self, kind: str, **fields: Any) -> None:
+        self.send(0, Log(kind, time.time(), fields))
+
+    def send_to_rollout_leader(self, message: MeshMessage) -> None:
+        self.send(self.layout.rollout_leader, message)

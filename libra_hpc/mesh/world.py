@@ -1,0 +1,218 @@
+"""How the agents find each other: MPI numbers them and carries their addresses, once, at the start.
+
+After `meet` no agent calls MPI again, because no MPI survives a dead member (docs/architecture.md).  Messages go over
+sockets of our own (`libra_hpc.mesh.links`).
+
+- All ranks on one machine -> they listen on loopback.  Otherwise on `slurm.interface`, or on every interface.
+- Rank 0 draws a secret for the run; who connects must prove that it has it.
+- A rank that cannot reach rank 0 -> every rank raises the same sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import mpi4py
+import msgspec
+import psutil
+
+from libra_hpc.errors import OperationError
+from libra_hpc.protocol.codec import LENGTH
+
+from .mpi_library import mpich_chosen
+
+# `meet` does it, under a deadline.
+mpi4py.rc.initialize = False
+
+with mpich_chosen():
+    from mpi4py import MPI
+
+MEET_S = 90
+"""A start takes seconds; nodes that load Python from a cold shared file system come up to a minute apart."""
+REACH_S = 5.0
+"""For one address of rank 0 to answer.
+
+Half: a busy switch looks like a wrong address; double: several wrong ones use up `MEET_S`.
+"""
+RECORD_BYTES = 4096
+"""Room for what a rank sends the others; a node with 20 addresses uses 500."""
+SECRET_BYTES = 32
+VIRTUAL = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel")
+"""Interfaces by prefix that never lead to another node."""
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where a rank listens: addresses in order of trial, all with one port."""
+
+    host: str
+    addresses: tuple[str, ...]
+    port: int
+    held: tuple[str, ...] = ()
+    """Parts of snapshots on its node."""
+
+
+class NoWorld(OperationError):
+    """The ranks have met but cannot go on; ``rank`` is the own one."""
+
+    def __init__(self, rank: int, problem: str) -> None:
+        super().__init__(problem)
+        self.rank = rank
+
+
+class World(msgspec.Struct, frozen=True):
+    """The ranks of one start, from the view of one of them."""
+
+    rank: int
+    endpoints: tuple[Endpoint, ...]
+    secret: bytes
+    listener: socket.socket
+    """Bound and listening before any rank has its address."""
+
+    @property
+    def size(self) -> int:
+        return len(self.endpoints)
+
+
+class _Place(msgspec.Struct):
+    """First round: a rank's machine, and why it cannot go on, if so."""
+
+    machine: str
+    problem: str = ""
+
+
+class _Reached(msgspec.Struct):
+    """Last round: why rank 0 is out of reach; empty where it is not."""
+
+    problem: str
+
+
+Record = TypeVar("Record", _Place, Endpoint, _Reached)
+
+
+def meet(interface: str = "", problem: str = "", held: Callable[[int], tuple[str, ...]] = lambda rank: ()) -> World:
+    """Join the world; returns once every rank is there, can be found and reaches rank 0.
+
+    ``problem``: why the caller cannot go on.  ``held``: the parts of snapshots that a rank finds on its node.  Raises
+    `NoWorld` on every rank alike, with the first problem of any.
+
+    A rank that fails inside MPI leaves the others waiting there, where no Python runs: the kernel ends this process
+    with SIGALRM after `MEET_S`, and whoever started it may try again.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(MEET_S)
+    MPI.Init_thread(MPI.THREAD_SINGLE)
+    comm = MPI.COMM_WORLD
+    addresses = own_addresses(interface)
+    if interface and not addresses:
+        problem = (
+            problem
+            or f"slurm.interface = {interface!r}: {socket.gethostname()} has no such interface with an address; "
+            f"it has {_interfaces()}"
+        )
+    places = _exchange(comm, _Place(_machine(), problem))
+    _raise_first([place.problem for place in places])
+    if interface:
+        addresses = addresses[:1]
+    elif len({place.machine for place in places}) == 1:
+        addresses = ["127.0.0.1"]
+    listener = _listen(addresses[0] if len(addresses) == 1 else "", comm.Get_size())
+    own = Endpoint(socket.gethostname(), tuple(addresses), listener.getsockname()[1], held(comm.Get_rank()))
+    endpoints = _exchange(comm, own)
+    secret = bytearray(secrets.token_bytes(SECRET_BYTES))
+    comm.Bcast([secret, MPI.BYTE])
+    _raise_first(
+        [reached.problem for reached in _exchange(comm, _Reached(_reach(endpoints[0], endpoints[comm.Get_rank()])))]
+    )
+    world = World(comm.Get_rank(), tuple(endpoints), bytes(secret), listener)
+    MPI.Finalize()
+    signal.alarm(0)
+    return world
+
+
+def own_addresses(interface: str = "") -> list[str]:
+    """Addresses of this machine, or of one ``interface``, that others may reach; the one its name resolves to first."""
+    found = []
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    for name, entries in psutil.net_if_addrs().items():
+        if name != interface if interface else name not in up or name.startswith(VIRTUAL):
+            continue
+        for entry in entries:
+            if (
+                entry.family in (socket.AF_INET, socket.AF_INET6)
+                and not ipaddress.ip_address(entry.address.partition("%")[0]).is_link_local
+            ):
+                found.append(entry.address)
+    named: set[str] = set()
+    with contextlib.suppress(OSError):
+        named = {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
+    return sorted(found, key=lambda address: (address not in named, ":" in address))
+
+
+def _interfaces() -> str:
+    return ", ".join(sorted(psutil.net_if_addrs()))
+
+
+def _machine() -> str:
+    """A name unlike that of any other machine or container with a network of its own."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+
+
+def _listen(address: str, size: int) -> socket.socket:
+    if address:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family, backlog=2 * size)
+    elif socket.has_dualstack_ipv6():
+        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=2 * size)
+    else:
+        listener = socket.create_server(("", 0), backlog=2 * size)
+    listener.setblocking(False)
+    return listener
+
+
+def _reach(first: Endpoint, own: Endpoint) -> str:
+    """Why rank 0 cannot be reached from here, or nobody can reach this rank; else empty."""
+    if not own.addresses:
+        return f"{own.host} has no network address that other nodes can reach"
+    for address in first.addresses:
+        with contextlib.suppress(OSError):
+            socket.create_connection((address, first.port), timeout=REACH_S).close()
+            return ""
+    tried = ", ".join(f"{address} port {first.port}" for address in first.addresses) or "no address"
+    return (
+        f"{own.host} cannot reach the planner's node {first.host} ({tried}): set slurm.interface to a network that all"
+        " nodes share"
+    )
+
+
+def _exchange(comm: MPI.Intracomm, record: Record) -> list[Record]:
+    body = msgspec.msgpack.encode(record)
+    encoded = LENGTH.pack(len(body)) + body
+    if len(encoded) > RECORD_BYTES:
+        raise OperationError(
+            f"the record of {socket.gethostname()} takes {len(encoded)} bytes; there is room for {RECORD_BYTES}"
+        )
+    everyone = bytearray(RECORD_BYTES * comm.Get_size())
+    comm.Allgather([encoded.ljust(RECORD_BYTES, b"\0"), MPI.BYTE], [everyone, MPI.BYTE])
+    decoder = msgspec.msgpack.Decoder(type(record))
+    found = []
+    for at in range(0, len(everyone), RECORD_BYTES):
+        start = at + LENGTH.size
+        found.append(decoder.decode(everyone[start : start + LENGTH.unpack_from(everyone, at)[0]]))
+    return found
+
+
+def _raise_first(problems: list[str]) -> None:
+    """Raise on every rank or on none: all see the same problems."""
+    for problem in problems:
+        if problem:
+            rank = MPI.COMM_WORLD.Get_rank()
+            MPI.Finalize()
+            raise NoWorld(rank, problem)

@@ -1,0 +1,83 @@
+"""Host memory of one node, term by term, in bytes; files in /dev/shm count as memory of the job.
+
+- Weight files: engines read every version from /dev/shm, and the node that exports writes them there.
+- Snapshots: the optimizer's state of a core node in /dev/shm, and the next one while it is written; with several core
+  nodes the same of the node before it.
+- Checkpoint copy: the optimizer's state of a core node, which a thread writes, also as a snapshot.
+- KV tier, environments: what the run file gives them.
+
+Standbys of training and of vLLM keep nothing in host memory.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .shapes import ModelShape
+
+from .memory import STATE_BYTES
+
+WEIGHT_VERSIONS = 4
+"""Weight files on a node at once: the three that `libra_hpc.weights.relay` keeps, and the one being written."""
+SNAPSHOTS = 2
+"""Parts of a node at once: of the complete snapshot, and of the one being written (`libra_hpc.state.snapshots`)."""
+PROCESS_BYTES = 4e9
+"""Least memory of a node's agent, engine processes and libraries: below it a node certainly fails."""
+
+
+class NodeWork(msgspec.Struct, frozen=True):
+    """What a node does with its memory."""
+
+    rolls: bool = False
+    snapshots: bool = False
+    """Whether the core keeps them."""
+    core_nodes: int = 0
+    """Nodes that share the training state, for one of them; 0: not of the core."""
+    kv_bytes: float = 0.0
+    """For KV caches that the GPUs evicted."""
+    environment_bytes: float = 0.0
+
+
+class NodeMemory(msgspec.Struct, frozen=True):
+    """Bytes of one node."""
+
+    weight_files: float
+    snapshots: float
+    checkpoint_copy: float
+    kv_tier: float
+    environments: float
+    processes: float
+
+    @property
+    def shared(self) -> dict[str, float]:
+        """The terms in /dev/shm."""
+        return {name: size for name, size in self.terms().items() if name in ("weight files", "snapshots")}
+
+    @property
+    def total(self) -> float:
+        return sum(self.terms().values())
+
+    def terms(self) -> dict[str, float]:
+        """What is not 0, by its name in words."""
+        sizes = {name.replace("_", " "): float(getattr(self, name)) for name in self.__struct_fields__}
+        return {name: size for name, size in sizes.items() if size}
+
+
+def snapshot_bytes(shape: ModelShape, core_nodes: int) -> float:
+    """Parts of snapshots on a node of the core, its own and those of another one."""
+    nodes = 1 if core_nodes == 1 else 2
+    return SNAPSHOTS * nodes * shape.params * STATE_BYTES / core_nodes
+
+
+def node_memory(shape: ModelShape, work: NodeWork) -> NodeMemory:
+    """Memory of a node with this work."""
+    # A checkpoint keeps the file of its version until it is copied.
+    versions = WEIGHT_VERSIONS + bool(work.core_nodes)
+    return NodeMemory(
+        weight_files=float(versions * shape.weight_bytes),
+        snapshots=snapshot_bytes(shape, work.core_nodes) if work.snapshots else 0.0,
+        checkpoint_copy=shape.params * STATE_BYTES / work.core_nodes if work.core_nodes else 0.0,
+        kv_tier=work.kv_bytes if work.rolls else 0.0,
+        environments=work.environment_bytes,
+        processes=PROCESS_BYTES,
+    )

@@ -1,0 +1,83 @@
+"""`lookup`: step times from the best source there is; `StepTimes.source` names it.
+
+1. A calibration file (real engine steps), if given.
+2. Operator tables, if the device's system and the model have them at that degree.
+3. The roofline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.errors import invalid
+
+from libra_hpc.models.devices import Device, device
+from .measured import load, measured_times
+from libra_hpc.models.shapes import ModelShape, model_shape, shapes
+from .roofline import Roofline
+from .steps import StepTimes
+from .tables import TableTimes, available, load_table
+
+SOURCES = ("auto", "tables", "roofline")
+StepLookup = Callable[[Device, ModelShape, int], StepTimes]
+"""Step times of a model on a replica of so many devices."""
+
+
+def lookup(
+    device_name: str | Device,
+    model: str | Path | ModelShape,
+    tp: int,
+    calibration: str | Path | None = None,
+    memory_util: float = 0.9,
+    source: str = "auto",
+    devices_file: str | Path | None = None,
+) -> StepTimes:
+    """Step times of ``model`` on one replica of ``tp`` devices.
+
+    ``device_name`` is in the device table (or in ``devices_file``); ``model`` is a short name or the path of a
+    Hugging Face config. Either may be the object itself. ``memory_util`` is the share of device memory for weights,
+    workspace and KV cache. A calibration file has its own capacity, and must be of that device and model.
+
+    Raises `UserError` for unknown names, a ``tp`` that does not shard the model or was not measured,
+    ``source="tables"`` without tables, and an unreadable file.
+    """
+    if source not in SOURCES:
+        raise invalid("source", source, "unknown source of step times", SOURCES)
+    if calibration is not None:
+        if source != "auto":
+            raise invalid("source", source, "cannot be combined with a calibration file", "auto")
+        measured = load(calibration)
+        measured.check(_name(device_name), _name(model), calibration)
+        return measured_times(measured, tp)
+    found = device_name if isinstance(device_name, Device) else device(device_name, devices_file)
+    shape = model if isinstance(model, ModelShape) else model_shape(model)
+    if source != "roofline":
+        path = available().get((found.tables, _known(shape)))
+        if path is not None and (source == "tables" or tp in load_table(path).degrees):
+            return _tabled(path, found, shape, tp=tp, memory_util=memory_util)
+        if source == "tables":
+            pairs = [f"{model} on {system}" for system, model in available()]
+            raise invalid("source", source, f"there are no operator tables for {shape.name} on {found.name}", pairs)
+    return Roofline(found, shape, tp, memory_util)
+
+
+@lru_cache(64)
+def _tabled(path: Path, found: Device, shape: ModelShape, tp: int, memory_util: float) -> TableTimes:
+    """Cached: fitting a table's curves takes a twentieth of a whole search."""
+    return TableTimes(load_table(path), found, shape, tp=tp, memory_util=memory_util)
+
+
+def _known(shape: ModelShape) -> str:
+    """Short name of the built-in shape with these dimensions; empty: none."""
+    for name, built_in in shapes().items():
+        if msgspec.structs.replace(shape, name=name) == built_in:
+            return name
+    return ""
+
+
+def _name(thing: str | Path | Device | ModelShape) -> str:
+    return thing.name if isinstance(thing, (Device, ModelShape)) else Path(thing).name

@@ -1,0 +1,286 @@
+"""The one table of model families: what each one has, and why some cannot be trained; needs no torch.
+
+- `FAMILIES`: every ``model_type`` with a shape, as a `Family`.
+- `refusals`: keys of a Hugging Face ``config.json`` that the trainer does not support.
+- `Widths`: the tensor-parallel degrees that Megatron-Core can cut a model over.
+
+`check`, `submit`, the planner, the search and the trainer (`libra_hpc.models.architecture`) use these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from libra_hpc.errors import UserError, invalid
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings of the trainer (`libra_hpc.trainer.model.rotary`).
+
+``dynamic`` and ``longrope`` change with the length of a sequence, in vLLM with that of the longest one allowed: the
+two engines would disagree.
+"""
+ROPE_NUMBERS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+"""Numbers that a rotary embedding needs."""
+YARN_OPTIONS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+"""Numbers that YaRN may have."""
+
+
+class Family(msgspec.Struct, frozen=True, kw_only=True):
+    """What a ``model_type`` has besides pre-norm RMSNorm, SwiGLU, rotary embedding and grouped-query attention."""
+
+    untrained: str = ""
+    """Why this version cannot train it; empty: it can."""
+    qkv_bias: bool = False
+    """Biases on q, k and v, whatever ``attention_bias`` is."""
+    qkv_bias_only: bool = False
+    """``attention_bias`` means q, k and v; elsewhere it means the output projection too, which the trainer lacks."""
+    qk_norm: bool = False
+    """Norms of the heads of q and k."""
+    post_norms: bool = False
+    """Norms behind attention and MLP, before their results are added."""
+    fused_qkv: bool = False
+    """One ``qkv_proj`` in the files: all q, all k, all v."""
+    fused_mlp: bool = False
+    """One ``gate_up_proj`` in the files."""
+    partial_rotary: bool = False
+    """``partial_rotary_factor`` is the share of a head that turns."""
+    interleaved_rotary: bool = False
+    """Channels 2i and 2i+1 turn together; elsewhere i and i + half."""
+    rope_types: tuple[str, ...] = ROPE_TYPES
+    window_switch: bool = False
+    """``use_sliding_window`` turns ``sliding_window`` on, and is off by default."""
+    defaults: dict[str, Any] = {}
+    """Values that transformers assumes for missing keys, where they differ from ours."""
+
+
+MIXTURE = "a mixture of experts of another kind than Qwen3's"
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
+_QWEN_MOE = {
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+_GLM = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}
+FAMILIES: dict[str, Family] = {
+    "glm4": Family(
+        qkv_bias_only=True, post_norms=True, fused_mlp=True, partial_rotary=True, interleaved_rotary=True, defaults=_GLM
+    ),
+    "llama": Family(),
+    "mistral": Family(defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "mixtral": Family(untrained=MIXTURE),
+    # transformers takes "yarn" in a Phi-3 model for "longrope".
+    "phi3": Family(
+        fused_qkv=True, fused_mlp=True, partial_rotary=True, rope_types=("default",), defaults={"rms_norm_eps": 1e-5}
+    ),
+    "qwen2": Family(qkv_bias=True, window_switch=True, defaults=_QWEN),
+    "qwen3": Family(qk_norm=True, window_switch=True, defaults={**_QWEN, "head_dim": 128}),
+    "qwen3_moe": Family(qk_norm=True, window_switch=True, defaults=_QWEN_MOE),
+}
+TRAINED = tuple(name for name, family in FAMILIES.items() if not family.untrained)
+"""``model_type`` of the models that can be trained."""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """One key of a ``config.json`` that prevents training."""
+
+    key: str
+    value: Any
+    why: str
+    valid: tuple[str, ...] | str
+
+    @property
+    def reason(self) -> str:
+        return self.why if self.key == "model_type" else f"{self.key} = {self.value!r}: {self.why}"
+
+    def error(self, field: str) -> UserError:
+        valid: Iterable[str] | str = self.valid
+        return invalid(f"{field}: {self.key}", self.value, self.why, valid)
+
+
+class Widths(msgspec.Struct, frozen=True):
+    """What tensor parallelism cuts, by the keys of a ``config.json``."""
+
+    heads: int
+    groups: int
+    """Key/value heads."""
+    head_dim: int
+    ffn: int
+    vocab: int
+
+    def fault(self, tp: int) -> str:
+        """Why Megatron-Core cannot cut the model over ``tp`` devices; empty: it can."""
+        fault = self.head_fault(tp)
+        # Fewer key/value heads than devices: Megatron-Core cuts the rows of q, k and v evenly, and gathers the result.
+        rows = (self.heads + 2 * self.groups) * self.head_dim
+        sizes = {"intermediate_size": self.ffn, "vocab_size": self.vocab, "rows of q, k and v": rows}
+        others = (f"does not divide the model's {what} = {size}" for what, size in sizes.items() if size % tp)
+        return fault or next(others, "")
+
+    def head_fault(self, tp: int) -> str:
+        """Why ``tp`` devices cannot share the heads: q heads evenly, k and v heads evenly or by replication.
+
+        The rule of vLLM, and a part of that of Megatron-Core.
+        """
+        if self.heads % tp:
+            return f"does not divide the model's num_attention_heads = {self.heads}"
+        if self.groups % tp and tp % self.groups:
+            return f"neither divides the model's num_key_value_heads = {self.groups} nor is a multiple of it"
+        return ""
+
+    def check(self, tp: int, field: str = "train.tp", *, rollout: bool = False) -> None:
+        """Raise `UserError` for a degree that Megatron-Core cannot use, or vLLM for ``rollout``."""
+        fault = self.head_fault if rollout else self.fault
+        why = fault(tp)
+        if why:
+            raise invalid(field, tp, why, ", ".join(str(n) for n in range(1, self.heads + 1) if not fault(n)))
+
+
+def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` and what transformers assumes for missing keys (not for keys that are null)."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    # transformers 5 writes the second name in all families.
+    experts = {"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}
+    return {**(family.defaults if family else {}), **experts, **config}
+
+
+def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
+    """All keys that prevent training by this version; none: the model can be trained."""
+    kind = config.get("model_type")
+    family = FAMILIES.get(str(kind))
+    if family is None or family.untrained:
+        why = family.untrained if family else "this version cannot train this architecture"
+        yield Refusal("model_type", kind, why, TRAINED)
+        return
+    yield from _variants(with_defaults(config), family)
+    yield from _rope(with_defaults(config), family)
+
+
+def check_trained(config: Mapping[str, Any], field: str = "model.path") -> None:
+    """Raise `UserError` for the first of `refusals`."""
+    for refusal in refusals(config):
+        raise refusal.error(field)
+
+
+def sliding_window(config: Mapping[str, Any]) -> Any:
+    """Width of the attention window; None: there is none, or no sequence that the model admits is longer."""
+    config = with_defaults(config)
+    family = FAMILIES.get(str(config.get("model_type")), Family())
+    window = config.get("sliding_window")
+    # Without a switch of the family transformers and vLLM ignore one in the config.
+    if window is None or (family.window_switch and not config.get("use_sliding_window")):
+        return None
+    positions = config.get("max_position_embeddings")
+    inert = isinstance(positions, int) and isinstance(window, int) and window >= positions
+    return None if inert else window
+
+
+def has_qkv_bias(config: Mapping[str, Any]) -> bool:
+    config = with_defaults(config)
+    family = FAMILIES[config["model_type"]]
+    return family.qkv_bias or bool(config.get("attention_bias"))
+
+
+def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the rotary embedding, read as transformers does.
+
+    transformers 5 writes ``rope_parameters``, earlier versions ``rope_scaling`` and ``rope_theta``.
+    """
+    config = with_defaults(config)
+    found = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
+    for key, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0)):
+        found[key] = found.get(key) or config.get(key) or default
+    # A key beside the rotary settings stands above theirs; the model's positions stand in for a missing one.
+    original = config.get("original_max_position_embeddings")
+    if original is not None:
+        found["original_max_position_embeddings"] = original
+    found.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+    return found
+
+
+def most_positions(config: Mapping[str, Any]) -> int | None:
+    """Longest sequence of both engines; None when the config has no limit.
+
+    vLLM tabulates YaRN's angles for ``factor`` times the original positions and no more.
+    """
+    limit = config.get("max_position_embeddings")
+    if not isinstance(limit, int):
+        return None
+    rope = rope_settings(config)
+    if rope["rope_type"] == "yarn":
+        return min(limit, int(rope["factor"] * rope["original_max_position_embeddings"]))
+    return limit
+
+
+def _variants(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
+    act = config.get("hidden_act") or "silu"
+    if act != "silu":
+        yield Refusal("hidden_act", act, "the trainer has no such activation", ("silu",))
+    window = sliding_window(config)
+    layers = {str(layer) for layer in config.get("layer_types") or ()} - {"full_attention"}
+    if window is not None:
+        yield Refusal("sliding_window", window, "the trainer has no sliding-window attention", "null (full attention)")
+    elif layers:
+        yield Refusal("layer_types", sorted(layers)[0], "the trainer has full attention only", ("full_attention",))
+    for key in ("mlp_bias",) if family.qkv_bias_only else ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            yield Refusal(key, config[key], "the trainer has no such bias", "false")
+    # Qwen3-MoE: the trainer builds all layers alike.
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        key = "mlp_only_layers" if config.get("mlp_only_layers") else "decoder_sparse_step"
+        yield Refusal(key, config[key], "the trainer has no dense layers among layers of experts", "no such layers")
+    if config.get("quantization_config"):
+        yield Refusal(
+            "quantization_config",
+            config["quantization_config"],
+            "the trainer reads weights of bfloat16, float16 or float32",
+            "no such key",
+        )
+
+
+def _rope(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
+    """Unsupported rotary embeddings, in either spelling."""
+    for section in ("rope_scaling", "rope_parameters"):
+        settings = config.get(section)
+        if not settings:
+            continue
+        if not isinstance(settings, Mapping) or any(isinstance(value, Mapping) for value in settings.values()):
+            yield Refusal(
+                section, settings, "not one set of rotary settings for all layers", "one table for all layers"
+            )
+            return
+        for key in ("rope_type", "type"):
+            kind = settings.get(key) or "default"
+            if kind not in family.rope_types:
+                yield Refusal(key, kind, "the trainer has no such rotary embedding", family.rope_types)
+                return
+    settings = rope_settings(config)
+    share = settings["partial_rotary_factor"]
+    if share != 1 and not family.partial_rotary:
+        yield Refusal("partial_rotary_factor", share, "the trainer turns whole heads", "1")
+    kind = settings["rope_type"]
+    optional = tuple(key for key in YARN_OPTIONS if key in settings) if kind == "yarn" else ()
+    why = f"the {kind} rotary embedding needs a number"
+    for key in ("rope_theta", "partial_rotary_factor", *ROPE_NUMBERS[kind], *optional):
+        value = settings.get(key)
+        if not isinstance(value, (int, float)) or value <= 0:
+            yield Refusal(key if key in config else f"rope_scaling.{key}", value, why, "a number > 0")
+    if kind == "linear" and isinstance(settings.get("factor"), int):
+        factor = settings["factor"]
+        yield Refusal("rope_scaling.factor", factor, "vLLM takes no integer for it", f"{float(factor)}")

@@ -1,0 +1,110 @@
+"""The training layouts that the runtime can run, as one predicate for `check`, the planner's search and the trainer.
+
+A world of Megatron is ``nodes`` nodes of ``processes`` processes each, divided into replicas of ``tp * pp * cp``.
+
+- Tensor ranks share a node: ``tp`` divides its processes.
+- All processes are a whole number of replicas, which may span nodes.
+- ``ep * etp`` divides the processes of a stage; with ``ep`` 1 tensor ranks share the experts.
+- ``tp`` divides what Megatron-Core cuts, and every stage has a layer.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from libra_hpc.errors import UserError, invalid
+
+from .shapes import ModelShape
+
+
+class Degrees(NamedTuple):
+    """How a replica is cut, and the experts of a stage."""
+
+    tp: int
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    """Expert-parallel ranks among the processes of a stage."""
+    etp: int = 0
+    """Tensor ranks of an expert; 0: ``tp``."""
+
+    @property
+    def replica(self) -> int:
+        """Processes of a data-parallel replica."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def expert_processes(self) -> int:
+        """Processes that share the experts of a stage."""
+        return self.ep * (self.etp or self.tp)
+
+    def __str__(self) -> str:
+        """``TP8 PP2``; ``CP2``, ``EP8`` and ``ETP1`` where they are not the default."""
+        parts = [f"TP{self.tp}", f"PP{self.pp}"]
+        parts += [f"CP{self.cp}"] if self.cp > 1 else []
+        parts += [f"EP{self.ep}"] if self.ep > 1 else []
+        parts += [f"ETP{self.etp}"] if self.etp not in (0, self.tp) else []
+        return " ".join(parts)
+
+
+class Fault(NamedTuple):
+    """Why a layout cannot run: the arguments of `libra_hpc.errors.invalid`."""
+
+    field: str
+    value: int
+    why: str
+    valid: str
+
+    def error(self) -> UserError:
+        return invalid(self.field, self.value, self.why, self.valid)
+
+
+def world_fault(degrees: Degrees, nodes: int, processes: int) -> Fault | None:
+    """Why ``nodes`` nodes of ``processes`` training processes cannot form a world; None when they can."""
+    tp, whole = degrees.tp, nodes * processes
+    if processes % tp:
+        why = f"tensor ranks share a node, and it does not divide the {processes} training processes of a node"
+        return Fault("train.tp", tp, why, f"divisors of {processes}, or other train.processes")
+    if whole % degrees.replica:
+        keys = [f"train.{key}" for key in ("tp", "pp", "cp") if getattr(degrees, key) > 1]
+        count = f"{nodes} node{'s' if nodes > 1 else ''} x {processes} training processes are {whole}"
+        why = f"{count}, no whole number of replicas of {degrees.replica} processes"
+        return Fault(" * ".join(keys), degrees.replica, why, f"a product that divides {whole}, or other nodes")
+    return None
+
+
+def expert_fault(experts: int, width: int, degrees: Degrees, ranks: int) -> Fault | None:
+    """Why ``experts`` of MLP width ``width`` cannot be spread over the ``ranks`` processes of a stage."""
+    tp, ep, etp = degrees.tp, degrees.ep, degrees.etp or degrees.tp
+    if not experts:
+        return None if ep == 1 else Fault("train.ep", ep, "the model has no experts", "1")
+    if experts % ep:
+        why = f"it does not divide the model's {experts} experts"
+        return Fault("train.ep", ep, why, f"divisors of {experts}")
+    if ep == 1 and etp != tp:
+        return Fault("train.etp", etp, "without expert parallelism tensor ranks share the experts too", str(tp))
+    if etp not in (1, tp) or width % etp:
+        why = f"it must be 1 or tp = {tp}, and divide the experts' {width} MLP columns"
+        return Fault("train.etp", etp, why, f"1 or {tp}" if width % tp == 0 else "1")
+    if ranks % (ep * etp):
+        why = f"ep x etp = {ep * etp} does not divide the {ranks} processes of a stage"
+        return Fault("train.ep", ep, why, f"divisors of {ranks // etp}")
+    return None
+
+
+def cut_fault(degrees: Degrees, tokens: int) -> Fault | None:
+    """Why context ranks cannot share a micro-batch of at most ``tokens`` tokens; None when they can."""
+    least = 2 * degrees.cp * degrees.tp
+    if degrees.cp == 1 or tokens >= least:
+        return None
+    why = f"{2 * degrees.cp} pieces for {degrees.tp} tensor ranks need {least} tokens, and a micro-batch has {tokens:,}"
+    return Fault("train.cp", degrees.cp, why, f"1 to {max(1, tokens // (2 * degrees.tp))}")
+
+
+def runs(shape: ModelShape, degrees: Degrees, nodes: int, processes: int) -> bool:
+    """Whether a world of these nodes can train ``shape``."""
+    return (
+        shape.trains(degrees.tp, degrees.pp)
+        and world_fault(degrees, nodes, processes) is None
+        and expert_fault(shape.experts, shape.moe_intermediate, degrees, nodes * processes // degrees.pp) is None
+    )

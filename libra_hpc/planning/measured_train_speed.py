@@ -1,0 +1,133 @@
+"""Measured training speed as a factor of the cost model: from a file of ``calibrate train``, or from an earlier run.
+
+- A run -> the median over its steps of measured seconds over the model's for as many tokens, without the first step.
+- The factor multiplies compute, communication and optimizer alike: one number cannot divide them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from libra_hpc.config.load import validate
+from libra_hpc.config.run import RunConfig
+from libra_hpc.config.train_world import TrainWorld, core_world, elastic_world
+from libra_hpc.errors import invalid
+from libra_hpc.facts.rundir import RunDir, read_lines
+from libra_hpc.models.devices import Device
+from libra_hpc.models.memory import TrainLayout
+from libra_hpc.models.shapes import ModelShape
+from libra_hpc.models.step_times.train_speed import FIELD, TrainSample, TrainSpeed, load_speed
+from libra_hpc.policies.costs.factors import Factors
+from libra_hpc.policies.costs.lengths import TrajectoryLengths, sketch
+from libra_hpc.policies.costs.training_time import BatchWork, Beside, TrainCost, TrainTime
+
+WARM_UP_STEPS = 1
+"""Steps of a run that are left out: the first one compiles kernels and fills caches."""
+
+
+class MeasuredFactor(msgspec.Struct, frozen=True):
+    """Measured over predicted training seconds on one kind of device."""
+
+    factor: float
+    device: str
+    source: str
+    """In words."""
+
+
+def training_factors(factor: float) -> Factors:
+    """All of training takes ``factor`` times as long."""
+    return Factors(compute=factor, comm=factor, optimizer=factor)
+
+
+def step_time(
+    shape: ModelShape, device: Device, layout: TrainLayout, trajectories: int, context: int, minibatches: int = 1
+) -> TrainTime:
+    """Prediction for ``trajectories`` of ``context`` tokens each, on one node."""
+    lengths = sketch([TrajectoryLengths(generated=context - 1, context=context, prompt=1)], trajectories)
+    batch = BatchWork(trajectories=trajectories, lengths=lengths, eta=1, minibatches=minibatches, forwards=0)
+    return TrainCost(shape, device, layout.devices, batch).time(layout)
+
+
+def speed_of(
+    shape: ModelShape, device: Device, layout: TrainLayout, measured: Sequence[tuple[int, int, Sequence[float]]]
+) -> TrainSpeed:
+    """The file's content for measured steps: (trajectories, context, seconds of each step)."""
+    samples, speeds = [], []
+    for trajectories, context, seconds in measured:
+        time, taken = step_time(shape, device, layout, trajectories, context), median(seconds)
+        samples.append(
+            TrainSample(
+                trajectories=trajectories, context=context, steps=len(seconds), seconds=taken, predicted=time.total
+            )
+        )
+        speeds.append((trajectories * context / taken, time.mfu * time.total / taken))
+    tokens_s, mfu = max(speeds)
+    return TrainSpeed(
+        device=device.name,
+        model=shape.name,
+        layout=str(layout),
+        tokens_s=tokens_s,
+        mfu=mfu,
+        factor=median(sample.seconds / sample.predicted for sample in samples),
+        samples=tuple(samples),
+    )
+
+
+def core_layout(config: RunConfig) -> TrainLayout:
+    """The layout of a run's core."""
+    return world_layout(config, core_world(config))
+
+
+def world_layout(config: RunConfig, world: TrainWorld, *, elastic: bool = False) -> TrainLayout:
+    """The layout of one of a run's worlds; ``elastic``: it has no optimizer."""
+    train = config.train
+    return TrainLayout(
+        tp=world.tp,
+        pp=world.pp,
+        cp=world.cp,
+        ep=world.ep,
+        dp=world.dp,
+        micro_tokens=train.micro_tokens,
+        recompute=train.recompute,
+        etp=world.etp,
+        elastic=elastic,
+    )
+
+
+def measured_factor(path: Path) -> MeasuredFactor:
+    """The factor of a file or of a run directory; raises `UserError`."""
+    if not path.is_dir():
+        speed = load_speed(path)
+        return MeasuredFactor(speed.factor, speed.device, f"{path.name}: {speed.model} as {speed.layout}")
+    return _of_run(RunDir(path))
+
+
+def _of_run(run: RunDir) -> MeasuredFactor:
+    # A cycle otherwise: the question of a plan contains this factor.
+    from .initial import as_planned
+    from .request import request
+
+    resolved = run.resolved()
+    if not resolved:
+        raise invalid(FIELD, str(run.path), "not a run directory", "a run, or a file of libra-hpc calibrate train")
+    config: RunConfig = validate(resolved)
+    if config.run.engine != "real":
+        raise invalid(FIELD, str(run.path), "a dry run measures no training", "a run with run.engine = 'real'")
+    config = config.model_copy(update={"planner": config.planner.model_copy(update={"train_speed": "", "trace": ""})})
+    asked = request(as_planned(config), trace=run.trajectories)
+    factors, core, own = [], core_layout(config), elastic_world(config)
+    cost = TrainCost(asked.shape, asked.pools[0].device, asked.pools[0].node_devices, asked.batch)
+    for line in list(read_lines(run.metrics))[WARM_UP_STEPS:]:
+        if line.get("trained_tokens", 0) > 0 and line.get("train_s", 0) > 0 and line.get("replicas", 0) > 0:
+            others = max(0, line["replicas"] - core.dp) // own.dp
+            beside = Beside(others, own.dp)
+            share = line["trained_tokens"] / asked.batch.tokens
+            factors.append(line["train_s"] / (cost.time(core, beside).total * share))
+    if not factors:
+        raise invalid(FIELD, str(run.path), "no step there after the first", "a run of two steps or more")
+    words = f"{len(factors)} steps of {run.name}"
+    return MeasuredFactor(median(factors), asked.pools[0].device.name, words)

@@ -1,0 +1,1 @@
+"""Pure decisions: snapshot in, decision out; no clock, no I/O."""

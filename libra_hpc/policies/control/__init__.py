@@ -1,0 +1,1 @@
+"""Elastic control: move, hold or repartition."""

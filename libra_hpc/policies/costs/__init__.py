@@ -1,0 +1,1 @@
+"""Seconds of training and rollout under one layout, and lengths of a workload."""

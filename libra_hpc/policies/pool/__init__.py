@@ -1,0 +1,1 @@
+"""The elastic pool of nodes as a state machine."""

@@ -1,0 +1,1 @@
+"""The best layout of each stage and the best split."""

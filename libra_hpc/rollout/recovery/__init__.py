@@ -1,0 +1,1 @@
+"""Trajectories that survive a start."""

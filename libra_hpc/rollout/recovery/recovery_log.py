@@ -1,0 +1,231 @@
+"""The recovery log: trajectories that no checkpoint contains yet, in files of the run directory.
+
+- Each second, and at the end -> append finished trajectories; at the end also the unfinished ones.
+- Start of the ranks -> append it to ``starts.json``, and read what earlier starts left (`recover`).
+- Every `TRIM_S` -> remove segments whose records no start can need.
+- File cannot be written (full disk) -> remove the whole log, and begin again after `RETRY_S`.
+
+A *segment* is a sequence of frames: length, CRC-32, msgpack of a `recovered.SavedTrajectory`. Reading stops at the
+first damaged frame. Its name begins with the number of its start; no other start writes to it.
+
+A record is needed until the newest checkpoint has its prompt. If its prompt is trained since then, it is needed only
+if its weight versions are at most the checkpoint's. Sizes and costs: docs/lab/0.1-faults.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from libra_hpc.errors import error_text
+from libra_hpc.files import write_atomic
+from libra_hpc.protocol.codec import FrameError
+from libra_hpc.protocol.mesh import Committed
+from libra_hpc.rollout.trajectory import Trajectory
+
+from .recovered import DAMAGED, Recovered, SavedTrajectory, Start, TrainedPrompts, drop_reason, gather, records
+
+SEGMENT_BYTES = 64 << 20
+"""Size of a full segment: few files for a large run, one for a small run."""
+TRIM_S = 10.0
+"""Seconds between two searches for unneeded segments."""
+RETRY_S = 60.0
+"""Half: a full disk fills again before anybody makes room; double: a restart soon after samples twice as much again."""
+STARTS = "starts.json"
+_FRAME = struct.Struct("<II")
+"""Length and CRC-32 of a frame's value."""
+
+
+def frame(record: SavedTrajectory) -> bytes:
+    value = records.encode(record)
+    return _FRAME.pack(len(value), zlib.crc32(value)) + value
+
+
+def read_segment(path: Path) -> tuple[list[SavedTrajectory], bool]:
+    """Records up to the first damaged frame, and whether there was none."""
+    found: list[SavedTrajectory] = []
+    try:
+        left = path.stat().st_size
+        with path.open("rb") as handle:
+            while left:
+                length, crc = _FRAME.unpack(handle.read(_FRAME.size))
+                left -= _FRAME.size + length
+                value = handle.read(length) if left >= 0 else b""
+                if left < 0 or zlib.crc32(value) != crc:
+                    return found, False
+                record = records.decode(value)
+                if not record.sound:
+                    return found, False
+                found.append(record)
+    except (OSError, struct.error, FrameError, RecursionError):
+        return found, False
+    return found, True
+
+
+def read_starts(folder: Path) -> list[Start]:
+    """Every start so far, oldest first; empty (and then no segment counts) when the list is missing or damaged."""
+    try:
+        return msgspec.json.decode((folder / STARTS).read_bytes(), type=list[Start])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []
+
+
+class RecoveryLog:
+    """The log of one start; raises no `OSError`.
+
+    `recover` comes first, `close` last. ``position()``: that of the newest checkpoint. ``clock``: monotonic seconds.
+    """
+
+    failed = ""
+    """Why nothing is written at present; empty while records are."""
+
+    def __init__(
+        self,
+        folder: Path,
+        position: Callable[[], TrainedPrompts],
+        clock: Callable[[], float],
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        self._folder, self._position, self._clock, self._segment_bytes = folder, position, clock, segment_bytes
+        self._trimmed_at = clock()
+        self._needed: dict[Path, dict[int, int]] = {}
+        """Of every segment: prompt -> lowest checkpoint step at which one of its records counts."""
+        self._committed: set[int] = set()
+        self._number = self._sequence = 0
+        self._starts: list[Start] = []
+        self._failed_at = 0.0
+        self._handle: BinaryIO | None = None
+        self._writing = asyncio.Lock()
+
+    async def recover(self, digest: str, position: TrainedPrompts, eta: int) -> Recovered:
+        """Begin a start at ``position``, and read what counts for it."""
+        return await asyncio.to_thread(self._recover, digest, position, eta)
+
+    def _recover(self, digest: str, position: TrainedPrompts, eta: int) -> Recovered:
+        try:
+            return gather(self._begin(digest, position, eta))
+        except OSError as error:
+            self._give_up(error)
+            return gather(())
+
+    def _begin(self, digest: str, position: TrainedPrompts, eta: int) -> Iterator[tuple[SavedTrajectory | None, str]]:
+        """Every record, oldest first, with its drop reason; None for a file that cannot be read to its end."""
+        starts = self._starts = [*read_starts(self._folder), Start(position.step, digest)]
+        self._number = len(starts) - 1
+        self._list_starts()
+        for path, number in list(self._segments()):
+            read, whole = read_segment(path) if number < self._number else ([], False)
+            if not whole:
+                yield None, DAMAGED
+            for record in read:
+                reason = drop_reason(record, number, starts, position=position, eta=eta)
+                if not reason:
+                    self._note(path, record)
+                yield record, reason
+            if path not in self._needed:
+                path.unlink()
+
+    def _list_starts(self) -> None:
+        # Before any record of this start: weight versions of a start that is not listed would pass for another's.
+        self._folder.mkdir(exist_ok=True)
+        write_atomic(self._folder / STARTS, msgspec.json.encode(self._starts) + b"\n")
+
+    def _segments(self) -> Iterator[tuple[Path, int]]:
+        for path in sorted(self._folder.glob("[0-9]*-[0-9]*.frames")):
+            number = path.stem.split("-")[0]
+            if number.isdecimal():
+                yield path, int(number)
+
+    def _note(self, path: Path, record: SavedTrajectory) -> None:
+        groups = self._needed.setdefault(path, {})
+        groups[record.index] = min(record.newest, groups.get(record.index, record.newest))
+
+    async def write(self, new: Sequence[Trajectory | SavedTrajectory | Committed]) -> None:
+        """Append trajectories and records, and note which prompts are trained."""
+        async with self._writing:
+            await asyncio.to_thread(self._write, new)
+
+    async def close(self) -> None:
+        """Remove all that no start would need now; nothing may be written afterwards."""
+        async with self._writing:
+            await asyncio.to_thread(self._close)
+
+    def _write(self, new: Sequence[Trajectory | SavedTrajectory | Committed]) -> None:
+        self._committed.update(index for record in new if isinstance(record, Committed) for index in record.indices)
+        if self.failed and self._clock() - self._failed_at < RETRY_S:
+            return
+        try:
+            if self.failed:
+                self._list_starts()
+                self.failed = ""
+            for record in new:
+                if not isinstance(record, Committed):
+                    self._append(record if isinstance(record, SavedTrajectory) else SavedTrajectory.of(record))
+            if self._handle is not None:
+                self._handle.flush()
+            if self._clock() - self._trimmed_at >= TRIM_S:
+                self._trimmed_at = self._clock()
+                self._trim()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self.failed, self._failed_at = error_text(error), self._clock()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with contextlib.suppress(OSError):
+                handle.close()
+        self._needed.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"{self._number:05d}-{self._sequence:06d}.frames"
+
+    def _append(self, record: SavedTrajectory) -> None:
+        if self._handle is None:
+            self._sequence += 1
+            self._handle = self._path.open("ab")
+        self._handle.write(frame(record))
+        self._note(self._path, record)
+        if self._handle.tell() >= self._segment_bytes:
+            self._end_segment()
+
+    def _trim(self) -> None:
+        """Remove the segments that no start will need, except one that is being written."""
+        try:
+            position = self._position()
+        except (OSError, ValueError):
+            # The checkpoint cannot be read now: it is unknown what is needed.
+            return
+        self._committed = {index for index in self._committed if not position.trained(index)}
+        for path, groups in list(self._needed.items()):
+            needed = any(
+                not position.trained(index) and (index not in self._committed or version <= position.step)
+                for index, version in groups.items()
+            )
+            if not needed and (self._handle is None or path != self._path):
+                path.unlink(missing_ok=True)
+                del self._needed[path]
+
+    def _end_segment(self) -> None:
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = None
+
+    def _close(self) -> None:
+        if self.failed:
+            return
+        try:
+            self._end_segment()
+            self._trim()
+        except OSError as error:
+            self._give_up(error)

@@ -1,0 +1,46 @@
+"""Replay of turns: brings an environment back to where a trajectory is.
+
+With an environment host, or all ranks, the state of the tools is lost; the leader has the tokens. A new episode
+of the same prompt and sample gets the recorded turns one after the other.
+
+- Prompt and every answer equal the record, token for token -> the trajectory goes on from there.
+- First difference (a tool that reads a clock, a random number or the world) -> it is sampled again from its prompt.
+"""
+
+from __future__ import annotations
+
+from libra_hpc.protocol.env import EpisodeOpened, EpisodeStepped
+from libra_hpc.rollout.trajectory import Trajectory
+
+
+class TurnReplay:
+    """The replay of one trajectory's turns that have an answer now; the trajectory may grow meanwhile."""
+
+    __slots__ = ("_at", "_past", "_turn", "_turns")
+
+    def __init__(self, past: Trajectory) -> None:
+        self._past = past
+        self._turns = len(past.turns) - 1
+        """Turns to replay: each has an answer in the record."""
+        self._turn = 0
+        self._at = past.prompt_tokens
+        """Position of the next turn in the context."""
+
+    def opened(self, message: EpisodeOpened) -> bool:
+        """Whether the new episode begins as the record does."""
+        past = self._past
+        return message.prompt_id == past.prompt_id and message.tokens == past.context[: past.prompt_tokens].tobytes()
+
+    def next(self) -> bytes | None:
+        """Tokens (int32) of the next turn; None when the replay is complete."""
+        if self._turn == self._turns:
+            return None
+        return self._past.context[self._at : self._at + self._past.turns[self._turn].gen_tokens].tobytes()
+
+    def answered(self, message: EpisodeStepped) -> bool:
+        """Whether the turn that `next` gave was answered as in the record."""
+        past = self._past
+        start = self._at + past.turns[self._turn].gen_tokens
+        self._turn += 1
+        self._at = start + past.turns[self._turn].new_tokens
+        return not message.done and message.tokens == past.context[start : self._at].tobytes()

@@ -1,0 +1,1 @@
+"""The simulated engine: batch, caches, requests."""

@@ -1,0 +1,95 @@
+"""Build simulated engines from a pattern such as ``4xTP1,2xTP2,2xTP4`` and a number of GPUs.
+
+The pattern is repeated as often as it fits the GPUs; without a number it is built once.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.errors import invalid
+from libra_hpc.models.capacity import host_memory
+from libra_hpc.models.devices import device as find_device
+from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.step_times.lookup import lookup
+from libra_hpc.models.step_times.steps import StepTimes
+from libra_hpc.simulator.settings import EngineSpec
+
+PATTERN = re.compile(r"^(\d+)xTP(\d+)$", re.IGNORECASE)
+EXAMPLE = "counts and TP degrees such as 4xTP1,2xTP2,2xTP4"
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    count: int
+    tp: int
+
+
+class SimulatedEngines(msgspec.Struct, frozen=True):
+    """The engines of a pattern."""
+
+    engines: list[EngineSpec]
+    gpus: int
+    empty: int
+    """GPUs that no whole pattern fills."""
+    source: str
+
+
+def parse_buckets(text: str) -> list[Bucket]:
+    """Buckets of a pattern in ascending TP; raises `UserError`."""
+    buckets: dict[int, int] = {}
+    for part in text.split(","):
+        match = PATTERN.match(part.strip())
+        if match is None or int(match[1]) < 1 or int(match[2]) < 1:
+            raise invalid("--buckets", text, f"{part.strip()!r} is not a bucket", EXAMPLE)
+        buckets[int(match[2])] = buckets.get(int(match[2]), 0) + int(match[1])
+    return [Bucket(count, tp) for tp, count in sorted(buckets.items())]
+
+
+def build_engines(
+    buckets: str,
+    gpus: int,
+    device: str,
+    model: str,
+    *,
+    calibration: Path | None = None,
+    devices_file: Path | None = None,
+    source: str = "auto",
+    host_gb: float = 0.0,
+) -> SimulatedEngines:
+    """Build the engines of a pattern on ``gpus`` GPUs (0: as many as the pattern has).
+
+    ``host_gb``: GiB of host memory per GPU for KV caches.
+
+    Raises `UserError` for a pattern that does not fit, and as `lookup` does for unknown devices and models.
+    """
+    pattern = parse_buckets(buckets)
+    size = sum(bucket.count * bucket.tp for bucket in pattern)
+    if gpus and size > gpus:
+        raise invalid(
+            "--buckets", buckets, f"it has {size} GPUs, more than --gpus = {gpus}", f"a pattern of at most {gpus} GPUs"
+        )
+    copies = gpus // size if gpus else 1
+    engines: list[EngineSpec] = []
+    sources: list[str] = []
+    for bucket in pattern:
+        steps: StepTimes = lookup(device, model, bucket.tp, calibration, source=source, devices_file=devices_file)
+        if steps.kv_capacity <= 0:
+            raise invalid(
+                "--buckets",
+                buckets,
+                f"{model} does not fit {bucket.tp} x {device}: its weights leave no memory for KV cache",
+                "a larger TP degree",
+            )
+        host = None
+        if host_gb:
+            host = host_memory(find_device(device, devices_file), model_shape(model), bucket.tp, host_gb)
+        engines += [
+            EngineSpec(f"tp{bucket.tp}-{number}", bucket.tp, steps, host) for number in range(copies * bucket.count)
+        ]
+        words = steps.source.replace(f" on {bucket.tp} x {device}", "")
+        if words not in sources:
+            sources.append(words)
+    return SimulatedEngines(engines, copies * size, max(0, gpus - copies * size), "; ".join(sources))

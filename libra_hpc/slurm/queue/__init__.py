@@ -1,0 +1,1 @@
+"""What Slurm knows of jobs, and the one state of a run."""

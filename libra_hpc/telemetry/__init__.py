@@ -1,1 +1,0 @@
-"""Run directory, event log, metrics, status snapshot, summary."""

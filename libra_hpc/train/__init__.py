@@ -1,1 +1,0 @@
-"""Training: the Megatron-Core worker, GRPO losses, elastic data parallelism, checkpoints."""

@@ -1,0 +1,1 @@
+"""The train leader: membership generations, global batches, commits, saves."""

@@ -1,0 +1,381 @@
+"""The train leader: forms membership generations, runs global batches, commits steps.
+
+It runs in the agent of the first node of the core and holds no weights. One loop:
+
+- At a step boundary -> the newest ordered generation is formed (`Join`).
+- A batch is there -> it is sharded over the members; every member answers `StepDone`.
+- A step is committed -> its weights are exported and published, its prompts reported as trained.
+- A checkpoint is due -> the core copies its state and goes on training (`libra_hpc.train_leader.saves`).
+- A snapshot is due -> every node of the core takes its part (`libra_hpc.state.snapshots`).
+- A step failed and the core committed it -> it counts as committed; else it is done again on the same batch.
+- The core was rebuilt from a snapshot -> the last `TrainLeader.retain` batches are replayed to the committed step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.protocol.mesh import (
+    Batch,
+    Committed,
+    MemberJoined,
+    MeshMessage,
+    Publish,
+    SnapshotStored,
+    StepReport,
+    ToReplica,
+    TrainingFinished,
+)
+from libra_hpc.protocol.metrics import StepMetrics
+from libra_hpc.protocol.trainer import (
+    Alive,
+    Export,
+    Exported,
+    ExportFailed,
+    FromWorker,
+    Joined,
+    SaveCheckpoint,
+    Saved,
+    SaveFailed,
+    SaveStarted,
+    StepDone,
+    StepFailed,
+    TakeSnapshot,
+    WorkerError,
+)
+from libra_hpc.state.data_order import DataOrder as DataOrder
+from libra_hpc.state.retry import Exports
+from libra_hpc.state.snapshots import SnapshotIndex, Snapshots
+from libra_hpc.trainer.shards import loss_tokens_of, tokens_of
+
+from .saves import Saves, Store
+from .step_metrics import train_metrics
+from .step_requests import StepRequests
+
+LAST_RETRIES, LAST_PAUSE_S = 3, 3.0
+"""Retries and pause in seconds of the last checkpoint of a run that was stopped: it has only seconds."""
+MOST_RETAINED = 4
+"""Times `TrainLeader.retain`, for which batches stay while no newer state is complete."""
+
+
+class TrainLeader(StepRequests):
+    """See the module docstring. The agent's message handler calls the ``on_*`` methods; `run` is the one task."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        core: tuple[int, ...],
+        step: int,
+        order: DataOrder,
+        send: Callable[[int, MeshMessage], None],
+        rollout_leader: int,
+        receivers: Callable[[], tuple[int, ...]],
+        store: Store,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        rendezvous: Path,
+        checkpoints: Path,
+        index: SnapshotIndex,
+        from_checkpoint: bool = False,
+        from_snapshot: bool = False,
+    ) -> None:
+        """``from_checkpoint``, ``from_snapshot``: with the complete one of ``step`` the trainers begin."""
+        super().__init__(config, core, send, clock, rendezvous=rendezvous)
+        self._steps, self._checkpoint_every = config.run.steps, config.checkpoint.every
+        self._storage_s = config.deadlines.storage_s
+        self._saves = Saves(
+            core,
+            step,
+            complete=from_checkpoint,
+            parent=checkpoints,
+            start=rendezvous.name,
+            store=store,
+            storage_s=config.deadlines.storage_s,
+            clock=clock,
+            log=self._log,
+            changed=self._wake.set,
+        )
+        self._snapshots = Snapshots(
+            core,
+            config.train.snapshot_every,
+            complete=step if from_snapshot else -1,
+            index=index,
+            send=send,
+            clock=clock,
+            log=self._log,
+            changed=self._wake.set,
+        )
+        self.retain = config.train.snapshot_every + 2
+        """Committed batches retained for replay: more than the steps between two snapshots."""
+        self.step, self.order = step, order
+        self._rollout_leader, self._receivers = rollout_leader, receivers
+        self._state_step = step
+        self._batches: dict[int, Batch] = {}
+        self._stop_reason = ""
+        self._last_commit = clock()
+        # The first weights are published too: an engine that wakes from standby needs a file before the first step.
+        self._exports = Exports(step - 1)
+        self._reports: list[StepReport] = []
+        """Committed steps whose records are not known to be durable; a checkpoint carries them."""
+        self._export_failure = ""
+
+    # --- inputs ---
+
+    def on_batch(self, batch: Batch) -> None:
+        if batch.step > self.step and batch.step not in self._batches:
+            self._batches[batch.step] = batch
+        self._wake.set()
+
+    def on_reply(self, rank: int, message: FromWorker) -> None:
+        """An answer of a node; answers to an older generation or attempt are ignored.
+
+        For files of the core its first node answers.
+        """
+        leads = rank == self._core[0]
+        match message:
+            case Alive():
+                self._on_alive(rank, message)
+            case Joined(generation=generation, attempt=attempt):
+                if (generation, attempt) != (self.generation, self._joins):
+                    return
+                self._replies[rank] = message
+            case StepDone(generation=generation) | StepFailed(generation=generation):
+                # While its members join again, the step is given up.
+                if generation != self.generation or self._joining:
+                    return
+                self._replies[rank] = message
+                if isinstance(message, StepFailed):
+                    self._failed = self._failed or f"replica {rank}: {message.error}"
+            case SaveStarted():
+                self._saves.on_started(message)
+            case Saved() | SaveFailed():
+                self._saves.on_answer(rank, message)
+            case ExportFailed(version=version, reason=reason):
+                if not leads:
+                    return
+                self._log("export_failed", step=version, reason=reason)
+                now = self._clock()
+                if self._exports.failed(now):
+                    what = f"the weights of step {version} could not be written for the rollout engines"
+                    self._export_failure = f"{what}: {reason}"
+                else:
+                    asyncio.get_running_loop().call_later(self._exports.wait_s(now), self._wake.set)
+            case Exported(version=version, crc32=crc32, seconds=seconds):
+                if not leads:
+                    return
+                self._exports.written(version, seconds)
+                if version == self.step:
+                    self._send(rank, Publish(version, crc32, self._receivers()))
+            case WorkerError(what=what, generation=generation, attempt=attempt, fatal=fatal):
+                current = (generation, attempt) == (self.generation, self._joins)
+                if not (current or (generation < 0 and (fatal or not self._joining))):
+                    return
+                if rank in self.members or rank in self._joining:
+                    self._failed = self._failed or f"replica {rank}: {what}"
+                    self._replies[rank] = message
+        self._wake.set()
+
+    def on_replica_down(self, rank: int, reason: str) -> None:
+        super().on_replica_down(rank, reason)
+        if rank in self._core:
+            self._saves.core_lost()
+            self._snapshots.core_lost()
+
+    def on_snapshot_stored(self, message: SnapshotStored) -> None:
+        self._snapshots.on_stored(message)
+
+    def on_recorded(self, step: int) -> None:
+        """Records up to this step are durable."""
+        self._reports = [report for report in self._reports if report.step > step]
+
+    def on_stop(self, reason: str, after: int = 0) -> None:
+        """Save and finish at the next step boundary, or with ``after`` once that step is committed."""
+        if after > self.step:
+            self._steps = min(self._steps, after)
+        else:
+            self._stop_reason = reason
+        self._wake.set()
+
+    # --- the loop ---
+
+    async def run(self) -> None:
+        """Train to the last step; returns after the last checkpoint."""
+        while self.step < self._steps and not self._stop_reason:
+            if not await self._membership():
+                return
+            if self._state_step < self.step:
+                await self._replay()
+                continue
+            self._export()
+            if self._save_now():
+                self._ask_to_save()
+            if self._snapshots.possible() and not self._saves.writing:
+                self._to_core(self._snapshots.ask(self.step, self.order, self._reports))
+            waiting = self._clock()
+            await self._until(self._batch_or_change)
+            if self._export_failure:
+                self._fail(self._export_failure)
+                return
+            if self._membership_due() or self.step + 1 not in self._batches:
+                continue
+            self._export()
+            if not await self._train(self._batches[self.step + 1], self._clock() - waiting):
+                return
+        if await self._save_last():
+            self._send(0, TrainingFinished(self.step))
+
+    def _batch_or_change(self) -> bool:
+        changed = self._membership_due() or bool(self._stop_reason or self._export_failure)
+        due = self._export_due() or self._save_now()
+        return self.step + 1 in self._batches or changed or due
+
+    async def _membership(self) -> bool:
+        """Form the newest ordered generation; False when the run cannot go on."""
+        while self._membership_due():
+            if not await self._order_or_retry():
+                return self._fail(f"training failed and no node died: {self._failed}")
+            started = self._clock()
+            self.generation, ordered = self._ordered
+            wanted = (*self._core, *(rank for rank in ordered if rank not in self._core))
+            if not await self._join(wanted):
+                continue
+            self._exports.ask_again()
+            self.members, self._broken = wanted, False
+            self._state_step = self._replies[self._core[0]].step
+            for rank in wanted:
+                joined: Joined = self._replies[rank]
+                self._send(
+                    0,
+                    MemberJoined(
+                        rank=rank,
+                        generation=self.generation,
+                        step=joined.step,
+                        received_bytes=joined.received_bytes,
+                        seconds=self._clock() - started,
+                    ),
+                )
+            if self._state_step == self.step + 1 and self._state_step in self._batches:
+                self._commit(self._batches[self._state_step], [], 0.0, 0.0)
+            elif not (
+                self._state_step == self.step
+                or all(s in self._batches for s in range(self._state_step + 1, self.step + 1))
+            ):
+                newest = max(self._snapshots.complete, self._saves.saved_step)
+                where = f"the trainers hold step {self._state_step}, the run is at step {self.step}"
+                return self._fail(f"{where}, and the batches between are gone", restart=newest > 0)
+        return True
+
+    async def _replay(self) -> None:
+        """Train a committed batch again on a state that is behind."""
+        if await self._ask(self._batches[self._state_step + 1]):
+            self._state_step += 1
+
+    async def _train(self, batch: Batch, waited_s: float) -> bool:
+        """Run and commit one step, or leave it to the next generation; False when the run cannot go on."""
+        if not any(loss_tokens_of(sample) for group in batch.groups for sample in group.samples):
+            return self._fail(f"the batch of step {batch.step} has no token to train on")
+        started = self._clock()
+        if not await self._ask(batch):
+            return True
+        self._state_step = batch.step
+        answers = [self._replies[world[0]] for world in self._worlds(self.members)]
+        self._commit(batch, answers, waited_s, self._clock() - started)
+        return self._fail(self.hopeless) if self.hopeless else True
+
+    def _commit(self, batch: Batch, replies: list[StepDone], waited_s: float, wall_s: float) -> None:
+        self.step = batch.step
+        every = self._checkpoint_every
+        if every and self.step % every == 0 and self.step < self._steps:
+            self._saves.request()
+        indices = (*(group.index for group in batch.groups), *batch.given_up)
+        self.order.trained(indices)
+        self._snapshots.committed(self.step)
+        # A snapshot waits while a checkpoint is written.
+        newest = max(self._snapshots.complete, self._saves.saved_step)
+        oldest = max(min(self.step - self.retain, newest), self.step - MOST_RETAINED * self.retain)
+        for old in [s for s in self._batches if s <= oldest]:
+            del self._batches[old]
+        self._send(self._rollout_leader, Committed(self.step, indices))
+        now = self._clock()
+        tokens = sum(tokens_of(sample) for group in batch.groups for sample in group.samples)
+        metrics = StepMetrics(
+            batch=batch.stats,
+            generation=self.generation,
+            train_nodes=len(self.members),
+            replicas=self.replicas,
+            wait_s=waited_s,
+            tokens=tokens,
+            step_s=now - self._last_commit,
+            version=self.step,
+            train=train_metrics(replies, tokens, wall_s, self._exports.seconds) if replies else None,
+        )
+        if replies:
+            self._note_skipped(batch.step, replies[0])
+        self._last_commit = now
+        self._reports.append(StepReport(self.step, metrics, time.time()))
+        self._send(0, self._reports[-1])
+        self._export()
+
+    def _export(self) -> None:
+        """Have the newest weights written and published, once; only at a step boundary, where the core has them."""
+        if self._export_due() and self._exports.ask(self.step, self._clock()):
+            self._to_core(Export("", self.step))
+
+    def _export_due(self) -> bool:
+        here = not self._broken and self._state_step == self.step
+        return here and self._exports.due(self.step, self._clock())
+
+    def _to_core(self, message: Export | SaveCheckpoint | TakeSnapshot) -> None:
+        for rank in self._core:
+            self._send(rank, ToReplica(message))
+
+    def _save_now(self) -> bool:
+        """Whether to ask for a checkpoint; the core has one copy of its state in host memory at a time."""
+        return self._saves.possible() and not self._snapshots.taking
+
+    def _ask_to_save(self) -> None:
+        self._to_core(self._saves.ask(self.step, self.order, self._reports))
+
+    async def _save(self) -> str | None:
+        """Save this step, again when the core dies and is rebuilt; "" saved, None the run cannot go on, else why not.
+
+        A checkpoint that is being written ends first.
+        """
+        asked = False
+        while not self._saves.has(self.step):
+            if self._saves.writing:
+                await self._until(lambda: not self._saves.writing)
+            elif self._membership_due():
+                asked = False
+                if not await self._membership():
+                    return None
+            elif self._state_step < self.step:
+                await self._replay()
+            elif asked:
+                return self._saves.failure
+            else:
+                # The weights' file is copied where it is there.
+                self._export()
+                self._ask_to_save()
+                asked = True
+        return ""
+
+    async def _save_last(self) -> bool:
+        """Save at the end of the run; False when that fails.
+
+        A stopped run has seconds; a finished one waits up to ``storage_s`` for room.
+        """
+        began, left = self._clock(), LAST_RETRIES
+        while reason := await self._save():
+            if not self._stop_reason and self._clock() - began < self._storage_s:
+                await self._until(lambda: bool(self._stop_reason), self._saves.retry.wait_s(self._clock()))
+            elif self._stop_reason and left:
+                left -= 1
+                await asyncio.sleep(LAST_PAUSE_S)
+            else:
+                return self._fail(f"the last step could not be saved: {reason}")
+        return reason is not None

@@ -1,0 +1,1 @@
+"""The Megatron worker process: one rank of a training world."""

@@ -1,0 +1,76 @@
+"""Megatron-Core's AdamW with sharded state, and the schedule of its learning rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from libra_hpc.trainer.model.mcore import (
+    OptimizerConfig,
+    OptimizerParamScheduler,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+
+from .model import compat
+from .settings import OptimizerSettings
+
+CONSTANT_STEPS = 1 << 40
+""""No end", as a number of steps for Megatron-Core's scheduler."""
+
+
+def adamw(ddp: Any, dtype: torch.dtype, settings: OptimizerSettings) -> Any:
+    """The optimizer of a model, its state divided over the data-parallel ranks; biases and norms do not decay."""
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=0.0,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        # Clipped here, by a norm in float64.
+        clip_grad=0.0,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+    with compat.mcore_device():
+        optimizer = get_megatron_optimizer(
+            optimizer_config,
+            [ddp],
+            config_overrides=get_standard_config_overrides(optimizer_config),
+            use_gloo_process_groups=False,
+        )
+    for part in distributed(optimizer):
+        for group in part.optimizer.param_groups:
+            # torch's default on a GPU makes temporary tensors of 4 bytes a parameter.
+            group.update(fused=True, foreach=False)
+    return optimizer
+
+
+def distributed(optimizer: Any) -> list[Any]:
+    """The distributed optimizers inside of Megatron-Core's: one, and one of the experts; none without an optimizer."""
+    parts = [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if not part.is_stub_optimizer]
+
+
+def learning_rate(optimizer: Any, settings: OptimizerSettings) -> OptimizerParamScheduler:
+    """Warm-up, then constant or with a linear end."""
+    decays = settings.decay_steps > 0
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=0.0,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=settings.decay_steps if decays else CONSTANT_STEPS,
+        lr_decay_style="WSD" if decays else "constant",
+        wsd_decay_steps=settings.anneal_steps,
+        lr_wsd_decay_style="linear",
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=CONSTANT_STEPS,
+        wd_incr_style="constant",
+    )

@@ -1,0 +1,208 @@
+"""One GRPO step of a world: pack, compute the proximal policy, accumulate, sum over replicas, agree, update.
+
+- The sum over replicas fails -> no process of the replica has changed anything.
+- A later minibatch of a step fails -> the state returns to a copy from the start of the step.
+- The summed gradient or loss of a minibatch is not finite -> every replica skips its update; the step commits.
+- Another sum is not finite -> it is reported as 0.0; the update does not depend on it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
+from libra_hpc.trainer.model.head import Head
+from libra_hpc.trainer.model.packing import Pack, decode, pack
+
+from .elastic import ElasticReplicas, PeerLost
+from .grpo import grpo_terms
+from .settings import AlgorithmSettings
+from .shards import spread
+from .train_engine import LARGEST_NORM, TrainEngine
+
+LOSS, RATIO, TRUNCATED, GAP, ENTROPY, TOKENS = range(6)
+"""Places in the vector of sums that is reduced with the gradients."""
+
+
+class BatchRejected(Exception):
+    """The samples of a step cannot be trained on; the state is unchanged."""
+
+
+class GrpoTrainer:
+    """Runs `TrainStep` messages."""
+
+    def __init__(
+        self, engine: TrainEngine, replicas: ElasticReplicas, settings: AlgorithmSettings, micro_tokens: int
+    ) -> None:
+        self._engine, self._replicas, self._settings, self._micro_tokens = engine, replicas, settings, micro_tokens
+        self._sums = torch.zeros(6, dtype=torch.float32, device=engine.device)
+        self._tokens = self._loss_tokens = 0
+        """Of the present step, all ranks of this world together."""
+        self._agreed = self._replayed = 0
+        """Choices of experts of the present step, all ranks of this world together."""
+        engine.reduce = replicas.reduce
+
+    def step(self, message: TrainStep) -> StepDone:
+        """Train on one global batch and commit it.
+
+        Raises `BatchRejected` or `PeerLost`, with the state of before and outside the generation, so that peers
+        notice.
+        """
+        begin = time.monotonic()
+        state, replicas = self._engine.state, self._replicas
+        try:
+            if replicas.generation != message.generation:
+                raise BatchRejected(
+                    f"this replica is in generation {replicas.generation}, the step is for {message.generation}"
+                )
+            if message.step != state.step + 1:
+                raise BatchRejected(f"this replica is at step {state.step}, it cannot run step {message.step}")
+            batches = [self._pack(samples) for samples in message.minibatches]
+        except (BatchRejected, ValueError) as error:
+            replicas.leave()
+            raise BatchRejected(str(error)) from error
+        saved = state.capture() if len(batches) > 1 else None
+        replicas.waited_s = 0.0
+        optimizer_s = norm = 0.0
+        sums: list[tuple[list[float], int]] = []
+        skipped = self._tokens = self._loss_tokens = self._agreed = self._replayed = 0
+        proximal = self._proximal(batches) if len(batches) > 1 else None
+        last = max((i for i, total in enumerate(message.total_tokens) if total), default=0)
+        try:
+            for i, (packs, total) in enumerate(zip(batches, message.total_tokens, strict=True)):
+                if total == 0:
+                    continue
+                found, gradient_norm = self._accumulate(packs, None if proximal is None else proximal[i])
+                # The sums are equal in all replicas with an optimizer, and so is this decision.
+                if self._engine.elastic:
+                    pass
+                elif not (gradient_norm <= LARGEST_NORM and math.isfinite(found[LOSS])):
+                    skipped += 1
+                else:
+                    sums.append(([value if math.isfinite(value) else 0.0 for value in found], total))
+                    update_begin = time.monotonic()
+                    norm = self._engine.update(1.0 / total, gradient_norm)
+                    optimizer_s += time.monotonic() - update_begin
+                self._spread_weights(last=i == last)
+        except PeerLost:
+            # A replica without optimizer gets its weights again when it joins.
+            if saved is not None and not self._engine.elastic:
+                state.restore(saved)
+            raise
+        state.step = message.step
+        means = _means(sums)
+        return StepDone(
+            step=message.step,
+            generation=message.generation,
+            loss=means[LOSS],
+            grad_norm=norm,
+            ratio_mean=means[RATIO],
+            ratio_truncated=means[TRUNCATED],
+            logprob_gap=means[GAP],
+            entropy=means[ENTROPY],
+            tokens=self._tokens,
+            loss_tokens=self._loss_tokens,
+            compute_s=time.monotonic() - begin - replicas.waited_s - optimizer_s,
+            reduce_s=replicas.waited_s,
+            optimizer_s=optimizer_s,
+            skipped=skipped,
+            replayed=self._replayed,
+            agreed=self._agreed,
+        )
+
+    def _spread_weights(self, last: bool) -> None:
+        try:
+            self._replicas.spread_weights()
+        except PeerLost:
+            # After the last update the step is done, without those that did not get its weights.
+            if self._engine.elastic or not last:
+                raise
+
+    def _pack(self, samples: tuple[Sample, ...]) -> list[Pack]:
+        place = self._engine.split
+        own = spread(samples, place.dp)[place.dp_rank]
+        examples = [decode(s, self._engine.shape) for s in own]
+        return pack(examples, self._micro_tokens, self._engine.device, place)
+
+    def _proximal(self, batches: list[list[Pack]]) -> list[list[torch.Tensor]]:
+        out: list[list[torch.Tensor]] = []
+        for packs in batches:
+            found: list[torch.Tensor] = []
+
+            def keep(head: Head, batch: Pack, found: list[torch.Tensor] = found) -> torch.Tensor:
+                found.append(head.likelihood(batch.targets, self._settings.temperature).logprobs)
+                return found[-1].sum()
+
+            self._engine.forward(packs, keep)
+            out.append(found)
+        return out
+
+    def _accumulate(self, packs: list[Pack], proximal: list[torch.Tensor] | None) -> tuple[list[float], float]:
+        """Gradients of a minibatch; returns the sums over the whole minibatch, and the norm of the gradient."""
+        self._sums.zero_()
+        old: Iterator[torch.Tensor] | None = None if proximal is None else iter(proximal)
+        settings = self._settings
+
+        def loss(head: Head, batch: Pack) -> torch.Tensor:
+            logprobs, entropy = head.likelihood(batch.targets, settings.temperature)
+            terms = grpo_terms(
+                logprobs,
+                logprobs if old is None else next(old),
+                batch.behaviour,
+                batch.advantages,
+                clip=settings.clip,
+                is_truncation=settings.is_truncation,
+                kl_coef=settings.kl_coef,
+            )
+            # Unlike a copy from the host, this does not wait for the device.
+            count = logprobs.new_full((), len(logprobs))
+            self._sums += torch.stack(
+                [terms.loss.detach(), terms.ratio, terms.truncated.float(), terms.gap, entropy, count]
+            )
+            return terms.loss
+
+        failure: PeerLost | None = None
+        try:
+            self._engine.forward_backward(packs, loss)
+            self._replicas.add(self._sums)
+        except PeerLost as lost:
+            failure = lost
+        place = self._engine.split
+        # One collective: the sums that the last stage has, routing, shares of the squared norm, processes that failed.
+        total = torch.zeros(len(self._sums) + 6, dtype=torch.float64, device=self._engine.device)
+        if place.tp_rank == 0 and place.pp_rank == place.pp - 1:
+            total[:-6] = self._sums
+            total[-6] = sum(p.filled for p in packs)
+            total[-5] = sum(len(p.targets) for p in packs)
+        total[-4], total[-3] = self._engine.take_routing_counts()
+        if failure is None:
+            total[-2] = self._engine.squared_norm()
+        total[-1] = float(failure is not None)
+        if dist.get_world_size() > 1:
+            # A process that waits here for one whose exchange with a replica hangs is not to blame.
+            with self._replicas.waiting():
+                dist.all_reduce(total)
+        *sums, tokens, loss_tokens, agreed, replayed, squared, failed = total.tolist()
+        self._tokens += int(tokens)
+        self._loss_tokens += int(loss_tokens)
+        self._agreed += int(agreed)
+        self._replayed += int(replayed)
+        if failed:
+            self._replicas.leave()
+            raise failure or PeerLost("another process of this replica lost its peers")
+        return sums, math.sqrt(squared)
+
+
+def _means(sums: list[tuple[list[float], int]]) -> dict[int, float]:
+    """Metrics by place, from the sums and global loss tokens of each update; zeros without an update."""
+    count = max(1.0, sum(s[TOKENS] for s, _ in sums))
+    means = {place: sum(s[place] for s, _ in sums) / count for place in (RATIO, TRUNCATED, ENTROPY)}
+    means[LOSS] = sum(s[LOSS] / total for s, total in sums) / max(1, len(sums))
+    first = sums[0][0] if sums else [0.0] * 6
+    means[GAP] = first[GAP] / max(1.0, first[TOKENS])
+    return means

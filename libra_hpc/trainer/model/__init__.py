@@ -1,0 +1,1 @@
+"""Megatron-Core's GPT model over packed sequences."""

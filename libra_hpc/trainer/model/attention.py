@@ -1,0 +1,146 @@
+"""The kernels of causal attention over a pack, and which of them a model uses.
+
+- `Segments`: one variable-length kernel call per piece of a pack. It pads nothing and prepares nothing for new shapes.
+- `rectangles`: one scaled-dot-product kernel call per block of similar lengths, padded.
+
+`choose_kernel`: CUDA, a 16-bit type, a head size that the kernel has, and no fault in a check -> `Segments`. Otherwise
+`rectangles`.
+
+The variable-length kernel takes fewer rows than columns, and the last row of a segment sees its last column. So it
+serves context ranks too: within a piece the columns of consecutive sequences are consecutive.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from libra_hpc.models.architecture import Architecture
+from libra_hpc.weights.names import ReplicaPlace
+
+from . import context
+from .packing import PackedLayout
+from .recompute import can_recompute
+
+LARGEST_HEAD = 256
+HEAD_MULTIPLE = 8
+"""Head sizes of the variable-length kernel: multiples of 8 up to 256."""
+CAUSAL = (-1, 0)
+"""Window: any number of columns to the left, none to the right."""
+
+
+class Kernel(Protocol):
+    def __call__(
+        self, query: torch.Tensor, columns: context.Columns, layout: PackedLayout, *, scale: float | None
+    ) -> torch.Tensor:
+        """Attend within each sequence: query [t, heads, d] -> [t, heads * d]; ``scale`` None: 1 / sqrt(d)."""
+
+
+def rectangles(
+    query: torch.Tensor, columns: context.Columns, layout: PackedLayout, *, scale: float | None
+) -> torch.Tensor:
+    """One call per block and tail of ``layout``."""
+    key, value, whole = columns
+    grouped = query.shape[1] != key.shape[1]
+    parts: dict[int, torch.Tensor] = {}
+    padded = []
+    if whole is not None:
+        parts = {tail.begin: context.attend(query, whole, tail, scale) for tail in layout.tails or ()}
+    for begin, end, rows, width, index in layout.blocks:
+        q, k, v = (_rectangle(x[begin:end], rows, width, index) for x in (query, key, value))
+        # Padding follows each sequence, so the causal mask hides it.
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        flat = out.transpose(1, 2).reshape(rows * width, -1)
+        parts[begin] = flat if index is None else flat.index_select(0, index)
+        padded.append(out)
+    ordered = [parts[begin] for begin in sorted(parts)]
+    result = torch.cat(ordered) if len(ordered) > 1 else ordered[0]
+    if len(ordered) > 1 or (layout.blocks and layout.blocks[0].place is not None):
+        # The result is a copy, from which the padded outputs follow, but for padding, whose gradient is zero.
+        rows_of = result.detach().view(-1, *query.shape[1:])
+        for out, (begin, end, rows, width, index) in zip(padded, layout.blocks, strict=True):
+            can_recompute(out, partial(_rectangle, rows_of[begin:end], rows, width, index))
+    return result
+
+
+def _rectangle(x: torch.Tensor, rows: int, width: int, index: torch.Tensor | None) -> torch.Tensor:
+    if index is not None:
+        # Unlike `index_copy`, this stores no copy of ``x`` for the backward pass.
+        x = x.new_zeros(rows * width, *x.shape[1:]).index_put((index,), x)
+    return x.view(rows, width, *x.shape[1:]).transpose(1, 2)
+
+
+class Segments:
+    """One call per piece of ``layout``: one, or two with context parallelism."""
+
+    def __init__(self, varlen: Callable[..., Any]) -> None:
+        """``varlen``: with the contract of ``torch.nn.attention.varlen.varlen_attn``."""
+        self._varlen = varlen
+
+    def __call__(
+        self, query: torch.Tensor, columns: context.Columns, layout: PackedLayout, *, scale: float | None
+    ) -> torch.Tensor:
+        key, value = columns[:2] if columns.whole is None else columns.whole.chunk(2, dim=-1)
+        pieces = layout.pieces
+        # A split of one part would copy its gradient.
+        rows = (query,) if len(pieces) == 1 else torch.split(query, [len(piece.rows) for piece in pieces])
+        parts = [
+            self._varlen(
+                q,
+                _part(key, piece.columns),
+                _part(value, piece.columns),
+                piece.row_bounds,
+                piece.column_bounds,
+                piece.most_rows,
+                piece.most_columns,
+                scale=scale,
+                window_size=CAUSAL,
+                enable_gqa=q.shape[1] != key.shape[1],
+            )
+            for q, piece in zip(rows, pieces, strict=True)
+        ]
+        return (torch.cat(parts) if len(parts) > 1 else parts[0]).flatten(1)
+
+
+def _part(x: torch.Tensor, rows: range) -> torch.Tensor:
+    # A slice of the whole would copy its gradient.
+    return x if len(rows) == len(x) else x[rows.start : rows.stop]
+
+
+def choose_kernel(shape: Architecture, device: torch.device, dtype: torch.dtype, place: ReplicaPlace) -> Kernel:
+    """The kernel of this rank; a fault of the variable-length one is a line on stderr."""
+    if not has_segments(device, dtype, shape.head_dim):
+        return rectangles
+    found = checked_segments(shape, device, dtype, place)
+    if isinstance(found, Segments):
+        return found
+    print(f"attention runs over padded blocks; the variable-length kernel failed: {found}", file=sys.stderr)
+    return rectangles
+
+
+def has_segments(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the variable-length kernel exists for the arguments."""
+    sizes = head_dim % HEAD_MULTIPLE == 0 and head_dim <= LARGEST_HEAD
+    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and sizes
+
+
+def checked_segments(
+    shape: Architecture, device: torch.device, dtype: torch.dtype, place: ReplicaPlace
+) -> Segments | str:
+    """The variable-length kernel after it and `rectangles` ran once, on a tiny pack; or its fault, in words."""
+    # Needs `rectangles`.
+    from .attention_check import fault
+
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+
+        kernel = Segments(varlen_attn)
+        return fault(kernel, shape, device, dtype=dtype, place=place) or kernel
+    except Exception as error:
+        # A torch without the kernel, or a kernel that refuses this GPU: there are many ways to say so.
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"

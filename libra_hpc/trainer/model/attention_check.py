@@ -1,0 +1,64 @@
+"""Compares an attention kernel with `rectangles` once, on a tiny pack with the model's heads, before it is used.
+
+Outputs and gradients are compared, with the strides that the projection's parts have in Megatron-Core. Context ranks
+are checked without a collective: this rank's pieces of the pack, and all columns.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from libra_hpc.models.architecture import Architecture
+from libra_hpc.weights.names import ReplicaPlace
+
+from .attention import Kernel, rectangles
+from .context import Columns, pieces
+from .packing import PackedLayout, example, pack
+
+LENGTHS = (150, 70, 64, 33)
+"""Tokens of each sequence: two blocks of rectangles, one of them padded; one more than a tile of 128."""
+TOLERANCE = 0.05
+"""Of the largest value. Two sums of bfloat16 values differ by about 0.01, a wrong mask or sequence by about 1."""
+PARTS = ("output", "gradient of the queries", "gradient of the keys", "gradient of the values")
+
+
+def fault(kernel: Kernel, shape: Architecture, device: torch.device, *, dtype: torch.dtype, place: ReplicaPlace) -> str:
+    """What the kernel does wrong on this rank of ``place``, in words; empty: nothing."""
+    heads, groups = shape.heads // place.tp, max(1, shape.groups // place.tp)
+    mask = torch.ones(max(LENGTHS), dtype=torch.bool)
+    mask[0] = False
+    examples = [
+        example(str(n), torch.zeros(n, dtype=torch.int64), mask[:n], logprobs=torch.zeros(n), advantage=1.0)
+        for n in LENGTHS
+    ]
+    (packed,) = pack(examples, sum(LENGTHS), device, place)
+    own = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces(sum(LENGTHS), place)])
+    own = own.to(device)
+    source = torch.Generator().manual_seed(0)
+    # Of every group: its query heads, its key head, its value head.
+    sizes = (place.cp * len(own), groups, heads // groups + 2, shape.head_dim)
+    mixed = torch.randn(sizes, generator=source).to(device, dtype)
+    weights = torch.randn(len(own), heads * shape.head_dim, generator=source).to(device, dtype)
+    got, want = (_run(one, mixed, own, packed.layout, weights=weights) for one in (kernel, rectangles))
+    for name, mine, theirs in zip(PARTS, got, want, strict=True):
+        error = float((mine.float() - theirs.float()).abs().max() / theirs.float().abs().max())
+        # Also when it is not a number.
+        if not error <= TOLERANCE:
+            return f"its {name} differs by {error:.2g} of the largest value"
+    return ""
+
+
+def _run(
+    kernel: Kernel, mixed: torch.Tensor, own: torch.Tensor, layout: PackedLayout, *, weights: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """`PARTS`; the gradients are of the sum of the output times ``weights``."""
+    mixed = mixed.detach().requires_grad_()
+    ratio = mixed.shape[2] - 2
+    mine = mixed if layout.tails is None else mixed.index_select(0, own)
+    query, key, value = torch.split(mine, [ratio, 1, 1], dim=2)
+    whole = None if layout.tails is None else mixed[:, :, ratio:].flatten(2)
+    # Rotation copies queries and keys.
+    columns = Columns(key.squeeze(2).clone(), value.squeeze(2), whole)
+    out = kernel(query.flatten(1, 2), columns, layout, scale=None)
+    (gradient,) = torch.autograd.grad((out * weights).sum(), mixed)
+    return (out.detach(), *torch.split(gradient, [ratio, 1, 1], dim=2))

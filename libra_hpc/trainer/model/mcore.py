@@ -1,0 +1,53 @@
+"""The one import of Megatron-Core, under `libra_hpc.trainer.model.compat.eager_import`."""
+
+from __future__ import annotations
+
+from . import compat
+
+with compat.eager_import():
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.fusions import fused_bias_swiglu
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+        mappings,
+    )
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+__all__ = [
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "GPTModel",
+    "MegatronModule",
+    "MoEAlltoAllTokenDispatcher",
+    "ModuleSpec",
+    "OptimizerConfig",
+    "OptimizerParamScheduler",
+    "PackedSeqParams",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "copy_to_tensor_model_parallel_region",
+    "finalize_model_grads",
+    "fused_bias_swiglu",
+    "gather_from_sequence_parallel_region",
+    "get_forward_backward_func",
+    "get_gpt_layer_local_spec",
+    "get_megatron_optimizer",
+    "get_num_layers_to_build",
+    "get_standard_config_overrides",
+    "mappings",
+    "moe_utils",
+    "parallel_state",
+]

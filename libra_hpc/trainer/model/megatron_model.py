@@ -1,0 +1,211 @@
+"""Build Megatron-Core's `GPTModel` from an `Architecture`, with attention over packed sequences.
+
+`PackedAttention` replaces the local spec's ``core_attention``, which refuses packed sequences and needs a CUDA
+generator. It applies rotary positions too (`trainer.model.rotary`), so the model has no position embedding. All
+else is Megatron-Core's.
+
+Fusions are off or run uncompiled (`trainer.model.compat.eager_import`): compilation takes longer than a short run.
+Only the gated activation is fused: it stores its input alone, two MLP widths per token and layer less. CUDA has own
+forms of what is left (`libra_hpc.trainer.model.fusions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from libra_hpc.config.learn import Recompute
+from libra_hpc.models.architecture import Architecture, stage_layers
+from libra_hpc.weights.names import ReplicaPlace
+
+from . import compat, context, fusions, moe
+from .attention import Kernel, choose_kernel, rectangles
+from .head import return_hidden_states
+from .mcore import (
+    GPTModel,
+    MegatronModule,
+    ModuleSpec,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    get_gpt_layer_local_spec,
+    get_num_layers_to_build,
+    parallel_state,
+)
+from .packing import PackedLayout
+from .recompute import recompute_all, recompute_selected
+from .rotary import rotated
+
+
+class Norm(torch.nn.RMSNorm):
+    """RMSNorm as Megatron-Core builds it; torch's own refuses sequence parallelism.
+
+    There each tensor rank norms its part of the tokens, and `finalize_model_grads` sums the gradients of flagged
+    weights.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class PackedAttention(MegatronModule):
+    """Causal self-attention over packed sequences."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale
+        self.kernel: Kernel = rectangles
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedLayout | None = None,
+    ) -> torch.Tensor:
+        """Attend within each sequence.
+
+        Query [t, heads, d], key and value [t, groups, d] (this rank's heads) -> [t, heads * d].
+        """
+        assert packed_seq_params is not None, "the trainer always packs"
+        assert packed_seq_params.rotary is not None, "the engine sets it before every pass"
+        query, key = rotated(query, packed_seq_params.rotary), rotated(key, packed_seq_params.rotary)
+        columns = context.Columns(key, value, None)
+        if packed_seq_params.tails is not None:
+            columns = context.gather(key, value)
+        return self.kernel(query, columns, packed_seq_params, scale=self.scale)
+
+
+class NormedAdd(torch.nn.Module):
+    """GLM-4's norm behind attention or MLP, in the slot of Megatron-Core's bias, dropout and residual addition."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        """The addition; there is neither bias nor dropout."""
+        return lambda output, residual, dropout: residual + self.norm(output[0])
+
+
+def stages_of(layers: int, pp: int) -> list[list[str]] | None:
+    """Megatron-Core's description of `stage_layers`: what each stage holds; None for one stage."""
+    if pp == 1:
+        return None
+    stages = [["decoder"] * count for count in stage_layers(layers, pp)]
+    return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
+
+
+def transformer_config(shape: Architecture, dtype: torch.dtype, place: ReplicaPlace) -> TransformerConfig:
+    """Megatron-Core's configuration for ``shape``."""
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.groups,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=place.tp,
+        sequence_parallel=place.tp > 1,
+        context_parallel_size=place.cp,
+        pipeline_model_parallel_size=place.pp,
+        pipeline_model_parallel_layout=stages_of(shape.layers, place.pp),
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        bias_activation_fusion=True,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        batch_p2p_sync=False,
+        calculate_per_token_loss=True,
+        # Packs differ in length; Megatron-Core then wants this dispatcher even for dense models.
+        variable_seq_lengths=place.pp > 1,
+        moe_token_dispatcher_type="alltoall",
+        **moe.expert_config(shape, place),
+    )
+
+
+def attend_with(model: torch.nn.Module, kernel: Kernel) -> None:
+    """Let every layer of ``model`` attend with ``kernel``."""
+    for module in model.modules():
+        if isinstance(module, PackedAttention):
+            module.kernel = kernel
+
+
+def build_model(
+    shape: Architecture, device: torch.device, dtype: torch.dtype, place: ReplicaPlace, recompute: Recompute = "none"
+) -> GPTModel:
+    """Build this rank's part of the model, uninitialised; needs Megatron-Core's parallel state.
+
+    The last stage returns the final hidden states; `libra_hpc.trainer.model.head` applies the output layer.
+
+    ``recompute``: see `libra_hpc.trainer.model.recompute`; with "full" a layer stores its input alone.
+    """
+    config = transformer_config(shape, dtype, place)
+    moe.install()
+    fusions.install(device)
+    spec = get_gpt_layer_local_spec(
+        normalization="RMSNorm", qk_layernorm=shape.qk_norm, num_experts=shape.experts or None, moe_grouped_gemm=False
+    )
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    attention.core_attention = PackedAttention
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    if shape.kind.post_norms:
+        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(NormedAdd, params={"config": config})
+    count = get_num_layers_to_build(config)
+    block = TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=Norm)
+    with compat.mcore_device():
+        model = GPTModel(
+            config,
+            block,
+            vocab_size=shape.vocab,
+            max_sequence_length=shape.max_positions,
+            position_embedding_type="none",
+            share_embeddings_and_output_weights=shape.tied,
+            parallel_output=True,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+        )
+    attend_with(model, choose_kernel(shape, device, dtype, place))
+    if shape.experts:
+        # Inside of recomputation, which then sees the same choice.
+        moe.replay_routing(model, place)
+    if parallel_state.is_pipeline_last_stage():
+        return_hidden_states(model)
+    if recompute != "none":
+        for layer in model.decoder.layers:
+            (recompute_selected if recompute == "selective" else recompute_all)(layer)
+    # torch.nn.RMSNorm ignores the spec's params_dtype.
+    return model.to(device=device, dtype=dtype)

@@ -1,0 +1,149 @@
+"""Mixture of experts: the fields of Megatron-Core's configuration, and its dispatcher without a GPU.
+
+Every layer is a router and ``experts`` gated MLPs. A token goes to ``experts_per_token`` of them, by two all-to-alls
+over the expert-parallel ranks. There is no auxiliary loss: the objective is the policy's.
+
+Without CUDA, calls of Megatron-Core's token dispatcher raise; with CUDA nothing is replaced:
+
+- ``torch.cuda.Stream()`` for copies to the host -> no stream
+- those copies -> the host's tensors as they are
+- collectives of unequal parts over the tensor ranks of experts, which gloo lacks -> such of equal ones
+
+Replay: where a sample has the experts that the rollout engine chose, the router uses them with its own probabilities
+(arXiv 2510.11370). The gradient of the router goes through these probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from libra_hpc.models.architecture import Architecture
+from libra_hpc.weights.names import ReplicaPlace
+
+from .mcore import GPTModel, MoEAlltoAllTokenDispatcher, mappings, moe_utils
+from .packing import NO_CHOICE
+
+_EQUAL = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+"""Megatron-Core's own functions, right for equal parts."""
+
+
+def expert_config(shape: Architecture, place: ReplicaPlace) -> dict[str, Any]:
+    """Fields of ``TransformerConfig`` for ``shape``; none for a dense model."""
+    if not shape.experts:
+        return {}
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_ffn_hidden_size": shape.moe_ffn,
+        "moe_router_pre_softmax": not shape.norm_topk,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+        "expert_model_parallel_size": place.ep,
+        "expert_tensor_parallel_size": place.expert_ranks,
+    }
+
+
+def install() -> None:
+    """Make Megatron-Core's layers of experts work without Transformer Engine and without CUDA; may be repeated."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # Megatron-Core reads the name, but does not define it without Transformer Engine.
+        moe_utils.te_general_gemm = None
+    if not torch.cuda.is_available():
+        MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()
+        MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _on_host
+        mappings._gather_along_first_dim = _gather
+        mappings._reduce_scatter_along_first_dim = _reduce_scatter
+
+
+def _on_host(dispatcher: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+    if point == dispatcher.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            splits = getattr(dispatcher, name)
+            if splits is not None:
+                setattr(dispatcher, name, splits.numpy())
+    return tokens_per_expert
+
+
+def _gather(own: torch.Tensor, group: Any, sizes: list[int] | None = None, *buffer: Any, **named: Any) -> Any:
+    sizes = named.pop("output_split_sizes", sizes)
+    if sizes is None or group.size() == 1:
+        return _EQUAL[0](own, group, None, *buffer, **named)
+    padded = own.new_zeros(max(sizes), *own.shape[1:])
+    padded[: len(own)] = own
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def _reduce_scatter(whole: torch.Tensor, group: Any, sizes: list[int] | None = None, *buffer: Any, **named: Any) -> Any:
+    sizes = named.pop("input_split_sizes", sizes)
+    if sizes is None or group.size() == 1:
+        return _EQUAL[1](whole, group, None, *buffer, **named)
+    total = whole.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return torch.split(total, sizes)[group.rank()]
+
+
+class Replay:
+    """Experts chosen elsewhere, in the place of Megatron-Core's ``RouterReplay``.
+
+    That one replays whole batches in the order of the passes; this one is set by the layer, so recomputation sees the
+    same choice, and a token may be without one.
+    """
+
+    def __init__(self) -> None:
+        self.chosen: torch.Tensor | None = None
+        """Of the tokens of this pass, integer [t, k]; `NO_CHOICE`: the router's own."""
+        self.counts = torch.zeros(2, dtype=torch.int64)
+        """Replayed choices that the router would have made too, and all replayed ones."""
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        compute: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by the router: values and indices [t, k] of the experts of each token."""
+        values, own = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.chosen is None:
+            return values, own
+        given = self.chosen[:, :1] != NO_CHOICE
+        used = torch.where(given, self.chosen, own)
+        agreed = given & (used[:, :, None] == own[:, None, :]).any(-1)
+        self.counts = self.counts.to(scores.device) + torch.stack((agreed.sum(), given.sum() * topk))
+        return scores.gather(1, used), used
+
+
+def replay_routing(model: GPTModel, place: ReplicaPlace) -> None:
+    """Let the routers of ``model`` use ``experts`` of the pack's layout."""
+    for layer in model.decoder.layers:
+        replay = layer.mlp.router.router_replay = Replay()
+        layer.forward = partial(_replaying, layer.forward, replay, layer.layer_number - 1, place)
+
+
+def take_counts(model: GPTModel) -> tuple[int, int]:
+    """Of this rank: replayed choices that its routers would have made too, and all; they start anew."""
+    replays = [layer.mlp.router.router_replay for layer in model.decoder.layers]
+    agreed, replayed = sum(replay.counts for replay in replays).tolist()
+    for replay in replays:
+        replay.counts = torch.zeros_like(replay.counts)
+    return agreed, replayed
+
+
+def _replaying(
+    forward: Callable[..., Any], replay: Replay, layer: int, place: ReplicaPlace, *args: Any, **kwargs: Any
+) -> Any:
+    experts = kwargs["packed_seq_params"].experts
+    if experts is not None:
+        # Tensor ranks share the tokens (sequence parallelism).
+        experts = experts[:, layer].chunk(place.tp)[place.tp_rank]
+    replay.chosen = experts
+    return forward(*args, **kwargs)

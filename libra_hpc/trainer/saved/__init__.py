@@ -1,0 +1,1 @@
+"""A rank's state as files: weights, optimizer shards, snapshots."""

@@ -1,0 +1,206 @@
+"""Export the weights of a world of trainers, and load a state of any layout.
+
+Weights have Hugging Face names, and one process writes them, tensor by tensor. Contents of a state's folder:
+`libra_hpc.state.state_folders`; how one is written: `libra_hpc.trainer.saved.state_writer`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from libra_hpc.state import state_folders as folders
+from libra_hpc.trainer.train_engine import TrainEngine
+from libra_hpc.weights.checksum import file_crc32
+from libra_hpc.weights.names import from_hf, gathered, hf_shapes, own_entries
+from libra_hpc.weights.safetensors_writer import write_safetensors
+
+from .shard_files import ShardFiles
+
+WEIGHTS_FILE = "model.safetensors"
+COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+"""Files copied with the weights: configuration, tokenizer, chat template."""
+
+
+def export(engine: TrainEngine, path: Path) -> tuple[int, int]:
+    """Write the weights as one safetensors file (atomic rename); returns crc32 and bytes, (0, 0) on other ranks.
+
+    Collective. Raises `OSError` in all processes of the replica when there is no room; nothing is left behind.
+    """
+    parameters = dict(engine.named_parameters())
+    tensors = gathered(parameters, engine.shape, engine.split)
+    found, failure = (0, 0), None
+    if dist.get_rank() == 0:
+        try:
+            found = _write_export(path, next(iter(parameters.values())).dtype, hf_shapes(engine.shape), tensors)
+        except OSError as error:
+            failure = error
+    # Gathering is collective: the others need this process also when it cannot write.
+    for _ in tensors:
+        pass
+    _agree(engine, failure)
+    return found
+
+
+def _write_export(
+    path: Path, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> tuple[int, int]:
+    partial = path.with_name(f".{path.name}{folders.TEMPORARY}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folders.check_room(path.parent, _bytes(dtype, shapes))
+        write_safetensors(partial, dtype, shapes, tensors)
+        found = file_crc32(partial), partial.stat().st_size
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    return found
+
+
+def _bytes(dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return dtype.itemsize * sum(torch.Size(shape).numel() for shape in shapes.values())
+
+
+def _agree(engine: TrainEngine, failure: OSError | None) -> None:
+    """Raise `OSError` in all processes when one failed to write."""
+    if not engine.agree(failure is None):
+        raise failure or OSError("another process of this replica could not write")
+
+
+def write_policy(engine: TrainEngine, model_dir: Path, folder: Path) -> None:
+    """Fill ``folder`` with a Hugging Face model: the weights, and the configuration and tokenizer of ``model_dir``.
+
+    Collective; one process writes, one tensor after the other. Raises `OSError` in all when it cannot.
+    """
+    parameters = dict(engine.named_parameters())
+    tensors = gathered(parameters, engine.shape, engine.split)
+    failure = None
+    if dist.get_rank() == 0:
+        try:
+            _write_policy(engine, tensors, model_dir, folder)
+        except OSError as error:
+            failure = error
+    for _ in tensors:
+        pass
+    _agree(engine, failure)
+
+
+def _write_policy(
+    engine: TrainEngine, tensors: Iterable[tuple[str, torch.Tensor]], model_dir: Path, folder: Path
+) -> None:
+    dtype, shapes = next(iter(engine.named_parameters().values())).dtype, hf_shapes(engine.shape)
+    folders.check_room(folder, _bytes(dtype, shapes))
+    write_companions(model_dir, folder, dtype)
+    # Rename: ``folder`` may be the one from which the weights were read.
+    partial = folder / f".{WEIGHTS_FILE}{folders.TEMPORARY}"
+    write_safetensors(partial, dtype, shapes, tensors)
+    os.replace(partial, folder / WEIGHTS_FILE)
+
+
+def write_companions(model_dir: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Fill ``folder`` with all of a Hugging Face model but its weights, which have this type."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in COMPANIONS:
+        for source in model_dir.glob(pattern):
+            target = folder / source.name
+            if not source.name.endswith(".safetensors.index.json") and source.resolve() != target.resolve():
+                shutil.copyfile(source, target)
+    config = json.loads((folder / "config.json").read_text())
+    # The key depends on the transformers version; a stale value would make a loader convert the weights.
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+class TensorFiles:
+    """Lazy reader of the tensors in a safetensors file or a Hugging Face folder; a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self._stack = ExitStack()
+        self._where: dict[str, Callable[[str], torch.Tensor]] = {}
+        index = path / f"{WEIGHTS_FILE}.index.json"
+        if path.is_file():
+            files = [path]
+        elif index.is_file():
+            files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        else:
+            files = [path / WEIGHTS_FILE]
+        for file in files:
+            if not file.is_file():
+                raise FileNotFoundError(f"no weights at {file}")
+            handle = self._stack.enter_context(safe_open(file, framework="pt"))
+            self._where.update(dict.fromkeys(handle.keys(), handle.get_tensor))
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def names(self) -> list[str]:
+        return list(self._where)
+
+    def __call__(self, name: str) -> torch.Tensor:
+        return self._where[name](name)
+
+
+def load_policy(engine: TrainEngine, folder: Path) -> None:
+    """Load the weights of a Hugging Face folder: step 0, empty optimizer."""
+    with TensorFiles(folder) as files:
+        _load_weights(engine, files)
+    engine.state.clear_moments()
+    engine.state.commit(0, 0)
+
+
+def _load_weights(engine: TrainEngine, files: TensorFiles) -> None:
+    for name, entry in own_entries(engine.shape, engine.split).items():
+        engine.state.set_weight(name, from_hf(entry, files, engine.shape, engine.split))
+
+
+@torch.no_grad()
+def randomize(engine: TrainEngine) -> None:
+    """Random matrices and norms of 1 at step 0, for a measurement of speed."""
+    for name, parameter in engine.state.parameters.items():
+        drawn = torch.empty_like(parameter)
+        engine.state.set_weight(name, drawn.normal_(0.0, 0.02) if drawn.dim() > 1 else drawn.fill_(1.0))
+    engine.state.clear_moments()
+    engine.state.commit(0, 0)
+
+
+@torch.no_grad()
+def load_state(engine: TrainEngine, folder: Path) -> None:
+    """Replace the state by ``folder`` or by the newest state under it, whatever layout wrote it; collective."""
+    folder = folders.resolve(folder)
+    saved, state = folders.read_state(folder), engine.state
+    entries = own_entries(engine.shape, engine.split)
+    with ShardFiles(folder, engine.shape) as files:
+        # Saved masters are the exact weights; a float32 checkpoint has none beside its policy.
+        exact = files.has("master")
+        if not exact:
+            with TensorFiles(folder / folders.POLICY_DIR) as policy:
+                _load_weights(engine, policy)
+        for name, shard in state.shards.items():
+            for kind, tensor in shard.kinds().items():
+                if exact or kind != "master":
+                    tensor.data.copy_(files.read(kind, entries[name], engine.split, shard.begin, shard.end))
+    state.commit(saved.step, saved.updates)
+    if exact:
+        state.refresh()
+
+
+def start(engine: TrainEngine, model_dir: Path, start_dir: str) -> None:
+    """Load ``start_dir`` if given, else the weights of ``model_dir``."""
+    if start_dir:
+        load_state(engine, Path(start_dir))
+    else:
+        load_policy(engine, model_dir)

@@ -1,0 +1,123 @@
+"""The fp32 state of one rank: its shards of the weights and of Adam's moments, and two counters.
+
+Megatron-Core's distributed optimizer cuts the flat weights of a rank into one piece per data-parallel rank, across
+parameter boundaries (arXiv 1910.02054, stage 1). A rank alone owns everything. All else is derived: weights of the
+model's type are the shards, rounded and gathered over the data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from libra_hpc.trainer.adamw import distributed
+
+
+class Shard(NamedTuple):
+    """Elements ``begin:end`` of a flattened parameter of this rank; tensors are float32[end - begin]."""
+
+    begin: int
+    end: int
+    master: torch.Tensor
+    """The weights; for a float32 model a view of the parameter."""
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+    def kinds(self) -> dict[str, torch.Tensor]:
+        return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
+
+class OptimizerState:
+    """See the module docstring; built before the first update, where torch would create Adam's moments."""
+
+    def __init__(self, optimizer: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self.step = 0
+        self.updates = 0
+        """Optimizer updates, without skipped ones: Adam's counter."""
+        self.parameters = parameters
+        self.shards: dict[str, Shard] = {}
+        """By Megatron-Core name, in the order of ``parameters``; parameters without a share of this rank are absent."""
+        self._optimizers = distributed(optimizer)
+        self._counters: list[torch.Tensor] = []
+        found: dict[str, Shard] = {}
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        for one in self._optimizers:
+            for parameter, master in _owned(one):
+                span = one._get_model_param_range_map(parameter)["param"]
+                counter = torch.zeros((), dtype=torch.float32, device=master.device)
+                shard = Shard(span.start, span.end, master, torch.zeros_like(master), torch.zeros_like(master))
+                one.optimizer.state[master] = {
+                    "step": counter,
+                    "exp_avg": shard.exp_avg,
+                    "exp_avg_sq": shard.exp_avg_sq,
+                }
+                self._counters.append(counter)
+                found[names[id(parameter)]] = shard
+        self.shards = {name: found[name] for name in parameters if name in found}
+        self.mixed = any(p.dtype is not torch.float32 for p in parameters.values())
+        """Whether weights are in less than float32, with float32 masters beside them."""
+
+    def tensors_in_place(self) -> list[torch.Tensor]:
+        """All float32 tensors as the optimizer holds them."""
+        return [t for shard in self.shards.values() for t in (shard.master, shard.exp_avg, shard.exp_avg_sq)]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [t.data for t in self.tensors_in_place()]
+
+    @torch.no_grad()
+    def set_weight(self, name: str, weight: torch.Tensor) -> None:
+        """Set this rank's part of a parameter, and its own shard in float32."""
+        parameter = self.parameters[name]
+        if weight.shape != parameter.shape:
+            raise ValueError(f"{name}: the file has {tuple(weight.shape)} for this rank, not {tuple(parameter.shape)}")
+        parameter.copy_(weight)
+        if (shard := self.shards.get(name)) is not None:
+            shard.master.data.copy_(weight.reshape(-1)[shard.begin : shard.end])
+
+    @torch.no_grad()
+    def clear_moments(self) -> None:
+        for shard in self.shards.values():
+            shard.exp_avg.zero_()
+            shard.exp_avg_sq.zero_()
+
+    @torch.no_grad()
+    def commit(self, step: int, updates: int) -> None:
+        """Make the tensors the state after ``step`` and ``updates``; weights must be those of the shards."""
+        self.step, self.updates = step, updates
+        for counter in self._counters:
+            counter.fill_(float(updates))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Derive all weights from the shards; collective over the data-parallel ranks."""
+        for one in self._optimizers:
+            # Rounds own shards into the weights' buffer.
+            one._copy_main_params_to_model_params()
+        for one in self._optimizers:
+            for chunk in one.model_chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    def capture(self) -> tuple[int, int, list[torch.Tensor]]:
+        return self.step, self.updates, [t.clone() for t in self.tensors()]
+
+    @torch.no_grad()
+    def restore(self, saved: tuple[int, int, list[torch.Tensor]]) -> None:
+        """Return to a captured state; collective over the data-parallel ranks."""
+        step, updates, tensors = saved
+        for tensor, old in zip(self.tensors(), tensors, strict=True):
+            tensor.copy_(old)
+        self.commit(step, updates)
+        self.refresh()
+
+
+def _owned(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Parameters of which this rank owns a part, and that part in float32."""
+    pairs = (
+        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+    )
+    for parameters, shards in pairs:
+        for group, own in zip(parameters, shards, strict=True):
+            yield from zip(group, own, strict=True)

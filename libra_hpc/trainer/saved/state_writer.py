@@ -1,0 +1,202 @@
+"""Writes this rank's files of checkpoints and snapshots while training goes on.
+
+- `StateWriter.copy`, at a step boundary -> the shards are in host memory.
+- `StateWriter.write` -> a thread writes the files, and training goes on.
+- `StateWriter.snapshot` -> both, for a snapshot.
+- The weights of this step were exported for rollout -> the first rank copies that file, which it keeps open. Otherwise
+  they are gathered and written before training goes on.
+- Another copy -> it waits for the end of the write before: there is one copy in host memory.
+
+The thread takes part in no collective. Its answer has the checksums of its files; who has those of all ranks completes
+the checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from libra_hpc.protocol.trainer import Saved, SaveFailed, SnapshotFailed, SnapshotTaken
+from libra_hpc.state import state_folders as folders
+from libra_hpc.trainer.device import host_buffer, synchronize
+from libra_hpc.trainer.train_engine import TrainEngine
+
+from . import snapshot
+from .checkpoint import WEIGHTS_FILE, write_companions, write_policy
+from .shard_files import own_pieces, rank_file, write_pieces
+
+Answer = Saved | SaveFailed | SnapshotTaken | SnapshotFailed
+COPY_BYTES = 16 << 20
+"""Per read of the exported weights."""
+
+
+class HostCopy:
+    """This rank's shards in host memory: one buffer for all saves, because locking its pages takes seconds."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self._engine = engine
+        self._buffer: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def take(self, pieces: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy pieces of the shards; returns the copies by their names. Raises `OSError` without memory."""
+        engine = self._engine
+        if self._buffer is None:
+            try:
+                self._buffer = host_buffer(engine.device, sum(tensor.numel() for tensor in engine.state.tensors()))
+            except RuntimeError as error:
+                raise OSError(errno.ENOMEM, f"no host memory for a copy of the optimizer's state: {error}") from error
+        copies, begin = {}, 0
+        for name, piece in pieces.items():
+            copies[name] = self._buffer[begin : begin + piece.numel()]
+            copies[name].copy_(piece, non_blocking=True)
+            begin += piece.numel()
+        synchronize(engine.device)
+        return copies
+
+
+class CopiedState(NamedTuple):
+    """What a thread needs to write this rank's files."""
+
+    folder: Path
+    state: folders.TrainerState
+    pieces: dict[str, torch.Tensor]
+    weights: BinaryIO | None
+    """The exported file to copy."""
+    began: float
+
+
+class StateWriter:
+    """See the module docstring; ``send`` gets the answer, from the thread."""
+
+    def __init__(self, engine: TrainEngine, model_dir: Path, send: Callable[[Answer], None]) -> None:
+        self._engine, self._model_dir, self._send = engine, model_dir, send
+        self._rank = dist.get_rank()
+        self._copy = HostCopy(engine)
+        self._thread: threading.Thread | None = None
+        self._exported = (-1, Path())
+
+    def exported(self, version: int, path: Path) -> None:
+        """The weights of this version are in a file."""
+        self._exported = (version, path)
+
+    def copy(self, folder: Path) -> CopiedState:
+        """Copy the state, for ``folder``; collective. Raises `OSError` when that is impossible."""
+        began = time.monotonic()
+        self.wait()
+        weights = self._open_weights()
+        try:
+            if not self._engine.agree(bool(self._rank) or weights is not None):
+                write_policy(self._engine, self._model_dir, folder / folders.POLICY_DIR)
+            state = folders.TrainerState(self._engine.state.step, self._engine.state.updates)
+            pieces = own_pieces(self._engine.state, self._engine.shape, self._engine.split)
+            return CopiedState(folder, state, self._copy.take(pieces), weights, began)
+        except OSError:
+            if weights is not None:
+                weights.close()
+            raise
+
+    def write(self, copied: CopiedState) -> None:
+        """Have a thread write the files and answer."""
+        self._start(functools.partial(self._run, copied))
+
+    def snapshot(self, folder: Path) -> None:
+        """Copy the state, and have a thread write this rank's part of a snapshot and answer."""
+        self.wait()
+        state = self._engine.state
+        step, updates = state.step, state.updates
+        try:
+            copies = self._copy.take(snapshot.pieces(state))
+        except OSError as error:
+            self._send(SnapshotFailed(step, str(error)))
+            return
+
+        def write() -> None:
+            try:
+                snapshot.write(copies, folder, self._rank)
+            except Exception as error:
+                self._answer(SnapshotFailed(step, _reason(error)))
+            else:
+                self._answer(SnapshotTaken(step, updates))
+
+        self._start(write)
+
+    def _start(self, work: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=work, name="state writer", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _open_weights(self) -> BinaryIO | None:
+        """The exported file of the present step; open, it stays readable when newer versions replace it."""
+        version, path = self._exported
+        if self._rank or version != self._engine.state.step:
+            return None
+        try:
+            return path.open("rb")
+        except OSError:
+            return None
+
+    def _run(self, copied: CopiedState) -> None:
+        folder, step = str(copied.folder), copied.state.step
+        answer: Saved | SaveFailed
+        try:
+            answer = Saved(folder, step, time.monotonic() - copied.began, self._write_files(copied))
+        except Exception as error:
+            answer = SaveFailed(folder, step, _reason(error))
+        finally:
+            if copied.weights is not None:
+                copied.weights.close()
+        self._answer(answer)
+
+    def _answer(self, message: Answer) -> None:
+        try:
+            self._send(message)
+        except OSError:
+            print("the state was written after the agent had left", file=sys.stderr)
+
+    def _write_files(self, copied: CopiedState) -> folders.Manifest:
+        own = rank_file(copied.folder, self._rank)
+        write_pieces(copied.pieces, own)
+        written = [own]
+        if not self._rank:
+            policy = copied.folder / folders.POLICY_DIR
+            if copied.weights is not None:
+                write_companions(self._model_dir, policy, next(iter(self._engine.state.parameters.values())).dtype)
+                _copy_file(copied.weights, policy / WEIGHTS_FILE)
+            state = copied.folder / folders.STATE_FILE
+            state.write_bytes(msgspec.json.encode(copied.state))
+            written += [*policy.iterdir(), state]
+        return folders.seal(copied.folder, written)
+
+
+def _reason(error: Exception) -> str:
+    """Why files could not be written; for an error that is not the file system's, the log has its stack."""
+    if isinstance(error, OSError):
+        return str(error)
+    traceback.print_exception(error, file=sys.stderr)
+    return f"{type(error).__name__}: {error}"
+
+
+def _copy_file(source: BinaryIO, target: Path) -> None:
+    size = os.fstat(source.fileno()).st_size
+    folders.check_room(target, size)
+    with target.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        shutil.copyfileobj(source, file, COPY_BYTES)

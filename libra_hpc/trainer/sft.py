@@ -1,0 +1,138 @@
+"""Supervised warm start: train a policy on demonstrations, in one process, with the model and optimizer of RL.
+
+- Loss: mean negative log-likelihood of a batch's masked tokens.
+- Learning rate: rises linearly over ``warmup`` steps, stays until half of the steps, falls linearly to 0.
+- The run is bounded by steps, not seconds, so that it can be repeated exactly.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from libra_hpc.errors import invalid
+from libra_hpc.models.architecture import read_shape
+from libra_hpc.trainer.model.head import Head
+from libra_hpc.trainer.model.packing import Example, Pack, example, pack
+from libra_hpc.trainer.saved.checkpoint import load_policy, write_policy
+
+from .device import choose_device, local_store
+from .settings import OptimizerSettings
+from .train_engine import LARGEST_NORM, TrainEngine, close_world, init_world
+
+REPORT_EVERY = 100
+"""Steps between two lines of progress on stderr, averaged in each."""
+WORLD_TIMEOUT_S = 600.0
+"""Required by torch, unused by a world of one process."""
+
+Demonstration = tuple[list[int], list[int]]
+"""Token ids and loss mask (1: learn this token), equally long; the first token cannot be learnt."""
+
+
+def warm_start(
+    model_dir: str | Path,
+    out_dir: str | Path,
+    batches: Iterator[Sequence[Demonstration]],
+    steps: int,
+    lr: float = 3e-3,
+    warmup: int = 50,
+    *,
+    betas: tuple[float, float] = (0.9, 0.98),
+    weight_decay: float = 0.01,
+    grad_clip: float = 1.0,
+    micro_tokens: int = 8192,
+    dtype: str = "float32",
+    device: str = "cpu",
+    threads: int = 1,
+) -> dict[str, float]:
+    """Train the model in ``model_dir`` for ``steps`` batches; write it and its tokenizer to ``out_dir`` (may be the
+    same).
+
+    ``batches`` yields at least ``steps`` lists of demonstrations. Must be the process's only user of
+    torch.distributed.
+
+    Returns ``first_loss`` and ``last_loss`` (means over up to 100 steps, nats per token), ``steps`` and ``tokens``.
+    Raises `UserError` when ``warmup`` does not end before ``steps``, or for a model that cannot be trained;
+    `ValueError` for a malformed demonstration, or a gradient that is not finite; `RuntimeError` when the batches run
+    out.
+    """
+    if not 0 <= warmup < steps:
+        raise invalid(
+            "warmup", warmup, f"the warm-up must end within the {steps} steps", f"an integer from 0 to {steps - 1}"
+        )
+    chosen = choose_device(device, 0, threads)
+    model_dir, out_dir = Path(model_dir), Path(out_dir)
+    shape = read_shape(model_dir)
+    settings = OptimizerSettings(
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=1e-8,
+        weight_decay=weight_decay,
+        grad_clip=grad_clip,
+        warmup_steps=warmup,
+        decay_steps=steps,
+        anneal_steps=min(steps // 2, steps - warmup),
+    )
+    split = init_world(chosen, tp=1, pp=1, rank=0, store=local_store(), timeout_s=WORLD_TIMEOUT_S)
+    try:
+        engine = TrainEngine(shape, chosen, getattr(torch, dtype), split, settings=settings)
+        load_policy(engine, model_dir)
+        result = _train(engine, batches, steps, micro_tokens)
+        write_policy(engine, model_dir, out_dir)
+    finally:
+        close_world()
+    return result
+
+
+def _train(
+    engine: TrainEngine, batches: Iterator[Sequence[Demonstration]], steps: int, micro_tokens: int
+) -> dict[str, float]:
+    total = torch.zeros((), device=engine.device)
+
+    def loss(head: Head, batch: Pack) -> torch.Tensor:
+        out = -head.likelihood(batch.targets, 1.0).logprobs.sum()
+        total.add_(out.detach())
+        return out
+
+    losses: list[float] = []
+    tokens = 0
+    for step in range(1, steps + 1):
+        batch = next(batches, None)
+        if batch is None:
+            raise RuntimeError(f"the demonstrations ran out after {step - 1} of {steps} batches")
+        packs = pack([_example(*demonstration) for demonstration in batch], micro_tokens, engine.device)
+        count = sum(len(p.targets) for p in packs)
+        if count == 0:
+            raise ValueError(f"batch {step} has no token to learn")
+        total.zero_()
+        engine.forward_backward(packs, loss)
+        norm = engine.norm()
+        if not norm <= LARGEST_NORM:
+            raise ValueError(f"batch {step} gave a gradient that is not finite")
+        engine.update(1.0 / count, norm)
+        losses.append(float(total) / count)
+        tokens += sum(p.tokens.shape[1] for p in packs)
+        if step % REPORT_EVERY == 0:
+            recent = losses[-REPORT_EVERY:]
+            print(f"warm start: step {step} of {steps}, loss {sum(recent) / len(recent):.3f}", file=sys.stderr)
+    window = min(REPORT_EVERY, steps)
+    return {
+        "first_loss": sum(losses[:window]) / window,
+        "last_loss": sum(losses[-window:]) / window,
+        "steps": float(steps),
+        "tokens": float(tokens),
+    }
+
+
+def _example(tokens: list[int], mask: list[int]) -> Example:
+    return example(
+        "demonstration",
+        tokens=torch.tensor(tokens),
+        mask=torch.tensor(mask, dtype=torch.bool),
+        logprobs=torch.zeros(len(tokens)),
+        advantage=0.0,
+    )

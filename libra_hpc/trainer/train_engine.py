@@ -1,0 +1,297 @@
+"""One rank of a Megatron-Core world: model, gradient buffers, sharded optimizer, schedule, and their state.
+
+The torch world (``tp * pp * cp * dp`` processes) exists for the life of the process; within it, Megatron-Core sums the
+gradients and shards the optimizer. Replicas outside of it (`libra_hpc.trainer.elastic`) enter only through ``reduce``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from libra_hpc.config.learn import Recompute
+from libra_hpc.models.architecture import Architecture, check_experts, check_parallel
+from libra_hpc.trainer.model.head import Head
+from libra_hpc.trainer.model.mcore import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+    get_forward_backward_func,
+    parallel_state,
+)
+from libra_hpc.trainer.model.megatron_model import build_model
+from libra_hpc.trainer.model.packing import Pack, PackedLayout, padding
+from libra_hpc.trainer.model.rotary import Rotary
+from libra_hpc.trainer.saved.optimizer_state import OptimizerState
+from libra_hpc.weights.names import ReplicaPlace, own_entries
+
+from .adamw import adamw, learning_rate
+from .device import Store, backend
+from .model import compat, moe
+from .settings import OptimizerSettings
+
+Loss = Callable[[Head, Pack], torch.Tensor]
+"""Maps the output layer over a pack's loss tokens to the summed loss (a scalar)."""
+LARGEST_NORM = 1e18
+"""Largest usable gradient norm: Adam squares gradients in float32, whose range ends at 3e38."""
+NO_STEP = -1
+"""Step of a world without optimizer whose weights are not complete."""
+CLIP_EPS = 1e-6
+"""Added to the norm before the division, as torch and Megatron-Core do."""
+
+
+def init_world(
+    device: torch.device,
+    tp: int,
+    pp: int,
+    rank: int,
+    store: Store,
+    timeout_s: float,
+    *,
+    dp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int = 0,
+) -> ReplicaPlace:
+    """Create the torch world of ``tp * pp * cp * dp`` processes and Megatron-Core's parallel state.
+
+    Collective over the world. ``ep`` and ``etp`` (0: as ``tp``) spread the experts over the processes of a stage.
+    """
+    compat.install()
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(backend(device), store=store, rank=rank, world_size=tp * pp * cp * dp, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        tp,
+        pp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp or tp,
+        create_gloo_process_groups=False,
+    )
+    compat.no_random_state()
+    return ReplicaPlace(
+        tp=tp,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp=pp,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        cp=cp,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        dp=dp,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        ep=ep,
+        etp=etp,
+        etp_group=parallel_state.get_expert_tensor_parallel_group(),
+    )
+
+
+def close_world() -> None:
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+class TrainEngine:
+    """Forward, backward and update of one rank; weights are uninitialised until a state is loaded."""
+
+    def __init__(
+        self,
+        shape: Architecture,
+        device: torch.device,
+        dtype: torch.dtype,
+        split: ReplicaPlace,
+        settings: OptimizerSettings,
+        recompute: Recompute = "none",
+        elastic: bool = False,
+    ) -> None:
+        check_parallel(shape, split.tp, split.pp)
+        check_experts(shape, tp=split.tp, ep=split.ep, etp=split.expert_ranks, ranks=split.stage_stride)
+        self.shape, self.device, self.split = shape, device, split
+        self.elastic = elastic
+        """Whether this world has weights and gradients only: the optimizer is elsewhere."""
+        self.reduce: Callable[[], None] = lambda: None
+        """Sums the gradients with those of other worlds in place; called after this world's own reduction."""
+        model = build_model(shape, device, dtype, split, recompute=recompute)
+        self._counted = _counted(shape, split)
+        self._rotary = Rotary(shape, device, dtype)
+        self._config = model.config
+        self._config.finalize_model_grads_func = self._finalize
+        self.ddp = DistributedDataParallel(
+            self._config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True), model
+        )
+        self._grad_clip = settings.grad_clip
+        self._optimizer: Any = None if elastic else adamw(self.ddp, dtype, settings)
+        self._scheduler: Any = None if elastic else learning_rate(self._optimizer, settings)
+        self._run = get_forward_backward_func()
+        self._no_tokens = torch.zeros((), dtype=torch.int, device=device)
+        self.state = OptimizerState(self._optimizer, self.named_parameters())
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """This rank's parameters by Megatron-Core name, ordered as `own_entries`."""
+        found = dict(self.ddp.module.named_parameters())
+        return {name: found.pop(name) for name in own_entries(self.shape, self.split)}
+
+    def buckets(self) -> tuple[list[Any], list[Any]]:
+        """Megatron-Core's flat pieces of weights and gradients: of shared parameters, and of experts.
+
+        In an order that the layout alone decides.
+        """
+        shared, experts = (
+            [bucket for buffer in buffers for bucket in buffer.buckets]
+            for buffers in (self.ddp.buffers, self.ddp.expert_parallel_buffers)
+        )
+        return shared, experts
+
+    def gather_weights(self) -> None:
+        """Give all copies of a parameter the pieces that each has; collective over a world without optimizer."""
+        if self.split.copies > 1:
+            self.ddp.start_param_sync(force_sync=True)
+
+    def squared_norm(self) -> torch.Tensor:
+        """This rank's share of the squared gradient norm, float64; the sum over the world is the whole.
+
+        Float64, because the norm must not depend on how the state is sharded.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for name, shard in self.state.shards.items():
+            parameter = self.state.parameters[name]
+            if self._counted[name]:
+                own = parameter.main_grad.view(-1)[shard.begin : shard.end]  # type: ignore[attr-defined]
+                total += torch.linalg.vector_norm(own, dtype=torch.float64) ** 2
+        return total
+
+    def zero_gradients(self) -> None:
+        self.ddp.zero_grad_buffer()
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+
+    def forward_backward(self, packs: list[Pack], loss: Loss) -> None:
+        """Accumulate the gradient of the summed loss and reduce it over the replicas; zero without packs.
+
+        Raises what ``reduce`` raises; gradients are then meaningless, weights unchanged.
+        """
+        self.zero_gradients()
+        packs = self._even(packs)
+        if packs:
+            self._schedule(packs, loss, forward_only=False)
+        else:
+            # The other data-parallel ranks sum with this one.
+            with compat.mcore_device():
+                self._finalize([self.ddp], None, None, False)
+
+    def layout(self, pack: Pack) -> PackedLayout:
+        return dataclasses.replace(pack.layout, rotary=self._rotary.table(pack.positions[0]))
+
+    def _even(self, packs: list[Pack]) -> list[Pack]:
+        """Packs of the same number on all ranks: in each one they exchange tokens for each other's experts."""
+        if self.split.ep == 1:
+            return packs
+        count = torch.tensor(len(packs), device=self.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        return packs + [padding(self.device, self.split)] * (int(count) - len(packs))
+
+    def take_routing_counts(self) -> tuple[int, int]:
+        """Of this rank, since the last call: replayed choices of experts that its routers share, and all replayed."""
+        return moe.take_counts(self.ddp.module) if self.shape.experts else (0, 0)
+
+    @torch.no_grad()
+    def forward(self, packs: list[Pack], loss: Loss) -> None:
+        """Call ``loss`` for every pack without gradients; only the last pipeline stage does."""
+        packs = self._even(packs)
+        if packs:
+            self._schedule(packs, loss, forward_only=True)
+
+    def _schedule(self, packs: list[Pack], loss: Loss, *, forward_only: bool) -> None:
+        def step(
+            iterator: Iterator[Pack], model: torch.nn.Module
+        ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+            pack = next(iterator)
+
+            def total(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+                with compat.without_shim():
+                    return loss(Head(self.ddp.module, hidden[0], pack.where), pack), self._no_tokens, {}
+
+            with compat.without_shim():
+                return model(pack.tokens, pack.positions, None, packed_seq_params=self.layout(pack)), total
+
+        with compat.mcore_device():
+            self._run(
+                forward_step_func=step,
+                data_iterator=iter(packs),
+                model=[self.ddp],
+                num_microbatches=len(packs),
+                seq_length=max(p.tokens.shape[1] for p in packs),
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+
+    def _finalize(
+        self, model: list[torch.nn.Module], num_tokens: torch.Tensor | None, pg_collection: Any, force_all_reduce: bool
+    ) -> None:
+        # First within the replica (tied embeddings over stages, q/k norms over tensor ranks); sums are linear.
+        finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+        self.reduce()
+
+    def norm(self) -> float:
+        """The norm of the whole gradient; collective over the world."""
+        total = self.squared_norm()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        return math.sqrt(float(total))
+
+    def update(self, scale: float, norm: float) -> float:
+        """Scale gradients of norm ``norm``, clip them, take one AdamW step; returns the scaled norm before clipping."""
+        scaled = norm * scale
+        clip = min(1.0, self._grad_clip / (scaled + CLIP_EPS)) if self._grad_clip > 0 else 1.0
+        self.ddp.scale_gradients(scale * clip)
+        self.state.updates += 1
+        self._set_schedule()
+        with compat.mcore_device():
+            self._optimizer.step()
+        return scaled
+
+    def _set_schedule(self) -> None:
+        # Megatron-Core counts from 0; the number of this update starts the warm-up at lr / warmup_steps, not at 0.
+        self._scheduler.num_steps = self.state.updates
+        self._scheduler.step(0)
+
+    def agree(self, ok: bool) -> bool:
+        """Whether all processes of the world pass True; collective over the world."""
+        if dist.get_world_size() == 1:
+            return ok
+        flag = torch.tensor([int(ok)], device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        return bool(flag.item())
+
+    def release(self) -> None:
+        """Free the weights and gradients of a world without optimizer; it has no step until it has weights again."""
+        assert self.elastic, "the state of others is nowhere else"
+        self.state.commit(NO_STEP, 0)
+        for flat in self._flat():
+            flat.untyped_storage().resize_(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def reclaim(self) -> None:
+        """End a standby; weights and gradients then have any values."""
+        for flat in self._flat():
+            storage = flat.untyped_storage()
+            if not storage.nbytes():
+                storage.resize_(flat.nbytes)
+
+    def _flat(self) -> list[torch.Tensor]:
+        buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
+        return [flat for buffer in buffers for flat in (buffer.param_data, buffer.grad_data)]
+
+
+def _counted(shape: Architecture, split: ReplicaPlace) -> dict[str, bool]:
+    """Whether this rank's part of a parameter counts for the gradient norm: every element counts once."""
+    return {
+        name: not entry.copy and (entry.expert is not None or entry.dim is not None or not split.tp_rank)
+        for name, entry in own_entries(shape, split).items()
+    }

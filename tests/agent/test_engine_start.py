@@ -1,0 +1,34 @@
+"""What a rollout engine begins with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from libra_hpc.agent.engine_start import engine_config
+from libra_hpc.config.run import RunConfig
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.mesh.rank_layout import RankLayout
+from libra_hpc.protocol.mesh import Welcome
+
+
+def test_an_engine_that_is_rebuilt_begins_with_a_checkpoint_that_still_exists(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    config = RunConfig.model_validate({"model": {"path": "/models/policy"}})
+    start = Welcome(10, str(run.checkpoint(10)), 80, ())
+    context = AgentContext(
+        2, RankLayout(("planner", "train", "rollout")), config, run, 1, lambda *args: None, start, tmp_path, tmp_path
+    )
+    run.checkpoint(10).mkdir(parents=True)
+    found = engine_config(context, "r2.0", 1, None)
+    assert (found.model, found.version) == (str(run.checkpoint(10) / "policy"), 10)
+    run.checkpoint(10).rmdir()
+    run.checkpoint(30).mkdir()
+    (run.checkpoint(30) / "state.json").write_text("{}")
+    found = engine_config(context, "r2.0", 1, None)
+    assert (found.model, found.version) == (str(run.checkpoint(30) / "policy"), 30), "older checkpoints have made room"
+    context.start = Welcome(34, str(run.checkpoint(30)), 272, (), snapshot="step-34", saved_step=30)
+    found = engine_config(context, "r2.0", 1, None)
+    assert (found.model, found.version) == (str(run.checkpoint(30) / "policy"), 30), "a snapshot has no policy"
+    context.start = Welcome(0, "", 0, ())
+    assert engine_config(context, "r2.0", 1, None).model == "/models/policy"

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+from libra_hpc.agent.replica_watch import FRESH_S, ReplicaWatch
+from libra_hpc.process.deadlines import DeadlineSettings
+from libra_hpc.protocol.trainer import (
+    Alive,
+    Export,
+    Exported,
+    Join,
+    Joined,
+    SaveCheckpoint,
+    Saved,
+    SaveFailed,
+    SaveStarted,
+    StepDone,
+    StepFailed,
+    TrainStep,
+    WorkerError,
+)
+
+SETTINGS = DeadlineSettings(floor_s=60.0, first_s=600.0, factor=10.0)
+JOIN, STEP = Join(1, 0, 2, "/meet"), TrainStep(1, 1, (), ())
+DONE = StepDone(1, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0, 0.0, 0.0)
+
+
+def trained(seconds: float = 1.0) -> ReplicaWatch:
+    """Of a replica whose first step took so long."""
+    watch = ReplicaWatch(SETTINGS)
+    watch.asked(STEP, 0.0)
+    watch.answered(DONE, seconds)
+    return watch
+
+
+def alive(watch: ReplicaWatch, phase: str, now: float, processes: int = 2) -> None:
+    for process in range(processes):
+        watch.alive(process, Alive(phase, 1.0), now)
+
+
+def test_a_replica_that_computes_too_long_is_late_once_and_then_hung() -> None:
+    watch = trained(seconds=8.0)
+    watch.asked(STEP, 100.0)
+    seen = []
+    for second in range(100, 182):
+        alive(watch, "compute", float(second))
+        seen += [(second, sentence) for sentence in watch.late(float(second))]
+        assert (watch.hung(float(second)) != "") == (second > 180)
+    assert seen == [(141, "train step has not ended after 41 s (limit 80 s)")]
+    assert watch.hung(181.0) == "train step has not ended after 81 s (limit 80 s), in phase: compute"
+
+
+def test_a_replica_that_waits_for_peers_has_three_times_as_long() -> None:
+    watch = trained()
+    watch.asked(STEP, 0.0)
+    alive(watch, "waiting for peers", 100.0)
+    assert watch.hung(100.0) == ""
+    watch.alive(1, Alive("compute", 90.0), 100.0)
+    assert watch.hung(100.0) != "", "one of its processes keeps the others waiting"
+    alive(watch, "waiting for peers", 100.0)
+    assert watch.hung(100.0 + FRESH_S + 1.0) != "", "that it waited a while ago does not excuse it now"
+    alive(watch, "waiting for peers", 181.0)
+    assert watch.hung(181.0) != ""
+
+
+def test_a_process_that_is_stopped_is_late_and_hung_long_before_an_unmeasured_order_is() -> None:
+    watch = ReplicaWatch(SETTINGS)
+    watch.asked(JOIN, 0.0)
+    alive(watch, "compute", 10.0)
+    watch.alive(0, Alive("compute", 1.0), 70.0)
+    assert watch.late(70.0) == ["process 1 has given no sign of life for 60 s (limit 60 s), last in phase: compute"]
+    assert watch.late(70.5) == []
+    assert watch.hung(70.0) == ""
+    assert "process 1 has given no sign of life for 61 s" in watch.hung(71.0)
+    watch.answered(Joined(1, 0, 0, 1.0), 71.0)
+    assert watch.hung(500.0) == "", "an idle replica is asked for nothing"
+
+
+def test_time_in_which_the_agent_was_stopped_counts_for_nobody() -> None:
+    watch = trained()
+    watch.asked(STEP, 0.0)
+    alive(watch, "compute", 30.0)
+    watch.discount(100.0)
+    assert watch.hung(159.0) == ""
+    assert watch.late(130.0) == []
+    assert watch.hung(161.0) != ""
+
+
+def test_failures_are_not_waited_for_and_teach_nothing() -> None:
+    watch = trained()
+    for order, answer in ((STEP, StepFailed(1, 1, "a peer left")), (JOIN, WorkerError("not formed", False, 1))):
+        watch.asked(order, 0.0)
+        watch.answered(answer, 59.0)
+        assert watch.hung(1e6) == ""
+    watch.asked(STEP, 0.0)
+    assert watch.hung(61.0) != "", "the limit is still that of the step that took a second"
+    watch.started(100.0)
+    assert watch.hung(699.0) == ""
+    assert "start has not ended" in watch.hung(701.0)
+    watch.ready(702.0)
+    assert watch.hung(1e6) == ""
+
+
+def joined() -> ReplicaWatch:
+    """Of a replica whose join, export and checkpoint took a second each."""
+    watch = ReplicaWatch(SETTINGS)
+    for order, answer in (
+        (JOIN, Joined(1, 0, 0, 1.0)),
+        (Export("", 0), Exported(0, 0, 0, 1.0)),
+        (SaveCheckpoint("", 0), SaveStarted(0, 1.0)),
+    ):
+        watch.asked(order, 0.0)
+        watch.answered(answer, 1.0)
+    watch.answered(SaveFailed("", 0, "no room"), 1.0)
+    return watch
+
+
+def test_an_order_counts_from_when_the_one_before_it_was_answered() -> None:
+    watch = joined()
+    watch.asked(SaveCheckpoint("", 1), 0.0)
+    for order in (Join(2, 0, 2, "/meet", 1), Join(2, 0, 2, "/meet", 2), Export("", 1)):
+        watch.asked(order, 1.0)
+    alive(watch, "checkpoint", 59.0)
+    assert watch.hung(59.0) == ""
+    watch.answered(SaveStarted(1, 59.0), 59.0)
+    alive(watch, "compute", 118.0)
+    assert watch.hung(118.0) == ""
+    watch.answered(WorkerError("a newer order came", False, 2, 1), 118.0)
+    watch.answered(Joined(2, 0, 0, 1.0, 2), 119.0)
+    alive(watch, "compute", 180.0)
+    assert watch.hung(178.0) == ""
+    assert "export has not ended after 61 s (limit 60 s)" in watch.hung(180.0)
+
+
+def test_the_write_of_a_checkpoint_is_an_operation_beside_the_next_orders() -> None:
+    watch = joined()
+    watch.asked(SaveCheckpoint("", 1), 0.0)
+    watch.answered(SaveStarted(1, 1.0), 1.0)
+    for second in range(2, 602):
+        alive(watch, "compute", float(second))
+        watch.asked(Export("", second), float(second))
+        watch.answered(Exported(second, 0, 0, 0.0), float(second))
+        assert watch.hung(float(second)) == "", "a first write may take as long as any first operation"
+    alive(watch, "compute", 602.0)
+    assert "write of a checkpoint has not ended after 601 s" in watch.hung(602.0)
+    watch.answered(SaveFailed("", 1, "no room"), 602.0)
+    assert watch.hung(602.0) == ""
+    watch.asked(SaveCheckpoint("", 2), 602.0)
+    watch.answered(SaveStarted(2, 1.0), 603.0)
+    watch.answered(Saved("", 2, 3.0), 606.0)
+    alive(watch, "compute", 1000.0)
+    assert watch.hung(1000.0) == ""
+
+
+def test_a_limit_that_never_suffices_ends_the_run_instead_of_one_replica_after_the_other() -> None:
+    watch, now, reasons = ReplicaWatch(SETTINGS), 0.0, []
+    for limit_s in (600.0, 1200.0, 2400.0, 4800.0):
+        watch.started(now)
+        assert watch.hung(now + limit_s) == ""
+        now += limit_s + 1.0
+        assert "start has not ended" in watch.hung(now)
+        reasons.append(watch.give_up(now))
+        assert watch.hung(1e9) == ""
+    assert reasons[:3] == [""] * 3
+    assert reasons[3].startswith("start did not end 4 times in a row, the last time within 4800 s; raise deadlines.")

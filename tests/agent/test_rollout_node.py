@@ -1,0 +1,305 @@
+"""The rollout half of a node around processes of simulated engines: hung ones are ended, those that keep ending end
+the run, a reset leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from libra_hpc.agent import rollout_node
+from libra_hpc.agent.rollout_node import RolloutNode
+from libra_hpc.config.run import RunConfig
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.mesh.rank_layout import RankLayout
+from libra_hpc.process.child import Child
+from libra_hpc.process.dump import DUMP_SIGNAL
+from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol.codec import pack_i32
+from libra_hpc.protocol.rollout import Generate
+from libra_hpc.simulated import tokens
+
+PATIENCE_S = 240.0
+"""Longest wait before a test fails: a real engine takes over a minute to start on a busy machine."""
+FLOOR_S = 4.0
+"""Four times the longest planned silence of an engine."""
+NODE = 2
+T = TypeVar("T")
+
+
+class Scene:
+    """A node, a training side that has nothing newer unless set, and everything that was sent."""
+
+    def __init__(self, folder: Path, engines: int, **sections: dict[str, Any]) -> None:
+        config = RunConfig.model_validate(
+            {
+                "run": {"engine": "simulated"},
+                "components": {"rollout": {"nodes": 1, "gpus": 8, "gpu_type": "a800"}},
+                "rollout": {"engines_per_node": engines, "max_model_len": 4096},
+                "deadlines": {"floor_s": FLOOR_S, "first_s": 60.0, "factor": 1.1},
+                "simulated": {"model": "qwen3-8b", "speedup": 1000.0, "start_s": 0.0},
+                **sections,
+            }
+        )
+        private = Path(tempfile.mkdtemp(prefix="n", dir="/tmp"))
+        self.folders = (private, folder / "shm")
+        self.folders[1].mkdir()
+        self.sent: list[Any] = []
+        self.newest = 0
+        layout = RankLayout(("planner", "train", "rollout"))
+        self.context = AgentContext(
+            NODE, layout, config, RunDir(folder), 1, self._send, wire.Welcome(0, "", 0, ()), *self.folders
+        )
+        self.node = RolloutNode(self.context)
+
+    def _send(self, rank: int, message: Any, blob: bytes = b"", done: Callable[[bool], None] | None = None) -> None:
+        self.sent.append(message)
+        if isinstance(message, wire.WeightsWanted) and message.have >= self.newest:
+            asyncio.get_running_loop().call_soon(self.node.on_current, wire.WeightsCurrent(message.have))
+
+    def of(self, kind: type[T]) -> list[T]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [message.fields for message in self.of(wire.Log) if message.kind == kind]
+
+    async def until(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}; sent: {self.sent[-8:]}"
+            await asyncio.sleep(0.02)
+
+    async def up(self, count: int = 1) -> None:
+        """Start the engines, and wait for the ``count``-th announcement."""
+        await self.node.start()
+        await self.until(lambda: len(self.of(wire.EngineUp)) >= count, "the engine is ready")
+
+    def pid(self) -> int:
+        (pid,) = self.node.pids.values()
+        return pid
+
+
+@asynccontextmanager
+async def scene(folder: Path, engines: int = 1, **sections: dict[str, Any]) -> AsyncIterator[Scene]:
+    made = Scene(folder, engines, **sections)
+    watching = asyncio.create_task(made.node.watch())
+    try:
+        yield made
+        assert not watching.done()
+    finally:
+        watching.cancel()
+        await made.node.stop()
+        shutil.rmtree(made.folders[0])
+
+
+@pytest.fixture(autouse=True)
+def frequent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_node, "WATCH_S", 0.1)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+def test_a_stopped_engine_is_reported_ended_and_the_next_one_serves(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with scene(tmp_path) as made:
+            await made.up()
+            await made.until(lambda: made.of(wire.EngineLoad), "counters")
+            stopped = made.pid()
+            os.kill(stopped, DUMP_SIGNAL)
+            log = made.context.logs / "r2.0.log"
+            await made.until(lambda: "most recent call first" in log.read_text(), "stacks on request")
+            os.kill(stopped, signal.SIGSTOP)
+            await made.until(lambda: made.of(wire.EngineDied), "the stopped engine ends")
+            (slow,), (hung,) = made.events("slow"), made.events("hung")
+            assert (slow["part"], hung["part"], hung["rank"]) == ("r2.0", "r2.0", NODE)
+            assert "silence of the engine" in hung["reason"]
+            assert "silence of the engine" in made.of(wire.EngineDied)[0].reason
+            assert [down.engine for down in made.of(wire.EngineDown)] == ["r2.0"]
+            await made.up(2)
+            assert made.pid() != stopped
+            made.node.on_turns(wire.Turns((("r2.0", Generate("t", pack_i32(tokens.prompt(0, 0, 100, 20)), 50)),)))
+            await made.until(lambda: made.of(wire.TurnsDone), "an answer")
+            ((_, answer),) = made.of(wire.TurnsDone)[0].items
+            assert (answer.rid, answer.finish) == ("t", "stop")
+            assert not made.of(wire.Fatal)
+
+    run(work())
+
+
+def test_an_engine_that_is_idle_for_longer_than_its_limit_lives_and_tells_the_leader_nothing_new(
+    tmp_path: Path,
+) -> None:
+    async def work() -> None:
+        async with scene(tmp_path) as made:
+            await made.up()
+            began = time.monotonic()
+            await made.until(lambda: time.monotonic() - began > 1.5 * FLOOR_S, "time")
+            loads = [load.stats for load in made.of(wire.EngineLoad)]
+            assert len(set(loads)) == len(loads) == 1
+            assert not made.events("slow")
+
+    run(work())
+
+
+def test_the_turns_of_an_engine_that_outlives_its_sigkill_do_not_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_node, "EXIT_S", 0.2)
+    monkeypatch.setattr(rollout_node, "REPEAT_S", 0.2)
+    kill = Child.kill
+
+    async def work() -> None:
+        async with scene(tmp_path) as made:
+            await made.up()
+            await made.until(lambda: made.of(wire.EngineLoad), "counters")
+            child = made.node._engines["r2.0"].child
+            assert child is not None
+            stuck = True
+            monkeypatch.setattr(Child, "kill", lambda self: None if stuck else kill(self))
+            try:
+                os.kill(made.pid(), signal.SIGSTOP)
+                await made.until(lambda: made.of(wire.EngineDown), "the leader was informed")
+                await made.until(lambda: len(made.events("hung")) >= 4, "it is logged again and again")
+                await made.node.start()
+                assert (made.node._engines["r2.0"].child, made.of(wire.EngineDied)) == (child, []), "no other beside it"
+                made.node.on_turns(wire.Turns((("r2.0", Generate("t", b"", 50)),)))
+                await made.until(lambda: made.of(wire.TurnsDone), "a turn that came too late is refused")
+                assert "after SIGKILL" in made.events("hung")[-1]["reason"]
+            finally:
+                stuck = False
+                child.kill()
+            await made.until(lambda: made.of(wire.EngineDied), "it is gone")
+            assert len(made.of(wire.EngineDown)) == 1
+            await made.up(2)
+
+    run(work())
+
+
+def test_an_engine_with_weights_older_than_the_start_serves_only_once_it_has_newer_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_node, "ASK_AGAIN_S", 0.01)
+
+    async def work() -> None:
+        async with scene(tmp_path) as made:
+            made.context.start = wire.Welcome(4, "", 32, (), snapshot="step-4", saved_step=0)
+            await made.node.start()
+            await made.until(lambda: len(made.of(wire.WeightsWanted)) > 3, "it asks again")
+            assert not made.of(wire.EngineUp), "the trainers have exported nothing yet"
+            data = b"weights"
+            made.node.on_chunk(wire.WeightsChunk(4, 0, len(data), zlib.crc32(data), ()), data)
+            await made.until(lambda: made.of(wire.EngineUp), "the engine is ready")
+            assert made.of(wire.EngineUp)[0].ready.version == 4
+
+    run(work())
+
+
+def test_answers_to_several_engines_lead_to_one_round_of_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_node, "ASK_AGAIN_S", 0.2)
+
+    async def work() -> None:
+        async with scene(tmp_path, engines=2) as made:
+            made.context.start = wire.Welcome(4, "", 32, (), snapshot="step-4", saved_step=0)
+            await made.node.start()
+            await made.until(lambda: list(made.node.states.values()) == ["loading"] * 2, "both wait for weights")
+            before = len(made.of(wire.WeightsWanted))
+            for _ in range(20):
+                made.node.on_current(wire.WeightsCurrent(0))
+            await made.until(lambda: len(made.of(wire.WeightsWanted)) > before, "they ask again")
+            await asyncio.sleep(0.3)
+            assert len(made.of(wire.WeightsWanted)) < before + 20, "two engines, in a few rounds"
+
+    run(work())
+
+
+def test_an_engine_that_never_takes_new_weights_is_ended(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with scene(tmp_path) as made:
+            await made.up()
+            data = b"weights"
+            for version in (1, 2):
+                chunk = wire.WeightsChunk(version, 0, len(data), zlib.crc32(data), ())
+                if version == 2:
+                    os.kill(made.pid(), signal.SIGSTOP)
+                made.node.on_chunk(chunk, data)
+                if version == 1:
+                    await made.until(lambda: made.node.version == 1, "the first weights are applied")
+            await made.until(lambda: made.of(wire.EngineDied), "the engine ends")
+            assert "weight update of the engine" in made.events("hung")[0]["reason"]
+            await made.up(2)
+            assert made.of(wire.EngineUp)[1].ready.version == 2
+
+    run(work())
+
+
+def test_a_standby_engine_that_does_not_wake_is_ended(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with scene(tmp_path) as made:
+            await made.up()
+            made.node.on_chunk(wire.WeightsChunk(1, 0, 1, zlib.crc32(b"w"), ()), b"w")
+            for count in (2, 3):
+                made.node.standby()
+                await made.up(count)
+            made.node.standby()
+            os.kill(made.pid(), signal.SIGSTOP)
+            await made.node.start()
+            await made.until(lambda: made.of(wire.EngineDied), "the engine ends")
+            assert "waking of the engine" in made.events("hung")[0]["reason"]
+
+    run(work())
+
+
+def test_an_engine_that_ends_more_often_than_the_run_file_allows_ends_the_run_with_count_window_and_log(
+    tmp_path: Path,
+) -> None:
+    async def work() -> None:
+        async with scene(tmp_path, deadlines={"restarts": 1}) as made:
+            for count in (1, 2):
+                await made.up(count)
+                os.kill(made.pid(), signal.SIGKILL)
+                await made.until(lambda count=count: len(made.of(wire.EngineDown)) == count, "the engine ended")
+            await made.until(lambda: made.of(wire.Fatal), "the budget is spent")
+            assert len(made.of(wire.EngineDied)) == 1
+            log = made.context.logs / "r2.0.log"
+            expected = (
+                "engine r2.0 ended 2 times in 300 s, the last time because engine process was killed by signal 9; see"
+                f" {log}"
+            )
+            assert made.of(wire.Fatal)[0].reason == expected
+
+    run(work())
+
+
+def test_a_reset_node_has_no_process_no_weights_and_starts_again(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with scene(tmp_path, engines=2) as made:
+            await made.up(2)
+            made.node.on_chunk(wire.WeightsChunk(5, 0, 1, zlib.crc32(b"w"), ()), b"w")
+            await made.until(lambda: made.node.version == 5, "the weights are applied")
+            before = set(made.node.pids.values())
+            made.sent.clear()
+            await made.node.reset()
+            assert not any(Path(f"/proc/{pid}").exists() for pid in before)
+            assert (made.node.states, made.node.pids, made.node.version) == ({}, {}, -1)
+            assert not list(made.folders[1].iterdir())
+            await made.up(2)
+            assert {up.ready.version for up in made.of(wire.EngineUp)} == {0}
+            assert not made.of(wire.EngineDied)
+            assert not made.of(wire.EngineDown)
+
+    run(work())

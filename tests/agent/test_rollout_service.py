@@ -1,0 +1,120 @@
+"""Files of the rollout leader: what a full disk costs, and what a start marks as superseded."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_hpc.agent.hosting.rollout_service import RolloutService
+from libra_hpc.agent.hosting.storage import Storage
+from libra_hpc.config.run import RunConfig
+from libra_hpc.facts import series
+from libra_hpc.facts.events import LineLog
+from libra_hpc.facts.journal import Journal
+from libra_hpc.facts.rundir import RunDir, read_lines
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.mesh.rank_layout import RankLayout
+from libra_hpc.protocol.mesh import Log, Welcome
+from libra_hpc.rollout.recovery.history import history
+from libra_hpc.rollout.recovery.recovered import Recovered
+from libra_hpc.rollout.trajectory import Trajectory
+from libra_hpc.traces.read import read_trace
+
+
+def test_a_full_disk_costs_decisions_and_is_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+    full = True
+
+    def append(log: LineLog, lines: bytes, real: Any = LineLog.append) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(log, lines)
+
+    monkeypatch.setattr(LineLog, "append", append)
+
+    async def main() -> None:
+        nonlocal full
+        trajectories: Journal[int] = Journal(tmp_path / "t.jsonl", lambda n: {"n": n}, 100)
+        decisions: Journal[int] = Journal(tmp_path / "d.jsonl", lambda n: {"n": n})
+        storage = Storage(trajectories, decisions, lambda kind, **fields: events.append((kind, fields)))
+        for n in range(6):
+            full = n < 4
+            trajectories.add(n)
+            decisions.add(n)
+            await storage.flush(None, [])
+        await storage.close()
+
+    asyncio.run(main())
+    assert [line["n"] for line in read_lines(tmp_path / "t.jsonl")] == [0, 1, 2, 3, 4, 5]
+    assert [line["n"] for line in read_lines(tmp_path / "d.jsonl")] == [4, 5]
+    assert [(kind, fields.get("part")) for kind, fields in events] == [
+        ("decisions_dropped", None),
+        ("storage_fault", "trajectories.jsonl"),
+        ("storage_ok", "trajectories.jsonl"),
+    ]
+    assert events[1][1]["reason"] == "trajectories.jsonl cannot be written: No space left on device"
+
+
+def trace(index: int, sample: int, reward: float = 0.0) -> dict[str, Any]:
+    turns = [{"new_tokens": 0, "gen_tokens": 5}]
+    return {
+        "prompt_id": f"p{index}",
+        "sample": sample,
+        "prompt_tokens": 1,
+        "turns": turns,
+        "index": index,
+        "reward": reward,
+        "finished_at": 1.0,
+    }
+
+
+def recovered(*done: tuple[int, int]) -> Recovered:
+    found: dict[int, list[Trajectory]] = {}
+    for index, sample in done:
+        found.setdefault(index, []).append(Trajectory(index, sample, 0))
+        found[index][-1].place = "done"
+    return Recovered(found, {})
+
+
+def service(folder: Path, start: Welcome) -> tuple[RolloutService, list[Any]]:
+    sent: list[Any] = []
+    layout = RankLayout(("planner", "train", "rollout"))
+    context = AgentContext(
+        2, layout, RunConfig(), RunDir(folder), 1, lambda rank, m, blob=b"": sent.append(m), start, folder, folder
+    )
+    return RolloutService(context), sent
+
+
+def test_what_a_start_does_not_go_on_with_is_left_out_by_every_reader(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.write_json(run.config, {})
+
+    async def starts(welcome: Welcome, going_on: Recovered) -> None:
+        leader, sent = service(tmp_path, welcome)
+        await leader._supersede(going_on)
+        assert not [m for m in sent if isinstance(m, Log)]
+
+    asyncio.run(starts(Welcome(0, "", 0, ()), Recovered({}, {})))
+    assert not run.trajectories.exists(), "the first start goes back on nothing"
+    log = LineLog(run.trajectories)
+    log.write_all([trace(0, 0, 0.1), trace(0, 1), trace(1, 0), trace(2, 0), trace(3, 0), trace(4, 0)])
+    asyncio.run(starts(Welcome(1, "c", 1, (3,)), recovered((2, 0))))
+    log.write_all([trace(1, 0, 0.5), trace(4, 0, 0.5), trace(2, 1, 0.5)])
+    log._handle.write(b'{"torn')
+    asyncio.run(starts(Welcome(2, "c", 3, (3,)), recovered()))
+    log.write_all([trace(4, 0, 0.9)])
+    live = [(0, 0, 0.1), (0, 1, 0.0), (2, 0, 0.0), (3, 0, 0.0), (1, 0, 0.5), (2, 1, 0.5), (4, 0, 0.9)]
+    assert [(line["index"], line["sample"], line["reward"]) for line in series.trajectories(run)] == live
+    assert [
+        (int(one.prompt_id[1:]), one.sample, one.reward)
+        for one in read_trace(run.trajectories, skip_bad=True).trajectories
+    ] == live
+    assert [(int(one.prompt_id[1:]), one.sample) for one in history(run.trajectories, "", "toy")] == [
+        (index, sample) for index, sample, _ in live
+    ]
+    assert sum("restart" in line for line in read_lines(run.trajectories)) == 2

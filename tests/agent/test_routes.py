@@ -1,0 +1,114 @@
+"""Routes: every message of the mesh reaches the part that it is for, and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any, cast, get_args
+
+import pytest
+
+from libra_hpc.agent.hosting.rollout_service import RolloutService
+from libra_hpc.agent.rollout_node import RolloutNode
+from libra_hpc.agent.routes import Routes, add_engines, add_rollout_service, add_train_leader
+from libra_hpc.agent.train_node import TrainNode
+from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol.trainer import Export, StepDone
+from libra_hpc.train_leader.train_leader import TrainLeader
+
+
+class Part:
+    """Any part of a node: remembers what it was called with."""
+
+    def __init__(self, name: str, calls: list[tuple[Any, ...]]) -> None:
+        self._name, self._calls = name, calls
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*arguments: Any) -> str:
+            self._calls.append((f"{self._name}.{method}", *arguments))
+            return f"{self._name} {method}"
+
+        return call
+
+
+class Scene:
+    """An agent's table with every part in it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        node, train, service = (
+            cast(RolloutNode, self.part("node")),
+            cast(TrainNode, self.part("train")),
+            cast(RolloutService, self.part("service")),
+        )
+        self.routes = Routes()
+        add_engines(self.routes, node, train, self.spawn)
+        add_train_leader(self.routes, cast(TrainLeader, self.part("leader")))
+        add_rollout_service(self.routes, service)
+
+    def part(self, name: str) -> Part:
+        return Part(name, self.calls)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self.calls.append(("spawn", work))
+
+    def deliver(self, message: wire.MeshMessage, blob: bytes = b"") -> list[tuple[Any, ...]]:
+        self.calls.clear()
+        assert self.routes.deliver(message, blob)
+        return list(self.calls)
+
+
+WANTED = wire.WeightsWanted(3, 7)
+CHUNK = wire.WeightsChunk(1, 0, 4, 0, ())
+TURNS = wire.Turns(())
+DONE = wire.TurnsDone(())
+
+
+@pytest.mark.parametrize(
+    ("message", "calls"),
+    [
+        (TURNS, [("node.on_turns", TURNS)]),
+        (CHUNK, [("node.on_chunk", CHUNK, b"blob")]),
+        (WANTED, [("train.on_wanted", WANTED)]),
+        (wire.ToReplica(Export("/w", 4)), [("train.on_message", Export("/w", 4))]),
+        (wire.StartEngine("rollout"), [("node.start",), ("spawn", "node start")]),
+        (wire.StartEngine("train", 3), [("train.start", 3), ("spawn", "train start")]),
+        (wire.EndTrainers(), [("train.reset",), ("spawn", "train reset")]),
+        (wire.StandbyEngine("rollout"), [("node.standby",)]),
+        (wire.StandbyEngine("train"), [("train.standby",)]),
+        (wire.FormGeneration(2, (1, 2)), [("leader.on_generation", 2, (1, 2))]),
+        (wire.StopTraining("enough"), [("leader.on_stop", "enough", 0)]),
+        (wire.EngineDied(4, "train", "why"), [("leader.on_replica_down", 4, "why")]),
+        (wire.EngineDied(4, "rollout", "why"), []),
+        (DONE, [("service.on_message", DONE)]),
+    ],
+)
+def test_a_message_reaches_its_part(message: wire.MeshMessage, calls: list[tuple[Any, ...]]) -> None:
+    assert Scene().deliver(message, b"blob") == calls
+
+
+def test_an_answer_of_a_replica_comes_with_its_rank() -> None:
+    answer = cast(StepDone, object())
+    assert Scene().deliver(wire.FromReplica(2, answer)) == [("leader.on_reply", 2, answer)]
+
+
+def test_a_part_that_is_not_there_gets_nothing() -> None:
+    assert not Routes().deliver(TURNS)
+
+
+def test_every_message_is_for_somebody() -> None:
+    """A new message type must be given to a part, or be added to what the agent or the coordinator takes itself."""
+    agents = {wire.Welcome, wire.Roles, wire.RankLost, wire.RankBack, wire.Reset, wire.StopAgent}
+    engines = {wire.EngineIsReady, wire.EngineDied, wire.TurnsDrained, wire.MemberJoined}
+    coordinators = {
+        wire.Hello,
+        wire.Heartbeat,
+        wire.Log,
+        wire.Fatal,
+        wire.StepReport,
+        wire.RolloutReport,
+        wire.TrainingFinished,
+        *engines,
+    }
+    rows = set(Scene().routes._rows)
+    assert rows | agents | coordinators == set(get_args(wire.MeshMessage))
+    assert not rows & agents

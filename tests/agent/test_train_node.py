@@ -1,0 +1,388 @@
+"""The training half of a node around simulated trainer processes: real processes, sockets, signals and deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from libra_hpc.agent import train_node as module
+from libra_hpc.agent.train_node import TrainNode
+from libra_hpc.config.run import RunConfig
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.mesh.rank_layout import RankLayout
+from libra_hpc.process import deadlines
+from libra_hpc.process.budget import RestartBudget
+from libra_hpc.process.child import Child
+from libra_hpc.protocol.mesh import (
+    EngineDied,
+    EngineIsReady,
+    Fatal,
+    FromReplica,
+    Log,
+    SnapshotChunk,
+    SnapshotStored,
+    Welcome,
+)
+from libra_hpc.protocol.trainer import Alive, Export, ExportFailed, Join, Joined, TakeSnapshot
+from libra_hpc.state import state_folders as folders
+from libra_hpc.trainer.settings import WorkerConfig, read_config
+from libra_hpc.weights.flow import WeightFile
+
+PATIENCE_S = 30.0
+
+
+class Scene:
+    """A training node of a dry run, with ``tp`` processes: the whole core unless told otherwise."""
+
+    def __init__(
+        self, folder: Path, tp: int = 1, rank: int = 1, components: tuple[str, ...] = ("train", "hybrid", "rollout")
+    ) -> None:
+        config = RunConfig.model_validate(
+            {
+                "run": {"engine": "simulated"},
+                "simulated": {
+                    "model": "qwen3-8b",
+                    "device": "a800",
+                    "presets": ["math"],
+                    "speedup": 1000.0,
+                    "start_s": 0.0,
+                },
+                "components": {
+                    name: {"gpus": 8, "nodes": components.count(name)} for name in ("train", "hybrid", "rollout")
+                },
+                "train": {"tp": tp, "processes": tp},
+                "deadlines": {"floor_s": 2.0, "first_s": 60.0},
+            }
+        )
+        self.sent: list[Any] = []
+        self.shm = folder / "shm"
+        self.shm.mkdir(parents=True)
+        self.run = RunDir(folder / "run")
+        self.weights: WeightFile | None = None
+        context = AgentContext(
+            rank,
+            RankLayout(("planner", *components)),
+            config,
+            self.run,
+            1,
+            lambda rank, message, blob=b"", done=None: self.sent.append(message),
+            Welcome(0, "", 0, ()),
+            folder,
+            self.shm,
+        )
+        self.node = TrainNode(context, lambda: self.weights)
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+    def answers(self, kind: type) -> list[Any]:
+        return [message.message for message in self.of(FromReplica) if isinstance(message.message, kind)]
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    async def ready(self) -> int:
+        """Start the replica; returns the process id of its first process."""
+        before = len(self.of(EngineIsReady))
+        await self.node.start()
+        await self.until(lambda: len(self.of(EngineIsReady)) > before)
+        return next(iter(self.node.pids.values()))
+
+    def play(self, script: Callable[[], Awaitable[None]]) -> None:
+        async def main() -> None:
+            watch = asyncio.create_task(self.node.watch())
+            try:
+                await script()
+            finally:
+                await self.node.stop()
+                watch.cancel()
+
+        asyncio.run(main())
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.setattr(module, "WATCH_S", 0.05)
+    return tmp_path
+
+
+def test_a_stopped_process_is_ended_and_the_replica_counts_as_dead(here: Path) -> None:
+    scene = Scene(here)
+
+    async def script() -> None:
+        pid = await scene.ready()
+        # The join ends only once a member that never comes has appeared.
+        scene.node.on_message(Join(1, 0, 2, str(here / "g1")))
+        await asyncio.sleep(2.5)
+        assert not [log for log in scene.of(Log) if log.kind == "hung"], (
+            "a process that waits reports that every second"
+        )
+        os.kill(pid, signal.SIGSTOP)
+        await scene.until(lambda: scene.of(EngineDied))
+        assert not Path(f"/proc/{pid}").exists()
+
+    scene.play(script)
+    (hung,) = [log for log in scene.of(Log) if log.kind == "hung"]
+    assert (hung.fields["rank"], hung.fields["part"]) == (1, "t1")
+    assert hung.fields["reason"].startswith(
+        "process 0 has given no sign of life for 2 s (limit 2 s), last in phase: waiting for peers"
+    )
+    assert {log.fields["part"] for log in scene.of(Log) if log.kind == "slow"} == {"t1"}
+
+
+def test_a_process_that_sigkill_does_not_end_counts_as_dead_and_is_named_as_long_as_it_lives(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "KILL_S", 0.1)
+    monkeypatch.setattr(module, "REPEAT_S", 0.2)
+    scene = Scene(here)
+
+    def stuck() -> list[Any]:
+        return [log for log in scene.of(Log) if log.kind == "hung" and "after SIGKILL" in log.fields["reason"]]
+
+    async def script() -> None:
+        pid = await scene.ready()
+        scene.node.on_message(Join(1, 0, 2, str(here / "g1")))
+        await asyncio.sleep(0.2)
+        kill, Child.kill = Child.kill, lambda child: None  # type: ignore[assignment,method-assign]
+        try:
+            os.kill(pid, signal.SIGSTOP)
+            await scene.until(lambda: len(stuck()) >= 2)
+        finally:
+            Child.kill = kill  # type: ignore[method-assign]
+        assert f"t1.0 (process {pid}) lives" in stuck()[0].fields["reason"]
+        assert len(scene.of(EngineDied)) == 2, "one end for each of two parties"
+        os.kill(pid, signal.SIGKILL)
+        await scene.ready()
+        assert len(scene.of(EngineDied)) == 2
+
+    scene.play(script)
+
+
+def test_a_replica_that_keeps_ending_fails_the_run_and_names_the_log(here: Path) -> None:
+    scene = Scene(here)
+    scene.node._budget = RestartBudget(1)
+
+    async def script() -> None:
+        for ended in (EngineDied, Fatal):
+            os.kill(await scene.ready(), signal.SIGKILL)
+            await scene.until(lambda ended=ended: scene.of(ended))
+
+    scene.play(script)
+    assert [died.reason for died in scene.of(EngineDied)] == ["worker process t1.0 was killed by signal 9"] * 2, (
+        "one end for each of two parties"
+    )
+    reason = scene.of(Fatal)[0].reason
+    assert "the replica ended 2 times within 300 s" in reason
+    assert reason.endswith("t1.0.log")
+
+
+def test_a_replica_that_never_becomes_ready_fails_the_run_in_one_sentence(here: Path) -> None:
+    scene = Scene(here)
+
+    async def script() -> None:
+        await scene.ready()
+        scene.node._failed_starts = module.MAX_STARTS
+        scene.node._exited(scene.node._children[0], 1)
+
+    scene.play(script)
+    assert scene.of(Fatal)[0].reason == (
+        "the replica ended 3 times before it was ready, the last time because worker process t1.0 ended with 1; see"
+        f" {scene.run.logs(1)}/t1.0.log"
+    )
+
+
+def test_a_rebuilt_replica_starts_from_the_newest_whole_snapshot_or_checkpoint(here: Path) -> None:
+    scene = Scene(here)
+
+    def save(folder: Path, step: int) -> Path:
+        partial = folder.with_name(f"{folder.name}{folders.TEMPORARY}")
+        partial.mkdir(parents=True)
+        (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(step, step)))
+        folders.publish(partial, folder)
+        (folder / folders.POSITION_FILE).touch()
+        return folder / folders.STATE_FILE
+
+    async def again() -> int:
+        before = len(scene.of(EngineDied))
+        os.kill(scene.node.pids["t1.0"], signal.SIGKILL)
+        await scene.until(lambda: len(scene.of(EngineDied)) > before)
+        await scene.ready()
+        return scene.node.step
+
+    async def script() -> None:
+        await scene.ready()
+        assert scene.node.step == 0
+        snapshots = scene.node.keeper.own
+        save(scene.run.checkpoint(3), 3)
+        save(snapshots / "step-00000004", 4)
+        newest = save(snapshots / "step-00000005", 5)
+        assert await again() == 5
+        newest.write_bytes(newest.read_bytes().replace(b"5", b"6"))
+        assert await again() == 4
+        (snapshots / "step-00000004" / folders.MANIFEST_FILE).write_text("{")
+        assert await again() == 3
+        save(snapshots / "step-00000006", 6)
+        save(scene.run.checkpoint(7), 7)
+        assert await again() == 7, "a checkpoint may be newer than the newest snapshot"
+
+    scene.play(script)
+
+
+def test_the_train_leader_hears_that_a_replica_writes_its_state_and_nothing_of_other_phases(here: Path) -> None:
+    scene = Scene(here, tp=2)
+
+    async def script() -> None:
+        await scene.ready()
+        for child in scene.node._children:
+            for phase in ("compute", "snapshot", "checkpoint", "waiting for peers"):
+                scene.node._message(child, Alive(phase, 1.0))
+
+    scene.play(script)
+    assert [alive.phase for alive in scene.answers(Alive)] == ["snapshot", "checkpoint"], "once for the replica"
+
+
+def test_a_limit_that_never_suffices_fails_the_run_and_names_its_key(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlines, "GIVE_UP", 1)
+    scene = Scene(here)
+
+    async def script() -> None:
+        pid = await scene.ready()
+        scene.node.on_message(Join(1, 0, 2, str(here / "g1")))
+        await asyncio.sleep(0.5)
+        os.kill(pid, signal.SIGSTOP)
+        await scene.until(lambda: scene.of(Fatal))
+
+    scene.play(script)
+    reason = scene.of(Fatal)[0].reason
+    assert reason.startswith("training replica: process 0 has given no sign of life for ")
+    assert "join did not end 1 times in a row, the last time within 60 s; " in reason
+    assert "deadlines.first_s" in reason
+
+
+def test_the_replica_answers_once_also_when_only_the_process_that_writes_fails(here: Path) -> None:
+    scene = Scene(here, tp=2)
+
+    async def script() -> None:
+        await scene.ready()
+        scene.node.on_message(Join(1, 0, 1, str(here / "g1")))
+        await scene.until(lambda: scene.answers(Joined))
+        export = scene.node._export_path(0)
+        export.with_name(f".{export.name}{folders.TEMPORARY}").mkdir()
+        scene.node.on_message(Export("", 0))
+        await scene.until(lambda: scene.answers(ExportFailed))
+
+    scene.play(script)
+    assert len(scene.answers(ExportFailed)) == 1
+
+
+def workers(scene: Scene, rank: int) -> list[WorkerConfig]:
+    return [read_config(path) for path in sorted(scene.shm.parent.glob(f"t{rank}.*.json"))]
+
+
+def test_the_nodes_of_a_core_are_one_world_with_one_meeting_point(here: Path) -> None:
+    found: list[WorkerConfig] = []
+    for rank in (1, 2):
+        folder = here / str(rank)
+        folder.mkdir()
+        scene = Scene(folder, tp=2, rank=rank, components=("train", "train", "rollout"))
+        scene.run.path = here
+
+        async def script(scene: Scene = scene, rank: int = rank) -> None:
+            await scene.node.start()
+            found.extend(workers(scene, rank))
+
+        scene.play(script)
+    assert [(worker.rank, worker.device_index) for worker in found] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert {(worker.dp, worker.core_dp, worker.elastic) for worker in found} == {(2, 2, False)}
+    (meeting,) = {worker.world_rendezvous for worker in found}
+    assert Path(meeting).parent.is_dir(), "on the shared file system"
+
+
+def test_processes_that_cannot_start_from_a_snapshot_leave_the_checkpoint_to_the_next_start(here: Path) -> None:
+    scene = Scene(here, components=("train", "train", "rollout"))
+    name = "step-00000004.attempt-1-7"
+    part = scene.node.keeper.own / name
+    part.mkdir(parents=True)
+    (part / folders.STATE_FILE).write_text("{")
+    scene.node._context.start = Welcome(4, "", 8, (), snapshot=name)
+
+    async def script() -> None:
+        await scene.node.start()
+        await scene.until(lambda: scene.of(Fatal))
+
+    scene.play(script)
+    assert scene.of(Fatal)[0].restart
+    assert not part.exists()
+
+
+def test_a_snapshot_of_all_processes_is_a_part_and_its_copy_goes_to_the_next_node(here: Path) -> None:
+    scene = Scene(here, tp=2, components=("train", "train", "rollout"))
+
+    async def script() -> None:
+        await scene.node.start()
+        await scene.until(lambda: scene.of(EngineIsReady))
+        scene.node.on_message(TakeSnapshot("", 0))
+        await scene.until(lambda: scene.of(SnapshotStored))
+        scene.node.on_message(TakeSnapshot("", 3))
+        await scene.until(lambda: len(scene.of(SnapshotStored)) == 2)
+
+    scene.play(script)
+    good, bad = scene.of(SnapshotStored)
+    assert (good.rank, good.owner, good.step, good.reason) == (1, 1, 0, "")
+    assert "at step 0" in bad.reason
+    (part,) = (path for path in scene.node.keeper.own.iterdir() if folders.is_state(path))
+    assert folders.verify(part) == ""
+    assert len(list(part.glob("snapshot-*.safetensors"))) == 2
+    assert scene.of(SnapshotChunk)
+
+
+def test_a_core_of_several_nodes_restarts_as_a_whole(here: Path) -> None:
+    scene = Scene(here, components=("train", "train", "rollout"))
+
+    async def script() -> None:
+        os.kill(await scene.ready(), signal.SIGKILL)
+        await scene.until(lambda: scene.of(Fatal))
+
+    scene.play(script)
+    (fatal,) = scene.of(Fatal)
+    assert fatal.restart
+    assert fatal.reason.startswith("worker process t1.0 was killed by signal 9 (see ")
+    assert not scene.of(EngineDied)
+
+
+def test_a_hybrid_node_joins_from_the_weights_that_it_has_for_rollout(here: Path) -> None:
+    core, scene = Scene(here), Scene(here / "hybrid", rank=2)
+
+    async def script() -> None:
+        await core.node.start()
+        await core.until(lambda: core.of(EngineIsReady))
+        await scene.ready()
+        (worker,) = workers(scene, 2)
+        assert (worker.elastic, worker.core_dp, worker.start_dir) == (True, 1, "")
+        for number, weights in enumerate((None, WeightFile(0, here / "w", 1, 0)), 1):
+            scene.weights = weights
+            core.node.on_message(Join(number, 0, 2, str(here / f"g{number}")))
+            scene.node.on_message(Join(number, 1, 2, str(here / f"g{number}")))
+            await scene.until(lambda number=number: len(scene.answers(Joined)) == number)
+            scene.node.standby()
+            await scene.node.start()
+        await core.node.stop()
+
+    scene.play(script)
+    received = [joined.received_bytes for joined in scene.answers(Joined)]
+    assert received[0] > 1e9
+    assert received[1] == 0

@@ -1,0 +1,521 @@
+"""The coordinator without nodes: what it orders, what it writes, how a run ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_hpc.config.load import with_values
+from libra_hpc.config.run import RunConfig
+from libra_hpc.coordinator import coordinator as module
+from libra_hpc.coordinator import records as records_module
+from libra_hpc.coordinator.coordinator import Coordinator
+from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, discount, lost_nodes
+from libra_hpc.coordinator.node_facts import NodeFacts
+from libra_hpc.facts.estimate import StageEstimate, StepAccuracy
+from libra_hpc.facts.rundir import RunDir, read_lines
+from libra_hpc.facts.status import decode_status
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.mesh.rank_layout import RankLayout
+from libra_hpc.policies.control.stage_times import Estimate, Split, Times
+from libra_hpc.protocol.layout_order import encode_order, new_order
+from libra_hpc.protocol.mesh import (
+    EngineIsReady,
+    Fatal,
+    FormGeneration,
+    Heartbeat,
+    Hello,
+    MemberJoined,
+    RankBack,
+    RankLost,
+    Reset,
+    Roles,
+    RolloutReport,
+    StartEngine,
+    StopAgent,
+    StopTraining,
+    TrainingFinished,
+    Welcome,
+)
+from libra_hpc.protocol.plan import PlanDecision
+from libra_hpc.state.attempt import start_state
+from tests.protocol.step_reports import step_report
+
+
+class Scene:
+    def __init__(
+        self,
+        tmp_path: Path,
+        step: int = 0,
+        config: RunConfig | None = None,
+        components: tuple[str, ...] = ("planner", "train", "hybrid", "rollout"),
+    ) -> None:
+        tmp_path.mkdir(exist_ok=True)
+        self.run = RunDir(tmp_path)
+        self.sent: list[tuple[int, Any]] = []
+        layout = RankLayout(components)
+        self.context = AgentContext(
+            0,
+            layout,
+            config or RunConfig(),
+            self.run,
+            1,
+            lambda rank, message, blob=b"": self.sent.append((rank, message)),
+            Welcome(step, "", 0, ()),
+            tmp_path,
+            tmp_path,
+        )
+        self.coordinator = Coordinator(self.context)
+
+    def deliver(self, *messages: tuple[int, Any]) -> None:
+        for source, message in messages:
+            self.coordinator.on_message(source, message)
+
+    def hello(self) -> None:
+        self.deliver(
+            *((rank, Hello(rank, "h", 1, c)) for rank, c in enumerate(("planner", "train", "hybrid", "rollout")))
+        )
+
+    def orders(self, kind: type) -> list[tuple[int, Any]]:
+        return [(rank, message) for rank, message in self.sent if isinstance(message, kind)]
+
+
+def test_engines_start_once_all_nodes_are_there_and_the_core_forms_the_first_generation(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.deliver((1, Hello(1, "h", 1, "train")))
+    assert not scene.orders(StartEngine)
+    scene.hello()
+    assert [(rank, m.kind) for rank, m in scene.orders(StartEngine)] == [(1, "train"), (2, "rollout"), (3, "rollout")]
+    scene.deliver((1, EngineIsReady(1, "train", 1.0)))
+    assert [(rank, m.ranks) for rank, m in scene.orders(FormGeneration)] == [(1, (1,))]
+    scene.deliver((1, MemberJoined(1, 1, 0, 0, 0.1)), (3, EngineIsReady(3, "rollout", 1.0)))
+    assert scene.orders(Roles)[-1][1].states == {1: "train", 2: "starting", 3: "rollout"}
+    assert scene.orders(Roles)[-1][1].receivers == (3,)
+
+
+def run_until_over(scene: Scene) -> None:
+    asyncio.run(asyncio.wait_for(scene.coordinator.run(), 30))
+
+
+def test_a_finished_run_writes_its_result_and_stops_everyone(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 1}}))
+    scene.hello()
+    scene.deliver(
+        (1, step_report(1, reward=0.5, trained_tokens=10, loss_tokens=5, train_nodes=1, train_s=0.1)),
+        (1, TrainingFinished(1)),
+    )
+    run_until_over(scene)
+    assert scene.run.read_json(scene.run.result)["state"] == "completed"
+    assert [rank for rank, _ in scene.orders(StopAgent)] == [1, 2, 3]
+    assert [line["step"] for line in read_lines(scene.run.metrics)] == [1]
+    assert decode_status(scene.run.status.read_bytes()).reward == 0.5
+    assert [e["kind"] for e in read_lines(scene.run.events)][-1] == "job_finished"
+
+
+def test_a_request_to_stop_saves_first_and_has_time_for_it(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.hello()
+
+    async def asked() -> None:
+        running = asyncio.get_running_loop().create_task(scene.coordinator.run())
+        scene.run.stop.write_text("{}")
+        while not scene.orders(StopTraining):
+            await asyncio.sleep(0.01)
+        scene.deliver((1, TrainingFinished(7)))
+        await running
+
+    asyncio.run(asyncio.wait_for(asked(), 20.0))
+    assert scene.run.read_json(scene.run.result)["message"] == "step 7 is saved"
+    assert scene.run.read_json(scene.run.result)["state"] == "cancelled"
+
+
+def test_a_notice_saves_first_and_the_run_counts_as_cancelled(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.hello()
+    scene.coordinator.on_signal("SIGTERM")
+    assert [rank for rank, _ in scene.orders(StopTraining)] == [1]
+    scene.deliver((1, TrainingFinished(7)))
+    run_until_over(scene)
+    assert scene.run.read_json(scene.run.result) | {"t": 0} == {
+        "state": "cancelled",
+        "step": 7,
+        "attempt": 1,
+        "t": 0,
+        "message": "step 7 is saved",
+    }
+
+
+def test_a_run_near_its_time_limit_finishes_its_step_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIBRA_HPC_JOB_END", str(int(time.time()) + 60))
+    scene = Scene(tmp_path)
+    scene.hello()
+    scene.deliver((1, step_report(1, train_nodes=1, step_s=25.0)))
+
+    async def play() -> None:
+        running = asyncio.get_running_loop().create_task(scene.coordinator.run())
+        while not scene.orders(StopTraining):
+            await asyncio.sleep(0.01)
+        scene.coordinator.on_signal("SIGUSR1")
+        scene.deliver((1, TrainingFinished(2)))
+        await running
+
+    asyncio.run(asyncio.wait_for(play(), 20.0))
+    assert [order.after for _, order in scene.orders(StopTraining)] == [2]
+    result = scene.run.read_json(scene.run.result)
+    assert result["state"] == "time_limit"
+    assert "a step takes 25 s and a save 6 s; step 2 is saved" in result["message"]
+
+
+DRY_RUN = RunConfig.model_validate(
+    {
+        "run": {"engine": "simulated"},
+        "simulated": {"model": "qwen3-8b", "device": "a800", "presets": ["math"]},
+        "components": {name: {"nodes": 1, "gpus": 8} for name in ("train", "hybrid", "rollout")},
+    }
+)
+CHANGES = {"components.train.nodes": 2, "components.hybrid.nodes": 0, "components.rollout.nodes": 1, "rollout.tp": 2}
+
+
+class Proposes:
+    """A planner that has a better layout of the core nodes."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[Any] = []
+        self.repartition_after = 0.0
+        self.estimate = None
+
+    def decide(self, snapshot: Any, now: float) -> PlanDecision:
+        return PlanDecision("repartition", -1, "repartition: better", {}, layout="better", changes=dict(CHANGES))
+
+
+def after_a_repartition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: RunConfig, reached: int) -> Scene:
+    """A run whose planner proposes at its first evaluation, and whose training then ends at step ``reached``."""
+    monkeypatch.setattr("libra_hpc.coordinator.live_planning.live_planner", lambda config: Proposes())
+    tmp_path.joinpath("config.json").write_text(json.dumps(config.model_dump()))
+    (tmp_path / "logs" / "attempt-1").mkdir(parents=True)
+    scene = Scene(tmp_path, config=config)
+    scene.hello()
+
+    async def play() -> None:
+        task = asyncio.create_task(scene.coordinator.run())
+        while not any(e["kind"] == "decision" for e in read_lines(scene.run.events)):
+            await asyncio.sleep(0.01)
+        scene.deliver((1, TrainingFinished(reached)))
+        await asyncio.wait_for(task, 30)
+
+    asyncio.run(play())
+    return scene
+
+
+def test_a_better_layout_of_the_core_ends_the_ranks_and_asks_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = after_a_repartition(tmp_path, monkeypatch, DRY_RUN, 3)
+    assert [m.reason for _, m in scene.orders(StopTraining)] == ["repartition"]
+    assert not scene.run.result.exists(), "the run is not over"
+    assert scene.run.again(1).exists()
+    config = RunConfig.model_validate_json(scene.run.config.read_bytes())
+    assert (config.components.train.nodes, config.components.rollout.nodes, config.rollout.tp) == (2, 1, 2)
+    assert [rank for rank, _ in scene.orders(StopAgent)] == [1, 2, 3]
+    events = list(read_lines(scene.run.events))
+    assert (events[-1]["kind"], events[-1]["changes"], events[-1]["step"]) == ("repartitioned", CHANGES, 3)
+    status = decode_status(scene.run.status.read_bytes())
+    assert (status.state, status.repartitioned) == (
+        "restarting",
+        "after step 3 by the planner: 2 nodes train with TP1, 1 rolls out with 1xTP2",
+    )
+
+
+def test_the_last_step_ends_the_run_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = after_a_repartition(tmp_path, monkeypatch, DRY_RUN, DRY_RUN.run.steps)
+    assert scene.run.read_json(scene.run.result)["state"] == "completed"
+    assert not scene.run.again(1).exists()
+
+
+def test_advice_is_only_written_down_where_the_run_file_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = after_a_repartition(
+        tmp_path, monkeypatch, RunConfig.model_validate({"run": {"steps": 3}, "planner": {"repartition": "advise"}}), 3
+    )
+    assert not scene.orders(StopTraining)
+    assert [e["layout"] for e in read_lines(scene.run.events) if e["kind"] == "decision"] == ["better"]
+    assert scene.run.read_json(scene.run.result)["state"] == "completed"
+
+
+def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Path) -> None:
+    config = with_values(DRY_RUN, {"planner.enabled": False, "planner.interval_s": 0.02})
+    tmp_path.joinpath("config.json").write_text(json.dumps(config.model_dump()))
+    (tmp_path / "logs" / "attempt-1").mkdir(parents=True)
+    scene = Scene(tmp_path, config=config)
+    scene.hello()
+    order = new_order(1, 1.0, dict(CHANGES))
+    scene.run.order.write_bytes(encode_order(order))
+
+    async def until(condition: Callable[[], object]) -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    async def play() -> None:
+        task = asyncio.create_task(scene.coordinator.run())
+        scene.deliver(
+            (1, EngineIsReady(1, "train", 1.0)),
+            (1, MemberJoined(1, 1, 0, 0, 0.1)),
+            (3, EngineIsReady(3, "rollout", 1.0)),
+        )
+        scene.deliver((1, step_report(1, step_s=1.0, train_nodes=1)))
+        await until(lambda: "waits: node 2 is in state starting" in str(scene.run.read_json(scene.run.status)))
+        assert not scene.orders(StopTraining)
+        scene.deliver((2, EngineIsReady(2, "rollout", 1.0)))
+        await until(lambda: scene.orders(StopTraining))
+        scene.deliver((1, TrainingFinished(3)))
+        await task
+
+    asyncio.run(asyncio.wait_for(play(), 30))
+    assert [m.reason for _, m in scene.orders(StopTraining)] == ["repartition"]
+    assert scene.run.again(1).exists()
+    answers = [(e["kind"], e["by"]) for e in read_lines(scene.run.events) if e.get("order") == order.id]
+    assert answers == [("repartition_ordered", "operator"), ("repartitioned", "operator")]
+
+
+def test_an_order_that_comes_too_late_is_refused(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 7}}))
+    scene.hello()
+    scene.run.order.write_bytes(encode_order(new_order(1, 1.0, {"train.tp": 2})))
+    scene.deliver((1, TrainingFinished(7)))
+    run_until_over(scene)
+    (refused,) = [e for e in read_lines(scene.run.events) if e["kind"] == "repartition_refused"]
+    assert refused["reason"] == "the run is over: completed, step 7 is saved."
+    assert not scene.run.order.exists()
+
+
+def test_a_fatal_report_fails_the_run_with_its_reason(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.hello()
+    scene.deliver((3, Fatal(3, "engine r3.0 ended with 1")))
+    run_until_over(scene)
+    result = scene.run.read_json(scene.run.result)
+    assert (result["state"], result["message"]) == ("failed", "node 3: engine r3.0 ended with 1")
+
+
+def silence(scene: Scene, rank: int, now: list[float], seconds: float) -> None:
+    """Every node but one is heard, ``seconds`` later."""
+    now[0] += seconds
+    scene.deliver(*((other, Heartbeat(other, "", {}, {}, -1)) for other in range(4) if other != rank))
+    scene.coordinator._check(now[0])
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Epoch seconds as the coordinator sees them."""
+    found = [1000.0]
+    monkeypatch.setattr(module.time, "time", lambda: found[0])
+    return found
+
+
+def test_a_silent_node_is_lost_and_taken_back_as_a_new_one_when_it_is_heard_again(
+    tmp_path: Path, now: list[float]
+) -> None:
+    scene = Scene(tmp_path)
+    scene.hello()
+    silence(scene, 2, now, HEARTBEAT_LOST_S + 1)
+    assert scene.coordinator.state == "running"
+    assert {rank for rank, m in scene.orders(RankLost) if m.rank == 2} == {0, 1, 3}
+    scene.sent.clear()
+    scene.coordinator.on_back(2)
+    assert [rank for rank, _ in scene.orders(Reset)] == [2]
+    assert not scene.orders(StartEngine), "its engines of before have to end first"
+    scene.deliver((2, Hello(2, "h", 1, "hybrid")))
+    assert {rank for rank, m in scene.orders(RankBack) if m.rank == 2} == {0, 1, 3}
+    assert [(rank, m.kind) for rank, m in scene.orders(StartEngine)] == [(2, "rollout")]
+    assert scene.orders(Roles)[-1][1].states[2] == "starting"
+
+
+def test_a_node_whose_end_the_launcher_saw_is_lost_at_once(tmp_path: Path, now: list[float]) -> None:
+    scene = Scene(tmp_path)
+    scene.hello()
+    scene.coordinator._gone = {2: 4711, 3: 4711}
+    scene.coordinator._check(now[0])
+    assert not scene.orders(RankLost), "the end of an earlier process of that rank"
+    scene.coordinator._gone = {2: 1}
+    scene.coordinator._check(now[0])
+    assert {m.rank for _, m in scene.orders(RankLost)} == {2}
+
+
+@pytest.mark.parametrize(("leader", "stage"), [(1, "training"), (3, "rollout")])
+def test_all_ranks_restart_when_a_leader_is_lost_and_the_run_fails_once_that_is_used_up(
+    tmp_path: Path, now: list[float], monkeypatch: pytest.MonkeyPatch, leader: int, stage: str
+) -> None:
+    for used in (0, 3):
+        monkeypatch.setenv("LIBRA_HPC_RECOVERIES", str(used))
+        scene = Scene(tmp_path / str(used))
+        scene.run.logs(1).mkdir(parents=True)
+        scene.hello()
+        silence(scene, leader, now, HEARTBEAT_LOST_S + 1)
+        assert scene.coordinator.state == "running", "a restart of all costs more than some more patience"
+        silence(scene, leader, now, LEADER_LOST_S)
+        if used == 0 and leader == 3:
+            assert [(rank, m.reason) for rank, m in scene.orders(StopTraining)] == [(1, "recovery")], (
+                "no step is lost where training can save"
+            )
+            scene.deliver((1, TrainingFinished(7)))
+        run_until_over(scene)
+        if used:
+            result = scene.run.read_json(scene.run.result)
+            assert result["state"] == "failed"
+            assert f"node {leader}, which leads {stage}, was lost" in result["message"]
+            assert "all 3 restarts of slurm.restarts are used" in result["message"]
+        else:
+            assert (
+                scene.run.again(1)
+                .read_text()
+                .startswith(f"recover: node {leader}, which leads {stage}, was lost (no heartbeat for")
+            )
+            assert not scene.run.result.exists()
+
+
+def test_all_ranks_restart_when_a_further_node_of_the_core_is_lost(tmp_path: Path, now: list[float]) -> None:
+    components = ("planner", "train", "train", "rollout")
+    scene = Scene(tmp_path, components=components)
+    scene.run.logs(1).mkdir(parents=True)
+    scene.deliver(*((rank, Hello(rank, "h", 1, name)) for rank, name in enumerate(components)))
+    silence(scene, 2, now, LEADER_LOST_S + 1)
+    run_until_over(scene)
+    assert not scene.orders(StopTraining), "nobody has the whole state to save"
+    again = scene.run.again(1).read_text()
+    assert again.startswith("recover: node 2, which has a part of the trainers, was lost (no heartbeat for")
+
+
+def test_time_in_which_rank_0_was_stopped_is_no_silence_of_others() -> None:
+    nodes = {rank: NodeFacts(1000.0) for rank in range(3)}
+    for node in nodes.values():
+        node.pid = 1
+    assert discount(nodes, 1.1, 1.0, 1001.1) == 0.0
+    assert discount(nodes, 31.0, 1.0, 1031.0) == 30.0
+    assert not lost_nodes(nodes, 0, (1,), {}, 1031.0)
+    assert [lost.rank for lost in lost_nodes(nodes, 0, (1,), {}, 1051.0)] == [2]
+
+
+def test_a_broken_connection_between_two_that_live_costs_the_one_that_leads_nothing() -> None:
+    nodes = {rank: NodeFacts(1000.0) for rank in range(4)}
+    for rank, node in nodes.items():
+        node.pid, node.seen = 10 + rank, 1010.0
+        node.beat = Heartbeat(rank, "rollout", {}, {}, 0)
+
+    def lost(reporter: int, peer: int, **other: Any) -> list[tuple[int, str]]:
+        beats = {rank: node.beat for rank, node in nodes.items()}
+        nodes[reporter].beat = Heartbeat(reporter, "rollout", {}, {}, 0, (peer,))
+        found = lost_nodes(nodes, 0, (1,), other.get("gone", {}), other.get("now", 1010.0))
+        for rank, beat in beats.items():
+            nodes[rank].beat = beat
+        return [(silent.rank, silent.reason) for silent in found]
+
+    assert lost(1, 2) == [(2, "its connection to node 1 broke")]
+    assert lost(2, 1) == [(2, "its connection to node 1 broke")]
+    assert lost(3, 2) == [(2, "its connection to node 3 broke")]
+    assert lost(2, 0) == [(2, "its connection to node 0 broke")], "rank 0 is never given up"
+    assert lost(1, 0) == [(1, "its connection to node 0 broke")]
+    assert sorted(lost(1, 2, gone={3: 13})) == [(2, "its connection to node 1 broke"), (3, "its agent's process ended")]
+    assert lost(3, 2, gone={3: 13}) == [(3, "its agent's process ended")], "the last words of one that died are no news"
+    assert lost(1, 2, now=1016.0) == [], "nor are those of one that fell silent"
+    assert lost(1, 2, gone={2: 12}) == [(2, "its agent's process ended")]
+    assert lost(1, 2, now=1004.0) == [], "a node that was just taken back is not judged by the old connection"
+
+
+def test_an_attempt_forgets_steps_beyond_its_checkpoint(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.metrics.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(1, 8)) + '{"step": 8, "torn')
+    Scene(tmp_path, step=5)
+    assert [line["step"] for line in read_lines(run.metrics)] == [1, 2, 3, 4, 5]
+
+
+def test_an_attempt_starts_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert start_state(run) == Welcome(0, "", 0, ())
+    for step, complete in ((10, True), (20, True), (30, False)):
+        run.checkpoint(step).mkdir(parents=True)
+        if complete:
+            run.write_json(
+                run.checkpoint(step) / "state.json", {"step": step, "low": step * 8, "extra": [step * 8 + 3]}
+            )
+    assert start_state(run) == Welcome(20, str(run.checkpoint(20)), 160, (163,))
+
+
+def test_every_step_is_written_with_the_estimate_of_its_split_and_the_status_shows_both(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 6}}))
+    scene.hello()
+    scene.deliver(
+        (1, EngineIsReady(1, "train", 1.0)),
+        (1, MemberJoined(1, 1, 0, 0, 0.1)),
+        (2, EngineIsReady(2, "rollout", 1.0)),
+        (3, EngineIsReady(3, "rollout", 1.0)),
+    )
+    # One trainer and two rollout nodes; then an estimate of a split that is no longer the present one, as after a move.
+    for step in range(1, 7):
+        split = Split(1, 2) if step < 5 else Split(2, 1)
+        if step > 1:
+            scene.coordinator._planning._planner.estimate = Estimate(
+                split, Times(1.5, 2.0, 1), 0.1, 0.1, 0.0, 0.0, 1.0, 1.0
+            )
+        scene.deliver((1, step_report(step, step_s=2.5, wait_s=0.5, train_nodes=1)))
+        if step == 4:
+            scene.coordinator._write_status()
+            assert scene.coordinator._records._facts.flush(10.0)
+            shown = decode_status(scene.run.status.read_bytes())
+            assert shown.estimate == StageEstimate(1.5, 2.0, 2.0)
+            assert shown.accuracy == StepAccuracy(3, 2.0, 2.5, pytest.approx(0.2))
+    scene.deliver((1, TrainingFinished(6)))
+    run_until_over(scene)
+    assert [row["expected_s"] for row in read_lines(scene.run.metrics)] == [None, 2.0, 2.0, 2.0, None, None]
+    assert decode_status(scene.run.status.read_bytes()).estimate is None
+
+
+def test_why_admission_is_paused_is_the_message_while_the_run_runs(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.hello()
+    why = "9 of the last 9 trajectories failed."
+    report = RolloutReport(0, 0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0, (), (), (), (("raised", 9, "KeyError: 'x'"),), why)
+    scene.deliver((3, report))
+    scene.coordinator._write_status()
+    assert scene.coordinator._records._facts.flush(10.0)
+    status = decode_status(scene.run.status.read_bytes())
+    assert status.message == "9 of the last 9 trajectories failed; starting engines"
+    assert (status.paused, [(found.kind, found.count) for found in status.failures]) == (why, [("raised", 9)])
+    scene.deliver((1, Fatal(3, "gone")))
+    run_until_over(scene)
+    status = decode_status(scene.run.status.read_bytes())
+    assert (status.state, status.message) == ("failed", "node 3: gone")
+
+
+def test_the_status_names_a_slow_engine_with_its_node(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.hello()
+    since = time.mktime((2026, 3, 4, 12, 3, 0, 0, 0, -1))
+    report = RolloutReport(0, 0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0, (), (), slow=(("r3.1", 3, 2.44, since),))
+    scene.deliver((3, report))
+    scene.coordinator._write_status()
+    assert scene.coordinator._records._facts.flush(10.0)
+    status = decode_status(scene.run.status.read_bytes())
+    host = next(node.host for node in status.nodes if node.rank == 3)
+    assert status.slow == [f"engine r3.1 ({host}) takes 2.4x its class' time per step since 12:03"]
+    scene.deliver((1, Fatal(3, "gone")))
+    run_until_over(scene)
+
+
+def test_nothing_is_written_to_a_descriptor_that_the_launcher_did_not_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    monkeypatch.setattr(records_module.os, "write", lambda number, data: written.append(number))
+    monkeypatch.delenv("LIBRA_HPC_OUTPUT_FD", raising=False)
+    asyncio.run(Scene(tmp_path / "local").coordinator._records.close("over"))
+    assert not written
+    monkeypatch.setenv("LIBRA_HPC_OUTPUT_FD", "3")
+    asyncio.run(Scene(tmp_path / "slurm").coordinator._records.close("over"))
+    assert written == [3]

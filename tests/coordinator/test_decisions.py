@@ -1,0 +1,89 @@
+"""Decisions become events: what is new in full, what repeats as a count, and what moves brought once it is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from libra_hpc.config.rollout import PlannerSection
+from libra_hpc.coordinator.decisions import DecisionLog
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.status import status_dict
+from libra_hpc.policies.control.decide import MoveOutcome, Planner
+from libra_hpc.protocol.plan import Candidate, PlanDecision
+from tests.facts import synthetic
+
+MOVE = PlanDecision(
+    "to_train",
+    4,
+    "to_train: moving node 4",
+    {"batch_s": 2.0, "after_s": 1.5},
+    (4, 5),
+    (Candidate(3, 1, 1.5, 1.2, 1.5, 90.0, 20.0),),
+    ("imbalance",),
+)
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.planner = Planner(PlannerSection())
+        self.log = DecisionLog(self.planner, lambda kind, **fields: self.events.append({"kind": kind, **fields}))
+
+    def hold(self, reason: str, now: float) -> None:
+        self.log.add(PlanDecision("hold", -1, reason, {}), now)
+
+    def kinds(self) -> list[str]:
+        return [event["kind"] for event in self.events]
+
+
+def test_a_hold_whose_figures_alone_change_is_counted() -> None:
+    scene = Scene()
+    for number in range(500):
+        scene.hold(f"hold: {number} of 600 steps measured, {number / 7:.2f} s", float(number))
+    assert scene.kinds() == ["decision"]
+    assert scene.log.last is not None
+    assert (scene.log.last.looks, scene.log.last.at) == (500, 499.0)
+    scene.hold("hold: the stages balance", 500.0)
+    assert scene.kinds() == ["decision", "held", "decision"]
+    assert (scene.events[1]["looks"], scene.events[1]["reason"]) == (499, "hold: 499 of 600 steps measured, 71.29 s")
+    scene.log.close()
+    assert scene.kinds() == ["decision", "held", "decision"]
+
+
+def test_a_move_carries_inputs_candidates_and_predicted_gain() -> None:
+    scene = Scene()
+    scene.log.add(MOVE, 7.0)
+    (event,) = scene.events
+    assert (event["action"], event["nodes"], event["triggers"], event["predicted_gain_s"]) == (
+        "to_train",
+        [4, 5],
+        ["imbalance"],
+        0.5,
+    )
+    assert event["numbers"] == {"batch_s": 2.0, "after_s": 1.5}
+    assert event["candidates"][0]["gain_s"] == 90.0
+    scene.log.add(MOVE, 9.0)
+    assert scene.kinds() == ["decision", "decision"], "every move is an event of its own"
+
+
+def test_what_a_move_brought_follows_once() -> None:
+    scene = Scene()
+    scene.log.add(MOVE, 7.0)
+    scene.planner.outcomes.append(MoveOutcome(30.0, "to_train", 4, 0.5, 0.3, 2))
+    scene.hold("hold: fine", 31.0)
+    scene.hold("hold: fine", 32.0)
+    judged = [event for event in scene.events if event["kind"] == "move_judged"]
+    assert [(e["rank"], e["to"], e["predicted_gain_s"], e["realised_gain_s"], e["nodes"]) for e in judged] == [
+        (4, "train", 0.5, 0.3, 2)
+    ]
+
+
+def test_the_status_carries_the_last_decision_with_its_candidates(tmp_path: Path) -> None:
+    scene = Scene()
+    scene.log.add(MOVE, 7.0)
+    made = msgspec.structs.replace(synthetic.make_status(RunDir(tmp_path)), decision=scene.log.last)
+    decision = status_dict(made)["decision"]
+    assert (decision["nodes"], decision["looks"], decision["candidates"][0]["train"]) == ((4, 5), 1, 3)

@@ -1,0 +1,105 @@
+"""When a run stops for its job's time limit, and how long it may then save."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from libra_hpc.config.job import SlurmSection
+from libra_hpc.coordinator.time_limit import FACTOR, MARGIN_S, Stop, TimeLimit
+from libra_hpc.slurm.outcome import JOB_END, KILL_WAIT
+
+END = 10_000.0
+
+
+def limit(steps: tuple[float, ...] = (400.0, 260.0), save_s: float = 95.0, **slurm: Any) -> TimeLimit:
+    """A job that ends at `END`; the first step has the start of the engines in it."""
+    made = TimeLimit(SlurmSection(**slurm), 0.0, {JOB_END: str(int(END)), KILL_WAIT: "30"})
+    for seconds in steps:
+        made.on_step(seconds)
+    made.on_save(save_s)
+    return made
+
+
+def test_the_last_step_is_the_one_after_which_another_and_a_save_would_not_fit() -> None:
+    need = FACTOR * (260.0 + 95.0) + MARGIN_S
+    fits = END - 260.0 - need
+    assert limit().stop(7, fits - 1.0, fits - 1.0) is None
+    stop = limit().stop(7, fits + 1.0, fits + 1.0)
+    assert stop == Stop(8, f"time limit in {260.0 + need - 1.0:.0f} s; a step takes 260 s and a save 95 s")
+    assert limit().stop(7, fits - 99.0, fits + 1.0) is None, "in the middle of a step its own end counts"
+
+
+def test_a_late_last_step_is_given_up_when_a_save_would_not_fit_any_more() -> None:
+    last = END - FACTOR * 95.0 - MARGIN_S
+    found = limit().stop(7, END - 1000.0, last - 1.0)
+    assert found is not None
+    assert found.after == 8
+    assert limit().stop(7, END - 1000.0, last + 1.0) == Stop(0, "time limit in 152 s; a save takes 95 s")
+
+
+def test_the_last_save_waits_for_the_end_of_a_write_that_is_in_flight() -> None:
+    now = END - 250.0
+    for ended in (False, True):
+        writing = limit((10.0,))
+        assert writing.stop(7, now, now) is None
+        writing.on_save_started(now - 5.0)
+        if ended:
+            writing.on_save_failed()
+        stop = writing.stop(7, now, now)
+        assert (stop is None) == ended
+    assert stop is None
+    writing.on_save_started(now - 80.0)
+    assert writing.stop(7, now, now) is None, "it ends before the step does"
+
+
+def test_the_slow_first_step_counts_only_until_there_is_another() -> None:
+    first, second = limit((400.0,)), limit()
+    now = END - 800.0
+    assert first.stop(1, now, now) is not None
+    assert second.stop(2, END - 1000.0, END - 1000.0) is None
+
+
+def test_a_save_that_was_never_measured_has_a_share_of_the_time() -> None:
+    unknown = TimeLimit(SlurmSection(), 0.0, {JOB_END: "3600"})
+    assert unknown.save_s == 120.0
+    unknown.on_save(3.0)
+    unknown.on_save(2.0)
+    assert unknown.save_s == 3.0
+    assert TimeLimit(SlurmSection(), 0.0, {JOB_END: "60"}).save_s == 6.0
+
+
+def test_without_an_end_or_with_a_given_notice_only_slurm_stops_the_run() -> None:
+    assert limit(notice_s=60.0).stop(7, END - 1.0, END - 1.0) is None
+    for text in ("", "N/A", "-5", "9"):
+        unknown = TimeLimit(SlurmSection(), 10.0, {JOB_END: text})
+        unknown.on_step(1.0)
+        assert unknown.stop(7, 20.0, 20.0) is None, text
+        assert unknown.left_s(20.0) == 110.0, "what the notice leaves"
+    assert limit(notice_s=60.0).left_s(END - 60.0) == 50.0
+    assert limit().left_s(END - 3.0) == 4.0
+
+
+def test_the_end_is_read_as_squeue_writes_it() -> None:
+    made = TimeLimit(SlurmSection(), 0.0, {JOB_END: "2030-01-02T03:04:05"})
+    assert made.end_at == datetime(2030, 1, 2, 3, 4, 5).timestamp()
+
+
+@pytest.mark.parametrize(
+    ("kill_wait", "grace_s", "found"), [("30", 0.0, 25.0), ("5", 0.0, 4.0), ("", 0.0, 4.0), ("30", 120.0, 115.0)]
+)
+def test_a_save_after_sigterm_has_slurms_kill_wait_unless_the_run_file_knows_better(
+    kill_wait: str, grace_s: float, found: float
+) -> None:
+    assert TimeLimit(SlurmSection(grace_s=grace_s), 0.0, {KILL_WAIT: kill_wait}).grace_s == found
+
+
+def test_slurms_notice_stops_a_run_that_cannot_tell_its_last_step_and_a_preempted_one() -> None:
+    near, far = END - 150.0, END - 1000.0
+    assert not limit().heeds_notice(near)
+    assert limit().heeds_notice(far), "a preemption"
+    assert limit(()).heeds_notice(near), "no step was measured"
+    assert limit(notice_s=60.0).heeds_notice(near)
+    assert TimeLimit(SlurmSection(), 0.0, {}).heeds_notice(near)

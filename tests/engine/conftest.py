@@ -1,0 +1,44 @@
+"""Two tiny models per session, and one engine process per test module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .engine_harness import EngineUnderTest, Model, engine_config, make_model
+
+
+@pytest.fixture(scope="session")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return make_model(tmp_path_factory.mktemp("old"), seed=1)
+
+
+@pytest.fixture(scope="session")
+def new(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return make_model(tmp_path_factory.mktemp("new"), seed=2)
+
+
+@pytest.fixture(scope="module")
+def engine(old: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
+    """An untied tp = 1 engine with a step log, ended by SIGTERM."""
+    folder = tmp_path_factory.mktemp("e")
+    config = engine_config(old, max_num_seqs=4, version=1, step_log=str(folder / "steps.jsonl"))
+    under_test = EngineUnderTest(folder, config)
+    try:
+        ready = under_test.ready()
+        assert (ready.version, ready.tp, ready.max_model_len) == (1, 1, 1024)
+        # 16 MiB of float32 keys and values, 2 layers, hidden 64.
+        assert ready.kv_tokens == 16 * 2**20 // (2 * 2 * 64 * 4)
+        yield under_test
+        under_test.process.terminate()
+        assert under_test.process.wait(60) == 0
+    finally:
+        under_test.close()
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a path short enough for a Unix-domain socket."""
+    return tmp_path_factory.mktemp("e")

@@ -1,0 +1,299 @@
+"""Tiny random models with reference log-probabilities of transformers, and a client of an engine process."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import load_file, save_file
+
+from libra_hpc.engine.settings import EngineConfig
+from libra_hpc.engine.stats import INTERVAL_S
+from libra_hpc.protocol.codec import FrameBuffer, pack_i32, unpack_f32, unpack_i32
+from libra_hpc.protocol.rollout import (
+    EngineError,
+    EngineReady,
+    EngineStats,
+    FromEngine,
+    Generate,
+    Generated,
+    ToEngine,
+    UpdateWeights,
+    WeightsApplied,
+    from_engine,
+    to_engine,
+)
+from libra_hpc.weights.checksum import file_crc32
+
+VOCAB = 128
+PATIENCE_S = 280.0
+"""Longest wait for a message before a test fails: a start-up on a loaded machine."""
+
+
+class Model:
+    """A model folder and its weights in transformers."""
+
+    def __init__(self, folder: Path, reference: Any) -> None:
+        self.folder = folder
+        self.reference = reference.eval()
+
+    @property
+    def weights(self) -> Path:
+        return self.folder / "model.safetensors"
+
+    def update(self, version: int, **changes: Any) -> UpdateWeights:
+        message = UpdateWeights(str(self.weights), version, file_crc32(self.weights))
+        return msgspec.structs.replace(message, **changes)
+
+    @torch.no_grad()
+    def logprobs(self, tokens: Sequence[int], prompt: int, temperature: float = 1.0) -> list[float]:
+        """log p of tokens[prompt:], each given all before it."""
+        logits = self.reference(torch.tensor([tokens])).logits[0, prompt - 1 : -1].float()
+        scaled = torch.log_softmax(logits / temperature, dim=-1)
+        return scaled[torch.arange(len(tokens) - prompt), torch.tensor(tokens[prompt:])].tolist()
+
+    @torch.no_grad()
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.reference(torch.tensor([tokens])).logits[0, -1].argmax()))
+        return tokens[len(prompt) :]
+
+
+def make_model(folder: Path, seed: int, *, tied: bool = False, hidden: int = 64) -> Model:
+    """A Qwen2 of two layers with weights wide enough that greedy decoding has no near-ties."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    return Model(folder, model)
+
+
+def engine_config(model: Model, **fields: object) -> EngineConfig:
+    settings: dict[str, Any] = {"max_num_seqs": 64, "threads": 1, "device": "cpu", **fields}
+    return EngineConfig(model=str(model.folder), dtype="float32", max_model_len=1024, kv_cache_mb=16, **settings)
+
+
+def rewrite(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """Copy a weight file with ``change`` applied to its tensors."""
+    tensors = load_file(source)
+    change(tensors)
+    save_file(tensors, target)
+    return target
+
+
+def turn(rid: str, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Generate:
+    return Generate(rid=rid, prompt=pack_i32(prompt), max_tokens=max_tokens, **fields)
+
+
+def tokens_of(done: Generated) -> list[int]:
+    return unpack_i32(done.tokens)
+
+
+def logprobs_of(done: Generated) -> list[float]:
+    return unpack_f32(done.logprobs)
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids below ``pid``, whatever their group."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, IndexError):
+                continue
+            children.setdefault(parent, []).append(int(entry.name))
+    out, front = [], [pid]
+    while front:
+        below = children.get(front.pop(), [])
+        out += below
+        front += below
+    return out
+
+
+def cpu_ticks(pid: int) -> int:
+    """User and system time of all threads of a process, in clock ticks."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {PATIENCE_S:.0f} s: {what}")
+        time.sleep(0.05)
+
+
+class EngineUnderTest:
+    """An engine process started as its agent starts it."""
+
+    def __init__(self, folder: Path, config: EngineConfig) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.socket_path = folder / "s"
+        self.config_path = folder / "engine.json"
+        self.config_path.write_bytes(msgspec.json.encode(config))
+        self.log_path = folder / "engine.log"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self.socket_path))
+        self._listener.listen(1)
+        with open(self.log_path, "wb") as log:
+            self.process = subprocess.Popen(self.command(), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        self._connection: socket.socket | None = None
+        self._buffer = FrameBuffer()
+        self._inbox: list[tuple[FromEngine, int]] = []
+        self.stats: list[EngineStats] = []
+        self.reported = 0
+        """Reports that came before the message received last."""
+
+    def command(self) -> list[str]:
+        return [
+            sys.executable,
+            "-m",
+            "libra_hpc.engine",
+            "--socket",
+            str(self.socket_path),
+            "--config",
+            str(self.config_path),
+        ]
+
+    def ready(self) -> EngineReady:
+        self._listener.settimeout(PATIENCE_S)
+        self._connection, _ = self._listener.accept()
+        return self.expect(EngineReady)
+
+    def send(self, *messages: ToEngine) -> None:
+        assert self._connection is not None
+        self._connection.sendall(b"".join(to_engine.frame(message) for message in messages))
+
+    def receive(self) -> FromEngine:
+        """The next message that is not `EngineStats` (those are appended to ``stats``)."""
+        assert self._connection is not None
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._inbox:
+            if not select.select([self._connection], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise AssertionError(f"no message in {PATIENCE_S:.0f} s\n{self.log()}")
+            chunk = self._connection.recv(1 << 20)
+            if not chunk:
+                raise AssertionError(f"the engine closed the socket\n{self.log()}")
+            self._take(chunk)
+        message, self.reported = self._inbox.pop(0)
+        return message
+
+    def _take(self, chunk: bytes) -> None:
+        for body in self._buffer.feed(chunk):
+            message = from_engine.decode(body)
+            if isinstance(message, EngineStats):
+                self.stats.append(message)
+            else:
+                self._inbox.append((message, len(self.stats)))
+
+    def expect(self, kind: type[Any]) -> Any:
+        message = self.receive()
+        assert isinstance(message, kind), f"{message}\n{self.log()}"
+        return message
+
+    def generate(self, *requests: Generate) -> list[Generated]:
+        """Send requests and return their answers in the order of the requests."""
+        self.send(*requests)
+        answers = {}
+        for _ in requests:
+            done = self.expect(Generated)
+            answers[done.rid] = done
+        return [answers[request.rid] for request in requests]
+
+    def apply(self, update: UpdateWeights) -> WeightsApplied:
+        self.send(update)
+        applied: WeightsApplied = self.expect(WeightsApplied)
+        return applied
+
+    def refuse(self, update: UpdateWeights) -> str:
+        self.send(update)
+        error: EngineError = self.expect(EngineError)
+        assert not error.fatal
+        return error.what
+
+    def wait_stats(self, since: int, condition: Callable[[EngineStats], bool]) -> EngineStats:
+        """The first report from number ``since`` on that fulfils ``condition``; other messages stay queued."""
+        assert self._connection is not None
+        deadline = time.monotonic() + PATIENCE_S
+        seen = since
+        while True:
+            for report in self.stats[seen:]:
+                if condition(report):
+                    return report
+            seen = len(self.stats)
+            if not select.select([self._connection], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise AssertionError(f"no such report; last: {self.stats[-1:]}")
+            self._take(self._connection.recv(1 << 20))
+
+    def idle(self) -> EngineStats:
+        """The report of an engine that has just fallen idle."""
+        self.generate(turn("probe", [1], 1))
+        # A report before the probe's answer may be of work that ended before the probe began.
+        return self.wait_stats(self.reported, lambda report: report.running == report.waiting == 0)
+
+    def start(self, *requests: Generate) -> EngineStats:
+        """Send requests to an idle engine; returns the first report with tokens of theirs."""
+        before = self.idle()
+        since = len(self.stats)
+        # Once the interval is over, a report is due at the first step.
+        time.sleep(INTERVAL_S)
+        self.send(*requests)
+        return self.wait_stats(since, lambda report: report.generated_tokens > before.generated_tokens)
+
+    def hang_up(self) -> None:
+        assert self._connection is not None
+        self._connection.close()
+        self._listener.close()
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")[-4000:]
+
+    def close(self) -> None:
+        """End the process, hard if need be, and everything below it."""
+        below = descendants(self.process.pid)
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        for pid in below:
+            if alive(pid):
+                os.kill(pid, 9)
+        self._listener.close()
+        if self._connection is not None:
+            self._connection.close()

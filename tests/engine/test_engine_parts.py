@@ -1,0 +1,181 @@
+"""The parts that need no vLLM: configuration, request checks, answers, pacing of reports."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.engine.settings import EngineConfig, config_for_run, engine_arguments, environment, read_config
+from libra_hpc.engine.stats import Pacer
+from libra_hpc.engine.turns import NOT_FINITE, TurnInFlight, TurnRejected, read_prompt
+from libra_hpc.errors import UserError
+from libra_hpc.protocol.codec import pack_i32, unpack_f32, unpack_i32
+from libra_hpc.protocol.rollout import EngineStats, Generate, from_engine
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    return tmp_path
+
+
+REQUIRED: dict[str, Any] = {
+    "model": "m",
+    "dtype": "auto",
+    "max_model_len": 4096,
+    "max_num_seqs": 64,
+    "kv_cache_mb": 0,
+    "threads": 1,
+    "device": "cpu",
+}
+
+
+def config(**fields: Any) -> EngineConfig:
+    return EngineConfig(**{**REQUIRED, **fields})
+
+
+def written(folder: Path, **fields: Any) -> Path:
+    path = folder / "engine.json"
+    path.write_text(json.dumps({**REQUIRED, "model": str(folder), **fields}))
+    return path
+
+
+def test_configuration_is_read_with_defaults(model: Path) -> None:
+    assert read_config(written(model, tp=2, kv_cache_mb=3)) == config(model=str(model), tp=2, kv_cache_mb=3)
+
+
+def test_the_engine_of_a_run_has_the_values_of_the_run_file() -> None:
+    run = RunConfig.model_validate(
+        {
+            "model": {"dtype": "float32"},
+            "rollout": {"max_model_len": 99, "max_num_seqs": 3, "kv_cache_mb": 5, "block_size": 16, "threads": 2},
+            "slurm": {"device": "cuda"},
+        }
+    )
+    found = config_for_run(run, model="m", seed=7, tp=2, version=4, step_log="s", weights="w")
+    assert found == EngineConfig(
+        model="m",
+        dtype="float32",
+        tp=2,
+        max_model_len=99,
+        max_num_seqs=3,
+        kv_cache_mb=5,
+        block_size=16,
+        threads=2,
+        seed=7,
+        device="cuda",
+        version=4,
+        step_log="s",
+        weights="w",
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"tpp": 2}, ["tpp", "max_num_seqs"]),
+        ({"tp": 0}, ["tp", ">= 1"]),
+        ({"device": "tpu"}, ["device", "tpu"]),
+        ({"threads": "2"}, ["threads", "int"]),
+        ({"model": "/nowhere"}, ["model", "/nowhere", "config.json"]),
+        ({"weights": "/nowhere.safetensors"}, ["weights", "/nowhere.safetensors"]),
+    ],
+)
+def test_mistakes_in_the_configuration_are_named(model: Path, fields: dict[str, object], names: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        read_config(written(model, **fields))
+    assert all(name in str(caught.value) for name in names)
+
+
+def test_a_folder_without_weights_and_an_absent_file_are_named(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="safetensors"):
+        read_config(written(model))
+    with pytest.raises(UserError, match="absent"):
+        read_config(model / "absent.json")
+
+
+def test_zero_kv_cache_is_left_to_vllm_and_a_weight_file_replaces_the_folders() -> None:
+    assert engine_arguments(config())["kv_cache_memory_bytes"] is None
+    assert engine_arguments(config())["load_format"] == "safetensors"
+    assert engine_arguments(config(kv_cache_mb=2, weights="w"))["kv_cache_memory_bytes"] == 2 << 20
+    assert engine_arguments(config(weights="w"))["load_format"] == "dummy"
+
+
+def test_host_memory_for_kv_caches_is_of_all_devices_of_the_engine_and_off_by_default() -> None:
+    assert engine_arguments(config(device="cuda"))["kv_offloading_size"] is None
+    assert engine_arguments(config(device="cuda", tp=4, kv_host_gb=32.0))["kv_offloading_size"] == 128.0
+    run = RunConfig.model_validate({"rollout": {"kv_host_gb_per_gpu": 32}})
+    assert config_for_run(run, model="m", seed=0).kv_host_gb == 32.0
+
+
+def test_devices_differ_in_graphs_and_sleep_only() -> None:
+    cpu, cuda = (engine_arguments(config(device=device)) for device in ("cpu", "cuda"))
+    assert {key for key in cpu if cpu[key] != cuda[key]} == {
+        "enforce_eager",
+        "cudagraph_capture_sizes",
+        "enable_sleep_mode",
+    }
+    assert "TORCHDYNAMO_DISABLE" not in environment(config(device="cuda"))
+
+
+def test_a_prompt_must_leave_room_for_one_token() -> None:
+    assert read_prompt(Generate("r", pack_i32([0] * 7), 1), 8, 10) == [0] * 7
+    with pytest.raises(TurnRejected, match="8 tokens"):
+        read_prompt(Generate("r", pack_i32([0] * 8), 1), 8, 10)
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=3), st.integers(0, 3))))
+def test_version_spans_add_up_to_the_tokens(steps: list[tuple[list[int], int]]) -> None:
+    turn = TurnInFlight("r", arrived=1.0)
+    for tokens, version in steps:
+        turn.extend(tokens, [-0.5] * len(tokens), version)
+    done = turn.finish("stop", now=3.0)
+    flat = [(token, version) for tokens, version in steps for token in tokens]
+    assert unpack_i32(done.tokens) == [token for token, _ in flat]
+    assert len(unpack_f32(done.logprobs)) == len(flat)
+    assert [version for version, count in done.versions for _ in range(count)] == [version for _, version in flat]
+    assert all(a[0] != b[0] for a, b in zip(done.versions, done.versions[1:], strict=False))
+
+
+def test_a_turn_that_never_ran_only_queued() -> None:
+    done = TurnInFlight("r", arrived=1.0).finish("abort", now=3.0)
+    assert (done.queue_s, done.run_s) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])
+def test_a_turn_with_a_log_probability_that_is_not_finite_is_an_error_without_tokens(logprob: float) -> None:
+    turn = TurnInFlight("r", arrived=1.0)
+    turn.extend([1, 2], [-0.5, -0.1], 3)
+    turn.extend([4], [logprob], 3)
+    done = turn.finish("stop", now=3.0)
+    assert (done.finish, done.error) == ("error", NOT_FINITE)
+    assert (done.tokens, done.logprobs, done.versions) == (b"", b"", ())
+
+
+def test_a_recorded_report_with_a_field_that_is_gone_is_read() -> None:
+    old = msgspec.to_builtins(EngineStats.idle(3)) | {"kv_pinned": 0.25}
+    assert from_engine.decode(msgspec.msgpack.encode(old)) == EngineStats.idle(3)
+
+
+def test_reports_are_paced_while_busy_and_follow_falling_idle_once() -> None:
+    pacer = Pacer(0.5)
+    assert not pacer.due(0.0, worked=False, busy=False)
+    assert pacer.due(1.0, worked=True, busy=True)
+    assert not pacer.due(1.4, worked=True, busy=True)
+    assert pacer.due(1.5, worked=True, busy=True)
+    assert pacer.due(1.6, worked=True, busy=False)
+    assert not pacer.due(9.0, worked=False, busy=False)
+    # A request that lived for one step, and one that was aborted.
+    assert pacer.due(9.1, worked=True, busy=False)
+    assert pacer.due(10.0, worked=True, busy=True)
+    assert pacer.due(10.1, worked=False, busy=False)

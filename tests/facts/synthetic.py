@@ -1,0 +1,201 @@
+"""Make the run directory of a finished run: 60 steps, a drift half-way, one moving node, one killed engine."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.facts.estimate import StageEstimate, StepAccuracy
+from libra_hpc.facts.events import LineLog
+from libra_hpc.facts.failed import FailedAttempts
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.status import BucketStatus, DecisionStatus, NodeStatus, StageStatus, Status, encode_status
+from libra_hpc.files import write_atomic
+
+START = 1_700_000_000.0
+STEPS = 60
+DRIFT_STEP = 30
+STEP_S = 3.0
+MOVE = (START + 100.0, START + 109.5)
+REASON = "to_train: training 1.42 s a batch, rollout 0.97 s; moving node 2 saves 31 s over 300 s and costs 9.5 s"
+COMPONENTS = ("planner", "train", "hybrid", "rollout")
+
+
+def make_run(parent: Path, name: str = "quick") -> RunDir:
+    """Write every file of a completed run and return it."""
+    run = RunDir.create(parent, name)
+    run.write_json(run.config, RunConfig().model_dump())
+    run.write_json(run.job, {"job_id": "4711", "executor": "slurm", "attempt": 1, "submitted_at": START - 5})
+    write_metrics(run)
+    log = LineLog(run.events)
+    log.write({"t": START, "kind": "job_started"})
+    for rank, component in enumerate(COMPONENTS):
+        log.write({"t": START + 1, "kind": "agent_joined", "rank": rank, "component": component, "host": f"node{rank}"})
+    log.write(
+        {
+            "t": MOVE[0],
+            "kind": "move_started",
+            "rank": 2,
+            "to": "train",
+            "reason": "to_train: training takes 2.3 s a batch, rollout 2.1 s",
+        }
+    )
+    log.write({"t": MOVE[1], "kind": "move_done", "rank": 2, "role": "train", "seconds": 9.5})
+    log.write(
+        {
+            "t": MOVE[1] + 20,
+            "kind": "move_judged",
+            "rank": 2,
+            "to": "train",
+            "predicted_gain_s": 0.42,
+            "realised_gain_s": 0.31,
+        }
+    )
+    log.write({"t": START + 140, "kind": "engine_lost", "rank": 3, "engine": "v0"})
+    log.write({"t": START + 140, "kind": "resubmitted", "trajectory": "a", "reason": "engine lost"})
+    for number, failure in enumerate(("raised", "raised", "timeout")):
+        fields = {"failure": failure, "error": f"KeyError: {number}", "unsaid": 9 * (number == 1)}
+        log.write(
+            {
+                "t": START + 141 + number,
+                "kind": "trajectory_failed",
+                "trajectory": f"{number}.0.0",
+                "task": "keychain",
+                "prompt": "p",
+                **fields,
+            }
+        )
+    log.write({"t": START + 144, "kind": "admission_paused", "reason": "because"})
+    log.write({"t": START + 145, "kind": "prompt_given_up", "index": 7, "prompt": "p", "reason": "because"})
+    log.write({"t": START + 147, "kind": "engine_restarted", "rank": 3, "engine": "v0"})
+    recovered = {"trajectories": 24, "generated_tokens": 2_320, "unfinished": 3, "unfinished_tokens": 80, "dropped": {}}
+    log.write({"t": START + 148, "kind": "experience_kept", **recovered})
+    log.write({"t": START + 150, "kind": "checkpoint_saved", "step": 50})
+    log.write({"t": START + 181, "kind": "job_finished", "state": "completed"})
+    log.close()
+    trajectories = LineLog(run.trajectories)
+    for index in range(180):
+        trajectories.write(
+            {"finished_at": START + index, "index": index, "turns": [{"gen_tokens": 20}, {"gen_tokens": 30}]}
+        )
+    trajectories.close()
+    run.write_json(
+        run.result, {"state": "completed", "message": "step 60 is saved", "step": 60, "attempt": 1, "t": START + 181}
+    )
+    write_atomic(run.status, encode_status(make_status(run, state="completed")))
+    return run
+
+
+def write_metrics(run: RunDir) -> None:
+    """Write the metrics of every step."""
+    rng = random.Random(0)
+    metrics = LineLog(run.metrics)
+    for step in range(1, STEPS + 1):
+        drifted = step > DRIFT_STEP
+        reward = (
+            0.25
+            + 0.5 * (1 - math.exp(-step / 15))
+            - (0.15 * math.exp(-(step - DRIFT_STEP) / 8) if drifted else 0)
+            + rng.gauss(0, 0.03)
+        )
+        metrics.write(
+            {
+                "t": START + STEP_S * step,
+                "step": step,
+                "reward": reward,
+                "reward_std": 0.3,
+                "solved": reward,
+                "tokens": 1000,
+                "loss_tokens": 400,
+                "loss": 0.01,
+                "grad_norm": 0.5,
+                "train_s": 1.0 + rng.random() * 0.2 + (1.2 if drifted else 0),
+                "rollout_s": 2.0 + rng.random() * 0.3,
+                "wait_s": 0.3,
+                "generation": 2 if drifted else 1,
+                "replicas": 2 if drifted else 1,
+                "rollout_nodes": 1 if drifted else 2,
+                "staleness_mean": 0.5,
+                "staleness_max": 1,
+                "phase": "long" if drifted else "short",
+                "train_tokens_per_s": 900.0,
+                "rollout_tokens_per_s": 350.0,
+                "version": step,
+                "step_s": STEP_S,
+                "expected_s": None if step < 4 else 1.1 * STEP_S,
+            }
+        )
+    metrics.close()
+
+
+def make_status(run: RunDir, *, state: str = "running", step: int = STEPS) -> Status:
+    """A snapshot of the same run."""
+    nodes = [
+        NodeStatus(
+            rank=0, host="a800-01", component="planner", role="planner", engines={}, version=-1, heartbeat_age_s=0.1
+        ),
+        NodeStatus(
+            rank=1,
+            host="a800-02",
+            component="train",
+            role="train",
+            engines={"t1.0": "ready"},
+            version=41,
+            heartbeat_age_s=0.4,
+        ),
+        NodeStatus(
+            rank=2,
+            host="a800-03",
+            component="hybrid",
+            role="to_train",
+            engines={"t2.0": "starting", "v2.0": "standby"},
+            version=40,
+            heartbeat_age_s=0.2,
+        ),
+        NodeStatus(
+            rank=3,
+            host="a800-04",
+            component="rollout",
+            role="rollout",
+            engines={"v3.0": "ready", "v3.1": "lost"},
+            version=41,
+            heartbeat_age_s=7.5,
+        ),
+    ]
+    return Status(
+        run=run.name,
+        path=str(run.path),
+        job_id="4711",
+        attempt=1,
+        state=state,
+        started_at=START,
+        updated_at=START + STEP_S * step,
+        step=step,
+        steps=STEPS,
+        version=step,
+        reward=0.71,
+        generation=2,
+        replicas=1,
+        train=StageStatus(912.4, 1.42, 0.93, 1),
+        rollout=StageStatus(2345.6, 0.97, 0.61, 2),
+        open_trajectories=57,
+        waiting_turns=3,
+        tools_running=4,
+        ready_groups=2,
+        staleness_mean=0.48,
+        staleness_max=1,
+        resubmitted=8,
+        trained_trajectories=2_624,
+        buckets=[
+            BucketStatus(tp=1, engines=2, inflight=31, trajectories=57, kv_use=0.42),
+            BucketStatus(tp=2, engines=1, inflight=4, trajectories=6, kv_use=0.08),
+        ],
+        nodes=nodes,
+        decision=DecisionStatus("to_train", 2, REASON, {"gain_s": 31.0}, at=START + STEP_S * step - 12),
+        message="",
+        estimate=StageEstimate(3.2, 0.91, 3.2),
+        accuracy=StepAccuracy(8, 3.31, 3.0, 0.103),
+        failures=[FailedAttempts("raised", 12, "KeyError: 'x'"), FailedAttempts("timeout", 3, "late")],
+    )

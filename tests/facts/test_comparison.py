@@ -1,0 +1,102 @@
+"""Runs side by side: which keys differ, what is measured of each, and which runs are seeds of one setting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_hpc.config.load import with_values
+from libra_hpc.config.run import RunConfig
+from libra_hpc.facts.comparison import Curve, compare
+from libra_hpc.facts.events import LineLog
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.starts import job_seconds, starts
+from libra_hpc.facts.summary import summarise
+from libra_hpc.facts.sweep_record import SweepMember, write_member
+from libra_hpc.pictures import compare_picture
+from libra_hpc.pictures.compare_picture import Line, median_line
+
+from . import synthetic
+
+
+def make(parent: Path, values: dict[str, Any], rewards: list[float] | None = None, start: float = 0.0) -> RunDir:
+    """A run of two GPUs with one step every ten seconds."""
+    run = RunDir.create(parent, "r")
+    gpus = {"components.train.gpus": 1, "components.rollout.gpus": 1}
+    run.write_json(run.config, with_values(RunConfig(), {"run.name": run.name, **gpus, **values}).model_dump())
+    log, metrics = LineLog(run.events), LineLog(run.metrics)
+    log.write({"t": start, "kind": "job_started", "attempt": 1})
+    for step, reward in enumerate(rewards or [], start=1):
+        t = start + 10.0 * step
+        metrics.write({"t": t, "step": step, "reward": reward, "tokens": 500, "step_s": 10.0, "staleness_mean": 1.0})
+    log.close()
+    metrics.close()
+    return run
+
+
+def test_only_differing_keys_are_settings_and_seeds_are_grouped(tmp_path: Path) -> None:
+    runs = [
+        make(tmp_path, {"optimizer.lr": lr, "run.seed": seed, "run.steps": 5}, [0.1, 0.2, 0.3, 0.4, reward])
+        for lr, seed, reward in ((1e-6, 0, 0.5), (1e-6, 1, 0.7), (3e-6, 0, 0.9))
+    ]
+    found, curves = compare(runs, "reward")
+    assert found.keys == ["optimizer.lr", "run.seed"]
+    assert [group.members for group in found.groups] == [[0, 1], [2]]
+    assert found.groups[0].values == {"optimizer.lr": 1e-6}
+    assert found.groups[0].last == [0.5, 0.6, 0.7]
+    assert found.groups[0].step_s == 10.0
+    first = found.runs[0]
+    assert (first.steps, first.steps_wanted, first.last, first.highest) == (5, 5, 0.5, 0.5)
+    assert (first.tokens_per_s, first.staleness_mean, first.wall_s) == (50.0, 1.0, 50.0)
+    assert first.gpu_hours == pytest.approx(2 * 50.0 / 3600.0)
+    assert curves[0].wall_s == [10.0, 20.0, 30.0, 40.0, 50.0]
+
+
+def test_a_layout_that_the_planner_changed_does_not_part_two_seeds(tmp_path: Path) -> None:
+    runs = [
+        make(tmp_path, {"run.seed": seed, "components.rollout.nodes": nodes}, [0.5]) for seed, nodes in ((0, 1), (1, 3))
+    ]
+    log = LineLog(runs[1].events)
+    log.write({"t": 5.0, "kind": "repartitioned", "step": 1, "changes": {"components.rollout.nodes": 3}})
+    log.close()
+    assert [group.members for group in compare(runs, "reward")[0].groups] == [[0, 1]]
+    for run, nodes in zip(runs, (1, 2), strict=True):
+        write_member(run, SweepMember("s", {"components.rollout.nodes": nodes}))
+    found, _ = compare(runs, "reward")
+    assert [group.members for group in found.groups] == [[0], [1]], "the sweep set the key"
+    assert [run.values["components.rollout.nodes"] for run in found.runs] == [1, 2]
+
+
+def test_a_run_without_steps_has_no_results_and_no_curve(tmp_path: Path) -> None:
+    found, curves = compare([make(tmp_path, {}, [0.5]), make(tmp_path, {"run.seed": 1})], "reward")
+    empty = found.runs[1]
+    assert (empty.steps, empty.last, empty.highest, empty.step_s, empty.tokens_per_s) == (0, None, None, None, None)
+    assert curves[1] == Curve([], [], [])
+
+
+def test_lost_engines_and_failed_attempts_are_counted(tmp_path: Path) -> None:
+    run = synthetic.make_run(tmp_path)
+    found, _ = compare([run, make(tmp_path, {})], "reward")
+    assert found.runs[0].engines_lost == 1
+    assert found.runs[0].failed_attempts == sum(failed.count for failed in summarise(run).failures) > 0
+
+
+def test_time_between_two_attempts_costs_no_gpu_hours() -> None:
+    started = [{"t": 0.0, "kind": "job_started", "attempt": 1}, {"t": 500.0, "kind": "job_started", "attempt": 2}]
+    steps = [{"t": 40.0, "step": 1}, {"t": 530.0, "step": 2}]
+    assert job_seconds(starts(steps, started)) == 70.0
+
+
+def test_a_median_line_has_the_steps_of_at_least_half_of_the_seeds() -> None:
+    curves = [Curve([1, 2], [10.0, 20.0], [0.0, 0.0]), Curve([1], [30.0], [1.0]), Curve([1], [50.0], [0.5])]
+    (point,) = median_line(curves)
+    assert point == (1, 30.0, 0.0, 0.5, 1.0)
+
+
+def test_the_picture_is_written(tmp_path: Path) -> None:
+    curve = Curve([1, 2, 3], [10.0, 20.0, 30.0], [0.1, 0.2, 0.3])
+    lines = [Line(f"lr={number}", [curve] * (1 + number % 2)) for number in range(compare_picture.MOST_LINES + 1)]
+    compare_picture.draw(lines, "reward", "s", tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

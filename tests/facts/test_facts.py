@@ -1,0 +1,101 @@
+"""Rank 0's writer: what survives a full disk, and that nothing is written twice."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.facts.fact_writer import FactsWriter
+from libra_hpc.facts.rundir import RunDir, read_lines
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 768 KiB."""
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=768k", "tmpfs", str(tmp_path)], capture_output=True
+    ).returncode:
+        pytest.skip("file systems may not be mounted here")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Leave no free block."""
+    with (disk / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while True:
+            filler.write(bytes(4096))
+
+
+def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        time.sleep(0.01)
+
+
+def test_lines_come_in_order_and_the_newest_status_stays(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    facts = FactsWriter(run)
+    for number in range(100):
+        facts.event({"kind": "x", "n": number})
+        facts.step({"step": number + 1})
+        facts.status(b'{"n": %d}' % number)
+    facts.result(b'{"state": "completed"}')
+    assert facts.close(10.0) == ""
+    assert [line["n"] for line in read_lines(run.events)] == list(range(100))
+    assert [line["step"] for line in read_lines(run.metrics)] == list(range(1, 101))
+    assert facts.recorded == 100
+    assert json.loads(run.status.read_bytes()) == {"n": 99}
+    assert run.read_json(run.result) == {"state": "completed"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "events.jsonl",
+        "metrics.jsonl",
+        "result.json",
+        "status.json",
+    ]
+
+
+def test_a_full_disk_keeps_lines_in_memory_and_shows_the_status_all_the_same(disk: Path) -> None:
+    run = RunDir(disk)
+    facts = FactsWriter(run)
+    facts.step({"step": 1})
+    until(lambda: facts.recorded == 1)
+    fill(disk)
+    for step in range(2, 300):
+        facts.step({"step": step, "text": "x" * 200})
+    until(lambda: facts.fault)
+    assert "No space" in facts.fault
+    for number in range(5):
+        facts.status(b'{"message": "storage fault %d"}' % number)
+        until(lambda number=number: run.read_json(run.status) == {"message": f"storage fault {number}"})
+    (disk / "filler").unlink()
+    until(lambda: not facts.waiting)
+    assert facts.close(10.0) == ""
+    assert [line["step"] for line in read_lines(run.metrics)] == list(range(1, 300)), "each line once, none lost"
+    assert all(json.loads(line) for line in run.metrics.read_bytes().splitlines()), "no torn line stays in the file"
+
+
+def test_the_result_is_written_on_a_full_disk(disk: Path) -> None:
+    run = RunDir(disk)
+    facts = FactsWriter(run)
+    fill(disk)
+    facts.event({"kind": "x"})
+    facts.result(b'{"state": "failed", "message": "No space left on device"}')
+    assert "No space" in facts.close(10.0)
+    assert run.read_json(run.result)["state"] == "failed"
+
+
+def test_a_record_that_cannot_be_a_line_stops_no_other(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    facts = FactsWriter(run)
+    facts.event({"t": 1.0, "kind": "x", "reason": "\ud800"})
+    facts.event({"t": 2.0, "kind": "y"})
+    assert facts.close(10.0) == ""
+    first, second = read_lines(run.events)
+    assert (first["t"], second["kind"]) == (1.0, "y")
+    assert "ud800" in first["unwritable"]

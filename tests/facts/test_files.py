@@ -1,0 +1,341 @@
+"""Series, summary, screen and picture of a synthetic run whose facts are known."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import struct
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from libra_hpc.errors import UserError
+from libra_hpc.facts import estimate, series, summary, view
+from libra_hpc.facts.events import LineLog
+from libra_hpc.facts.failed import FailedAttempts
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.status import FINAL, decode_status, encode_status
+from libra_hpc.pictures import run_picture as plot
+
+from . import synthetic
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return synthetic.make_run(tmp_path)
+
+
+def text_of(renderable: object, width: int = 100) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(renderable)
+    return out.getvalue()
+
+
+def test_a_step_trained_again_after_a_resume_counts_once(run: RunDir) -> None:
+    log = LineLog(run.metrics)
+    log.write({"t": synthetic.START + 500, "step": 60, "reward": 0.99, "tokens": 7})
+    log.close()
+    rows = series.steps(run)
+    assert [row["step"] for row in rows] == list(range(1, synthetic.STEPS + 1))
+    assert rows[-1]["reward"] == 0.99
+    assert summary.summarise(run).tokens == 1000 * (synthetic.STEPS - 1) + 7
+
+
+def test_torn_and_foreign_lines_are_skipped(run: RunDir) -> None:
+    with run.metrics.open("ab") as handle:
+        handle.write(b'{"note": 1}\n[1, 2]\n{"t": 1, "ste')
+    assert len(series.steps(run)) == synthetic.STEPS
+
+
+def test_moves_are_paired_by_rank() -> None:
+    log = [
+        {"t": 1.0, "kind": "move_started", "rank": 2, "to": "train", "reason": "a"},
+        {"t": 2.0, "kind": "move_started", "rank": 3, "to": "to_rollout", "reason": "b"},
+        {"t": 5.0, "kind": "move_done", "rank": 2, "role": "train"},
+    ]
+    first, second = series.moves(log)
+    assert (first.rank, first.to, first.reason, first.end, first.seconds) == (2, "train", "a", 5.0, 4.0)
+    assert (second.to, second.end) == ("rollout", None)
+    assert math.isnan(second.seconds)
+
+
+def test_roles_follow_moves_losses_and_attempts() -> None:
+    log = [
+        {"t": 1.0, "kind": "agent_joined", "rank": 0, "component": "planner"},
+        {"t": 1.0, "kind": "agent_joined", "rank": 2, "component": "hybrid"},
+        {"t": 1.5, "kind": "job_started"},
+        {"t": 4.0, "kind": "move_started", "rank": 2, "to": "train"},
+        {"t": 6.0, "kind": "move_done", "rank": 2, "role": "train"},
+        {"t": 9.0, "kind": "node_lost", "rank": 2},
+        {"t": 10.0, "kind": "job_finished", "state": "failed"},
+        {"t": 21.0, "kind": "agent_joined", "rank": 0, "component": "planner"},
+    ]
+    lanes = series.roles(log, end=30.0)
+    assert [(part.start, part.end, part.role) for part in lanes[2]] == [
+        (1.0, 4.0, "rollout"),
+        (4.0, 6.0, "to_train"),
+        (6.0, 9.0, "train"),
+    ]
+    assert [(part.start, part.end) for part in lanes[0]] == [(1.0, 10.0), (21.0, 30.0)]
+
+
+def test_roles_of_an_attempt_that_was_killed_end_with_its_last_event() -> None:
+    joined: list[dict[str, object]] = [
+        {"kind": "agent_joined", "rank": rank, "component": "rollout"} for rank in (0, 1)
+    ]
+    log = [
+        {"t": 1.0, **joined[0]},
+        {"t": 1.0, **joined[1]},
+        {"t": 8.0, "kind": "checkpoint_saved", "step": 1},
+        {"t": 20.0, **joined[1]},
+        {"t": 21.0, **joined[0]},
+    ]
+    lanes = series.roles(log, end=30.0)
+    assert [(part.start, part.end) for part in lanes[0]] == [(1.0, 8.0), (21.0, 30.0)]
+    assert [(part.start, part.end) for part in lanes[1]] == [(1.0, 8.0), (20.0, 30.0)]
+
+
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [
+        ({"phase": "x", "after_drift": 1.0}, "x"),
+        ({"after_drift": 0.6}, "after drift"),
+        ({"after_drift": 0.0}, "before drift"),
+        ({}, ""),
+    ],
+)
+def test_the_phase_of_a_step(record: dict[str, object], name: str) -> None:
+    assert series.phase(record) == name
+
+
+def test_nodes_that_moved_by_one_decision_share_its_gain_and_an_older_move_has_its_own() -> None:
+    log: list[dict[str, object]] = [
+        {"t": 1.0, "kind": "move_started", "rank": 2, "to": "train", "predicted_gain_s": 0.9},
+        {"t": 5.0, "kind": "move_done", "rank": 2, "role": "train"},
+        {"t": 6.0, "kind": "move_judged", "rank": 2, "to": "train", "predicted_gain_s": 0.9, "realised_gain_s": -0.1},
+        {"t": 20.0, "kind": "move_started", "rank": 2, "to": "train", "predicted_gain_s": 0.5},
+        {"t": 20.01, "kind": "move_started", "rank": 3, "to": "train", "predicted_gain_s": 0.5},
+        {"t": 21.0, "kind": "move_started", "rank": 4, "to": "rollout"},
+        {"t": 40.0, "kind": "move_judged", "rank": 2, "to": "train", "predicted_gain_s": 0.6, "realised_gain_s": 0.4},
+    ]
+    gains = [(move.rank, move.predicted_gain_s, move.realised_gain_s) for move in series.moves(log)]
+    assert gains[:3] == [(2, 0.9, -0.1), (2, 0.6, 0.4), (3, 0.6, 0.4)]
+    assert all(math.isnan(gain) for gain in gains[3][1:])
+
+
+def test_summary_states_the_facts_of_the_run(run: RunDir) -> None:
+    got = summary.summarise(run)
+    assert (got.run, got.state, got.steps, got.attempts) == ("quick-001", "completed", synthetic.STEPS, 1)
+    assert (got.tokens, got.loss_tokens) == (60_000, 24_000)
+    assert (got.train_tokens_per_s, got.rollout_tokens_per_s) == (900.0, 350.0)
+    assert got.wall_s == pytest.approx(181)
+    rewards = series.column(series.steps(run), "reward")
+    assert got.reward_first == pytest.approx(sum(rewards[:12]) / 12)
+    assert got.reward_last == pytest.approx(sum(rewards[-12:]) / 12)
+    assert [(phase.phase, phase.steps) for phase in got.phases] == [("short", 30), ("long", 30)]
+    (move,) = got.moves
+    # Steps end every 3 s: those at 102, 105 and 108 s fall between 100 and 109.5 s; ten trajectories of 50 tokens end
+    # in it, at 100 .. 109 s.
+    assert (move.rank, move.to, move.at_s, move.seconds, move.steps_meanwhile, move.tokens_meanwhile) == (
+        2,
+        "train",
+        100.0,
+        9.5,
+        3,
+        500,
+    )
+    assert (move.predicted_gain_s, move.realised_gain_s) == (0.42, 0.31)
+    assert got.accuracy is not None
+    assert (got.accuracy.steps, got.accuracy.error) == (synthetic.STEPS - 3, pytest.approx(0.1))
+    assert (got.engines_lost, got.engines_restarted, got.resubmitted, got.checkpoints) == (1, 1, 1, [50])
+    assert [(found.kind, found.count, found.error) for found in got.failures] == [
+        ("raised", 12, "KeyError: 'x'"),
+        ("timeout", 3, "late"),
+    ]
+    assert (got.pauses, got.given_up) == (1, 1)
+    run.status.unlink()
+    found = [(one.kind, one.count, one.error) for one in summary.summarise(run).failures]
+    assert found == [("raised", 11, "KeyError: 1"), ("timeout", 1, "KeyError: 2")], (
+        "without a status, as far as the events show"
+    )
+    assert (got.staleness_mean, got.staleness_max) == (0.5, 1)
+    assert (got.kept_trajectories, got.kept_unfinished, got.kept_tokens) == (24, 3, 2_400)
+
+
+def test_summary_of_a_run_that_never_started(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "empty")
+    got = summary.summarise(run)
+    assert (got.steps, got.reward_first, got.moves, got.state) == (0, None, [], "unknown")
+    assert "reward" in text_of(summary.render_summary(got))
+
+
+def test_rendered_summary_names_the_move_and_its_reason(run: RunDir) -> None:
+    text = text_of(summary.render_summary(summary.summarise(run)))
+    assert "3 steps, 500 tokens" in text
+    assert "node 2  training takes 2.3 s a batch" in text
+    assert "0.42 s" in text
+    assert "0.31 s" in text
+    facts = " ".join(text.replace("│", " ").split())
+    assert "planner expected 3.30 s, measured 3.00 s (mean of 57 steps), error 10% (median of blocks of 8)" in facts
+    assert "12 raised (KeyError: 'x'), 3 timeout; 1 pause of admission; 1 prompt given up" in facts
+    assert "24 trajectories and 3 unfinished ones with 2,400 generated tokens" in facts
+    assert str(run.path) in text.replace("\n", "")
+
+
+REWARDS = [0.31] * 12 + [0.4] * 20 + [0.71] * 9
+
+
+@pytest.mark.parametrize("state", ["starting", "running", "completed", "failed"])
+def test_the_screen_fits_100_columns_and_cuts_nothing_off(run: RunDir, state: str) -> None:
+    status = synthetic.make_status(run, state=state, step=41)
+    text = text_of(view.render(status, now=status.updated_at + 0.5, rewards=REWARDS), width=200)
+    assert max(len(line) for line in text.splitlines()) <= view.WIDTH
+    assert "…" not in text
+    expects = "planner expects 3.20 s a step (train 3.20 s, rollout 0.91 s)"
+    expected = (expects, "planner expected 3.31 s, measured 3.00 s (mean of 8 steps), error 10%")
+    node = ["a800-03", "moving node 2"]
+    node += ["ended"] if state in FINAL else ["→ train", "t2.0 starting, v2.0 standby"]
+    for fact in ("41 / 60", "0.310 → 0.710", "2,346", "TP 2", "57 open", *expected, *node):
+        assert fact in text, fact
+
+
+@pytest.mark.parametrize("state", ["running", "completed"])
+def test_the_screen_on_80_columns_cuts_nothing_off(run: RunDir, state: str) -> None:
+    status = synthetic.make_status(run, state=state, step=41)
+    text = text_of(view.render(status, now=status.updated_at + 0.5, rewards=REWARDS), width=80)
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "…" not in text
+    for fact in ("0.310 → 0.710", "tokens/s", "2,346", "KV cache", "0.48 mean, 1 max"):
+        assert fact in text, fact
+
+
+def test_there_is_no_reward_before_the_first_step(run: RunDir) -> None:
+    status = synthetic.make_status(run)
+    assert "reward 0.310 → 0.710" in text_of(view.render(status, now=status.updated_at, rewards=REWARDS))
+    assert "reward -  " in text_of(view.render(msgspec.structs.replace(status, step=0), now=status.updated_at))
+
+
+def test_the_screen_names_failures_and_why_admission_is_paused(run: RunDir) -> None:
+    status = synthetic.make_status(run)
+    assert "12 raised (KeyError: 'x'), 3 timeout" in text_of(view.render(status, now=status.updated_at))
+    why = "9 of the last 9 trajectories failed. One attempt at a time goes on until one succeeds."
+    paused = msgspec.structs.replace(
+        status, paused=why, message=why, failures=[FailedAttempts("raised", 12_345, "E: " + "long\n" * 100)]
+    )
+    for width in (80, 100):
+        text = text_of(view.render(paused, now=status.updated_at), width)
+        assert max(len(line) for line in text.splitlines()) <= width
+        assert why in " ".join(text.replace("│", " ").split())
+        assert "12,345 raised (E: long long" in text
+    older = json.loads(encode_status(status))
+    del older["failures"], older["paused"]
+    assert decode_status(json.dumps(older).encode()).failures == []
+
+
+def test_the_screen_shows_what_a_short_kv_cache_costs(run: RunDir) -> None:
+    status = synthetic.make_status(run)
+    short = msgspec.structs.replace(status, waiting_for_room=2, recomputed_tokens=81_920, evicted_tokens=65_536)
+    enough, text = (
+        " ".join(text_of(view.render(shown, now=status.updated_at), 80).replace("│", " ").split())
+        for shown in (status, short)
+    )
+    assert "recomputed" not in enough
+    assert "3 turns waiting (2 for KV cache), 4 tools running" in text
+    assert "recomputed 81,920 context tokens, 65,536 of them evicted from a KV cache" in text
+
+
+def test_the_screen_names_slow_engines_while_the_run_runs(run: RunDir) -> None:
+    status = synthetic.make_status(run)
+    why = "engine r3.1 (node3) takes 2.4x its class' time per step since 12:03"
+    slow = msgspec.structs.replace(status, slow=[why])
+    assert why in text_of(view.render(slow, now=status.updated_at))
+    assert why not in text_of(view.render(msgspec.structs.replace(slow, state="completed"), now=status.updated_at))
+    older = json.loads(encode_status(status))
+    del older["slow"]
+    assert decode_status(json.dumps(older).encode()).slow == []
+
+
+def test_the_screen_shows_a_stale_status(run: RunDir) -> None:
+    running, over = synthetic.make_status(run), synthetic.make_status(run, state="completed")
+    later = running.updated_at + 3600
+    assert "no news for 1:00:00" in text_of(view.render(running, now=later))
+    assert "no news" not in text_of(view.render(over, now=later))
+
+
+def test_a_status_of_an_older_version_is_read_without_what_is_no_longer_shown(run: RunDir) -> None:
+    status = synthetic.make_status(run)
+    old = json.loads(encode_status(status)) | {"forecast": {"steps": [], "error": 0.1}}
+    del old["estimate"], old["accuracy"]
+    read = decode_status(json.dumps(old).encode())
+    assert read == msgspec.structs.replace(status, estimate=None, accuracy=None)
+    assert "planner expect" not in text_of(view.render(read, now=status.updated_at))
+
+
+def test_steps_are_compared_in_blocks_and_only_where_there_was_an_estimate() -> None:
+    assert estimate.step_accuracy([]) is None
+    assert estimate.step_accuracy([(None, 3.0), (2.0, 0.0)]) is None
+    two = estimate.StepAccuracy(2, 2.0, 2.5, pytest.approx(0.2))
+    assert estimate.step_accuracy([(None, 9.0), (2.0, 4.0), (2.0, 1.0)]) == two
+    # Bursts: every other step is long, the mean is as expected.
+    bursts = [(2.0, 3.5), (2.0, 0.5)] * 8
+    assert estimate.step_accuracy(bursts) == estimate.StepAccuracy(16, 2.0, 2.0, 0.0)
+    # Blocks end with the newest step: the oldest three are in none of the two.
+    got = estimate.step_accuracy([(9.0, 1.0)] * 3 + [(1.1, 1.0)] * 8 + [(1.3, 1.0)] * 8)
+    assert got is not None
+    assert (got.steps, got.error) == (19, pytest.approx(0.2))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [([], ""), ([1.0], "▄"), ([0.0, 7.0], "▁█"), ([0.0, math.nan, 8.0], "▁█"), ([2.0, 2.0], "▄▄")],
+)
+def test_sparklines(values: list[float], expected: str) -> None:
+    assert view.sparkline(values) == expected
+
+
+def test_long_series_are_averaged_down() -> None:
+    assert len(view.sparkline([float(i) for i in range(1000)], width=24)) == 24
+
+
+def test_smoothing_is_unbiased_at_the_start_and_passes_over_gaps() -> None:
+    assert series.smooth([math.nan, 3.0, math.nan, 3.0])[1:] == pytest.approx([3.0, 3.0, 3.0])
+
+
+def test_the_picture_is_a_png_of_useful_size(run: RunDir, tmp_path: Path) -> None:
+    out = tmp_path / "picture.png"
+    plot.plot(run, out)
+    data = out.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert width == 1300
+    assert height > 700
+
+
+def test_a_picture_is_written_whole_or_not_at_all(run: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "folder.png").mkdir()
+    for out, why in (("folder.png", "Is a directory"), ("absent/picture.png", "No such file or directory")):
+        with pytest.raises(UserError, match=rf"{out}: the picture cannot be written \({why}\)\."):
+            plot.plot(run, tmp_path / out)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_the_picture_of_an_empty_run(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "empty")
+    plot.plot(run, run.summary_picture)
+    assert run.summary_picture.exists()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (187, "3:07"), (3723, "1:02:03")])
+def test_durations(seconds: float, text: str) -> None:
+    assert summary.duration(seconds) == text
+
+
+@pytest.mark.parametrize("content", [b"", b'{"state": ', b"[]", b"[" * 100_000, b"\xff\xfe"])
+def test_a_torn_document_reads_as_empty(content: bytes, tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "torn")
+    run.result.write_bytes(content)
+    assert run.read_json(run.result) == {}
+    assert run.read_json(run.path) == {}, "a folder stands for any file that cannot be read"

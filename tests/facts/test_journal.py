@@ -1,0 +1,146 @@
+"""Lines that are written later: order, batching, what a kill or a full disk leaves, and that nobody waits."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_hpc.facts import journal as module
+from libra_hpc.facts.events import LineLog
+from libra_hpc.facts.journal import Journal
+from libra_hpc.facts.rundir import read_lines
+
+
+def test_nothing_is_rendered_or_written_before_the_flush_and_then_all_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    threads: set[int] = set()
+
+    def render(record: int) -> dict[str, Any]:
+        threads.add(threading.get_ident())
+        return {"n": record}
+
+    async def main() -> None:
+        journal: Journal[int] = Journal(path, render)
+        for n in range(5):
+            journal.add(n)
+        assert not threads
+        assert not path.exists()
+        await asyncio.gather(journal.flush(), journal.flush())
+        assert [line["n"] for line in read_lines(path)] == [0, 1, 2, 3, 4]
+        assert threading.get_ident() not in threads
+        journal.add(5)
+        await journal.close()
+        assert [line["n"] for line in read_lines(path)] == [0, 1, 2, 3, 4, 5]
+
+    asyncio.run(main())
+
+
+def test_a_torn_last_line_of_an_earlier_attempt_costs_that_line_only(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"n": 1}\n{"n": 2')
+
+    async def main() -> None:
+        journal: Journal[int] = Journal(path, lambda n: {"n": n})
+        journal.add(3)
+        await journal.close()
+
+    asyncio.run(main())
+    assert [line["n"] for line in read_lines(path)] == [1, 3]
+
+
+class Disk:
+    """A file on a disk with ``room`` bytes left; it may refuse to shorten files too."""
+
+    def __init__(self, log: LineLog, room: int) -> None:
+        self.file, self.room = log._handle, room
+        log._handle = self  # type: ignore[assignment]
+
+    def fileno(self) -> int:
+        return self.file.fileno()
+
+    def write(self, data: bytes) -> int:
+        part = data[: self.room]
+        if not part:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.room -= len(part)
+        return self.file.write(part) or 0
+
+
+@given(rooms=st.lists(st.integers(0, 40), max_size=12), shortens=st.booleans())
+def test_a_failed_append_leaves_whole_lines_and_the_next_one_begins_a_line(
+    tmp_path_factory: pytest.TempPathFactory, rooms: list[int], shortens: bool
+) -> None:
+    path = tmp_path_factory.mktemp("disk") / "a.jsonl"
+    log = LineLog(path)
+    disk = Disk(log, 0)
+    written = []
+    with pytest.MonkeyPatch.context() as patch:
+        if not shortens:
+            patch.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "no")))
+        for n, room in enumerate([*rooms, 1000]):
+            disk.room = room
+            try:
+                log.write({"n": n})
+                written.append(n)
+            except OSError:
+                assert not shortens or path.read_bytes().endswith(b"\n") or not path.stat().st_size
+        found = [line["n"] for line in read_lines(path)]
+        # Where a file cannot be shortened, a line whose end alone was missing is whole in the end.
+        assert found == written if shortens else [n for n in found if n in written] == written
+        assert b"\n\n" not in path.read_bytes()
+
+
+def test_lines_wait_for_room_and_beyond_the_bound_the_oldest_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LINES", 3)
+    path = tmp_path / "a.jsonl"
+
+    async def main() -> None:
+        journal: Journal[int] = Journal(path, lambda n: {"n": n}, keep=5)
+        journal.add(0)
+        await journal.flush()
+        assert journal._log is not None
+        disk = Disk(journal._log, 0)
+        for n in range(1, 9):
+            journal.add(n)
+            await journal.flush()
+            assert journal.fault == "No space left on device"
+        assert journal.dropped == 3
+        disk.room = 30
+        await journal.flush()
+        assert (journal.fault, [line["n"] for line in read_lines(path)]) == ("No space left on device", [0, 4, 5, 6]), (
+            "a part fitted"
+        )
+        disk.room = 1000
+        await journal.flush()
+        assert (journal.fault, [line["n"] for line in read_lines(path)]) == ("", [0, 4, 5, 6, 7, 8])
+        journal.add(9)
+        journal.drop()
+        await journal.flush()
+        assert journal.dropped == 4
+
+    asyncio.run(main())
+
+
+def test_a_file_that_cannot_be_opened_is_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "absent" / "a.jsonl"
+
+    async def main() -> None:
+        journal: Journal[int] = Journal(path, lambda n: {"n": n}, keep=5)
+        journal.add(1)
+        await journal.flush()
+        assert journal.fault == "No such file or directory"
+        path.parent.mkdir()
+        await journal.flush()
+        assert (journal.fault, [line["n"] for line in read_lines(path)]) == ("", [1])
+
+    asyncio.run(main())

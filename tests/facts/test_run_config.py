@@ -1,0 +1,29 @@
+"""The configuration of a run as its directory has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.errors import UserError
+from libra_hpc.facts.run_config import load_resolved
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"run": {"na', "the configuration of the run cannot be read: Unterminated string starting at"),
+        ("", "the configuration of the run cannot be read: Expecting value"),
+        ("[" * 100_000, "the configuration of the run cannot be read: it is nested too deeply."),
+        ("[]", "the configuration of the run is not a JSON object."),
+        ('{"run": {"nmae": "x"}}', "run.nmae = 'x': unknown key in [run]"),
+        ("\udcff", "the configuration of the run cannot be read: "),
+    ],
+)
+def test_a_damaged_configuration_is_named_with_its_reason(content: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(UserError) as caught:
+        load_resolved(path)
+    assert str(caught.value).startswith(f"{path}: {reason}")

@@ -1,0 +1,79 @@
+"""Steps and tools that take too long: what is ended, what is not, and what the leader receives."""
+
+from __future__ import annotations
+
+import math
+import signal
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.host.settings import HostConfig
+from libra_hpc.protocol.codec import pack_i32, unpack_i32
+from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped, HostAlive, OpenEpisode, StepEpisode
+from tests.host.leader import Leader, host_settings
+
+PATIENT = f"{Path(__file__).with_name('user_tasks.py')}:Patient"
+
+
+def host(folder: Path, **fields: float) -> HostConfig:
+    limits = {"step_limit_s": 0.3, "tool_timeout_s": 0.5, **fields}
+    return host_settings(task=PATIENT, model=str(folder), **limits)
+
+
+@pytest.mark.parametrize("how", [0, 1], ids=["obeys its cancellation", "goes on"])
+def test_a_step_that_never_answers_fails_its_episode_alone(keychain_folder: Path, how: int) -> None:
+    with Leader(host(keychain_folder)) as leader:
+        leader.open("a")
+        leader.open("b")
+        failed = leader.step("a", [how])
+        assert isinstance(failed, EpisodeFailed)
+        assert (failed.episode, failed.kind) == ("a", "timeout")
+        assert failed.error.startswith("StepTimeout: no answer within 0.3 s outside tool calls; it waits at ")
+        assert "user_tasks.py" in failed.error
+        assert isinstance(leader.step("b", [9]), EpisodeStepped)
+        leader.open("a")
+        assert isinstance(leader.step("a", [9]), EpisodeStepped)
+    assert leader.process.returncode == 0
+
+
+def test_a_tool_with_a_limit_of_its_own_outlasts_others_and_the_step(keychain_folder: Path) -> None:
+    with Leader(host(keychain_folder, step_limit_s=0.9)) as leader:
+        leader.open("a")
+        leader.open("b")
+        # Both wait for the one tool process, together longer than a step may take itself.
+        leader.send(StepEpisode("a", pack_i32([2])), StepEpisode("b", pack_i32([3])))
+        found = {message.episode: message for message in (leader.expect(EpisodeStepped) for _ in range(2))}
+        assert unpack_i32(found["a"].tokens) == [len("ok")] * 2
+        assert unpack_i32(found["b"].tokens) == [len("timeout")]
+
+
+@pytest.mark.parametrize(("how", "error"), [(4, "CancelledError"), (5, "SystemExit: 3")])
+def test_however_a_step_ends_the_leader_gets_an_answer(keychain_folder: Path, how: int, error: str) -> None:
+    with Leader(host(keychain_folder, step_limit_s=0.0)) as leader:
+        leader.open("a")
+        failed = leader.step("a", [how])
+        assert isinstance(failed, EpisodeFailed)
+        assert (failed.kind, failed.error[: len(error)]) == ("raised", error)
+        leader.open("a")
+
+
+def test_a_host_shows_that_its_loop_runs_and_its_stacks_when_asked(keychain_folder: Path) -> None:
+    with Leader(host(keychain_folder)) as leader:
+        assert leader.ready.step_limit_s == math.inf, "it ends overdue steps itself, and a queue for tools is no hang"
+        assert leader.ready.busy_s == 60.0, "the task's longest tool"
+        assert isinstance(leader.receive_any(), HostAlive)
+        assert isinstance(leader.receive_any(), HostAlive)
+        leader.process.send_signal(signal.SIGUSR2)
+        assert leader.process.stderr is not None
+        assert b"Current thread" in leader.process.stderr.readline()
+        assert leader.process.poll() is None
+
+
+def test_a_host_that_opens_many_episodes_slowly_reports_progress(keychain_folder: Path) -> None:
+    with Leader(host_settings(task=PATIENT.replace("Patient", "Heavy"), model=str(keychain_folder))) as leader:
+        leader.send(*(OpenEpisode(f"{number}", number, 0, 0.0) for number in range(4)))
+        kinds: list[type] = []
+        while kinds.count(EpisodeOpened) < 4:
+            kinds.append(type(leader.receive_any()))
+    assert HostAlive in kinds[kinds.index(EpisodeOpened) :]

@@ -1,0 +1,258 @@
+"""The environment host process over a real socket."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from libra_hpc.host.settings import host_command
+from libra_hpc.process import reaper
+from libra_hpc.protocol.codec import pack_i32
+from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, OpenEpisode, StepEpisode
+from libra_hpc.tasks.keychain import Guide, KeyChain, Words
+from libra_hpc.tasks.tokenizer import TaskTokenizer
+from tests.host.leader import Leader, host_settings, play
+
+from .test_sandbox import gone
+
+FRAGILE = f"{Path(__file__).with_name('user_tasks.py')}:Fragile"
+EXAMPLE = f"{Path(__file__).parents[2] / 'examples' / 'my_task.py'}:GuessNumber"
+
+
+@pytest.fixture
+def subreaper() -> Iterator[None]:
+    """This process is a subreaper, like an agent."""
+    reaper.become_subreaper()
+    yield
+    ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
+
+
+def gone_now(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*children, *(d for c in children for d in descendants(c))]
+
+
+def test_perfect_keychain_over_the_socket(keychain_folder: Path) -> None:
+    tokenizer = TaskTokenizer(keychain_folder)
+    words = Words(tokenizer)
+    episodes = {f"e{i}": i for i in range(64)}
+    twin = KeyChain(tokenizer, seed=11, drift_at=0.5, after={"p_more": 0.85})
+    worlds = {name: twin.open(index, 0, 0.7)._world for name, index in episodes.items()}
+    guides = {name: Guide(world) for name, world in worlds.items()}
+    asked: dict[str, int] = {}
+
+    def policy(name: str, context: list[int]) -> list[int]:
+        if name in asked:
+            line = tokenizer.decode(context[:-1]).rpartition("\n")[2].split()
+            guides[name].record(asked[name], line[0])
+        key = guides[name].key
+        if key is None:
+            return [words.ans, words.values[worlds[name].value], words.newline]
+        asked[name] = key
+        return [words.get, words.keys[key], words.newline]
+
+    options = {"drift_at": 0.5, "after": {"p_more": 0.85}}
+    with Leader(host_settings(task="keychain", model=str(keychain_folder), options=options, seed=11)) as leader:
+        ends = play(leader, policy, episodes, progress=0.7)
+    assert [end.reward for end in ends.values()] == [1.0] * 64
+    assert {end.info["after_drift"] for end in ends.values()} == {1.0}
+    assert leader.process.returncode == 0
+
+
+def test_task_of_a_users_own_file(arithmetic_folder: Path) -> None:
+    tokenizer = TaskTokenizer(arithmetic_folder)
+    bounds: dict[str, list[int]] = {}
+
+    def policy(name: str, context: list[int]) -> list[int]:
+        low_high = bounds.setdefault(name, [1, 1000])
+        last = tokenizer.decode(context).strip().split("\n")[-1]
+        middle = sum(low_high) // 2
+        if last in ("higher", "lower"):
+            low_high[last == "lower"] = middle + 1 if last == "higher" else middle - 1
+        return tokenizer.encode(f"{sum(low_high) // 2}\n")
+
+    config = host_settings(task=EXAMPLE, model=str(arithmetic_folder), options={"largest": 1000, "max_turns": 12})
+    with Leader(config) as leader:
+        ends = play(leader, policy, {f"e{i}": i for i in range(16)})
+    assert all(end.reward == pytest.approx(1 / end.info["turns"]) for end in ends.values())
+    assert len({end.info["turns"] for end in ends.values()}) > 2
+
+
+def test_options_of_a_task_are_in_a_file_of_its_owner_and_not_in_ps(keychain_folder: Path) -> None:
+    with Leader(host_settings(task="keychain", model=str(keychain_folder), options={"drift_at": 0.7531})) as leader:
+        assert b"0.7531" not in Path(f"/proc/{leader.process.pid}/cmdline").read_bytes()
+        assert b"0.7531" in leader.settings.read_bytes()
+        assert leader.settings.stat().st_mode & 0o777 == 0o600
+
+
+def test_exceptions_of_a_task_drop_one_episode_each(keychain_folder: Path) -> None:
+    with Leader(host_settings(task=FRAGILE, model=str(keychain_folder))) as leader:
+        leader.send(OpenEpisode("x", 13, 0, 0.0))
+        assert leader.expect(EpisodeFailed).error == "LookupError: no problem 13"
+        for first, error in (
+            (0, "RuntimeError: the task is broken"),
+            (1, "BadReward"),
+            (2, "the task declares no tool 'no such tool'"),
+        ):
+            leader.open("e")
+            failed = leader.step("e", [first])
+            assert isinstance(failed, EpisodeFailed)
+            assert error in failed.error
+            again = leader.step("e", [9])
+            assert isinstance(again, EpisodeFailed)
+            assert again.error == "no such episode is open"
+        assert leader.open("e").stop_ids == (9,)
+        going = leader.step("e", [9])
+        assert isinstance(going, EpisodeStepped)
+        assert (going.done, going.tokens) == (False, pack_i32([7, 8]))
+        end = leader.step("e", [4])
+        assert isinstance(end, EpisodeStepped)
+        assert (end.done, end.reward, end.info, end.tokens) == (True, 0.25, {"turns": 2.0}, b"")
+
+
+def test_slow_tool_blocks_no_other_episode(keychain_folder: Path) -> None:
+    with Leader(host_settings(task=FRAGILE, model=str(keychain_folder), tool_timeout_s=2.0)) as leader:
+        leader.open("slow")
+        leader.send(StepEpisode("slow", pack_i32([3])))
+        for i in range(50):
+            leader.open(f"fast{i}")
+            assert isinstance(leader.step(f"fast{i}", [4]), EpisodeStepped)
+        late = leader.expect(EpisodeStepped)
+        assert (late.episode, late.tokens) == ("slow", pack_i32([len("timeout")]))
+
+
+def test_protocol_misuse_fails_the_episode_named(keychain_folder: Path) -> None:
+    with Leader(host_settings(task=FRAGILE, model=str(keychain_folder), tool_timeout_s=1.0)) as leader:
+        leader.open("a")
+        leader.send(OpenEpisode("a", 1, 0, 0.0))
+        assert leader.expect(EpisodeFailed).error == "this episode is already open"
+        leader.open("b")
+        leader.send(StepEpisode("b", pack_i32([3])), StepEpisode("b", pack_i32([4])))
+        assert leader.expect(EpisodeFailed).error == "a step of this episode is still running"
+        leader.send(CloseEpisode("never opened"))
+        leader.open("c")
+        leader.send(StepEpisode("c", pack_i32([3])), CloseEpisode("c"), OpenEpisode("c", 2, 0, 0.0))
+        assert [leader.receive().__class__ for _ in range(1)] == [EpisodeOpened]
+        assert isinstance(leader.step("c", [4]), EpisodeStepped)
+
+
+def test_unreadable_frame_ends_the_host(keychain_folder: Path) -> None:
+    with Leader(host_settings(task=FRAGILE, model=str(keychain_folder))) as leader:
+        assert leader.link is not None
+        leader.link.sendall(b"\x03\x00\x00\x00abc")
+        with pytest.raises(EOFError):
+            leader.receive()
+    assert leader.process.returncode == 1
+
+
+def test_tools_end_with_the_socket(keychain_folder: Path) -> None:
+    with Leader(host_settings(task=FRAGILE, model=str(keychain_folder), tool_processes=2)) as leader:
+        leader.open("a")
+        leader.send(StepEpisode("a", pack_i32([3])))
+        leader.open("b")
+        pids = descendants(leader.process.pid)
+        assert len(pids) == 2
+        assert leader.link is not None
+        leader.link.close()
+        assert leader.process.wait(30) == 0
+        assert all(gone(pid) for pid in pids)
+        assert sorted(path.name for path in leader.folder.iterdir()) == ["env.sock", "host.json"]
+
+
+def test_killed_host_leaves_no_orphan(arithmetic_folder: Path) -> None:
+    tokenizer = TaskTokenizer(arithmetic_folder)
+    with Leader(host_settings(task="arithmetic", model=str(arithmetic_folder), tool_timeout_s=300)) as leader:
+        leader.open("a")
+        leader.send(StepEpisode("a", pack_i32(tokenizer.encode("<python>while True: pass</python>"))))
+        pids: list[int] = []
+        while len(pids) < 3:  # the calculator, the process that runs code, and the code itself
+            assert leader.process.poll() is None
+            pids = descendants(leader.process.pid)
+        leader.process.send_signal(signal.SIGKILL)
+        leader.process.wait(30)
+        assert all(gone(pid) for pid in pids)
+
+
+def test_a_daemon_of_a_tool_is_gone_after_its_timeout(keychain_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    config = host_settings(task=FRAGILE, model=str(keychain_folder), options={"path": str(path)}, tool_timeout_s=1.0)
+    with Leader(config) as leader:
+        leader.open("a")
+        assert isinstance(leader.step("a", [5]), EpisodeStepped)
+        assert gone(int(path.read_text()))
+        assert leader.process.poll() is None
+
+
+def test_a_daemon_of_a_killed_host_comes_to_who_started_it(
+    keychain_folder: Path, tmp_path: Path, subreaper: None
+) -> None:
+    path, before = tmp_path / "pid", reaper.children()
+    config = host_settings(task=FRAGILE, model=str(keychain_folder), options={"path": str(path)}, tool_timeout_s=300.0)
+    with Leader(config) as leader:
+        leader.open("a")
+        leader.send(StepEpisode("a", pack_i32([5])))
+        while not path.exists():
+            assert leader.process.poll() is None
+            time.sleep(0.01)
+        leader.process.kill()
+        leader.process.wait(30)
+        daemon = int(path.read_text())
+        while daemon not in reaper.children():
+            assert not gone_now(daemon)
+            time.sleep(0.01)
+        while reaper.children() - before:
+            reaper.end_strangers(before)
+            time.sleep(0.01)
+        assert gone_now(daemon)
+
+
+def test_host_hides_its_memory(keychain_folder: Path) -> None:
+    with Leader(host_settings(task=FRAGILE, model=str(keychain_folder))) as leader:
+        become = "os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)" if os.getuid() == 0 else "None"
+        script = f"import os\n{become}\nopen('/proc/{leader.process.pid}/mem', 'rb')"
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert "PermissionError" in result.stderr
+        assert os.stat(f"/proc/{leader.process.pid}/environ").st_uid == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": "keychainz"}, "did you mean 'keychain'?"),
+        ({"options": {"hops": 3}}, "KeyChain has no such option"),
+        ({"model": "/nowhere"}, "has no tokenizer.json"),
+        ({"task": "arithmetic", "options": {"max_turns": 0}}, "task.options.max_turns = 0"),
+        ({"tool": 3}, "unknown field `tool`"),
+        (None, "Input data was truncated"),
+        ({"task": FRAGILE.replace("Fragile", "NoTool")}, "tools['nested']"),
+        ({"task": FRAGILE.replace("Fragile", "NoSuchTool")}, "did you mean 'nap'?"),
+        ({"task": FRAGILE.replace("Fragile", "NoTime")}, "step_limit_s = nan"),
+    ],
+)
+def test_users_mistakes_exit_with_two(
+    keychain_folder: Path, changes: dict[str, Any] | None, message: str, tmp_path: Path
+) -> None:
+    settings = tmp_path / "host.json"
+    valid = msgspec.to_builtins(host_settings(task="keychain", model=str(keychain_folder)))
+    settings.write_text(json.dumps(valid)[:30] if changes is None else json.dumps({**valid, **changes}))
+    command = [*host_command(settings), "--socket", str(tmp_path / "none.sock")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -1,0 +1,129 @@
+"""Model-written code: what it can do, and that everything else fails as a value."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.host.contain import COMPUTE
+from libra_hpc.host.sandbox import Sandbox
+from libra_hpc.tasks.base import ToolResult
+from tests.host.conftest import InSandbox
+
+LIMITS = {"tool_timeout_s": 1.0, "tool_memory_mb": 256, "tool_output_bytes": 2000}
+
+
+def run_all(in_sandbox: InSandbox, codes: list[str], timeout_s: float = 30.0) -> list[ToolResult]:
+    async def body(box: Sandbox) -> list[ToolResult]:
+        return [await box.python(code) for code in codes]
+
+    results: list[ToolResult] = in_sandbox(body, **{**LIMITS, "tool_timeout_s": timeout_s})
+    return results
+
+
+def test_prints_are_the_value(in_sandbox: InSandbox) -> None:
+    modules = "import math, re, itertools, fractions\nprint(math.comb(5, 2), fractions.Fraction(6, 4))"
+    codes = ["print(2 + 3)", modules, "x = 1", "import sys; print('a'); sys.exit()"]
+    results = run_all(in_sandbox, codes)
+    assert [(r.outcome, r.value) for r in results] == [("ok", "5\n"), ("ok", "10 3/2\n"), ("ok", ""), ("ok", "a\n")]
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        ("pass", 0),
+        ("import sys; sys.exit(3)", 3),
+        ("import sys; sys.exit('text')", 1),
+        ("import sys; sys.exit(256)", 0),
+        ("1 / 0", 1),
+        ("import ctypes; ctypes.string_at(0)", -11),
+        ("while True: pass", None),
+        ("while True: print('spam')", None),
+    ],
+)
+def test_exit_code_of_the_program(in_sandbox: InSandbox, code: str, exit_code: int | None) -> None:
+    result = run_all(in_sandbox, [code], 1.0 if exit_code is None else 30.0)[0]
+    assert result.exit_code == exit_code
+    assert (result.outcome == "ok") == (exit_code == 0)
+
+
+def test_calls_share_no_state(in_sandbox: InSandbox) -> None:
+    results = run_all(
+        in_sandbox, ["import math; math.pi = 3; leak = 1", "import math; print(math.pi == 3, 'leak' in globals())"]
+    )
+    assert results[1].value == "False False\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome", "text"),
+    [
+        ("print('before'); 1 / 0", "error", "before\n"),
+        ("1 / 0", "error", "ZeroDivisionError: division by zero"),
+        ("x = (", "error", "SyntaxError"),
+        ("def f(): f()\nf()", "error", "RecursionError"),
+        ("import sys; sys.exit(3)", "error", ""),
+        ("while True: pass", "timeout", ""),
+        ("import time; time.sleep(600)", "timeout", ""),
+        ("import os; os.close(1); os.close(2)\nwhile True: pass", "timeout", ""),
+        ("x = 'x' * 10**10", "error", "MemoryError"),
+        ("x = []\nwhile True: x.append(bytearray(1 << 20))", "error", "MemoryError"),
+        ("while True: print('spam')", "error", "spam"),
+        ("import ctypes; ctypes.string_at(0)", "error", "SIGSEGV"),
+        ("import os\nwhile True: os.fork()", "error", "PermissionError"),
+        ("import os; os.execv('/bin/sh', ['sh'])", "error", "PermissionError"),
+        ("open('note', 'w')", "error", "PermissionError"),
+        ("open('/etc/passwd').read()", "error", "PermissionError"),
+        ("import os; open(f'/proc/{os.getppid()}/mem', 'rb')", "error", "PermissionError"),
+        ("import os; os.kill(os.getppid(), 9)", "error", "PermissionError"),
+        ("import os; os.unlink('/etc/hostname')", "error", "PermissionError"),
+        ("import os; os.setsid()", "error", "PermissionError"),
+        ("import socket; socket.socket()", "error", "PermissionError"),
+        ("import subprocess", "error", "ModuleNotFoundError"),
+        ("import libra_hpc.tasks.keychain", "error", "ModuleNotFoundError"),
+    ],
+)
+def test_everything_else_fails_as_a_value(in_sandbox: InSandbox, code: str, outcome: str, text: str) -> None:
+    bad, good = run_all(in_sandbox, [code, "print('next')"], 1.0 if outcome == "timeout" else 30.0)
+    assert (bad.outcome, text in bad.value) == (outcome, True), bad
+    assert len(bad.value.encode()) <= LIMITS["tool_output_bytes"]
+    assert (good.outcome, good.value) == ("ok", "next\n")
+
+
+def test_no_descriptor_but_its_own_output(in_sandbox: InSandbox) -> None:
+    code = "import os\nfor fd in range(3, 500):\n    try: os.fstat(fd); print(fd)\n    except OSError: pass"
+    assert run_all(in_sandbox, [code])[0].value == ""
+
+
+def test_raw_system_calls_outside_the_list_are_denied(in_sandbox: InSandbox) -> None:
+    # prctl could undo the parent-death signal, fcntl(F_SETOWN) could signal others, ptrace and process_vm_readv could
+    # read memory, io_uring could open files.
+    numbers = {"x86_64": (157, 72, 101, 310, 425, 0x40000000), "aarch64": (167, 25, 117, 270, 425)}[os.uname().machine]
+    code = (
+        f"import ctypes\nlibc = ctypes.PyDLL(None, use_errno=True)\nfor n in {numbers}: print(libc.syscall(n, 0, 0, 0,"
+        " 0), ctypes.get_errno())"
+    )
+    assert run_all(in_sandbox, [code])[0].value == "-1 1\n" * len(numbers)
+    assert not set(numbers) & set(COMPUTE[os.uname().machine][1])
+
+
+def test_runs_without_root_and_without_environment(in_sandbox: InSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "do not leak")
+    result = run_all(in_sandbox, ["import os; print(os.getuid() != 0, sorted(os.environ))"])[0]
+    assert result.value == "True ['LC_ALL', 'TMPDIR']\n"
+
+
+def test_answer_cannot_be_forged(in_sandbox: InSandbox) -> None:
+    # What looks like a frame of the tool process is only text that was printed.
+    result = run_all(in_sandbox, [r"print('\x14\x00\x00\x00ToolDone ok 42')"])[0]
+    assert result.value == "\x14\x00\x00\x00ToolDone ok 42\n"
+
+
+def test_timed_out_code_leaves_no_process(in_sandbox: InSandbox) -> None:
+    async def body(box: Sandbox) -> list[str]:
+        await box.python("while True: pass")
+        pid = box.pids[-1]
+        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+    assert in_sandbox(body, **LIMITS) == []

@@ -1,0 +1,315 @@
+"""The mesh between real ranks: order, blobs, dead peers, foreign bytes, and what an idle agent costs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
+
+PRELUDE = """
+import asyncio, json, os, resource, signal, sys, time
+from pathlib import Path
+from libra_hpc.mesh.links import Outgoing
+from libra_hpc.mesh.mesh import Mesh
+from libra_hpc.mesh.world import meet
+from libra_hpc.protocol import mesh as wire
+out = Path(sys.argv[1])
+world = meet()
+(out / f"pid-{world.rank}").write_text(str(os.getpid()))
+got = []
+def handler(source, message, blob):
+    got.append((source, message, blob))
+async def main():
+    mesh = Mesh(world, handler)
+    task = asyncio.create_task(mesh.run())
+    facts = await script(mesh)
+    await mesh.drain(5.0)
+    task.cancel()
+    return facts
+async def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+async def pid(rank):
+    path = out / f"pid-{rank}"
+    await until(lambda: path.exists() and path.read_text())
+    return int(path.read_text())
+def finish():
+    facts = asyncio.run(main())
+    (out / f"{world.rank}.json").write_text(json.dumps(facts))
+    os._exit(0)
+"""
+
+
+def world(tmp_path: Path, size: int, script: str) -> dict[int, Any]:
+    """Run ``script`` on ``size`` ranks; returns what each surviving rank found."""
+    program = tmp_path / "program.py"
+    program.write_text(PRELUDE + script + "\nfinish()\n")
+    command = [
+        sys.executable,
+        "-m",
+        "libra_hpc.slurm.ranks",
+        "--size",
+        str(size),
+        "--logs",
+        str(tmp_path),
+        "--",
+        sys.executable,
+        str(program),
+        str(tmp_path),
+    ]
+    subprocess.run(command, check=False, timeout=120, stdout=subprocess.DEVNULL)
+    found = {rank: tmp_path / f"{rank}.json" for rank in range(size)}
+    logs = "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
+    assert found[0].exists(), logs
+    return {rank: json.loads(path.read_text()) for rank, path in found.items() if path.exists()}
+
+
+def test_messages_arrive_in_order_with_their_blobs_from_everyone_at_once(tmp_path: Path) -> None:
+    facts = world(
+        tmp_path,
+        3,
+        """
+async def script(mesh):
+    for i in range(40):
+        for dest in range(mesh.size):
+            if i % 10 == 0:
+                body = bytes([mesh.rank]) * (1 + 300_000 * (i % 3))
+                mesh.send(dest, wire.WeightsChunk(i, 0, 0, 0, ()), memoryview(body))
+            else:
+                mesh.send(dest, wire.RankLost(i))
+    await until(lambda: len(got) == 40 * mesh.size)
+    order = {}
+    for source, message, blob in got:
+        order.setdefault(source, []).append(message.version if blob else message.rank)
+        assert set(blob) <= {source}
+    return {"order": order, "bytes": sum(len(b) for _, _, b in got), "rejected": mesh.rejected}
+""",
+    )
+    assert len(facts) == 3
+    for fact in facts.values():
+        assert all(order == list(range(40)) for order in fact["order"].values())
+        assert fact["bytes"] == 3 * sum(1 + 300_000 * (i % 3) for i in (0, 10, 20, 30))
+        assert fact["rejected"] == 0
+
+
+def test_a_dead_peer_blocks_nobody(tmp_path: Path) -> None:
+    facts = world(
+        tmp_path,
+        3,
+        """
+async def script(mesh):
+    if mesh.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    await asyncio.sleep(1.0)
+    for i in range(30):
+        mesh.send(2, wire.WeightsChunk(i, 0, 0, 0, ()), memoryview(b"x" * 500_000))
+        mesh.send(1 - mesh.rank, wire.RankLost(i))
+    await until(lambda: len(got) == 30)
+    mesh.forget(2)
+    mesh.send(2, wire.RankLost(99))
+    return {"got": [m.rank for _, m, _ in got]}
+""",
+    )
+    assert facts[0]["got"] == facts[1]["got"] == list(range(30))
+    assert 2 not in facts
+
+
+def test_a_peer_that_dies_while_its_blob_is_read_costs_nobody_else_a_message(tmp_path: Path) -> None:
+    facts = world(
+        tmp_path,
+        3,
+        """
+async def script(mesh):
+    if mesh.rank == 2:
+        mesh.send(0, wire.WeightsChunk(1, 0, 0, 0, ()), memoryview(b"x" * 5_000_000))
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mesh.rank == 0:
+        time.sleep(1.0)  # Nothing is read before the sender is gone.
+    for i in range(30):
+        mesh.send(1 - mesh.rank, wire.RankLost(i))
+    await until(lambda: sum(source == 1 - mesh.rank for source, _, _ in got) == 30)
+    return {"got": [m.rank for source, m, _ in got if source == 1 - mesh.rank]}
+""",
+    )
+    assert facts[0]["got"] == facts[1]["got"] == list(range(30))
+
+
+def test_a_stopped_rank_that_is_forgotten_and_remembered_gets_every_blob_whole_and_in_order(tmp_path: Path) -> None:
+    facts = world(
+        tmp_path,
+        2,
+        """
+import gc
+async def script(mesh):
+    blob = lambda i: memoryview(bytes([i]) * (3_000_000 + i))
+    other = await pid(1 - mesh.rank)
+    if mesh.rank == 1:
+        await until(lambda: len(got) == 6)
+        mesh.send(0, wire.RankLost(99))
+        return {"got": [(m.version, set(b) == {m.version}, len(b) - m.version) for _, m, b in got]}
+    taken, chunk = {}, lambda i: wire.WeightsChunk(i, 0, 0, 0, ())
+    os.kill(other, signal.SIGSTOP)
+    for i in (1, 2, 3):
+        mesh.send(1, chunk(i), blob(i), lambda ok, i=i: taken.__setitem__(i, ok))
+    gc.collect()
+    await asyncio.sleep(0.2)
+    before = mesh.pending(1)
+    mesh.forget(1)
+    mesh.send(1, chunk(4), blob(4), lambda ok: taken.__setitem__(4, ok))
+    await asyncio.wait_for(mesh.drain(3600.0), 60.0)
+    stopped = dict(taken)
+    os.kill(other, signal.SIGCONT)
+    mesh.remember(1)
+    for i in (5, 6, 7):
+        mesh.send(1, chunk(i), blob(i), lambda ok, i=i: taken.__setitem__(i, ok))
+    await until(lambda: len(taken) == 7 and got)
+    ranks = [m.rank for _, m, _ in got]
+    return {"before": before, "stopped": stopped, "taken": taken, "after": mesh.pending(1), "got": ranks}
+""",
+    )
+    assert facts[0]["before"] > 9_000_000
+    assert facts[0]["stopped"] == {"4": False}, "only what is dropped ends while the rank takes nothing"
+    assert facts[0]["taken"] == {str(i): i != 4 for i in range(1, 8)}
+    assert (facts[0]["after"], facts[0]["got"]) == (0, [99])
+    assert facts[1]["got"] == [[i, True, 3_000_000] for i in (1, 2, 3, 5, 6, 7)]
+
+
+def test_weights_on_a_stopped_link_wait_with_four_chunks_in_flight_and_arrive_whole(tmp_path: Path) -> None:
+    facts = world(
+        tmp_path,
+        3,
+        """
+import zlib
+from libra_hpc.weights import flow
+from libra_hpc.weights.relay import Publisher, Receiver
+flow.CHUNK_BYTES = 1 << 20
+data = bytes(range(256)) * (20 << 12)
+async def script(mesh):
+    pids = [await pid(rank) for rank in range(3)]
+    folder = out / f"w{mesh.rank}"
+    folder.mkdir()
+    if mesh.rank == 0:
+        path = folder / "export-00000001.safetensors"
+        path.write_bytes(data)
+        os.kill(pids[1], signal.SIGSTOP)
+        Publisher(mesh.send).publish(1, path, zlib.crc32(data), (1, 2))
+        await until(lambda: any(type(m) is wire.RankLost and source == 2 for source, m, _ in got))
+        held = mesh.pending(1)
+        os.kill(pids[1], signal.SIGCONT)
+        await until(lambda: len(got) == 2)
+        return {"held": held, "after": [mesh.pending(1), mesh.pending(2)]}
+    done = []
+    log = lambda kind, **fields: done.append(kind)  # noqa: E731
+    receiver = Receiver(folder, mesh.send, complete=done.append, request=done.append, log=log)
+    seen = 0
+    while not done:
+        await until(lambda: len(got) > seen)
+        for source, message, blob in got[seen:]:
+            receiver.chunk(message, blob, time.monotonic())
+            seen += 1
+    mesh.send(0, wire.RankLost(1))
+    return {"same": done[0].path.read_bytes() == data}
+""",
+    )
+    assert 4 << 20 <= facts[0]["held"] < 5 << 20
+    assert facts[0]["after"] == [0, 0]
+    assert facts[1]["same"]
+    assert facts[2]["same"]
+
+
+def test_messages_of_a_forgotten_rank_are_received_whole_and_passed_aside(tmp_path: Path) -> None:
+    facts = world(
+        tmp_path,
+        2,
+        """
+async def script(mesh):
+    if mesh.rank == 1:
+        for i in range(3):
+            mesh.send(0, wire.WeightsChunk(i, 0, 0, 0, ()), memoryview(bytes([i]) * 3_000_000))
+        await until(lambda: got)
+        mesh.send(0, wire.RankLost(5))
+        await until(lambda: len(got) == 2)
+        return {}
+    aside = []
+    mesh.from_lost = lambda rank, message: aside.append((rank, message.version))
+    mesh._handler = lambda *message: (handler(*message), mesh.forget(1))
+    await until(lambda: len(got) + len(aside) == 3)
+    seen, mesh._handler = len(got), handler
+    mesh.remember(1)
+    mesh.send(1, wire.RankLost(1))
+    await until(lambda: len(got) == seen + 1)
+    mesh.send(1, wire.RankLost(2))
+    return {"aside": aside, "seen": seen, "last": got[-1][1].rank}
+""",
+    )
+    assert (facts[0]["seen"], facts[0]["aside"]) == (1, [[1, 1], [1, 2]])
+    assert facts[0]["last"] == 5
+
+
+def test_bytes_that_are_no_message_are_counted_and_ignored(tmp_path: Path) -> None:
+    facts = world(
+        tmp_path,
+        2,
+        """
+async def script(mesh):
+    if mesh.rank == 1:
+        link = mesh._links.setdefault(0, Outgoing(world, 0, lambda rank: None))
+        for junk in (b"\\x80\\x04junk", b"", b"\\x92\\x00\\x81\\xa4type\\xa4Evil"):
+            link.put(junk, memoryview(b""), None)
+        mesh.send(0, wire.RankLost(7))
+        await asyncio.sleep(0.5)
+        return {}
+    await until(lambda: got)
+    return {"rejected": mesh.rejected, "got": [m.rank for _, m, _ in got]}
+""",
+    )
+    assert facts[0] == {"rejected": 3, "got": [7]}
+
+
+def test_idle_ranks_use_hardly_any_processor_time(tmp_path: Path) -> None:
+    facts = world(
+        tmp_path,
+        4,
+        """
+async def script(mesh):
+    await asyncio.sleep(1.0)
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    await asyncio.sleep(4.0)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return {"share": (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / 4.0}
+""",
+    )
+    assert sum(fact["share"] for fact in facts.values()) < 0.06, (
+        "the agents' own polling, together, as a share of one core"
+    )
+
+
+def test_a_world_that_never_meets_ends(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os\nfrom libra_hpc.mesh import world\nworld.MEET_S = 3\nif os.environ['PMI_RANK'] == '1':\n   "
+        " os._exit(15)\nworld.meet()\nos._exit(0)\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "libra_hpc.slurm.ranks",
+        "--size",
+        "3",
+        "--logs",
+        str(tmp_path),
+        "--",
+        sys.executable,
+        str(program),
+    ]
+    result = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
+    assert result.stdout == "exit codes by rank: -14 15 -14\n"

@@ -1,0 +1,98 @@
+"""How ranks find each other: real MPI ranks on this machine, and the sentence when they cannot go on."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("mpi4py") is None:
+    pytest.skip("mpi4py is not installed", allow_module_level=True)
+
+from libra_hpc.mesh.world import Endpoint, _reach, own_addresses
+
+PROGRAM = """
+import json, os, sys
+from pathlib import Path
+from libra_hpc.errors import OperationError
+from libra_hpc.mesh import world
+out, interface, problem = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+def listening():
+    own = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if os.path.lexists(path)}
+    tables = [Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
+rank = int(os.environ["PMI_RANK"])
+try:
+    met = world.meet(interface, problem if rank == 1 else "")
+    facts = {"rank": met.rank, "addresses": [e.addresses for e in met.endpoints], "secret": met.secret.hex()}
+    facts["listening"] = listening()
+    facts["port"] = met.endpoints[rank].port
+except world.NoWorld as error:
+    facts = {"rank": error.rank, "problem": str(error)}
+(out / f"{rank}.json").write_text(json.dumps(facts))
+os._exit(0)
+"""
+
+
+def meet(tmp_path: Path, interface: str = "", problem: str = "") -> list[dict[str, object]]:
+    """What two ranks saw."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "libra_hpc.slurm.ranks", "--size", "2", "--logs", str(tmp_path), "--"]
+    subprocess.run(
+        [*command, sys.executable, str(tmp_path / "program.py"), str(tmp_path), interface, problem],
+        check=True,
+        timeout=120,
+    )
+    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_ranks_of_one_machine_listen_on_loopback_with_one_port_and_share_a_secret(tmp_path: Path) -> None:
+    first, second = meet(tmp_path)
+    assert (first["rank"], second["rank"]) == (0, 1)
+    assert first["addresses"] == second["addresses"] == [["127.0.0.1"], ["127.0.0.1"]]
+    assert first["secret"] == second["secret"]
+    assert len(str(first["secret"])) == 64
+    for facts in (first, second):
+        assert facts["listening"] == [facts["port"]], "MPI's own ports are closed once all have met"
+
+
+def test_an_interface_that_is_not_there_is_reported_by_every_rank(tmp_path: Path) -> None:
+    for facts in meet(tmp_path, interface="ib7"):
+        assert "slurm.interface = 'ib7'" in str(facts["problem"])
+        assert "it has" in str(facts["problem"])
+
+
+def test_a_problem_of_one_rank_is_the_answer_of_all(tmp_path: Path) -> None:
+    assert [facts["problem"] for facts in meet(tmp_path, problem="the configuration is torn")] == [
+        "the configuration is torn"
+    ] * 2
+
+
+def test_the_named_interface_alone_is_listened_on(tmp_path: Path) -> None:
+    assert [facts["addresses"] for facts in meet(tmp_path, interface="lo")] == [[["127.0.0.1"], ["127.0.0.1"]]] * 2
+
+
+def test_a_planner_out_of_reach_is_named_with_what_was_tried() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        own = Endpoint("node-3", ("127.0.0.1",), 1)
+        assert _reach(Endpoint("node-0", ("127.0.0.1",), port), own) == ""
+        assert "node-3 has no network address" in _reach(
+            Endpoint("node-0", ("127.0.0.1",), port), Endpoint("node-3", (), 1)
+        )
+    assert (
+        _reach(Endpoint("node-0", ("127.0.0.1",), port), own)
+        == f"node-3 cannot reach the planner's node node-0 (127.0.0.1 port {port}): set slurm.interface to a network"
+        " that all nodes share"
+    )
+
+
+def test_loopback_is_no_address_for_others_unless_it_is_named() -> None:
+    assert not {"127.0.0.1", "::1"} & set(own_addresses())
+    assert "127.0.0.1" in own_addresses("lo")

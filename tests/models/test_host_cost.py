@@ -1,0 +1,74 @@
+"""The host's work per step, measured and written into a device file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from libra_hpc.errors import UserError
+from libra_hpc.models.devices import device
+from libra_hpc.models.step_times.host_cost import with_host_cost, write_host_cost
+from libra_hpc.models.step_times.lookup import lookup
+from libra_hpc.models.step_times.measured import StepPoint, load
+from libra_hpc.models.shapes import model_shape
+
+from .support import bare
+
+SHAPE = model_shape("qwen3-8b")
+MINE = """# ours
+["mine"]  # a copy
+host_s = 5e-3
+memory_bytes = 9e9
+peak_flops = 1e12
+hbm_bytes_s = 1e12
+intra_bytes_s = 1e11
+inter_bytes_s = 1e10
+devices_per_node = 4
+"""
+
+
+def points(host_s: float, sequence_s: float, tp: int = 2) -> list[StepPoint]:
+    machine = msgspec.structs.replace(device("a800"), host_s=host_s, host_sequence_s=sequence_s)
+    times = lookup(machine, SHAPE, tp)
+    return [StepPoint(tp=tp, decodes=n, kv_tokens=n * 500, seconds=times.step_s(n, n * 500)) for n in range(1, 64, 4)]
+
+
+def test_the_hosts_work_is_what_steps_take_beyond_the_device() -> None:
+    found = with_host_cost(device("a800"), SHAPE, points(3e-3, 4e-5))
+    assert (found.host_s, found.host_sequence_s) == pytest.approx((3e-3, 4e-5), rel=0.01)
+
+
+def test_real_steps_give_the_figures_of_the_device_table() -> None:
+    measured = load(Path(__file__).with_name("h200_qwen3-8b.json"))
+    found = with_host_cost(device("h200"), SHAPE, measured.points)
+    assert found.host_s == pytest.approx(device("h200").host_s, rel=0.1)
+    assert found.host_sequence_s == pytest.approx(device("h200").host_sequence_s, rel=0.15)
+
+
+def test_a_new_device_file_has_the_whole_device(tmp_path: Path) -> None:
+    path = tmp_path / "devices.toml"
+    mine = msgspec.structs.replace(device("a800"), host_s=3e-3)
+    write_host_cost(mine, path)
+    assert device("a800", path) == mine
+    assert device("a800-sxm", path) == mine
+
+
+def test_other_lines_of_the_file_stay(tmp_path: Path) -> None:
+    path = tmp_path / "devices.toml"
+    write_host_cost(msgspec.structs.replace(device("a800"), host_s=1e-3), path)
+    path.write_text(path.read_text() + MINE)
+    write_host_cost(msgspec.structs.replace(device("mine", path), host_s=7e-3, host_sequence_s=1e-5), path)
+    assert "# ours" in path.read_text()
+    assert (device("mine", path).host_s, device("mine", path).host_sequence_s) == (7e-3, 1e-5)
+    assert device("mine", path).memory_bytes == 9e9
+    assert device("a800", path).host_s == 1e-3
+
+
+def test_steps_shorter_than_the_device_allows_are_refused() -> None:
+    fast = [msgspec.structs.replace(p, seconds=p.seconds / 3) for p in points(0.0, 0.0)]
+    with pytest.raises(UserError, match="shorter than this device's own time"):
+        with_host_cost(bare("a800"), SHAPE, fast)
+    with pytest.raises(UserError, match="decode steps = 3"):
+        with_host_cost(bare("a800"), SHAPE, fast[:3])

@@ -1,0 +1,84 @@
+"""Memory of a training GPU: the sharded core, stateless replicas, minibatches, uneven stages."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from libra_hpc.models.memory import TrainLayout, TrainMemory, stage_params, train_memory
+from libra_hpc.errors import UserError
+from libra_hpc.models.architecture import Architecture, check_parallel, stage_layers
+from libra_hpc.models.devices import device
+from libra_hpc.models.shapes import ModelShape, model_shape, shapes
+from libra_hpc.models.train_parallel import Degrees
+
+SHAPE, A800 = model_shape("qwen3-14b"), device("a800")
+CORE = TrainLayout(tp=8, pp=1, cp=1, ep=1, dp=4, micro_tokens=8192)
+WHOLE = msgspec.structs.replace(CORE, dp=1)
+ELASTIC = msgspec.structs.replace(WHOLE, elastic=True)
+P = sum(stage_params(SHAPE, Degrees(8), 0))
+
+
+def of(layout: TrainLayout, minibatches: int = 1, micro_batches: int = 4) -> TrainMemory:
+    return train_memory(SHAPE, layout, A800, micro_batches=micro_batches, pack_tokens=4096, minibatches=minibatches)
+
+
+@pytest.mark.parametrize(("layout", "state", "copy"), [(WHOLE, 18.0, 12.0), (CORE, 9.0, 3.0), (ELASTIC, 6.0, 0.0)])
+def test_bytes_of_a_parameter(layout: TrainLayout, state: float, copy: float) -> None:
+    one, two = of(layout), of(layout, minibatches=2)
+    assert one.weights + one.gradients + one.optimizer == pytest.approx(state * P)
+    assert two.minibatch_copy == pytest.approx(copy * P)
+    assert two.total - one.total == pytest.approx(copy * P)
+
+
+def test_context_ranks_share_the_cores_state() -> None:
+    assert of(msgspec.structs.replace(CORE, cp=2)).optimizer == pytest.approx(of(CORE).optimizer / 2)
+
+
+def test_sequence_parallelism_divides_all_activations() -> None:
+    spread = train_memory(SHAPE, CORE, A800, micro_batches=1, pack_tokens=4096).activations
+    single = msgspec.structs.replace(WHOLE, tp=1)
+    assert spread == pytest.approx(train_memory(SHAPE, single, A800, micro_batches=1, pack_tokens=4096).activations / 8)
+
+
+def test_the_fullest_of_uneven_stages_counts() -> None:
+    shape = msgspec.structs.replace(SHAPE, layers=10, vocab=8)
+    layers = stage_layers(10, 4)
+    assert layers == (2, 3, 3, 2)
+    layout = msgspec.structs.replace(WHOLE, tp=1, pp=4)
+    memory = train_memory(shape, layout, A800, micro_batches=8, pack_tokens=1024)
+    first = 2 * 4, 3 * 3
+    assert memory.weights == pytest.approx(2 * sum(stage_params(shape, Degrees(1, 4), 1)))
+    whole = train_memory(shape, msgspec.structs.replace(layout, pp=1), A800, micro_batches=1, pack_tokens=1024)
+    assert memory.activations == pytest.approx(whole.activations / 10 * max(first))
+
+
+def _architecture(shape: ModelShape) -> Architecture:
+    return Architecture(
+        family="qwen3",
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        groups=shape.kv_heads,
+        head_dim=shape.head_dim,
+        ffn=shape.intermediate,
+        vocab=shape.vocab,
+        tied=False,
+        norm_eps=1e-6,
+        rope={},
+        qkv_bias=False,
+        max_positions=4096,
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, shape in shapes().items() if not shape.experts])
+def test_search_and_trainer_allow_the_same_degrees(name: str) -> None:
+    shape = shapes()[name]
+    for tp in (1, 2, 3, 4, 5, 8, 16):
+        for pp in (1, 3, 7, 8, 16, 65, 100):
+            try:
+                check_parallel(_architecture(shape), tp, pp)
+            except UserError:
+                assert not shape.trains(tp, pp)
+            else:
+                assert shape.trains(tp, pp)

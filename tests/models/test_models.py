@@ -1,0 +1,158 @@
+"""Shapes: published parameter counts, Hugging Face configs, and the configs that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_hpc.errors import UserError
+from libra_hpc.models.shapes import model_shape, shapes
+
+PUBLISHED = {
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "mixtral-8x7b": 46_702_792_704,
+}
+"""Elements of the published checkpoints (the safetensors index of each repository)."""
+
+QWEN3_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+
+
+def write(folder: Path, config: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_match_the_published_checkpoint(name: str) -> None:
+    assert model_shape(name).params == pytest.approx(PUBLISHED[name], rel=1e-4)
+
+
+def test_every_builtin_shape_is_checked() -> None:
+    assert set(shapes()) == set(PUBLISHED)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("qwen3-30b-a3b", 3.3), ("mixtral-8x7b", 12.9)])
+def test_flops_of_a_mixture_are_two_per_active_parameter_of_the_makers_figure(name: str, billions: float) -> None:
+    shape = model_shape(name)
+    active = shape.layer_flops_per_token // 2 + 2 * shape.head_params
+    assert active / 1e9 == pytest.approx(billions, rel=0.03)
+
+
+def test_kv_bytes_and_their_replication_beyond_the_kv_heads() -> None:
+    shape = model_shape("qwen3-30b-a3b")
+    whole = 2 * 48 * 4 * 128 * 2
+    per_device = [shape.kv_bytes_per_device(tp) for tp in (1, 2, 4, 8)]
+    assert per_device == [whole // n for n in (1, 2, 4, 4)]
+
+
+def test_flops_of_a_dense_model_are_two_per_weight() -> None:
+    shape = model_shape("llama-3.1-8b")
+    assert shape.layer_flops_per_token == 2 * (shape.params - 2 * shape.head_params - shape.hidden)
+
+
+@pytest.mark.parametrize(("config", "name"), [(QWEN3_MOE, "qwen3-30b-a3b"), (LLAMA, "llama-3.1-8b")])
+def test_a_config_file_gives_the_builtin_shape(tmp_path: Path, config: dict[str, Any], name: str) -> None:
+    assert model_shape(write(tmp_path / name, config)) == model_shape(name)
+    assert model_shape(tmp_path / name / "config.json") == model_shape(name)
+
+
+def test_mixtral_names_its_experts_in_its_own_way(tmp_path: Path) -> None:
+    config = {
+        **LLAMA,
+        "model_type": "mixtral",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+        "sliding_window": None,
+    }
+    assert model_shape(write(tmp_path / "mixtral-8x7b", config)) == model_shape("mixtral-8x7b")
+
+
+def test_qwen2_has_biases_and_a_float32_model_twice_the_bytes(tmp_path: Path) -> None:
+    config = {**LLAMA, "model_type": "qwen2", "dtype": "float32"}
+    shape, llama = model_shape(write(tmp_path / "m", config)), model_shape("llama-3.1-8b")
+    assert shape.params - llama.params == 32 * (4096 + 2 * 1024)
+    assert shape.kv_bytes_per_device(1) == 2 * llama.kv_bytes_per_device(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "lama"}, r"model_type = 'lama': unknown architecture; .* \(did you mean 'llama'\?\)"),
+        ({"model_type": None}, "unknown architecture"),
+        ({"hidden_size": None}, "no 'hidden_size'"),
+        ({"num_hidden_layers": -3}, "num_hidden_layers = -3"),
+        ({"num_hidden_layers": True}, "is no count"),
+        ({"num_attention_heads": "32"}, "is no count"),
+        ({"torch_dtype": "float8"}, "unknown type of weights"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "sliding_window = 4096: sliding-window"),
+        ({"model_type": "mistral"}, "sliding_window = 4096"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [3]}, "dense layers"),
+    ],
+)
+def test_a_config_the_counts_would_be_wrong_for_is_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        model_shape(write(tmp_path / "m", {**LLAMA, **change}))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '"llama"', "\x00"])
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=r"valid: a Hugging Face config.json"):
+        model_shape(tmp_path)
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"did you mean 'qwen3-14b'\?"):
+        model_shape("qwen3-14")
+
+
+def test_degrees_for_training_have_more_to_divide_than_those_for_rollout() -> None:
+    shape = model_shape("qwen2.5-7b")
+    assert [tp for tp in range(1, 33) if shape.trains(tp)] == [1, 2, 4]
+    assert [tp for tp in range(1, 33) if shape.divides(tp)] == [1, 2, 4, 28]
+
+
+def test_degrees_that_shard_the_heads() -> None:
+    assert [tp for tp in range(1, 33) if model_shape("qwen2.5-7b").divides(tp)] == [1, 2, 4, 28]
+    with pytest.raises(
+        UserError, match=r"tp = 8: does not divide the model's num_attention_heads = 28; valid: 1, 2, 4, 28\."
+    ):
+        model_shape("qwen2.5-7b").check_tp(8)

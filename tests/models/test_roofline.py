@@ -1,0 +1,106 @@
+"""Physics that analytic step times must obey."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_hpc.errors import UserError
+from libra_hpc.models.capacity import kv_capacity
+from libra_hpc.models.devices import device
+from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.step_times.roofline import Roofline
+
+from .support import bare
+
+DEGREES = (1, 2, 4, 8)
+MODELS = ("qwen3-8b", "qwen3-32b", "qwen3-30b-a3b", "mixtral-8x7b")
+steps = st.tuples(st.integers(1, 1024), st.integers(0, 4_000_000), st.integers(0, 16384), st.integers(0, 131072))
+
+
+def times(model: str, tp: int, name: str = "a100") -> Roofline:
+    return Roofline(device(name), model_shape(model), tp)
+
+
+@given(step=steps, model=st.sampled_from(MODELS), tp=st.sampled_from(DEGREES[1:]))
+def test_tp_devices_are_at_most_tp_times_as_fast(step: tuple[int, int, int, int], model: str, tp: int) -> None:
+    one, many = times(model, 1).step_s(*step), times(model, tp).step_s(*step)
+    assert one <= tp * many * (1 + 1e-12)
+
+
+@given(step=steps, more=steps, model=st.sampled_from(MODELS), tp=st.sampled_from(DEGREES))
+def test_more_work_never_takes_less_time(
+    step: tuple[int, int, int, int], more: tuple[int, int, int, int], model: str, tp: int
+) -> None:
+    step_s = times(model, tp).step_s
+    larger = tuple(a + b for a, b in zip(step, more, strict=True))
+    assert step_s(*larger) >= step_s(*step) * (1 - 1e-12)
+
+
+@given(batch=st.integers(1, 512), kv=st.integers(0, 2_000_000), k=st.integers(1, 200))
+def test_k_steps_of_a_batch_take_k_times_the_step_at_its_mean(batch: int, kv: int, k: int) -> None:
+    step_s = times("qwen3-14b", 2).step_s
+    each = [step_s(batch, kv + i * batch) for i in range(k)]
+    mean = (step_s(batch, kv) + step_s(batch, kv + (k - 1) * batch)) / 2
+    assert sum(each) == pytest.approx(k * mean)
+
+
+def test_no_step_beats_the_peaks() -> None:
+    a100, shape = device("a100"), model_shape("qwen3-8b")
+    streamed = (shape.params - shape.head_params) * shape.dtype_bytes
+    assert times("qwen3-8b", 1).step_s(1, 1000) > (streamed + 1000 * shape.kv_bytes_per_device(1)) / a100.hbm_bytes_s
+    pairs = 8192 * 8192 + 8192 * 8193 // 2
+    flops = 8192 * shape.layer_flops_per_token + pairs * shape.attention_flops_per_pair + shape.head_flops_per_token
+    assert times("qwen3-8b", 1).step_s(0, 0, 8192, 8192) > flops / a100.peak_flops
+
+
+def test_a_mixture_reads_more_experts_with_more_tokens_until_all_are_touched() -> None:
+    step_s = Roofline(bare("a100"), model_shape("qwen3-30b-a3b"), 1).step_s
+    small, middle, large = (step_s(n, 0) for n in (1, 32, 256))
+    assert middle - small > 5 * (large - middle)
+    active = model_shape("qwen3-30b-a3b")
+    assert small < (active.weight_bytes / 3) / device("a100").hbm_bytes_s
+
+
+def test_slower_links_cost_prefill_more_than_single_decodes() -> None:
+    fast, slow = times("qwen3-14b", 8, "a100").step_s, times("qwen3-14b", 8, "a800").step_s
+    assert slow(0, 0, 2048) / fast(0, 0, 2048) > 1.1
+    assert 1 < slow(1, 1024) / fast(1, 1024) < 1.01
+    assert times("qwen3-14b", 1, "a800").step_s(8, 8192, 512) == times("qwen3-14b", 1, "a100").step_s(8, 8192, 512)
+
+
+def test_a_replica_across_nodes_pays_the_link_between_them() -> None:
+    inside = msgspec.structs.replace(device("a100"), devices_per_node=8)
+    across = msgspec.structs.replace(device("a100"), devices_per_node=4)
+    shape = model_shape("qwen3-14b")
+    assert Roofline(across, shape, 8).step_s(0, 0, 2048) > 2 * Roofline(inside, shape, 8).step_s(0, 0, 2048)
+
+
+def test_host_work_comes_on_top() -> None:
+    shape = model_shape("qwen3-4b")
+    slow = msgspec.structs.replace(device("h200"), host_s=0.1, host_sequence_s=0.001)
+    for step in ((10, 0), (10, 5000), (10, 5000, 64, 8)):
+        assert Roofline(slow, shape, 1).step_s(*step) == pytest.approx(
+            Roofline(bare("h200"), shape, 1).step_s(*step) + 0.11
+        )
+
+
+def test_capacity_is_what_weights_and_workspace_leave() -> None:
+    a100, shape = device("a100"), model_shape("qwen3-14b")
+    free = 4 * (0.9 * a100.memory_bytes - a100.workspace_bytes) - shape.weight_bytes
+    assert kv_capacity(a100, shape, 4) == pytest.approx(free / shape.kv_bytes_per_device(1), rel=1e-3)
+    assert kv_capacity(a100, model_shape("llama-3.1-70b"), 1) == 0
+
+
+def test_replicated_kv_heads_hold_no_more_tokens_per_device() -> None:
+    a100, shape = device("a100"), model_shape("qwen3-30b-a3b")
+    gain = kv_capacity(a100, shape, 8) / kv_capacity(a100, shape, 4)
+    assert 1 < gain < 1.3
+
+
+@pytest.mark.parametrize("util", [0.0, -0.1, 1.1, float("nan")])
+def test_a_share_of_memory_outside_its_range_is_refused(util: float) -> None:
+    with pytest.raises(UserError, match="memory_util"):
+        kv_capacity(device("a100"), model_shape("qwen3-8b"), 1, util)

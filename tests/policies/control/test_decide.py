@@ -1,0 +1,286 @@
+"""The planner against plants whose truth is known."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_hpc.config.rollout import PlannerSection
+from libra_hpc.policies.control.decide import SETTLED, Planner
+from libra_hpc.policies.control.repartition_choice import RepartitionAdvisor
+from libra_hpc.policies.control.stage_times import MAX_STEPS, Estimate
+from libra_hpc.protocol.plan import NodeFact, PlanDecision, PlanSnapshot
+
+from .plant import SETTINGS, Plant, Shape, ideal
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_drift_and_a_good_split_never_moves(seed: int) -> None:
+    plant = Plant(ideal(1.0, 1.6), seed=seed)
+    planner = Planner(SETTINGS)
+    plant.run(1000, planner)
+    assert plant.moves == []
+    assert len(plant.decisions) > 100
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_balanced_stages_never_move_although_noise_favours_one_or_the_other(seed: int) -> None:
+    # One node more or less makes the other stage the bottleneck: 1.0 / 1.0 becomes 0.5 / 2.0.
+    plant = Plant(ideal(1.0, 2.0), seed=seed, noise=0.3)
+    plant.run(1000, Planner(SETTINGS))
+    assert plant.moves == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_training_bottleneck_takes_the_hybrid_node_once(seed: int) -> None:
+    plant = Plant(ideal(2.0, 0.8), seed=seed)
+    planner = Planner(SETTINGS)
+    plant.run(600, planner)
+    assert plant.moves == ["to_train"]
+    outcome = planner.outcomes[0]
+    assert outcome.predicted == pytest.approx(1.0, abs=0.4)
+    assert outcome.realised == pytest.approx(1.0, abs=0.4)
+
+
+def test_nodes_that_are_one_replica_move_together_or_not_at_all() -> None:
+    plant = Plant(ideal(6.0, 0.4), hybrids=4)
+    plant.nodes = [
+        msgspec.structs.replace(node, unit=node.rank - (node.rank - 3) % 2) if node.component == "hybrid" else node
+        for node in plant.nodes
+    ]
+    plant.run(100, Planner(SETTINGS))
+    moved = next(decision for decision in plant.decisions if decision.action != "hold")
+    assert moved.nodes in ((3, 4), (5, 6), (3, 4, 5, 6))
+    assert {candidate.train for candidate in moved.candidates} == {3, 5}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_longer_trajectories_half_way_bring_the_node_back_to_rollout_once(seed: int) -> None:
+    """Lengths x3: rollout grows with them, training work by less (truncated, skipped groups), so the better split
+    flips."""
+    shape: Shape = lambda n, m, mean: (0.6 * (mean / 50.0) ** 0.3 / n, 0.4 * mean / 50.0 / m)  # noqa: E731
+    plant, static = Plant(shape, seed=seed, start="train"), Plant(shape, seed=seed, start="train")
+    for one, planner in ((plant, Planner(SETTINGS)), (static, Planner(PlannerSection(enabled=False)))):
+        one.run(300, planner)
+        assert one.moves == []
+        one.length *= 3.0
+        one.run(600, planner)
+    assert plant.moves == ["to_rollout"]
+    moved = next(d for d in plant.decisions if d.action != "hold")
+    assert moved.node == 3
+    assert any("drift" in d.triggers for d in plant.decisions)
+    assert sum(plant.batch_times[-500:]) < 0.85 * sum(static.batch_times[-500:])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_move_that_slows_batches_is_undone_once_and_not_repeated(seed: int) -> None:
+    """Ranks share cores: two replicas take longer than one."""
+    plant = Plant(lambda n, m, mean: ((1.0 if n == 1 else 1.5) * mean / 50.0, 0.3 * mean / 50.0 / m), seed=seed)
+    planner = Planner(SETTINGS)
+    plant.run(1500, planner)
+    assert plant.moves == ["to_train", "to_rollout"]
+    assert planner.outcomes[0].predicted > 0.0 > planner.outcomes[0].realised
+
+
+def test_a_move_that_changes_nothing_is_made_at_most_once() -> None:
+    plant = Plant(lambda n, m, mean: (1.0 * mean / 50.0, 0.3 * mean / 50.0 / m))
+    plant.run(1500, Planner(SETTINGS))
+    assert plant.moves == ["to_train"]
+
+
+def test_several_hybrids_move_one_after_the_other_until_the_stages_balance() -> None:
+    plant = Plant(ideal(8.0, 2.0), hybrids=4)
+    plant.run(1200, Planner(SETTINGS))
+    assert plant.moves == ["to_train"] * 3
+    assert sum(n.role == "train" for n in plant.nodes) == 4
+
+
+def test_with_eta_0_the_sum_of_the_stages_counts() -> None:
+    # Two trainers and one rollout node.  Overlapped, max(0.5, 1.5) -> max(1.0, 0.75) saves a third; taking turns, 2.0
+    # -> 1.75 saves an eighth.
+    overlapped, turns = Plant(ideal(1.0, 1.5), start="train"), Plant(ideal(1.0, 1.5), start="train", eta=0)
+    demanding = PlannerSection(switch_cost_s=5.0, min_dwell_s=10.0, min_gain=0.2)
+    overlapped.run(400, Planner(demanding))
+    turns.run(400, Planner(demanding))
+    assert overlapped.moves == ["to_rollout"]
+    assert turns.moves == []
+
+
+def test_an_expensive_switch_is_not_paid() -> None:
+    plant = Plant(ideal(1.0, 0.8))
+    plant.run(400, Planner(PlannerSection(switch_cost_s=150.0, min_dwell_s=0.0)))
+    assert plant.moves == []
+    # One of two rollout nodes would be away: half of the stage for 150 s.
+    assert any("does not pay 1.5 x 75.0 s switch cost" in d.reason for d in plant.decisions)
+
+
+def test_nothing_moves_shortly_before_the_end() -> None:
+    plant = Plant(ideal(2.0, 0.8))
+    plant.run(8, Planner(SETTINGS), interval=1.0)
+    assert plant.moves == []
+
+
+def test_the_horizon_is_some_batches_at_least_and_never_beyond_the_end() -> None:
+    plant = Plant(ideal(200.0, 80.0), noise=0.02)
+    for _ in range(12):
+        plant.batch()
+
+    def horizon(steps_left: int) -> tuple[float, float]:
+        planner = Planner(PlannerSection(horizon_s=300.0))
+        planner.decide(plant.snapshot(steps_left), 0.0)
+        numbers = planner.decide(plant.snapshot(steps_left), plant.now).numbers
+        return numbers["horizon_s"], numbers["batch_s"]
+
+    long, batch = horizon(1000)
+    assert long == pytest.approx(12 * batch)
+    assert horizon(3)[0] == pytest.approx(3 * batch)
+
+
+def test_a_settled_loop_moves_only_when_new_steps_ask_for_it_again() -> None:
+    train_s = 1.0
+    plant = Plant(lambda n, m, mean: (train_s * mean / 50.0 / n, 1.6 * mean / 50.0 / m), noise=0.05)
+    planner = Planner(SETTINGS)
+
+    def slow_until_noticed() -> None:
+        nonlocal train_s
+        train_s = 2.5
+        for _ in range(MAX_STEPS):
+            plant.batch()
+            plant.decisions.append(planner.decide(plant.snapshot(500), plant.now))
+            if "must confirm" in plant.decisions[-1].reason:
+                return
+
+    plant.run(SETTLED + MAX_STEPS, planner)
+    slow_until_noticed()
+    assert "must confirm this first: to_train" in plant.decisions[-1].reason
+    train_s = 1.0
+    plant.run(100, planner)
+    assert plant.moves == []
+    slow_until_noticed()
+    plant.run(100, planner)
+    assert plant.moves == ["to_train"]
+
+
+def test_an_unsettled_loop_moves_at_the_first_evaluation() -> None:
+    plant = Plant(ideal(2.5, 1.6), noise=0.05)
+    plant.run(SETTLED, Planner(SETTINGS))
+    assert plant.moves == ["to_train"]
+    assert not any("must confirm" in d.reason for d in plant.decisions)
+
+
+def test_dwell_and_queues_can_veto() -> None:
+    plant = Plant(ideal(2.0, 0.8))
+    planner = Planner(PlannerSection(switch_cost_s=5.0, min_dwell_s=1e6))
+    plant.run(100, planner)
+    assert plant.moves == []
+    assert "of at least 1000000 s" in plant.decisions[-1].reason
+    plant.waits = [(0.5, 0.1)] * 10
+    decision = Planner(SETTINGS)
+    decision.decide(plant.snapshot(500), 0.0)
+    assert "the queues contradict it" in decision.decide(plant.snapshot(500), plant.now).reason
+
+
+def test_disabled_moving_and_empty_pools_hold_with_a_reason() -> None:
+    plant = Plant(ideal(2.0, 0.8), hybrids=1)
+    assert (
+        Planner(PlannerSection(enabled=False)).decide(plant.snapshot(5), 0.0).reason == "hold: the planner is disabled"
+    )
+    assert "0 of 4 steps" in Planner(SETTINGS).decide(plant.snapshot(5), 0.0).reason
+    plant.nodes[2] = NodeFact(3, "hybrid", "to_train", 0.0)
+    assert Planner(SETTINGS).decide(plant.snapshot(5), 0.0).reason == "hold: node 3 is in state to_train"
+    plant.nodes = plant.nodes[:2]
+    assert Planner(SETTINGS).decide(plant.snapshot(5), 0.0).reason == "hold: there is no hybrid node to move"
+    plant.nodes = [plant.nodes[0], NodeFact(3, "hybrid", "train", 0.0)]
+    assert Planner(SETTINGS).decide(plant.snapshot(5), 0.0).reason == "hold: one of the stages has no node"
+
+
+def test_the_estimate_is_what_batches_take_and_there_is_none_before_they_are_measured() -> None:
+    plant, planner = Plant(ideal(1.0, 1.6)), Planner(SETTINGS)
+    planner.decide(plant.snapshot(500), 0.0)
+    assert planner.estimate is None
+    plant.run(100, planner)
+    assert planner.estimate is not None
+    assert planner.estimate.times.batch == pytest.approx(fmean(plant.batch_times[-50:]), rel=0.15)
+    plant.nodes[2] = NodeFact(3, "hybrid", "to_train", plant.now)
+    planner.decide(plant.snapshot(500), plant.now)
+    assert planner.estimate is None, "a split in change has no estimate"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    train=st.floats(0.05, 20.0),
+    rollout=st.floats(0.05, 20.0),
+    hybrids=st.integers(0, 3),
+    start=st.sampled_from(["train", "rollout"]),
+    noise=st.floats(0.0, 0.5),
+    eta=st.integers(0, 3),
+    seed=st.integers(0, 99),
+)
+def test_only_hybrid_nodes_move_and_no_stage_is_emptied(
+    train: float, rollout: float, hybrids: int, start: str, noise: float, eta: int, seed: int
+) -> None:
+    plant = Plant(ideal(train, rollout), hybrids=hybrids, start=start, noise=noise, eta=eta, seed=seed)
+    plant.run(60, Planner(PlannerSection(switch_cost_s=0.1, min_dwell_s=0.0, margin=1.0)), interval=0.0)
+    roles = {n.component: n.role for n in plant.nodes if n.component != "hybrid"}
+    assert roles == {"train": "train", "rollout": "rollout"}
+    for decision in plant.decisions:
+        assert (decision.node == -1) == (decision.action == "hold")
+        assert decision.node == -1 or decision.node > 2
+        assert decision.reason.startswith(f"{decision.action}: ")
+
+
+class Asked(RepartitionAdvisor):
+    """An advisor that always answers, and records the start of the workload it advises on."""
+
+    def __init__(self) -> None:
+        self.since: list[float] = []
+
+    def advise(
+        self, snapshot: PlanSnapshot, estimate: Estimate, since: float, horizon: float, settings: PlannerSection
+    ) -> PlanDecision:
+        self.since.append(since)
+        return PlanDecision("repartition", -1, "repartition: asked", {})
+
+
+def _stuck(planner: Planner) -> Plant:
+    """A run without hybrid nodes after a repartition, 50 batches after its trajectories became three times as long."""
+    planner.repartition_after = max(0.0, planner.repartition_after)
+    plant = Plant(ideal(1.0, 0.5), hybrids=0)
+    plant.run(100, planner)
+    assert not plant.moves, "without a change of the workload no second one"
+    plant.length *= 3.0
+    for _ in range(50):
+        plant.batch()
+        plant.decisions.append(planner.decide(plant.snapshot(500), plant.now))
+    return plant
+
+
+def test_another_layout_is_searched_where_no_node_can_move_once_a_drift_has_lasted() -> None:
+    second = Asked()
+    plant = _stuck(Planner(SETTINGS.model_copy(update={"period_s": 20.0}), repartition=second))
+    first = next(i for i, d in enumerate(plant.decisions) if d.action == "repartition")
+    drifted = next(i for i, d in enumerate(plant.decisions) if "drift" in d.triggers)
+    assert first > drifted
+    assert second.since
+    assert plant.now >= min(second.since) + 20.0
+    assert min(second.since) > 0.0
+
+
+def test_a_layout_from_before_any_measurement_is_searched_again_without_a_drift() -> None:
+    second = Asked()
+    plant = Plant(ideal(1.0, 0.5), hybrids=0)
+    plant.run(100, Planner(SETTINGS.model_copy(update={"period_s": 20.0}), repartition=second))
+    assert plant.moves
+    assert set(second.since) == {float("-inf")}, "all that was seen is of this workload"
+
+
+def test_no_layout_is_searched_before_repartition_after() -> None:
+    second = Asked()
+    planner = Planner(SETTINGS.model_copy(update={"period_s": 20.0}), repartition=second)
+    planner.repartition_after = 1e9
+    _stuck(planner)
+    assert not second.since

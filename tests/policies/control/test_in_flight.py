@@ -1,0 +1,180 @@
+"""In-flight work: prompts show changes early, short trajectories do not bias it, and a steady stream has no drift."""
+
+from __future__ import annotations
+
+import random
+from statistics import fmean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_hpc.policies.control.in_flight import SIMILAR, InFlightEstimator
+from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, QueueFact, TrajectoryFact
+
+GROUP, PROMPTS, ETA = 4, 8, 1
+LONG, SHORT = (100, 4000), (12_000, 200)
+"""(prompt, mean length) of two kinds of tasks."""
+
+
+def _snapshot(done: list[TrajectoryFact], groups: list[GroupFact]) -> PlanSnapshot:
+    return PlanSnapshot(
+        nodes=(),
+        steps=(),
+        windows=(),
+        trajectories=tuple(done),
+        switches=(),
+        queue=QueueFact(0, 0, 0.0, 0.0),
+        prompts_per_step=PROMPTS,
+        group_size=GROUP,
+        eta=ETA,
+        steps_left=100,
+        groups=tuple(groups),
+    )
+
+
+def _finished(kinds: list[tuple[int, int]], seed: int = 0, first: int = 0, start: int = 0) -> list[TrajectoryFact]:
+    """Whole groups, lengths uniform around the mean."""
+    rng = random.Random(seed)
+    found: list[TrajectoryFact] = []
+    for place, (prompt, mean) in enumerate(kinds):
+        for _ in range(GROUP):
+            generated = round(mean * rng.uniform(0.5, 1.5))
+            found.append(
+                TrajectoryFact(
+                    index=first + len(found),
+                    at=0.0,
+                    generated=generated,
+                    context=prompt + generated,
+                    turns=1,
+                    tool_s=0.0,
+                    group=start + place,
+                    prompt=prompt,
+                )
+            )
+    return found
+
+
+def test_a_prompt_predicts_lengths_from_similar_finished_ones() -> None:
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
+    done = _finished([LONG, SHORT] * 32)
+    waiting = [GroupFact(index=64 + i, prompt=LONG[0], waiting=GROUP, running=0, generated=0) for i in range(16)]
+    assert in_flight.observe(_snapshot(done, waiting)) is None
+    work = in_flight.work(_snapshot(done, waiting))
+    assert work is not None
+    assert len(work.done) == 16 * GROUP
+    assert fmean(t.generated for t in work.done) == pytest.approx(LONG[1], rel=0.1)
+    assert fmean(t.context for t in work.done) == pytest.approx(LONG[0] + LONG[1], rel=0.1)
+    assert 0.0 < work.generated_error < 0.3
+
+
+def test_the_ones_that_finish_first_do_not_make_the_rest_short() -> None:
+    """Of every group the shortest is done; the others count as trajectories longer than they are."""
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
+    past = _finished([LONG] * 32)
+    now = _finished([LONG] * 16, seed=1, first=len(past), start=32)
+    early = [min((t for t in now if t.group == g), key=lambda t: t.generated) for g in range(32, 48)]
+    running = [
+        GroupFact(index=t.group, prompt=LONG[0], waiting=0, running=GROUP - 1, generated=(GROUP - 1) * t.generated)
+        for t in early
+    ]
+    snapshot = _snapshot(past + early, running)
+    in_flight.observe(snapshot)
+    work = in_flight.work(snapshot)
+    assert work is not None
+    truth = fmean(t.generated for t in now)
+    assert fmean(t.generated for t in early) < 0.85 * truth
+    assert fmean(t.generated for t in work.done) == pytest.approx(truth, rel=0.1)
+
+
+def test_unknown_prompts_are_detected_at_admission_and_count_by_their_age() -> None:
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
+    done = _finished([SHORT] * 96)
+    assert in_flight.observe(_snapshot(done, [])) is None
+    new = [GroupFact(index=96 + i, prompt=LONG[0], waiting=GROUP, running=0, generated=0) for i in range(16)]
+    drift = in_flight.observe(_snapshot(done, new))
+    assert drift is not None
+    assert (drift.before, drift.after) == (SHORT[0], LONG[0])
+    assert in_flight.work(_snapshot(done, new)) is None, "neither known nor begun"
+    begun = [
+        GroupFact(index=g.index, prompt=g.prompt, waiting=0, running=GROUP, generated=GROUP * 1500)
+        if g.index < 100
+        else g
+        for g in new
+    ]
+    work = in_flight.work(_snapshot(done, begun))
+    assert work is not None
+    assert {t.generated for t in work.done} == {3000}
+    assert len(work.done) == 16 * GROUP
+
+
+def test_a_kind_of_prompt_from_long_ago_is_still_estimated() -> None:
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
+    in_flight.observe(_snapshot(_finished([LONG] * 32), []))
+    in_flight.observe(_snapshot(_finished([SHORT] * 256, first=32 * GROUP, start=32), []))
+    back = [GroupFact(index=288 + i, prompt=LONG[0], waiting=GROUP, running=0, generated=0) for i in range(16)]
+    work = in_flight.work(_snapshot([], back))
+    assert work is not None
+    assert fmean(t.generated for t in work.done) == pytest.approx(LONG[1], rel=0.15)
+
+
+def test_the_newest_trajectories_of_a_kind_count() -> None:
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
+    longer = (SHORT[0], 3 * SHORT[1])
+    in_flight.observe(_snapshot(_finished([SHORT] * 64 + [longer] * (SIMILAR // GROUP)), []))
+    work = in_flight.work(_snapshot([], [GroupFact(index=999, prompt=SHORT[0], waiting=GROUP, running=0, generated=0)]))
+    assert work is not None
+    assert fmean(t.generated for t in work.done) == pytest.approx(longer[1], rel=0.15)
+
+
+def test_without_group_facts_there_is_no_estimate() -> None:
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
+    plain = [TrajectoryFact(index=i, at=0.0, generated=50, context=150, turns=1) for i in range(256)]
+    assert in_flight.observe(_snapshot(plain, [])) is None
+    assert in_flight.work(_snapshot(plain, [])) is None
+
+
+def test_false_positives_without_a_change_of_prompts_are_rare() -> None:
+    """Some 800 blocks of groups at a rate of at most 0.001: five detections have probability 0.001."""
+    rng = random.Random(2)
+    detections = 0
+    for _ in range(40):
+        in_flight = InFlightEstimator(GROUP, PROMPTS)
+        for block in range(24):
+            groups = [
+                GroupFact(
+                    index=16 * block + i,
+                    prompt=round(rng.lognormvariate(7.0, 1.0)) + 1,
+                    waiting=GROUP,
+                    running=0,
+                    generated=0,
+                )
+                for i in range(16)
+            ]
+            detections += in_flight.observe(_snapshot([], groups)) is not None
+    assert detections < 5
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 30_000), st.integers(0, GROUP), st.integers(0, GROUP), st.integers(0, 40_000)).filter(
+            lambda g: g[1] + g[2] > 0
+        ),
+        max_size=24,
+    )
+)
+def test_every_trajectory_counts_at_most_once_and_as_something_possible(rows: list[tuple[int, int, int, int]]) -> None:
+    in_flight = InFlightEstimator(GROUP, PROMPTS)
+    done = _finished([LONG, SHORT] * 4)
+    groups = [
+        GroupFact(index=8 + i, prompt=prompt, waiting=waiting, running=running, generated=generated if running else 0)
+        for i, (prompt, waiting, running, generated) in enumerate(rows)
+    ]
+    in_flight.observe(_snapshot(done, groups))
+    work = in_flight.work(_snapshot(done, groups))
+    if work is None:
+        return
+    assert len(work.done) <= len(done) + sum(g.waiting + g.running for g in groups)
+    assert all(t.generated >= 1 and t.context >= t.prompt + t.generated for t in work.done)
+    assert work.tokens_error >= 0.0
+    assert work.generated_error >= 0.0

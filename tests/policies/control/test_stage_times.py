@@ -1,0 +1,278 @@
+"""Measured stage times recover hidden speeds, and change detection has its stated false-positive rate."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from msgspec.structs import replace
+
+from libra_hpc.policies.control.change_detection import (
+    BLOCK_GROUPS,
+    REFERENCE_GROUPS,
+    DriftDetector,
+    critical_distance,
+    ks_distance,
+)
+from libra_hpc.policies.control.stage_times import (
+    Correction,
+    Estimate,
+    Scatter,
+    Split,
+    Times,
+    learned_correction,
+    measure,
+    predict,
+    times_with_work_of,
+)
+from libra_hpc.protocol.plan import RolloutWindowFact
+
+from .plant import Plant, ideal
+
+
+def _measured(plant: Plant) -> Estimate:
+    for _ in range(60):
+        plant.batch()
+    result = measure(plant.snapshot(100), Split(1, 2), since=0.0)
+    assert isinstance(result, Estimate)
+    return result
+
+
+def test_measured_times_are_the_hidden_ones() -> None:
+    measured = _measured(Plant(ideal(1.0, 4.0), noise=0.05))
+    assert measured.times.train == pytest.approx(1.0, rel=0.1)
+    assert measured.times.rollout == pytest.approx(2.0, rel=0.1)
+    assert measured.times.batch == measured.times.rollout
+    after = predict(measured, Split(2, 1), Correction())
+    assert after.rollout == pytest.approx(2 * measured.times.rollout)
+
+
+def test_waiting_does_not_enter_own_work() -> None:
+    """The same rollout beside a three times slower trainer idles two thirds of the time and measures the same."""
+    alone = _measured(Plant(ideal(0.1, 2.0), noise=0.05))
+    throttled = _measured(Plant(ideal(3.0, 2.0), noise=0.05))
+    assert throttled.times.rollout == pytest.approx(alone.times.rollout, rel=0.1)
+
+
+def test_the_fixed_part_of_a_step_is_found_and_does_not_shrink() -> None:
+    # 0.5 s fixed + 0.5 s in proportion to the tokens of the batch, which vary by the lengths of 8 prompts.
+    measured = _measured(Plant(lambda n, m, mean: (0.5 + 0.5 * mean / 50.0 / n, 0.1), noise=0.01))
+    assert measured.fixed == pytest.approx(0.5, abs=0.1)
+    assert predict(measured, Split(2, 1), Correction()).train == pytest.approx(0.75, abs=0.1)
+
+
+def test_the_loop_bounds_what_an_idle_rollout_seems_to_need() -> None:
+    plant = Plant(ideal(1.0, 0.5), noise=0.01)
+    for _ in range(20):
+        plant.batch()
+    # Small batches while idling: a tenth of the true rate per busy second.
+    plant.windows = [
+        RolloutWindowFact(
+            at=w.at,
+            seconds=w.seconds,
+            nodes=w.nodes,
+            generated_tokens=w.generated_tokens // 10,
+            prefilled_tokens=0,
+            busy=w.busy,
+        )
+        for w in plant.windows
+    ]
+    measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
+    assert isinstance(measured, Estimate)
+    assert measured.times.rollout == pytest.approx(1.0, rel=0.1)
+
+
+def test_the_straggler_bound_is_not_shortened_by_nodes() -> None:
+    plant = Plant(ideal(0.1, 20.0), noise=0.01)
+    for _ in range(8):
+        plant.batch()
+    plant.windows = [
+        RolloutWindowFact(
+            at=w.at,
+            seconds=w.seconds,
+            nodes=w.nodes,
+            generated_tokens=w.generated_tokens,
+            prefilled_tokens=0,
+            busy=w.busy,
+            decode_s=0.02,
+        )
+        for w in plant.windows
+    ]
+    measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
+    assert isinstance(measured, Estimate)
+    longest = sorted(t.generated for t in plant.done)[int(8 * 64 * (1 - 1 / 64))]
+    assert measured.straggler == pytest.approx(longest * 0.02 / 2)
+    assert predict(measured, Split(1, 50), Correction()).rollout == pytest.approx(measured.straggler)
+
+
+def test_where_trainers_wait_the_time_between_commits_is_what_rollout_takes() -> None:
+    """Engines that decode a few stragglers seem twice as fast by their tokens; commits show what a batch takes."""
+    plant = Plant(ideal(0.2, 2.0), noise=0.05)
+    for _ in range(20):
+        plant.batch()
+    plant.windows = [
+        RolloutWindowFact(
+            at=w.at,
+            seconds=w.seconds,
+            nodes=w.nodes,
+            generated_tokens=2 * w.generated_tokens,
+            prefilled_tokens=0,
+            busy=w.busy,
+        )
+        for w in plant.windows
+    ]
+    measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
+    assert isinstance(measured, Estimate)
+    assert measured.starved
+    assert measured.times.rollout == pytest.approx(sum(plant.batch_times[-7:]) / 7)
+    idle = measure(
+        replace(plant.snapshot(100), steps=tuple(replace(s, seconds=1.0) for s in plant.steps)), Split(1, 2), 0.0
+    )
+    assert isinstance(idle, Estimate)
+    assert not idle.starved
+    assert idle.times.rollout < 0.8 * measured.times.rollout
+
+
+def test_only_the_newest_steps_count() -> None:
+    plant = Plant(ideal(1.0, 4.0), noise=0.02)
+    for _ in range(20):
+        plant.batch()
+    plant.length *= 2.0
+    for _ in range(9):
+        plant.batch()
+    measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
+    assert isinstance(measured, Estimate)
+    assert (measured.times.train, measured.times.rollout) == pytest.approx((2.0, 4.0), rel=0.25)
+
+
+def test_steps_much_shorter_than_the_windows_are_measured_all_the_same() -> None:
+    plant = Plant(ideal(0.25, 0.04), noise=0.05)
+    for _ in range(120):
+        plant.batch()
+    # One window a second: two of them fall into the time of the newest eight steps.
+    merged = plant.windows[3::4]
+    plant.windows = [
+        RolloutWindowFact(
+            at=w.at,
+            seconds=1.0,
+            nodes=w.nodes,
+            generated_tokens=4 * w.generated_tokens,
+            prefilled_tokens=0,
+            busy=w.busy / 4,
+        )
+        for w in merged
+    ]
+    measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
+    assert isinstance(measured, Estimate)
+    assert measured.times.train == pytest.approx(0.25, rel=0.1)
+
+
+@pytest.mark.parametrize(("train", "rollout"), [(1.0, 1.0), (1.0, 1.2), (1.5, 1.0), (3.0, 1.0)])
+def test_a_batch_takes_its_slower_stage_which_is_not_always_the_same(train: float, rollout: float) -> None:
+    rng = random.Random(0)
+    scatter = Scatter(0.2, 0.3)
+    drawn = [max(train * rng.gauss(1.0, 0.2), rollout * rng.gauss(1.0, 0.3)) for _ in range(40_000)]
+    times = Times(train, rollout, 1)
+    assert times.expected(scatter) == pytest.approx(sum(drawn) / len(drawn), rel=0.01)
+    assert times.expected(Scatter()) == times.batch
+
+
+def test_stages_that_take_turns_do_not_wait_for_each_other() -> None:
+    assert Times(1.0, 1.0, 0).expected(Scatter(0.3, 0.3)) == 2.0
+
+
+def test_standing_still_is_judged_at_the_work_of_now() -> None:
+    before = Estimate(
+        split=Split(1, 2),
+        times=Times(1.2, 3.0, 1),
+        train_error=0.0,
+        rollout_error=0.0,
+        fixed=0.2,
+        straggler=0.0,
+        train_tokens=1000.0,
+        rollout_tokens=400.0,
+    )
+    after = Estimate(
+        split=Split(1, 2),
+        times=Times(9.0, 9.0, 1),
+        train_error=0.0,
+        rollout_error=0.0,
+        fixed=0.0,
+        straggler=0.0,
+        train_tokens=1500.0,
+        rollout_tokens=800.0,
+    )
+    assert times_with_work_of(before, after) == pytest.approx((0.2 + 1.5, 6.0, 1))
+
+
+def test_a_correction_reproduces_what_was_measured() -> None:
+    before = Estimate(
+        split=Split(1, 2),
+        times=Times(1.0, 0.3, 1),
+        train_error=0.0,
+        rollout_error=0.0,
+        fixed=0.2,
+        straggler=0.0,
+        train_tokens=1000.0,
+        rollout_tokens=400.0,
+    )
+    after = Estimate(
+        split=Split(2, 1),
+        times=Times(1.4, 0.9, 1),
+        train_error=0.0,
+        rollout_error=0.0,
+        fixed=0.0,
+        straggler=0.0,
+        train_tokens=1000.0,
+        rollout_tokens=400.0,
+    )
+    assert predict(before, after.split, learned_correction(before, after)) == pytest.approx(after.times)
+    assert predict(after, before.split, learned_correction(after, before)) == pytest.approx(before.times)
+
+
+def test_too_little_evidence_is_named() -> None:
+    plant = Plant(ideal(1.0, 1.0))
+    plant.batch()
+    text = measure(plant.snapshot(10), Split(1, 2), 0.0)
+    assert (
+        text == "1 of 4 steps, 1 of 4 rollout windows and 64 of 128 trajectories measured with 1 training and 2 rollout"
+        " nodes since the last change"
+    )
+
+
+def test_ks_distance_is_that_of_the_distribution_functions() -> None:
+    assert ks_distance([1, 2, 3], [1, 2, 3]) == 0.0
+    assert ks_distance([1, 1, 1], [2, 2]) == 1.0
+    assert ks_distance([1, 2, 3, 4], [3, 4, 5, 6]) == 0.5
+    assert critical_distance(100, 100, 0.05) == pytest.approx(0.192, abs=1e-3)
+
+
+def _lengths(rng: random.Random, groups: int, group: int, scale: float) -> list[float]:
+    out = []
+    for _ in range(groups):
+        prompt = rng.gauss(0.0, 0.8)
+        out += [scale * 2.718281828 ** (prompt + rng.gauss(0.0, 0.3)) for _ in range(group)]
+    return out
+
+
+def test_false_positives_are_rare_although_siblings_are_alike() -> None:
+    """400 blocks at a rate of at most 0.001: two detections have probability 0.06, five 1e-4."""
+    rng = random.Random(1)
+    detections = 0
+    for _ in range(40):
+        detector = DriftDetector(8)
+        detector.update(_lengths(rng, REFERENCE_GROUPS, 8, 50.0))
+        detections += sum(detector.update(_lengths(rng, BLOCK_GROUPS, 8, 50.0)) is not None for _ in range(10))
+    assert detections < 5
+
+
+def test_a_threefold_length_is_noticed_in_two_blocks_and_only_once() -> None:
+    for seed in range(10):
+        rng = random.Random(seed)
+        detector = DriftDetector(8)
+        assert detector.update(_lengths(rng, REFERENCE_GROUPS + 2 * BLOCK_GROUPS, 8, 50.0)) is None
+        drift = detector.update(_lengths(rng, 2 * BLOCK_GROUPS, 8, 150.0))
+        assert drift is not None
+        assert drift.distance > drift.critical
+        assert drift.after > 1.5 * drift.before
+        assert detector.update(_lengths(rng, 4 * BLOCK_GROUPS, 8, 150.0)) is None

@@ -1,0 +1,298 @@
+"""Rollout: published best TP, exact integrals of made-up devices, the straggler bound, tools, and short KV."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_hpc.models.step_times.lookup import lookup
+from libra_hpc.policies.costs.factors import Factors
+from libra_hpc.policies.costs.lengths import TrajectoryLengths, sketch
+from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
+from libra_hpc.policies.costs.training_time import BatchWork
+from tests.models.support import bare
+from tests.policies.control.plant_costs import FakeSteps, agentic, batch_of
+
+TPS = (1, 2, 4, 8)
+TABLE = {
+    ("a100", "qwen3-8b", 32, 1024): (2679, 4271, 6073, 6983),
+    ("a100", "qwen3-8b", 512, 1024): (27272, 32932, 33847, 31027),
+    ("a100", "qwen3-8b", 1024, 1024): (38983, 42618, 38755, 30474),
+    ("a100", "qwen3-8b", 4096, 1024): (47949, 44494, 39849, 35370),
+    ("a100", "qwen3-8b", 512, 32768): (1964, 2257, 2370, 2319),
+    ("a100", "qwen3-32b", 512, 1024): (2032, 11729, 13425, 12176),
+    ("a100", "qwen3-32b", 512, 8192): (173, 2712, 3673, 3939),
+    ("a100", "qwen3-32b", 512, 32768): (0, 704, 968, 1153),
+    ("h200", "qwen3-8b", 32, 1024): (6027, 8528, 11089, 11537),
+    ("h200", "qwen3-8b", 512, 1024): (63631, 76819, 74101, 65346),
+    ("h200", "qwen3-8b", 4096, 1024): (130078, 114778, 105183, 89223),
+    ("h200", "qwen3-8b", 512, 32768): (5981, 6339, 6504, 6448),
+    ("h200", "qwen3-32b", 128, 1024): (6061, 10293, 14018, 16127),
+    ("h200", "qwen3-32b", 512, 32768): (1492, 2628, 3048, 3205),
+}
+"""Decoded tokens per second of 8 GPUs with so many sequences of such a context, by TP, composed from NVIDIA's operator
+tables; 0: out of memory."""
+DATA_SHEET = {"a100": 80e9, "h200": 141e9}
+"""Bytes of memory in that table. All 24 figures that KV limits follow from 0.9 of these, less 3 GB and the weights. The
+driver reports 5 and 9 GB more."""
+
+
+def decode_rate(device_name: str, model: str, live: int, context: int, tp: int) -> float:
+    """Tokens per second of 8 GPUs as 8 / tp replicas that hold ``live`` sequences together, decoding alone."""
+    batch = BatchWork(8192, sketch([TrajectoryLengths(2, context + 2, context)], 8192), 0)
+    gpu = bare(device_name, memory_bytes=DATA_SHEET[device_name])
+    replica = ReplicaCost(lookup(gpu, model, tp), batch, RolloutOptions(max_num_seqs=4096), Factors(prefill=0.0))
+    return live / replica.position_s(live * tp / 8, context) if replica.fits(0) else 0.0
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_the_table_of_operator_measurements(case: tuple[str, str, int, int]) -> None:
+    for tp, wanted in zip(TPS, TABLE[case], strict=True):
+        assert decode_rate(*case, tp) == pytest.approx(wanted, rel=0.1), f"TP{tp}"
+
+
+def test_best_tp_falls_with_live_sequences() -> None:
+    best = [
+        max(TPS, key=lambda tp: decode_rate("a100", "qwen3-8b", live=live, context=1024, tp=tp))
+        for live in (8, 32, 512, 1024, 4096)
+    ]
+    assert best[0] == 8
+    assert best[-1] == 1
+    assert best == sorted(best, reverse=True)
+
+
+@pytest.mark.parametrize("device", ["a800", "h200"])
+@pytest.mark.parametrize("model", ["qwen3-4b", "qwen3-14b", "qwen3-30b-a3b"])
+def test_decode_is_at_most_tp_times_as_fast(device: str, model: str) -> None:
+    """Per replica, at batches whose KV fits on one device."""
+    batch = BatchWork(64, sketch([TrajectoryLengths(2, 514, 512)], 64), 0)
+    one = ReplicaCost(lookup(device, model, 1), batch)
+    for tp in TPS[1:]:
+        many = ReplicaCost(lookup(device, model, tp), batch)
+        for live in (1, 4, 16, 64):
+            assert one.position_s(live, 512) / many.position_s(live, 512) <= tp
+
+
+def test_a_draining_batch_is_the_integral_over_its_live_number() -> None:
+    """Steps of (1 + live) s: 10 positions with 4 trajectories, 20 with 3, 40 with 2, 80 with 1."""
+    batch = batch_of(10, 30, 70, 150)
+    replica = ReplicaCost(FakeSteps(1, fixed=1.0, each=1.0), batch)
+    assert replica.time(0, 3, 1) == pytest.approx(10 * 5 + 20 * 4 + 40 * 3 + 80 * 2, rel=0.01)
+    assert replica.time(2, 3, 1) == pytest.approx(70 * 3 + 80 * 2, rel=0.01)
+
+
+def test_open_batches_share_the_straggler() -> None:
+    """Steps of constant length: eta + 1 batches are open during the longest trajectory."""
+    for eta in range(4):
+        replica = ReplicaCost(FakeSteps(1, fixed=0.5), batch_of(10, 30, 70, 150, eta=eta))
+        assert replica.time(0, 3, 1) == pytest.approx(150 * 0.5 / (eta + 1), rel=1e-3)
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.integers(0, 2), st.integers(1, 50))
+def test_never_below_the_straggler_and_never_slower_with_more_replicas(
+    generated: list[int], eta: int, replicas: int
+) -> None:
+    replica = ReplicaCost(FakeSteps(2, fixed=0.01, each=1e-3, kv=1e-6, new=1e-4), batch_of(*generated, eta=eta))
+    last = len(replica._batch.lengths.bins) - 1
+    straggler = max(generated) * replica.position_s(1, 10) / (eta + 1)
+    assert replica.time(0, last, replicas) >= 0.999 * straggler
+    assert replica.time(0, last, replicas + 1) <= replica.time(0, last, replicas) * (1 + 1e-12)
+
+
+def test_tools_delay_a_trajectory_and_leave_room_for_others() -> None:
+    """100 tokens and 100 s of tools: alone they add up; many trajectories fill the gaps."""
+    quiet, busy = (
+        BatchWork(
+            64, sketch([TrajectoryLengths(generated=100, context=110, prompt=10, turns=1, tool_s=tool)] * 64, 64), 0
+        )
+        for tool in (0.0, 100.0)
+    )
+    steps = FakeSteps(1, fixed=1.0, each=0.1)
+    without, with_tools = ReplicaCost(steps, quiet), ReplicaCost(steps, busy)
+    last = len(quiet.lengths.bins) - 1
+    assert with_tools.position_s(1, 50) == pytest.approx(without.position_s(1, 50) + 1.0)
+    # Some of the 64 are in their tool, so that steps are shorter: less than the sum.
+    assert without.time(0, last, 1) < with_tools.time(0, last, 1) < without.time(0, last, 1) + 100
+
+
+def test_prompts_are_computed_once_and_tool_results_between_steps() -> None:
+    steps = FakeSteps(1, fixed=1e-9, new=1e-3)
+    batch = BatchWork(4, sketch([TrajectoryLengths(100, 100 + 1000 + 300, 1000, 3)] * 4, 4), 0)
+    replica = ReplicaCost(steps, batch, RolloutOptions(prefix_hits=1.0))
+    assert replica.time(0, len(batch.lengths.bins) - 1, 1) == pytest.approx(4 * (1000 + 300) * 1e-3, rel=0.02)
+
+
+def test_lost_prefixes_are_computed_again() -> None:
+    batch = agentic(64)
+    steps = FakeSteps(1, fixed=1e-3, new=1e-4)
+    last = len(batch.lengths.bins) - 1
+    times = [ReplicaCost(steps, batch, RolloutOptions(prefix_hits=hits)).time(0, last, 4) for hits in (1.0, 0.9, 0.5)]
+    assert times == sorted(times)
+    assert times[2] > 1.5 * times[0]
+
+
+def test_short_kv_limits_the_batch_and_brings_evicted_context_back() -> None:
+    batch = agentic(256)
+    ample, short = (
+        ReplicaCost(FakeSteps(1, capacity, fixed=0.02, each=1e-5, new=1e-5), batch) for capacity in (10**8, 60_000)
+    )
+    last = len(batch.lengths.bins) - 1
+    assert short.time(0, last, 4) > 2 * ample.time(0, last, 4)
+    refilled_free = ReplicaCost(FakeSteps(1, 60_000, fixed=0.02, each=1e-5, new=0.0), batch)
+    assert short.time(0, last, 4) > refilled_free.time(0, last, 4)
+
+
+@pytest.mark.parametrize("capacity", range(900, 1100, 7))
+def test_one_sequence_that_fills_the_cache_loses_nothing_to_others(capacity: int) -> None:
+    batch = batch_of(100, 900)
+    replica = ReplicaCost(FakeSteps(1, capacity, fixed=0.02), batch)
+    assert 0.0 < replica.position_s(1.0, float(capacity)) < math.inf
+
+
+def test_a_context_beyond_the_kv_cache_is_impossible_with_a_reason() -> None:
+    batch = batch_of(100, 5000)
+    replica = ReplicaCost(FakeSteps(1, 1000), batch)
+    assert replica.time(0, 1, 9) == math.inf
+    assert replica.time(0, 0, 9) < math.inf
+    assert replica.limit() is None
+    limit = replica.limit(1)
+    assert limit is not None
+    assert limit.reason == "its KV cache holds 1,000 tokens, trajectories may have 5,010"
+    longest = ReplicaCost(FakeSteps(1, 1000), batch, RolloutOptions(max_model_len=4096)).limit()
+    assert longest is not None, "the engine would not even start"
+    assert "4,096" in longest.reason
+    nothing = ReplicaCost(FakeSteps(1, 0), batch).limit()
+    assert nothing is not None
+    assert "no room for a KV cache" in nothing.reason
+
+
+@given(
+    st.lists(st.integers(1, 9000), min_size=2, max_size=10),
+    st.integers(0, 1),
+    st.lists(st.floats(0.1, 500.0), min_size=1, max_size=6),
+    st.integers(1, 40),
+)
+def test_fewest_replicas_whatever_was_asked_before(
+    generated: list[int], eta: int, questions: list[float], most: int
+) -> None:
+    replica = ReplicaCost(FakeSteps(1, fixed=0.01, each=2e-3, new=1e-4), batch_of(*generated, eta=eta))
+    last = len(replica._batch.lengths.bins) - 1
+    for seconds in questions:
+        able = [n for n in range(1, most + 1) if replica.time(0, last, n) <= seconds]
+        assert list(replica.fewest(range(1), last, seconds, most)) == ([(0, able[0])] if able else [])
+
+
+def test_each_factor_scales_its_own_term() -> None:
+    batch, quiet = (
+        BatchWork(
+            4, sketch([TrajectoryLengths(generated=100, context=1110, prompt=1000, turns=1, tool_s=tool)] * 4, 4), 0
+        )
+        for tool in (50.0, 0.0)
+    )
+    last = len(batch.lengths.bins) - 1
+
+    def seconds(steps: FakeSteps, factors: Factors = Factors()) -> float:  # noqa: B008
+        return ReplicaCost(steps, batch, RolloutOptions(), factors).time(0, last, 4)
+
+    decode = FakeSteps(1, fixed=1.0)
+    assert ReplicaCost(decode, quiet, RolloutOptions(), Factors(decode=2.0)).position_s(1, 1000) == pytest.approx(2.0)
+    assert seconds(decode, Factors(tool=2.0)) == pytest.approx(seconds(decode) + 50)
+    prefill = FakeSteps(1, fixed=1e-9, new=1e-3)
+    more = seconds(prefill, Factors(prefill=2.0)) - seconds(prefill)
+    assert more == pytest.approx(1000 * 1e-3, rel=0.05)
+
+
+def test_a_shared_prompt_is_computed_once_on_every_replica_that_gets_one_of_its_trajectories() -> None:
+    batch = BatchWork(64, sketch([TrajectoryLengths(2, 8002, 8000)], 64), 0)
+    device_steps = lookup("a800", "qwen3-14b", 4)
+
+    def prompts(group: int, replicas: int) -> float:
+        """Seconds of prompts, on all replicas together."""
+        whole, without = (
+            ReplicaCost(device_steps, batch, RolloutOptions(group=group), Factors(prefill=p)).time(0, 0, replicas)
+            for p in (1.0, 1e-9)
+        )
+        return (whole - without) * replicas
+
+    alone = prompts(1, 4)
+    assert prompts(8, 1) == pytest.approx(alone / 8, rel=0.01)
+    assert prompts(8, 4) == pytest.approx(alone * 4 * (1 - 0.75**8) / 8, rel=0.01)
+    assert prompts(8, 1000) == pytest.approx(alone, rel=0.01)
+
+
+def test_a_weight_update_has_the_running_contexts_computed_again() -> None:
+    batch = BatchWork(64, sketch([TrajectoryLengths(200, 8200, 8000)], 64), 1)
+    steps = lookup("a800", "qwen3-14b", 4)
+    plain, updated = (
+        ReplicaCost(steps, batch, RolloutOptions(max_num_seqs=8, updates=n)).time(0, 0, 2) for n in (0, 1)
+    )
+    assert updated - plain == pytest.approx(8 * 8100 * steps.step_s(0, 0, 2048, 0) / 2048, rel=0.05)
+
+
+def test_long_prompts_of_short_answers_do_not_stand_beside_the_tokens_of_long_ones() -> None:
+    lengths = sketch([TrajectoryLengths(100, 12_100, 12_000), TrajectoryLengths(9900, 10_000, 100)], 2)
+    assert lengths.prompt == pytest.approx(6050)
+    assert lengths.prompt_beside == pytest.approx(0.01 * 12_000 + 0.99 * 100)
+    assert lengths.context_at(1000) == pytest.approx(1000 + lengths.prompt_beside)
+
+
+def test_prompts_that_wait_for_a_training_step_leave_less_time_for_the_longest() -> None:
+    """Two batches open, the longest takes 1000 s: it ends one training step before the end of the second batch."""
+    chain = BatchWork(2, sketch([TrajectoryLengths(1000, 1010, 10)] * 2, 2), 1)
+    alone = ReplicaCost(FakeSteps(1, fixed=1.0), chain)
+    assert alone.time(0, 0, 100) == pytest.approx(500)
+    assert alone.time(0, 0, 100, 200.0) == pytest.approx((1000 + 200) / 2)
+    # Where steps last as long as they have sequences, fewer open ones cost no throughput.
+    crowded = ReplicaCost(FakeSteps(1, fixed=1e-9, each=1.0), batch_of(*[1000] * 64, eta=1))
+    assert crowded.time(0, 0, 1, 200.0) == pytest.approx(crowded.time(0, 0, 1), rel=0.01)
+
+
+def test_a_wait_for_training_means_nothing_when_stages_take_turns() -> None:
+    replica = ReplicaCost(FakeSteps(1, fixed=0.01, each=2e-3), batch_of(10, 200, 3000, eta=0))
+    assert replica.time(0, 2, 2, 500.0) == replica.time(0, 2, 2)
+
+
+@given(st.lists(st.integers(1, 9000), min_size=2, max_size=10), st.integers(1, 3), st.floats(0.0, 1e4))
+def test_a_longer_wait_is_never_faster_and_costs_at_most_its_share(lengths: list[int], eta: int, lag: float) -> None:
+    replica = ReplicaCost(FakeSteps(1, fixed=0.01, each=2e-3, new=1e-4), batch_of(*lengths, eta=eta))
+    last = len(replica._batch.lengths.bins) - 1
+    without, half, whole = (replica.time(0, last, 3, wait) for wait in (0.0, lag / 2, lag))
+    assert without <= half * (1 + 1e-9)
+    assert half <= whole * (1 + 1e-9)
+    assert whole <= (without + lag / (eta + 1)) * (1 + 1e-9)
+
+
+def test_long_trajectories_with_fewer_turns_do_not_wait_for_the_tools_of_short_ones() -> None:
+    short, long = TrajectoryLengths(100, 1110, 10, 10, 10.0), TrajectoryLengths(5000, 5110, 10, 2, 10.0)
+    lengths = sketch([short] * 31 + [long], 32)
+    _, at_start = lengths.open_at(0.0)
+    context, late = lengths.open_at(4000.0)
+    assert at_start.tool_s == pytest.approx((31 * 0.1 + 0.002) / 32)
+    assert late == pytest.approx((100 / 5000, 2 / 5000, 10 / 5000))
+    assert context == pytest.approx(10 + 4000 * (1 + 100 / 5000))
+    assert lengths.generated_at(context) == pytest.approx(4000, rel=1e-3)
+    replica = ReplicaCost(FakeSteps(1, fixed=0.1), BatchWork(32, lengths, 0))
+    last = len(lengths.bins) - 1
+    assert replica.time(0, last, 1000) == pytest.approx(500 + 10 + 10, rel=0.02), "both have 10 s of tools"
+
+
+def test_a_scheduler_that_lets_in_what_the_cache_holds_is_not_slowed_by_the_rest() -> None:
+    batch = agentic(256)
+    steps = FakeSteps(1, 60_000, fixed=0.02, each=1e-5, new=1e-4)
+    crowded, admitted = (ReplicaCost(steps, batch, RolloutOptions(cache_aware=aware)) for aware in (False, True))
+    last = len(batch.lengths.bins) - 1
+    assert admitted.time(0, last, 1) < 0.9 * crowded.time(0, last, 1)
+    assert admitted.time(0, last, 256) == pytest.approx(crowded.time(0, last, 256)), "one each: nothing to wait for"
+
+
+def test_samples_beside_their_siblings_share_the_prompt() -> None:
+    batch = BatchWork(64, sketch([TrajectoryLengths(2, 8002, 8000)], 64), 0)
+    steps = FakeSteps(1, fixed=1e-9, new=1e-3)
+    apart, beside = (
+        ReplicaCost(steps, batch, RolloutOptions(group=8, cache_aware=aware)).time(0, 0, 4) for aware in (False, True)
+    )
+    assert beside == pytest.approx(1.3 * 64 / 8 * 8.0 / 4, rel=0.02)
+    assert apart == pytest.approx(4 * (1 - 0.75**8) * 64 / 8 * 8.0 / 4, rel=0.02)

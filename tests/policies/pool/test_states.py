@@ -1,0 +1,402 @@
+"""The pool's state machine: the paths of a node, and what no sequence of events can break."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_hpc.policies.pool.states import (
+    Drained,
+    Effect,
+    EngineAnswers,
+    EngineEnded,
+    Event,
+    FormMembership,
+    HeartbeatLost,
+    IllegalTransition,
+    MemberOf,
+    Membership,
+    MoveOrdered,
+    NodeState,
+    OrderDrain,
+    OrderEnd,
+    OrderStandby,
+    OrderStart,
+    Pool,
+    Returned,
+    StateArrived,
+    advance,
+    rollout_nodes,
+    start,
+    trainers,
+)
+
+
+def play(pool: Pool, *events: Event) -> tuple[Pool, list[Effect]]:
+    effects: list[Effect] = []
+    for event in events:
+        pool, more = advance(pool, event)
+        effects += more
+    return pool, effects
+
+
+def running(hybrid: str = "rollout") -> Pool:
+    """Nodes 1 (train), 2 (rollout), 3 (hybrid), all at work."""
+    pool, _ = start([(1, "train"), (2, "rollout"), (3, "hybrid")], "train" if hybrid == "train" else "rollout")
+    pool, _ = play(pool, EngineAnswers(1, "train"), MemberOf(1, 1), StateArrived(1), EngineAnswers(2, "rollout"))
+    if hybrid == "rollout":
+        return advance(pool, EngineAnswers(3, "rollout"))[0]
+    return play(pool, EngineAnswers(3, "train"), StateArrived(3), MemberOf(1, 2), MemberOf(3, 2))[0]
+
+
+def states(pool: Pool) -> list[str]:
+    return [str(node.state) for node in pool.nodes.values()]
+
+
+def test_start_brings_every_node_to_its_stage() -> None:
+    _, effects = start([(1, "train"), (2, "rollout"), (3, "hybrid")])
+    assert effects == (OrderStart(1, "train"), OrderStart(2, "rollout"), OrderStart(3, "rollout"))
+    assert states(running()) == ["train", "rollout", "rollout"]
+    assert states(running("train")) == ["train", "rollout", "train"]
+
+
+def test_a_generation_waits_for_all_nodes_of_the_core() -> None:
+    pool, _ = start([(1, "train"), (2, "train"), (3, "rollout")])
+    pool, effects = play(pool, EngineAnswers(2, "train"))
+    assert effects == []
+    pool, effects = play(pool, EngineAnswers(1, "train"))
+    assert effects == [FormMembership(Membership(1, (1, 2)))]
+    pool, effects = play(pool, EngineEnded(2, "train"))
+    assert effects == [OrderStart(2, "train")]
+    assert pool.forming is None, "the rest of the core has only a part of the state"
+
+
+def test_to_train_and_it_counts_only_with_its_state() -> None:
+    pool, effects = play(running(), MoveOrdered(3, "train"))
+    assert effects == [OrderDrain(3)]
+    pool, effects = play(pool, Drained(3))
+    assert effects == [OrderStandby(3, "rollout"), OrderStart(3, "train")]
+    assert trainers(pool) == (1,)
+    assert pool.forming is None, "nobody waits for an engine that starts"
+    pool, effects = play(pool, EngineAnswers(3, "train"))
+    assert effects == [FormMembership(Membership(2, (1, 3)))]
+    pool, _ = play(pool, MemberOf(1, 2), MemberOf(3, 2))
+    assert pool.membership.ranks == (1, 3)
+    assert trainers(pool) == (1,)
+    pool, _ = play(pool, StateArrived(3))
+    assert trainers(pool) == (1, 3)
+    assert states(pool) == ["train", "rollout", "train"]
+
+
+def test_to_rollout_leaves_with_the_next_generation() -> None:
+    pool, effects = play(running("train"), MoveOrdered(3, "rollout"))
+    assert effects == [FormMembership(Membership(3, (1,)))]
+    assert trainers(pool) == (1, 3), "it works until the step boundary"
+    pool, effects = play(pool, MemberOf(1, 3))
+    assert effects == [OrderStandby(3, "train"), OrderStart(3, "rollout")]
+    assert trainers(pool) == (1,)
+    pool, effects = play(pool, EngineAnswers(3, "rollout"))
+    assert effects == []
+    assert rollout_nodes(pool) == (2, 3)
+
+
+def test_a_killed_replica_is_left_out_and_comes_back_as_a_new_member() -> None:
+    pool, effects = play(running("train"), EngineEnded(3, "train"))
+    assert effects == [FormMembership(Membership(3, (1,))), OrderStart(3, "train")]
+    assert trainers(pool) == (1,)
+    pool, effects = play(pool, EngineAnswers(3, "train"), MemberOf(1, 3))
+    assert effects == [FormMembership(Membership(4, (1, 3)))]
+    assert pool.membership.generation == 2, "the confirmation of the superseded generation 3 came late"
+    pool, _ = play(pool, StateArrived(3))
+    assert trainers(pool) == (1,), "generation 2 holds its rank, but its new engine is in no group yet"
+    pool, _ = play(pool, MemberOf(1, 4), MemberOf(3, 4))
+    assert trainers(pool) == (1, 3)
+
+
+def test_the_core_dies_and_the_others_wait_until_it_is_rebuilt() -> None:
+    pool, effects = play(running("train"), EngineEnded(1, "train"))
+    assert effects == [OrderStart(1, "train")]
+    assert trainers(pool) == (3,)
+    pool, effects = play(pool, EngineAnswers(1, "train"))
+    assert effects == [FormMembership(Membership(3, (1, 3)))]
+    arrived = [event for rank in (1, 3) for event in (StateArrived(rank), MemberOf(rank, 3))]
+    assert trainers(play(pool, *arrived)[0]) == (1, 3)
+
+
+def test_a_node_leaves_training_also_while_the_core_is_rebuilt() -> None:
+    pool, effects = play(running("train"), EngineEnded(1, "train"), MoveOrdered(3, "rollout"))
+    assert effects == [OrderStart(1, "train")]
+    pool, effects = play(pool, EngineAnswers(1, "train"), MemberOf(1, 3))
+    assert effects == [FormMembership(Membership(3, (1,))), OrderStandby(3, "train"), OrderStart(3, "rollout")]
+
+
+def test_a_rollout_engine_that_died_is_started_again() -> None:
+    pool, effects = play(running(), EngineEnded(2, "rollout"))
+    assert effects == [OrderStart(2, "rollout")]
+    assert rollout_nodes(pool) == (3,)
+    _, effects = play(running(), MoveOrdered(3, "train"), EngineEnded(3, "rollout"))
+    assert effects == [OrderDrain(3), OrderStart(3, "train")], "dead is drained"
+
+
+def test_a_lost_node_returns_to_its_role() -> None:
+    pool, effects = play(running("train"), HeartbeatLost(3))
+    assert effects == [FormMembership(Membership(3, (1,)))]
+    pool, effects = play(pool, HeartbeatLost(3), Returned(3))
+    assert effects == [OrderStart(3, "train")]
+    pool, effects = play(pool, HeartbeatLost(2))
+    assert effects == []
+    assert rollout_nodes(pool) == ()
+
+
+def test_a_standby_that_dies_changes_nothing() -> None:
+    pool = running()
+    assert advance(pool, EngineEnded(3, "train")) == (pool, ())
+    pool, effects = play(running("train"), MoveOrdered(3, "rollout"), EngineEnded(3, "train"))
+    assert effects[-1] == OrderStart(3, "rollout")
+    assert trainers(pool) == (1,)
+    assert play(pool, MemberOf(1, 3))[1] == [], "already freed"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        MoveOrdered(1, "rollout"),
+        MoveOrdered(2, "train"),
+        MoveOrdered(3, "rollout"),
+        MoveOrdered(9, "train"),
+        Drained(3),
+        EngineAnswers(3, "rollout"),
+        EngineAnswers(3, "train"),
+        StateArrived(3),
+        StateArrived(2),
+        MemberOf(1, 7),
+        Returned(3),
+    ],
+)
+def test_impossible_events_raise(event: Event) -> None:
+    with pytest.raises(IllegalTransition):
+        advance(running(), event)
+
+
+def test_the_last_rollout_node_may_not_leave() -> None:
+    alone, _ = play(running(), HeartbeatLost(2))
+    with pytest.raises(IllegalTransition, match="last rollout node"):
+        advance(alone, MoveOrdered(3, "train"))
+
+
+def together(*events: Event) -> tuple[Pool, list[Effect]]:
+    """Nodes 3 and 4 train as one world beside node 1; 2 and 5 roll out. Then ``events``."""
+    pool, _ = start(
+        [(1, "train"), (2, "rollout"), (3, "hybrid"), (4, "hybrid"), (5, "rollout")],
+        unit=lambda rank: (3, 4) if rank in (3, 4) else (rank,),
+    )
+    pool, _ = play(pool, EngineAnswers(1, "train"), MemberOf(1, 1), StateArrived(1))
+    pool, _ = play(pool, *(EngineAnswers(rank, "rollout") for rank in (2, 3, 4, 5)))
+    pool, effects = play(pool, MoveOrdered(4, "train"))
+    assert effects == [OrderDrain(3), OrderDrain(4)]
+    pool, _ = play(pool, Drained(3), Drained(4), EngineAnswers(4, "train"))
+    assert pool.forming is None, "half a replica does not train"
+    pool, _ = play(pool, EngineAnswers(3, "train"), *(MemberOf(rank, 2) for rank in (1, 3, 4)))
+    pool, _ = play(pool, StateArrived(3), StateArrived(4))
+    assert trainers(pool) == (1, 3, 4)
+    return play(pool, *events)
+
+
+def test_nodes_that_are_one_replica_move_together() -> None:
+    pool, effects = together(MoveOrdered(3, "rollout"))
+    assert effects == [FormMembership(Membership(3, (1,)))]
+    pool, effects = play(pool, MemberOf(1, 3), EngineAnswers(3, "rollout"), EngineAnswers(4, "rollout"))
+    assert [e for e in effects if isinstance(e, OrderStandby)] == [OrderStandby(3, "train"), OrderStandby(4, "train")]
+    assert rollout_nodes(pool) == (2, 3, 4, 5)
+
+
+def test_a_process_that_ends_takes_its_whole_replica_down_and_both_nodes_begin_anew() -> None:
+    pool, effects = together(EngineEnded(3, "train"))
+    assert effects == [
+        FormMembership(Membership(3, (1,))),
+        OrderStart(3, "train", 1),
+        OrderEnd(4),
+        OrderStart(4, "train", 1),
+    ]
+    # What the other node says of the same death.
+    assert play(pool, EngineEnded(4, "train", 0)) == (pool, [])
+    _, effects = play(pool, EngineEnded(4, "train", 1))
+    assert effects == [OrderEnd(3), OrderStart(3, "train", 2), OrderStart(4, "train", 2)]
+
+
+def test_a_lost_node_sends_the_other_one_of_its_replica_to_roll_out() -> None:
+    pool, effects = together(HeartbeatLost(3))
+    assert effects == [FormMembership(Membership(3, (1,))), OrderEnd(4), OrderStart(4, "rollout")]
+    with pytest.raises(IllegalTransition):
+        advance(pool, MoveOrdered(4, "train"))
+    pool, effects = play(pool, EngineAnswers(4, "rollout"), Returned(3), EngineAnswers(3, "rollout"))
+    assert effects == [OrderStart(3, "rollout")]
+    _, effects = play(pool, MoveOrdered(3, "train"), Drained(3), Drained(4))
+    assert [e for e in effects if isinstance(e, OrderStart)] == [OrderStart(3, "train", 1), OrderStart(4, "train", 1)]
+
+
+ranks = st.integers(1, 5)
+kinds = st.sampled_from(["train", "rollout"])
+events = st.one_of(
+    st.builds(MoveOrdered, ranks, kinds),
+    st.builds(Drained, ranks),
+    st.builds(EngineAnswers, ranks, kinds),
+    st.builds(StateArrived, ranks),
+    st.builds(MemberOf, ranks, st.integers(0, 12)),
+    st.builds(EngineEnded, ranks, kinds),
+    st.builds(HeartbeatLost, ranks),
+    st.builds(Returned, ranks),
+)
+COMPONENTS = {1: "train", 2: "train", 3: "rollout", 4: "hybrid", 5: "hybrid"}
+UNITS = st.sampled_from([{}, {4: (4, 5), 5: (4, 5)}])
+"""Hybrid nodes that move alone, or together."""
+
+
+def begin(role: str, units: dict[int, tuple[int, ...]]) -> tuple[Pool, tuple[Effect, ...]]:
+    return start(COMPONENTS.items(), role, lambda rank: units.get(rank, (rank,)))  # type: ignore[arg-type]
+
+
+def silenced(message: Event, event: Event) -> bool:
+    """Whether a message on its way will never come because of this crash; confirmations may still come late."""
+    if message.rank != event.rank or isinstance(message, MemberOf):
+        return False
+    if isinstance(event, HeartbeatLost):
+        return not isinstance(message, Returned)
+    if isinstance(event, EngineEnded):
+        return (isinstance(message, EngineAnswers) and message.kind == event.kind) or isinstance(
+            message, Drained if event.kind == "rollout" else StateArrived
+        )
+    return False
+
+
+def check(pool: Pool, before: Pool, effects: tuple[Effect, ...]) -> None:
+    for node in pool.nodes.values():
+        assert node.component == COMPONENTS[node.rank]
+        if node.component != "hybrid":
+            assert node.role == node.component
+            assert node.state not in (NodeState.TO_TRAIN, NodeState.TO_ROLLOUT)
+            assert node.state is not (NodeState.ROLLOUT if node.component == "train" else NodeState.TRAIN)
+        if node.state is NodeState.TRAIN:
+            assert node.rank in pool.membership.ranks
+            assert node.has_state
+        if node.state is NodeState.LOST:
+            assert not node.has_state
+            assert not node.engine_ready
+    assert pool.issued >= before.issued
+    assert pool.membership.generation >= before.membership.generation
+    formed = [e.membership for e in effects if isinstance(e, FormMembership)]
+    assert len(formed) <= 1
+    if formed:
+        assert formed[0].generation == before.issued + 1 == pool.issued
+        assert {1, 2} <= set(formed[0].ranks), "the whole core"
+        assert formed[0] == pool.forming
+    if pool.membership != before.membership:
+        assert pool.membership.generation > before.membership.generation
+    # Whoever can train is a member, or will be once what is forming is complete.
+    core_at_work = {
+        n.rank for n in pool.nodes.values() if n.component == "train" and n.state is NodeState.TRAIN and n.engine_ready
+    }
+    assert core_at_work <= set(pool.membership.ranks)
+    if pool.forming is not None:
+        assert core_at_work <= set(pool.forming.ranks)
+        for rank in pool.forming.ranks:
+            assert set(pool.nodes[rank].unit) <= set(pool.forming.ranks), "a whole replica"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(events, max_size=60), kinds, UNITS)
+def test_no_sequence_of_events_moves_the_core_or_turns_generations_back(
+    sequence: list[Event], role: str, units: dict[int, tuple[int, ...]]
+) -> None:
+    pool, _ = begin(role, units)
+    for event in sequence:
+        before = pool
+        effects: tuple[Effect, ...] = ()
+        with contextlib.suppress(IllegalTransition):
+            pool, effects = advance(pool, event)
+        check(pool, before, effects)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_whatever_happened_an_obedient_cluster_comes_to_rest_with_every_core_node_at_work(data: st.DataObject) -> None:
+    """Drive the machine by its own effects, with moves, crashes and losses thrown in; afterwards let the cluster
+    finish what was asked."""
+    pool, first = begin(data.draw(kinds), data.draw(UNITS))
+    inbox: list[Event] = []
+    worlds: dict[int, int] = {}
+    """The training world that each node has processes of."""
+
+    def answers(rank: int, kind: str) -> list[Event]:
+        """A training world of several nodes answers once all have started it."""
+        unit = pool.nodes[rank].unit if kind == "train" else (rank,)
+        whole = kind == "rollout" or len({worlds.get(other, -1) for other in unit}) == 1
+        here = [EngineAnswers(other, kind) for other in unit if not pool.nodes[other].engine_ready]  # type: ignore[arg-type]
+        return here if whole else []
+
+    def obey(effects: tuple[Effect, ...]) -> None:
+        for effect in effects:
+            match effect:
+                case OrderStart(rank=rank, kind=kind, world=world):
+                    if kind == "train":
+                        worlds[rank] = world
+                    said = answers(rank, kind)
+                    ranks = {rank} | {event.rank for event in said}
+                    inbox[:] = [e for e in inbox if not (isinstance(e, EngineAnswers) and e.rank in ranks)]
+                    inbox.extend(said)
+                case OrderEnd(rank=rank):
+                    worlds[rank] = -1 - rank
+                    inbox[:] = [e for e in inbox if e != EngineAnswers(rank, "train")]
+                case OrderDrain(rank=rank):
+                    inbox.append(Drained(rank))
+                case FormMembership(membership=membership):
+                    inbox.extend(MemberOf(rank, membership.generation) for rank in membership.ranks)
+                    inbox.extend(StateArrived(rank) for rank in membership.ranks if not pool.nodes[rank].has_state)
+                case _:
+                    pass
+
+    def apply(event: Event) -> None:
+        nonlocal pool
+        if isinstance(event, EngineEnded):
+            event = EngineEnded(event.rank, event.kind, pool.nodes[event.rank].world)
+        before = pool
+        try:
+            pool, effects = advance(pool, event)
+        except IllegalTransition:
+            return
+        check(pool, before, effects)
+        obey(effects)
+
+    obey(first)
+    for _ in range(data.draw(st.integers(0, 40))):
+        if len(inbox) > 0 and data.draw(st.integers(0, 2)) > 0:
+            picked = data.draw(st.integers(0, len(inbox) - 1))
+            apply(inbox.pop(picked))
+            continue
+        event = data.draw(
+            st.one_of(
+                st.builds(MoveOrdered, ranks, kinds),
+                st.builds(EngineEnded, ranks, kinds),
+                st.builds(HeartbeatLost, ranks),
+            )
+        )
+        inbox[:] = [e for e in inbox if not silenced(e, event)]
+        apply(event)
+        if isinstance(event, HeartbeatLost) and pool.nodes[event.rank].state is NodeState.LOST:
+            inbox.append(Returned(event.rank))
+    for _ in range(300):
+        if inbox:
+            apply(inbox.pop(0))
+    assert not inbox
+    assert pool.forming is None
+    for node in pool.nodes.values():
+        assert node.state is (NodeState.TRAIN if node.role == "train" else NodeState.ROLLOUT)
+        assert node.engine_ready
+    assert (
+        set(trainers(pool))
+        == {rank for rank, node in pool.nodes.items() if node.role == "train"}
+        == set(pool.membership.ranks)
+    )

@@ -1,0 +1,146 @@
+"""Boards and turns for tests of the policies, and the plainest possible driver."""
+
+from __future__ import annotations
+
+import random
+
+from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.dispatch import Dispatcher
+from libra_hpc.policies.scheduling.protocol import Finished, Policy, TurnView
+from libra_hpc.protocol.env import Signal
+
+OK, ERROR = Signal("run", "ok", 50, 1.0), Signal("run", "error", 50, 1.0)
+
+
+def board_of(*engines: tuple[str, int], cap: int = 4, kv: int = 100_000) -> Board:
+    """A board of idle engines (name, TP)."""
+    board = Board(cap)
+    for name, tp in engines:
+        board.up(name, tp, kv, 0)
+    return board
+
+
+def turn_of(
+    name: str,
+    prompt: str = "p",
+    *,
+    at: str = "",
+    turns: int = 0,
+    context: int = 500,
+    attained: int = 0,
+    ready: float = 0.0,
+    signals: tuple[Signal, ...] = (),
+) -> TurnView:
+    """A turn of trajectory ``name``."""
+    return TurnView(
+        trajectory=name,
+        prompt_id=prompt,
+        sample=0,
+        task="task",
+        context_tokens=context,
+        attained_tokens=attained,
+        turns=turns,
+        ready_at=ready,
+        engine=at,
+        signals=signals,
+    )
+
+
+def ended(
+    name: str, prompt: str, total: int, *, signals: tuple[Signal, ...] = (), at: tuple[int, ...] = (), version: int = 0
+) -> Finished:
+    """A completed trajectory."""
+    return Finished(
+        trajectory=name,
+        prompt_id=prompt,
+        sample=0,
+        task="task",
+        generated_tokens=total,
+        turns=len(signals) + 1,
+        at_signal=at,
+        signals=signals,
+        version=version,
+    )
+
+
+def random_lengths(rng: random.Random, groups: int, samples: int = 4) -> dict[str, list[int]]:
+    """Generated tokens per turn of each trajectory; the name is ``prompt/sample``."""
+    return {
+        f"g{g}/{s}": [rng.randint(1, 3000) for _ in range(rng.randint(1, 5))]
+        for g in range(groups)
+        for s in range(samples)
+    }
+
+
+def drive(
+    policy: Policy, board: Board, lengths: dict[str, list[int]], rng: random.Random, arrivals_s: float = 50.0
+) -> list[str]:
+    """Serve every trajectory: they arrive at random, turns end in random order, tools take a moment, engines close,
+    open and change cap meanwhile.
+
+    Asserts at each decision what every policy owes: an open engine with a free slot, a level that is the engine's, and
+    a reason.  Returns the order of ends.
+    """
+    dispatcher = Dispatcher(policy, board)
+    arrivals = sorted((rng.uniform(0.0, arrivals_s), name) for name in lengths)
+    done = dict.fromkeys(lengths, 0)
+    running: list[tuple[str, str, int]] = []
+    signals: dict[str, tuple[Signal, ...]] = dict.fromkeys(lengths, ())
+    now, order, idle = 0.0, list[str](), 0
+    while len(order) < len(lengths):
+        while arrivals and (arrivals[0][0] <= now or not (running or len(dispatcher))):
+            arrival, name = arrivals.pop(0)
+            now = max(now, arrival)
+            dispatcher.ready(turn_of(name, name.split("/")[0], ready=now), now)
+        before = {e.engine: (e.open, e.inflight, e.cap) for e in board.engines.values()}
+        for turn, decision in dispatcher.dispatch(now):
+            is_open, inflight, cap = before[decision.engine]
+            assert is_open
+            assert inflight < cap
+            before[decision.engine] = (is_open, inflight + 1, cap)
+            assert decision.level == board.engines[decision.engine].level
+            assert decision.reason
+            running.append((turn.trajectory, decision.engine, turn.context_tokens))
+        # Nothing runs: time passes until patience, a closed engine or an arrival ends; for ever would be starvation.
+        idle = 0 if running else idle + 1
+        assert idle < 200, "turns wait although nothing runs"
+        now += rng.expovariate(1.0)
+        if rng.random() < 0.1:
+            engine = rng.choice(list(board.engines))
+            board.set_open(engine, not board.engines[engine].open)
+            board.set_cap(engine, rng.randint(1, 5))
+        if running:
+            name, engine, context = running.pop(rng.randrange(len(running)))
+            board.answered(engine, context)
+            done[name] += 1
+            attained = sum(lengths[name][: done[name]])
+            prompt = name.split("/")[0]
+            if done[name] == len(lengths[name]):
+                order.append(name)
+                ends = tuple(sum(lengths[name][: i + 1]) for i in range(len(signals[name])))
+                dispatcher.finished(ended(name, prompt, attained, signals=signals[name], at=ends), now)
+            else:
+                signals[name] += (rng.choice((OK, ERROR)),)
+                context = 500 + attained + 50 * done[name]
+                turn = turn_of(
+                    name,
+                    prompt,
+                    at=engine,
+                    turns=done[name],
+                    context=context,
+                    attained=attained,
+                    ready=now,
+                    signals=signals[name],
+                )
+                dispatcher.ready(turn, now)
+    assert board.free == sum(e.free for e in board.engines.values())
+    assert len(dispatcher) == 0
+    return order
+
+
+def assert_nothing_is_kept(policy: object) -> None:
+    """Every trajectory ended: the policy or rule of admission holds nothing of any."""
+    per_trajectory = ["_prompt", "_level", "_scouts", "_probes", "_programs", "_deferred", "_placed", "_waits", "_live"]
+    per_trajectory += ["_lives", "_tokens", "_open"]
+    held = {key: value for key, value in vars(policy).items() if key in per_trajectory}
+    assert all(len(value) == 0 for value in held.values()), held

@@ -1,0 +1,134 @@
+"""The board against brute force: least, free, levels, costs and caps."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.concurrency import CUT_TO, FLOOR, HOLD_REPORTS, START, CapController
+from libra_hpc.policies.scheduling.costs import TP_EXPONENT, default_costs
+
+from .views import board, stats
+
+NAMES = ("a", "b", "c", "d", "e", "f")
+VERBS = ("up", "down", "sent", "answered", "open", "close", "cap")
+operations = st.lists(
+    st.tuples(st.sampled_from(VERBS), st.sampled_from(NAMES), st.integers(1, 900), st.sampled_from((1, 2, 4))),
+    max_size=120,
+)
+
+
+def check(made: Board) -> None:
+    """What the board should hold, computed from the views alone."""
+    assert made.free == sum(max(0, v.cap - v.inflight) for v in made.engines.values() if v.open)
+    assert [c.tp for c in made.classes] == sorted({v.tp for v in made.engines.values()})
+    for level, members in enumerate(made.classes):
+        assert members.level == level
+        assert all(v.level == level and v.tp_class is members for v in members.members)
+        usable = [v.inflight_tokens for v in members.members if v.open and v.inflight < v.cap]
+        least = members.least()
+        assert (least.inflight_tokens if least else None) == min(usable, default=None)
+        assert least is None or (least.open and least.inflight < least.cap)
+
+
+@settings(deadline=None)
+@given(operations)
+def test_the_board_equals_brute_force_after_any_operations(steps: list[tuple[str, str, int, int]]) -> None:
+    made = Board(3, adaptive=False)
+    in_flight: list[tuple[str, int]] = []
+    for what, name, number, tp in steps:
+        if what == "up":
+            made.up(name, tp, 1000, 0)
+            in_flight = [f for f in in_flight if f[0] != name]
+        elif what == "down":
+            made.down(name)
+            in_flight = [f for f in in_flight if f[0] != name]
+        elif what == "answered" and in_flight:
+            made.answered(*in_flight.pop(number % len(in_flight)))
+        elif name in made.engines:
+            if what == "sent":
+                made.sent(name, number)
+                in_flight.append((name, number))
+            elif what in ("open", "close"):
+                made.set_open(name, what == "open")
+            elif what == "cap":
+                made.set_cap(name, number % 5)
+        check(made)
+
+
+def test_many_changes_do_not_grow_the_heap_without_bound() -> None:
+    made = board(("a", 1), ("b", 1))
+    for _ in range(5000):
+        made.sent("a", 10)
+        made.answered("a", 10)
+        assert made.classes[0].least() is not None
+    assert len(made.classes[0]._heap) < 100
+
+
+def test_costs_of_a_class_follow_its_reports_and_reach_the_others_scaled() -> None:
+    made = board(("slow", 1), ("fast", 4), kv=1000)
+    assert made.classes[0].base_s == default_costs(1, 1000)[0]
+    steps, prefill, busy = 0, 0, 0.0
+    for i in range(400):
+        kv = (i * 7 % 10) / 10
+        made.report("fast", stats(steps, busy, kv=kv, prefill=prefill))
+        following = ((i + 1) * 7 % 10) / 10
+        more, read = 20 + i % 5, 1000 * (i % 4)
+        busy += more * (0.004 + 2e-6 * 1000 * (kv + following) / 2) + 1e-5 * read
+        steps, prefill = steps + more, prefill + read
+    fast, slow = made.classes[1], made.classes[0]
+    assert (fast.base_s, fast.slope_s, fast.prefill_s) == pytest.approx((0.004, 2e-6, 1e-5), rel=0.15)
+    assert slow.base_s == pytest.approx(fast.base_s * 4**TP_EXPONENT, rel=0.05)
+
+
+def test_a_warm_up_profile_prices_a_class_before_its_first_turn() -> None:
+    made = Board(64)
+    # 16 steps of 4 ms, then a step that prefills 256 tokens in 20 ms; here the larger class is slower.
+    large_reports = (stats(20, 1.0, kv=0.0), stats(36, 1.064, kv=0.0), stats(37, 1.084, kv=0.0, prefill=256))
+    small_reports = (stats(20, 1.0, kv=0.0), stats(36, 1.032, kv=0.0), stats(37, 1.042, kv=0.0, prefill=256))
+    made.up("large", tp=2, kv_capacity=1000, version=0, warm_up=large_reports)
+    made.up("small", tp=1, kv_capacity=1000, version=0, warm_up=small_reports)
+    small, large = made.classes
+    assert (small.base_s, large.base_s) == pytest.approx((0.002, 0.004), rel=0.1)
+    assert small.prefill_s < large.prefill_s
+    # The counters restart after the warm-up profile: the first report gives no difference to it.
+    count = small.fit.count
+    made.report("small", stats(90, 0.4))
+    assert small.fit.count == count
+    made.report("small", stats(110, 0.5))
+    assert small.fit.count == count + 1
+
+
+def test_a_cap_grows_while_there_is_room_and_is_cut_once_on_preemptions() -> None:
+    control = CapController(256)
+    assert control.cap == START
+    grown = [control.update(stats(kv=0.5), control.cap) for _ in range(5)]
+    assert grown == sorted(grown)
+    assert grown[-1] > START
+    full = control.cap
+    assert control.update(stats(kv=0.9), full) == full, "enough KV in use: hold"
+    assert control.update(stats(kv=0.5, preemptions=2), full) == int(CUT_TO * full)
+    assert control.update(stats(kv=0.5, preemptions=4), full) == int(CUT_TO * full), "one cut per hold"
+    for _ in range(HOLD_REPORTS):
+        control.update(stats(kv=0.5, preemptions=4), full)
+    assert control.cap > int(CUT_TO * full)
+
+
+def test_a_cap_stays_between_the_floor_and_the_runs_limit() -> None:
+    control = CapController(10)
+    for i in range(100):
+        assert control.update(stats(kv=0.2), 10) <= 10
+        assert control.update(stats(kv=1.0, preemptions=i), 10) >= FLOOR
+    assert CapController(2).update(stats(kv=1.0), 2) == 2
+
+
+def test_an_adaptive_board_applies_the_cap() -> None:
+    made = Board(256)
+    made.up("a", 1, 1000, 0)
+    for _ in range(START):
+        made.sent("a", 1)
+    made.report("a", stats(kv=0.3))
+    assert made.engines["a"].cap > START
+    check(made)

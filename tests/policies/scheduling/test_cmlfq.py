@@ -1,0 +1,320 @@
+"""Placement and order under C-MLFQ."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import AGEING_S, CausalMlfq
+from libra_hpc.policies.scheduling.dispatch import Dispatcher
+from libra_hpc.policies.scheduling.engine_loads import ENTRY_SLACK, EngineLoads, Placed
+
+from .views import MISS, OK, board, finished, stats, turn
+
+
+def warm_policy(**totals: int) -> CausalMlfq:
+    """A policy that has seen eight trajectories of each prompt."""
+    policy = CausalMlfq()
+    for i in range(8):
+        for prompt, total in totals.items():
+            policy.finished(finished(total + i, prompt, f"{prompt}{i}"), 0.0)
+    return policy
+
+
+def send(policy: CausalMlfq, made: Board, name: str, prompt: str, **options: object) -> str:
+    view = turn(name, prompt, **options)  # type: ignore[arg-type]
+    policy.key(view, 0.0)
+    decision = policy.route(view, made, 0.0)
+    if decision.engine:
+        made.sent(decision.engine, view.context_tokens)
+    assert decision.reason
+    return decision.engine
+
+
+def test_a_long_trajectory_gets_the_fast_engine_and_short_ones_leave_it_alone() -> None:
+    policy, made = warm_policy(long=30_000, short=200), board(("slow0", 1), ("slow1", 1), ("fast", 4))
+    assert send(policy, made, "l", "long") == "fast"
+    placed = [send(policy, made, f"s{i}", "short") for i in range(6)]
+    assert "fast" not in placed
+    assert set(placed) == {"slow0", "slow1"}
+
+
+def test_work_goes_to_a_fast_engine_that_would_idle() -> None:
+    policy, made = warm_policy(p=2000), board(("slow", 1), ("fast", 4))
+    placed = [send(policy, made, f"t{i}", "p", context=30_000) for i in range(24)]
+    assert placed.count("fast") > placed.count("slow") > 0
+
+
+def test_in_a_tool_gap_it_stays_unless_moving_pays_by_the_margin() -> None:
+    policy, made = warm_policy(p=3000), board(("a", 1), ("b", 1))
+    first = send(policy, made, "t", "p", context=5000)
+    made.answered(first, 5000)
+    assert send(policy, made, "t", "p", at=first, turns=1, context=5200, attained=100, signals=(OK,)) == first
+
+
+def test_the_longest_moves_to_an_idle_fast_engine_when_little_else_is_left() -> None:
+    policy, made = warm_policy(p=30_000), board(("slow", 1))
+    assert send(policy, made, "t", "p", context=500) == "slow"
+    made.answered("slow", 500)
+    made.up("fast", 8, 100_000, 0)
+    view = turn("t", "p", at="slow", turns=1, context=700, attained=200, signals=(OK,))
+    policy.key(view, 0.0)
+    decision = policy.route(view, made, 0.0)
+    assert (decision.engine, decision.level) == ("fast", 1)
+    assert decision.reason.startswith("move: fast adds ")
+
+
+def test_samples_of_a_long_prompt_start_where_it_is_cached() -> None:
+    policy, made = warm_policy(p=50), board(("a", 1), ("b", 1))
+    others = {send(policy, made, f"{prompt}{i}", prompt, context=20_000) for prompt in ("q", "r") for i in range(4)}
+    assert others == {"a", "b"}
+    first = send(policy, made, "p0", "p", sample=0, context=20_000)
+    view = turn("p1", "p", context=20_000)
+    policy.key(view, 0.0)
+    decision = policy.route(view, made, 0.0)
+    assert decision.engine == first
+    assert decision.reason.startswith(f"start: {first} has the prompt cached for a sibling")
+
+
+def test_samples_of_a_short_prompt_spread() -> None:
+    policy, made = warm_policy(p=3000), board(("a", 1), ("b", 1), ("c", 1))
+    assert {send(policy, made, f"t{i}", "p", context=100) for i in range(3)} == {"a", "b", "c"}
+
+
+def test_a_prompt_is_not_cached_under_new_weights_nor_where_no_sibling_sits() -> None:
+    for change in ("nothing", "weights", "gone", "full", "ended"):
+        policy, made = warm_policy(p=50, q=3000), board(("a", 1), ("b", 1), cap=2 if change == "full" else 64)
+        assert {send(policy, made, f"q{i}", "q") for i in range(2)} == {"a", "b"}
+        first = send(policy, made, "t0", "p", context=20_000)
+        if change == "weights":
+            made.applied(first, 1)
+        elif change == "gone":
+            made.down(first)
+        elif change == "ended":
+            policy.finished(finished(200, "p", "t0"), 0.0)
+        view = turn("t1", "p", context=20_000)
+        policy.key(view, 0.0)
+        assert ("sibling" in policy.route(view, made, 0.0).reason) == (change == "nothing"), change
+
+
+def test_a_full_engine_with_the_prefix_is_waited_for_but_not_beyond_the_bound() -> None:
+    policy, made = warm_policy(p=500), board(("a", 1), ("b", 1), cap=1)
+    first = send(policy, made, "t", "p", context=60_000)
+    view = turn("t", "p", at=first, turns=1, context=60_100, attained=50, signals=(OK,))
+    policy.key(view, 0.0)
+    decision = policy.route(view, made, 0.0)
+    assert (decision.engine, decision.wait, decision.wanted) == ("", "engine", first)
+    late = policy.route(view, made, AGEING_S)
+    assert late.engine not in ("", first)
+
+
+def test_new_weights_empty_the_cache_so_nothing_is_waited_for() -> None:
+    policy, made = warm_policy(p=500), board(("a", 1), ("b", 1), cap=1)
+    first = send(policy, made, "t", "p", context=60_000)
+    made.applied(first, 1)
+    assert send(policy, made, "t", "p", at=first, turns=1, context=60_100, attained=50, signals=(OK,)) not in (
+        "",
+        first,
+    )
+
+
+def test_a_context_goes_where_it_fits_and_to_anybody_when_it_fits_nowhere() -> None:
+    policy, made = CausalMlfq(), board(("small", 1), kv=1000)
+    made.up("large", 2, 50_000, 0)
+    assert send(policy, made, "t", "p", context=20_000) == "large"
+    assert send(policy, made, "u", "p", context=90_000) != "", "for the engine to refuse"
+
+
+def test_all_full_waits_for_any_slot() -> None:
+    policy, made = CausalMlfq(), board(("a", 1), cap=1)
+    made.sent("a", 5)
+    view = turn()
+    policy.key(view, 0.0)
+    decision = policy.route(view, made, 0.0)
+    assert (decision.engine, decision.wait) == ("", "slot")
+    assert decision.reason.startswith("wait: ")
+
+
+def test_the_probe_goes_first_then_the_longest() -> None:
+    policy = warm_policy(long=20_000, short=100)
+    keys = {
+        name: policy.key(turn(name, prompt, sample=sample), 0.0)
+        for name, prompt, sample in (("l", "long", 1), ("s", "short", 1), ("probe", "new", 0))
+    }
+    assert keys["probe"] < keys["l"] < keys["s"]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(0.0, 900.0), st.sampled_from(("a", "b", "new")), st.integers(0, 3), st.integers(0, 9000)),
+        min_size=2,
+        max_size=30,
+    )
+)
+def test_no_turn_is_overtaken_by_a_turn_that_became_ready_later_than_the_bound(
+    turns: list[tuple[float, str, int, int]],
+) -> None:
+    policy, made = warm_policy(a=100, b=9000), board(("e", 1), cap=1)
+    queue = Dispatcher(policy, made)
+    for i, (ready, prompt, done, attained) in enumerate(turns):
+        queue.ready(turn(f"t{i}", prompt, sample=i, turns=done, attained=attained, ready=ready, context=1), 1000.0)
+    served: list[float] = []
+    while len(queue):
+        for view, _ in queue.dispatch(1000.0):
+            served.append(view.ready_at)
+            made.answered("e", 1)
+    assert len(served) == len(turns)
+    for i, ready in enumerate(served):
+        assert all(before <= ready + AGEING_S for before in served[:i])
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.tuples(st.integers(0, 11), st.integers(1, 60_000), st.booleans(), st.sampled_from("abcd")), max_size=60)
+)
+def test_decisions_are_admissible_and_loads_add_up(steps: list[tuple[int, int, bool, str]]) -> None:
+    policy, made = warm_policy(p0=500, p1=9000), board(("a", 1), ("b", 1), ("c", 2), cap=2)
+    in_flight: dict[str, tuple[str, int]] = {}
+    done: dict[str, int] = {}
+    for i, context, ends, engine in steps:
+        name = f"t{i}"
+        if engine == "d" and len(made.engines) > 1 and ends:
+            gone = sorted(made.engines)[0]
+            made.down(gone)
+            in_flight = {n: f for n, f in in_flight.items() if f[0] != gone}
+        elif name in in_flight:
+            made.answered(*in_flight.pop(name))
+            if ends:
+                policy.finished(finished(800, f"p{i % 3}", name), 0.0)
+                done.pop(name, None)
+        else:
+            turns = done.get(name, 0)
+            view = turn(
+                name,
+                f"p{i % 3}",
+                at=engine if turns else "",
+                turns=turns,
+                context=context,
+                attained=100 * turns,
+                signals=(MISS,) * turns,
+            )
+            policy.key(view, 0.0)
+            decision = policy.route(view, made, 0.0)
+            if decision.engine:
+                chosen = made.engines[decision.engine]
+                assert chosen.open
+                assert chosen.inflight < chosen.cap
+                assert decision.level == chosen.level
+                made.sent(decision.engine, context)
+                in_flight[name] = (decision.engine, context)
+                done[name] = turns + 1
+    for tracked in list(policy._tracked):
+        policy.forget(tracked)
+    for load in policy._loads._loads.values():
+        assert (load.work, load.reach4, load.finish) == (0.0, 0.0, 0.0)
+    assert not policy._tracked
+
+
+def test_the_first_engine_to_finish_is_right_within_the_slack() -> None:
+    made, loads = board(*((f"e{i}", 1) for i in range(6))), EngineLoads()
+    loads.sync(made)
+    residents: list[Placed] = []
+    for i in range(200):
+        load = loads.first_to_finish(loads.alike[0])
+        assert load is not None
+        every = [s for n in made.engines if (s := loads.get(n)) is not None]
+        assert load.finish <= min(s.finish for s in every) / ENTRY_SLACK**2 + 1e-9
+        one = Placed()
+        left = float(100 + i * 37 % 500)
+        load.add(one, reach=left, work=left * 1000, prefill=500.0, finish=load.finish_with(left, left * 1000, 500.0))
+        residents.append(one)
+        if i % 3 == 2:
+            gone = residents.pop(i % len(residents))
+            load_before = gone.load
+            assert load_before is not None
+            load_before.remove(gone)
+            loads.update_entry(load_before)
+
+
+def test_engines_of_unequal_pace_are_both_candidates() -> None:
+    made, loads = board(("slow", 1), ("fast", 1)), EngineLoads()
+    for name, step_s in (("slow", 0.06), ("fast", 0.02)):
+        for i in range(60):
+            made.report(name, stats(20 * i, 20 * i * step_s, kv=0.5))
+    loads.sync(made)
+    assert len(loads.alike) == 2
+    chosen = {load.view.engine for alike in loads.alike if (load := loads.first_to_finish(alike)) is not None}
+    assert chosen == {"slow", "fast"}
+    made.set_cap("fast", 0)
+    assert [loads.first_to_finish(alike) for alike in loads.alike] == [None, loads.get("slow")]
+
+
+def test_many_that_may_become_the_longest_weigh_more_than_one() -> None:
+    loads = EngineLoads()
+    made = board(("e", 1))
+    loads.sync(made)
+    load = loads.get("e")
+    assert load is not None
+    alone = load.finish_with(1000.0, 0.0, 0.0)
+    residents = [Placed() for _ in range(16)]
+    for one in residents:
+        load.add(one, reach=1000.0, work=0.0, prefill=0.0, finish=load.finish_with(1000.0, 0.0, 0.0))
+    assert load.finish == pytest.approx(2.0 * alone), "the fourth root of sixteen"
+    assert load.finish_with(100.0, 0.0, 0.0) == pytest.approx(load.finish, rel=1e-4), "a short one is no candidate"
+    for one in residents:
+        load.remove(one)
+    assert (load.reach4, load.finish) == (0.0, 0.0)
+
+
+def test_finishes_follow_what_steps_cost() -> None:
+    loads, made = EngineLoads(), board(("e", 1), ("other", 1))
+    loads.sync(made)
+    load = loads.get("e")
+    assert load is not None
+    load.add(Placed(), reach=1000.0, work=1e6, prefill=500.0, finish=load.finish_with(1000.0, 1e6, 500.0))
+    before = load.finish
+    made.report("other", stats(0, 0.0))
+    made.report("other", stats(20, 20.0))
+    loads.sync(made)
+    assert load.finish == load.finish_with(0.0, 0.0, 0.0) > 2.0 * before
+
+
+def test_near_the_limit_of_the_context_little_can_be_left() -> None:
+    keys: list[float] = []
+
+    def left(limit: int, context: int) -> float:
+        policy, made = warm_policy(p0=40_000, p1=40_000), board(("a", 1))
+        view = turn("t", "p0", at="a", turns=1, context=context, attained=8000, signals=(MISS,), limit=limit)
+        keys.append(policy.key(view, 0.0))
+        decision = policy.route(view, made, 0.0)
+        return float(decision.numbers["remaining"])
+
+    free = left(0, 30_000)
+    assert left(1_000_000, 30_000) == pytest.approx(free, rel=0.1)
+    assert left(40_000, 30_000) < 10_000
+    assert left(30_010, 30_000) < 10
+    assert keys == sorted(keys), "and it does not go first as a long one"
+
+
+def test_engines_may_come_between_a_turn_and_the_end_of_its_trajectory() -> None:
+    policy = CausalMlfq()
+    made = board(("slow", 1))
+    assert send(policy, made, "t0", "p0") == "slow"
+    # The class of the only engine becomes the second, before anything is routed again.
+    made.up("slower", 1, 100_000, 0)
+    made.down("slow")
+    made.up("fast", 4, 100_000, 0)
+    policy.finished(finished(400, "p0", "t0"), 1.0)
+    assert send(policy, made, "t1", "p1") in ("slower", "fast")
+
+
+def test_loads_survive_a_change_of_level() -> None:
+    policy = CausalMlfq()
+    made = board(("a", 8))
+    assert send(policy, made, "t0", "p0") == "a"
+    made.up("b", 4, 100_000, 0)
+    policy.finished(finished(400, "p0", "t0"), 1.0)
+    assert send(policy, made, "t1", "p1") in ("a", "b")

@@ -1,0 +1,169 @@
+"""The compiled scheduler decides what its sources decide, and is never used for other sources."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from libra_hpc_envs import compile as building
+
+from libra_hpc import compiled
+from libra_hpc.policies.scheduling.cmlfq.groups import TaskStats
+from libra_hpc.policies.scheduling.cmlfq.remaining_work import RemainingWorkEstimator
+from libra_hpc.protocol.env import Signal
+
+from .views import MISS, OK, finished
+
+DECIDE = """
+import hashlib, json
+import libra_hpc.policies.scheduling.cmlfq.remaining_work
+from libra_hpc.protocol.rollout import EngineStats
+from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
+from bench.decisions import record, views
+import random
+
+rng, policy, board, seen = random.Random(7), CausalMlfq(), Board(24, adaptive=True), hashlib.sha256()
+for i, tp in enumerate((1, 1, 1, 2, 2, 4)):
+    board.up(f"e{i}", tp, 300_000 * tp, 0)
+for round in range(6):
+    at, now = {}, 100.0 * round
+    for i in range(6):
+        waiting, share = rng.randrange(9), rng.random()
+        tokens = (5000 * round + i, 20_000 * round + 7 * i)
+        board.report(f"e{i}", EngineStats(0, waiting, 0, share, *tokens, 0, 0, 50 * round, 0.5 * round + 0.1))
+    made = views(rng, 100, at)
+    for turn in made:
+        key = policy.key(turn, now)
+        decision = policy.route(turn, board, now)
+        words = [decision.engine, decision.priority, decision.wait, decision.reason]
+        seen.update(json.dumps([key, *words, dict(decision.numbers)]).encode())
+        if decision.engine:
+            board.sent(decision.engine, turn.context_tokens)
+            at[turn.trajectory] = decision.engine
+    for turn in made:
+        if turn.trajectory in at:
+            board.answered(at[turn.trajectory], turn.context_tokens)
+        done = record(rng, turn.trajectory, turn.prompt_id)
+        task = ("one", "two")[round % 2]
+        left = (done.generated_tokens, 20, done.at_signal, done.signals, round)
+        policy.finished(type(done)(done.trajectory, done.prompt_id, 0, task, *left), now)
+compiled = libra_hpc.policies.scheduling.cmlfq.remaining_work.__file__.endswith(".so")
+print(json.dumps([compiled, policy.estimator.learned, len(policy.estimator), seen.hexdigest()]))
+"""
+
+
+def decide(**environment: str) -> list[object]:
+    """Whether machine code ran, and a digest of 600 decisions for two tasks."""
+    env = {name: value for name, value in os.environ.items() if name != compiled.INTERPRETED} | environment
+    done = subprocess.run(
+        [sys.executable, "-c", DECIDE],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=env,
+        cwd=Path(__file__).parents[3],
+    )
+    made: list[object] = json.loads(done.stdout)
+    return made
+
+
+def test_machine_code_decides_to_the_last_bit_what_the_sources_decide() -> None:
+    if not compiled.build_folder().is_dir():
+        pytest.skip("the scheduler is not compiled here")
+    fast, plain = decide(), decide(**{compiled.INTERPRETED: "1"})
+    assert (fast[0], plain[0]) == (True, False)
+    assert fast[1:] == plain[1:]
+    assert fast[1] == 600
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the sources, and nothing built."""
+    folder = tmp_path / "libra_hpc" / "policies" / "scheduling"
+    shutil.copytree(compiled.SOURCES, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(compiled, "SOURCES", folder)
+    monkeypatch.setattr(compiled, "BUILDS", tmp_path / "builds")
+    monkeypatch.delenv(compiled.INTERPRETED, raising=False)
+    return folder
+
+
+def test_a_build_is_used_for_its_own_sources_only(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ["own"]
+    compiled.use(path)
+    assert path == ["own"], "nothing is built"
+    build = compiled.build_folder()
+    build.mkdir(parents=True)
+    compiled.use(path)
+    assert path == [str(build), "own"]
+    monkeypatch.setenv(compiled.INTERPRETED, "1")
+    compiled.use(path)
+    assert len(path) == 2
+    monkeypatch.delenv(compiled.INTERPRETED)
+    with (sources / "cmlfq/remaining_work.py").open("a") as edited:
+        edited.write("\n")
+    assert not compiled.in_use(), "a build of other sources"
+
+
+@pytest.mark.parametrize(("compiler", "missing"), [("no-such-compiler", "'no-such-compiler'"), ("sh", "Python.h")])
+def test_without_a_compiler_the_sources_stay_in_use(
+    compiler: str, missing: str, sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setattr(building.sysconfig, "get_path", lambda name: "/nowhere")
+    assert building.main() == 1
+    message = capsys.readouterr().err
+    assert missing in message
+    assert message.count("\n") == 1
+    assert not compiled.BUILDS.exists()
+
+
+def test_a_build_that_is_there_is_not_made_again(sources: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled.build_folder().mkdir(parents=True)
+    assert building.main() == 0
+    assert capsys.readouterr().out == "the compiled scheduler is up to date\n"
+
+
+def state_of(thing: object) -> dict[str, object]:
+    """Every attribute of a learner, those of its parts too."""
+    if isinstance(thing, (int, float, str, type(None))):
+        return {"": thing}
+    if isinstance(thing, dict):
+        return {f"{key}.{name}": value for key, part in thing.items() for name, value in state_of(part).items()}
+    if isinstance(thing, (list, tuple)):
+        return {f"{key}.{name}": value for key, part in enumerate(thing) for name, value in state_of(part).items()}
+    names = [name for name in dir(thing) if not name.startswith("__") and not callable(getattr(thing, name))]
+    return {f"{key}.{name}": value for key in names for name, value in state_of(getattr(thing, key)).items()}
+
+
+def test_a_copy_has_the_same_state_and_is_independent() -> None:
+    estimator = RemainingWorkEstimator()
+
+    def learn(start: int) -> None:
+        for i in range(start, start + 60):
+            signals: tuple[Signal, ...] = (OK, MISS, OK)[: i % 4]
+            estimator.insert(
+                finished(
+                    100 + 37 * i,
+                    f"p{i // 4}",
+                    f"t{i}",
+                    version=i // 20,
+                    signals=signals,
+                    at=tuple(20 * (k + 1) for k in range(len(signals))),
+                )
+            )
+
+    learn(0)
+    copy = estimator.everything.copied()
+    before = state_of(estimator.everything)
+    assert len(before) > 600
+    assert state_of(copy) == before
+    learn(60)
+    assert state_of(estimator.everything) != before
+    assert state_of(copy) == before
+    assert state_of(TaskStats()) != before

@@ -1,0 +1,209 @@
+"""The dispatcher: order, refusals, turns set aside, and that no turn is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.dispatch import MAX_REFUSED, Dispatcher
+from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
+
+from .views import board, finished, turn
+
+
+class Scripted:
+    """Keys and routes by trajectory name; by default keys are 0 and any free slot will do."""
+
+    name = "scripted"
+
+    def __init__(self) -> None:
+        self.keys: dict[str, float] = {}
+        self.routes: dict[str, Callable[[Board], Decision]] = {}
+        self.asked: list[str] = []
+
+    def key(self, turn: TurnView, now: float) -> float:
+        return self.keys.get(turn.trajectory, 0.0)
+
+    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+        self.asked.append(turn.trajectory)
+        return self.routes.get(turn.trajectory, anywhere)(board)
+
+    def finished(self, record: Finished, now: float) -> None:
+        self.asked.append(f"finished {record.trajectory}")
+
+    def forget(self, trajectory: str) -> None:
+        self.asked.append(f"forget {trajectory}")
+
+
+def anywhere(board: Board) -> Decision:
+    least = next((e for c in board.classes if (e := c.least())), None)
+    return Decision(engine=least.engine if least else "", priority=0, level=0, template="", numbers={})
+
+
+def refuse(board: Board) -> Decision:
+    return Decision(engine="", priority=0, level=0, template="", numbers={})
+
+
+def park(board: Board) -> Decision:
+    return Decision(engine="", priority=0, level=0, template="", numbers={}, wait="sibling")
+
+
+def only(name: str) -> Callable[[Board], Decision]:
+    def route(board: Board) -> Decision:
+        view = board.engines.get(name)
+        if view is None:
+            return anywhere(board)
+        return (
+            Decision(engine=name, priority=0, level=0, template="", numbers={})
+            if view.inflight < view.cap
+            else Decision(engine="", priority=0, level=0, template="", numbers={}, wait="engine", wanted=name)
+        )
+
+    return route
+
+
+def names(routed: list[tuple[TurnView, Decision]]) -> list[str]:
+    return [view.trajectory for view, _ in routed]
+
+
+def test_lowest_key_first_then_first_come_and_the_board_counts() -> None:
+    policy, made = Scripted(), board(("a", 1), cap=3)
+    queue = Dispatcher(policy, made)
+    policy.keys = {"x": 2.0, "y": 1.0, "z": 1.0, "w": 3.0}
+    for name in ("w", "x", "y", "z"):
+        queue.ready(turn(name, context=10), 0.0)
+    assert names(queue.dispatch(0.0)) == ["y", "z", "x"]
+    assert (made.free, made.engines["a"].inflight_tokens, len(queue)) == (0, 30, 1)
+    assert queue.dispatch(1.0) == []
+
+
+def test_a_refused_turn_returns_to_its_place() -> None:
+    policy, made = Scripted(), board(("a", 1), cap=1)
+    queue = Dispatcher(policy, made)
+    policy.routes["first"] = refuse
+    for name in ("first", "second", "third"):
+        queue.ready(turn(name, context=10), 0.0)
+    assert names(queue.dispatch(0.0)) == ["second"]
+    made.answered("a", 10)
+    del policy.routes["first"]
+    assert names(queue.dispatch(0.0)) == ["first"]
+
+
+def test_a_pass_gives_up_after_so_many_refusals() -> None:
+    policy = Scripted()
+    queue = Dispatcher(policy, board(("a", 1)))
+    for i in range(MAX_REFUSED + 5):
+        policy.routes[str(i)] = refuse
+        queue.ready(turn(str(i)), 0.0)
+    assert queue.dispatch(0.0) == []
+    assert policy.asked == [str(i) for i in range(MAX_REFUSED)]
+
+
+def test_parked_turns_come_back_when_a_sibling_ends_or_is_aborted() -> None:
+    policy = Scripted()
+    queue = Dispatcher(policy, board(("a", 1)))
+    ends: tuple[Callable[[], None], ...] = (
+        lambda: queue.finished(finished(5, "p"), 1.0),
+        lambda: queue.forget("gone", "p", 1.0),
+        lambda: queue.release("p", 1.0),
+    )
+    for end in ends:
+        policy.routes["t"] = park
+        queue.ready(turn("t", "p"), 0.0)
+        assert queue.dispatch(0.0) == []
+        del policy.routes["t"]
+        queue.release("other", 0.0)
+        assert queue.dispatch(0.0) == []
+        end()
+        assert names(queue.dispatch(1.0)) == ["t"]
+    assert "finished done" in policy.asked
+    assert "forget gone" in policy.asked
+
+
+def test_a_release_recomputes_the_keys_of_waiting_turns() -> None:
+    policy, made = Scripted(), board(("a", 1), cap=1)
+    queue = Dispatcher(policy, made)
+    policy.keys = {"p1": 5.0, "q1": 1.0}
+    queue.ready(turn("p1", "p", context=1), 0.0)
+    queue.ready(turn("q1", "q", context=1), 0.0)
+    policy.keys["p1"] = 0.0
+    queue.release("p", 0.0)
+    assert names(queue.dispatch(0.0)) == ["p1"]
+    made.answered("a", 1)
+    assert names(queue.dispatch(0.0)) == ["q1"], "the old entry of p1 is dead"
+
+
+def test_a_turn_that_wants_an_engine_waits_for_its_slot_only() -> None:
+    policy, made = Scripted(), board(("a", 1), ("b", 1), cap=1)
+    queue = Dispatcher(policy, made)
+    made.sent("a", 7)
+    policy.routes |= {"t": only("a"), "u": only("a")}
+    queue.ready(turn("t", context=10), 0.0)
+    queue.ready(turn("u", context=10), 0.0)
+    assert queue.dispatch(0.0) == []
+    assert queue.dispatch(0.0) == []
+    assert policy.asked == ["t", "u"], "not asked again while the engine is full"
+    made.answered("a", 7)
+    assert names(queue.dispatch(0.0)) == ["t"]
+    made.down("a")
+    assert names(queue.dispatch(0.0)) == ["u"], "the engine is gone: anywhere"
+
+
+def test_withdrawn_and_replaced_turns_do_not_come() -> None:
+    queue = Dispatcher(Scripted(), board(("a", 1)))
+    queue.ready(turn("t", context=1), 0.0)
+    queue.ready(turn("t", context=2), 0.0)
+    queue.ready(turn("u"), 0.0)
+    assert queue.withdraw("u")
+    assert not queue.withdraw("u")
+    assert [view.context_tokens for view, _ in queue.dispatch(0.0)] == [2]
+    assert len(queue) == 0
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("rdfaw"), st.integers(0, 9), st.sampled_from((refuse, park, anywhere, only("a"), only("b")))
+        ),
+        max_size=60,
+    )
+)
+def test_no_turn_is_lost_or_sent_twice(steps: list[tuple[str, int, Callable[[Board], Decision]]]) -> None:
+    policy, made = Scripted(), board(("a", 1), ("b", 2), cap=2)
+    queue = Dispatcher(policy, made)
+    waiting: set[str] = set()
+    in_flight: list[str] = []
+    for what, i, route in steps:
+        name = str(i)
+        if what == "r" and name not in waiting:
+            policy.routes[name] = route
+            queue.ready(turn(name, f"p{i % 3}", context=5), 0.0)
+            waiting.add(name)
+        elif what == "w":
+            assert queue.withdraw(name) == (name in waiting)
+            waiting.discard(name)
+        elif what == "f":
+            queue.finished(finished(5, f"p{i % 3}"), 0.0)
+        elif what == "a" and in_flight:
+            made.answered(in_flight.pop(), 5)
+        for view, decision in queue.dispatch(0.0) if what == "d" else ():
+            assert view.trajectory in waiting
+            waiting.discard(view.trajectory)
+            in_flight.append(decision.engine)
+        assert len(queue) == len(waiting)
+        assert all(v.inflight <= v.cap for v in made.engines.values())
+    policy.routes.clear()
+    for prompt in ("p0", "p1", "p2"):
+        queue.release(prompt, 0.0)
+    while waiting:
+        while in_flight:
+            made.answered(in_flight.pop(), 5)
+        routed = queue.dispatch(0.0)
+        assert routed
+        for view, decision in routed:
+            waiting.discard(view.trajectory)
+            in_flight.append(decision.engine)

@@ -1,0 +1,137 @@
+"""Trajectories keep their cache, wait for room, or are parked; contexts that fit change nothing."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
+from libra_hpc.policies.scheduling.dispatch import Dispatcher
+from libra_hpc.policies.scheduling.residency import PARK_AT, START_AT, Claim, EngineCache, release
+
+from .boards import board_of, drive, ended, random_lengths, turn_of
+
+CAPACITY = 1_000
+
+
+def claim(name: str, prompt_tokens: int = 0, key: float = 0.0) -> Claim:
+    made = Claim(name, prompt_tokens)
+    made.key = key
+    return made
+
+
+def sent(dispatcher: Dispatcher, now: float = 0.0) -> list[str]:
+    return [turn.trajectory for turn, _ in dispatcher.dispatch(now)]
+
+
+def test_one_more_resident_needs_a_distance_to_the_limit_at_which_residents_are_parked() -> None:
+    cache = EngineCache(CAPACITY)
+    cache.hold(claim("a"), 600)
+    assert cache.has_room(claim("b"), int(START_AT * CAPACITY) - 600)
+    assert not cache.has_room(claim("b"), int(START_AT * CAPACITY) - 599)
+
+
+def test_an_empty_engine_takes_any_context() -> None:
+    assert EngineCache(CAPACITY).has_room(claim("a"), 2 * CAPACITY)
+
+
+def test_siblings_count_their_prompt_once() -> None:
+    cache = EngineCache(CAPACITY)
+    first, second = claim("p", 400), claim("p", 400)
+    cache.hold(first, 450)
+    assert cache.has_room(second, 700)
+    cache.hold(second, 700)
+    assert cache.held == 400 + 50 + 300
+    release(first)
+    assert cache.held == 700
+    release(second)
+    assert cache.held == 0
+
+
+def test_the_last_of_the_queue_is_parked_and_a_running_one_never() -> None:
+    cache = EngineCache(CAPACITY)
+    early, late, running = claim("a", key=1.0), claim("b", key=3.0), claim("c", key=9.0)
+    running.running = True
+    for each in (early, late, running):
+        cache.hold(each, 300)
+    cache.hold(early, 310)
+    assert cache.fits(early)
+    assert late.cache is None
+    assert running.cache is cache
+    cache.hold(early, 650)
+    assert not cache.fits(early), "only the running one is left"
+    assert cache.held > PARK_AT * CAPACITY
+
+
+def test_a_resident_moves_with_its_trajectory() -> None:
+    here, there = EngineCache(CAPACITY), EngineCache(CAPACITY)
+    moved = claim("a", 100)
+    here.hold(moved, 300)
+    there.hold(moved, 300)
+    assert (here.held, there.held, moved.cache) == (0, 300, there)
+
+
+def test_a_first_turn_waits_while_the_residents_are_in_tool_calls_and_starts_when_one_ends() -> None:
+    board = board_of(("a", 1), kv=CAPACITY)
+    dispatcher = Dispatcher(CausalMlfq(), board)
+    dispatcher.ready(turn_of("s", "s", context=500), 0.0)
+    dispatcher.ready(turn_of("t", "t", context=400), 0.0)
+    assert sent(dispatcher) == ["s"]
+    board.answered("a", 500)
+    assert sent(dispatcher, 1.0) == [], "its context stays in the cache"
+    dispatcher.ready(turn_of("s", "s", at="a", turns=1, context=600, attained=50, ready=2.0), 2.0)
+    assert sent(dispatcher, 2.0) == ["s"]
+    board.answered("a", 600)
+    dispatcher.finished(ended("s", "s", 100), 3.0)
+    assert sent(dispatcher, 3.0) == ["t"]
+
+
+def test_nobody_overtakes_the_first_that_waits_for_room() -> None:
+    board = board_of(("a", 1), kv=CAPACITY)
+    dispatcher = Dispatcher(CausalMlfq(), board)
+    dispatcher.ready(turn_of("s", "s", context=500), 0.0)
+    assert sent(dispatcher) == ["s"]
+    dispatcher.ready(turn_of("large", "t", context=700, ready=1.0), 1.0)
+    assert sent(dispatcher, 1.0) == []
+    dispatcher.ready(turn_of("small", "u", context=50, ready=2.0), 2.0)
+    assert sent(dispatcher, 2.0) == [], "it would fit"
+    assert dispatcher.waiting_for_room == 2
+    board.answered("a", 500)
+    dispatcher.finished(ended("s", "s", 100), 3.0)
+    assert sent(dispatcher, 3.0) == ["large", "small"]
+    assert dispatcher.waiting_for_room == 0
+
+
+def test_host_memory_larger_than_the_cache_counts_instead_of_it() -> None:
+    for host_tokens, starts in ((0, ["s"]), (CAPACITY // 2, ["s"]), (4 * CAPACITY, ["s", "t"])):
+        board = board_of()
+        board.up("a", 1, CAPACITY, 0, host_tokens=host_tokens)
+        dispatcher = Dispatcher(CausalMlfq(), board)
+        dispatcher.ready(turn_of("s", "s", context=500), 0.0)
+        dispatcher.ready(turn_of("t", "t", context=400), 0.0)
+        assert sent(dispatcher) == starts
+
+
+def test_a_waiting_trajectory_that_is_aborted_lets_the_next_one_start() -> None:
+    board = board_of(("a", 1), kv=CAPACITY)
+    dispatcher = Dispatcher(CausalMlfq(), board)
+    dispatcher.ready(turn_of("s", "s", context=500), 0.0)
+    dispatcher.ready(turn_of("large", "t", context=700, ready=1.0), 1.0)
+    dispatcher.ready(turn_of("small", "u", context=50, ready=2.0), 2.0)
+    assert sent(dispatcher, 2.0) == ["s"]
+    dispatcher.forget("large", "t", 3.0)
+    assert sent(dispatcher, 3.0) == ["small"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([600, 4_000, 20_000]))
+def test_everything_is_served_however_small_the_caches_are(seed: int, kv: int) -> None:
+    rng = random.Random(seed)
+    lengths = random_lengths(rng, groups=rng.randint(1, 8))
+    policy = CausalMlfq()
+    board = board_of(("a", 1), ("b", 1), ("c", 2), cap=3, kv=kv)
+    assert sorted(drive(policy, board, lengths, rng)) == sorted(lengths)
+    loads = [policy._loads.get(name) for name in board.engines]
+    assert all(load.cache.held == 0 for load in loads if load is not None)

@@ -1,0 +1,371 @@
+"""The search equals brute force, for one pool and several, in either objective, and proposes only what fits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_hpc.errors import UserError
+from libra_hpc.models.devices import device
+from libra_hpc.models.memory import memory_limit
+from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.step_times.lookup import lookup
+from libra_hpc.policies.costs.rollout_time import ReplicaCost
+from libra_hpc.policies.costs.training_time import BatchWork, TrainCost
+from libra_hpc.policies.search import best_plan as search_module
+from libra_hpc.policies.search import node_count
+from libra_hpc.policies.search.best_plan import DevicePool, PlanSearch, plan
+from libra_hpc.policies.search.even_rollout_layout import EvenRolloutSearch
+from libra_hpc.policies.search.rollout_layout import ReplicaClass, RolloutSearch, assign
+from libra_hpc.policies.search.train_layout import Hybrid, TrainSearch, TrainSpace
+from tests.policies.control.plant_costs import A800, QWEN, FakeSteps, agentic, batch_of, costs, fake
+
+SMALL = TrainSpace(tp=(1, 2, 4, 8), pp=(1, 2), cp=(1,))
+
+
+def counts(classes: Sequence[ReplicaClass], devices: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Every number of replicas per class within the devices of each pool."""
+    for chosen in itertools.product(*(range(devices[c.pool] // c.tp + 1) for c in classes)):
+        used = [0] * len(devices)
+        for cost, n in zip(classes, chosen, strict=True):
+            used[cost.pool] += n * cost.tp
+        if all(u <= have for u, have in zip(used, devices, strict=True)):
+            yield chosen
+
+
+def brute(classes: Sequence[ReplicaClass], devices: Sequence[int], bins: int) -> float:
+    """Least seconds over every multiset of TP degrees and every cut of the lengths."""
+    found = (assign(classes, chosen, bins) for chosen in counts(classes, devices))
+    return min((layout.seconds for layout in found if layout is not None), default=math.inf)
+
+
+def cuts(classes: Sequence[ReplicaClass], chosen: Sequence[int], bins: int) -> float:
+    """Least seconds over every way to cut the lengths, longest to the fastest class."""
+    able = sorted(
+        (i for i in range(len(classes)) if chosen[i]), key=lambda i: (classes[i].replica.latency, classes[i].tp)
+    )
+    best = math.inf
+    for inner in itertools.combinations_with_replacement(range(bins + 1), len(able) - 1):
+        edges = [bins, *reversed(inner), 0]
+        parts = [
+            classes[i].replica.time(low, high - 1, chosen[i])
+            for i, high, low in zip(able, edges, edges[1:], strict=False)
+            if high > low
+        ]
+        best = min(best, max(parts))
+    return best
+
+
+generated = st.lists(st.integers(1, 20_000), min_size=1, max_size=6)
+terms = st.tuples(st.floats(0.001, 0.05), st.floats(0.0, 0.01), st.floats(0.0, 1e-6), st.floats(0.1, 1.0))
+
+
+def made(
+    batch: BatchWork, term: tuple[float, float, float, float], tps: Sequence[int], capacity: int
+) -> list[ReplicaClass]:
+    fixed, each, kv, scaling = term
+    return costs(
+        batch,
+        *(
+            FakeSteps(tp=tp, capacity=capacity * tp, fixed=fixed, each=each, kv=kv, new=1e-5, scaling=scaling)
+            for tp in tps
+        ),
+    )
+
+
+@settings(max_examples=40)
+@given(generated, st.integers(0, 2), terms, st.integers(0, 12), st.sampled_from([5_000, 21_000, 10**7]))
+def test_rollout_layouts_equal_brute_force(
+    lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int, capacity: int
+) -> None:
+    batch = batch_of(*lengths, eta=eta)
+    bins = len(batch.lengths.bins)
+    classes = made(batch, term, (1, 2, 4), capacity)
+    found = RolloutSearch(classes, bins).best([devices]) if any(c.replica.limit() is None for c in classes) else None
+    wanted = brute(classes, [devices], bins)
+    if found is None:
+        assert wanted == math.inf
+        return
+    assert found.seconds == pytest.approx(wanted, rel=1e-6)
+    assert found.devices(0) <= devices
+    served = sorted(q for s in found.segments for q in range(s.first, s.last + 1))
+    assert served == list(range(bins))
+
+
+@settings(max_examples=20)
+@given(generated, st.integers(0, 1), terms, terms, st.integers(1, 4), st.integers(1, 4))
+def test_two_pools_equal_brute_force(
+    lengths: list[int],
+    eta: int,
+    one: tuple[float, float, float, float],
+    other: tuple[float, float, float, float],
+    first: int,
+    second: int,
+) -> None:
+    batch = batch_of(*lengths, eta=eta)
+    bins = len(batch.lengths.bins)
+    classes = made(batch, one, (1, 2), 10**7) + [
+        msgspec.structs.replace(c, pool=1) for c in made(batch, other, (1, 2), 10**7)
+    ]
+    found = RolloutSearch(classes, bins).best([first, second])
+    assert found is not None
+    assert found.seconds == pytest.approx(brute(classes, [first, second], bins), rel=1e-6)
+
+
+@settings(max_examples=40)
+@given(generated, st.integers(0, 1), terms, st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)))
+def test_given_counts_are_cut_in_the_best_places(
+    lengths: list[int], eta: int, term: tuple[float, float, float, float], chosen: tuple[int, int, int]
+) -> None:
+    batch = batch_of(*lengths, eta=eta)
+    classes = made(batch, term, (1, 2, 4), 10**7)
+    found = assign(classes, chosen, len(batch.lengths.bins))
+    if not any(chosen):
+        assert found is None
+    else:
+        assert found is not None
+        assert found.seconds == pytest.approx(cuts(classes, chosen, len(batch.lengths.bins)))
+
+
+@settings(max_examples=30)
+@given(generated, st.integers(0, 1), terms, st.integers(1, 24))
+def test_more_devices_never_roll_out_slower(
+    lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int
+) -> None:
+    batch = batch_of(*lengths, eta=eta)
+    layouts = RolloutSearch(made(batch, term, (1, 2, 4, 8), 10**7), len(batch.lengths.bins))
+    few, more = layouts.best([devices]), layouts.best([devices + 1])
+    assert few is not None
+    assert more is not None
+    assert more.seconds <= few.seconds * (1 + 1e-9)
+
+
+@settings(max_examples=30)
+@given(generated, st.integers(0, 2), terms, st.integers(1, 24))
+def test_no_layout_beats_the_straggler(
+    lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int
+) -> None:
+    batch = batch_of(*lengths, eta=eta)
+    layouts = RolloutSearch(made(batch, term, (1, 2, 4), 10**7), len(batch.lengths.bins))
+    best = layouts.best([devices])
+    assert best is not None
+    assert layouts.straggler() <= best.seconds * (1 + 1e-9)
+
+
+def test_steps_shared_with_shorter_contexts_do_not_beat_the_straggler() -> None:
+    """Short trajectories beside the longest lower the mean context of its steps; with many nodes that once beat the
+    bound."""
+    batch = batch_of(*([2_000] * 63), 20_000, eta=1)
+    layouts = RolloutSearch(
+        costs(batch, FakeSteps(tp=1, capacity=10**9, fixed=0.01, each=0.0, kv=1e-5)), len(batch.lengths.bins)
+    )
+    best = layouts.best([10_000])
+    assert best is not None
+    assert layouts.straggler() <= best.seconds
+
+
+def test_long_trajectories_go_to_large_tp() -> None:
+    batch = agentic(512)
+    found = RolloutSearch(
+        [ReplicaClass(0, ReplicaCost(lookup(A800, QWEN, tp), batch)) for tp in (1, 2, 4, 8)], len(batch.lengths.bins)
+    ).best([32])
+    assert found is not None
+    degrees = [s.tp for s in found.segments]
+    assert len(degrees) > 1
+    assert degrees == sorted(degrees, reverse=True)
+    assert [s.last for s in found.segments] == sorted((s.last for s in found.segments), reverse=True)
+
+
+@given(generated, st.integers(0, 1), terms, st.integers(8, 16))
+def test_without_foresight_one_class_is_best(
+    lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int
+) -> None:
+    batch = batch_of(*lengths, eta=eta)
+    bins = len(batch.lengths.bins)
+    classes = made(batch, term, (1, 2, 4, 8), 10**7)
+    found = EvenRolloutSearch(classes, bins).best([devices])
+    assert found is not None
+    assert found.seconds == pytest.approx(min(c.replica.time(0, bins - 1, devices // c.tp) for c in classes), rel=1e-6)
+    foresight = RolloutSearch(classes, bins).best([devices])
+    assert foresight is not None
+    assert foresight.seconds <= found.seconds * (1 + 1e-6)
+
+
+def test_without_foresight_two_pools_share_by_speed() -> None:
+    batch = batch_of(*[1000] * 16, eta=1)
+    bins = len(batch.lengths.bins)
+    slow, fast = made(batch, (0.001, 0.01, 0.0, 1.0), (1,), 10**7), made(batch, (0.001, 0.002, 0.0, 1.0), (1,), 10**7)
+    classes = [*slow, msgspec.structs.replace(fast[0], pool=1)]
+    found = EvenRolloutSearch(classes, bins).best([1, 1])
+    assert found is not None
+    alone = [c.replica.time(0, bins - 1, 1) for c in classes]
+    assert found.seconds == pytest.approx(1 / sum(1 / t for t in alone), rel=0.1)
+
+
+def whole(
+    batch: BatchWork, pools: Sequence[DevicePool], keep: int = 1, sorted_lengths: bool = True
+) -> search_module.PlanResult:
+    return plan(QWEN, pools, batch, space=SMALL, steps=fake, keep=keep, sorted_lengths=sorted_lengths)
+
+
+def enumerated(batch: BatchWork, pools: Sequence[DevicePool], sorted_lengths: bool = True) -> float:
+    """Least seconds over every number of training nodes, with both stages searched to the end."""
+    kind = RolloutSearch if sorted_lengths else EvenRolloutSearch
+    bins = len(batch.lengths.bins)
+    classes = [
+        ReplicaClass(i, ReplicaCost(fake(p.device, QWEN, tp), batch))
+        for i, p in enumerate(pools)
+        for tp in (1, 2, 4, 8)
+    ]
+    best = math.inf
+    for i, pool in enumerate(pools):
+        trainer = TrainCost(QWEN, pool.device, pool.node_devices, batch)
+        search = TrainSearch(trainer, pool.node_devices, SMALL)
+        for n in range(1, pool.nodes + 1):
+            rest = [(p.nodes - (n if k == i else 0)) * p.node_devices for k, p in enumerate(pools)]
+            able = [
+                trainer.time(one).total
+                for one in search.candidates(n * pool.node_devices)
+                if trainer.limit(one) is None
+            ]
+            if not able:
+                continue
+            layout = kind(classes, bins).best(rest, lag=min(able) if batch.eta else 0.0)
+            if layout is not None:
+                best = min(best, max(min(able), layout.seconds) if batch.eta else min(able) + layout.seconds)
+    return best
+
+
+@pytest.mark.parametrize("eta", [0, 1, 3])
+@pytest.mark.parametrize("nodes", [2, 5, 17, 24])
+@pytest.mark.parametrize(("trajectories", "sorted_lengths"), [(24, True), (512, True), (512, False)])
+def test_the_plan_equals_enumeration(
+    eta: int, nodes: int, trajectories: int, sorted_lengths: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bounds are in use from the smallest size on, and bounds are closed completely."""
+    monkeypatch.setattr(search_module, "ENUMERATED", 0)
+    monkeypatch.setattr(node_count, "GAP", 0.0)
+    batch = agentic(trajectories, eta)
+    pools = [DevicePool(A800, nodes, 8)]
+    result = whole(batch, pools, sorted_lengths=sorted_lengths)
+    assert result.plans[0].seconds == pytest.approx(enumerated(batch, pools, sorted_lengths), rel=1e-6)
+    assert result.gap < 1e-6
+
+
+@pytest.mark.parametrize("eta", [0, 1])
+@pytest.mark.parametrize("nodes", [3, 6])
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b"])
+def test_every_training_layout_and_engine_degree_was_compared(name: str, nodes: int, eta: int) -> None:
+    """Dense models and mixtures of experts, with every degree of parallelism and the tabulated step times."""
+    shape, batch = model_shape(name), agentic(256, eta)
+    found = plan(shape, [DevicePool(A800, nodes, 8)], batch)
+    trainer = TrainCost(shape, A800, 8, batch)
+    search = TrainSearch(trainer, 8)
+    replicas = [ReplicaCost(lookup(A800, shape, tp), batch) for tp in (1, 2, 4, 8) if shape.divides(tp)]
+    best = math.inf
+    for n in range(1, nodes):
+        for one in search.candidates(8 * n):
+            if trainer.limit(one) is not None:
+                continue
+            train = trainer.time(one).total
+            for replica in replicas:
+                count = 8 * (nodes - n) // replica.tp
+                rollout = replica.time(0, len(batch.lengths.bins) - 1, count, train if eta else 0.0)
+                best = min(best, max(train, rollout) if eta else train + rollout)
+    assert found.plans[0].seconds == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.parametrize("eta", [0, 1])
+def test_mixed_components_equal_enumeration(eta: int) -> None:
+    batch = agentic(128, eta)
+    pools = [DevicePool(A800, 3, 8), DevicePool(device("h100"), 2, 8)]
+    result = whole(batch, pools, keep=9)
+    assert result.plans[0].seconds == pytest.approx(enumerated(batch, pools), rel=1e-6)
+    assert {p.pool for p in result.plans} == {0, 1}
+
+
+@pytest.mark.parametrize("eta", [0, 1])
+def test_a_bound_that_is_not_closed_is_reported(eta: int) -> None:
+    batch = agentic(512, eta)
+    pools = [DevicePool(A800, 40, 8)]
+    result = whole(batch, pools)
+    best = enumerated(batch, pools)
+    assert result.bound <= best * (1 + 1e-6)
+    assert best <= result.plans[0].seconds * (1 + 1e-6)
+    assert result.gap <= node_count.GAP
+
+
+def test_plans_use_every_node_and_fit() -> None:
+    result = whole(agentic(), [DevicePool(A800, 6, 8)], keep=5)
+    assert [p.nodes for p in result.plans] != []
+    for p in result.plans:
+        assert p.train.layout.devices == p.nodes * 8
+        assert p.rollout.devices(0) <= (6 - p.nodes) * 8
+        assert memory_limit(p.train.memory, A800) is None
+        assert p.seconds == max(p.train.time.total, p.rollout.seconds)
+    assert [p.seconds for p in result.plans] == sorted(p.seconds for p in result.plans)
+    assert any("GB over" in e.limit.reason for e in result.excluded)
+
+
+def test_one_search_serves_several_sizes() -> None:
+    batch = agentic()
+    shared = PlanSearch(QWEN, [DevicePool(A800, 9, 8)], batch, space=SMALL, steps=fake, sorted_lengths=True)
+    for nodes in (2, 5, 9):
+        assert shared.run(1, [nodes]).plans[0].seconds == whole(batch, [DevicePool(A800, nodes, 8)]).plans[0].seconds
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(
+        UserError,
+        match=r"No training layout fits beside a rollout node; nearest: training TP8·PP2·DP1, recomputed, .* GB over",
+    ):
+        plan(model_shape("llama-3.1-70b"), [DevicePool(A800, 3, 8)], agentic(), space=SMALL, steps=fake)
+    with pytest.raises(
+        UserError,
+        match=(
+            r"No rollout layout holds trajectories of 32,76\d tokens; nearest: rollout TP8 on a800, its KV cache holds"
+            r" 8,000 tokens"
+        ),
+    ):
+        plan(QWEN, [DevicePool(A800, 3, 8)], agentic(), space=SMALL, steps=lambda d, s, tp: FakeSteps(tp, 1000 * tp))
+    with pytest.raises(UserError, match="at least 2 nodes"):
+        whole(agentic(), [DevicePool(A800, 1, 8)])
+
+
+@pytest.mark.parametrize(
+    ("hybrid", "names"),
+    [
+        (Hybrid(), "qwen3-14b"),
+        (Hybrid(2), "qwen3-14b"),
+        (Hybrid(3, world=2), "qwen3-32b"),
+        (Hybrid(rest=True), "qwen3-14b"),
+        (Hybrid(2), "llama-3.1-70b"),
+    ],
+)
+def test_hybrid_nodes_are_whole_replicas_that_fit_without_the_core(hybrid: Hybrid, names: str) -> None:
+    shape, batch = model_shape(names), agentic(64)
+    pools = [DevicePool(A800, 6, 8)]
+    trainer = TrainCost(shape, A800, 8, batch)
+    search, found = TrainSearch(trainer, 8), PlanSearch(shape, pools, batch, steps=fake, hybrid=hybrid).run(9)
+    assert found.plans
+    for row in found.plans:
+        wanted = hybrid.nodes(6 - row.nodes)
+        able = []
+        for one in search.candidates(8 * row.nodes):
+            own = msgspec.structs.replace(one, dp=8 * hybrid.world // one.replica, elastic=True)
+            beside = search.runs_beside(one, hybrid.world) and trainer.limit(own) is None
+            if trainer.limit(one) is None and (beside or not row.hybrid):
+                able.append(trainer.time(one).total)
+        assert row.train.time.total == pytest.approx(min(able))
+        assert row.hybrid in (0, wanted)
+        assert row.hybrid % hybrid.world == 0
+    if not hybrid.most and not hybrid.rest:
+        assert {row.hybrid for row in found.plans} == {0}
+    else:
+        assert any(row.hybrid for row in found.plans) or names == "llama-3.1-70b"

@@ -1,0 +1,451 @@
+"""Tiny models, random samples, in-process references, and real worker processes behind their sockets."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from libra_hpc.models.architecture import read_shape
+from libra_hpc.protocol.codec import FrameBuffer, pack_f32, pack_i32
+from libra_hpc.protocol.trainer import (
+    Alive,
+    Join,
+    Joined,
+    Sample,
+    SaveCheckpoint,
+    Saved,
+    SaveStarted,
+    SnapshotTaken,
+    StepDone,
+    StopWorker,
+    TakeSnapshot,
+    TrainStep,
+    WorkerReady,
+    from_worker,
+    to_worker,
+)
+from libra_hpc.state import state_folders as folders
+from libra_hpc.trainer.elastic import ElasticReplicas
+from libra_hpc.trainer.grpo_trainer import GrpoTrainer
+from libra_hpc.trainer.saved import checkpoint
+from libra_hpc.trainer.saved.shard_files import ShardFiles
+from libra_hpc.trainer.saved.state_writer import Answer, StateWriter
+from libra_hpc.trainer.settings import OptimizerSettings, write_config
+from libra_hpc.trainer.train_engine import TrainEngine
+from libra_hpc.weights.names import ReplicaPlace, from_hf, hf_shapes, stage_entries, to_hf
+
+from .settings import algorithm, optimizer, worker_config
+
+VOCAB = 64
+OPTIMIZER = optimizer(lr=1e-3, weight_decay=0.1, eps=1e-5, warmup_steps=2)
+"""A large epsilon keeps Adam from magnifying rounding differences of near-zero gradients in the comparisons below."""
+ALGORITHM = algorithm(kl_coef=0.1, temperature=0.8)
+MICRO_TOKENS = 96
+WAIT_S = 120.0
+
+
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "glm4": {"head_dim": 16, "pad_token_id": 0},
+    "mistral": {"sliding_window": None},
+    "phi3": {"pad_token_id": 0},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+}
+"""Keys of a tiny model's config beyond those that all families have."""
+
+
+def make_model(kind: str, folder: Path, *, tied: bool = False, layers: int = 2, **keys: Any) -> Any:
+    """Write a random tiny Hugging Face model, with ``keys`` in its config, and return it."""
+    import transformers
+
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 256,
+        "dtype": "float32",
+    }
+    config = transformers.AutoConfig.for_model(kind, **{**settings, **OF_FAMILY.get(kind, {}), **keys})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Biases and norms start at 0 and 1, where a wrong mapping would not show.
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+def samples(seed: int, count: int = 10) -> list[Sample]:
+    """Random samples of 4 to 60 tokens; one in five has no advantage."""
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for i in range(count):
+        n = int(torch.randint(4, 61, (1,), generator=generator))
+        tokens = torch.randint(0, VOCAB, (n,), generator=generator).tolist()
+        mask = [0, 0, *(torch.rand(n - 2, generator=generator) < 0.7).int().tolist()]
+        mask[2] = 1
+        logprobs = (-4.2 + torch.randn(n, generator=generator)) * torch.tensor(mask)
+        advantage = 0.0 if i % 5 == 4 else float(torch.randn((), generator=generator))
+        out.append(Sample(f"{seed}-{i}", pack_i32(tokens), bytes(mask), pack_f32(logprobs.tolist()), advantage))
+    return out
+
+
+def loss_tokens(batch: list[Sample]) -> int:
+    """Loss tokens of a batch."""
+    return sum(sum(s.loss_mask) for s in batch)
+
+
+def train_step(step: int, generation: int, *, replica: int = 0, replicas: int = 1, minibatches: int = 1) -> TrainStep:
+    """Step ``step`` of the fixed run for one of ``replicas``: sample ``i`` goes to replica ``i mod replicas``."""
+    batches = [samples(100 * step + i) for i in range(minibatches)]
+    return TrainStep(
+        step, generation, tuple(tuple(b[replica::replicas]) for b in batches), tuple(loss_tokens(b) for b in batches)
+    )
+
+
+def build(
+    model_dir: Path, split: ReplicaPlace, dtype: torch.dtype = torch.float32, optimizer: OptimizerSettings = OPTIMIZER
+) -> tuple[TrainEngine, GrpoTrainer]:
+    """An engine and trainer in this process, alone in generation 0, with the model's weights."""
+    engine = TrainEngine(read_shape(model_dir), torch.device("cpu"), dtype, split, optimizer)
+    checkpoint.load_policy(engine, model_dir)
+    replicas = ElasticReplicas(engine, 60.0, 60.0)
+    trainer = GrpoTrainer(engine, replicas, ALGORITHM, MICRO_TOKENS)
+    replicas.join(Join(0, 0, 1, ""))
+    return engine, trainer
+
+
+def save(engine: TrainEngine, model_dir: Path, folder: Path) -> Saved:
+    """Write the files of a checkpoint of this process alone, and wait for them."""
+    answers: list[Answer] = []
+    writer = StateWriter(engine, model_dir, answers.append)
+    writer.write(writer.copy(folder))
+    writer.wait()
+    (answer,) = answers
+    assert isinstance(answer, Saved)
+    return answer
+
+
+def fixed_run(
+    model_dir: Path, split: ReplicaPlace, steps: int, minibatches: int = 1
+) -> tuple[list[StepDone], dict[str, torch.Tensor]]:
+    """The reference, one replica without parallelism: every step's report, and the final state."""
+    engine, trainer = build(model_dir, split)
+    done = [trainer.step(train_step(step, 0, minibatches=minibatches)) for step in range(1, steps + 1)]
+    folder = model_dir.parent / f"reference-{model_dir.name}-{steps}-{minibatches}"
+    save(engine, model_dir, folder)
+    return done, read_tensors(folder)
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights and Adam moments of a checkpoint, by Hugging Face name."""
+    found = load_file(folder / "policy" / "model.safetensors")
+    shape, whole = read_shape(folder / "policy"), ReplicaPlace(tp=1, tp_rank=0, pp=1, pp_rank=0)
+    sizes = hf_shapes(shape)
+    with ShardFiles(folder, shape) as files:
+        for entry in stage_entries(shape, 1, 0).values():
+            size = from_hf(entry, lambda name: torch.empty(sizes[name], device="meta"), shape, whole).shape
+            for kind in ("exp_avg", "exp_avg_sq", "master"):
+                if files.has(kind):
+                    tensor = files.read(kind, entry, whole, 0, size.numel()).view(size)
+                    for name, part in zip(entry.hf, to_hf(entry, [tensor], shape), strict=True):
+                        found[f"{kind}/{name}"] = part
+    return found
+
+
+def assert_same_state(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    """Weights within 2e-5 (they moved by about 1e-3 per step), first moments (averaged gradients) within 1e-6."""
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        tolerance = 1e-6 if name.startswith("exp_avg") else 2e-5
+        assert (got[name] - tensor).abs().max() <= tolerance, name
+
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["libra_hpc.trainer.worker"])
+"""Importing torch and Megatron takes 4 s of processor time, so one process does it, and workers are forked from it."""
+
+
+def _work(command: list[str], log: Path) -> None:
+    from libra_hpc.process.leave import leave
+    from libra_hpc.trainer.worker import main
+
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    leave(main(command))
+
+
+class WorkerProcess:
+    """One worker, with the methods of ``subprocess.Popen`` that the tests need."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self._process = FORKS.Process(target=_work, args=(command, log), daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit code of a process that has ended."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float = WAIT_S) -> int:
+        """Its exit code, once it has ended."""
+        self._process.join(timeout)
+        code = self._process.exitcode
+        assert code is not None, f"worker {self.pid} has not ended within {timeout:.0f} s"
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send to a process that has not ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Replica:
+    """The worker processes of a core of one world, or of an elastic replica, and the agents' ends of their sockets."""
+
+    def __init__(
+        self,
+        base: Path,
+        name: str,
+        model_dir: Path,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        cp: int = 1,
+        dp: int = 1,
+        **options: Any,
+    ) -> None:
+        self.folder = base / name
+        self.folder.mkdir(parents=True)
+        self.model_dir = model_dir
+        settings = {
+            "optimizer": OPTIMIZER,
+            "algorithm": ALGORITHM,
+            "micro_tokens": MICRO_TOKENS,
+            "join_timeout_s": 60.0,
+            "core_dp": dp,
+            **options,
+        }
+        self.processes: list[WorkerProcess] = []
+        self._sockets: list[socket.socket] = []
+        self._buffers: list[tuple[FrameBuffer, list[Any]]] = []
+        listeners = []
+        for rank in range(tp * pp * cp * dp):
+            path = self.folder / f"{rank}.sock"
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind(str(path))
+            listener.listen(1)
+            listener.settimeout(WAIT_S)
+            listeners.append(listener)
+            config = worker_config(
+                model_dir=str(model_dir),
+                world_rendezvous=str(self.folder / "world"),
+                tp=tp,
+                pp=pp,
+                cp=cp,
+                dp=dp,
+                rank=rank,
+                **settings,
+            )
+            write_config(config, self.folder / f"{rank}.json")
+            command = ["--socket", str(path), "--config", str(self.folder / f"{rank}.json")]
+            self.processes.append(WorkerProcess(command, self.folder / f"{rank}.log"))
+        for listener in listeners:
+            connection, _ = listener.accept()
+            connection.settimeout(WAIT_S)
+            listener.close()
+            self._sockets.append(connection)
+            self._buffers.append((FrameBuffer(), []))
+
+    def ready(self) -> WorkerReady:
+        """Wait until all processes are built."""
+        return self.receive(WorkerReady)
+
+    def send(self, message: Any) -> None:
+        """Send to all processes."""
+        for connection in self._sockets:
+            connection.sendall(to_worker.frame(message))
+
+    def receive(self, kind: type[Any]) -> Any:
+        """Local rank 0's answer, once all processes answered with a ``kind``."""
+        answers = [self.receive_from(rank) for rank in range(len(self._sockets))]
+        for rank, answer in enumerate(answers):
+            assert isinstance(answer, kind), (answer, (self.folder / f"{rank}.log").read_text()[-3000:])
+        return answers[0]
+
+    def send_to(self, rank: int, message: Any) -> None:
+        """Send to one process."""
+        self._sockets[rank].sendall(to_worker.frame(message))
+
+    def receive_from(self, rank: int) -> Any:
+        """The next answer of one process; `Alive` is skipped."""
+        pending = self._buffers[rank][1]
+        while not pending:
+            self._read(rank)
+        return pending.pop(0)
+
+    def alive(self, rank: int) -> Alive:
+        """The next `Alive` of one process."""
+        found: list[Alive] = []
+        while not found:
+            found = self._read(rank)
+        return found[-1]
+
+    def _read(self, rank: int) -> list[Alive]:
+        buffer, pending = self._buffers[rank]
+        chunk = self._sockets[rank].recv(1 << 20)
+        if not chunk:
+            raise EOFError((self.folder / f"{rank}.log").read_text()[-3000:])
+        messages = [from_worker.decode(body) for body in buffer.feed(chunk)]
+        pending.extend(message for message in messages if not isinstance(message, Alive))
+        return [message for message in messages if isinstance(message, Alive)]
+
+    def ask(self, message: Any, kind: type[Any]) -> Any:
+        """Send and receive."""
+        self.send(message)
+        return self.receive(kind)
+
+    def save(self, folder: Path, step: int, kind: type[Any] = Saved) -> Any:
+        """Have the files of a checkpoint written; returns local rank 0's answer."""
+        self.ask(SaveCheckpoint(str(folder), step), SaveStarted)
+        return self.receive(kind)
+
+    def snapshot(self, folder: Path, step: int) -> None:
+        """Take a snapshot, and complete it as an agent does."""
+        folder.mkdir(parents=True)
+        taken = self.ask(TakeSnapshot(str(folder), step), SnapshotTaken)
+        (folder / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(step, taken.updates)))
+
+    def tensors(self, step: int) -> dict[str, torch.Tensor]:
+        """Weights and moments, read from a checkpoint."""
+        folder = self.folder / f"check-{step}-{len(list(self.folder.iterdir()))}"
+        self.save(folder, step)
+        assert folders.read_state(folder).step == step
+        return read_tensors(folder)
+
+    def kill(self) -> None:
+        """SIGKILL every process."""
+        for process in self.processes:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+    def close(self) -> list[int]:
+        """Stop those still alive; returns the exit codes."""
+        for process, connection in zip(self.processes, self._sockets, strict=True):
+            if process.poll() is None:
+                connection.sendall(to_worker.frame(StopWorker()))
+        codes = [process.wait(timeout=WAIT_S) for process in self.processes]
+        for connection in self._sockets:
+            connection.close()
+        return codes
+
+    def abandon(self) -> list[int]:
+        """Close the sockets, like a dying agent; returns the exit codes."""
+        for connection in self._sockets:
+            connection.close()
+        return [process.wait(timeout=WAIT_S) for process in self.processes]
+
+
+class Layout(NamedTuple):
+    """Degrees of a world."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Processes."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    def __str__(self) -> str:
+        return "-".join(
+            f"{name}{value}" for name, value in self._asdict().items() if value > (name != "etp") or name == "dp"
+        )
+
+
+def assert_equals_one_process(base: Path, world: ReplicaPlace, layout: Layout, **options: Any) -> None:
+    """A world trains ``base / "model"`` as one process does, and the states of both load into the other."""
+    model_dir, steps = base / "model", 3
+    replica = Replica(base, "split", model_dir, **layout._asdict(), **options)
+    want, state = fixed_run(model_dir, world, steps)
+    replica.ready()
+    join_all([replica], 0, base / "meet")
+    for step, reference in enumerate(want, 1):
+        (done,) = step_all([replica], step, 0)
+        assert done.loss == pytest.approx(reference.loss, abs=2e-6)
+        assert done.grad_norm == pytest.approx(reference.grad_norm, rel=2e-5)
+        assert done.entropy == pytest.approx(reference.entropy, abs=2e-5)
+        assert done.ratio_mean == pytest.approx(reference.ratio_mean, rel=2e-5)
+        assert (done.tokens, done.loss_tokens, done.ratio_truncated) == (
+            reference.tokens,
+            reference.loss_tokens,
+            reference.ratio_truncated,
+        )
+    folder = base / "saved"
+    replica.save(folder, steps)
+    assert_same_state(read_tensors(folder), state)
+
+    # Across splits: one process continues from the split replica's checkpoint, and the split replica from one
+    # process's.
+    engine, trainer = build(model_dir, world)
+    checkpoint.load_state(engine, folder)
+    assert (engine.state.step, engine.state.updates) == (steps, steps)
+    alone = trainer.step(train_step(steps + 1, 0))
+    (together,) = step_all([replica], steps + 1, 0)
+    assert alone.loss == pytest.approx(together.loss, abs=2e-6)
+    assert alone.grad_norm == pytest.approx(together.grad_norm, rel=2e-5)
+    save(engine, model_dir, base / "alone")
+    assert_same_state(replica.tensors(steps + 1), read_tensors(base / "alone"))
+    assert replica.close() == [0] * layout.ranks
+    start_dir = str(base / f"reference-model-{steps}-1")
+    split = Replica(base, "from-one-process", model_dir, **layout._asdict(), start_dir=start_dir)
+    assert split.ready().step == steps
+    after = split.tensors(steps)
+    assert all((after[name] == state[name]).all() for name in state)
+    assert split.close() == [0] * layout.ranks
+
+
+def join_all(replicas: list[Replica], generation: int, rendezvous: Path) -> list[Any]:
+    """Form a generation of ``replicas``, the core first; returns their answers."""
+    for rank, replica in enumerate(replicas):
+        replica.send(Join(generation, rank, len(replicas), str(rendezvous)))
+    return [replica.receive(Joined) for replica in replicas]
+
+
+def step_all(
+    replicas: list[Replica], step: int, generation: int, kind: type[Any] = StepDone, minibatches: int = 1
+) -> list[Any]:
+    """Run one step of the fixed run over ``replicas``."""
+    for rank, replica in enumerate(replicas):
+        replica.send(train_step(step, generation, replica=rank, replicas=len(replicas), minibatches=minibatches))
+    return [replica.receive(kind) for replica in replicas]

@@ -1,0 +1,225 @@
+"""Our Megatron-Core models against transformers: logits, a whole training step, names and files."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from libra_hpc.errors import UserError
+from libra_hpc.models.architecture import check_parallel, read_shape
+from libra_hpc.models.supported import TRAINED
+from libra_hpc.protocol.codec import unpack_f32, unpack_i32
+from libra_hpc.state import state_folders as folders
+from libra_hpc.trainer.model.head import Head
+from libra_hpc.trainer.model.packing import Example, Pack, decode, pack
+from libra_hpc.trainer.saved import checkpoint
+from libra_hpc.trainer.train_engine import TrainEngine
+from libra_hpc.weights.names import ReplicaPlace, gathered
+
+from .settings import optimizer
+from .support import (
+    ALGORITHM,
+    MICRO_TOKENS,
+    OPTIMIZER,
+    build,
+    loss_tokens,
+    make_model,
+    read_tensors,
+    samples,
+    save,
+    train_step,
+)
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen2 tied": ("qwen2", {"tied": True}),
+    "qwen2 linear": ("qwen2", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
+    "qwen3 tied": ("qwen3", {"tied": True}),
+    "qwen3 yarn": ("qwen3", {"rope_parameters": {**YARN, "rope_theta": 500.0}}),
+    "llama": ("llama", {}),
+    "llama llama3": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500.0}}),
+    "mistral": ("mistral", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe, unscaled experts": ("qwen3_moe", {"norm_topk_prob": False}),
+    "phi3": ("phi3", {}),
+    "phi3 partial": ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}),
+    "glm4": ("glm4", {}),
+    "glm4 tied, without biases": ("glm4", {"tied": True, "attention_bias": False}),
+    "glm4 yarn": ("glm4", {"rope_parameters": {**YARN, "rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
+}
+
+
+def logits(engine: TrainEngine, batch: list[Example], micro_tokens: int) -> list[torch.Tensor]:
+    """Whole logits of each pack's loss tokens."""
+    found: list[torch.Tensor] = []
+
+    def keep(head: Head, _: Pack) -> torch.Tensor:
+        found.append(head.rows @ head.weight.t())
+        return found[-1].sum()
+
+    engine.forward(pack(batch, micro_tokens, engine.device), keep)
+    return found
+
+
+def test_every_family_that_is_trained_is_compared() -> None:
+    assert {kind for kind, _ in MODELS.values()} == set(TRAINED)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_files_equal_those_of_transformers(tmp_path: Path, world: ReplicaPlace, name: str) -> None:
+    kind, keys = MODELS[name]
+    reference = make_model(kind, tmp_path / "model", **keys)
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    engine, _ = build(tmp_path / "model", world)
+    batch = sorted((decode(s) for s in samples(1)), key=lambda e: -len(e.tokens))
+    found = logits(engine, batch, MICRO_TOKENS)
+    with torch.no_grad():
+        want = torch.cat([reference(e.tokens[None]).logits[0][e.mask.nonzero()[:, 0] - 1] for e in batch])
+    assert len(found) > 1
+    assert (torch.cat(found) - want).abs().max() < 5e-6
+
+    # Hugging Face -> Megatron-Core -> Hugging Face is exact, for the export and for the checkpoint that transformers
+    # loads.
+    original = load_file(tmp_path / "model" / "model.safetensors")
+    crc, size = checkpoint.export(engine, tmp_path / "out" / "weights.safetensors")
+    written = (tmp_path / "out" / "weights.safetensors").read_bytes()
+    assert (zlib.crc32(written), len(written)) == (crc, size)
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["weights.safetensors"]
+    exported = load_file(tmp_path / "out" / "weights.safetensors")
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in original.items())
+    save(engine, tmp_path / "model", tmp_path / "saved")
+    loaded = type(reference).from_pretrained(tmp_path / "saved" / "policy")
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), reference.parameters(), strict=True))
+    assert (tmp_path / "saved" / "policy" / "tokenizer.json").is_file()
+
+
+def test_steps_equal_plain_torch(tmp_path: Path, world: ReplicaPlace) -> None:
+    """The same two GRPO steps through transformers, autograd, and torch's AdamW, written out."""
+    reference = make_model("qwen2", tmp_path / "model")
+    engine, trainer = build(tmp_path / "model", world)
+    decayed = [p for p in reference.parameters() if p.dim() > 1]
+    flat = [p for p in reference.parameters() if p.dim() == 1]
+    adam = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": OPTIMIZER.weight_decay}, {"params": flat, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+        eps=OPTIMIZER.eps,
+    )
+    for step in (1, 2):
+        batch = list(train_step(step, 0).minibatches[0])
+        total = torch.zeros(())
+        for sample in batch:
+            tokens = torch.tensor(unpack_i32(sample.tokens))
+            where = torch.tensor(list(sample.loss_mask)).nonzero()[:, 0]
+            lp = torch.log_softmax(reference(tokens[None]).logits[0] / ALGORITHM.temperature, -1)[
+                where - 1, tokens[where]
+            ]
+            behaviour = torch.tensor(unpack_f32(sample.logprobs))[where]
+            weight = (lp.detach() - behaviour).exp().clamp(max=ALGORITHM.is_truncation)
+            k3 = (behaviour - lp).exp() - 1 - (behaviour - lp)
+            total = total + (-weight * (lp - lp.detach()).exp() * sample.advantage + ALGORITHM.kl_coef * k3).sum()
+        loss = total / loss_tokens(batch)
+        adam.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), OPTIMIZER.grad_clip)
+        for group in adam.param_groups:
+            group["lr"] = OPTIMIZER.lr * step / OPTIMIZER.warmup_steps
+        adam.step()
+        done = trainer.step(train_step(step, 0))
+        assert done.loss == pytest.approx(float(loss), abs=2e-6)
+        assert done.grad_norm == pytest.approx(float(norm), rel=2e-5)
+    got = dict(gathered(engine.named_parameters(), engine.shape, engine.split))
+    for name, tensor in reference.state_dict().items():
+        assert (got[name] - tensor).abs().max() < 1e-5, name
+
+
+def test_bfloat16_keeps_float32_masters_through_a_checkpoint(tmp_path: Path, world: ReplicaPlace) -> None:
+    make_model("qwen2", tmp_path / "model")
+    engine, trainer = build(tmp_path / "model", world, torch.bfloat16, optimizer(lr=1e-5))
+    before = {name: shard.master.clone() for name, shard in engine.state.shards.items()}
+    trainer.step(train_step(1, 0))
+    assert all(p.dtype == torch.bfloat16 for p in engine.named_parameters().values())
+    moved = [name for name, shard in engine.state.shards.items() if not torch.equal(shard.master, before[name])]
+    assert len(moved) == len(before)
+    save(engine, tmp_path / "model", tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "policy" / "config.json").read_text())["dtype"] == "bfloat16"
+    masters = {n: t for n, t in read_tensors(tmp_path / "saved").items() if n.startswith("master/")}
+    assert masters
+    assert all(t.dtype == torch.float32 for t in masters.values())
+    other, _ = build(tmp_path / "model", world, torch.bfloat16)
+    checkpoint.load_state(other, tmp_path / "saved")
+    for name, shard in engine.state.shards.items():
+        assert torch.equal(other.state.shards[name].master, shard.master)
+        assert torch.equal(other.named_parameters()[name], engine.named_parameters()[name])
+
+
+def test_a_minibatch_without_loss_tokens_is_skipped(tmp_path: Path, world: ReplicaPlace) -> None:
+    make_model("qwen2", tmp_path / "model")
+    engine, trainer = build(tmp_path / "model", world)
+    message = train_step(1, 0)
+    done = trainer.step(type(message)(1, 0, ((), message.minibatches[0]), (0, message.total_tokens[0])))
+    assert (engine.state.step, engine.state.updates) == (1, 1)
+    assert done.grad_norm > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"model_type": "qwen22"}, "did you mean 'qwen2'"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type = 'dynamic'"),
+    ],
+)
+def test_models_we_cannot_train_are_refused(tmp_path: Path, change: dict[str, object], complaint: str) -> None:
+    make_model("qwen2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(UserError, match=complaint):
+        read_shape(tmp_path)
+
+
+def test_splits_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    make_model("qwen2", tmp_path)
+    shape = read_shape(tmp_path)
+    with pytest.raises(UserError, match=r"train\.tp = 3: .*num_attention_heads = 4; valid: 1, 2, 4\."):
+        check_parallel(shape, 3, 1)
+    check_parallel(shape, 4, 1)
+    with pytest.raises(UserError, match=r"train\.pp = 3: .*2 layers"):
+        check_parallel(shape, 1, 3)
+    with pytest.raises(UserError, match=r"no config\.json"):
+        read_shape(tmp_path / "nowhere")
+
+
+def test_folders_appear_whole_and_the_newest_is_found(tmp_path: Path) -> None:
+    for step in (3, 12, 7):
+        partial = tmp_path / f"s{step}.partial"
+        partial.mkdir()
+        (partial / "trainer.json").write_text(f'{{"step": {step}, "updates": {2 * step}}}')
+        assert folders.latest(tmp_path) != partial
+        folders.publish(partial, tmp_path / f"s{step}")
+    newest = folders.resolve(tmp_path)
+    assert folders.read_state(newest) == folders.TrainerState(12, 24)
+    (tmp_path / "again.partial").mkdir()
+    (tmp_path / "again.partial" / "trainer.json").write_text('{"step": 12, "updates": 1}')
+    folders.publish(tmp_path / "again.partial", newest)
+    assert folders.read_state(newest).updates == 1
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+        folders.resolve(tmp_path / "empty")
+    (newest / "trainer.json").write_text('{"step": 1, "updates": 1, "format": 99}')
+    with pytest.raises(ValueError, match="format 99"):
+        folders.read_state(newest)

@@ -1,0 +1,98 @@
+"""Full file systems under real workers: the failure is reported, nothing is left behind, training goes on."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.protocol.trainer import Export, Exported, ExportFailed, SaveFailed, SnapshotFailed, TakeSnapshot
+from libra_hpc.state import state_folders as folders
+
+from .support import Replica, join_all, make_model, step_all
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB, a third of a state of the tiny model."""
+    where = tmp_path / "small"
+    where.mkdir()
+    if (
+        os.getuid()
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(where)], capture_output=True, check=False
+        ).returncode
+    ):
+        pytest.skip("mounting a small file system takes root")
+    yield where
+    subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+def test_without_room_nothing_is_written_and_training_goes_on(tmp_path: Path, small: Path) -> None:
+    model_dir = tmp_path / "model"
+    make_model("qwen2", model_dir)
+    replica = Replica(tmp_path, "a", model_dir, tp=2)
+    replica.ready()
+    join_all([replica], 1, tmp_path / "g1")
+    step_all([replica], 1, 1)
+    (small / "snapshot").mkdir()
+    assert replica.ask(TakeSnapshot(str(small / "snapshot"), 1), SnapshotFailed).reason.endswith(" bytes free")
+    (small / "snapshot").rmdir()
+    failed = replica.save(small / "step-000001", 1, SaveFailed)
+    assert "small/step-000001/" in failed.reason.split(" needs ")[0]
+    assert failed.reason.endswith(" bytes free")
+    shutil.rmtree(small / "step-000001", ignore_errors=True)
+    assert "small" in replica.ask(Export(str(small / "e.safetensors"), 1), ExportFailed).reason
+    assert list(small.rglob("*")) == []
+    assert replica.save(tmp_path / "step-000001", 1).step == 1
+    assert folders.read_state(tmp_path / "step-000001").step == 1
+    assert replica.close() == [0, 0]
+
+
+def test_a_write_that_fails_half_way_leaves_nothing_and_works_again_later(tmp_path: Path) -> None:
+    model_dir = tmp_path / "model"
+    make_model("qwen2", model_dir)
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    replica = Replica(tmp_path, "a", model_dir)
+    replica.ready()
+    join_all([replica], 1, tmp_path / "g1")
+    step_all([replica], 1, 1)
+    folder, export = tmp_path / "step-000001", tmp_path / "e.safetensors"
+    replica.save(folder, 1)
+    pid = replica.processes[0].pid
+    whole = resource.prlimit(pid, resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
+    replica.save(tmp_path / "torn", 1, SaveFailed)
+    shutil.rmtree(tmp_path / "torn")
+    replica.ask(Export(str(export), 1), ExportFailed)
+    step_all([replica], 2, 1)
+    replica.ask(TakeSnapshot(str(shm), 2), SnapshotFailed)
+    assert sorted(path.name for path in tmp_path.iterdir() if "step" in path.name or "safetensors" in path.name) == [
+        "step-000001"
+    ]
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, whole)
+    assert replica.ask(Export(str(export), 2), Exported).size == export.stat().st_size
+    replica.save(tmp_path / "step-000002", 2)
+    assert replica.close() == [0]
+
+
+def test_other_weights_are_not_exported_and_another_step_is_not_saved(tmp_path: Path) -> None:
+    model_dir = tmp_path / "model"
+    make_model("qwen2", model_dir)
+    replica = Replica(tmp_path, "a", model_dir, tp=2)
+    replica.ready()
+    join_all([replica], 1, tmp_path / "g1")
+    step_all([replica], 1, 1)
+    failed = replica.ask(Export(str(tmp_path / "e.safetensors"), 2), ExportFailed)
+    assert failed.reason == "this replica is at step 1, it cannot export step 2"
+    failed = replica.save(tmp_path / "step-000002", 2, SaveFailed)
+    assert failed.reason == "this replica is at step 1, it cannot save step 2"
+    assert not (tmp_path / "step-000002").exists()
+    assert replica.close() == [0, 0]
