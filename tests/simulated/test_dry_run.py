@@ -67,7 +67,7 @@ def test_planner_and_simulated_processes_have_the_same_device_and_model(tmp_path
 def test_only_command_lines_distinguish_a_dry_run_from_a_real_run(tmp_path: Path) -> None:
     simulated, real = run_file(tmp_path), run_file(tmp_path, run={"engine": "real"})
     path = Path("/p/r3.0.json")
-    for make, module in ((engine_command, "rollout.engine"), (trainer_command, "train.worker")):
+    for make, module in ((engine_command, "engine"), (trainer_command, "trainer.worker")):
         command = make(real, "rollout", path)
         assert command[1:] == ["-m", f"libra_hpc.{module}", "--config", str(path)]
     *_, settings = engine_command(simulated, "rollout", path)
