@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import msgspec
 
-from .shapes import ModelShape
-
 from .memory import STATE_BYTES
+from .shapes import ModelShape
 
 WEIGHT_VERSIONS = 4
 """Weight files on a node at once: the three that `libra_hpc.weights.relay` keeps, and the one being written."""

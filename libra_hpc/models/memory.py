@@ -34,9 +34,9 @@ LOGIT_BYTES = (8, 6)
 STATE_BYTES = MOMENT_BYTES + MASTER_BYTES
 """What an update changes, per parameter: moments, and float32 weights whatever their type."""
 PADDING = 1.25
-"""Factor on attention activations: sequences that share a padded block (`libra_hpc.trainer.model.packing`) cost up to half as
-much again, usually less. The variable-length kernel pads nothing, but a GPU that fails its check attends over blocks.
-"""
+"""Factor on attention activations: sequences that share a padded block (`libra_hpc.trainer.model.packing`) cost up to
+half as much again, usually less. The variable-length kernel pads nothing, but a GPU that fails its check attends over
+blocks."""
 USABLE = 0.94
 """Share of device memory to plan with; torch's caching allocator loses a few per cent to fragments."""
 

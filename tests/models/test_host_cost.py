@@ -9,10 +9,10 @@ import pytest
 
 from libra_hpc.errors import UserError
 from libra_hpc.models.devices import device
+from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.host_cost import with_host_cost, write_host_cost
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.measured import StepPoint, load
-from libra_hpc.models.shapes import model_shape
 
 from .support import bare
 

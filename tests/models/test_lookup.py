@@ -12,8 +12,8 @@ import pytest
 
 from libra_hpc.errors import UserError
 from libra_hpc.models.devices import device
-from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.tabulate import hf_config
 
 
@@ -83,7 +83,7 @@ def test_wrong_names_and_degrees_are_one_sentence() -> None:
 
 def test_a_login_node_needs_no_numeric_package() -> None:
     code = (
-        "import sys, libra_hpc.models.step_times.lookup as room; room.lookup('a800', 'qwen3-14b', 4)\nprint(*{'numpy', 'pandas',"
-        " 'torch', 'vllm'} & set(sys.modules))"
+        "import sys, libra_hpc.models.step_times.lookup as room; room.lookup('a800', 'qwen3-14b', 4)\n"
+        "print(*{'numpy', 'pandas', 'torch', 'vllm'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""

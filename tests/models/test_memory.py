@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from libra_hpc.models.memory import TrainLayout, TrainMemory, stage_params, train_memory
 from libra_hpc.errors import UserError
 from libra_hpc.models.architecture import Architecture, check_parallel, stage_layers
 from libra_hpc.models.devices import device
+from libra_hpc.models.memory import TrainLayout, TrainMemory, stage_params, train_memory
 from libra_hpc.models.shapes import ModelShape, model_shape, shapes
 from libra_hpc.models.train_parallel import Degrees
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from libra_hpc.errors import UserError
 from libra_hpc.models.devices import Device, device
-from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.shapes import model_shape, shapes
+from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.models.step_times.tables import FOLDER, TableTimes, available, fit_line, load_table
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from libra_hpc.errors import UserError
-from libra_hpc.models.step_times import tabulate as module
 from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.step_times import tabulate as module
 from libra_hpc.models.step_times.tables import TableTimes, load_table
 
 from .support import bare

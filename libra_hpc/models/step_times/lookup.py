@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import invalid
-
 from libra_hpc.models.devices import Device, device
-from .measured import load, measured_times
 from libra_hpc.models.shapes import ModelShape, model_shape, shapes
+
+from .measured import load, measured_times
 from .roofline import Roofline
 from .steps import StepTimes
 from .tables import TableTimes, available, load_table

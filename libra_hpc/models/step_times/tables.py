@@ -21,11 +21,11 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import invalid
-
 from libra_hpc.models.capacity import kv_capacity
-from .curves import Curve, isotonic
 from libra_hpc.models.devices import Device
 from libra_hpc.models.shapes import ModelShape
+
+from .curves import Curve, isotonic
 
 FOLDER = Path(__file__).with_name("tables")
 MICRO = 1e-6

@@ -1,4 +1,4 @@
-"""Make the operator tables under ``tables/``: ``python -m libra_hpc.models.step_times.tabulate --system a100 --model qwen3-14b``
+"""Make ``tables/``: ``python -m libra_hpc.models.step_times.tabulate --system a100 --model qwen3-14b``.
 
 Needs the extra ``libra-hpc[tables]``, no GPU: ``aiconfigurator-core`` has measured operator times of NVIDIA systems.
 This module asks it for the operators of single steps and sorts them into the parts of `OperatorTable`.
@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from libra_hpc.errors import UserError, invalid
-
 from libra_hpc.models.shapes import ModelShape, model_shape
+
 from .tables import FOLDER, OperatorTable, Parts, Provenance
 
 TOOL = "aiconfigurator-core"
@@ -204,7 +204,8 @@ def write(table: OperatorTable, path: Path) -> None:
 
 def run(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m libra_hpc.models.step_times.tabulate", description="Tabulate operator times for the step-time tables."
+        prog="python -m libra_hpc.models.step_times.tabulate",
+        description="Tabulate operator times for the step-time tables.",
     )
     parser.add_argument("--system", nargs="+", required=True, help=f"one or more of {', '.join(SYSTEMS)}")
     parser.add_argument("--model", nargs="+", required=True, help="short names or Hugging Face config files")

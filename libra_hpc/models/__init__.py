@@ -1,0 +1,1 @@
+"""Plain data of devices and models: shapes, supported features, memory and step times."""
