@@ -1,1 +1,1 @@
-
+"""The rollout leader: admission, trajectories and batches."""
