@@ -16,13 +16,14 @@ GPU_CHECK_FLAGS ?=
 CUDA_VENV ?= $(CURDIR)/build/venv-cuda
 PYTEST := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-.PHONY: help venv dev run test test-slurm test-others chaos lint bench gpu-venv gpu-check clean
+.PHONY: help venv dev run test test-slurm test-others chaos lint docs bench gpu-venv gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run    a complete run on this machine: environment, Slurm, tiny policy, job, summary"
 	@echo "make test   the test suite        make lint   ruff and mypy"
 	@echo "make chaos  every injected fault, the slow ones too"
+	@echo "make docs   the examples in the pages, made by their commands"
 	@echo "make bench  the benchmarks        make clean  undo everything"
 	@echo "make gpu-check  a machine with a GPU, checked and measured in ten minutes (docs/gpu-check.md)"
 
@@ -62,6 +63,10 @@ lint: dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy libra_hpc cli envs sbatch
+
+# Writes the console blocks of the pages that name their command.
+docs: dev
+	@$(BIN)/python -m tests.docs.update
 
 bench: venv
 	@for name in loop learning decisions policies knowledge live_policies live_kv planner replan repartition simulated_vs_real; do echo "== $$name"; $(BIN)/python -m bench.$$name || exit 1; done
