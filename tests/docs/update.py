@@ -24,7 +24,7 @@ def updated(page: Path, folder: Path) -> str:
 
 
 def main(names: list[str]) -> None:
-    pages = [Path(name).resolve() for name in names] or [page for page in PAGES if page.exists()]
+    pages = [Path(name).resolve() for name in names] or PAGES
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_folder(folder)
