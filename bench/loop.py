@@ -157,7 +157,7 @@ class TrainRun:
                 self.leader.on_generation(1, (1,))
             case wire.StepReport(metrics=metrics):
                 self.points.append(
-                    (time.monotonic(), (self.points[-1][1] if self.points else 0) + metrics.train.trained_tokens)
+                    (time.monotonic(), (self.points[-1][1] if self.points else 0) + int(metrics["trained_tokens"]))
                 )
             case wire.TrainingFinished():
                 self.done.set()

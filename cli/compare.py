@@ -9,27 +9,27 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from libra_hpc.config.grid import short_keys
 from libra_hpc.errors import UserError, invalid, nearest
 from libra_hpc.facts import series
-from libra_hpc.facts.comparison import SEED, Comparison, Curve
+from libra_hpc.facts.columns import as_json, cell, compared
+from libra_hpc.facts.comparison import SEED, Comparison, MetricCurve
 from libra_hpc.facts.comparison import compare as side_by_side
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.facts.summary import STATE_STYLES, duration
+from libra_hpc.facts.summary import duration, state_text
 from libra_hpc.facts.sweep_record import members, read_member
 
 from .list_runs import all_rows
-from .output import busy, print_json, print_line, print_note, show
+from .output import busy, print_json, print_line, print_note, show, table
 from .runs import RUNS, JsonOption, RunsOption, all_runs, find_run
 
 PICTURE = Path("compare.png")
 LEGEND = (
-    "{metric}: mean of the last fifth of the steps; s/step, tokens/s: without the first step; stale: mean"
-    " weight versions; lost: engines; failed: attempts of trajectories; time: from the first event to the last"
+    "{metric}: mean of the last fifth of the steps; s/step, tokens/s: without the first step; {declared};"
+    " failed: attempts of trajectories; time: from the first event to the last"
 )
 """Under the table of results."""
 REWARD = "reward"
@@ -60,13 +60,13 @@ def compare(
     picture = draw(comparison, curves, sweep or "runs side by side", out)
     if json:
         facts = msgspec.to_builtins(comparison)
-        for one, state in zip(facts["runs"], states, strict=True):
-            one["state"] = state
+        facts["runs"] = [as_json(run) | {"state": state} for run, state in zip(comparison.runs, states, strict=True)]
         print_json({"sweep": sweep or None, **facts, "picture": None if picture is None else str(picture)})
         return
     show(settings_table(comparison, states))
     show(results_table(comparison))
-    show(Text(LEGEND.format(metric=metric)))
+    declared = "; ".join(f"{one.head}: {one.name}" for one in compared())
+    show(Text(LEGEND.format(metric=metric, declared=declared)))
     if any(len(group.members) > 1 for group in comparison.groups):
         show(seeds_table(comparison))
     if picture is not None:
@@ -101,14 +101,14 @@ def check_metric(metric: str, runs: Sequence[RunDir]) -> None:
         raise invalid("--metric", metric, "no step of these runs has it", sorted(names - {"t", "step"}))
 
 
-def draw(comparison: Comparison, curves: Sequence[Curve], title: str, out: Path) -> Path | None:
+def draw(comparison: Comparison, curves: Sequence[MetricCurve], title: str, out: Path) -> Path | None:
     """Draw a line for every group of seeds; returns the picture, None where no run has a step."""
     empty = [run.run for run, curve in zip(comparison.runs, curves, strict=True) if not curve.steps]
     if empty:
         print_note(f"without steps, and so not in the picture: {', '.join(empty)}")
     if len(empty) == len(curves):
         return None
-    from libra_hpc.pictures.compare_picture import MOST_LINES, Line
+    from libra_hpc.pictures.compare_picture import MOST_LINES, MetricLine
     from libra_hpc.pictures.compare_picture import draw as draw_lines
 
     lines = []
@@ -117,7 +117,7 @@ def draw(comparison: Comparison, curves: Sequence[Curve], title: str, out: Path)
         if drawn:
             label = words(group.values) or comparison.runs[drawn[0]].run
             seeds = f" ({len(drawn)} seeds)" if len(drawn) > 1 else ""
-            lines.append(Line(f"{label}{seeds}", [curves[place] for place in drawn]))
+            lines.append(MetricLine(f"{label}{seeds}", [curves[place] for place in drawn]))
     if len(lines) > MOST_LINES:
         print_note(f"the picture has the first {MOST_LINES} of {len(lines)} lines")
     try:
@@ -145,61 +145,46 @@ def value_text(value: object) -> str:
 
 def settings_table(comparison: Comparison, states: Sequence[str]) -> Table:
     """Number, name, state, progress and settings of every run."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("#", justify="right", no_wrap=True)
-    table.add_column("run", overflow="fold")
-    table.add_column("state", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("differs in", overflow="fold")
+    made = table("#>", "run~", "state", "step>", "differs in~")
     for number, (run, state) in enumerate(zip(comparison.runs, states, strict=True), start=1):
-        shown = Text(state, style=STATE_STYLES.get(state, "yellow"))
         step = f"{run.steps}/{run.steps_wanted}"
-        table.add_row(str(number), run.run, shown, step, words(run.values) or "nothing")
-    return table
+        made.add_row(str(number), run.run, state_text(state), step, words(run.values) or "nothing")
+    return made
 
 
 def results_table(comparison: Comparison) -> Table:
     """Results by the number of the run; at most 80 columns."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("#", justify="right", no_wrap=True)
-    for name in (comparison.metric, "best" if comparison.metric == REWARD else "highest"):
-        table.add_column(name, justify="right", overflow="fold")
-    for name in ("s/step", "tokens/s", "stale", "lost", "failed", "time", "GPU h"):
-        table.add_column(name, justify="right", no_wrap=True)
+    heads = [f"{comparison.metric}>~", "best>~" if comparison.metric == REWARD else "highest>~", "s/step>", "tokens/s>"]
+    made = table("#>", *heads, *(f"{one.head}>" for one in compared()), "failed>", "time>", "GPU h>")
     for number, run in enumerate(comparison.runs, start=1):
-        table.add_row(
+        made.add_row(
             str(number),
             number_text(run.last),
             number_text(run.highest),
             number_text(run.step_s, ",.2f"),
             number_text(run.tokens_per_s, ",.0f"),
-            number_text(run.staleness_mean, ".2f"),
-            str(run.engines_lost),
+            *(cell(one, run.numbers[one.name]).value for one in compared()),
             str(run.failed_attempts),
             duration(run.wall_s) if run.wall_s else "-",
             f"{run.gpu_hours:,.2f}",
         )
-    return table
+    return made
 
 
 def seeds_table(comparison: Comparison) -> Table:
     """Medians over the seeds of every setting, the highest metric first."""
-    table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, title="median over seeds", title_justify="left", title_style="dim"
-    )
-    table.add_column("setting", overflow="fold")
-    for name in ("seeds", comparison.metric, "lowest", "highest", "s/step"):
-        table.add_column(name, justify="right", no_wrap=True)
+    heads = ("setting~", "seeds>", f"{comparison.metric}>", "lowest>", "highest>", "s/step>")
+    made = table(*heads, title="median over seeds", title_justify="left", title_style="dim")
     for group in sorted(comparison.groups, key=lambda group: -group.last[1] if group.last else float("inf")):
         low, middle, high = group.last or (None, None, None)
         seeds = ",".join(value_text(comparison.runs[place].values.get(SEED)) for place in group.members)
-        table.add_row(
+        made.add_row(
             words(group.values) or "all runs",
             seeds if len(seeds) <= 12 else str(len(group.members)),
             *(number_text(value) for value in (middle, low, high)),
             number_text(group.step_s, ".2f"),
         )
-    return table
+    return made
 
 
 def number_text(value: float | None, form: str = "") -> str:

@@ -8,13 +8,12 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from libra_hpc.config.load import load_run_file
+from libra_hpc.config.load import load_resolved, load_run_file
 from libra_hpc.config.reference import Present, as_records, as_text, select, tables
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.site import site_profile
 from libra_hpc.config.sources import DEFAULT, DEFAULTS, as_toml, queued_sources, run_file_sources, values
 from libra_hpc.errors import UserError
-from libra_hpc.facts.run_config import load_resolved
 
 from .output import print_json, print_line
 from .runs import RUNS, JsonOption, find_run, run_names

@@ -6,8 +6,10 @@ import json
 import sys
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich import box
+from rich.console import Console, JustifyMethod, OverflowMethod, RenderableType
 from rich.status import Status
+from rich.table import Table
 
 WIDTH = 100
 """Columns of tables and panels; a pipe has no width of its own."""
@@ -31,6 +33,17 @@ def print_line(message: str) -> None:
 def show(what: RenderableType) -> None:
     """Print a table or panel: coloured on a terminal, plain in a pipe."""
     console().print(what)
+
+
+def table(*columns: str, **options: Any) -> Table:
+    """A table; ``name>`` is a column at the right, ``name~`` one that may take several lines, ``name>~`` both."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, **options)
+    for name in columns:
+        marks = name[len(name.rstrip(">~")) :]
+        folds: OverflowMethod = "fold" if "~" in marks else "ellipsis"
+        justify: JustifyMethod = "right" if ">" in marks else "left"
+        made.add_column(name.rstrip(">~"), justify=justify, overflow=folds, no_wrap="~" not in marks)
+    return made
 
 
 def busy(what: str) -> Status:

@@ -15,10 +15,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from libra_hpc.config.load import parse_override
+from libra_hpc.config.load import load_resolved, parse_override
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
-from libra_hpc.facts.run_config import load_resolved
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import Status
 from libra_hpc.files import write_once

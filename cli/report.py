@@ -11,7 +11,7 @@ import typer
 from libra_hpc.errors import UserError, error_text
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import write_atomic
-from libra_hpc.pictures.report_page import Ending, page
+from libra_hpc.pictures.report_page import Standing, page
 
 from . import jobs
 from .output import busy, print_line
@@ -41,7 +41,7 @@ def report(
     print_line(str(where.absolute()))
 
 
-def ending(run: RunDir) -> Ending:
+def ending(run: RunDir) -> Standing:
     """How the run stands."""
     now = jobs.state(run)
-    return Ending(now.words, now.reason or str(run.read_json(run.result).get("message", "")), over=now.over)
+    return Standing(now.words, now.reason or str(run.read_json(run.result).get("message", "")), over=now.over)

@@ -98,6 +98,12 @@ def attempt(run: RunDir) -> int:
     return value if isinstance(value, int) else 0
 
 
+def identity(run: RunDir, state: RunState) -> dict[str, Any]:
+    """Which run it is and how it stands, as JSON."""
+    names = {"run": run.name, "path": str(run.path), "job_id": job_id(run), "cluster": jobs.cluster(run)}
+    return {**names, "attempt": attempt(run), **msgspec.to_builtins(state)}
+
+
 def read_status(run: RunDir) -> Status | None:
     """The last snapshot of the last attempt; None without one."""
     return last_status(run, attempt(run))

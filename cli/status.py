@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
 
-from libra_hpc.facts.status import status_dict
+from libra_hpc.facts.columns import as_json
 from libra_hpc.facts.view import render
 
 from . import jobs
 from .follow import follow, job_line
 from .output import print_json, print_line, show
-from .runs import RUNS, JsonOption, RunArgument, RunsOption, attempt, find_run, job_id, read_status, rewards, with_state
+from .runs import (
+    RUNS,
+    JsonOption,
+    RunArgument,
+    RunsOption,
+    find_run,
+    identity,
+    job_id,
+    read_status,
+    rewards,
+    with_state,
+)
 
 
 def status(
@@ -32,16 +43,8 @@ def status(
         return
     state, snapshot = jobs.state(found), read_status(found)
     if json:
-        facts: dict[str, Any] = {
-            "run": found.name,
-            "path": str(found.path),
-            "job_id": job_id(found),
-            "cluster": jobs.cluster(found),
-            "attempt": attempt(found),
-            **msgspec.to_builtins(state),
-        }
-        shown = None if snapshot is None else status_dict(with_state(snapshot, state))
-        print_json({**facts, "status": shown})
+        shown = None if snapshot is None else as_json(with_state(snapshot, state))
+        print_json({**identity(found, state), "status": shown})
         return
     if snapshot is not None:
         show(render(with_state(snapshot, state), now=time.time(), rewards=rewards(found)))

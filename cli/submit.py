@@ -15,10 +15,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from libra_hpc.config.load import apply_override, validate, with_values
+from libra_hpc.config.load import apply_override, load_resolved, validate, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
-from libra_hpc.facts.run_config import load_resolved
 from libra_hpc.facts.rundir import MODES, RunDir
 from libra_hpc.facts.summary import render_summary, summarise
 from libra_hpc.files import write_atomic

@@ -8,6 +8,7 @@ import msgspec
 
 from libra_hpc.errors import UserError
 from libra_hpc.facts import series
+from libra_hpc.facts.columns import as_json
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.summary import render_summary, summarise
 
@@ -22,7 +23,7 @@ def summary(run: RunArgument = None, json: JsonOption = False, runs: RunsOption 
     draw(found)
     facts = msgspec.structs.replace(summarise(found), state=jobs.state(found).state)
     if json:
-        print_json(msgspec.to_builtins(facts))
+        print_json(as_json(facts))
     else:
         show(render_summary(facts))
 

@@ -27,11 +27,11 @@ from typing import Any, NoReturn
 import msgspec
 
 from libra_hpc.agent.hosting.rollout_service import RolloutService
+from libra_hpc.config.load import load_resolved
 from libra_hpc.config.run import RunConfig
 from libra_hpc.coordinator.coordinator import Coordinator
 from libra_hpc.coordinator.recovery import Recovery
 from libra_hpc.errors import OperationError, UserError
-from libra_hpc.facts.run_config import load_resolved
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.mesh import Mesh

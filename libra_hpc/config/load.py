@@ -24,6 +24,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from libra_hpc.errors import UserError, invalid, nearest
+from libra_hpc.files import read_object
 
 from .run import RunConfig
 from .section import Valid
@@ -281,3 +282,12 @@ def _scalars(value: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from _scalars(inner, f"{name}.{index}")
     else:
         yield name, value
+
+
+def load_resolved(path: Path) -> RunConfig:
+    """Read a `RunDir.config` file; raises `UserError` naming the file when it is no valid configuration."""
+    data = read_object(path, "the configuration of the run")
+    try:
+        return validate(data)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error

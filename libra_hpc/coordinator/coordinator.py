@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from libra_hpc.facts import series
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.pool import states
 from libra_hpc.protocol import mesh as wire
@@ -73,7 +74,6 @@ class Coordinator:
         )
         self._started_at = now
         self._step = context.start.step
-        self._gen_tokens = 0
         self._finished = asyncio.Event()
         self._limit = TimeLimit(self._config.slurm, now)
         self._ending = Ending(self._config.run.steps, Recovery(self._config.slurm.restarts))
@@ -303,14 +303,17 @@ class Coordinator:
         if not self._stopping:
             self._ending.message = ""
         self._stepped_at = now = time.time()
-        self._limit.on_step(report.metrics.step_s)
-        self._gen_tokens = report.metrics.batch.gen_tokens
-        estimate = self._planning.estimate(report.metrics.train_nodes)
-        expected = None if estimate is None else estimate.batch_s
-        self._observations.on_step(report, expected, now)
-        speed = self._observations.rollout_speed(self._gen_tokens)[0]
-        own = {"rollout_nodes": len(self._nodes.receivers), "rollout_tokens_per_s": speed, "expected_s": expected}
-        self._records.step({"t": now, "step": report.step, **report.metrics.columns(), **own})
+        metrics = report.metrics
+        self._limit.on_step(metrics["step_s"])
+        estimate = self._planning.estimate(int(metrics["train_nodes"]))
+        own = {
+            "rollout_nodes": len(self._nodes.receivers),
+            "rollout_tokens_per_s": self._observations.rollout_speed()[0],
+            "expected_s": None if estimate is None else estimate.batch_s,
+        }
+        line = {"t": now, "step": report.step, **metrics, **own}
+        self._observations.on_step(line, now)
+        self._records.step(line)
 
     async def _close(self) -> None:
         for poll in self._polls:
@@ -350,8 +353,9 @@ class Coordinator:
     def _late(self, now: float, notices: list[str]) -> str:
         if self._nodes.pool is None or self._finished.is_set():
             return ""
-        report, steps = self._observations.report, [wall for wall, _ in self._observations.walls]
-        return late_step(now - self._stepped_at, steps, self._nodes.pool, report=report, notices=notices)
+        seen = self._observations
+        steps = series.column(seen.lines, "step_s")
+        return late_step(now - self._stepped_at, steps, self._nodes.pool, report=seen.report, notices=notices)
 
     def _write_status(self) -> None:
         now = time.time()
@@ -368,7 +372,6 @@ class Coordinator:
             message=message,
             started_at=self._started_at,
             step=self._step,
-            gen_tokens=self._gen_tokens,
             decision=self._planning.last,
             estimate=self._planning.estimate(nodes.trainers),
             repartitioned=self._repartitioner.last,

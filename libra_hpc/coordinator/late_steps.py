@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from libra_hpc.facts.events import EVENTS, in_words
 from libra_hpc.policies.pool import states
 from libra_hpc.protocol.mesh import RolloutReport
 
@@ -22,25 +23,6 @@ NOTICE_S = 120.0
 """An older notice explains nothing any more, unless it is repeated."""
 NOTICES = 8
 """Most notices remembered."""
-NOTICE_KINDS = (
-    "slow",
-    "hung",
-    "storage_fault",
-    "admission_paused",
-    "checkpoint_failed",
-    "snapshot_failed",
-    "export_failed",
-    "weights_stalled",
-    "weights_corrupt",
-    "weights_not_stored",
-    "update_skipped",
-    "checkpoint_damaged",
-    "engine_lost",
-    "host_lost",
-    "node_lost",
-    "own_stall",
-)
-"""Events whose reason belongs on the status screen."""
 
 
 class Notices:
@@ -50,9 +32,9 @@ class Notices:
         self._notices: deque[tuple[float, str]] = deque(maxlen=NOTICES)
 
     def add(self, kind: str, t: float, fields: dict[str, Any]) -> None:
-        if kind in NOTICE_KINDS:
+        if kind in EVENTS and EVENTS[kind].notice:
             where = f"node {fields['rank']}: " if "rank" in fields else ""
-            self._notices.append((t, f"{where}{kind.replace('_', ' ')}: {fields.get('reason', '')}".rstrip(": ")))
+            self._notices.append((t, f"{where}{in_words(kind)}: {fields.get('reason', '')}".rstrip(": ")))
 
     def recent(self, now: float) -> list[str]:
         return [sentence for t, sentence in reversed(self._notices) if now - t <= NOTICE_S]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal
 
-from libra_hpc.facts.estimate import BLOCK
-from libra_hpc.protocol.mesh import RolloutReport, StepReport
+from libra_hpc.facts.series import Record
+from libra_hpc.protocol.mesh import RolloutReport
 from libra_hpc.protocol.plan import (
     GroupFact,
     NodeFact,
@@ -35,32 +35,25 @@ class Observations:
         self.windows: deque[RolloutWindowFact] = deque(maxlen=WINDOWS)
         self.trajectories: deque[TrajectoryFact] = deque(maxlen=TRAJECTORIES)
         self.switches: deque[SwitchFact] = deque(maxlen=32)
-        self.rewards: list[float] = []
-        self.staleness: deque[tuple[float, float]] = deque(maxlen=STEPS)
+        self.lines: deque[Record] = deque(maxlen=STEPS)
+        """Of ``metrics.jsonl``."""
         self.trained = 0
         self.report: RolloutReport | None = None
         self._report_at = 0.0
         self._report_nodes: tuple[int, ...] = ()
         self._finished = 0
-        self.walls: deque[tuple[float, float]] = deque(maxlen=STEPS)
-        """(seconds from commit to commit, seconds of it the trainer waited for data)"""
-        self.expected: deque[tuple[float | None, float]] = deque(maxlen=BLOCK)
-        """(seconds from commit to commit that the planner expected, measured ones)"""
 
-    def on_step(self, report: StepReport, expected_s: float | None, now: float) -> None:
-        metrics, batch, train = report.metrics, report.metrics.batch, report.metrics.train
-        self.rewards.append(batch.reward)
-        self.staleness.append((batch.staleness_mean, batch.staleness_max))
-        self.trained += batch.trajectories
-        self.walls.append((metrics.step_s, metrics.wait_s))
-        self.expected.append((expected_s, metrics.step_s))
-        if train is not None and train.train_s > 0.0:
+    def on_step(self, line: Record, now: float) -> None:
+        """A line of ``metrics.jsonl``."""
+        self.lines.append(line)
+        self.trained += int(line["trajectories"])
+        if line.get("train_s", 0.0) > 0.0:
             fact = TrainStepFact(
                 at=now,
-                tokens=train.trained_tokens,
-                loss_tokens=train.loss_tokens,
-                nodes=metrics.train_nodes,
-                seconds=train.train_s,
+                tokens=int(line["trained_tokens"]),
+                loss_tokens=int(line["loss_tokens"]),
+                nodes=int(line["train_nodes"]),
+                seconds=line["train_s"],
             )
             self.steps.append(fact)
 
@@ -102,27 +95,18 @@ class Observations:
     @property
     def trainer_wait(self) -> float:
         """Share of the trainers' time spent waiting for data, over the last steps."""
-        recent = list(self.walls)[-16:]
-        wall = sum(w for w, _ in recent)
-        return sum(s for _, s in recent) / wall if wall > 0.0 else 0.0
+        recent = list(self.lines)[-16:]
+        wall = sum(line["step_s"] for line in recent)
+        return sum(line["wait_s"] for line in recent) / wall if wall > 0.0 else 0.0
 
     def snapshot(
         self, nodes: tuple[NodeFact, ...], prompts_per_step: int, group_size: int, eta: int, steps_left: int
     ) -> PlanSnapshot:
-        report = self.report
-        queue = QueueFact(
-            report.ready_groups if report else 0,
-            report.outstanding_groups if report else 0,
-            self.trainer_wait,
-            report.gate_blocked if report else 0.0,
-        )
-        groups = (
-            tuple(
-                GroupFact(g.index, g.prompt_tokens, waiting=g.waiting, running=g.running, generated=g.generated)
-                for g in report.open_groups
-            )
-            if report
-            else ()
+        report = self.report or RolloutReport()
+        queue = QueueFact(report.ready_groups, report.outstanding_groups, self.trainer_wait, report.gate_blocked)
+        groups = tuple(
+            GroupFact(g.index, g.prompt_tokens, waiting=g.waiting, running=g.running, generated=g.generated)
+            for g in report.open_groups
         )
         return PlanSnapshot(
             nodes=nodes,
@@ -142,16 +126,17 @@ class Observations:
         """(tokens per second of the stage's own time, seconds per global batch, busy share) over the last steps."""
         recent = list(self.steps)[-16:]
         seconds, tokens = sum(s.seconds for s in recent), sum(s.tokens for s in recent)
-        wall = sum(w for w, _ in list(self.walls)[-16:])
+        wall = sum(line["step_s"] for line in list(self.lines)[-16:])
         return (
             tokens / seconds if seconds else 0.0,
             seconds / len(recent) if recent else 0.0,
             min(1.0, seconds / wall) if wall else 0.0,
         )
 
-    def rollout_speed(self, tokens_per_batch: float) -> tuple[float, float, float]:
+    def rollout_speed(self) -> tuple[float, float, float]:
         """(generated tokens per second, node-seconds per global batch, busy share) over the last windows."""
         recent = list(self.windows)[-10:]
+        tokens_per_batch = self.lines[-1]["gen_tokens"] if self.lines else 0.0
         seconds, tokens = sum(w.seconds for w in recent), sum(w.generated_tokens for w in recent)
         busy = sum(w.busy * w.seconds for w in recent)
         per_token = busy / tokens if tokens else 0.0

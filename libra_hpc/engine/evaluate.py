@@ -19,8 +19,8 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+from libra_hpc.config.load import load_resolved
 from libra_hpc.config.run import RunConfig
-from libra_hpc.facts.run_config import load_resolved
 from libra_hpc.host.settings import host_command, host_settings, write_private
 from libra_hpc.process.child import Child
 from libra_hpc.protocol.codec import pack_i32

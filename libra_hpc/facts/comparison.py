@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from . import series
+from .columns import Value, compared, values_of
 from .failed import failed_in
-from .phases import first_and_last
 from .rundir import RunDir
+from .series import first_and_last
 from .starts import job_gpus, job_seconds, starts
 from .sweep_record import flat, read_member
 
@@ -44,8 +45,8 @@ class ComparedRun(msgspec.Struct, frozen=True):
     """
     tokens_per_s: float | None
     """Trained tokens, prompts included, over the same steps."""
-    staleness_mean: float | None
-    engines_lost: int
+    numbers: dict[str, Value]
+    """By the names in `columns`; in JSON they stand beside the other keys."""
     failed_attempts: int
     wall_s: float
     gpu_hours: float
@@ -64,7 +65,7 @@ class SeedGroup(msgspec.Struct, frozen=True):
     """Median of the members."""
 
 
-class Curve(msgspec.Struct, frozen=True):
+class MetricCurve(msgspec.Struct, frozen=True):
     """A metric of one run."""
 
     steps: list[int]
@@ -92,7 +93,7 @@ class Settings(NamedTuple):
     """Keys that a repartition changed since, and no sweep set."""
 
 
-def compare(runs: Sequence[RunDir], metric: str) -> tuple[Comparison, list[Curve]]:
+def compare(runs: Sequence[RunDir], metric: str) -> tuple[Comparison, list[MetricCurve]]:
     """Read ``runs`` and lay their facts side by side; the curves are in the order of the runs."""
     found = [settings(run) for run in runs]
     keys = differing([one.config for one in found], frozenset().union(*(one.changed for one in found)))
@@ -123,16 +124,13 @@ def differing(configs: Sequence[Mapping[str, Any]], unless: frozenset[str] = fro
     ]
 
 
-def read_run(run: RunDir, values: dict[str, Any], metric: str) -> tuple[ComparedRun, Curve]:
+def read_run(run: RunDir, values: dict[str, Any], metric: str) -> tuple[ComparedRun, MetricCurve]:
     """Facts and curve of one run, whose differing keys have ``values``."""
-    rows, log = series.steps(run), series.events(run)
+    rows, log, start, end = series.read(run)
     known = flat(run.resolved())
     measured = [(row, value) for row in rows if math.isfinite(value := series.number(row, metric))]
-    times = [event["t"] for event in log] + [t for t in series.column(rows, "t") if math.isfinite(t)]
-    start = min(times, default=0.0)
     timed = [row for row in rows[1:] if series.number(row, "step_s") > 0.0]
     trained, seconds = (sum(series.number(row, key, 0.0) for row in timed) for key in ("tokens", "step_s"))
-    staleness = series.mean(series.column(rows, "staleness_mean"))
     facts = ComparedRun(
         run=run.name,
         path=str(run.path),
@@ -143,13 +141,12 @@ def read_run(run: RunDir, values: dict[str, Any], metric: str) -> tuple[Compared
         highest=max((value for _, value in measured), default=None),
         step_s=seconds / len(timed) if timed else None,
         tokens_per_s=trained / seconds if timed else None,
-        staleness_mean=staleness if math.isfinite(staleness) else None,
-        engines_lost=sum(event["kind"] == "engine_lost" for event in log),
+        numbers=values_of(compared(), rows, log),
         failed_attempts=sum(found.count for found in failed_in(log, run.read_json(run.status))),
-        wall_s=max(times, default=0.0) - start,
+        wall_s=end - start,
         gpu_hours=job_gpus(run.resolved()) * job_seconds(starts(rows, log)) / 3600.0,
     )
-    curve = Curve(
+    curve = MetricCurve(
         [int(row["step"]) for row, _ in measured],
         [series.number(row, "t") - start for row, _ in measured],
         [value for _, value in measured],
@@ -159,24 +156,26 @@ def read_run(run: RunDir, values: dict[str, Any], metric: str) -> tuple[Compared
 
 def seed_groups(runs: Sequence[ComparedRun]) -> list[SeedGroup]:
     """The runs by their settings without the seed, in the order of their first members."""
-    found: list[tuple[dict[str, Any], list[int]]] = []
+    groups: list[list[int]] = []
     for place, run in enumerate(runs):
-        values = {key: value for key, value in run.values.items() if key != SEED}
-        members = next((members for known, members in found if known == values), None)
-        if members is None:
-            found.append((values, [place]))
+        same = next((each for each in groups if _without_seed(runs[each[0]]) == _without_seed(run)), None)
+        if same is None:
+            groups.append([place])
         else:
-            members.append(place)
-    out = []
-    for values, members in found:
-        last = sorted(value for place in members if (value := runs[place].last) is not None)
-        seconds = [value for place in members if (value := runs[place].step_s) is not None]
-        out.append(
-            SeedGroup(
-                values,
-                members,
-                [last[0], statistics.median(last), last[-1]] if last else [],
-                statistics.median(seconds) if seconds else None,
-            )
-        )
-    return out
+            same.append(place)
+    return [_seed_group(runs, members) for members in groups]
+
+
+def _seed_group(runs: Sequence[ComparedRun], members: list[int]) -> SeedGroup:
+    last = sorted(value for place in members if (value := runs[place].last) is not None)
+    seconds = [value for place in members if (value := runs[place].step_s) is not None]
+    return SeedGroup(
+        _without_seed(runs[members[0]]),
+        members,
+        [last[0], statistics.median(last), last[-1]] if last else [],
+        statistics.median(seconds) if seconds else None,
+    )
+
+
+def _without_seed(run: ComparedRun) -> dict[str, Any]:
+    return {key: value for key, value in run.values.items() if key != SEED}

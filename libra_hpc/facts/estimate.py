@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import fmean, median
 
 import msgspec
+
+from . import series
 
 BLOCK = 8
 """Steps that are compared as one.  With 4 the bursts show; with 16 the status is about the past."""
@@ -36,9 +39,10 @@ class StepAccuracy(msgspec.Struct, frozen=True):
     """Median over blocks of `BLOCK` steps of |expected / measured - 1|."""
 
 
-def step_accuracy(pairs: Sequence[tuple[float | None, float]]) -> StepAccuracy | None:
-    """Accuracy over (expected or None, measured) seconds in order of steps; None without any estimate."""
-    known = [(expected, measured) for expected, measured in pairs if expected is not None and measured > 0.0]
+def step_accuracy(steps: Sequence[series.Record]) -> StepAccuracy | None:
+    """Accuracy over lines of ``metrics.jsonl`` in order of steps; None without any estimate."""
+    pairs = [(series.number(row, "expected_s"), series.number(row, "step_s")) for row in steps]
+    known = [(expected, measured) for expected, measured in pairs if math.isfinite(expected) and measured > 0.0]
     if not known:
         return None
     blocks = [known[max(0, end - BLOCK) : end] for end in range(len(known), min(BLOCK, len(known)) - 1, -BLOCK)]

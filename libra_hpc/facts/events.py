@@ -1,67 +1,113 @@
-"""`LineLog`: append-only JSON lines with one writer, unbuffered so that a kill loses at most the last line."""
+"""Every kind of event in ``events.jsonl``, declared once: its meaning, its fields, and where it is shown.
+
+A line has ``t`` (epoch seconds), ``kind`` and the kind's own fields.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
-
-import msgspec
-
-_encoder = msgspec.json.Encoder()
+from typing import NamedTuple
 
 
-def line_of(record: dict[str, Any]) -> bytes:
-    """A record as a JSON line; one that cannot be encoded becomes a line with its text as ``unwritable``."""
-    try:
-        return _encoder.encode(record) + b"\n"
-    except (TypeError, ValueError, OverflowError):
-        known = {key: record[key] for key in ("t", "step") if isinstance(record.get(key), int | float)}
-        return (
-            _encoder.encode({**known, "kind": ascii(record.get("kind", "")), "unwritable": ascii(record)[:500]}) + b"\n"
-        )
+class EventKind(NamedTuple):
+    """One kind; ``fields``: names, separated by spaces."""
+
+    kind: str
+    meaning: str
+    fields: str = ""
+    fault: bool = False
+    """Whether the report lists it under failures and restarts."""
+    notice: bool = False
+    """Whether its reason belongs on the status screen for a while."""
 
 
-class LineLog:
-    """Append-only JSON lines; each record is one `write` of one whole line.
+def _fault(kind: str, meaning: str, fields: str, notice: bool = False) -> EventKind:
+    return EventKind(kind, meaning, fields, fault=True, notice=notice)
 
-    - The file ends within a line (an earlier attempt, a failed write) -> that line is closed first.
-    - A write fails -> `OSError`, and the file is cut back to its length before, if the file system allows that.
-    """
 
-    def __init__(self, path: Path) -> None:
-        self._handle = path.open("a+b", buffering=0)
-        self._torn = True
-        """Whether the file may end within a line."""
+RUN = (
+    EventKind("agent_joined", "A node's agent started", "rank host pid component"),
+    EventKind("job_started", "All agents joined", "ranks step attempt"),
+    _fault("recovered", "The ranks started again after a loss", "restarts reason step source"),
+    _fault("restart", "All ranks are about to restart", "reason restarts step"),
+    _fault("stop_requested", "The run saves and stops: a signal, a request, or its time limit", "signal reason"),
+    _fault("job_finished", "The attempt ended", "state message step"),
+    EventKind("job_requeued", "Slurm queues the job again", "reason step"),
+)
+NODES = (
+    EventKind("node_state", "A node changed its state", "rank state was"),
+    _fault("node_lost", "A node was lost", "rank reason silent_s", notice=True),
+    _fault("node_returned", "A lost node was heard again", "rank"),
+    _fault("own_stall", "Rank 0 was stopped for a while; no deadline counts it", "reason seconds", notice=True),
+    EventKind("illegal_transition", "A message did not fit the node's state and was ignored", "reason"),
+    EventKind("generation", "A new membership of training replicas", "generation ranks"),
+    EventKind("member_joined", "A replica got the weights", "rank generation step received_bytes seconds"),
+)
+PLANNER = (
+    EventKind(
+        "decision",
+        "The planner decided",
+        "action node nodes reason triggers numbers candidates layout predicted_gain_s",
+    ),
+    EventKind("held", "The hold before was repeated `looks` times", "looks reason"),
+    EventKind("move_started", "A node began to change stage", "rank to reason numbers predicted_gain_s"),
+    EventKind("move_done", "The node serves its new stage", "rank role seconds"),
+    EventKind("move_judged", "What a move brought", "at to rank nodes predicted_gain_s realised_gain_s"),
+    EventKind("repartition_ordered", "An order for another layout was accepted", "order by changes"),
+    EventKind("repartitioned", "The ranks restart in another layout", "order step by layout changes predicted_s"),
+    _fault("repartition_refused", "An order or decision for another layout was refused", "order by reason changes"),
+)
+ENGINES = (
+    EventKind("engine_is_ready", "All engines of a node's stage are ready", "rank engine_kind seconds"),
+    EventKind("engine_ready", "A rollout engine accepts turns", "rank engine version seconds"),
+    EventKind("replica_ready", "A training replica is ready", "rank step seconds"),
+    _fault("engine_lost", "An engine ended or hung", "rank engine reason state", notice=True),
+    _fault("engine_restarted", "The engine is started again", "rank engine_kind reason"),
+    _fault("engine_error", "A rollout engine reported an error", "rank engine reason fatal"),
+    _fault("worker_error", "A training process reported an error", "rank reason fatal"),
+    _fault("host_lost", "An environment host ended", "host reason", notice=True),
+    _fault("hung", "A process missed its deadline and was killed", "rank part reason", notice=True),
+    _fault("slow", "A process is slow, or near its deadline", "rank part reason", notice=True),
+)
+ROLLOUT = (
+    EventKind("scheduler_warm_start", "The scheduler learned from trajectories of before", "trajectories"),
+    EventKind("resubmitted", "A turn was submitted again", "trajectory reason"),
+    EventKind("turn_interrupted", "A running turn goes on at another engine", "trajectory engine to reason"),
+    EventKind(
+        "trajectory_failed",
+        "An attempt failed; `unsaid`: failures before it without an event",
+        "trajectory task prompt failure error given_up unsaid",
+    ),
+    _fault("admission_paused", "No prompt is admitted, because too many attempts fail", "reason", notice=True),
+    _fault("admission_resumed", "Prompts are admitted again", "reason"),
+    _fault("prompt_given_up", "All trajectories of a prompt failed", "index prompt reason"),
+    _fault(
+        "experience_kept",
+        "A restart recovered trajectories",
+        "trajectories groups whole_groups tokens generated_tokens unfinished unfinished_tokens dropped",
+    ),
+    _fault("experience_refused", "Recovered trajectories do not fit the data order", "index trajectories"),
+    EventKind("decisions_dropped", "Lines of decisions.jsonl were dropped", "reason"),
+)
+TRAINING = (
+    _fault("update_skipped", "An update that is not finite was left out", "step reason", notice=True),
+    _fault("export_failed", "Weights could not be exported", "step reason", notice=True),
+    EventKind("weights_applied", "An engine samples from new weights", "rank engine version seconds"),
+    _fault("weights_stalled", "Weights are late", "version received reason", notice=True),
+    _fault("weights_corrupt", "Weights arrived damaged and are asked for again", "version size retry_s", notice=True),
+    _fault("weights_not_stored", "A node could not store weights", "version reason retry_s", notice=True),
+)
+STORAGE = (
+    EventKind("checkpoint_started", "Processes copy their state", "step"),
+    EventKind("checkpoint_saved", "A checkpoint is complete", "step seconds stopped_s"),
+    _fault("checkpoint_failed", "A checkpoint could not be written", "step reason", notice=True),
+    _fault("checkpoint_damaged", "A checkpoint was moved aside at the start", "step reason", notice=True),
+    _fault("snapshot_failed", "A snapshot in shared memory failed", "step reason", notice=True),
+    _fault("storage_fault", "The run directory, or a part, takes no writes", "part reason", notice=True),
+    _fault("storage_ok", "It takes writes again", "part reason dropped"),
+)
+EVENTS = {one.kind: one for one in (*RUN, *NODES, *PLANNER, *ENGINES, *ROLLOUT, *TRAINING, *STORAGE)}
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Append one record."""
-        self.append(line_of(record))
 
-    def write_all(self, records: Iterable[dict[str, Any]]) -> None:
-        """Append several records in one `write`."""
-        lines = b"".join(map(line_of, records))
-        if lines:
-            self.append(lines)
-
-    def append(self, lines: bytes) -> None:
-        """Append whole lines."""
-        end = os.fstat(self._handle.fileno()).st_size
-        if self._torn and end and os.pread(self._handle.fileno(), 1, end - 1) != b"\n":
-            lines = b"\n" + lines
-        self._torn = True
-        try:
-            while lines:
-                # A full disk takes a part, and raises at the rest.
-                lines = lines[self._handle.write(lines) :]
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._handle.fileno(), end)
-            raise
-        self._torn = False
-
-    def close(self) -> None:
-        """Close the file."""
-        self._handle.close()
+def in_words(kind: str) -> str:
+    """``engine_lost`` as ``engine lost``."""
+    return kind.replace("_", " ")

@@ -19,7 +19,7 @@ from typing import Any
 
 from libra_hpc.files import write_atomic
 
-from .events import LineLog
+from .journal import LineLog
 from .rundir import RunDir
 
 RETRY_S, RETRY_MOST_S = 1.0, 10.0

@@ -30,14 +30,6 @@ def failed_line(failures: Sequence[FailedAttempts]) -> str:
     return ", ".join(parts)
 
 
-def failed_facts(failures: Sequence[FailedAttempts], pauses: int, given_up: int) -> str:
-    """A run's line: all kinds, pauses of admission, and prompts given up."""
-    counts = ((pauses, "pause of admission", "pauses of admission"), (given_up, "prompt given up", "prompts given up"))
-    return "; ".join(
-        [failed_line(failures), *(f"{count} {one if count == 1 else more}" for count, one, more in counts if count)]
-    )
-
-
 def failed_in(log: Sequence[Mapping[str, Any]], status: Mapping[str, Any]) -> list[FailedAttempts]:
     """Failed attempts of a whole run, the most frequent kind first, from its events and its last status.
 

@@ -1,7 +1,8 @@
-"""`Journal`: append-only JSON lines for records that come thousands of times a second.
+"""Append-only JSON lines: `LineLog`, one `write` a line, and `Journal`, for thousands of records a second.
 
-- `add` -> holds a reference to the record; no I/O on the event loop.
-- `flush`, about once a second -> renders and writes all records since the last one, in another thread.
+- `LineLog.write` -> unbuffered, so that a kill loses at most the last line.
+- `Journal.add` -> holds a reference to the record; no I/O on the event loop.
+- `Journal.flush`, about once a second -> renders and writes all records since the last one, in another thread.
 - A kill -> loses the records after the last flush, and perhaps tears the last line, which readers skip.
 - A write fails -> `fault` has the reason, the newest ``keep`` lines wait in memory, and every `flush` tries again.
 - More than ``keep`` lines wait -> the oldest are dropped and counted in `dropped`.
@@ -10,17 +11,74 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from libra_hpc.errors import error_text
+import msgspec
 
-from .events import LineLog, line_of
+from libra_hpc.errors import error_text
 
 Record = TypeVar("Record")
 LINES = 256
-"""Lines of one `write`: on a full disk a small write fails fast."""
+"""Lines of one `write` of a `Journal`: on a full disk a small write fails fast."""
+_encoder = msgspec.json.Encoder()
+
+
+def line_of(record: dict[str, Any]) -> bytes:
+    """A record as a JSON line; one that cannot be encoded becomes a line with its text as ``unwritable``."""
+    try:
+        return _encoder.encode(record) + b"\n"
+    except (TypeError, ValueError, OverflowError):
+        known = {key: record[key] for key in ("t", "step") if isinstance(record.get(key), int | float)}
+        return (
+            _encoder.encode({**known, "kind": ascii(record.get("kind", "")), "unwritable": ascii(record)[:500]}) + b"\n"
+        )
+
+
+class LineLog:
+    """Append-only JSON lines; each record is one `write` of one whole line.
+
+    - The file ends within a line (an earlier attempt, a failed write) -> that line is closed first.
+    - A write fails -> `OSError`, and the file is cut back to its length before, if the file system allows that.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._handle = path.open("a+b", buffering=0)
+        self._torn = True
+        """Whether the file may end within a line."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record."""
+        self.write_all([record])
+
+    def write_all(self, records: Iterable[dict[str, Any]]) -> None:
+        """Append several records in one `write`."""
+        lines = b"".join(map(line_of, records))
+        if lines:
+            self.append(lines)
+
+    def append(self, lines: bytes) -> None:
+        """Append whole lines."""
+        end = os.fstat(self._handle.fileno()).st_size
+        if self._torn and end and os.pread(self._handle.fileno(), 1, end - 1) != b"\n":
+            lines = b"\n" + lines
+        self._torn = True
+        try:
+            while lines:
+                # A full disk takes a part, and raises at the rest.
+                lines = lines[self._handle.write(lines) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._handle.fileno(), end)
+            raise
+        self._torn = False
+
+    def close(self) -> None:
+        """Close the file."""
+        self._handle.close()
 
 
 class Journal(Generic[Record]):

@@ -1,14 +1,8 @@
 """File names of a run directory, and reading and writing of its JSON files.
 
-- ``run.toml config.json job.sbatch job.json``: the run file, resolved, and what was queued.
-- ``sweep.json``: of a run of a sweep, its name and the run's values.
-- ``plan.json``: where the planner chose the split, its inputs and result.
-- ``events.jsonl metrics.jsonl status.json result.json``: written by rank 0.
-- ``trajectories.jsonl decisions.jsonl experience/``: written by the rollout leader.
-- ``logs/attempt-N/*.log``: one file per process.
-- ``checkpoints/step-000050/ policy/``: folders that are complete once renamed into place.
-- ``repartition.json``: an operator's order for another layout, until rank 0 answers it.
-- ``stop.json``: a request to save and stop.
+- From the user and the launcher: the run file, its resolved form, what was queued, orders.
+- From rank 0: events, metrics, status, result.  From the rollout leader: trajectories, decisions, experience.
+- ``logs/attempt-N/*.log``: one file per process.  Folders are complete once renamed into place.
 
 Readers skip a torn last line of a ``.jsonl`` file.
 """
@@ -36,17 +30,73 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with path.open("rb") as handle:
-        for line in handle:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                yield record
+        yield from filter(None, map(parse, handle))
+
+
+def parse(text: bytes) -> dict[str, Any]:
+    """A JSON object; empty for anything else, such as a torn line."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+class _Part:
+    """A file or folder of a run directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
+        return run.path / self._name
 
 
 class RunDir:
     """Paths of one run."""
+
+    toml = _Part("run.toml")
+    """The run file as the user wrote it."""
+    config = _Part("config.json")
+    """The resolved configuration (JSON of `RunConfig`)."""
+    plan = _Part("plan.json")
+    """The planner's choice of the split and its alternatives; only with ``components.split = "auto"``."""
+    sweep = _Part("sweep.json")
+    """The sweep that the run belongs to (`libra_hpc.facts.sweep_record`)."""
+    script = _Part("job.sbatch")
+    """The sbatch script as queued."""
+    job = _Part("job.json")
+    """Job id, executor, attempt, submit time."""
+    events = _Part("events.jsonl")
+    """Event log: lines with ``t`` (epoch seconds), ``kind``, and the kind's own fields."""
+    metrics = _Part("metrics.jsonl")
+    """One line per optimizer step."""
+    trajectories = _Part("trajectories.jsonl")
+    """One line per finished trajectory."""
+    decisions = _Part("decisions.jsonl")
+    """One line per scheduling decision: the turn, its engine, and the reason."""
+    experience = _Part("experience")
+    """Folder of the recovery log (`libra_hpc.rollout.recovery.recovery_log`)."""
+    status = _Part("status.json")
+    """Latest `Status` snapshot."""
+    order = _Part("repartition.json")
+    """An order for another layout (`libra_hpc.protocol.layout_order`) that rank 0 has not answered yet."""
+    stop = _Part("stop.json")
+    """A request to save and stop, for the attempt that runs."""
+    result = _Part("result.json")
+    """How the last attempt ended."""
+    policy = _Part("policy")
+    """The final policy, a Hugging Face folder."""
+    summary_picture = _Part("summary.png")
+    """Reward, stage times and node roles over time."""
+    report = _Part("report.html")
+    """One page about the run for others."""
+    rendezvous = _Part("rendezvous")
+    """torch FileStore files, one per membership generation."""
+    snapshots = _Part("snapshots")
+    """The data position of the newest complete snapshot; its bytes are in the nodes' shared memory."""
+    checkpoints = _Part("checkpoints")
+    """Parent of checkpoint folders."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).absolute()
@@ -68,117 +118,10 @@ class RunDir:
             candidate.chmod(mode)
             return cls(candidate)
 
-    @classmethod
-    def open(cls, path: Path | str) -> RunDir:
-        """Open a run directory; raises `UserError` when it is none, or its configuration cannot be read."""
-        run = cls(path)
-        run.resolved()
-        return run
-
     @property
     def name(self) -> str:
         """The folder's name, by which users name the run."""
         return self.path.name
-
-    @property
-    def toml(self) -> Path:
-        """The run file as the user wrote it."""
-        return self.path / "run.toml"
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration (JSON of `RunConfig`)."""
-        return self.path / "config.json"
-
-    @property
-    def plan(self) -> Path:
-        """The planner's choice of the split and its alternatives; only with ``components.split = "auto"``."""
-        return self.path / "plan.json"
-
-    @property
-    def sweep(self) -> Path:
-        """The sweep that the run belongs to (`libra_hpc.facts.sweep_record`)."""
-        return self.path / "sweep.json"
-
-    @property
-    def script(self) -> Path:
-        """The sbatch script as queued."""
-        return self.path / "job.sbatch"
-
-    @property
-    def job(self) -> Path:
-        """Job id, executor, attempt, submit time."""
-        return self.path / "job.json"
-
-    @property
-    def events(self) -> Path:
-        """Event log: lines with ``t`` (epoch seconds), ``kind``, and the kind's own fields."""
-        return self.path / "events.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        """One line per optimizer step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def trajectories(self) -> Path:
-        """One line per finished trajectory."""
-        return self.path / "trajectories.jsonl"
-
-    @property
-    def decisions(self) -> Path:
-        """One line per scheduling decision: the turn, its engine, and the reason."""
-        return self.path / "decisions.jsonl"
-
-    @property
-    def experience(self) -> Path:
-        """Folder of the recovery log (`libra_hpc.rollout.recovery.recovery_log`)."""
-        return self.path / "experience"
-
-    @property
-    def status(self) -> Path:
-        """Latest `Status` snapshot."""
-        return self.path / "status.json"
-
-    @property
-    def order(self) -> Path:
-        """An order for another layout (`libra_hpc.protocol.layout_order`) that rank 0 has not answered yet."""
-        return self.path / "repartition.json"
-
-    @property
-    def stop(self) -> Path:
-        """A request to save and stop, for the attempt that runs."""
-        return self.path / "stop.json"
-
-    @property
-    def result(self) -> Path:
-        """How the last attempt ended."""
-        return self.path / "result.json"
-
-    @property
-    def policy(self) -> Path:
-        """The final policy, a Hugging Face folder."""
-        return self.path / "policy"
-
-    @property
-    def summary_picture(self) -> Path:
-        """Reward, stage times and node roles over time."""
-        return self.path / "summary.png"
-
-    @property
-    def report(self) -> Path:
-        """One page about the run for others."""
-        return self.path / "report.html"
-
-    @property
-    def rendezvous(self) -> Path:
-        """torch FileStore files, one per membership generation."""
-        return self.path / "rendezvous"
-
-    @property
-    def snapshots(self) -> Path:
-        """The data position of the newest complete snapshot; its bytes are in the nodes' shared memory."""
-        return self.path / "snapshots"
 
     def logs(self, attempt: int) -> Path:
         """Log folder of one attempt."""
@@ -199,11 +142,6 @@ class RunDir:
     def gone(self, attempt: int) -> Path:
         """Path of the files ``gone-<rank>``, less the rank: that agent ended; the content is its process id."""
         return self.logs(attempt) / "gone-"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Parent of checkpoint folders."""
-        return self.path / "checkpoints"
 
     def checkpoint(self, step: int) -> Path:
         """Folder of one checkpoint."""
@@ -238,7 +176,6 @@ class RunDir:
     def read_json(self, path: Path) -> dict[str, Any]:
         """Read a JSON document of this run; empty when it is missing, unreadable or torn."""
         try:
-            value = json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError):
+            return parse(path.read_bytes())
+        except OSError:
             return {}
-        return value if isinstance(value, dict) else {}

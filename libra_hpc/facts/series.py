@@ -1,4 +1,4 @@
-"""A run's files as series: metrics by step, and moves and roles as intervals.
+"""A run's files as series: metrics by step, phases of the task mix, and moves and roles as intervals.
 
 A run may be young, killed, or written by an older version.  So a missing key is NaN, and an event without its partner
 is open-ended.  Times are epoch seconds.
@@ -6,16 +6,16 @@ is open-ended.  Times are epoch seconds.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import msgspec
 
 from libra_hpc.protocol.trace import live_lines
 
-from .rundir import RunDir, read_lines
+from .rundir import RunDir, parse, read_lines
 
 Record = Mapping[str, Any]
 
@@ -25,6 +25,27 @@ TOGETHER_S = 0.5
 """Moves of one decision start within milliseconds; two decisions are at least ``planner.interval_s`` apart."""
 SMOOTHING = 0.2
 """Weight of the newest step in the smoothed reward; averages over about five steps."""
+FIRST_AND_LAST = 0.2
+"""Share of the steps averaged for first and last reward: one step is too noisy, a quarter hides a short warm-up."""
+
+
+class PhaseReward(msgspec.Struct, frozen=True):
+    """Reward within one phase of a drifting task mix."""
+
+    phase: str
+    steps: int
+    reward_first: float | None
+    reward_last: float | None
+
+
+class Recorded(NamedTuple):
+    """What the files of a run say so far."""
+
+    steps: list[Record]
+    log: list[Record]
+    start: float
+    """Of its first line; 0.0 without any."""
+    end: float
 
 
 class MoveRecord(msgspec.Struct, frozen=True):
@@ -35,13 +56,13 @@ class MoveRecord(msgspec.Struct, frozen=True):
     """``train`` | ``rollout``"""
     reason: str
     start: float
-    end: float | None
+    end: float | None = None
     """None while the move is in flight, or when the job ended in it."""
-    seconds: float
+    seconds: float = math.nan
     """As measured by the node, else ``end - start``; NaN while open."""
-    predicted_gain_s: float
+    predicted_gain_s: float = math.nan
     """Gain that the planner predicted, in seconds per global batch; NaN when unknown."""
-    realised_gain_s: float
+    realised_gain_s: float = math.nan
     """Gain in the first complete measurement after it; NaN until then, and when the workload changed meanwhile."""
 
 
@@ -51,6 +72,13 @@ class Interval(msgspec.Struct, frozen=True):
     start: float
     end: float
     role: str
+
+
+def read(run: RunDir) -> Recorded:
+    """Steps and events of a run."""
+    rows, log = steps(run), events(run)
+    times = [event["t"] for event in log] + [t for t in column(rows, "t") if math.isfinite(t)]
+    return Recorded(rows, log, min(times, default=0.0), max(times, default=0.0))
 
 
 def steps(run: RunDir) -> list[Record]:
@@ -69,13 +97,7 @@ def trajectories(run: RunDir) -> Iterator[Record]:
         return
     with run.trajectories.open("rb") as first, run.trajectories.open("rb") as second:
         passes = iter((first, second))
-        for _, line in live_lines(lambda: next(passes)):
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                yield record
+        yield from filter(None, (parse(line) for _, line in live_lines(lambda: next(passes))))
 
 
 def events(run: RunDir) -> list[Record]:
@@ -112,6 +134,11 @@ def mean(values: Sequence[float]) -> float:
     return sum(finite) / len(finite) if finite else math.nan
 
 
+def known(value: float) -> float | None:
+    """None for a value that is not finite, which JSON lacks."""
+    return value if math.isfinite(value) else None
+
+
 def smooth(values: Sequence[float]) -> list[float]:
     """Exponential moving average, corrected for its start; skips NaN values."""
     out: list[float] = []
@@ -143,20 +170,9 @@ def moves(log: Sequence[Record]) -> list[MoveRecord]:
             continue
         if event["kind"] == "move_started":
             open_moves[rank] = len(found)
-            reason = str(event.get("reason", ""))
             gain = number(event, "predicted_gain_s")
-            found.append(
-                MoveRecord(
-                    rank=rank,
-                    to=_stage(event.get("to")),
-                    reason=reason,
-                    start=event["t"],
-                    end=None,
-                    seconds=math.nan,
-                    predicted_gain_s=gain,
-                    realised_gain_s=math.nan,
-                )
-            )
+            reason = str(event.get("reason", ""))
+            found.append(MoveRecord(rank, _stage(event.get("to")), reason, event["t"], predicted_gain_s=gain))
         elif event["kind"] == "move_done" and rank in open_moves:
             index = open_moves.pop(rank)
             start = found[index].start
@@ -223,3 +239,37 @@ def roles(log: Sequence[Record], *, end: float, hybrid_start: str = "rollout") -
 def _stage(value: object) -> str:
     """``to_train`` and ``train`` both name the training stage."""
     return str(value).removeprefix("to_")
+
+
+def first_and_last(values: Sequence[float], planned: int = 0) -> tuple[float | None, float | None]:
+    """Means of the first and of the last fifth (at least one value each).
+
+    ``planned`` steps of the run: the first fifth is of these, so that a run that trains on does not change it.
+    """
+    finite = [v for v in values if math.isfinite(v)]
+    if not finite:
+        return None, None
+    share = max(1, round(len(finite) * FIRST_AND_LAST))
+    first = max(share, round(planned * FIRST_AND_LAST))
+    return mean(finite[:first]), mean(finite[-share:])
+
+
+def planned_steps(run: RunDir) -> int:
+    """Steps of the run in its last snapshot; 0 without one."""
+    planned = run.read_json(run.status).get("steps", 0)
+    return planned if isinstance(planned, int) else 0
+
+
+def drifts(rows: Sequence[Record]) -> list[tuple[Record, str]]:
+    """The first step of every further phase, and the phase's name."""
+    phases = [phase(row) for row in rows]
+    return [(row, now) for row, before, now in zip(rows[1:], phases, phases[1:], strict=False) if now != before]
+
+
+def phase_rewards(rows: Sequence[Record]) -> list[PhaseReward]:
+    """First and last reward of every stretch of equal `phase`; empty when the phase never changes."""
+    found = []
+    for name, stretch in groupby(rows, key=phase):
+        part = list(stretch)
+        found.append(PhaseReward(name, len(part), *first_and_last(column(part, "reward"))))
+    return found if len(found) > 1 else []

@@ -15,7 +15,7 @@ import msgspec
 from .series import Record, column
 
 
-class Start(msgspec.Struct, frozen=True):
+class RunStart(msgspec.Struct, frozen=True):
     """All ranks from the first that joined to their end; times are epoch seconds."""
 
     attempt: int
@@ -29,36 +29,37 @@ class Start(msgspec.Struct, frozen=True):
     """Seconds without a job since the start before; 0.0 for a start in the same job."""
 
 
-def starts(rows: Sequence[Record], log: Sequence[Record]) -> list[Start]:
+def starts(rows: Sequence[Record], log: Sequence[Record]) -> list[RunStart]:
     """The starts of a run in order, from its steps and its events.  A killed one ends with its last line."""
     times = sorted([event["t"] for event in log] + [t for t in column(rows, "t") if math.isfinite(t)])
     if not times:
         return []
     begins = _begins(log)
     if not begins:
-        return [Start(1, times[0], times[-1], 0, "", "", 0.0)]
-    found: list[Start] = []
+        return [RunStart(1, times[0], times[-1], 0, "", "", 0.0)]
+    found: list[RunStart] = []
     for (begin, event), (following, _) in pairwise([*begins, (math.inf, {})]):
-        finished = next((e for e in log if e["kind"] == "job_finished" and begin <= e["t"] < following), None)
-        end = finished["t"] if finished is not None else max(t for t in times if begin <= t < following)
-        before = found[-1] if found else None
-        attempt = _whole(event, "attempt", 1)
-        queued = before is not None and (before.state != "" or before.attempt != attempt)
-        found.append(
-            Start(
-                attempt=attempt,
-                start=begin,
-                end=end,
-                ranks=_whole(event, "ranks", 0),
-                state="" if finished is None else str(finished.get("state", "completed")),
-                message="" if finished is None else str(finished.get("message", "")),
-                queued_s=begin - before.end if before is not None and queued else 0.0,
-            )
-        )
+        killed = {"t": max(t for t in times if begin <= t < following), "state": ""}
+        end = next((e for e in log if e["kind"] == "job_finished" and begin <= e["t"] < following), killed)
+        found.append(_start(event, begin, end, found[-1] if found else None))
     return found
 
 
-def job_seconds(found: Sequence[Start]) -> float:
+def _start(event: Record, begin: float, end: Record, before: RunStart | None) -> RunStart:
+    attempt = _whole(event, "attempt", 1)
+    queued = before is not None and (before.state != "" or before.attempt != attempt)
+    return RunStart(
+        attempt=attempt,
+        start=begin,
+        end=end["t"],
+        ranks=_whole(event, "ranks", 0),
+        state=str(end.get("state", "completed")),
+        message=str(end.get("message", "")),
+        queued_s=begin - before.end if before is not None and queued else 0.0,
+    )
+
+
+def job_seconds(found: Sequence[RunStart]) -> float:
     """Seconds in which the run had nodes, restarts inside a job included."""
     return found[-1].end - found[0].start - sum(start.queued_s for start in found) if found else 0.0
 

@@ -11,6 +11,7 @@ import msgspec
 
 from libra_hpc.protocol.plan import PlanDecision
 
+from .columns import Value, as_json, declared
 from .estimate import StageEstimate, StepAccuracy
 from .failed import FailedAttempts
 from .rundir import RunDir
@@ -84,21 +85,10 @@ class Status(msgspec.Struct, frozen=True):
     step: int
     steps: int
     version: int
-    reward: float
-    """Mean of the last step."""
-    generation: int
-    replicas: int
     train: StageStatus
     rollout: StageStatus
-    open_trajectories: int
-    waiting_turns: int
-    tools_running: int
-    ready_groups: int
-    """Groups waiting to be trained."""
-    staleness_mean: float
-    staleness_max: int
-    resubmitted: int
-    trained_trajectories: int
+    numbers: dict[str, Value]
+    """By the names in `columns`; in the file they stand beside the other keys."""
     buckets: list[BucketStatus]
     nodes: list[NodeStatus]
     decision: DecisionStatus | None
@@ -117,27 +107,19 @@ class Status(msgspec.Struct, frozen=True):
     """Engines that take longer per step than others of their class, as sentences, slowest first."""
     paused: str = ""
     """Why no prompt is admitted; empty while prompts are admitted."""
-    waiting_for_room: int = 0
-    """Of ``waiting_turns``: for room in a KV cache."""
-    recomputed_tokens: int = 0
-    """Context tokens that engines computed again since the ranks started."""
-    evicted_tokens: int = 0
-    """Of ``recomputed_tokens``: because a KV cache had lost them."""
-
-
-_decoder = msgspec.json.Decoder(Status)
-_encoder = msgspec.json.Encoder()
 
 
 def encode_status(status: Status) -> bytes:
     """JSON bytes of a snapshot."""
-    return _encoder.encode(status) + b"\n"
+    return msgspec.json.encode(as_json(status)) + b"\n"
 
 
 def decode_status(data: bytes) -> Status:
     """Parse a snapshot; raises ``msgspec.DecodeError`` for anything else."""
     try:
-        return _decoder.decode(data)
+        fields = msgspec.json.decode(data, type=dict[str, Any])
+        numbers = {one.name: fields[one.name] for one in declared("status") if one.name in fields}
+        return msgspec.convert(fields | {"numbers": numbers}, Status)
     except (UnicodeDecodeError, RecursionError) as error:
         raise msgspec.DecodeError(str(error)) from None
 
@@ -160,9 +142,3 @@ def as_ended(status: Status) -> Status:
         for node in status.nodes
     ]
     return msgspec.structs.replace(status, nodes=nodes)
-
-
-def status_dict(status: Status) -> dict[str, Any]:
-    """A snapshot as a plain dictionary, for ``--json``."""
-    value: dict[str, Any] = msgspec.to_builtins(status)
-    return value

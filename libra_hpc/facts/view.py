@@ -7,7 +7,7 @@ last decision.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from rich import box
@@ -17,11 +17,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from .columns import rows_of
 from .estimate import accuracy_line, estimate_line
 from .failed import failed_line
-from .phases import first_and_last
+from .series import first_and_last
 from .status import FINAL, DecisionStatus, NodeStatus, StageStatus, Status, as_ended, because
-from .summary import STATE_STYLES, duration, recomputed_line
+from .summary import duration, label_grid, state_text
 
 WIDTH = 100
 """Columns the screen is designed for; wider terminals are not stretched."""
@@ -51,19 +52,23 @@ def render(status: Status, *, now: float, rewards: Sequence[float] = ()) -> Rend
     over = status.state in FINAL
     if over:
         status = as_ended(status)
+    rows = {label: ", ".join(map(str, cells)) for label, cells in rows_of("status", status.numbers).items()}
     parts: list[RenderableType] = [
         _progress(status, over=over, now=now),
         Text(),
-        _learning(status, rewards),
+        _learning(status, rewards, rows.pop("staleness", "-")),
         Text(),
         _side_by_side(status),
+        Text(),
+        _nodes(status.nodes),
+        Text(),
+        _footer(status, rows, over=over, now=now),
     ]
-    parts += [Text(), _nodes(status.nodes), Text(), *_footer(status, over=over, now=now)]
     job = f"job {status.job_id}" if status.job_id else "no job"
     title = Text.assemble(
         (status.run, "bold"), f"  {job}" + (f", attempt {status.attempt}" if status.attempt > 1 else "")
     )
-    state = Text(f" {status.state.replace('_', ' ')} ", style=STATE_STYLES.get(status.state, ""))
+    state = Text.assemble(" ", state_text(status.state), " ")
     return Panel(
         Group(*parts),
         title=Text.assemble(title, "  ", state),
@@ -109,7 +114,7 @@ def _progress(status: Status, *, over: bool, now: float) -> Table:
     return grid
 
 
-class Beside:
+class SideBySide:
     """Two renderables side by side, the second at the right edge; one above the other on a narrow screen."""
 
     def __init__(self, left: RenderableType, right: RenderableType) -> None:
@@ -126,7 +131,7 @@ class Beside:
         yield grid
 
 
-def _learning(status: Status, rewards: Sequence[float]) -> Beside:
+def _learning(status: Status, rewards: Sequence[float], staleness: str) -> SideBySide:
     first, last = first_and_last(rewards, status.steps)
     reward = Text.assemble(("reward ", "dim"))
     if first is None or last is None:
@@ -135,16 +140,11 @@ def _learning(status: Status, rewards: Sequence[float]) -> Beside:
         reward.append(f"{first:.3f} → ").append(f"{last:.3f}", style="bold green" if last > first else "bold")
     if rewards:
         reward.append("   ").append(sparkline(rewards), style="green")
-    limits = Text.assemble(
-        ("weights ", "dim"),
-        f"v{status.version}",
-        ("   staleness ", "dim"),
-        f"{status.staleness_mean:.2f} mean, {status.staleness_max} max",
-    )
-    return Beside(reward, limits)
+    limits = Text.assemble(("weights ", "dim"), f"v{status.version}", ("   staleness ", "dim"), staleness)
+    return SideBySide(reward, limits)
 
 
-def _side_by_side(status: Status) -> Beside:
+def _side_by_side(status: Status) -> SideBySide:
     stages = _table("stage", ("nodes", "right"), ("tokens/s", "right"), ("s/batch", "right"), "busy")
     for name, stage in (("train", status.train), ("rollout", status.rollout)):
         stages.add_row(Text(name, style=ROLE_STYLES[name]), *_stage(stage))
@@ -152,7 +152,7 @@ def _side_by_side(status: Status) -> Beside:
     for bucket in status.buckets:
         cells = (str(bucket.engines), str(bucket.inflight), str(bucket.trajectories), _bar(bucket.kv_use, "cyan"))
         buckets.add_row(f"TP {bucket.tp}", *cells)
-    return Beside(stages, buckets)
+    return SideBySide(stages, buckets)
 
 
 def _stage(stage: StageStatus) -> tuple[RenderableType, ...]:
@@ -193,30 +193,13 @@ def _nodes(nodes: Sequence[NodeStatus]) -> Table:
     return table
 
 
-def _footer(status: Status, *, over: bool, now: float) -> list[RenderableType]:
-    counts = {
-        "trajectories": (
-            f"{status.open_trajectories} open, {status.trained_trajectories:,} trained"
-            + (f", {status.resubmitted} re-submitted" if status.resubmitted else "")
-        ),
-        "queue": (
-            f"{status.waiting_turns} turns waiting"
-            + (f" ({status.waiting_for_room} for KV cache)" if status.waiting_for_room else "")
-            + f", {status.tools_running} tools running, {status.ready_groups} groups ready to train"
-        ),
-        "replicas": f"{status.replicas} training, generation {status.generation}",
-    }
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, text in counts.items():
+def _footer(status: Status, rows: Mapping[str, str], *, over: bool, now: float) -> Table:
+    grid = label_grid()
+    for label, text in rows.items():
         grid.add_row(label, text)
-    if status.recomputed_tokens:
-        grid.add_row("recomputed", recomputed_line(status.recomputed_tokens, status.evicted_tokens))
     if status.failures:
         grid.add_row("failed", Text(failed_line(status.failures), style="red" if status.paused else "yellow"))
-    for number, slow in enumerate(status.slow[:SHOWN_NOTICES] if not over else ()):
-        grid.add_row("slow" if number == 0 else "", Text(slow, style="yellow"))
+    _add_warnings(grid, "slow", () if over else status.slow)
     if status.estimate is not None:
         grid.add_row("estimate", estimate_line(status.estimate))
     if status.accuracy is not None:
@@ -226,14 +209,16 @@ def _footer(status: Status, *, over: bool, now: float) -> list[RenderableType]:
         grid.add_row("repartition", Text(status.repartitioned))
     if status.message:
         grid.add_row("message", Text(status.message, style="yellow"))
-    for number, notice in enumerate(status.notices[:SHOWN_NOTICES] if not over else ()):
-        grid.add_row("lately" if number == 0 else "", Text(notice, style="yellow"))
+    _add_warnings(grid, "lately", () if over else status.notices)
     if not over and now - status.updated_at > STALE_STATUS_S:
-        grid.add_row(
-            "stale",
-            Text(f"no news for {duration(now - status.updated_at)}: the job may be suspended or gone", style="red"),
-        )
-    return [grid]
+        silent = f"no news for {duration(now - status.updated_at)}: the job may be suspended or gone"
+        grid.add_row("stale", Text(silent, style="red"))
+    return grid
+
+
+def _add_warnings(grid: Table, label: str, sentences: Sequence[str]) -> None:
+    for number, sentence in enumerate(sentences[:SHOWN_NOTICES]):
+        grid.add_row("" if number else label, Text(sentence, style="yellow"))
 
 
 def _decision(decision: DecisionStatus | None, *, now: float) -> Text:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from libra_hpc.facts.comparison import Curve
+from libra_hpc.facts.comparison import MetricCurve
 from libra_hpc.facts.series import smooth
 from libra_hpc.facts.summary import duration
 
@@ -31,14 +31,14 @@ LEGEND_CHARS = 110
 """Characters of a row of the legend under a picture of the common width, less the samples of the lines."""
 
 
-class Line(NamedTuple):
+class MetricLine(NamedTuple):
     """Curves that are drawn as one line."""
 
     label: str
-    curves: list[Curve]
+    curves: list[MetricCurve]
 
 
-class Point(NamedTuple):
+class MedianPoint(NamedTuple):
     """A step of a line; of one curve, all three values are equal."""
 
     step: int
@@ -48,7 +48,7 @@ class Point(NamedTuple):
     high: float
 
 
-def draw(lines: Sequence[Line], metric: str, title: str, out: Path) -> None:
+def draw(lines: Sequence[MetricLine], metric: str, title: str, out: Path) -> None:
     """Write the picture as PNG; raises `UserError` when the file cannot be written.
 
     Every line needs a step; of more than `MOST_LINES` the first are drawn.
@@ -88,7 +88,7 @@ def draw(lines: Sequence[Line], metric: str, title: str, out: Path) -> None:
     save(drawn, out)
 
 
-def median_line(curves: Sequence[Curve]) -> list[Point]:
+def median_line(curves: Sequence[MetricCurve]) -> list[MedianPoint]:
     """Median, lowest and highest smoothed value of every step that at least half of the curves have.
 
     A step's time is the median of its times, so a slow seed does not shift the others.
@@ -102,5 +102,5 @@ def median_line(curves: Sequence[Curve]) -> list[Point]:
         if 2 * len(found) >= len(curves):
             values = [value for _, value in found]
             wall_s = statistics.median(at for at, _ in found)
-            points.append(Point(step, wall_s, min(values), statistics.median(values), max(values)))
+            points.append(MedianPoint(step, wall_s, min(values), statistics.median(values), max(values)))
     return points

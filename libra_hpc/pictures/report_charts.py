@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from libra_hpc.facts import series
-from libra_hpc.facts.phases import first_and_last
-from libra_hpc.facts.starts import Start
+from libra_hpc.facts.events import in_words
+from libra_hpc.facts.series import drifts, first_and_last
+from libra_hpc.facts.starts import RunStart
 from libra_hpc.facts.summary import duration
 
 from .run_clock import RunClock
@@ -19,7 +20,7 @@ STAGES = ("train", "moving", "rollout")
 CLOCK_LABEL = "time with nodes (queue left out)"
 
 
-def charts(rows: Rows, log: Rows, *, starts: Sequence[Start], eta: int | None, hybrid_start: str) -> list[Chart]:
+def charts(rows: Rows, log: Rows, *, starts: Sequence[RunStart], eta: int | None, hybrid_start: str) -> list[Chart]:
     """The charts of a run with steps; without one of the metrics its chart is left out.
 
     ``eta``: the staleness bound; ``hybrid_start``: first stage of hybrid nodes.
@@ -153,21 +154,21 @@ def _lengths(rows: Rows, marks: Sequence[Mark]) -> Chart:
 
 
 def _time_marks(log: Rows, clock: RunClock) -> list[Mark]:
-    marks = [Mark(at, _start_style(start), _start_name(start), _start_text(start)) for at, start in clock.breaks()]
+    marks = [_start_mark(at, start) for at, start in clock.breaks()]
     for event in log:
         if event["kind"] in ("engine_lost", "node_lost"):
-            text = f"{event['kind'].replace('_', ' ')}, node {event.get('rank', '?')}: {event.get('reason', '')}"
+            text = f"{in_words(event['kind'])}, node {event.get('rank', '?')}: {event.get('reason', '')}"
             marks.append(Mark(clock.at(event["t"]), "lost", "engine or node lost", text.removesuffix(": ")))
     return marks
 
 
-def _step_marks(rows: Rows, log: Rows, starts: Sequence[Start]) -> list[Mark]:
+def _step_marks(rows: Rows, log: Rows, starts: Sequence[RunStart]) -> list[Mark]:
     marks = []
     for start in starts[1:]:
         first = next((row["step"] for row in rows if series.number(row, "t") > start.start), None)
         if first is not None:
-            marks.append(Mark(first, _start_style(start), _start_name(start), _start_text(start)))
-    marks += [Mark(step, "drift", "task mix drifts", f"from here on: {name}") for step, name in _drifts(rows)]
+            marks.append(_start_mark(first, start))
+    marks += [Mark(row["step"], "drift", "task mix drifts", f"from here on: {name}") for row, name in drifts(rows)]
     ends = [series.number(row, "t") for row in rows]
     for move in series.moves(log):
         first = next((row["step"] for row, t in zip(rows, ends, strict=True) if t > move.start), None)
@@ -176,21 +177,8 @@ def _step_marks(rows: Rows, log: Rows, starts: Sequence[Start]) -> list[Mark]:
     return marks
 
 
-def _drifts(rows: Rows) -> Iterator[tuple[int, str]]:
-    phases = [series.phase(row) for row in rows]
-    for row, before, now in zip(rows[1:], phases, phases[1:], strict=False):
-        if now != before:
-            yield row["step"], now
-
-
-def _start_style(start: Start) -> str:
-    return "queued" if start.queued_s else "start"
-
-
-def _start_name(start: Start) -> str:
-    return "next attempt, after the queue" if start.queued_s else "restart inside the job"
-
-
-def _start_text(start: Start) -> str:
-    waited = f", {duration(start.queued_s)} after the one before" if start.queued_s else ""
-    return f"attempt {start.attempt}{waited}"
+def _start_mark(at: float, start: RunStart) -> Mark:
+    if not start.queued_s:
+        return Mark(at, "start", "restart inside the job", f"attempt {start.attempt}")
+    waited = f"attempt {start.attempt}, {duration(start.queued_s)} after the one before"
+    return Mark(at, "queued", "next attempt, after the queue", waited)

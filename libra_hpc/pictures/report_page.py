@@ -20,13 +20,14 @@ from libra_hpc.config.load import read_toml
 from libra_hpc.config.reference import as_records, tables
 from libra_hpc.errors import UserError
 from libra_hpc.facts import series
-from libra_hpc.facts.failed import failed_facts
+from libra_hpc.facts.columns import rows_of
+from libra_hpc.facts.failed import failed_line
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.facts.starts import Start, job_gpus, job_seconds, starts
+from libra_hpc.facts.starts import RunStart, job_gpus, job_seconds, starts
 from libra_hpc.facts.summary import Summary, duration, summarise
 
 from .report_charts import charts
-from .report_tables import Table, attempts, changed_layouts, decisions, faults, moves, nodes
+from .report_tables import PageTable, attempts, changed_layouts, decisions, faults, moves, nodes
 from .svg_chart import MOST_POINTS, svg
 
 HIDDEN = "(hidden)"
@@ -36,7 +37,7 @@ DIGITS = 3
 """Of a reward."""
 
 
-class Ending(NamedTuple):
+class Standing(NamedTuple):
     """How the run stands, which its own files may not know."""
 
     state: str
@@ -53,10 +54,10 @@ class Figure(NamedTuple):
     note: str = ""
 
 
-def page(run: RunDir, ending: Ending, now: float) -> str:
+def page(run: RunDir, ending: Standing, now: float) -> str:
     """The page as HTML; ``now``: epoch seconds at which it is written."""
     config = run.resolved()
-    rows, log, summary = series.steps(run), series.events(run), summarise(run)
+    (rows, log, *_), summary = series.read(run), summarise(run)
     begun = starts(rows, log)
     template = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -71,7 +72,7 @@ def page(run: RunDir, ending: Ending, now: float) -> str:
         over=ending.over,
         written=when(now),
         version=metadata.version("libra-hpc"),
-        heading=_heading(run, config, begun, ending),
+        heading=_heading(run, config, log, begun=begun, ending=ending),
         figures=_figures(config, summary, begun) if rows else [],
         averaged=math.ceil(len(rows) / MOST_POINTS),
         charts=[(chart, svg(chart)) for chart in drawn] if rows else [],
@@ -79,7 +80,7 @@ def page(run: RunDir, ending: Ending, now: float) -> str:
         decisions=decisions(log, summary),
         others=[moves(summary), changed_layouts(summary)],
         faults=faults(log),
-        failed=failed_facts(summary.failures, summary.pauses, summary.given_up) if summary.failures else "",
+        failed=failed_line(summary.failures),
         attempts=attempts(begun),
         nodes=nodes(log),
         changed=_changed(config),
@@ -93,10 +94,12 @@ def when(t: float) -> str:
     return datetime.datetime.fromtimestamp(t, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def _heading(run: RunDir, config: Mapping[str, Any], begun: Sequence[Start], ending: Ending) -> list[tuple[str, str]]:
+def _heading(
+    run: RunDir, config: Mapping[str, Any], log: Sequence[series.Record], *, begun: Sequence[RunStart], ending: Standing
+) -> list[tuple[str, str]]:
     job = run.read_json(run.job)
     model = str(_get(config, "model.path", "")) or str(_get(config, "simulated.model", ""))
-    hosts = {str(event.get("host", "")) for event in series.events(run) if event["kind"] == "agent_joined"}
+    hosts = {str(event.get("host", "")) for event in log if event["kind"] == "agent_joined"}
     submitted = series.number(job, "submitted_at", 0.0)
     facts = [
         ("model", model or "-"),
@@ -114,7 +117,7 @@ def _heading(run: RunDir, config: Mapping[str, Any], begun: Sequence[Start], end
     return facts
 
 
-def _figures(config: Mapping[str, Any], summary: Summary, begun: Sequence[Start]) -> list[Figure]:
+def _figures(config: Mapping[str, Any], summary: Summary, begun: Sequence[RunStart]) -> list[Figure]:
     spent_s, gpus = job_seconds(begun), job_gpus(config)
     queued_s = sum(start.queued_s for start in begun)
     used = gpus or max((start.ranks for start in begun), default=0)
@@ -134,42 +137,25 @@ def _figures(config: Mapping[str, Any], summary: Summary, begun: Sequence[Start]
             f"{used} {'GPUs' if gpus else 'nodes without GPUs'}"
             + (", a dry run: engines are simulated" if simulated else ""),
         ),
-        Figure("tokens trained", f"{summary.tokens:,}", f"{summary.loss_tokens:,} of them generated"),
-        Figure("train speed", _rate(summary.train_tokens_per_s), "tokens per second"),
-        Figure("rollout speed", _rate(summary.rollout_tokens_per_s), "tokens per second"),
     ]
-    if summary.recomputed_tokens:
-        evicted = f"{summary.evicted_tokens:,} of them evicted from a KV cache"
-        found.append(Figure("context tokens computed again", f"{summary.recomputed_tokens:,}", evicted))
-    if summary.staleness_mean is not None:
-        found.append(
-            Figure("staleness", f"{summary.staleness_mean:.2f}", f"weight versions, {summary.staleness_max} at most")
-        )
-    found.append(
-        Figure(
-            "engines lost",
-            str(summary.engines_lost),
-            f"{summary.engines_restarted} restarted, {summary.resubmitted} trajectories re-submitted",
-        )
-    )
+    for label, (first, *others) in rows_of("report", summary.numbers).items():
+        note = ", ".join([first.words.replace("{}", "").strip(), *map(str, others)])
+        found.append(Figure(label, first.value, note))
     if summary.accuracy is not None:
         told = f"expected {summary.accuracy.expected_s:.2f} s a step, measured {summary.accuracy.measured_s:.2f} s"
         found.append(Figure("error of the planner", f"{summary.accuracy.error:.0%}", told))
-    if summary.kept_trajectories or summary.kept_unfinished:
-        kept = f"{summary.kept_unfinished} unfinished ones, {summary.kept_tokens:,} generated tokens"
-        found.append(Figure("trajectories recovered", f"{summary.kept_trajectories:,}", kept))
     return found
 
 
-def _phases(summary: Summary) -> Table:
-    return Table(
+def _phases(summary: Summary) -> PageTable:
+    return PageTable(
         "Reward in each task mix",
         ("mix", "steps", "reward"),
         [(each.phase, str(each.steps), _pair(each.reward_first, each.reward_last)) for each in summary.phases],
     )
 
 
-def _changed(config: Mapping[str, Any]) -> Table:
+def _changed(config: Mapping[str, Any]) -> PageTable:
     rows = []
     for record in as_records(tables()):
         value = _get(config, record["key"], record["default"])
@@ -177,7 +163,7 @@ def _changed(config: Mapping[str, Any]) -> Table:
             if record["key"] == "compute.env":
                 value = dict.fromkeys(value, HIDDEN) if isinstance(value, dict) else HIDDEN
             rows.append((record["key"], json.dumps(value), json.dumps(record["default"])))
-    return Table("Keys that differ from their defaults", ("key", "value", "default"), rows)
+    return PageTable("Keys that differ from their defaults", ("key", "value", "default"), rows)
 
 
 def _run_file(run: RunDir, config: Mapping[str, Any]) -> str:
@@ -225,7 +211,3 @@ def _get(values: Mapping[str, Any], key: str, default: Any) -> Any:
 
 def _pair(first: float | None, last: float | None) -> str:
     return "-" if first is None or last is None else f"{first:.{DIGITS}f} → {last:.{DIGITS}f}"
-
-
-def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}"

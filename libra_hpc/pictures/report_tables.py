@@ -6,48 +6,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from libra_hpc.facts import series
-from libra_hpc.facts.starts import Start
+from libra_hpc.facts.events import EVENTS, in_words
+from libra_hpc.facts.starts import RunStart
 from libra_hpc.facts.status import because
 from libra_hpc.facts.summary import LayoutSummary, MoveSummary, Summary, duration
 
 MOST_ROWS = 300
 """Most rows of a table; the events of the run have the rest."""
-FAULTS = {
-    "engine_lost": "engine lost",
-    "engine_restarted": "engine restarted",
-    "engine_error": "engine error",
-    "worker_error": "training process error",
-    "host_lost": "environment host lost",
-    "node_lost": "node lost",
-    "node_returned": "node returned",
-    "hung": "process hung",
-    "slow": "slow",
-    "own_stall": "rank 0 was stopped",
-    "restart": "restart of all ranks",
-    "recovered": "restarted from a checkpoint",
-    "experience_kept": "trajectories recovered",
-    "experience_refused": "trajectories not recovered",
-    "admission_paused": "admission paused",
-    "admission_resumed": "admission resumed",
-    "prompt_given_up": "prompt given up",
-    "update_skipped": "update skipped",
-    "checkpoint_failed": "checkpoint failed",
-    "checkpoint_damaged": "checkpoint damaged",
-    "snapshot_failed": "snapshot failed",
-    "export_failed": "export of weights failed",
-    "storage_fault": "run directory takes no writes",
-    "storage_ok": "run directory takes writes again",
-    "weights_stalled": "weights late",
-    "weights_corrupt": "weights damaged",
-    "weights_not_stored": "weights not stored",
-    "repartition_refused": "repartition refused",
-    "stop_requested": "stop requested",
-    "job_finished": "end of an attempt",
-}
-"""Kinds of events about what went wrong and what followed, in words."""
 
 
-class Table(NamedTuple):
+class PageTable(NamedTuple):
     caption: str
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -55,7 +23,7 @@ class Table(NamedTuple):
     """Rows that the page does not show."""
 
 
-def decisions(log: Sequence[series.Record], summary: Summary) -> Table:
+def decisions(log: Sequence[series.Record], summary: Summary) -> PageTable:
     """The planner's decisions, the oldest first; a hold that was repeated is one row."""
     begin = log[0]["t"] if log else 0.0
     rows: list[list[str]] = []
@@ -63,26 +31,10 @@ def decisions(log: Sequence[series.Record], summary: Summary) -> Table:
     for event in log:
         if event["kind"] == "held" and rows:
             rows[-1][1] = f"hold, {1 + int(series.number(event, 'looks', 0.0))} times"
-        if event["kind"] == "repartitioned":
-            layout = next(layouts, None)
-            asked = next((row for row in reversed(rows) if row[1] == "repartition"), None)
-            if asked is not None and layout is not None and layout.by == "planner":
-                asked[4] = _seconds(_layout_gain(layout))
-        if event["kind"] != "decision":
-            continue
-        action = str(event.get("action", "hold"))
-        at_s = event["t"] - begin
-        realised = _move_gain(left_moves, at_s, event) if action.startswith("to_") else None
-        predicted = event.get("predicted_gain_s")
-        rows.append(
-            [
-                duration(at_s),
-                _action(action, event),
-                because(str(event.get("reason", "")), action),
-                _seconds(predicted if isinstance(predicted, int | float) else None),
-                _seconds(realised),
-            ]
-        )
+        elif event["kind"] == "repartitioned":
+            _add_layout_gain(rows, next(layouts, None))
+        elif event["kind"] == "decision":
+            rows.append(_decision(event, event["t"] - begin, left_moves))
     # Of too many, the holds go first.
     holds = [row for row in rows if row[1].startswith("hold")]
     dropped = {id(row) for row in holds[: max(0, len(rows) - MOST_ROWS)]}
@@ -90,7 +42,24 @@ def decisions(log: Sequence[series.Record], summary: Summary) -> Table:
     return _cut("The planner's decisions", ("at", "action", "reason", "predicted", "realised"), kept, len(dropped))
 
 
-def moves(summary: Summary) -> Table:
+def _decision(event: series.Record, at_s: float, left_moves: list[MoveSummary]) -> list[str]:
+    action = str(event.get("action", "hold"))
+    realised = _move_gain(left_moves, at_s, event) if action.startswith("to_") else None
+    predicted = series.known(series.number(event, "predicted_gain_s"))
+    reason = because(str(event.get("reason", "")), action)
+    return [duration(at_s), _action(action, event), reason, _seconds(predicted), _seconds(realised)]
+
+
+def _add_layout_gain(rows: list[list[str]], layout: LayoutSummary | None) -> None:
+    """Put what a layout saved beside the decision that asked for it."""
+    asked = next((row for row in reversed(rows) if row[1] == "repartition"), None)
+    if asked is None or layout is None or layout.by != "planner":
+        return
+    if layout.before_s is not None and layout.after_s is not None:
+        asked[4] = _seconds(layout.before_s - layout.after_s)
+
+
+def moves(summary: Summary) -> PageTable:
     rows = [
         (
             duration(move.at_s),
@@ -105,7 +74,7 @@ def moves(summary: Summary) -> Table:
     return _cut("Moves of nodes", ("at", "move", "took", "done meanwhile", "predicted", "realised"), rows)
 
 
-def changed_layouts(summary: Summary) -> Table:
+def changed_layouts(summary: Summary) -> PageTable:
     rows = [
         (str(each.step), each.by, each.layout, _seconds(each.before_s), _seconds(each.after_s), _seconds(each.break_s))
         for each in summary.layouts
@@ -113,18 +82,18 @@ def changed_layouts(summary: Summary) -> Table:
     return _cut("Repartitions", ("after step", "by", "layout", "step before", "step since", "break"), rows)
 
 
-def faults(log: Sequence[series.Record]) -> Table:
+def faults(log: Sequence[series.Record]) -> PageTable:
     """What went wrong and what followed; empty where an attempt only ended well."""
     begin = log[0]["t"] if log else 0.0
     rows = [
-        (duration(event["t"] - begin), FAULTS[event["kind"]], _where(event), _what(event))
+        (duration(event["t"] - begin), in_words(event["kind"]), _where(event), _what(event))
         for event in log
-        if event["kind"] in FAULTS and not _harmless(event)
+        if event["kind"] in EVENTS and EVENTS[event["kind"]].fault and not _harmless(event)
     ]
     return _cut("Failures and restarts", ("at", "what", "where", "why"), rows)
 
 
-def attempts(begun: Sequence[Start]) -> Table:
+def attempts(begun: Sequence[RunStart]) -> PageTable:
     rows = [
         (
             str(start.attempt),
@@ -139,7 +108,7 @@ def attempts(begun: Sequence[Start]) -> Table:
     return _cut("Starts", ("attempt", "waited", "ran", "nodes", "ended", "message"), rows)
 
 
-def nodes(log: Sequence[series.Record]) -> Table:
+def nodes(log: Sequence[series.Record]) -> PageTable:
     found: dict[int, tuple[str, str, str]] = {}
     for event in log:
         if event["kind"] == "agent_joined" and isinstance(event.get("rank"), int):
@@ -147,10 +116,10 @@ def nodes(log: Sequence[series.Record]) -> Table:
     return _cut("Nodes of the last start", ("rank", "component", "host"), [found[rank] for rank in sorted(found)])
 
 
-def _cut(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]], left_out: int = 0) -> Table:
+def _cut(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]], left_out: int = 0) -> PageTable:
     """A table with the newest rows."""
     shown = rows[-MOST_ROWS:]
-    return Table(caption, heads, shown, left_out + len(rows) - len(shown))
+    return PageTable(caption, heads, shown, left_out + len(rows) - len(shown))
 
 
 def _action(action: str, event: series.Record) -> str:
@@ -168,11 +137,6 @@ def _move_gain(left: list[MoveSummary], at_s: float, event: series.Record) -> fl
             left.remove(move)
             return move.realised_gain_s
     return None
-
-
-def _layout_gain(layout: LayoutSummary) -> float | None:
-    """Seconds that a layout saved in the median step."""
-    return None if layout.before_s is None or layout.after_s is None else layout.before_s - layout.after_s
 
 
 def _where(event: series.Record) -> str:

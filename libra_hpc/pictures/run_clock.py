@@ -9,13 +9,13 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
-from libra_hpc.facts.starts import Start, job_seconds
+from libra_hpc.facts.starts import RunStart, job_seconds
 
 
 class RunClock:
     """Epoch seconds -> seconds on the axis."""
 
-    def __init__(self, starts: Sequence[Start]) -> None:
+    def __init__(self, starts: Sequence[RunStart]) -> None:
         self._starts = starts
         self._begins = [start.start for start in starts]
         self._queued: list[float] = []
@@ -38,7 +38,7 @@ class RunClock:
         """Index of the start that a time belongs to; -1 before the first."""
         return bisect_right(self._begins, t) - 1
 
-    def breaks(self) -> Iterator[tuple[float, Start]]:
+    def breaks(self) -> Iterator[tuple[float, RunStart]]:
         """Place on the axis, and the start, of every start but the first."""
         for start in self._starts[1:]:
             yield self.at(start.start), start

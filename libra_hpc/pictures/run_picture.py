@@ -16,6 +16,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.series import drifts
 from libra_hpc.facts.starts import starts
 from libra_hpc.facts.summary import duration
 
@@ -31,10 +32,8 @@ def plot(run: RunDir, out: Path) -> None:
 
     Raises `UserError` when the file cannot be written.
     """
-    rows, log = series.steps(run), series.events(run)
+    rows, log, _, end = series.read(run)
     rows = [row for row in rows if math.isfinite(series.number(row, "t"))]
-    times = [series.number(row, "t") for row in rows] + [event["t"] for event in log]
-    end = max(times, default=1.0)
     hybrid = run.read_json(run.config).get("planner", {}).get("hybrid_start", "rollout")
     lanes = series.roles(log, end=end, hybrid_start=hybrid)
 
@@ -99,36 +98,24 @@ def _lanes(panel: Axes, lanes: dict[int, list[series.Interval]], log: Sequence[s
 def _marks(
     panels: Sequence[Axes], *, clock: RunClock, rows: Sequence[series.Record], log: Sequence[series.Record]
 ) -> None:
-    phases = [series.phase(row) for row in rows]
-    times = [clock.at(t) for t in series.column(rows, "t")]
-    drifts = [at for at, now, before in zip(times[1:], phases[1:], phases, strict=False) if now != before]
-    kills = [clock.at(event["t"]) for event in log if event["kind"] == "engine_lost"]
-    saved = [clock.at(event["t"]) for event in log if event["kind"] == "checkpoint_saved"]
-    queued = [at for at, begun in clock.breaks() if begun.queued_s]
-    for panel in panels:
-        for at in drifts:
-            panel.axvline(at, color=DRIFT, linewidth=1.2, linestyle="--", zorder=0)
-        for at in kills:
-            panel.axvline(at, color=KILL, linewidth=1.2, linestyle="-", alpha=0.8, zorder=0)
-        for at in queued:
-            panel.axvline(at, color=NOTE, linewidth=1.2, linestyle="-.", zorder=0)
+    found = (
+        ("next attempt", NOTE, "-.", [at for at, begun in clock.breaks() if begun.queued_s]),
+        ("task mix drifts", DRIFT, "--", [clock.at(row["t"]) for row, _ in drifts(rows)]),
+        ("engine lost", KILL, "-", _times(log, "engine_lost", clock)),
+    )
     top = panels[0]
-    if queued:
-        top.plot([], [], color=NOTE, linewidth=1.2, linestyle="-.", label="next attempt")
-    if drifts:
-        top.plot([], [], color=DRIFT, linewidth=1.2, linestyle="--", label="task mix drifts")
-    if kills:
-        top.plot([], [], color=KILL, linewidth=1.2, label="engine lost")
-    if saved:
-        top.plot(
-            saved,
-            [0.02] * len(saved),
-            "^",
-            color=NOTE,
-            markersize=5,
-            transform=top.get_xaxis_transform(),
-            label="checkpoint",
-            clip_on=False,
-        )
+    for label, colour, dashes, times in found:
+        for panel in panels:
+            for at in times:
+                panel.axvline(at, color=colour, linewidth=1.2, linestyle=dashes, zorder=0)
+        if times:
+            top.plot([], [], color=colour, linewidth=1.2, linestyle=dashes, label=label)
+    if saved := _times(log, "checkpoint_saved", clock):
+        heights, place = [0.02] * len(saved), top.get_xaxis_transform()
+        top.plot(saved, heights, "^", color=NOTE, markersize=5, transform=place, label="checkpoint", clip_on=False)
     for panel in panels[:2]:
         panel.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0), fontsize=8, frameon=False)
+
+
+def _times(log: Sequence[series.Record], kind: str, clock: RunClock) -> list[float]:
+    return [clock.at(event["t"]) for event in log if event["kind"] == kind]

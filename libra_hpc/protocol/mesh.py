@@ -12,7 +12,6 @@ from typing import Union
 import msgspec
 
 from .codec import Codec
-from .metrics import BatchStats, StepMetrics
 from .rollout import Abort, EngineReady, EngineStats, Generate, Generated
 from .trainer import FromWorker, Sample, ToWorker
 
@@ -235,7 +234,8 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     """Train leader -> coordinator: one committed step."""
 
     step: int
-    metrics: StepMetrics
+    metrics: dict[str, float]
+    """Columns of ``metrics.jsonl`` (`libra_hpc.facts.columns`); one that was not measured is left out."""
     t: float = 0.0
     """Epoch seconds of the commit."""
 
@@ -255,7 +255,8 @@ class Batch(msgspec.Struct, tag=True, frozen=True):
 
     step: int
     groups: tuple[Group, ...]
-    stats: BatchStats
+    stats: dict[str, float]
+    """`libra_hpc.facts.columns.BATCH`, and the means of the task's own numbers."""
     given_up: tuple[int, ...] = ()
     """Prompts whose samples all failed: they count as trained with this batch."""
 
@@ -347,24 +348,24 @@ class OpenGroup(msgspec.Struct, array_like=True, frozen=True):
 class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     """Rollout leader -> coordinator, once a second."""
 
-    open_trajectories: int
-    waiting_turns: int
-    inflight: int
-    tools_running: int
-    ready_groups: int
-    outstanding_groups: int
-    resubmitted: int
-    gate_blocked: float
+    open_trajectories: int = 0
+    waiting_turns: int = 0
+    inflight: int = 0
+    tools_running: int = 0
+    ready_groups: int = 0
+    outstanding_groups: int = 0
+    resubmitted: int = 0
+    gate_blocked: float = 0.0
     """Share of time since the last report in which the staleness gate admitted nothing."""
-    generated_tokens: int
-    prefilled_tokens: int
-    busy_s: float
+    generated_tokens: int = 0
+    prefilled_tokens: int = 0
+    busy_s: float = 0.0
     """Busy seconds of all engines since the start."""
-    decode_s: float
+    decode_s: float = 0.0
     """Seconds per decoded token of one sequence, mean over engines; 0.0: unknown."""
-    buckets: tuple[tuple[int, int, int, int, float], ...]
+    buckets: tuple[tuple[int, int, int, int, float], ...] = ()
     """(tp, engines, in flight, trajectories, KV use)"""
-    lengths: tuple[Length, ...]
+    lengths: tuple[Length, ...] = ()
     open_groups: tuple[OpenGroup, ...] = ()
     failures: tuple[tuple[str, int, str], ...] = ()
     """(kind, failed attempts since the start, last error), most frequent first."""

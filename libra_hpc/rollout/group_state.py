@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from libra_hpc.facts.columns import COLUMNS
 from libra_hpc.protocol.mesh import Group
-from libra_hpc.protocol.metrics import COLUMNS, BatchStats
 
 from .advantage import advantages
 from .trajectory import Trajectory
@@ -48,7 +48,7 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 def batch_stats(
     groups: Sequence[GroupState], trainer_version: int, busy_per_token_s: float = 0.0, engines: int = 1
-) -> BatchStats:
+) -> dict[str, float]:
     """Statistics of a batch, every group of which has a finished trajectory."""
     trajectories = [t for group in groups for t in group.done]
     rewards = [t.reward for t in trajectories]
@@ -56,26 +56,32 @@ def batch_stats(
     staleness = [trainer_version - t.first_version for t in trajectories]
     generated = [t.attained for t in trajectories]
     turns = [len(t.turns) for t in trajectories]
-    extra: dict[str, float] = {}
+    return {
+        "reward": mean,
+        "reward_std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
+        "trajectories": len(trajectories),
+        "staleness_mean": sum(staleness) / len(staleness),
+        "staleness_max": max(staleness),
+        "gen_tokens": sum(generated),
+        "gen_tokens_p50": quantile(generated, 0.5),
+        "gen_tokens_p95": quantile(generated, 0.95),
+        "turns_p50": quantile(turns, 0.5),
+        "turns_p95": quantile(turns, 0.95),
+        "context_p50": quantile([len(t.context) for t in trajectories], 0.5),
+        "recomputed_tokens": sum(turn.recomputed for t in trajectories for turn in t.turns),
+        "evicted_tokens": sum(turn.evicted for t in trajectories for turn in t.turns),
+        "failed": sum(group.failed for group in groups),
+        "retried": sum(group.retried for group in groups),
+        "rollout_s": sum(generated) * busy_per_token_s / max(1, engines),
+        **_own_numbers(trajectories),
+    }
+
+
+def _own_numbers(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Means of the task's own numbers; a trajectory without one counts as 0.0."""
+    taken = {column.name for column in COLUMNS}
+    means: dict[str, float] = {}
     for key in sorted({key for t in trajectories for key in t.info}):
-        name = f"{TASK_PREFIX}{key}" if key in COLUMNS else key
-        extra[name] = sum(t.info.get(key, 0.0) for t in trajectories) / len(trajectories)
-    return BatchStats(
-        reward=mean,
-        reward_std=(sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
-        trajectories=len(trajectories),
-        staleness_mean=sum(staleness) / len(staleness),
-        staleness_max=max(staleness),
-        gen_tokens=sum(generated),
-        gen_tokens_p50=quantile(generated, 0.5),
-        gen_tokens_p95=quantile(generated, 0.95),
-        turns_p50=quantile(turns, 0.5),
-        turns_p95=quantile(turns, 0.95),
-        context_p50=quantile([len(t.context) for t in trajectories], 0.5),
-        recomputed_tokens=sum(turn.recomputed for t in trajectories for turn in t.turns),
-        evicted_tokens=sum(turn.evicted for t in trajectories for turn in t.turns),
-        failed=sum(group.failed for group in groups),
-        retried=sum(group.retried for group in groups),
-        rollout_s=sum(generated) * busy_per_token_s / max(1, engines),
-        extra=extra,
-    )
+        name = f"{TASK_PREFIX}{key}" if key in taken else key
+        means[name] = sum(t.info.get(key, 0.0) for t in trajectories) / len(trajectories)
+    return means

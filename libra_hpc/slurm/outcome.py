@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any, Literal, NamedTuple
 
-from libra_hpc.facts.events import LineLog
+from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.process.agent_folders import remove_kept
 

@@ -63,7 +63,7 @@ class StepRecord(msgspec.Struct, frozen=True):
     step: int
     t: float
     metrics: dict[str, float | None]
-    """`libra_hpc.protocol.metrics.StepMetrics.columns`; None: not finite."""
+    """As `StepReport.metrics`; None: not finite."""
 
 
 class DataPosition(msgspec.Struct, frozen=True):
@@ -77,7 +77,7 @@ class DataPosition(msgspec.Struct, frozen=True):
 
 def position_of(step: int, order: DataOrder, reports: Iterable[StepReport]) -> DataPosition:
     """The data position at a step."""
-    records = tuple(StepRecord(r.step, r.t, dict(r.metrics.columns())) for r in reports)
+    records = tuple(StepRecord(r.step, r.t, dict(r.metrics)) for r in reports)
     return DataPosition(step, order.low, tuple(sorted(order.extra)), records)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from libra_hpc.protocol.metrics import TrainMetrics
 from libra_hpc.protocol.trainer import StepDone
 
 
-def train_metrics(replies: list[StepDone], tokens: int, wall_s: float, export_s: float) -> TrainMetrics:
+def train_metrics(replies: list[StepDone], tokens: int, wall_s: float, export_s: float) -> dict[str, float]:
     """Combine the answers of the core, which is first, and of all replicas to a batch of ``tokens`` tokens.
 
     The stage's own work excludes waits for a slower peer. The slowest member waits least: its reduce time is the true
@@ -17,20 +16,20 @@ def train_metrics(replies: list[StepDone], tokens: int, wall_s: float, export_s:
     # Loss, ratios and entropy travel with the gradients: the core has them of all.
     core = replies[0]
     replayed = sum(r.replayed for r in replies)
-    return TrainMetrics(
-        loss=core.loss,
-        grad_norm=core.grad_norm,
-        entropy=core.entropy,
-        ratio_mean=core.ratio_mean,
-        ratio_truncated=core.ratio_truncated,
-        logprob_gap=core.logprob_gap,
-        skipped=core.skipped,
-        loss_tokens=sum(r.loss_tokens for r in replies),
-        trained_tokens=sum(r.tokens for r in replies),
-        train_s=work,
-        train_wall_s=wall_s,
-        reduce_s=reduce_s,
-        export_s=export_s,
-        train_tokens_per_s=tokens / work if work > 0 else 0.0,
-        router_agreement=sum(r.agreed for r in replies) / replayed if replayed else None,
-    )
+    return {
+        "loss": core.loss,
+        "grad_norm": core.grad_norm,
+        "entropy": core.entropy,
+        "ratio_mean": core.ratio_mean,
+        "ratio_truncated": core.ratio_truncated,
+        "logprob_gap": core.logprob_gap,
+        "skipped": core.skipped,
+        "loss_tokens": sum(r.loss_tokens for r in replies),
+        "trained_tokens": sum(r.tokens for r in replies),
+        "train_s": work,
+        "train_wall_s": wall_s,
+        "reduce_s": reduce_s,
+        "export_s": export_s,
+        "train_tokens_per_s": tokens / work if work > 0 else 0.0,
+        **({"router_agreement": sum(r.agreed for r in replies) / replayed} if replayed else {}),
+    }

@@ -30,7 +30,6 @@ from libra_hpc.protocol.mesh import (
     ToReplica,
     TrainingFinished,
 )
-from libra_hpc.protocol.metrics import StepMetrics
 from libra_hpc.protocol.trainer import (
     Alive,
     Export,
@@ -302,21 +301,24 @@ class TrainLeader(StepRequests):
         self._send(self._rollout_leader, Committed(self.step, indices))
         now = self._clock()
         tokens = sum(tokens_of(sample) for group in batch.groups for sample in group.samples)
-        metrics = StepMetrics(
-            batch=batch.stats,
-            generation=self.generation,
-            train_nodes=len(self.members),
-            replicas=self.replicas,
-            wait_s=waited_s,
-            tokens=tokens,
-            step_s=now - self._last_commit,
-            version=self.step,
-            train=train_metrics(replies, tokens, wall_s, self._exports.seconds) if replies else None,
-        )
+        metrics: dict[str, float] = {
+            **batch.stats,
+            "generation": self.generation,
+            "train_nodes": len(self.members),
+            "replicas": self.replicas,
+            "wait_s": waited_s,
+            "tokens": tokens,
+            "step_s": now - self._last_commit,
+            "version": self.step,
+            # Without replies, the step was found committed in a member that joined.
+            **(train_metrics(replies, tokens, wall_s, self._exports.seconds) if replies else {}),
+        }
         if replies:
             self._note_skipped(batch.step, replies[0])
         self._last_commit = now
-        self._reports.append(StepReport(self.step, metrics, time.time()))
+        self._reports.append(
+            StepReport(self.step, {name: float(value) for name, value in metrics.items()}, time.time())
+        )
         self._send(0, self._reports[-1])
         self._export()
 

@@ -14,8 +14,7 @@ from libra_hpc.agent.hosting.rollout_service import RolloutService
 from libra_hpc.agent.hosting.storage import Storage
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts import series
-from libra_hpc.facts.events import LineLog
-from libra_hpc.facts.journal import Journal
+from libra_hpc.facts.journal import Journal, LineLog
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout

@@ -13,7 +13,7 @@ from libra_hpc_cli import jobs
 from libra_hpc_cli.follow import LONGEST_POLL_S, LOST_S, Follower
 
 from libra_hpc.errors import SlurmUnreachable
-from libra_hpc.facts.events import LineLog
+from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import encode_status
 from libra_hpc.files import write_atomic

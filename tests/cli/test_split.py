@@ -66,7 +66,7 @@ def test_submit_shows_the_plan_queues_it_and_keeps_why(auto: Path, queue: Queue,
         < outcome.out.index("Submitted 4711")
     )
     assert max(map(len, outcome.out.splitlines()[:-1])) <= 100
-    run = RunDir.open(auto / "runs" / "quick-001")
+    run = RunDir(auto / "runs" / "quick-001")
     config, plan = run.read_json(run.config), run.read_json(run.plan)
     parts = config["components"]
     assert sum(parts[name]["nodes"] for name in ("train", "hybrid", "rollout")) == 4

@@ -18,7 +18,7 @@ from libra_hpc_cli import app, follow, jobs, submit
 
 from libra_hpc import compiled
 from libra_hpc.errors import OperationError, SlurmUnreachable, UserError
-from libra_hpc.facts.events import LineLog
+from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import FINAL, encode_status
 from libra_hpc.files import write_atomic
@@ -44,7 +44,7 @@ def write_status(run: RunDir, state: str, step: int = 41, age_s: float = 0.0, me
 
 def test_submit_writes_the_run_directory_and_prints_id_and_folder(site: Path, queue: Queue, cli: Cli) -> None:
     outcome = cli("submit", "run.toml", "-o", "algorithm.eta=3")
-    run = RunDir.open(site / "runs" / "quick-001")
+    run = RunDir(site / "runs" / "quick-001")
     assert outcome == Outcome(0, f"Submitted 4711  run={run.path}\n", "")
     assert queue.submitted == [("quick-001", 1)]
     assert run.toml.read_bytes() == (site / "run.toml").read_bytes()
@@ -59,7 +59,7 @@ def test_the_file_of_a_warm_start_is_absolute_in_a_queued_run(site: Path, queue:
     line = {"prompt_id": "a", "sample": 0, "prompt_tokens": 3, "turns": [{"new_tokens": 0, "gen_tokens": 5}]}
     (site / "old.jsonl").write_text(json.dumps(line) + "\n")
     assert cli("submit", "run.toml", "-o", "rollout.warm_start=old.jsonl").code == 0
-    run = RunDir.open(site / "runs" / "quick-001")
+    run = RunDir(site / "runs" / "quick-001")
     assert run.read_json(run.config)["rollout"]["warm_start"] == str(site / "old.jsonl")
 
 
@@ -153,7 +153,7 @@ def test_a_folder_without_a_configuration_is_no_run(site: Path, queue: Queue, cl
     (site / "runs" / "quick-001").mkdir(parents=True)
     assert "no run of that name" in cli("status", "quick-001").err
     with pytest.raises(UserError, match=r"quick-001 is not a run directory: it has no config\.json\.$"):
-        RunDir.open(site / "runs" / "quick-001")
+        RunDir(site / "runs" / "quick-001").resolved()
 
 
 @pytest.mark.parametrize(("state", "code"), [("completed", 0), ("failed", 1), ("cancelled", 1)])

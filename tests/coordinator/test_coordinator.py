@@ -114,7 +114,7 @@ def test_a_finished_run_writes_its_result_and_stops_everyone(tmp_path: Path) -> 
     assert scene.run.read_json(scene.run.result)["state"] == "completed"
     assert [rank for rank, _ in scene.orders(StopAgent)] == [1, 2, 3]
     assert [line["step"] for line in read_lines(scene.run.metrics)] == [1]
-    assert decode_status(scene.run.status.read_bytes()).reward == 0.5
+    assert decode_status(scene.run.status.read_bytes()).numbers["reward"] == 0.5
     assert [e["kind"] for e in read_lines(scene.run.events)][-1] == "job_finished"
 
 
@@ -480,7 +480,7 @@ def test_why_admission_is_paused_is_the_message_while_the_run_runs(tmp_path: Pat
     scene = Scene(tmp_path)
     scene.hello()
     why = "9 of the last 9 trajectories failed."
-    report = RolloutReport(0, 0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0, (), (), (), (("raised", 9, "KeyError: 'x'"),), why)
+    report = RolloutReport(failures=(("raised", 9, "KeyError: 'x'"),), paused=why)
     scene.deliver((3, report))
     scene.coordinator._write_status()
     assert scene.coordinator._records._facts.flush(10.0)
@@ -497,7 +497,7 @@ def test_the_status_names_a_slow_engine_with_its_node(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     scene.hello()
     since = time.mktime((2026, 3, 4, 12, 3, 0, 0, 0, -1))
-    report = RolloutReport(0, 0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0, (), (), slow=(("r3.1", 3, 2.44, since),))
+    report = RolloutReport(slow=(("r3.1", 3, 2.44, since),))
     scene.deliver((3, report))
     scene.coordinator._write_status()
     assert scene.coordinator._records._facts.flush(10.0)

@@ -9,8 +9,8 @@ import msgspec
 
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.coordinator.decisions import DecisionLog
+from libra_hpc.facts.columns import as_json
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.facts.status import status_dict
 from libra_hpc.policies.control.decide import MoveOutcome, Planner
 from libra_hpc.protocol.plan import Candidate, PlanDecision
 from tests.facts import synthetic
@@ -85,5 +85,5 @@ def test_the_status_carries_the_last_decision_with_its_candidates(tmp_path: Path
     scene = Scene()
     scene.log.add(MOVE, 7.0)
     made = msgspec.structs.replace(synthetic.make_status(RunDir(tmp_path)), decision=scene.log.last)
-    decision = status_dict(made)["decision"]
+    decision = as_json(made)["decision"]
     assert (decision["nodes"], decision["looks"], decision["candidates"][0]["train"]) == ((4, 5), 1, 3)

@@ -12,7 +12,7 @@ from libra_hpc.protocol.plan import GroupFact
 
 def report(busy_s: float, generated: int) -> RolloutReport:
     buckets = ((2, 4, 0, 0, 0.0), (4, 2, 0, 0, 0.0))
-    return RolloutReport(0, 0, 0, 0, 0, 0, 0, 0.0, generated, 0, busy_s, 0.0, buckets, ())
+    return RolloutReport(generated_tokens=generated, busy_s=busy_s, buckets=buckets)
 
 
 def test_the_busy_share_is_that_of_all_engines_of_all_nodes() -> None:

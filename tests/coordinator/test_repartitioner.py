@@ -11,7 +11,7 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.coordinator import orders
 from libra_hpc.coordinator.repartitioner import Repartitioner
-from libra_hpc.facts.events import LineLog
+from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.files import write_once
 from libra_hpc.mesh.agent_context import AgentContext

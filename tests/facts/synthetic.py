@@ -8,8 +8,8 @@ from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.estimate import StageEstimate, StepAccuracy
-from libra_hpc.facts.events import LineLog
 from libra_hpc.facts.failed import FailedAttempts
+from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import BucketStatus, DecisionStatus, NodeStatus, StageStatus, Status, encode_status
 from libra_hpc.files import write_atomic
@@ -33,40 +33,17 @@ def make_run(parent: Path, name: str = "quick") -> RunDir:
     log.write({"t": START, "kind": "job_started"})
     for rank, component in enumerate(COMPONENTS):
         log.write({"t": START + 1, "kind": "agent_joined", "rank": rank, "component": component, "host": f"node{rank}"})
-    log.write(
-        {
-            "t": MOVE[0],
-            "kind": "move_started",
-            "rank": 2,
-            "to": "train",
-            "reason": "to_train: training takes 2.3 s a batch, rollout 2.1 s",
-        }
-    )
+    why = "to_train: training takes 2.3 s a batch, rollout 2.1 s"
+    log.write({"t": MOVE[0], "kind": "move_started", "rank": 2, "to": "train", "reason": why})
     log.write({"t": MOVE[1], "kind": "move_done", "rank": 2, "role": "train", "seconds": 9.5})
-    log.write(
-        {
-            "t": MOVE[1] + 20,
-            "kind": "move_judged",
-            "rank": 2,
-            "to": "train",
-            "predicted_gain_s": 0.42,
-            "realised_gain_s": 0.31,
-        }
-    )
+    gains = {"predicted_gain_s": 0.42, "realised_gain_s": 0.31}
+    log.write({"t": MOVE[1] + 20, "kind": "move_judged", "rank": 2, "to": "train", **gains})
     log.write({"t": START + 140, "kind": "engine_lost", "rank": 3, "engine": "v0"})
     log.write({"t": START + 140, "kind": "resubmitted", "trajectory": "a", "reason": "engine lost"})
     for number, failure in enumerate(("raised", "raised", "timeout")):
         fields = {"failure": failure, "error": f"KeyError: {number}", "unsaid": 9 * (number == 1)}
-        log.write(
-            {
-                "t": START + 141 + number,
-                "kind": "trajectory_failed",
-                "trajectory": f"{number}.0.0",
-                "task": "keychain",
-                "prompt": "p",
-                **fields,
-            }
-        )
+        attempt = {"trajectory": f"{number}.0.0", "task": "keychain", "prompt": "p"}
+        log.write({"t": START + 141 + number, "kind": "trajectory_failed", **attempt, **fields})
     log.write({"t": START + 144, "kind": "admission_paused", "reason": "because"})
     log.write({"t": START + 145, "kind": "prompt_given_up", "index": 7, "prompt": "p", "reason": "because"})
     log.write({"t": START + 147, "kind": "engine_restarted", "rank": 3, "engine": "v0"})
@@ -132,38 +109,13 @@ def write_metrics(run: RunDir) -> None:
 
 def make_status(run: RunDir, *, state: str = "running", step: int = STEPS) -> Status:
     """A snapshot of the same run."""
-    nodes = [
-        NodeStatus(
-            rank=0, host="a800-01", component="planner", role="planner", engines={}, version=-1, heartbeat_age_s=0.1
-        ),
-        NodeStatus(
-            rank=1,
-            host="a800-02",
-            component="train",
-            role="train",
-            engines={"t1.0": "ready"},
-            version=41,
-            heartbeat_age_s=0.4,
-        ),
-        NodeStatus(
-            rank=2,
-            host="a800-03",
-            component="hybrid",
-            role="to_train",
-            engines={"t2.0": "starting", "v2.0": "standby"},
-            version=40,
-            heartbeat_age_s=0.2,
-        ),
-        NodeStatus(
-            rank=3,
-            host="a800-04",
-            component="rollout",
-            role="rollout",
-            engines={"v3.0": "ready", "v3.1": "lost"},
-            version=41,
-            heartbeat_age_s=7.5,
-        ),
+    facts: list[tuple[str, str, dict[str, str], int, float]] = [
+        ("planner", "planner", {}, -1, 0.1),
+        ("train", "train", {"t1.0": "ready"}, 41, 0.4),
+        ("hybrid", "to_train", {"t2.0": "starting", "v2.0": "standby"}, 40, 0.2),
+        ("rollout", "rollout", {"v3.0": "ready", "v3.1": "lost"}, 41, 7.5),
     ]
+    nodes = [NodeStatus(rank, f"a800-0{rank + 1}", *fact) for rank, fact in enumerate(facts)]
     return Status(
         run=run.name,
         path=str(run.path),
@@ -175,19 +127,21 @@ def make_status(run: RunDir, *, state: str = "running", step: int = STEPS) -> St
         step=step,
         steps=STEPS,
         version=step,
-        reward=0.71,
-        generation=2,
-        replicas=1,
         train=StageStatus(912.4, 1.42, 0.93, 1),
         rollout=StageStatus(2345.6, 0.97, 0.61, 2),
-        open_trajectories=57,
-        waiting_turns=3,
-        tools_running=4,
-        ready_groups=2,
-        staleness_mean=0.48,
-        staleness_max=1,
-        resubmitted=8,
-        trained_trajectories=2_624,
+        numbers={
+            "reward": 0.71,
+            "generation": 2,
+            "replicas": 1,
+            "open_trajectories": 57,
+            "waiting_turns": 3,
+            "tools_running": 4,
+            "ready_groups": 2,
+            "staleness_mean": 0.48,
+            "staleness_max": 1,
+            "resubmitted": 8,
+            "trained_trajectories": 2_624,
+        },
         buckets=[
             BucketStatus(tp=1, engines=2, inflight=31, trajectories=57, kv_use=0.42),
             BucketStatus(tp=2, engines=1, inflight=4, trajectories=6, kv_use=0.08),

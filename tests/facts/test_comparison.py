@@ -9,14 +9,14 @@ import pytest
 
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
-from libra_hpc.facts.comparison import Curve, compare
-from libra_hpc.facts.events import LineLog
+from libra_hpc.facts.comparison import MetricCurve, compare
+from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.starts import job_seconds, starts
 from libra_hpc.facts.summary import summarise
 from libra_hpc.facts.sweep_record import SweepMember, write_member
 from libra_hpc.pictures import compare_picture
-from libra_hpc.pictures.compare_picture import Line, median_line
+from libra_hpc.pictures.compare_picture import MetricLine, median_line
 
 from . import synthetic
 
@@ -49,7 +49,7 @@ def test_only_differing_keys_are_settings_and_seeds_are_grouped(tmp_path: Path) 
     assert found.groups[0].step_s == 10.0
     first = found.runs[0]
     assert (first.steps, first.steps_wanted, first.last, first.highest) == (5, 5, 0.5, 0.5)
-    assert (first.tokens_per_s, first.staleness_mean, first.wall_s) == (50.0, 1.0, 50.0)
+    assert (first.tokens_per_s, first.numbers["staleness_mean"], first.wall_s) == (50.0, 1.0, 50.0)
     assert first.gpu_hours == pytest.approx(2 * 50.0 / 3600.0)
     assert curves[0].wall_s == [10.0, 20.0, 30.0, 40.0, 50.0]
 
@@ -73,13 +73,13 @@ def test_a_run_without_steps_has_no_results_and_no_curve(tmp_path: Path) -> None
     found, curves = compare([make(tmp_path, {}, [0.5]), make(tmp_path, {"run.seed": 1})], "reward")
     empty = found.runs[1]
     assert (empty.steps, empty.last, empty.highest, empty.step_s, empty.tokens_per_s) == (0, None, None, None, None)
-    assert curves[1] == Curve([], [], [])
+    assert curves[1] == MetricCurve([], [], [])
 
 
 def test_lost_engines_and_failed_attempts_are_counted(tmp_path: Path) -> None:
     run = synthetic.make_run(tmp_path)
     found, _ = compare([run, make(tmp_path, {})], "reward")
-    assert found.runs[0].engines_lost == 1
+    assert found.runs[0].numbers["engines_lost"] == 1
     assert found.runs[0].failed_attempts == sum(failed.count for failed in summarise(run).failures) > 0
 
 
@@ -90,13 +90,17 @@ def test_time_between_two_attempts_costs_no_gpu_hours() -> None:
 
 
 def test_a_median_line_has_the_steps_of_at_least_half_of_the_seeds() -> None:
-    curves = [Curve([1, 2], [10.0, 20.0], [0.0, 0.0]), Curve([1], [30.0], [1.0]), Curve([1], [50.0], [0.5])]
+    curves = [
+        MetricCurve([1, 2], [10.0, 20.0], [0.0, 0.0]),
+        MetricCurve([1], [30.0], [1.0]),
+        MetricCurve([1], [50.0], [0.5]),
+    ]
     (point,) = median_line(curves)
     assert point == (1, 30.0, 0.0, 0.5, 1.0)
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:
-    curve = Curve([1, 2, 3], [10.0, 20.0, 30.0], [0.1, 0.2, 0.3])
-    lines = [Line(f"lr={number}", [curve] * (1 + number % 2)) for number in range(compare_picture.MOST_LINES + 1)]
+    curve = MetricCurve([1, 2, 3], [10.0, 20.0, 30.0], [0.1, 0.2, 0.3])
+    lines = [MetricLine(f"lr={number}", [curve] * (1 + number % 2)) for number in range(compare_picture.MOST_LINES + 1)]
     compare_picture.draw(lines, "reward", "s", tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from libra_hpc.errors import UserError
 from libra_hpc.facts import estimate, series, summary, view
-from libra_hpc.facts.events import LineLog
 from libra_hpc.facts.failed import FailedAttempts
+from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import FINAL, decode_status, encode_status
 from libra_hpc.pictures import run_picture as plot
@@ -41,7 +41,7 @@ def test_a_step_trained_again_after_a_resume_counts_once(run: RunDir) -> None:
     rows = series.steps(run)
     assert [row["step"] for row in rows] == list(range(1, synthetic.STEPS + 1))
     assert rows[-1]["reward"] == 0.99
-    assert summary.summarise(run).tokens == 1000 * (synthetic.STEPS - 1) + 7
+    assert summary.summarise(run).numbers["tokens"] == 1000 * (synthetic.STEPS - 1) + 7
 
 
 def test_torn_and_foreign_lines_are_skipped(run: RunDir) -> None:
@@ -129,8 +129,24 @@ def test_nodes_that_moved_by_one_decision_share_its_gain_and_an_older_move_has_i
 def test_summary_states_the_facts_of_the_run(run: RunDir) -> None:
     got = summary.summarise(run)
     assert (got.run, got.state, got.steps, got.attempts) == ("quick-001", "completed", synthetic.STEPS, 1)
-    assert (got.tokens, got.loss_tokens) == (60_000, 24_000)
-    assert (got.train_tokens_per_s, got.rollout_tokens_per_s) == (900.0, 350.0)
+    assert got.numbers == {
+        "tokens": 60_000,
+        "loss_tokens": 24_000,
+        "train_tokens_per_s": 900.0,
+        "rollout_tokens_per_s": 350.0,
+        "staleness_mean": 0.5,
+        "staleness_max": 1,
+        "recomputed_tokens": 0,
+        "evicted_tokens": 0,
+        "engines_lost": 1,
+        "engines_restarted": 1,
+        "resubmitted": 1,
+        "pauses": 1,
+        "given_up": 1,
+        "kept_trajectories": 24,
+        "kept_unfinished": 3,
+        "kept_tokens": 2_400,
+    }
     assert got.wall_s == pytest.approx(181)
     rewards = series.column(series.steps(run), "reward")
     assert got.reward_first == pytest.approx(sum(rewards[:12]) / 12)
@@ -150,19 +166,16 @@ def test_summary_states_the_facts_of_the_run(run: RunDir) -> None:
     assert (move.predicted_gain_s, move.realised_gain_s) == (0.42, 0.31)
     assert got.accuracy is not None
     assert (got.accuracy.steps, got.accuracy.error) == (synthetic.STEPS - 3, pytest.approx(0.1))
-    assert (got.engines_lost, got.engines_restarted, got.resubmitted, got.checkpoints) == (1, 1, 1, [50])
+    assert got.checkpoints == [50]
     assert [(found.kind, found.count, found.error) for found in got.failures] == [
         ("raised", 12, "KeyError: 'x'"),
         ("timeout", 3, "late"),
     ]
-    assert (got.pauses, got.given_up) == (1, 1)
     run.status.unlink()
     found = [(one.kind, one.count, one.error) for one in summary.summarise(run).failures]
     assert found == [("raised", 11, "KeyError: 1"), ("timeout", 1, "KeyError: 2")], (
         "without a status, as far as the events show"
     )
-    assert (got.staleness_mean, got.staleness_max) == (0.5, 1)
-    assert (got.kept_trajectories, got.kept_unfinished, got.kept_tokens) == (24, 3, 2_400)
 
 
 def test_summary_of_a_run_that_never_started(tmp_path: Path) -> None:
@@ -180,8 +193,9 @@ def test_rendered_summary_names_the_move_and_its_reason(run: RunDir) -> None:
     assert "0.31 s" in text
     facts = " ".join(text.replace("│", " ").split())
     assert "planner expected 3.30 s, measured 3.00 s (mean of 57 steps), error 10% (median of blocks of 8)" in facts
-    assert "12 raised (KeyError: 'x'), 3 timeout; 1 pause of admission; 1 prompt given up" in facts
-    assert "24 trajectories and 3 unfinished ones with 2,400 generated tokens" in facts
+    assert "failed 12 raised (KeyError: 'x'), 3 timeout" in facts
+    assert "admission pauses 1, prompts given up 1" in facts
+    assert "24 trajectories, 3 unfinished ones, 2,400 generated tokens" in facts
     assert str(run.path) in text.replace("\n", "")
 
 
@@ -237,13 +251,14 @@ def test_the_screen_names_failures_and_why_admission_is_paused(run: RunDir) -> N
 
 def test_the_screen_shows_what_a_short_kv_cache_costs(run: RunDir) -> None:
     status = synthetic.make_status(run)
-    short = msgspec.structs.replace(status, waiting_for_room=2, recomputed_tokens=81_920, evicted_tokens=65_536)
+    cost = {"waiting_for_room": 2, "recomputed_tokens": 81_920, "evicted_tokens": 65_536}
+    short = msgspec.structs.replace(status, numbers=status.numbers | cost)
     enough, text = (
         " ".join(text_of(view.render(shown, now=status.updated_at), 80).replace("│", " ").split())
         for shown in (status, short)
     )
     assert "recomputed" not in enough
-    assert "3 turns waiting (2 for KV cache), 4 tools running" in text
+    assert "3 turns waiting, 2 of them for KV cache, 4 tools running" in text
     assert "recomputed 81,920 context tokens, 65,536 of them evicted from a KV cache" in text
 
 
@@ -274,16 +289,20 @@ def test_a_status_of_an_older_version_is_read_without_what_is_no_longer_shown(ru
     assert "planner expect" not in text_of(view.render(read, now=status.updated_at))
 
 
+def accuracy(*pairs: tuple[float | None, float]) -> estimate.StepAccuracy | None:
+    """Of (expected, measured) seconds."""
+    return estimate.step_accuracy([{"expected_s": expected, "step_s": measured} for expected, measured in pairs])
+
+
 def test_steps_are_compared_in_blocks_and_only_where_there_was_an_estimate() -> None:
-    assert estimate.step_accuracy([]) is None
-    assert estimate.step_accuracy([(None, 3.0), (2.0, 0.0)]) is None
+    assert accuracy() is None
+    assert accuracy((None, 3.0), (2.0, 0.0)) is None
     two = estimate.StepAccuracy(2, 2.0, 2.5, pytest.approx(0.2))
-    assert estimate.step_accuracy([(None, 9.0), (2.0, 4.0), (2.0, 1.0)]) == two
+    assert accuracy((None, 9.0), (2.0, 4.0), (2.0, 1.0)) == two
     # Bursts: every other step is long, the mean is as expected.
-    bursts = [(2.0, 3.5), (2.0, 0.5)] * 8
-    assert estimate.step_accuracy(bursts) == estimate.StepAccuracy(16, 2.0, 2.0, 0.0)
+    assert accuracy(*[(2.0, 3.5), (2.0, 0.5)] * 8) == estimate.StepAccuracy(16, 2.0, 2.0, 0.0)
     # Blocks end with the newest step: the oldest three are in none of the two.
-    got = estimate.step_accuracy([(9.0, 1.0)] * 3 + [(1.1, 1.0)] * 8 + [(1.3, 1.0)] * 8)
+    got = accuracy(*[(9.0, 1.0)] * 3, *[(1.1, 1.0)] * 8, *[(1.3, 1.0)] * 8)
     assert got is not None
     assert (got.steps, got.error) == (19, pytest.approx(0.2))
 

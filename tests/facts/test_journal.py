@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_hpc.facts import journal as module
-from libra_hpc.facts.events import LineLog
-from libra_hpc.facts.journal import Journal
+from libra_hpc.facts.journal import Journal, LineLog
 from libra_hpc.facts.rundir import read_lines
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from libra_hpc.config.load import validate
-from libra_hpc.facts.events import LineLog
+from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import encode_status
 from libra_hpc.files import write_atomic

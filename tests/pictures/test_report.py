@@ -13,11 +13,11 @@ import pytest
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts import series
-from libra_hpc.facts.events import LineLog
+from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.starts import starts
 from libra_hpc.pictures.report_charts import charts
-from libra_hpc.pictures.report_page import Ending, page
+from libra_hpc.pictures.report_page import Standing, page
 from libra_hpc.pictures.svg_chart import MOST_POINTS, Chart, Line, clock_text, clock_ticks, short_number, svg, ticks
 from tests.browser import SCHEMES, Browser, ensure_browser
 from tests.facts.synthetic import make_run
@@ -25,7 +25,7 @@ from tests.facts.synthetic import make_run
 from .eventful import HOSTILE, SECRET, STEP_S, make_eventful_run
 
 NOW = 1_800_000_000.0
-CANCELLED = Ending("cancelled", HOSTILE, over=True)
+CANCELLED = Standing("cancelled", HOSTILE, over=True)
 WIDTHS = (390, 1280)
 """CSS pixels of a phone and of a laptop."""
 LAYOUT = """({
@@ -167,7 +167,7 @@ def test_hours_in_the_queue_are_neither_drawn_nor_counted(eventful: RunDir) -> N
 
 
 def test_a_running_run_is_reported_as_such(eventful: RunDir) -> None:
-    text = page(eventful, Ending("running", "", over=False), NOW)
+    text = page(eventful, Standing("running", "", over=False), NOW)
     assert "No end of this run is recorded. The page shows it as of 2027-01-15 08:00 UTC." in text
     assert "last news" in text
 
@@ -175,7 +175,7 @@ def test_a_running_run_is_reported_as_such(eventful: RunDir) -> None:
 def test_a_run_without_steps_gets_no_empty_charts(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, "young")
     run.write_json(run.config, RunConfig().model_dump())
-    text = page(run, Ending("pending", "waiting for free nodes", over=False), NOW)
+    text = page(run, Standing("pending", "waiting for free nodes", over=False), NOW)
     assert "has committed no step yet" in text
     assert "waiting for free nodes" in text
     assert "<svg" not in text
@@ -184,7 +184,7 @@ def test_a_run_without_steps_gets_no_empty_charts(tmp_path: Path) -> None:
 def test_a_run_of_another_version_is_reported_as_far_as_it_goes(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.write_json(run.config, {"run": {"steps": "many", "colour": 3}, "components": {"train": 7}})
-    text = page(run, Ending("completed", "", over=True), NOW)
+    text = page(run, Standing("completed", "", over=True), NOW)
     assert text.count("<figure>") == 5, "what was not measured has no chart"
     assert "engine lost" in text
 

@@ -10,12 +10,11 @@ import msgspec
 import pytest
 
 from cli.runs import read_status
-from libra_hpc.config.load import load_run_file, parse_override
+from libra_hpc.config.load import load_resolved, load_run_file, parse_override
 from libra_hpc.config.run import RunConfig
 from libra_hpc.engine.settings import read_config
 from libra_hpc.engine.steplog import read_steps
 from libra_hpc.errors import UserError
-from libra_hpc.facts.run_config import load_resolved
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import decode_status
 from libra_hpc.models.architecture import read_shape

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from libra_hpc.errors import UserError
-from libra_hpc.facts.events import LineLog
+from libra_hpc.facts.journal import LineLog
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.rollout import Generated

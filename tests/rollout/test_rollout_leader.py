@@ -353,7 +353,7 @@ def test_a_synchronous_run_trains_every_prompt_once_with_staleness_zero() -> Non
         plant.start()
         for step in (1, 2, 3):
             await plant.run(lambda step=step: len(plant.batches) == step)
-            assert plant.batches[-1].stats.staleness_max == 0.0
+            assert plant.batches[-1].stats["staleness_max"] == 0.0
             plant.commit(plant.batches[-1])
         assert [sorted(g.index for g in b.groups) for b in plant.batches] == [[0, 1], [2, 3], [4, 5]]
         await asyncio.sleep(0)
@@ -400,7 +400,7 @@ def test_asynchronous_staleness_never_exceeds_eta_under_random_order() -> None:
                 batches = plant.batches
                 await plant.run(lambda batches=batches, position=position: len(batches) > position, pick)
                 batch = batches[position]
-                assert batch.stats.staleness_max <= eta
+                assert batch.stats["staleness_max"] <= eta
                 assert len(plant.leader._order.groups) <= (eta + 1) * 2
                 trained += [group.index for group in batch.groups]
                 plant.commit(batch)
@@ -559,7 +559,7 @@ def test_a_trajectory_its_task_cannot_run_leaves_its_group_after_three_tries_wit
         ]
         assert plant.now - began >= 3.0, "1 s, then 2 s"
         stats = plant.batches[0].stats
-        assert (stats.failed, stats.retried, stats.trajectories) == (1, 2, 3)
+        assert tuple(stats[name] for name in ("failed", "retried", "trajectories")) == (1, 2, 3)
         assert plant.leader.report().failures == (("raised", 3, "KeyError: 'x'"),)
         assert not plant.kinds("admission_paused"), "one prompt is no outage"
 
@@ -580,7 +580,7 @@ def test_a_prompt_that_fails_as_a_whole_gives_its_place_to_the_next_and_is_not_s
                 plant.commit(batch)
             assert sorted(g.index for b in plant.batches for g in b.groups) == [0, 1, 2, 4, 5, 6, 7, 8]
             assert [index for b in plant.batches for index in b.given_up] == [3]
-            assert max(b.stats.staleness_max for b in plant.batches) <= eta
+            assert max(b.stats["staleness_max"] for b in plant.batches) <= eta
             assert [e["index"] for e in plant.kinds("prompt_given_up")] == [3]
             order = DataOrder()
             for batch in plant.batches[:2]:
@@ -805,8 +805,8 @@ def test_a_context_that_would_outgrow_the_engines_ends_by_length() -> None:
         plant = Plant(eta=0, turns=50, max_model_len=20)
         plant.start()
         await plant.run(lambda: plant.batches)
-        assert plant.batches[0].stats.extra["truncated"] == 1.0
-        assert plant.batches[0].stats.reward == 0.0
+        assert plant.batches[0].stats["truncated"] == 1.0
+        assert plant.batches[0].stats["reward"] == 0.0
         assert all(len(unpack_i32(s.tokens)) <= 20 for g in plant.batches[0].groups for s in g.samples)
         assert [line["clipped"] for line in plant.lines] == [1] * 4
 
@@ -835,7 +835,7 @@ def test_an_answer_too_long_for_the_context_is_clipped_and_its_tokens_counted() 
             0.0,
             34,
         )
-        assert plant.batches[0].stats.extra["truncated"] == 0.25
+        assert plant.batches[0].stats["truncated"] == 0.25
         assert max(len(s.tokens) for g in plant.batches[0].groups for s in g.samples) == 4 * 40
 
     asyncio.run(main())
@@ -950,8 +950,8 @@ def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest() -> N
                     await plant.run(lambda plant=plant, count=step - begun: len(plant.batches) > count, pick)
                     batch = plant.batches[step - begun]
                     assert batch.step == step + 1
-                    assert batch.stats.staleness_max <= eta
-                    assert batch.stats.trajectories == 4
+                    assert batch.stats["staleness_max"] <= eta
+                    assert batch.stats["trajectories"] == 4
                     batches[batch.step] = batch
                     plant.commit(batch)
                     step += 1
@@ -1018,7 +1018,7 @@ def test_what_comes_too_late_for_the_bound_is_sampled_again() -> None:
         plant = Plant(eta=0)
         plant.start(step=1, recovered={0: first.ended[:2]})
         await plant.run(lambda: plant.batches)
-        assert plant.batches[0].stats.staleness_max == 0.0
+        assert plant.batches[0].stats["staleness_max"] == 0.0
         assert plant.events == [("experience_refused", {"index": 0, "trajectories": 2})]
 
     asyncio.run(main())
@@ -1161,8 +1161,8 @@ def test_what_is_not_finite_is_a_failed_attempt_and_never_in_a_batch() -> None:
             (failed,) = plant.kinds("trajectory_failed")
             assert (failed["failure"], failed["task"], failed["prompt"]) == ("reward", "toy", "p0")
             assert not error or failed["error"] == error
-            assert plant.batches[0].stats.reward == 0.5
-            assert "a" not in plant.batches[0].stats.extra
+            assert plant.batches[0].stats["reward"] == 0.5
+            assert "a" not in plant.batches[0].stats
             assert [len(group.samples) for group in plant.batches[0].groups] == [2, 2]
 
     asyncio.run(main())
@@ -1234,7 +1234,7 @@ def test_a_step_that_never_ends_is_a_failed_attempt_and_its_episode_is_closed() 
             0, EpisodeStepped(episode=step.episode, tokens=b"", signal=None, done=True, reward=1.0, info={})
         )
         await plant.pass_time(10, lambda: plant.batches)
-        assert plant.batches[0].stats.retried == 1.0
+        assert plant.batches[0].stats["retried"] == 1.0
         assert [len(group.samples) for group in plant.batches[0].groups] == [2, 2]
 
     asyncio.run(main())
@@ -1384,10 +1384,10 @@ def test_whatever_fails_every_step_has_its_groups_and_no_prompt_is_trained_and_g
                 assert batch.step == step
                 assert len(batch.groups) == prompts
                 assert all(any(any(s.loss_mask) for s in group.samples) for group in batch.groups)
-                assert batch.stats.staleness_max <= eta
+                assert batch.stats["staleness_max"] <= eta
                 assert plant.leader._order.gate.outstanding <= (eta + 1) * prompts
                 trained += [group.index for group in batch.groups]
-                dropped += int(batch.stats.failed)
+                dropped += int(batch.stats["failed"])
                 if pick.random() < 0.2:
                     plant.down("e0")
                     plant.up("e0", rank=3)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.config.load import load_resolved
 from libra_hpc.errors import UserError
-from libra_hpc.facts.run_config import load_resolved
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,264 @@
+"""Every number of a run, declared once: name, unit, meaning, and how a screen shows it.
+
+- `COLUMNS` -> keys of ``metrics.jsonl``; whoever measures one puts it into the step's report under this name.
+- `LIVE` -> measured about once a second, keys of ``status.json``.
+- `COUNTED` -> counted in the events of a run.
+
+``status``, ``summary``, the report, ``compare`` and ``docs/columns.md`` (`columns_page`) are made from these tables.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from . import series
+
+Lines = Sequence[series.Record]
+Value = int | float | None
+Over = Callable[[str, Lines, Lines], Value]
+"""One value of several steps: (name, lines of the steps, events)."""
+Screen = Literal["status", "summary", "report"]
+_FORM = re.compile(r"\{:?(.*?)\}")
+
+
+class Number(NamedTuple):
+    """One number of a run."""
+
+    name: str
+    unit: str
+    """Empty for a plain count."""
+    meaning: str
+    on: tuple[Screen, ...] = ()
+    """Screens that show it, and whose ``--json`` has it."""
+    over: Over | None = None
+    text: str = ""
+    """``row: words``, ``{}`` is the value; numbers may share a row.  Empty: a screen shows it in its own way."""
+    quiet: bool = False
+    """Whether it is left out while it is 0."""
+    head: str = ""
+    """Of its column in ``compare``; empty: it has none."""
+
+    def shown(
+        self, on: tuple[Screen, ...], over: Over | None = None, text: str = "", *, quiet: bool = False, head: str = ""
+    ) -> Number:
+        """The number with its place on screens."""
+        return self._replace(on=on, over=over, text=text, quiet=quiet, head=head)
+
+
+class Cell(NamedTuple):
+    """A number in a row of a screen."""
+
+    value: str
+    words: str
+    """``{}`` is the value."""
+
+    def __str__(self) -> str:
+        return self.words.format(self.value)
+
+
+def mean(name: str, steps: Lines, log: Lines = ()) -> Value:
+    return series.known(series.mean(series.column(steps, name)))
+
+
+def total(name: str, steps: Lines, log: Lines = ()) -> int:
+    return int(sum(series.number(row, name, 0.0) for row in steps))
+
+
+def highest(name: str, steps: Lines, log: Lines = ()) -> int:
+    return int(max(filter(math.isfinite, series.column(steps, name)), default=0))
+
+
+def last(name: str, steps: Lines, log: Lines = ()) -> Value:
+    return series.known(series.number(steps[-1], name)) if steps else None
+
+
+def counted(kind: str, *fields: str) -> Over:
+    """Events of one kind, or the sum of their ``fields``."""
+
+    def count(name: str, steps: Lines, log: Lines) -> int:
+        found = [event for event in log if event["kind"] == kind]
+        return sum(total(field, found) for field in fields) if fields else len(found)
+
+    return count
+
+
+LIVELY: tuple[Screen, ...] = ("status",)
+ENDED: tuple[Screen, ...] = ("summary", "report")
+ALWAYS: tuple[Screen, ...] = ("status", "summary", "report")
+VERSIONS = "weight versions"
+KEPT_TOKENS = ("generated_tokens", "unfinished_tokens")
+"""Fields of ``experience_kept``."""
+
+BATCH = (
+    Number("reward", "", "Mean reward of the trajectories").shown(LIVELY, last),
+    Number("reward_std", "", "Standard deviation of these rewards"),
+    Number("trajectories", "", "Trajectories of the batch"),
+    Number(
+        "staleness_mean", VERSIONS, "Versions between the first sampled token and the training, mean over trajectories"
+    ).shown(ALWAYS, mean, "staleness: {:.2f} mean", head="stale"),
+    Number("staleness_max", VERSIONS, "The same, the highest").shown(ALWAYS, highest, "staleness: {:.0f} max"),
+    Number("gen_tokens", "tokens", "Generated tokens of the batch"),
+    Number("gen_tokens_p50", "tokens", "Generated tokens of a trajectory, median"),
+    Number("gen_tokens_p95", "tokens", "The same, 95th percentile"),
+    Number("turns_p50", "", "Turns of a trajectory, median"),
+    Number("turns_p95", "", "The same, 95th percentile"),
+    Number("context_p50", "tokens", "Final context of a trajectory, median"),
+    Number(
+        "recomputed_tokens",
+        "tokens",
+        "Context tokens that engines computed again: after a move, new weights, or an eviction from a KV cache",
+    ).shown(ALWAYS, total, "recomputed: {:,} context tokens", quiet=True),
+    Number("evicted_tokens", "tokens", "Of `recomputed_tokens`: after an eviction").shown(
+        ALWAYS, total, "recomputed: {:,} of them evicted from a KV cache", quiet=True
+    ),
+    Number("failed", "", "Trajectories left out after repeated failures"),
+    Number("retried", "", "Failed attempts that another attempt followed"),
+    Number("rollout_s", "s", "Time in which the present engines generate such a batch"),
+)
+"""From the rollout leader (`Batch.stats`), beside the means of the task's own numbers."""
+
+STEP = (
+    Number("train_nodes", "", "Nodes that trained the step"),
+    Number("replicas", "", "Data-parallel replicas on these nodes").shown(LIVELY, last, "replicas: {:.0f} training"),
+    Number("generation", "", "Membership generation that trained it").shown(
+        LIVELY, last, "replicas: generation {:.0f}"
+    ),
+    Number("wait_s", "s", "Time the trainer waited for the batch"),
+    Number("tokens", "tokens", "Tokens of the batch, prompts included").shown(ENDED, total, "tokens: {:,} trained"),
+    Number("step_s", "s", "Time since the commit before"),
+    Number("version", "", "Weight version that the step produced"),
+)
+"""From the train leader."""
+
+TRAINING = (
+    Number("loss", "", "Mean over the loss tokens of all replicas"),
+    Number("grad_norm", "", "Norm of the gradient before clipping"),
+    Number("entropy", "nats", "Mean entropy at the loss tokens"),
+    Number("ratio_mean", "", "Mean of pi_theta / pi_behaviour"),
+    Number("ratio_truncated", "0..1", "Share of tokens whose importance weight was truncated"),
+    Number("logprob_gap", "nats", "Mean of |log pi_theta_old - log pi_behaviour| in the first minibatch"),
+    Number("skipped", "", "Minibatches whose update was left out because it was not finite"),
+    Number("loss_tokens", "tokens", "Generated tokens trained on").shown(
+        ENDED, total, "tokens: {:,} of them generated"
+    ),
+    Number("trained_tokens", "tokens", "All tokens that went through the model"),
+    Number("train_s", "s", "Own work of the stage: compute, reduce, export; without waits for slower replicas"),
+    Number("train_wall_s", "s", "From the batch's dispatch to its commit"),
+    Number("reduce_s", "s", "Time in the reduction of gradients"),
+    Number("export_s", "s", "Time of the last weight export"),
+    Number("train_tokens_per_s", "tokens/s", "`tokens` over `train_s`").shown(
+        ENDED, mean, "train speed: {:,.0f} tokens/s"
+    ),
+    Number("router_agreement", "0..1", "Share of replayed choices of experts that the trainer would have made too"),
+)
+"""From the train leader, of the replicas' answers; a step that was found committed lacks them."""
+
+COORDINATOR = (
+    Number("t", "epoch s", "Time at which rank 0 heard of the commit"),
+    Number("step", "", "Optimizer step, from 1"),
+    Number("rollout_nodes", "", "Nodes that roll out"),
+    Number("rollout_tokens_per_s", "tokens/s", "Generated tokens per second of the last windows").shown(
+        ENDED, mean, "rollout speed: {:,.0f} tokens/s"
+    ),
+    Number("expected_s", "s", "`step_s` as the planner expected it; null without an estimate of the present split"),
+)
+"""From rank 0, which writes the line."""
+
+COLUMNS = [*BATCH, *STEP, *TRAINING, *COORDINATOR]
+"""A task's own number must not take the name of one."""
+
+LIVE = [
+    Number("open_trajectories", "", "Trajectories in progress").shown(LIVELY, text="trajectories: {} open"),
+    Number("trained_trajectories", "", "Trajectories trained since the ranks started").shown(
+        LIVELY, text="trajectories: {:,} trained"
+    ),
+    Number("resubmitted", "", "Turns submitted again because their engine was lost").shown(
+        ALWAYS, counted("resubmitted"), "trajectories: {} re-submitted", quiet=True
+    ),
+    Number("waiting_turns", "", "Turns that wait for an engine").shown(LIVELY, text="queue: {} turns waiting"),
+    Number("waiting_for_room", "", "Of `waiting_turns`: for room in a KV cache").shown(
+        LIVELY, text="queue: {} of them for KV cache", quiet=True
+    ),
+    Number("tools_running", "", "Trajectories in a tool").shown(LIVELY, text="queue: {} tools running"),
+    Number("ready_groups", "", "Groups that wait to be trained").shown(LIVELY, text="queue: {} groups ready to train"),
+]
+"""From the rollout leader's report and from rank 0."""
+
+
+COUNTED = [
+    Number("engines_lost", "", "Engines that ended or hung").shown(
+        ENDED, counted("engine_lost"), "engines: {} lost", head="lost"
+    ),
+    Number("engines_restarted", "", "Engines started again").shown(
+        ENDED, counted("engine_restarted"), "engines: {} restarted"
+    ),
+    Number("pauses", "", "Pauses of admission after failed attempts").shown(
+        ENDED, counted("admission_paused"), "admission: pauses {}", quiet=True
+    ),
+    Number("given_up", "", "Prompts all of whose trajectories failed").shown(
+        ENDED, counted("prompt_given_up"), "admission: prompts given up {}", quiet=True
+    ),
+    Number("kept_trajectories", "", "Finished trajectories that restarts recovered").shown(
+        ENDED, counted("experience_kept", "trajectories"), "recovered: {} trajectories", quiet=True
+    ),
+    Number("kept_unfinished", "", "Unfinished trajectories that restarts recovered by replay of their turns").shown(
+        ENDED, counted("experience_kept", "unfinished"), "recovered: {} unfinished ones", quiet=True
+    ),
+    Number("kept_tokens", "tokens", "Generated tokens of both").shown(
+        ENDED, counted("experience_kept", *KEPT_TOKENS), "recovered: {:,} generated tokens", quiet=True
+    ),
+]
+"""Over all attempts of a run."""
+
+
+def declared(screen: Screen) -> list[Number]:
+    """The numbers of a screen."""
+    return [number for number in (*LIVE, *COLUMNS, *COUNTED) if screen in number.on]
+
+
+def compared() -> list[Number]:
+    """The numbers that ``compare`` has a column for."""
+    return [number for number in (*LIVE, *COLUMNS, *COUNTED) if number.head]
+
+
+def values_of(
+    wanted: Sequence[Number], steps: Lines, log: Lines = (), live: Mapping[str, Any] | None = None
+) -> dict[str, Value]:
+    """Values by name: those of ``live``, else over the steps and events."""
+    known = live or {}
+    return {
+        one.name: known[one.name] if one.name in known else one.over and one.over(one.name, steps, log)
+        for one in wanted
+    }
+
+
+def rows_of(screen: Screen, values: Mapping[str, Value]) -> dict[str, list[Cell]]:
+    """The rows of a screen by label; one whose first number is unknown is a dash."""
+    found: dict[str, list[Cell]] = {}
+    for one in declared(screen):
+        value = values.get(one.name)
+        if not one.text or (one.quiet and not value):
+            continue
+        row = found.setdefault(one.text.partition(":")[0], [])
+        if not row or (value is not None and row[0].value != "-"):
+            row.append(cell(one, value))
+    return found
+
+
+def cell(number: Number, value: Value) -> Cell:
+    """A value in the number's form, a dash where there is none."""
+    words = number.text.partition(": ")[2]
+    form = _FORM.search(words)
+    return Cell("-", "{}") if value is None else Cell(format(value, form[1] if form else ""), _FORM.sub("{}", words))
+
+
+def as_json(record: Any) -> dict[str, Any]:
+    """A record as a plain dictionary for JSON, its ``numbers`` beside its other fields."""
+    fields: dict[str, Any] = msgspec.to_builtins(record)
+    shown: dict[str, Value] = fields.pop("numbers")
+    return fields | shown
