@@ -7,20 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
-from libra_hpc.facts.phases import first_and_last
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.facts.summary import STATE_STYLES, duration
+from libra_hpc.facts.series import first_and_last
+from libra_hpc.facts.summary import duration, state_text
 from libra_hpc.facts.sweep_record import read_member
 from libra_hpc.slurm.queue.run_state import RunState
 
 from . import jobs
-from .output import busy, console, print_json, print_note, show
-from .runs import RUNS, JsonOption, RunsOption, all_runs, attempt, job_id, read_status, rewards
+from .output import busy, console, print_json, print_note, show, table
+from .runs import RUNS, JsonOption, RunsOption, all_runs, identity, read_status, rewards
 
 PLAIN = ("running", "completed")
 """States without a reason to show, unless something is wrong."""
@@ -35,25 +32,20 @@ def list_runs(json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
     if not rows:
         print_note(f"no runs below {runs}/")
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     # The run of a sweep has a long name.
-    table.add_column("run", overflow="fold")
-    for name in ("job", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("attempt", "step", "reward", "updated"):
-        table.add_column(name, no_wrap=True, justify="right")
+    shown = table("run~", "job", "state", "attempt>", "step>", "reward>", "updated>")
     section = ""
     for fact in sorted(rows, key=lambda fact: fact["sweep"]):
         if fact["sweep"] != section:
             section = fact["sweep"]
-            table.add_section()
-            table.add_row(Text(f"sweep {section}", style="bold"))
+            shown.add_section()
+            shown.add_row(Text(f"sweep {section}", style="bold"))
         step = "-" if fact["step"] is None else f"{fact['step']}/{fact['steps']}"
         reward = "-" if fact["reward"] is None else f"{fact['reward_first']:.3f} → {fact['reward']:.3f}"
         updated = "-" if fact["updated_at"] is None else f"{duration(max(time.time() - fact['updated_at'], 0.0))} ago"
-        state = Text(fact["state"].replace("_", " "), style=STATE_STYLES.get(fact["state"], "yellow"))
-        table.add_row(fact["run"], fact["job_id"] or "-", state, str(fact["attempt"] or "-"), step, reward, updated)
-    show(table)
+        state = state_text(fact["state"])
+        shown.add_row(fact["run"], fact["job_id"] or "-", state, str(fact["attempt"] or "-"), step, reward, updated)
+    show(shown)
     for fact in rows:
         if fact["reason"] and fact["state"] not in PLAIN:
             line = Text.assemble((f" {fact['run']}: ", "dim"), fact["reason"])
@@ -73,13 +65,8 @@ def row(run: RunDir, state: RunState) -> dict[str, Any]:
     member = read_member(run)
     first, last = (None, None) if status is None else first_and_last(rewards(run), status.steps)
     return {
-        "run": run.name,
-        "path": str(run.path),
-        "job_id": job_id(run),
-        "cluster": jobs.cluster(run),
-        "attempt": attempt(run),
+        **identity(run, state),
         "sweep": "" if member is None else member.sweep,
-        **msgspec.to_builtins(state),
         "step": None if status is None else status.step,
         "steps": None if status is None else status.steps,
         "reward_first": first,

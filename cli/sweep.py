@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich import box
-from rich.table import Table
 
 from libra_hpc.config import grid
 from libra_hpc.config.grid import Combination
@@ -28,7 +26,7 @@ from libra_hpc.slurm.launch import Launch
 
 from .check import Checked, check_all, load, warn
 from .config_show import OverrideOption, RunFileArgument
-from .output import busy, print_json, print_line, print_note, show
+from .output import busy, print_json, print_line, print_note, show, table
 from .runs import JsonOption, all_runs, job_id
 from .submit import EngineOption, ExecutorOption, create, queue, with_options
 
@@ -220,12 +218,10 @@ def report(name: str, members: Sequence[Member], queued: dict[str, RunDir], *, j
         print_json({"sweep": name, "runs": rows})
         return
     labels = grid.short_keys(list(members[0].combination.values))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("run", "job", *labels.values()):
-        table.add_column(column, overflow="fold")
+    shown = table("run~", "job~", *(f"{label}~" for label in labels.values()))
     for row, member in zip(rows, members, strict=True):
         job = "-" if row["job_id"] is None else f"{row['job_id']}{' (before)' if row['queued_before'] else ''}"
-        table.add_row(row["run"], job, *(one.partition("=")[2] for one in member.combination.overrides))
-    show(table)
+        shown.add_row(row["run"], job, *(one.partition("=")[2] for one in member.combination.overrides))
+    show(shown)
     if queued:
         print_line(f"compare them: libra-hpc compare --sweep {name}")
