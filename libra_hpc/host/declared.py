@@ -10,7 +10,7 @@ from typing import Any
 
 from libra_hpc.errors import invalid
 from libra_hpc.tasks.base import Task
-from libra_hpc.tasks.task_registry import FILE_MODULE
+from libra_hpc.user_file import FILE_MODULE
 
 from .toolproc import ToolRef
 

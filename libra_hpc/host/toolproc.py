@@ -25,7 +25,7 @@ import msgspec
 
 from libra_hpc.process import reaper
 from libra_hpc.protocol.codec import Codec, FrameBuffer
-from libra_hpc.tasks.task_registry import load_file
+from libra_hpc.user_file import load_file
 
 from . import contain
 

@@ -13,6 +13,7 @@ from typing import Any
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, error_text, invalid, nearest
 from libra_hpc.tasks.task_registry import BUILTIN
+from libra_hpc.user_file import FORM
 
 MODEL_FILES = {
     "config.json": ["config.json"],
@@ -70,7 +71,7 @@ def check_task(name: str, options: Iterable[str] = ()) -> None:
     path, separator, wanted = name.rpartition(":")
     if not separator:
         if name not in BUILTIN:
-            raise invalid("task.name", name, "unknown task", [*BUILTIN, "path/to/file.py:ClassName"])
+            raise invalid("task.name", name, "unknown task", [*BUILTIN, FORM])
         module, wanted = BUILTIN[name]
         spec = importlib.util.find_spec(module)
         assert spec is not None
@@ -79,13 +80,9 @@ def check_task(name: str, options: Iterable[str] = ()) -> None:
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8"), path)
     except OSError as error:
-        raise invalid(
-            "task.name", name, f"{path} cannot be read ({error.strerror})", "path/to/file.py:ClassName"
-        ) from error
+        raise invalid("task.name", name, f"{path} cannot be read ({error.strerror})", FORM) from error
     except (SyntaxError, ValueError) as error:
-        raise invalid(
-            "task.name", name, f"{path} is not valid Python ({error})", "path/to/file.py:ClassName"
-        ) from error
+        raise invalid("task.name", name, f"{path} is not valid Python ({error})", FORM) from error
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if wanted not in classes:
         known = f"valid: {', '.join(classes)}{nearest(wanted, classes)}" if classes else "it defines none"

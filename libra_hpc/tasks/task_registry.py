@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
-import sys
-import zlib
 from collections.abc import Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from libra_hpc.errors import UserError, invalid
+from libra_hpc.errors import invalid
+from libra_hpc.user_file import FORM, load_class
 
 if TYPE_CHECKING:
     from .base import Task
@@ -24,59 +20,21 @@ BUILTIN = {
 }
 """Built-in tasks: name -> (module, class)."""
 
-FILE_MODULE = "libra_hpc_task_file_"
-"""Prefix of the module name of a user's file."""
-
-
-def load_file(path: str | Path) -> ModuleType:
-    """Import a user's Python file once, as a module named by its absolute path."""
-    file = Path(path).resolve()
-    name = f"{FILE_MODULE}{zlib.crc32(str(file).encode()):08x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise invalid("task.name", str(path), "is not a Python file", "path/to/file.py:ClassName")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
 
 def task_class(name: str) -> type[Task]:
     """Find a task's class; raises `UserError` for an unknown name, a bad file, or a class that is no task."""
     from .base import Task
 
-    if ":" not in name:
-        if name not in BUILTIN:
-            raise invalid("task.name", name, "no such task", [*BUILTIN, "path/to/file.py:ClassName"])
+    if ":" in name:
+        found = load_class("task.name", name, "Task class", lambda one: issubclass(one, Task))
+    elif name in BUILTIN:
         module_name, class_name = BUILTIN[name]
-        module = importlib.import_module(module_name)
+        found = getattr(importlib.import_module(module_name), class_name)
     else:
-        path, class_name = name.rsplit(":", 1)
-        if not Path(path).is_file():
-            raise invalid("task.name", name, f"no file {path!r}", "path/to/file.py:ClassName")
-        try:
-            module = load_file(path)
-        except UserError:
-            raise
-        except Exception as error:
-            raise invalid("task.name", name, f"{path} does not import ({type(error).__name__}: {error})") from error
-    found = getattr(module, class_name, None)
-    if not (inspect.isclass(found) and issubclass(found, Task)):
-        tasks = [
-            n
-            for n, c in vars(module).items()
-            if inspect.isclass(c) and issubclass(c, Task) and not inspect.isabstract(c)
-        ]
-        raise invalid("task.name", class_name, f"{module.__file__} has no such Task class", tasks)
+        raise invalid("task.name", name, "no such task", [*BUILTIN, FORM])
     if inspect.isabstract(found):
         raise invalid(
-            "task.name", name, f"{class_name!r} does not define {', '.join(sorted(found.__abstractmethods__))}"
+            "task.name", name, f"{found.__name__!r} does not define {', '.join(sorted(found.__abstractmethods__))}"
         )
     return found
 

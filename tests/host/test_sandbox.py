@@ -16,7 +16,7 @@ from libra_hpc.host.declared import tool_refs
 from libra_hpc.host.sandbox import Sandbox
 from libra_hpc.host.toolproc import Ready, ToolDone, from_tool
 from libra_hpc.tasks.base import ToolResult
-from libra_hpc.tasks.task_registry import load_file
+from libra_hpc.user_file import load_file
 from tests.host import sample_tools
 from tests.host.conftest import InSandbox
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .sources import ROOT, imports, name, sources
 
-FREE = {"errors", "files", "compiled"}
+FREE = {"errors", "files", "user_file", "compiled"}
 """Modules beside the rooms that every room may import."""
 GROUPS = {"policies"}
 """Folders whose own folders are the rooms."""

@@ -1,0 +1,59 @@
+"""Classes of a user's Python file, named as ``path/to/file.py:ClassName``."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .errors import invalid
+
+FORM = "path/to/file.py:ClassName"
+FILE_MODULE = "libra_hpc_user_file_"
+"""Prefix of the module name of a user's file."""
+
+
+def absolute(name: str) -> str:
+    """A name for processes that start in another folder; one without a file is returned as it is."""
+    path, separator, class_name = name.rpartition(":")
+    return f"{Path(path).absolute()}:{class_name}" if separator else name
+
+
+def load_file(path: str | Path) -> ModuleType:
+    """Import a Python file once, as a module named by its absolute path."""
+    file = Path(path).resolve()
+    name = f"{FILE_MODULE}{zlib.crc32(str(file).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError("not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def load_class(field: str, name: str, what: str, fits: Callable[[type], bool]) -> type[Any]:
+    """The class of that name; raises `UserError` unless its file imports and it ``fits``, which makes it a ``what``."""
+    path, class_name = name.rsplit(":", 1)
+    if not Path(path).is_file():
+        raise invalid(field, name, f"no file {path!r}", FORM)
+    try:
+        module = load_file(path)
+    except Exception as error:
+        raise invalid(field, name, f"{path} does not import ({type(error).__name__}: {error})") from error
+    found = getattr(module, class_name, None)
+    if inspect.isclass(found) and fits(found):
+        return found
+    fitting = [n for n, c in vars(module).items() if inspect.isclass(c) and fits(c) and not inspect.isabstract(c)]
+    raise invalid(field, class_name, f"{module.__file__} has no such {what}", fitting)
