@@ -50,7 +50,7 @@ from libra_hpc.simulator.simulate import Simulation, simulate
 EVEN_TP = {"documents": 4, "long": 2}
 """Degrees that the search with ``sorted_lengths=False`` chooses for these rows; 8 for the others."""
 EPOCH = ", third epoch"
-"""Rows of `bench.policies` whose prompts have been seen twice before."""
+"""Rows of `bench.scheduling` whose prompts have been seen twice before."""
 BOTH, ALL = ("even", "mix"), ("even", "mix", "wide")
 SCHEDULER_ROWS: dict[str, tuple[tuple[str, ...], int]] = {
     "r2e": (ALL, 1),

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bench.policies import work_of
+from bench.scheduling import work_of
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.steps import StepTimes

@@ -20,15 +20,15 @@ from concurrent.futures import Executor
 from typing import NamedTuple
 
 from bench.fleets_rows import Fleet, engines_of, longest_context, quantile_thresholds, setting_of, settings_of, work
+from bench.policies.admission import Admission, Admitted, KvForecast, KvShare
+from bench.policies.cmlfq_cost import CmlfqCost
+from bench.policies.episode_cap import EpisodeCap
+from bench.policies.probing import LaMlfq
+from bench.policies.tp_sticky import TpSticky
 from libra_hpc.errors import OperationError, UserError
-from libra_hpc.policies.scheduling.baselines.cmlfq_cost import CmlfqCost
-from libra_hpc.policies.scheduling.baselines.la_mlfq import LaMlfq
-from libra_hpc.policies.scheduling.baselines.libra import Libra
-from libra_hpc.policies.scheduling.baselines.tp_sticky import TpSticky
 from libra_hpc.policies.scheduling.protocol import Policy
 from libra_hpc.policies.scheduling.registry import make_policy
-from libra_hpc.simulator.baselines.admission import Admission, Admitted, KvForecast, KvShare
-from libra_hpc.simulator.baselines.episode_cap import EpisodeCap
+from libra_hpc.policies.scheduling.rules.libra import Libra
 from libra_hpc.simulator.simulate import Simulation, simulate
 
 OURS = "cmlfq"

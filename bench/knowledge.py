@@ -1,6 +1,6 @@
 """What more information would bring: C-MLFQ with the true lengths from the k-th turn on, against the oracle.
 
-Engines, batches and seeds are those of `bench.policies`; each policy starts without history.  The truth is the tokens
+Engines, batches and seeds are those of `bench.scheduling`; each policy starts without history.  The truth is the tokens
 left and those that tools will add; not the seconds in tools, nor the engines.  Columns:
 
 - ``0`` to ``10``: the truth from that turn on.  ``0`` minus 1 is what the decisions lose.
@@ -27,7 +27,7 @@ from libra_hpc import compiled
 os.environ[compiled.INTERPRETED] = "1"
 
 from bench.harness import by_work, report
-from bench.policies import BUCKETS, DEVICE, GPUS, MAX_CONTEXT, MODEL, WORK, interval, work_of
+from bench.scheduling import BUCKETS, DEVICE, GPUS, MAX_CONTEXT, MODEL, WORK, interval, work_of
 from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
 from libra_hpc.policies.scheduling.cmlfq.remaining_work import REACH_FACTOR, Cursor, RemainingWorkEstimator
 from libra_hpc.policies.scheduling.protocol import TurnView

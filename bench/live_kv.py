@@ -28,9 +28,9 @@ import msgspec
 
 from bench.harness import median, report
 from bench.live_policies import order, progress
+from bench.policies import POLICIES
 from bench.replay import Replayer, Setup
 from bench.simulated_vs_real import model
-from libra_hpc.policies.scheduling.registry import policy_names
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 
 GROUPS, GROUP_SIZE = 12, 4
@@ -103,11 +103,11 @@ async def measure(cache_mb: int, policies: Sequence[str], seeds: Sequence[int], 
     rows: list[Row] = []
     await replayer.start()
     try:
-        await replayer.play(make_work(-1, WARM_UP_GROUPS), policies[0], WARM_UP_GROUPS)
+        await replayer.play(make_work(-1, WARM_UP_GROUPS), POLICIES[policies[0]], WARM_UP_GROUPS)
         for turn, seed in enumerate(seeds):
             work = make_work(seed)
             for policy in order(list(policies), turn):
-                played = await replayer.play(work, policy, GROUPS)
+                played = await replayer.play(work, POLICIES[policy], GROUPS)
                 seconds = sum(step.seconds for step in played.steps)
                 row = Row(
                     cache_mb=cache_mb,
@@ -158,9 +158,7 @@ def table(rows: Sequence[Row], policies: Sequence[str]) -> list[list[Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "--policies",
-        default="cmlfq,sticky",
-        help=f"the others are compared with the first; of {', '.join(policy_names())}",
+        "--policies", default="cmlfq,sticky", help=f"the others are compared with the first; of {', '.join(POLICIES)}"
     )
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--caches", default="48,192", help="KV cache of an engine, MiB")

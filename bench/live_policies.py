@@ -32,10 +32,10 @@ import msgspec
 
 from bench.harness import ROOT, engine_environment, policy, report
 from bench.live_figures import Figures, by_phase, figures, step_ms, table
+from bench.policies import POLICIES
 from libra_hpc.engine.steplog import read_steps
 from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir, read_lines
-from libra_hpc.policies.scheduling.registry import policy_names
 from libra_hpc.slurm import submit
 from libra_hpc.slurm.devcluster.cluster import Cluster
 from libra_hpc.slurm.site_commands import clean_environment
@@ -101,7 +101,7 @@ def overrides(scheduler: str, seed: int, steps: int, folder: Path) -> list[str]:
         "components.hybrid.nodes=0",
         "components.rollout.nodes=2",
         f"rollout.tp={list(ENGINES.values())}",
-        f"rollout.policy={scheduler}",
+        f"rollout.policy={POLICIES[scheduler]}",
         "rollout.record_steps=true",
         "algorithm.eta=0",
         f"algorithm.prompts_per_step={PROMPTS}",
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument(
         "--policies",
         default="cmlfq,least_loaded",
-        help=f"the first is compared with the others; of {', '.join(policy_names())}",
+        help=f"the first is compared with the others; of {', '.join(POLICIES)}",
     )
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=40)

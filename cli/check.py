@@ -29,6 +29,7 @@ from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.plugins import check_plugin, mpi_plugins
 from libra_hpc.slurm.queue.command import WAYS_OUT
 from libra_hpc.slurm.queue.query import Partition
+from libra_hpc.user_file import absolute
 
 from . import jobs, memory_table
 from .config_show import OverrideOption, RunFileArgument
@@ -142,10 +143,6 @@ def site_config(changes: Mapping[str, object] | None = None) -> RunConfig:
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """``config`` for a job that starts in another folder."""
-    task = config.task.name
-    path, separator, name = task.rpartition(":")
-    if separator:
-        task = f"{Path(path).absolute()}:{name}"
     model = str(Path(config.model.path).absolute()) if config.model.path else ""
     warm_start = str(Path(config.rollout.warm_start).absolute()) if config.rollout.warm_start else ""
     compute = config.compute
@@ -160,8 +157,10 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
             "run": config.run.model_copy(update={"dir": str(folder)}),
             "compute": compute.model_copy(update={"python": python}),
             "model": config.model.model_copy(update={"path": model}),
-            "task": config.task.model_copy(update={"name": task}),
-            "rollout": config.rollout.model_copy(update={"warm_start": warm_start}),
+            "task": config.task.model_copy(update={"name": absolute(config.task.name)}),
+            "rollout": config.rollout.model_copy(
+                update={"warm_start": warm_start, "policy": absolute(config.rollout.policy)}
+            ),
             "planner": config.planner.model_copy(update=_absolute(config.planner)),
             "simulated": config.simulated.model_copy(update=_absolute(config.simulated)),
         }

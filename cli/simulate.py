@@ -15,12 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from libra_hpc.errors import UserError, invalid
+from libra_hpc.policies.scheduling.registry import policy_class, policy_names
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.simulator.compare import Compared, compare
+from libra_hpc.simulator.compare import FIELD, Compared, compare
 from libra_hpc.simulator.engine.sim_engines import build_engines
-from libra_hpc.simulator.policies import ORACLE, parse_policies, simulated_policy_names
 from libra_hpc.simulator.settings import SimSettings
 from libra_hpc.traces.cut import cut_at
+from libra_hpc.user_file import FORM
 
 from .output import busy, print_json, print_line, print_note, show
 from .runs import JsonOption
@@ -29,9 +30,8 @@ from .trace import FileArgument, FormatOption, LimitOption, SkipOption, load
 DEFAULTS = SimSettings()
 LEGEND = """p50, p95, p99: from a trajectory's start to its end; moves: turns on another
 engine than before; re-prefill: tokens computed again; idle: share of the GPUs'
-time; oracle: knows all lengths"""
+time; x best: makespan over the shortest one"""
 """Under the table."""
-MARKS = {"best": "green", "reference": "dim"}
 
 
 def simulate(
@@ -48,7 +48,7 @@ def simulate(
     ] = "qwen3-14b",
     buckets: Annotated[str, typer.Option(metavar="LIST", help="Engines by TP degree.")] = "4xTP1,2xTP2,2xTP4",
     policy: Annotated[
-        str, typer.Option(metavar="LIST", help=f"Of {', '.join(simulated_policy_names())}.")
+        str, typer.Option(metavar="LIST", help=f"Of {', '.join(policy_names())} and {FORM}.")
     ] = "cmlfq,least_loaded,libra",
     batch_groups: Annotated[
         int, typer.Option(min=0, metavar="N", help="Groups per training step; 0: one batch of everything.")
@@ -78,13 +78,10 @@ def simulate(
     format: FormatOption = "auto",
     skip_bad: SkipOption = False,
     limit: LimitOption = None,
-    no_oracle: Annotated[bool, typer.Option("--no-oracle", help="Leave out the clairvoyant reference.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw completions and engines.")] = None,
     json: JsonOption = False,
 ) -> None:
-    names = parse_policies(policy)
-    if ORACLE not in names and not no_oracle:
-        names.append(ORACLE)
+    names = named_policies(policy)
     if eta and not batch_groups:
         raise UserError(f"--eta = {eta}: without --batch-groups there are no training steps to be stale against.")
     for option, value in (("--train-s", train_s), ("--sync-s", sync_s), ("--host-kv-gb", host_kv_gb)):
@@ -113,19 +110,20 @@ def simulate(
         )
     with busy("simulating") as status:
         done = compare(work, fleet.engines, names, settings, started=lambda name: status.update(f"simulating {name}"))
+    shortest = min(one.result.makespan_s for one in done.values())
     if plot is not None:
         from libra_hpc.pictures.simulation_picture import draw
 
-        draw({name: one.result for name, one in done.items()}, f"{file.name}: {fleet.gpus} x {device}, {model}", plot)
+        title = f"{file.name}: {fleet.gpus} x {device}, {model}"
+        draw({label(name): one.result for name, one in done.items()}, title, plot)
     if fleet.empty:
         print_note(f"{fleet.empty} of {gpus} GPUs stay empty: they do not fill another {buckets}")
     if json:
-        reference = done[ORACLE].result.makespan_s if ORACLE in done else None
         rows = {
             name: {
                 **msgspec.to_builtins(one.result),
                 "computed_s": one.computed_s,
-                "ratio_to_oracle": ratio(one, reference),
+                "ratio_to_best": one.result.makespan_s / shortest,
             }
             for name, one in done.items()
         }
@@ -148,8 +146,23 @@ def simulate(
     show(
         Text(f"{fleet.gpus} x {device}, {model}: {len(fleet.engines)} engines ({buckets}); step times: {fleet.source}")
     )
-    show(table(done))
+    show(table(done, shortest))
     print_line(LEGEND)
+
+
+def named_policies(text: str) -> list[str]:
+    """Policies of a comma-separated list, each once, in the order given; raises `UserError` for an unknown one."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise invalid(FIELD, text, "no policy is named", "one or more policies, separated by commas")
+    for name in names:
+        policy_class(name, FIELD)
+    return list(dict.fromkeys(names))
+
+
+def label(name: str) -> str:
+    """A policy's name in the table: of one in a file the class."""
+    return name.rpartition(":")[2]
 
 
 def within(work: Sequence[TrajectoryRecord], max_context: int) -> list[TrajectoryRecord]:
@@ -173,34 +186,26 @@ def most_at_once(work: Sequence[TrajectoryRecord], settings: SimSettings) -> int
     return sum(sizes[: (settings.eta + 1) * settings.batch_groups] if settings.batch_groups else sizes)
 
 
-def ratio(one: Compared, reference: float | None) -> float | None:
-    """Makespan over the oracle's."""
-    return None if not reference else one.result.makespan_s / reference
-
-
-def table(done: dict[str, Compared]) -> Table:
-    """One row a policy; the best makespan besides the oracle's is marked."""
-    reference = done[ORACLE].result.makespan_s if ORACLE in done else None
-    best = min((one.result.makespan_s for name, one in done.items() if name != ORACLE), default=0.0)
+def table(done: dict[str, Compared], shortest: float) -> Table:
+    """One row a policy; that of the ``shortest`` makespan is marked."""
     # Headings of two lines and one space between columns: ten columns in 80.
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0), show_edge=False)
     out.add_column("policy", no_wrap=True, vertical="bottom")
-    headings = ("makespan s", "tokens\n/s", "p50 s", "p95 s", "p99 s", "moves", "re-\nprefill", "idle", "x\noracle")
+    headings = ("makespan s", "tokens\n/s", "p50 s", "p95 s", "p99 s", "moves", "re-\nprefill", "idle", "x\nbest")
     for heading in headings:
         out.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
     for name, one in done.items():
-        result, against, ends = one.result, ratio(one, reference), one.result.completion
-        style = MARKS["reference"] if name == ORACLE else MARKS["best"] if result.makespan_s == best else ""
+        result, ends = one.result, one.result.completion
         out.add_row(
-            name,
+            label(name),
             f"{result.makespan_s:,.1f}",
             f"{result.tokens_per_s:,.0f}",
             *(f"{q:,.1f}" if q < 1000 else f"{q:,.0f}" for q in (ends.p50, ends.p95, ends.p99)),
             f"{result.moves:,}",
             short(result.reprefilled_tokens),
             f"{result.idle_share:.0%}",
-            "-" if against is None else f"{against:.3f}",
-            style=style,
+            f"{result.makespan_s / shortest:.3f}",
+            style="green" if result.makespan_s == shortest else "",
         )
     return out
 

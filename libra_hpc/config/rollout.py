@@ -36,7 +36,8 @@ class RolloutSection(Section):
     engines_per_node: PerNode = 1
     """Engines of a node; a list as for ``tp``."""
     policy: str = "cmlfq"
-    """Scheduling policy that chooses the engine of every turn; `libra-hpc simulate` compares them."""
+    """Scheduling policy that chooses the engine of every turn: cmlfq, least_loaded, libra, sticky, or
+    ``path/to/file.py:ClassName``; `libra-hpc simulate` compares them."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature."""
     max_model_len: Tokens = Field(4096, ge=16)

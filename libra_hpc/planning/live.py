@@ -32,7 +32,7 @@ from .initial import as_planned, hybrid_of, interchangeable, run_file_values
 from .measured_train_speed import core_layout
 from .request import request
 
-SORTING = ("cmlfq", "length_aware", "libra", "seer")
+SORTING = ("cmlfq", "libra")
 """Scheduling policies that send long trajectories to large TP; under others every replica gets a fair sample."""
 
 

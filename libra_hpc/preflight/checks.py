@@ -134,7 +134,7 @@ def component_counts(config: RunConfig) -> Iterator[UserError]:
 
 
 def known_policy(config: RunConfig) -> Iterator[UserError]:
-    """``rollout.policy`` is a scheduling policy for live runs."""
+    """``rollout.policy`` is a scheduling policy that can be made."""
     try:
         check_policy(config.rollout.policy)
     except UserError as error:

@@ -157,15 +157,6 @@ class Agents:
         if sent.request.serial:
             self._act(sent.engine, sent.engine.abort, sent.request)
 
-    def forget(self, trajectory: str) -> None:
-        """All engines drop the cache of a trajectory."""
-        for engine in self.engines.values():
-            self.drop(engine, trajectory)
-
-    def drop(self, engine: Engine, trajectory: str) -> None:
-        """One engine drops the cache of a trajectory."""
-        self._act(engine, engine.drop, trajectory)
-
     def swap(self, version: int) -> None:
         for engine in self.engines.values():
             self._act(engine, engine.swap, version, self._settings.sync_s)

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from libra_hpc.policies.scheduling.protocol import Policy
+from libra_hpc.policies.scheduling.registry import make_policy, policy_class
 from libra_hpc.protocol.trace import TrajectoryRecord
 
-from .foresight import foresight_of
-from .policies import ORACLE, make_simulated_policy
 from .result import SimResult
 from .settings import EngineSpec, SimSettings
 from .simulate import simulate
+
+FIELD = "--policy"
+
+
+@runtime_checkable
+class Foresees(Protocol):
+    """The class of a policy that knows the future, which only a simulator has."""
+
+    def foreseeing(
+        self, work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], settings: SimSettings
+    ) -> Policy:
+        """A policy for exactly this simulation."""
 
 
 class Compared(msgspec.Struct, frozen=True):
@@ -29,18 +42,21 @@ def compare(
     started: Callable[[str], None] = lambda name: None,
     before: Sequence[Sequence[TrajectoryRecord]] = (),
 ) -> dict[str, Compared]:
-    """Simulate every policy; calls ``started(name)`` before each.
+    """Simulate every policy, by its name in a run file; calls ``started(name)`` before each.
 
-    Every policy but the oracle is first trained on the batches ``before``, in order.  Raises `UserError` for what
+    A policy that does not foresee is first trained on the batches ``before``, in order.  Raises `UserError` for what
     cannot be simulated.
     """
     done: dict[str, Compared] = {}
-    foresight = foresight_of(work, engines, settings)
     for name in policies:
         started(name)
-        policy = make_simulated_policy(name, foresight)
-        for earlier in before if name != ORACLE else ():
-            simulate(earlier, engines, policy, settings)
+        found = policy_class(name, FIELD)
+        if isinstance(found, Foresees):
+            policy = found.foreseeing(work, engines, settings)
+        else:
+            policy = make_policy(name, FIELD)
+            for earlier in before:
+                simulate(earlier, engines, policy, settings)
         begin = time.perf_counter()
         result = simulate(work, engines, policy, settings)
         done[name] = Compared(result, time.perf_counter() - begin)

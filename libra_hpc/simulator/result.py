@@ -67,7 +67,7 @@ class SimResult(msgspec.Struct, frozen=True):
     turns: int
     generated_tokens: int
     discarded_tokens: int
-    """Generated for trajectories that were aborted or restarted."""
+    """Generated for trajectories that were restarted."""
     prefilled_tokens: int
     """Computed in prefill, repetitions included."""
     cached_tokens: int
@@ -89,7 +89,6 @@ class SimResult(msgspec.Struct, frozen=True):
     """Of ``moves``: of a running turn."""
     preemptions: int
     recomputed: int
-    abandoned: int
     redirected: int
     """Turns sent to another engine because the chosen one could not hold them."""
     idle_share: float
@@ -113,9 +112,9 @@ class Recorder:
         self.wait_s: list[float] = []
         self.completion_s: list[float] = []
         self.finish_s: list[float] = []
-        self.generated = self.discarded = self.abandoned = self.redirected = self.moves = self.tp_moves = (
-            self.turn_migrations
-        ) = self.waits = self.decisions = 0
+        self.generated = self.discarded = self.redirected = self.moves = self.tp_moves = self.turn_migrations = (
+            self.waits
+        ) = self.decisions = 0
         self._by_level: dict[int, int] = {}
         self._sampled: list[tuple[float, TurnView, Decision]] = []
         self._stride = 1
@@ -181,7 +180,6 @@ class Recorder:
             turn_migrations=self.turn_migrations,
             preemptions=self._preemptions,
             recomputed=self._recomputed,
-            abandoned=self.abandoned,
             redirected=self.redirected,
             idle_share=1.0 - self._busy_s / self._present_s if self._present_s > 0.0 else 0.0,
             decisions=self.decisions,

@@ -22,7 +22,6 @@ from libra_hpc.policies.scheduling.turn_migration import Running
 from libra_hpc.protocol.trace import TrajectoryRecord
 
 from .agents import Agents
-from .deferral import Deferral
 from .event_queue import ROUTING, Events
 from .result import Recorder, SimResult
 from .settings import EngineSpec, SimSettings, Training, check
@@ -53,7 +52,6 @@ class Simulation:
         self.board = Board(settings.max_inflight, settings.adaptive)
         self.recorder = Recorder()
         self._policy = policy
-        self._deferral = Deferral(policy)
         self._queue = Dispatcher(policy, self.board)
         self._groups = grouped(work, settings.seed)
         self._trajectories = {
@@ -118,9 +116,11 @@ class Simulation:
         self._agents.stop()
         self.recorder.discarded += sum(sent.request.generated for sent in self._sent.values())
         self._sent.clear()
-        waiting = [trajectory for trajectory in self._open.values() if trajectory.place != "deferred"]
+        waiting = self.open_trajectories()
         for trajectory in waiting:
-            self._begin_again(trajectory)
+            self.recorder.discarded += trajectory.attained
+            trajectory.begin()
+            self._queue.forget(trajectory.name, trajectory.spec.prompt_id, self.now)
             trajectory.place = "queue"
         self._joining += 1
         self._at(
@@ -171,10 +171,9 @@ class Simulation:
     def _admit(self, _: None = None) -> None:
         for group in self.training.admit():
             for trajectory in self._groups[group]:
-                trajectory.opened_at, trajectory.round = self.now, self.training.round
+                trajectory.opened_at = self.now
                 self._open[trajectory.name] = trajectory
                 self._ready((trajectory, trajectory.epoch))
-            self._deferral.started(self.training.round)
 
     def _ready(self, item: tuple[SimulatedTrajectory, int]) -> None:
         trajectory, epoch = item
@@ -209,10 +208,6 @@ class Simulation:
         trajectory = sent.trajectory
         now = self._active_at = self.now
         self._freed()
-        if trajectory.epoch != sent.epoch:
-            self.recorder.discarded += sent.request.generated
-            self._agents.drop(sent.engine, trajectory.name)
-            return
         del self._sent[trajectory.name]
         if sent.request.left:
             trajectory.interrupted(sent.request.generated, sent.request.high, trajectory.version)
@@ -240,28 +235,8 @@ class Simulation:
         self._queue.finished(trajectory.finished(self.settings.task), now)
         self._kick()
         if self.training.close(trajectory.group, now):
-            for name in self._deferral.finished(trajectory.round, self.open_trajectories(), now):
-                self._abandon(self._trajectories[name])
             self._train()
             self._admit()
-        for held in self._deferral.due(self.open_trajectories()) if self._deferral.holds else ():
-            self._ready((held, held.epoch))
-
-    def _abandon(self, trajectory: SimulatedTrajectory) -> None:
-        """Abort a trajectory until the long round; what it generated is lost."""
-        sent = self._sent.pop(trajectory.name, None)
-        if sent is not None:
-            trajectory.high = max(trajectory.high, sent.request.computed)
-            self._agents.abort(sent)
-        self._agents.forget(trajectory.name)
-        self.recorder.abandoned += 1
-        self._begin_again(trajectory)
-        self._deferral.add(trajectory)
-
-    def _begin_again(self, trajectory: SimulatedTrajectory) -> None:
-        self.recorder.discarded += trajectory.attained
-        trajectory.begin()
-        self._queue.forget(trajectory.name, trajectory.spec.prompt_id, self.now)
 
     # --- migration of running turns
 

@@ -31,7 +31,6 @@ class SimulatedTrajectory:
         "partial",
         "place",
         "ready_at",
-        "round",
         "shared",
         "signals",
         "spec",
@@ -43,10 +42,10 @@ class SimulatedTrajectory:
         self.name, self.spec, self.group = name, spec, group
         self.shared = spec.prompt_tokens
         """Prompt tokens shared by all samples of the group."""
-        self.epoch = self.round = self.version = self.high = 0
+        self.epoch = self.version = self.high = 0
         self.opened_at = self.ready_at = self.asked_at = 0.0
         self.place = ""
-        """``queue``, ``engine``, ``tool``, ``deferred``, ``done``; empty before admission."""
+        """``queue``, ``engine``, ``tool``, ``done``; empty before admission."""
         self.begin()
 
     def begin(self) -> None:
@@ -130,7 +129,7 @@ class SimulatedTrajectory:
 class SentTurn:
     """A turn in flight."""
 
-    __slots__ = ("engine", "epoch", "request", "steps", "trajectory", "turn")
+    __slots__ = ("engine", "request", "steps", "trajectory", "turn")
 
     def __init__(
         self, trajectory: SimulatedTrajectory, turn: TurnView, engine: Engine, request: SimRequest, steps: int
@@ -138,8 +137,6 @@ class SentTurn:
         self.trajectory, self.turn, self.engine, self.request = trajectory, turn, engine, request
         self.steps = steps
         """Steps the engine had reported when the turn was sent."""
-        self.epoch = trajectory.epoch
-        """Epoch of the trajectory when the turn was sent; another one now: it has restarted since."""
 
 
 def grouped(work: Sequence[TrajectoryRecord], seed: int) -> dict[str, list[SimulatedTrajectory]]:

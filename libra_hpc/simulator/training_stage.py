@@ -57,11 +57,6 @@ class TrainingStage:
         self._busy = False
 
     @property
-    def round(self) -> int:
-        """The version new groups count as sampled under."""
-        return self._gate.version if self._gate else 0
-
-    @property
     def done(self) -> bool:
         return not self._unfinished and not self._waiting and not self._busy
 

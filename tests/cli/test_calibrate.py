@@ -64,19 +64,8 @@ def test_a_run_becomes_a_calibration_that_simulate_takes(
         )
     trace = tmp_path / "trace.jsonl"
     write_trace(trace, generate("search", Dials(trajectories=16, seed=1)))
-    simulated = [
-        "simulate",
-        str(trace),
-        "--calibration",
-        str(out),
-        "--device",
-        "a800",
-        "--model",
-        "tiny-1b",
-        "--buckets",
-        "2xTP1,1xTP2",
-        "--no-oracle",
-    ]
+    fleet = ["--device", "a800", "--model", "tiny-1b", "--buckets", "2xTP1,1xTP2"]
+    simulated = ["simulate", str(trace), "--calibration", str(out), *fleet]
     assert run([*simulated, "--policy", "least_loaded", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["source"].startswith("measured: ")
     assert calibrate(out, "--run", recorded, "--name", "h200") == 2

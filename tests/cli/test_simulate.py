@@ -9,10 +9,12 @@ import pytest
 from libra_hpc_cli import output
 from libra_hpc_cli.app import run
 
-from libra_hpc.simulator.policies import simulated_policy_names
+from libra_hpc.policies.scheduling.registry import policy_names
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.read import write_trace
 
+ROOT = Path(__file__).parents[2]
+ORACLE = f"{ROOT}/bench/policies/oracle.py:Oracle"
 FLEET = ["--buckets", "2xTP1,1xTP2", "--model", "qwen3-8b", "--device", "a800"]
 
 
@@ -27,29 +29,29 @@ def simulate(*arguments: str) -> int:
     return run(["simulate", *arguments])
 
 
-def test_json_has_every_policy_against_the_oracle(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate(str(trace), *FLEET, "--gpus", "9", "--policy", "least_loaded,cmlfq", "--json") == 0
+def test_json_has_every_policy_against_the_best(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(str(trace), *FLEET, "--gpus", "9", "--policy", f"least_loaded,cmlfq,{ORACLE}", "--json") == 0
     out = capsys.readouterr()
     answer = json.loads(out.out)
     assert answer["gpus"] == 8
     assert "1 of 9 GPUs stay empty" in out.err
-    assert list(answer["policies"]) == ["least_loaded", "cmlfq", "oracle"]
+    assert list(answer["policies"]) == ["least_loaded", "cmlfq", ORACLE]
     generated = {row["generated_tokens"] for row in answer["policies"].values()}
     assert len(generated) == 1
-    reference = answer["policies"]["oracle"]
-    assert reference["ratio_to_oracle"] == 1.0
+    reference = answer["policies"][ORACLE]
+    assert reference["ratio_to_best"] == 1.0
     for row in answer["policies"].values():
-        assert row["ratio_to_oracle"] == pytest.approx(row["makespan_s"] / reference["makespan_s"])
+        assert row["ratio_to_best"] == pytest.approx(row["makespan_s"] / reference["makespan_s"])
         assert len(row["engines"]) == 6
         assert len(row["finish_s"]) == row["trajectories"] == 32
 
 
 def test_table_fits_and_picture_is_written(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "out.png"
-    assert simulate(str(trace), *FLEET, "--policy", "libra,round_robin", "--no-oracle", "--plot", str(picture)) == 0
+    assert simulate(str(trace), *FLEET, "--policy", f"libra,{ORACLE}", "--plot", str(picture)) == 0
     out = capsys.readouterr().out
     rows = [line.split()[0] for line in out.splitlines() if line.strip()]
-    assert rows[-5:-3] == ["libra", "round_robin"]
+    assert rows[-5:-3] == ["libra", "Oracle"]
     assert "makespan s" in out
     assert "re-prefill: tokens computed again" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -60,27 +62,16 @@ def test_every_policys_row_is_whole_and_no_line_is_too_long(
 ) -> None:
     monkeypatch.chdir(trace.parent)
     monkeypatch.setattr(output, "WIDTH", 80)
-    assert simulate(trace.name, *FLEET, "--policy", ",".join(simulated_policy_names())) == 0
+    assert simulate(trace.name, *FLEET, "--policy", ",".join(policy_names())) == 0
     out = capsys.readouterr().out
     assert "…" not in out
     assert max(map(len, out.splitlines())) <= 80
-    for name in simulated_policy_names():
+    for name in policy_names():
         assert any(len(line.split()) == 10 and line.split()[0] == name for line in out.splitlines()), name
 
 
 def test_steps_under_a_staleness_bound(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        str(trace),
-        *FLEET,
-        "--policy",
-        "least_loaded",
-        "--no-oracle",
-        "--batch-groups",
-        "2",
-        "--train-s",
-        "5",
-        "--json",
-    ]
+    arguments = [str(trace), *FLEET, "--policy", "least_loaded", "--batch-groups", "2", "--train-s", "5", "--json"]
     assert simulate(*arguments, "--eta", "0") == 0
     together = json.loads(capsys.readouterr().out)["policies"]["least_loaded"]
     assert simulate(*arguments, "--eta", "1") == 0
@@ -94,6 +85,8 @@ def test_steps_under_a_staleness_bound(trace: Path, capsys: pytest.CaptureFixtur
     [
         (["--policy", "cmflq"], ["--policy", "did you mean 'cmlfq'"]),
         (["--policy", ","], ["--policy", "no policy"]),
+        (["--policy", "seer"], ["--policy = 'seer': unknown policy", "bench/policies", "cmlfq, least_loaded, libra"]),
+        (["--policy", "absent.py:Mine"], ["--policy = 'absent.py:Mine': no file 'absent.py'"]),
         (["--buckets", "4xTP1,2TP2"], ["--buckets", "2TP2", "4xTP1"]),
         (["--buckets", "0xTP1"], ["--buckets", "0xTP1"]),
         (["--gpus", "3"], ["--gpus = 3", "4 GPUs"]),
@@ -128,7 +121,7 @@ def test_a_trajectory_no_engine_can_hold(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_trajectories_end_at_the_longest_context(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(trace), *FLEET, "--policy", "least_loaded", "--no-oracle", "--json"]
+    arguments = [str(trace), *FLEET, "--policy", "least_loaded", "--json"]
     assert simulate(*arguments) == 0
     whole = json.loads(capsys.readouterr().out)["policies"]["least_loaded"]
     assert simulate(*arguments, "--max-context", "6000") == 0
@@ -141,7 +134,7 @@ def test_trajectories_end_at_the_longest_context(trace: Path, capsys: pytest.Cap
 
 
 def test_fewer_seats_than_trajectories_are_noted(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(trace), *FLEET, "--policy", "least_loaded", "--no-oracle", "--max-num-seqs", "8"]
+    arguments = [str(trace), *FLEET, "--policy", "least_loaded", "--max-num-seqs", "8"]
     assert simulate(*arguments) == 0
     assert "3 engines run at most 24 of 32 trajectories at once" in capsys.readouterr().err
     assert simulate(*arguments, "--batch-groups", "2", "--eta", "1") == 0
@@ -157,7 +150,7 @@ def test_bad_lines_are_passed_over_only_when_asked(tmp_path: Path, capsys: pytes
         " null}]}\n"
     )
     path.write_text(good + "{oops\n")
-    assert simulate(str(path), *FLEET, "--no-oracle") == 2
+    assert simulate(str(path), *FLEET) == 2
     assert "line 2" in capsys.readouterr().err
-    assert simulate(str(path), *FLEET, "--no-oracle", "--skip-bad") == 0
+    assert simulate(str(path), *FLEET, "--skip-bad") == 0
     assert "1 bad lines" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -55,12 +56,16 @@ def test_submit_writes_the_run_directory_and_prints_id_and_folder(site: Path, qu
     assert config["run"]["dir"] == str(site / "runs")
 
 
-def test_the_file_of_a_warm_start_is_absolute_in_a_queued_run(site: Path, queue: Queue, cli: Cli) -> None:
+def test_the_files_of_warm_start_and_policy_are_absolute_in_a_queued_run(site: Path, queue: Queue, cli: Cli) -> None:
     line = {"prompt_id": "a", "sample": 0, "prompt_tokens": 3, "turns": [{"new_tokens": 0, "gen_tokens": 5}]}
     (site / "old.jsonl").write_text(json.dumps(line) + "\n")
-    assert cli("submit", "run.toml", "-o", "rollout.warm_start=old.jsonl").code == 0
+    shutil.copy(Path(__file__).parents[2] / "bench" / "policies" / "round_robin.py", site)
+    named = ("-o", "rollout.warm_start=old.jsonl", "-o", "rollout.policy=round_robin.py:RoundRobin")
+    assert cli("submit", "run.toml", *named).code == 0
     run = RunDir(site / "runs" / "quick-001")
-    assert run.read_json(run.config)["rollout"]["warm_start"] == str(site / "old.jsonl")
+    rollout = run.read_json(run.config)["rollout"]
+    assert rollout["warm_start"] == str(site / "old.jsonl")
+    assert rollout["policy"] == f"{site}/round_robin.py:RoundRobin"
 
 
 def test_parsable_and_json_print_nothing_else(site: Path, queue: Queue, cli: Cli) -> None:

@@ -46,7 +46,7 @@ def test_the_default_configuration_has_no_problem() -> None:
         ({"components": {"train": {"nodes": 0}}}, "components.train.nodes = 0"),
         ({"components": {"rollout": {"nodes": 0}}}, "components.rollout.nodes = 0"),
         ({"rollout": {"policy": "cmlqf"}}, "(did you mean 'cmlfq'?)"),
-        ({"rollout": {"policy": "oracle"}}, "rollout.policy = 'oracle': this policy runs in the simulator only"),
+        ({"rollout": {"policy": "seer"}}, "rollout.policy = 'seer': unknown policy"),
         (
             {"algorithm": {"prompts_per_step": 2, "group_size": 2, "minibatches": 5}},
             "algorithm.minibatches = 5: a global batch has 4 trajectories",

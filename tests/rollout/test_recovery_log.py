@@ -355,7 +355,7 @@ def test_a_full_disk_empties_the_log_until_there_is_room_again(run: Run, monkeyp
     [
         (
             {
-                "rollout": {"tp": 2, "policy": "autellix"},
+                "rollout": {"tp": 2, "policy": "sticky"},
                 "components": {"train": {"nodes": 3}},
                 "algorithm": {"eta": 3},
                 "optimizer": {"lr": 1e-3},

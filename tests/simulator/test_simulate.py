@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 import pytest
@@ -13,7 +13,6 @@ from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
 from libra_hpc.policies.scheduling.turn_migration import Move, Running
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.simulator.abandon import UnfinishedTrajectory
 from libra_hpc.simulator.settings import SimSettings, trajectory_ids
 from libra_hpc.simulator.simulate import Simulation, simulate
 from libra_hpc.simulator.simulated_trajectory import SimulatedTrajectory
@@ -224,41 +223,6 @@ def test_a_controller_sees_counters_and_moves_engines() -> None:
     ).run()
     assert seen == [(4.0, 1, 1, 2), (8.0, 2, 0, 2), (12.0, 1, 0, 1)]
     assert result.makespan_s == 14.0
-
-
-class Tail(Spread):
-    """Aborts ``long`` when the first group has ended."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[tuple[list[str], int, int, float]] = []
-
-    def abandon(
-        self, open: Sequence[UnfinishedTrajectory], finished_groups: int, groups: int, now: float
-    ) -> Sequence[str]:
-        self.asked.append(([t.trajectory for t in open], finished_groups, groups, now))
-        return [t.trajectory for t in open if t.prompt_id == "long"] if finished_groups == 1 else []
-
-
-def test_a_turn_aborted_before_its_arrival_is_never_run() -> None:
-    work = [single("short", 4, 5), TrajectoryRecord("long", 0, 4, (turn(4, tool_s=0.875), turn(36, tool=None)))]
-    result = simulate(work, [spec("e", Linear(400))], Tail(), with_(send_s=0.25, answer_s=0.25))
-    # short ends at 5.5, when long's second turn, ready at 5.375, is in flight; long restarts at once, nothing else
-    # being open.
-    assert result.finish_s == [5.5, 5.5 + (0.25 + 4 + 0.25) + 0.875 + (0.25 + 36 + 0.25)]
-    assert (result.abandoned, result.discarded_tokens, result.generated_tokens) == (1, 4, 45)
-    assert sum(engine.generated_tokens for engine in result.engines) == 49
-
-
-def test_an_aborted_trajectory_restarts_when_the_rest_is_done() -> None:
-    work = [single("short", 4, 5), single("long", 4, 40), single("middle", 4, 10)]
-    policy = Tail()
-    result = simulate(work, [spec("e", Linear(400))], policy, NOW)
-    assert policy.asked == [(["long/0", "middle/0"], 1, 3, 5.0), ([], 2, 3, 10.0), ([], 3, 3, 50.0)]
-    assert result.finish_s == [5.0, 10.0, 50.0]
-    assert (result.abandoned, result.generated_tokens) == (1, 55)
-    # Aborted while its sixth step ran, which still ends.
-    assert result.discarded_tokens == 6
 
 
 def test_of_a_trajectory_that_restarts_only_the_prompt_was_computed() -> None:

@@ -3,48 +3,54 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 from libra_hpc.errors import invalid
+from libra_hpc.user_file import FORM, load_class
 
 from .protocol import Policy
 
-_BASELINES = "libra_hpc.policies.scheduling.baselines"
 _POLICIES: dict[str, tuple[str, str]] = {
-    "autellix": (f"{_BASELINES}.autellix", "Autellix"),
-    "cmlfq": ("libra_hpc.policies.scheduling.cmlfq.causal_mlfq", "CausalMlfq"),
-    "cmlfq_cost": (f"{_BASELINES}.cmlfq_cost", "CmlfqCost"),
-    "la_mlfq": (f"{_BASELINES}.la_mlfq", "LaMlfq"),
-    "least_loaded": (f"{_BASELINES}.least_loaded", "LeastLoaded"),
-    "least_requests": (f"{_BASELINES}.least_loaded", "LeastRequests"),
-    "length_aware": (f"{_BASELINES}.length_aware", "LengthAware"),
-    "libra": (f"{_BASELINES}.libra", "Libra"),
-    "round_robin": (f"{_BASELINES}.round_robin", "RoundRobin"),
-    "seer": (f"{_BASELINES}.seer", "Seer"),
-    "sticky": (f"{_BASELINES}.least_loaded", "Sticky"),
-    "tp_sticky": (f"{_BASELINES}.tp_sticky", "TpSticky"),
+    "cmlfq": ("cmlfq.causal_mlfq", "CausalMlfq"),
+    "least_loaded": ("rules.least_loaded", "LeastLoaded"),
+    "libra": ("rules.libra", "Libra"),
+    "sticky": ("rules.least_loaded", "Sticky"),
 }
-
-SIMULATOR_ONLY = {"oracle": "it knows the future", "tail_batching": "it aborts what a live run has started"}
-"""Policies that no run file may name, and why."""
+"""Module, below this folder, and class."""
+MEMBERS = ("name", "key", "route", "finished", "forget")
+"""What a class has as a `Policy`."""
+FIELD = "rollout.policy"
 
 
 def policy_names() -> tuple[str, ...]:
-    """Names a run file may use, in alphabetical order."""
+    """The library's policies, in alphabetical order."""
     return tuple(_POLICIES)
 
 
-def check_policy(name: str) -> None:
-    """Raise `UserError` if a run file may not use this name."""
-    if name in SIMULATOR_ONLY:
-        why = f"this policy runs in the simulator only: {SIMULATOR_ONLY[name]}"
-        raise invalid("rollout.policy", name, why, policy_names())
+def check_policy(name: str, field: str = FIELD) -> None:
+    """Raise `UserError` unless ``name`` is one of `policy_names`, or a file and class without constructor arguments."""
     if name not in _POLICIES:
-        raise invalid("rollout.policy", name, "unknown policy", policy_names())
+        make_policy(name, field)
 
 
-def make_policy(name: str) -> Policy:
+def policy_class(name: str, field: str = FIELD) -> type[Any]:
+    """The class of a name, or of ``path/to/file.py:ClassName``; ``field`` is named in a `UserError`."""
+    if name in _POLICIES:
+        module, class_name = _POLICIES[name]
+        found: type[Any] = getattr(importlib.import_module(f"{__package__}.{module}"), class_name)
+        return found
+    if ":" not in name:
+        why = "unknown policy (other published rules are files in bench/policies of the sources)"
+        raise invalid(field, name, why, [*_POLICIES, FORM])
+    members = f"class with {', '.join(MEMBERS[:-1])} and {MEMBERS[-1]}"
+    return load_class(field, name, members, lambda found: all(hasattr(found, member) for member in MEMBERS))
+
+
+def make_policy(name: str, field: str = FIELD) -> Policy:
     """A new policy; raises `UserError` like `check_policy`."""
-    check_policy(name)
-    module, class_name = _POLICIES[name]
-    made: Policy = getattr(importlib.import_module(module), class_name)()
+    found = policy_class(name, field)
+    try:
+        made: Policy = found()
+    except Exception as error:
+        raise invalid(field, name, f"{found.__name__} cannot be made without arguments ({error})") from error
     return made

@@ -114,17 +114,6 @@ class BlockCache:
         if len(self) > self._most:
             self._compact()
 
-    def holds(self, trajectory: str) -> bool:
-        """Whether a trajectory has a chain."""
-        return trajectory in self._chains
-
-    def drop(self, trajectory: str) -> None:
-        """Free the chain of a trajectory, which restarts with other tokens."""
-        chain = self._chains.pop(trajectory, None)
-        if chain is not None:
-            self._withdraw(chain)
-            self.free += chain.blocks
-
     def clear(self) -> None:
         """Empty the cache; no request may hold anything."""
         self.free, self.evictable = self.total, 0

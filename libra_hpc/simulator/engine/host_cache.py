@@ -39,9 +39,6 @@ class HostCache:
         while self._free < 0:
             self._free += self._held.popitem(last=False)[1]
 
-    def drop(self, trajectory: str) -> None:
-        self._free += self._held.pop(trajectory, 0)
-
     def clear(self) -> None:
         self._free += sum(self._held.values())
         self._held.clear()

@@ -52,8 +52,6 @@ class Engine:
         self._host = host
         self._batch = SimulatedBatch(self._cache, settings, self.counters, host)
         self._aborted: list[SimRequest] = []
-        self._stale: list[str] = []
-        """Trajectories whose cache is dropped at the next boundary."""
         self._swap: tuple[int, float] | None = None
         self._pausing: int | None = None
         self._pause_at = now
@@ -81,28 +79,9 @@ class Engine:
         self._swap = (version, seconds)
         self._interrupt(now)
 
-    def drop(self, trajectory: str, now: float) -> None:
-        """A trajectory restarts with other tokens: drop its cache at the next step boundary."""
-        # Not at once: the result must not depend on how many steps one event takes.
-        if self._cache.holds(trajectory):
-            self._stale.append(trajectory)
-            if self._stretch.steps:
-                self._interrupt(now)
-            else:
-                self._drop_stale()
-
-    def _drop_stale(self) -> None:
-        for trajectory in self._stale:
-            self._cache.drop(trajectory)
-            if self._host is not None:
-                self._host.drop(trajectory)
-        self._stale.clear()
-
     def advance(self, now: float) -> list[SimRequest]:
         """End what is due at `next_at` and start the next step; returns the requests that ended."""
         done = self._settle(now) if self._stretch.steps else []
-        if self._stale:
-            self._drop_stale()
         if self._pausing is not None:
             self._end_pause(now)
         if self._aborted:

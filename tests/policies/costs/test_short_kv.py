@@ -13,7 +13,7 @@ from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.policies.costs.lengths import observe, sketch
 from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
 from libra_hpc.policies.costs.training_time import BatchWork
-from libra_hpc.policies.scheduling.baselines.least_loaded import LeastLoaded
+from libra_hpc.policies.scheduling.rules.least_loaded import LeastLoaded
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulator.result import SimResult
 from libra_hpc.simulator.settings import EngineSpec, SimSettings

@@ -140,7 +140,7 @@ def drive(
 
 def assert_nothing_is_kept(policy: object) -> None:
     """Every trajectory ended: the policy or rule of admission holds nothing of any."""
-    per_trajectory = ["_prompt", "_level", "_scouts", "_probes", "_programs", "_deferred", "_placed", "_waits", "_live"]
+    per_trajectory = ["_prompt", "_level", "_scouts", "_probes", "_programs", "_placed", "_waits", "_live"]
     per_trajectory += ["_lives", "_tokens", "_open"]
     held = {key: value for key, value in vars(policy).items() if key in per_trajectory}
     assert all(len(value) == 0 for value in held.values()), held

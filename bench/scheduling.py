@@ -6,7 +6,7 @@
 - All policies of a seed get the same trajectories.  Ratios are taken within a seed; their mean has a 95 % interval
   (Student's t over seeds).
 
-    python -m bench.policies [--seeds 5] [--trajectories 512] [--work NAME,...] [--policy NAME,...] [--trace FILE ...]
+    python -m bench.scheduling [--seeds 5] [--trajectories 512] [--work NAME,...] [--policy NAME,...] [--trace FILE ...]
     [--jobs 2]
 """
 
@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import by_work, report
+from bench.policies import POLICIES
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.compare import compare
 from libra_hpc.simulator.engine.sim_engines import build_engines
-from libra_hpc.simulator.policies import parse_policies, simulated_policy_names
 from libra_hpc.simulator.settings import SimSettings
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.read import read_trace
@@ -78,7 +78,7 @@ def play(job: tuple[str, int, int, list[str]]) -> Row:
     if name in WORK:
         settings = SimSettings(max_model_len=MAX_CONTEXT)
         *before, work = [work[start : start + trajectories] for start in range(0, len(work), trajectories)]
-    done = compare(work, built.engines, policies, settings, before=before)
+    done = compare(work, built.engines, [POLICIES[name] for name in policies], settings, before=before)
     return {
         policy: {
             "makespan_s": one.result.makespan_s,
@@ -89,7 +89,7 @@ def play(job: tuple[str, int, int, list[str]]) -> Row:
             "idle": one.result.idle_share,
             "computed_s": one.computed_s,
         }
-        for policy, one in done.items()
+        for policy, one in zip(policies, done.values(), strict=True)
     }
 
 
@@ -136,11 +136,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--trajectories", type=int, default=512)
     parser.add_argument("--work", default="|".join(WORK), help="names separated by |, or '' for traces alone")
-    parser.add_argument("--policy", default=",".join(simulated_policy_names()))
+    parser.add_argument("--policy", default=",".join(POLICIES))
     parser.add_argument("--trace", action="append", default=[])
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    policies = parse_policies(options.policy)
+    policies = list(dict.fromkeys(options.policy.split(",")))
     names = [name for name in options.work.split("|") if name] + options.trace
     jobs = [(name, seed, options.trajectories, policies) for name in names for seed in range(options.seeds)]
     with ProcessPoolExecutor(options.jobs) as pool:
@@ -155,7 +155,7 @@ def main() -> None:
             " repeated"
         ]
         slug = "".join(c if c.isalnum() else "_" for c in label)
-        report(f"policies_{slug}", label, columns=columns, rows=rows_of(rows, policies), notes=notes, raw=rows)
+        report(f"scheduling_{slug}", label, columns=columns, rows=rows_of(rows, policies), notes=notes, raw=rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`oracle`: clairvoyant scheduling, the reference for the other policies.
 
-Its input is the remaining work of every trajectory and the step times (`Foresight`).  `drain` predicts when an engine
-ends its trajectories.
+It runs in the simulator only: its input is the remaining work of every trajectory and the step times (`Foresight`).
+`drain_s` predicts when an engine ends its trajectories.
 
 * Queue order and engine priority -> longest remaining time first (LPT, Graham 1969).
 * First turn -> the engine that ends first with it.  The engine with the prompt of the latest sibling is priced
@@ -16,22 +16,29 @@ The rule is greedy, so its makespan is no proven lower bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from bisect import insort
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from libra_hpc.models.step_times.steps import StepTimes
-from libra_hpc.policies.scheduling.baselines.common import Baseline, eligible, last_engine, wait
 from libra_hpc.policies.scheduling.board import Board, EngineView
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
-
-from .drain import DrainPlan, Load, prefill_s
+from libra_hpc.policies.scheduling.rules.rule import Rule, eligible, last_engine, wait
+from libra_hpc.protocol.trace import TrajectoryRecord
+from libra_hpc.simulator.settings import EngineSpec, SimSettings, trajectory_ids
 
 MARGIN = 0.05
 """Share of the end by which a move or a wait must shorten it.  At 0.02 and less, moves cost more than they gained."""
 PRIORITIES_PER_S = 10
 """Steps of the engine's integer priority per second of remaining time."""
+REUSE = 0.8
+"""A step time is used until the batch has shrunk to this share.
+
+This is exact for the last few trajectories, which decide the end, and costs a logarithmic number of lookups."""
+CHUNK = 2_048
+"""Prompt tokens priced as one prefill chunk (vLLM's chunked prefill)."""
 
 
 class OracleWork(msgspec.Struct, frozen=True):
@@ -55,13 +62,107 @@ class Foresight(NamedTuple):
     """Most sequences an engine runs at once; more may be in flight."""
 
 
+class Load(NamedTuple):
+    """Remaining work of one trajectory at one engine, ordered by tokens to decode."""
+
+    tokens: int
+    """Tokens to decode, >= 1."""
+    name: str
+    prefill_s: float
+    tool_s: float
+    context: int
+    """Mean context over the remaining tokens."""
+
+
+def prefill_s(steps: StepTimes, tokens: int, context: int) -> float:
+    """Seconds that ``tokens`` prompt tokens after ``context`` cached ones add to a decoding engine."""
+    if tokens <= 0:
+        return 0.0
+    chunk = min(tokens, CHUNK)
+    middle = context + tokens // 2
+    return (steps.step_s(1, middle, chunk, middle) - steps.step_s(1, middle)) * tokens / chunk
+
+
+def drain_s(loads: Sequence[Load], steps: StepTimes, slots: int) -> float:
+    """Seconds until the last of ``loads`` (ascending; none: 0.0) ends at an engine with at most ``slots`` turns.
+
+    All trajectories run side by side, and the batch shrinks whenever the one with the fewest remaining tokens ends.  A
+    stage of n tokens between two ends takes
+
+        n * (step_s(batch, KV tokens) * max(1, batch / room) + sum of prefill seconds per token).
+
+    * batch: each trajectory counts by the share of its time outside tools.
+    * room: how many fit into slots and KV cache; beyond it trajectories take turns.
+    * Prefill is spread evenly over a trajectory's tokens.
+    * A trajectory ends with its last stage plus its tool time; the engine ends with its last trajectory.
+    """
+    if not loads:
+        return 0.0
+    pace = steps.step_s(len(loads), sum(load.context for load in loads))
+    shares = [1.0 if load.tool_s <= 0.0 else load.tokens * pace / (load.tokens * pace + load.tool_s) for load in loads]
+    batch = sum(shares)
+    kv = sum(share * load.context for share, load in zip(shares, loads, strict=True))
+    rate = sum(load.prefill_s / load.tokens for load in loads)
+    elapsed = end = priced_s = 0.0
+    priced, done = 2.0 * batch / REUSE, 0
+    for share, load in zip(shares, loads, strict=True):
+        if load.tokens > done:
+            if batch <= REUSE * priced:
+                room = max(1.0, min(float(slots), steps.kv_capacity * batch / max(kv, 1.0)))
+                running = min(batch, room)
+                priced_s = steps.step_s(max(1, round(running)), int(kv * running / batch)) * max(1.0, batch / room)
+                priced = batch
+            elapsed += (load.tokens - done) * (priced_s + rate)
+            done = load.tokens
+        end = max(end, elapsed + load.tool_s)
+        batch = max(batch - share, 1e-9)
+        kv = max(kv - share * load.context, 0.0)
+        rate = max(rate - load.prefill_s / load.tokens, 0.0)
+    return end
+
+
+class DrainPlan:
+    """The trajectories placed at one engine, and when they end."""
+
+    def __init__(self, steps: StepTimes, slots: int) -> None:
+        self.steps, self._slots = steps, slots
+        self._loads: list[Load] = []
+        self._end: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    @property
+    def end_s(self) -> float:
+        if self._end is None:
+            self._end = drain_s(self._loads, self.steps, self._slots)
+        return self._end
+
+    def resize(self, slots: int) -> None:
+        if slots != self._slots:
+            self._slots, self._end = slots, None
+
+    def end_with(self, load: Load) -> float:
+        loads = self._loads.copy()
+        insort(loads, load)
+        return drain_s(loads, self.steps, self._slots)
+
+    def add(self, load: Load) -> None:
+        insort(self._loads, load)
+        self._end = None
+
+    def remove(self, load: Load) -> None:
+        self._loads.remove(load)
+        self._end = None
+
+
 class _Placed(NamedTuple):
     engine: str
     version: int
     load: Load
 
 
-class Oracle(Baseline):
+class Oracle(Rule):
     name = "oracle"
 
     def __init__(self, foresight: Foresight) -> None:
@@ -72,6 +173,13 @@ class Oracle(Baseline):
         """Per waiting turn: the engine, and the value of ``_ends`` when it was chosen."""
         self._ends = 0
         self._siblings: dict[str, str] = {}
+
+    @classmethod
+    def foreseeing(
+        cls, work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], settings: SimSettings
+    ) -> Oracle:
+        """See `Foresees.foreseeing`."""
+        return cls(foresight_of(work, engines, settings))
 
     def key(self, turn: TurnView, now: float) -> float:
         """See `Policy.key`: longest remaining time first, at the speed of one sequence on the largest TP degree."""
@@ -231,3 +339,25 @@ class Oracle(Baseline):
 
 def _full(engine: EngineView) -> bool:
     return not (engine.open and engine.inflight < engine.cap)
+
+
+def foresight_of(work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], settings: SimSettings) -> Foresight:
+    """The future of ``work``, by the names of `trajectory_ids`; a TP degree has the step times of its first engine."""
+    left = {name: _remaining(spec) for name, spec in zip(trajectory_ids(work), work, strict=True)}
+    steps = {engine.tp: engine.steps for engine in reversed(engines)}
+    return Foresight(lambda name, turns: left[name][turns], steps, settings.max_num_seqs)
+
+
+def _remaining(spec: TrajectoryRecord) -> list[OracleWork]:
+    left: list[OracleWork] = []
+    decode = new = 0
+    tool_s = 0.0
+    for index in range(len(spec.turns) - 1, -1, -1):
+        turn = spec.turns[index]
+        decode += turn.gen_tokens
+        tool_s += turn.tool_s
+        fresh = turn.new_tokens if index else spec.prompt_tokens + turn.new_tokens
+        left.append(OracleWork(decode_tokens=decode, fresh_tokens=fresh, new_tokens=new, tool_s=tool_s))
+        new += turn.new_tokens
+    left.reverse()
+    return left

@@ -9,14 +9,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.policies import POLICIES
+from bench.policies.oracle import Foresight, Load, Oracle, OracleWork, drain_s, foresight_of, prefill_s
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
-from libra_hpc.simulator.baselines.drain import Load, drain_s, prefill_s
-from libra_hpc.simulator.baselines.oracle import Foresight, Oracle, OracleWork
-from tests.policies.scheduling.boards import board_of, turn_of
-
-from .futures import Linear
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
+from libra_hpc.simulator.compare import compare
+from libra_hpc.simulator.settings import EngineSpec, SimSettings
+from libra_hpc.traces.generate import Dials, generate
+from tests.policies.scheduling.boards import assert_nothing_is_kept, board_of, drive, random_lengths, turn_of
 
 MIXED = (("one", 1), ("uno", 1), ("two", 2), ("four", 4))
+
+
+class Linear:
+    """Step times: a base, and a slope per sequence, per cached token and per prefilled token."""
+
+    source = "made up"
+
+    def __init__(self, tp: int, kv_capacity: int = 100_000) -> None:
+        self.tp, self.kv_capacity = tp, kv_capacity
+        self._base = 0.02 / float(tp**0.65)
+
+    def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
+        """See `StepTimes`."""
+        return self._base * (1.0 + decodes / 64 + kv_tokens / 200_000 + prefill / 250)
 
 
 def load(tokens: int, name: str = "", prefill: float = 0.0, tools: float = 0.0, context: int = 0) -> Load:
@@ -174,3 +190,50 @@ def test_random_truth_is_followed_to_the_end() -> None:
         ends[decision.engine].append(load(tokens, turn.trajectory, 0.0, 0.0, 100 + tokens // 2))
     finish = [drain_s(sorted(loads), Linear(board.engines[name].tp), 40) for name, loads in ends.items()]
     assert max(finish) < 1.3 * min(finish), "all engines end at about the same time"
+
+
+class Truth:
+    """Remaining work of the trajectories of `drive`."""
+
+    def __init__(self, lengths: dict[str, list[int]]) -> None:
+        self._lengths = lengths
+
+    def __call__(self, trajectory: str, turns: int) -> OracleWork:
+        left = self._lengths[trajectory][turns:]
+        return OracleWork(sum(left), 50 if turns else 500, 50 * (len(left) - 1), 1.0 * (len(left) - 1))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32))
+def test_everything_is_served_and_nothing_is_kept_of_it(seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = random_lengths(rng, groups=rng.randint(1, 12))
+    policy = Oracle(Foresight(Truth(lengths), {tp: Linear(tp) for tp in (1, 2, 4)}, 64))
+    assert sorted(drive(policy, board_of(*MIXED, cap=2), lengths, rng)) == sorted(lengths)
+    assert_nothing_is_kept(policy)
+
+
+def test_the_future_of_each_turn() -> None:
+    turns = (TurnRecord(0, 100, "run", "ok", 2.0), TurnRecord(30, 50, "run", "ok", 4.0), TurnRecord(7, 20))
+    engines = [EngineSpec("a", 1, Linear(1)), EngineSpec("b", 1, Linear(1)), EngineSpec("c", 4, Linear(4))]
+    future = foresight_of([TrajectoryRecord("p", 0, 500, turns)], engines, SimSettings(max_num_seqs=8))
+    name = "p/0"
+    assert future.truth(name, 0) == OracleWork(170, 500, 37, 6.0)
+    assert future.truth(name, 1) == OracleWork(70, 30, 7, 4.0)
+    assert future.truth(name, 2) == OracleWork(20, 7, 0, 0.0)
+    assert {tp: steps.tp for tp, steps in future.steps.items()} == {1: 1, 4: 4}
+    assert future.max_num_seqs == 8
+
+
+@pytest.mark.parametrize("preset", ["search", "math"])
+def test_no_rule_ends_sooner_than_the_oracle(preset: str) -> None:
+    work = generate(preset, Dials(trajectories=64, group=8, seed=3, max_context=60_000))
+    engines = [
+        EngineSpec(f"{tp}-{i}", tp, Linear(tp, 400_000 * tp))
+        for tp, count in ((1, 4), (2, 2), (4, 1))
+        for i in range(count)
+    ]
+    names = {file: name for name, file in POLICIES.items() if name != "cmlfq"}
+    done = compare(work, engines, list(names), SimSettings(max_num_seqs=16, max_inflight=24))
+    ends = {names[file]: one.result.makespan_s for file, one in done.items()}
+    assert min(ends, key=ends.__getitem__) == "oracle", ends

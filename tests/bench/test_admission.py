@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from libra_hpc.policies.scheduling.baselines.least_loaded import LeastLoaded
+from bench.policies.admission import FIRST_WEIGHT, Admission, Admitted, KvForecast, KvShare
+from bench.policies.episode_cap import HARDER_CUT, POLL_S, EpisodeCap
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.policies.scheduling.registry import make_policy, policy_names
+from libra_hpc.policies.scheduling.rules.least_loaded import LeastLoaded
 from libra_hpc.protocol.rollout import EngineStats
-from libra_hpc.simulator.baselines.admission import FIRST_WEIGHT, Admission, Admitted, KvForecast, KvShare
-from libra_hpc.simulator.baselines.episode_cap import HARDER_CUT, POLL_S, EpisodeCap
 from tests.policies.scheduling.boards import assert_nothing_is_kept, board_of, drive, ended, random_lengths, turn_of
 
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
-
-from .common import Baseline, eligible, wait
+from libra_hpc.policies.scheduling.rules.rule import Rule, eligible, wait
 
 QUANTUM_S = 2.0
 """Seconds of service in queue 0; quanta double, as in FastServe."""
@@ -50,7 +49,7 @@ def lower_bound_s(queue: int) -> float:
     return QUANTUM_S * 2.0 ** (queue - 1) if queue else 0.0
 
 
-class Autellix(Baseline):
+class Autellix(Rule):
     """Least attained service first, with data locality."""
 
     name = "autellix"

@@ -1,4 +1,4 @@
-"""What the baselines share: eligible engines, live trajectories per engine, probes, preferred TP degrees."""
+"""What rules share: eligible engines, live trajectories per engine, preferred TP degrees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from libra_hpc.policies.scheduling.board import Board, EngineView
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
 
 
-class Baseline:
+class Rule:
     """First come, first served, without learning, unless a subclass overrides it."""
 
     name = ""
@@ -64,33 +64,6 @@ def first_of_tps(
         if members:
             return min(members, key=load)
     return None
-
-
-class Probes:
-    """One trajectory of each prompt that goes first, until it ends."""
-
-    def __init__(self) -> None:
-        self._first: dict[str, str] = {}
-        self._prompt: dict[str, str] = {}
-
-    def __len__(self) -> int:
-        return len(self._prompt)
-
-    def of(self, prompt_id: str) -> str | None:
-        """The present probe of a prompt."""
-        return self._first.get(prompt_id)
-
-    def claim(self, turn: TurnView) -> str:
-        """The probe of the turn's prompt; without one, the turn's trajectory becomes it."""
-        first = self._first.setdefault(turn.prompt_id, turn.trajectory)
-        self._prompt[first] = turn.prompt_id
-        return first
-
-    def drop(self, trajectory: str) -> None:
-        """A trajectory ended: the next `claim` replaces it."""
-        prompt = self._prompt.pop(trajectory, None)
-        if prompt is not None:
-            del self._first[prompt]
 
 
 class LiveTrajectories:

@@ -1,9 +1,8 @@
-"""Three rules that ignore lengths and prompts: every turn goes to the engine with the least load.
+"""Two rules that ignore lengths and prompts: every turn goes to the engine with the least load.
 
 - `least_loaded`: KV tokens of turns in flight.  Ties: fewer turns, then the engine of the last turn, then the first to
   join.  A trajectory in a tool call counts nothing.
-- `least_requests`: turns in flight, ties rotating; "least connections" of Libra's ``load_balance`` and vLLM's routers.
-- `sticky`: the engine of the last turn while it is eligible, else the fewest turns in flight; verl's
+- `sticky`: the engine of the last turn while it is eligible, else the fewest turns in flight, ties rotating; verl's
   ``GlobalRequestLoadBalancer``.
 """
 
@@ -12,12 +11,10 @@ from __future__ import annotations
 from libra_hpc.policies.scheduling.board import Board, EngineView
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
 
-from .common import Baseline, eligible, last_engine, wait
-
-_REQUESTS = "{engine} has the fewest turns in flight: {inflight:.0f}"
+from .rule import Rule, eligible, last_engine, wait
 
 
-class LeastLoaded(Baseline):
+class LeastLoaded(Rule):
     """Fewest KV tokens in flight."""
 
     name = "least_loaded"
@@ -33,10 +30,10 @@ class LeastLoaded(Baseline):
         return Decision(engine=best.engine, priority=0, level=best.level, template=reason, numbers=numbers)
 
 
-class LeastRequests(Baseline):
-    """Fewest turns in flight."""
+class Sticky(Rule):
+    """The engine of the last turn, else the fewest turns in flight."""
 
-    name = "least_requests"
+    name = "sticky"
 
     def __init__(self) -> None:
         self._used: dict[str, int] = {}
@@ -47,24 +44,13 @@ class LeastRequests(Baseline):
         free = eligible(turn, board)
         if not free:
             return wait(board)
-        best = min(free, key=lambda e: (e.inflight, self._used.get(e.engine, 0)))
-        self._count += 1
-        self._used[best.engine] = self._count
-        return Decision(engine=best.engine, priority=0, level=best.level, template=_REQUESTS, numbers=_numbers(best))
-
-
-class Sticky(LeastRequests):
-    """The engine of the last turn, else the fewest turns in flight."""
-
-    name = "sticky"
-
-    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-        """See `Policy.route`."""
-        last = last_engine(turn, eligible(turn, board))
-        if last is not None:
-            reason = "{engine} ran the last turn"
-            return Decision(engine=last.engine, priority=0, level=last.level, template=reason, numbers=_numbers(last))
-        return super().route(turn, board, now)
+        best, reason = last_engine(turn, free), "{engine} ran the last turn"
+        if best is None:
+            best = min(free, key=lambda e: (e.inflight, self._used.get(e.engine, 0)))
+            self._count += 1
+            self._used[best.engine] = self._count
+            reason = "{engine} has the fewest turns in flight: {inflight:.0f}"
+        return Decision(engine=best.engine, priority=0, level=best.level, template=reason, numbers=_numbers(best))
 
 
 def _numbers(engine: EngineView) -> dict[str, float | str]:

@@ -15,12 +15,12 @@ from __future__ import annotations
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
 
-from .common import Baseline, eligible, last_engine, wait
 from .length_buckets import MAX_QUEUE_LENGTH, THRESHOLDS, LengthBuckets
 from .prefix_tree import PrefixTree
+from .rule import Rule, eligible, last_engine, wait
 
 
-class Libra(Baseline):
+class Libra(Rule):
     """Moves when mean and 90th percentile of the remaining tokens agree."""
 
     name = "libra"

@@ -17,16 +17,15 @@ from bisect import bisect_left
 
 from libra_hpc.policies.scheduling.board import Board, EngineView
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
-
-from .common import Baseline, LiveTrajectories, eligible, first_of_tps, last_engine, wait
-from .length_buckets import MAX_QUEUE_LENGTH, THRESHOLDS
-from .prefix_tree import PrefixNode, PrefixTree
+from libra_hpc.policies.scheduling.rules.length_buckets import MAX_QUEUE_LENGTH, THRESHOLDS
+from libra_hpc.policies.scheduling.rules.prefix_tree import PrefixNode, PrefixTree
+from libra_hpc.policies.scheduling.rules.rule import LiveTrajectories, Rule, eligible, first_of_tps, last_engine, wait
 
 Bins = list[tuple[float, float]]
 """(share of the samples, their mean remaining tokens)."""
 
 
-class CmlfqCost(Baseline):
+class CmlfqCost(Rule):
     """The engine of the least expected decode and move seconds; ``max_queue_length`` <= 0 means no limit."""
 
     name = "cmlfq_cost"

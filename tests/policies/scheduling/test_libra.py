@@ -1,15 +1,12 @@
-"""The rules with a model of length: Libra's C-MLFQ, LA-MLFQ and Seer."""
+"""Libra's rule: its buckets of length, its prefix tree, and when a trajectory moves."""
 
 from __future__ import annotations
 
 import pytest
 
-from libra_hpc.policies.scheduling.baselines.la_mlfq import FOLLOW_S, LaMlfq
-from libra_hpc.policies.scheduling.baselines.length_buckets import LengthBuckets
-from libra_hpc.policies.scheduling.baselines.libra import Libra
-from libra_hpc.policies.scheduling.baselines.prefix_tree import RING, PrefixNode, PrefixTree, symbol
-from libra_hpc.policies.scheduling.baselines.seer import Seer
-from libra_hpc.policies.scheduling.dispatch import Dispatcher
+from libra_hpc.policies.scheduling.rules.length_buckets import LengthBuckets
+from libra_hpc.policies.scheduling.rules.libra import Libra
+from libra_hpc.policies.scheduling.rules.prefix_tree import RING, PrefixNode, PrefixTree, symbol
 from libra_hpc.protocol.env import Signal
 
 from .boards import ERROR, OK, board_of, ended, turn_of
@@ -120,73 +117,3 @@ def test_libra_counts_a_trajectory_until_it_ends() -> None:
     assert [policy.route(turn_of(f"t{i}"), board, 0.0).engine for i in range(3)] == ["a", "b", "a"]
     policy.finished(ended("t1", "p", 10), 1.0)
     assert policy.route(turn_of("t4"), board, 1.0).engine == "b"
-
-
-def test_la_mlfq_siblings_follow_their_scout() -> None:
-    policy, board = LaMlfq(), board_of(*MIXED)
-    dispatcher = Dispatcher(policy, board)
-    for i in range(3):
-        dispatcher.ready(turn_of(f"t{i}", "p"), 0.0)
-    dispatcher.ready(turn_of("other", "q", ready=1.0), 1.0)
-    sent = dispatcher.dispatch(1.0)
-    assert [(turn.trajectory, d.level) for turn, d in sent] == [("t0", 0), ("other", 0)]
-    dispatcher.finished(ended("t0", "p", 9_000), 20.0)
-    sent = dispatcher.dispatch(20.0)
-    assert [(turn.trajectory, d.engine) for turn, d in sent] == [("t1", "two"), ("t2", "two")]
-
-
-def test_la_mlfq_patience_and_lost_scouts() -> None:
-    policy, board = LaMlfq(), board_of(*MIXED)
-    dispatcher = Dispatcher(policy, board)
-    for i in range(3):
-        dispatcher.ready(turn_of(f"t{i}", "p"), 0.0)
-    assert [turn.trajectory for turn, _ in dispatcher.dispatch(0.0)] == ["t0"]
-    assert dispatcher.dispatch(FOLLOW_S - 1.0) == []
-    dispatcher.forget("t0", "p", 5.0)
-    assert [turn.trajectory for turn, _ in dispatcher.dispatch(5.0)] == ["t1"], "a new scout"
-    assert [(turn.trajectory, d.level) for turn, d in dispatcher.dispatch(FOLLOW_S)] == [("t2", 0)], (
-        "a minute is enough"
-    )
-
-
-def test_la_mlfq_climbs_by_attained_service_and_forgets_old_history() -> None:
-    policy, board = LaMlfq(), board_of(*MIXED)
-    assert policy.route(turn_of("t"), board, 0.0).engine == "one"
-    stays = policy.route(turn_of("t", at="one", turns=1, attained=4_000), board, 1.0)
-    assert stays.reason == "stay in bucket 0 on one"
-    assert policy.route(turn_of("t", at="one", turns=2, attained=4_001), board, 2.0).engine == "two"
-    policy.finished(ended("t", "p", 4_001, version=0), 3.0)
-    policy.finished(ended("x", "q", 10, version=5), 4.0)
-    assert policy.route(turn_of("s"), board, 5.0).level == 1
-    policy.finished(ended("y", "q", 10, version=6), 6.0)
-    assert policy.route(turn_of("r", "p"), board, 7.0).level == 0, "history of six versions ago: a scout again"
-
-
-def test_seer_probes_first_then_longest_groups_first() -> None:
-    policy, board = Seer(), board_of(("a", 1), cap=1)
-    dispatcher = Dispatcher(policy, board)
-    for name in ("short/0", "short/1", "long/0", "long/1", "new/0", "new/1"):
-        dispatcher.ready(turn_of(name, name.split("/")[0]), 0.0)
-    order = []
-    for _ in range(6):
-        ((turn, decision),) = dispatcher.dispatch(1.0)
-        order.append(turn.trajectory)
-        board.answered("a", 500)
-        if turn.trajectory in ("short/0", "long/0"):
-            dispatcher.finished(
-                ended(turn.trajectory, turn.prompt_id, {"short/0": 100, "long/0": 9_000}[turn.trajectory]), 1.0
-            )
-    assert order == ["short/0", "long/0", "new/0", "new/1", "long/1", "short/1"], (
-        "probes; the unknown group; the long one; the short one"
-    )
-    assert decision.reason == "group of 100 tokens: a has the fewest KV tokens in flight"
-
-
-def test_seer_probes_shortest_first_and_stays_unless_kv_is_pooled() -> None:
-    policy, board = Seer(), board_of(("a", 1), ("b", 1))
-    young, old = turn_of("x", "p", attained=10), turn_of("y", "q", attained=500)
-    assert policy.key(young, 0.0) < policy.key(old, 0.0) < policy.key(turn_of("z", "p"), 0.0)
-    board.sent("a", 90_000)
-    gap = turn_of("x", "p", at="a", turns=1)
-    assert policy.route(gap, board, 0.0).engine == "a"
-    assert Seer(pooled=True).route(gap, board, 0.0).engine == "b"

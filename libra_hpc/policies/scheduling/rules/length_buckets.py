@@ -15,7 +15,7 @@ from bisect import bisect_left
 from libra_hpc.policies.scheduling.board import Board, EngineView
 from libra_hpc.policies.scheduling.protocol import TurnView
 
-from .common import LiveTrajectories, eligible, first_of_tps
+from .rule import LiveTrajectories, eligible, first_of_tps
 
 THRESHOLDS = (4_000, 12_000, 30_000)
 """Tokens: upper bounds of TP 1, 2 and 4 in the published 48-GPU configuration."""

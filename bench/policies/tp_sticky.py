@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
+from libra_hpc.policies.scheduling.rules.rule import LiveTrajectories, Rule, eligible, last_engine, wait
 
-from .common import Baseline, LiveTrajectories, eligible, last_engine, wait
 
-
-class TpSticky(Baseline):
+class TpSticky(Rule):
     """Least load per GPU, then sticky."""
 
     name = "tp_sticky"

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
+from libra_hpc.policies.scheduling.rules.rule import Rule, eligible, wait
 
-from .common import Baseline, eligible, wait
 
-
-class RoundRobin(Baseline):
+class RoundRobin(Rule):
     """The next eligible engine in the order they joined."""
 
     name = "round_robin"

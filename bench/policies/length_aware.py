@@ -11,8 +11,7 @@ from bisect import bisect_left
 
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
-
-from .common import Baseline, LiveTrajectories, eligible, first_of_tps, wait
+from libra_hpc.policies.scheduling.rules.rule import LiveTrajectories, Rule, eligible, first_of_tps, wait
 
 THRESHOLDS = (5_000, 10_000, 15_000)
 """Prompt tokens: upper bound of each list but the last."""
@@ -21,7 +20,7 @@ PREFERRED = ((1, 2), (2, 4), (4, 8), (8, 4))
 """TP degrees of each list, in order of preference."""
 
 
-class LengthAware(Baseline):
+class LengthAware(Rule):
     """Routes by prompt tokens; ``preferred`` has one entry more than ``thresholds``."""
 
     name = "length_aware"

@@ -1,0 +1,24 @@
+"""Published scheduling policies that the library does not have, one file each: any `rollout.policy` may name one.
+
+Each file imports only `libra_hpc`, so that ``bench/policies/autellix.py:Autellix`` also works in a run file.
+"""
+
+from pathlib import Path
+
+from libra_hpc.policies.scheduling.registry import policy_names
+
+FILES = {
+    "autellix": "autellix.py:Autellix",
+    "cmlfq_cost": "cmlfq_cost.py:CmlfqCost",
+    "la_mlfq": "probing.py:LaMlfq",
+    "length_aware": "length_aware.py:LengthAware",
+    "oracle": "oracle.py:Oracle",
+    "round_robin": "round_robin.py:RoundRobin",
+    "seer": "probing.py:Seer",
+    "tp_sticky": "tp_sticky.py:TpSticky",
+}
+"""Name -> file of this folder and class; ``oracle`` runs in the simulator only."""
+POLICIES = {name: name for name in policy_names()} | {
+    name: str(Path(__file__).with_name(file)) for name, file in FILES.items()
+}
+"""Name in tables -> name in a run file: the library's policies and those of this folder."""

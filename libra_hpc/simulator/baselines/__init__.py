@@ -1,1 +1,0 @@
-"""Policies for simulations only: the clairvoyant oracle, and tail batching, which aborts running trajectories."""
