@@ -25,7 +25,8 @@ from libra_hpc.trainer.device import choose_device, local_store
 from libra_hpc.trainer.elastic import ElasticReplicas
 from libra_hpc.trainer.grpo_trainer import GrpoTrainer
 from libra_hpc.trainer.measure import batches, random_samples
-from libra_hpc.trainer.model.attention import Kernel, checked_segments, has_segments, rectangles
+from libra_hpc.trainer.model.attention import Kernel, has_segments, rectangles
+from libra_hpc.trainer.model.attention_check import checked_segments
 from libra_hpc.trainer.model.megatron_model import attend_with
 from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.settings import algorithm_settings, optimizer_settings

@@ -21,7 +21,7 @@ from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.policies.costs.lengths import lognormal, sketch
 from libra_hpc.policies.costs.training_time import BatchWork
-from libra_hpc.policies.search.best_plan import ROLLOUT_TP, DevicePool, PlanResult, plan
+from libra_hpc.policies.search.best_plan import ROLLOUT_TP, DevicePool, PlanResult, PlanSearch
 
 RUNS = 5
 CASES = ((48, 512, 0.05), (1024, 4096, 1.0), (10240, 16384, 10.0))
@@ -45,7 +45,8 @@ def main() -> None:
             for _ in range(RUNS):
                 started = time.process_time()
                 batch = BatchWork(trajectories, sketch(observed, trajectories), eta)
-                result = plan(shape, [DevicePool(gpu, gpus // gpu.devices_per_node, gpu.devices_per_node)], batch)
+                pool = DevicePool(gpu, gpus // gpu.devices_per_node, gpu.devices_per_node)
+                result = PlanSearch(shape, [pool], batch).run()
                 seconds.append(time.process_time() - started)
             assert result is not None
             rows.append(row(gpus, trajectories, eta=eta, seconds=seconds, goal=goal, result=result))

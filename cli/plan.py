@@ -24,7 +24,7 @@ from libra_hpc.planning.request import PlanRequest, check_gpus, request
 from libra_hpc.planning.simulated_plan import simulated_plans
 from libra_hpc.planning.work import Assumed
 from libra_hpc.policies.search.best_plan import PlanResult, PlanSearch, RunPlan
-from libra_hpc.policies.search.scaling_curve import Point, knee, steps, sweep
+from libra_hpc.policies.search.scaling_curve import ScalingPoint, knee, steps, sweep
 
 from . import plan_tables
 from .config_show import OverrideOption, RunFileArgument
@@ -255,7 +255,7 @@ def show_sweep(asked: PlanRequest, search: PlanSearch, low: int, high: int, *, j
     print_line(knee_words(points, at))
 
 
-def knee_words(points: list[Point], at: int | None) -> str:
+def knee_words(points: list[ScalingPoint], at: int | None) -> str:
     """The knee of the curve in one line."""
     if at is None:
         return (

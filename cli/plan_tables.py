@@ -13,7 +13,7 @@ from libra_hpc.models.memory import USABLE
 from libra_hpc.planning.request import PlanRequest, describe
 from libra_hpc.policies.costs.training_time import TrainTime
 from libra_hpc.policies.search.best_plan import PlanResult, RunPlan
-from libra_hpc.policies.search.scaling_curve import Point
+from libra_hpc.policies.search.scaling_curve import ScalingPoint
 
 from .output import print_line, show
 
@@ -120,11 +120,11 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
         alone = ", ".join(f"{_pool(asked, pool)}TP{tp} {_s(seconds)}" for pool, tp, seconds in result.alone)
         show(Text(f"rollout of these nodes with one TP alone: {alone}"))
     engines = sum(segment.replicas for segment in best.rollout.segments)
-    seats, most = engines * asked.options.max_num_seqs, asked.batch.trajectories
-    if seats < most:
+    slots, most = engines * asked.options.max_num_seqs, asked.batch.trajectories
+    if slots < most:
         show(
             Text(
-                f"note: its {engines} engines run at most {seats:,} of a batch's {most:,} trajectories at once"
+                f"note: its {engines} engines run at most {slots:,} of a batch's {most:,} trajectories at once"
                 f" (rollout.max_num_seqs = {asked.options.max_num_seqs})"
             )
         )
@@ -225,7 +225,7 @@ def excluded(result: PlanResult) -> Table:
     return table
 
 
-def curve(points: Sequence[Point], at: int | None) -> Table:
+def curve(points: Sequence[ScalingPoint], at: int | None) -> Table:
     """The scaling curve; ``at`` is the index of its knee."""
     table = _table(
         ("GPUs", "right"),

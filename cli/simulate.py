@@ -102,10 +102,10 @@ def simulate(
         max_num_batched_tokens=max(DEFAULTS.max_num_batched_tokens, max_num_seqs),
         max_model_len=max_context,
     )
-    seats, most = max_num_seqs * len(fleet.engines), most_at_once(work, settings)
-    if seats < most:
+    slots, most = max_num_seqs * len(fleet.engines), most_at_once(work, settings)
+    if slots < most:
         print_note(
-            f"{len(fleet.engines)} engines run at most {seats:,} of {most:,} trajectories at once, the others wait"
+            f"{len(fleet.engines)} engines run at most {slots:,} of {most:,} trajectories at once, the others wait"
             f" (--max-num-seqs {max_num_seqs})"
         )
     with busy("simulating") as status:

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from libra_hpc.policies.scheduling.board import Board, EngineView
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, Policy, TurnView
-from libra_hpc.policies.scheduling.turn_migration import Move, Rebalances, Running
+from libra_hpc.policies.scheduling.turn_migration import Rebalances, Running, TurnMigration
 
 FIRST_CONTEXT: Final = 0.25
 """Share of the longest context.  Half is as good where KV is short, and costs 2 % where it suffices."""
@@ -74,7 +74,7 @@ class Admitted:
             admission.sent(turn, decision.engine)
         return decision
 
-    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
+    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[TurnMigration]:
         """See `Rebalances.rebalance`."""
         policy = self._policy
         return list(policy.rebalance(running, board, now)) if isinstance(policy, Rebalances) else []

@@ -9,12 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from libra_hpc.policies.search.best_plan import RunPlan
-from libra_hpc.policies.search.scaling_curve import Point, knee
+from libra_hpc.policies.search.scaling_curve import ScalingPoint, knee
 
 from .figure_style import GREEN, GREY, GRID, PINK, ROLLOUT, TRAIN, figure, save, style
 
 
-def draw_sweep(points: Sequence[Point], title: str, out: Path) -> None:
+def draw_sweep(points: Sequence[ScalingPoint], title: str, out: Path) -> None:
     drawn, panel = _panel(title)
     known = [(p.devices, p.plan.tokens_s) for p in points if p.plan is not None]
     x, y = [k[0] for k in known], [k[1] for k in known]

@@ -23,7 +23,7 @@ from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.train_speed import FIELD, TrainSample, TrainSpeed, load_speed
 from libra_hpc.policies.costs.factors import Factors
 from libra_hpc.policies.costs.lengths import TrajectoryLengths, sketch
-from libra_hpc.policies.costs.training_time import BatchWork, Beside, TrainCost, TrainTime
+from libra_hpc.policies.costs.training_time import BatchWork, HybridWorlds, TrainCost, TrainTime
 
 WARM_UP_STEPS = 1
 """Steps of a run that are left out: the first one compiles kernels and fills caches."""
@@ -124,7 +124,7 @@ def _of_run(run: RunDir) -> MeasuredFactor:
     for line in list(read_lines(run.metrics))[WARM_UP_STEPS:]:
         if line.get("trained_tokens", 0) > 0 and line.get("train_s", 0) > 0 and line.get("replicas", 0) > 0:
             others = max(0, line["replicas"] - core.dp) // own.dp
-            beside = Beside(others, own.dp)
+            beside = HybridWorlds(others, own.dp)
             share = line["trained_tokens"] / asked.batch.tokens
             factors.append(line["train_s"] / (cost.time(core, beside).total * share))
     if not factors:

@@ -21,8 +21,10 @@ from functools import cache
 from typing import Any
 
 from libra_hpc.errors import UserError, invalid
+from libra_hpc.protocol.env import Signal
 
-from .base import Episode, Signal, Task, TaskTokenizer, ToolResult, Tools, Turn
+from .base import Episode, Task, ToolResult, Tools, Turn
+from .tokenizer import TaskTokenizer
 from .tool_outcome import signal_of
 
 TAGS = ("<calc>", "</calc>", "<python>", "</python>", "<result>", "</result>", "<answer>", "</answer>")

@@ -19,8 +19,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from libra_hpc.errors import invalid
+from libra_hpc.protocol.env import Signal
 
-from .base import Episode, Signal, Task, TaskTokenizer, Tools, Turn
+from .base import Episode, Task, Tools, Turn
+from .tokenizer import TaskTokenizer
 from .tool_outcome import signal_of
 
 KEYS, VALUES = 64, 32

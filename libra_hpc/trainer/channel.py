@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from .device import Store, bare_group, file_store, wait, wait_peer
-from .exchange import Members, Transfer, join_transfers, owned, parts, step_transfers
+from .exchange import GroupMembers, Transfer, join_transfers, owned, parts, step_transfers
 
 CHUNK = 1 << 24
 """Elements of one transfer (64 MiB of float32): the owner's memory for what it receives. Smaller ones show latency."""
@@ -46,7 +46,7 @@ class Channel:
         self._buckets, self._label, self._device, self._timeout_s = buckets, label, device, timeout_s
         self._owners, self._copies, self._copy, self._elastic = owners, copies, copy, elastic
         self._sizes = [int(bucket.numel_unpadded) for bucket in buckets]
-        self._members = Members(owners, copies, 0)
+        self._members = GroupMembers(owners, copies, 0)
         self._rank = self._replica = 0
         self._store: Store | None = None
         self._path = ""
@@ -62,7 +62,7 @@ class Channel:
 
     def announce(self, path: str, copies: int, replicas: int, replica: int) -> None:
         """Tell the others of this process; ``copies`` in each of the ``replicas``, of which this is ``replica``."""
-        self._members, self._replica = Members(self._owners, copies, replicas), replica
+        self._members, self._replica = GroupMembers(self._owners, copies, replicas), replica
         self._rank = self._members.rank(replica, self._copy) if self._elastic else self._copy
         self._path = f"{path}.{self._label}"
         self._store = file_store(self._path, self._members.size)

@@ -17,7 +17,7 @@ ALIGNMENT = 128
 """Megatron-Core pads a bucket to a multiple of this and of the number of copies."""
 
 
-class Members(NamedTuple):
+class GroupMembers(NamedTuple):
     """Processes of one group."""
 
     owners: int
@@ -60,17 +60,17 @@ def parts(piece: tuple[int, int], replicas: int) -> list[tuple[int, int]]:
     return [(min(first + i * each, last), min(first + (i + 1) * each, last)) for i in range(replicas)]
 
 
-def step_transfers(sizes: Sequence[int], members: Members, chunk: int) -> list[Transfer]:
+def step_transfers(sizes: Sequence[int], members: GroupMembers, chunk: int) -> list[Transfer]:
     """Transfers of a step, gradients or weights, of at most ``chunk`` elements; all ranks act in this order."""
     return list(_cut(sizes, members, chunk, whole=False))
 
 
-def join_transfers(sizes: Sequence[int], members: Members, chunk: int) -> list[Transfer]:
+def join_transfers(sizes: Sequence[int], members: GroupMembers, chunk: int) -> list[Transfer]:
     """Transfers that give every replica all weights, a piece to each copy."""
     return list(_cut(sizes, members, chunk, whole=True))
 
 
-def _cut(sizes: Sequence[int], members: Members, chunk: int, *, whole: bool) -> Iterator[Transfer]:
+def _cut(sizes: Sequence[int], members: GroupMembers, chunk: int, *, whole: bool) -> Iterator[Transfer]:
     replicas = members.replicas
     for bucket, size in enumerate(sizes):
         wanted = [

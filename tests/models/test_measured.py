@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.errors import UserError
-from libra_hpc.models.step_times.curves import Curve, isotonic
+from libra_hpc.models.step_times.curves import StepCurve, isotonic
 from libra_hpc.models.step_times.fitting import robust_fit, solve
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.measured import Calibration, StepPoint, fit_steps, load, measured_times, save
@@ -182,5 +182,5 @@ def test_equal_columns_do_not_break_the_fit() -> None:
 
 def test_curves_are_isotonic_and_go_on_beyond_their_points() -> None:
     assert isotonic([1, 3, 2, 2, 5]) == pytest.approx([1, 7 / 3, 7 / 3, 7 / 3, 5])
-    curve = Curve([1, 2, 4], [10, 20, 30])
+    curve = StepCurve([1, 2, 4], [10, 20, 30])
     assert [curve(x) for x in (0, 1, 1.5, 4, 6)] == [10, 10, 15, 30, 40]

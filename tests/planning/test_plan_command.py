@@ -15,7 +15,7 @@ from libra_hpc_cli import app
 
 from libra_hpc.models.devices import device
 from libra_hpc.models.step_times.train_speed import TrainSpeed, save_speed
-from libra_hpc.policies.search.scaling_curve import Point, knee, steps
+from libra_hpc.policies.search.scaling_curve import ScalingPoint, knee, steps
 
 RUN = """
 [components.train]
@@ -262,13 +262,13 @@ def test_points_of_a_sweep() -> None:
     assert (many[0], many[-1], len(many)) == (2, 1280, 16)
 
 
-def curve(*speeds: float) -> list[Point]:
+def curve(*speeds: float) -> list[ScalingPoint]:
     """Points of 8, 16, ... devices with so many tokens per second."""
-    from libra_hpc.policies.search.best_plan import DevicePool, plan
+    from libra_hpc.policies.search.best_plan import DevicePool, PlanSearch
     from tests.policies.control.plant_costs import QWEN, agentic, fake
 
-    made = plan(QWEN, [DevicePool(device("a800"), 4, 8)], agentic(64), steps=fake, keep=1).plans[0]
-    return [Point(8 * i, msgspec.structs.replace(made, tokens_s=speed)) for i, speed in enumerate(speeds, 1)]
+    made = PlanSearch(QWEN, [DevicePool(device("a800"), 4, 8)], agentic(64), steps=fake).run(1).plans[0]
+    return [ScalingPoint(8 * i, msgspec.structs.replace(made, tokens_s=speed)) for i, speed in enumerate(speeds, 1)]
 
 
 def test_knee() -> None:

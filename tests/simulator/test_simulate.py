@@ -11,7 +11,7 @@ from libra_hpc.errors import OperationError, UserError
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
-from libra_hpc.policies.scheduling.turn_migration import Move, Running
+from libra_hpc.policies.scheduling.turn_migration import Running, TurnMigration
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulator.settings import SimSettings, trajectory_ids
 from libra_hpc.simulator.simulate import Simulation, simulate
@@ -26,7 +26,7 @@ NOW = SimSettings(block_size=4, send_s=0.0, answer_s=0.0)
 class Once(Restless):
     """Moves what runs at the first evaluation."""
 
-    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
+    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[TurnMigration]:
         return [] if self.seen else super().rebalance(running, board, now)
 
 
@@ -39,7 +39,7 @@ class Pair:
         self._policy, self._moves = CausalMlfq(), moves
         self.key, self.finished, self.forget = self._policy.key, self._policy.finished, self._policy.forget
 
-    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
+    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[TurnMigration]:
         return self._policy.rebalance(running, board, now) if self._moves else []
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
-from libra_hpc.policies.scheduling.turn_migration import Move, Running
+from libra_hpc.policies.scheduling.turn_migration import Running, TurnMigration
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulator.engine.sim_engine import IDLE, Engine
 from libra_hpc.simulator.engine.sim_request import SimRequest
@@ -77,12 +77,12 @@ class Restless(Spread):
         best = min(able, key=lambda view: (view.engine == avoid, view.engine))
         return Decision(best.engine, 0, best.level, "away from {engine}", {"engine": avoid})
 
-    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
+    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[TurnMigration]:
         found = []
         for run in running:
             self.seen.append((now, run.turn.trajectory, run.generated))
             self._avoid[run.turn.trajectory] = run.turn.engine
-            found.append(Move(run.turn.trajectory, run.turn.turns, run.turn.engine, "", {}))
+            found.append(TurnMigration(run.turn.trajectory, run.turn.turns, run.turn.engine, "", {}))
         return found
 
 

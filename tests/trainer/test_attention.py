@@ -15,8 +15,8 @@ import torch
 from libra_hpc.config.learn import Recompute
 from libra_hpc.models.architecture import Architecture, read_shape
 from libra_hpc.trainer.model import attention
-from libra_hpc.trainer.model.attention import Kernel, Segments, choose_kernel, has_segments, rectangles
-from libra_hpc.trainer.model.attention_check import fault
+from libra_hpc.trainer.model.attention import Kernel, Segments, has_segments, rectangles
+from libra_hpc.trainer.model.attention_check import choose_kernel, fault
 from libra_hpc.trainer.model.context import Columns, pieces
 from libra_hpc.trainer.model.megatron_model import attend_with
 from libra_hpc.trainer.model.packing import ALONE, decode, pack

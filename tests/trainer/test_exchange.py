@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from libra_hpc.trainer.exchange import Members, join_transfers, owned, step_transfers
+from libra_hpc.trainer.exchange import GroupMembers, join_transfers, owned, step_transfers
 
 SIZES = (1000, 3, 129)
 
@@ -14,7 +14,7 @@ SIZES = (1000, 3, 129)
 def test_every_element_crosses_once_in_a_step_and_once_to_each_replica_in_a_join(
     owners: int, copies: int, replicas: int
 ) -> None:
-    members = Members(owners, copies, replicas)
+    members = GroupMembers(owners, copies, replicas)
     for plan, times in ((step_transfers(SIZES, members, 50), 1), (join_transfers(SIZES, members, 50), replicas)):
         seen = [[0] * size for size in SIZES]
         for transfer in plan:
@@ -30,7 +30,7 @@ def test_every_element_crosses_once_in_a_step_and_once_to_each_replica_in_a_join
 
 
 def test_replicas_and_their_copies_stand_for_equal_parts() -> None:
-    members = Members(owners=2, copies=2, replicas=2)
+    members = GroupMembers(owners=2, copies=2, replicas=2)
     sent = dict.fromkeys(range(2, members.size), 0)
     for transfer in step_transfers([4096], members, 512):
         sent[transfer.peer] += transfer.end - transfer.begin

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from libra_hpc.config.learn import Recompute
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.trainer.model import megatron_model
-from libra_hpc.trainer.model.fusions import Turn, gated_gradient, install
+from libra_hpc.trainer.model.fusions import Rotate, gated_gradient, install
 from libra_hpc.trainer.model.mcore import fused_bias_swiglu
 from libra_hpc.trainer.model.packing import decode, pack
-from libra_hpc.trainer.model.rotary import Table, rotated
+from libra_hpc.trainer.model.rotary import RotaryTable, rotated
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
 
@@ -30,12 +30,12 @@ def test_a_turn_and_its_gradient(width: int, interleaved: bool) -> None:
     torch.manual_seed(0)
     angles = torch.rand(9, 1, width // 2) * 6
     angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), dim=-1)
-    table = Table(angles.cos(), angles.sin(), interleaved)
+    table = RotaryTable(angles.cos(), angles.sin(), interleaved)
     # Heads of a wider tensor, as the projection leaves them.
     x = torch.randn(9, 3, 2 * HEAD, requires_grad=True)
     weights = torch.randn(9, 3, HEAD)
     found = []
-    for turned in (Turn.apply(x[..., :HEAD], *table), rotated(x[..., :HEAD], table)):
+    for turned in (Rotate.apply(x[..., :HEAD], *table), rotated(x[..., :HEAD], table)):
         found.append((turned, *torch.autograd.grad((turned * weights).sum(), x)))
     for mine, theirs in zip(*found, strict=True):
         assert torch.allclose(mine, theirs, atol=1e-6)
@@ -80,7 +80,7 @@ def test_a_model_has_the_same_gradients_with_them(
     for on_cuda in (False, True):
         if on_cuda:
             monkeypatch.setattr(fused_bias_swiglu, "swiglu_back", gated_gradient)
-            monkeypatch.setattr(megatron_model, "rotated", lambda x, table: Turn.apply(x, *table))
+            monkeypatch.setattr(megatron_model, "rotated", lambda x, table: Rotate.apply(x, *table))
         engine.forward_backward(packs, lambda head, one: -head.likelihood(one.targets, 1.0).logprobs.sum())
         found.append([buffer.grad_data.clone() for buffer in engine.ddp.buffers])
     for mine, theirs in zip(*found, strict=True):

@@ -23,7 +23,7 @@ def isotonic(values: Sequence[float]) -> list[float]:
     return [mean for mean, count in pools for _ in range(count)]
 
 
-class Curve:
+class StepCurve:
     """Linear between points, constant below the first, with the last slope beyond; ``xs`` strictly increasing, at
     least two.
     """

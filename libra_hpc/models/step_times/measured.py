@@ -25,7 +25,7 @@ import msgspec
 from libra_hpc.errors import error_text, invalid
 from libra_hpc.files import write_result
 
-from .curves import Curve
+from .curves import StepCurve
 from .fitting import robust_fit
 
 FORMAT = "libra-hpc calibration 1"
@@ -224,8 +224,8 @@ def _scaled(fit: Fit, points: Sequence[StepPoint]) -> Fit:
     )
 
 
-def _curve(batches: Sequence[tuple[int, float]]) -> Curve | None:
+def _curve(batches: Sequence[tuple[int, float]]) -> StepCurve | None:
     if not batches:
         return None
     xs, ys = zip(*batches, strict=True)
-    return Curve(xs, ys)
+    return StepCurve(xs, ys)

@@ -25,7 +25,7 @@ from libra_hpc.models.capacity import kv_capacity
 from libra_hpc.models.devices import Device
 from libra_hpc.models.shapes import ModelShape
 
-from .curves import Curve, isotonic
+from .curves import StepCurve, isotonic
 
 FOLDER = Path(__file__).with_name("tables")
 MICRO = 1e-6
@@ -131,12 +131,12 @@ class TableTimes:
         tokens_us = [
             own + floor + (reduce - floor) * slower for own, reduce in zip(parts.layers, parts.reduce, strict=True)
         ]
-        self._layers_at = lru_cache(CACHE)(Curve(table.tokens, [MICRO * us for us in isotonic(tokens_us)]))
-        self._head = Curve(table.batches, [MICRO * us for us in isotonic(parts.head)])
+        self._layers_at = lru_cache(CACHE)(StepCurve(table.tokens, [MICRO * us for us in isotonic(tokens_us)]))
+        self._head = StepCurve(table.batches, [MICRO * us for us in isotonic(parts.head)])
         self._fit_decode(table, parts)
         self._host, self._host_sequence = device.host_s, device.host_sequence_s
         self._cached = list(table.cached)
-        self._prefill_curves = [Curve(table.news, column) for column in _prefill_columns(parts)]
+        self._prefill_curves = [StepCurve(table.news, column) for column in _prefill_columns(parts)]
         self._prefill_row = lru_cache(CACHE)(self._prefill_row_of)
         self._decode_terms = lru_cache(CACHE)(self._decode_terms_of)
 
@@ -150,9 +150,9 @@ class TableTimes:
             base, slope = fit_line(contexts, seconds, [1 / (rest + own) for own in seconds])
             bases.append(base)
             slopes.append(slope)
-        self._attention_base = Curve(table.batches, isotonic(bases))
+        self._attention_base = StepCurve(table.batches, isotonic(bases))
         # The slope per token of *each* sequence grows with the batch: its interpolation is monotone.
-        self._attention_slope = Curve(table.batches, isotonic(slopes))
+        self._attention_slope = StepCurve(table.batches, isotonic(slopes))
 
     def _decode_terms_of(self, decodes: int) -> tuple[float, float, float]:
         """Base seconds of a decode step, seconds per KV token, and the decodes' own share of the base (attention,
@@ -163,8 +163,8 @@ class TableTimes:
         own = self._attention_base(decodes) + self._host + decodes * self._host_sequence
         return self._layers_at(decodes) + self._head(decodes) + own, self._attention_slope(decodes) / decodes, own
 
-    def _prefill_row_of(self, prefill: int) -> Curve:
-        return Curve(self._cached, [curve(prefill) for curve in self._prefill_curves])
+    def _prefill_row_of(self, prefill: int) -> StepCurve:
+        return StepCurve(self._cached, [curve(prefill) for curve in self._prefill_curves])
 
     def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
         base, slope, own = self._decode_terms(decodes)

@@ -25,7 +25,7 @@ from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.policies.costs.factors import Factors
 from libra_hpc.policies.costs.rollout_by_nodes import MODEL_ERROR, NodeEngines, RolloutByNodes, batch_of
 from libra_hpc.policies.costs.rollout_time import RolloutOptions
-from libra_hpc.policies.costs.training_time import BatchWork, Beside, TrainCost
+from libra_hpc.policies.costs.training_time import BatchWork, HybridWorlds, TrainCost
 from libra_hpc.policies.search.best_plan import ROLLOUT_TP, DevicePool, PlanResult, PlanSearch, RunPlan
 from libra_hpc.policies.search.train_layout import NO_HYBRID, Hybrid, TrainSpace
 from libra_hpc.protocol.plan import Candidate, PlanDecision, PlanSnapshot
@@ -182,7 +182,7 @@ class RepartitionAdvisor:
         pool, running = self._pool, self._running
         cost = TrainCost(self._shape, pool.device, pool.node_devices, batch)
         others = max(0, estimate.split.train - running.core_nodes) // running.beside_nodes
-        trains = cost.time(running.core, Beside(others, running.beside))
+        trains = cost.time(running.core, HybridWorlds(others, running.beside))
         rollout = self._model.seconds(estimate.split.rollout)
         if rollout is None:
             return None

@@ -119,7 +119,7 @@ def forward_flops(shape: ModelShape, context: float, context_square: float, loss
     )
 
 
-class Beside(NamedTuple):
+class HybridWorlds(NamedTuple):
     """Hybrid nodes that train beside the core, or worlds of several."""
 
     nodes: int = 0
@@ -127,7 +127,7 @@ class Beside(NamedTuple):
     """Of each."""
 
 
-ALONE = Beside()
+ALONE = HybridWorlds()
 
 
 class TrainCost:
@@ -192,7 +192,7 @@ class TrainCost:
         compute, tp = self._stage_seconds(layout, 1.0)
         return (compute + tp + sum(self._traffic(layout, 1.0))) * layout.replica
 
-    def time(self, layout: TrainLayout, beside: Beside = ALONE) -> TrainTime:
+    def time(self, layout: TrainLayout, beside: HybridWorlds = ALONE) -> TrainTime:
         """Seconds of one global batch, whether the layout fits or not; ``beside`` the core, hybrid nodes train too."""
         batch, every = self.batch, layout
         if beside.nodes:
@@ -291,7 +291,7 @@ class TrainCost:
         own = common / layout.copies + experts / layout.expert_copies
         return own * moved / (self.device.hbm_bytes_s * self.device.hbm_efficiency)
 
-    def _exchange(self, layout: TrainLayout, beside: Beside) -> float:
+    def _exchange(self, layout: TrainLayout, beside: HybridWorlds) -> float:
         """Seconds of gradients to their owners and new weights back: of the slower side.
 
         The hybrid nodes sum gradients among themselves, and pass new weights on, before one of them talks to an owner.

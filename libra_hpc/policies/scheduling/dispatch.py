@@ -16,7 +16,7 @@ from math import inf
 
 from .board import Board
 from .protocol import Decision, Finished, Policy, TurnView
-from .turn_migration import Move, Rebalances, Running
+from .turn_migration import Rebalances, Running, TurnMigration
 
 MAX_REFUSED = 32
 """Turns that refuse a free slot before a pass ends; offering thousands would cost more than it finds."""
@@ -111,7 +111,7 @@ class Dispatcher:
         """Whether the policy migrates running turns."""
         return self._rebalances is not None
 
-    def rebalance(self, running: Iterable[Running], now: float) -> Sequence[Move]:
+    def rebalance(self, running: Iterable[Running], now: float) -> Sequence[TurnMigration]:
         """Running turns to interrupt, and the engines that continue them.
 
         ``running`` is read only if the policy evaluates it.

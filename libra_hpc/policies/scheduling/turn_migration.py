@@ -49,7 +49,7 @@ class Running(msgspec.Struct, frozen=True):
     """Tokens since it was sent: the steps its engine has reported since, one token per step."""
 
 
-class Move(msgspec.Struct, frozen=True):
+class TurnMigration(msgspec.Struct, frozen=True):
     """A running turn that continues at another engine."""
 
     trajectory: str
@@ -69,7 +69,7 @@ class Move(msgspec.Struct, frozen=True):
 class Rebalances(Protocol):
     """A policy that migrates running turns."""
 
-    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> Sequence[Move]:
+    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> Sequence[TurnMigration]:
         """Turns to interrupt now; each is offered to `Policy.route` again when its engine has returned it."""
 
 
@@ -100,14 +100,14 @@ class _Load:
         return self.view.base_s + self.view.slope_s * max(0.0, self.context + more)
 
 
-def choose_moves(board: Board, trajectories: Iterable[OpenTrajectory]) -> list[Move]:
+def choose_moves(board: Board, trajectories: Iterable[OpenTrajectory]) -> list[TurnMigration]:
     """The moves to make now, best first; each is chosen as if those before it were done."""
     loads = {name: _Load(view) for name, view in board.engines.items()}
     placed = [trajectory for trajectory in trajectories if trajectory.engine in loads]
     for trajectory in placed:
         loads[trajectory.engine].add(trajectory)
     movable = [trajectory for trajectory in placed if trajectory.generated > 0.0]
-    found: list[Move] = []
+    found: list[TurnMigration] = []
     while movable and len(found) < MAX_MOVES:
         least = MIN_GAIN * sum(load.step_s() ** 4 * load.left4 for load in loads.values())
         best: tuple[OpenTrajectory, _Load] | None = None
@@ -151,7 +151,7 @@ def _gain(trajectory: OpenTrajectory, source: _Load, target: _Load) -> float:
     return before - after
 
 
-def _move_of(trajectory: OpenTrajectory, source: _Load, target: _Load) -> Move:
+def _move_of(trajectory: OpenTrajectory, source: _Load, target: _Load) -> TurnMigration:
     left_s = trajectory.left * source.step_s()
     own_s = trajectory.left * target.step_s(trajectory.context) + target.view.prefill_s * trajectory.context
     numbers: dict[str, float | str] = {
@@ -163,7 +163,7 @@ def _move_of(trajectory: OpenTrajectory, source: _Load, target: _Load) -> Move:
         "source": source.view.engine,
         "engine": target.view.engine,
     }
-    return Move(
+    return TurnMigration(
         trajectory=trajectory.name,
         turns=trajectory.turns,
         source=source.view.engine,

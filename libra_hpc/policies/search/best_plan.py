@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -101,31 +102,10 @@ class PlanResult(msgspec.Struct, frozen=True):
         return max(0.0, 1.0 - self.bound / self.plans[0].seconds)
 
 
-def plan(
-    shape: ModelShape,
-    pools: Sequence[DevicePool],
-    batch: BatchWork,
-    *,
-    space: TrainSpace = TrainSpace(),  # noqa: B008
-    options: RolloutOptions = RolloutOptions(),  # noqa: B008
-    factors: Factors = NONE,
-    sorted_lengths: bool = False,
-    keep: int = 5,
-    steps: StepLookup = lookup,
-) -> PlanResult:
-    """The best plans for ``shape`` on ``pools``; ``keep`` of them, those around the best one.
-
-    ``sorted_lengths``: the scheduler sends long trajectories to large TP; otherwise every replica gets a fair sample.
-    Raises `UserError` for too few nodes and when nothing fits, with the nearest limit.
-    """
-    return PlanSearch(
-        shape, pools, batch, space=space, options=options, factors=factors, sorted_lengths=sorted_lengths, steps=steps
-    ).run(keep)
-
-
 class PlanSearch:
     """Cost tables of one model, batch and set of device kinds; `run` searches, also for other numbers of nodes.
 
+    ``sorted_lengths``: the scheduler sends long trajectories to large TP; otherwise every replica gets a fair sample.
     ``gated``: with eta > 0 new prompts wait for a training step. With ``whole_nodes``, all replicas of a node have one
     TP degree, as in a run file. ``degrees`` are the TP degrees of rollout. The core fits without hybrid nodes, and a
     hybrid node by itself.
@@ -192,48 +172,66 @@ class PlanSearch:
     def run(
         self, keep: int = 5, nodes: Sequence[int] | None = None, trainers: Sequence[int] | None = None
     ) -> PlanResult:
-        """Search with ``nodes[pool]`` nodes of each pool (default: those of the pools).
+        """The best plans with ``nodes[pool]`` nodes of each pool (default: all), those around the best one.
 
-        Only pools in ``trainers`` may train (default: all).
+        Only pools in ``trainers`` may train (default: all). Raises `UserError` for too few nodes and when nothing fits,
+        with the nearest limit.
         """
         have = list(nodes) if nodes is not None else [p.nodes for p in self._pools]
         if sum(have) < 2:
             raise UserError(f"nodes = {sum(have)}: each stage needs a node of its own; valid: at least 2 nodes.")
         found: dict[tuple[int, int], RunPlan] = {}
-        bounds: list[float] = []
-        for pool in range(len(have)) if trainers is None else trainers:
-            most = have[pool] - (0 if sum(have) > have[pool] else 1)
-            search = NodeCountSearch(self, have, pool=pool, most=most, found=found)
-            if most <= ENUMERATED:
-                bounds.append(min((search.seconds(n) for n in range(1, most + 1)), default=math.inf))
-            else:
-                bounds.append(search.branch_and_bound())
-            for n in search.around(keep):
-                search.seconds(n)
+        pools = range(len(have)) if trainers is None else trainers
+        bounds = [self._search(have, pool, keep, found) for pool in pools]
         if not found:
             raise self._impossible(have)
         plans = sorted(found.values(), key=lambda p: (p.seconds, p.train.time.total + p.rollout.seconds))
         best = plans[0]
         lag = self.lag(best.train.time.total)
-        alone = self._alone(self.rest(have, best.pool, best.nodes), lag)
         whole = self._alone([n * p.node_devices for n, p in zip(have, self._pools, strict=True)], lag)
-        excluded = [
-            *self._train[best.pool].excluded(best.nodes * self._pools[best.pool].node_devices),
-            *self.excluded_classes(),
-        ]
-        sources = tuple(dict.fromkeys(c.replica.source for c in self._layouts.costs))
+        fastest = {pool: tp for _, pool, tp in sorted(((s, pool, tp) for pool, tp, s in whole), reverse=True)}
         return PlanResult(
             plans=tuple(plans[:keep]),
-            bound=min(min(bounds), best.seconds),
-            excluded=tuple(excluded),
-            alone=tuple(alone),
-            spare=tuple(
-                min(((seconds, tp) for p, tp, seconds in whole if p == pool), default=(0.0, 0))[1]
-                for pool in range(len(have))
+            bound=min(*bounds, best.seconds),
+            excluded=(
+                *self._train[best.pool].excluded(best.nodes * self._pools[best.pool].node_devices),
+                *self.excluded_classes(),
             ),
+            alone=tuple(self._alone(self.rest(have, best.pool, best.nodes), lag)),
+            spare=tuple(fastest.get(pool, 0) for pool in range(len(have))),
             straggler=self._layouts.straggler(),
-            sources=sources,
+            sources=tuple(dict.fromkeys(c.replica.source for c in self._layouts.costs)),
         )
+
+    def _search(self, have: Sequence[int], pool: int, keep: int, found: dict[tuple[int, int], RunPlan]) -> float:
+        """Search one pool that trains, put plans into ``found``, and return what no plan of the pool is below."""
+        most = have[pool] - (0 if sum(have) > have[pool] else 1)
+
+        def seconds(nodes: int) -> float:
+            plan = self.build(have, pool, nodes)
+            if plan is None:
+                return math.inf
+            found[pool, nodes] = plan
+            return plan.seconds
+
+        search = NodeCountSearch(most, seconds, partial(self._bound, have, pool))
+        if most <= ENUMERATED:
+            bound = min(map(search.seconds, range(1, most + 1)), default=math.inf)
+        else:
+            bound = search.branch_and_bound()
+        for nodes in search.around(keep):
+            search.seconds(nodes)
+        return bound
+
+    def _bound(self, have: Sequence[int], pool: int, low: int, high: int, best: float) -> float:
+        """Seconds that no plan with ``low``..``high`` training nodes is below; of training alone from ``best`` on.
+
+        Rollout is not faster with fewer nodes or a longer wait: its time at ``low`` after the least one bounds all.
+        """
+        train = min(self.train_seconds(have, pool, n) for n in range(low, high + 1))
+        if self.batch_seconds(train, 0.0) >= best:
+            return self.batch_seconds(train, 0.0)
+        return self.batch_seconds(train, self.rollout_seconds(self.rest(have, pool, low), self.lag(train)))
 
     def _alone(self, devices: Sequence[int], lag: float) -> list[tuple[int, int, float]]:
         """(pool, TP, seconds) of every class that serves all trajectories alone, on so many devices of its pool."""

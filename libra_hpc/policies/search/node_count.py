@@ -1,6 +1,6 @@
 """How many nodes of one pool train: every number, or branch and bound over intervals of numbers.
 
-- The seconds of a batch with n training nodes come from `PlanSearch.build`; they neither rise nor fall with n.
+- The seconds of a batch neither rise nor fall with n training nodes.
 - The bound of an interval has the least training time there, and rollout with as many nodes as its smallest n leaves.
 """
 
@@ -8,32 +8,27 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .best_plan import PlanSearch, RunPlan
+from collections.abc import Callable
 
 GAP = 2e-3
 """Relative difference at which branch and bound drops an interval: a tenth of the models' own error or less."""
 
 
 class NodeCountSearch:
-    """The search over the number of training nodes of one pool, 1..most."""
+    """The search over the number of training nodes of one pool, 1..most.
 
-    def __init__(
-        self, search: PlanSearch, have: Sequence[int], pool: int, most: int, found: dict[tuple[int, int], RunPlan]
-    ) -> None:
-        self._search, self._have, self._pool, self._most, self._found = search, have, pool, most, found
+    ``seconds(n)``: of the best plan with n training nodes. ``bound(low, high, best)``: seconds that no plan with
+    ``low``..``high`` of them is below; a looser one is enough from ``best`` on.
+    """
+
+    def __init__(self, most: int, seconds: Callable[[int], float], bound: Callable[[int, int, float], float]) -> None:
+        self._most, self._seconds, self._bound = most, seconds, bound
         self._done: dict[int, float] = {}
 
     def seconds(self, nodes: int) -> float:
-        """Seconds of the best plan with so many training nodes; records the plan."""
+        """Seconds of the best plan with so many training nodes."""
         if nodes not in self._done:
-            plan = self._search.build(self._have, self._pool, nodes)
-            if plan is not None:
-                self._found[self._pool, nodes] = plan
-            self._done[nodes] = math.inf if plan is None else plan.seconds
+            self._done[nodes] = self._seconds(nodes)
         return self._done[nodes]
 
     def around(self, count: int) -> list[int]:
@@ -60,15 +55,3 @@ class NodeCountSearch:
                 if low <= high:
                     heapq.heappush(open_intervals, (self._bound(low, high, best), low, high))
         return best
-
-    def _bound(self, low: int, high: int, best: float) -> float:
-        """Seconds that no plan with ``low``..``high`` training nodes is below.
-
-        Rollout is not faster with fewer nodes or a longer wait: its time at ``low`` after the least one bounds all.
-        """
-        search = self._search
-        train = min(search.train_seconds(self._have, self._pool, n) for n in range(low, high + 1))
-        if search.batch_seconds(train, 0.0) >= best:
-            return search.batch_seconds(train, 0.0)
-        devices = search.rest(self._have, self._pool, low)
-        return search.batch_seconds(train, search.rollout_seconds(devices, search.lag(train)))

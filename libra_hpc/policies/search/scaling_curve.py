@@ -22,7 +22,7 @@ FLAT = 0.02
 """Growth over the whole range below which the smallest number of devices is the knee."""
 
 
-class Point(msgspec.Struct, frozen=True):
+class ScalingPoint(msgspec.Struct, frozen=True):
     """One number of devices; ``plan`` is None where nothing fits."""
 
     devices: int
@@ -31,14 +31,14 @@ class Point(msgspec.Struct, frozen=True):
     """Why there is no plan."""
 
 
-def sweep(search: PlanSearch, node_devices: int, nodes: Sequence[int]) -> list[Point]:
+def sweep(search: PlanSearch, node_devices: int, nodes: Sequence[int]) -> list[ScalingPoint]:
     """The best plan of the only pool at each number of nodes."""
     points = []
     for n in nodes:
         try:
-            points.append(Point(n * node_devices, search.run(1, [n]).plans[0]))
+            points.append(ScalingPoint(n * node_devices, search.run(1, [n]).plans[0]))
         except UserError as error:
-            points.append(Point(n * node_devices, None, str(error)))
+            points.append(ScalingPoint(n * node_devices, None, str(error)))
     return points
 
 
@@ -48,7 +48,7 @@ def steps(low: int, high: int) -> list[int]:
     return sorted({round(low + (high - low) * i / max(1, count - 1)) for i in range(count)})
 
 
-def knee(points: Sequence[Point]) -> int | None:
+def knee(points: Sequence[ScalingPoint]) -> int | None:
     """Index of the knee in ``points``; None when the curve is straight, bends upwards or is too short."""
     known = [(i, p.devices, p.plan.tokens_s) for i, p in enumerate(points) if p.plan is not None]
     if len(known) < 3:

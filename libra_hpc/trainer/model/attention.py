@@ -3,8 +3,8 @@
 - `Segments`: one variable-length kernel call per piece of a pack. It pads nothing and prepares nothing for new shapes.
 - `rectangles`: one scaled-dot-product kernel call per block of similar lengths, padded.
 
-`choose_kernel`: CUDA, a 16-bit type, a head size that the kernel has, and no fault in a check -> `Segments`. Otherwise
-`rectangles`.
+`attention_check.choose_kernel`: CUDA, a 16-bit type, a head size that the kernel has, and no fault in a check ->
+`Segments`. Otherwise `rectangles`.
 
 The variable-length kernel takes fewer rows than columns, and the last row of a segment sees its last column. So it
 serves context ranks too: within a piece the columns of consecutive sequences are consecutive.
@@ -12,16 +12,12 @@ serves context ranks too: within a piece the columns of consecutive sequences ar
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-
-from libra_hpc.models.architecture import Architecture
-from libra_hpc.weights.names import ReplicaPlace
 
 from . import context
 from .packing import PackedLayout
@@ -112,35 +108,7 @@ def _part(x: torch.Tensor, rows: range) -> torch.Tensor:
     return x if len(rows) == len(x) else x[rows.start : rows.stop]
 
 
-def choose_kernel(shape: Architecture, device: torch.device, dtype: torch.dtype, place: ReplicaPlace) -> Kernel:
-    """The kernel of this rank; a fault of the variable-length one is a line on stderr."""
-    if not has_segments(device, dtype, shape.head_dim):
-        return rectangles
-    found = checked_segments(shape, device, dtype, place)
-    if isinstance(found, Segments):
-        return found
-    print(f"attention runs over padded blocks; the variable-length kernel failed: {found}", file=sys.stderr)
-    return rectangles
-
-
 def has_segments(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the variable-length kernel exists for the arguments."""
     sizes = head_dim % HEAD_MULTIPLE == 0 and head_dim <= LARGEST_HEAD
     return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and sizes
-
-
-def checked_segments(
-    shape: Architecture, device: torch.device, dtype: torch.dtype, place: ReplicaPlace
-) -> Segments | str:
-    """The variable-length kernel after it and `rectangles` ran once, on a tiny pack; or its fault, in words."""
-    # Needs `rectangles`.
-    from .attention_check import fault
-
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-
-        kernel = Segments(varlen_attn)
-        return fault(kernel, shape, device, dtype=dtype, place=place) or kernel
-    except Exception as error:
-        # A torch without the kernel, or a kernel that refuses this GPU: there are many ways to say so.
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -6,12 +6,14 @@ are checked without a collective: this rank's pieces of the pack, and all column
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from libra_hpc.models.architecture import Architecture
 from libra_hpc.weights.names import ReplicaPlace
 
-from .attention import Kernel, rectangles
+from .attention import Kernel, Segments, has_segments, rectangles
 from .context import Columns, pieces
 from .packing import PackedLayout, example, pack
 
@@ -20,6 +22,31 @@ LENGTHS = (150, 70, 64, 33)
 TOLERANCE = 0.05
 """Of the largest value. Two sums of bfloat16 values differ by about 0.01, a wrong mask or sequence by about 1."""
 PARTS = ("output", "gradient of the queries", "gradient of the keys", "gradient of the values")
+
+
+def choose_kernel(shape: Architecture, device: torch.device, dtype: torch.dtype, place: ReplicaPlace) -> Kernel:
+    """The kernel of this rank; a fault of the variable-length one is a line on stderr."""
+    if not has_segments(device, dtype, shape.head_dim):
+        return rectangles
+    found = checked_segments(shape, device, dtype, place)
+    if isinstance(found, Segments):
+        return found
+    print(f"attention runs over padded blocks; the variable-length kernel failed: {found}", file=sys.stderr)
+    return rectangles
+
+
+def checked_segments(
+    shape: Architecture, device: torch.device, dtype: torch.dtype, place: ReplicaPlace
+) -> Segments | str:
+    """The variable-length kernel after it and `rectangles` ran once, on a tiny pack; or its fault, in words."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+
+        kernel = Segments(varlen_attn)
+        return fault(kernel, shape, device, dtype=dtype, place=place) or kernel
+    except Exception as error:
+        # A torch without the kernel, or a kernel that refuses this GPU: there are many ways to say so.
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def fault(kernel: Kernel, shape: Architecture, device: torch.device, *, dtype: torch.dtype, place: ReplicaPlace) -> str:

@@ -32,7 +32,7 @@ def gated_gradient(gradient: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
     return out
 
 
-class Turn(torch.autograd.Function):
+class Rotate(torch.autograd.Function):
     """`libra_hpc.trainer.model.rotary.rotated`; the gradient is turned back."""
 
     @staticmethod

@@ -22,7 +22,8 @@ from libra_hpc.models.architecture import Architecture, stage_layers
 from libra_hpc.weights.names import ReplicaPlace
 
 from . import compat, context, fusions, moe
-from .attention import Kernel, choose_kernel, rectangles
+from .attention import Kernel, rectangles
+from .attention_check import choose_kernel
 from .head import return_hidden_states
 from .mcore import (
     GPTModel,

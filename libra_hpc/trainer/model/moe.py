@@ -130,7 +130,7 @@ def replay_routing(model: GPTModel, place: ReplicaPlace) -> None:
 
 
 def take_counts(model: GPTModel) -> tuple[int, int]:
-    """Of this rank: replayed choices that its routers would have made too, and all; they start anew."""
+    """Of this rank: replayed choices that its routers would have made too, and all; they count from zero again."""
     replays = [layer.mlp.router.router_replay for layer in model.decoder.layers]
     agreed, replayed = sum(replay.counts for replay in replays).tolist()
     for replay in replays:

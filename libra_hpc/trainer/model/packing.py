@@ -20,7 +20,7 @@ from libra_hpc.weights.names import ReplicaPlace
 
 from .context import Tail, pieces
 from .mcore import PackedSeqParams
-from .rotary import Table
+from .rotary import RotaryTable
 
 NO_CHOICE = -1
 """Expert number of a token whose routing the rollout engine did not return."""
@@ -87,7 +87,7 @@ class PackedLayout(PackedSeqParams):
     """None: no context parallelism."""
     experts: torch.Tensor | None = None
     """int64[t, layers, k], as in `Example`; None: no example has any."""
-    rotary: Table | None = None
+    rotary: RotaryTable | None = None
     """Set by the engine for one pass."""
 
 

@@ -19,7 +19,7 @@ from libra_hpc.models.architecture import Architecture
 from . import fusions
 
 
-class Table(NamedTuple):
+class RotaryTable(NamedTuple):
     cos: torch.Tensor
     """[t, 1, channels that turn]"""
     sin: torch.Tensor
@@ -34,18 +34,18 @@ class Rotary:
         self._interleaved = shape.kind.interleaved_rotary
         self._dtype = dtype
 
-    def table(self, positions: torch.Tensor) -> Table:
+    def table(self, positions: torch.Tensor) -> RotaryTable:
         """The table for ``positions``, int64[t]; angles in float32, result in the model's type."""
         angles = positions.float()[:, None, None] * self._frequencies
         angles = angles.repeat_interleave(2, -1) if self._interleaved else torch.cat((angles, angles), dim=-1)
         cos, sin = (angles.cos() * self._scale).to(self._dtype), (angles.sin() * self._scale).to(self._dtype)
-        return Table(cos, sin, self._interleaved)
+        return RotaryTable(cos, sin, self._interleaved)
 
 
-def rotated(x: torch.Tensor, table: Table) -> torch.Tensor:
+def rotated(x: torch.Tensor, table: RotaryTable) -> torch.Tensor:
     """Rotate the first channels of ``x`` [t, heads, head_dim] by the angles of its tokens."""
     if x.is_cuda:
-        turned: torch.Tensor = fusions.Turn.apply(x, *table)  # type: ignore[no-untyped-call]
+        turned: torch.Tensor = fusions.Rotate.apply(x, *table)  # type: ignore[no-untyped-call]
         return turned
     width = table.cos.shape[-1]
     if width < x.shape[-1]:

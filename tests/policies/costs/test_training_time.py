@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from libra_hpc.models.memory import Recompute, TrainLayout, activation_bytes_per_token, memory_limit, train_memory
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.policies.costs.factors import Factors
-from libra_hpc.policies.costs.training_time import LAYER_EFFICIENCY, BatchWork, Beside, TrainCost, forward_flops, packed
+from libra_hpc.policies.costs.training_time import (
+    LAYER_EFFICIENCY,
+    BatchWork,
+    HybridWorlds,
+    TrainCost,
+    forward_flops,
+    packed,
+)
 from libra_hpc.policies.search.train_layout import TrainSearch
 from tests.policies.control.plant_costs import A800, QWEN, agentic, batch_of
 
@@ -178,7 +185,7 @@ def test_tokens_without_loss_cost_no_output_layer() -> None:
 def test_hybrid_nodes_share_the_work_and_exchange_one_gradient() -> None:
     """Over the core's links, however many hybrid nodes there are: 4 + 2 bytes a parameter, exposed."""
     core = layout(tp=8, dp=2)
-    alone, one, four = (cost().time(core, Beside(nodes)) for nodes in (0, 1, 4))
+    alone, one, four = (cost().time(core, HybridWorlds(nodes)) for nodes in (0, 1, 4))
     assert alone.exchange == 0.0
     assert one.compute == pytest.approx(alone.compute * 2 / 3)
     assert one.exchange == pytest.approx(6 * QWEN.params / 8 / (A800.inter_bytes_s * 0.8), rel=0.01)

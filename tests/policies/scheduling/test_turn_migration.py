@@ -16,9 +16,9 @@ from libra_hpc.policies.scheduling.rules.least_loaded import LeastLoaded
 from libra_hpc.policies.scheduling.turn_migration import (
     MAX_OPEN_PER_ENGINE,
     MIN_SAVED_PREFILLS,
-    Move,
     OpenTrajectory,
     Running,
+    TurnMigration,
     choose_moves,
 )
 
@@ -34,7 +34,7 @@ def open_trajectory(
     return OpenTrajectory(name, turns=0, engine=at, left=left, context=context, generated=generated)
 
 
-def where(found: list[Move]) -> list[tuple[str, str, str]]:
+def where(found: list[TurnMigration]) -> list[tuple[str, str, str]]:
     return [(move.trajectory, move.source, move.target) for move in found]
 
 
@@ -182,7 +182,7 @@ def test_turns_are_evaluated_in_the_tail_only_and_not_too_often() -> None:
     asked: list[float] = []
 
     class Asked(LeastLoaded):
-        def rebalance(self, running: object, board: Board, now: float) -> list[Move]:
+        def rebalance(self, running: object, board: Board, now: float) -> list[TurnMigration]:
             asked.append(now)
             return []
 

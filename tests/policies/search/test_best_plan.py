@@ -20,7 +20,7 @@ from libra_hpc.policies.costs.rollout_time import ReplicaCost
 from libra_hpc.policies.costs.training_time import BatchWork, TrainCost
 from libra_hpc.policies.search import best_plan as search_module
 from libra_hpc.policies.search import node_count
-from libra_hpc.policies.search.best_plan import DevicePool, PlanSearch, plan
+from libra_hpc.policies.search.best_plan import DevicePool, PlanSearch
 from libra_hpc.policies.search.even_rollout_layout import EvenRolloutSearch
 from libra_hpc.policies.search.rollout_layout import ReplicaClass, RolloutSearch, assign
 from libra_hpc.policies.search.train_layout import Hybrid, TrainSearch, TrainSpace
@@ -211,7 +211,7 @@ def test_without_foresight_two_pools_share_by_speed() -> None:
 def whole(
     batch: BatchWork, pools: Sequence[DevicePool], keep: int = 1, sorted_lengths: bool = True
 ) -> search_module.PlanResult:
-    return plan(QWEN, pools, batch, space=SMALL, steps=fake, keep=keep, sorted_lengths=sorted_lengths)
+    return PlanSearch(QWEN, pools, batch, space=SMALL, steps=fake, sorted_lengths=sorted_lengths).run(keep)
 
 
 def enumerated(batch: BatchWork, pools: Sequence[DevicePool], sorted_lengths: bool = True) -> float:
@@ -264,7 +264,7 @@ def test_the_plan_equals_enumeration(
 def test_every_training_layout_and_engine_degree_was_compared(name: str, nodes: int, eta: int) -> None:
     """Dense models and mixtures of experts, with every degree of parallelism and the tabulated step times."""
     shape, batch = model_shape(name), agentic(256, eta)
-    found = plan(shape, [DevicePool(A800, nodes, 8)], batch)
+    found = PlanSearch(shape, [DevicePool(A800, nodes, 8)], batch).run()
     trainer = TrainCost(shape, A800, 8, batch)
     search = TrainSearch(trainer, 8)
     replicas = [ReplicaCost(lookup(A800, shape, tp), batch) for tp in (1, 2, 4, 8) if shape.divides(tp)]
@@ -325,7 +325,7 @@ def test_nothing_fits() -> None:
         UserError,
         match=r"No training layout fits beside a rollout node; nearest: training TP8·PP2·DP1, recomputed, .* GB over",
     ):
-        plan(model_shape("llama-3.1-70b"), [DevicePool(A800, 3, 8)], agentic(), space=SMALL, steps=fake)
+        PlanSearch(model_shape("llama-3.1-70b"), [DevicePool(A800, 3, 8)], agentic(), space=SMALL, steps=fake).run()
     with pytest.raises(
         UserError,
         match=(
@@ -333,7 +333,9 @@ def test_nothing_fits() -> None:
             r" 8,000 tokens"
         ),
     ):
-        plan(QWEN, [DevicePool(A800, 3, 8)], agentic(), space=SMALL, steps=lambda d, s, tp: FakeSteps(tp, 1000 * tp))
+        PlanSearch(
+            QWEN, [DevicePool(A800, 3, 8)], agentic(), space=SMALL, steps=lambda d, s, tp: FakeSteps(tp, 1000 * tp)
+        ).run()
     with pytest.raises(UserError, match="at least 2 nodes"):
         whole(agentic(), [DevicePool(A800, 1, 8)])
 

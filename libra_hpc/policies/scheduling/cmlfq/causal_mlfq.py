@@ -28,9 +28,9 @@ from libra_hpc.policies.scheduling.residency import Claim, release
 from libra_hpc.policies.scheduling.turn_migration import (
     MAX_OPEN_PER_ENGINE,
     MIGRATES,
-    Move,
     OpenTrajectory,
     Running,
+    TurnMigration,
     choose_moves,
 )
 from libra_hpc.protocol.env import Signal
@@ -69,7 +69,7 @@ class _Tracked(Placed):
         """Engine priority of its next turn."""
         self.version = -1
         """Weight version at its last engine when its last turn was sent."""
-        self.migration: Move | None = None
+        self.migration: TurnMigration | None = None
         """The move of its interrupted turn."""
 
 
@@ -187,7 +187,7 @@ class CausalMlfq:
         numbers["finish_s"], numbers["engine"] = finish, load.view.engine
         return self._send(tracked, load, template, numbers, context)
 
-    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
+    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[TurnMigration]:
         """See `Rebalances.rebalance`: each move counts at its target at once."""
         if len(self._tracked) > MAX_OPEN_PER_ENGINE * len(board.engines):
             return []
@@ -267,7 +267,7 @@ class CausalMlfq:
             load.remove(tracked)
             self._loads.update_entry(load)
 
-    def _migrate(self, tracked: _Tracked, move: Move, turn: TurnView, board: Board) -> Decision | None:
+    def _migrate(self, tracked: _Tracked, move: TurnMigration, turn: TurnView, board: Board) -> Decision | None:
         """Send an interrupted turn to its target; None if it ended by itself, or if the target takes no turn."""
         tracked.migration = None
         view, load = board.engines.get(move.target), tracked.load

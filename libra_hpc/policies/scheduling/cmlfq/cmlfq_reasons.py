@@ -19,5 +19,5 @@ LEAVES: Final = (
     " tokens expected"
 )
 WAITS_FOR_CACHE: Final = "wait: {wanted} is full, but has the context cached; {remaining:.0f} tokens expected"
-NO_ROOM: Final = "wait: the KV caches are full with contexts under way; {remaining:.0f} tokens expected"
+NO_ROOM: Final = "wait: the KV caches are full with in-flight contexts; {remaining:.0f} tokens expected"
 WAITS: Final = "wait: no engine has a free slot; {remaining:.0f} tokens expected"
