@@ -25,15 +25,10 @@ import msgspec
 from libra_hpc.errors import error_text, invalid
 
 BUILTIN = Path(__file__).with_name("devices.toml")
-POSITIVE = (
-    "memory_bytes",
-    "peak_flops",
-    "hbm_bytes_s",
-    "intra_bytes_s",
-    "inter_bytes_s",
-    "devices_per_node",
-    "host_bytes_s",
-)
+SHARES = ("flops_efficiency", "hbm_efficiency", "link_efficiency")
+NOT_NEGATIVE = ("kernel_s", "allreduce_s", "host_s", "host_sequence_s", "workspace_bytes")
+WORDS = ("name", "aliases", "tables")
+"""Fields that are no numbers; those in none of the three are above 0."""
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,15 +108,11 @@ def _entry(path: Path, name: str, fields: object) -> Device:
         raise invalid(
             "device file", str(path), f"device {name!r}: {error}", "the fields of the built-in devices"
         ) from error
-    for field in POSITIVE:
-        if not 0 < getattr(entry, field) < inf:
-            raise invalid(f"device {name!r} {field}", getattr(entry, field), "is out of range", "a number > 0")
-    for field in ("kernel_s", "allreduce_s", "host_s", "host_sequence_s", "workspace_bytes"):
-        if not 0 <= getattr(entry, field) < inf:
-            raise invalid(f"device {name!r} {field}", getattr(entry, field), "is out of range", "a number >= 0")
-    for field in ("flops_efficiency", "hbm_efficiency", "link_efficiency"):
-        if not 0 < getattr(entry, field) <= 1:
-            raise invalid(
-                f"device {name!r} {field}", getattr(entry, field), "is no share of the peak", "a number in (0, 1]"
-            )
+    for field in Device.__struct_fields__:
+        value = 1 if field in WORDS else getattr(entry, field)
+        if field in SHARES and not 0 < value <= 1:
+            raise invalid(f"device {name!r} {field}", value, "is no share of the peak", "a number in (0, 1]")
+        if not 0 <= value < inf or (not value and field not in NOT_NEGATIVE):
+            valid = "a number >= 0" if field in NOT_NEGATIVE else "a number > 0"
+            raise invalid(f"device {name!r} {field}", value, "is out of range", valid)
     return entry

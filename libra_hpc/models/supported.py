@@ -256,6 +256,12 @@ def _variants(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
 
 def _rope(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
     """Unsupported rotary embeddings, in either spelling."""
+    kinds = list(_rope_kind(config, family))
+    yield from kinds or _rope_numbers(config, family)
+
+
+def _rope_kind(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
+    """At most one: settings that differ between layers, or a kind that the trainer lacks."""
     for section in ("rope_scaling", "rope_parameters"):
         settings = config.get(section)
         if not settings:
@@ -270,6 +276,9 @@ def _rope(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
             if kind not in family.rope_types:
                 yield Refusal(key, kind, "the trainer has no such rotary embedding", family.rope_types)
                 return
+
+
+def _rope_numbers(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
     settings = rope_settings(config)
     share = settings["partial_rotary_factor"]
     if share != 1 and not family.partial_rotary:

@@ -32,19 +32,7 @@ STATUSES = ("status", "state", "outcome")
 INSIDE = ("result", "data", "value", "response", "output", "content", "stdout", "stderr")
 TIMEOUT_WORDS = frozenset({"timeout", "timed_out", "timedout", "timed out", "deadline_exceeded"})
 ERROR_WORDS = frozenset(
-    {
-        "error",
-        "errored",
-        "failure",
-        "failed",
-        "fail",
-        "exception",
-        "crashed",
-        "killed",
-        "aborted",
-        "cancelled",
-        "canceled",
-    }
+    "error errored failure failed fail exception crashed killed aborted cancelled canceled".split()  # noqa: SIM905
 )
 OK_WORDS = frozenset(
     {"ok", "success", "successful", "succeeded", "passed", "pass", "done", "completed", "complete", "finished"}
@@ -59,19 +47,9 @@ JSON_CHARS = 1 << 20
 """Longest text that is parsed as a JSON object."""
 
 _PYTEST = re.compile(r"(?:=+ )?((?:\d+ [a-z]+, )*\d+ [a-z]+)( in [\d.]+ ?s(?: \([\d:]+\))?)?(?: =+)?")
-_PYTEST_WORDS = {
-    "passed",
-    "xfailed",
-    "xpassed",
-    "failed",
-    "error",
-    "errors",
-    "skipped",
-    "deselected",
-    "warning",
-    "warnings",
-    "rerun",
-}
+_PYTEST_WORDS = set(
+    "passed xfailed xpassed failed error errors skipped deselected warning warnings rerun".split()  # noqa: SIM905
+)
 _COUNT = re.compile(r"(\d+) ([a-z]+)")
 _UNITTEST = re.compile(r"Ran (\d+) tests? in [\d.]+s")
 _UNITTEST_FAILED = re.compile(r"(?:failures|errors)=(\d+)")
@@ -145,16 +123,20 @@ def _classify(value: Any, depth: int) -> Outcome | None:
         return Outcome("timeout" if isinstance(value, TimeoutError) else "error")
     if isinstance(value, str):
         return _classify_text(value, depth)
-    if not isinstance(value, Mapping) or depth >= MAX_DEPTH:
-        return None
-    exit_code = next((code for code in (_whole(value.get(name)) for name in EXIT_CODES) if code is not None), None)
+    return _classify_mapping(value, depth) if isinstance(value, Mapping) and depth < MAX_DEPTH else None
+
+
+def _classify_mapping(value: Mapping[Any, Any], depth: int) -> Outcome | None:
+    exit_code = _number(value, *EXIT_CODES)
     counts = _counts(value)
     outcome = _own_outcome(value, exit_code, counts)
     if outcome is None or counts is None:
         inside = next(filter(None, (_classify(value.get(name), depth + 1) for name in INSIDE)), None)
         if inside is not None:
-            outcome, exit_code = outcome or inside.outcome, inside.exit_code if exit_code is None else exit_code
-            counts = counts or _pair(inside.passed, inside.failed)
+            outcome = outcome or inside.outcome
+            exit_code = inside.exit_code if exit_code is None else exit_code
+            if counts is None and inside.passed is not None and inside.failed is not None:
+                counts = inside.passed, inside.failed
     return None if outcome is None else Outcome(outcome, exit_code, *(counts or (None, None)))
 
 
@@ -165,31 +147,39 @@ def _classify_text(text: str, depth: int) -> Outcome | None:
         except (msgspec.DecodeError, RecursionError):
             pass
     counts = count_tests(text)
-    return None if counts is None else Outcome("error" if counts[1] else "ok", None, *counts)
+    return None if counts is None else Outcome(_ok(not counts[1]), None, *counts)
 
 
 def _own_outcome(value: Mapping[Any, Any], exit_code: int | None, counts: tuple[int, int] | None) -> str | None:
     """The outcome of a mapping itself, by the rules of the module."""
-    words = {word.strip().lower() for word in (value.get(name) for name in STATUSES) if isinstance(word, str)}
+    words = {word.strip().lower() for word in map(value.get, STATUSES) if isinstance(word, str)}
     errors = [value[name] for name in ERRORS if name in value]
-    codes = {error for error in errors if isinstance(error, str)}
-    flags = [value[name] is good for name, good in FLAGS.items() if isinstance(value.get(name), bool)]
-    timed_out = value.get("timed_out") is True or any(isinstance(error, TimeoutError) for error in errors)
-    if timed_out or exit_code == TIMEOUT_EXIT or (words | codes) & TIMEOUT_WORDS:
+    if value.get("timed_out") is True or exit_code == TIMEOUT_EXIT or _name_a_timeout(words, errors):
         return "timeout"
     if exit_code is not None:
-        return "error" if exit_code else "ok"
-    if any(errors) or not all(flags):
-        return "error"
-    if flags:
-        return "ok"
-    if words & ERROR_WORDS:
-        return "error"
-    if words & OK_WORDS:
-        return "ok"
+        return _ok(not exit_code)
+    flags = _flags(value)
+    if flags or any(errors):
+        return _ok(all(flags) and not any(errors))
+    if words & (ERROR_WORDS | OK_WORDS):
+        return _ok(not words & ERROR_WORDS)
     if counts is not None:
-        return "error" if counts[1] else "ok"
+        return _ok(not counts[1])
     return "ok" if errors else None
+
+
+def _ok(good: bool) -> str:
+    return "ok" if good else "error"
+
+
+def _flags(value: Mapping[Any, Any]) -> list[bool]:
+    """Whether each of `FLAGS` that a mapping has is that of success."""
+    return [value[name] is good for name, good in FLAGS.items() if isinstance(value.get(name), bool)]
+
+
+def _name_a_timeout(words: set[str], errors: list[Any]) -> bool:
+    codes = {error for error in errors if isinstance(error, str)}
+    return bool((words | codes) & TIMEOUT_WORDS) or any(isinstance(error, TimeoutError) for error in errors)
 
 
 def _counts(value: Mapping[Any, Any]) -> tuple[int, int] | None:
@@ -200,18 +190,16 @@ def _counts(value: Mapping[Any, Any]) -> tuple[int, int] | None:
     if isinstance(tests, list) and tests:
         results = [_passed(test) for test in tests]
         return None if None in results else (results.count(True), results.count(False))
-    passed = _whole(value.get("passed"))
-    failed = next((n for n in (_whole(value.get(name)) for name in ("failed", "failures")) if n is not None), None)
-    if passed is None and failed is None:
-        return None
-    total = next((n for n in (_whole(tests), _whole(value.get("total"))) if n is not None), None)
-    if failed is not None:
-        failed += _whole(value.get("errors")) or 0
-    elif total is not None:
-        failed = max(0, total - (passed or 0))
-    if passed is None and total is not None:
-        passed = max(0, total - (failed or 0))
-    return passed or 0, failed or 0
+    passed, failed = _number(value, "passed"), _number(value, "failed", "failures")
+    total = _number(value, "tests", "total")
+    if failed is None:
+        return None if passed is None else (passed, _rest(total, passed))
+    failed += _number(value, "errors") or 0
+    return _rest(total, failed) if passed is None else passed, failed
+
+
+def _rest(total: int | None, counted: int) -> int:
+    return 0 if total is None else max(0, total - counted)
 
 
 def _passed(test: Any) -> bool | None:
@@ -224,9 +212,7 @@ def _passed(test: Any) -> bool | None:
     return None if found is None else found.outcome == "ok"
 
 
-def _pair(passed: int | None, failed: int | None) -> tuple[int, int] | None:
-    return None if passed is None or failed is None else (passed, failed)
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def _number(value: Mapping[Any, Any], *names: str) -> int | None:
+    """The first whole number among these fields."""
+    numbers = (value.get(name) for name in names)
+    return next((one for one in numbers if isinstance(one, int) and not isinstance(one, bool)), None)

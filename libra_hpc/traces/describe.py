@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import msgspec
 
-from libra_hpc.protocol.trace import TrajectoryRecord
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 
 from .trace_stats import Spread, spread
 
@@ -49,12 +50,6 @@ def describe(trajectories: Sequence[TrajectoryRecord]) -> Description:
     calls = [turn for turn in turns if turn.tool is not None]
     generated = sorted(one.generated for one in trajectories)
     per_prompt = Counter(one.prompt_id for one in trajectories)
-    rewards = [one.reward for one in trajectories if one.reward is not None]
-    tools = []
-    for tool, count in Counter(turn.tool for turn in calls).most_common():
-        own = [turn for turn in calls if turn.tool == tool]
-        outcomes = Counter(turn.outcome for turn in own if turn.outcome is not None)
-        tools.append(ToolUse(str(tool), count, _some(turn.tool_s for turn in own), dict(outcomes.most_common())))
     return Description(
         trajectories=len(trajectories),
         prompts=len(per_prompt),
@@ -63,15 +58,28 @@ def describe(trajectories: Sequence[TrajectoryRecord]) -> Description:
         generated_total=sum(generated),
         turns=_some(float(len(one.turns)) for one in trajectories),
         generated=_some(generated),
-        generated_per_turn=_some(turn.gen_tokens for turn in turns),
-        prompt_tokens=_some(one.prompt_tokens for one in trajectories),
-        context=_some(one.context for one in trajectories),
+        generated_per_turn=_some(map(attrgetter("gen_tokens"), turns)),
+        prompt_tokens=_some(map(attrgetter("prompt_tokens"), trajectories)),
+        context=_some(map(attrgetter("context"), trajectories)),
         payload=spread(turn.new_tokens for one in trajectories for turn in one.turns[1:]),
         tool_s=spread(turn.tool_s for turn in calls),
         tail_share=tail_share(generated),
-        tools=tools,
-        mean_reward=sum(rewards) / len(rewards) if rewards else None,
+        tools=_tools(calls),
+        mean_reward=_mean([one.reward for one in trajectories if one.reward is not None]),
     )
+
+
+def _tools(calls: Sequence[TurnRecord]) -> list[ToolUse]:
+    found = []
+    for tool, count in Counter(turn.tool for turn in calls).most_common():
+        own = [turn for turn in calls if turn.tool == tool]
+        outcomes = Counter(turn.outcome for turn in own if turn.outcome is not None)
+        found.append(ToolUse(str(tool), count, _some(turn.tool_s for turn in own), dict(outcomes.most_common())))
+    return found
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _some(values: Iterable[float]) -> Spread:

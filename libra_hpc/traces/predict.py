@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from libra_hpc.protocol.trace import TrajectoryRecord
 
 from .trace_stats import OneWay, centred, one_way, pearson
+
+T = TypeVar("T")
 
 FEW = 20
 """Fewest trajectories at turn k, or above a threshold: the mean of fewer would be noise."""
@@ -152,16 +155,9 @@ def _signals(points: Sequence[_Point]) -> list[SignalStrength]:
     tested = [point for point in points if point.failed is not None]
     result = []
     if len(classes) > 1:
-        result.append(_classes("last outcome", [(point.turn, point.outcome, point.left) for point in with_outcome]))
-        result.append(
-            _classes(
-                "last tool and outcome",
-                [(point.turn, (point.tool, point.outcome), point.left) for point in with_outcome],
-            )
-        )
-        result.append(
-            _correlated("error streak", [(point.turn, float(point.streak), point.left) for point in with_outcome])
-        )
+        result.append(_classes("last outcome", _rows(with_outcome, lambda point: point.outcome)))
+        result.append(_classes("last tool and outcome", _rows(with_outcome, lambda point: (point.tool, point.outcome))))
+        result.append(_correlated("error streak", _rows(with_outcome, lambda point: float(point.streak))))
     else:
         note = f"every outcome is {classes.pop()!r}" if classes else "no outcomes"
         result.append(
@@ -170,12 +166,15 @@ def _signals(points: Sequence[_Point]) -> list[SignalStrength]:
             )
         )
     if tested:
-        result.append(
-            _correlated("failed tests", [(point.turn, float(point.failed or 0), point.left) for point in tested])
-        )
-    result.append(_correlated("log payload", [(point.turn, math.log1p(point.payload), point.left) for point in points]))
-    result.append(_correlated("log attained", [(point.turn, math.log(point.attained), point.left) for point in points]))
+        result.append(_correlated("failed tests", _rows(tested, lambda point: float(point.failed or 0))))
+    result.append(_correlated("log payload", _rows(points, lambda point: math.log1p(point.payload))))
+    result.append(_correlated("log attained", _rows(points, lambda point: math.log(point.attained))))
     return result
+
+
+def _rows(points: Sequence[_Point], value: Callable[[_Point], T]) -> list[tuple[int, T, float]]:
+    """(turn, value, log of the tokens left) of every point."""
+    return [(point.turn, value(point), point.left) for point in points]
 
 
 def _classes(name: str, rows: Sequence[tuple[int, Hashable, float]]) -> SignalStrength:

@@ -55,29 +55,19 @@ class GrpoTrainer:
         """
         begin = time.monotonic()
         state, replicas = self._engine.state, self._replicas
-        try:
-            if replicas.generation != message.generation:
-                raise BatchRejected(
-                    f"this replica is in generation {replicas.generation}, the step is for {message.generation}"
-                )
-            if message.step != state.step + 1:
-                raise BatchRejected(f"this replica is at step {state.step}, it cannot run step {message.step}")
-            batches = [self._pack(samples) for samples in message.minibatches]
-        except (BatchRejected, ValueError) as error:
-            replicas.leave()
-            raise BatchRejected(str(error)) from error
+        batches = self._batches(message)
         saved = state.capture() if len(batches) > 1 else None
         replicas.waited_s = 0.0
         optimizer_s = norm = 0.0
         sums: list[tuple[list[float], int]] = []
         skipped = self._tokens = self._loss_tokens = self._agreed = self._replayed = 0
-        proximal = self._proximal(batches) if len(batches) > 1 else None
+        proximal = self._proximal(batches) if len(batches) > 1 else [None]
         last = max((i for i, total in enumerate(message.total_tokens) if total), default=0)
         try:
             for i, (packs, total) in enumerate(zip(batches, message.total_tokens, strict=True)):
                 if total == 0:
                     continue
-                found, gradient_norm = self._accumulate(packs, None if proximal is None else proximal[i])
+                found, gradient_norm = self._accumulate(packs, proximal[i])
                 # The sums are equal in all replicas with an optimizer, and so is this decision.
                 if self._engine.elastic:
                     pass
@@ -115,6 +105,21 @@ class GrpoTrainer:
             agreed=self._agreed,
         )
 
+    def _batches(self, message: TrainStep) -> list[list[Pack]]:
+        """The minibatches of a step; raises `BatchRejected` outside the generation."""
+        state, replicas = self._engine.state, self._replicas
+        try:
+            if replicas.generation != message.generation:
+                raise BatchRejected(
+                    f"this replica is in generation {replicas.generation}, the step is for {message.generation}"
+                )
+            if message.step != state.step + 1:
+                raise BatchRejected(f"this replica is at step {state.step}, it cannot run step {message.step}")
+            return [self._pack(samples) for samples in message.minibatches]
+        except (BatchRejected, ValueError) as error:
+            replicas.leave()
+            raise BatchRejected(str(error)) from error
+
     def _spread_weights(self, last: bool) -> None:
         try:
             self._replicas.spread_weights()
@@ -129,8 +134,8 @@ class GrpoTrainer:
         examples = [decode(s, self._engine.shape) for s in own]
         return pack(examples, self._micro_tokens, self._engine.device, place)
 
-    def _proximal(self, batches: list[list[Pack]]) -> list[list[torch.Tensor]]:
-        out: list[list[torch.Tensor]] = []
+    def _proximal(self, batches: list[list[Pack]]) -> list[list[torch.Tensor] | None]:
+        out: list[list[torch.Tensor] | None] = []
         for packs in batches:
             found: list[torch.Tensor] = []
 

@@ -15,7 +15,7 @@ expert-parallel ones, then copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -268,14 +268,19 @@ def gathered(
                     dist.recv(received, source)
                     yield hf_name, received
             elif entry.hf in names and _shares(entry, shape, split):
-                parts = _parts(entry, tensors[names[entry.hf]].detach(), split)
-                if cut(entry, split)[1]:
-                    continue
-                for hf_name, tensor in zip(entry.hf, to_hf(entry, parts, shape), strict=True):
+                for hf_name, tensor in _whole(entry, tensors[names[entry.hf]].detach(), shape, split):
                     if first:
                         yield hf_name, tensor
                     else:
                         dist.send(tensor, 0)
+
+
+def _whole(
+    entry: Entry, part: torch.Tensor, shape: Architecture, split: ReplicaPlace
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """Full tensors of a parameter on the rank that has its first part; collective over the ranks that share it."""
+    parts = _parts(entry, part, split)
+    return () if cut(entry, split)[1] else zip(entry.hf, to_hf(entry, parts, shape), strict=True)
 
 
 def _holder(entry: Entry, shape: Architecture, split: ReplicaPlace) -> int:

@@ -92,5 +92,8 @@ def test_folder_without_tokenizer(tmp_path: Path) -> None:
 def test_task_modules_import_no_engine() -> None:
     modules = "policy, task_registry, keychain, arithmetic"
     heavy = ("torch", "transformers", "vllm", "mpi4py", "reasoning_gym")
-    code = f"import sys, libra_hpc.host.host; from libra_hpc.tasks import {modules}; print([m for m in {heavy} if m in sys.modules])"
+    code = (
+        f"import sys, libra_hpc.host.host; from libra_hpc.tasks import {modules};"
+        f" print([m for m in {heavy} if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

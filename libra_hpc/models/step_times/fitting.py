@@ -43,18 +43,8 @@ def non_negative(rows: Sequence[Sequence[float]], weights: Sequence[float]) -> l
     """The ``c >= 0`` that minimises ``sum(w * (rows @ c - 1)**2)``: the best unconstrained optimum over subsets of
     columns.
     """
-    width = len(rows[0])
-    gram = [[0.0] * width for _ in range(width)]
-    moment = [0.0] * width
-    for row, weight in zip(rows, weights, strict=True):
-        for i in range(width):
-            scaled = weight * row[i]
-            moment[i] += scaled
-            for j in range(i + 1):
-                gram[i][j] += scaled * row[j]
-    for i in range(width):
-        for j in range(i):
-            gram[j][i] = gram[i][j]
+    gram, moment = _normal_equations(rows, weights)
+    width = len(moment)
     scale = [gram[i][i] ** 0.5 for i in range(width)]
     columns = [i for i in range(width) if scale[i] > 0]
     best, best_gain = [0.0] * width, 0.0
@@ -70,6 +60,25 @@ def non_negative(rows: Sequence[Sequence[float]], weights: Sequence[float]) -> l
                 for x, i in zip(solution, subset, strict=True):
                     best[i] = x / scale[i]
     return best
+
+
+def _normal_equations(
+    rows: Sequence[Sequence[float]], weights: Sequence[float]
+) -> tuple[list[list[float]], list[float]]:
+    """``rows^T w rows`` and ``rows^T w 1``."""
+    width = len(rows[0])
+    gram = [[0.0] * width for _ in range(width)]
+    moment = [0.0] * width
+    for row, weight in zip(rows, weights, strict=True):
+        for i in range(width):
+            scaled = weight * row[i]
+            moment[i] += scaled
+            for j in range(i + 1):
+                gram[i][j] += scaled * row[j]
+    for i in range(width):
+        for j in range(i):
+            gram[j][i] = gram[i][j]
+    return gram, moment
 
 
 def solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float] | None:

@@ -96,18 +96,10 @@ class Planner:
         self._started_at = min(self._started_at, now)
         self.estimate = None
         split = self._observe(snapshot, now)
-        if not self._settings.enabled:
-            return _hold("hold: the planner is disabled")
-        if self.repartition is None and not any(n.component == "hybrid" and n.role != "lost" for n in snapshot.nodes):
-            return _hold("hold: there is no hybrid node to move")
-        moving = [n for n in snapshot.nodes if n.role in ("to_train", "to_rollout", "starting")]
-        if moving:
-            return _hold(f"hold: node {moving[0].rank} is in state {moving[0].role}")
-        if split.train == 0 or split.rollout == 0:
-            return _hold("hold: one of the stages has no node")
-        estimate = self._estimator.estimate(
-            snapshot, split, self._hysteresis.proposal.at if self._hysteresis.proposal else None
-        )
+        if why := self._not_evaluated(snapshot, split):
+            return _hold(f"hold: {why}")
+        proposal = self._hysteresis.proposal
+        estimate = self._estimator.estimate(snapshot, split, proposal.at if proposal else None)
         if self._estimator.measured is not None:
             self._judge_move(self._estimator.measured, now)
         if isinstance(estimate, str):
@@ -124,32 +116,32 @@ class Planner:
             )
         self._evaluated_at, self._drift_pending = now, False
         horizon = self._horizon(snapshot, estimate)
-        moves = sorted(
-            self._moves.all(snapshot, estimate, now, horizon),
-            key=lambda m: (not m.blocked, m.pays - m.needed),
-            reverse=True,
-        )
-        decision = (
-            self._choose(moves, estimate, numbers)
-            if moves
-            else _hold("hold: every stage is down to its last movable node", numbers)
-        )
+        moves = self._moves.all(snapshot, estimate, now, horizon)
+        moves.sort(key=lambda m: (not m.blocked, m.pays - m.needed), reverse=True)
+        if moves:
+            decision = self._choose(moves[0], estimate, numbers)
+        else:
+            decision = _hold("hold: every stage is down to its last movable node", numbers)
         decision = self._confirm(decision, estimate, snapshot, now)
-        advisor = self.repartition if self._repartition_due(now) else None
-        if decision.action == "hold" and advisor and not self._hysteresis.proposal and not (moves and moves[0].blocked):
+        blocked = bool(self._hysteresis.proposal or (moves and moves[0].blocked))
+        if decision.action == "hold" and not blocked and self.repartition and self._repartition_due(now):
             self._searched_at = now
-            decision = (
-                advisor.advise(
-                    snapshot,
-                    estimate,
-                    since=self._estimator.workload_changed_at,
-                    horizon=horizon,
-                    settings=self._settings,
-                )
-                or decision
-            )
+            since = self._estimator.workload_changed_at
+            advised = self.repartition.advise(snapshot, estimate, since=since, horizon=horizon, settings=self._settings)
+            decision = advised or decision
         considered = (*decision.candidates, *(m.candidate() for m in moves))
         return msgspec.structs.replace(decision, candidates=considered[:CANDIDATES], triggers=triggers)
+
+    def _not_evaluated(self, snapshot: PlanSnapshot, split: Split) -> str:
+        """Why no move is evaluated; empty: it can be."""
+        if not self._settings.enabled:
+            return "the planner is disabled"
+        if self.repartition is None and not any(n.component == "hybrid" and n.role != "lost" for n in snapshot.nodes):
+            return "there is no hybrid node to move"
+        for node in snapshot.nodes:
+            if node.role in ("to_train", "to_rollout", "starting"):
+                return f"node {node.rank} is in state {node.role}"
+        return "" if split.train and split.rollout else "one of the stages has no node"
 
     def _repartition_due(self, now: float) -> bool:
         """Whether the workload has been steady for a period, without a search or a repartition made for it.
@@ -227,9 +219,8 @@ class Planner:
         batch = estimate.times.batch
         return min(max(self._settings.horizon_s, LEAST_BATCHES * batch), snapshot.steps_left * batch)
 
-    def _choose(self, moves: list[Move], estimate: Estimate, inputs: dict[str, float]) -> PlanDecision:
+    def _choose(self, best: Move, estimate: Estimate, inputs: dict[str, float]) -> PlanDecision:
         """The decision for the best move, with its numbers."""
-        best = moves[0]
         numbers = inputs | {
             "after_train_s": best.after.train,
             "after_rollout_s": best.after.rollout,

@@ -164,10 +164,9 @@ class StageEstimator:
     def _from_in_flight(self, snapshot: PlanSnapshot, split: Split, rollout_model: RolloutByNodes) -> Estimate | None:
         """Both stages for the in-flight work; None unless the workload changes and the cost model covers it."""
         assert self._in_flight is not None
-        steps = [s for s in snapshot.steps if s.at > self.split_since and s.nodes == split.train and s.tokens > 0]
+        steps = self._steps(snapshot, split)
         plain = measure(snapshot, split, self.split_since, inf)
-        if isinstance(plain, Estimate):
-            self._base = plain
+        self._base = plain if isinstance(plain, Estimate) else self._base
         first = self.workload_changed_at == self._split_changed_at == -inf and len(steps) < MAX_STEPS
         if snapshot.eta == 0 or not (first or self.is_changing(snapshot)):
             return None
@@ -176,12 +175,7 @@ class StageEstimator:
         if base is None or work is None:
             return None
         there = self._scaling.correction(base.split, split).train * base.split.train / split.train
-        if (
-            steps
-            and abs(median(s.seconds / base.train_seconds(s.tokens, there) for s in steps[-FIRST_STEPS:]) - 1.0)
-            > AGREEMENT
-            and split != base.split
-        ):
+        if split != base.split and _differ(steps, base, there):
             return None
         rollout_model.observe_trajectories(snapshot, work.done)
         rollout = rollout_model.unthrottled(split.rollout)
@@ -202,6 +196,18 @@ class StageEstimator:
             from_in_flight=True,
             scatter=batch_scatter(snapshot, work.done),
         )
+
+    def _steps(self, snapshot: PlanSnapshot, split: Split) -> list[TrainStepFact]:
+        """Steps at the present split."""
+        return [s for s in snapshot.steps if s.at > self.split_since and s.nodes == split.train and s.tokens > 0]
+
+
+def _differ(steps: list[TrainStepFact], base: Estimate, correction: float) -> bool:
+    """Whether the newest steps take other times than ``base`` expects with this correction."""
+    if not steps:
+        return False
+    ratios = [s.seconds / base.train_seconds(s.tokens, correction) for s in steps[-FIRST_STEPS:]]
+    return abs(median(ratios) - 1.0) > AGREEMENT
 
 
 def _first_steps(split: Split, steps: list[TrainStepFact], eta: int) -> Estimate | None:

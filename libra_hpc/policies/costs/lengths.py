@@ -138,38 +138,10 @@ def sketch(observed: Sequence[TrajectoryLengths], batch: int) -> Lengths:
     if batch < 1:
         raise invalid("batch", batch, "no trajectories in a global batch", "an integer >= 1")
     for one in observed:
-        if (
-            one.generated < 1
-            or one.prompt < 1
-            or one.turns < 1
-            or one.tool_s < 0
-            or one.context < one.generated + one.prompt
-        ):
-            raise invalid(
-                "trajectory",
-                msgspec.to_builtins(one),
-                "its counts contradict each other",
-                "generated, prompt and turns >= 1, their sum within the context",
-            )
+        _check(one)
     ordered = sorted(observed, key=lambda o: (o.generated, o.context))
     total = sum([o.generated for o in ordered])
-    bounds = _bounds(len(ordered), batch)
-    bins = []
-    for low, high in pairwise(bounds):
-        contexts = [o.context for o in ordered[low:high]]
-        generated = sum([o.generated for o in ordered[low:high]])
-        count = high - low
-        bins.append(
-            Bin(
-                share=count / len(ordered),
-                generated=generated / count,
-                context=sum(contexts) / count,
-                longest=max(contexts),
-                prompt=sum([o.prompt for o in ordered[low:high]]) / count,
-                turns=sum([o.turns for o in ordered[low:high]]) / count,
-                tool_s=sum([o.tool_s for o in ordered[low:high]]) / count,
-            )
-        )
+    bins = [_bin(ordered[low:high], len(ordered)) for low, high in pairwise(_bounds(len(ordered), batch))]
     contexts, prompts = [o.context for o in ordered], [o.prompt for o in ordered]
     context, prompt = sum(contexts), sum(prompts)
     return Lengths(
@@ -183,6 +155,30 @@ def sketch(observed: Sequence[TrajectoryLengths], batch: int) -> Lengths:
         context_square=sum([c * c for c in contexts]) / len(ordered),
         longest_context=max(contexts),
         observed=len(ordered),
+    )
+
+
+def _check(one: TrajectoryLengths) -> None:
+    least = min(one.generated, one.prompt, one.turns)
+    if least < 1 or one.tool_s < 0 or one.context < one.generated + one.prompt:
+        raise invalid(
+            "trajectory",
+            msgspec.to_builtins(one),
+            "its counts contradict each other",
+            "generated, prompt and turns >= 1, their sum within the context",
+        )
+
+
+def _bin(part: Sequence[TrajectoryLengths], whole: int) -> Bin:
+    count, contexts = len(part), [o.context for o in part]
+    return Bin(
+        share=count / whole,
+        generated=sum([o.generated for o in part]) / count,
+        context=sum(contexts) / count,
+        longest=max(contexts),
+        prompt=sum([o.prompt for o in part]) / count,
+        turns=sum([o.turns for o in part]) / count,
+        tool_s=sum([o.tool_s for o in part]) / count,
     )
 
 

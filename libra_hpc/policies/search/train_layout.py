@@ -118,23 +118,23 @@ class TrainSearch:
         return sorted(found, key=lambda e: e.limit.over)
 
     def _search(self, devices: int, elastic: int) -> TrainChoice | None:
-        best: tuple[float, TrainLayout, TrainTime] | None = None
+        least, best = math.inf, None
         never: set[int] = set()
         for index, layout in self._spread(devices, self._able):
-            if best is not None and self._shards[index][0] / devices >= best[0]:
-                break
             seconds, shard = self._shards[index]
-            if best is not None and seconds / shard.replica * self._cost.longest_share >= best[0]:
+            if seconds / devices >= least:
+                break
+            if seconds / shard.replica * self._cost.longest_share >= least:
                 continue
             if self._never(index):
                 never.add(index)
             elif self._fits(index, layout) and (not elastic or self._fits_beside(layout, elastic)):
                 time = self._cost.time(layout)
-                if best is None or time.total < best[0]:
-                    best = (time.total, layout, time)
+                if time.total < least:
+                    least, best = time.total, (layout, time)
         if never:
             self._able = [index for index in self._able if index not in never]
-        return None if best is None else TrainChoice(best[1], best[2], self._cost.memory(best[1]))
+        return None if best is None else TrainChoice(*best, self._cost.memory(best[0]))
 
     def _spread(self, devices: int, indices: Sequence[int]) -> Iterator[tuple[int, TrainLayout]]:
         """Layouts of exactly ``devices`` devices with the index of their shard, in the order of the bound."""

@@ -132,13 +132,8 @@ class RemainingWorkEstimator:
         base = log_rest[cell] if log_scale == 0.0 else log_scale + log_rest[cell_of(attained / prompt.scale)]
         seen = len(trail)
         if seen < len(signals):
-            for i in range(seen, len(signals)):
-                signal = signals[i]
-                symbol = self.vocabulary.number(cursor.read(signal))
-                cursor.payload += signal.payload_tokens
-                trail.append((symbol, base, log_scale, cursor.failed))
+            self._read(cursor, signals, base, log_scale)
             seen = len(trail)
-            cursor.effect = None
         if seen and stats.gate.open:
             blend = stats.full
             w = blend.weights
@@ -147,7 +142,7 @@ class RemainingWorkEstimator:
                 effect = cursor.effect = _effect(stats, trail[-1][0])
             correction = w[0] + w[1] * (base - CENTRE) + w[2] * log_scale + w[6] * effect
             if failed is not None:
-                correction += w[4] + w[5] * log(float(failed)) if failed else w[3]
+                correction += _tests_part(w, failed)
         else:
             if not attained:
                 cursor.start = (base, log_scale)
@@ -157,13 +152,11 @@ class RemainingWorkEstimator:
         left = exp(base + stats.tables[0].known[cell] * (correction + blend.log_smear))
         reach = REACH_FACTOR * left
         if room < inf:
-            if room < 1.0:
-                room = 1.0
+            room = max(room, 1.0)
             if attained:
                 room *= attained / (attained + cursor.payload)
             left *= room / (left + room)
-            if reach > room:
-                reach = room
+            reach = min(reach, room)
         cursor.left, cursor.reach = left, reach
         if seen:
             # Two turns of the task's mean smooth the trajectory's own tokens per turn.
@@ -171,15 +164,20 @@ class RemainingWorkEstimator:
             cursor.future = cursor.payload / seen * turns_left
         return left
 
+    def _read(self, cursor: Cursor, signals: tuple[Signal, ...], base: float, log_scale: float) -> None:
+        """Take in the signals behind those that the cursor has."""
+        for i in range(len(cursor.trail), len(signals)):
+            signal = signals[i]
+            symbol = self.vocabulary.number(cursor.read(signal))
+            cursor.payload += signal.payload_tokens
+            cursor.trail.append((symbol, base, log_scale, cursor.failed))
+        cursor.effect = None
+
     def peek(self, cursor: Cursor, signals: tuple[Signal, ...], attained: int, room: float = inf) -> Cursor:
         """A separate cursor for the middle of a turn, from which nothing is learned; no signal may be new."""
         copy = Cursor(cursor.prompt)
-        copy.failed, copy.effect, copy.payload, copy.trail = (
-            cursor.failed,
-            cursor.effect,
-            cursor.payload,
-            cursor.trail,
-        )
+        copy.failed, copy.effect = cursor.failed, cursor.effect
+        copy.payload, copy.trail = cursor.payload, cursor.trail
         # Cells count as passed at the end of a turn.
         copy.cell = max(cursor.cell, cell_of(attained))
         self.advance(copy, signals, attained, room)
@@ -299,6 +297,11 @@ class RemainingWorkEstimator:
 def _effect(stats: TaskStats, symbol: int) -> float:
     node = stats.effects.get(symbol)
     return node.effect if node is not None else 0.0
+
+
+def _tests_part(weights: list[float], failed: int) -> float:
+    """Part of the correction for the last run of tests."""
+    return weights[4] + weights[5] * log(float(failed)) if failed else weights[3]
 
 
 def _tests(failed: int | None) -> tuple[float, float, float]:

@@ -42,14 +42,7 @@ class SignalState:
         if signal.exit_code and outcome == "ok":
             outcome = "error"
         if signal.passed is not None or signal.failed is not None:
-            passed, failed = signal.passed or 0, signal.failed or 0
-            if not failed and passed:
-                tests = "all"
-            else:
-                tests = "some" if passed else "none"
-                if self.failed is not None:
-                    tests += "-" if failed < self.failed else "="
-            self.failed = failed
+            tests = self._tests(signal.passed or 0, signal.failed or 0)
         key = (signal.tool, outcome, tests)
         if key == self.last:
             if self.repeats < 2:
@@ -63,6 +56,15 @@ class SignalState:
             0 if size <= SMALL_PAYLOAD else 1 if size <= LARGE_PAYLOAD else 2,
             self.repeats,
         )
+
+    def _tests(self, passed: int, failed: int) -> str:
+        before, self.failed = self.failed, failed
+        if passed and not failed:
+            return "all"
+        some = "some" if passed else "none"
+        if before is None:
+            return some
+        return some + ("-" if failed < before else "=")
 
 
 class Vocabulary:
