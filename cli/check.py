@@ -4,124 +4,73 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from libra_hpc.config.load import load_run_file, validate, with_values
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.simulated import SimulatedSection
 from libra_hpc.config.site import site_profile
-from libra_hpc.errors import SlurmUnreachable, invalid
+from libra_hpc.errors import invalid
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.models.shapes import ModelShape
-from libra_hpc.planning.initial import InitialPlan
-from libra_hpc.preflight.checks import check_run, policy_shape
-from libra_hpc.preflight.field_names import naming
-from libra_hpc.preflight.gpu_needs import gpu_needs
-from libra_hpc.preflight.host_memory_needs import HostNeed, check_hosts, host_needs
+from libra_hpc.preflight import checked_run
+from libra_hpc.preflight.checked_run import CheckedRun
 from libra_hpc.preflight.train_worlds import describe_worlds
-from libra_hpc.slurm.fit import check_fit, het_groups, with_resources
-from libra_hpc.slurm.interpreter import check_python
-from libra_hpc.slurm.launch import Launch
-from libra_hpc.slurm.plugins import check_plugin, mpi_plugins
-from libra_hpc.slurm.queue.command import WAYS_OUT
-from libra_hpc.slurm.queue.query import Partition
+from libra_hpc.slurm.submit import expected_start as job_start
 from libra_hpc.user_file import absolute
 
-from . import jobs, memory_table
+from . import memory_table
 from .config_show import OverrideOption, RunFileArgument
-from .output import print_json, print_line, print_note, show
+from .output import busy, print_json, print_line, print_note, show
 from .runs import JsonOption
-from .split import resolve, show_split
+from .split import show_split, simulating
 
 
 def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOption = False) -> None:  # noqa: B006
-    config, made, environment, warnings, hosts = check_all(load(run_file, override), slurm_required=False)
-    if environment is None and config.slurm.executor != "local":
+    checked = check_all(load(run_file, override), slurm_required=False)
+    config, made, asked = checked.config, checked.plan, checked.environment is not None
+    warnings = list(checked.warnings)
+    if not asked and config.slurm.executor != "local":
         warnings.append("no Slurm controller answers: partitions, nodes and limits were not checked")
-    start = None if environment is None else jobs.expected_start(config, environment)
+    start = expected_start(checked)
     warn(warnings)
-    memory = memory_table.rows(gpu_needs(config, shape_of(config)), hosts)
     if json:
         split = None if made is None else made.chosen
-        facts = {"checked_against_slurm": environment is not None, "warnings": warnings, "expected_start": start}
+        facts = {"checked_against_slurm": asked, "warnings": warnings, "expected_start": start}
         facts |= {"layout": describe_worlds(config)}
-        records = memory_table.as_records(memory)
+        records = memory_table.as_records(checked.memory)
         print_json({"run_file": str(run_file), "good": True, **facts, "split": split, "memory": records})
         return
     if made is not None:
         show_split(made)
     print_line(describe_worlds(config))
-    if memory:
-        show(memory_table.memory_table(memory))
+    if checked.memory:
+        show(memory_table.memory_table(checked.memory))
     when = (
         "" if start is None else f"; Slurm would start it {time.strftime('on %d %B at %H:%M', time.localtime(start))}"
     )
     print_line(f"{run_file} is good{when}")
 
 
-class Checked(NamedTuple):
-    """A configuration that passed every check."""
-
-    config: RunConfig
-    """With its split, and on Slurm its CPUs and memory filled in."""
-    made: InitialPlan | None
-    """The plan behind the split; None where the split is explicit."""
-    environment: jobs.Environment | None
-    """Environment of Slurm's commands; None for the local executor, or when no Slurm answers."""
-    warnings: list[str]
-    hosts: list[HostNeed]
-    """Host memory of every kind of node."""
+def check_all(config: RunConfig, *, slurm_required: bool) -> CheckedRun:
+    """`libra_hpc.preflight.checked_run.check` with a spinner."""
+    with busy("planning" if config.components.split == "auto" else "checking") as status:
+        return checked_run.check(config, slurm_required=slurm_required, progress=partial(simulating, status))
 
 
-def check_all(config: RunConfig, *, slurm_required: bool) -> Checked:
-    """Fill in the split and run every check; raises the first mistake.
+def expected_start(checked: CheckedRun) -> float | None:
+    """When Slurm would start the job, in epoch seconds; None where it names no time, or does not answer.
 
-    ``slurm_required``: raise `SlurmUnreachable` when a Slurm is needed and none answers.
+    Slurm checks the whole script for that: raises `UserError` for what it would refuse.
     """
-    with naming(config):
-        config, made = resolve(config)
-    warnings = check_run(config) + check_python(config)
-    environment = _environment(config) if slurm_required else jobs.environment_or_none(config.slurm.executor)
-    check_plugin(config, [] if environment is None else mpi_plugins(environment))
-    known: list[Partition] = []
-    if environment is not None:
-        known = jobs.partitions(environment)
-        config = with_resources(config, known)
-        check_fit(config, known)
-    shape = shape_of(config)
-    hosts = [] if shape is None else host_needs(config, shape, known)
-    warnings += check_hosts(hosts)
-    # The writer refuses what cannot stand in a script; a local run has none.
-    jobs.script(Launch(config, RunDir(config.run.dir), 1))
-    return Checked(config, made, environment, warnings, hosts)
-
-
-def shape_of(config: RunConfig) -> ModelShape | None:
-    """Shape of the policy; None in a dry run, which has no policy."""
-    return None if config.run.engine == "simulated" else policy_shape(config)
-
-
-def _environment(config: RunConfig) -> jobs.Environment | None:
-    """As `jobs.environment`; the error proposes a run without Slurm where this machine has the GPUs."""
-    try:
-        return jobs.environment(config.slurm.executor)
-    except SlurmUnreachable as error:
-        real = config.run.engine == "real" and config.slurm.device == "cuda"
-        needed = sum(group.component.nodes * group.component.gpus for group in het_groups(config)) if real else 0
-        here = gpus_here()
-        way = f"{WAYS_OUT}, or run without Slurm with `--executor local`"
-        if needed > here:
-            way = f"submit where `sinfo` answers: the run needs {needed} GPUs, and this machine has {here}"
-        raise SlurmUnreachable(str(error).replace(WAYS_OUT, way)) from error
-
-
-def gpus_here() -> int:
-    """GPUs of this machine."""
-    return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
+    if checked.environment is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        return job_start(checked.launch(RunDir(folder), 1), checked.environment)
 
 
 def warn(warnings: Sequence[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,9 +13,8 @@ from typing import Any, Literal
 import msgspec
 
 from libra_hpc.config.load import validate
-from libra_hpc.config.run import RunConfig
 from libra_hpc.config.site import site_profile
-from libra_hpc.errors import OperationError, SlurmUnreachable, UserError, invalid
+from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import read_status
 from libra_hpc.slurm import local, submit
@@ -24,7 +22,7 @@ from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.queue import query
 from libra_hpc.slurm.queue.cause import with_cause
 from libra_hpc.slurm.queue.job_record import JobRecord, read_job
-from libra_hpc.slurm.queue.query import JobInfo, JobState, Partition
+from libra_hpc.slurm.queue.query import JobInfo, JobState
 from libra_hpc.slurm.queue.run_state import NoAnswer, RunRecords, RunState, run_end, run_state
 from libra_hpc.slurm.single import run_single
 from libra_hpc.slurm.site_commands import clean_environment, slurm_environment
@@ -51,28 +49,6 @@ def environment(executor: str) -> Environment | None:
     Raises `SlurmUnreachable` when Slurm is needed and none answers.
     """
     return None if executor == "local" else slurm_environment()
-
-
-def environment_or_none(executor: str) -> Environment | None:
-    """As `environment`, but None when no Slurm answers: for verbs that only read."""
-    try:
-        return environment(executor)
-    except SlurmUnreachable:
-        return None
-
-
-def partitions(environment: Environment) -> list[Partition]:
-    """The partitions of that Slurm."""
-    return query.partitions(environment)
-
-
-def expected_start(config: RunConfig, environment: Environment) -> float | None:
-    """When Slurm would start the job, in epoch seconds; None where it names no time.
-
-    Slurm checks the whole script for that: raises `UserError` for what it would refuse.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        return submit.expected_start(Launch(config, RunDir(folder), 1), environment)
 
 
 def cluster(run: RunDir) -> str:

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from libra_hpc.preflight.gpu_needs import GpuNeed
-from libra_hpc.preflight.host_memory_needs import HostNeed
+from libra_hpc.preflight.gpu_memory import MemoryNeed
 
 COLUMNS = 80
 """Width of the table: a terminal of usual width shows it whole."""
 
 
-class Row(NamedTuple):
-    """One kind of memory; ``has`` is None where its size is not known."""
-
-    where: str
-    terms: Mapping[str, float]
-    has: float | None
-
-    @property
-    def needs(self) -> float:
-        return sum(self.terms.values())
-
-
-def rows(gpus: Sequence[GpuNeed], hosts: Sequence[HostNeed]) -> list[Row]:
-    """GPUs first, then nodes with their /dev/shm."""
-    return [*(Row(need.where, need.terms, need.has) for need in gpus), *_hosts(hosts)]
-
-
-def memory_table(found: Sequence[Row]) -> Table:
+def memory_table(found: Sequence[MemoryNeed]) -> Table:
     """A row for each, with its terms from large to small."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), width=COLUMNS)
     for name, justify in (("memory, GB", "left"), ("needs", "right"), ("has", "right"), ("terms", "left")):
@@ -44,15 +26,9 @@ def memory_table(found: Sequence[Row]) -> Table:
     return table
 
 
-def as_records(found: Sequence[Row]) -> list[dict[str, Any]]:
+def as_records(found: Sequence[MemoryNeed]) -> list[dict[str, Any]]:
     """Plain data, in bytes."""
     return [{"where": row.where, "needs": row.needs, "has": row.has, "terms": dict(row.terms)} for row in found]
-
-
-def _hosts(hosts: Sequence[HostNeed]) -> Iterator[Row]:
-    for need in hosts:
-        yield Row(need.where, need.terms, need.memory)
-        yield Row("  its /dev/shm", need.shared, need.shm)
 
 
 def _gb(size: float) -> str:

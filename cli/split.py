@@ -1,4 +1,4 @@
-"""``components.split = "auto"``: fill in the planner's split, and print it."""
+"""``components.split = "auto"``: ask the planner for the split, and print it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,6 @@ from libra_hpc.planning.initial import InitialPlan, initial_plan
 
 from . import plan_tables
 from .output import WIDTH, busy, console
-
-
-def resolve(config: RunConfig) -> tuple[RunConfig, InitialPlan | None]:
-    """The configuration with its split filled in, and the plan; unchanged and None where the split is explicit.
-
-    Raises `UserError`.
-    """
-    if config.components.split != "auto":
-        return config, None
-    made = planned(config)
-    return made.config, made
 
 
 def planned(config: RunConfig, simulated: bool = True) -> InitialPlan:

@@ -8,9 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import typer
@@ -21,8 +21,8 @@ from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.facts.rundir import MODES, RunDir
 from libra_hpc.facts.summary import render_summary, summarise
 from libra_hpc.files import write_atomic
-from libra_hpc.planning.initial import InitialPlan, plan_record
-from libra_hpc.slurm.launch import Launch
+from libra_hpc.planning.initial import plan_record
+from libra_hpc.preflight.checked_run import CheckedRun
 
 from . import jobs
 from .check import check_all, load, warn, with_absolute_paths
@@ -87,54 +87,45 @@ def submit(
 ) -> None:
     if (run_file is None) == (resume is None):
         raise UserError("submit needs either a run file or --resume RUN, and not both.")
-    overrides = with_options(override, executor, engine)
-    run: RunDir | None = None
-    before: RunConfig | None = None
-    if resume is not None:
-        run = find_run(resume, Path(RUNS))
-        assert run is not None
-        before = load_resolved(run.config)
-        config = resumed(run, before, overrides)
-    else:
+    overrides, before = with_options(override, executor, engine), None
+    if resume is None:
         assert run_file is not None
         config = load(run_file, overrides)
-    if run is not None and config.components.split == "auto":
-        raise invalid("components.split", "auto", "a resumed run keeps the split it has", "explicit")
-    if sbatch:
-        config = with_values(config, {"slurm.extra": [*config.slurm.extra, *sbatch]})
-    if until_done:
-        config = with_values(config, {"slurm.requeues": max(UNTIL_DONE, config.slurm.requeues)})
-    if run is not None:
-        refuse_if_complete(run, config)
-    config, made, environment, warnings, _ = check_all(config, slurm_required=not dry_run)
-    warn(warnings)
-    number = 1 if run is None else attempt(run) + 1
-    if made is not None and not (parsable or json):
-        show_split(made, stderr=dry_run)
-    if dry_run:
-        folder = run or RunDir(Path(config.run.dir) / f"{config.run.name}-NNN")
-        print_line(jobs.script(Launch(config, folder, number)).rstrip("\n"))
-        return
-    if run is None or before is None:
-        assert run_file is not None
-        run = create(config, run_file)
     else:
+        before = Attempt.last(find_run(resume, Path(RUNS)))
+        config = before.resumed(overrides)
+    config = with_job_options(config, sbatch or [], until_done)
+    if before is not None:
+        refuse_if_complete(before.run, config)
+    checked = check_all(config, slurm_required=not dry_run)
+    warn(checked.warnings)
+    if checked.plan is not None and not (parsable or json):
+        show_split(checked.plan, stderr=dry_run)
+    number = 1 if before is None else before.number + 1
+    if dry_run:
+        folder = RunDir(Path(config.run.dir) / f"{config.run.name}-NNN") if before is None else before.run
+        print_line(jobs.script(checked.launch(folder, number)).rstrip("\n"))
+        return
+    if before is None:
+        assert run_file is not None
+        run = create(checked.config, run_file)
+    else:
+        run = before.run
         refuse_if_active(run)
-        share(run, before, config)
-    queued = queue(Launch(config, run, number), environment, made)
+        share(run, before.config, checked.config)
+    queued = queue(checked, run, number)
     if parsable:
         print_line(queued)
     elif json:
-        split = None if made is None else made.chosen
         print_json(
             {
                 "job_id": queued,
                 "run": run.name,
                 "path": str(run.path),
                 "attempt": number,
-                "executor": jobs.kind(environment),
+                "executor": jobs.kind(checked.environment),
                 "cluster": jobs.cluster(run),
-                "split": split,
+                "split": None if checked.plan is None else checked.plan.chosen,
             }
         )
     else:
@@ -142,6 +133,38 @@ def submit(
         print_line(f"Submitted {queued}{where}  run={run.path}")
     if wait:
         finish(run, queued, quiet=parsable or json)
+
+
+class Attempt(NamedTuple):
+    """The last attempt of a run that is resumed."""
+
+    run: RunDir
+    number: int
+    config: RunConfig
+
+    @classmethod
+    def last(cls, run: RunDir) -> Attempt:
+        return cls(run, attempt(run), load_resolved(run.config))
+
+    def resumed(self, overrides: Sequence[str]) -> RunConfig:
+        """The configuration with overrides; name, folder and split cannot change."""
+        data = self.config.model_dump()
+        for override in overrides:
+            apply_override(data, override)
+        config = with_absolute_paths(validate(data))
+        if self.run.path.parent != Path(config.run.dir) or not self.run.path.name.startswith(config.run.name):
+            raise invalid("--resume", self.run.name, "a resumed run keeps its run.name and run.dir")
+        if config.components.split == "auto":
+            raise invalid("components.split", "auto", "a resumed run keeps the split it has", "explicit")
+        return config
+
+
+def with_job_options(config: RunConfig, sbatch: Sequence[str], until_done: bool) -> RunConfig:
+    """``config`` with what the command line says of the job."""
+    changes: dict[str, Any] = {"slurm.extra": [*config.slurm.extra, *sbatch]} if sbatch else {}
+    if until_done:
+        changes["slurm.requeues"] = max(UNTIL_DONE, config.slurm.requeues)
+    return with_values(config, changes) if changes else config
 
 
 def with_options(overrides: Sequence[str], executor: str | None, engine: str | None) -> list[str]:
@@ -162,29 +185,17 @@ def create(config: RunConfig, run_file: Path) -> RunDir:
     return run
 
 
-def queue(launch: Launch, environment: Mapping[str, str] | None, made: InitialPlan | None) -> str:
+def queue(checked: CheckedRun, run: RunDir, number: int, after: str = "") -> str:
     """Queue one attempt and record the plan behind its split; a refused first attempt leaves no run directory."""
-    run = launch.run
     try:
-        run.write_json(run.config, launch.config.model_dump())
-        if made is not None:
-            run.write_json(run.plan, plan_record(made))
-        return jobs.queue(launch, environment)
+        run.write_json(run.config, checked.config.model_dump())
+        if checked.plan is not None:
+            run.write_json(run.plan, plan_record(checked.plan))
+        return jobs.queue(checked.launch(run, number, after), checked.environment)
     except (UserError, OperationError):
-        if launch.attempt == 1:
+        if number == 1:
             jobs.discard(run)
         raise
-
-
-def resumed(run: RunDir, before: RunConfig, overrides: list[str]) -> RunConfig:
-    """The configuration of an earlier attempt with overrides; name and folder cannot change."""
-    data = before.model_dump()
-    for override in overrides:
-        apply_override(data, override)
-    config = with_absolute_paths(validate(data))
-    if run.path.parent != Path(config.run.dir) or not run.path.name.startswith(config.run.name):
-        raise invalid("--resume", run.name, "a resumed run keeps its run.name and run.dir")
-    return config
 
 
 def share(run: RunDir, before: RunConfig, config: RunConfig) -> None:

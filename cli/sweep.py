@@ -22,9 +22,9 @@ from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.facts import sweep_record
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.sweep_record import PlannedRun, SweepMember, SweepRecord
-from libra_hpc.slurm.launch import Launch
+from libra_hpc.preflight.checked_run import CheckedRun, check
 
-from .check import Checked, check_all, load, warn
+from .check import load, warn
 from .config_show import OverrideOption, RunFileArgument
 from .output import busy, print_json, print_line, print_note, show, table
 from .runs import JsonOption, all_runs, job_id
@@ -49,7 +49,7 @@ class Member(NamedTuple):
     """One combination on its way into the queue."""
 
     combination: Combination
-    checked: Checked
+    checked: CheckedRun
     run: RunDir | None
     """Its run directory, where an earlier command queued it."""
 
@@ -157,7 +157,7 @@ def check_each(
                     " `squeue --me` whether it is queued, and if not, remove the folder and repeat the command."
                 )
             try:
-                members.append(Member(one, check_all(config, slurm_required=slurm_required), run))
+                members.append(Member(one, check(config, slurm_required=slurm_required), run))
             except UserError as error:
                 raise UserError(f"With {one.words}: {error}") from error
     return members
@@ -193,10 +193,9 @@ def queue_all(run_file: Path, name: str, members: Sequence[Member], queued: dict
 
 def queue_one(run_file: Path, name: str, member: Member, after: str) -> RunDir:
     """Queue one run that belongs to a sweep; a refusal leaves no run directory."""
-    config, made, environment, _, _ = member.checked
-    run = create(config, run_file)
+    run = create(member.checked.config, run_file)
     sweep_record.write_member(run, SweepMember(name, member.combination.values))
-    queue(Launch(config, run, 1, after=after), environment, made)
+    queue(member.checked, run, 1, after)
     return run
 
 

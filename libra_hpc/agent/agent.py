@@ -28,6 +28,7 @@ import msgspec
 
 from libra_hpc.agent.hosting.rollout_service import RolloutService
 from libra_hpc.config.load import load_resolved
+from libra_hpc.config.node_groups import first_gpu
 from libra_hpc.config.run import RunConfig
 from libra_hpc.coordinator.coordinator import Coordinator
 from libra_hpc.coordinator.recovery import Recovery
@@ -44,7 +45,6 @@ from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.process.visible_devices import VARIABLE, own_devices
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.simulated.dry_run import in_wall_time
-from libra_hpc.slurm.fit import first_gpu
 from libra_hpc.state.attempt import newest_start
 from libra_hpc.state.snapshot_keeper import held
 from libra_hpc.train_leader.train_leader import TrainLeader

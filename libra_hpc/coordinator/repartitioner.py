@@ -21,7 +21,6 @@ from libra_hpc.facts.rundir import read_lines
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.policies.control.repartition_choice import EVERY_S
-from libra_hpc.preflight.checks import problems
 from libra_hpc.preflight.rank_roles import SameLayout, describe, repartitioned
 from libra_hpc.protocol.plan import PlanDecision
 
@@ -142,8 +141,6 @@ class Repartitioner:
         Not the agent's own: that has the times of a dry run scaled (`in_wall_time`), and this one is written back.
         """
         config = load_resolved(self._run.config)
-        for problem in problems(config):
-            raise problem
         if RankLayout.of(config) != self._layout:
             raise UserError(f"{self._run.config.name} has another layout than the ranks that run.")
         return repartitioned(config, values)

@@ -11,9 +11,9 @@ from typing import Literal, cast
 
 import msgspec
 
+from libra_hpc.config.node_groups import rank_components
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError
-from libra_hpc.slurm.fit import rank_components
 
 PoolComponent = Literal["train", "hybrid", "rollout"]
 

@@ -2,9 +2,8 @@
 
 * Each check is a small function that yields the mistakes it finds.
 * `problems` runs them in the order in which a user would fix them.
-* `check_run` adds the files (`preflight.named_files`), GPU memory and CPUs (`preflight.resources`).
-* Host memory needs the cluster's answer: `preflight.host_memory`.
-* Whether the job fits the cluster: `libra_hpc.slurm.fit`.
+* `check_run` adds the files (`preflight.named_files`), GPU memory and CPUs (`preflight.gpu_memory`).
+* What needs the cluster's answer: `preflight.checked_run`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from libra_hpc.config.job import Component
 from libra_hpc.config.rollout import of_node
@@ -26,8 +25,8 @@ from libra_hpc.simulated.dry_run import check_simulated, pace
 from libra_hpc.slurm.queue.query import slurm_seconds
 
 from .field_names import naming
+from .gpu_memory import GpuMemory, check_cpus, check_memory, rollout_nodes
 from .named_files import check_run_dir, check_task, read_model_config
-from .resources import check_cpus, check_memory, rollout_nodes
 from .train_worlds import (
     context_ranks_have_tokens,
     experts_fit,
@@ -60,45 +59,43 @@ def model_problems(config: RunConfig, model: Mapping[str, Any]) -> Iterator[User
         yield from check(config, model)
 
 
-def check_run(config: RunConfig) -> list[str]:
-    """Raise the first mistake of a run file, its model folder, task file and run directory.
+class CheckedModel(NamedTuple):
+    """The model of a run, and how it fits in GPU memory."""
 
-    Returns warnings, for example of what could not be checked.
-    """
+    shape: ModelShape | None
+    """None in a dry run, which has no policy."""
+    memory: GpuMemory
+
+
+def check_run(config: RunConfig) -> CheckedModel:
+    """Raise the first mistake of a run file, its model folder, task file and run directory."""
     _raise_first(problems(config))
     check_run_dir(config)
     if config.rollout.warm_start:
         check_warm_start(config.rollout.warm_start)
-    if config.run.engine == "simulated":
-        _check_dry_run(config)
-        return check_memory(config, None)
-    check_task(config.task.name, config.task.options)
-    warnings = check_memory(config, policy_shape(config))
+    if config.run.engine == "real":
+        check_task(config.task.name, config.task.options)
+    shape = _check_model(config)
+    memory = check_memory(config, shape)
     check_cpus(config)
-    return warnings
+    return CheckedModel(shape, memory)
 
 
-def check_engines(config: RunConfig) -> list[str]:
-    """Raise the first mistake that would stop the engines from starting.
-
-    Reads the policy's config.json, or the device table of a dry run.  Returns warnings.
-    """
+def check_engines(config: RunConfig) -> None:
+    """Raise the first mistake that would stop the engines from starting in another layout."""
     _raise_first(problems(config))
+    shape = _check_model(config)
+    if shape is not None:
+        check_memory(config, shape)
+
+
+def _check_model(config: RunConfig) -> ModelShape | None:
+    """Shape of the policy, named after its folder; None in a dry run. Raises the first mistake of either."""
     if config.run.engine == "simulated":
-        _check_dry_run(config)
-        return []
-    return check_memory(config, policy_shape(config))
-
-
-def _check_dry_run(config: RunConfig) -> None:
-    """Raise the first mistake in what a dry run simulates."""
-    with naming(config):
-        check_simulated(config)
-    _raise_first(trains_simulated(config, model_shape(pace(config, "train").model)))
-
-
-def policy_shape(config: RunConfig) -> ModelShape:
-    """Shape of the policy, named after its folder; raises the first mistake of folder or config.json."""
+        with naming(config):
+            check_simulated(config)
+        _raise_first(trains_simulated(config, model_shape(pace(config, "train").model)))
+        return None
     model = read_model_config(config)
     _raise_first(model_problems(config, model))
     return shape_from_config(model, Path(config.model.path).name)

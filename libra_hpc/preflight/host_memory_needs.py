@@ -21,18 +21,19 @@ from typing import NamedTuple
 import msgspec
 
 from libra_hpc.config.job import Component
+from libra_hpc.config.node_groups import STAGES, memory_mb
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
 from libra_hpc.models.host_memory import NodeMemory, NodeWork, node_memory
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape
-from libra_hpc.slurm.fit import memory_mb
 from libra_hpc.slurm.queue.query import Partition
 
-MIB, GIB = 1 << 20, 1 << 30
+from .gpu_memory import MIB, MemoryNeed
+
+GIB = 1 << 30
 SHM = Path("/dev/shm")
 SHM_SHARE = 0.5
 """Of a node's memory, where nobody chose another size of /dev/shm."""
-STAGES = ("train", "hybrid", "rollout")
 
 
 class HostNeed(NamedTuple):
@@ -59,33 +60,36 @@ class HostNeed(NamedTuple):
         """The terms in /dev/shm."""
         return _summed(part.shared for part in self.parts)
 
+    @property
+    def needs(self) -> list[MemoryNeed]:
+        """Of the node and of its /dev/shm."""
+        return [MemoryNeed(self.where, self.terms, self.memory), MemoryNeed("  its /dev/shm", self.shared, self.shm)]
+
 
 def host_needs(config: RunConfig, model: ModelShape, partitions: Sequence[Partition] = ()) -> list[HostNeed]:
     """Of every kind of node; ``config`` has the memory of each component filled in where Slurm answered."""
     if config.run.engine == "simulated" or config.slurm.device == "cpu":
         return []
     shape = msgspec.structs.replace(model, dtype_bytes=DTYPE_BYTES[config.model.dtype])
-    stages = [name for name in STAGES if getattr(config.components, name).nodes]
-    nodes = {name: node_memory(shape, _work(config, name)) for name in stages}
-    parts = {name: getattr(config.components, name) for name in stages}
-    every = tuple(nodes[name] for name in stages for _ in range(parts[name].nodes))
+    parts: dict[str, Component] = {name: part for name in STAGES if (part := getattr(config.components, name)).nodes}
+    nodes = {name: node_memory(shape, _work(config, name)) for name in parts}
+    every = [(part, nodes[name]) for name, part in parts.items() for _ in range(part.nodes)]
+    together = tuple(memory for _, memory in every)
     if config.slurm.executor == "local":
         total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-        return [HostNeed("this machine", "", "", every, total, _size(SHM), True)]
+        return [HostNeed("this machine", "", "", together, total, _size(SHM), True)]
     if config.components.one_node:
-        whole = _node_bytes(config.components.train, partitions)
-        given = [_given(part) for part in parts.values() for _ in range(part.nodes)]
+        train = config.components.train
+        given, whole = [_given(part) for part, _ in every], _node_bytes(train, partitions)
         limit = sum(given) if all(given) else whole
-        return [
-            HostNeed("the node", "components.train.mem", config.components.train.mem, every, limit, _half(whole), False)
-        ]
-    found = []
-    for name, component in parts.items():
-        whole = _node_bytes(component, partitions)
-        limit = _given(component) or whole
-        field = f"components.{name}.mem"
-        found.append(HostNeed(f"{name} node", field, component.mem, (nodes[name],), limit, _half(whole), False))
-    return found
+        return [HostNeed("the node", "components.train.mem", train.mem, together, limit, _half(whole), False)]
+    return [_of_component(name, part, nodes[name], partitions) for name, part in parts.items()]
+
+
+def _of_component(name: str, part: Component, memory: NodeMemory, partitions: Sequence[Partition]) -> HostNeed:
+    whole = _node_bytes(part, partitions)
+    limit = _given(part) or whole
+    return HostNeed(f"{name} node", f"components.{name}.mem", part.mem, (memory,), limit, _half(whole), False)
 
 
 def check_hosts(needs: Sequence[HostNeed]) -> list[str]:

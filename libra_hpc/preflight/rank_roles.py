@@ -16,6 +16,7 @@ import msgspec
 
 from libra_hpc.config.job import Component
 from libra_hpc.config.load import with_values
+from libra_hpc.config.node_groups import STAGES
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import TrainWorld, core_world, elastic_world
 from libra_hpc.errors import UserError, invalid
@@ -25,8 +26,6 @@ from libra_hpc.planning.request import KIND
 from .checks import check_engines
 from .train_worlds import degrees_of
 
-STAGES = ("train", "hybrid", "rollout")
-"""Components of a layout, in rank order after the planner's rank 0."""
 NODES = tuple(f"components.{stage}.nodes" for stage in STAGES)
 KEYS = (
     *NODES,

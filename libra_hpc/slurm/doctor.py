@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from libra_hpc.config.node_groups import COMPONENTS
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.slurm.queue.command import call
 from libra_hpc.slurm.queue.query import Partition, partitions, settings
 
-from .fit import COMPONENTS
 from .interpreter import check_python, compute_python
 from .plugins import PYPI, mpi_plugins
 

@@ -6,81 +6,16 @@ Slurm accepts some impossible requests and leaves the job pending for ever.  For
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from libra_hpc.config.job import Component, SlurmSection
+from libra_hpc.config.node_groups import COMPONENTS, PLAIN_CPUS, PLAIN_MEM, het_groups, memory_mb
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.slurm.queue.query import Partition, slurm_seconds
 
-COMPONENTS = ("planner", "train", "hybrid", "rollout")
-"""In rank order: MPI ranks count through the components in this order."""
-PLAIN_CPUS, PLAIN_MEM = 1, "2G"
-"""Of nodes without GPUs: an agent takes 0.1 GB, an engine of a tiny model on a CPU node 1.5 GB."""
 LAST_NOTICE_S = 120.0
 """Of Slurm's notice to a run that measures its steps and saves.  Half: a slow save may not fit; double: a run whose
 step is late loses it earlier."""
-_UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
-
-
-class HetGroup(NamedTuple):
-    """Nodes of the heterogeneous job that are requested together."""
-
-    name: str
-    """The component whose nodes these are."""
-    component: Component
-    """With the nodes of this group alone."""
-    ranks: tuple[str, ...]
-    """What each of its nodes runs, one agent each: component names."""
-
-
-def het_groups(config: RunConfig) -> list[HetGroup]:
-    """The groups of the job, in rank order.
-
-    A planner without a node of its own is an agent more on the first train node, which then is a group by itself.
-    Raises `UserError` for more than one planner node.
-    """
-    parts = config.components
-    if parts.planner.nodes > 1:
-        raise invalid("components.planner.nodes", parts.planner.nodes, "rank 0 alone is the planner", "0 or 1")
-    if parts.one_node:
-        return [_one_node(config)]
-    groups = [HetGroup(name, component, (name,)) for name in COMPONENTS if (component := getattr(parts, name)).nodes]
-    if parts.planner.nodes:
-        return groups
-    if not parts.train.nodes:
-        raise invalid("components.planner.nodes", 0, "there is no train node to run it on", "1")
-    first = HetGroup("train", parts.train.model_copy(update={"nodes": 1}), ("planner", "train"))
-    rest = HetGroup("train", parts.train.model_copy(update={"nodes": parts.train.nodes - 1}), ("train",))
-    return [first, *([rest] if rest.component.nodes else []), *groups[1:]]
-
-
-def _one_node(config: RunConfig) -> HetGroup:
-    """One node with the resources of all components, and their agents; asked for as a train node is."""
-    parts = config.components
-    engines = [part for part in (parts.train, parts.hybrid, parts.rollout) for _ in range(part.nodes)]
-    cpus = [part.cpus for part in engines]
-    memory = [memory_mb(part.mem or PLAIN_MEM) for part in engines]
-    update = {
-        "nodes": 1,
-        "gpus": sum(part.gpus for part in engines),
-        "cpus": sum(cpus) if all(cpus) else 0,
-        "mem": f"{int(sum(memory))}M" if all(memory) else "0",
-    }
-    ranks = ["planner", *(name for name in COMPONENTS[1:] for _ in range(getattr(parts, name).nodes))]
-    return HetGroup("train", parts.train.model_copy(update=update), tuple(ranks))
-
-
-def first_gpu(config: RunConfig, rank: int) -> int:
-    """The first GPU of a rank among those of its node: 0 unless one node carries all agents."""
-    if not config.components.one_node:
-        return 0
-    return sum(getattr(config.components, name).gpus for name in rank_components(config)[1:rank])
-
-
-def rank_components(config: RunConfig) -> list[str]:
-    """Component of every rank."""
-    return [rank for group in het_groups(config) for _ in range(group.component.nodes) for rank in group.ranks]
 
 
 def with_resources(config: RunConfig, partitions: Sequence[Partition]) -> RunConfig:
@@ -115,15 +50,13 @@ def _gpus(component: Component, partition: Partition) -> int:
     return partition.gpus.get(component.gpu_type, 0) if component.gpu_type else sum(partition.gpus.values())
 
 
-def memory_mb(text: str) -> float:
-    """MiB of a Slurm memory size such as ``2G``; a number without a unit is MiB."""
-    return float(text[:-1]) * _UNITS[text[-1]] if text[-1] in _UNITS else float(text)
-
-
 def check_fit(config: RunConfig, partitions: Sequence[Partition]) -> None:
     """Raise `UserError` naming field, value and limit when the cluster could never start the job."""
     known, default = _by_name(partitions)
-    limit = _time_limit(config)
+    limit = slurm_seconds(config.slurm.time_limit)
+    if limit is not None and limit <= config.slurm.notice_s > 0.0:
+        why = f"the run begins to save slurm.notice_s = {config.slurm.notice_s:g} s before it"
+        raise invalid("slurm.time_limit", config.slurm.time_limit, why, "a longer time")
     used: dict[str, int] = {}
     for name, component, _ in het_groups(config):
         field = f"components.{name}"
@@ -168,24 +101,8 @@ def notice_s(slurm: SlurmSection) -> float:
     """
     if slurm.notice_s:
         return slurm.notice_s
-    try:
-        limit = slurm_seconds(slurm.time_limit)
-    except ValueError:
-        limit = None
+    limit = slurm_seconds(slurm.time_limit)
     return LAST_NOTICE_S if limit is None else min(LAST_NOTICE_S, limit / 10.0)
-
-
-def _time_limit(config: RunConfig) -> int | None:
-    slurm = config.slurm
-    try:
-        limit = slurm_seconds(slurm.time_limit)
-    except ValueError:
-        form = "[days-]hours:minutes:seconds"
-        raise invalid("slurm.time_limit", slurm.time_limit, "not a Slurm time", form) from None
-    if limit is not None and limit <= slurm.notice_s > 0.0:
-        why = f"the run begins to save slurm.notice_s = {slurm.notice_s:g} s before it"
-        raise invalid("slurm.time_limit", slurm.time_limit, why, "a longer time")
-    return limit
 
 
 def _check_node(field: str, component: Component, partition: Partition) -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from libra_hpc.config.node_groups import rank_components
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 
-from .fit import HetGroup, het_groups, rank_components, with_resources
 from .interpreter import compute_python
+from .job_request import JobRequest
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One node agent per node of every component of ``config``, in rank order."""
+    """One node agent per node of every component, in rank order."""
 
-    config: RunConfig
+    request: JobRequest
     run: RunDir
     attempt: int
     """1 for the first submission of a run."""
@@ -30,14 +31,13 @@ class Launch:
     """Slurm job that must have ended, in whatever way, before this one starts; empty: none."""
 
     @property
+    def config(self) -> RunConfig:
+        return self.request.config
+
+    @property
     def python(self) -> str:
         """Interpreter that starts the agents."""
         return self.interpreter or compute_python(self.config)
-
-    @property
-    def groups(self) -> list[HetGroup]:
-        """The nodes that are requested, in rank order."""
-        return het_groups(with_resources(self.config, ()))
 
     @property
     def ranks(self) -> int:
@@ -53,17 +53,17 @@ class Launch:
     @property
     def variables(self) -> dict[str, str]:
         """Variables the agents get, whatever starts them."""
-        own = {**interface_variables(self.config.slurm.interface), **self.config.compute.env}
-        return {**own, **self.environment, "PYTHONUNBUFFERED": "1"}
+        return agent_variables(self.config, self.environment)
 
 
-def interface_variables(interface: str) -> dict[str, str]:
-    """Variables that make MPI, gloo and NCCL listen on one network interface.
+def agent_variables(config: RunConfig, further: Mapping[str, str]) -> dict[str, str]:
+    """Variables of a process on the nodes; with ``slurm.interface`` MPI, gloo and NCCL listen on it alone.
 
     PyPI's mpich uses UCX or libfabric, so both get a variable.  The equals sign keeps NCCL from taking the name as a
     prefix.
     """
-    if not interface:
-        return {}
-    plain = dict.fromkeys(("UCX_NET_DEVICES", "FI_TCP_IFACE", "GLOO_SOCKET_IFNAME"), interface)
-    return {**plain, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    found: dict[str, str] = {}
+    if interface := config.slurm.interface:
+        found = dict.fromkeys(("UCX_NET_DEVICES", "FI_TCP_IFACE", "GLOO_SOCKET_IFNAME"), interface)
+        found["NCCL_SOCKET_IFNAME"] = f"={interface}"
+    return {**found, **config.compute.env, **further, "PYTHONUNBUFFERED": "1"}

@@ -9,13 +9,14 @@ from typing import Any
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
-from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm.queue.query import partitions
 
 from .fit import with_resources
-from .launch import Launch
+from .interpreter import compute_python
+from .job_request import component_options, extra_options
+from .launch import agent_variables
 from .single import Handle, run_single
-from .writer import RANK_STARTER, component_options, extra_options, start_command
+from .writer import RANK_STARTER, start_command
 
 
 def answered(function: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
@@ -44,10 +45,9 @@ def submit_on_nodes(
     """
     config = with_resources(config, partitions(env))
     wanted = getattr(config.components, component).model_copy(update={"nodes": nodes})
-    launch = Launch(config, RunDir(folder), 1)
-    started = start_command(launch)
-    python = shlex.join([*started.prefix, launch.python, *RANK_STARTER])
-    exports = [f"export {key}={shlex.quote(value)}" for key, value in sorted(launch.variables.items())]
+    started = start_command(config, folder)
+    python = shlex.join([*started.prefix, compute_python(config), *RANK_STARTER])
+    exports = [f"export {key}={shlex.quote(value)}" for key, value in sorted(agent_variables(config, {}).items())]
     return run_single(
         function,
         *arguments,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from libra_hpc.config.node_groups import COMPONENTS
 from libra_hpc.slurm.queue.query import Partition
-
-from .fit import COMPONENTS
 
 TEXT = """\
 # Facts of this cluster, for every run: a run file wins over what stands here.

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.node_groups import COMPONENTS
 from libra_hpc.errors import OperationError, SlurmUnreachable, UserError, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import write_atomic
 from libra_hpc.slurm.queue.command import SlurmRefused, call
 from libra_hpc.slurm.queue.job_record import JobRecord, read_job, start_attempt, write_job
-from libra_hpc.slurm.queue.query import JobInfo, JobState, cluster_name, job, partitions
+from libra_hpc.slurm.queue.query import JobInfo, JobState, cluster_name, job
 
 from . import local
-from .fit import COMPONENTS, check_fit
+from .job_request import given_options
 from .launch import Launch
 from .writer import het_script
 
@@ -39,10 +39,9 @@ USER_MISTAKES = (
 def submit(launch: Launch, env: Mapping[str, str]) -> str:
     """Write ``job.sbatch``, queue it, write ``job.json``; returns the Slurm job id.
 
-    ``env`` is Slurm's client environment (`slurm_environment`).  Raises `UserError` when the request can never be met,
-    `SlurmUnreachable` when no controller answers, and `OperationError` when Slurm refuses for another reason.
+    ``env`` is Slurm's client environment (`slurm_environment`).  Raises `UserError` when Slurm finds a mistake in the
+    request, `SlurmUnreachable` when no controller answers, `OperationError` when Slurm refuses for another reason.
     """
-    check_fit(launch.config, partitions(env))
     write_atomic(launch.run.script, het_script(launch).encode())
     start_attempt(launch.run, launch.attempt)
     # Before the job is queued: a failure after that would leave a job without a record.
@@ -99,13 +98,6 @@ def state(run: RunDir, env: Mapping[str, str] | None = None) -> JobInfo:
     return found if found.of(run.name) else JobInfo(record.job_id, JobState.UNKNOWN)
 
 
-def extra_options(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Field and text of every sbatch option that was given verbatim."""
-    given = {"slurm.extra": config.slurm.extra}
-    given |= {f"components.{name}.extra": getattr(config.components, name).extra for name in COMPONENTS}
-    return ((f"{field}[{i}]", option) for field, options in given.items() for i, option in enumerate(options))
-
-
 def _required(env: Mapping[str, str] | None, job_id: str) -> Mapping[str, str]:
     if env is None:
         raise SlurmUnreachable(f"Job {job_id} is a Slurm job, and no Slurm controller is known here.")
@@ -126,7 +118,8 @@ def _sbatch(options: list[str], launch: Launch, env: Mapping[str, str]) -> str:
     except SlurmRefused as refusal:
         reason = str(refusal)
         if any(word in reason.lower() for word in USER_MISTAKES):
-            for field, option in extra_options(launch.config):
+            components = {name: getattr(launch.config.components, name) for name in COMPONENTS}
+            for field, option in given_options(launch.config, components):
                 if option.split("=")[0] in reason:
                     raise invalid(field, option, f"Slurm refuses it ({reason})") from None
             raise UserError(f"Slurm refuses the job of run {name!r}: {reason}.") from None

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from libra_hpc_cli import app, jobs
 
+from libra_hpc.preflight import checked_run
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.queue.query import JobInfo, JobState, Partition
 from libra_hpc.slurm.queue.run_state import NoAnswer
@@ -69,14 +70,14 @@ class Queue:
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     fake = Queue()
     monkeypatch.setattr(jobs, "environment", lambda executor: None if executor == "local" else {})
-    monkeypatch.setattr(jobs, "environment_or_none", lambda executor: None if executor == "local" else {})
-    monkeypatch.setattr(jobs, "partitions", lambda environment: PARTITIONS)
+    monkeypatch.setattr(checked_run, "slurm_environment", dict)
+    monkeypatch.setattr(checked_run, "partitions", lambda environment: PARTITIONS)
     monkeypatch.setattr(jobs, "queue", fake.queue)
     monkeypatch.setattr(jobs.JobQueue, "ask", lambda self, run: fake.ask(run))
     monkeypatch.setattr(jobs.JobQueue, "ask_all", lambda self, runs: {str(run.path): fake.ask(run) for run in runs})
     monkeypatch.setattr(jobs, "run_folder", lambda job_id: None)
     monkeypatch.setattr(jobs, "cancel", fake.cancel)
-    monkeypatch.setattr(jobs, "expected_start", lambda config, environment: None)
+    monkeypatch.setattr("libra_hpc_cli.check.expected_start", lambda checked: None)
     return fake
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from libra_hpc_cli import jobs
 
 from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import encode_status
 from libra_hpc.files import write_atomic
+from libra_hpc.preflight import checked_run
 from libra_hpc.slurm.queue.command import WAYS_OUT
 from libra_hpc.slurm.queue.query import JobInfo, JobState
 from tests.facts import synthetic
@@ -555,8 +555,8 @@ def test_without_slurm_the_way_out_is_one_that_can_work(
 
     monkeypatch.undo()
     monkeypatch.chdir(site)
-    monkeypatch.setattr(jobs, "slurm_environment", unreachable)
-    monkeypatch.setattr("libra_hpc_cli.check.gpus_here", lambda: 0)
+    monkeypatch.setattr(checked_run, "slurm_environment", unreachable)
+    monkeypatch.setattr(checked_run, "gpus_here", lambda: 0)
     small = cli("submit", "run.toml")
     assert (small.code, small.out) == (3, "")
     assert "`libra-hpc cluster up`, or run without Slurm with `--executor local`." in small.err

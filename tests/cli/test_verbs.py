@@ -23,6 +23,7 @@ from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import FINAL, encode_status
 from libra_hpc.files import write_atomic
+from libra_hpc.preflight import checked_run
 from libra_hpc.protocol.layout_order import decode_order
 from libra_hpc.slurm.queue.query import JobInfo, JobState
 from libra_hpc.slurm.queue.run_state import NoAnswer
@@ -92,10 +93,10 @@ def test_a_refused_submission_leaves_nothing_behind(
 
 
 def test_no_slurm_is_exit_code_3(site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(executor: str) -> None:
+    def unreachable() -> None:
         raise SlurmUnreachable("No Slurm controller answers.")
 
-    monkeypatch.setattr(jobs, "environment", unreachable)
+    monkeypatch.setattr(checked_run, "slurm_environment", unreachable)
     outcome = cli("submit", "run.toml")
     assert (outcome.code, outcome.err) == (3, "error: No Slurm controller answers.\n")
     assert not (site / "runs").exists()

@@ -16,6 +16,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm import submit
+from libra_hpc.slurm.job_request import job_request
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.queue import query
 from libra_hpc.slurm.queue.command import call
@@ -84,7 +85,13 @@ def run(tmp_path: Path) -> RunDir:
 def queue(run: RunDir, env: dict[str, str], how: str, attempt: int = 1) -> str:
     arguments = [str(run.path.parent.parent / "world.py"), str(run.path), how]
     return submit.submit(
-        Launch(RunConfig.model_validate(CONFIG), run, attempt, environment={"NOTE": "it's 100%"}, arguments=arguments),
+        Launch(
+            job_request(RunConfig.model_validate(CONFIG)),
+            run,
+            attempt,
+            environment={"NOTE": "it's 100%"},
+            arguments=arguments,
+        ),
         env,
     )
 
@@ -165,34 +172,14 @@ def test_notice_cancel_and_the_next_attempt(run: RunDir, slurm_env: dict[str, st
             time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("section", "field", "change"),
-    [
-        ("components", "train.nodes = 7", {"train": {"nodes": 7}}),
-        ("components", "train.partition = 'gpu'", {"train": {"partition": "gpu"}}),
-        ("components", "train.gpu_type = 'h100'", {"train": {"gpus": 1, "gpu_type": "h100"}}),
-        ("slurm", "time_limit = 'soon'", {"time_limit": "soon"}),
-        ("slurm", "account = 'a b'", {"account": "a b"}),
-    ],
-)
-def test_mistakes_queue_nothing(
-    run: RunDir, slurm_env: dict[str, str], section: str, field: str, change: dict[str, Any]
-) -> None:
-    before = call(["squeue", "--noheader", "--format=%A"], slurm_env)
-    with pytest.raises(UserError, match=f"^{section}.{field}"):
-        submit.submit(Launch(RunConfig.model_validate({section: change}), run, 1), slurm_env)
-    assert call(["squeue", "--noheader", "--format=%A"], slurm_env) == before
-    assert not run.job.exists()
-
-
 def test_what_only_slurm_knows_is_refused_in_its_words(run: RunDir, slurm_env: dict[str, str]) -> None:
     config = RunConfig.model_validate({"components": {"rollout": {"constraint": "nvlink"}}})
     with pytest.raises(UserError, match=r"Slurm refuses the job of run 'run': .*feature"):
-        submit.submit(Launch(config, run, 1), slurm_env)
+        submit.submit(Launch(job_request(config), run, 1), slurm_env)
 
 
 def test_estimate_queues_nothing(run: RunDir, slurm_env: dict[str, str]) -> None:
-    submit.expected_start(Launch(RunConfig.model_validate(CONFIG), run, 1), slurm_env)
+    submit.expected_start(Launch(job_request(RunConfig.model_validate(CONFIG)), run, 1), slurm_env)
     assert run.script.exists()
     assert not run.job.exists()
 
@@ -213,5 +200,5 @@ def test_nothing_is_queued_where_the_cluster_cannot_be_named(
     run = RunDir.create(tmp_path, "t")
     before = set(query.own_jobs(slurm_env))
     with pytest.raises(OperationError, match="does not answer"):
-        submit.submit(Launch(RunConfig.model_validate(CONFIG), run, 1), slurm_env)
+        submit.submit(Launch(job_request(RunConfig.model_validate(CONFIG)), run, 1), slurm_env)
     assert set(query.own_jobs(slurm_env)) == before

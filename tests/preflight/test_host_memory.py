@@ -15,7 +15,7 @@ from libra_hpc.preflight.host_memory_needs import check_hosts, host_needs
 from libra_hpc.slurm.queue.query import Partition
 from libra_hpc.weights import relay
 
-from .test_resources import NODE, configured
+from .test_gpu_memory import NODE, configured
 
 MODEL = model_shape("qwen3-14b")
 GB = 1e9

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.config.load import load_run_file
+from libra_hpc.config.node_groups import het_groups, rank_components
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.models.shapes import ModelShape, model_shape
 from libra_hpc.planning.initial import initial_plan
 from libra_hpc.preflight.checks import check_run
-from libra_hpc.slurm.fit import check_fit, het_groups, rank_components, with_resources
+from libra_hpc.slurm.fit import check_fit, with_resources
+from libra_hpc.slurm.job_request import job_request
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.queue.query import partitions
 from libra_hpc.slurm.submit import expected_start
@@ -66,7 +68,7 @@ def resolved(name: str, folder: Path) -> RunConfig:
 @pytest.mark.parametrize("name", FILES)
 def test_an_a800_file_is_good_and_uses_every_gpu(name: str, tmp_path: Path) -> None:
     config = resolved(name, tmp_path)
-    assert not [line for line in check_run(config) if "not checked" in line]
+    assert not [line for line in check_run(config).memory.warnings if "not checked" in line]
     groups = het_groups(config)
     assert sum(group.component.nodes * group.component.gpus for group in groups) == int(name.split("-")[1])
     assert rank_components(config)[:2] == ["planner", "train"]
@@ -79,6 +81,6 @@ def test_slurm_accepts_it(name: str, tmp_path: Path, slurm_env: Mapping[str, str
     config = with_resources(resolved(name, tmp_path), known)
     check_fit(config, known)
     run = RunDir.create(tmp_path, config.run.name)
-    start = expected_start(Launch(config, run, 1), slurm_env)
+    start = expected_start(Launch(job_request(config), run, 1), slurm_env)
     assert start is not None
     assert start < time.time() + 60.0, "the cluster is free"

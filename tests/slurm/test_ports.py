@@ -12,6 +12,7 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm import local, submit
+from libra_hpc.slurm.job_request import job_request
 from libra_hpc.slurm.launch import Launch
 
 WORLD = """
@@ -37,7 +38,7 @@ def listeners(tmp_path: Path, interface: str) -> list[str]:
     config = RunConfig.model_validate(
         {"components": {"hybrid": {"nodes": 0}, "rollout": {"nodes": 0}}, "slurm": {"interface": interface}}
     )
-    local.start(Launch(config, run, 1, arguments=[str(tmp_path / "world.py"), str(run.path)]))
+    local.start(Launch(job_request(config), run, 1, arguments=[str(tmp_path / "world.py"), str(run.path)]))
     while not submit.state(run).state.ended:
         time.sleep(0.05)
     found = [word for path in sorted(run.path.glob("listens-*")) for word in path.read_text().split()]

@@ -14,6 +14,7 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm import local, submit
+from libra_hpc.slurm.job_request import job_request
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.outcome import LauncherDecision, RanksEnded, decide
 from libra_hpc.slurm.queue.job_record import read_job, write_job
@@ -86,7 +87,7 @@ def start(run: RunDir, *how: str, restarts: int = 0) -> None:
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed")
     config = RunConfig.model_validate({"slurm": {"restarts": restarts}, "components": {"hybrid": {"nodes": 1}}})
-    local.start(Launch(config, run, 1, arguments=[str(run.path.parent / "world.py"), str(run.path), *how]))
+    local.start(Launch(job_request(config), run, 1, arguments=[str(run.path.parent / "world.py"), str(run.path), *how]))
 
 
 def wait_for(run: RunDir, pattern: str, count: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.slurm.job_request import job_request
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.writer import het_script
 
@@ -44,7 +45,7 @@ def test_a_batch_script_is_clean(variant: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_script_of_an_example_is_clean(name: str, tmp_path: Path) -> None:
-    assert findings(het_script(Launch(resolved(name, tmp_path), RunDir(tmp_path / "run-001"), 1))) == ""
+    assert findings(het_script(Launch(job_request(resolved(name, tmp_path)), RunDir(tmp_path / "run-001"), 1))) == ""
 
 
 def test_shell_files_of_the_repository_are_clean() -> None:

@@ -13,6 +13,7 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.slurm.job_request import job_request
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.writer import het_script
 
@@ -35,7 +36,9 @@ def script(config: dict[str, Any], **changes: Any) -> str:
         "environment": {"NOTE": "it's 100%"},
     }
     return het_script(
-        Launch(RunConfig.model_validate(config), RunDir("/data/my runs/demo-001"), **{**arguments, **changes})
+        Launch(
+            job_request(RunConfig.model_validate(config)), RunDir("/data/my runs/demo-001"), **{**arguments, **changes}
+        )
     )
 
 
@@ -45,7 +48,7 @@ def test_golden_text() -> None:
 
 def test_the_run_file_names_the_interpreter_of_the_nodes() -> None:
     def python(config: dict[str, Any]) -> str:
-        return Launch(RunConfig.model_validate(config), RunDir("/data/demo-001"), 1).python
+        return Launch(job_request(RunConfig.model_validate(config)), RunDir("/data/demo-001"), 1).python
 
     assert python({}) == sys.executable
     assert python({"compute": {"python": "/shared/env/bin/python"}}) == "/shared/env/bin/python"
@@ -64,8 +67,8 @@ def test_a_named_interface_reaches_every_library_that_listens() -> None:
 
 
 def test_components_without_nodes_are_left_out() -> None:
-    launch = Launch(RunConfig.model_validate(FULL), RunDir("/data/demo-001"), 1)
-    assert [group.name for group in launch.groups] == ["planner", "train", "rollout"]
+    launch = Launch(job_request(RunConfig.model_validate(FULL)), RunDir("/data/demo-001"), 1)
+    assert [group.ranks for group in launch.request.groups] == ["planner", "train", "rollout"]
     assert launch.ranks == 4
 
 
@@ -99,7 +102,7 @@ def test_the_script_starts_ranks_again_that_ask_for_it_and_repeats_a_killed_star
     run.logs(1).mkdir(parents=True)
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)
-    text = het_script(Launch(RunConfig.model_validate(FULL), run, 1))
+    text = het_script(Launch(job_request(RunConfig.model_validate(FULL)), run, 1))
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": str(run.path)}
     done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -126,7 +129,7 @@ def test_the_script_restarts_ranks_whose_planner_was_lost_and_writes_a_result_wh
     run.logs(1).mkdir(parents=True)
     (tmp_path / "srun").write_text(LOSES_RANK_0)
     (tmp_path / "srun").chmod(0o755)
-    text = het_script(Launch(RunConfig.model_validate({**FULL, "slurm": {"restarts": 2}}), run, 1))
+    text = het_script(Launch(job_request(RunConfig.model_validate({**FULL, "slurm": {"restarts": 2}})), run, 1))
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": str(run.path)}
     done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=60)
     reason = "the planner's agent (rank 0) was lost"
@@ -175,7 +178,7 @@ def test_the_script_queues_its_job_again_after_the_time_limit(
     for name, text in (("srun", STOPPED), ("scontrol", SCONTROL), ("squeue", squeue)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    text = het_script(Launch(RunConfig.model_validate({**FULL, "slurm": {"requeues": requeues}}), run, 1))
+    text = het_script(Launch(job_request(RunConfig.model_validate({**FULL, "slurm": {"requeues": requeues}})), run, 1))
     slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "PREEMPTED": preempted, "REFUSED": str(refused)}
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": str(run.path), **slurm}
     done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=60)
@@ -213,7 +216,6 @@ def test_slurms_notice_is_the_last_resort_unless_it_is_given(limit: str, given: 
         ("slurm", "extra", ["--x=1\nrm -rf /"]),
         ("components", "train", {"partition": "a'b"}),
         ("components", "train", {"gpus": 1, "gpu_type": 'a"'}),
-        ("components", "planner", {"nodes": 2}),
     ],
 )
 def test_unwritable_values_name_their_field(section: str, field: str, value: Any) -> None:
@@ -271,7 +273,7 @@ def test_a_container_is_started_by_apptainer_or_by_slurm() -> None:
 
 def test_a_planner_beside_the_first_train_node_takes_no_node() -> None:
     parts = {**FULL["components"], "planner": {"nodes": 0}}
-    launch = Launch(RunConfig.model_validate({"components": parts}), RunDir("/data/demo-001"), 1)
+    launch = Launch(job_request(RunConfig.model_validate({"components": parts})), RunDir("/data/demo-001"), 1)
     assert launch.ranks == 4
     text = het_script(launch)
     first, second, third = text.split("#SBATCH hetjob")

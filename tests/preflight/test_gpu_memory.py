@@ -14,7 +14,7 @@ from libra_hpc.models.memory import USABLE, TrainLayout, train_memory
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.planning.initial import initial_plan
 from libra_hpc.preflight.checks import problems
-from libra_hpc.preflight.resources import check_cpus, check_memory
+from libra_hpc.preflight.gpu_memory import check_cpus, check_memory
 
 NODE = {"nodes": 1, "gpus": 8, "gpu_type": "a800", "cpus": 16, "mem": "256G"}
 
@@ -33,7 +33,7 @@ def configured(**sections: Any) -> RunConfig:
 
 
 def checked(model: str, **sections: Any) -> list[str]:
-    return check_memory(configured(**sections), model_shape(model))
+    return check_memory(configured(**sections), model_shape(model)).warnings
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_gpu_in_no_table_is_a_warning_and_nothing_is_checked_on_cpus() -> None
 
 def test_a_dry_run_is_checked_with_what_it_simulates() -> None:
     simulated = {"run": {"engine": "simulated"}, "slurm": {"device": "cpu"}, "simulated": {"model": "qwen3-8b"}}
-    assert check_memory(configured(**simulated, train={"tp": 4}, rollout={"max_model_len": 1024}), None) == []
+    assert check_memory(configured(**simulated, train={"tp": 4}, rollout={"max_model_len": 1024}), None).warnings == []
     with pytest.raises(UserError, match=r"training qwen3-8b with TP1 PP1 needs"):
         check_memory(configured(**simulated, train={"tp": 1}), None)
 

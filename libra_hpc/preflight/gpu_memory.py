@@ -1,4 +1,4 @@
-"""Whether GPUs of a run file have enough memory, and nodes enough CPUs, by the planner's memory models.
+"""Whether GPUs of a run file have enough memory, and nodes enough CPUs, by the planner's memory models; the figures.
 
 * Training: a replica's least memory (`libra_hpc.models.memory`) exceeds the GPU -> refused, with the smallest
   TP x PP that fits.
@@ -12,12 +12,14 @@ Host memory: `libra_hpc.preflight.host_memory_needs`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from libra_hpc.config.job import Component
+from libra_hpc.config.node_groups import STAGES
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import core_world, elastic_world
@@ -42,43 +44,77 @@ def check_cpus(config: RunConfig) -> None:
     """Raise `UserError` for GPU nodes with too few CPUs; the local executor does not limit them."""
     if config.run.engine == "simulated" or config.slurm.device == "cpu" or config.slurm.executor == "local":
         return
-    for name in ("train", "hybrid", "rollout"):
+    for name in STAGES:
         component: Component = getattr(config.components, name)
         if component.nodes and 0 < component.cpus < component.gpus:
             why = f"a node with {component.gpus} GPUs runs a process for each of them"
             raise invalid(f"components.{name}.cpus", component.cpus, why, f"an integer >= {component.gpus}")
 
 
-def check_memory(config: RunConfig, model: ModelShape | None) -> list[str]:
+class MemoryNeed(NamedTuple):
+    """What the run takes of one kind of memory, and what there is; None: not known."""
+
+    where: str
+    """``train GPU``, ``rollout GPU at TP2``, ``train node``"""
+    terms: Mapping[str, float]
+    has: float | None
+    """Bytes that can be used."""
+
+    @property
+    def needs(self) -> float:
+        return sum(self.terms.values())
+
+
+class StageGpu(NamedTuple):
+    """The GPU of one component, and the model that runs there."""
+
+    stage: str
+    component: Component
+    gpu: Device
+    shape: ModelShape
+
+
+class GpuMemory(NamedTuple):
+    """What the checks of GPU memory found."""
+
+    needs: list[MemoryNeed]
+    """Of the training GPUs with a full pipeline, and of every kind of engine; none where the GPU is in no table."""
+    warnings: list[str]
+    """A line for each layout that may not fit, or that was not checked."""
+
+
+def check_memory(config: RunConfig, model: ModelShape | None) -> GpuMemory:
     """Raise `UserError` for a layout that does not fit in GPU memory.
 
-    Returns a warning for each that may not fit, or that was not checked.  ``model`` is the shape of the policy.  A dry
-    run uses that of ``[simulated]``, and `check_simulated` checks its engines.
+    ``model`` is the shape of the policy.  A dry run uses that of ``[simulated]``, and `check_simulated` checks its
+    engines.
     """
     simulated = config.run.engine == "simulated"
-    if config.slurm.device == "cpu" and not simulated:
-        return []
+    needs: list[MemoryNeed] = []
     warnings: dict[str, None] = {}
-    for name in ("train", "hybrid", "rollout"):
-        component: Component = getattr(config.components, name)
+    if config.slurm.device == "cpu" and not simulated:
+        return GpuMemory(needs, [])
+    for stage in STAGES:
+        component: Component = getattr(config.components, stage)
         if not component.nodes:
             continue
-        found = component_device(config, name)
-        if found is None:
-            kind = (
-                f"GPUs of gpu_type = {component.gpu_type!r} are"
-                if component.gpu_type
-                else "without a gpu_type GPUs are"
+        gpu = component_device(config, stage)
+        if gpu is None:
+            kind = f"GPUs of gpu_type = {component.gpu_type!r}" if component.gpu_type else "without a gpu_type GPUs"
+            warnings[f"{kind} are in no table, so their memory was not checked (planner.device, planner.devices)"] = (
+                None
             )
-            warnings[f"{kind} in no table, so their memory was not checked (planner.device, planner.devices)"] = None
             continue
-        shape = model_shape(pace(config, name).model) if simulated or model is None else model
+        shape = model_shape(pace(config, stage).model) if simulated or model is None else model
         shape = msgspec.structs.replace(shape, dtype_bytes=DTYPE_BYTES[config.model.dtype])
-        if name != "rollout":
-            warnings.update(dict.fromkeys(_check_training(config, name, shape, found)))
-        if name != "train" and not simulated:
-            _check_rollout(config, name, shape, found, gpus=component.gpus)
-    return list(warnings)
+        own = StageGpu(stage, component, gpu, shape)
+        if stage != "rollout":
+            warnings.update(dict.fromkeys(_check_training(config, own)))
+            needs.append(_training_need(config, own))
+        if stage != "train" and not simulated:
+            _check_rollout(config, own)
+            needs += _engine_needs(config, own)
+    return GpuMemory(needs, list(warnings))
 
 
 def component_device(config: RunConfig, component: str) -> Device | None:
@@ -104,19 +140,17 @@ def component_device(config: RunConfig, component: str) -> Device | None:
         return None
 
 
-def training_memory(
-    config: RunConfig, shape: ModelShape, gpu: Device, component: str = "train", *, pack: int = 0, in_flight: int = 1
-) -> TrainMemory:
+def training_memory(config: RunConfig, own: StageGpu, *, pack: int = 0, in_flight: int = 1) -> TrainMemory:
     """Memory of a training GPU with ``in_flight`` micro-batches of ``pack`` tokens; 0: as many as one ever has.
 
     A hybrid node trains without optimizer state; that of the core is divided over all of its nodes.
     """
-    hybrid = component == "hybrid"
+    hybrid = own.stage == "hybrid"
     layout = world_layout(config, elastic_world(config) if hybrid else core_world(config), elastic=hybrid)
     return train_memory(
-        shape,
+        own.shape,
         layout,
-        gpu,
+        own.gpu,
         micro_batches=in_flight,
         pack_tokens=pack or fullest_pack(config),
         minibatches=config.algorithm.minibatches,
@@ -129,33 +163,47 @@ def fullest_pack(config: RunConfig) -> int:
     return min(config.train.micro_tokens, whole)
 
 
-def _check_training(config: RunConfig, component: str, shape: ModelShape, gpu: Device) -> Iterator[str]:
+def _training_need(config: RunConfig, own: StageGpu) -> MemoryNeed:
+    where = "hybrid GPU that trains" if own.stage == "hybrid" else "train GPU"
+    whole = training_memory(config, own, in_flight=config.train.pp)
+    return MemoryNeed(where, whole.terms(), USABLE * own.gpu.memory_bytes)
+
+
+def _engine_needs(config: RunConfig, own: StageGpu) -> Iterator[MemoryNeed]:
+    given, memory, workspace = config.rollout.kv_cache_mb * MIB, own.gpu.memory_bytes, own.gpu.workspace_bytes
+    for tp in _degrees(config, own.stage):
+        weights, usable = own.shape.weight_bytes / tp, UTIL * memory
+        terms = {"KV cache": float(given) or usable - weights - workspace, "weights": weights, "workspace": workspace}
+        yield MemoryNeed(f"{own.stage} GPU at TP{tp}", terms, memory if given else usable)
+
+
+def _check_training(config: RunConfig, own: StageGpu) -> Iterator[str]:
     """Raise `UserError` when no batch could be trained; yields a warning when the longest one could not."""
-    train, least = config.train, training_memory(config, shape, gpu, component)
+    least, gpu = training_memory(config, own), own.gpu
     usable = f"{USABLE * gpu.memory_bytes / 1e9:.0f} GB of one {gpu.name} can be used"
     if memory_limit(least, gpu) is not None:
-        layout = f"training {shape.name} with {degrees_of(core_world(config))}"
+        layout = f"training {own.shape.name} with {degrees_of(core_world(config))}"
         why = f"{layout} needs {least.total / 1e9:.0f} GB a GPU ({least.largest}) and {usable}"
-        for changed in _smallest_first(config, shape):
-            if memory_limit(training_memory(changed, shape, gpu, component), gpu) is None:
-                own = changed.train
-                more = "" if own.recompute == train.recompute else f' and train.recompute = "{own.recompute}"'
-                raise invalid(
-                    "train.tp", train.tp, why, f"train.tp = {own.tp}, train.pp = {own.pp}{more} (the smallest replica)"
-                )
-        nodes = config.components.train.nodes
-        raise invalid(
-            "train.tp",
-            train.tp,
-            why,
-            f"more training nodes, a smaller train.micro_tokens or a smaller model: no TP x PP of {nodes}"
-            f" node{'s' if nodes > 1 else ''} x {core_world(config).processes} processes fits",
-        )
+        raise invalid("train.tp", config.train.tp, why, _layout_that_fits(config, own))
     pack = max(fullest_pack(config), config.rollout.max_model_len)
-    longest = training_memory(config, shape, gpu, component, in_flight=train.pp, pack=pack)
+    longest = training_memory(config, own, in_flight=config.train.pp, pack=pack)
     if memory_limit(longest, gpu) is not None:
         what = f"a pipeline full of micro-batches of {pack:,} tokens"
         yield f"training may run out of GPU memory: {what} needs {longest.total / 1e9:.0f} GB a GPU and {usable}"
+
+
+def _layout_that_fits(config: RunConfig, own: StageGpu) -> str:
+    """What to write instead, in words."""
+    for changed in _smallest_first(config, own.shape):
+        if memory_limit(training_memory(changed, own), own.gpu) is None:
+            train = changed.train
+            more = "" if train.recompute == config.train.recompute else f' and train.recompute = "{train.recompute}"'
+            return f"train.tp = {train.tp}, train.pp = {train.pp}{more} (the smallest replica)"
+    nodes = config.components.train.nodes
+    return (
+        f"more training nodes, a smaller train.micro_tokens or a smaller model: no TP x PP of {nodes}"
+        f" node{'s' if nodes > 1 else ''} x {core_world(config).processes} processes fits"
+    )
 
 
 def _smallest_first(config: RunConfig, shape: ModelShape) -> Iterator[RunConfig]:
@@ -183,44 +231,35 @@ def rollout_nodes(config: RunConfig, component: str) -> range:
     return nodes.get(component, range(0))
 
 
-def _check_rollout(config: RunConfig, component: str, shape: ModelShape, gpu: Device, *, gpus: int) -> None:
+def _degrees(config: RunConfig, stage: str) -> list[int]:
+    """TP degrees of a component's engines."""
+    return sorted({of_node(config.rollout.tp, node) for node in rollout_nodes(config, stage)})
+
+
+def _check_rollout(config: RunConfig, own: StageGpu) -> None:
     """Raise `UserError` when an engine cannot hold its weights and one sequence of full length."""
-    rollout, nodes = config.rollout, rollout_nodes(config, component)
+    rollout, shape, gpu = config.rollout, own.shape, own.gpu
+    given, longest = rollout.kv_cache_mb * MIB, f"{rollout.max_model_len:,}"
     tokens = blocks_of(rollout.max_model_len, rollout.block_size) * rollout.block_size
 
     def missing(tp: int) -> tuple[float, float]:
         """Needed and available bytes of a GPU."""
         weights, sequence = shape.weight_bytes / tp + gpu.workspace_bytes, tokens * shape.kv_bytes_per_device(tp)
-        if rollout.kv_cache_mb:
-            return weights + max(sequence, rollout.kv_cache_mb * MIB), gpu.memory_bytes
-        return weights + sequence, UTIL * gpu.memory_bytes
+        return weights + max(sequence, given), gpu.memory_bytes if given else UTIL * gpu.memory_bytes
 
-    for tp in sorted({of_node(rollout.tp, node) for node in nodes}):
-        if not shape.divides(tp):
-            continue
-        room = (
-            rollout.kv_cache_mb * MIB // shape.kv_bytes_per_device(tp)
-            if rollout.kv_cache_mb
-            else kv_capacity(gpu, shape, tp, UTIL)
-        )
+    for tp in filter(shape.divides, _degrees(config, own.stage)):
+        each = shape.kv_bytes_per_device(tp)
+        room = given // each if given else kv_capacity(gpu, shape, tp, UTIL)
+        if tokens > room and given:
+            why = f"it holds {room:,} tokens of {shape.name} at TP{tp} and rollout.max_model_len is {longest}"
+            valid = f"at least {-(-tokens * each // MIB)}, or 0 (what the GPU has)"
+            raise invalid("rollout.kv_cache_mb", rollout.kv_cache_mb, why, valid)
         needs, has = missing(tp)
-        if tokens > room and rollout.kv_cache_mb:
-            least = -(-tokens * shape.kv_bytes_per_device(tp) // MIB)
-            longest = f"rollout.max_model_len is {rollout.max_model_len:,}"
-            why = f"it holds {room:,} tokens of {shape.name} at TP{tp} and {longest}"
-            raise invalid("rollout.kv_cache_mb", rollout.kv_cache_mb, why, f"at least {least}, or 0 (what the GPU has)")
         if tokens > room or needs > has:
-            why = (
-                f"an engine of {shape.name} needs {needs / 1e9:.0f} GB a GPU for its weights, its workspace and one "
-                "sequence of "
-                f"{rollout.max_model_len:,} tokens, and {has / 1e9:.0f} GB of one {gpu.name} can be used"
-            )
-            larger = next(
-                (n for n in range(tp + 1, gpus + 1) if shape.divides(n) and missing(n)[0] <= missing(n)[1]), None
-            )
-            valid = (
-                f"rollout.tp = {larger}"
-                if larger
-                else f"a shorter rollout.max_model_len: no TP of the {gpus} GPUs of a node fits"
-            )
-            raise invalid("rollout.tp", tp, why, valid)
+            parts = f"its weights, its workspace and one sequence of {longest} tokens"
+            why = f"an engine of {shape.name} needs {needs / 1e9:.0f} GB a GPU for {parts}"
+            gpus = own.component.gpus
+            larger = [n for n in range(tp + 1, gpus + 1) if shape.divides(n) and missing(n)[0] <= missing(n)[1]]
+            fewer = f"a shorter rollout.max_model_len: no TP of the {gpus} GPUs of a node fits"
+            valid = f"rollout.tp = {larger[0]}" if larger else fewer
+            raise invalid("rollout.tp", tp, f"{why}, and {has / 1e9:.0f} GB of one {gpu.name} can be used", valid)

@@ -1,0 +1,106 @@
+"""The one validation of a run file: `check` returns a `CheckedRun`, which every later step takes as it is.
+
+1. The split, where the planner chooses it (`planning.initial`).
+2. Fields, model, task and GPU memory (`checks`); the interpreter of the nodes.
+3. With Slurm: MPI plugin, CPUs and memory of the nodes, and whether the job can ever start (`slurm.fit`).
+4. Host memory, and the sbatch options (`slurm.job_request`).
+
+Nothing is written or queued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra_hpc.config.node_groups import het_groups
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import SlurmUnreachable
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.planning.initial import InitialPlan, initial_plan
+from libra_hpc.planning.simulated_plan import Progress
+from libra_hpc.slurm.fit import check_fit, with_resources
+from libra_hpc.slurm.interpreter import check_python
+from libra_hpc.slurm.job_request import JobRequest, job_request
+from libra_hpc.slurm.launch import Launch
+from libra_hpc.slurm.plugins import check_plugin, mpi_plugins
+from libra_hpc.slurm.queue.command import WAYS_OUT
+from libra_hpc.slurm.queue.query import Partition, partitions
+from libra_hpc.slurm.site_commands import slurm_environment
+
+from .checks import check_run
+from .field_names import naming
+from .gpu_memory import MemoryNeed
+from .host_memory_needs import check_hosts, host_needs
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """A run file that passed every check, and what the checks found."""
+
+    request: JobRequest
+    plan: InitialPlan | None
+    """The plan behind the split; None where the split is explicit."""
+    environment: Mapping[str, str] | None
+    """Of Slurm's commands; None for the local executor, or when no Slurm answers."""
+    memory: list[MemoryNeed]
+    """GPUs first, then nodes with their /dev/shm."""
+    warnings: list[str]
+
+    @property
+    def config(self) -> RunConfig:
+        """With its split, and where Slurm answers the CPUs and memory of every component."""
+        return self.request.config
+
+    def launch(self, run: RunDir, attempt: int, after: str = "") -> Launch:
+        """One attempt of it; ``after``: Slurm job that must have ended."""
+        return Launch(self.request, run, attempt, after=after)
+
+
+def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambda done, whole: None) -> CheckedRun:
+    """Fill in what the run file leaves open and run every check; raises the first mistake.
+
+    ``slurm_required``: raise `SlurmUnreachable` when a Slurm is needed and none answers.
+    """
+    plan = None
+    if config.components.split == "auto":
+        with naming(config):
+            plan = initial_plan(config, progress=progress)
+        config = plan.config
+    shape, gpus = check_run(config)
+    warnings = [*gpus.warnings, *check_python(config)]
+    environment = _slurm(config, required=slurm_required)
+    known: list[Partition] = []
+    check_plugin(config, [] if environment is None else mpi_plugins(environment))
+    if environment is not None:
+        known = partitions(environment)
+        config = with_resources(config, known)
+        check_fit(config, known)
+    hosts = [] if shape is None else host_needs(config, shape, known)
+    warnings += check_hosts(hosts)
+    memory = [*gpus.needs, *(need for host in hosts for need in host.needs)]
+    return CheckedRun(job_request(config), plan, environment, memory, warnings)
+
+
+def _slurm(config: RunConfig, *, required: bool) -> Mapping[str, str] | None:
+    """Environment of Slurm's commands; the error proposes a run without Slurm where this machine has the GPUs."""
+    if config.slurm.executor == "local":
+        return None
+    try:
+        return slurm_environment()
+    except SlurmUnreachable as error:
+        if not required:
+            return None
+        real = config.run.engine == "real" and config.slurm.device == "cuda"
+        needed = sum(group.component.nodes * group.component.gpus for group in het_groups(config)) if real else 0
+        here = gpus_here()
+        way = f"{WAYS_OUT}, or run without Slurm with `--executor local`"
+        if needed > here:
+            way = f"submit where `sinfo` answers: the run needs {needed} GPUs, and this machine has {here}"
+        raise SlurmUnreachable(str(error).replace(WAYS_OUT, way)) from error
+
+
+def gpus_here() -> int:
+    """GPUs of this machine."""
+    return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
