@@ -101,18 +101,14 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     elif compute.container == "none" and python:
         python = shutil.which(python) or python
     folder = _run_folder(config.run.dir)
-    return config.model_copy(
-        update={
-            "run": config.run.model_copy(update={"dir": str(folder)}),
-            "compute": compute.model_copy(update={"python": python}),
-            "model": config.model.model_copy(update={"path": model}),
-            "task": config.task.model_copy(update={"name": absolute(config.task.name)}),
-            "rollout": config.rollout.model_copy(
-                update={"warm_start": warm_start, "policy": absolute(config.rollout.policy)}
-            ),
-            "planner": config.planner.model_copy(update=_absolute(config.planner)),
-            "simulated": config.simulated.model_copy(update=_absolute(config.simulated)),
-        }
+    return config.changed(
+        run={"dir": str(folder)},
+        compute={"python": python},
+        model={"path": model},
+        task={"name": absolute(config.task.name)},
+        rollout={"warm_start": warm_start, "policy": absolute(config.rollout.policy)},
+        planner=_absolute(config.planner),
+        simulated=_absolute(config.simulated),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ import msgspec
 import typer
 
 from libra_hpc.config.load import load_run_file
+from libra_hpc.config.run import RunConfig
 from libra_hpc.config.site import site_profile
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.devices import Device
@@ -18,9 +20,9 @@ from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.step_times.measured import load
 from libra_hpc.models.step_times.steps import StepTimes
-from libra_hpc.planning.initial import CANDIDATES, as_planned, hybrid_of, planned_pools
-from libra_hpc.planning.measured_train_speed import training_factors
-from libra_hpc.planning.request import PlanRequest, check_gpus, request
+from libra_hpc.planning.initial import CANDIDATES, hybrid_of, planned_pools
+from libra_hpc.planning.measured_train_speed import training_factors, with_train_speed
+from libra_hpc.planning.request import PlanRequest, as_planned, check_gpus, request
 from libra_hpc.planning.simulated_plan import simulated_plans
 from libra_hpc.planning.work import Assumed
 from libra_hpc.policies.search.best_plan import PlanResult, PlanSearch, RunPlan
@@ -125,76 +127,35 @@ def plan(
     ] = 1,
     force: Annotated[bool, typer.Option("--force", help="With --write: replace an existing file.")] = False,
 ) -> None:
-    if layouts not in ("any", "node"):
-        raise invalid("--layouts", layouts, "unknown value", ["any", "node"])
+    node = only_nodes(layouts)
     low, high = gpu_range(gpus)
     target = None if write is None else Target(write, choose, force)
     if target is not None:
         check_target(target, layouts=layouts, swept=low != high)
     config = load_run_file(run_file, override, site_profile().values)
+    files = {
+        key: str(file or "") for key, file in (("devices", devices), ("trace", trace), ("train_speed", train_speed))
+    }
+    given = Options(gpus=high, device=device, model=model, **files)
     assumed = Assumed(
         generated=generated, sigma=sigma, prompt=prompt, turns=turns, new_tokens=new_tokens, tool_s=tool_s
     )
-    planned_config = as_planned(config)
-    asked = request(
-        planned_config,
-        model=model,
-        device_name=device,
-        devices_file=devices,
-        gpus=high,
-        trace=trace,
-        train_speed=train_speed,
-        assumed=assumed,
-    )
-    node = layouts == "node"
-    if node:
-        pools = asked.pools if high else planned_pools(planned_config, asked.pools)
-        asked = msgspec.structs.replace(asked, pools=pools, hybrid=hybrid_of(planned_config, pools))
-    step_times = lookup if calibration is None else measured_steps(calibration)
-    search_with = partial(
-        PlanSearch,
-        asked.shape,
-        asked.pools,
-        asked.batch,
-        space=asked.space,
-        options=asked.options,
-        whole_nodes=node,
-        hybrid=asked.hybrid,
-        steps=step_times,
-    )
-    search = search_with(factors=asked.factors)
+    times = measured_steps(calibration)
+    asked = question(config, given, assumed, node=node)
+    search = partial(asked.search, whole_nodes=node, steps=times)
     if low != high:
-        show_sweep(asked, search, low, high, json=json, plot=plot)
+        show_sweep(asked, search(), low, high, json=json, plot=plot)
         return
-    made = None
-    if config.components.split == "auto" and low == high:
-        given = {"model": model, "device": device, "devices": devices, "trace": trace, "train_speed": train_speed}
-        named = {key: str(value) for key, value in given.items() if value}
-        filled = config.model_copy(update={"planner": config.planner.model_copy(update=named)})
-        made = planned(filled, simulated=not quick)
-    with busy("searching") as status:
-        result = search.run(max(keep, CANDIDATES))
-        # With a split to fill in, only its plans are simulated.
-        if not quick and made is None:
-            result = simulated_plans(asked, search, result, steps=step_times, progress=partial(simulating, status))
-        result = msgspec.structs.replace(result, plans=result.plans[:keep])
-        # Of an assumed training speed the half is shown too.
-        slow = None if asked.train_speed else search_with(factors=training_factors(2.0)).run(1).plans[0]
+    made = planned(given.over(config), simulated=not quick) if config.components.split == "auto" else None
+    # With a split to fill in, only its plans are simulated.
+    result, slow = best(asked, search, keep, times, simulated=not quick and made is None)
     if plot is not None:
         from libra_hpc.pictures.plan_picture import draw_plans
 
         draw_plans(result.plans, plan_tables.title(asked), plot)
     if target is not None:
-        options = Options(high, device, devices, model, trace, train_speed)
-        write_row(
-            target,
-            run_file=run_file,
-            overrides=override,
-            config=config,
-            options=options,
-            asked=asked if made is None else made.asked,
-            result=result if made is None else made.result,
-        )
+        chosen = (asked, result) if made is None else (made.asked, made.result)
+        write_row(target, run_file=run_file, overrides=override, config=config, options=given, chosen=chosen)
     if json:
         print_json(
             {
@@ -204,10 +165,33 @@ def plan(
                 "half_mfu": msgspec.to_builtins(slow),
             }
         )
-        return
-    show_plans(asked, result, slow, explain)
-    if made is not None:
-        show_split(made)
+    else:
+        show_plans(asked, result, slow, explain)
+        if made is not None:
+            show_split(made)
+
+
+def question(config: RunConfig, given: Options, assumed: Assumed, *, node: bool) -> PlanRequest:
+    """What to search; ``node``: only layouts that run, with the pools that a run file can divide."""
+    config = given.over(as_planned(config))
+    asked = with_train_speed(request(config, gpus=given.gpus, assumed=assumed), config.planner.train_speed)
+    if not node:
+        return asked
+    pools = asked.pools if given.gpus else planned_pools(config, asked.pools)
+    return msgspec.structs.replace(asked, pools=pools, hybrid=hybrid_of(config, pools))
+
+
+def best(
+    asked: PlanRequest, search: Callable[..., PlanSearch], keep: int, steps: StepLookup, *, simulated: bool
+) -> tuple[PlanResult, RunPlan | None]:
+    """The best plans, and the best one at half of an assumed training speed; None where it is measured."""
+    with busy("searching") as status:
+        normal = search()
+        result = normal.run(max(keep, CANDIDATES))
+        if simulated:
+            result = simulated_plans(asked, normal, result, steps=steps, progress=partial(simulating, status))
+        slow = None if asked.train_speed else search(training_factors(2.0)).run(1).plans[0]
+    return msgspec.structs.replace(result, plans=result.plans[:keep]), slow
 
 
 def show_plans(asked: PlanRequest, result: PlanResult, slow: RunPlan | None, explain: bool) -> None:
@@ -265,8 +249,17 @@ def knee_words(points: list[ScalingPoint], at: int | None) -> str:
     return f"knee at {points[at].devices} GPUs: beyond, a further GPU brings less than the average one of this range"
 
 
-def measured_steps(calibration: Path) -> StepLookup:
+def only_nodes(layouts: str) -> bool:
+    """Whether only layouts that run are searched; raises `UserError` for an unknown word."""
+    if layouts not in ("any", "node"):
+        raise invalid("--layouts", layouts, "unknown value", ["any", "node"])
+    return layouts == "node"
+
+
+def measured_steps(calibration: Path | None) -> StepLookup:
     """Step times from a calibration file for its TP degrees, from `lookup` for others; raises `UserError`."""
+    if calibration is None:
+        return lookup
     degrees = load(calibration).kv_capacity
 
     def times(device: Device, shape: ModelShape, tp: int) -> StepTimes:
@@ -292,14 +285,5 @@ def gpu_range(text: str) -> tuple[int, int]:
 
 def facts(asked: PlanRequest) -> dict[str, object]:
     """The request as plain data, for ``--json``."""
-    return {
-        "model": asked.shape.name,
-        "pools": [{"device": p.device.name, "nodes": p.nodes, "node_devices": p.node_devices} for p in asked.pools],
-        "trajectories": asked.batch.trajectories,
-        "eta": asked.batch.eta,
-        "lengths": msgspec.to_builtins(asked.batch.lengths),
-        "lengths_from": asked.lengths,
-        "train_speed": asked.train_speed,
-        "factors": msgspec.to_builtins(asked.factors),
-        "notes": list(asked.notes),
-    }
+    factors = msgspec.to_builtins(asked.factors)
+    return {**asked.facts(), "train_speed": asked.train_speed, "factors": factors, "notes": list(asked.notes)}

@@ -16,14 +16,19 @@ from .output import print_note
 
 
 class Options(NamedTuple):
-    """Options of ``plan`` that change the question: what the written run file has to say too."""
+    """Options of ``plan`` that change the question: what the written run file has to say too; empty: not given."""
 
     gpus: int
     device: str
-    devices: Path | None
+    devices: str
     model: str
-    trace: Path | None
-    train_speed: Path | None
+    trace: str
+    train_speed: str
+
+    def over(self, config: RunConfig) -> RunConfig:
+        """``config`` with them in its planner section."""
+        given = {key: value for key, value in self._asdict().items() if value and key != "gpus"}
+        return config.changed(planner=given)
 
 
 class Target(NamedTuple):
@@ -53,10 +58,10 @@ def write_row(
     overrides: Sequence[str],
     config: RunConfig,
     options: Options,
-    asked: PlanRequest,
-    result: PlanResult,
+    chosen: tuple[PlanRequest, PlanResult],
 ) -> None:
-    """Write row ``target.row`` of ``result``; raises `UserError`."""
+    """Write row ``target.row`` of ``chosen``, a question and its answer; raises `UserError`."""
+    asked, result = chosen
     rows = len(result.plans)
     if target.row > rows:
         raise invalid("--choose", target.row, f"the table has {rows} rows", f"1 to {rows} (more: --best)")
@@ -68,13 +73,15 @@ def write_row(
 
 def _asked(config: RunConfig, options: Options, asked: PlanRequest) -> dict[str, Any]:
     """What the options say, as run-file values."""
-    values: dict[str, Any] = {}
     simulated = config.run.engine == "simulated"
     section = "simulated" if simulated else "planner"
-    given = {"device": options.device, "devices": options.devices}
-    values |= {f"{section}.{key}": str(value) for key, value in given.items() if value}
-    given = {"trace": options.trace, "train_speed": options.train_speed}
-    values |= {f"planner.{key}": str(value) for key, value in given.items() if value}
+    given = {
+        f"{section}.device": options.device,
+        f"{section}.devices": options.devices,
+        "planner.trace": options.trace,
+        "planner.train_speed": options.train_speed,
+    }
+    values: dict[str, Any] = {key: value for key, value in given.items() if value}
     if options.model and simulated:
         values["simulated.model"] = options.model
     elif options.model:

@@ -85,15 +85,7 @@ def submit(
     parsable: Annotated[bool, typer.Option("--parsable", help="Print the job id only.")] = False,
     json: JsonOption = False,
 ) -> None:
-    if (run_file is None) == (resume is None):
-        raise UserError("submit needs either a run file or --resume RUN, and not both.")
-    overrides, before = with_options(override, executor, engine), None
-    if resume is None:
-        assert run_file is not None
-        config = load(run_file, overrides)
-    else:
-        before = Attempt.last(find_run(resume, Path(RUNS)))
-        config = before.resumed(overrides)
+    config, before = configured(run_file, resume, with_options(override, executor, engine))
     config = with_job_options(config, sbatch or [], until_done)
     if before is not None:
         refuse_if_complete(before.run, config)
@@ -106,31 +98,12 @@ def submit(
         folder = RunDir(Path(config.run.dir) / f"{config.run.name}-NNN") if before is None else before.run
         print_line(jobs.script(checked.launch(folder, number)).rstrip("\n"))
         return
-    if before is None:
-        assert run_file is not None
-        run = create(checked.config, run_file)
-    else:
-        run = before.run
-        refuse_if_active(run)
-        share(run, before.config, checked.config)
+    run = place(checked, run_file, before)
     queued = queue(checked, run, number)
     if parsable:
         print_line(queued)
-    elif json:
-        print_json(
-            {
-                "job_id": queued,
-                "run": run.name,
-                "path": str(run.path),
-                "attempt": number,
-                "executor": jobs.kind(checked.environment),
-                "cluster": jobs.cluster(run),
-                "split": None if checked.plan is None else checked.plan.chosen,
-            }
-        )
     else:
-        where = f" to {name}" if (name := jobs.cluster(run)) else ""
-        print_line(f"Submitted {queued}{where}  run={run.path}")
+        announce(checked, run, queued, number, json=json)
     if wait:
         finish(run, queued, quiet=parsable or json)
 
@@ -157,6 +130,45 @@ class Attempt(NamedTuple):
         if config.components.split == "auto":
             raise invalid("components.split", "auto", "a resumed run keeps the split it has", "explicit")
         return config
+
+
+def configured(run_file: Path | None, resume: str | None, overrides: Sequence[str]) -> tuple[RunConfig, Attempt | None]:
+    """What to submit, and the attempt before where a run is resumed."""
+    if run_file is not None and resume is None:
+        return load(run_file, overrides), None
+    if run_file is not None or resume is None:
+        raise UserError("submit needs either a run file or --resume RUN, and not both.")
+    before = Attempt.last(find_run(resume, Path(RUNS)))
+    return before.resumed(overrides), before
+
+
+def place(checked: CheckedRun, run_file: Path | None, before: Attempt | None) -> RunDir:
+    """The run directory: a new one, or that of the attempt before, which has ended."""
+    if before is None:
+        assert run_file is not None
+        return create(checked.config, run_file)
+    refuse_if_active(before.run)
+    share(before.run, before.config, checked.config)
+    return before.run
+
+
+def announce(checked: CheckedRun, run: RunDir, queued: str, number: int, *, json: bool) -> None:
+    """Print what was queued."""
+    if json:
+        print_json(
+            {
+                "job_id": queued,
+                "run": run.name,
+                "path": str(run.path),
+                "attempt": number,
+                "executor": jobs.kind(checked.environment),
+                "cluster": jobs.cluster(run),
+                "split": None if checked.plan is None else checked.plan.chosen,
+            }
+        )
+        return
+    where = f" to {name}" if (name := jobs.cluster(run)) else ""
+    print_line(f"Submitted {queued}{where}  run={run.path}")
 
 
 def with_job_options(config: RunConfig, sbatch: Sequence[str], until_done: bool) -> RunConfig:

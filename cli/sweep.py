@@ -17,6 +17,7 @@ import typer
 from libra_hpc.config import grid
 from libra_hpc.config.grid import Combination
 from libra_hpc.config.job import NAME, NAME_LENGTH
+from libra_hpc.config.load import flat
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.facts import sweep_record
@@ -72,12 +73,7 @@ def sweep(
 ) -> None:
     overrides = with_options(override, executor, engine)
     axes = grid.parse_axes(over)
-    count = grid.size(axes)
-    if count > MOST_RUNS and not (yes or dry_run):
-        product = " x ".join(str(len(axis.texts)) for axis in axes)
-        raise UserError(
-            f"--over gives {count} runs ({product}), more than {MOST_RUNS}; --dry-run shows them, --yes queues them."
-        )
+    count = grid.size(axes) if yes or dry_run else few(axes)
     first = load(run_file, [*overrides, *(f"{axis.key}={axis.texts[0]}" for axis in axes)])
     combinations = grid.combinations(axes, first.run.name)
     name, parent = checked_name(name or first.run.name), Path(first.run.dir)
@@ -96,6 +92,17 @@ def sweep(
     report(name, members, queued, json=json)
 
 
+def few(axes: Sequence[grid.Axis]) -> int:
+    """The number of combinations; raises `UserError` for more than `MOST_RUNS`."""
+    count = grid.size(axes)
+    if count > MOST_RUNS:
+        product = " x ".join(str(len(axis.texts)) for axis in axes)
+        raise UserError(
+            f"--over gives {count} runs ({product}), more than {MOST_RUNS}; --dry-run shows them, --yes queues them."
+        )
+    return count
+
+
 def loaded(run_file: Path, overrides: Sequence[str], run_name: str, one: Combination) -> RunConfig:
     """The configuration of one combination; raises `UserError` naming it."""
     try:
@@ -112,7 +119,7 @@ def planned(
     Raises `UserError` where the sweep of that name has other keys or another run file.
     """
     keys = list(combinations[0].values)
-    shared = sweep_record.flat(configs[0].model_dump())
+    shared = flat(configs[0].model_dump())
     shared = {key: value for key, value in shared.items() if key != "run.name" and not inside(key, keys)}
     runs = [PlannedRun(config.run.name, one.values) for config, one in zip(configs, combinations, strict=True)]
     if earlier is None:

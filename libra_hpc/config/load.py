@@ -74,6 +74,16 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
+def flat(table: Mapping[str, Any], whole: Sequence[str] = (), prefix: str = "") -> dict[str, Any]:
+    """Values of nested tables by dotted key; an empty table and those in ``whole`` are values."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        inner = isinstance(value, dict) and value and name not in whole
+        found |= flat(value, whole, f"{name}.") if inner else {name: value}
+    return found
+
+
 def read_toml(path: Path, what: str = "run file") -> dict[str, Any]:
     """Parse a TOML file; raises `UserError` naming file and line, and what it is when it cannot be read."""
     try:
@@ -222,22 +232,24 @@ def describe(field: FieldInfo) -> str:
     for rule in field.metadata:
         if isinstance(rule, Valid):
             return rule.words
-    kind = field.annotation
-    origin = typing.get_origin(kind)
-    if origin is Literal:
-        return " or ".join(repr(choice) for choice in typing.get_args(kind))
-    if origin is list:
-        item = typing.get_args(kind)[0]
-        words = f"a list of {'strings' if item is str else ', '.join(_choices(field)) or 'values'}"
-    elif origin in (Union, types.UnionType):
-        words = " or ".join(_TYPE_NAMES.get(option, str(option)) for option in typing.get_args(kind))
-    else:
-        words = _TYPE_NAMES.get(origin or kind, "a table")
+    if typing.get_origin(field.annotation) is Literal:
+        return " or ".join(repr(choice) for choice in typing.get_args(field.annotation))
     limits = [f"{sign} {bound:g}" for sign, bound in _bounds(field)]
     rest = [f"matching {m.pattern}" for m in field.metadata if getattr(m, "pattern", None)]
     rest += [f"with at least {m.min_length}" for m in field.metadata if isinstance(m, annotated_types.MinLen)]
     rest += [f"of at most {m.max_length} characters" for m in field.metadata if isinstance(m, annotated_types.MaxLen)]
-    return " ".join([words, " and ".join(limits), *rest]).replace("  ", " ").strip()
+    return " ".join(filter(None, [_kind(field), " and ".join(limits), *rest]))
+
+
+def _kind(field: FieldInfo) -> str:
+    """The type of a field in words."""
+    kind = field.annotation
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if origin is list:
+        return f"a list of {'strings' if options[0] is str else ', '.join(_choices(field)) or 'values'}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(_TYPE_NAMES.get(option, str(option)) for option in options)
+    return _TYPE_NAMES.get(origin or kind, "a table")
 
 
 def _bounds(field: FieldInfo) -> Iterator[tuple[str, float]]:

@@ -27,6 +27,11 @@ class HetGroup(NamedTuple):
     """What each of its nodes runs, one agent each: component names."""
 
 
+def stages(config: RunConfig) -> dict[str, Component]:
+    """Components that train or roll out and have nodes, by name."""
+    return {name: part for name in STAGES if (part := getattr(config.components, name)).nodes}
+
+
 def het_groups(config: RunConfig) -> list[HetGroup]:
     """The groups of the job, in rank order.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from .compute import ComputeSection
 from .job import ComponentsSection, DeadlinesSection, RunSection, SlurmSection
@@ -29,6 +30,11 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     deadlines: DeadlinesSection = DeadlinesSection()
     simulated: SimulatedSection = SimulatedSection()
+
+    def changed(self, **sections: Mapping[str, Any]) -> RunConfig:
+        """With other values of some keys, by section; they are not checked again."""
+        update = {name: getattr(self, name).model_copy(update=dict(values)) for name, values in sections.items()}
+        return self.model_copy(update=update)
 
     @property
     def speedup(self) -> float:

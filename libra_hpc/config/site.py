@@ -9,36 +9,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from libra_hpc.errors import UserError, nearest
 
-from .load import merged, read_toml, validate
+from .job import Component
+from .load import flat, merged, read_toml, validate
+from .node_groups import COMPONENTS
 
 VARIABLE = "LIBRA_HPC_SITE"
 NONE = "none"
 SYSTEM = Path("/etc/libra-hpc/site.toml")
 OWN = Path("~/.config/libra-hpc/site.toml")
-COMPONENT_KEYS = (
-    "partition",
-    "gpus",
-    "gpu_type",
-    "cpus",
-    "mem",
-    "constraint",
-    "reservation",
-    "account",
-    "qos",
-    "extra",
-)
+COMPONENT_KEYS = tuple(key for key in Component.model_fields if key != "nodes")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "run": ("dir", "share"),
     "slurm": (),
     "compute": (),
     "planner": ("device", "devices"),
-    **{f"components.{name}": COMPONENT_KEYS for name in ("planner", "train", "hybrid", "rollout")},
+    **{f"components.{name}": COMPONENT_KEYS for name in COMPONENTS},
 }
 """Sections of a site profile and the keys they may have; no keys: all of the section."""
 
@@ -83,14 +74,9 @@ def site_profile(environ: Mapping[str, str] = os.environ) -> SiteProfile:
     return SiteProfile(values, sources)
 
 
-def dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def dotted(table: Mapping[str, Any]) -> list[str]:
     """Dotted names of all values of nested tables."""
-    for key, value in table.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and name != "compute.env":
-            yield from dotted(value, f"{name}.")
-        else:
-            yield name
+    return [name for name, value in flat(table, ("compute.env",)).items() if value != {}]
 
 
 def _check(found: Mapping[str, Any]) -> None:

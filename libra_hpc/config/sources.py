@@ -14,9 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
-from .load import apply_override, run_file_values, validate
+from .load import apply_override, flat, run_file_values, validate
 from .run import RunConfig
 from .site import SiteProfile, dotted
 
@@ -53,13 +51,9 @@ def queued_sources(config: RunConfig, run_file: Path) -> dict[str, str]:
     return found
 
 
-def values(config: BaseModel, prefix: str = "") -> dict[str, Any]:
+def values(config: RunConfig) -> dict[str, Any]:
     """Dotted keys and values, in the order of the schema."""
-    found: dict[str, Any] = {}
-    for name in type(config).model_fields:
-        value = getattr(config, name)
-        found |= values(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {f"{prefix}{name}": value}
-    return found
+    return flat(config.model_dump(), TABLES)
 
 
 DEFAULTS = values(RunConfig())

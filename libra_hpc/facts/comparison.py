@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from libra_hpc.config.load import flat
+
 from . import series
 from .columns import Value, compared, values_of
 from .failed import failed_in
 from .rundir import RunDir
 from .series import first_and_last
 from .starts import job_gpus, job_seconds, starts
-from .sweep_record import flat, read_member
+from .sweep_record import read_member
 
 OWN_KEYS = ("run.name", "run.dir")
 """Keys that say where a run is, and nothing about its results."""

@@ -82,12 +82,3 @@ def read_sweep(parent: Path, name: str) -> SweepRecord | None:
         return None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path}: the record of the sweep cannot be read: {error}.") from error
-
-
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested configuration by dotted key."""
-    out: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        out |= flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
-    return out

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,13 +20,13 @@ from libra_hpc.config.job import Component
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import core_world, elastic_world
-from libra_hpc.errors import UserError, invalid
-from libra_hpc.models.devices import Device, device
+from libra_hpc.errors import invalid
 from libra_hpc.models.supported import TRAINED
-from libra_hpc.policies.search.best_plan import DevicePool, PlanResult, PlanSearch, RunPlan
+from libra_hpc.policies.search.best_plan import DevicePool, PlanResult, RunPlan
 from libra_hpc.policies.search.train_layout import Hybrid
 
-from .request import KIND, PlanRequest, kind, request
+from .measured_train_speed import with_train_speed
+from .request import KIND, PlanRequest, as_planned, kind, request
 from .simulated_plan import Progress, simulated_plans
 
 CANDIDATES = 5
@@ -69,22 +68,13 @@ def initial_plan(
     parts = config.components
     alike = kind(parts.train) == kind(parts.rollout)
     planned = as_planned(config)
-    asked = request(planned)
+    asked = with_train_speed(request(planned), planned.planner.train_speed)
     if asked.shape.untrained and config.run.engine == "real":
         why = f"this version cannot train {asked.shape.name} ({asked.shape.untrained})"
         raise invalid("components.split", "auto", why, f"a model of type {', '.join(TRAINED)}")
     pools = _pools(planned, asked.pools, alike)
     asked = msgspec.structs.replace(asked, pools=pools, hybrid=hybrid_of(config, pools))
-    search = PlanSearch(
-        asked.shape,
-        asked.pools,
-        asked.batch,
-        space=asked.space,
-        options=asked.options,
-        factors=asked.factors,
-        whole_nodes=True,
-        hybrid=asked.hybrid,
-    )
+    search = asked.search()
     result = search.run(CANDIDATES, trainers=(0,))
     if simulated:
         result = simulated_plans(asked, search, result, progress=progress)
@@ -122,14 +112,9 @@ def planned_pools(config: RunConfig, merged: tuple[DevicePool, ...]) -> tuple[De
     return _pools(config, merged, kind(parts.train) == kind(parts.rollout))
 
 
-def as_planned(config: RunConfig) -> RunConfig:
-    """``config`` with the hardware and model to plan for: in a dry run, the simulated ones."""
-    return _with_devices(_as_simulated(config))
-
-
 def plan_record(made: InitialPlan) -> dict[str, Any]:
     """`plan.json`: the question, the best plans, the choice, and the sources of the figures."""
-    asked, plan, batch = made.asked, made.plan, made.asked.batch
+    asked, plan = made.asked, made.plan
     return {
         "chosen": made.chosen,
         "predicted": {
@@ -147,15 +132,7 @@ def plan_record(made: InitialPlan) -> dict[str, Any]:
         "excluded": msgspec.to_builtins(made.result.excluded),
         "sources": list(made.result.sources),
         "factors": msgspec.to_builtins(asked.factors),
-        "inputs": {
-            "model": asked.shape.name,
-            "pools": [{"device": p.device.name, "nodes": p.nodes, "node_devices": p.node_devices} for p in asked.pools],
-            "trajectories": batch.trajectories,
-            "eta": batch.eta,
-            "lengths": msgspec.to_builtins(batch.lengths),
-            "lengths_from": asked.lengths,
-            "notes": list(asked.notes),
-        },
+        "inputs": {**asked.facts(), "notes": list(asked.notes)},
     }
 
 
@@ -196,38 +173,6 @@ def check_hybrid_kind(config: RunConfig) -> None:
 def interchangeable(*parts: Component) -> bool:
     """Whether the nodes of these components can change places: one kind, and equal shares of each node."""
     return len({tuple(getattr(c, key) for key in (*KIND, *SHARE)) for c in parts if c.nodes}) == 1
-
-
-def _as_simulated(config: RunConfig) -> RunConfig:
-    if config.run.engine == "real":
-        return config
-    own = {
-        "device": config.modelled("device"),
-        "devices": config.modelled("devices"),
-        "model": config.modelled("model"),
-        "trace": config.planner.trace or config.simulated.trace,
-    }
-    return config.model_copy(update={"planner": config.planner.model_copy(update=own)})
-
-
-def _with_devices(config: RunConfig) -> RunConfig:
-    """Components without GPUs stand for whole nodes of ``planner.device``."""
-    parts = config.components
-    if not config.planner.device or any(c.gpus for c in (parts.train, parts.hybrid, parts.rollout)):
-        return config
-    found = _device(config)
-    filled = {
-        name: getattr(parts, name).model_copy(update={"gpus": found.devices_per_node})
-        for name in ("train", "hybrid", "rollout")
-    }
-    return config.model_copy(update={"components": parts.model_copy(update=filled)})
-
-
-def _device(config: RunConfig) -> Device:
-    try:
-        return device(config.planner.device, Path(config.planner.devices) if config.planner.devices else None)
-    except UserError as error:
-        raise UserError(str(error).replace("device =", "planner.device =", 1)) from None
 
 
 def _pools(config: RunConfig, merged: tuple[DevicePool, ...], alike: bool) -> tuple[DevicePool, ...]:

@@ -28,9 +28,9 @@ from libra_hpc.policies.control.repartition_choice import RepartitionAdvisor, Ru
 from libra_hpc.policies.costs.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.policies.search.best_plan import PlanResult
 
-from .initial import as_planned, hybrid_of, interchangeable, run_file_values
+from .initial import hybrid_of, interchangeable, run_file_values
 from .measured_train_speed import core_layout
-from .request import request
+from .request import as_planned, request
 
 SORTING = ("cmlfq", "libra")
 """Scheduling policies that send long trajectories to large TP; under others every replica gets a fair sample."""
@@ -63,9 +63,8 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
         return Planner(config.planner)
     try:
         planned = as_planned(config)
-        # Lengths and training speed come from the run itself, not from the files of its plan.
-        own = planned.planner.model_copy(update={"trace": "", "train_speed": ""})
-        planned = planned.model_copy(update={"planner": own})
+        # Lengths come from the run itself, not from the file of its plan.
+        planned = planned.changed(planner={"trace": ""})
         asked = request(planned)
         rolls = asked.pools[-1]
         for tp in {tp for tp, _ in engines}:

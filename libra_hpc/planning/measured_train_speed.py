@@ -25,6 +25,8 @@ from libra_hpc.policies.costs.factors import Factors
 from libra_hpc.policies.costs.lengths import TrajectoryLengths, sketch
 from libra_hpc.policies.costs.training_time import BatchWork, HybridWorlds, TrainCost, TrainTime
 
+from .request import PlanRequest, as_planned, request
+
 WARM_UP_STEPS = 1
 """Steps of a run that are left out: the first one compiles kernels and fills caches."""
 
@@ -98,6 +100,20 @@ def world_layout(config: RunConfig, world: TrainWorld, *, elastic: bool = False)
     )
 
 
+def with_train_speed(asked: PlanRequest, path: str) -> PlanRequest:
+    """``asked`` with the training speed in a file or of a run; as it is without one.
+
+    Raises `UserError` for one that is unreadable or of another device.
+    """
+    if not path:
+        return asked
+    found, names = measured_factor(Path(path)), [pool.device.name for pool in asked.pools]
+    if found.device not in names:
+        raise invalid("planner.train_speed", path, f"measured on {found.device}", f"one of {', '.join(names)}")
+    words = f"{found.factor:.2f} x the model's seconds ({found.source})"
+    return msgspec.structs.replace(asked, factors=training_factors(found.factor), train_speed=words)
+
+
 def measured_factor(path: Path) -> MeasuredFactor:
     """The factor of a file or of a run directory; raises `UserError`."""
     if not path.is_dir():
@@ -107,18 +123,13 @@ def measured_factor(path: Path) -> MeasuredFactor:
 
 
 def _of_run(run: RunDir) -> MeasuredFactor:
-    # A cycle otherwise: the question of a plan contains this factor.
-    from .initial import as_planned
-    from .request import request
-
     resolved = run.resolved()
     if not resolved:
         raise invalid(FIELD, str(run.path), "not a run directory", "a run, or a file of libra-hpc calibrate train")
     config: RunConfig = validate(resolved)
     if config.run.engine != "real":
         raise invalid(FIELD, str(run.path), "a dry run measures no training", "a run with run.engine = 'real'")
-    config = config.model_copy(update={"planner": config.planner.model_copy(update={"train_speed": "", "trace": ""})})
-    asked = request(as_planned(config), trace=run.trajectories)
+    asked = request(as_planned(config.changed(planner={"trace": str(run.trajectories)})))
     factors, core, own = [], core_layout(config), elastic_world(config)
     cost = TrainCost(asked.shape, asked.pools[0].device, asked.pools[0].node_devices, asked.batch)
     for line in list(read_lines(run.metrics))[WARM_UP_STEPS:]:

@@ -6,28 +6,30 @@ from assumed shares of the longest context (`Assumed`), and the answer states wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from libra_hpc.config.job import Component
+from libra_hpc.config.node_groups import stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.models.devices import Device, device
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape
+from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.policies.costs.factors import NONE, Factors
 from libra_hpc.policies.costs.lengths import Lengths, TrajectoryLengths, lognormal, observe, sketch
 from libra_hpc.policies.costs.rollout_time import RolloutOptions
 from libra_hpc.policies.costs.training_time import BatchWork
-from libra_hpc.policies.search.best_plan import DevicePool
+from libra_hpc.policies.search.best_plan import DevicePool, PlanSearch
 from libra_hpc.policies.search.train_layout import NO_HYBRID, Hybrid, TrainSpace
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.traces.cut import cut_at
+from libra_hpc.traces.cut import Cut, cut_at
 from libra_hpc.traces.read import read_trace
 
-from .measured_train_speed import measured_factor, training_factors
 from .work import Assumed, Work
 
 
@@ -54,133 +56,166 @@ class PlanRequest(msgspec.Struct, frozen=True):
     max_inflight: int = 96
     """Turns sent to an engine at once."""
 
+    def search(
+        self, factors: Factors | None = None, *, whole_nodes: bool = True, steps: StepLookup = lookup
+    ) -> PlanSearch:
+        """The search for its answer; ``factors``: other corrections of the training model."""
+        return PlanSearch(
+            self.shape,
+            self.pools,
+            self.batch,
+            space=self.space,
+            options=self.options,
+            factors=self.factors if factors is None else factors,
+            whole_nodes=whole_nodes,
+            hybrid=self.hybrid,
+            steps=steps,
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Plain data, for records."""
+        return {
+            "model": self.shape.name,
+            "pools": [{"device": p.device.name, "nodes": p.nodes, "node_devices": p.node_devices} for p in self.pools],
+            "trajectories": self.batch.trajectories,
+            "eta": self.batch.eta,
+            "lengths": msgspec.to_builtins(self.batch.lengths),
+            "lengths_from": self.lengths,
+        }
+
 
 KIND = ("partition", "gpu_type", "gpus", "constraint")
 """Fields in which nodes of one kind agree."""
 
 
-def request(
-    config: RunConfig,
-    *,
-    model: str = "",
-    device_name: str = "",
-    devices_file: Path | None = None,
-    gpus: int = 0,
-    trace: Path | None = None,
-    train_speed: Path | None = None,
-    assumed: Assumed = Assumed(),  # noqa: B008
-) -> PlanRequest:
-    """The question for ``config``; an option that is empty or 0 comes from the planner section or the run file.
+def as_planned(config: RunConfig) -> RunConfig:
+    """``config`` with the hardware and model to plan for: in a dry run, the simulated ones."""
+    return _with_devices(_as_simulated(config))
 
-    Raises `UserError` for an unknown model or device, GPUs that are not whole nodes, an unreadable trace, and a
-    training speed that is unreadable or of another device.
+
+def _as_simulated(config: RunConfig) -> RunConfig:
+    if config.run.engine == "real":
+        return config
+    own = {
+        "device": config.modelled("device"),
+        "devices": config.modelled("devices"),
+        "model": config.modelled("model"),
+        "trace": config.planner.trace or config.simulated.trace,
+    }
+    return config.changed(planner=own)
+
+
+def _with_devices(config: RunConfig) -> RunConfig:
+    """Components without GPUs stand for whole nodes of ``planner.device``."""
+    parts = config.components
+    if not config.planner.device or any(c.gpus for c in (parts.train, parts.hybrid, parts.rollout)):
+        return config
+    file = Path(config.planner.devices) if config.planner.devices else None
+    found = _device(config.planner.device, file, "planner.device")
+    filled = {
+        name: getattr(parts, name).model_copy(update={"gpus": found.devices_per_node})
+        for name in ("train", "hybrid", "rollout")
+    }
+    return config.model_copy(update={"components": parts.model_copy(update=filled)})
+
+
+def request(config: RunConfig, *, gpus: int = 0, assumed: Assumed = Assumed()) -> PlanRequest:  # noqa: B008
+    """The question for ``config`` and its planner section, or for so many ``gpus`` instead of its nodes.
+
+    Raises `UserError` for an unknown model or device, GPUs that are not whole nodes, and an unreadable trace.
     """
-    own = config.planner
-    model, device_name = model or own.model, device_name or own.device
-    devices_file = devices_file or (Path(own.devices) if own.devices else None)
-    trace = trace or (_trace_file(own.trace) if own.trace else None)
-    train_speed = train_speed or (Path(own.train_speed) if own.train_speed else None)
-    if not (model or config.model.path):
+    own, algorithm, rollout = config.planner, config.algorithm, config.rollout
+    if not (own.model or config.model.path):
         raise invalid(
             "model.path",
             "",
             "not given",
             "a model folder in the run file, or --model with a folder or a known name such as qwen3-14b",
         )
-    shape = msgspec.structs.replace(
-        model_shape(model or config.model.path), dtype_bytes=DTYPE_BYTES[config.model.dtype]
-    )
-    pools = pools_of(config, device_name, devices_file, gpus)
-    factors, speed_source = _factors(train_speed, pools)
-    longest = config.rollout.max_model_len
-    cut = cut_at([] if trace is None else read_trace(trace).trajectories, longest)
-    recorded = [one for one in cut.trajectories if one.generated]
-    observed, source = _lengths(recorded, trace, assumed, longest)
-    algorithm = config.algorithm
+    dtype_bytes = DTYPE_BYTES[config.model.dtype]
+    shape = msgspec.structs.replace(model_shape(own.model or config.model.path), dtype_bytes=dtype_bytes)
+    devices_file = Path(own.devices) if own.devices else None
+    pools = _given_gpus(config, devices_file, gpus) if _without_nodes(config, gpus) else _pools(config, devices_file)
+    trace = _trace_file(own.trace) if own.trace else None
+    cut = cut_at([] if trace is None else read_trace(trace).trajectories, rollout.max_model_len)
+    recorded = tuple(one for one in cut.trajectories if one.generated)
+    observed, source = _lengths(recorded, trace, assumed, rollout.max_model_len)
     trajectories = algorithm.prompts_per_step * algorithm.group_size
-    lengths = sketch(observed, trajectories)
-    forwards = int(algorithm.minibatches > 1) + int(algorithm.kl_coef > 0)
-    notes = []
-    if shape.untrained:
-        notes.append(f"this version cannot train {shape.name} ({shape.untrained}); the plan is for study")
-    if cut.shortened:
-        notes.append(f"rollout.max_model_len = {longest:,} ends {cut.shortened:,} trajectories of the trace early")
-    if cut.left_out:
-        notes.append(f"{cut.left_out:,} trajectories of the trace have prompts beyond rollout.max_model_len")
-    given = config.train.recompute if "recompute" in config.train.model_fields_set else None
-    space = TrainSpace() if given is None else TrainSpace(recompute=(given,))
     return PlanRequest(
         shape=shape,
         pools=tuple(pools),
         batch=BatchWork(
             trajectories=trajectories,
-            lengths=lengths,
+            lengths=sketch(observed, trajectories),
             eta=algorithm.eta,
             minibatches=algorithm.minibatches,
-            forwards=forwards,
+            forwards=int(algorithm.minibatches > 1) + int(algorithm.kl_coef > 0),
         ),
         options=RolloutOptions(
-            max_num_seqs=config.rollout.max_num_seqs,
-            max_model_len=config.rollout.max_model_len,
+            max_num_seqs=rollout.max_num_seqs,
+            max_model_len=rollout.max_model_len,
             group=algorithm.group_size,
-            cache_aware=config.rollout.policy == "cmlfq",
+            cache_aware=rollout.policy == "cmlfq",
             updates=1,
         ),
-        space=space,
+        space=TrainSpace(recompute=(config.train.recompute,))
+        if "recompute" in config.train.model_fields_set
+        else TrainSpace(),
         lengths=source,
-        work=Work(tuple(recorded), assumed, longest),
-        policy=config.rollout.policy,
-        max_inflight=config.rollout.max_inflight,
-        factors=factors,
-        train_speed=speed_source,
-        notes=tuple(notes),
+        work=Work(recorded, assumed, rollout.max_model_len),
+        policy=rollout.policy,
+        max_inflight=rollout.max_inflight,
+        notes=tuple(_notes(shape, cut, rollout.max_model_len)),
     )
 
 
-def pools_of(
-    config: RunConfig, device_name: str = "", devices_file: Path | None = None, gpus: int = 0
-) -> list[DevicePool]:
-    """The nodes to plan for: ``gpus`` devices called ``device_name``, or those of the run file's components."""
-    parts = config.components
-    components = [(name, getattr(parts, name)) for name in ("train", "hybrid", "rollout")]
-    components = [(name, c) for name, c in components if c.nodes > 0]
-    if gpus or not any(c.gpus for _, c in components):
-        named = next((c.gpu_type for _, c in components if c.gpu_type), "")
-        if not (device_name or named) or not gpus:
-            raise UserError(
-                "components.train.gpus = 0: no GPUs to plan for; valid: a number of GPUs and a gpu_type, or --gpus and"
-                " --device."
-            )
-        found = _device(device_name or named, devices_file, "device" if device_name else "components.train.gpu_type")
-        per_node = (
-            next((c.gpus for _, c in components if c.gpus), found.devices_per_node)
-            if not device_name
-            else found.devices_per_node
+def _notes(shape: ModelShape, cut: Cut, longest: int) -> Iterator[str]:
+    if shape.untrained:
+        yield f"this version cannot train {shape.name} ({shape.untrained}); the plan is for study"
+    if cut.shortened:
+        yield f"rollout.max_model_len = {longest:,} ends {cut.shortened:,} trajectories of the trace early"
+    if cut.left_out:
+        yield f"{cut.left_out:,} trajectories of the trace have prompts beyond rollout.max_model_len"
+
+
+def _without_nodes(config: RunConfig, gpus: int) -> bool:
+    return bool(gpus) or not any(part.gpus for part in stages(config).values())
+
+
+def _given_gpus(config: RunConfig, devices_file: Path | None, gpus: int) -> list[DevicePool]:
+    """So many GPUs, whatever nodes the run file has."""
+    parts, own = stages(config).values(), config.planner.device
+    name = own or next((part.gpu_type for part in parts if part.gpu_type), "")
+    if not name or not gpus:
+        raise UserError(
+            "components.train.gpus = 0: no GPUs to plan for; valid: a number of GPUs and a gpu_type, or --gpus and"
+            " --device."
         )
-        check_gpus(gpus, per_node)
-        return [DevicePool(found, gpus // per_node, per_node)]
+    found = _device(name, devices_file, "device" if own else "components.train.gpu_type")
+    per_node = found.devices_per_node
+    if not own:
+        per_node = next((part.gpus for part in parts if part.gpus), per_node)
+    check_gpus(gpus, per_node)
+    return [DevicePool(found, gpus // per_node, per_node)]
+
+
+def _pools(config: RunConfig, devices_file: Path | None) -> list[DevicePool]:
+    """The nodes of the run file; those with the same kind and number of GPUs are one pool."""
     merged: dict[tuple[str, int], DevicePool] = {}
-    for name, component in components:
-        if not component.gpus:
+    own = config.planner.device
+    for name, part in stages(config).items():
+        field = f"components.{name}"
+        if not part.gpus:
             raise invalid(
-                f"components.{name}.gpus",
-                0,
-                "the other components have GPUs",
-                "an integer >= 1, or --gpus and --device",
+                f"{field}.gpus", 0, "the other components have GPUs", "an integer >= 1, or --gpus and --device"
             )
-        if not (device_name or component.gpu_type):
-            raise invalid(
-                f"components.{name}.gpu_type",
-                "",
-                "the planner has to know the GPU",
-                "a device it knows, such as a800, or --device",
-            )
-        found = _device(
-            device_name or component.gpu_type, devices_file, "device" if device_name else f"components.{name}.gpu_type"
-        )
-        key = (found.name, component.gpus)
+        if not (own or part.gpu_type):
+            why = "the planner has to know the GPU"
+            raise invalid(f"{field}.gpu_type", "", why, "a device it knows, such as a800, or --device")
+        found = _device(own or part.gpu_type, devices_file, "device" if own else f"{field}.gpu_type")
+        key = (found.name, part.gpus)
         before = merged[key].nodes if key in merged else 0
-        merged[key] = DevicePool(found, before + component.nodes, component.gpus)
+        merged[key] = DevicePool(found, before + part.nodes, part.gpus)
     return list(merged.values())
 
 
@@ -220,15 +255,6 @@ def _device(name: str, devices_file: Path | None, field: str) -> Device:
 def _trace_file(path: str) -> Path:
     """The file of ``planner.trace``: itself, or the trajectories of a run directory."""
     return RunDir(path).trajectories if Path(path).is_dir() else Path(path)
-
-
-def _factors(path: Path | None, pools: Sequence[DevicePool]) -> tuple[Factors, str]:
-    if path is None:
-        return NONE, ""
-    found, names = measured_factor(path), [pool.device.name for pool in pools]
-    if found.device not in names:
-        raise invalid("planner.train_speed", str(path), f"measured on {found.device}", f"one of {', '.join(names)}")
-    return training_factors(found.factor), f"{found.factor:.2f} x the model's seconds ({found.source})"
 
 
 def _lengths(

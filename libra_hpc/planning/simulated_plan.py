@@ -52,7 +52,7 @@ Progress = Callable[[int, int], None]
 """(batches simulated, batches to simulate) -> None."""
 
 
-class Candidate(Protocol):
+class RankedPlan(Protocol):
     """What the choice among plans looks at."""
 
     @property
@@ -74,7 +74,7 @@ class Candidate(Protocol):
     def mixed(self) -> bool: ...
 
 
-C = TypeVar("C", bound=Candidate)
+C = TypeVar("C", bound=RankedPlan)
 
 
 def simulated_plans(

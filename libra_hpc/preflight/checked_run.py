@@ -3,7 +3,7 @@
 1. The split, where the planner chooses it (`planning.initial`).
 2. Fields, model, task and GPU memory (`checks`); the interpreter of the nodes.
 3. With Slurm: MPI plugin, CPUs and memory of the nodes, and whether the job can ever start (`slurm.fit`).
-4. Host memory, and the sbatch options (`slurm.job_request`).
+4. Host memory, and the sbatch options (`slurm.launch`).
 
 Nothing is written or queued.
 """
@@ -22,8 +22,7 @@ from libra_hpc.planning.initial import InitialPlan, initial_plan
 from libra_hpc.planning.simulated_plan import Progress
 from libra_hpc.slurm.fit import check_fit, with_resources
 from libra_hpc.slurm.interpreter import check_python
-from libra_hpc.slurm.job_request import JobRequest, job_request
-from libra_hpc.slurm.launch import Launch
+from libra_hpc.slurm.launch import JobRequest, Launch, job_request
 from libra_hpc.slurm.plugins import check_plugin, mpi_plugins
 from libra_hpc.slurm.queue.command import WAYS_OUT
 from libra_hpc.slurm.queue.query import Partition, partitions

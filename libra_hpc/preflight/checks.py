@@ -8,13 +8,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from libra_hpc.config.job import Component
-from libra_hpc.config.rollout import of_node
+from libra_hpc.config.node_groups import stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.shapes import ModelShape, model_shape, shape_from_config
@@ -181,26 +179,17 @@ def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
     """On real or simulated GPUs, every TP rank of every rollout engine of a node has its own device."""
     if (config.slurm.device != "cuda" and config.run.engine == "real") or any(one_value_per_node(config)):
         return
-    for name in ("hybrid", "rollout"):
-        component: Component = getattr(config.components, name)
-        if not component.nodes:
-            continue
-        products: list[dict[str, int]] = []
-        for node in rollout_nodes(config, name):
-            product = {
-                f"rollout.{key}": of_node(getattr(config.rollout, key), node) for key in ("tp", "engines_per_node")
-            }
-            if product not in products:
-                products.append(product)
-        for product in products:
-            needs = math.prod(product.values())
+    for name, component in stages(config).items():
+        for tp, engines in dict.fromkeys(config.rollout.on_node(node) for node in rollout_nodes(config, name)):
+            needs = tp * engines
+            product = "rollout.tp * rollout.engines_per_node needs"
             if not component.gpus:
-                why = f"{' * '.join(product)} needs {needs} GPU{'s' if needs > 1 else ''} per node"
+                why = f"{product} {needs} GPU{'s' if needs > 1 else ''} per node"
                 yield invalid(f"components.{name}.gpus", 0, why, f"an integer >= {needs}")
             elif needs > component.gpus:
-                field = max(product, key=lambda key: product[key])
-                why = f"{' * '.join(product)} needs {needs} GPUs and components.{name} has {component.gpus} per node"
-                yield invalid(field, product[field], why, f"a product <= {component.gpus}")
+                field, value = ("tp", tp) if tp >= engines else ("engines_per_node", engines)
+                why = f"{product} {needs} GPUs and components.{name} has {component.gpus} per node"
+                yield invalid(f"rollout.{field}", value, why, f"a product <= {component.gpus}")
 
 
 CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (

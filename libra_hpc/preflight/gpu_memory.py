@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from libra_hpc.config.job import Component
-from libra_hpc.config.node_groups import STAGES
+from libra_hpc.config.node_groups import stages
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import core_world, elastic_world
@@ -44,9 +44,8 @@ def check_cpus(config: RunConfig) -> None:
     """Raise `UserError` for GPU nodes with too few CPUs; the local executor does not limit them."""
     if config.run.engine == "simulated" or config.slurm.device == "cpu" or config.slurm.executor == "local":
         return
-    for name in STAGES:
-        component: Component = getattr(config.components, name)
-        if component.nodes and 0 < component.cpus < component.gpus:
+    for name, component in stages(config).items():
+        if 0 < component.cpus < component.gpus:
             why = f"a node with {component.gpus} GPUs runs a process for each of them"
             raise invalid(f"components.{name}.cpus", component.cpus, why, f"an integer >= {component.gpus}")
 
@@ -94,10 +93,7 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> GpuMemory:
     warnings: dict[str, None] = {}
     if config.slurm.device == "cpu" and not simulated:
         return GpuMemory(needs, [])
-    for stage in STAGES:
-        component: Component = getattr(config.components, stage)
-        if not component.nodes:
-            continue
+    for stage, component in stages(config).items():
         gpu = component_device(config, stage)
         if gpu is None:
             kind = f"GPUs of gpu_type = {component.gpu_type!r}" if component.gpu_type else "without a gpu_type GPUs"
@@ -215,13 +211,13 @@ def _smallest_first(config: RunConfig, shape: ModelShape) -> Iterator[RunConfig]
     found = []
     for tp in range(1, core.processes + 1):
         for pp in range(1, shape.layers + 1) if core.ranks % tp == 0 else ():
-            changed = config.model_copy(update={"train": train.model_copy(update={"tp": tp, "pp": pp})})
+            changed = config.changed(train={"tp": tp, "pp": pp})
             if all(runs(shape, degrees_of(own), own.nodes, own.processes) for own in worlds(changed).values()):
                 found.append(changed)
     found.sort(key=lambda one: (-core_world(one).processes, one.train.tp * one.train.pp, one.train.pp))
     for recompute in dict.fromkeys((train.recompute, *RECOMPUTE[1:])):
         for one in found:
-            yield one.model_copy(update={"train": one.train.model_copy(update={"recompute": recompute})})
+            yield one.changed(train={"recompute": recompute})
 
 
 def rollout_nodes(config: RunConfig, component: str) -> range:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from libra_hpc.config.job import Component
-from libra_hpc.config.node_groups import STAGES, memory_mb
+from libra_hpc.config.node_groups import memory_mb, stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
 from libra_hpc.models.host_memory import NodeMemory, NodeWork, node_memory
@@ -71,7 +71,7 @@ def host_needs(config: RunConfig, model: ModelShape, partitions: Sequence[Partit
     if config.run.engine == "simulated" or config.slurm.device == "cpu":
         return []
     shape = msgspec.structs.replace(model, dtype_bytes=DTYPE_BYTES[config.model.dtype])
-    parts: dict[str, Component] = {name: part for name in STAGES if (part := getattr(config.components, name)).nodes}
+    parts = stages(config)
     nodes = {name: node_memory(shape, _work(config, name)) for name in parts}
     every = [(part, nodes[name]) for name, part in parts.items() for _ in range(part.nodes)]
     together = tuple(memory for _, memory in every)

@@ -14,9 +14,8 @@ from typing import Any
 
 import msgspec
 
-from libra_hpc.config.job import Component
 from libra_hpc.config.load import with_values
-from libra_hpc.config.node_groups import STAGES
+from libra_hpc.config.node_groups import STAGES, stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import TrainWorld, core_world, elastic_world
 from libra_hpc.errors import UserError, invalid
@@ -121,7 +120,7 @@ def _same_nodes(config: RunConfig, changed: RunConfig) -> RunConfig:
         raise invalid(
             "components.*.nodes", counts, why, f"nodes of train, hybrid and rollout that are {len(before)} together"
         )
-    kinds: dict[str, Component] = {stage: part for stage in STAGES if (part := getattr(config.components, stage)).nodes}
+    kinds = stages(config)
     for rank, (old, new) in enumerate(zip(before, after, strict=True), start=1):
         own = kinds[old]
         there = kinds.setdefault(new, own)
@@ -145,7 +144,7 @@ def _same_nodes(config: RunConfig, changed: RunConfig) -> RunConfig:
 
 def _stages(config: RunConfig) -> list[str]:
     """Component of every rank after the planner's."""
-    return [stage for stage in STAGES for _ in range(getattr(config.components, stage).nodes)]
+    return [stage for stage, part in stages(config).items() for _ in range(part.nodes)]
 
 
 def _layout(config: RunConfig) -> tuple[object, ...]:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from libra_hpc.config.job import Component
+from libra_hpc.config.node_groups import stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import TrainWorld, core_world, elastic_world
 from libra_hpc.errors import UserError, invalid
@@ -36,15 +36,17 @@ def processes_have_gpus(config: RunConfig) -> Iterator[UserError]:
     """On real or simulated GPUs, every training process of a node has its own."""
     if config.slurm.device != "cuda" and config.run.engine == "real":
         return
-    for name, world in worlds(config).items():
-        component: Component = getattr(config.components, name)
-        count = world.processes
-        if component.nodes and not component.gpus:
+    all_worlds = worlds(config)
+    for name, part in stages(config).items():
+        if name not in all_worlds:
+            continue
+        count, gpus = all_worlds[name].processes, part.gpus
+        if not gpus:
             why = f"each of a node's {count} training processes needs one" if count > 1 else "training needs one"
             yield invalid(f"components.{name}.gpus", 0, why, f"an integer >= {count}")
-        elif component.nodes and count > component.gpus:
-            why = f"each of them needs a GPU, and components.{name} has {component.gpus} per node"
-            yield invalid("train.processes", count, why, f"0 to {component.gpus}")
+        elif count > gpus:
+            why = f"each of them needs a GPU, and components.{name} has {gpus} per node"
+            yield invalid("train.processes", count, why, f"0 to {gpus}")
 
 
 def worlds_are_whole(config: RunConfig) -> Iterator[UserError]:

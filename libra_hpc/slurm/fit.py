@@ -52,45 +52,39 @@ def _gpus(component: Component, partition: Partition) -> int:
 
 def check_fit(config: RunConfig, partitions: Sequence[Partition]) -> None:
     """Raise `UserError` naming field, value and limit when the cluster could never start the job."""
-    known, default = _by_name(partitions)
-    limit = slurm_seconds(config.slurm.time_limit)
-    if limit is not None and limit <= config.slurm.notice_s > 0.0:
-        why = f"the run begins to save slurm.notice_s = {config.slurm.notice_s:g} s before it"
-        raise invalid("slurm.time_limit", config.slurm.time_limit, why, "a longer time")
-    used: dict[str, int] = {}
+    slurm, used = config.slurm, dict[str, int]()
+    limit = slurm_seconds(slurm.time_limit)
+    if limit is not None and limit <= slurm.notice_s > 0.0:
+        why = f"the run begins to save slurm.notice_s = {slurm.notice_s:g} s before it"
+        raise invalid("slurm.time_limit", slurm.time_limit, why, "a longer time")
     for name, component, _ in het_groups(config):
         field = f"components.{name}"
-        if not component.partition and not default:
-            raise invalid(f"{field}.partition", "", "this cluster has no default partition", sorted(known))
-        partition = known.get(component.partition or default)
-        if partition is None:
-            raise invalid(f"{field}.partition", component.partition, "no such partition", sorted(known))
-        if partition.state != "up":
-            raise invalid(
-                f"{field}.partition",
-                partition.name,
-                f"the partition is {partition.state}",
-                sorted(p.name for p in partitions if p.state == "up"),
-            )
+        partition = _partition(field, component, partitions)
         _check_node(field, component, partition)
+        # Components of one job never share a node.
         before = used.get(partition.name, 0)
         used[partition.name] = before + component.nodes
         if used[partition.name] > partition.nodes:
-            # Components of one job never share a node.
             others = f" and components before it take {before}" if before else ""
-            raise invalid(
-                f"{field}.nodes",
-                component.nodes,
-                f"partition {partition.name} has {partition.nodes} nodes{others}",
-                f"at most {partition.nodes - before}",
-            )
+            why = f"partition {partition.name} has {partition.nodes} nodes{others}"
+            raise invalid(f"{field}.nodes", component.nodes, why, f"at most {partition.nodes - before}")
         if limit is not None and partition.max_seconds is not None and limit > partition.max_seconds:
-            raise invalid(
-                "slurm.time_limit",
-                config.slurm.time_limit,
-                f"partition {partition.name} allows {partition.max_seconds // 60} minutes",
-                "a shorter time",
-            )
+            why = f"partition {partition.name} allows {partition.max_seconds // 60} minutes"
+            raise invalid("slurm.time_limit", slurm.time_limit, why, "a shorter time")
+
+
+def _partition(field: str, component: Component, partitions: Sequence[Partition]) -> Partition:
+    """The partition of a component; raises `UserError` for one that is not there, or not up."""
+    known, default = _by_name(partitions)
+    if not component.partition and not default:
+        raise invalid(f"{field}.partition", "", "this cluster has no default partition", sorted(known))
+    partition = known.get(component.partition or default)
+    if partition is None:
+        raise invalid(f"{field}.partition", component.partition, "no such partition", sorted(known))
+    if partition.state != "up":
+        up = sorted(p.name for p in partitions if p.state == "up")
+        raise invalid(f"{field}.partition", partition.name, f"the partition is {partition.state}", up)
+    return partition
 
 
 def notice_s(slurm: SlurmSection) -> float:

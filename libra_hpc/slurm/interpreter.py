@@ -48,37 +48,21 @@ def check_python(config: RunConfig) -> list[str]:
 
     Returns a warning when it is not visible from here, or when its MPI may not fit the plugin.
     """
-    named, python = config.compute.python, compute_python(config)
+    named, python, image = config.compute.python, compute_python(config), config.compute.image
     if in_container(config):
-        if not config.compute.image:
-            raise invalid(
-                "compute.image", "", f"compute.container is {config.compute.container!r}", "a container image"
-            )
-        return [f"{python} is inside {config.compute.image}, so what the nodes need was not checked"]
+        if not image:
+            why = f"compute.container is {config.compute.container!r}"
+            raise invalid("compute.image", "", why, "a container image")
+        return [f"{python} is inside {image}, so what the nodes need was not checked"]
+    absolute = "the absolute path of an interpreter"
     if not os.path.isabs(python):
         where = "no such program on PATH" if shutil.which(python) is None else "the nodes may find another one"
-        raise invalid("compute.python", named, where, "the absolute path of an interpreter")
+        raise invalid("compute.python", named, where, absolute)
     if not os.path.exists(python):
         return [f"compute.python = {named!r} is not visible from here, so what the nodes need was not checked"]
     if not os.path.isfile(python) or not os.access(python, os.X_OK):
-        raise invalid("compute.python", named, "not an executable file", "the absolute path of an interpreter")
-    wanted = CONTROL if config.run.engine == "simulated" else (*CONTROL, *ENGINES)
-    who = "it" if named else f"the submitting interpreter {python}"
-    try:
-        version, mpi, *missing = _found(python, wanted)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise invalid(
-            "compute.python", named, f"{who} does not run ({_reason(error)})", "the absolute path of an interpreter"
-        ) from error
-    install = f"python3 envs/install.py {config.slurm.device} --venv DIR"
-    fix = f"{install} makes one, and compute.python = 'DIR/bin/python' names it"
-    if tuple(map(int, version.split("."))) < OLDEST:
-        raise UserError(
-            f"compute.python = {named!r}: {who} is Python {version} and {'.'.join(map(str, OLDEST))} is needed; {fix}."
-        )
-    if missing:
-        names = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
-        raise UserError(f"compute.python = {named!r}: {who} lacks {names}, which the nodes need; {fix}.")
+        raise invalid("compute.python", named, "not an executable file", absolute)
+    mpi = _check_packages(config, python, f"the submitting interpreter {python}" if not named else "it")
     if mpi == "mpich" and config.slurm.executor != "local" and config.slurm.mpi != PYPI:
         # Only a warning: the site's variables may still put another MPI in its place.
         return [
@@ -86,6 +70,25 @@ def check_python(config: RunConfig) -> list[str]:
             " become a world of its own"
         ]
     return []
+
+
+def _check_packages(config: RunConfig, python: str, who: str) -> str:
+    """Raise `UserError` where it is too old or lacks a package; returns its MPI."""
+    field = f"compute.python = {config.compute.python!r}"
+    wanted = CONTROL if config.run.engine == "simulated" else (*CONTROL, *ENGINES)
+    try:
+        version, mpi, *missing = _found(python, wanted)
+    except (OSError, subprocess.SubprocessError) as error:
+        why = f"{who} does not run ({_reason(error)})"
+        raise invalid("compute.python", config.compute.python, why, "the absolute path of an interpreter") from error
+    install = f"python3 envs/install.py {config.slurm.device} --venv DIR"
+    fix = f"{install} makes one, and compute.python = 'DIR/bin/python' names it"
+    if tuple(map(int, version.split("."))) < OLDEST:
+        raise UserError(f"{field}: {who} is Python {version} and {'.'.join(map(str, OLDEST))} is needed; {fix}.")
+    if missing:
+        names = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
+        raise UserError(f"{field}: {who} lacks {names}, which the nodes need; {fix}.")
+    return mpi
 
 
 @cache

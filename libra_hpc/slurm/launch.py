@@ -1,16 +1,72 @@
-"""`Launch`: what sbatch, the local launcher or a dry run needs to start one attempt of a run."""
+"""What a run file asks of Slurm, checked once (`JobRequest`), and one attempt of it to start (`Launch`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from libra_hpc.config.node_groups import rank_components
+from libra_hpc.config.job import Component
+from libra_hpc.config.node_groups import HetGroup, het_groups, rank_components
 from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import invalid
 from libra_hpc.facts.rundir import RunDir
 
+from .fit import with_resources
 from .interpreter import compute_python
-from .job_request import JobRequest
+
+_KEYS = {
+    "run.name": "--job-name -J",
+    "components.*.nodes": "--nodes -N",
+    "components.*.cpus": "--cpus-per-task -c",
+    "components.*.mem": "--mem --mem-per-cpu --mem-per-gpu",
+    "components.*.partition": "--partition -p",
+    "slurm.time_limit": "--time -t",
+    "slurm.preempted": "--requeue --no-requeue",
+    "no such option": "--signal --output -o --error -e --open-mode --ntasks -n --ntasks-per-node --array -a --parsable"
+    " --wrap --wait -W --test-only --kill-on-invalid-dep --no-kill -k --chdir -D",
+}
+RESERVED = {option: key for key, options in _KEYS.items() for option in options.split()}
+"""sbatch options that the script needs as they are, and the key that sets them where there is one."""
+
+
+class NodeRequest(NamedTuple):
+    """Nodes that are requested together."""
+
+    ranks: str
+    """What runs on each of them, in words."""
+    nodes: int
+    options: list[str]
+    """Of sbatch."""
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """A configuration and what it asks of Slurm."""
+
+    config: RunConfig
+    groups: Sequence[NodeRequest]
+    """In rank order; empty for the local executor."""
+    mail: Sequence[str]
+    """sbatch options."""
+
+
+def job_request(config: RunConfig) -> JobRequest:
+    """The request of a configuration; raises `UserError` for a value that cannot be an sbatch option."""
+    if config.slurm.executor == "local":
+        return JobRequest(config, (), ())
+    slurm = config.slurm
+    if slurm.requeues and slurm.preempted == "stop":
+        why = f"Slurm queues the job again for slurm.requeues = {slurm.requeues} as it does for a preemption"
+        raise invalid("slurm.preempted", "stop", why, "requeue, or slurm.requeues = 0")
+    groups = [
+        NodeRequest(" and ".join(group.ranks), group.component.nodes, _options(config, group))
+        for group in het_groups(with_resources(config, ()))
+    ]
+    _word("run.name", config.run.name)
+    mail = _word("slurm.mail", slurm.mail)
+    _word("slurm.mpi", slurm.mpi)
+    return JobRequest(config, groups, [f"--mail-user={mail}", f"--mail-type={','.join(slurm.mail_on)}"] if mail else [])
 
 
 @dataclass(frozen=True)
@@ -67,3 +123,69 @@ def agent_variables(config: RunConfig, further: Mapping[str, str]) -> dict[str, 
         found = dict.fromkeys(("UCX_NET_DEVICES", "FI_TCP_IFACE", "GLOO_SOCKET_IFNAME"), interface)
         found["NCCL_SOCKET_IFNAME"] = f"={interface}"
     return {**found, **config.compute.env, **further, "PYTHONUNBUFFERED": "1"}
+
+
+def component_options(config: RunConfig, name: str, component: Component) -> dict[str, str]:
+    """Where the nodes of a component come from and who pays for them: sbatch options without their dashes."""
+    slurm, field = config.slurm, f"components.{name}"
+    options = {
+        "partition": _word(f"{field}.partition", component.partition),
+        "constraint": _word(f"{field}.constraint", component.constraint),
+        "reservation": _word(f"{field}.reservation", component.reservation),
+        "account": _word(f"{field}.account", component.account) or _word("slurm.account", slurm.account),
+        "qos": _word(f"{field}.qos", component.qos) or _word("slurm.qos", slurm.qos),
+    }
+    if component.gpus:
+        kind = _word(f"{field}.gpu_type", component.gpu_type)
+        spelling = _word("slurm.gpu_option", slurm.gpu_option).removeprefix("--")
+        if not kind:
+            spelling = spelling.replace("{type}:", "").replace("{type}", "")
+        option, _, value = spelling.replace("{type}", kind).replace("{gpus}", str(component.gpus)).partition("=")
+        options[option] = value
+    return {option: value for option, value in options.items() if value}
+
+
+def _options(config: RunConfig, group: HetGroup) -> list[str]:
+    """sbatch options of one group of nodes."""
+    component, tasks = group.component, len(group.ranks)
+    options = [
+        f"--nodes={component.nodes}",
+        f"--ntasks-per-node={tasks}",
+        f"--cpus-per-task={max(1, component.cpus // tasks)}",
+        f"--mem={component.mem}",
+        f"--time={_word('slurm.time_limit', config.slurm.time_limit)}",
+        # The job outlives a lost node: the agents notice and go on.
+        "--no-kill",
+        *(f"--{option}={value}" for option, value in component_options(config, group.name, component).items()),
+    ]
+    return options + extra_options(config, group.name, component)
+
+
+def extra_options(config: RunConfig, name: str, component: Component) -> list[str]:
+    """The sbatch options that the run file gives verbatim for a component; raises `UserError` for a reserved one."""
+    return [_extra(field, option) for field, option in given_options(config, {name: component})]
+
+
+def given_options(config: RunConfig, components: Mapping[str, Component]) -> Iterator[tuple[str, str]]:
+    """Field and text of every sbatch option that the run file gives verbatim for these components."""
+    extras = {"slurm.extra": config.slurm.extra, **{f"components.{n}.extra": c.extra for n, c in components.items()}}
+    return ((f"{field}[{i}]", option) for field, options in extras.items() for i, option in enumerate(options))
+
+
+def _extra(field: str, option: str) -> str:
+    """An sbatch option that was given verbatim, unless it would undo one that the job needs."""
+    name = option.split("=")[0].split()[0] if option.split() else ""
+    if not name.startswith("-") or not option.isprintable():
+        raise invalid(field, option, "not an sbatch option", "one option such as '--exclusive'")
+    if any(character.isspace() for character in option):
+        raise invalid(field, option, "it has a space", f"{name}=VALUE")
+    if name in RESERVED:
+        raise invalid(field, option, f"libra-hpc sets {name} itself", RESERVED[name])
+    return option
+
+
+def _word(field: str, value: str) -> str:
+    """``value`` if an sbatch option can contain it unquoted; else raises `UserError`."""
+    if any(character.isspace() or character in "\"'\\#" or not character.isprintable() for character in value):
+        raise invalid(field, value, "not usable in an sbatch option", "a name without spaces or quotes")
+    return value

@@ -13,8 +13,7 @@ from libra_hpc.slurm.queue.query import partitions
 
 from .fit import with_resources
 from .interpreter import compute_python
-from .job_request import component_options, extra_options
-from .launch import agent_variables
+from .launch import agent_variables, component_options, extra_options
 from .single import Handle, run_single
 from .writer import RANK_STARTER, start_command
 

@@ -13,19 +13,8 @@ from collections.abc import Mapping
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
 
-KNOWN = (
-    "pmi2",
-    "pmix",
-    "pmix_v1",
-    "pmix_v2",
-    "pmix_v3",
-    "pmix_v4",
-    "pmix_v5",
-    "cray_shasta",
-    "pspmi",
-    "pspmix",
-    "none",
-)
+PMIX = ("pmix", *(f"pmix_v{number}" for number in range(1, 6)))
+KNOWN = ("pmi2", *PMIX, "cray_shasta", "pspmi", "pspmix", "none")
 """Plugins of Slurm and of ParaStation, for where srun itself does not answer."""
 PYPI = "pmi2"
 """The plugin for PyPI's mpich (through `libra_hpc.slurm.pmi`)."""

@@ -16,8 +16,7 @@ from libra_hpc.slurm.queue.job_record import JobRecord, read_job, start_attempt,
 from libra_hpc.slurm.queue.query import JobInfo, JobState, cluster_name, job
 
 from . import local
-from .job_request import given_options
-from .launch import Launch
+from .launch import Launch, given_options
 from .writer import het_script
 
 SUBMIT_TIMEOUT_S = 90.0

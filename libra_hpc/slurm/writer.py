@@ -1,7 +1,7 @@
 """The batch script of a run: a pure function of a `Launch`.
 
 The script is one heterogeneous job with one component per kind of node and one task per node.  `srun` starts all node
-agents as one MPI world.  Options are checked (`job_request`); other values are quoted here.
+agents as one MPI world.  Options are checked (`launch`); other values are quoted here.
 
 - The time limit is near (`fit.notice_s`) -> the agents get SIGUSR1.
 - The job is cancelled or preempted -> the agents get SIGTERM.

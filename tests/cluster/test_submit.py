@@ -16,8 +16,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm import submit
-from libra_hpc.slurm.job_request import job_request
-from libra_hpc.slurm.launch import Launch
+from libra_hpc.slurm.launch import Launch, job_request
 from libra_hpc.slurm.queue import query
 from libra_hpc.slurm.queue.command import call
 from libra_hpc.slurm.queue.query import JobInfo, JobState

@@ -14,8 +14,8 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.errors import UserError
 from libra_hpc.models.shapes import model_shape
-from libra_hpc.planning.initial import as_planned, hybrid_of, planned_pools
-from libra_hpc.planning.request import request
+from libra_hpc.planning.initial import hybrid_of, planned_pools
+from libra_hpc.planning.request import as_planned, request
 from libra_hpc.planning.row_values import row_values
 from libra_hpc.policies.costs.training_time import TrainCost
 from libra_hpc.policies.search.best_plan import PlanResult, PlanSearch, RunPlan

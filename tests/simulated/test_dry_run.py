@@ -13,7 +13,7 @@ from libra_hpc.config.load import load_run_file, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.host.settings import HostConfig, host_config
-from libra_hpc.planning.initial import as_planned
+from libra_hpc.planning.request import as_planned
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulated.dry_run import in_wall_time, pace, workload

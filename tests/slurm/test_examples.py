@@ -18,8 +18,7 @@ from libra_hpc.models.shapes import ModelShape, model_shape
 from libra_hpc.planning.initial import initial_plan
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.slurm.fit import check_fit, with_resources
-from libra_hpc.slurm.job_request import job_request
-from libra_hpc.slurm.launch import Launch
+from libra_hpc.slurm.launch import Launch, job_request
 from libra_hpc.slurm.queue.query import partitions
 from libra_hpc.slurm.submit import expected_start
 

@@ -12,8 +12,7 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm import local, submit
-from libra_hpc.slurm.job_request import job_request
-from libra_hpc.slurm.launch import Launch
+from libra_hpc.slurm.launch import Launch, job_request
 
 WORLD = """
 import os, pathlib, sys

@@ -14,8 +14,7 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm import local, submit
-from libra_hpc.slurm.job_request import job_request
-from libra_hpc.slurm.launch import Launch
+from libra_hpc.slurm.launch import Launch, job_request
 from libra_hpc.slurm.outcome import LauncherDecision, RanksEnded, decide
 from libra_hpc.slurm.queue.job_record import read_job, write_job
 from libra_hpc.slurm.queue.query import JobState

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.slurm.job_request import job_request
-from libra_hpc.slurm.launch import Launch
+from libra_hpc.slurm.launch import Launch, job_request
 from libra_hpc.slurm.writer import het_script
 
 from .test_examples import FILES, resolved

@@ -198,34 +198,11 @@ class Cluster:
 
     def _configure(self, tools: SlurmTools, progress: Callable[[str], None]) -> None:
         """Write folders, key and configuration; stops the daemons when the configuration on disk was another one."""
-        nodes = [self.home / parent / node for parent in ("spool", "tmp") for node in NODES]
-        for folder in (*(self.home / name for name in ("etc", "run", "log", "fakedev", "munge", "state")), *nodes):
-            folder.mkdir(parents=True, exist_ok=True)
-        for private in ("munge", "state"):
-            (self.home / private).chmod(0o700)
-        key = self.home / "munge" / "munge.key"
-        if not key.exists():
-            with open(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400), "wb") as handle:
-                handle.write(secrets.token_bytes(128))
-        for index in range(GPU_NODES.gpus):
-            device = self.home / "fakedev" / f"nvidia{index}"
-            if not device.is_symlink():
-                device.symlink_to("/dev/null")
-
-        record = self._record()
+        self._make_folders()
         # A running cluster has bound its ports; those of a stopped one may have been taken.
         running = any(daemon.pid() for daemon in self._daemons(tools))
         address = _host_address()
-        names = ("slurmctld", *NODES)
-        if (
-            record is None
-            or record.ports.keys() != set(names)
-            or not (running or _all_free(record.ports.values(), address))
-        ):
-            first = record.first_job_id if record else int(time.time()) % 50_000_000 + 1000
-            record = ClusterRecord(str(tools.root), _free_ports(names, address), first)
-        else:
-            record = msgspec.structs.replace(record, root=str(tools.root))
+        record = self._with_ports(tools, address, running)
         site = ClusterFacts(
             home=self.home,
             host=socket.gethostname(),
@@ -243,6 +220,31 @@ class Cluster:
                 write_atomic(path, text.encode())
         write_atomic(self.home / "cluster.json", msgspec.json.encode(record))
 
+    def _make_folders(self) -> None:
+        """Folders, munge's key and the devices of the GPU nodes."""
+        nodes = [self.home / parent / node for parent in ("spool", "tmp") for node in NODES]
+        for folder in (*(self.home / name for name in ("etc", "run", "log", "fakedev", "munge", "state")), *nodes):
+            folder.mkdir(parents=True, exist_ok=True)
+        for private in ("munge", "state"):
+            (self.home / private).chmod(0o700)
+        key = self.home / "munge" / "munge.key"
+        if not key.exists():
+            with open(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400), "wb") as handle:
+                handle.write(secrets.token_bytes(128))
+        for index in range(GPU_NODES.gpus):
+            device = self.home / "fakedev" / f"nvidia{index}"
+            if not device.is_symlink():
+                device.symlink_to("/dev/null")
+
+    def _with_ports(self, tools: SlurmTools, address: str, running: bool) -> ClusterRecord:
+        """The record on disk while its ports are the cluster's, else one with free ports."""
+        record, names = self._record(), ("slurmctld", *NODES)
+        known = record is not None and record.ports.keys() == set(names)
+        if record is not None and known and (running or _all_free(record.ports.values(), address)):
+            return msgspec.structs.replace(record, root=str(tools.root))
+        first = record.first_job_id if record else int(time.time()) % 50_000_000 + 1000
+        return ClusterRecord(str(tools.root), _free_ports(names, address), first)
+
     def _environment(self, tools: SlurmTools) -> dict[str, str]:
         """Environment of the daemons: small, because jobs get theirs from the submitter."""
         inherited = {name: value for name in ("HOME", "TZ", "LANG") if (value := os.environ.get(name))}
@@ -253,12 +255,7 @@ class Cluster:
         started = time.monotonic()
         resumed = False
         while True:
-            listing = self._client(env, ["sinfo", "--noheader", "--Node", "--format=%N|%T|%v"])
-            states = {
-                node: (state, version)
-                for node, state, version in (line.split("|") for line in listing.splitlines() if line.count("|") == 2)
-            }
-            bad = [node for node in NODES if not _usable(*states.get(node, ("unknown", "N/A")))]
+            bad = self._not_ready(env)
             if not bad:
                 return
             dead = [daemon for daemon in daemons if daemon.pid() is None]
@@ -272,6 +269,13 @@ class Cluster:
                 resumed = True
                 self._client(env, ["scontrol", "update", f"NodeName={','.join(bad)}", "State=RESUME"])
             time.sleep(POLL_S)
+
+    def _not_ready(self, env: dict[str, str]) -> list[str]:
+        """Nodes that have not registered, or are down."""
+        listing = self._client(env, ["sinfo", "--noheader", "--Node", "--format=%N|%T|%v"])
+        lines = (line.split("|") for line in listing.splitlines() if line.count("|") == 2)
+        states = {node: (state, version) for node, state, version in lines}
+        return [node for node in NODES if not _usable(*states.get(node, ("unknown", "N/A")))]
 
     def _stop(self, tools: SlurmTools) -> list[str]:
         daemons, env = self._daemons(tools), self._environment(tools)
