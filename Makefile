@@ -62,7 +62,7 @@ chaos: dev
 lint: dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
-	@$(BIN)/mypy libra_hpc cli envs sbatch
+	@$(BIN)/mypy libra_hpc cli envs sbatch bench
 
 # Writes the console blocks of the pages that name their command.
 docs: dev

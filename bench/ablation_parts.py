@@ -42,27 +42,27 @@ Replacement = tuple[Any, str, Any]
 FOREVER = 1e12
 
 _PRIOR = Survival()
-_rebuild = Survival._rebuild
 _init_stats = TaskStats.__init__
+_pass = RemainingWorkEstimator._pass
+_learn_total = RemainingWorkEstimator._learn_total
+_advance = RemainingWorkEstimator.advance
+_learn_gate = Gate.learn
+_key = CausalMlfq.key
+_route = CausalMlfq.route
+_observe_prompts = InFlightEstimator.observe
+_blocked = Moves._blocked
 
 
-def _rebuild_prior(self: Survival) -> None:
-    """The Pareto tail of the prior, whatever ended."""
-    _rebuild(self)
-    self.rest, self.log_rest, self.log_total = _PRIOR.rest, _PRIOR.log_rest, _PRIOR.log_total
-    self.below = _PRIOR.below
+def _rebuild_with(**values: Any) -> Replacement:
+    """The survival table with these columns, whatever ended."""
+    rebuild = Survival._rebuild
 
+    def rebuilt(self: Survival) -> None:
+        rebuild(self)
+        for name, value in values.items():
+            setattr(self, name, value)
 
-def _rebuild_equal_weights(self: Survival) -> None:
-    """Every end counts once."""
-    _rebuild(self)
-    self.weight = [1.0] * CELLS
-
-
-def _rebuild_all_known(self: Survival) -> None:
-    """The regression counts in full from the first end on."""
-    _rebuild(self)
-    self.known = [1.0] * CELLS
+    return (Survival, "_rebuild", rebuilt)
 
 
 class _Unused:
@@ -81,14 +81,6 @@ def _init_one_table(self: TaskStats) -> None:
     """Totals alone, not totals over the scale of their prompt."""
     _init_stats(self)
     self.tables = (self.tables[0], _Unused())  # type: ignore[assignment]
-
-
-_pass = RemainingWorkEstimator._pass
-_learn_total = RemainingWorkEstimator._learn_total
-_advance = RemainingWorkEstimator.advance
-_learn_gate = Gate.learn
-_key = CausalMlfq.key
-_route = CausalMlfq.route
 
 
 def _pass_uncounted(self: RemainingWorkEstimator, cursor: Cursor, cell: int) -> None:
@@ -145,15 +137,16 @@ def _yes(*_: Any) -> bool:
     return True
 
 
-_PRIOR_ONLY: Replacement = (Survival, "_rebuild", _rebuild_prior)
+_PRIOR_ONLY = _rebuild_with(**{name: getattr(_PRIOR, name) for name in ("rest", "log_rest", "log_total", "below")})
+"""The Pareto tail of the prior."""
 SCHEDULER: dict[str, tuple[Replacement, ...]] = {
     "survival table": (_PRIOR_ONLY,),
     "running ones in it": (
         (RemainingWorkEstimator, "_pass", _pass_uncounted),
         (RemainingWorkEstimator, "_learn_total", _learn_whole_total),
     ),
-    "inverse weights": ((Survival, "_rebuild", _rebuild_equal_weights),),
-    "share known": ((Survival, "_rebuild", _rebuild_all_known),),
+    "inverse weights": (_rebuild_with(weight=[1.0] * CELLS),),
+    "share known": (_rebuild_with(known=[1.0] * CELLS),),
     "regressions": ((Blend, "_solve", _nothing),),
     "gate": ((Gate, "learn", _open_gate),),
     "tool results": ((Gate, "learn", _nothing),),
@@ -186,9 +179,6 @@ SCHEDULER: dict[str, tuple[Replacement, ...]] = {
     "pace of each engine": ((EngineFit, "compare", _nothing),),
 }
 """Parts of the policy `cmlfq` and of the board that it reads; caps on turns in flight are fixed in the simulator."""
-
-_observe_prompts = InFlightEstimator.observe
-_blocked = Moves._blocked
 
 
 def _observe_untested(self: InFlightEstimator, snapshot: Any) -> None:

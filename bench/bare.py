@@ -1,4 +1,4 @@
-"""The bare vLLM and Megatron loops that `bench/loop.py` compares with; prints one JSON line.
+"""The bare vLLM and Megatron loops that `bench.loop` compares with; prints the rate as JSON.
 
 * ``vllm``: the recorded prompts, all queued at once, continued by the recorded number of tokens.
 * ``megatron``: mcore's model, DDP wrapper, schedule and optimizer over the recorded batches, packed the same way, with
@@ -7,60 +7,42 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import msgspec
 
 from bench.harness import Rates, rate
 from libra_hpc.config.run import RunConfig
+from libra_hpc.protocol.codec import unpack_i32
 
 
 def vllm(config: RunConfig, payload: bytes) -> float:
     """Tokens per second of vLLM alone."""
     from libra_hpc.engine.settings import EngineConfig, engine_arguments, prepare_process
 
-    rollout = config.rollout
-    engine_config = EngineConfig(
-        model=config.model.path,
-        dtype=config.model.dtype,
-        max_model_len=rollout.max_model_len,
-        max_num_seqs=rollout.max_num_seqs,
-        kv_cache_mb=rollout.kv_cache_mb,
-        block_size=rollout.block_size,
-        threads=rollout.threads,
-        device="cpu",
-    )
+    shared = ("max_model_len", "max_num_seqs", "kv_cache_mb", "block_size", "threads")
+    limits = {name: getattr(config.rollout, name) for name in shared}
+    engine_config = EngineConfig(model=config.model.path, dtype=config.model.dtype, device="cpu", **limits)
     prepare_process(engine_config)
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.outputs import RequestOutput
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.llm_engine import LLMEngine
 
     engine = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(engine_config)))
-    from array import array
-
+    answers: dict[str, Any] = {"logprobs": 0, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
     for i, (prompt, length, temperature) in enumerate(msgspec.msgpack.decode(payload)):
-        ids = array("i")
-        ids.frombytes(prompt)
-        sampling = SamplingParams(
-            max_tokens=length,
-            min_tokens=length,
-            temperature=temperature,
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        engine.add_request(str(i), {"prompt_token_ids": ids.tolist()}, sampling)
+        sampling = SamplingParams(max_tokens=length, min_tokens=length, temperature=temperature, **answers)
+        engine.add_request(str(i), {"prompt_token_ids": unpack_i32(prompt)}, sampling)
     points: Rates = [(time.monotonic(), 0)]
     tokens = 0
     while engine.has_unfinished_requests():
         for output in engine.step():
+            assert isinstance(output, RequestOutput)
             tokens += len(output.outputs[0].token_ids)
         points.append((time.monotonic(), tokens))
     return rate(points)
@@ -83,14 +65,9 @@ def megatron(config: RunConfig, payload: bytes) -> float:
 
     device = choose_device("cpu", 0, config.train.threads)
     split = init_world(device, tp=1, pp=1, rank=0, store=local_store(), timeout_s=60.0)
-    engine = TrainEngine(
-        shape=read_shape(Path(config.model.path)),
-        device=device,
-        dtype=torch.float32,
-        split=split,
-        settings=optimizer_settings(config),
-    )
-    start(engine, Path(config.model.path), "")
+    path = Path(config.model.path)
+    engine = TrainEngine(read_shape(path), device, torch.float32, split, settings=optimizer_settings(config))
+    start(engine, path, "")
     batches = msgspec.msgpack.decode(payload, type=list[Batch])
     run = get_forward_backward_func()
     model, optimizer = engine.ddp, engine._optimizer
@@ -134,7 +111,7 @@ def megatron(config: RunConfig, payload: bytes) -> float:
 def main() -> None:
     """``bare.py vllm|megatron CONFIG_JSON PAYLOAD``"""
     part, config, payload = sys.argv[1], RunConfig.model_validate_json(sys.argv[2]), Path(sys.argv[3]).read_bytes()
-    print(json.dumps({"tokens_per_s": {"vllm": vllm, "megatron": megatron}[part](config, payload)}), flush=True)
+    print({"vllm": vllm, "megatron": megatron}[part](config, payload), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,11 @@ when every node works again after the one before.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,9 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from bench.harness import ROOT, engine_environment, median, policy, report
+from bench.harness import ROOT, median, options, policy, progress, report, submit
 from libra_hpc.facts.rundir import RunDir, read_lines
 
 PLANNER, TRAIN, HYBRID, ROLLOUT = range(4)
@@ -58,35 +54,21 @@ class Kind(NamedTuple):
     stopped_s: float = 0.0
 
 
+VLLM, MEGATRON, HOST = "libra_hpc.engine", "libra_hpc.trainer.worker", "libra_hpc.host.host"
 KINDS = (
-    Kind(
-        name="vLLM engine killed", weight=9, ranks=(HYBRID, ROLLOUT), module="libra_hpc.engine", number=signal.SIGKILL
-    ),
-    Kind(
-        name="Megatron worker killed",
-        weight=8,
-        ranks=(TRAIN,),
-        module="libra_hpc.trainer.worker",
-        number=signal.SIGKILL,
-    ),
-    Kind(
-        name="environment host killed", weight=7, ranks=(ROLLOUT,), module="libra_hpc.host.host", number=signal.SIGKILL
-    ),
-    Kind(name="vLLM engine hangs", weight=4, ranks=(HYBRID, ROLLOUT), module="libra_hpc.engine", number=signal.SIGSTOP),
-    Kind(
-        name="Megatron worker hangs", weight=3, ranks=(TRAIN,), module="libra_hpc.trainer.worker", number=signal.SIGSTOP
-    ),
-    Kind(
-        name="environment host hangs", weight=3, ranks=(ROLLOUT,), module="libra_hpc.host.host", number=signal.SIGSTOP
-    ),
-    Kind(name="planner killed", weight=4, ranks=(PLANNER,), module="", number=signal.SIGKILL),
-    Kind(name="train leader killed", weight=4, ranks=(TRAIN,), module="", number=signal.SIGKILL),
-    Kind(name="rollout leader killed", weight=4, ranks=(ROLLOUT,), module="", number=signal.SIGKILL),
-    Kind(name="planner stopped for 8 s", weight=2, ranks=(PLANNER,), module="", number=signal.SIGSTOP, stopped_s=8.0),
-    Kind(
-        name="hybrid node stopped for 25 s", weight=2, ranks=(HYBRID,), module="", number=signal.SIGSTOP, stopped_s=25.0
-    ),
+    Kind("vLLM engine killed", 9, (HYBRID, ROLLOUT), VLLM, number=signal.SIGKILL),
+    Kind("Megatron worker killed", 8, (TRAIN,), MEGATRON, number=signal.SIGKILL),
+    Kind("environment host killed", 7, (ROLLOUT,), HOST, number=signal.SIGKILL),
+    Kind("vLLM engine hangs", 4, (HYBRID, ROLLOUT), VLLM, number=signal.SIGSTOP),
+    Kind("Megatron worker hangs", 3, (TRAIN,), MEGATRON, number=signal.SIGSTOP),
+    Kind("environment host hangs", 3, (ROLLOUT,), HOST, number=signal.SIGSTOP),
+    Kind("planner killed", 4, (PLANNER,), "", number=signal.SIGKILL),
+    Kind("train leader killed", 4, (TRAIN,), "", number=signal.SIGKILL),
+    Kind("rollout leader killed", 4, (ROLLOUT,), "", number=signal.SIGKILL),
+    Kind("planner stopped for 8 s", 2, (PLANNER,), "", number=signal.SIGSTOP, stopped_s=8.0),
+    Kind("hybrid node stopped for 25 s", 2, (HYBRID,), "", number=signal.SIGSTOP, stopped_s=25.0),
 )
+COLUMNS = ["fault", "times", "next step, median s", "max", "full strength, median s", "max"]
 
 
 class Fault(NamedTuple):
@@ -99,25 +81,12 @@ class Fault(NamedTuple):
 
 
 class Victim:
+    """A run of the quickstart with real engines, in local processes."""
+
     def __init__(self, folder: Path, model: Path, *, steps: int, seed: int, executor: str) -> None:
-        changes = {
-            **OVERRIDES,
-            "run.steps": steps,
-            "run.seed": seed,
-            "run.dir": f'"{folder}"',
-            "model.path": f'"{model}"',
-        }
-        words = [word for key, value in changes.items() for word in ("-o", f"{key}={value}")]
-        command = [
-            str(Path(sys.executable).with_name("libra-hpc")),
-            "submit",
-            str(ROOT / "examples" / "quickstart.toml"),
-            "--executor",
-            executor,
-            *words,
-        ]
-        subprocess.run(command, check=True, env=engine_environment(), stdout=subprocess.DEVNULL)
-        self.run, self._steps = RunDir(folder / "quickstart-001"), steps
+        own = {"run.steps": steps, "run.seed": seed, "run.dir": f'"{folder}"', "model.path": f'"{model}"'}
+        submit(ROOT / "examples/quickstart.toml", "--executor", executor, overrides=OVERRIDES | own)
+        self.run = RunDir(folder / "quickstart-001")
 
     def step(self) -> int:
         return max((int(line["step"]) for line in read_lines(self.run.metrics)), default=0)
@@ -158,9 +127,8 @@ class Victim:
             if self.step() != step:
                 stepped, step = time.monotonic(), self.step()
             if time.monotonic() - stepped > PATIENCE_S:
-                raise SystemExit(
-                    f"no step for {PATIENCE_S:.0f} s: {self.run.read_json(self.run.status).get('message')}"
-                )
+                message = self.run.read_json(self.run.status).get("message")
+                raise SystemExit(f"no step for {PATIENCE_S:.0f} s: {message}")
             time.sleep(0.1)
 
 
@@ -191,20 +159,18 @@ def inject(victim: Victim, kind: Kind, rank: int) -> Fault | None:
 def disturbed(victim: Victim, faults: int, steps: int, seed: int) -> list[Fault]:
     """Inject faults, spread over the steps."""
     rng, done = random.Random(seed), list[Fault]()
+
+    def due() -> bool:
+        return victim.step() >= (len(done) + 1) * (steps - 20) // (faults + 1) and victim.strong()
+
     while len(done) < faults and not victim.over():
-        target = (len(done) + 1) * (steps - 20) // (faults + 1)
-        victim.wait(lambda target=target: victim.step() >= target and victim.strong())
+        victim.wait(due)
         kind = rng.choices(KINDS, [kind.weight for kind in KINDS])[0]
         time.sleep(rng.uniform(0.0, 2.0))
-        fault = inject(victim, kind, rng.choice(kind.ranks))
-        if fault is not None:
+        if fault := inject(victim, kind, rng.choice(kind.ranks)):
             done.append(fault)
-            print(
-                f"{len(done)}/{faults} at step {fault.step}: {fault.name}: {fault.next_step_s:.1f} s,"
-                f" {fault.full_s:.1f} s",
-                file=sys.stderr,
-                flush=True,
-            )
+            words = f"{fault.name}: {fault.next_step_s:.1f} s, {fault.full_s:.1f} s"
+            progress(f"{len(done)}/{faults} at step {fault.step}: {words}")
     victim.wait(victim.over)
     return done
 
@@ -218,9 +184,7 @@ def facts(victim: Victim) -> dict[str, Any]:
     position = run.read_json(newest[1] / "state.json")
     last = [row["reward"] for row in rows[-max(1, len(rows) // 5) :]]
     recovered = victim.events("experience_kept")
-    dropped: Counter[str] = Counter()
-    for event in recovered:
-        dropped.update(event["dropped"])
+    dropped = sum((Counter[str](event["dropped"]) for event in recovered), Counter[str]())
     return {
         "state": run.read_json(run.result).get("state"),
         "message": run.read_json(run.result).get("message"),
@@ -236,18 +200,14 @@ def facts(victim: Victim) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--faults", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--executor", default="local")
-    arguments = parser.parse_args()
-    model = policy(0)
-    folder = Path(tempfile.mkdtemp(prefix="libra-chaos-"))
-    calm = Victim(folder / "calm", model, steps=arguments.steps, seed=arguments.seed, executor=arguments.executor)
+    """Command line."""
+    given = options("chaos", __doc__, faults=50, seed=0, steps=800, executor="local")
+    model, folder = policy(0), Path(tempfile.mkdtemp(prefix="libra-chaos-"))
+    run = {"steps": given.steps, "seed": given.seed, "executor": given.executor}
+    calm = Victim(folder / "calm", model, **run)
     calm.wait(lambda: False)
-    victim = Victim(folder / "chaos", model, steps=arguments.steps, seed=arguments.seed, executor=arguments.executor)
-    faults = disturbed(victim, arguments.faults, arguments.steps, arguments.seed)
+    victim = Victim(folder / "chaos", model, **run)
+    faults = disturbed(victim, given.faults, given.steps, given.seed)
     ends = {"undisturbed": facts(calm), "disturbed": facts(victim)}
     if all(end["state"] == "completed" for end in ends.values()):
         shutil.rmtree(folder)
@@ -255,24 +215,14 @@ def main() -> None:
         print(f"a run failed; its files are in {folder}", file=sys.stderr)
     rows = []
     for kind in KINDS:
-        found = [fault for fault in faults if fault.name == kind.name]
-        if found:
+        if found := [fault for fault in faults if fault.name == kind.name]:
             steps, full = [fault.next_step_s for fault in found], [fault.full_s for fault in found]
             rows.append([kind.name, len(found), median(steps), max(steps), median(full), max(full)])
     notes = [f"{name}: {json.dumps(end)}" for name, end in ends.items()]
-    notes.append(
-        f"{len(faults)} faults, seed {arguments.seed}, {arguments.steps} steps of 8 prompts x 8; seconds from the"
-        " fault."
-    )
-    columns = ["fault", "times", "next step, median s", "max", "full strength, median s", "max"]
-    report(
-        "chaos",
-        title="What a fault costs",
-        columns=columns,
-        rows=rows,
-        notes=notes,
-        raw={"faults": [fault._asdict() for fault in faults], **ends},
-    )
+    words = f"{len(faults)} faults, seed {given.seed}, {given.steps} steps of 8 prompts x 8"
+    notes.append(f"{words}; seconds from the fault.")
+    raw = {"faults": [fault._asdict() for fault in faults], **ends}
+    report(given, "What a fault costs", columns=COLUMNS, rows=rows, notes=notes, raw=raw)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,18 @@ of its own, compiled and interpreted (`libra_hpc.compiled`) in turn.  Each quant
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 from msgspec.structs import replace
 
-from bench.harness import median, report
+from bench.harness import child, median, options, report
 from libra_hpc import compiled
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
@@ -39,7 +37,6 @@ KV_TOKENS = 4_000_000
 """Per GPU: more than there is, so that no turn waits for room in a cache."""
 WARM = 4_000
 FINISHED = 2_000
-PASSES = 5
 QUANTILES = (0.5, 0.9, 0.99)
 CLOCKS: dict[str, Callable[[], int]] = {"wall": time.perf_counter_ns, "CPU": time.thread_time_ns}
 
@@ -82,21 +79,8 @@ def busy_board() -> Board:
     for i, tp in enumerate(LAYOUT):
         board.up(f"engine-{i}", tp, KV_TOKENS * tp, 0)
         for n in range(3):
-            board.report(
-                f"engine-{i}",
-                EngineStats(
-                    version=0,
-                    running=100,
-                    waiting=0,
-                    kv_use=0.5,
-                    generated_tokens=5000 * n,
-                    prefill_tokens=20_000 * n,
-                    cached_tokens=0,
-                    preemptions=0,
-                    steps=50 * n,
-                    busy_s=0.5 * n,
-                ),
-            )
+            grown = {"generated_tokens": 5000 * n, "prefill_tokens": 20_000 * n, "steps": 50 * n, "busy_s": 0.5 * n}
+            board.report(f"engine-{i}", replace(EngineStats.idle(), running=100, kv_use=0.5, **grown))
     return board
 
 
@@ -134,18 +118,10 @@ def one_pass(seed: int, clock: Callable[[], int]) -> dict[str, list[float]]:
         at[turn.trajectory] = decision.engine
         board.sent(decision.engine, turn.context_tokens)
     extra = signals(rng, 1)
-    nexts = [
-        replace(
-            t,
-            context_tokens=t.context_tokens + 600,
-            attained_tokens=t.attained_tokens + 150,
-            turns=7,
-            ready_at=101.0,
-            engine=at[t.trajectory],
-            signals=t.signals + extra,
-        )
-        for t in turns
-    ]
+    nexts = []
+    for t in turns:
+        tokens = {"context_tokens": t.context_tokens + 600, "attained_tokens": t.attained_tokens + 150}
+        nexts.append(replace(t, turns=7, ready_at=101.0, engine=at[t.trajectory], signals=t.signals + extra, **tokens))
     order = list(range(INFLIGHT))
     rng.shuffle(order)
     empty = median([-clock() + clock() for _ in range(1000)])
@@ -162,17 +138,8 @@ def one_pass(seed: int, clock: Callable[[], int]) -> dict[str, list[float]]:
         decisions.append((clock() - start - empty) / 1000)
     for i in order[:FINISHED]:
         done = record(rng, f"t{i}", f"p{i // 8}")
-        done = Finished(
-            trajectory=done.trajectory,
-            prompt_id=done.prompt_id,
-            sample=i % 8,
-            task="task",
-            generated_tokens=done.generated_tokens + 6000,
-            turns=8,
-            at_signal=done.at_signal[:7],
-            signals=nexts[i].signals,
-            version=0,
-        )
+        seven = {"turns": 8, "at_signal": done.at_signal[:7], "signals": nexts[i].signals}
+        done = replace(done, sample=i % 8, generated_tokens=done.generated_tokens + 6000, **seven)
         start = clock()
         policy.finished(done, 102.0)
         ends.append((clock() - start - empty) / 1000)
@@ -184,51 +151,33 @@ def children(passes: int) -> dict[str, list[dict[str, list[float]]]]:
     """Quantiles of every pass by build and clock, each from its own process."""
     found: dict[str, list[dict[str, list[float]]]] = {}
     ways = {"compiled": "", "interpreted": "1"} if compiled.in_use() else {"interpreted": "1"}
-    for seed in range(passes):
-        for way, flag in ways.items():
-            for clock in CLOCKS:
-                command = [sys.executable, "-m", "bench.decisions", "--seed", str(seed), "--clock", clock]
-                done = subprocess.run(
-                    command, stdout=subprocess.PIPE, check=True, env=os.environ | {compiled.INTERPRETED: flag}
-                )
-                found.setdefault(f"{way}, {clock}", []).append(json.loads(done.stdout))
+    for seed, (way, flag), clock in product(range(passes), ways.items(), CLOCKS):
+        words = ("-m", "bench.decisions", "--seed", str(seed), "--clock", clock)
+        one = child(*words, env=os.environ | {compiled.INTERPRETED: flag})
+        found.setdefault(f"{way}, {clock}", []).append(one)
     return found
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--passes", type=int, default=PASSES)
-    parser.add_argument("--seed", type=int, help="one pass in this process, its quantiles as JSON")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    given = parser.parse_args()
-    if given.seed is not None:
+    given = options("decisions", __doc__, passes=5, seed=-1, clock=tuple(CLOCKS))
+    if given.seed >= 0:
         made = one_pass(given.seed, CLOCKS[given.clock])
         print(json.dumps({what: [values[int(q * len(values))] for q in QUANTILES] for what, values in made.items()}))
         return
     raw = children(given.passes)
     rows: list[tuple[Any, ...]] = []
-    for what, bounds in (("decision", "5 / 20"), ("finished", "50")):
+    for what, goals in (("decision", "5 / 20"), ("finished", "50")):
         for way, passes in raw.items():
             quantiles = [[one[what][i] for one in passes] for i in range(len(QUANTILES))]
-            rows.append(
-                (f"{what}, {way}", *map(median, quantiles), f"{min(quantiles[0]):.3g}..{max(quantiles[0]):.3g}", bounds)
-            )
+            span = f"{min(quantiles[0]):.3g}..{max(quantiles[0]):.3g}"
+            rows.append((f"{what}, {way}", *map(median, quantiles), span, goals))
     notes = (
-        (
-            f"{INFLIGHT} in flight, {len(LAYOUT)} engines (TP 1, 2, 4), {WARM} finished before; medians over"
-            f" {given.passes} passes, by turns."
-        ),
+        f"{INFLIGHT} in flight, {len(LAYOUT)} engines (TP 1, 2, 4), {WARM} finished before; {given.passes} passes.",
         "A decision is answered + key + route + sent; finished is of trajectories with seven signals.",
     )
-    report(
-        "decisions",
-        "Cost of scheduling, microseconds",
-        columns=("what", "p50", "p90", "p99", "range of p50", "aim p50 / p99"),
-        rows=rows,
-        notes=notes,
-        raw=raw,
-    )
+    columns = ("what", "p50", "p90", "p99", "range of p50", "goal p50 / p99")
+    report(given, "Cost of scheduling, microseconds", columns=columns, rows=rows, notes=notes, raw=raw)
 
 
 if __name__ == "__main__":

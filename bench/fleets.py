@@ -1,10 +1,8 @@
 """The judge: what libra-hpc would choose, against the best that a user could have chosen, in the simulator.
 
 - Ours: the planner's fleet for lengths seen before, chosen as `libra-hpc plan` does, and `cmlfq` with its defaults.
-- The opponent: the best, in hindsight and at equal GPUs, of all homogeneous fleets and the common mixes.  Chosen on
-  some seeds, reported on others.
-- Its rules, each tuned: sticky, TP-weighted sticky, least loaded, Libra's rule, Libra's cost rule, LA-MLFQ.
-- Its admission: none, the best constant share of the KV cache, or a cap after prime-rl.
+- The opponent: the best, in hindsight and at equal GPUs, of all homogeneous fleets and the common mixes, of six tuned
+  rules and eight rules of admission (`bench.fleets_search`).  Chosen on some seeds, reported on others.
 - ``x``: the opponent's seconds over ours; above 1 ours is faster.  ``bound``: a lower bound over ours.
 - ``plan``: seconds of a batch by the cost models over those of the simulator, for the planner's fleet and the choosing
   seeds, whose lengths the cost models know.
@@ -18,43 +16,40 @@ Elastic control is not judged here: training has nodes of its own (`bench.replan
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from bench import fleets_rows
 from bench.fleets_rows import (
+    NODE,
     ROWS,
+    Fleet,
     Proposal,
-    Setting,
     bounds,
     fleet_name,
     fleets_of,
     longest_context,
     proposals,
     setting_of,
+    trace_name,
     work,
 )
 from bench.fleets_search import ADMISSIONS, FORECAST, OURS, Contestant, Effort, Search
-from bench.harness import RESULTS, machine
+from bench.harness import options, progress, report, show, write
 from libra_hpc.planning.simulated_plan import halving, promising
 
 CHOOSING = 1_000
 """First seed for choosing; those for reporting start at 0."""
-QUICK_ROWS = "r2e|math|long"
-WIDTH = 80
+QUICK_ROWS = ("r2e", "math", "long")
+QUICK = {"pairs": 3, "tuned": 2, "finalists": 2, "reported": 1}
+"""Effort of ``--quick``, with one seed for choosing, one for reporting, and smaller rows."""
+COLUMNS = ("row", "ours", "ours, s", "the best other choice", "s", "x", "bound", "plan")
+VARIANTS = ("cmlfq, x the opponent", "ours", "forecast", "best admission", "best fleet", "both")
 
 
 def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
@@ -62,23 +57,20 @@ def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
     begin = time.perf_counter()
 
     def say(text: str) -> None:
-        print(f"{label}: {text} ({time.perf_counter() - begin:.0f} s)", file=sys.stderr, flush=True)
+        progress(f"{label}: {text} ({time.perf_counter() - begin:.0f} s)")
 
-    label = fleets_rows.trace_name(name)
+    label = trace_name(name)
     row, first = setting_of(name), effort.choosing[0]
     seen = [one for seed in effort.choosing for one in work(name, seed)[1]]
-    longest = longest_context(
-        name, [one for seed in (*effort.choosing, *effort.reporting) for one in work(name, seed)[1]]
-    )
+    every = [one for seed in (*effort.choosing, *effort.reporting) for one in work(name, seed)[1]]
+    longest = longest_context(name, every)
     search = Search(pool, name, effort, say)
     fleets, choice = fleets_of(row, longest), planned(search, proposals(row, seen, longest), effort)
     plan = choice.fleet
     ranked = search.opponents(fleets)
     ours = Contestant(plan, OURS)
     variants = _variants(search, ours, [plan, *fleets], effort)
-    bare = next(
-        (c for c in ranked if not c.admission), Contestant(ranked[0].fleet, ranked[0].rule, ranked[0].parameters)
-    )
+    bare = next((c for c in ranked if not c.admission), ranked[0]._replace(admission=""))
     forecast = ours._replace(admission=FORECAST)
     shown = {"ours": ours, "forecast": forecast, **variants, "opponent, no admission": bare}
     reported = list(dict.fromkeys([*ranked[: effort.reported], *shown.values()]))
@@ -124,9 +116,7 @@ def planned(search: Search, options: Sequence[Proposal], effort: Effort) -> Prop
     return halving(promising(options, len(options)), play, with_seconds, seeds=len(effort.choosing))[0]
 
 
-def _variants(
-    search: Search, ours: Contestant, fleets: Sequence[fleets_rows.Fleet], effort: Effort
-) -> dict[str, Contestant]:
+def _variants(search: Search, ours: Contestant, fleets: Sequence[Fleet], effort: Effort) -> dict[str, Contestant]:
     """`cmlfq` with the best admission, on the best fleet, and both; chosen like the opponent."""
 
     def best(contestants: list[Contestant]) -> list[Contestant]:
@@ -138,97 +128,53 @@ def _variants(
     return {"admission": admitted, "fleet": placed[0], "both": both}
 
 
-def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
+def lines(rows: Sequence[dict[str, Any]]) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
     """The comparison, and what replacing one thing gives."""
-    first = _table("row", "ours", "", "the best other choice", "s", "x", "bound", "plan")
-    second = _table("cmlfq, x the opponent", "ours", "forecast", "best admission", "best fleet", "both")
+    first, second = list[tuple[str, ...]](), list[tuple[str, ...]]()
     for row in rows:
-        found = row["found"]
+        found, plan = row["found"], row["plan"]
         mine, other = found["ours"], found["opponent"]
-        first.add_row(
-            row["row"],
-            mine["fleet"],
-            f"{statistics.median(mine['seconds']):,.0f}",
-            f"{other['fleet']}; {other['policy']}",
-            f"{statistics.median(other['seconds']):,.0f}",
-            f"{mine['x']:.2f}",
-            f"{mine['bound']:.0%}",
-            f"{row['plan']['model_s'] / row['plan']['expected_s']:.2f}",
-        )
-        second.add_row(
-            row["row"],
-            f"{mine['x']:.2f}",
-            f"{found['forecast']['x']:.2f}",
-            f"{found['admission']['x']:.2f} {found['admission']['policy'].removeprefix('cmlfq').strip(', ') or '-'}",
-            f"{found['fleet']['x']:.2f} {found['fleet']['fleet']}",
-            f"{found['both']['x']:.2f}",
-        )
-    return [first, second]
+        took = [f"{statistics.median(one['seconds']):,.0f}" for one in (mine, other)]
+        ratios = (f"{mine['x']:.2f}", f"{mine['bound']:.0%}", f"{plan['model_s'] / plan['expected_s']:.2f}")
+        first.append((row["row"], mine["fleet"], took[0], f"{other['fleet']}; {other['policy']}", took[1], *ratios))
+        x = {key: f"{one['x']:.2f}" for key, one in found.items()}
+        admission = found["admission"]["policy"].removeprefix("cmlfq").strip(", ") or "-"
+        fleet = f"{x['fleet']} {found['fleet']['fleet']}"
+        second.append((row["row"], x["ours"], x["forecast"], f"{x['admission']} {admission}", fleet, x["both"]))
+    return first, second
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for i, column in enumerate(columns):
-        numeric = column in ("s", "x", "bound", "plan", "")
-        table.add_column(column, justify="right" if numeric else "left", no_wrap=numeric or i == 0)
-    return table
+def resize(names: Sequence[str], gpus: int, quick: bool) -> None:
+    """Change the rows: a quarter of the trajectories on half of the GPUs, or so many GPUs of each kind."""
+    for name in set(names) & set(ROWS):
+        row = ROWS[name]
+        if quick:
+            pools = tuple((device, max(NODE, count // (2 * NODE) * NODE)) for device, count in row.pools)
+            row = row._replace(trajectories=max(64, row.trajectories // 4), pools=pools)
+        ROWS[name] = row._replace(pools=tuple((device, gpus or count) for device, count in row.pools))
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--rows", default="", help=f"separated by |, of: {', '.join(ROWS)}; default: all without --trace"
-    )
-    parser.add_argument("--trace", action="append", default=[], help="a recorded trace, one more row")
-    parser.add_argument("--seeds", type=int, default=3, help="for choosing, and as many others for reporting")
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs of each kind instead of the row's, in whole nodes")
-    parser.add_argument("--quick", action="store_true", help="three small rows with a short search")
-    parser.add_argument("--json", type=Path, default=RESULTS / "fleets.json")
-    parser.add_argument("--jobs", type=int, default=2)
-    options = parser.parse_args()
-    default = QUICK_ROWS if options.quick else "" if options.trace else "|".join(ROWS)
-    names = [name for name in (options.rows or default).split("|") if name] + options.trace
-    for name in names:
-        if name not in ROWS and not Path(name).is_file():
-            parser.error(f"--rows: {name!r} is no row; valid: {', '.join(ROWS)}")
-    if options.gpus % fleets_rows.NODE or options.gpus < 0 or options.seeds < 1:
-        parser.error(f"--gpus must be a multiple of {fleets_rows.NODE}, --seeds at least 1")
-    count = 1 if options.quick else options.seeds
-    effort = Effort(tuple(range(CHOOSING, CHOOSING + count)), tuple(range(count)))
-    if options.quick:
-        effort = effort._replace(pairs=3, tuned=2, finalists=2, reported=1)
-        for name in names:
-            if name in ROWS:
-                ROWS[name] = _smaller(ROWS[name])
-    if options.gpus:
-        for name in names:
-            if name in ROWS:
-                ROWS[name] = ROWS[name]._replace(pools=tuple((d, options.gpus) for d, _ in ROWS[name].pools))
-    begin, done = time.perf_counter(), []
+    given = options("fleets", __doc__, rows=ROWS, quick=QUICK_ROWS, trace=True, seeds=3, gpus=0, jobs=2)
+    if given.gpus % NODE or given.gpus < 0:
+        given.error(f"--gpus must be a multiple of {NODE}")
+    count = 1 if given.quick else given.seeds
+    effort = Effort(tuple(range(CHOOSING, CHOOSING + count)), tuple(range(count)), **(QUICK if given.quick else {}))
+    resize(given.rows, given.gpus, given.quick)
+    begin, done = time.perf_counter(), list[dict[str, Any]]()
     # The workers are forked after the rows were changed.
-    with ProcessPoolExecutor(options.jobs) as pool:
-        for name in names:
+    with ProcessPoolExecutor(given.jobs) as pool:
+        for name in given.rows:
             done.append(judge(pool, name, effort))
-            options.json.parent.mkdir(exist_ok=True)
-            options.json.write_text(json.dumps({"machine": machine(), "rows": done}, indent=1) + "\n")
-    console = Console(width=WIDTH)
-    for table in tables(done):
-        console.print(table)
+            write(given, done)
     better = [row["found"]["ours"]["x"] for row in done]
-    console.print(
-        f"{len(done)} rows in {(time.perf_counter() - begin) / 60:.0f} minutes; x: geometric mean"
-        f" {math.exp(statistics.fmean(math.log(x) for x in better)):.2f}, worst {min(better):.2f}; details:"
-        f" {options.json}",
-        highlight=False,
-    )
-
-
-def _smaller(row: Setting) -> Setting:
-    """A quarter of the trajectories on half of the GPUs."""
-    return row._replace(
-        trajectories=max(64, row.trajectories // 4), pools=tuple((d, max(8, g // 16 * 8)) for d, g in row.pools)
-    )
+    x = f"geometric mean {math.exp(statistics.fmean(math.log(x) for x in better)):.2f}, worst {min(better):.2f}"
+    minutes = (time.perf_counter() - begin) / 60
+    notes = [f"{len(done)} rows in {minutes:.0f} minutes; x: {x}; details: {given.json}"]
+    compared, variants = lines(done)
+    report(given, "Ours and the best other choice", columns=COLUMNS, rows=compared, notes=notes, raw=done)
+    show("What replacing one thing gives", VARIANTS, variants)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -55,7 +55,7 @@ class Part(NamedTuple):
     pool: int
     """Index of the kind of GPU."""
     tp: int
-    count: int
+    engines: int
 
 
 Fleet = tuple[Part, ...]
@@ -72,13 +72,15 @@ class Setting(NamedTuple):
     """Of one batch."""
     batches: int = 0
     eta: int = 0
-    dials: tuple[tuple[str, float], ...] = ()
+    dials: tuple[tuple[str, Any], ...] = ()
     slow: int = 0
     """GPUs at half the speed, which nobody knows."""
     change: str = ""
     """``giant`` | ``mislead``."""
 
 
+EPOCH = ", third epoch"
+"""Rows of `bench.scheduling` whose prompts have been seen twice before: for `bench.ablation`."""
 TWO_NODES = (("a800", 16),)
 ROWS: dict[str, Setting] = {
     "r2e": Setting(dials=(("outcome", 1.0),)),
@@ -105,23 +107,27 @@ ROWS: dict[str, Setting] = {
 
 
 def setting_of(name: str) -> Setting:
-    """A row by name, or so many trajectories of a recorded trace by its path."""
-    return ROWS[name] if name in ROWS else Setting(preset=name)
+    """A row by name, a third epoch of `bench.scheduling`, or so many trajectories of a recorded trace by its path."""
+    return ROWS.get(name, Setting(preset=name))
 
 
 @lru_cache(maxsize=6)
-def work(name: str, seed: int) -> tuple[list[TrajectoryRecord], list[TrajectoryRecord]]:
-    """(what the policies learned from before, the work); the first is empty in most rows."""
+def work(name: str, seed: int) -> tuple[list[list[TrajectoryRecord]], list[TrajectoryRecord]]:
+    """(batches from which the policies learned before, the work); there are none before in most rows."""
     row = setting_of(name)
     count = row.trajectories * max(1, row.batches)
+    if name.endswith(EPOCH):
+        epochs = work_of(name, seed, count)
+        *before, found = [epochs[first : first + count] for first in range(0, len(epochs), count)]
+        return before, found
     if name not in ROWS:
         # Draws more than it needs: contexts that no run would allow are left out.
         recorded = [one for one in work_of(name, seed, 4 * count) if one.context <= MAX_CONTEXT]
         return [], recorded[:count]
     preset = LONG if row.preset == LONG.name else PROFILES[row.preset]
-    before: list[TrajectoryRecord] = []
+    before = []
     if row.change == "mislead":
-        before = generate(preset, Dials(trajectories=count, seed=seed + 1_000, **dict(row.dials)))
+        before = [generate(preset, Dials(trajectories=count, seed=seed + 1_000, **dict(row.dials)))]
     made = generate(preset, Dials(trajectories=count, seed=seed, max_context=MAX_CONTEXT, **dict(row.dials)))
     if row.change == "mislead":
         made = [replace(one, turns=tuple(_opposite(turn) for turn in one.turns)) for one in made]
@@ -146,7 +152,7 @@ def settings_of(row: Setting, longest: int) -> SimSettings:
 
 def longest_context(name: str, found: Sequence[TrajectoryRecord]) -> int:
     """Where trajectories end: known in generated work, else the longest recorded one."""
-    return MAX_CONTEXT if name in ROWS else max(one.context for one in found)
+    return MAX_CONTEXT if name in ROWS or name.endswith(EPOCH) else max(one.context for one in found)
 
 
 # --- fleets
@@ -254,7 +260,7 @@ def engines_of(row: Setting, fleet: Fleet) -> list[EngineSpec]:
 
 def fleet_name(row: Setting, fleet: Fleet) -> str:
     kinds = len(row.pools) > 1
-    return "+".join(f"{p.count}xTP{p.tp}" + (f" {row.pools[p.pool][0]}" if kinds else "") for p in fleet)
+    return "+".join(f"{p.engines}xTP{p.tp}" + (f" {row.pools[p.pool][0]}" if kinds else "") for p in fleet)
 
 
 # --- bounds
@@ -280,8 +286,7 @@ def bounds(row: Setting, found: Sequence[TrajectoryRecord], longest: int) -> dic
     chain = sum(chains[row.eta + 1 : last + 1]) / (row.eta + 1) / last if row.batches else max(chains)
     rate = [_cheapest(each, found, seqs) for each in kinds]
     speed = sum(gpus / cost for (_, gpus), cost in zip(row.pools, rate, strict=True))
-    batches = max(1, row.batches)
-    return {"chain": chain, "work": 1.0 / speed / batches}
+    return {"chain": chain, "work": 1.0 / speed / max(1, row.batches)}
 
 
 def _alone(one: TrajectoryRecord, steps: StepTimes) -> float:
@@ -334,4 +339,4 @@ def quantile_thresholds(found: Sequence[TrajectoryRecord]) -> tuple[int, int, in
 
 
 def trace_name(name: str) -> str:
-    return name if name in ROWS else Path(name).name.split(".")[0]
+    return Path(name).name.split(".")[0]

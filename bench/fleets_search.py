@@ -107,8 +107,8 @@ def seconds(job: Job) -> float:
             raise _LostError
 
     try:
-        if before:
-            simulate(before, engines, policy, settings)
+        for batch in before:
+            simulate(batch, engines, policy, settings)
         result = Simulation(found, engines, policy, settings, controller=watch, controller_s=30.0).run()
     except (UserError, OperationError, _LostError):
         return math.inf

@@ -22,12 +22,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from bench.gpu_check_setting import Figure, Figures, Setting
-from bench.harness import RESULTS, ROOT, machine
+from bench.gpu_check_steps import Figure, Figures, Setting
+from bench.harness import RESULTS, ROOT, machine, progress
 from libra_hpc.process.visible_devices import engine_environment
 
 BUDGET_S = 540.0
@@ -87,7 +87,9 @@ class Runner:
     def __init__(self, setting: Setting, folder: Path, budget_s: float, leave_s: float = LEAVE_S) -> None:
         self._setting, self._folder, self._leave_s = setting, folder, leave_s
         self._end = time.monotonic() + budget_s
-        self._environment = engine_environment(os.environ, setting.device, first=0, count=1, threads=setting.threads)
+        self._environment = engine_environment(
+            os.environ, setting.device, first=0, count=1, threads=setting.sizes.threads
+        )
         if setting.device == "cpu":
             self._environment |= RETURNED
         self._environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -101,15 +103,9 @@ class Runner:
         setting = msgspec.structs.replace(self._setting, limit_s=limit_s)
         begin = time.monotonic()
         with log.open("wb") as output:
-            process = subprocess.Popen(
-                list(command or command_of(step, setting, figures)),
-                cwd=ROOT,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "cwd": ROOT}
+            words = list(command or command_of(step, setting, figures))
+            process = subprocess.Popen(words, env=self._environment, start_new_session=True, **streams)
             late = self._wait(process, limit_s)
         seconds = time.monotonic() - begin
         state: State = "late" if late else "failed" if process.returncode else "passed"
@@ -149,11 +145,10 @@ def markdown(outcomes: Sequence[Outcome], note: str = "") -> str:
         for figure in outcome.figures:
             ratio = quotient(figure)
             rows.append((figure.what.replace("  ", "- "), text(figure.measured), text(figure.predicted), ratio))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    lines.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, tuple("-" * width for width in widths))  # type: ignore[arg-type]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    lines = [f"| {' | '.join(row)} |" for row in padded]
     lines += ["", *([f"{note}  "] if note else [])]
     for outcome in outcomes:
         why = f": {shortened(outcome.reason)}" if outcome.reason else ""
@@ -189,47 +184,40 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--name", default="", help="name in the device table; default: by the driver's name")
     parser.add_argument("--devices", default="", metavar="FILE", help="TOML file with further devices")
     parser.add_argument("--step", choices=[step.name for step in STEPS], action="append", help="default: all")
-    parser.add_argument("--seconds", type=float, default=BUDGET_S, help="for all steps together")
+    parser.add_argument("--seconds", type=float, default=BUDGET_S, help="for all steps together", dest="limit_s")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="for gpu_check.json and .md")
     options = parser.parse_args(arguments)
-    setting = Setting(
-        device=options.device, model=options.model, name=options.name, devices=options.devices, limit_s=options.seconds
-    )
-    outcomes: list[Outcome] = []
+    setting = msgspec.convert(vars(options), Setting, strict=False)
+    note, outcomes = REHEARSAL if setting.device == "cpu" else "", list[Outcome]()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="libra-gpu-check-") as name:
-        runner = Runner(setting, Path(name), options.seconds)
-        for step in STEPS:
-            if options.step and step.name not in options.step:
-                continue
-            print(f"{step.title} ...", file=sys.stderr, flush=True)
+        runner = Runner(setting, Path(name), options.limit_s)
+        for step in [step for step in STEPS if step.name in (options.step or [step.name])]:
+            progress(f"{step.title} ...")
             outcomes.append(runner.run(step))
-            write(options.out, outcomes, REHEARSAL if setting.device == "cpu" else "")
-            print(f"  {outcomes[-1].state} after {outcomes[-1].seconds:.0f} s", file=sys.stderr, flush=True)
-        if any(outcome.state != "passed" for outcome in outcomes):
+            found = save(options.out, outcomes, note)
+            progress(f"  {outcomes[-1].state} after {outcomes[-1].seconds:.0f} s")
+        all_passed = all(outcome.state == "passed" for outcome in outcomes)
+        if not all_passed:
             keep_logs(Path(name), options.out)
-    print(json.dumps(json.loads((options.out / "gpu_check.json").read_text())), end="\n\n")
-    print((options.out / "gpu_check.md").read_text(), end="")
-    return int(any(outcome.state != "passed" for outcome in outcomes))
+    print(json.dumps(found), markdown(outcomes, note), sep="\n\n", end="")
+    return int(not all_passed)
 
 
-def write(out: Path, outcomes: Sequence[Outcome], note: str) -> None:
+def save(out: Path, outcomes: Sequence[Outcome], note: str) -> dict[str, Any]:
     """Replace both files: what is known so far is readable after any kill."""
-    found = {
-        "at": time.strftime("%Y-%m-%dT%H:%M:%S"),
-        "machine": machine(),
-        "note": note,
-        "steps": msgspec.to_builtins(outcomes),
-    }
+    found: dict[str, Any] = {"at": time.strftime("%Y-%m-%dT%H:%M:%S"), "machine": machine(), "note": note}
+    found["steps"] = msgspec.to_builtins(outcomes)
     (out / "gpu_check.json").write_text(json.dumps(found, indent=1) + "\n")
     (out / "gpu_check.md").write_text(markdown(outcomes, note))
+    return found
 
 
 def keep_logs(folder: Path, out: Path) -> None:
     """Join the logs of all steps, because one of them explains a failure."""
     logs = [f"--- {log.stem}\n{log.read_text(errors='replace')}" for log in sorted(folder.glob("*.log"))]
     (out / "gpu_check.log").write_text("\n".join(logs))
-    print(f"logs: {out / 'gpu_check.log'}", file=sys.stderr)
+    progress(f"logs: {out / 'gpu_check.log'}")
 
 
 if __name__ == "__main__":

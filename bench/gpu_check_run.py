@@ -17,39 +17,25 @@ from typing import Any
 
 import msgspec
 
-from bench.gpu_check_setting import Figures, Setting
+from bench.gpu_check_steps import Figures, Setting
+from bench.harness import KEYCHAIN, changes
 from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.mesh.mpi_library import ABI, LIBRARY
 from libra_hpc.slurm import local
 
 COMMAND = [sys.executable, "-c", "from libra_hpc_cli.app import main; main()"]
-RUN_FILE = """
-[run]
-name = "gpu"
-dir = "{folder}/runs"
-steps = {steps}
-[slurm]
-device = "{device}"
-executor = "local"
-[components]
-planner = {{ cpus = 2, mem = "4G" }}
-train = {{ nodes = 1, gpus = 1, mem = "4G" }}
-hybrid = {{ nodes = 0 }}
-rollout = {{ nodes = 1, gpus = 1, mem = "4G" }}
-[model]
-path = "{folder}/policy"
-dtype = "bfloat16"
-[task]
-name = "keychain"
-[optimizer]
-lr = 3e-4
-[rollout]
-max_model_len = 640
-kv_cache_mb = {kv_cache_mb}
-[checkpoint]
-every = 5
-"""
+OVERRIDES = {
+    "run.name": "gpu",
+    "slurm.executor": "local",
+    "components.train.gpus": 1,
+    "components.rollout.gpus": 1,
+    "model.dtype": "bfloat16",
+    "optimizer.lr": 3e-4,
+    "checkpoint.every": 5,
+}
+COLUMNS = {"step, s": "step_s", "  training, s": "train_wall_s", "  export of weights, s": "export_s"}
+"""Figures of a step, and where `metrics.jsonl` has them."""
 WARM_START = 200
 """Supervised steps of the policy: it produces trajectories of several turns, and does not yet solve the task."""
 LARGEST_GAP = 0.1
@@ -96,11 +82,11 @@ def run_whole(folder: Path, *, device: str, steps: int, kv_cache_mb: int, limit_
     made = subprocess.run(policy, env={**environment, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
     if made.returncode:
         raise OperationError(f"make-policy failed: {(made.stdout + made.stderr)[-QUOTED:]}")
-    run_file = folder / "run.toml"
-    run_file.write_text(RUN_FILE.format(folder=folder, steps=steps, device=device, kv_cache_mb=kv_cache_mb))
+    own = {"run.dir": folder / "runs", "run.steps": steps, "slurm.device": device, "model.path": folder / "policy"}
+    own |= {"rollout.kv_cache_mb": kv_cache_mb}
     begin = time.monotonic()
     patience_s = max(1.0, deadline - begin)
-    command = [*COMMAND, "submit", str(run_file), "--wait"]
+    command = [*COMMAND, "submit", str(KEYCHAIN), "--wait", *changes(OVERRIDES | own)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience_s)
     except subprocess.TimeoutExpired:
@@ -125,34 +111,22 @@ def whole_run(setting: Setting, figures: Figures) -> None:
     """Measure a run; raises `OperationError` when it is not right."""
     setting.check()
     with tempfile.TemporaryDirectory(prefix="libra-gpu-") as folder:
-        records = run_whole(
-            Path(folder),
-            device=setting.device,
-            steps=setting.run_steps,
-            kv_cache_mb=setting.kv_cache_mb,
-            limit_s=setting.limit_s,
-        )
-    problem = records.problem(setting.run_steps)
+        sizes = {"steps": setting.sizes.run_steps, "kv_cache_mb": setting.sizes.kv_cache_mb}
+        records = run_whole(Path(folder), device=setting.device, limit_s=setting.limit_s, **sizes)
     metrics, applied = records.metrics, records.applied()
     figures.add("start to end, s", records.seconds)
     figures.add("steps committed", float(len(metrics)))
-    if metrics:
+    # The first step has the start of both engines.
+    if later := metrics[1:] or metrics:
         figures.add("largest difference of log-probabilities", max(line["logprob_gap"] for line in metrics))
-        # The first step has the start of both engines.
-        later = metrics[1:] or metrics
-        for what, column in (
-            ("step, s", "step_s"),
-            ("  training, s", "train_wall_s"),
-            ("  export of weights, s", "export_s"),
-        ):
+        for what, column in COLUMNS.items():
             figures.add(what, median(line[column] for line in later))
-        figures.add(
-            "  generated tokens/s", sum(line["gen_tokens"] for line in later) / sum(line["step_s"] for line in later)
-        )
+        tokens, seconds = (sum(line[column] for line in later) for column in ("gen_tokens", "step_s"))
+        figures.add("  generated tokens/s", tokens / seconds)
         waits = [applied[line["version"]] - line["t"] for line in later if line["version"] in applied]
         if waits:
             figures.add("  commit until the engine has the weights, s", median(waits))
-        loads = [e["seconds"] for e in records.events if e["kind"] == "weights_applied"]
+        loads = [event["seconds"] for event in records.events if event["kind"] == "weights_applied"]
         figures.add("  of it in the engine, s", median(loads) if loads else 0.0)
-    if problem:
+    if problem := records.problem(setting.sizes.run_steps):
         raise OperationError(problem)

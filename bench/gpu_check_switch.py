@@ -9,13 +9,12 @@ from __future__ import annotations
 import random
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-import msgspec
-
-from bench.gpu_check_setting import Figures, Setting
-from bench.gpu_model import random_model
+from bench.gpu_check_steps import Figures, Setting
+from bench.gpu_model import memory_field, random_model
 from libra_hpc.config.run import RunConfig
 from libra_hpc.engine.offline import OfflineEngine
 from libra_hpc.engine.settings import EngineConfig
@@ -37,32 +36,10 @@ PROMPT, DECODED = 64, 64
 STEP_TOKENS = 512
 """Of the one trajectory of the first steps after a switch to training."""
 GB = 1e9
-
-
-class Round(msgspec.Struct, frozen=True):
-    """One switch to training and back; seconds from an order to its answer."""
-
-    engine_frees_s: float
-    replica_joins_s: float
-    """Memory, and the weights that this node has for rollout."""
-    first_step_s: float
-    later_step_s: float
-    training_bytes: int
-    """On the device after the steps; next, with both in standby."""
-    standby_bytes: int
-    replica_frees_s: float
-    engine_wakes_s: float
-    checked_s: float
-    """Checksum and shapes of the weight file, which steps of an engine overlap."""
-    applied_s: float
-
-    @property
-    def to_training_s(self) -> float:
-        return self.engine_frees_s + self.replica_joins_s
-
-    @property
-    def to_rollout_s(self) -> float:
-        return self.replica_frees_s + self.engine_wakes_s + self.checked_s + self.applied_s
+FIRST, LATER = "  first step after it over a later one", "  later step, s"
+HELD = "memory that training holds and standby frees, GB"
+Round = dict[str, float]
+"""One switch to training and back: figures by name, seconds from an order to its answer."""
 
 
 class SharedDevice:
@@ -74,49 +51,55 @@ class SharedDevice:
 
     def round(self) -> Round:
         """To training, two steps, to rollout."""
-        begin = time.monotonic()
-        self._engine.engine.sleep()
-        slept = time.monotonic()
-        self._version += 1
+        engine, replica = self._engine.engine, self._replica
+        frees = seconds_of(engine.sleep)
+        self._step = self._version = self._version + 1
+        # Memory, and the weights that this node has for rollout.
         join = Join(self._version, 1, 1, "", weights=str(self._weights), version=self._version)
-        self._replica.ask(join, Joined)
-        joined = time.monotonic()
-        self._step = self._version
+        joins = seconds_of(lambda: replica.ask(join, Joined))
         first, later = self._run(), self._run()
-        training = held_bytes(self._replica)
-        ordered = time.monotonic()
-        self._replica.send(Standby())
-        # A standby has no answer. There is no such version to export, so the refusal comes right after the standby.
-        self._replica.ask(Export("", -2), ExportFailed)
-        freed = time.monotonic()
-        standby = held_bytes(self._replica)
-        begin_wake = time.monotonic()
-        self._engine.engine.wake()
-        woken = time.monotonic()
+        held = held_bytes(replica)
+
+        freed = seconds_of(lambda: to_standby(replica))
+        held -= held_bytes(replica)
         update = UpdateWeights(str(self._weights), self._version, self._crc)
-        self._engine.engine.check(update)
-        checked = time.monotonic()
-        applied_s = self._engine.engine.apply(update).seconds
-        return Round(
-            engine_frees_s=slept - begin,
-            replica_joins_s=joined - slept,
-            first_step_s=first,
-            later_step_s=later,
-            training_bytes=training,
-            standby_bytes=standby,
-            replica_frees_s=freed - ordered,
-            engine_wakes_s=woken - begin_wake,
-            checked_s=checked - woken,
-            applied_s=applied_s,
-        )
+        wakes = seconds_of(engine.wake)
+        # Checksum and shapes, which steps of an engine overlap.
+        checked = seconds_of(lambda: engine.check(update))
+        applied = engine.apply(update).seconds
+        return {
+            "switch to training, s": frees + joins,
+            "  engine frees its memory, s": frees,
+            "  replica takes memory and weights, s": joins,
+            FIRST: first,
+            LATER: later,
+            "switch to rollout, s": freed + wakes + checked + applied,
+            "  replica frees its memory, s": freed,
+            "  engine takes memory again, s": wakes,
+            "  weight file checked, s": checked,
+            f"  {self._weights.stat().st_size / GB:.2f} GB of weights applied, s": applied,
+            HELD: held / GB,
+        }
 
     def _run(self) -> float:
         """Seconds of forward and backward pass of one trajectory: the update is the core's."""
         self._step += 1
         samples = random_samples(1, STEP_TOKENS, self._vocab)
-        begin = time.monotonic()
-        self._replica.ask(TrainStep(self._step, self._version, (samples,), (STEP_TOKENS - 1,)), StepDone)
-        return time.monotonic() - begin
+        order = TrainStep(self._step, self._version, (samples,), (STEP_TOKENS - 1,))
+        return seconds_of(lambda: self._replica.ask(order, StepDone))
+
+
+def to_standby(replica: MeasurementReplica) -> None:
+    """Returns when the replica has freed its memory."""
+    replica.send(Standby())
+    # A standby has no answer. There is no such version to export: the refusal comes right after the standby.
+    replica.ask(Export("", -2), ExportFailed)
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    begin = time.monotonic()
+    work()
+    return time.monotonic() - begin
 
 
 def held_bytes(replica: MeasurementReplica) -> int:
@@ -126,10 +109,12 @@ def held_bytes(replica: MeasurementReplica) -> int:
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info(0)
         return total - free
-    for line in Path(f"/proc/{replica.pids[0]}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("this kernel does not tell a process's anonymous memory")
+    return own_memory(replica)
+
+
+def own_memory(replica: MeasurementReplica) -> int:
+    """Bytes of anonymous memory of the first process: without what it shares with others."""
+    return memory_field(replica.pids[0], "RssAnon")
 
 
 def switches(setting: Setting, figures: Figures) -> None:
@@ -140,16 +125,16 @@ def switches(setting: Setting, figures: Figures) -> None:
         config = EngineConfig(
             model=str(folder),
             dtype="bfloat16",
-            max_model_len=setting.max_model_len,
-            max_num_seqs=setting.sequences,
-            kv_cache_mb=setting.kv_cache_mb,
+            max_model_len=setting.sizes.max_model_len,
+            max_num_seqs=setting.sizes.sequences,
+            kv_cache_mb=setting.sizes.kv_cache_mb,
             threads=1,
             device=setting.device,
         )
         # First the engine: vLLM starts only where most of the device is free.
         with OfflineEngine(config) as engine:
             figures.add("engine's start, s", engine.engine.ready.start_s)
-            count, kv_tokens = setting.sequences, setting.sequences * (PROMPT + DECODED // 2)
+            count, kv_tokens = setting.sizes.sequences, setting.sizes.sequences * (PROMPT + DECODED // 2)
             decode(engine, "warm-up", count)
             seconds, predicted = decode(engine, "timed", count), lookup(hardware, shape, 1).step_s(count, kv_tokens)
             figures.add(f"decode step of {count} sequences, ms", 1e3 * seconds, 1e3 * predicted)
@@ -167,7 +152,7 @@ def switches(setting: Setting, figures: Figures) -> None:
                 decode(engine, "after", count)
             finally:
                 if rounds:
-                    show(rounds, shape.weight_bytes, replica_bytes(shape, hardware), figures)
+                    show(rounds, replica_bytes(shape, hardware), figures)
                 replica.end()
 
 
@@ -178,23 +163,13 @@ def replica_bytes(shape: ModelShape, hardware: Device) -> float:
     return memory.total - memory.workspace
 
 
-def show(rounds: list[Round], weight_bytes: int, predicted_bytes: float, figures: Figures) -> None:
+def show(rounds: list[Round], predicted_bytes: float, figures: Figures) -> None:
     """Add the medians of ``rounds``; ``predicted_bytes``: what training holds."""
-
-    def middle(name: str) -> float:
-        return median(float(getattr(one, name)) for one in rounds)
-
-    figures.add("switch to training, s", middle("to_training_s"))
-    figures.add("  engine frees its memory, s", middle("engine_frees_s"))
-    figures.add("  replica takes memory and weights, s", middle("replica_joins_s"))
-    figures.add("  first step after it over a later one", middle("first_step_s") / middle("later_step_s"))
-    figures.add("switch to rollout, s", middle("to_rollout_s"))
-    figures.add("  replica frees its memory, s", middle("replica_frees_s"))
-    figures.add("  engine takes memory again, s", middle("engine_wakes_s"))
-    figures.add("  weight file checked, s", middle("checked_s"))
-    figures.add(f"  {weight_bytes / GB:.2f} GB of weights applied, s", middle("applied_s"))
-    freed = median(one.training_bytes - one.standby_bytes for one in rounds)
-    figures.add("memory that training holds and standby frees, GB", freed / GB, predicted_bytes / GB)
+    middle = {name: median(one[name] for one in rounds) for name in rounds[0]}
+    # A ratio of medians: one of two single steps has the noise of both.
+    middle[FIRST] /= middle.pop(LATER)
+    for name, value in middle.items():
+        figures.add(name, value, predicted_bytes / GB if name == HELD else None)
 
 
 def decode(engine: OfflineEngine, name: str, count: int) -> float:
@@ -225,12 +200,10 @@ def computed_tokens(engine: OfflineEngine) -> int:
 
 def start_replica(setting: Setting, model: Path, folder: Path) -> MeasurementReplica:
     """The training process of a hybrid node: no optimizer, its weights from a file."""
-    base = RunConfig()
-    config = base.model_copy(
-        update={
-            "model": base.model.model_copy(update={"path": str(model), "dtype": "bfloat16"}),
-            "slurm": base.slurm.model_copy(update={"device": setting.device}),
-            "train": base.train.model_copy(update={"tp": 1, "pp": 1, "threads": 1, "micro_tokens": STEP_TOKENS}),
-        }
-    )
+    sections = {
+        "model": {"path": str(model), "dtype": "bfloat16"},
+        "slurm": {"device": setting.device},
+        "train": {"tp": 1, "pp": 1, "threads": 1, "micro_tokens": STEP_TOKENS},
+    }
+    config = RunConfig.model_validate(sections)
     return MeasurementReplica(config, folder, core_dp=1, elastic=True, random_weights=False)

@@ -14,8 +14,8 @@ from statistics import median
 import msgspec
 import torch
 
-from bench.gpu_check_setting import Figures, Setting, core_layout, core_memory
-from bench.gpu_model import roomy_folder, write_config
+from bench.gpu_check_steps import Figures, Setting, core_layout, core_memory
+from bench.gpu_model import memory_field, roomy_folder, write_config
 from libra_hpc.config.run import RunConfig
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.memory import memory_limit
@@ -52,13 +52,13 @@ class DeviceMemory:
     def now(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
-        return _own_kib("VmRSS") * 1024 - self._empty
+        return memory_field("self", "VmRSS") - self._empty
 
     def peak(self) -> int:
         """Most since `forget_peak`."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return _own_kib("VmHWM") * 1024 - self._empty
+        return memory_field("self", "VmHWM") - self._empty
 
     def forget_peak(self) -> None:
         if self._device.type == "cuda":
@@ -69,36 +69,29 @@ class DeviceMemory:
             Path("/proc/self/clear_refs").write_text("5")
 
 
-def _own_kib(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1])
-    raise OSError(f"this kernel does not tell a process's {field}")
-
-
 def training(setting: Setting, figures: Figures) -> None:
     """Measure; the last batch of each pack size has trajectories that fill a pack."""
     hardware = setting.hardware()
     shape = setting.shape(hardware)
     with roomy_folder(shape.weight_bytes) as scratch:
         folder = write_config(shape, scratch / shape.name)
-        where = choose_device(setting.device, 0, setting.threads)
+        where = choose_device(setting.device, 0, setting.sizes.threads)
         split = init_world(where, tp=1, pp=1, rank=0, store=local_store(), timeout_s=600.0)
         memory = DeviceMemory(where)
         optimizer = msgspec.structs.replace(optimizer_settings(RunConfig()), lr=RANDOM_LR)
         engine = TrainEngine(read_shape(folder), where, torch.bfloat16, split, settings=optimizer)
         checkpoint.randomize(engine)
-        replicas = ElasticReplicas(engine, 1, 600.0, 60.0)
+        replicas = ElasticReplicas(engine, 600.0, 60.0)
         replicas.join(Join(0, 0, 1, ""))
         state = memory.now()
-        predicted = core_memory(shape, hardware, min(setting.packs))
+        predicted = core_memory(shape, hardware, min(setting.sizes.packs))
         figures.add("parameters, 1e9", shape.params / GB)
         figures.add(
             "weights, gradients, optimizer, GB",
             state / GB,
             (predicted.weights + predicted.gradients + predicted.optimizer) / GB,
         )
-        for pack_tokens in setting.packs:
+        for pack_tokens in setting.sizes.packs:
             predicted = core_memory(shape, hardware, pack_tokens)
             limit = memory_limit(predicted, hardware)
             if limit is not None:

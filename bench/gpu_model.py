@@ -82,3 +82,11 @@ def _draw(name: str, size: tuple[int, ...], device: str) -> torch.Tensor:
     if name.endswith("norm.weight"):
         return torch.ones(size, dtype=torch.bfloat16)
     return (torch.randn(size, device=device, dtype=torch.bfloat16) * SPREAD).cpu()
+
+
+def memory_field(pid: int | str, field: str) -> int:
+    """Bytes of a field of ``/proc/PID/status``: memory where there is no GPU."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"this kernel does not tell a process's {field}")

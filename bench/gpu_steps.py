@@ -2,29 +2,29 @@
 
     python -m bench.gpu_steps --device h200 --models qwen3-4b,qwen3-8b
 
-For each model, `libra-hpc calibrate` measures an engine with random weights.  Every measured step is compared with the
-tables, which come from independent measurements (`libra_hpc/models/step_times/tables`).
+For each model, the calibration of `libra-hpc calibrate` measures an engine with random weights.  Every measured step is
+compared with the tables, which come from independent measurements (`libra_hpc/models/step_times/tables`).
 """
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
-import tempfile
+from collections import defaultdict
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from typing import Any
 
 import msgspec
 
 from bench.gpu_model import random_model
-from bench.harness import median, report
+from bench.harness import Options, median, options, report
 from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
-from libra_hpc.models.step_times.measured import StepPoint, fit_steps, load
+from libra_hpc.models.step_times.measured import Calibration, StepPoint, fit_steps, load
 from libra_hpc.rollout.group_state import quantile
+
+COLUMNS = ["model", "steps", "number", "median, ms", "tables / real", "p10..p90", "roofline / real"]
 
 
 def kind(point: StepPoint) -> str:
@@ -37,97 +37,52 @@ def kind(point: StepPoint) -> str:
     return f"decode, {size} sequences, {'short' if point.kv_tokens / point.decodes < 3000 else 'long'}"
 
 
-def measure(model: Path, *, device: str, name: str, out: Path, max_model_len: int, max_num_seqs: int) -> None:
+def measure(name: str, given: Options) -> Calibration:
     """Run the calibration in a separate process, which releases the GPU at its end."""
-    config = EngineConfig(
-        model=str(model),
-        dtype="bfloat16",
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        kv_cache_mb=0,
-        threads=1,
-        device="cuda",
-    )
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        file.write(msgspec.json.encode(config))
-        file.flush()
-        argv = [
-            "-m",
-            "libra_hpc.engine.measure_steps",
-            "--config",
-            file.name,
-            "--device",
-            device,
-            "--model",
-            name,
-            "--out",
-            str(out),
-        ]
-        subprocess.run([sys.executable, *argv], check=True)
+    out = Path(given.out) / f"{given.device}-{name}.json"
+    limits = {"max_model_len": given.max_model_len, "max_num_seqs": given.max_num_seqs, "kv_cache_mb": 0, "threads": 1}
+    with random_model(model_shape(name)) as folder:
+        config = folder / "engine.json"
+        config.write_bytes(
+            msgspec.json.encode(EngineConfig(model=str(folder), dtype="bfloat16", device="cuda", **limits))
+        )
+        words = ["--config", str(config), "--device", given.device, "--model", name, "--out", str(out)]
+        subprocess.run([sys.executable, "-m", "libra_hpc.engine.measure_steps", *words], check=True)
+    return load(out)
+
+
+def lines(name: str, device: str, found: Calibration) -> list[list[Any]]:
+    """A line for each kind of step, one for the KV cache, and one for the fit of the steps alone."""
+    tables, roofline = (lookup(device, name, 1, source=source) for source in ("tables", "roofline"))
+    kinds: dict[str, list[StepPoint]] = defaultdict(list)
+    for point in found.points:
+        kinds[kind(point)].append(point)
+    rows: list[list[Any]] = []
+    for label, points in sorted(kinds.items()):
+        by_table, by_roofline = (
+            [times.step_s(p.decodes, p.kv_tokens, p.prefill, p.context) / p.seconds for p in points]
+            for times in (tables, roofline)
+        )
+        spread = f"{quantile(by_table, 0.1):.2f}..{quantile(by_table, 0.9):.2f}"
+        took = 1e3 * median([p.seconds for p in points])
+        rows.append([name, label, len(points), took, median(by_table), spread, median(by_roofline)])
+    capacity, fit = found.kv_capacity[1], fit_steps(found.points)
+    ratios = (tables.kv_capacity / capacity, "", roofline.kv_capacity / capacity)
+    errors = (f"{fit.median_error:.1%}", f"p90 {fit.p90_error:.1%}", "")
+    rows.append([name, "KV capacity, tokens", "", capacity, *ratios])
+    rows.append([name, "own fit, median error", fit.points, "", *errors])
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="h200", help="name in the device table")
-    parser.add_argument("--models", default="qwen3-4b,qwen3-8b", help="names in the model table")
-    parser.add_argument("--max-model-len", type=int, default=8192)
-    parser.add_argument("--max-num-seqs", type=int, default=128)
-    parser.add_argument("--out", type=Path, default=Path(), help="folder for the calibration files")
-    arguments = parser.parse_args()
-    rows, raw = [], []
-    for name in arguments.models.split(","):
-        out = arguments.out / f"{arguments.device}-{name}.json"
-        with random_model(model_shape(name)) as folder:
-            measure(
-                folder,
-                device=arguments.device,
-                name=name,
-                out=out,
-                max_model_len=arguments.max_model_len,
-                max_num_seqs=arguments.max_num_seqs,
-            )
-        found = load(out)
-        tables, roofline = (lookup(arguments.device, name, 1, source=source) for source in ("tables", "roofline"))
-        kinds: dict[str, list[StepPoint]] = {}
-        for point in found.points:
-            kinds.setdefault(kind(point), []).append(point)
-        for label, points in sorted(kinds.items()):
-            steps = [(p.decodes, p.kv_tokens, p.prefill, p.context) for p in points]
-            by_table = [tables.step_s(*step) / p.seconds for step, p in zip(steps, points, strict=True)]
-            by_roofline = [roofline.step_s(*step) / p.seconds for step, p in zip(steps, points, strict=True)]
-            spread = f"{quantile(by_table, 0.1):.2f}..{quantile(by_table, 0.9):.2f}"
-            rows.append(
-                [
-                    name,
-                    label,
-                    len(points),
-                    1e3 * median([p.seconds for p in points]),
-                    median(by_table),
-                    spread,
-                    median(by_roofline),
-                ]
-            )
-            raw.append({"model": name, "kind": label, "tables": by_table, "roofline": by_roofline})
-        capacity, fit = found.kv_capacity[1], fit_steps(found.points)
-        rows.append(
-            [
-                name,
-                "KV capacity, tokens",
-                "",
-                capacity,
-                tables.kv_capacity / capacity,
-                "",
-                roofline.kv_capacity / capacity,
-            ]
-        )
-        rows.append(
-            [name, "own fit, median error", fit.points, "", f"{fit.median_error:.1%}", f"p90 {fit.p90_error:.1%}", ""]
-        )
-    columns = ["model", "steps", "number", "median, ms", "tables / real", "p10..p90", "roofline / real"]
-    limits = f"contexts up to {arguments.max_model_len} tokens, up to {arguments.max_num_seqs} sequences"
-    notes = [f"vLLM in bfloat16, TP 1, {limits}; long: 3,000 tokens and more."]
-    title = f"Engine steps on {arguments.device} against the operator tables"
-    report("gpu_steps", title=title, columns=columns, rows=rows, notes=notes, raw=raw)
+    """Command line."""
+    limits: dict[str, Any] = {"max_model_len": 8192, "max_num_seqs": 128}
+    given = options("gpu_steps", __doc__, device="h200", models=["qwen3-4b", "qwen3-8b"], out=".", **limits)
+    rows = [line for name in given.models for line in lines(name, given.device, measure(name, given))]
+    words = f"contexts up to {given.max_model_len} tokens, up to {given.max_num_seqs} sequences"
+    notes = [f"vLLM in bfloat16, TP 1, {words}; long: 3,000 tokens and more."]
+    title = f"Engine steps on {given.device} against the operator tables"
+    report(given, title, columns=COLUMNS, rows=rows, notes=notes, raw=rows)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,15 @@
-"""Common parts of the benchmarks: a mesh without MPI, tiny policies, and the report."""
+"""What every benchmark shares: command line, jobs with progress, ratios, the table, and the JSON file.
+
+A benchmark is a table of rows, and a function that measures one job: (row, seed, ...).
+
+- `options` makes its command line, `by_row` runs its jobs.
+- `cells` makes a line of the table from columns such as ``{"x static": "{static:.3f}"}``.
+- `report` prints the table and the machine, and writes ``bench/results/NAME.json``.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import argparse
 import json
 import os
 import platform
@@ -10,23 +17,164 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 POLICIES = ROOT / "models"
-
+KEYCHAIN = ROOT / "bench" / "keychain.toml"
+"""Run file of the smallest run of both stages."""
+WIDTH = 100
+"""Most columns of a printed table."""
+T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+"""Student's t for a two-sided 95 % interval, by number of seeds."""
 
 Job = TypeVar("Job", bound=tuple[Any, ...])
 Row = TypeVar("Row")
+Options = argparse.Namespace
 Rates = list[tuple[float, int]]
 """(time in seconds, tokens so far)"""
+median = statistics.median
+
+
+# --- the command line
+
+
+def options(
+    name: str,
+    doc: str | None,
+    *,
+    rows: Collection[str] = (),
+    quick: Collection[str] = (),
+    arguments: Sequence[str] | None = None,
+    **defaults: Any,
+) -> Options:
+    """The command line of a benchmark; every keyword is an option with its default.
+
+    - A bool is a flag, a tuple are the only values (the first is the default), a list is given as ``a,b,c``.
+    - ``--rows``, separated by |, are some of ``rows``; with ``--quick`` by default those of ``quick``.
+    - ``--trace FILE``, where the keyword ``trace`` is set: a recorded trace is a row; alone, unless ``--rows`` too.
+    - ``--json FILE``: where `report` writes.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=(doc or "").split("\n\n")[0])
+    if rows:
+        parser.add_argument("--rows", default="", help=f"separated by |, of: {'|'.join(rows)}")
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=f"a short run of {', '.join(quick)}")
+    if defaults.pop("trace", False):
+        parser.add_argument("--trace", action="append", default=[], help="a recorded trace; alone, unless --rows too")
+    for key, default in defaults.items():
+        flag = f"--{key.replace('_', '-')}"
+        if isinstance(default, bool):
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(default, tuple):
+            parser.add_argument(flag, choices=default, default=default[0])
+        elif isinstance(default, list):
+            parser.add_argument(flag, type=list_of(type(default[0])), default=default, metavar="A,B")
+        else:
+            parser.add_argument(flag, type=type(default), default=default, help=f"default: {default}")
+    parser.add_argument("--json", type=Path, default=RESULTS / f"{name}.json")
+    given = parser.parse_args(arguments, Options(name=name, error=parser.error))
+    traces = getattr(given, "trace", [])
+    for path in traces:
+        if not Path(path).is_file():
+            parser.error(f"--trace: {path} is no file")
+    if rows:
+        default_rows = quick if getattr(given, "quick", False) else () if traces else rows
+        given.rows = [*names(given, "--rows", given.rows, rows, default_rows), *traces]
+    if not seeds(given):
+        parser.error("--seeds must be at least 1")
+    return given
+
+
+def list_of(kind: type[Any]) -> Callable[[str], list[Any]]:
+    """Reads ``a,b,c``."""
+    return lambda text: [kind(one) for one in text.split(",")]
+
+
+def names(given: Options, flag: str, text: str, valid: Collection[str], default: Collection[str]) -> list[str]:
+    """The names in ``text``, or the default ones; an unknown one ends the command."""
+    found = [name for name in text.split("|") if name] or list(default)
+    for name in found:
+        if name not in valid:
+            given.error(f"{flag}: {name!r} is unknown; valid: {', '.join(valid)}")
+    return found
+
+
+def seeds(given: Options) -> Sequence[int]:
+    """Of ``--seeds``, a list or how many, and ``--first-seed``; a benchmark without them has one seed."""
+    count, first = getattr(given, "seeds", 1), getattr(given, "first_seed", 0)
+    return count if isinstance(count, list) else range(first, first + count)
+
+
+# --- jobs
+
+
+def by_row(
+    pool: Executor, play: Callable[[Job], Row], jobs: Sequence[Job], words: Callable[[Row], str]
+) -> dict[str, list[Row]]:
+    """Run ``jobs`` (row, seed, ...) in order and print each result when it is there; results by row."""
+    found: dict[str, list[Row]] = {job[0]: [] for job in jobs}
+    for job, result in zip(jobs, pool.map(play, jobs), strict=True):
+        found[job[0]].append(result)
+        progress(f"{job[0]}, seed {job[1]}: {words(result)}")
+    return found
+
+
+def by_turns(seeds: Sequence[int], opponents: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """(seed, opponent), in reverse order with every other seed, so that drift of the machine's speed cancels."""
+    for turn, seed in enumerate(seeds):
+        for opponent in opponents[::-1] if turn % 2 else opponents:
+            yield seed, opponent
+
+
+def progress(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def engine_environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def child(*words: str, env: Mapping[str, str] | None = None) -> Any:
+    """The JSON in the last line that ``python WORDS`` prints."""
+    env = engine_environment() if env is None else env
+    done = subprocess.run([sys.executable, *words], check=True, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def changes(overrides: Mapping[str, Any]) -> list[str]:
+    """Options of `libra-hpc submit` that change keys of the run file."""
+    return [word for key, value in overrides.items() for word in ("-o", f"{key}={value}")]
+
+
+def submit(run_file: Path, *flags: str, overrides: Mapping[str, Any], env: Mapping[str, str] | None = None) -> str:
+    """`libra-hpc submit`; returns its output."""
+    command = [str(Path(sys.executable).with_name("libra-hpc")), "submit", str(run_file), *flags, *changes(overrides)]
+    env = engine_environment() if env is None else env
+    return subprocess.run(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def policy(seed: int, steps: int = 3000) -> Path:
+    """A warm-started tiny policy, made once under `models/`."""
+    folder = POLICIES / f"bench-{seed}"
+    if not (folder / "config.json").exists():
+        progress(f"making {folder.name} ({steps} supervised steps) ...")
+        make = (
+            f"from libra_hpc.tasks.policy import make_tiny_policy as m; m({str(folder)!r}, seed={seed}, steps={steps})"
+        )
+        child("-c", f"{make}; print(0)")
+    return folder
+
+
+# --- results
 
 
 def rate(points: Rates) -> float:
@@ -36,106 +184,66 @@ def rate(points: Rates) -> float:
     return (inner[-1][1] - inner[0][1]) / (inner[-1][0] - inner[0][0])
 
 
-class LocalMesh:
-    """Mesh messages inside one process, delivered one event-loop pass later; the rest is production code."""
+def spread(values: Sequence[float], digits: str = ".2f") -> str:
+    """Median and range."""
+    return f"{median(values):{digits}} ({min(values):{digits}}..{max(values):{digits}})"
 
-    def __init__(self) -> None:
-        self.handlers: dict[int, Callable[[Any, bytes], None]] = {}
 
-    def send(
-        self, rank: int, message: Any, blob: bytes | memoryview = b"", done: Callable[[bool], None] | None = None
-    ) -> None:
-        """Deliver to the handler of ``rank``; dropped without one."""
-        handler = self.handlers.get(rank)
-        if done is not None:
-            asyncio.get_running_loop().call_soon(done, handler is not None)
-        if handler is not None:
-            asyncio.get_running_loop().call_soon(handler, message, bytes(blob))
+def interval(values: Sequence[float]) -> str:
+    """Mean and half the width of its 95 % interval (Student's t over seeds)."""
+    if len(values) < 2:
+        return f"{values[0]:.2f}"
+    half = T_95.get(len(values), 1.96) * statistics.stdev(values) / len(values) ** 0.5
+    return f"{statistics.fmean(values):.2f} ±{half:.2f}"
+
+
+def cells(columns: Mapping[str, str], results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each column's format over the means of the results; ``NAME_min`` and ``NAME_max`` are the range of ``NAME``."""
+    facts: dict[str, float] = {}
+    for key in [key for key, value in results[0].items() if isinstance(value, int | float)]:
+        values = [result[key] for result in results]
+        facts |= {key: statistics.fmean(values), f"{key}_min": min(values), f"{key}_max": max(values)}
+    return [form.format(**facts) for form in columns.values()]
 
 
 def machine() -> dict[str, Any]:
-    model = ""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
-    memory = next(
-        int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal")
-    )
-    cores = len(os.sched_getaffinity(0))
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
-        "cpu": model,
-        "cores": cores,
-        "memory_gib": round(memory / 2**20, 1),
+        "cpu": cpu[0].split(":", 1)[1].strip() if cpu else "",
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "python": platform.python_version(),
         "load": os.getloadavg()[0],
     }
 
 
-def policy(seed: int, steps: int = 3000) -> Path:
-    """A warm-started tiny policy, made once under `models/`."""
-    folder = POLICIES / f"bench-{seed}"
-    if not (folder / "config.json").exists():
-        print(f"making {folder.name} ({steps} supervised steps) ...", file=sys.stderr)
-        code = (
-            f"from libra_hpc.tasks.policy import make_tiny_policy as m; m({str(folder)!r}, seed={seed}, steps={steps})"
-        )
-        subprocess.run(
-            [sys.executable, "-c", code],
-            check=True,
-            env=engine_environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-    return folder
+def write(given: Options, raw: Any) -> None:
+    """Write the JSON file."""
+    stamp = {"benchmark": given.name, "machine": machine(), "at": time.strftime("%Y-%m-%dT%H:%M:%S")}
+    given.json.parent.mkdir(parents=True, exist_ok=True)
+    given.json.write_text(json.dumps(stamp | {"raw": raw}, indent=1) + "\n")
 
 
-def engine_environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> None:
+    """Print a table; columns of words are flush left."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    text = [[f"{value:.3g}" if isinstance(value, float) else str(value) for value in row] for row in rows]
+    for i, column in enumerate(columns):
+        words = i == 0 or any(row[i][:1].isalpha() for row in text)
+        table.add_column(column, justify="left" if words else "right")
+    for row in text:
+        table.add_row(*row)
+    console = Console(width=WIDTH)
+    console.print(table, highlight=False)
+    for note in notes:
+        console.print(note, highlight=False)
 
 
 def report(
-    name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str], raw: Any
+    given: Options, title: str, *, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str], raw: Any
 ) -> None:
-    """Print the table and write the JSON file."""
+    """Print the table with the machine and write the JSON file."""
     where = machine()
-    table = Table(title=title)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right")
-    for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row))
-    console = Console(width=100)
-    console.print(table)
-    for note in notes:
-        console.print(note, highlight=False)
-    console.print(
-        f"{where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB, Python {where['python']}, load"
-        f" {where['load']:.1f}",
-        highlight=False,
-    )
-    RESULTS.mkdir(exist_ok=True)
-    at = time.strftime("%Y-%m-%dT%H:%M:%S")
-    stamp = {
-        "benchmark": name,
-        "machine": where,
-        "at": at,
-        "columns": list(columns),
-        "rows": [list(r) for r in rows],
-        "raw": raw,
-    }
-    (RESULTS / f"{name}.json").write_text(json.dumps(stamp, indent=1) + "\n")
-
-
-def by_work(
-    pool: Executor, play: Callable[[Job], Row], jobs: Sequence[Job], words: Callable[[Row], str]
-) -> dict[str, list[Row]]:
-    """Run ``jobs`` (work, seed, ...) in order and print each row when it is there; rows by work."""
-    found: dict[str, list[Row]] = {job[0]: [] for job in jobs}
-    for job, row in zip(jobs, pool.map(play, jobs), strict=True):
-        found[job[0]].append(row)
-        print(f"{job[0]}, seed {job[1]}: {words(row)}", file=sys.stderr, flush=True)
-    return found
-
-
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values)
+    line = "{cpu}, {cores} cores, {memory_gib} GiB, Python {python}, load {load:.1f}".format(**where)
+    show(title, columns, rows, [*notes, line])
+    write(given, raw)

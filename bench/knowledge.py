@@ -8,12 +8,11 @@ left and those that tools will add; not the seconds in tools, nor the engines.  
   cannot teach more.
 - ``never``: the policy as it is.
 
-    python -m bench.knowledge [--seeds 5] [--work NAME|NAME] [--jobs 2]
+    python -m bench.knowledge [--seeds 5] [--rows NAME|NAME] [--jobs 2]
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -26,8 +25,8 @@ from libra_hpc import compiled
 # Before the scheduler is imported: compiled classes have no subclasses.
 os.environ[compiled.INTERPRETED] = "1"
 
-from bench.harness import by_work, report
-from bench.scheduling import BUCKETS, DEVICE, GPUS, MAX_CONTEXT, MODEL, WORK, interval, work_of
+from bench.harness import by_row, interval, options, report, seeds
+from bench.scheduling import BUCKETS, DEVICE, GPUS, MAX_CONTEXT, MODEL, work_of
 from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
 from libra_hpc.policies.scheduling.cmlfq.remaining_work import REACH_FACTOR, Cursor, RemainingWorkEstimator
 from libra_hpc.policies.scheduling.protocol import TurnView
@@ -42,7 +41,7 @@ PROMPT = "its prompt"
 FROM: dict[str, float] = {"0": 0, "1": 1, "4": 4, "10": 10, PROMPT: inf, "never": inf}
 """By column: finished turns from which the truth is used."""
 NORMAL = NormalDist()
-SHOWN = "r2e, outcomes tell|r2e, siblings alone tell|search, outcomes tell|math, siblings tell"
+SHOWN = ("r2e, outcomes tell", "r2e, siblings alone tell", "search, outcomes tell", "math, siblings tell")
 
 
 class Lognormal(NamedTuple):
@@ -76,11 +75,9 @@ def lognormals(work: Sequence[TrajectoryRecord]) -> dict[str, Lognormal]:
 class InformedEstimator(RemainingWorkEstimator):
     """Returns the truth once ``turns`` tools have answered, the usual estimates before."""
 
-    def __init__(
-        self, truth: Mapping[str, TrajectoryRecord], turns: float, lognormals: Mapping[str, Lognormal]
-    ) -> None:
+    def __init__(self, truth: Mapping[str, TrajectoryRecord], turns: float, known: Mapping[str, Lognormal]) -> None:
         super().__init__()
-        self._truth, self._turns, self._lognormals = truth, turns, lognormals
+        self._truth, self._turns, self._lognormals = truth, turns, known
         self.names: dict[Cursor, str] = {}
         """The trajectory of each cursor."""
 
@@ -144,21 +141,16 @@ def play(job: tuple[str, int]) -> dict[str, float]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--work", default=SHOWN, help=f"names separated by |, of {'|'.join(WORK)}")
-    parser.add_argument("--jobs", type=int, default=2)
-    options = parser.parse_args()
-    names = [name for name in options.work.split("|") if name]
-    jobs = [(name, seed) for name in names for seed in range(options.seeds)]
-    with ProcessPoolExecutor(options.jobs) as pool:
-        rows = by_work(pool, play, jobs, lambda row: ", ".join(f"{label} {ratio:.3f}" for label, ratio in row.items()))
-    lines = [[name, *(interval([row[label] for row in found]) for label in FROM)] for name, found in rows.items()]
+    given = options("knowledge", __doc__, rows=SHOWN, seeds=5, jobs=2)
+    jobs = [(name, seed) for name in given.rows for seed in seeds(given)]
+    with ProcessPoolExecutor(given.jobs) as pool:
+        found = by_row(pool, play, jobs, lambda row: ", ".join(f"{label} {ratio:.3f}" for label, ratio in row.items()))
+    rows = [[name, *(interval([row[label] for row in results]) for label in FROM)] for name, results in found.items()]
     notes = [
-        f"makespan over the oracle's, with the true lengths from the k-th turn on; {options.seeds} seeds, 512"
-        f" trajectories, {GPUS} x {DEVICE}, {MODEL}, {BUCKETS} repeated"
+        "makespan over the oracle's, with the true lengths from the k-th turn on",
+        f"{given.seeds} seeds, 512 trajectories, {GPUS} x {DEVICE}, {MODEL}, {BUCKETS} repeated",
     ]
-    report("knowledge", "C-MLFQ with the true lengths", columns=("work", *FROM), rows=lines, notes=notes, raw=rows)
+    report(given, "C-MLFQ with the true lengths", columns=("work", *FROM), rows=rows, notes=notes, raw=found)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Cost of the loop: rollout and training through leaders and agent halves against bare vLLM and Megatron.
 
-    python bench/loop.py [--batches 40] [--repeat 3]
+    python -m bench.loop [--batches 40] [--repeat 3]
 
 The bare loops get the same prompts and batches.  The parts run one after the other; rates are taken between 10 % and
 90 % of the tokens, without start and tail.
@@ -8,33 +8,24 @@ The bare loops get the same prompts and batches.  The parts run one after the ot
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import msgspec
 
-from bench.harness import LocalMesh, Rates, engine_environment, median, policy, rate, report
+from bench.harness import Rates, child, median, options, policy, rate, report, spread
+from bench.rollout_side import PLANNER, TRAINER, LocalMesh, RolloutSide
 from libra_hpc.agent.hosting.rollout_service import RolloutService
-from libra_hpc.agent.rollout_node import RolloutNode
 from libra_hpc.agent.train_node import TrainNode
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.process.agent_folders import make_folders
 from libra_hpc.protocol import mesh as wire
-from libra_hpc.protocol.codec import Codec
-from libra_hpc.protocol.rollout import Generate
-from libra_hpc.train_leader.train_leader import DataOrder, TrainLeader
-
-LAYOUT = RankLayout(("planner", "train", "rollout"))
+from libra_hpc.protocol.rollout import Abort, Generate
+from libra_hpc.train_leader.train_leader_setup import make_train_leader
 
 
 def configuration(model: Path, batches: int) -> RunConfig:
@@ -58,65 +49,36 @@ def configuration(model: Path, batches: int) -> RunConfig:
     )
 
 
-def make_context(config: RunConfig, run: RunDir, rank: int, mesh: LocalMesh) -> AgentContext:
-    """A context without MPI."""
-    private, shared = make_folders()
-    return AgentContext(
-        rank=rank,
-        layout=LAYOUT,
-        config=config,
-        run=run,
-        attempt=1,
-        send=mesh.send,
-        start=wire.Welcome(0, "", 0, ()),
-        private=private,
-        shared_memory=shared,
-    )
-
-
-class RolloutRun:
+class RolloutRun(RolloutSide):
     """The rollout half of a run; batches are collected, not trained."""
 
     def __init__(self, config: RunConfig, run: RunDir) -> None:
-        self.mesh = LocalMesh()
-        self.context = make_context(config, run, 2, self.mesh)
-        self.node, self.service = RolloutNode(self.context), RolloutService(self.context)
+        super().__init__(config, run)
+        self.service = RolloutService(self.context)
         self.requests: dict[str, Generate] = {}
         self.lengths: dict[str, int] = {}
         self.points: Rates = []
-        self.batches: list[wire.Batch] = []
-        self.tokens = 0
-        self.mesh.handlers = {1: self._trainer, 2: self._agent}
 
-    def _trainer(self, message: Any, blob: bytes) -> None:
-        if isinstance(message, wire.WeightsWanted):
-            self.mesh.send(2, wire.WeightsCurrent(message.have))
-        elif isinstance(message, wire.Batch):
-            self.batches.append(message)
+    def on_turns(self, message: wire.Turns) -> None:
+        """Record the requests."""
+        self.requests |= {request.rid: request for _, request in message.items if not isinstance(request, Abort)}
+        super().on_turns(message)
 
-    def _agent(self, message: Any, blob: bytes) -> None:
-        match message:
-            case wire.Turns(items=items):
-                self.requests.update((request.rid, request) for _, request in items)
-                self.node.on_turns(message)
-            case wire.WeightsCurrent():
-                self.node.on_current(message)
-            case wire.TurnsDone(items=items):
-                for _, generated in items:
-                    self.lengths[generated.rid] = len(generated.tokens) // 4
-                    self.tokens += self.lengths[generated.rid]
-                self.points.append((time.monotonic(), self.tokens))
-                self.service.on_message(message)
-            case _:
-                self.service.on_message(message)
+    def on_message(self, message: Any) -> None:
+        """Record the lengths."""
+        if isinstance(message, wire.TurnsDone):
+            self.lengths |= {generated.rid: len(generated.tokens) // 4 for _, generated in message.items}
+            self.points.append((time.monotonic(), sum(self.lengths.values())))
+        super().on_message(message)
 
     async def run(self, batches: int) -> None:
         """Run to the last batch."""
-        report_task = asyncio.create_task(self.service.run())
+        assert self.service is not None
+        reports = asyncio.create_task(self.service.run())
         await self.node.start()
         while len(self.batches) < batches:
             await asyncio.sleep(0.05)
-        report_task.cancel()
+        reports.cancel()
         await self.service.stop()
         await self.node.stop()
 
@@ -125,40 +87,22 @@ class TrainRun:
     """The training half of a run, fed with finished batches."""
 
     def __init__(self, config: RunConfig, run: RunDir) -> None:
-        self.mesh = LocalMesh()
-        context = make_context(config, run, 1, self.mesh)
-        self.node = TrainNode(context)
+        mesh = LocalMesh()
+        context = mesh.context(TRAINER, config, run)
         folder = run.path / "rendezvous"
         folder.mkdir()
-        run.checkpoints.mkdir()
-
-        async def saved(*checkpoint: Any) -> None:
-            pass
-
-        self.leader = TrainLeader(
-            config=config,
-            core=(1,),
-            step=0,
-            order=DataOrder(),
-            send=self.mesh.send,
-            rollout_leader=2,
-            receivers=lambda: (),
-            saved=saved,
-            rendezvous=folder,
-            checkpoints=run.checkpoints,
-        )
+        self.node, self.leader = TrainNode(context), make_train_leader(context, folder)
         self.points: Rates = []
         self.done = asyncio.Event()
-        self.mesh.handlers = {0: self._coordinator, 1: self._agent}
+        mesh.handlers = {PLANNER: self._coordinator, TRAINER: self._agent}
 
     def _coordinator(self, message: Any, blob: bytes) -> None:
         match message:
             case wire.EngineIsReady():
-                self.leader.on_generation(1, (1,))
+                self.leader.on_generation(1, (TRAINER,))
             case wire.StepReport(metrics=metrics):
-                self.points.append(
-                    (time.monotonic(), (self.points[-1][1] if self.points else 0) + int(metrics["trained_tokens"]))
-                )
+                before = self.points[-1][1] if self.points else 0
+                self.points.append((time.monotonic(), before + int(metrics["trained_tokens"])))
             case wire.TrainingFinished():
                 self.done.set()
 
@@ -168,10 +112,14 @@ class TrainRun:
                 self.node.on_message(order)
             case wire.FromReplica(rank=rank, message=answer):
                 self.leader.on_reply(rank, answer)
+            case wire.SnapshotStored():
+                self.leader.on_snapshot_stored(message)
+            case wire.KeepSnapshot():
+                self.node.keeper.keep(message)
             case wire.Publish():
                 self.node.on_publish(message)
 
-    async def run(self, batches: list[wire.Batch]) -> None:
+    async def run(self, batches: Sequence[wire.Batch]) -> None:
         """Train every batch once."""
         task = asyncio.create_task(self.leader.run())
         for batch in batches:
@@ -182,77 +130,53 @@ class TrainRun:
         await self.node.stop()
 
 
-def child(part: str, config: RunConfig, payload: Path) -> float:
-    """Run one of the bare loops in a separate process; returns its rate."""
-    argv = [sys.executable, str(Path(__file__).with_name("bare.py")), part, config.model_dump_json(), str(payload)]
-    output = subprocess.run(
-        argv, check=True, env=engine_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ).stdout
-    return float(json.loads(output.splitlines()[-1])["tokens_per_s"])
+def once(config: RunConfig, folder: Path, batches: int) -> dict[str, tuple[float, float]]:
+    """Tokens per second of rollout and of training: (through the loop, bare)."""
 
+    def bare(part: str, payload: Any) -> float:
+        """One of the bare loops in a process of its own, which releases its memory."""
+        path = folder / part
+        path.write_bytes(msgspec.msgpack.encode(payload))
+        return float(child("-m", "bench.bare", part, config.model_dump_json(), str(path)))
 
-def once(config: RunConfig, folder: Path, batches: int) -> tuple[float, float, float, float]:
-    """(loop rollout, direct vLLM, loop training, bare Megatron), tokens per second."""
     run = RunDir.create(folder, "loop")
     rollout = RolloutRun(config, run)
     asyncio.run(rollout.run(batches))
-    requests = [
-        (request, rollout.lengths[rid]) for rid, request in rollout.requests.items() if rollout.lengths.get(rid)
-    ]
-    (folder / "requests").write_bytes(Codec(Any).encode([[r.prompt, n, r.temperature] for r, n in requests]))
-    direct = child("vllm", config, folder / "requests")
+    requests = [(request, rollout.lengths.get(rid)) for rid, request in rollout.requests.items()]
+    direct = bare("vllm", [(request.prompt, length, request.temperature) for request, length in requests if length])
 
-    async def train() -> TrainRun:
+    async def train() -> Rates:
         training = TrainRun(config, run)
-        await training.run(sorted(rollout.batches, key=lambda b: b.step))
-        return training
+        await training.run(sorted(rollout.batches, key=lambda batch: batch.step))
+        return training.points
 
-    training = asyncio.run(train())
-    (folder / "batches").write_bytes(Codec(Any).encode(rollout.batches))
-    bare = child("megatron", config, folder / "batches")
-    return rate(rollout.points), direct, rate(training.points), bare
+    trained = rate(asyncio.run(train()))
+    return {"rollout": (rate(rollout.points), direct), "training": (trained, bare("megatron", rollout.batches))}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--batches", type=int, default=40)
-    parser.add_argument("--repeat", type=int, default=3)
-    arguments = parser.parse_args()
-    config = configuration(policy(0), arguments.batches)
+    """Command line."""
+    given = options("loop", __doc__, batches=40, repeat=3)
+    config = configuration(policy(0), given.batches)
     results = []
-    for _ in range(arguments.repeat):
+    for _ in range(given.repeat):
         with tempfile.TemporaryDirectory(prefix="libra-bench-") as folder:
-            results.append(once(config, Path(folder), arguments.batches))
-    columns = list(zip(*results, strict=True))
+            results.append(once(config, Path(folder), given.batches))
     rows = []
-    for name, ours, theirs in (
-        ("rollout, tokens/s", columns[0], columns[1]),
-        ("training, tokens/s", columns[2], columns[3]),
-    ):
+    for name in ("rollout", "training"):
+        ours, theirs = zip(*(result[name] for result in results), strict=True)
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-        rows.append([name, median(ours), median(theirs), median(ratios), f"{min(ratios):.2f}..{max(ratios):.2f}"])
+        rows.append([f"{name}, tokens/s", median(ours), median(theirs), spread(ratios)])
     notes = [
-        (
-            f"{arguments.batches} batches of 64 trajectories, task keychain, 148 k parameters, fp32, one thread an"
-            f" engine; medians of {arguments.repeat} runs."
-        ),
-        (
-            "rollout: leader + agent half + environment host + tools against `add_request` of the same prompts and"
-            " lengths, all at once."
-        ),
-        (
-            "training: train leader + agent half, export of every step, snapshot of every fourth, against mcore's"
-            " schedule and optimizer on the same packs."
-        ),
+        f"{given.batches} batches of 64 trajectories, task keychain, 148 k parameters, fp32, one thread an engine;"
+        f" medians of {given.repeat} runs.",
+        "rollout: leader + agent half + environment host + tools against `add_request` of the same prompts and"
+        " lengths, all at once.",
+        "training: train leader + agent half, export of every step, snapshot of every fourth, against mcore's schedule"
+        " and optimizer on the same packs.",
     ]
-    report(
-        "loop",
-        title="What the loop costs",
-        columns=["", "through the loop", "bare", "ratio (median)", "ratio (range)"],
-        rows=rows,
-        notes=notes,
-        raw=results,
-    )
+    columns = ["", "through the loop", "bare", "ratio, median (range)"]
+    report(given, "What the loop costs", columns=columns, rows=rows, notes=notes, raw=results)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ out. Four ways to run them:
 A restart takes 240 s after the step boundary and loses unfinished trajectories. The last line is the case without
 drift.
 
-    python -m bench.repartition [--seeds 3] [--steps 120] [--work NAME|NAME] [--idle-steps 400] [--jobs 2]
+    python -m bench.repartition [--seeds 3] [--steps 120] [--rows NAME|NAME] [--idle-steps 400] [--jobs 2]
 """
 
 from __future__ import annotations
@@ -20,36 +20,42 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from bench.harness import report
-from bench.replan import Job, means, options_of, play_all, statics
+from bench.harness import cells, options, report
+from bench.replan import Found, Job, named_work, play_all, statics
 from bench.replan_pool import Site
-from bench.replan_rules import SETTINGS, Live, Played, Rule, play
-from bench.replan_tiers import Tiers
-from bench.replan_work import WORKLOADS, drifting, steady
+from bench.replan_rules import SETTINGS, Live, Played, Rule, Tiers, play
+from bench.replan_work import WORKLOADS
 
 FEW = Site(core=(5, 5), model="qwen3-8b", token_s=16 * 0.5e-4)
 """``token_s``: 8.2e9 weights, 6 FLOPs each at half the peak of 4 A800, for 60 % of the groups; sixteen tokens."""
 ALL = replace(FEW, core=(1, 1))
+MIDDLE = FEW.nodes // 2
 MINUTELY = SETTINGS.model_copy(update={"interval_s": 60.0})
 """A third of the evaluations of `bench.replan`."""
+COLUMNS = {
+    "x 1st": "{first:.3f}",
+    "range": "{first_min:.2f}..{first_max:.2f}",
+    "x static": "{static:.3f}",
+    "1st/static": "{first_static:.3f}",
+    "x all hyb.": "{every:.3f}",
+    "starts": "{starts:.1f}",
+    "lost": "{lost:.1%}",
+    "moves": "{moves:.1f}",
+}
 
 
-def compare(job: Job) -> dict[str, Any]:
+def compare(job: Job) -> Found:
     """All ways on one workload and seed."""
     name, seed, steps = job
-    work = drifting(WORKLOADS[name], steps, groups=FEW.prompts, group=FEW.group, seed=seed)
+    work = named_work(name, steps, seed)
 
     def run(rule: Rule, train: int, site: Site = FEW) -> Played:
         return play(site, work, rule=rule, train=train, seed=seed)
 
     fixed = statics(lambda rule, train: run(rule, train, ALL))
     best = min(fixed, key=lambda n: fixed[n].seconds)
-    middle = FEW.nodes // 2
-    one, both, every = (
-        run(Live(MINUTELY, FEW), middle),
-        run(Tiers(MINUTELY, FEW), middle),
-        run(Live(MINUTELY, ALL), middle, ALL),
-    )
+    one, both = run(Live(MINUTELY, FEW), MIDDLE), run(Tiers(MINUTELY, FEW), MIDDLE)
+    every = run(Live(MINUTELY, ALL), MIDDLE, ALL)
     return {
         "best_split": best,
         "static": fixed[best].seconds / both.seconds,
@@ -64,67 +70,23 @@ def compare(job: Job) -> dict[str, Any]:
     }
 
 
-def idle(job: Job) -> dict[str, Any]:
+def idle(job: Job) -> Found:
     """No drift, from an even split."""
     _, seed, steps = job
-    done = play(
-        FEW,
-        drifting(steady, steps, groups=FEW.prompts, group=FEW.group, seed=seed),
-        rule=Tiers(MINUTELY, FEW),
-        train=FEW.nodes // 2,
-        seed=seed,
-    )
-    return {
-        "steps": steps,
-        "starts": len(done.repartitioned),
-        "at": done.repartitioned,
-        "moves": done.moves,
-        "decisions": [d.reason for d in done.decisions],
-    }
+    done = play(FEW, named_work("steady", steps, seed), rule=Tiers(MINUTELY, FEW), train=MIDDLE, seed=seed)
+    return {"words": f"{len(done.repartitioned)} restarts and {done.moves} moves in {steps} steps, from an even split"}
 
 
 def main() -> None:
     """Command line."""
-    options = options_of(__doc__, seeds=3, idle_steps=400)
-    found, quiet = play_all(
-        options, compare, idle=idle, columns=("static", "first", "every"), counts="{starts} restarts, {moves} moves"
-    )
-    lines = []
-    for name, rows in found.items():
-        mean = means(rows)
-        low, high = (pick(row["first"] for row in rows) for pick in (min, max))
-        lines.append(
-            [
-                name,
-                f"{mean['first']:.3f}",
-                f"{low:.2f}..{high:.2f}",
-                f"{mean['static']:.3f}",
-                f"{mean['first_static']:.3f}",
-                f"{mean['every']:.3f}",
-                f"{mean['starts']:.1f}",
-                f"{mean['lost']:.1%}",
-                f"{mean['moves']:.1f}",
-            ]
-        )
-    notes = [
-        f"{options.seeds} seeds, {options.steps} steps, 12 nodes of 4 A800; throughput of both tiers over that of the"
-        " others"
-    ]
+    defaults: dict[str, Any] = {"seeds": 3, "first_seed": 0, "steps": 120, "idle_steps": 400, "jobs": 2}
+    given = options("repartition", __doc__, rows=WORKLOADS, quick=("curriculum",), **defaults)
+    counts = "static {static:.3f}, first {first:.3f}, every {every:.3f}, {starts} restarts, {moves} moves"
+    found, notes = play_all(given, compare, idle=idle, counts=counts)
     notes.append("lost: time in which nothing ran; 1st/static: what the first tier brings with two hybrid nodes")
-    if quiet:
-        notes.append(
-            f"no drift, from an even split: {quiet['starts']} restarts and {quiet['moves']} moves in {quiet['steps']}"
-            " steps"
-        )
-    columns = ("work", "x 1st", "range", "x static", "1st/static", "x all hyb.", "starts", "lost", "moves")
-    report(
-        "repartition",
-        "Both tiers of the planner against the simulator",
-        columns=columns,
-        rows=lines,
-        notes=notes,
-        raw={"work": found, "no drift": quiet},
-    )
+    rows = [[name, *cells(COLUMNS, results)] for name, results in found.items()]
+    title = "Both tiers of the planner against the simulator"
+    report(given, title, columns=["work", *COLUMNS], rows=rows, notes=notes, raw=found)
 
 
 if __name__ == "__main__":

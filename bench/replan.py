@@ -1,30 +1,28 @@
-"""The live planner in the simulator: drifting workloads on 48 A800, against static splits, verl's rule and a
-clairvoyant.
+"""The live planner in the simulator: drifting workloads on 48 A800, against static splits, verl's rule, a clairvoyant.
 
 Workloads that drift and workloads that jump for a while (`bench.replan_work`). Every rule gets the same trajectories
 and pays for its moves. The planner starts from an even split.
 
 - ``x static``: against the best static split in hindsight; ``from it``: the planner starts from that one.
 - ``x verl``: against verl's rule, at the better of that number of training nodes and one more.
-- ``x clairvoyant``: against the better of two schedules computed from the static runs.
+- ``x clairv.``: against the better of two schedules computed from the static runs.
+- ``clairv./static``: what re-planning can bring at all; ``lost``: node time between order and work in the new role.
 
 The last line is the case without drift.
 
-    python -m bench.replan [--seeds 3] [--steps 120] [--work NAME|NAME] [--idle-steps 1000] [--jobs 2] [--quick]
+    python -m bench.replan [--seeds 3] [--steps 120] [--rows NAME|NAME] [--idle-steps 1000] [--jobs 2] [--quick]
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from bench.harness import by_work, report
+from bench.harness import Options, by_row, cells, options, report, seeds
 from bench.replan_pool import Site
-from bench.replan_rules import SETTINGS, Live, Played, Rule, Static, clairvoyant, play
-from bench.replan_verl import VerlLike
+from bench.replan_rules import SETTINGS, Live, Played, Rule, Static, VerlLike, clairvoyant, play
 from bench.replan_work import JUMPS, SEGMENT, WORKLOADS, drifting, steady
 from libra_hpc.protocol.trace import TrajectoryRecord
 
@@ -36,10 +34,22 @@ SWITCH_S = 60.0
 to a third of a stage."""
 QUICK = ("curriculum", "jump 10")
 """Rows of ``--quick``: one seed takes a minute of one core."""
+COLUMNS = {
+    "x static": "{static:.3f}",
+    "least": "{static_min:.3f}",
+    "from it": "{from_it:.3f}",
+    "x verl": "{verl:.3f}",
+    "x clairv.": "{clairvoyant:.3f}",
+    "clairv./static": "{clairvoyant_static:.3f}",
+    "moves": "{moves:.1f}",
+    "lost": "{switching:.1%}",
+}
 Job = tuple[str, int, int]
+"""(row, seed, steps)."""
+Found = dict[str, Any]
 
 
-def statics(run: Any) -> dict[int, Played]:
+def statics(run: Callable[[Rule, int], Played]) -> dict[int, Played]:
     """Static splits by number of training nodes."""
     middle = SITE.nodes // 2
     runs = {middle: run(Static(), middle)}
@@ -54,11 +64,11 @@ def statics(run: Any) -> dict[int, Played]:
 
 def named_work(name: str, steps: int, seed: int) -> list[TrajectoryRecord]:
     """A workload by name; that of a jump changes between two batches."""
-    drift, segment = (JUMPS[name], 1) if name in JUMPS else (WORKLOADS[name], SEGMENT)
+    drift, segment = (JUMPS[name], 1) if name in JUMPS else ({**WORKLOADS, "steady": steady}[name], SEGMENT)
     return drifting(drift, steps, groups=SITE.prompts, group=SITE.group, seed=seed, segment=segment)
 
 
-def compare(job: Job) -> dict[str, Any]:
+def compare(job: Job) -> Found:
     """All rules on one workload and seed."""
     name, seed, steps = job
     work = named_work(name, steps, seed)
@@ -82,7 +92,6 @@ def compare(job: Job) -> dict[str, Any]:
         "clairvoyant": ideal.seconds / ours.seconds,
         "clairvoyant_static": fixed[best].seconds / ideal.seconds,
         "moves": ours.moves,
-        "clairvoyant_moves": ideal.moves,
         "switching": ours.switching_s / (SITE.nodes * ours.seconds),
         "seconds": ours.seconds,
         "decisions": [d.reason for d in ours.decisions],
@@ -90,116 +99,54 @@ def compare(job: Job) -> dict[str, Any]:
     }
 
 
-def idle(job: Job) -> dict[str, Any]:
+def idle(job: Job) -> Found:
     """No drift, from the best split: number of moves."""
     _, seed, steps = job
-    probe = drifting(steady, 24, groups=SITE.prompts, group=SITE.group, seed=seed + 500)
+    probe = named_work("steady", 24, seed + 500)
     best = min(range(2, SITE.nodes - 1), key=lambda n: play(SITE, probe, rule=Static(), train=n, seed=seed).seconds)
     rule = Live(SETTINGS, SITE)
-    done = play(
-        SITE,
-        drifting(steady, steps, groups=SITE.prompts, group=SITE.group, seed=seed),
-        rule=rule,
-        train=best,
-        seed=seed,
-    )
+    done = play(SITE, named_work("steady", steps, seed), rule=rule, train=best, seed=seed)
+    words = f"{done.moves} moves in {steps} steps ({done.seconds / 3600.0:.0f} h, {rule.evaluations} evaluations)"
     return {
-        "split": best,
-        "steps": steps,
-        "looks": rule.evaluations,
+        "words": f"{words}, {best} nodes train",
         "moves": done.moves,
-        "hours": done.seconds / 3600.0,
-        "decisions": [d.reason for d in done.decisions],
+        "decisions": [d.reason for d in rule.decisions],
     }
 
 
-def options_of(doc: str | None, seeds: int, idle_steps: int, work: Sequence[str] = ()) -> argparse.Namespace:
-    """The command line of a benchmark on the drifting workloads."""
-    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=seeds)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--work", default="|".join(work or WORKLOADS), help="names separated by |")
-    parser.add_argument("--idle-steps", type=int, default=idle_steps)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="two rows of one seed with 80 steps")
-    options = parser.parse_args()
-    if options.quick:
-        rows = "|".join(name for name in QUICK if name in (work or WORKLOADS))
-        options.seeds, options.steps, options.idle_steps, options.work = 1, 80, 0, rows
-    return options
-
-
 def play_all(
-    options: argparse.Namespace,
-    compare: Callable[[Job], dict[str, Any]],
-    idle: Callable[[Job], dict[str, Any]],
-    columns: Sequence[str],
-    counts: str,
-) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any] | None]:
+    given: Options, compare: Callable[[Job], Found], idle: Callable[[Job], Found], counts: str
+) -> tuple[dict[str, list[Found]], list[str]]:
     """Run every workload and seed, and the case without drift unless ``--idle-steps`` is 0.
 
-    Each row prints ``columns``, then ``counts`` filled in.
+    Returns results by row, and notes. ``counts`` are words about a result.
     """
-    names = [name for name in options.work.split("|") if name]
-    seeds = range(options.first_seed, options.first_seed + options.seeds)
-    jobs = [(name, seed, options.steps) for name in names for seed in seeds]
-    with ProcessPoolExecutor(options.jobs) as pool:
-        still = pool.submit(idle, ("", options.first_seed, options.idle_steps)) if options.idle_steps else None
-        found = by_work(
-            pool, compare, jobs, lambda row: ", ".join([*(f"{k} {row[k]:.3f}" for k in columns), counts.format(**row)])
-        )
-        return found, still.result() if still else None
-
-
-def means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Mean of every numeric column."""
-    return {key: statistics.fmean(row[key] for row in rows) for key in rows[0] if isinstance(rows[0][key], int | float)}
+    if given.quick:
+        given.seeds, given.steps, given.idle_steps = 1, 80, 0
+    jobs = [(name, seed, given.steps) for name in given.rows for seed in seeds(given)]
+    notes = [f"{given.seeds} seeds, {given.steps} steps, 12 nodes of 4 A800; throughput over that of the others"]
+    with ProcessPoolExecutor(given.jobs) as pool:
+        still = pool.submit(idle, ("", given.first_seed, given.idle_steps)) if given.idle_steps else None
+        found = by_row(pool, compare, jobs, lambda result: counts.format(**result))
+        if still:
+            notes.append(f"no drift: {still.result()['words']}")
+    return found, notes
 
 
 def main() -> None:
     """Command line."""
-    options = options_of(__doc__, seeds=3, idle_steps=1000, work=(*WORKLOADS, *JUMPS))
-    columns = ("static", "from_it", "verl", "clairvoyant")
-    found, quiet = play_all(options, compare, idle=idle, columns=columns, counts="{moves} moves")
-    lines = []
-    for name, rows in found.items():
-        mean = means(rows)
-        low = min(row["static"] for row in rows)
-        lines.append(
-            [
-                name,
-                f"{mean['static']:.3f}",
-                f"{low:.3f}",
-                f"{mean['from_it']:.3f}",
-                f"{mean['verl']:.3f}",
-                f"{mean['clairvoyant']:.3f}",
-                f"{mean['clairvoyant_static']:.3f}",
-                f"{mean['moves']:.1f}",
-                f"{mean['switching']:.1%}",
-            ]
-        )
-    notes = [
-        f"{options.seeds} seeds, {options.steps} steps, 12 nodes of 4 A800; goals: x static 1.15, x verl 1.10, x"
-        " clairvoyant 0.95"
-    ]
-    notes.append(
-        "clairv. / static: what re-planning can bring at all; lost: node time between order and work in the new role"
+    every = (*WORKLOADS, *JUMPS)
+    given = options(
+        "replan", __doc__, rows=every, quick=QUICK, seeds=3, first_seed=0, steps=120, idle_steps=1000, jobs=2
     )
-    if quiet:
-        length = f"{quiet['steps']} steps ({quiet['hours']:.0f} h, {quiet['looks']} evaluations)"
-        notes.append(f"no drift: {quiet['moves']} moves in {length}, {quiet['split']} nodes train")
-    every = [row["static"] for rows in found.values() for row in rows]
-    notes.append(f"all rows: x static {statistics.fmean(every):.3f}, least {min(every):.3f}")
-    columns = ("work", "x static", "least", "from it", "x verl", "x clairv.", "clairv./static", "moves", "lost")
-    report(
-        "replan",
-        "The live planner against the simulator",
-        columns=columns,
-        rows=lines,
-        notes=notes,
-        raw={"work": found, "no drift": quiet},
-    )
+    counts = "static {static:.3f}, from_it {from_it:.3f}, verl {verl:.3f}, clairvoyant {clairvoyant:.3f}, {moves} moves"
+    found, notes = play_all(given, compare, idle=idle, counts=counts)
+    every_seed = [row["static"] for rows in found.values() for row in rows]
+    notes.append("goals: x static 1.15, x verl 1.10, x clairv. 0.95")
+    notes.append(f"all rows: x static {statistics.fmean(every_seed):.3f}, least {min(every_seed):.3f}")
+    rows = [[name, *cells(COLUMNS, results)] for name, results in found.items()]
+    title = "The live planner against the simulator"
+    report(given, title, columns=["work", *COLUMNS], rows=rows, notes=notes, raw=found)
 
 
 if __name__ == "__main__":

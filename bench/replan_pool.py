@@ -15,8 +15,9 @@ noise, and some slow steps.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
+from typing import Any
 
 import msgspec
 
@@ -159,15 +160,10 @@ class ReplanPool:
         self._place(Layout(site.core, ((site.tp, 1),) * (site.nodes - site.core[0])), train, 0.0)
 
     def simulation(
-        self,
-        work: Sequence[TrajectoryRecord],
-        policy: Policy,
-        truth: StepTruth,
-        control: Callable[[Simulation, float], None],
-        control_s: float,
+        self, work: Sequence[TrajectoryRecord], policy: Policy, truth: StepTruth, **control: Any
     ) -> Simulation:
-        """A run on these nodes; ``control`` is called every ``control_s`` seconds, after the nodes advanced."""
-        site = self.site
+        """A run on these nodes; ``control``: the simulation's controller, which calls `advance`, and its period."""
+        site, engines = self.site, self._serving_engines()
         settings = SimSettings(
             batch_groups=site.prompts,
             eta=site.eta,
@@ -177,20 +173,7 @@ class ReplanPool:
             report_s=REPORT_S,
             train_nodes=self.count("train"),
         )
-
-        def step(sim: Simulation, now: float) -> None:
-            self.advance(sim, now)
-            control(sim, now)
-
-        return Simulation(
-            work=work,
-            engines=self._serving_engines(),
-            policy=policy,
-            settings=settings,
-            training=truth,
-            controller=step,
-            controller_s=control_s,
-        )
+        return Simulation(work, engines, policy, settings, training=truth, **control)
 
     def count(self, role: str) -> int:
         """Nodes in a role."""
@@ -255,9 +238,8 @@ class ReplanPool:
             if done:
                 self._moving.remove(node)
                 self._role(node.rank, node.direction.removeprefix("to_"), now)
-                self.switches.append(
-                    SwitchFact(now, "to_train" if node.direction == "to_train" else "to_rollout", now - node.ordered)
-                )
+                is_train, took_s = node.direction == "to_train", now - node.ordered
+                self.switches.append(SwitchFact(now, "to_train" if is_train else "to_rollout", took_s))
 
     def _repartition(self, sim: Simulation, layout: Layout, now: float) -> None:
         if self._back_at == inf and sim.training.idle:

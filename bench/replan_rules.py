@@ -2,8 +2,8 @@
 
 - `Static`: never moves.
 - `Live`: the live `Planner`, with the snapshot of a live run.
-- `replan_tiers.Tiers`: the same with repartitions.
-- `VerlLike` (`replan_verl`): the published adaptive rule of another framework.
+- `Tiers`: the same with repartitions.
+- `VerlLike`: the published adaptive rule of another framework.
 - `Schedule`: moves at stated steps; with `best_schedule` it is the clairvoyant.
 
 The clairvoyant has the step times of every static run. `best_schedule` is the cheapest path through (step, split). It
@@ -15,16 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-from bench.replan_pool import ReplanPool, Site, StepTruth
+from bench.replan_pool import Grouped, Layout, ReplanPool, Site, StepTruth
 from bench.replan_view import View, Watched
+from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.rollout import PlannerSection
+from libra_hpc.config.run import RunConfig
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.step_times.lookup import lookup
+from libra_hpc.planning.live import live_planner
 from libra_hpc.policies.control.decide import MoveOutcome, Planner
+from libra_hpc.policies.control.repartition_choice import EVERY_S
 from libra_hpc.policies.costs.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.policies.costs.rollout_time import RolloutOptions
 from libra_hpc.policies.scheduling.registry import make_policy
@@ -39,6 +44,14 @@ POLICY = "sticky"
 
 SETTINGS = PlannerSection(interval_s=20.0, horizon_s=3600.0, switch_cost_s=60.0, min_dwell_s=60.0)
 """``[planner]`` of these runs: batches take minutes, so interval, horizon and prior cost are those of a large run."""
+RATIO = 0.3
+"""Of `VerlLike`, at the start."""
+LEAST, MOST = 0.02, 0.1
+"""Bounds of a change of the ratio."""
+SWITCHES, SWITCH_S = 3, 10.0
+"""Measured cycles, and seconds of one before the first."""
+PESSIMISTIC = 1000.0
+"""Seconds per sample before a step waited."""
 
 
 class Played(msgspec.Struct, frozen=True):
@@ -107,6 +120,68 @@ class Live:
             pool.order(sim, decision.action, rank, now)
 
 
+class Tiers(Live):
+    """`Live` with repartitions: the site is written as a run file, and the planner is made as in a live run.
+
+    After a proposal the pool stops at the next step boundary and restarts in the new layout, with a new planner. At
+    most one in `EVERY_S`. The simulator's training seconds do not depend on the parallelism within a node: a gain
+    predicted from another TP or PP does not appear.
+    """
+
+    def __init__(self, settings: PlannerSection, site: Site) -> None:
+        self._site, self._config, self._starts = site, run_file(site, settings), 0
+        super().__init__(settings, site, self._begun())
+
+    def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+        """The same; a restart begins with a new planner and its time."""
+        if len(pool.repartitioned) > self._starts:
+            self._starts = len(pool.repartitioned)
+            view.restart(sim)
+            self.planner = self._begun()
+            self.planner.repartition_after = now + EVERY_S
+        super().act(pool, sim, view, now)
+
+    def obey(self, decision: PlanDecision, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+        """Move nodes, or restart all."""
+        if decision.action != "repartition":
+            super().obey(decision, pool, sim=sim, view=view, now=now)
+            return
+        self._config = with_values(self._config, decision.changes)
+        pool.repartition(sim, layout_of(self._config))
+
+    def _begun(self) -> Planner:
+        size = self._site.stands_for
+        return live_planner(self._config, lambda device, shape, tp: Grouped(lookup(device, shape, tp), size))
+
+
+def run_file(site: Site, settings: PlannerSection) -> RunConfig:
+    """The site as a run file."""
+    train, rollout = site.core
+    node = {"gpus": site.tp, "gpu_type": site.device}
+    data: dict[str, Any] = {
+        "slurm": {"device": "cuda"},
+        "model": {"path": site.model},
+        "components": {
+            "train": {"nodes": train, **node},
+            "hybrid": {"nodes": site.nodes - train - rollout, **node},
+            "rollout": {"nodes": rollout, **node},
+        },
+        "algorithm": {"prompts_per_step": site.prompts, "group_size": site.group, "eta": site.eta},
+        "train": {"tp": site.tp, "recompute": True},
+        "rollout": {"tp": site.tp, "max_num_seqs": site.slots, "policy": POLICY, "max_model_len": site.max_model_len},
+        "planner": settings.model_dump(),
+    }
+    return validate(data)
+
+
+def layout_of(config: RunConfig) -> Layout:
+    """Nodes and engines of a run file."""
+    parts = config.components
+    nodes = range(parts.hybrid.nodes + parts.rollout.nodes)
+    engines = tuple(config.rollout.on_node(i) for i in nodes)
+    return Layout((parts.train.nodes, parts.rollout.nodes), engines)
+
+
 class Schedule:
     """``splits[k]`` training nodes for step k, ordered ``lead`` steps before."""
 
@@ -124,6 +199,93 @@ class Schedule:
             pool.order(sim, direction, node.rank, now)
 
 
+class VerlLike:
+    """verl's published adaptive rule for hybrid replicas (`dynamic_schedule`, policy ``default``), on this pool.
+
+    Training always uses the same nodes. Hybrid ones may serve beside the rollout nodes between two steps:
+
+    - Fewer finished samples wait after a step than ratio x samples of a step -> activate. The time of the missing
+      samples must exceed the mean of the last `SWITCHES` measured cycles.
+    - The threshold is reached -> deactivate; the next step waits until all train again.
+    - The trainer waited for samples -> the ratio grows by clip(waited / required, 0.02, 0.1); else it falls by 0.02.
+    - Seconds per sample are those of the last step that waited.
+
+    A sample is a group of trajectories. verl aborts the requests of a leaving replica; here they finish first, as for
+    every rule. In return a switch takes the authors' 10 s, a seventh of a node's move elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self.ratio = RATIO
+        self.cycles: list[float] = []
+        """Seconds of switching, per cycle."""
+        self._per_sample = PESSIMISTIC
+        self._steps = 0
+        self._ready = 0
+        """Samples that were finished when the last step ended."""
+        self._active: list[str] = []
+        self._away = 0
+        """Of these: engines that still finish turns."""
+        self._leaving = False
+        self._asked_at = self._gone_at = 0.0
+
+    def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+        """Activate or deactivate."""
+        stage, required = sim.training, pool.site.prompts
+        surplus = stage.finished - required * len(stage.steps)
+        if self._leaving:
+            self._return(sim, now)
+        elif self._active and surplus >= self.ratio * required and all(name in sim.engines for name in self._active):
+            self._deactivate(sim, now)
+        done = len(stage.steps) - (0 if stage.idle else 1)
+        if done == self._steps:
+            return
+        self._steps = done
+        self._learn(sim, done, required, surplus)
+        gap = self.ratio * required - surplus
+        recent = self.cycles[-SWITCHES:]
+        cost = sum(recent) / len(recent) if recent else SWITCH_S
+        if stage.idle and not self._active and gap > 0.0 and gap * self._per_sample > cost:
+            self._activate(pool, sim)
+
+    def _learn(self, sim: Simulation, done: int, required: int, surplus: int) -> None:
+        """Update ratio and seconds per sample after a step."""
+        steps = sim.training.steps
+        waited = steps[done - 1].start_at - (steps[done - 2].end_at if done > 1 else 0.0)
+        missing = max(0, required - self._ready)
+        self._ready = surplus
+        if missing > 0 and waited > 0.0:
+            self._per_sample = waited / missing
+            self.ratio = min(1.0, self.ratio + min(MOST, max(LEAST, missing / required)))
+        else:
+            self.ratio -= LEAST
+
+    def _activate(self, pool: ReplanPool, sim: Simulation) -> None:
+        sim.hold_training(True)
+        for node in pool.nodes:
+            if node.component == "hybrid" and node.role == "train":
+                for spec in pool.engines(node.rank):
+                    self._active.append(spec.name)
+                    sim.join(spec, SWITCH_S / 2.0)
+
+    def _deactivate(self, sim: Simulation, now: float) -> None:
+        self._leaving, self._asked_at, self._gone_at, self._away = True, now, now, len(self._active)
+
+        def gone() -> None:
+            self._away -= 1
+            self._gone_at = sim.now
+
+        for name in self._active:
+            sim.drain(name, gone)
+
+    def _return(self, sim: Simulation, now: float) -> None:
+        """Train again once the last engine is gone and its memory swapped."""
+        if self._away or now < self._gone_at + SWITCH_S / 2.0:
+            return
+        self._leaving, self._active = False, []
+        self.cycles.append(SWITCH_S / 2.0 + now - self._asked_at)
+        sim.hold_training(False)
+
+
 def play(site: Site, work: Sequence[TrajectoryRecord], rule: Rule, train: int, seed: int) -> Played:
     """Run ``work`` from a split with ``train`` training nodes."""
     pool, truth, watched = ReplanPool(site, train), StepTruth(site, seed), Watched(make_policy(POLICY))
@@ -131,10 +293,11 @@ def play(site: Site, work: Sequence[TrajectoryRecord], rule: Rule, train: int, s
     view = View(pool, watched, truth, steps)
 
     def control(sim: Simulation, now: float) -> None:
+        pool.advance(sim, now)
         view.close_window(sim, now)
         rule.act(pool, sim, view, now)
 
-    result = pool.simulation(work, watched, truth=truth, control=control, control_s=ACT_S).run()
+    result = pool.simulation(work, watched, truth, controller=control, controller_s=ACT_S).run()
     ends = [s.end_at for s in result.steps]
     live = rule if isinstance(rule, Live) else None
     return Played(

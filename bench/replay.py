@@ -13,31 +13,27 @@ import asyncio
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from bench.harness import LocalMesh
+from bench.rollout_side import NODE, RolloutSide
 from libra_hpc.agent.hosting.rollout_service import RolloutService
-from libra_hpc.agent.rollout_node import RolloutNode
 from libra_hpc.config.run import RunConfig
 from libra_hpc.engine.steplog import StepLogHeader, read_steps
 from libra_hpc.errors import OperationError
 from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir, read_lines
-from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.models.step_times.measured import StepPoint
-from libra_hpc.process.agent_folders import make_folders
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.rollout import EngineStats
 from libra_hpc.protocol.trace import TrajectoryRecord
 
-LAYOUT = RankLayout(("planner", "train", "rollout"))
-TRAINER, NODE = 1, 2
 PATIENCE_S = 600.0
 """Longest play, about ten times the longest one of an idle machine."""
+POLL_S = 0.02
 SETTLE_S = 0.3
 """Wait after the last answer for the engines' last reports."""
 
@@ -120,44 +116,40 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Replayer:
+class Replayer(RolloutSide):
     """Construct, `start`, `play` any number of times one after the other, `stop`."""
 
     def __init__(self, setup: Setup, folder: Path) -> None:
         self.setup = setup
         self._folder = folder
-        self._mesh = LocalMesh()
-        self._mesh.handlers = {TRAINER: self._trainer, NODE: self._agent}
-        self._folders = make_folders()
-        run = RunDir.create(folder, "engines")
         config = setup.config(folder / "none", groups=1, group_size=2, open_groups=1, policy="least_loaded")
-        self._context = self._make_context(config, run)
-        self._node = RolloutNode(self._context)
-        self._service: RolloutService | None = None
+        super().__init__(config, RunDir.create(folder, "engines"))
         self._up: dict[str, wire.EngineUp] = {}
         self._stats: dict[str, EngineStats] = {}
-        self._seen: dict[str, int] = {}
         self._work: list[TrajectoryRecord] = []
         self._group_size = 1
         self._asked: dict[str, int] = {}
         self._answers: dict[str, list[tuple[float, float, float, int]]] = {}
-        self._done = asyncio.Event()
         self._plays = 0
 
     async def start(self) -> None:
         """Start the engines; returns when they accept turns."""
-        await self._node.start()
-        began = time.monotonic()
-        while len(self._up) < self.setup.engines:
-            if time.monotonic() - began > PATIENCE_S:
-                raise OperationError(f"the engines did not start in {PATIENCE_S:.0f} s; see {self._context.logs}")
-            await asyncio.sleep(0.05)
+        await self.node.start()
+        await self._until(lambda: len(self._up) == self.setup.engines, "the engines did not start", self.context.logs)
 
     async def stop(self) -> None:
         """End the engines."""
-        await self._node.stop()
-        for folder in self._folders:
+        await self.node.stop()
+        for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)
+
+    async def _until(self, condition: Callable[[], bool], problem: str, where: Path) -> None:
+        """Wait; raises `OperationError` after `PATIENCE_S`."""
+        began = time.monotonic()
+        while not condition():
+            if time.monotonic() - began > PATIENCE_S:
+                raise OperationError(f"{problem} in {PATIENCE_S:.0f} s; see {where}")
+            await asyncio.sleep(POLL_S)
 
     async def play(self, work: list[TrajectoryRecord], policy: str, open_groups: int) -> Played:
         """Run a workload of equally large, contiguous groups, at most ``open_groups`` at once."""
@@ -171,34 +163,31 @@ class Replayer:
         config = self.setup.config(
             path, groups=groups, group_size=self._group_size, open_groups=open_groups, policy=policy, seed=self._plays
         )
-        self._asked, self._answers, self._done = {}, {}, asyncio.Event()
+        self._asked, self._answers, self.batches = {}, {}, []
         before, load = dict(self._stats), os.getloadavg()[0]
-        self._mark_steps()
-        self._service = RolloutService(self._make_context(config, run))
+        seen = {name: len(read_steps(self._log(name))[1]) for name in self._up}
+        self.service = RolloutService(self.mesh.context(NODE, config, run, self.folders))
         for up in self._up.values():
-            self._service.on_message(up)
-        reports = asyncio.create_task(self._service.run())
+            self.service.on_message(up)
+        reports = asyncio.create_task(self.service.run())
         try:
-            await asyncio.wait_for(self._done.wait(), PATIENCE_S)
+            problem = f"a play of {len(work)} trajectories did not end"
+            await self._until(lambda: bool(self.batches), problem, run.path)
             await asyncio.sleep(SETTLE_S)
-        except TimeoutError as error:
-            raise OperationError(
-                f"a play of {len(work)} trajectories did not end in {PATIENCE_S:.0f} s; see {run.path}"
-            ) from error
         finally:
             reports.cancel()
-            await self._service.stop()
-            self._service = None
-        header, steps = self._new_steps()
-        turns, makespan = self._match(run)
+            await self.service.stop()
+            self.service = None
+        found = [read_steps(self._log(name), first) for name, first in seen.items()]
+        turns, makespan_s = self._match(run)
         served = [turn for line in series.trajectories(run) for turn in line["turns"]]
         idle = EngineStats.idle()
         stats = {name: (before.get(name, idle), after) for name, after in self._stats.items()}
         return Played(
-            makespan_s=makespan,
+            makespan_s=makespan_s,
             turns=turns,
-            steps=steps,
-            header=header,
+            steps=[point for _, points in found for point in points],
+            header=found[0][0],
             stats=stats,
             load=load,
             recomputed=sum(turn["recomputed"] for turn in served),
@@ -207,33 +196,23 @@ class Replayer:
 
     # --- messages
 
-    def _trainer(self, message: Any, blob: bytes) -> None:
-        if isinstance(message, wire.WeightsWanted):
-            self._mesh.send(NODE, wire.WeightsCurrent(message.have))
-        elif isinstance(message, wire.Batch):
-            self._done.set()
+    def on_turns(self, message: wire.Turns) -> None:
+        """With the lengths of the workload."""
+        self.node.on_turns(wire.Turns(tuple((name, self._imposed(request)) for name, request in message.items)))
 
-    def _agent(self, message: Any, blob: bytes) -> None:
+    def on_message(self, message: Any) -> None:
+        """Record times and counters."""
         match message:
-            case wire.Turns(items=items):
-                self._node.on_turns(wire.Turns(tuple((name, self._imposed(request)) for name, request in items)))
-                return
-            case wire.WeightsCurrent():
-                self._node.on_current(message)
-                return
             case wire.TurnsDone(items=items):
                 now = time.time()
                 for _, answer in items:
-                    episode = answer.rid.partition(":")[0]
-                    self._answers.setdefault(episode, []).append(
-                        (now, answer.queue_s, answer.run_s, answer.cached_tokens)
-                    )
+                    times = (now, answer.queue_s, answer.run_s, answer.cached_tokens)
+                    self._answers.setdefault(answer.rid.partition(":")[0], []).append(times)
             case wire.EngineLoad(engine=engine, stats=stats):
                 self._stats[engine] = stats
             case wire.EngineUp(engine=engine):
                 self._up[engine] = message
-        if self._service is not None:
-            self._service.on_message(message)
+        super().on_message(message)
 
     def _imposed(self, request: Any) -> Any:
         episode = request.rid.partition(":")[0]
@@ -243,9 +222,7 @@ class Replayer:
     def _spec(self, episode: str) -> TrajectoryRecord:
         index, sample, attempt = map(int, episode.split("."))
         if attempt:
-            raise OperationError(
-                f"trajectory {episode} had to be restarted: what was replayed is not the workload any more"
-            )
+            raise OperationError(f"trajectory {episode} was restarted: what was replayed is not the workload any more")
         return self._work[index * self._group_size + sample]
 
     # --- results
@@ -259,54 +236,20 @@ class Replayer:
         for episode, routed in decisions.items():
             spec, answers = self._spec(episode), self._answers[episode]
             if not len(routed) == len(answers) == len(spec.turns):
-                raise OperationError(
-                    f"trajectory {episode}: {len(routed)} decisions and {len(answers)} answers for {len(spec.turns)}"
-                    " turns"
-                )
+                counts = f"{len(routed)} decisions and {len(answers)} answers for {len(spec.turns)} turns"
+                raise OperationError(f"trajectory {episode}: {counts}")
             for number, (line, (at, queue_s, run_s, cached)) in enumerate(zip(routed, answers, strict=True)):
                 last = number + 1 == len(routed)
                 env_s = 0.0 if last else _ready(routed[number + 1]) - at - spec.turns[number].tool_s
-                turns.append(
-                    TurnTimes(
-                        ready=_ready(line),
-                        sent=line["t"],
-                        answered=at,
-                        queue_s=queue_s,
-                        run_s=run_s,
-                        cached=cached,
-                        engine=line["engine"],
-                        env_s=env_s,
-                    )
-                )
+                times = (_ready(line), line["t"], at, queue_s, run_s)
+                turns.append(TurnTimes(*times, cached=cached, engine=line["engine"], env_s=env_s))
         ends = [line["finished_at"] for line in series.trajectories(run)]
         if len(ends) != len(self._work):
             raise OperationError(f"{len(ends)} trajectories ended, {len(self._work)} were to be played")
         return turns, max(ends) - min(turn.ready for turn in turns)
 
-    def _mark_steps(self) -> None:
-        for name in self._up:
-            self._seen[name] = len(read_steps(self._log(name))[1])
-
-    def _new_steps(self) -> tuple[StepLogHeader, list[StepPoint]]:
-        found = [read_steps(self._log(name), self._seen[name]) for name in self._up]
-        return found[0][0], [point for _, points in found for point in points]
-
     def _log(self, engine: str) -> Path:
-        return self._context.logs / f"{engine}.steps.jsonl"
-
-    def _make_context(self, config: RunConfig, run: RunDir) -> AgentContext:
-        private, shared = self._folders
-        return AgentContext(
-            rank=NODE,
-            layout=LAYOUT,
-            config=config,
-            run=run,
-            attempt=1,
-            send=self._mesh.send,
-            start=wire.Welcome(0, "", 0, ()),
-            private=private,
-            shared_memory=shared,
-        )
+        return self.context.logs / f"{engine}.steps.jsonl"
 
 
 def _ready(decision: dict[str, Any]) -> float:

@@ -6,13 +6,12 @@
 - All policies of a seed get the same trajectories.  Ratios are taken within a seed; their mean has a 95 % interval
   (Student's t over seeds).
 
-    python -m bench.scheduling [--seeds 5] [--trajectories 512] [--work NAME,...] [--policy NAME,...] [--trace FILE ...]
-    [--jobs 2]
+    python -m bench.scheduling [--seeds 5] [--trajectories 512] [--rows NAME|NAME] [--policy NAME,...]
+    [--trace FILE ...] [--jobs 2]
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench.harness import by_work, report
+from bench.harness import by_row, interval, options, report, seeds
 from bench.policies import POLICIES
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.compare import compare
@@ -46,8 +45,8 @@ WORK: dict[str, tuple[str, dict[str, Any]]] = {
     "search, outcomes tell, third epoch": ("search", {"outcome": 1.0, "epochs": 3}),
     "math, siblings tell, third epoch": ("math", {"epochs": 3}),
 }
-T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
-"""Student's t for a two-sided 95 % interval, by number of seeds."""
+COLUMNS = ("work", "policy", "makespan s", "x oracle", "x cmlfq", "p50 s", "p95 s", "moves", "re-pref.", "idle")
+FORMATS = {"p50_s": "{:,.0f}", "p95_s": "{:,.0f}", "moves": "{:,.0f}", "reprefilled": "{:.0%}", "idle": "{:.0%}"}
 
 Row = dict[str, dict[str, float]]
 
@@ -93,69 +92,38 @@ def play(job: tuple[str, int, int, list[str]]) -> Row:
     }
 
 
-def interval(values: Sequence[float]) -> str:
-    """Mean and half the width of its 95 % interval."""
-    if len(values) < 2:
-        return f"{values[0]:.2f}"
-    half = T_95.get(len(values), 1.96) * statistics.stdev(values) / len(values) ** 0.5
-    return f"{statistics.fmean(values):.2f} ±{half:.2f}"
-
-
-def rows_of(rows: Sequence[Row], policies: Sequence[str]) -> list[list[Any]]:
+def lines(name: str, results: Sequence[Row]) -> list[list[str]]:
     """One line per policy, the shortest makespan first."""
-    lines = []
-    for policy in sorted(policies, key=lambda p: statistics.fmean(row[p]["makespan_s"] for row in rows)):
-        mean = {key: statistics.fmean(row[policy][key] for row in rows) for key in rows[0][policy]}
-        against = {
-            other: (
-                interval([row[policy]["makespan_s"] / row[other]["makespan_s"] for row in rows])
-                if other in policies
-                else "-"
-            )
-            for other in ("oracle", "cmlfq")
-        }
-        lines.append(
-            [
-                policy,
-                f"{mean['makespan_s']:,.0f}",
-                against["oracle"],
-                against["cmlfq"],
-                f"{mean['p50_s']:,.0f}",
-                f"{mean['p95_s']:,.0f}",
-                f"{mean['moves']:,.0f}",
-                f"{mean['reprefilled']:.0%}",
-                f"{mean['idle']:.0%}",
-            ]
-        )
-    return lines
+    mean = {
+        policy: {key: statistics.fmean(row[policy][key] for row in results) for key in results[0][policy]}
+        for policy in results[0]
+    }
+
+    def ratio(policy: str, other: str) -> str:
+        if other not in mean:
+            return "-"
+        return interval([row[policy]["makespan_s"] / row[other]["makespan_s"] for row in results])
+
+    ranked = sorted(mean.items(), key=lambda item: item[1]["makespan_s"])
+    return [
+        [name, policy, f"{facts['makespan_s']:,.0f}", ratio(policy, "oracle"), ratio(policy, "cmlfq")]
+        + [form.format(facts[key]) for key, form in FORMATS.items()]
+        for policy, facts in ranked
+    ]
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--trajectories", type=int, default=512)
-    parser.add_argument("--work", default="|".join(WORK), help="names separated by |, or '' for traces alone")
-    parser.add_argument("--policy", default=",".join(POLICIES))
-    parser.add_argument("--trace", action="append", default=[])
-    parser.add_argument("--jobs", type=int, default=2)
-    options = parser.parse_args()
-    policies = list(dict.fromkeys(options.policy.split(",")))
-    names = [name for name in options.work.split("|") if name] + options.trace
-    jobs = [(name, seed, options.trajectories, policies) for name in names for seed in range(options.seeds)]
-    with ProcessPoolExecutor(options.jobs) as pool:
-        found = by_work(
-            pool, play, jobs, lambda row: ", ".join(f"{p} {r['makespan_s']:,.0f} s" for p, r in row.items())
-        )
-    columns = ("policy", "makespan s", "x oracle", "x cmlfq", "p50 s", "p95 s", "moves", "re-pref.", "idle")
-    for name, rows in found.items():
-        label = Path(name).name.split(".")[0] if name in options.trace else name
-        notes = [
-            f"{options.seeds} seeds, {options.trajectories} trajectories, {GPUS} x {DEVICE}, {MODEL}, {BUCKETS}"
-            " repeated"
-        ]
-        slug = "".join(c if c.isalnum() else "_" for c in label)
-        report(f"scheduling_{slug}", label, columns=columns, rows=rows_of(rows, policies), notes=notes, raw=rows)
+    every = ",".join(POLICIES)
+    defaults: dict[str, Any] = {"seeds": 5, "trajectories": 512, "policy": every, "jobs": 2}
+    given = options("scheduling", __doc__, rows=WORK, trace=True, **defaults)
+    policies = list(dict.fromkeys(given.policy.split(",")))
+    jobs = [(name, seed, given.trajectories, policies) for name in given.rows for seed in seeds(given)]
+    with ProcessPoolExecutor(given.jobs) as pool:
+        found = by_row(pool, play, jobs, lambda row: ", ".join(f"{p} {r['makespan_s']:,.0f} s" for p, r in row.items()))
+    rows = [line for name, results in found.items() for line in lines(Path(name).name.split(".")[0], results)]
+    notes = [f"{given.seeds} seeds, {given.trajectories} trajectories, {GPUS} x {DEVICE}, {MODEL}, {BUCKETS} repeated"]
+    report(given, "Policies on simulated engines", columns=COLUMNS, rows=rows, notes=notes, raw=found)
 
 
 if __name__ == "__main__":

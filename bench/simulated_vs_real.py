@@ -1,6 +1,6 @@
 """Predictions of the simulator against real engines, with other lengths and concurrency than it was calibrated on.
 
-    python bench/simulated_vs_real.py [--repeat 3] [--scale 1.0]
+    python -m bench.simulated_vs_real [--repeat 3] [--scale 1.0]
 
 * Two real vLLM engines (tiny model, fp32) with the production leader replay `CALIBRATIONS` and `PREDICTED`.
 * Step times and hops come from the calibrating runs alone; these bracket the predicted ones in batch size and context.
@@ -11,22 +11,17 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import msgspec
 
-from bench.harness import POLICIES, engine_environment, median, report
+from bench.harness import POLICIES, child, median, options, progress, report, spread
 from bench.replay import Played, Replayer, Setup
 from libra_hpc.models.step_times.measured import Calibration, MeasuredTimes, measured_times
 from libra_hpc.policies.scheduling.registry import make_policy
@@ -79,32 +74,31 @@ def make_work(load: Load, seed: int, scale: float = 1.0) -> list[TrajectoryRecor
     half = load.sigma / 2**0.5
 
     def length(middle: float, sigma: float) -> int:
-        return max(2, round(middle * spread(sigma)))
+        return max(2, round(middle * factor(sigma)))
 
-    def spread(sigma: float) -> float:
+    def factor(sigma: float) -> float:
         return min(MOST, rng.lognormvariate(0.0, sigma))
+
+    def turn(number: int, last: bool, typical: float) -> TurnRecord:
+        new = length(load.new, load.sigma) if number else 0
+        tool_s = 0.0 if last else load.tool_s * factor(load.sigma)
+        return tool_turn(new, length(typical * load.generated, half), tool_s, last)
 
     work = []
     for group in range(max(2, round(scale * load.groups))):
-        prompt, typical = length(load.prompt, load.sigma), spread(half)
+        prompt, typical = length(load.prompt, load.sigma), factor(half)
         for sample in range(GROUP_SIZE):
             count = rng.randint(*load.turns)
-            turns = []
-            for number in range(count):
-                last = number + 1 == count
-                new = length(load.new, load.sigma) if number else 0
-                tool_s = 0.0 if last else load.tool_s * spread(load.sigma)
-                turns.append(
-                    TurnRecord(
-                        new_tokens=new,
-                        gen_tokens=length(typical * load.generated, half),
-                        tool=None if last else "tool",
-                        outcome=None if last else "ok",
-                        tool_s=tool_s,
-                    )
-                )
-            work.append(TrajectoryRecord(f"{load.name} {group}", sample, prompt, tuple(turns)))
+            turns = tuple(turn(number, number + 1 == count, typical) for number in range(count))
+            work.append(TrajectoryRecord(f"{load.name} {group}", sample, prompt, turns))
     return work
+
+
+def tool_turn(new: int, generated: int, tool_s: float, last: bool) -> TurnRecord:
+    """A turn that ends with a tool, unless it is the last one."""
+    if last:
+        return TurnRecord(new, generated)
+    return TurnRecord(new, generated, tool="tool", outcome="ok", tool_s=tool_s)
 
 
 class Hops(msgspec.Struct, frozen=True):
@@ -161,10 +155,6 @@ class Simulator(msgspec.Struct, frozen=True):
         )
         return cls(measured_times(calibration, header.tp), hops, limits, setup.engines)
 
-    def facts(self) -> dict[str, Any]:
-        fit = self.times.fit
-        return {"fit": msgspec.to_builtins(fit), "hops": msgspec.to_builtins(self.hops)}
-
     def predict(self, work: list[TrajectoryRecord], policy: str, open_groups: int) -> SimResult:
         """Simulate a workload under a new policy of this name."""
         engines = [EngineSpec(f"r2.{number}", self.times.tp, self.times) for number in range(self.engines)]
@@ -188,29 +178,21 @@ class Pair(msgspec.Struct, frozen=True):
     """Predicted with the step times and hops of the run itself."""
 
 
-def pairs(load: str, policy: str, *, sim: SimResult, own: SimResult, played: Played) -> list[Pair]:
-    """Pair the figures of a real run with those of both simulations."""
-    real = quantiles([turn.latency_s for turn in played.turns])
-    measured = {
-        "makespan s": played.makespan_s,
-        "turn p50 s": real.p50,
-        "turn p95 s": real.p95,
-        "steps": played.total("steps"),
-        "prefilled": played.total("prefill_tokens"),
-        "cached": played.total("cached_tokens"),
-        "preempted": played.total("preemptions"),
-    }
-    return [
-        Pair(load=load, policy=policy, figure=name, predicted=one, real=value, own=its)
-        for (name, value), one, its in zip(measured.items(), figures(sim), figures(own), strict=True)
-    ]
+FIGURES = ("makespan s", "turn p50 s", "turn p95 s", "steps", "prefilled", "cached", "preempted")
 
 
 def figures(sim: SimResult) -> tuple[float, ...]:
-    """Figures of a simulation, in the order of `pairs`."""
+    """Of a simulation, in the order of `FIGURES`."""
     steps = sum(engine.steps for engine in sim.engines)
     counts = (steps, sim.prefilled_tokens, sim.cached_tokens, sim.preemptions)
     return (sim.makespan_s, sim.turn_latency.p50, sim.turn_latency.p95, *map(float, counts))
+
+
+def measured(played: Played) -> tuple[float, ...]:
+    """Of a real run, in the same order."""
+    turns = quantiles([turn.latency_s for turn in played.turns])
+    counts = ("steps", "prefill_tokens", "cached_tokens", "preemptions")
+    return (played.makespan_s, turns.p50, turns.p95, *map(played.total, counts))
 
 
 class Play(msgspec.Struct, frozen=True):
@@ -240,11 +222,8 @@ async def measure(setup: Setup, folder: Path, repeats: int, scale: float) -> lis
         for number, play in enumerate(todo, 1):
             played = await replayer.play(make_work(play.load, play.repeat, scale), play.policy, play.load.open_groups)
             found.append((play, played))
-            words = (
-                f"{number} of {len(todo)}: {play.load.name}, {play.policy}: {played.makespan_s:.2f} s, load"
-                f" {played.load:.1f}"
-            )
-            print(words, file=sys.stderr, flush=True)
+            words = f"{played.makespan_s:.2f} s, load {played.load:.1f}"
+            progress(f"{number} of {len(todo)}: {play.load.name}, {play.policy}: {words}")
     finally:
         await replayer.stop()
     return found
@@ -254,17 +233,15 @@ def compare(done: Sequence[tuple[Play, Played]], setup: Setup, scale: float) -> 
     """Predict the runs of `PREDICTED`; also returns the facts of the calibration."""
     simulated = Simulator.of([played for play, played in done if play.load in CALIBRATIONS], setup)
     found: list[Pair] = []
-    for play, played in done:
-        if play.load in PREDICTED:
-            work = make_work(play.load, play.repeat, scale)
-            own = Simulator.of([played], setup)
-            sim, its = (each.predict(work, play.policy, play.load.open_groups) for each in (simulated, own))
-            found += pairs(play.load.name, play.policy, sim=sim, own=its, played=played)
-    return found, {
-        **simulated.facts(),
-        "header": msgspec.to_builtins(done[0][1].header),
-        "loads": [played.load for _, played in done],
-    }
+    for play, played in [run for run in done if run[0].load in PREDICTED]:
+        work = make_work(play.load, play.repeat, scale)
+        both = (simulated, Simulator.of([played], setup))
+        sim, own = (figures(each.predict(work, play.policy, play.load.open_groups)) for each in both)
+        for name, *values in zip(FIGURES, sim, measured(played), own, strict=True):
+            found.append(Pair(play.load.name, play.policy, name, *values))
+    facts = {"fit": msgspec.to_builtins(simulated.times.fit), "hops": msgspec.to_builtins(simulated.hops)}
+    header, loads = msgspec.to_builtins(done[0][1].header), [played.load for _, played in done]
+    return found, {**facts, "header": header, "loads": loads}
 
 
 def ratio(predicted: float, real: float) -> float:
@@ -273,93 +250,72 @@ def ratio(predicted: float, real: float) -> float:
 
 
 def rows(found: Sequence[Pair]) -> list[list[Any]]:
-    """The table: medians over the repeats, and the range of the ratio."""
-    out: list[list[Any]] = []
-    for key in dict.fromkeys((pair.load, pair.policy, pair.figure) for pair in found):
-        same = [pair for pair in found if (pair.load, pair.policy, pair.figure) == key]
-        every = [ratio(pair.predicted, pair.real) for pair in same]
-        own = median([ratio(pair.own, pair.real) for pair in same])
-        spread = f"{min(every):.2f}..{max(every):.2f}"
-        out.append(
-            [
-                "  ".join(key),
-                median([p.predicted for p in same]),
-                median([p.real for p in same]),
-                median(every),
-                spread,
-                own,
-            ]
-        )
-    return out
-
-
-def ranking(found: Sequence[Pair]) -> list[list[Any]]:
-    """Rows with the makespan of the second policy over that of the first."""
+    """Medians over the repeats, and the range of the ratio; then makespans of the second policy over the first's."""
+    lines: dict[str, list[Pair]] = {}
+    for pair in found:
+        lines.setdefault(f"{pair.load}  {pair.policy}  {pair.figure}", []).append(pair)
     first, second = SCHEDULERS
-    spans = [pair for pair in found if pair.figure == "makespan s"]
-    out: list[list[Any]] = []
     for load in PREDICTED:
-        ones, others = (
-            [pair for pair in spans if (pair.load, pair.policy) == (load.name, policy)] for policy in SCHEDULERS
-        )
-        predicted, real, own = (
-            [getattr(b, f) / getattr(a, f) for a, b in zip(ones, others, strict=True)]
-            for f in ("predicted", "real", "own")
-        )
-        every = [a / b for a, b in zip(predicted, real, strict=True)]
-        owns = median([a / b for a, b in zip(own, real, strict=True)])
-        spread = f"{min(every):.2f}..{max(every):.2f}"
-        out.append([f"{load.name}  {second} / {first}", median(predicted), median(real), median(every), spread, owns])
-    return out
+        ones, others = (lines.get(f"{load.name}  {policy}  makespan s", []) for policy in SCHEDULERS)
+        for a, b in zip(ones, others, strict=True):
+            values = (b.predicted / a.predicted, b.real / a.real, b.own / a.own)
+            name = f"{load.name}  {second} / {first}"
+            lines.setdefault(name, []).append(Pair(load.name, second, "ratio", *values))
+    return [
+        [
+            name,
+            median([pair.predicted for pair in same]),
+            median([pair.real for pair in same]),
+            spread([ratio(pair.predicted, pair.real) for pair in same]),
+            median([ratio(pair.own, pair.real) for pair in same]),
+        ]
+        for name, same in lines.items()
+    ]
 
 
 def model(folder: Path = POLICIES / f"simulated-{LAYERS}x{HIDDEN}") -> Path:
     """The model's folder, made once; its weights are random, since lengths are set by the workload."""
     if not (folder / "config.json").exists():
-        code = (
-            "import sys, torch; from transformers import Qwen2Config, Qwen2ForCausalLM; from libra_hpc.tasks.policy"
-            " import write_tokenizer\ntorch.manual_seed(0);"
-            f" write_tokenizer(sys.argv[1])\nQwen2ForCausalLM(Qwen2Config(vocab_size=128, hidden_size={HIDDEN},"
-            f" intermediate_size={4 * HIDDEN}, num_hidden_layers={LAYERS}, num_attention_heads={HIDDEN // 64},"
-            " num_key_value_heads=2, max_position_embeddings=4096,"
-            " tie_word_embeddings=False)).save_pretrained(sys.argv[1])"
-        )
-        subprocess.run(
-            [sys.executable, "-c", code, str(folder)], check=True, env=engine_environment(), stdout=subprocess.DEVNULL
-        )
+        child("-m", "bench.simulated_vs_real", "--make-model", str(folder))
     return folder
 
 
+def make_model(folder: Path) -> None:
+    """In a process of its own, because torch's threads would disturb the measurement."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from libra_hpc.tasks.policy import write_tokenizer
+
+    torch.manual_seed(0)
+    write_tokenizer(folder)
+    sizes: dict[str, Any] = {"vocab_size": 128, "hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN}
+    sizes |= {"num_hidden_layers": LAYERS, "num_attention_heads": HIDDEN // 64, "num_key_value_heads": 2}
+    config = Qwen2Config(max_position_embeddings=4096, tie_word_embeddings=False, **sizes)
+    Qwen2ForCausalLM(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    print(0)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--scale", type=float, default=1.0, help="of the number of groups")
-    arguments = parser.parse_args()
+    """Command line."""
+    given = options("simulated_vs_real", __doc__, repeat=3, scale=1.0, make_model="")
+    if given.make_model:
+        make_model(Path(given.make_model))
+        return
     setup = Setup(model=model())
     with tempfile.TemporaryDirectory(prefix="libra-simulated-") as folder:
-        done = asyncio.run(measure(setup, Path(folder), arguments.repeat, arguments.scale))
-    found, facts = compare(done, setup, arguments.scale)
-    columns = ["workload, policy, figure", "predicted", "real", "ratio (median)", "range", "own steps"]
-    words = [
-        (
-            f"{setup.engines} vLLM engines, {LAYERS} layers x {HIDDEN}, fp32, one thread each; medians of"
-            f" {arguments.repeat} repeats."
-        ),
-        (
-            f"One calibration on {len(CALIBRATIONS) * arguments.repeat} other runs between those predicted.  The last"
-            " rows are ratios of makespans."
-        ),
+        done = asyncio.run(measure(setup, Path(folder), given.repeat, given.scale))
+    found, facts = compare(done, setup, given.scale)
+    notes = [
+        f"{setup.engines} vLLM engines, {LAYERS} layers x {HIDDEN}, fp32, one thread each; medians of {given.repeat}"
+        " repeats.",
+        f"One calibration on {len(CALIBRATIONS) * given.repeat} other runs between those predicted.  The last rows are"
+        " ratios of makespans.",
         "Load averages at the starts of all runs: " + ", ".join(f"{load:.1f}" for load in facts["loads"]) + ".",
     ]
-    table = [*rows(found), *ranking(found)]
-    report(
-        "simulated_vs_real",
-        title="Simulator against real engines",
-        columns=columns,
-        rows=table,
-        notes=words,
-        raw={"pairs": msgspec.to_builtins(found), "calibration": facts},
-    )
+    columns = ["workload, policy, figure", "predicted", "real", "ratio, median (range)", "own steps"]
+    raw = {"pairs": msgspec.to_builtins(found), "calibration": facts}
+    report(given, "Simulator against real engines", columns=columns, rows=rows(found), notes=notes, raw=raw)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,11 @@ Drafts come from vLLM's own classes. The suffix tree needs the package ``arctic-
 left out. *Siblings*: all other trajectories of the prompt are known, as for the last one of a group. vLLM's n-gram
 drafts have no such source; here the siblings stand in front of the context.
 
-    python -m bench.speculation runs.jsonl [--k 2 4 8] [--longest] [--json out.json]
+    python -m bench.speculation --trace runs.jsonl [--k 2,4,8] [--longest] [--json out.json]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
@@ -25,13 +22,10 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
+from bench.harness import options, progress, report
 from libra_hpc.protocol.trace import TurnRecord
 
-KS = (2, 4, 8)
 NGRAM = (2, 5)
 """Tokens of the shortest and longest match."""
 TREE_DEPTH = 24
@@ -208,40 +202,30 @@ def rows(
     for method, make in drafts.items():
         for siblings in (False, True) if grouped else (False,):
             for k in ks:
-                print(f"{method}, siblings: {siblings}, k = {k} ...", file=sys.stderr, flush=True)
+                progress(f"{method}, siblings: {siblings}, k = {k} ...")
                 counts = measure(streams, k, make, siblings=siblings, longest=longest)
                 found.append({"draft": method, "siblings": siblings, "k": k, **counts.row()})
     return found
 
 
+COLUMNS = ("draft", "siblings", "k", "steps", "with draft", "drafted", "accepted", "of drafted")
+LINE = "{steps:,} {with_draft:.0%} {drafted:.2f} {accepted:.2f} {acceptance:.0%}"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.speculation")
-    parser.add_argument("trace", type=Path, help="JSON lines of a trace, each with its tokens")
-    parser.add_argument("--k", type=int, nargs="+", default=list(KS), help="most tokens of a draft")
-    parser.add_argument("--longest", action="store_true", help="replay only the longest trajectory of each group")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    args = parser.parse_args()
+    """Command line."""
+    given = options("speculation", __doc__, trace=True, k=[2, 4, 8], longest=False)
+    if not given.trace:
+        given.error("--trace FILE is needed: JSON lines of a trace, each with its tokens")
     drafts = dict(DRAFTS)
     if not find_spec("arctic_inference"):
         del drafts["suffix"]
-        print("arctic-inference is not installed: no rows for the suffix tree.", file=sys.stderr)
-    found = rows(read(args.trace), args.k, args.longest, drafts)
-    table = Table("draft", "siblings", "k", "steps", "with draft", "drafted", "accepted", "of drafted", box=box.SIMPLE)
-    for row in found:
-        table.add_row(
-            row["draft"],
-            "yes" if row["siblings"] else "no",
-            str(row["k"]),
-            f"{row['steps']:,}",
-            f"{row['with_draft']:.0%}",
-            f"{row['drafted']:.2f}",
-            f"{row['accepted']:.2f}",
-            f"{row['acceptance']:.0%}",
-        )
-    Console(width=80).print(table)
-    print("drafted, accepted: tokens per decode step")
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        progress("arctic-inference is not installed: no rows for the suffix tree")
+    streams = [stream for path in given.trace for stream in read(Path(path))]
+    found = rows(streams, given.k, given.longest, drafts)
+    lines = [[row["draft"], "yes" if row["siblings"] else "no", row["k"], *LINE.format(**row).split()] for row in found]
+    notes = ["drafted, accepted: tokens per decode step"]
+    report(given, "Accepted drafts", columns=COLUMNS, rows=lines, notes=notes, raw=found)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,18 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench import ablation
-from bench.ablation import SCHEDULER_ROWS, Ablation, fleet_of, table
+from bench.ablation import SCHEDULER_ROWS, Ablation, fleet_of, lines
 from bench.ablation_parts import PLANNER, SCHEDULER
 from bench.fleets_rows import ROWS, setting_of
+from bench.harness import WIDTH
 from libra_hpc import compiled
+
+from .inline import Inline
 
 CASE = ("r2e", "mix")
 TARGETS = """
@@ -29,15 +30,6 @@ for name, replaced in {**SCHEDULER, **PLANNER}.items():
 """
 
 
-class Inline(Executor):
-    """Runs at once, in this process."""
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(fn(*args, **kwargs))
-        return done
-
-
 def test_every_mechanism_can_be_switched_off_and_comes_back() -> None:
     subprocess.run([sys.executable, "-c", TARGETS], check=True, env=os.environ | {compiled.INTERPRETED: "1"})
 
@@ -47,8 +39,8 @@ def test_documents_take_longer_when_samples_start_anywhere(tmp_path: Path) -> No
     command = [sys.executable, "-m", "bench.ablation", "--quick", "--seeds", "1", "--json", str(found)]
     command += ["--rows", "documents", "--only", "beside a sibling|forgetting"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    cells = json.loads(found.read_text())["cells"]
+    assert max(map(len, done.stdout.splitlines())) <= WIDTH
+    cells = json.loads(found.read_text())["raw"]
     assert all(cell["mean"] > 10.0 for cell in cells if cell["off"] == "beside a sibling")
 
 
@@ -76,14 +68,14 @@ def test_what_decides_alike_on_two_seeds_is_not_run_again(monkeypatch: pytest.Mo
     assert done.cell(CASE, "same").mean == 0.0
     assert done.cell(CASE, "worse").mean == pytest.approx(10.9, abs=0.1)
     assert done.cell(CASE, "worse").seeds == 4
-    assert table(done, [CASE], ["same", "worse"]).row_count == 2
+    assert [line[0] for line in lines(done, [CASE], ["same", "worse"])] == ["worse", "same"]
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULER_ROWS if name in ROWS])
 def test_all_engines_of_a_row_use_its_gpus(name: str) -> None:
     row = setting_of(name)
     for engines in SCHEDULER_ROWS[name][0]:
-        assert sum(part.tp * part.count for part in fleet_of(name, row, engines)) == row.pools[0][1]
+        assert sum(part.tp * part.engines for part in fleet_of(name, row, engines)) == row.pools[0][1]
 
 
 def test_names_are_of_one_part_only() -> None:

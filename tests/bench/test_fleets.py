@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import Executor, Future
-from typing import Any
 
 import pytest
 
 from bench import fleets_rows, fleets_search
-from bench.fleets import judge, tables
+from bench.fleets import judge, lines
 from bench.fleets_rows import ROWS, Setting, bounds, engines_of, fleets_of, proposals, work
 from bench.fleets_search import Contestant, Effort, Search, parameters_of, seconds
 
+from .inline import Inline
+
 SMALL = Setting(pools=(("a800", 16),), trajectories=32)
 QUICK = Effort(choosing=(1_000,), reporting=(0,), pairs=2, tuned=1, finalists=1, reported=1)
-
-
-class Inline(Executor):
-    """Runs at once, in this process."""
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(fn(*args, **kwargs))
-        return done
 
 
 @pytest.fixture
@@ -40,8 +31,8 @@ def test_all_fleets_have_all_gpus_in_whole_nodes(row: Setting) -> None:
     for fleet in fleets:
         for pool, (_, gpus) in enumerate(row.pools):
             parts = [part for part in fleet if part.pool == pool]
-            assert sum(part.tp * part.count for part in parts) == gpus
-            assert all(part.tp * part.count % fleets_rows.NODE == 0 for part in parts)
+            assert sum(part.tp * part.engines for part in parts) == gpus
+            assert all(part.tp * part.engines % fleets_rows.NODE == 0 for part in parts)
 
 
 def test_degrees_that_cannot_hold_the_longest_context_are_no_fleets() -> None:
@@ -53,7 +44,7 @@ def test_the_planner_looks_at_every_degree_and_uses_whole_nodes(small: str) -> N
     options = proposals(SMALL, work(small, 1_000)[1], fleets_rows.MAX_CONTEXT)
     assert {option.fleet[0].tp for option in options if not option.mixed} == {1, 2, 4, 8}
     for option in options:
-        assert sum(part.tp * part.count for part in option.fleet) == 16
+        assert sum(part.tp * part.engines for part in option.fleet) == 16
 
 
 def test_a_slow_node_slows_the_engines_on_its_gpus() -> None:
@@ -137,4 +128,4 @@ def test_the_judge_reports_ours_the_opponent_and_what_was_replaced(small: str, m
     row = judge(Inline(), small, QUICK)
     assert row["found"]["ours"]["x"] == pytest.approx(1.5)
     assert set(row["found"]) == {"ours", "forecast", "admission", "fleet", "both", "opponent", "opponent, no admission"}
-    assert [table.row_count for table in tables([row])] == [1, 1]
+    assert [[line[0] for line in table] for table in lines([row])] == [["small"], ["small"]]

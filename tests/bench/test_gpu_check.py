@@ -11,9 +11,18 @@ import pytest
 
 import bench.gpu_check as check
 from bench.gpu_check_run import LARGEST_GAP, RunRecords
-from bench.gpu_check_setting import SMALLER, TINY, Figure, Figures, Setting, core_memory, listed_name
-from bench.gpu_check_steps import MEASURES, measure_of
-from bench.gpu_check_switch import Round, show
+from bench.gpu_check_steps import (
+    MEASURES,
+    SMALLER,
+    TINY,
+    Figure,
+    Figures,
+    Setting,
+    core_memory,
+    listed_name,
+    measure_of,
+)
+from bench.gpu_check_switch import FIRST, HELD, LATER, show
 from libra_hpc.errors import UserError
 from libra_hpc.models.devices import device
 from libra_hpc.models.memory import memory_limit
@@ -121,30 +130,16 @@ def test_the_largest_model_that_fits_is_measured() -> None:
     assert setting.shape(device("a800")) == SMALLER[0]
     with pytest.raises(UserError, match=r"--model = 'qwen3-8b': training has no room, .* GB over"):
         msgspec.structs.replace(setting, model="qwen3-8b").shape(device("a800"))
-    assert memory_limit(core_memory(TINY, SETTING.hardware(), max(SETTING.packs)), SETTING.hardware()) is None
+    assert memory_limit(core_memory(TINY, SETTING.hardware(), max(SETTING.sizes.packs)), SETTING.hardware()) is None
 
 
-def test_a_switch_is_the_sum_of_its_parts(tmp_path: Path) -> None:
-    one = Round(
-        engine_frees_s=1.0,
-        replica_joins_s=2.0,
-        first_step_s=6.0,
-        later_step_s=3.0,
-        training_bytes=30_000_000_000,
-        standby_bytes=6_000_000_000,
-        replica_frees_s=0.5,
-        engine_wakes_s=0.25,
-        checked_s=4.0,
-        applied_s=8.0,
-    )
+def test_a_switch_shows_medians_and_the_first_step_over_a_later_one(tmp_path: Path) -> None:
     figures = Figures(tmp_path / "f")
-    show([one, one], weight_bytes=8_000_000_000, predicted_bytes=24e9, figures=figures)
+    rounds = [{"switch to training, s": s, FIRST: 2.0 * s, LATER: s, HELD: 24.0} for s in (1.0, 3.0, 9.0)]
+    show(rounds, predicted_bytes=24e9, figures=figures)
     found = {figure.what: figure for figure in figures.read()}
-    assert found["switch to training, s"].measured == 3.0
-    assert found["switch to rollout, s"].measured == 12.75
-    assert found["  first step after it over a later one"].measured == 2.0
-    held = found["memory that training holds and standby frees, GB"]
-    assert held.measured == held.predicted == 24.0
+    assert [figure.measured for figure in found.values()] == [3.0, 2.0, 24.0]
+    assert found[HELD].predicted == 24.0
 
 
 def test_a_run_is_right_only_with_all_steps_close_probabilities_and_new_weights() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from bench.live_figures import Figures, Line, by_phase, figures, moved, step_ms, table
-from bench.live_policies import ENGINES, order, overrides
+from bench.harness import by_turns
+from bench.live_policies import BATCH, ENGINES, Line, by_phase, figures, moved, overrides, step_ms, table
 from bench.live_task import HeldKeyChain
 from libra_hpc.config.load import apply_override, validate
 from libra_hpc.errors import OperationError
@@ -45,17 +45,17 @@ def test_figures_of_two_batches() -> None:
         line(2, 200.0, 202.0, "b"),
         line(3, 200.0, 201.0, "b"),
     ]
-    found = figures("p", seed=7, phase="x", lines=lines, prompts=2)
-    assert (found.batches, found.batch_s, found.p50_s, found.p99_s) == (2, 3.0, 2.0, 3.5)
-    assert found.tokens_per_s == pytest.approx(6 * 3 / 6.0)
-    assert (found.moves, found.reprefilled, found.turns) == (0.5, 6.5, 3.0)
-    assert found.shares == {"a": 0.5, "b": 0.5}
-    assert found.reward == 0.75
+    found = figures(lines, prompts=2, engines={"a": 1, "b": 2})
+    assert (found[BATCH], found["completion p50, s"], found["completion p99, s"]) == (3.0, 2.0, 3.5)
+    assert found["tokens/s"] == pytest.approx(6 * 3 / 6.0)
+    assert [found[f"{what} per batch"] for what in ("moves", "re-prefilled", "turns")] == [0.5, 6.5, 3.0]
+    assert [found[f"share of turns at TP={tp}"] for tp in (1, 2)] == [0.5, 0.5]
+    assert found["reward"] == 0.75
 
 
 def test_nothing_to_say_is_an_error() -> None:
-    with pytest.raises(OperationError, match="p, seed 7: no trajectory of phase 'x'"):
-        figures("p", seed=7, phase="x", lines=[], prompts=2)
+    with pytest.raises(OperationError, match="phase x: no trajectory"):
+        figures([], prompts=2, engines=ENGINES, name="phase x")
 
 
 def test_phases_go_without_their_first_batches() -> None:
@@ -75,49 +75,25 @@ def test_steps_with_prefill_do_not_count() -> None:
     assert step_ms(points) == pytest.approx(3.0)
 
 
-def one(policy: str, seed: int, **changes: Any) -> Figures:
-    values: dict[str, Any] = {
-        "batches": 1,
-        "batch_s": 1.0,
-        "p50_s": 1.0,
-        "p95_s": 1.0,
-        "p99_s": 1.0,
-        "tokens_per_s": 1.0,
-        "moves": 0.0,
-        "reprefilled": 0.0,
-        "turns": 1.0,
-        "shares": {"r2.0": 1.0},
-        "reward": 1.0,
-    }
-    return Figures(policy=policy, seed=seed, phase="x", **{**values, **changes})
-
-
 def test_ratios_are_taken_within_a_seed() -> None:
     times = {("a", 0): 1.0, ("b", 0): 2.0, ("a", 1): 30.0, ("b", 1): 20.0, ("a", 2): 4.0, ("b", 2): 4.0}
-    rows = table([one(policy, seed, batch_s=seconds) for (policy, seed), seconds in times.items()], ["a", "b"], ENGINES)
-    cells = {row[0]: row[1:] for row in rows}
-    assert cells["x  rollout of a batch, s"] == [4.0, 4.0, "1.00 (0.50..1.50)"]
-    assert cells["x  moves per batch"] == [0.0, 0.0, "-"], "a ratio to nothing is none"
-    assert cells["x  share of turns at TP=1"] == [1.0, 1.0, "1.00 (1.00..1.00)"]
-    assert cells["x  share of turns at TP=2"] == [0.0, 0.0, "-"]
+    rows = table({key: {"x": {"seconds": seconds, "moves": 0.0}} for key, seconds in times.items()}, ["a", "b"])
+    assert rows[0] == ["x  seconds", 4.0, 4.0, "1.00 (0.50..1.50)"]
+    assert rows[1] == ["x  moves", 0.0, 0.0, "-"], "a ratio to nothing is none"
 
 
 def test_the_policies_take_turns() -> None:
-    assert [order(["a", "b", "c"], turn) for turn in range(3)] == [["a", "b", "c"], ["c", "b", "a"], ["a", "b", "c"]]
+    assert "".join(policy for _, policy in by_turns(range(3), "abc")) == "abccbaabc"
 
 
 def test_the_run_is_the_quickstart_with_two_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.live_policies.policy", lambda seed: tmp_path / "policy")
     data: dict[str, Any] = {"task": {"options": {"drift_at": 0.4}}}
-    for override in overrides("least_loaded", 3, 25, tmp_path):
-        apply_override(data, override)
+    for key, value in overrides("least_loaded", 3, 25, tmp_path).items():
+        apply_override(data, f"{key}={value}")
     config = validate(data)
-    assert (config.rollout.tp, config.rollout.policy, config.run.seed, config.run.steps) == (
-        [1, 2],
-        "least_loaded",
-        3,
-        25,
-    )
+    assert (config.rollout.tp, config.rollout.policy) == ([1, 2], "least_loaded")
+    assert (config.run.seed, config.run.steps) == (3, 25)
     assert config.components.rollout.nodes == len(ENGINES)
     assert config.task.options == {"drift_at": 0.4, "gate": str(tmp_path / "gate")}
     check_task(config.task.name)

@@ -6,9 +6,19 @@ import msgspec
 import pytest
 
 from bench.replan_pool import Grouped, Layout, ReplanPool, Site, StepTruth
-from bench.replan_rules import SETTINGS, Live, Played, Schedule, Static, best_schedule, play
-from bench.replan_tiers import Tiers, layout_of, run_file
-from bench.replan_verl import VerlLike
+from bench.replan_rules import (
+    SETTINGS,
+    Live,
+    Played,
+    Schedule,
+    Static,
+    Tiers,
+    VerlLike,
+    best_schedule,
+    layout_of,
+    play,
+    run_file,
+)
 from bench.replan_view import View
 from bench.replan_work import (
     DOUBLING,

@@ -1,0 +1,64 @@
+"""The harness: command lines, lines of a table, and the JSON file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.harness import WIDTH, cells, interval, options, rate, report, seeds, spread
+
+ROWS = ("short", "long, cold")
+
+
+def test_rows_are_all_those_of_quick_or_those_named_and_a_trace_stands_alone(tmp_path: Path) -> None:
+    (tmp_path / "trace").touch()
+
+    def rows(*arguments: str) -> list[str]:
+        found: list[str] = options("x", "Doc.", rows=ROWS, quick=ROWS[:1], trace=True, arguments=arguments).rows
+        return found
+
+    assert rows() == list(ROWS)
+    assert rows("--quick") == ["short"]
+    assert rows("--rows", "long, cold") == ["long, cold"]
+    assert rows("--trace", str(tmp_path / "trace")) == [str(tmp_path / "trace")]
+
+
+def test_an_option_has_the_type_of_its_default() -> None:
+    arguments = ["--seeds", "2", "--clock", "CPU", "--caches", "8,9", "--deep", "--scale", "0.5"]
+    given = options(
+        "x", "", arguments=arguments, seeds=3, first_seed=7, clock=("wall", "CPU"), caches=[48], deep=False, scale=1.0
+    )
+    assert (given.clock, given.caches, given.deep, given.scale) == ("CPU", [8, 9], True, 0.5)
+    assert list(seeds(given)) == [7, 8]
+
+
+@pytest.mark.parametrize("arguments", [["--rows", "luck"], ["--seeds", "0"]])
+def test_a_wrong_option_ends_the_command_with_what_is_valid(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        options("x", "", rows=ROWS, seeds=3, arguments=arguments)
+    assert "valid: short, long, cold" in (error := capsys.readouterr().err) or "--seeds must be at least 1" in error
+
+
+def test_a_line_has_means_and_ranges_of_the_results() -> None:
+    results = [{"x": 1.0, "moves": 2, "decisions": []}, {"x": 2.0, "moves": 3, "decisions": []}]
+    assert cells({"x": "{x:.2f} ({x_min:.0f}..{x_max:.0f})", "moves": "{moves:.1f}"}, results) == ["1.50 (1..2)", "2.5"]
+    assert spread([2.0, 1.0, 4.0]) == "2.00 (1.00..4.00)"
+    assert [interval(values) for values in ([1.0], [1.0, 1.2])] == ["1.00", "1.10 ±1.27"]
+
+
+def test_a_rate_leaves_out_start_and_end() -> None:
+    assert rate([(0.0, 0), (50.0, 10), (51.0, 50), (52.0, 90), (99.0, 100)]) == pytest.approx(40.0)
+
+
+def test_the_report_is_a_table_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = options("x", "", arguments=["--json", str(tmp_path / "new" / "x.json")])
+    report(given, "Title", columns=["row", "s"], rows=[["short", 1.23456]], notes=["a " * 90], raw={"short": [1.23456]})
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert any(line.split() == ["short", "1.23"] for line in lines)
+    written = json.loads((tmp_path / "new" / "x.json").read_text())
+    assert (written["benchmark"], written["raw"]) == ("x", {"short": [1.23456]})
