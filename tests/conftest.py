@@ -1,7 +1,9 @@
-"""Shared by the whole suite: one embedded cluster, started when the first test asks for it."""
+"""Shared by the whole suite: tests that are coroutines, and one embedded cluster, started when a test asks for it."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import shutil
 import tempfile
@@ -27,6 +29,16 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """`make test` runs the tests on the cluster, which are those with this mark, in a process of their own."""
     if "cluster" in getattr(item, "fixturenames", ()):
         item.add_marker(pytest.mark.cluster)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine runs in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(pyfuncitem.obj(**arguments))
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,370 @@
+"""A rollout leader between scripted engines and a scripted environment host."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.protocol import Decision, Finished, Policy, TurnView
+from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
+from libra_hpc.protocol.env import (
+    CloseEpisode,
+    EpisodeFailed,
+    EpisodeOpened,
+    EpisodeStepped,
+    HostReady,
+    OpenEpisode,
+    Signal,
+    StepEpisode,
+)
+from libra_hpc.protocol.mesh import Batch, EngineUp, Turns
+from libra_hpc.protocol.rollout import Abort, EngineReady, EngineStats, Generate, Generated
+from libra_hpc.rollout.rollout_leader import RolloutLeader
+from libra_hpc.rollout.run_lines import TrajectoryEnd, decision_line, trace_line
+from libra_hpc.rollout.trajectory import Trajectory
+
+STOP = 9
+TRAIN_LEADER = 1
+Broken = Callable[[Any], str | None]
+"""What an environment answers a message with instead: the error, if any."""
+
+
+class Emptiest:
+    """First come, first served, to the engine with the fewest tokens in flight."""
+
+    name = "emptiest"
+
+    def __init__(self) -> None:
+        self.learned: list[Finished] = []
+        self.given_up: list[str] = []
+
+    def key(self, turn: TurnView, now: float) -> float:
+        return turn.ready_at
+
+    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+        free = [engine for bucket in board.classes if (engine := bucket.least())]
+        if not free:
+            return Decision(engine="", priority=0, level=0, template="all full", numbers={})
+        best = min(free, key=lambda engine: engine.inflight_tokens)
+        return Decision(
+            engine=best.engine,
+            priority=3,
+            level=best.level,
+            template="{tokens:.0f} tokens at {engine}",
+            numbers={"tokens": best.inflight_tokens, "engine": best.engine},
+        )
+
+    def finished(self, record: Finished, now: float) -> None:
+        self.learned.append(record)
+
+    def forget(self, trajectory: str) -> None:
+        self.given_up.append(trajectory)
+
+
+def generated(
+    rid: str, tokens: list[int], *, finish: str, logprobs: list[float] | None = None, versions: Any = None
+) -> Generated:
+    """An engine's answer without times; by default sampled at -1 under version 0."""
+    return Generated(
+        rid=rid,
+        tokens=pack_i32(tokens),
+        logprobs=pack_f32([-1.0] * len(tokens) if logprobs is None else logprobs),
+        finish=finish,
+        versions=(((0, len(tokens)),) if tokens else ()) if versions is None else versions,
+        cached_tokens=0,
+        queue_s=0.0,
+        run_s=0.0,
+    )
+
+
+def engine_stats(*, generated: int, prefilled: int, steps: int) -> EngineStats:
+    """The counters of an engine with four running turns that fill a quarter of its KV cache."""
+    return EngineStats(
+        version=0,
+        running=4,
+        waiting=0,
+        kv_use=0.25,
+        generated_tokens=generated,
+        prefill_tokens=prefilled,
+        cached_tokens=0,
+        preemptions=0,
+        steps=steps,
+        busy_s=0.1,
+    )
+
+
+class Plant:
+    """Engines answer each turn with [7, 8, STOP]; an episode ends after ``turns`` turns with reward 1 for even
+    samples."""
+
+    def __init__(
+        self,
+        *,
+        eta: int = 0,
+        steps: int = 4,
+        turns: int = 2,
+        engines: int = 2,
+        max_model_len: int = 1000,
+        in_order: bool = False,
+        policy: Policy | None = None,
+        prompts: int = 2,
+        group: int = 2,
+        broken: Broken = lambda message: None,
+    ) -> None:
+        self.now, self.cut = 1000.0, max_model_len < 100
+        self.broken = broken
+        self.engines: dict[str, int] = {}
+        self.inbox: list[tuple[str, Generate]] = []
+        self.aborts: list[tuple[str, Abort]] = []
+        self.host: list[Any] = []
+        self.batches: list[Batch] = []
+        self.sent: list[Any] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.lines: list[dict[str, Any]] = []
+        self.ended: list[Trajectory] = []
+        self.decisions: list[dict[str, Any]] = []
+        self.turns, self.version, self.tool = turns, 0, 5
+        self.steps_of: dict[str, int] = {}
+        self.finished: list[str] = []
+        algorithm = {
+            "prompts_per_step": prompts,
+            "group_size": group,
+            "eta": eta,
+            "batch_order": "data" if in_order else "finish",
+        }
+        sections: dict[str, dict[str, Any]] = {
+            "run": {"steps": steps},
+            "task": {"name": "toy"},
+            "algorithm": algorithm,
+            "rollout": {"max_model_len": max_model_len, "max_inflight": 4},
+        }
+        # Not validated: some plants are smaller than a run file may ask for.
+        plain = RunConfig()
+        config = plain.model_copy(
+            update={name: getattr(plain, name).model_copy(update=values) for name, values in sections.items()}
+        )
+        self.leader = RolloutLeader(
+            config=config,
+            rank=5,
+            policy=policy or Emptiest(),
+            send=self.send,
+            train_leader=TRAIN_LEADER,
+            to_host=lambda _, m: self.host.append(m),
+            ended=self.on_ended,
+            routed=lambda routed: self.decisions.append(decision_line(routed)),
+            log=lambda kind, **fields: self.events.append((kind, fields)),
+            clock=lambda: self.now,
+        )
+        self.start_engines = engines
+
+    def start(
+        self,
+        low: int = 0,
+        extra: tuple[int, ...] = (),
+        step: int = 0,
+        recovered: Mapping[int, list[Trajectory]] | None = None,
+    ) -> Plant:
+        self.version = step
+        self.leader.on_position(step, low, extra, recovered)
+        self.host_up()
+        for i in range(self.start_engines):
+            self.up(f"e{i}", rank=3 + i)
+        return self
+
+    # --- what the leader sends
+
+    def on_ended(self, ended: TrajectoryEnd) -> None:
+        self.lines.append(trace_line(ended))
+        self.ended.append(ended.trajectory)
+
+    def send(self, rank: int, message: Any) -> None:
+        assert wire.mesh.decode(wire.mesh.encode(message)) == message, "it survives the way there"
+        self.sent.append(message)
+        if isinstance(message, Turns):
+            self.inbox += [(engine, item) for engine, item in message.items if isinstance(item, Generate)]
+            self.aborts += [(engine, item) for engine, item in message.items if isinstance(item, Abort)]
+        elif isinstance(message, Batch):
+            assert rank == TRAIN_LEADER
+            self.batches.append(message)
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+    def kinds(self, kind: str) -> list[dict[str, Any]]:
+        return [fields for name, fields in self.events if name == kind]
+
+    def sizes(self) -> list[int]:
+        """Samples of each group of the first batch."""
+        return [len(group.samples) for group in self.batches[0].groups]
+
+    def samples(self) -> list[Any]:
+        """Those of the first batch."""
+        return [sample for group in self.batches[0].groups for sample in group.samples]
+
+    # --- engines
+
+    def up(self, name: str, rank: int, tp: int = 1) -> None:
+        self.engines[name] = self.version
+        ready = EngineReady(version=self.version, tp=tp, max_model_len=1000, kv_tokens=10000, start_s=0.0)
+        self.leader.on_engine_up(EngineUp(rank, name, ready))
+
+    def down(self, name: str) -> None:
+        del self.engines[name]
+        self.inbox = [(engine, request) for engine, request in self.inbox if engine != name]
+        self.leader.on_engine_down(name, "killed")
+
+    def answer(self, engine: str, request: Generate, tokens: list[int], finish: str = "stop", **fields: Any) -> None:
+        """Whatever else is in the engine, this turn leaves it."""
+        self.inbox = [item for item in self.inbox if item[1] is not request]
+        self.leader.on_turns_done(((engine, generated(request.rid, tokens, finish=finish, **fields)),))
+
+    def serve(self, count: int = 1000, pick: random.Random | None = None) -> None:
+        for _ in range(min(count, len(self.inbox))):
+            engine, request = self.inbox[pick.randrange(len(self.inbox)) if pick else 0]
+            tokens = [7, 8, STOP][: request.max_tokens]
+            self.answer(
+                engine,
+                request,
+                tokens,
+                "stop" if STOP in tokens else "length",
+                logprobs=[-1.0, -2.0, -3.0][: request.max_tokens],
+                versions=((self.engines[engine], len(tokens)),),
+            )
+
+    async def rebalance(self) -> None:
+        """Let the dispatcher ask for moves now."""
+        self.leader._turns._queue._rebalance_at = 0.0
+        self.leader.report()
+        await self.settle()
+
+    # --- the environment host
+
+    def host_up(self, step_timeout_s: float | None = None) -> None:
+        self.leader.on_host(0, HostReady("toy") if step_timeout_s is None else HostReady("toy", step_timeout_s))
+
+    def kill_host(self) -> None:
+        """The next one is there at once."""
+        self.host.clear()
+        self.leader.on_host_down(0, "killed")
+        self.host_up()
+
+    def open_episode(self, message: OpenEpisode, tokens: list[int], max_tokens: int = 4) -> None:
+        self.leader.on_host(
+            0,
+            EpisodeOpened(
+                episode=message.episode,
+                prompt_id=f"p{message.index}",
+                tokens=pack_i32(tokens),
+                max_tokens=max_tokens,
+                stop_ids=(STOP,),
+            ),
+        )
+
+    def end_step(
+        self,
+        message: StepEpisode,
+        tokens: list[int] | None = None,
+        *,
+        done: bool = True,
+        reward: float = 1.0,
+        info: dict[str, float] | None = None,
+        signal: Signal | None = None,
+    ) -> None:
+        stepped = EpisodeStepped(
+            episode=message.episode,
+            tokens=pack_i32(tokens or []),
+            signal=signal,
+            done=done,
+            reward=reward,
+            info=info or {},
+        )
+        self.leader.on_host(0, stepped)
+
+    def take_step(self) -> StepEpisode:
+        """The one step that the host is asked for; the host will not answer it by itself."""
+        (step,) = [m for m in self.host if isinstance(m, StepEpisode)]
+        self.host.remove(step)
+        return step
+
+    def environment(self) -> None:
+        pending, self.host = self.host, []
+        for message in pending:
+            error = self.broken(message)
+            if error is not None:
+                self.leader.on_host(0, EpisodeFailed(message.episode, error))
+                continue
+            match message:
+                case OpenEpisode(episode=episode, index=index):
+                    self.steps_of[episode] = 0
+                    self.open_episode(message, [1, 2, index])
+                case StepEpisode(episode=episode, tokens=tokens):
+                    assert unpack_i32(tokens)[-1] == STOP or self.cut
+                    self.steps_of[episode] += 1
+                    done = self.steps_of[episode] >= self.turns
+                    reward = float(int(episode.split(".")[1]) % 2 == 0)
+                    signal = Signal("tool", "ok", 1, 0.01, exit_code=1, passed=None if done else 3)
+                    answer, info = ([], {"solved": reward}) if done else ([self.tool], {})
+                    self.end_step(message, answer, done=done, reward=reward, info=info, signal=signal)
+                    if done:
+                        self.finished.append(episode)
+                case CloseEpisode():
+                    pass
+
+    # --- time
+
+    async def settle(self) -> None:
+        for _ in range(5):
+            self.environment()
+            await asyncio.sleep(0)
+
+    async def run(self, until: Callable[[], object], pick: random.Random | None = None) -> None:
+        for _ in range(5000):
+            self.environment()
+            await asyncio.sleep(0)
+            if until():
+                return
+            self.serve(2 if pick else 1000, pick)
+        raise AssertionError("never happened")
+
+    async def batch(self, count: int = 1, pick: random.Random | None = None) -> Batch:
+        """The batch of that number in this start, counted from 1."""
+        await self.run(lambda: len(self.batches) >= count, pick)
+        return self.batches[count - 1]
+
+    async def pass_time(self, seconds: float, until: Callable[[], object] = lambda: False) -> None:
+        """A second a round, in which everything that can go on goes on."""
+        end = self.now + seconds
+        while self.now < end and not until():
+            self.leader.report()
+            for _ in range(6):
+                self.environment()
+                await asyncio.sleep(0)
+                self.serve()
+            self.now += 1.0
+
+    async def batch_within(self, seconds: float, count: int = 1) -> Batch:
+        await self.pass_time(seconds, lambda: len(self.batches) >= count)
+        return self.batches[count - 1]
+
+    def watch_after(self, seconds: float) -> None:
+        self.now += seconds
+        self.leader.watch()
+
+    def commit(self, batch: Batch) -> None:
+        self.version = batch.step
+        self.leader.on_committed(tuple(group.index for group in batch.groups))
+        for engine in self.engines:
+            self.engines[engine] = self.version
+            self.leader.on_engine_version(engine, self.version)
+
+
+async def sampling(turns_at_engines: int = 1, **options: Any) -> Plant:
+    """A plant whose first turns wait at their engines."""
+    plant = Plant(**options).start()
+    await plant.run(lambda: len(plant.inbox) >= turns_at_engines)
+    return plant

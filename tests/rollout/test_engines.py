@@ -1,0 +1,240 @@
+"""Engines that die, come late, stand still, are drained or give a turn away: no trajectory is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import pytest
+
+from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.protocol import Decision, TurnView
+from libra_hpc.policies.scheduling.turn_migration import Move, Running
+from libra_hpc.protocol.codec import pack_f32, unpack_i32
+from libra_hpc.protocol.mesh import Turns, TurnsDrained
+from tests.rollout.plant import STOP, Emptiest, Plant, engine_stats, sampling
+
+ALL_ONCE = ["0.0.0", "0.1.0", "1.0.0", "1.1.0"]
+"""Every trajectory of the first batch, none of them sampled again."""
+
+
+class Moving(Emptiest):
+    """Everything starts at ``e0``; the first turn that is seen to have generated ``after`` tokens there goes on at
+    ``e1``."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.after = after
+        self.moved: list[Move] = []
+
+    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+        there = any(move.trajectory == turn.trajectory for move in self.moved)
+        return Decision(
+            engine="e1" if there else "e0", priority=0, level=0, template="moved" if there else "first", numbers={}
+        )
+
+    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
+        far = [run for run in running if run.generated >= self.after and not self.moved]
+        numbers = dict.fromkeys(("remaining", "generated", "context", "left_s", "saves_s"), 1.0)
+        self.moved += [
+            Move(
+                trajectory=run.turn.trajectory,
+                turns=run.turn.turns,
+                source=run.turn.engine,
+                target="e1",
+                numbers=numbers | {"source": "e0", "engine": "e1"},
+            )
+            for run in far[:1]
+        ]
+        return self.moved[-1:] if far else []
+
+
+async def test_a_killed_engine_loses_no_trajectory() -> None:
+    plant = await sampling()
+    held = [request for engine, request in plant.inbox if engine == "e0"]
+    assert held
+    plant.down("e0")
+    await plant.batch()
+    assert plant.leader.resubmitted == len(held) == len(plant.kinds("resubmitted"))
+    assert sorted(plant.finished) == ALL_ONCE, "finished once each, from where they were"
+
+
+async def test_all_engines_gone_waits_and_goes_on() -> None:
+    plant = await sampling(engines=1)
+    plant.down("e0")
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not plant.inbox
+    assert plant.leader.report().paused == "No engine accepts turns."
+    plant.up("e9", rank=3)
+    plant.leader.on_host_down(0, "killed")
+    assert plant.leader.report().paused == "Environment host 0 is not ready."
+    plant.host_up()
+    assert plant.leader.report().paused == ""
+    await plant.batch()
+
+
+async def test_an_engine_that_comes_up_again_unannounced_loses_no_turn() -> None:
+    plant = await sampling(engines=1)
+    held = len(plant.inbox)
+    plant.inbox.clear()
+    plant.up("e0", rank=3)
+    await plant.batch()
+    assert plant.leader.resubmitted == held
+
+
+async def test_an_engine_behind_in_weights_gets_no_turns_until_it_caught_up() -> None:
+    plant = Plant(steps=2).start()
+    plant.commit(await plant.batch())
+    plant.version = 0
+    plant.up("late", rank=9)
+    await plant.run(lambda: plant.inbox)
+    await plant.settle()
+    assert "late" not in {engine for engine, _ in plant.inbox}
+    plant.serve(1)
+    plant.leader.on_engine_version("late", 1)
+    plant.engines["late"] = 1
+    await plant.settle()
+    assert "late" in {engine for engine, _ in plant.inbox}
+
+
+async def test_an_aborted_turn_goes_on_from_its_partial_output() -> None:
+    plant = Plant(turns=1, engines=1).start()
+    await plant.run(lambda: plant.inbox and not plant.host)
+    engine, request = plant.inbox[0]
+    plant.answer(engine, request, [7], "abort")
+    await asyncio.sleep(0)
+    again = next(r for _, r in plant.inbox if r.rid.split(":")[0] == request.rid.split(":")[0])
+    assert unpack_i32(again.prompt) == [*unpack_i32(request.prompt), 7]
+    assert again.max_tokens == request.max_tokens - 1
+
+
+async def test_a_running_turn_is_moved_and_its_record_is_complete() -> None:
+    policy = Moving(after=2)
+    plant = await sampling(4, turns=1, policy=policy)
+    await plant.settle()
+    assert not plant.aborts, "nothing is known of its progress yet"
+    plant.leader.on_engine_load("e0", engine_stats(generated=8, prefilled=12, steps=2))
+    await plant.rebalance()
+    ((engine, abort),) = plant.aborts
+    request = next(r for _, r in plant.inbox if r.rid == abort.rid)
+    episode = policy.moved[0].trajectory
+    assert (engine, request.rid.split(":")[0]) == ("e0", episode)
+    assert [(kind, fields["engine"], fields["to"]) for kind, fields in plant.events] == [
+        ("turn_interrupted", "e0", "e1")
+    ]
+    plant.answer("e0", request, [7], "abort")
+    await plant.settle()
+    ((_, again),) = [(e, r) for e, r in plant.inbox if e == "e1"]
+    assert unpack_i32(again.prompt) == [*unpack_i32(request.prompt), 7]
+    assert again.max_tokens == request.max_tokens - 1
+    plant.answer("e1", again, [8, STOP], logprobs=[-2.0, -3.0], versions=((0, 1), (1, 1)))
+    batch = await plant.batch()
+    index, number = (int(part) for part in episode.split(".")[:2])
+    sample = next(group for group in batch.groups if group.index == index).samples[number]
+    assert unpack_i32(sample.tokens) == [1, 2, index, 7, 8, STOP]
+    assert sample.logprobs == pack_f32([0, 0, 0, -1, -2, -3])
+    assert list(sample.loss_mask) == [0, 0, 0, 1, 1, 1]
+    line = next(line for line in plant.lines if (line["index"], line["sample"]) == (index, number))
+    assert (line["versions"], line["turns"][0]["gen_tokens"]) == ([(0, 2), (1, 1)], 3)
+    first, second = [d for d in plant.decisions if d["trajectory"] == episode]
+    assert first["engine"] == "e0"
+    assert [second[name] for name in ("engine", "from", "turn", "reason")] == ["e1", "e0", 0, "moved"]
+    assert plant.leader.resubmitted == 0, "nothing went wrong"
+
+
+async def test_a_turn_that_ends_before_its_interruption_arrives_is_taken_as_it_is() -> None:
+    plant = await sampling(4, policy=Moving(after=0))
+    await plant.rebalance()
+    await plant.batch()
+    assert len(plant.aborts) == 1
+    assert sorted(plant.finished) == ALL_ONCE
+    assert all(len(sample.tokens) == 10 * 4 for sample in plant.samples())
+
+
+async def test_draining_answers_once_the_last_turn_is_back() -> None:
+    plant = await sampling()
+    before = len(plant.sent)
+    plant.leader.on_drain(3)
+    assert not plant.of(TurnsDrained)
+    plant.serve()
+    assert [m.rank for m in plant.of(TurnsDrained)] == [3]
+    await plant.batch()
+    assert {engine for m in plant.sent[before:] if isinstance(m, Turns) for engine, _ in m.items} == {"e1"}
+
+
+async def test_a_drained_node_whose_last_turns_are_dropped_is_reported_and_generates_for_nobody() -> None:
+    plant = await sampling(4, turns=3, engines=1)
+    plant.serve()
+    await plant.settle()
+    assert len(plant.inbox) == 4
+    plant.leader.on_drain(3)
+    plant.tool = 6
+    plant.kill_host()
+    await plant.settle()
+    assert [m.rank for m in plant.of(TurnsDrained)] == [3], "replays failed, and nothing of the node counts"
+    assert {(engine, abort.rid) for engine, abort in plant.aborts} == {(e, request.rid) for e, request in plant.inbox}
+    plant.serve()
+    assert len(plant.of(TurnsDrained)) == 1
+
+
+async def test_a_turn_past_half_of_its_deadline_is_logged_as_slow_once() -> None:
+    plant = await sampling(4)
+    plant.now += 10.0
+    plant.serve(3)
+    await plant.settle()
+    plant.leader.watch()
+    assert not plant.kinds("slow")
+    plant.watch_after(45.0)
+    plant.leader.watch()
+    (slow,) = plant.kinds("slow")
+    engine, _ = plant.inbox[0]
+    assert slow == {"part": f"engine {engine}", "reason": "The turn has not ended after 55 s (limit 100 s)."}
+    assert not plant.aborts
+    plant.down(engine)
+    plant.leader.watch()
+    assert len(plant.kinds("slow")) == 1
+
+
+@pytest.mark.parametrize("partial", [None, [], [7]])
+async def test_a_turn_that_its_engine_never_ends_is_sent_again_with_what_it_has(partial: list[int] | None) -> None:
+    plant = await sampling(4, turns=1)
+    stuck = [item for item in plant.inbox if item[0] == "e0"]
+    plant.inbox = [item for item in plant.inbox if item[0] == "e1"]
+    plant.serve()
+    await plant.settle()
+    plant.watch_after(59.0)
+    assert not plant.aborts
+    plant.watch_after(842.0)
+    assert [(engine, abort.rid) for engine, abort in plant.aborts] == [(e, request.rid) for e, request in stuck]
+    for engine, request in stuck if partial is not None else ():
+        plant.answer(engine, request, partial or [], "abort")
+    plant.leader.on_engine_load("e0", engine_stats(generated=8, prefilled=12, steps=2))
+    plant.watch_after(61.0)
+    await plant.settle()
+    assert {tuple(unpack_i32(request.prompt)[3:]) for _, request in plant.inbox} == {tuple(partial or ())}
+    assert [event["reason"] for event in plant.kinds("resubmitted")] == ["turn overdue"] * 2
+    assert plant.leader.resubmitted == 2
+    await plant.batch()
+    assert plant.sizes() == [2, 2]
+    assert not plant.kinds("trajectory_failed")
+
+
+async def test_a_turn_that_is_overdue_three_times_with_nothing_generated_is_a_failed_attempt() -> None:
+    plant = Plant(turns=1, engines=1, prompts=1, group=1).start()
+    for count in range(3):
+        await plant.settle()
+        assert len(plant.inbox) == count + 1
+        plant.watch_after(901.0)
+        plant.leader.watch()
+        assert (len(plant.aborts), len(plant.kinds("resubmitted"))) == (count + 1, count)
+        plant.leader.discount(30.0)
+        plant.watch_after(89.0)
+        assert len(plant.kinds("resubmitted")) == count
+        plant.watch_after(2.0)
+    (failed,) = plant.kinds("trajectory_failed")
+    assert (failed["failure"], failed["given_up"]) == ("timeout", False)
+    plant.serve()
+    assert not plant.finished, "late answers find nothing"
+    await plant.batch_within(20)
+    assert plant.sizes() == [1]

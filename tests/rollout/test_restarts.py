@@ -1,0 +1,108 @@
+"""A restart of the rollout leader goes on with the trajectories that are there and samples only the rest."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from libra_hpc.protocol.codec import unpack_i32
+from libra_hpc.protocol.mesh import Batch
+from libra_hpc.rollout.recovery.recovered import SavedTrajectory, Start, TrainedPrompts, drop_reason, gather
+from libra_hpc.rollout.trajectory import Trajectory
+from libra_hpc.train_leader.train_leader import DataOrder
+from tests.rollout.plant import Plant
+
+
+async def test_a_resumed_run_skips_what_is_trained() -> None:
+    batch = await Plant().start(low=2, extra=(3, 4), step=2).batch()
+    assert batch.step == 3
+    assert sorted(g.index for g in batch.groups) == [2, 5]
+
+
+async def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest() -> None:
+    """All ranks restart many times, from the last step or the one before.
+
+    Recovered trajectories go through their records, as in the recovery log.
+    """
+    total = Counter[str]()
+    for seed in range(12):
+        pick = random.Random(seed)
+        eta, in_order, steps = seed % 3, seed % 2 == 1, 9
+        starts, found, batches = [Start(0, "same")], list[tuple[int, SavedTrajectory]](), dict[int, Batch]()
+        step = 0
+        while step < steps:
+            trained = DataOrder()
+            for at in range(1, step + 1):
+                trained.trained(group.index for group in batches[at].groups)
+            position = TrainedPrompts(step, trained.low, frozenset(trained.extra))
+            number = len(starts) - 1
+            recovered = gather(
+                (record, drop_reason(record, start, starts, position=position, eta=eta)) for start, record in found
+            )
+            begun_before = {
+                t: t.context.tobytes() for members in recovered.groups.values() for t in members if t.place != "done"
+            }
+            plant = Plant(eta=eta, steps=steps, in_order=in_order)
+            plant.start(trained.low, tuple(trained.extra), step, recovered.groups)
+            begun, last = step, min(steps, step + pick.randrange(1, 4))
+            while step < last:
+                batch = await plant.batch(step - begun + 1, pick)
+                assert batch.step == step + 1
+                assert batch.stats.staleness_max <= eta
+                assert batch.stats.trajectories == 4
+                batches[batch.step] = batch
+                plant.commit(batch)
+                step += 1
+                await plant.settle()
+                plant.serve(pick.randrange(20), pick)
+                await plant.settle()
+            groups = {g.index: {s.uid: s for s in g.samples} for batch in plant.batches for g in batch.groups}
+            for index, members in recovered.groups.items():
+                for member in members:
+                    if member in begun_before:
+                        total["gone on with"] += index in groups
+                        if index in groups:
+                            assert groups[index][f"{index}.{member.sample}"].tokens.startswith(begun_before[member])
+                        continue
+                    assert f"{index}.{member.sample}.0" not in plant.steps_of, "it is not sampled again"
+                    if index in groups:
+                        assert groups[index][f"{index}.{member.sample}"].tokens == member.context.tobytes()
+                    total["recovered"] += 1
+            assert not plant.kinds("experience_refused")
+            assert len({(line["index"], line["sample"]) for line in plant.lines}) == len(plant.lines)
+            # A start may end with or without notice.
+            unfinished = plant.leader.unfinished() if pick.random() < 0.7 else []
+            found += [(number, SavedTrajectory.of(trajectory)) for trajectory in (*plant.ended, *unfinished)]
+            step = max(begun, step - pick.randrange(2)) if step < steps else step
+            starts.append(Start(step, "same"))
+        assert sorted(group.index for batch in batches.values() for group in batch.groups) == list(range(2 * steps))
+    assert total["recovered"] > 100
+    assert total["gone on with"] > 20
+
+
+async def test_a_batch_recovered_whole_needs_no_turn_and_waits_for_the_engines() -> None:
+    first = Plant(eta=1).start()
+    await first.run(lambda: len(first.ended) == 8)
+    recovered: dict[int, list[Trajectory]] = {}
+    for trajectory in first.ended:
+        recovered.setdefault(trajectory.index, []).append(trajectory)
+    plant = Plant(eta=1, engines=0).start(recovered=recovered)
+    await plant.settle()
+    assert not plant.batches, "the trainers may not be there yet"
+    plant.up("e0", rank=3)
+    await plant.settle()
+    assert [batch.step for batch in plant.batches] == [1, 2]
+    assert [[g.index for g in batch.groups] for batch in plant.batches] == [[0, 1], [2, 3]]
+    assert not plant.inbox
+    assert plant.lines == [], "an earlier start has written them"
+    plant.commit(plant.batches[0])
+    await plant.run(lambda: plant.inbox)
+    assert {unpack_i32(request.prompt)[2] for _, request in plant.inbox} == {4, 5}
+
+
+async def test_what_comes_too_late_for_the_bound_is_sampled_again() -> None:
+    first = Plant().start()
+    await first.run(lambda: len(first.ended) == 4)
+    plant = Plant().start(step=1, recovered={0: first.ended[:2]})
+    assert (await plant.batch()).stats.staleness_max == 0.0
+    assert plant.events == [("experience_refused", {"index": 0, "trajectories": 2})]
