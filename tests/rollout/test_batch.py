@@ -14,7 +14,7 @@ from libra_hpc.protocol.rollout import Generated
 from libra_hpc.rollout.group_state import GroupState, batch_stats
 from libra_hpc.rollout.trajectory import Trajectory
 from tests.coordinator.test_coordinator import Scene
-from tests.train_leader.test_train_leader import World, batch, play, until
+from tests.train_leader.world import World, batch
 
 
 def finished(index: int, sample: int, info: dict[str, float]) -> Trajectory:
@@ -79,22 +79,16 @@ def test_an_interrupted_turn_that_goes_on_elsewhere_is_a_move() -> None:
     assert (trajectory.turns[-1].recomputed, trajectory.turns[-1].evicted) == (48, 0)
 
 
-def test_a_line_has_every_column(tmp_path: Path) -> None:
+async def test_a_line_has_every_column(tmp_path: Path) -> None:
     """The rollout leader's, the train leader's and the coordinator's, as they write them."""
-    world = World(steps=1, checkpoint_every=0)
-    world.add(1)
-
-    async def script() -> None:
-        world.leader.on_generation(1, (1,))
-        world.leader.on_batch(batch(1))
-        await until(lambda: world.of(TrainingFinished))
-
-    play(world, script)
+    world = World(steps=1).start(1)
+    world.leader.on_batch(batch(1))
+    await world.finish()
     (report,) = world.of(StepReport)
     scene = Scene(tmp_path, config=RunConfig())
     scene.hello()
     scene.deliver((1, report), (1, TrainingFinished(1)))
-    asyncio.run(asyncio.wait_for(scene.coordinator.run(), 30))
+    await asyncio.wait_for(scene.coordinator.run(), 30)
     (line,) = read_lines(scene.run.metrics)
     # Nothing is replayed without experts.
     assert set(line) == {column.name for column in COLUMNS} - {"router_agreement"}

@@ -1,0 +1,248 @@
+"""A train leader between nodes that only count, and the place where its checkpoints go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.protocol.codec import pack_f32, pack_i32
+from libra_hpc.protocol.mesh import (
+    Batch,
+    Committed,
+    Fatal,
+    Group,
+    Log,
+    MemberJoined,
+    SnapshotStored,
+    ToReplica,
+    TrainingFinished,
+)
+from libra_hpc.protocol.trainer import (
+    Export,
+    Exported,
+    ExportFailed,
+    Join,
+    Joined,
+    Sample,
+    SaveCheckpoint,
+    Saved,
+    SaveFailed,
+    StepDone,
+    TakeSnapshot,
+    TrainStep,
+)
+from libra_hpc.state.state_folders import DataPosition, Manifest
+from libra_hpc.train_leader.train_leader import DataOrder, TrainLeader
+from tests.protocol.step_reports import batch_stats
+
+
+def sample(uid: str, tokens: int = 4, advantage: float = 1.0) -> Sample:
+    return Sample(uid, pack_i32(range(tokens)), b"\0" + b"\1" * (tokens - 1), pack_f32([0.0] * tokens), advantage)
+
+
+def batch(step: int) -> Batch:
+    return Batch(
+        step,
+        tuple(Group(i, (sample(f"{i}.0"), sample(f"{i}.1", 6))) for i in (2 * step - 2, 2 * step - 1)),
+        batch_stats(reward=0.5),
+    )
+
+
+class Replica:
+    """A node whose state is the list of its steps; by default it answers at once."""
+
+    def __init__(self, world: World, rank: int, step: int = 0) -> None:
+        self.world, self.rank, self.history = world, rank, [f"step{s}" for s in range(1, step + 1)]
+        self.silent = False
+        self.instead: Callable[[Any], Any] | None = None
+        """What is answered to any order, if anything."""
+        self.skipped = 0
+        self.full = False
+        self.slow = False
+        """Whether a checkpoint is answered only by `saved`."""
+        self.bad_exports = 0
+
+    def take(self, message: Any) -> None:
+        if self.instead is not None and not self.silent:
+            self.world.reply(self.rank, self.instead(message))
+        if self.instead is not None or self.silent:
+            return
+        match message:
+            case Join(generation=generation, size=size, rendezvous=rendezvous, attempt=attempt):
+                members = self.world.joining.setdefault(rendezvous, [])
+                members.append(self)
+                if len(members) == len(self.world.core) + (size - 1) * self.world.nodes_per_replica:
+                    truth = next(member for member in members if member.rank == self.world.core[0])
+                    for member in members:
+                        member.history = list(truth.history)
+                        self.world.reply(member.rank, Joined(generation, len(member.history), 0, 0.0, attempt))
+            case TrainStep(step=step, generation=generation, minibatches=minibatches, total_tokens=totals):
+                assert step == len(self.history) + 1
+                self.history.append(f"step{step}")
+                self.world.trained.append((self.rank, step, sorted(s.uid for m in minibatches for s in m), totals))
+                self.world.reply(
+                    self.rank,
+                    StepDone(step, generation, 0.1, 1.0, 1.0, 0.0, 0.0, 0.5, 8, 4, 0.1, 0.0, 0.0, self.skipped),
+                )
+            case Export(version=version):
+                self.bad_exports -= 1
+                self.world.reply(
+                    self.rank,
+                    ExportFailed(version, "no room") if self.bad_exports >= 0 else Exported(version, 77, 100, 0.0),
+                )
+            case TakeSnapshot(step=step):
+                if self.rank in self.world.core:
+                    stored = SnapshotStored(self.rank, self.rank, step)
+                    asyncio.get_running_loop().call_soon(self.world.leader.on_snapshot_stored, stored)
+            case SaveCheckpoint(folder=folder, step=step):
+                self.world.tried.append(step)
+                self.saving = SaveCheckpoint(folder, step)
+                if not self.slow:
+                    self.saved()
+
+    def saved(self) -> None:
+        """The answer to the last request for a checkpoint."""
+        folder, step = self.saving.folder, self.saving.step
+        answer = (
+            SaveFailed(folder, step, "no room") if self.full else Saved(folder, step, 0.0, {str(self.rank): (1, 2)})
+        )
+        self.world.reply(self.rank, answer)
+
+
+class Index:
+    """The list of complete snapshots: step and position."""
+
+    def __init__(self) -> None:
+        self.listed: list[tuple[int, int]] = []
+
+    async def add(self, position: DataPosition) -> None:
+        self.listed.append((position.step, position.low))
+
+
+class World:
+    """Also where checkpoints go: `complete` and `discard`."""
+
+    def __init__(
+        self,
+        *,
+        steps: int = 9,
+        step: int = 0,
+        checkpoint_every: int = 0,
+        storage_s: float = 900.0,
+        core: tuple[int, ...] = (1,),
+        nodes_per_replica: int = 1,
+        from_checkpoint: bool = False,
+    ) -> None:
+        self.core, self.nodes_per_replica = core, nodes_per_replica
+        self.replicas: dict[int, Replica] = {}
+        self.joining: dict[str, list[Replica]] = {}
+        self.trained: list[tuple[int, int, list[str], tuple[int, ...]]] = []
+        self.no_position = False
+        self.hangs = False
+        self.carried: list[list[tuple[int, float | None]]] = []
+        self.manifests: list[Manifest] = []
+        self.discarded: list[str] = []
+        self.index = Index()
+        self.tried: list[int] = []
+        self.now = 0.0
+        self.sent: list[tuple[int, Any]] = []
+        self.saved: list[tuple[int, int, list[int]]] = []
+        config = RunConfig.model_validate(
+            {
+                "run": {"steps": steps},
+                "components": {"train": {"nodes": len(core)}, "hybrid": {"nodes_per_replica": nodes_per_replica}},
+                "train": {"snapshot_every": 1, "pp": nodes_per_replica, "processes": 1},
+                "checkpoint": {"every": checkpoint_every},
+                "deadlines": {"storage_s": storage_s},
+            }
+        )
+
+        self.leader = TrainLeader(
+            config,
+            core,
+            step,
+            DataOrder(2 * step),
+            self.send,
+            3,
+            lambda: (3,),
+            self,
+            lambda: self.now,
+            rendezvous=Path("/rendezvous"),
+            checkpoints=Path("/checkpoints"),
+            from_checkpoint=from_checkpoint,
+            index=self.index,
+        )
+
+    async def complete(self, folder: Path, manifest: Manifest, position: DataPosition) -> None:
+        self.carried.append([(record.step, record.metrics["reward"]) for record in position.reports])
+        if self.hangs:
+            await asyncio.sleep(60.0)
+        if self.no_position:
+            raise OSError("no room for the position")
+        self.manifests.append(manifest)
+        self.saved.append((position.step, position.low, list(position.extra)))
+
+    async def discard(self, folder: Path) -> None:
+        self.discarded.append(folder.name)
+
+    def send(self, rank: int, message: Any) -> None:
+        self.sent.append((rank, message))
+        if isinstance(message, ToReplica) and rank in self.replicas:
+            self.replicas[rank].take(message.message)
+
+    def reply(self, rank: int, message: Any) -> None:
+        asyncio.get_running_loop().call_soon(self.leader.on_reply, rank, message)
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for _, message in self.sent if isinstance(message, kind)]
+
+    def asked(self, kind: type) -> list[tuple[int, Any]]:
+        """Orders of a kind, with the rank that got each."""
+        found = [(rank, m.message) for rank, m in self.sent if isinstance(m, ToReplica)]
+        return [(rank, order) for rank, order in found if isinstance(order, kind)]
+
+    def add(self, rank: int, step: int = 0) -> Replica:
+        self.replicas[rank] = Replica(self, rank, step)
+        return self.replicas[rank]
+
+    def start(self, *ranks: int) -> World:
+        """The leader runs, and generation 1 of these ranks is ordered. A rank is added unless it is there."""
+        for rank in ranks:
+            if rank not in self.replicas:
+                self.add(rank)
+        self.running = asyncio.create_task(self.leader.run())
+        self.leader.on_generation(1, ranks)
+        return self
+
+    async def step(self, *numbers: int) -> None:
+        """Each is committed before the next batch comes."""
+        for number in numbers:
+            self.leader.on_batch(batch(number))
+            await until(lambda number=number: len(self.of(Committed)) == number)
+
+    async def joined(self, count: int) -> None:
+        await until(lambda: len(self.of(MemberJoined)) == count)
+
+    async def finish(self) -> None:
+        await until(lambda: self.of(TrainingFinished))
+
+    async def fatal(self) -> Fatal:
+        await until(lambda: self.of(Fatal))
+        return self.of(Fatal)[0]
+
+    def logs(self, kind: str) -> list[dict[str, Any]]:
+        return [log.fields for log in self.of(Log) if log.kind == kind]
+
+    def joins(self) -> list[Join]:
+        return [order for _, order in self.asked(Join)]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("never happened")
