@@ -6,7 +6,6 @@ VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 POLICY := models/tiny-keychain
 RUN_FILE := examples/quickstart.toml
-BESIDE_SLURM := tests/facts tests/trainer tests/train_leader
 # For `make gpu-check` (docs/gpu-check.md): a folder of wheels for a machine without an index, packages that may be missing there, cuda or
 # cpu, and options of bench.gpu_check.
 GPU_CHECK_WHEELS ?=
@@ -15,13 +14,18 @@ GPU_CHECK_DEVICE ?= cuda
 GPU_CHECK_FLAGS ?=
 CUDA_VENV ?= $(CURDIR)/build/venv-cuda
 PYTEST := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+# Two workers, because tests wait more than they compute.  tests/conftest.py says which tests belong to one worker.
+WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
+ROOM ?=
 
-.PHONY: help venv dev run test test-slurm test-others chaos lint docs bench gpu-venv gpu-check clean
+.PHONY: help venv dev run test test-all test-room chaos lint docs bench gpu-venv gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run    a complete run on this machine: environment, Slurm, tiny policy, job, summary"
-	@echo "make test   the test suite        make lint   ruff and mypy"
+	@echo "make test   the quick tests       make lint   ruff and mypy"
+	@echo "make test-all    the slow tests too"
+	@echo "make test-room ROOM=policies/scheduling    the tests of one room"
 	@echo "make chaos  every injected fault, the slow ones too"
 	@echo "make docs   the examples in the pages, made by their commands"
 	@echo "make bench  the benchmarks        make clean  undo everything"
@@ -38,23 +42,15 @@ run: venv
 	@test -f $(POLICY)/config.json || $(BIN)/libra-hpc make-policy $(POLICY)
 	@$(BIN)/libra-hpc submit $(RUN_FILE) --wait
 
-# Two processes at once, because tests wait more than they compute.  All tests on the embedded Slurm are in one of them: its job ids
-# name MPICH's shared memory, so two of these clusters on one machine must not run jobs at the same time.  The rooms of BESIDE_SLURM
-# follow them there, so that both take as long.
 test: dev
-	@mkdir -p build
-	@echo "the tests on the embedded Slurm, and those of $(BESIDE_SLURM), run beside these; their report follows"
-	@$(MAKE) --no-print-directory test-slurm > build/test-slurm.log 2>&1 & slurm=$$!; \
-	trap 'kill $$slurm' INT TERM; \
-	$(MAKE) --no-print-directory test-others; others=$$?; \
-	wait $$slurm; slurm=$$?; cat build/test-slurm.log; exit $$((others | slurm))
+	@$(PYTEST) $(WORKERS) -m "not chaos and not slow"
 
-test-slurm:
-	@$(PYTEST) -m "cluster and not chaos"; slurm=$$?; \
-	$(PYTEST) $(BESIDE_SLURM) -m "not cluster and not chaos"; rooms=$$?; exit $$((slurm | rooms))
+test-all: dev
+	@$(PYTEST) $(WORKERS) -m "not chaos"
 
-test-others:
-	@$(PYTEST) -m "not cluster and not chaos" $(BESIDE_SLURM:%=--ignore %)
+test-room: dev
+	@test -d tests/$(ROOM) || { echo "tests/$(ROOM) is no folder; say for example: make test-room ROOM=policies/scheduling"; exit 2; }
+	@$(PYTEST) tests/$(ROOM)
 
 chaos: dev
 	@$(PYTEST) tests/chaos -m "chaos or not chaos"

@@ -25,10 +25,30 @@ settings.load_profile("libra")
 os.environ["LIBRA_HPC_SITE"] = "none"
 
 
+SHARED = "slurm and vllm"
+"""The tests of this group run one after the other, on one worker of `make test`.
+
+The job ids of two embedded clusters would name the same shared memory of MPICH, and two vLLM engines are as many as a
+small machine has memory for.
+"""
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """`make test` runs the tests on the cluster, which are those with this mark, in a process of their own."""
-    if "cluster" in getattr(item, "fixturenames", ()):
+    """Marks the tests that use the embedded Slurm, and groups what belongs to one worker of `make test`."""
+    if not isinstance(item, pytest.Function):
+        return
+    if "cluster" in item.fixturenames:
         item.add_marker(pytest.mark.cluster)
+    scopes = {definition[-1].scope for definition in item._fixtureinfo.name2fixturedefs.values()}
+    if item.get_closest_marker("cluster") or item.get_closest_marker("vllm"):
+        item.add_marker(pytest.mark.xdist_group(SHARED))
+    elif "module" in scopes:
+        item.add_marker(pytest.mark.xdist_group(str(item.path)))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest group begins first."""
+    items.sort(key=lambda item: not any(SHARED in mark.args for mark in item.iter_markers("xdist_group")))
 
 
 @pytest.hookimpl(tryfirst=True)

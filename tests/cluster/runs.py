@@ -20,7 +20,7 @@ from libra_hpc.facts.rundir import RunDir, read_lines
 BATCH = 4
 ENGINE_MARKS = [
     pytest.mark.cluster,
-    pytest.mark.engine,
+    pytest.mark.vllm,
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None or importlib.util.find_spec("megatron") is None,

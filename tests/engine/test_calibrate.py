@@ -14,7 +14,7 @@ from libra_hpc.models.step_times.measured import Calibration, StepPoint, load, m
 
 from .engine_harness import Model, engine_config
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 LENGTH, SEQUENCES = 320, 4
 

@@ -30,7 +30,7 @@ from .engine_harness import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 CONTEXT = [5, 17, 99, 3, 64, 21, 8]
 

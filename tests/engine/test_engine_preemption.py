@@ -12,7 +12,7 @@ from libra_hpc.protocol.rollout import Generated
 
 from .engine_harness import VOCAB, EngineUnderTest, Model, engine_config, turn
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 BLOCK = 32
 rng = random.Random(11)

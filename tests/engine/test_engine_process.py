@@ -29,7 +29,7 @@ from libra_hpc.protocol.rollout import (
 
 from .engine_harness import VOCAB, EngineUnderTest, Model, cpu_ticks, logprobs_of, rewrite, tokens_of, turn, wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 TOLERANCE = 1e-3
 versions = itertools.count(10)

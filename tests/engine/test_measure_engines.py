@@ -22,7 +22,7 @@ def config(model: Model) -> EngineConfig:
     return msgspec.structs.replace(engine_config(model, max_num_seqs=SEQUENCES), max_model_len=LENGTH, kv_cache_mb=2)
 
 
-@pytest.mark.engine
+@pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_two_engines_at_once(old: Model) -> None:
     reports: list[tuple[str, int, int]] = []
@@ -43,7 +43,7 @@ def test_two_engines_at_once(old: Model) -> None:
     assert measured_times(found, 1).step_s(2, 200) > 0.0
 
 
-@pytest.mark.engine
+@pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_the_error_of_an_engine_that_cannot_start_is_shown(old: Model, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no config\.json there"):

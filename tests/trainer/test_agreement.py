@@ -25,7 +25,7 @@ from tests.engine.engine_harness import EngineUnderTest, Model, engine_config, l
 from .settings import optimizer
 from .support import make_model as make_family
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.vllm
 
 TEMPERATURE = 0.7
 TOLERANCE = 1e-3
