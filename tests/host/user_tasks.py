@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 
 from libra_hpc.tasks.base import Episode, Signal, Task, TaskTokenizer, Tools, Turn
-
-from .sample_tools import detach
+from tests.host.sample_tools import detach
 
 
 def hold(path: str) -> str:

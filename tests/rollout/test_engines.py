@@ -9,7 +9,7 @@ import pytest
 
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
-from libra_hpc.policies.scheduling.turn_migration import Move, Running
+from libra_hpc.policies.scheduling.turn_migration import TurnMigration, Running
 from libra_hpc.protocol.codec import pack_f32, unpack_i32
 from libra_hpc.protocol.mesh import Turns, TurnsDrained
 from tests.rollout.plant import STOP, Emptiest, Plant, engine_stats, sampling
@@ -25,7 +25,7 @@ class Moving(Emptiest):
     def __init__(self, after: int) -> None:
         super().__init__()
         self.after = after
-        self.moved: list[Move] = []
+        self.moved: list[TurnMigration] = []
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
         there = any(move.trajectory == turn.trajectory for move in self.moved)
@@ -33,11 +33,11 @@ class Moving(Emptiest):
             engine="e1" if there else "e0", priority=0, level=0, template="moved" if there else "first", numbers={}
         )
 
-    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[Move]:
+    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[TurnMigration]:
         far = [run for run in running if run.generated >= self.after and not self.moved]
         numbers = dict.fromkeys(("remaining", "generated", "context", "left_s", "saves_s"), 1.0)
         self.moved += [
-            Move(
+            TurnMigration(
                 trajectory=run.turn.trajectory,
                 turns=run.turn.turns,
                 source=run.turn.engine,

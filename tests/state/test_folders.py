@@ -1,4 +1,4 @@
-"""State folders: manifests, `verify`, fall-back to an older whole state, and room."""
+"""State folders: manifests, `verify`, fall-back to an older whole state, room, and calls that are tried again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from libra_hpc.state import state_folders as folders
+from libra_hpc.state.retry import Exports, Retry
 
 
 def state(parent: Path, step: int) -> Path:
@@ -108,3 +109,37 @@ def test_a_checkpoint_that_was_removed_after_it_was_chosen_gives_way_to_the_newe
     shutil.rmtree(newer)
     with pytest.raises(FileNotFoundError):
         folders.resolve(chosen)
+
+
+def test_pauses_double_up_to_the_longest_and_start_over_after_a_success() -> None:
+    retry, now, waits = Retry(10.0, 60.0), 100.0, []
+    assert retry.due(now)
+    for _ in range(5):
+        retry.failed(now)
+        waits.append(retry.wait_s(now))
+        assert not retry.due(now + waits[-1] - 0.1)
+        now += waits[-1]
+        assert retry.due(now)
+    assert waits == [10.0, 20.0, 40.0, 60.0, 60.0]
+    for _ in range(2000):
+        retry.failed(now)
+    assert retry.wait_s(now) == 60.0
+    retry.succeeded()
+    assert retry.due(now)
+    retry.failed(now)
+    assert retry.wait_s(now) == 10.0
+
+
+def test_a_version_is_asked_for_once_and_again_after_a_failure_or_a_change() -> None:
+    exports = Exports(-1)
+    assert exports.ask(0, 0.0)
+    assert not exports.ask(0, 0.0)
+    assert not exports.failed(0.0)
+    assert not exports.ask(0, 1.0)
+    assert exports.ask(1, 2.0), "the newest one, once the pause is over"
+    exports.ask_again()
+    assert exports.ask(1, 2.0)
+    exports.written(1, 0.5)
+    exports.ask_again()
+    assert not exports.ask(1, 2.0)
+    assert [exports.failed(3.0) for _ in range(5)] == [False] * 4 + [True]

@@ -1,15 +1,18 @@
-"""Tensor, pipeline and data parallelism against one process: losses, moments, weights, checkpoints across splits."""
+"""Tensor, pipeline, data and context parallelism against one process, also across splits."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from libra_hpc.trainer.model.packing import decode, pack
 from libra_hpc.weights.names import ReplicaPlace
 
-from .support import Layout, assert_equals_one_process, make_model
+from .support import Layout, assert_equals_one_process, make_model, samples
 
 pytestmark = pytest.mark.engine
 
@@ -35,4 +38,64 @@ def test_a_split_replica_equals_one_process(
     tmp_path: Path, world: ReplicaPlace, kind: str, keys: dict[str, Any], layout: Layout, recompute: str
 ) -> None:
     make_model(kind, tmp_path / "model", **keys)
+    assert_equals_one_process(tmp_path, world, layout, recompute=recompute)
+
+
+CPU = torch.device("cpu")
+
+
+def places(cp: int, tp: int = 1) -> list[ReplicaPlace]:
+    """One tensor rank of every context rank."""
+    return [ReplicaPlace(tp=tp, tp_rank=0, pp=1, pp_rank=0, cp=cp, cp_rank=rank) for rank in range(cp)]
+
+
+@pytest.mark.parametrize(("cp", "tp", "micro_tokens"), [(2, 1, 96), (2, 2, 4096), (3, 1, 20), (4, 2, 96)])
+def test_every_loss_token_is_on_one_rank_and_every_row_attends_once(cp: int, tp: int, micro_tokens: int) -> None:
+    batch = [decode(sample) for sample in samples(3)]
+    whole = pack(batch, micro_tokens, CPU)
+    split = [pack(batch, micro_tokens, CPU, place) for place in places(cp, tp)]
+    for one, *parts in zip(whole, *split, strict=True):
+        lengths = {part.tokens.shape[1] for part in parts}
+        assert len(lengths) == 1
+        assert lengths.pop() % (2 * tp) == 0
+        found = sorted(
+            (float(b), float(a), int(t))
+            for p in parts
+            for b, a, t in zip(p.behaviour, p.advantages, p.targets, strict=True)
+        )
+        assert found == sorted(
+            (float(b), float(a), int(t)) for b, a, t in zip(one.behaviour, one.advantages, one.targets, strict=True)
+        )
+        for part in parts:
+            rows = [(b.begin, b.end) for b in part.layout.blocks] + [(t.begin, t.end) for t in part.layout.tails or ()]
+            rows.sort()
+            assert rows[0][0] == 0
+            assert rows[-1][1] == part.tokens.shape[1]
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(rows))
+
+
+def test_ranks_share_the_work_of_one_long_sequence() -> None:
+    (long,) = (decode(sample) for sample in samples(1, 1))
+    repeated = long._replace(**{name: getattr(long, name).repeat(40) for name in ("tokens", "mask", "logprobs")})
+    work = []
+    for place in places(4):
+        (part,) = pack([repeated], 10_000, CPU, place)
+        # Each row sees all positions up to its own.
+        work.append(int((part.positions[0] + 1).sum()))
+    assert max(work) < 1.02 * min(work)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("kind", "layout", "recompute"),
+    [
+        ("qwen3", Layout(cp=2), "selective"),
+        ("qwen2", Layout(tp=2, cp=2), "full"),
+        ("qwen3", Layout(cp=2, dp=2), "none"),
+    ],
+)
+def test_a_world_with_context_ranks_equals_one_process(
+    tmp_path: Path, world: ReplicaPlace, kind: str, layout: Layout, recompute: str
+) -> None:
+    make_model(kind, tmp_path / "model")
     assert_equals_one_process(tmp_path, world, layout, recompute=recompute)

@@ -1,13 +1,15 @@
-"""Splitting a batch over replicas."""
+"""Splitting a batch over replicas, and who exchanges which elements in a generation."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.mesh import Group
 from libra_hpc.protocol.trainer import Sample
+from libra_hpc.trainer.exchange import GroupMembers, join_transfers, owned, step_transfers
 from libra_hpc.trainer.shards import loss_tokens_of, shard, tokens_of
 
 
@@ -47,3 +49,34 @@ def test_token_counts_differ_by_at_most_one_sample(spec: list[list[tuple[int, fl
     shards, _ = shard(batch, replicas, 1, skip_zero_advantage=True)
     loads = [sum(tokens_of(s) for s in replica[0]) for replica in shards]
     assert max(loads) - min(loads) <= max(tokens_of(s) for g in batch for s in g.samples)
+
+
+SIZES = (1000, 3, 129)
+
+
+@pytest.mark.parametrize("owners", [1, 2, 3])
+@pytest.mark.parametrize(("copies", "replicas"), [(1, 1), (2, 1), (1, 3), (4, 2)])
+def test_every_element_crosses_once_in_a_step_and_once_to_each_replica_in_a_join(
+    owners: int, copies: int, replicas: int
+) -> None:
+    members = GroupMembers(owners, copies, replicas)
+    for plan, times in ((step_transfers(SIZES, members, 50), 1), (join_transfers(SIZES, members, 50), replicas)):
+        seen = [[0] * size for size in SIZES]
+        for transfer in plan:
+            assert 0 < transfer.end - transfer.begin <= 50
+            first, last = owned(SIZES[transfer.bucket], owners)[transfer.owner]
+            assert first <= transfer.begin < transfer.end <= last
+            copy = (transfer.peer - owners) % copies
+            first, last = owned(SIZES[transfer.bucket], copies)[copy]
+            assert first <= transfer.begin < transfer.end <= last
+            for element in range(transfer.begin, transfer.end):
+                seen[transfer.bucket][element] += 1
+        assert seen == [[times] * size for size in SIZES]
+
+
+def test_replicas_and_their_copies_stand_for_equal_parts() -> None:
+    members = GroupMembers(owners=2, copies=2, replicas=2)
+    sent = dict.fromkeys(range(2, members.size), 0)
+    for transfer in step_transfers([4096], members, 512):
+        sent[transfer.peer] += transfer.end - transfer.begin
+    assert set(sent.values()) == {1024}
