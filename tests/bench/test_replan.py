@@ -134,6 +134,7 @@ def test_the_live_planner_leaves_a_bad_split_and_its_outcomes_are_judged() -> No
     assert all(d.nodes and d.candidates and d.triggers for d in moves.decisions)
 
 
+@pytest.mark.slow
 def test_no_drift_and_the_best_split_moves_nothing() -> None:
     work = drifting(steady, 120, SITE.prompts, SITE.group, seed=5)
     probe = work[: 24 * SITE.prompts * SITE.group]

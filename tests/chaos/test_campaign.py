@@ -42,6 +42,7 @@ class Campaign(Chaos):
         return int(requeued["step"])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_its_time_limit_until_all_steps_are_trained(
     slurm_env: dict[str, str], tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def test_submit_shows_the_plan_queues_it_and_keeps_why(auto: Path, queue: Queue,
     assert read_toml(run.toml)["components"]["split"] == "auto", "the run file stays as written"
 
 
+@pytest.mark.slow
 def test_json_and_parsable_print_nothing_else(auto: Path, queue: Queue, cli: Cli) -> None:
     assert cli("submit", "run.toml", "--parsable").out == "4711\n"
     split = json.loads(cli("submit", "run.toml", "--json").out)["split"]
@@ -101,6 +102,7 @@ def test_dry_run_prints_the_script_of_the_chosen_split_and_writes_nothing(auto: 
     assert queue.submitted == []
 
 
+@pytest.mark.slow
 def test_check_and_plan_print_what_submit_would_choose(auto: Path, cli: Cli) -> None:
     chosen = cli("submit", "run.toml", "--dry-run").err.split("chosen: ")[1]
     for verb in ("check", "plan"):

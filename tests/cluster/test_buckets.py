@@ -9,12 +9,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
 
 from .runs import ENGINE_MARKS, Case, trained_once
 
-pytestmark = ENGINE_MARKS
+pytestmark = [*ENGINE_MARKS, pytest.mark.slow]
 
 STEPS = 24
 

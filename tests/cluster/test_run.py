@@ -29,6 +29,7 @@ STEPS = 160
 many steps."""
 
 
+@pytest.mark.slow
 def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy: Path, tmp_path: Path) -> None:
     case = Case(tmp_path, policy, "slurm", steps=STEPS, hybrid=0)
     run = case.submit()
@@ -124,6 +125,7 @@ def test_the_planner_moves_a_node_and_its_new_replica_may_die(policy: Path, tmp_
     trained_once(run, case.steps()[-1])
 
 
+@pytest.mark.slow
 def test_a_core_replica_of_two_nodes_restarts_from_its_snapshot_and_two_of_one_node_go_on_from_its_checkpoint(
     cluster: ClusterInfo, policy: Path, tmp_path: Path
 ) -> None:
@@ -186,6 +188,7 @@ def test_two_hybrid_nodes_are_one_replica_that_dies_and_begins_anew_as_one(
 LAYOUT = ("train.tp=2", "rollout.tp=2", "components.train.nodes=2", "components.rollout.nodes=1")
 
 
+@pytest.mark.slow
 def test_an_operator_lays_the_ranks_out_anew_inside_the_job(cluster: ClusterInfo, policy: Path, tmp_path: Path) -> None:
     case = Case(tmp_path, policy, "slurm", steps=16, hybrid=0, rollout=2)
     # What is kept may be a version old, and the first batch afterwards is to be compared to the digit.

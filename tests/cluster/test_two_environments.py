@@ -141,6 +141,7 @@ def test_the_login_environment_lacks_every_engine(checkout: Path) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
+@pytest.mark.slow
 def test_readmes_cluster_path_works_from_a_login_node_without_engines(cluster: ClusterInfo, checkout: Path) -> None:
     lines = readme_commands()
     assert len(lines) <= 10

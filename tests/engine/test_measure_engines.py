@@ -22,6 +22,7 @@ def config(model: Model) -> EngineConfig:
     return msgspec.structs.replace(engine_config(model, max_num_seqs=SEQUENCES), max_model_len=LENGTH, kv_cache_mb=2)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_two_engines_at_once(old: Model) -> None:

@@ -139,14 +139,14 @@ def test_replicas_without_optimizer_come_go_and_die_and_the_result_is_that_of_on
     [
         ("qwen3", 2, Layout(tp=2), 1),
         ("llama", 2, Layout(pp=2), 1),
-        ("qwen2", 3, Layout(pp=2), 1),
+        pytest.param("qwen2", 3, Layout(pp=2), 1, marks=pytest.mark.slow),
         ("qwen3", 2, Layout(dp=2), 2),
-        ("qwen2", 2, Layout(tp=2, dp=2), 1),
+        pytest.param("qwen2", 2, Layout(tp=2, dp=2), 1, marks=pytest.mark.slow),
         ("qwen3", 2, Layout(cp=2), 1),
         ("qwen3_moe", 2, Layout(dp=2, ep=2), 2),
-        ("mistral", 2, Layout(tp=2), 2),
-        ("phi3", 3, Layout(pp=2), 1),
-        ("glm4", 2, Layout(cp=2), 2),
+        pytest.param("mistral", 2, Layout(tp=2), 2, marks=pytest.mark.slow),
+        pytest.param("phi3", 3, Layout(pp=2), 1, marks=pytest.mark.slow),
+        pytest.param("glm4", 2, Layout(cp=2), 2, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -181,6 +181,7 @@ def test_thirty_steps_in_every_layout_equal_one_process(
     assert run.core.close() == [0] * layout.ranks
 
 
+@pytest.mark.slow
 def test_thirty_random_moves_and_kills_leave_the_result_as_it_is(tmp_path: Path, world: ReplicaPlace) -> None:
     model_dir = tmp_path / "model"
     make_model("qwen3", model_dir, layers=1)
