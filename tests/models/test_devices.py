@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-import pytest
-from libra_hpc.errors import UserError
-from libra_hpc.models import devices as module
-from libra_hpc.models.devices import device, devices
 import json
 import subprocess
 import sys
+from pathlib import Path
+
 import msgspec
-from libra_hpc.models.devices import device
-from libra_hpc.models.step_times.lookup import lookup
+import pytest
+
+from libra_hpc.errors import UserError
+from libra_hpc.models import devices as module
+from libra_hpc.models.devices import device, devices
 from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.tabulate import hf_config
 
 MI250X = """

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from libra_hpc.errors import UserError
@@ -67,17 +68,7 @@ def test_noisy_steps_with_outliers_still_give_good_predictions() -> None:
 
 def test_the_fitted_total_is_the_measured_total_when_noise_is_skewed() -> None:
     rng = random.Random(3)
-    steps = [
-        StepPoint(
-            tp=1,
-            decodes=p.decodes,
-            kv_tokens=p.kv_tokens,
-            prefill=p.prefill,
-            context=p.context,
-            seconds=p.seconds * (1 + rng.expovariate(3)),
-        )
-        for p in points(line, noise=0.0)
-    ]
+    steps = [msgspec.structs.replace(p, seconds=p.seconds * (1 + rng.expovariate(3))) for p in points(line, noise=0.0)]
     assert fit_steps(steps).total == pytest.approx(1, abs=0.01)
 
 

@@ -8,22 +8,24 @@
 
 from __future__ import annotations
 
+import statistics
 from itertools import pairwise
 from pathlib import Path
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from libra_hpc.errors import UserError
 from libra_hpc.models.devices import Device, device
 from libra_hpc.models.shapes import model_shape, shapes
 from libra_hpc.models.step_times.lookup import lookup
+from libra_hpc.models.step_times.measured import load
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.models.step_times.tables import FOLDER, TableTimes, available, fit_line, load_table
+
 from .support import bare
-import statistics
-import numpy as np
-from libra_hpc.models.devices import device
-from libra_hpc.models.step_times.measured import load
 
 DEGREES = (1, 2, 4, 8)
 NODE = 8

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
+
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.columns import COLUMNS
 from libra_hpc.facts.rundir import read_lines
-from libra_hpc.protocol.codec import pack_f32, pack_i32
+from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.mesh import OpenGroup, StepReport, TrainingFinished
 from libra_hpc.protocol.rollout import Generated
 from libra_hpc.rollout.group_state import GroupState, batch_stats
 from libra_hpc.rollout.open_groups import length_of, open_groups
 from libra_hpc.rollout.trajectory import Trajectory
 from tests.coordinator.test_coordinator import Scene
+from tests.rollout.plant import generated
 from tests.train_leader.world import World, batch
 
 
@@ -43,15 +46,8 @@ def test_a_number_of_the_task_never_overwrites_a_column() -> None:
 
 def answer(cached: int, version: int = 0) -> Generated:
     """Ten tokens, after ``cached`` tokens of the context were found in the KV cache."""
-    return Generated(
-        rid="",
-        tokens=pack_i32([7] * 10),
-        logprobs=pack_f32([0.0] * 10),
-        finish="stop",
-        versions=((version, 10),),
-        cached_tokens=cached,
-        queue_s=0.0,
-        run_s=0.0,
+    return msgspec.structs.replace(
+        generated("", [7] * 10, finish="stop", versions=((version, 10),)), cached_tokens=cached
     )
 
 

@@ -10,14 +10,14 @@ import pytest
 
 from libra_hpc.errors import UserError
 from libra_hpc.facts.journal import LineLog
-from libra_hpc.protocol.codec import pack_f32, pack_i32
+from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import Signal
-from libra_hpc.protocol.rollout import Generated
 from libra_hpc.rollout.recovery.history import MAX_RECORDS, check_warm_start, history, records
 from libra_hpc.rollout.run_lines import TrajectoryEnd, trace_line
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.simulator.simulated_trajectory import SimulatedTrajectory
 from libra_hpc.traces.read import read_trace
+from tests.rollout.plant import generated
 
 
 def trajectory_of(turns: int) -> Trajectory:
@@ -28,17 +28,7 @@ def trajectory_of(turns: int) -> Trajectory:
     trajectory.prompt_tokens = 5
     for number in range(turns):
         trajectory.add_generated(
-            Generated(
-                rid="r",
-                tokens=pack_i32([7, 8]),
-                logprobs=pack_f32([-1, -2]),
-                finish="stop",
-                versions=((number, 2),),
-                cached_tokens=0,
-                queue_s=0.0,
-                run_s=0.0,
-            ),
-            "e0",
+            generated("r", [7, 8], finish="stop", logprobs=[-1, -2], versions=((number, 2),)), "e0"
         )
         if number < turns - 1:
             trajectory.add_signal(Signal("pytest", "error", 3, 0.25, exit_code=1, passed=number, failed=2))

@@ -19,12 +19,12 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.mesh import Committed
-from libra_hpc.protocol.rollout import Generated
 from libra_hpc.rollout.group_state import GroupState, batch_stats
 from libra_hpc.rollout.recovery import recovery_log
 from libra_hpc.rollout.recovery.recovered import Recovered, SavedTrajectory, Start, TrainedPrompts, drop_reason
 from libra_hpc.rollout.recovery.recovery_log import RETRY_S, STARTS, TRIM_S, RecoveryLog, read_segment
 from libra_hpc.rollout.trajectory import Place, ServedTurn, Trajectory
+from tests.rollout.plant import generated
 
 ETA = 2
 
@@ -39,17 +39,7 @@ def trajectory_of(index: int, sample: int = 0, versions: Sequence[int] = (0,)) -
         if turn:
             trajectory.add_environment(pack_i32([9] * 3))
         trajectory.add_generated(
-            Generated(
-                rid="r",
-                tokens=pack_i32([7, turn]),
-                logprobs=pack_f32([-1.5, -2.0]),
-                finish="stop",
-                versions=((version, 2),),
-                cached_tokens=0,
-                queue_s=0.0,
-                run_s=0.0,
-            ),
-            "e0",
+            generated("r", [7, turn], finish="stop", logprobs=[-1.5, -2.0], versions=((version, 2),)), "e0"
         )
     trajectory.reward, trajectory.info, trajectory.place = float(sample), {"solved": float(sample)}, "done"
     return trajectory

@@ -48,8 +48,8 @@ async def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest(
             while step < last:
                 batch = await plant.batch(step - begun + 1, pick)
                 assert batch.step == step + 1
-                assert batch.stats.staleness_max <= eta
-                assert batch.stats.trajectories == 4
+                assert batch.stats["staleness_max"] <= eta
+                assert batch.stats["trajectories"] == 4
                 batches[batch.step] = batch
                 plant.commit(batch)
                 step += 1
@@ -104,5 +104,5 @@ async def test_what_comes_too_late_for_the_bound_is_sampled_again() -> None:
     first = Plant().start()
     await first.run(lambda: len(first.ended) == 4)
     plant = Plant().start(step=1, recovered={0: first.ended[:2]})
-    assert (await plant.batch()).stats.staleness_max == 0.0
+    assert (await plant.batch()).stats["staleness_max"] == 0.0
     assert plant.events == [("experience_refused", {"index": 0, "trajectories": 2})]

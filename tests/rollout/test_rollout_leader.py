@@ -40,7 +40,7 @@ async def test_a_synchronous_run_trains_every_prompt_once_with_staleness_zero() 
     for step in (1, 2, 3):
         batch = await plant.batch(step)
         assert len(plant.batches) == step
-        assert batch.stats.staleness_max == 0.0
+        assert batch.stats["staleness_max"] == 0.0
         plant.commit(batch)
     assert [sorted(g.index for g in b.groups) for b in plant.batches] == [[0, 1], [2, 3], [4, 5]]
     await asyncio.sleep(0)
@@ -76,7 +76,7 @@ async def test_asynchronous_staleness_never_exceeds_eta_under_random_order(seed:
     trained: list[int] = []
     for step in range(1, 9):
         batch = await plant.batch(step, pick)
-        assert batch.stats.staleness_max <= eta
+        assert batch.stats["staleness_max"] <= eta
         assert len(plant.leader._order.groups) <= (eta + 1) * 2
         trained += [group.index for group in batch.groups]
         plant.commit(batch)
@@ -142,7 +142,7 @@ async def test_siblings_wait_for_their_probe_and_no_longer_when_it_is_given_up()
 async def test_a_context_that_would_outgrow_the_engines_ends_by_length() -> None:
     plant = Plant(turns=50, max_model_len=20).start()
     stats = (await plant.batch()).stats
-    assert (stats.extra["truncated"], stats.reward) == (1.0, 0.0)
+    assert (stats["truncated"], stats["reward"]) == (1.0, 0.0)
     assert all(len(unpack_i32(sample.tokens)) <= 20 for sample in plant.samples())
     assert [line["clipped"] for line in plant.lines] == [1] * 4
 
@@ -155,7 +155,7 @@ async def test_an_answer_too_long_for_the_context_is_clipped_and_its_tokens_coun
     (line,) = [line for line in plant.lines if line["clipped"]]
     assert (line["clipped"], line["turns"][-1]["new_tokens"]) == (1_600_000 - 34, 34)
     assert (line["info"], line["reward"]) == ({"truncated": 1.0}, 0.0)
-    assert batch.stats.extra["truncated"] == 0.25
+    assert batch.stats["truncated"] == 0.25
     assert max(len(sample.tokens) for sample in plant.samples()) == 4 * 40
 
 

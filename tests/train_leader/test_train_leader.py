@@ -24,7 +24,7 @@ async def test_trains_every_batch_once_and_finishes_with_a_checkpoint() -> None:
     assert [c.indices for c in world.of(Committed)] == [(0, 1), (2, 3), (4, 5)]
     assert [p.version for p in world.of(Publish)] == [0, 1, 2, 3]
     assert world.saved == [(2, 4, []), (3, 6, [])]
-    assert [r.metrics.batch.reward for r in world.of(StepReport)] == [0.5, 0.5, 0.5]
+    assert [r.metrics["reward"] for r in world.of(StepReport)] == [0.5, 0.5, 0.5]
 
 
 async def test_a_rebuilt_core_that_is_behind_replays_the_retained_batches() -> None:
@@ -90,7 +90,7 @@ async def test_three_steps_in_a_row_without_an_update_end_the_run() -> None:
         world.leader.on_batch(batch(step))
         await until(lambda step=step: len(world.of(StepReport)) == step)
     fatal = await world.fatal()
-    assert [r.metrics.train.skipped for r in world.of(StepReport)] == [1, 1, 0, 1, 1, 1]
+    assert [r.metrics["skipped"] for r in world.of(StepReport)] == [1, 1, 0, 1, 1, 1]
     assert [event["step"] for event in world.logs("update_skipped")] == [1, 2, 4, 5, 6]
     assert fatal.reason == "gradients were not finite in 3 steps in a row"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
 import socket
 from pathlib import Path
@@ -44,13 +42,13 @@ from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace, from_hf, hf_shapes, stage_entries, to_hf
 
 from .settings import algorithm, optimizer, worker_config
+from .worker_process import WAIT_S, WorkerProcess
 
 VOCAB = 64
 OPTIMIZER = optimizer(lr=1e-3, weight_decay=0.1, eps=1e-5, warmup_steps=2)
 """A large epsilon keeps Adam from magnifying rounding differences of near-zero gradients in the comparisons below."""
 ALGORITHM = algorithm(kl_coef=0.1, temperature=0.8)
 MICRO_TOKENS = 96
-WAIT_S = 120.0
 
 
 OF_FAMILY: dict[str, dict[str, Any]] = {
@@ -111,7 +109,6 @@ def samples(seed: int, count: int = 10) -> list[Sample]:
 
 
 def loss_tokens(batch: list[Sample]) -> int:
-    """Loss tokens of a batch."""
     return sum(sum(s.loss_mask) for s in batch)
 
 
@@ -181,51 +178,6 @@ def assert_same_state(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor
         assert (got[name] - tensor).abs().max() <= tolerance, name
 
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["libra_hpc.trainer.worker"])
-"""Importing torch and Megatron takes 4 s of processor time, so one process does it, and workers are forked from it."""
-
-
-def _work(command: list[str], log: Path) -> None:
-    from libra_hpc.process.leave import leave
-    from libra_hpc.trainer.worker import main
-
-    with log.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    leave(main(command))
-
-
-class WorkerProcess:
-    """One worker, with the methods of ``subprocess.Popen`` that the tests need."""
-
-    def __init__(self, command: list[str], log: Path) -> None:
-        self._process = FORKS.Process(target=_work, args=(command, log), daemon=True)
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-
-    def poll(self) -> int | None:
-        """Exit code of a process that has ended."""
-        return self._process.exitcode
-
-    def wait(self, timeout: float = WAIT_S) -> int:
-        """Its exit code, once it has ended."""
-        self._process.join(timeout)
-        code = self._process.exitcode
-        assert code is not None, f"worker {self.pid} has not ended within {timeout:.0f} s"
-        return code
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send to a process that has not ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        self.send_signal(signal.SIGKILL)
-
-
 class Replica:
     """The worker processes of a core of one world, or of an elastic replica, and the agents' ends of their sockets."""
 
@@ -284,11 +236,9 @@ class Replica:
             self._buffers.append((FrameBuffer(), []))
 
     def ready(self) -> WorkerReady:
-        """Wait until all processes are built."""
         return self.receive(WorkerReady)
 
     def send(self, message: Any) -> None:
-        """Send to all processes."""
         for connection in self._sockets:
             connection.sendall(to_worker.frame(message))
 
@@ -300,7 +250,6 @@ class Replica:
         return answers[0]
 
     def send_to(self, rank: int, message: Any) -> None:
-        """Send to one process."""
         self._sockets[rank].sendall(to_worker.frame(message))
 
     def receive_from(self, rank: int) -> Any:
@@ -327,7 +276,6 @@ class Replica:
         return [message for message in messages if isinstance(message, Alive)]
 
     def ask(self, message: Any, kind: type[Any]) -> Any:
-        """Send and receive."""
         self.send(message)
         return self.receive(kind)
 
@@ -350,7 +298,6 @@ class Replica:
         return read_tensors(folder)
 
     def kill(self) -> None:
-        """SIGKILL every process."""
         for process in self.processes:
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -384,7 +331,6 @@ class Layout(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Processes."""
         return self.tp * self.pp * self.cp * self.dp
 
     def __str__(self) -> str:

@@ -25,17 +25,35 @@ from libra_hpc.policies.control.stage_times import (
     predict,
     times_with_work_of,
 )
-from libra_hpc.protocol.plan import RolloutWindowFact
+from libra_hpc.protocol.plan import PlanSnapshot
 
 from .plant import Plant, ideal
+
+
+def _measure(snapshot: PlanSnapshot) -> Estimate:
+    result = measure(snapshot, Split(1, 2), since=0.0)
+    assert isinstance(result, Estimate)
+    return result
 
 
 def _measured(plant: Plant) -> Estimate:
     for _ in range(60):
         plant.batch()
-    result = measure(plant.snapshot(100), Split(1, 2), since=0.0)
-    assert isinstance(result, Estimate)
-    return result
+    return _measure(plant.snapshot(100))
+
+
+def _estimate(split: Split, times: Times, *, fixed: float, tokens: tuple[float, float]) -> Estimate:
+    """Of exact measurements, with ``tokens`` a batch in training and in rollout."""
+    return Estimate(
+        split=split,
+        times=times,
+        train_error=0.0,
+        rollout_error=0.0,
+        fixed=fixed,
+        straggler=0.0,
+        train_tokens=tokens[0],
+        rollout_tokens=tokens[1],
+    )
 
 
 def test_measured_times_are_the_hidden_ones() -> None:
@@ -66,19 +84,8 @@ def test_the_loop_bounds_what_an_idle_rollout_seems_to_need() -> None:
     for _ in range(20):
         plant.batch()
     # Small batches while idling: a tenth of the true rate per busy second.
-    plant.windows = [
-        RolloutWindowFact(
-            at=w.at,
-            seconds=w.seconds,
-            nodes=w.nodes,
-            generated_tokens=w.generated_tokens // 10,
-            prefilled_tokens=0,
-            busy=w.busy,
-        )
-        for w in plant.windows
-    ]
-    measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
-    assert isinstance(measured, Estimate)
+    plant.windows = [replace(w, generated_tokens=w.generated_tokens // 10, prefilled_tokens=0) for w in plant.windows]
+    measured = _measure(plant.snapshot(100))
     assert measured.times.rollout == pytest.approx(1.0, rel=0.1)
 
 
@@ -86,20 +93,8 @@ def test_the_straggler_bound_is_not_shortened_by_nodes() -> None:
     plant = Plant(ideal(0.1, 20.0), noise=0.01)
     for _ in range(8):
         plant.batch()
-    plant.windows = [
-        RolloutWindowFact(
-            at=w.at,
-            seconds=w.seconds,
-            nodes=w.nodes,
-            generated_tokens=w.generated_tokens,
-            prefilled_tokens=0,
-            busy=w.busy,
-            decode_s=0.02,
-        )
-        for w in plant.windows
-    ]
-    measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
-    assert isinstance(measured, Estimate)
+    plant.windows = [replace(w, prefilled_tokens=0, decode_s=0.02) for w in plant.windows]
+    measured = _measure(plant.snapshot(100))
     longest = sorted(t.generated for t in plant.done)[int(8 * 64 * (1 - 1 / 64))]
     assert measured.straggler == pytest.approx(longest * 0.02 / 2)
     assert predict(measured, Split(1, 50), Correction()).rollout == pytest.approx(measured.straggler)
@@ -110,25 +105,11 @@ def test_where_trainers_wait_the_time_between_commits_is_what_rollout_takes() ->
     plant = Plant(ideal(0.2, 2.0), noise=0.05)
     for _ in range(20):
         plant.batch()
-    plant.windows = [
-        RolloutWindowFact(
-            at=w.at,
-            seconds=w.seconds,
-            nodes=w.nodes,
-            generated_tokens=2 * w.generated_tokens,
-            prefilled_tokens=0,
-            busy=w.busy,
-        )
-        for w in plant.windows
-    ]
-    measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
-    assert isinstance(measured, Estimate)
+    plant.windows = [replace(w, generated_tokens=2 * w.generated_tokens, prefilled_tokens=0) for w in plant.windows]
+    measured = _measure(plant.snapshot(100))
     assert measured.starved
     assert measured.times.rollout == pytest.approx(sum(plant.batch_times[-7:]) / 7)
-    idle = measure(
-        replace(plant.snapshot(100), steps=tuple(replace(s, seconds=1.0) for s in plant.steps)), Split(1, 2), 0.0
-    )
-    assert isinstance(idle, Estimate)
+    idle = _measure(replace(plant.snapshot(100), steps=tuple(replace(s, seconds=1.0) for s in plant.steps)))
     assert not idle.starved
     assert idle.times.rollout < 0.8 * measured.times.rollout
 
@@ -140,8 +121,7 @@ def test_only_the_newest_steps_count() -> None:
     plant.length *= 2.0
     for _ in range(9):
         plant.batch()
-    measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
-    assert isinstance(measured, Estimate)
+    measured = _measure(plant.snapshot(100))
     assert (measured.times.train, measured.times.rollout) == pytest.approx((2.0, 4.0), rel=0.25)
 
 
@@ -152,18 +132,10 @@ def test_steps_much_shorter_than_the_windows_are_measured_all_the_same() -> None
     # One window a second: two of them fall into the time of the newest eight steps.
     merged = plant.windows[3::4]
     plant.windows = [
-        RolloutWindowFact(
-            at=w.at,
-            seconds=1.0,
-            nodes=w.nodes,
-            generated_tokens=4 * w.generated_tokens,
-            prefilled_tokens=0,
-            busy=w.busy / 4,
-        )
+        replace(w, seconds=1.0, generated_tokens=4 * w.generated_tokens, prefilled_tokens=0, busy=w.busy / 4)
         for w in merged
     ]
-    measured = measure(plant.snapshot(100), Split(1, 2), 0.0)
-    assert isinstance(measured, Estimate)
+    measured = _measure(plant.snapshot(100))
     assert measured.times.train == pytest.approx(0.25, rel=0.1)
 
 
@@ -182,50 +154,14 @@ def test_stages_that_take_turns_do_not_wait_for_each_other() -> None:
 
 
 def test_standing_still_is_judged_at_the_work_of_now() -> None:
-    before = Estimate(
-        split=Split(1, 2),
-        times=Times(1.2, 3.0, 1),
-        train_error=0.0,
-        rollout_error=0.0,
-        fixed=0.2,
-        straggler=0.0,
-        train_tokens=1000.0,
-        rollout_tokens=400.0,
-    )
-    after = Estimate(
-        split=Split(1, 2),
-        times=Times(9.0, 9.0, 1),
-        train_error=0.0,
-        rollout_error=0.0,
-        fixed=0.0,
-        straggler=0.0,
-        train_tokens=1500.0,
-        rollout_tokens=800.0,
-    )
+    before = _estimate(Split(1, 2), Times(1.2, 3.0, 1), fixed=0.2, tokens=(1000.0, 400.0))
+    after = _estimate(Split(1, 2), Times(9.0, 9.0, 1), fixed=0.0, tokens=(1500.0, 800.0))
     assert times_with_work_of(before, after) == pytest.approx((0.2 + 1.5, 6.0, 1))
 
 
 def test_a_correction_reproduces_what_was_measured() -> None:
-    before = Estimate(
-        split=Split(1, 2),
-        times=Times(1.0, 0.3, 1),
-        train_error=0.0,
-        rollout_error=0.0,
-        fixed=0.2,
-        straggler=0.0,
-        train_tokens=1000.0,
-        rollout_tokens=400.0,
-    )
-    after = Estimate(
-        split=Split(2, 1),
-        times=Times(1.4, 0.9, 1),
-        train_error=0.0,
-        rollout_error=0.0,
-        fixed=0.0,
-        straggler=0.0,
-        train_tokens=1000.0,
-        rollout_tokens=400.0,
-    )
+    before = _estimate(Split(1, 2), Times(1.0, 0.3, 1), fixed=0.2, tokens=(1000.0, 400.0))
+    after = _estimate(Split(2, 1), Times(1.4, 0.9, 1), fixed=0.0, tokens=(1000.0, 400.0))
     assert predict(before, after.split, learned_correction(before, after)) == pytest.approx(after.times)
     assert predict(after, before.split, learned_correction(after, before)) == pytest.approx(before.times)
 

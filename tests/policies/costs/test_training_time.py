@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_hpc.models.memory import Recompute, TrainLayout, activation_bytes_per_token, memory_limit, train_memory
-from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.memory import (
+    Recompute,
+    TrainLayout,
+    TrainMemory,
+    activation_bytes_per_token,
+    memory_limit,
+    train_memory,
+)
+from libra_hpc.models.shapes import ModelShape, model_shape
 from libra_hpc.policies.costs.factors import Factors
 from libra_hpc.policies.costs.training_time import (
     LAYER_EFFICIENCY,
@@ -43,6 +51,10 @@ def layout(
     return TrainLayout(tp=tp, pp=pp, cp=cp, ep=ep, dp=dp, micro_tokens=micro, recompute=recompute, etp=etp)
 
 
+def memory(shape: ModelShape = QWEN, micro_batches: int = 1, pack_tokens: int = 4096, **options: Any) -> TrainMemory:
+    return train_memory(shape, layout(**options), device=A800, micro_batches=micro_batches, pack_tokens=pack_tokens)
+
+
 def test_14b_memory_by_hand() -> None:
     """Qwen3-14B, bf16, TP8, micro-batches of 8,192.
 
@@ -52,46 +64,39 @@ def test_14b_memory_by_hand() -> None:
     - Output layer: 2**25 logits at 6 bytes, 8,192 x 5120 states at 8, and the weight's gradient, 151,936 / 8 x 5120
       at 2; 3 GB of workspace.
     """
-    memory = train_memory(QWEN, layout(tp=8), device=A800, micro_batches=4, pack_tokens=8192)
-    assert memory.weights == pytest.approx(14.77e9 * 2 / 8, rel=0.01)
-    assert memory.gradients == pytest.approx(14.77e9 * 4 / 8, rel=0.01)
-    assert memory.optimizer == pytest.approx(14.77e9 * 12 / 8, rel=0.01)
-    assert memory.activations == pytest.approx(40 * (20_480 + 79_872) / 8 * 2 * 8192, rel=0.01)
-    assert memory.logits == pytest.approx(2**25 * 6 + 8192 * 5120 * 8 + 151_936 / 8 * 5120 * 2, rel=0.01)
-    assert memory.total == pytest.approx(45.1e9, rel=0.03)
+    found = memory(micro_batches=4, pack_tokens=8192, tp=8)
+    assert found.weights == pytest.approx(14.77e9 * 2 / 8, rel=0.01)
+    assert found.gradients == pytest.approx(14.77e9 * 4 / 8, rel=0.01)
+    assert found.optimizer == pytest.approx(14.77e9 * 12 / 8, rel=0.01)
+    assert found.activations == pytest.approx(40 * (20_480 + 79_872) / 8 * 2 * 8192, rel=0.01)
+    assert found.logits == pytest.approx(2**25 * 6 + 8192 * 5120 * 8 + 151_936 / 8 * 5120 * 2, rel=0.01)
+    assert found.total == pytest.approx(45.1e9, rel=0.03)
 
 
 def test_14b_does_not_fit_on_one_device_and_the_sentence_says_why() -> None:
-    limit = memory_limit(train_memory(QWEN, layout(), device=A800, micro_batches=1, pack_tokens=8192), A800)
+    limit = memory_limit(memory(pack_tokens=8192), A800)
     assert limit is not None
     assert limit.over > 266e9 - A800.memory_bytes
     assert limit.reason.endswith("of 80 GB, optimizer 177")
 
 
 def test_pipeline_keeps_as_many_micro_batches_as_stages_and_recomputation_only_inputs() -> None:
-    flat, deep = (
-        train_memory(QWEN, layout(pp=1), device=A800, micro_batches=8, pack_tokens=4096),
-        train_memory(QWEN, layout(pp=4), device=A800, micro_batches=8, pack_tokens=4096),
-    )
+    flat, deep = (memory(micro_batches=8, pp=1), memory(micro_batches=8, pp=4))
     assert deep.weights == pytest.approx(flat.weights / 4, rel=0.2)
-    first = train_memory(QWEN, layout(pp=4, recompute="full"), device=A800, micro_batches=8, pack_tokens=4096)
+    first = memory(micro_batches=8, pp=4, recompute="full")
     assert first.activations < deep.activations / 10
-    few = train_memory(QWEN, layout(pp=4), device=A800, micro_batches=2, pack_tokens=4096)
+    few = memory(micro_batches=2, pp=4)
     assert few.activations < deep.activations
 
 
 def test_data_parallel_ranks_divide_the_optimizer_only() -> None:
-    one, four = (
-        train_memory(QWEN, layout(tp=8, dp=dp), device=A800, micro_batches=1, pack_tokens=4096) for dp in (1, 4)
-    )
+    one, four = (memory(tp=8, dp=dp) for dp in (1, 4))
     assert four.optimizer == pytest.approx(one.optimizer / 4)
     assert (four.weights, four.gradients) == (one.weights, one.gradients)
 
 
 def test_experts_are_divided_by_ep_and_the_rest_is_not() -> None:
-    one, eight = (
-        train_memory(MOE, layout(ep=ep, dp=8), device=A800, micro_batches=1, pack_tokens=4096) for ep in (1, 8)
-    )
+    one, eight = (memory(MOE, ep=ep, dp=8) for ep in (1, 8))
     experts = MOE.layers * MOE.experts * MOE.expert_params * 2
     assert one.weights - eight.weights == pytest.approx(experts * 7 / 8)
     assert eight.optimizer == pytest.approx(one.optimizer), "as many devices share one state"
@@ -100,23 +105,20 @@ def test_experts_are_divided_by_ep_and_the_rest_is_not() -> None:
 @pytest.mark.parametrize(("ep", "etp"), [(1, 0), (2, 0), (2, 1), (16, 1), (4, 4)])
 def test_devices_of_a_stage_have_one_state_together(ep: int, etp: int) -> None:
     """However the experts are spread; 4 tensor ranks of 4 replicas."""
-    memory = train_memory(MOE, layout(tp=4, ep=ep, dp=4, etp=etp), device=A800, micro_batches=1, pack_tokens=4096)
-    assert 16 * memory.optimizer == pytest.approx(12 * MOE.params, rel=1e-3)
+    found = memory(MOE, tp=4, ep=ep, dp=4, etp=etp)
+    assert 16 * found.optimizer == pytest.approx(12 * MOE.params, rel=1e-3)
 
 
 def test_tensor_ranks_of_an_expert_hold_every_routed_token() -> None:
-    shared, own = (
-        train_memory(MOE, layout(tp=4, ep=4, dp=4, etp=etp), device=A800, micro_batches=1, pack_tokens=4096)
-        for etp in (4, 1)
-    )
+    shared, own = (memory(MOE, tp=4, ep=4, dp=4, etp=etp) for etp in (4, 1))
     routed = MOE.experts_per_token * 2 * MOE.hidden * 2 * 4096 * MOE.layers
     assert shared.activations - own.activations == pytest.approx(routed * 3 / 4)
 
 
 def test_float32_needs_no_second_copy_of_the_weights() -> None:
     single = msgspec.structs.replace(QWEN, dtype_bytes=4)
-    memory = train_memory(single, layout(tp=8), device=A800, micro_batches=1, pack_tokens=4096)
-    assert memory.optimizer == pytest.approx(2 * memory.weights)
+    found = memory(single, tp=8)
+    assert found.optimizer == pytest.approx(2 * found.weights)
 
 
 def test_flops_are_six_per_parameter_and_token_plus_attention() -> None:
@@ -202,10 +204,7 @@ def test_fewer_key_value_heads_than_tensor_ranks_are_held_whole() -> None:
 
 
 def test_gathered_keys_and_values_are_whole_on_every_context_rank() -> None:
-    one, four = (
-        train_memory(QWEN, layout(tp=2, cp=cp), device=A800, micro_batches=1, pack_tokens=8192).activations
-        for cp in (1, 4)
-    )
+    one, four = (memory(pack_tokens=8192, tp=2, cp=cp).activations for cp in (1, 4))
     assert four - one / 4 == pytest.approx(40 * 2 * 4 * 128 * 2 * 8192)
 
 

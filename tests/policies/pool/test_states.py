@@ -240,14 +240,15 @@ def test_a_lost_node_sends_the_other_one_of_its_replica_to_roll_out() -> None:
 
 ranks = st.integers(1, 5)
 kinds = st.sampled_from(["train", "rollout"])
+disturbances: st.SearchStrategy[Event] = st.one_of(
+    st.builds(MoveOrdered, ranks, kinds), st.builds(EngineEnded, ranks, kinds), st.builds(HeartbeatLost, ranks)
+)
 events = st.one_of(
-    st.builds(MoveOrdered, ranks, kinds),
+    disturbances,
     st.builds(Drained, ranks),
     st.builds(EngineAnswers, ranks, kinds),
     st.builds(StateArrived, ranks),
     st.builds(MemberOf, ranks, st.integers(0, 12)),
-    st.builds(EngineEnded, ranks, kinds),
-    st.builds(HeartbeatLost, ranks),
     st.builds(Returned, ranks),
 )
 COMPONENTS = {1: "train", 2: "train", 3: "rollout", 4: "hybrid", 5: "hybrid"}
@@ -376,13 +377,7 @@ def test_whatever_happened_an_obedient_cluster_comes_to_rest_with_every_core_nod
             picked = data.draw(st.integers(0, len(inbox) - 1))
             apply(inbox.pop(picked))
             continue
-        event = data.draw(
-            st.one_of(
-                st.builds(MoveOrdered, ranks, kinds),
-                st.builds(EngineEnded, ranks, kinds),
-                st.builds(HeartbeatLost, ranks),
-            )
-        )
+        event = data.draw(disturbances)
         inbox[:] = [e for e in inbox if not silenced(e, event)]
         apply(event)
         if isinstance(event, HeartbeatLost) and pool.nodes[event.rank].state is NodeState.LOST:

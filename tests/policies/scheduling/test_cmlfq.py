@@ -10,6 +10,7 @@ from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import AGEING_S, CausalMlfq
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.policies.scheduling.engine_loads import ENTRY_SLACK, EngineLoads, Placed
+from libra_hpc.policies.scheduling.protocol import Decision, TurnView
 
 from .views import MISS, OK, board, finished, stats, turn
 
@@ -23,10 +24,14 @@ def warm_policy(**totals: int) -> CausalMlfq:
     return policy
 
 
+def route(policy: CausalMlfq, made: Board, view: TurnView, now: float = 0.0) -> Decision:
+    policy.key(view, now)
+    return policy.route(view, made, now)
+
+
 def send(policy: CausalMlfq, made: Board, name: str, prompt: str, **options: object) -> str:
     view = turn(name, prompt, **options)  # type: ignore[arg-type]
-    policy.key(view, 0.0)
-    decision = policy.route(view, made, 0.0)
+    decision = route(policy, made, view)
     if decision.engine:
         made.sent(decision.engine, view.context_tokens)
     assert decision.reason
@@ -60,8 +65,7 @@ def test_the_longest_moves_to_an_idle_fast_engine_when_little_else_is_left() -> 
     made.answered("slow", 500)
     made.up("fast", 8, 100_000, 0)
     view = turn("t", "p", at="slow", turns=1, context=700, attained=200, signals=(OK,))
-    policy.key(view, 0.0)
-    decision = policy.route(view, made, 0.0)
+    decision = route(policy, made, view)
     assert (decision.engine, decision.level) == ("fast", 1)
     assert decision.reason.startswith("move: fast adds ")
 
@@ -72,8 +76,7 @@ def test_samples_of_a_long_prompt_start_where_it_is_cached() -> None:
     assert others == {"a", "b"}
     first = send(policy, made, "p0", "p", sample=0, context=20_000)
     view = turn("p1", "p", context=20_000)
-    policy.key(view, 0.0)
-    decision = policy.route(view, made, 0.0)
+    decision = route(policy, made, view)
     assert decision.engine == first
     assert decision.reason.startswith(f"start: {first} has the prompt cached for a sibling")
 
@@ -95,16 +98,14 @@ def test_a_prompt_is_not_cached_under_new_weights_nor_where_no_sibling_sits() ->
         elif change == "ended":
             policy.finished(finished(200, "p", "t0"), 0.0)
         view = turn("t1", "p", context=20_000)
-        policy.key(view, 0.0)
-        assert ("sibling" in policy.route(view, made, 0.0).reason) == (change == "nothing"), change
+        assert ("sibling" in route(policy, made, view).reason) == (change == "nothing"), change
 
 
 def test_a_full_engine_with_the_prefix_is_waited_for_but_not_beyond_the_bound() -> None:
     policy, made = warm_policy(p=500), board(("a", 1), ("b", 1), cap=1)
     first = send(policy, made, "t", "p", context=60_000)
     view = turn("t", "p", at=first, turns=1, context=60_100, attained=50, signals=(OK,))
-    policy.key(view, 0.0)
-    decision = policy.route(view, made, 0.0)
+    decision = route(policy, made, view)
     assert (decision.engine, decision.wait, decision.wanted) == ("", "engine", first)
     late = policy.route(view, made, AGEING_S)
     assert late.engine not in ("", first)
@@ -131,8 +132,7 @@ def test_all_full_waits_for_any_slot() -> None:
     policy, made = CausalMlfq(), board(("a", 1), cap=1)
     made.sent("a", 5)
     view = turn()
-    policy.key(view, 0.0)
-    decision = policy.route(view, made, 0.0)
+    decision = route(policy, made, view)
     assert (decision.engine, decision.wait) == ("", "slot")
     assert decision.reason.startswith("wait: ")
 
@@ -201,8 +201,7 @@ def test_decisions_are_admissible_and_loads_add_up(steps: list[tuple[int, int, b
                 attained=100 * turns,
                 signals=(MISS,) * turns,
             )
-            policy.key(view, 0.0)
-            decision = policy.route(view, made, 0.0)
+            decision = route(policy, made, view)
             if decision.engine:
                 chosen = made.engines[decision.engine]
                 assert chosen.open

@@ -1,0 +1,53 @@
+"""Workers as processes of one that has imported torch and Megatron already."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+WAIT_S = 120.0
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["libra_hpc.trainer.worker"])
+"""Importing torch and Megatron takes 4 s of processor time, so one process does it, and workers are forked from it."""
+
+
+def _work(command: list[str], log: Path) -> None:
+    from libra_hpc.process.leave import leave
+    from libra_hpc.trainer.worker import main
+
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    leave(main(command))
+
+
+class WorkerProcess:
+    """One worker, with the methods of ``subprocess.Popen`` that the tests need."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self._process = FORKS.Process(target=_work, args=(command, log), daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit code of a process that has ended."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float = WAIT_S) -> int:
+        """Its exit code, once it has ended."""
+        self._process.join(timeout)
+        code = self._process.exitcode
+        assert code is not None, f"worker {self.pid} has not ended within {timeout:.0f} s"
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send to a process that has not ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
