@@ -49,24 +49,18 @@ def finish():
 """
 
 
+def ranks(size: int, logs: Path, program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program on so many ranks of one world."""
+    launcher = [sys.executable, "-m", "libra_hpc.slurm.ranks", "--size", str(size), "--logs", str(logs), "--"]
+    command = [*launcher, sys.executable, str(program), *arguments]
+    return subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
+
+
 def world(tmp_path: Path, size: int, script: str) -> dict[int, Any]:
     """Run ``script`` on ``size`` ranks; returns what each surviving rank found."""
     program = tmp_path / "program.py"
     program.write_text(PRELUDE + script + "\nfinish()\n")
-    command = [
-        sys.executable,
-        "-m",
-        "libra_hpc.slurm.ranks",
-        "--size",
-        str(size),
-        "--logs",
-        str(tmp_path),
-        "--",
-        sys.executable,
-        str(program),
-        str(tmp_path),
-    ]
-    subprocess.run(command, check=False, timeout=120, stdout=subprocess.DEVNULL)
+    ranks(size, tmp_path, program, str(tmp_path))
     found = {rank: tmp_path / f"{rank}.json" for rank in range(size)}
     logs = "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
     assert found[0].exists(), logs
@@ -299,17 +293,4 @@ def test_a_world_that_never_meets_ends(tmp_path: Path) -> None:
         "import os\nfrom libra_hpc.mesh import world\nworld.MEET_S = 3\nif os.environ['PMI_RANK'] == '1':\n   "
         " os._exit(15)\nworld.meet()\nos._exit(0)\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "libra_hpc.slurm.ranks",
-        "--size",
-        "3",
-        "--logs",
-        str(tmp_path),
-        "--",
-        sys.executable,
-        str(program),
-    ]
-    result = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
-    assert result.stdout == "exit codes by rank: -14 15 -14\n"
+    assert ranks(3, tmp_path, program).stdout == "exit codes by rank: -14 15 -14\n"

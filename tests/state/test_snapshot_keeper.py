@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,29 +70,23 @@ class Ring:
         return {rank: held(self.folder / str(rank)) for rank in CORE}
 
 
-def play(script: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(script())  # type: ignore[arg-type]
-
-
 def both(*steps: int, start: str = "attempt-1-7") -> tuple[str, ...]:
     return tuple(f"{kind}/step-{step:08d}.{start}" for kind in ("copies", "own") for step in steps)
 
 
-def test_every_node_has_its_part_and_a_copy_of_the_one_before_it(
+async def test_every_node_has_its_part_and_a_copy_of_the_one_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CHUNK_BYTES", 70_001)
     ring = Ring(tmp_path)
 
-    async def script() -> None:
-        await ring.take_all(4)
-        await ring.take_all(8)
-        assert set(ring.held().values()) == {both(4, 8)}
-        for keeper in ring.keepers.values():
-            keeper.keep(KeepSnapshot(8))
-        await ring.until(lambda: set(ring.held().values()) == {both(8)})
+    await ring.take_all(4)
+    await ring.take_all(8)
+    assert set(ring.held().values()) == {both(4, 8)}
+    for keeper in ring.keepers.values():
+        keeper.keep(KeepSnapshot(8))
+    await ring.until(lambda: set(ring.held().values()) == {both(8)})
 
-    play(script)
     assert {part.reason for part in ring.stored} == {""}
     name = f"step-{8:08d}.attempt-1-7"
     for rank, holder in holders(CORE).items():
@@ -102,44 +96,38 @@ def test_every_node_has_its_part_and_a_copy_of_the_one_before_it(
         assert folders.read_state(copy) == folders.TrainerState(8, 16)
 
 
-def test_a_node_that_lost_its_part_gets_the_copy_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_that_lost_its_part_gets_the_copy_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ASK_S", 0.01)
     name = f"step-{4:08d}.attempt-1-7"
 
-    async def before() -> None:
-        await Ring(tmp_path).take_all(4)
+    await Ring(tmp_path).take_all(4)
 
-    play(before)
     shutil.rmtree(tmp_path / "2")
     assert held(tmp_path / "2") == ()
     again = Ring(tmp_path, "attempt-1-8")
 
-    async def after() -> None:
-        for rank in CORE:
-            again.keepers[rank].begin(name)
-        # The one that has the copy starts later.
-        again.lost = {3}
-        fetching = asyncio.create_task(again.keepers[2].fetch(name, 3))
-        await asyncio.sleep(0.05)
-        assert not fetching.done()
-        again.lost = set()
-        async with asyncio.timeout(30.0):
-            await fetching
+    for rank in CORE:
+        again.keepers[rank].begin(name)
+    # The one that has the copy starts later.
+    again.lost = {3}
+    fetching = asyncio.create_task(again.keepers[2].fetch(name, 3))
+    await asyncio.sleep(0.05)
+    assert not fetching.done()
+    again.lost = set()
+    async with asyncio.timeout(30.0):
+        await fetching
 
-    play(after)
     assert folders.verify(tmp_path / "2" / "own" / name) == ""
     assert (tmp_path / "2" / "own" / name / "snapshot-00001.safetensors").read_bytes() == bytes([2, 1]) * 100_000
 
 
-def test_a_start_removes_what_it_does_not_begin_with(tmp_path: Path) -> None:
+async def test_a_start_removes_what_it_does_not_begin_with(tmp_path: Path) -> None:
     ring = Ring(tmp_path)
 
-    async def script() -> None:
-        await ring.take_all(4)
-        await ring.take_all(8)
-        ring.keepers[1].order(TakeSnapshot("", 12))
+    await ring.take_all(4)
+    await ring.take_all(8)
+    ring.keepers[1].order(TakeSnapshot("", 12))
 
-    play(script)
     again = Ring(tmp_path, "attempt-1-8")
     again.keepers[1].begin(f"step-{4:08d}.attempt-1-7")
     assert again.held()[1] == both(4)
@@ -148,35 +136,30 @@ def test_a_start_removes_what_it_does_not_begin_with(tmp_path: Path) -> None:
     assert again.held()[1] == ()
 
 
-def test_a_part_or_a_copy_that_fails_is_told_to_the_leader_and_leaves_the_others(tmp_path: Path) -> None:
+async def test_a_part_or_a_copy_that_fails_is_told_to_the_leader_and_leaves_the_others(tmp_path: Path) -> None:
     ring = Ring(tmp_path)
 
-    async def script() -> None:
-        ring.keepers[1].order(TakeSnapshot("", 4))
-        ring.keepers[1].taken(SnapshotFailed(4, "no room"))
-        (tmp_path / "3").mkdir()
-        (tmp_path / "3" / "copies").write_text("no folder")
-        await ring.take(4, 2)
-        await ring.until(lambda: len(ring.stored) == 3)
-        assert [(part.rank, part.owner, bool(part.reason)) for part in ring.stored] == [
-            (1, 1, True),
-            (2, 2, False),
-            (3, 2, True),
-        ]
-        for keeper in ring.keepers.values():
-            keeper.keep(KeepSnapshot(-1, 4))
-        await ring.until(lambda: not list(tmp_path.glob("*/own/*")))
-
-    play(script)
+    ring.keepers[1].order(TakeSnapshot("", 4))
+    ring.keepers[1].taken(SnapshotFailed(4, "no room"))
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "copies").write_text("no folder")
+    await ring.take(4, 2)
+    await ring.until(lambda: len(ring.stored) == 3)
+    assert [(part.rank, part.owner, bool(part.reason)) for part in ring.stored] == [
+        (1, 1, True),
+        (2, 2, False),
+        (3, 2, True),
+    ]
+    for keeper in ring.keepers.values():
+        keeper.keep(KeepSnapshot(-1, 4))
+    await ring.until(lambda: not list(tmp_path.glob("*/own/*")))
 
 
-def test_a_lost_successor_ends_the_copy_and_nothing_else(tmp_path: Path) -> None:
+async def test_a_lost_successor_ends_the_copy_and_nothing_else(tmp_path: Path) -> None:
     ring = Ring(tmp_path)
 
-    async def script() -> None:
-        ring.lost = {2}
-        await ring.take(4, 1)
-        await ring.until(lambda: not ring.keepers[1]._tasks)
+    ring.lost = {2}
+    await ring.take(4, 1)
+    await ring.until(lambda: not ring.keepers[1]._tasks)
 
-    play(script)
     assert [(part.rank, part.owner) for part in ring.stored] == [(1, 1)]

@@ -24,6 +24,21 @@ Shape = Callable[[int, int, float], tuple[float, float]]
 """(training nodes, rollout nodes, mean length) -> true seconds per batch of (train, rollout)."""
 
 
+NOTHING = PlanSnapshot(
+    nodes=(),
+    steps=(),
+    windows=(),
+    trajectories=(),
+    switches=(),
+    queue=QueueFact(0, 0, 0.0, 0.0),
+    prompts_per_step=64,
+    group_size=8,
+    eta=1,
+    steps_left=100,
+)
+"""A snapshot before anything was measured."""
+
+
 @dataclass
 class Plant:
     """One core node per stage and ``hybrids`` movable ones; runs batch by batch and carries out decisions."""

@@ -8,9 +8,12 @@ from statistics import fmean
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from libra_hpc.policies.control.in_flight import SIMILAR, InFlightEstimator
-from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, QueueFact, TrajectoryFact
+from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, TrajectoryFact
+
+from .plant import NOTHING
 
 GROUP, PROMPTS, ETA = 4, 8, 1
 LONG, SHORT = (100, 4000), (12_000, 200)
@@ -18,19 +21,8 @@ LONG, SHORT = (100, 4000), (12_000, 200)
 
 
 def _snapshot(done: list[TrajectoryFact], groups: list[GroupFact]) -> PlanSnapshot:
-    return PlanSnapshot(
-        nodes=(),
-        steps=(),
-        windows=(),
-        trajectories=tuple(done),
-        switches=(),
-        queue=QueueFact(0, 0, 0.0, 0.0),
-        prompts_per_step=PROMPTS,
-        group_size=GROUP,
-        eta=ETA,
-        steps_left=100,
-        groups=tuple(groups),
-    )
+    options = {"prompts_per_step": PROMPTS, "group_size": GROUP, "eta": ETA}
+    return replace(NOTHING, trajectories=tuple(done), groups=tuple(groups), **options)
 
 
 def _finished(kinds: list[tuple[int, int]], seed: int = 0, first: int = 0, start: int = 0) -> list[TrajectoryFact]:

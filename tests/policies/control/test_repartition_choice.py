@@ -17,7 +17,9 @@ from libra_hpc.policies.costs.rollout_by_nodes import NodeEngines, RolloutByNode
 from libra_hpc.policies.costs.rollout_time import RolloutOptions
 from libra_hpc.policies.search.best_plan import DevicePool
 from libra_hpc.policies.search.train_layout import TrainSpace
-from libra_hpc.protocol.plan import NodeFact, PlanSnapshot, QueueFact, TrajectoryFact
+from libra_hpc.protocol.plan import NodeFact, PlanSnapshot, TrajectoryFact
+
+from .plant import NOTHING
 
 SETTINGS = PlannerSection(repartition_cost_s=600.0)
 SPACE = TrainSpace(cp=(1,), recompute=("full",))
@@ -33,18 +35,7 @@ def snapshot(median: float = 2000.0, count: int = 1024) -> PlanSnapshot:
         for i, n in enumerate(lengths)
     )
     nodes = tuple(NodeFact(i, "train" if i < 1 else "rollout", "train" if i < 1 else "rollout", 0.0) for i in range(6))
-    return PlanSnapshot(
-        nodes=nodes,
-        steps=(),
-        windows=(),
-        trajectories=done,
-        switches=(),
-        queue=QueueFact(0, 0, 0.0, 0.0),
-        prompts_per_step=64,
-        group_size=8,
-        eta=1,
-        steps_left=1000,
-    )
+    return msgspec.structs.replace(NOTHING, nodes=nodes, trajectories=done, steps_left=1000)
 
 
 def _repartition() -> RepartitionAdvisor:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 import pytest
+from msgspec.structs import replace
 
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
@@ -13,7 +14,9 @@ from libra_hpc.policies.control.node_scaling import NodeScaling
 from libra_hpc.policies.control.stage_estimator import CHANGING_STEPS, IN_FLIGHT_ERROR, PROMPT_QUANTITY, StageEstimator
 from libra_hpc.policies.control.stage_times import Estimate, Split
 from libra_hpc.policies.costs.rollout_by_nodes import NodeEngines, RolloutByNodes
-from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, QueueFact, RolloutWindowFact, TrainStepFact, TrajectoryFact
+from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, RolloutWindowFact, TrainStepFact, TrajectoryFact
+
+from .plant import NOTHING
 
 BATCH, GROUP = 16, 4
 DOCUMENT, THOUGHT = (8000, 200), (100, 5000)
@@ -93,18 +96,13 @@ class Run:
         self.admitted += BATCH
 
     def evaluate(self) -> Estimate | str:
-        queue = QueueFact(0, 0, 0.0, 0.0)
-        snapshot = PlanSnapshot(
-            nodes=(),
+        snapshot = replace(
+            NOTHING,
             steps=tuple(self.steps),
             windows=tuple(self.windows),
             trajectories=tuple(self.done),
-            switches=(),
-            queue=queue,
             prompts_per_step=BATCH,
             group_size=GROUP,
-            eta=1,
-            steps_left=100,
             groups=tuple(self.in_flight),
         )
         self.estimator.observe(snapshot, self.now)
