@@ -34,7 +34,7 @@ def classes(path: Path) -> Iterator[str]:
 
 def test_words_of_the_glossary_stand_nowhere_else() -> None:
     pages = [page for page in (ROOT / "docs").glob("*.md") if page.name != "glossary.md"]
-    scripts = [*(ROOT / "examples").iterdir(), *(ROOT / "sbatch").glob("*.j2")]
+    scripts = [*(path for path in (ROOT / "examples").iterdir() if path.is_file()), *(ROOT / "sbatch").glob("*.j2")]
     words = {word: re.compile(rf"\b{plain(word)}(e?s)?\b") for word in instead_of("Terms")}
     assert len(words) > 15
     texts = {path: plain(path.read_text()) for path in (*sources(), *pages, *scripts, ROOT / "README.md")}
