@@ -17,7 +17,8 @@ from libra_hpc.trainer.device import file_store
 from libra_hpc.trainer.model import compat, head
 from libra_hpc.trainer.model.head import Likelihood, likelihood, loss_rows
 
-from .support import FORKS, WAIT_S
+from .support import WAIT_S
+from .worker_process import FORKS
 
 TOKENS, HIDDEN, VOCAB, TEMPERATURE = 37, 24, 1000, 0.7
 SEVERAL = 150 * TOKENS
