@@ -9,7 +9,7 @@ import pytest
 
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
-from libra_hpc.policies.scheduling.turn_migration import TurnMigration, Running
+from libra_hpc.policies.scheduling.turn_migration import Running, TurnMigration
 from libra_hpc.protocol.codec import pack_f32, unpack_i32
 from libra_hpc.protocol.mesh import Turns, TurnsDrained
 from tests.rollout.plant import STOP, Emptiest, Plant, engine_stats, sampling
