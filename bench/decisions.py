@@ -26,8 +26,8 @@ from libra_hpc import compiled
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
 from libra_hpc.policies.scheduling.protocol import Finished, TurnView
+from libra_hpc.protocol.engine_state import EngineStats
 from libra_hpc.protocol.env import Signal
-from libra_hpc.protocol.rollout import EngineStats
 
 INFLIGHT = 10_000
 LAYOUT = (1,) * 36 + (2,) * 18 + (4,) * 10

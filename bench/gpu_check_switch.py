@@ -24,8 +24,9 @@ from libra_hpc.models.memory import TrainLayout, train_memory
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.protocol.codec import pack_i32
+from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.rollout import Generate, UpdateWeights
-from libra_hpc.protocol.trainer import Export, ExportFailed, Join, Joined, Standby, StepDone, TrainStep, WorkerReady
+from libra_hpc.protocol.trainer import Export, ExportFailed, Join, Joined, Standby, StepDone, TrainStep
 from libra_hpc.trainer.measure import MeasurementReplica, random_samples
 from libra_hpc.weights.checksum import file_crc32
 
@@ -133,7 +134,7 @@ def switches(setting: Setting, figures: Figures) -> None:
         )
         # First the engine: vLLM starts only where most of the device is free.
         with OfflineEngine(config) as engine:
-            figures.add("engine's start, s", engine.engine.ready.start_s)
+            figures.add("engine's start, s", engine.engine.start_s)
             count, kv_tokens = setting.sizes.sequences, setting.sizes.sequences * (PROMPT + DECODED // 2)
             decode(engine, "warm-up", count)
             seconds, predicted = decode(engine, "timed", count), lookup(hardware, shape, 1).step_s(count, kv_tokens)
@@ -141,7 +142,7 @@ def switches(setting: Setting, figures: Figures) -> None:
             engine.engine.sleep()
             replica = start_replica(setting, folder, Path(scratch))
             try:
-                replica.answer(WorkerReady)
+                replica.answer(EngineState)
                 replica.send(Standby())
                 device = SharedDevice(engine, replica, folder / "model.safetensors", shape.vocab)
                 # The first switch fills caches, and finds the engine in standby.

@@ -24,6 +24,7 @@ from libra_hpc.agent.train_node import TrainNode
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.rollout import Abort, Generate
 from libra_hpc.train_leader.train_leader_setup import make_train_leader
 
@@ -98,12 +99,12 @@ class TrainRun:
 
     def _coordinator(self, message: Any, blob: bytes) -> None:
         match message:
-            case wire.EngineIsReady():
+            case EngineState(state="ready"):
                 self.leader.on_generation(1, (TRAINER,))
             case wire.StepReport(metrics=metrics):
                 before = self.points[-1][1] if self.points else 0
                 self.points.append((time.monotonic(), before + int(metrics["trained_tokens"])))
-            case wire.TrainingFinished():
+            case wire.TrainingDone():
                 self.done.set()
 
     def _agent(self, message: Any, blob: bytes) -> None:

@@ -30,7 +30,8 @@ from bench.gpu_model import write_config
 from bench.harness import median, options, progress, report
 from libra_hpc.config.run import RunConfig
 from libra_hpc.models.architecture import read_shape
-from libra_hpc.protocol.trainer import Export, Exported, Join, Joined, StepDone, TrainStep, WorkerReady
+from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.trainer import Export, Exported, Join, Joined, StepDone, TrainStep
 from libra_hpc.trainer.measure import MeasurementReplica, random_samples
 from libra_hpc.weights.names import hf_shapes
 
@@ -63,7 +64,7 @@ class Pair:
         self._stays, self._moves, self._folder, self._tokens = stays, moves, folder, tokens
         self._generation = self._step = 0
         for replica in (stays, moves):
-            replica.answer(WorkerReady)
+            replica.answer(EngineState)
         self.round(local=False)
 
     def round(self, local: bool) -> Round:
@@ -185,7 +186,7 @@ def empty_memory(folder: Path) -> int:
     model = folder / "model"
     write_model(model, 0)
     with replicas(model, folder / "empty", {}) as (replica,):
-        replica.answer(WorkerReady)
+        replica.answer(EngineState)
         replica.ask(Join(1, 0, 1, ""), Joined)
         replica.ask(TrainStep(1, 1, (random_samples(1, 64, VOCAB),), (63,)), StepDone)
         return own_memory(replica)

@@ -28,7 +28,7 @@ from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.models.step_times.measured import StepPoint
 from libra_hpc.protocol import mesh as wire
-from libra_hpc.protocol.rollout import EngineStats
+from libra_hpc.protocol.engine_state import EngineState, EngineStats
 from libra_hpc.protocol.trace import TrajectoryRecord
 
 PATIENCE_S = 600.0
@@ -124,7 +124,7 @@ class Replayer(RolloutSide):
         self._folder = folder
         config = setup.config(folder / "none", groups=1, group_size=2, open_groups=1, policy="least_loaded")
         super().__init__(config, RunDir.create(folder, "engines"))
-        self._up: dict[str, wire.EngineUp] = {}
+        self._up: dict[str, EngineState] = {}
         self._stats: dict[str, EngineStats] = {}
         self._work: list[TrajectoryRecord] = []
         self._group_size = 1
@@ -210,7 +210,7 @@ class Replayer(RolloutSide):
                     self._answers.setdefault(answer.rid.partition(":")[0], []).append(times)
             case wire.EngineLoad(engine=engine, stats=stats):
                 self._stats[engine] = stats
-            case wire.EngineUp(engine=engine):
+            case EngineState(state="ready", engine=engine):
                 self._up[engine] = message
         super().on_message(message)
 

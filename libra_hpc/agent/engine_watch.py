@@ -10,19 +10,14 @@ Times are seconds of any monotonic clock.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from libra_hpc.process.deadlines import DeadlineLimits, Deadlines
 
-Operation = Literal[
-    "start of the engine", "weight update of the engine", "waking of the engine", "silence of the engine"
-]
-START: Operation = "start of the engine"
-WEIGHTS: Operation = "weight update of the engine"
-WAKE: Operation = "waking of the engine"
-SILENCE: Operation = "silence of the engine"
-LATE_SHARE = 0.5
-"""Of a limit; then an operation is late."""
+START = "start of the engine"
+WEIGHTS = "weight update of the engine"
+WAKE = "waking of the engine"
+SILENCE = "silence of the engine"
 
 
 class LateEngine(NamedTuple):
@@ -35,10 +30,9 @@ class LateEngine(NamedTuple):
 class EngineWatch:
     def __init__(self, settings: DeadlineLimits) -> None:
         self._deadlines = Deadlines(settings)
-        self._in_flight: dict[str, set[Operation]] = {}
-        self._late: set[tuple[str, Operation]] = set()
+        self._in_flight: dict[str, set[str]] = {}
 
-    def began(self, engine: str, operation: Operation, now: float) -> None:
+    def began(self, engine: str, operation: str, now: float) -> None:
         """An operation starts; one that is in flight already goes on."""
         operations = self._in_flight.setdefault(engine, set())
         if operation not in operations:
@@ -46,10 +40,9 @@ class EngineWatch:
             self._deadlines.forget((engine, SILENCE))
             self._deadlines.begin(operation, (engine, operation), now)
 
-    def ended(self, engine: str, operation: Operation, now: float) -> None:
+    def ended(self, engine: str, operation: str, now: float) -> None:
         self._in_flight.get(engine, set()).discard(operation)
         self._deadlines.end((engine, operation), now)
-        self._late.discard((engine, operation))
 
     def sign(self, engine: str, now: float) -> None:
         self.ended(engine, SILENCE, now)
@@ -59,18 +52,14 @@ class EngineWatch:
     def gone(self, engine: str) -> None:
         for operation in (START, WEIGHTS, WAKE, SILENCE):
             self._deadlines.forget((engine, operation))
-            self._late.discard((engine, operation))
-        self._in_flight.pop(engine, None)
+            self._in_flight.pop(engine, None)
 
     def discount(self, seconds: float) -> None:
         self._deadlines.discount(seconds)
 
     def late(self, now: float) -> list[LateEngine]:
         """Engines that became late since the last call."""
-        pending = self._deadlines.pending(now, LATE_SHARE)
-        found = {one.key: one.sentence for one in pending if one.key not in self._late}
-        self._late.update(found)  # type: ignore[arg-type]
-        return [LateEngine(key[0], sentence) for key, sentence in found.items()]  # type: ignore[index]
+        return [LateEngine(one.key[0], one.sentence) for one in self._deadlines.late(now)]  # type: ignore[index]
 
     def hung(self, now: float) -> list[LateEngine]:
         """Engines beyond a limit, each once; they are not watched any more."""

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Hashable
 from typing import Any
 
-from libra_hpc.process.deadlines import DeadlineLimits, Deadlines, Pending
+from libra_hpc.process.deadlines import LATE_SHARE, DeadlineLimits, Deadlines, Pending
 from libra_hpc.protocol.trainer import (
     Alive,
     Export,
@@ -68,7 +68,7 @@ class ReplicaWatch:
         self._orders: deque[tuple[str, Hashable]] = deque()
         """Orders without an answer; the replica carries out the first."""
         self._alive: dict[int, tuple[str, float]] = {}
-        self._reported: set[Hashable] = set()
+        self._silent_reported: set[int] = set()
 
     def started(self, now: float) -> None:
         self.clear()
@@ -102,8 +102,6 @@ class ReplicaWatch:
             self._deadlines.end(key, now)
         if isinstance(message, SaveStarted):
             self._deadlines.begin(WRITE, WRITE, now)
-            self._reported.discard(WRITE)
-        self._reported.discard(key)
         # A phase of before the answer has ended with it.
         self._alive = {
             process: (COMPUTE if phase == key[0] else phase, at) for process, (phase, at) in self._alive.items()
@@ -113,7 +111,7 @@ class ReplicaWatch:
 
     def alive(self, process: int, message: Alive, now: float) -> None:
         self._alive[process] = (message.phase, now)
-        self._reported.discard(process)
+        self._silent_reported.discard(process)
 
     def give_up(self, now: float) -> str:
         """Why the run is to fail, if so: the replica is ended because it is hung."""
@@ -125,7 +123,7 @@ class ReplicaWatch:
         self._deadlines.clear()
         self._orders.clear()
         self._alive.clear()
-        self._reported.clear()
+        self._silent_reported.clear()
 
     def discount(self, seconds: float) -> None:
         self._deadlines.discount(seconds)
@@ -133,13 +131,9 @@ class ReplicaWatch:
 
     def late(self, now: float) -> list[str]:
         """A sentence for everything that is late and was not reported yet."""
-        found: list[tuple[Hashable, str]] = [
-            (pending.key, pending.sentence) for pending in self._deadlines.pending(now, 0.5)
-        ]
-        found += self._silent(now, 0.5)
-        fresh = [(key, sentence) for key, sentence in found if key not in self._reported]
-        self._reported.update(key for key, _ in fresh)
-        return [sentence for _, sentence in fresh]
+        silent = [found for found in self._silent(now, LATE_SHARE) if found[0] not in self._silent_reported]
+        self._silent_reported.update(process for process, _ in silent)
+        return [pending.sentence for pending in self._deadlines.late(now)] + [sentence for _, sentence in silent]
 
     def hung(self, now: float) -> str:
         """Why the replica is to be ended; empty: it is not."""
@@ -159,7 +153,7 @@ class ReplicaWatch:
         phases = ", ".join(sorted({phase for phase, _ in self._alive.values()}))
         return f"{pending.sentence}, in phase: {phases or 'unknown'}"
 
-    def _silent(self, now: float, share: float) -> list[tuple[Hashable, str]]:
+    def _silent(self, now: float, share: float) -> list[tuple[int, str]]:
         if not self._deadlines.pending(now, 0.0):
             return []
         return [

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from libra_hpc.agent.hosting.rollout_service import RolloutService
 from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.train_leader.train_leader import TrainLeader
 
 from .rollout_node import RolloutNode
@@ -20,8 +21,7 @@ M = TypeVar("M")
 
 FOR_ROLLOUT_SERVICE = (
     wire.TurnsDone,
-    wire.EngineUp,
-    wire.EngineDown,
+    EngineState,
     wire.EngineVersion,
     wire.EngineLoad,
     wire.DrainTurns,
@@ -60,7 +60,7 @@ def add_engines(routes: Routes, rollout: RolloutNode, train: TrainNode, spawn: C
 
     routes.add(wire.StartEngine, start)
     routes.add(wire.StandbyEngine, standby)
-    routes.add(wire.EndTrainers, lambda order: spawn(train.reset()))
+    routes.add(wire.StopTrainers, lambda order: spawn(train.reset()))
     routes.add(wire.Turns, rollout.on_turns)
     routes.add_with_blob(wire.WeightsChunk, rollout.on_chunk)
     routes.add(wire.WeightsCurrent, rollout.on_current)
@@ -75,16 +75,16 @@ def add_engines(routes: Routes, rollout: RolloutNode, train: TrainNode, spawn: C
 def add_train_leader(routes: Routes, leader: TrainLeader) -> None:
     """Rows of the train leader."""
 
-    def died(message: wire.EngineDied) -> None:
-        if message.kind == "train":
-            leader.on_replica_down(message.rank, message.reason)
+    def lost(engine: EngineState) -> None:
+        if engine.kind == "train" and engine.state == "lost":
+            leader.on_replica_down(engine.rank, engine.reason)
 
     routes.add(wire.FromReplica, lambda answer: leader.on_reply(answer.rank, answer.message))
     routes.add(wire.FormGeneration, lambda order: leader.on_generation(order.generation, order.ranks))
     routes.add(wire.Batch, leader.on_batch)
     routes.add(wire.SnapshotStored, leader.on_snapshot_stored)
     routes.add(wire.StopTraining, lambda order: leader.on_stop(order.reason, order.after))
-    routes.add(wire.EngineDied, died)
+    routes.add(EngineState, lost)
 
 
 def add_rollout_service(routes: Routes, service: RolloutService) -> None:

@@ -24,13 +24,14 @@ from libra_hpc.facts import series
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.pool import states
 from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.state.attempt import copy_policy, drop_steps_after, source_of
 
-from .ending import Ending
+from .ending import RunEnding
 from .late_steps import late_step
 from .live_planning import LivePlanning
 from .liveness import discount, read_gone
-from .nodes import NodePool, Role
+from .nodes import NodePool
 from .observations import Observations
 from .records import Records
 from .recovery import Recovery
@@ -76,7 +77,7 @@ class Coordinator:
         self._step = context.start.step
         self._finished = asyncio.Event()
         self._limit = TimeLimit(self._config.slurm, now)
-        self._ending = Ending(self._config.run.steps, Recovery(self._config.slurm.restarts))
+        self._ending = RunEnding(self._config.run.steps, Recovery(self._config.slurm.restarts))
         self._stepped_at = now
         self._gone: dict[int, int] = {}
         self._job_id = ""
@@ -88,7 +89,7 @@ class Coordinator:
     # --- messages
 
     def on_message(self, source: int, message: Any) -> None:
-        node = self._nodes.facts[source]
+        node = self._nodes.contacts[source]
         node.seen = time.time()
         match message:
             case wire.Heartbeat():
@@ -111,19 +112,13 @@ class Coordinator:
                 self._event("agent_joined", rank=rank, host=host, pid=pid, component=component)
                 self._nodes.readmit(rank)
                 self._maybe_start()
-            case wire.EngineIsReady(rank=rank, kind=kind, seconds=seconds):
-                self._event("engine_is_ready", rank=rank, engine_kind=kind, seconds=seconds)
-                self._nodes.apply(states.EngineAnswers(rank, _role(kind)))
-            case wire.EngineDied(rank=rank, kind=kind, reason=reason, world=world):
-                self._nodes.apply(states.EngineEnded(rank, _role(kind), world))
-                self._event("engine_restarted", rank=rank, engine_kind=kind, reason=reason)
-            case wire.TurnsDrained(rank=rank):
-                self._nodes.apply(states.Drained(rank))
+            case EngineState() | wire.TurnsDrained():
+                self._nodes.apply(message)
             case wire.MemberJoined(rank=rank, generation=generation):
                 self._event("member_joined", **msgspec.structs.asdict(message))
                 self._nodes.apply(states.StateArrived(rank))
                 self._nodes.apply(states.MemberOf(rank, generation))
-            case wire.TrainingFinished(step=step):
+            case wire.TrainingDone(step=step):
                 self._step = step
                 self._ending.finished(step, self._repartitioner.ordered, node.seen)
             case wire.Fatal(rank=rank, reason=reason, restart=restart):
@@ -172,7 +167,7 @@ class Coordinator:
     def _maybe_start(self) -> None:
         if self._nodes.pool is not None or not self._nodes.complete:
             return
-        self._event("job_started", ranks=len(self._nodes.facts), step=self._step, attempt=self._context.attempt)
+        self._event("job_started", ranks=len(self._nodes.contacts), step=self._step, attempt=self._context.attempt)
         if self._ending.recovery.cause:
             self._event(
                 "recovered",
@@ -209,7 +204,7 @@ class Coordinator:
         slept_s = period = min(STATUS_S, self._config.planner.interval_s)
         while not self._finished.is_set():
             now = time.time()
-            if stall := discount(self._nodes.facts, slept_s, period, now):
+            if stall := discount(self._nodes.contacts, slept_s, period, now):
                 self._event("own_stall", reason=f"rank 0 was stopped for {stall:.1f} s", seconds=stall)
             self._check(now)
             if self._nodes.pool is not None:
@@ -235,7 +230,7 @@ class Coordinator:
     def _check(self, now: float) -> None:
         waited_s = now - self._started_at
         if self._nodes.pool is None and waited_s > GONE_HELLO_S:
-            missing = [rank for rank, node in self._nodes.facts.items() if not node.host]
+            missing = [rank for rank, node in self._nodes.contacts.items() if not node.host]
             if waited_s > HELLO_S or any(rank in self._gone for rank in missing):
                 self._ending.restart(f"no sign of life from rank(s) {missing} after {waited_s:.0f} s", now)
         for lost in self._nodes.find_lost(self._gone, now) if self._nodes.pool is not None else ():
@@ -334,7 +329,7 @@ class Coordinator:
             )
             self._records.result(self.state, self._ending.message, self._step)
         self._write_status()
-        for rank in self._nodes.facts:
+        for rank in self._nodes.contacts:
             if rank != self._context.rank:
                 self._context.send(rank, wire.StopAgent(self._ending.message, self.state == "restarting"))
         await self._records.close(f"the run is {self.state} at step {self._step}: {self._ending.message}")
@@ -365,7 +360,7 @@ class Coordinator:
         status = compose_status(
             self._context,
             nodes.pool,
-            nodes.facts,
+            nodes.contacts,
             self._observations,
             job_id=self._job_id,
             state=self.state,
@@ -379,7 +374,3 @@ class Coordinator:
             now=now,
         )
         self._records.status(status)
-
-
-def _role(kind: str) -> Role:
-    return "train" if kind == "train" else "rollout"

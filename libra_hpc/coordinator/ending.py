@@ -18,7 +18,7 @@ STOPS = ("time_limit", "cancelled", "failed")
 """States of a stopped run; of two reasons the later one in this list decides."""
 
 
-class Ending:
+class RunEnding:
     """The state of a run and how it ends.  The first end stands; times are epoch seconds."""
 
     def __init__(self, steps: int, recovery: Recovery) -> None:

@@ -11,10 +11,11 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.estimate import StageEstimate
 from libra_hpc.facts.status import DecisionStatus
 from libra_hpc.planning.live import live_planner
+from libra_hpc.protocol.engine_state import EngineKind
 from libra_hpc.protocol.plan import NodeFact, PlanDecision
 
 from .decisions import DecisionLog, predicted_gain
-from .nodes import NodePool, Role
+from .nodes import NodePool
 from .observations import Observations
 
 
@@ -41,9 +42,9 @@ class LivePlanning:
     def decide(self, steps_left: int, now: float) -> PlanDecision:
         """Evaluate the plan and order the moves that it decides; ``now`` in epoch seconds."""
         assert self._nodes.pool is not None
-        facts, algorithm = self._nodes.facts, self._config.algorithm
+        contacts, algorithm = self._nodes.contacts, self._config.algorithm
         nodes = tuple(
-            NodeFact(rank, node.component, str(node.state), facts[rank].since, unit=node.unit[0])
+            NodeFact(rank, node.component, str(node.state), contacts[rank].since, unit=node.unit[0])
             for rank, node in self._nodes.pool.nodes.items()
         )
         snapshot = self._observations.snapshot(
@@ -59,7 +60,7 @@ class LivePlanning:
             self._move(decision, "train" if decision.action == "to_train" else "rollout", now)
         return decision
 
-    def _move(self, decision: PlanDecision, role: Role, now: float) -> None:
+    def _move(self, decision: PlanDecision, role: EngineKind, now: float) -> None:
         gain = predicted_gain(decision)
         for rank in decision.nodes or (decision.node,):
             self._event(

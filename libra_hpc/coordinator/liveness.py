@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from libra_hpc.process.deadlines import stall_of
-
-from .node_facts import NodeFacts
+from libra_hpc.protocol.mesh import Heartbeat
 
 HEARTBEAT_LOST_S = 20.0
 """A heartbeat comes every second.  Half: a paused network loses nodes; double: their turns wait longer."""
@@ -32,6 +31,21 @@ Double: turns wait longer.
 """
 
 
+class NodeContact:
+    """What rank 0 has heard of one node; times are epoch seconds."""
+
+    def __init__(self, now: float) -> None:
+        self.host = ""
+        """Empty until its agent sent `Hello`."""
+        self.pid = 0
+        """Process id of its agent; 0 until then."""
+        self.beat: Heartbeat | None = None
+        self.seen = now
+        """When its last message came."""
+        self.since = now
+        """When it took its present state."""
+
+
 class LostNode(NamedTuple):
     rank: int
     reason: str
@@ -39,7 +53,7 @@ class LostNode(NamedTuple):
 
 
 def lost_nodes(
-    nodes: Mapping[int, NodeFacts], own: int, leaders: Collection[int], gone: Mapping[int, int], now: float
+    nodes: Mapping[int, NodeContact], own: int, leaders: Collection[int], gone: Mapping[int, int], now: float
 ) -> list[LostNode]:
     """Nodes lost at epoch time ``now``; ``gone``: process ids by rank whose end the launcher saw."""
     found = []
@@ -56,7 +70,7 @@ def lost_nodes(
 
 
 def _cut_off(
-    nodes: Mapping[int, NodeFacts], own: int, leaders: Collection[int], lost: Collection[int], now: float
+    nodes: Mapping[int, NodeContact], own: int, leaders: Collection[int], lost: Collection[int], now: float
 ) -> list[LostNode]:
     """The nodes to give up for a connection that broke between two that live."""
     found = {}
@@ -73,7 +87,7 @@ def _cut_off(
     return list(found.values())
 
 
-def discount(nodes: Mapping[int, NodeFacts], slept_s: float, planned_s: float, now: float) -> float:
+def discount(nodes: Mapping[int, NodeContact], slept_s: float, planned_s: float, now: float) -> float:
     """Move what was heard forward by a stall of this process, and return the stall in seconds."""
     stall = stall_of(slept_s, planned_s)
     for node in nodes.values() if stall else ():

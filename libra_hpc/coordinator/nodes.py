@@ -1,7 +1,7 @@
 """The pool of nodes at rank 0: the state machine's pool, what was heard of every node, and the orders that follow.
 
 - An event -> `apply`: the pure state machine (`libra_hpc.policies.pool.states`) answers with effects.
-- An effect -> a message to an agent or to a leader.
+- An effect -> sent to the agent or leader that it is for.
 - A node is lost or comes back -> announced to everybody.
 
 The rollout leader hears of engines from their own nodes, so no effect is about turns.
@@ -16,11 +16,9 @@ from typing import Literal
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.pool import states
 from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol.engine_state import EngineKind
 
-from .liveness import LostNode, lost_nodes
-from .node_facts import NodeFacts
-
-Role = Literal["train", "rollout"]
+from .liveness import LostNode, NodeContact, lost_nodes
 
 
 class NodePool:
@@ -38,17 +36,17 @@ class NodePool:
     ) -> None:
         self._context, self._event, self._moved, self._recorded = context, event, moved, recorded
         now = time.time()
-        self.facts = {rank: NodeFacts(now) for rank in range(len(context.layout.components))}
+        self.contacts = {rank: NodeContact(now) for rank in range(len(context.layout.components))}
         self.pool: states.Pool | None = None
         """None until every agent has sent `Hello`."""
-        self.moves: dict[int, tuple[Role, float]] = {}
+        self.moves: dict[int, tuple[EngineKind, float]] = {}
         """Moves in flight: where to, and since when (epoch seconds)."""
         self.frozen = False
         """The run is over: nothing is ordered any more."""
 
     @property
     def complete(self) -> bool:
-        return all(node.host for node in self.facts.values())
+        return all(node.host for node in self.contacts.values())
 
     @property
     def trainers(self) -> int:
@@ -69,13 +67,13 @@ class NodePool:
         ]
         return f"node {busy[0].rank} is in state {busy[0].state}" if busy else ""
 
-    def start(self, hybrid_role: Role) -> None:
+    def start(self, hybrid_role: EngineKind) -> None:
         layout = self._context.layout
         self.pool, effects = states.start(layout.pool(), hybrid_role, layout.unit)
         self.announce()
         self._carry_out(effects)
 
-    def move(self, rank: int, role: Role, now: float) -> None:
+    def move(self, rank: int, role: EngineKind, now: float) -> None:
         """Order a node and those that move with it, unless they are on their way."""
         if rank not in self.moves:
             self.moves |= dict.fromkeys(self._context.layout.unit(rank), (role, now))
@@ -83,7 +81,7 @@ class NodePool:
 
     def request_reset(self, rank: int) -> None:
         """Have a node that was declared lost, and is heard again, begin as a new one."""
-        self.facts[rank].seen, self.facts[rank].beat = time.time(), None
+        self.contacts[rank].seen, self.contacts[rank].beat = time.time(), None
         assert self.pool is not None
         for other, node in self.pool.nodes.items():
             if other != rank:
@@ -98,10 +96,10 @@ class NodePool:
         if node is None or node.state is not states.NodeState.LOST:
             return
         self._event("node_returned", rank=rank)
-        for other in self.facts:
+        for other in self.contacts:
             if other != rank:
                 self._context.send(other, wire.RankBack(rank))
-        self.apply(states.Returned(rank))
+        self.apply(wire.RankBack(rank))
 
     def apply(self, event: states.Event) -> None:
         if self.pool is None or self.frozen:
@@ -119,7 +117,7 @@ class NodePool:
         for rank, node in self.pool.nodes.items():
             if node.state is before[rank].state:
                 continue
-            self.facts[rank].since = now
+            self.contacts[rank].since = now
             self._event("node_state", rank=rank, state=str(node.state), was=str(before[rank].state))
             if rank in self.moves and str(node.state) == self.moves[rank][0]:
                 role, started = self.moves.pop(rank)
@@ -134,19 +132,13 @@ class NodePool:
         context = self._context
         for effect in effects:
             match effect:
-                case states.OrderStart(rank=rank, kind=kind, world=world):
-                    context.send(rank, wire.StartEngine(kind, world))
-                case states.OrderEnd(rank=rank):
-                    context.send(rank, wire.EndTrainers())
-                case states.OrderStandby(rank=rank, kind=kind):
-                    context.send(rank, wire.StandbyEngine(kind))
-                case states.OrderDrain(rank=rank):
-                    context.send(context.layout.rollout_leader, wire.DrainTurns(rank))
-                case states.FormMembership(membership=membership):
-                    self._event("generation", generation=membership.generation, ranks=list(membership.ranks))
-                    context.send(
-                        context.layout.train_leader, wire.FormGeneration(membership.generation, membership.ranks)
-                    )
+                case wire.DrainTurns():
+                    context.send(context.layout.rollout_leader, effect)
+                case wire.FormGeneration(generation=generation, ranks=ranks):
+                    self._event("generation", generation=generation, ranks=list(ranks))
+                    context.send(context.layout.train_leader, effect)
+                case _:
+                    context.send(effect.rank, effect)
 
     def announce(self) -> None:
         """Send everybody the state of every node; repeated, it also shows that the coordinator lives."""
@@ -157,20 +149,20 @@ class NodePool:
         pushed = (states.NodeState.ROLLOUT, states.NodeState.TO_TRAIN)
         receivers = tuple(rank for rank, node in self.pool.nodes.items() if node.state in pushed)
         message = wire.Roles(named, receivers, self._recorded())
-        for rank in self.facts:
+        for rank in self.contacts:
             self._context.send(rank, message)
 
     def find_lost(self, gone: Mapping[int, int], now: float) -> list[LostNode]:
         """Find the nodes that are lost now and announce them; ``gone`` as in `lost_nodes`."""
         assert self.pool is not None
         layout, found = self._context.layout, []
-        for node in lost_nodes(self.facts, self._context.rank, layout.vital, gone=gone, now=now):
+        for node in lost_nodes(self.contacts, self._context.rank, layout.vital, gone=gone, now=now):
             if self.pool.nodes[node.rank].state is states.NodeState.LOST:
                 continue
             self._event("node_lost", rank=node.rank, reason=node.reason, silent_s=node.silent_s)
-            for other in self.facts:
+            for other in self.contacts:
                 if other != node.rank:
                     self._context.send(other, wire.RankLost(node.rank))
-            self.apply(states.HeartbeatLost(node.rank))
+            self.apply(wire.RankLost(node.rank))
             found.append(node)
         return found

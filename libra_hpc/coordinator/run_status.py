@@ -16,14 +16,14 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.pool import states
 from libra_hpc.protocol.mesh import RolloutReport
 
-from .node_facts import NodeFacts
+from .liveness import NodeContact
 from .observations import Observations
 
 
 def compose_status(
     context: AgentContext,
     pool: states.Pool | None,
-    nodes: Mapping[int, NodeFacts],
+    nodes: Mapping[int, NodeContact],
     seen: Observations,
     *,
     job_id: str,
@@ -78,14 +78,14 @@ def compose_status(
     return as_ended(status) if state in FINAL else status
 
 
-def slow_sentence(nodes: Mapping[int, NodeFacts], engine: str, rank: int, ratio: float, since: float) -> str:
+def slow_sentence(nodes: Mapping[int, NodeContact], engine: str, rank: int, ratio: float, since: float) -> str:
     """One slow engine; local time of day, as in the log files."""
     began = time.strftime("%H:%M", time.localtime(since))
     node = f" ({nodes[rank].host})" if rank in nodes and nodes[rank].host else ""
     return f"engine {engine}{node} takes {ratio:.1f}x its class' time per step since {began}"
 
 
-def _node(context: AgentContext, pool: states.Pool | None, rank: int, facts: NodeFacts, *, now: float) -> NodeStatus:
+def _node(context: AgentContext, pool: states.Pool | None, rank: int, facts: NodeContact, *, now: float) -> NodeStatus:
     component = context.layout.components[rank]
     role = component if pool is None or component == "planner" else str(pool.nodes[rank].state)
     beat = facts.beat

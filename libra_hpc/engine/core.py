@@ -27,15 +27,8 @@ from vllm.v1.executor import Executor
 
 from libra_hpc.models.capacity import GIB
 from libra_hpc.models.shapes import model_shape
-from libra_hpc.protocol.rollout import (
-    EngineReady,
-    EngineStats,
-    Generate,
-    Generated,
-    UpdateWeights,
-    WeightsApplied,
-    refusal,
-)
+from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
+from libra_hpc.protocol.rollout import Generate, Generated, UpdateWeights, WeightsApplied, refusal
 from libra_hpc.weights.checksum import file_crc32
 from libra_hpc.weights.weightfile import WeightFileError, check_weight_file, folder_shapes
 
@@ -90,21 +83,20 @@ class RolloutEngine:
         if config.weights:
             self.check(UpdateWeights(config.weights, config.version, file_crc32(config.weights)))
             self._load(config.weights, config.version)
-        self.ready = EngineReady(
-            version=config.version,
+        self.capacity = EngineCapacity(
             tp=config.tp,
             max_model_len=self._max_model_len,
             kv_tokens=vllm_config.cache_config.kv_cache_size_tokens or 0,
-            start_s=time.monotonic() - started,
             host_kv_tokens=_host_tokens(config),
         )
+        self.start_s = time.monotonic() - started
         limits = vllm_config.scheduler_config
         self.step_log = (
             StepLog(
                 config.step_log,
                 StepLogHeader(
                     tp=config.tp,
-                    kv_tokens=self.ready.kv_tokens,
+                    kv_tokens=self.capacity.kv_tokens,
                     block_size=config.block_size,
                     max_num_seqs=config.max_num_seqs,
                     max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -124,16 +116,15 @@ class RolloutEngine:
     def version(self) -> int:
         return self._version
 
-    def warm_up(self) -> EngineReady:
-        """Measure the warm-up profile before any turn; returns the announcement with it."""
+    def warm_up(self) -> EngineState:
+        """Measure the warm-up profile before any turn; returns the first message to the agent."""
         started = time.monotonic()
         reports = profile(self.submit, self.step, self.stats, self._max_model_len)
         self._client.reset_prefix_cache(reset_connector=True)
         self._counters = EngineCounters()
-        self.ready = msgspec.structs.replace(
-            self.ready, warm_up=reports, start_s=self.ready.start_s + time.monotonic() - started
-        )
-        return self.ready
+        self.capacity = msgspec.structs.replace(self.capacity, warm_up=reports)
+        self.start_s += time.monotonic() - started
+        return EngineState(-1, "rollout", "ready", version=self._version, seconds=self.start_s, capacity=self.capacity)
 
     def submit(self, request: Generate) -> Generated | None:
         """Accept a request (None), or answer it at once with finish reason ``error``.

@@ -26,7 +26,8 @@ import msgspec
 from libra_hpc.errors import UserError
 from libra_hpc.models.step_times.measured import Calibration, StepPoint, load, save
 from libra_hpc.protocol.codec import pack_i32
-from libra_hpc.protocol.rollout import EngineStats, Generate
+from libra_hpc.protocol.engine_state import EngineStats
+from libra_hpc.protocol.rollout import Generate
 
 from .offline import OfflineEngine
 from .settings import EngineConfig, read_config
@@ -87,7 +88,7 @@ class Calibrator:
         self._engine = engine
         self._random = random.Random(seed)
         self._serial = 0
-        self._tp = engine.engine.ready.tp
+        self._tp = engine.engine.capacity.tp
 
     def measure(
         self, todo: list[MeasurementPlan], progress: Callable[[int, int], None] = lambda done, total: None
@@ -175,8 +176,8 @@ def calibrate(config: EngineConfig, device: str, model: str, together: bool = Fa
     Raises `UserError` for a model folder that cannot be served.
     """
     with OfflineEngine(config) as engine:
-        ready = engine.engine.ready
-        todo = list(plans(ready.max_model_len, config.max_num_seqs, ready.kv_tokens))
+        capacity = engine.engine.capacity
+        todo = list(plans(capacity.max_model_len, config.max_num_seqs, capacity.kv_tokens))
         calibrator = Calibrator(engine, config.seed)
         if together:
             print(PREFIX, "up", flush=True)
@@ -185,7 +186,7 @@ def calibrate(config: EngineConfig, device: str, model: str, together: bool = Fa
             calibrator.load(todo, _closed)
         else:
             points = calibrator.measure(todo)
-    return Calibration(device=device, model=model, kv_capacity={ready.tp: ready.kv_tokens}, points=points)
+    return Calibration(device=device, model=model, kv_capacity={capacity.tp: capacity.kv_tokens}, points=points)
 
 
 def _closed() -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from libra_hpc.protocol.rollout import EngineStats
+from libra_hpc.protocol.engine_state import EngineStats
 
 INTERVAL_S = 0.5
 """Least seconds between two reports of a busy engine: shorter than most tool calls, and cheap."""

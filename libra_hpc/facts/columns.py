@@ -87,6 +87,18 @@ def counted(kind: str, *fields: str) -> Over:
     return count
 
 
+def restarted(name: str, steps: Lines, log: Lines) -> int:
+    """How often an engine that was lost got ready again."""
+    lost, count = set[str](), 0
+    for event in log:
+        if event["kind"] == "engine_lost":
+            lost.add(event["engine"])
+        elif event["kind"] == "engine_ready" and event["engine"] in lost:
+            lost.remove(event["engine"])
+            count += 1
+    return count
+
+
 LIVELY: tuple[Screen, ...] = ("status",)
 ENDED: tuple[Screen, ...] = ("summary", "report")
 ALWAYS: tuple[Screen, ...] = ("status", "summary", "report")
@@ -194,9 +206,7 @@ COUNTED = [
     Number("engines_lost", "", "Engines that ended or hung").shown(
         ENDED, counted("engine_lost"), "engines: {} lost", head="lost"
     ),
-    Number("engines_restarted", "", "Engines started again").shown(
-        ENDED, counted("engine_restarted"), "engines: {} restarted"
-    ),
+    Number("engines_restarted", "", "Engines started again").shown(ENDED, restarted, "engines: {} restarted"),
     Number("pauses", "", "Pauses of admission after failed attempts").shown(
         ENDED, counted("admission_paused"), "admission: pauses {}", quiet=True
     ),

@@ -57,11 +57,8 @@ PLANNER = (
     _fault("repartition_refused", "An order or decision for another layout was refused", "order by reason changes"),
 )
 ENGINES = (
-    EventKind("engine_is_ready", "All engines of a node's stage are ready", "rank engine_kind seconds"),
-    EventKind("engine_ready", "A rollout engine accepts turns", "rank engine version seconds"),
-    EventKind("replica_ready", "A training replica is ready", "rank step seconds"),
-    _fault("engine_lost", "An engine ended or hung", "rank engine reason state", notice=True),
-    _fault("engine_restarted", "The engine is started again", "rank engine_kind reason"),
+    EventKind("engine_ready", "An engine accepts turns, or trainers joins", "rank engine version seconds"),
+    _fault("engine_lost", "An engine ended or hung, or a node's trainers", "rank engine reason was", notice=True),
     _fault("engine_error", "A rollout engine reported an error", "rank engine reason fatal"),
     _fault("worker_error", "A training process reported an error", "rank reason fatal"),
     _fault("host_lost", "An environment host ended", "host reason", notice=True),

@@ -10,6 +10,7 @@ from typing import Any
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.mesh import Log, MeshMessage, Welcome
 
 from .rank_layout import RankLayout
@@ -55,6 +56,13 @@ class AgentContext:
 
     def log(self, kind: str, **fields: Any) -> None:
         self.send(0, Log(kind, time.time(), fields))
+
+    def report(self, state: EngineState, *ranks: int, **fields: Any) -> None:
+        """Send an engine's state to these ranks, and log it as event ``engine_ready`` or ``engine_lost``."""
+        told = {"reason": state.reason} if state.reason else {"version": state.version, "seconds": state.seconds}
+        self.log(f"engine_{state.state}", rank=state.rank, engine=state.engine, **told, **fields)
+        for rank in ranks:
+            self.send(rank, state)
 
     def send_to_rollout_leader(self, message: MeshMessage) -> None:
         self.send(self.layout.rollout_leader, message)

@@ -21,20 +21,16 @@ class RestartBudget:
     """At most ``restarts`` in any ``window_s`` seconds."""
 
     def __init__(self, restarts: int = RESTARTS, window_s: float = WINDOW_S) -> None:
-        self._restarts, self._window_s = restarts, window_s
+        self._restarts, self.window_s = restarts, window_s
         self._at: deque[float] = deque()
 
     def spend(self, now: float) -> bool:
         """Note one restart; False when that is one too many."""
         self._at.append(now)
-        while self._at and now - self._at[0] > self._window_s:
+        while self._at and now - self._at[0] > self.window_s:
             self._at.popleft()
         return len(self._at) <= self._restarts
 
     @property
     def spent(self) -> int:
         return len(self._at)
-
-    @property
-    def window_s(self) -> float:
-        return self._window_s

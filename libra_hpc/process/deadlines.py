@@ -27,6 +27,8 @@ Half: two slow starts end a run; double: nodes idle for days (128 times 900 s) b
 """
 
 
+LATE_SHARE = 0.5
+"""Of a limit; then an operation is late."""
 STALL_S = 2.0
 """A loop that wakes so much later than planned: its process was stopped, not busy."""
 
@@ -90,14 +92,16 @@ class Deadlines:
         self._began: dict[Hashable, _Begun] = {}
         self._exceeded: dict[str, int] = {}
         self._durations: dict[str, deque[float]] = {}
+        self._late: set[Hashable] = set()
 
     def begin(self, name: str, key: Hashable, now: float, limit_s: float = 0.0) -> None:
         """An operation starts; its own ``limit_s`` counts where it is longer."""
+        self._late.discard(key)
         self._began[key] = _Begun(name, now, limit_s, self._exceeded.get(name, 0))
 
     def end(self, key: Hashable, now: float) -> None:
         """It ended, and its duration counts; an unknown key was given up before."""
-        found = self._began.pop(key, None)
+        found = self.forget(key)
         if found is not None:
             self._durations.setdefault(found.name, deque(maxlen=WINDOW)).append(max(0.0, now - found.at))
             self._exceeded.pop(found.name, None)
@@ -107,7 +111,7 @@ class Deadlines:
 
         Operations that began under the same limit count once: the engines of a node start together.
         """
-        found = self._began.pop(key, None)
+        found = self.forget(key)
         if found is None:
             return ""
         before = self._exceeded.get(found.name, 0)
@@ -118,12 +122,14 @@ class Deadlines:
         times = f"{found.name} did not end {count} times in a row, the last time within {limit:.0f} s"
         return f"{times}; raise deadlines.first_s if it needs longer"
 
-    def forget(self, key: Hashable) -> None:
+    def forget(self, key: Hashable) -> _Begun | None:
         """Wait for it no more; its duration does not count."""
-        self._began.pop(key, None)
+        self._late.discard(key)
+        return self._began.pop(key, None)
 
     def clear(self) -> None:
         self._began.clear()
+        self._late.clear()
 
     def limit(self, name: str) -> float:
         durations = self._durations.get(name)
@@ -132,6 +138,12 @@ class Deadlines:
 
     def discount(self, seconds: float) -> None:
         self._began = {key: begun._replace(at=begun.at + seconds) for key, begun in self._began.items()}
+
+    def late(self, now: float) -> list[Pending]:
+        """Operations that have used up `LATE_SHARE` of their limit, each once."""
+        found = [pending for pending in self.pending(now, LATE_SHARE) if pending.key not in self._late]
+        self._late.update(pending.key for pending in found)
+        return found
 
     def pending(self, now: float, share: float = 1.0) -> list[Pending]:
         """Operations that have used up this share of their limit (0.5: late), the longest waiting first."""

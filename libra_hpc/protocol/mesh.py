@@ -12,7 +12,8 @@ from typing import Union
 import msgspec
 
 from .codec import Codec
-from .rollout import Abort, EngineReady, EngineStats, Generate, Generated
+from .engine_state import EngineKind, EngineState, EngineStats
+from .rollout import Abort, Generate, Generated
 from .trainer import FromWorker, Sample, ToWorker
 
 
@@ -57,39 +58,25 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
 
 
 class StartEngine(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> agent: start or wake the engine of kind ``train`` | ``rollout``; answered by `EngineIsReady`."""
+    """Coordinator -> agent: start or wake the engines of this kind; answered by `EngineState` ``ready``."""
 
-    kind: str
+    rank: int
+    kind: EngineKind
     world: int = 0
-    """Of a training engine of several nodes: the number of their common start."""
+    """As in `EngineState`."""
 
 
-class EndTrainers(msgspec.Struct, tag=True, frozen=True):
+class StopTrainers(msgspec.Struct, tag=True, frozen=True):
     """Coordinator -> agent: end the training processes, whose world has lost a part on another node."""
+
+    rank: int
 
 
 class StandbyEngine(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> agent: put that engine into warm standby."""
-
-    kind: str
-
-
-class EngineIsReady(msgspec.Struct, tag=True, frozen=True):
-    """Agent -> coordinator: that engine is ready; a rollout engine has the newest weights."""
+    """Coordinator -> agent: put the engines of this kind into warm standby."""
 
     rank: int
-    kind: str
-    seconds: float
-
-
-class EngineDied(msgspec.Struct, tag=True, frozen=True):
-    """Agent -> coordinator: a process of that engine ended without an order."""
-
-    rank: int
-    kind: str
-    reason: str
-    world: int = 0
-    """As in `StartEngine`."""
+    kind: EngineKind
 
 
 class Roles(msgspec.Struct, tag=True, frozen=True):
@@ -224,7 +211,7 @@ class StopTraining(msgspec.Struct, tag=True, frozen=True):
     """Finish once this step is committed; 0: at once, also while the leader waits for a batch."""
 
 
-class TrainingFinished(msgspec.Struct, tag=True, frozen=True):
+class TrainingDone(msgspec.Struct, tag=True, frozen=True):
     """Train leader -> coordinator: the last step is committed and saved."""
 
     step: int
@@ -270,22 +257,6 @@ class Committed(msgspec.Struct, tag=True, frozen=True):
 
 
 # --- rollout ---
-
-
-class EngineUp(msgspec.Struct, tag=True, frozen=True):
-    """Rollout node -> rollout leader: an engine accepts turns."""
-
-    rank: int
-    engine: str
-    ready: EngineReady
-
-
-class EngineDown(msgspec.Struct, tag=True, frozen=True):
-    """Rollout node -> rollout leader: the engine ended or sleeps; submit its turns again."""
-
-    rank: int
-    engine: str
-    reason: str
 
 
 class DrainTurns(msgspec.Struct, tag=True, frozen=True):
@@ -428,9 +399,8 @@ MeshMessage = Union[
     Heartbeat,
     StartEngine,
     StandbyEngine,
-    EndTrainers,
-    EngineIsReady,
-    EngineDied,
+    StopTrainers,
+    EngineState,
     Roles,
     RankLost,
     RankBack,
@@ -447,12 +417,10 @@ MeshMessage = Union[
     SnapshotWanted,
     SnapshotChunk,
     StopTraining,
-    TrainingFinished,
+    TrainingDone,
     StepReport,
     Batch,
     Committed,
-    EngineUp,
-    EngineDown,
     DrainTurns,
     TurnsDrained,
     Turns,

@@ -11,6 +11,7 @@ from typing import Union
 import msgspec
 
 from .codec import Codec
+from .engine_state import EngineState, EngineStats
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):
@@ -83,67 +84,6 @@ def refusal(rid: str, why: str) -> Generated:
     )
 
 
-class EngineStats(msgspec.Struct, tag=True, frozen=True):
-    """Load and totals since the start.
-
-    Sent at most every 0.5 s while busy, once when the engine becomes idle, then once a second.
-    """
-
-    version: int
-    running: int
-    waiting: int
-    kv_use: float
-    """Share of the KV cache that requests hold, 0..1."""
-    generated_tokens: int
-    prefill_tokens: int
-    cached_tokens: int
-    preemptions: int
-    steps: int
-    busy_s: float
-    update_s: float = 0.0
-    """Of ``busy_s``: in weight updates."""
-    asleep: bool = False
-    """Whether the engine is in standby."""
-
-    @classmethod
-    def idle(cls, version: int = 0) -> EngineStats:
-        """Of an engine that has done nothing yet."""
-        return cls(
-            version=version,
-            running=0,
-            waiting=0,
-            kv_use=0.0,
-            generated_tokens=0,
-            prefill_tokens=0,
-            cached_tokens=0,
-            preemptions=0,
-            steps=0,
-            busy_s=0.0,
-        )
-
-    @property
-    def stepping_s(self) -> float:
-        """Of ``busy_s``: in steps."""
-        return self.busy_s - self.update_s
-
-
-class EngineReady(msgspec.Struct, tag=True, frozen=True):
-    """The engine accepts requests."""
-
-    version: int
-    tp: int
-    max_model_len: int
-    kv_tokens: int
-    """KV capacity of the replica in tokens."""
-    start_s: float
-    host_kv_tokens: int = 0
-    """Tokens of KV cache that its host memory holds."""
-    warm_up: tuple[EngineStats, ...] = ()
-    """Reports of the warm-up profile (`libra_hpc.engine.warm_up`), oldest first; afterwards the counters
-    restart.
-    """
-
-
 class WeightsApplied(msgspec.Struct, tag=True, frozen=True):
     """The engine now samples from ``version``."""
 
@@ -159,7 +99,7 @@ class EngineError(msgspec.Struct, tag=True, frozen=True):
 
 
 ToEngine = Union[Generate, Abort, UpdateWeights, Sleep, Wake, Shutdown]
-FromEngine = Union[EngineReady, Generated, EngineStats, WeightsApplied, EngineError]
+FromEngine = Union[EngineState, Generated, EngineStats, WeightsApplied, EngineError]
 
 to_engine: Codec[ToEngine] = Codec(ToEngine)
 from_engine: Codec[FromEngine] = Codec(FromEngine)

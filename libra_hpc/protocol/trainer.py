@@ -13,6 +13,7 @@ from typing import Union
 import msgspec
 
 from .codec import Codec
+from .engine_state import EngineState
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
@@ -106,14 +107,6 @@ class Standby(msgspec.Struct, tag=True, frozen=True):
 
 class StopWorker(msgspec.Struct, tag=True, frozen=True):
     """Exit with 0."""
-
-
-class WorkerReady(msgspec.Struct, tag=True, frozen=True):
-    """Model and optimizer are built, at ``step``; a replica has no weights yet, and -1."""
-
-    step: int
-    parameters: int
-    start_s: float
 
 
 class Joined(msgspec.Struct, tag=True, frozen=True):
@@ -243,7 +236,7 @@ class WorkerError(msgspec.Struct, tag=True, frozen=True):
 
 ToWorker = Union[Join, TrainStep, Export, SaveCheckpoint, TakeSnapshot, Standby, StopWorker]
 FromWorker = Union[
-    WorkerReady,
+    EngineState,
     Joined,
     StepDone,
     Exported,

@@ -15,8 +15,7 @@ from libra_hpc.policies.scheduling.protocol import TurnView
 from libra_hpc.policies.scheduling.slow_engines import SlowEngines
 from libra_hpc.policies.scheduling.turn_migration import Running
 from libra_hpc.process.deadlines import DeadlineLimits
-from libra_hpc.protocol.mesh import EngineUp
-from libra_hpc.protocol.rollout import EngineStats
+from libra_hpc.protocol.engine_state import EngineState, EngineStats
 
 from .trajectory import Trajectory
 from .turn_watch import TurnWatch
@@ -58,18 +57,20 @@ class EngineRegistry:
         self._slow = SlowEngines()
         self._window: deque[tuple[float, int, float]] = deque()
 
-    def up(self, up: EngineUp) -> None:
-        self.engines[up.engine] = EngineEntry(up.rank)
+    def ready(self, engine: EngineState) -> None:
+        capacity = engine.capacity
+        assert capacity is not None
+        self.engines[engine.engine] = EngineEntry(engine.rank)
         self._board.up(
-            up.engine,
-            tp=up.ready.tp,
-            kv_capacity=up.ready.kv_tokens,
-            version=up.ready.version,
-            warm_up=up.ready.warm_up,
-            host_tokens=up.ready.host_kv_tokens,
+            engine.engine,
+            tp=capacity.tp,
+            kv_capacity=capacity.kv_tokens,
+            version=engine.version,
+            warm_up=capacity.warm_up,
+            host_tokens=capacity.host_kv_tokens,
         )
 
-    def down(self, name: str) -> EngineEntry | None:
+    def lost(self, name: str) -> EngineEntry | None:
         """Remove a lost engine; the returned entry has the turns that it still ran."""
         self._board.down(name)
         lost = self.engines.pop(name, None)

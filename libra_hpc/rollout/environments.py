@@ -8,10 +8,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import (
     CloseEpisode,
@@ -22,10 +21,10 @@ from libra_hpc.protocol.env import (
     HostReady,
     OpenEpisode,
     StepEpisode,
-    ToHost,
 )
 from libra_hpc.rollout.recovery.replay import TurnReplay
 
+from .surroundings import Surroundings, TrajectoryOwner
 from .trajectory import Trajectory, unusable_reward
 
 TOKEN_BYTES = 4
@@ -35,37 +34,15 @@ GRACE_S = 10.0
 
 
 class Environments:
-    """Messages go out through ``send(host, message)``.
-
-    ``ready(trajectory)``: it needs a turn. ``finish(trajectory)``: it is over. ``restart(trajectory, reason)``: its
-    episode is lost; sample it again. ``failed(trajectory, kind, error)``: this attempt failed. ``progress(index)``:
-    position of its prompt in the run, 0..1.
-    """
-
-    def __init__(
-        self,
-        hosts: int,
-        group_size: int,
-        max_model_len: int,
-        send: Callable[[int, ToHost], None],
-        progress: Callable[[int], float],
-        ready: Callable[[Trajectory], None],
-        finish: Callable[[Trajectory], None],
-        restart: Callable[[Trajectory, str], None],
-        failed: Callable[[Trajectory, str, str], None],
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        step_limit_s: float,
-    ) -> None:
+    def __init__(self, config: RunConfig, surroundings: Surroundings, owner: TrajectoryOwner) -> None:
         self.episodes: dict[str, Trajectory] = {}
         """Every open trajectory, by episode."""
         self._replays: dict[str, TurnReplay] = {}
         """Replays in progress, by episode."""
-        self._up = [False] * hosts
-        self._group_size, self._max_model_len = group_size, max_model_len
-        self._send, self._progress, self._ready, self._finish, self._restart = send, progress, ready, finish, restart
-        self._failed, self._clock = failed, clock
-        self._limits = [step_limit_s] * hosts
+        self._up = [False] * config.task.hosts
+        self._group_size, self._max_model_len = config.algorithm.group_size, config.rollout.max_model_len
+        self._send, self._clock, self._owner = surroundings.to_host, surroundings.clock, owner
+        self._limits = [config.deadlines.first_s] * config.task.hosts
         self._pending: dict[str, tuple[float, float]] = {}
         """(asked at, limit in seconds) of every episode whose host owes an answer."""
 
@@ -90,7 +67,7 @@ class Environments:
                 episode=trajectory.episode,
                 index=trajectory.index,
                 sample=trajectory.sample,
-                progress=self._progress(trajectory.index),
+                progress=self._owner.progress(trajectory.index),
             ),
         )
 
@@ -116,7 +93,7 @@ class Environments:
             # The start of a host has a deadline of its own.
             if not self._up[trajectory.host]:
                 continue
-            self._failed(
+            self._owner.failed(
                 trajectory, "timeout", f"The environment has not answered for {waited_s:.0f} s (limit {limit:.0f} s)."
             )
 
@@ -160,16 +137,16 @@ class Environments:
                 trajectory.add_environment(message.tokens)
                 trajectory.prompt_tokens = len(trajectory.context)
                 if trajectory.room(self._max_model_len) > 0 and trajectory.prompt_tokens > 0:
-                    self._ready(trajectory)
+                    self._owner.turn_wanted(trajectory)
                 else:
-                    self._failed(trajectory, "answer", self._no_room(trajectory))
+                    self._owner.failed(trajectory, "answer", self._no_room(trajectory))
             case EpisodeStepped():
                 if replay is not None:
                     self._continue_replay(trajectory, replay, replay.answered(message))
                 else:
                     self._stepped(trajectory, message)
             case EpisodeFailed(error=error, kind=kind):
-                self._failed(trajectory, kind, error)
+                self._owner.failed(trajectory, kind, error)
 
     def on_down(self, host: int, reason: str) -> None:
         """Replay the episodes of a lost host in the one that follows it.
@@ -181,7 +158,7 @@ class Environments:
         for trajectory in [t for t in self.episodes.values() if t.host == host]:
             suspect = trajectory.place == "tool" or trajectory.episode in self._replays
             if not trajectory.prompt_tokens or (suspect and trajectory.replays):
-                self._restart(trajectory, reason)
+                self._owner.restart(trajectory, reason)
             else:
                 trajectory.replays += suspect
                 self.open(trajectory)
@@ -190,7 +167,7 @@ class Environments:
         """Send the next turn of a replay, if the environment answered as before (``same``)."""
         if not same:
             self.close(trajectory)
-            self._restart(trajectory, "its environment did not answer as it had when its turns were replayed")
+            self._owner.restart(trajectory, "its environment did not answer as it had when its turns were replayed")
         elif (tokens := replay.next()) is not None:
             self._ask(trajectory, StepEpisode(trajectory.episode, tokens))
         else:
@@ -198,26 +175,26 @@ class Environments:
             if trajectory.place == "tool":
                 self.answer(trajectory)
             elif trajectory.place == "before":
-                self._ready(trajectory)
+                self._owner.turn_wanted(trajectory)
 
     def _stepped(self, trajectory: Trajectory, message: EpisodeStepped) -> None:
         if message.signal is not None:
             trajectory.add_signal(message.signal)
         if message.done:
             if error := unusable_reward(message.reward, message.info):
-                self._failed(trajectory, "reward", error)
+                self._owner.failed(trajectory, "reward", error)
                 return
             trajectory.reward, trajectory.info = message.reward, message.info
-            self._finish(trajectory)
+            self._owner.finish(trajectory)
             return
         room = TOKEN_BYTES * (self._max_model_len - len(trajectory.context))
         trajectory.add_environment(message.tokens[:room])
         if len(message.tokens) >= room:
             self.close(trajectory)
             trajectory.clipped, trajectory.info = (len(message.tokens) - room) // TOKEN_BYTES, {"truncated": 1.0}
-            self._finish(trajectory)
+            self._owner.finish(trajectory)
             return
-        self._ready(trajectory)
+        self._owner.turn_wanted(trajectory)
 
     def _no_room(self, trajectory: Trajectory) -> str:
         return (

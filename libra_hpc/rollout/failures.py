@@ -43,7 +43,7 @@ class Failure(NamedTuple):
     error: str
 
 
-class Admission(NamedTuple):
+class AdmissionChange(NamedTuple):
     """A decision for the whole run, with its reason as a sentence."""
 
     action: Literal["pause", "resume", "fail"]
@@ -141,7 +141,7 @@ class FailureBook:
     # --- decisions
     # ----------------------------------------------------------------------------------------------
 
-    def evaluate(self, running: int, waiting: int, now: float) -> Admission | None:
+    def evaluate(self, running: int, waiting: int, now: float) -> AdmissionChange | None:
         """Decide; None: go on. ``running`` attempts are open, ``waiting`` trajectories wait for their next one."""
         if not self.paused:
             recent = list(self._window.items())[-max(LEAST, running + waiting) :]
@@ -155,7 +155,7 @@ class FailureBook:
         if waiting and self.probe is None and not self._over and self._paused_s > self._patience_s:
             self._over = True
             sentence = self._sentence(list(self._window.items()))
-            return Admission(
+            return AdmissionChange(
                 "fail",
                 f"{sentence} Admission was paused for {self._paused_s:.0f} s ([task] failed_patience_s ="
                 f" {self._patience_s:g}).",
@@ -186,7 +186,7 @@ class FailureBook:
             return False
         return len({index for index, _ in failed}) >= PROMPTS or len(failed) == entries
 
-    def _pause(self, recent: list[tuple[Key, bool]], now: float) -> Admission:
+    def _pause(self, recent: list[tuple[Key, bool]], now: float) -> AdmissionChange:
         self.paused = f"{self._sentence(recent)} One attempt at a time goes on until one succeeds."
         self._strikes.clear()
         self._probed.clear()
@@ -197,14 +197,14 @@ class FailureBook:
             None,
             False,
         )
-        return Admission("pause", self.paused)
+        return AdmissionChange("pause", self.paused)
 
-    def _resumed(self, now: float, why: str) -> Admission:
+    def _resumed(self, now: float, why: str) -> AdmissionChange:
         seconds = now - self._paused_at
         self.paused, self.probe, self._resume = "", None, False
         # Earlier failures count no more; earlier successes still show that one prompt's failures are its own.
         self._window = OrderedDict((key, well) for key, well in self._window.items() if well)
-        return Admission("resume", f"{why} after a pause of {seconds:.0f} s.")
+        return AdmissionChange("resume", f"{why} after a pause of {seconds:.0f} s.")
 
     def _sentence(self, recent: list[tuple[Key, bool]]) -> str:
         failed, ended = sum(not well for _, well in recent), len(recent)

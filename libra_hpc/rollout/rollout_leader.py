@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.policies.scheduling.protocol import Policy
 from libra_hpc.policies.scheduling.staleness import StalenessGate
-from libra_hpc.protocol.env import HostReady, ToHost
-from libra_hpc.protocol.mesh import Batch, EngineUp, Fatal, Length, MeshMessage, RolloutReport
-from libra_hpc.protocol.rollout import EngineStats, Generated
+from libra_hpc.protocol.engine_state import EngineState, EngineStats
+from libra_hpc.protocol.env import HostReady
+from libra_hpc.protocol.mesh import Batch, Fatal, Length, RolloutReport
+from libra_hpc.protocol.rollout import Generated
 
 from .attempts import Attempts
 from .environments import Environments
@@ -30,57 +31,25 @@ from .failures import Failure, FailureBook
 from .group_state import batch_stats
 from .open_groups import length_of, open_groups
 from .prompt_order import PromptOrder
-from .run_lines import Routed, TrajectoryEnd
+from .run_lines import TrajectoryEnd
+from .surroundings import Surroundings
 from .trajectory import Trajectory
 from .turn_router import TurnRouter
 
 
 class RolloutLeader:
-    """Inputs are the ``on_*`` methods; outputs go through ``send`` (mesh), ``to_host``, ``ended`` and ``routed``."""
+    """Inputs are the ``on_*`` methods; outputs go to its `Surroundings`."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        rank: int,
-        policy: Policy,
-        send: Callable[[int, MeshMessage], None],
-        train_leader: int,
-        to_host: Callable[[int, ToHost], None],
-        ended: Callable[[TrajectoryEnd], None],
-        routed: Callable[[Routed], None],
-        log: Callable[..., None],
-        clock: Callable[[], float] = time.monotonic,
+        self, config: RunConfig, rank: int, train_leader: int, policy: Policy, surroundings: Surroundings
     ) -> None:
-        self._config, self._clock = config, clock
-        self._send, self._train_leader, self._log, self._ended = send, train_leader, log, ended
+        self._config, self._train_leader, self._around = config, train_leader, surroundings
+        self._clock, self._send, self._log = surroundings.clock, surroundings.send, surroundings.log
         self._order: PromptOrder | None = None
-        self._environments = Environments(
-            hosts=config.task.hosts,
-            group_size=config.algorithm.group_size,
-            max_model_len=config.rollout.max_model_len,
-            send=to_host,
-            progress=self._progress,
-            ready=self._answered,
-            finish=self._finish,
-            restart=self._restart,
-            failed=self._failed,
-            clock=clock,
-            step_limit_s=config.deadlines.first_s,
-        )
-        self._turns = TurnRouter(
-            config,
-            policy,
-            self._environments.episodes,
-            send=send,
-            complete=self._environments.answer,
-            failed=self._failed,
-            changed=self._schedule_pass,
-            routed=routed,
-            log=log,
-            clock=clock,
-        )
+        self._environments = Environments(config, surroundings, self)
+        self._turns = TurnRouter(config, policy, self._environments.episodes, surroundings=surroundings, owner=self)
         book = FailureBook(config.task.max_failed_share, config.task.failed_patience_s)
-        self._attempts = Attempts(book, log, lambda why: send(0, Fatal(rank, why)))
+        self._attempts = Attempts(book, self._log, lambda why: self._send(0, Fatal(rank, why)))
         self._scheduled = False
         self._lengths: list[Length] = []
 
@@ -89,7 +58,6 @@ class RolloutLeader:
         return self._turns.resubmitted
 
     # --- data order
-    # ----------------------------------------------------------------------------------------------
 
     def on_position(
         self, step: int, low: int, extra: tuple[int, ...], recovered: Mapping[int, Sequence[Trajectory]] | None = None
@@ -116,7 +84,7 @@ class RolloutLeader:
             recovered=recovered or {},
             log=self._log,
         )
-        self._schedule_pass()
+        self.schedule_pass()
 
     def on_committed(self, indices: tuple[int, ...]) -> None:
         if self._order is not None:
@@ -142,11 +110,13 @@ class RolloutLeader:
         trajectory.started_at = trajectory.ready_at = now
         self._environments.open(trajectory)
 
-    def _progress(self, index: int) -> float:
+    def progress(self, index: int) -> float:
+        """Position of a prompt in the run, 0..1."""
         assert self._order is not None
         return self._order.progress(index)
 
-    def _schedule_pass(self) -> None:
+    def schedule_pass(self) -> None:
+        """Admit, compose and route once in this pass of the event loop."""
         if not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._run_pass)
@@ -160,12 +130,11 @@ class RolloutLeader:
         self._turns.rebalance()
 
     # --- environment hosts
-    # ------------------------------------------------------------------------------------------------------------------
 
     def on_host(self, host: int, message: Any) -> None:
         self._environments.on_message(host, message)
         if isinstance(message, HostReady):
-            self._schedule_pass()
+            self.schedule_pass()
 
     def on_host_down(self, host: int, reason: str) -> None:
         """An environment host died, and another was started."""
@@ -176,26 +145,30 @@ class RolloutLeader:
         return [trajectory for trajectory in self._environments.episodes.values() if trajectory.attained]
 
     # --- trajectories
-    # ----------------------------------------------------------------------------------------------
 
-    def _answered(self, trajectory: Trajectory) -> None:
+    def turn_wanted(self, trajectory: Trajectory) -> None:
+        """Queue its next turn."""
         self._attempts.book.advanced((trajectory.index, trajectory.sample))
         self._turns.ready(trajectory)
+
+    def turn_complete(self, trajectory: Trajectory) -> None:
+        """Send the turn to its environment."""
+        self._environments.answer(trajectory)
 
     def _drop(self, trajectory: Trajectory, now: float) -> None:
         """End an attempt; answers to it find nothing."""
         self._environments.forget(trajectory)
         self._turns.drop(trajectory, now)
-        self._schedule_pass()
+        self.schedule_pass()
 
-    def _restart(self, trajectory: Trajectory, reason: str) -> None:
+    def restart(self, trajectory: Trajectory, reason: str) -> None:
         """Sample a trajectory again from its prompt, through no fault of its own."""
         now = self._clock()
         self._drop(trajectory, now)
         self._turns.count_resubmitted(trajectory, reason)
         self._begin(Trajectory(trajectory.index, trajectory.sample, trajectory.attempt + 1), now)
 
-    def _failed(self, trajectory: Trajectory, kind: str, error: str) -> None:
+    def failed(self, trajectory: Trajectory, kind: str, error: str) -> None:
         """End a failed attempt: try again later, or leave the trajectory out, or give up the whole prompt."""
         now, order, index = self._clock(), self._order, trajectory.index
         assert order is not None
@@ -213,9 +186,10 @@ class RolloutLeader:
                 reason=f"All its trajectories failed, the last one with: {error}",
             )
 
-    def _finish(self, trajectory: Trajectory) -> None:
+    def finish(self, trajectory: Trajectory) -> None:
+        """Take a trajectory whose episode is over into its group."""
         if not trajectory.attained:
-            self._failed(trajectory, "engine", "No token was generated.")
+            self.failed(trajectory, "engine", "No token was generated.")
             return
         self._environments.forget(trajectory)
         trajectory.place = "done"
@@ -223,11 +197,11 @@ class RolloutLeader:
         self._attempts.book.succeeded((trajectory.index, trajectory.sample), trajectory.stepped_at)
         self._turns.finished(trajectory, now)
         self._lengths.append(length_of(trajectory))
-        self._ended(TrajectoryEnd(trajectory, time.time(), now - trajectory.started_at))
+        self._around.ended(TrajectoryEnd(trajectory, time.time(), now - trajectory.started_at))
         assert self._order is not None
         self._order.groups[trajectory.index].done.append(trajectory)
         self._order.close(trajectory.index)
-        self._schedule_pass()
+        self.schedule_pass()
 
     def _compose(self) -> None:
         engines = self._turns.engines
@@ -238,24 +212,22 @@ class RolloutLeader:
             self._send(self._train_leader, Batch(step, composed, stats, self._order.take_given_up()))
 
     # --- engines
-    # ----------------------------------------------------------------------------------------------
 
     def on_turns_done(self, items: tuple[tuple[str, Generated], ...]) -> None:
         self._turns.on_turns_done(items)
 
-    def on_engine_up(self, up: EngineUp) -> None:
-        self._turns.engine_up(up)
+    def on_engine_state(self, engine: EngineState) -> None:
+        """One engine; a ready one takes turns, the turns of any other are sent again."""
+        if engine.state == "ready":
+            self._turns.engine_ready(engine)
+        elif not self._turns.engine_lost(engine.engine, engine.reason):
+            return
         self._applied()
-        self._schedule_pass()
-
-    def on_engine_down(self, engine: str, reason: str) -> None:
-        if self._turns.engine_down(engine, reason):
-            self._applied()
-            self._schedule_pass()
+        self.schedule_pass()
 
     def on_rank_lost(self, rank: int) -> None:
         for name in self._turns.engines.of(rank):
-            self.on_engine_down(name, f"node {rank} lost")
+            self.on_engine_state(EngineState(rank, "rollout", "lost", engine=name, reason=f"node {rank} lost"))
 
     def on_drain(self, rank: int) -> None:
         """Send no more turns to a node that leaves the rollout stage."""
@@ -271,13 +243,12 @@ class RolloutLeader:
         if self._order is not None and oldest is not None:
             self._order.applied(oldest)
             self._turns.engines.admit(self._order.gate.version)
-            self._schedule_pass()
+            self.schedule_pass()
 
     def on_engine_load(self, name: str, stats: EngineStats) -> None:
         self._turns.engines.load(name, stats)
 
     # --- deadlines and reports
-    # ----------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
         """Fail overdue environment steps, and send overdue turns elsewhere; about once a second."""
@@ -293,7 +264,7 @@ class RolloutLeader:
     def report(self) -> RolloutReport:
         """What happened since the last report."""
         # Time alone may change a policy's decision about a waiting turn.
-        self._schedule_pass()
+        self.schedule_pass()
         lengths, self._lengths = tuple(self._lengths), []
         engines, order, now = self._turns.engines, self._order, self._clock()
         episodes, book = self._environments.episodes.values(), self._attempts.book

@@ -12,17 +12,19 @@ Dispatcher, board and policy are those that the simulator drives.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.policies.scheduling.protocol import Policy, TurnView
-from libra_hpc.protocol.mesh import EngineUp, MeshMessage, Turns, TurnsDrained
+from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.mesh import Turns, TurnsDrained
 from libra_hpc.protocol.rollout import Abort, Generate, Generated
 
 from .engine_registry import EngineRegistry
 from .run_lines import Routed
+from .surroundings import Surroundings, TrajectoryOwner
 from .trajectory import Trajectory, unusable
 
 MAX_ERRORS = 3
@@ -34,11 +36,7 @@ MAX_OVERDUE = 3
 
 
 class TurnRouter:
-    """Turns of the trajectories in ``episodes``.
-
-    ``send(rank, message)``: the mesh. ``complete(trajectory)``: its turn is complete.
-    ``failed(trajectory, kind, error)``: its attempt failed. ``changed()``: a turn may be routed now.
-    """
+    """Turns of the trajectories in ``episodes``."""
 
     def __init__(
         self,
@@ -46,19 +44,13 @@ class TurnRouter:
         policy: Policy,
         episodes: Mapping[str, Trajectory],
         *,
-        send: Callable[[int, MeshMessage], None],
-        complete: Callable[[Trajectory], None],
-        failed: Callable[[Trajectory, str, str], None],
-        changed: Callable[[], None],
-        routed: Callable[[Routed], None],
-        log: Callable[..., None],
-        clock: Callable[[], float],
+        surroundings: Surroundings,
+        owner: TrajectoryOwner,
     ) -> None:
         self._task, self._rollout, self._episodes = config.task.name, config.rollout, episodes
-        self._send, self._complete, self._failed, self._changed = send, complete, failed, changed
-        self._routed, self._log, self._clock = routed, log, clock
+        self._around, self._owner, self._clock = surroundings, owner, surroundings.clock
         board = Board(config.rollout.max_inflight)
-        self.engines = EngineRegistry(board, config.deadlines, clock)
+        self.engines = EngineRegistry(board, config.deadlines, self._clock)
         self._queue = Dispatcher(policy, board)
         self._draining: set[int] = set()
         self._serial = 0
@@ -77,13 +69,12 @@ class TurnRouter:
         return self._queue.waiting_for_room
 
     # --- turns out
-    # ----------------------------------------------------------------------------------------------
 
     def ready(self, trajectory: Trajectory) -> None:
         """Queue the next (part of a) turn."""
         trajectory.ready_at, trajectory.place = self._clock(), "waiting"
         self._queue.ready(self._view(trajectory), trajectory.ready_at)
-        self._changed()
+        self._owner.schedule_pass()
 
     def _view(self, trajectory: Trajectory) -> TurnView:
         return trajectory.view(self._task, self._rollout.max_model_len)
@@ -107,21 +98,21 @@ class TurnRouter:
             outbox.setdefault(self.engines.engines[name].rank, []).append((name, request))
             self.engines.send(name, rid, trajectory)
             trajectory.engine, trajectory.place, trajectory.sent_at = name, "engine", now
-            self._routed(Routed(turn, decision, at, now - turn.ready_at))
+            self._around.routed(Routed(turn, decision, at, now - turn.ready_at))
         for rank, items in outbox.items():
-            self._send(rank, Turns(tuple(items)))
+            self._around.send(rank, Turns(tuple(items)))
 
     def rebalance(self) -> None:
         """Interrupt turns that should go on elsewhere; each comes back as aborted, with its partial output."""
         for move in self._queue.rebalance(self.engines.running(self._view), self._clock()):
             rid = self.engines.request(move.source, move.trajectory)
             self._abort(move.source, rid)
-            self._log(
+            self._around.log(
                 "turn_interrupted", trajectory=move.trajectory, engine=move.source, to=move.target, reason=move.reason
             )
 
     def _abort(self, engine: str, rid: str) -> None:
-        self._send(self.engines.engines[engine].rank, Turns(((engine, Abort(rid)),)))
+        self._around.send(self.engines.engines[engine].rank, Turns(((engine, Abort(rid)),)))
 
     def drop(self, trajectory: Trajectory, now: float) -> None:
         """Abort the turns of an attempt that is over; answers to them find nothing."""
@@ -135,7 +126,6 @@ class TurnRouter:
         self._queue.finished(trajectory.finished(self._task), now)
 
     # --- answers in
-    # ----------------------------------------------------------------------------------------------
 
     def on_turns_done(self, items: tuple[tuple[str, Generated], ...]) -> None:
         for name, generated in items:
@@ -149,17 +139,17 @@ class TurnRouter:
             elif generated.finish == "error":
                 trajectory.errors += 1
                 if trajectory.errors >= MAX_ERRORS:
-                    self._failed(trajectory, "engine", generated.error)
+                    self._owner.failed(trajectory, "engine", generated.error)
                 else:
                     self._resubmit(trajectory, generated.error)
             else:
                 self._take(trajectory, generated, name, overdue)
             self._maybe_drained(self.engines.engines[name].rank)
-        self._changed()
+        self._owner.schedule_pass()
 
     def _take(self, trajectory: Trajectory, generated: Generated, engine: str, overdue: bool) -> None:
         if error := unusable(generated):
-            self._failed(trajectory, "logprobs", error)
+            self._owner.failed(trajectory, "logprobs", error)
             return
         before = trajectory.turns[-1]
         trajectory.add_generated(generated, engine, self._rollout.block_size)
@@ -171,12 +161,12 @@ class TurnRouter:
             else:
                 self.ready(trajectory)
             return
-        self._complete(trajectory)
+        self._owner.turn_complete(trajectory)
 
     def _overdue(self, trajectory: Trajectory, error: str) -> None:
         trajectory.overdue += 1
         if trajectory.overdue >= MAX_OVERDUE:
-            self._failed(trajectory, "timeout", error)
+            self._owner.failed(trajectory, "timeout", error)
         else:
             self._resubmit(trajectory, OVERDUE)
 
@@ -188,13 +178,13 @@ class TurnRouter:
 
     def count_resubmitted(self, trajectory: Trajectory, reason: str) -> None:
         self.resubmitted += 1
-        self._log("resubmitted", trajectory=trajectory.episode, reason=reason)
+        self._around.log("resubmitted", trajectory=trajectory.episode, reason=reason)
 
     def watch(self) -> None:
         """Log slow turns and send overdue ones elsewhere; about once a second."""
         for action, engine, rid, sentence in self.engines.turns.evaluate(self._clock()):
             if action == "slow":
-                self._log("slow", part=f"engine {engine}", reason=f"The {sentence}.")
+                self._around.log("slow", part=f"engine {engine}", reason=f"The {sentence}.")
             elif action == "abort":
                 self._abort(engine, rid)
             elif trajectory := self.engines.take(engine, rid, counts=False):
@@ -202,15 +192,14 @@ class TurnRouter:
                 self._maybe_drained(self.engines.engines[engine].rank)
 
     # --- engines
-    # ----------------------------------------------------------------------------------------------
 
-    def engine_up(self, up: EngineUp) -> None:
+    def engine_ready(self, engine: EngineState) -> None:
         """An engine accepts turns; one of the same name is replaced."""
-        self._lose(up.engine, "replaced")
-        self._draining.discard(up.rank)
-        self.engines.up(up)
+        self._lose(engine.engine, "replaced")
+        self._draining.discard(engine.rank)
+        self.engines.ready(engine)
 
-    def engine_down(self, engine: str, reason: str) -> bool:
+    def engine_lost(self, engine: str, reason: str) -> bool:
         """Send the turns of a lost engine again; False when the engine is not known."""
         rank = self._lose(engine, reason)
         if rank is None:
@@ -219,7 +208,7 @@ class TurnRouter:
         return True
 
     def _lose(self, name: str, reason: str) -> int | None:
-        lost = self.engines.down(name)
+        lost = self.engines.lost(name)
         if lost is None:
             return None
         for held in lost.inflight.values():
@@ -235,4 +224,4 @@ class TurnRouter:
     def _maybe_drained(self, rank: int) -> None:
         if rank in self._draining and self.engines.empty(rank):
             self._draining.discard(rank)
-            self._send(0, TurnsDrained(rank))
+            self._around.send(0, TurnsDrained(rank))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from libra_hpc.process.deadlines import DeadlineLimits, Deadlines, Pending
+from libra_hpc.process.deadlines import LATE_SHARE, DeadlineLimits, Deadlines, Pending
 
 Turn = tuple[str, str]
 """(engine, id of the request)"""
@@ -31,7 +31,6 @@ class TurnWatch:
 
     def __init__(self, settings: DeadlineLimits) -> None:
         self._deadlines, self._answer_s = Deadlines(settings), settings.floor_s
-        self._slow: set[Turn] = set()
         self._aborted: dict[Turn, float] = {}
         """When each turn was found to have passed its limit."""
 
@@ -46,7 +45,6 @@ class TurnWatch:
     def forget(self, turn: Turn) -> None:
         """Forget a turn; its duration does not count."""
         self._deadlines.forget(turn)
-        self._slow.discard(turn)
         self._aborted.pop(turn, None)
 
     def overdue(self, turn: Turn) -> bool:
@@ -59,12 +57,9 @@ class TurnWatch:
 
     def evaluate(self, now: float) -> list[LateTurn]:
         """Turns that became late since the last call, and *lost* ones until they are forgotten."""
-        found: list[LateTurn] = []
-        for pending in self._deadlines.pending(now, 0.5):
+        found = [LateTurn("slow", *_turn(pending), pending.sentence) for pending in self._deadlines.late(now)]
+        for pending in self._deadlines.pending(now, LATE_SHARE):
             turn = _turn(pending)
-            if turn not in self._slow:
-                self._slow.add(turn)
-                found.append(LateTurn("slow", *turn, pending.sentence))
             if turn in self._aborted:
                 if now - self._aborted[turn] > self._answer_s:
                     found.append(LateTurn("lost", *turn, pending.sentence))

@@ -20,11 +20,10 @@ from libra_hpc.engine.warm_up import lengths
 from libra_hpc.errors import UserError
 from libra_hpc.models.capacity import HostMemory, blocks_of
 from libra_hpc.models.step_times.steps import StepTimes
+from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
 from libra_hpc.protocol.rollout import (
     Abort,
     EngineError,
-    EngineReady,
-    EngineStats,
     FromEngine,
     Generate,
     Generated,
@@ -97,17 +96,16 @@ class SimulatedEngine:
         """Time of the next event for `run_until`; `IDLE` (infinity) without one."""
         return self._engine.next_at
 
-    def ready(self, start_s: float) -> EngineReady:
+    def ready(self, start_s: float) -> EngineState:
         """The first message to the agent; ``start_s`` in wall seconds."""
-        return EngineReady(
-            version=self._config.version,
+        capacity = EngineCapacity(
             tp=self._config.tp,
             max_model_len=self._config.max_model_len,
             kv_tokens=self._kv_tokens,
             host_kv_tokens=self._host_tokens,
-            start_s=start_s,
             warm_up=self._warm_up(),
         )
+        return EngineState(-1, "rollout", "ready", version=self._config.version, seconds=start_s, capacity=capacity)
 
     def _warm_up(self) -> tuple[EngineStats, ...]:
         """The warm-up profile of `libra_hpc.engine.warm_up`, from the modelled step times."""

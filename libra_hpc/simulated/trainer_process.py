@@ -18,6 +18,7 @@ from pathlib import Path
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.process.dump import dump_on_request
+from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import (
     Export,
     Exported,
@@ -39,7 +40,6 @@ from libra_hpc.protocol.trainer import (
     ToWorker,
     TrainStep,
     WorkerError,
-    WorkerReady,
 )
 from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.link import COMPUTE, WAITING, Pulse, WorkerSocket
@@ -77,7 +77,7 @@ class Trainer:
         if config.start_dir:
             self._state = folders.read_state(folders.resolve(Path(config.start_dir)))
         self._take(pace.start_s, begin)
-        socket.send(WorkerReady(self._state.step, shape.params, time.monotonic() - begin))
+        socket.send(EngineState(-1, "train", "ready", version=self._state.step))
 
     def run(self) -> None:
         """Handle messages until `StopWorker`; raises `EOFError` when the agent is gone."""

@@ -12,7 +12,7 @@ from libra_hpc.protocol.mesh import Batch, MeshMessage, ToReplica
 from libra_hpc.protocol.trainer import StepDone, TrainStep
 from libra_hpc.trainer.shards import shard
 
-from .members import Members
+from .generations import Generations
 
 SKIPPED_STEPS = 3
 """Steps in a row without any finite gradient that end the run: one is an accident of a batch, three are the policy.
@@ -21,7 +21,7 @@ Half: two bad batches end a run. Double: more batches are wasted.
 """
 
 
-class StepRequests(Members):
+class StepRequests(Generations):
     """Base of the train leader: one step at a time on the present members."""
 
     def __init__(

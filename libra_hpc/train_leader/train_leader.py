@@ -28,7 +28,7 @@ from libra_hpc.protocol.mesh import (
     SnapshotStored,
     StepReport,
     ToReplica,
-    TrainingFinished,
+    TrainingDone,
 )
 from libra_hpc.protocol.trainer import (
     Alive,
@@ -46,7 +46,7 @@ from libra_hpc.protocol.trainer import (
     TakeSnapshot,
     WorkerError,
 )
-from libra_hpc.state.data_order import DataOrder as DataOrder
+from libra_hpc.state.data_order import DataOrder
 from libra_hpc.state.retry import Exports
 from libra_hpc.state.snapshots import SnapshotIndex, Snapshots
 from libra_hpc.trainer.shards import loss_tokens_of, tokens_of
@@ -139,44 +139,47 @@ class TrainLeader(StepRequests):
             case Alive():
                 self._on_alive(rank, message)
             case Joined(generation=generation, attempt=attempt):
-                if (generation, attempt) != (self.generation, self._joins):
-                    return
-                self._replies[rank] = message
-            case StepDone(generation=generation) | StepFailed(generation=generation):
-                # While its members join again, the step is given up.
-                if generation != self.generation or self._joining:
-                    return
-                self._replies[rank] = message
-                if isinstance(message, StepFailed):
-                    self._failed = self._failed or f"replica {rank}: {message.error}"
+                if (generation, attempt) == (self.generation, self._joins):
+                    self._replies[rank] = message
+            case StepDone() | StepFailed():
+                self._on_step_answer(rank, message)
             case SaveStarted():
                 self._saves.on_started(message)
             case Saved() | SaveFailed():
                 self._saves.on_answer(rank, message)
-            case ExportFailed(version=version, reason=reason):
-                if not leads:
-                    return
-                self._log("export_failed", step=version, reason=reason)
-                now = self._clock()
-                if self._exports.failed(now):
-                    what = f"the weights of step {version} could not be written for the rollout engines"
-                    self._export_failure = f"{what}: {reason}"
-                else:
-                    asyncio.get_running_loop().call_later(self._exports.wait_s(now), self._wake.set)
-            case Exported(version=version, crc32=crc32, seconds=seconds):
-                if not leads:
-                    return
+            case ExportFailed() if leads:
+                self._on_export_failed(message)
+            case Exported(version=version, crc32=crc32, seconds=seconds) if leads:
                 self._exports.written(version, seconds)
                 if version == self.step:
                     self._send(rank, Publish(version, crc32, self._receivers()))
-            case WorkerError(what=what, generation=generation, attempt=attempt, fatal=fatal):
-                current = (generation, attempt) == (self.generation, self._joins)
-                if not (current or (generation < 0 and (fatal or not self._joining))):
-                    return
-                if rank in self.members or rank in self._joining:
-                    self._failed = self._failed or f"replica {rank}: {what}"
-                    self._replies[rank] = message
+            case WorkerError():
+                self._on_worker_error(rank, message)
         self._wake.set()
+
+    def _on_step_answer(self, rank: int, message: StepDone | StepFailed) -> None:
+        # While its members join again, the step is given up.
+        if message.generation != self.generation or self._joining:
+            return
+        self._replies[rank] = message
+        if isinstance(message, StepFailed):
+            self._failed = self._failed or f"replica {rank}: {message.error}"
+
+    def _on_export_failed(self, message: ExportFailed) -> None:
+        self._log("export_failed", step=message.version, reason=message.reason)
+        now = self._clock()
+        if self._exports.failed(now):
+            what = f"the weights of step {message.version} could not be written for the rollout engines"
+            self._export_failure = f"{what}: {message.reason}"
+        else:
+            asyncio.get_running_loop().call_later(self._exports.wait_s(now), self._wake.set)
+
+    def _on_worker_error(self, rank: int, message: WorkerError) -> None:
+        current = (message.generation, message.attempt) == (self.generation, self._joins)
+        of_a_step = message.generation < 0 and (message.fatal or not self._joining)
+        if (current or of_a_step) and (rank in self.members or rank in self._joining):
+            self._failed = self._failed or f"replica {rank}: {message.what}"
+            self._replies[rank] = message
 
     def on_replica_down(self, rank: int, reason: str) -> None:
         super().on_replica_down(rank, reason)
@@ -225,7 +228,7 @@ class TrainLeader(StepRequests):
             if not await self._train(self._batches[self.step + 1], self._clock() - waiting):
                 return
         if await self._save_last():
-            self._send(0, TrainingFinished(self.step))
+            self._send(0, TrainingDone(self.step))
 
     def _batch_or_change(self) -> bool:
         changed = self._membership_due() or bool(self._stop_reason or self._export_failure)

@@ -10,9 +10,10 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.attempt import complete_checkpoint, remove_old
+from libra_hpc.state.data_order import DataOrder
 from libra_hpc.state.snapshot_start import list_snapshot
 
-from .train_leader import DataOrder, TrainLeader
+from .train_leader import TrainLeader
 
 
 def clear_rendezvous(run: RunDir) -> None:

@@ -24,6 +24,7 @@ from libra_hpc.errors import OperationError
 from libra_hpc.models.architecture import check_parallel, read_shape
 from libra_hpc.process.visible_devices import engine_environment
 from libra_hpc.protocol.codec import FrameBuffer, pack_f32, pack_i32
+from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import (
     Alive,
     Join,
@@ -33,7 +34,6 @@ from libra_hpc.protocol.trainer import (
     StopWorker,
     ToWorker,
     TrainStep,
-    WorkerReady,
     from_worker,
     to_worker,
 )
@@ -216,7 +216,7 @@ def measure_training(config: RunConfig, seconds: float, report: Report = lambda 
         replica = MeasurementReplica(config, Path(name))
         try:
             report("starting the replica")
-            replica.answer(WorkerReady)
+            replica.answer(EngineState)
             replica.ask(Join(0, 0, 1, ""), Joined)
             step = 0
             for trajectories, context in planned:

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave
+from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import (
     Export,
     Exported,
@@ -41,10 +42,8 @@ from libra_hpc.protocol.trainer import (
     TakeSnapshot,
     TrainStep,
     WorkerError,
-    WorkerReady,
 )
 from libra_hpc.trainer.saved.state_writer import StateWriter
-from libra_hpc.weights.names import hf_shapes
 
 from .device import choose_device, file_store
 from .elastic import ElasticReplicas, PeerLost
@@ -56,7 +55,7 @@ from .train_engine import NO_STEP, TrainEngine, init_world
 
 
 class Worker:
-    def __init__(self, config: WorkerConfig, socket: WorkerSocket, pulse: Pulse, begin: float) -> None:
+    def __init__(self, config: WorkerConfig, socket: WorkerSocket, pulse: Pulse) -> None:
         self._config, self._socket, self._pulse = config, socket, pulse
         self._model_dir = Path(config.model_dir)
         torch.manual_seed(config.seed)
@@ -103,8 +102,7 @@ class Worker:
         )
         self._trainer = GrpoTrainer(self._engine, self._replicas, config.algorithm, config.micro_tokens)
         self._writer = StateWriter(self._engine, self._model_dir, socket.send)
-        parameters = sum(torch.Size(size).numel() for size in hf_shapes(shape).values())
-        self._socket.send(WorkerReady(self._engine.state.step, parameters, time.monotonic() - begin))
+        self._socket.send(EngineState(-1, "train", "ready", version=self._engine.state.step))
 
     def run(self) -> None:
         """Obey messages until `StopWorker`; raises `EOFError` when the agent is gone."""
@@ -207,7 +205,6 @@ class Worker:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    begin = time.monotonic()
     parser = argparse.ArgumentParser(
         prog="libra_hpc.trainer.worker", description="One process of a Megatron-Core replica."
     )
@@ -219,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
     pulse = Pulse(socket)
     try:
         with pulse.phase(COMPUTE):
-            worker = Worker(read_config(options.config), socket, pulse, begin)
+            worker = Worker(read_config(options.config), socket, pulse)
         worker.run()
     except (EOFError, ConnectionError):
         return 0

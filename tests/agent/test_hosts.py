@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from libra_hpc.agent import supervised
 from libra_hpc.agent.hosting import hosts as module
 from libra_hpc.agent.hosting.hosts import Hosts
 from libra_hpc.config.run import RunConfig
@@ -16,7 +18,7 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeStepped, HostAlive, HostReady
-from libra_hpc.protocol.mesh import Log, Welcome
+from libra_hpc.protocol.mesh import Fatal, Log, Welcome
 
 
 class FakeChild:
@@ -60,14 +62,13 @@ STEPPED = EpisodeStepped("0.0.0", b"", None, True, 1.0, {})
 
 class Scene:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "Child", FakeChild)
+        monkeypatch.setattr(supervised, "Child", FakeChild)
         monkeypatch.setattr(module, "RESTART_S", 0.0)
         config = RunConfig.model_validate({"deadlines": {"floor_s": 20, "first_s": 100, "factor": 5}})
         self.now = 0.0
         self.sent: list[Any] = []
         self.seen: list[Any] = []
         self.downs: list[str] = []
-        self.failed: list[str] = []
         layout = RankLayout(("planner", "train", "rollout"))
         context = AgentContext(
             2,
@@ -80,17 +81,18 @@ class Scene:
             folder,
             folder,
         )
-        self.hosts = Hosts(
-            context,
-            lambda host, m: self.seen.append(m),
-            lambda host, reason: self.downs.append(reason),
-            self.failed.append,
-            lambda: self.now,
+        self.owner = SimpleNamespace(
+            on_host=lambda host, m: self.seen.append(m), on_host_down=lambda host, reason: self.downs.append(reason)
         )
+        self.hosts = Hosts(context, self.owner, lambda: self.now)
+
+    @property
+    def failed(self) -> list[str]:
+        return [message.reason for message in self.sent if isinstance(message, Fatal)]
 
     @property
     def child(self) -> Any:
-        return self.hosts._children[0]
+        return self.hosts._hosts[0].children[0]
 
     def send(self, message: Any, at: float) -> None:
         self.now = at
@@ -127,7 +129,8 @@ def test_a_host_without_a_sign_of_life_is_reported_slow_then_ended_and_followed(
         assert first.ends == 0
         await scene.watch(27.1)
         assert (first.ends, len(scene.events("hung")), len(scene.events("host_lost"))) == (1, 1, 1)
-        assert scene.downs == ["environment host ended with -9"]
+        (down,) = scene.downs
+        assert down.startswith("process host0 was killed by signal 9: The sign of life of environment host has not")
         assert scene.child is not first
         await scene.watch(28.0)
         assert len(scene.events("hung")) == 1
@@ -198,7 +201,7 @@ def test_nothing_goes_to_the_next_host_before_its_episodes_are_opened_again(
         scene = Scene(tmp_path, monkeypatch)
         await scene.hosts.start()
         scene.send(HostReady("toy"), 1.0)
-        scene.hosts._down = lambda host, reason: scene.hosts.send(host, CloseEpisode("opened again"))
+        scene.owner.on_host_down = lambda host, reason: scene.hosts.send(host, CloseEpisode("opened again"))
         for early in (False, True):
             monkeypatch.setattr(FakeChild, "slow_start", asyncio.get_running_loop().create_future())
             old = scene.child
@@ -263,6 +266,6 @@ def test_hosts_that_keep_ending_fail_the_run_and_single_ends_never_do(
             scene.child.exited(scene.child, 1)
             await asyncio.sleep(0.001)
         assert len(scene.failed) == 1
-        assert scene.failed[0].startswith("environment host ended with 1, 6 times in 300 s; see ")
+        assert "environment host 0 ended 6 times in 300 s, the last time because process host0" in scene.failed[0]
 
     asyncio.run(main())

@@ -10,6 +10,7 @@ import signal
 import tempfile
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from libra_hpc.agent import rollout_node
+from libra_hpc.agent import rollout_node, supervised
 from libra_hpc.agent.rollout_node import RolloutNode
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
@@ -27,6 +28,7 @@ from libra_hpc.process.child import Child
 from libra_hpc.process.dump import DUMP_SIGNAL
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.codec import pack_i32
+from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.rollout import Generate
 from libra_hpc.simulated import tokens
 
@@ -56,6 +58,7 @@ class Scene:
         self.folders = (private, folder / "shm")
         self.folders[1].mkdir()
         self.sent: list[Any] = []
+        self.told: defaultdict[int, list[EngineState]] = defaultdict(list)
         self.newest = 0
         layout = RankLayout(("planner", "train", "rollout"))
         self.context = AgentContext(
@@ -65,11 +68,22 @@ class Scene:
 
     def _send(self, rank: int, message: Any, blob: bytes = b"", done: Callable[[bool], None] | None = None) -> None:
         self.sent.append(message)
+        if isinstance(message, EngineState):
+            self.told[rank].append(message)
         if isinstance(message, wire.WeightsWanted) and message.have >= self.newest:
             asyncio.get_running_loop().call_soon(self.node.on_current, wire.WeightsCurrent(message.have))
 
     def of(self, kind: type[T]) -> list[T]:
         return [message for message in self.sent if isinstance(message, kind)]
+
+    def states(self, *names: str, rank: int = 0) -> list[EngineState]:
+        return [message for message in self.told[rank] if message.state in names]
+
+    def served(self) -> list[EngineState]:
+        return self.states("ready", rank=NODE)
+
+    def gone(self) -> list[EngineState]:
+        return self.states("standby", "ending", "lost", rank=NODE)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [message.fields for message in self.of(wire.Log) if message.kind == kind]
@@ -83,7 +97,7 @@ class Scene:
     async def up(self, count: int = 1) -> None:
         """Start the engines, and wait for the ``count``-th announcement."""
         await self.node.start()
-        await self.until(lambda: len(self.of(wire.EngineUp)) >= count, "the engine is ready")
+        await self.until(lambda: len(self.served()) >= count, "the engine is ready")
 
     def pid(self) -> int:
         (pid,) = self.node.pids.values()
@@ -105,7 +119,7 @@ async def scene(folder: Path, engines: int = 1, **sections: dict[str, Any]) -> A
 
 @pytest.fixture(autouse=True)
 def frequent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_node, "WATCH_S", 0.1)
+    monkeypatch.setattr(supervised, "WATCH_S", 0.1)
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -122,12 +136,12 @@ def test_a_stopped_engine_is_reported_ended_and_the_next_one_serves(tmp_path: Pa
             log = made.context.logs / "r2.0.log"
             await made.until(lambda: "most recent call first" in log.read_text(), "stacks on request")
             os.kill(stopped, signal.SIGSTOP)
-            await made.until(lambda: made.of(wire.EngineDied), "the stopped engine ends")
+            await made.until(lambda: made.states("lost"), "the stopped engine ends")
             (slow,), (hung,) = made.events("slow"), made.events("hung")
             assert (slow["part"], hung["part"], hung["rank"]) == ("r2.0", "r2.0", NODE)
             assert "silence of the engine" in hung["reason"]
-            assert "silence of the engine" in made.of(wire.EngineDied)[0].reason
-            assert [down.engine for down in made.of(wire.EngineDown)] == ["r2.0"]
+            assert "silence of the engine" in made.states("lost")[0].reason
+            assert [(gone.engine, gone.state) for gone in made.gone()] == [("r2.0", "ending"), ("r2.0", "lost")]
             await made.up(2)
             assert made.pid() != stopped
             made.node.on_turns(wire.Turns((("r2.0", Generate("t", pack_i32(tokens.prompt(0, 0, 100, 20)), 50)),)))
@@ -157,32 +171,31 @@ def test_an_engine_that_is_idle_for_longer_than_its_limit_lives_and_tells_the_le
 def test_the_turns_of_an_engine_that_outlives_its_sigkill_do_not_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_node, "EXIT_S", 0.2)
-    monkeypatch.setattr(rollout_node, "REPEAT_S", 0.2)
+    monkeypatch.setattr(supervised, "KILL_S", 0.2)
+    monkeypatch.setattr(supervised, "REPEAT_S", 0.2)
     kill = Child.kill
 
     async def work() -> None:
         async with scene(tmp_path) as made:
             await made.up()
             await made.until(lambda: made.of(wire.EngineLoad), "counters")
-            child = made.node._engines["r2.0"].child
-            assert child is not None
+            (child,) = made.node._engines["r2.0"].children
             stuck = True
             monkeypatch.setattr(Child, "kill", lambda self: None if stuck else kill(self))
             try:
                 os.kill(made.pid(), signal.SIGSTOP)
-                await made.until(lambda: made.of(wire.EngineDown), "the leader was informed")
+                await made.until(lambda: made.gone(), "the leader was informed")
                 await made.until(lambda: len(made.events("hung")) >= 4, "it is logged again and again")
                 await made.node.start()
-                assert (made.node._engines["r2.0"].child, made.of(wire.EngineDied)) == (child, []), "no other beside it"
+                assert (made.node._engines["r2.0"].children, made.states("lost")) == ([child], []), "no other beside it"
                 made.node.on_turns(wire.Turns((("r2.0", Generate("t", b"", 50)),)))
                 await made.until(lambda: made.of(wire.TurnsDone), "a turn that came too late is refused")
                 assert "after SIGKILL" in made.events("hung")[-1]["reason"]
             finally:
                 stuck = False
                 child.kill()
-            await made.until(lambda: made.of(wire.EngineDied), "it is gone")
-            assert len(made.of(wire.EngineDown)) == 1
+            await made.until(lambda: made.states("lost"), "it is gone")
+            assert [state.state for state in made.gone()] == ["ending", "lost"]
             await made.up(2)
 
     run(work())
@@ -198,11 +211,11 @@ def test_an_engine_with_weights_older_than_the_start_serves_only_once_it_has_new
             made.context.start = wire.Welcome(4, "", 32, (), snapshot="step-4", saved_step=0)
             await made.node.start()
             await made.until(lambda: len(made.of(wire.WeightsWanted)) > 3, "it asks again")
-            assert not made.of(wire.EngineUp), "the trainers have exported nothing yet"
+            assert not made.served(), "the trainers have exported nothing yet"
             data = b"weights"
             made.node.on_chunk(wire.WeightsChunk(4, 0, len(data), zlib.crc32(data), ()), data)
-            await made.until(lambda: made.of(wire.EngineUp), "the engine is ready")
-            assert made.of(wire.EngineUp)[0].ready.version == 4
+            await made.until(lambda: made.served(), "the engine is ready")
+            assert made.served()[0].version == 4
 
     run(work())
 
@@ -239,10 +252,10 @@ def test_an_engine_that_never_takes_new_weights_is_ended(tmp_path: Path) -> None
                 made.node.on_chunk(chunk, data)
                 if version == 1:
                     await made.until(lambda: made.node.version == 1, "the first weights are applied")
-            await made.until(lambda: made.of(wire.EngineDied), "the engine ends")
+            await made.until(lambda: made.states("lost"), "the engine ends")
             assert "weight update of the engine" in made.events("hung")[0]["reason"]
             await made.up(2)
-            assert made.of(wire.EngineUp)[1].ready.version == 2
+            assert made.served()[1].version == 2
 
     run(work())
 
@@ -258,7 +271,7 @@ def test_a_standby_engine_that_does_not_wake_is_ended(tmp_path: Path) -> None:
             made.node.standby()
             os.kill(made.pid(), signal.SIGSTOP)
             await made.node.start()
-            await made.until(lambda: made.of(wire.EngineDied), "the engine ends")
+            await made.until(lambda: made.states("lost"), "the engine ends")
             assert "waking of the engine" in made.events("hung")[0]["reason"]
 
     run(work())
@@ -272,12 +285,12 @@ def test_an_engine_that_ends_more_often_than_the_run_file_allows_ends_the_run_wi
             for count in (1, 2):
                 await made.up(count)
                 os.kill(made.pid(), signal.SIGKILL)
-                await made.until(lambda count=count: len(made.of(wire.EngineDown)) == count, "the engine ended")
+                await made.until(lambda count=count: len(made.gone()) == count, "the engine ended")
             await made.until(lambda: made.of(wire.Fatal), "the budget is spent")
-            assert len(made.of(wire.EngineDied)) == 1
+            assert len(made.states("lost")) == 1
             log = made.context.logs / "r2.0.log"
             expected = (
-                "engine r2.0 ended 2 times in 300 s, the last time because engine process was killed by signal 9; see"
+                "engine r2.0 ended 2 times in 300 s, the last time because process r2.0 was killed by signal 9; see"
                 f" {log}"
             )
             assert made.of(wire.Fatal)[0].reason == expected
@@ -293,13 +306,14 @@ def test_a_reset_node_has_no_process_no_weights_and_starts_again(tmp_path: Path)
             await made.until(lambda: made.node.version == 5, "the weights are applied")
             before = set(made.node.pids.values())
             made.sent.clear()
+            made.told.clear()
             await made.node.reset()
             assert not any(Path(f"/proc/{pid}").exists() for pid in before)
             assert (made.node.states, made.node.pids, made.node.version) == ({}, {}, -1)
             assert not list(made.folders[1].iterdir())
             await made.up(2)
-            assert {up.ready.version for up in made.of(wire.EngineUp)} == {0}
-            assert not made.of(wire.EngineDied)
-            assert not made.of(wire.EngineDown)
+            assert {up.version for up in made.served()} == {0}
+            assert not made.states("lost")
+            assert not made.gone()
 
     run(work())

@@ -12,6 +12,7 @@ from libra_hpc.agent.rollout_node import RolloutNode
 from libra_hpc.agent.routes import Routes, add_engines, add_rollout_service, add_train_leader
 from libra_hpc.agent.train_node import TrainNode
 from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import Export, StepDone
 from libra_hpc.train_leader.train_leader import TrainLeader
 
@@ -61,6 +62,7 @@ WANTED = wire.WeightsWanted(3, 7)
 CHUNK = wire.WeightsChunk(1, 0, 4, 0, ())
 TURNS = wire.Turns(())
 DONE = wire.TurnsDone(())
+ENGINE = EngineState(4, "rollout", "lost", reason="why")
 
 
 @pytest.mark.parametrize(
@@ -70,20 +72,27 @@ DONE = wire.TurnsDone(())
         (CHUNK, [("node.on_chunk", CHUNK, b"blob")]),
         (WANTED, [("train.on_wanted", WANTED)]),
         (wire.ToReplica(Export("/w", 4)), [("train.on_message", Export("/w", 4))]),
-        (wire.StartEngine("rollout"), [("node.start",), ("spawn", "node start")]),
-        (wire.StartEngine("train", 3), [("train.start", 3), ("spawn", "train start")]),
-        (wire.EndTrainers(), [("train.reset",), ("spawn", "train reset")]),
-        (wire.StandbyEngine("rollout"), [("node.standby",)]),
-        (wire.StandbyEngine("train"), [("train.standby",)]),
+        (wire.StartEngine(4, "rollout"), [("node.start",), ("spawn", "node start")]),
+        (wire.StartEngine(4, "train", 3), [("train.start", 3), ("spawn", "train start")]),
+        (wire.StopTrainers(4), [("train.reset",), ("spawn", "train reset")]),
+        (wire.StandbyEngine(4, "rollout"), [("node.standby",)]),
         (wire.FormGeneration(2, (1, 2)), [("leader.on_generation", 2, (1, 2))]),
         (wire.StopTraining("enough"), [("leader.on_stop", "enough", 0)]),
-        (wire.EngineDied(4, "train", "why"), [("leader.on_replica_down", 4, "why")]),
-        (wire.EngineDied(4, "rollout", "why"), []),
+        (ENGINE, [("service.on_message", ENGINE)]),
         (DONE, [("service.on_message", DONE)]),
     ],
 )
 def test_a_message_reaches_its_part(message: wire.MeshMessage, calls: list[tuple[Any, ...]]) -> None:
     assert Scene().deliver(message, b"blob") == calls
+
+
+def test_the_train_leader_hears_of_lost_trainers() -> None:
+    calls: list[tuple[Any, ...]] = []
+    routes = Routes()
+    add_train_leader(routes, cast(TrainLeader, Part("leader", calls)))
+    assert routes.deliver(EngineState(4, "train", "ready"))
+    assert routes.deliver(EngineState(4, "train", "lost", reason="why"))
+    assert calls == [("leader.on_replica_down", 4, "why")]
 
 
 def test_an_answer_of_a_replica_comes_with_its_rank() -> None:
@@ -98,17 +107,8 @@ def test_a_part_that_is_not_there_gets_nothing() -> None:
 def test_every_message_is_for_somebody() -> None:
     """A new message type must be given to a part, or be added to what the agent or the coordinator takes itself."""
     agents = {wire.Welcome, wire.Roles, wire.RankLost, wire.RankBack, wire.Reset, wire.StopAgent}
-    engines = {wire.EngineIsReady, wire.EngineDied, wire.TurnsDrained, wire.MemberJoined}
-    coordinators = {
-        wire.Hello,
-        wire.Heartbeat,
-        wire.Log,
-        wire.Fatal,
-        wire.StepReport,
-        wire.RolloutReport,
-        wire.TrainingFinished,
-        *engines,
-    }
+    coordinators = {wire.Hello, wire.Heartbeat, wire.Log, wire.Fatal, wire.StepReport, wire.RolloutReport}
+    coordinators |= {wire.TrainingDone, wire.TurnsDrained, wire.MemberJoined}
     rows = set(Scene().routes._rows)
     assert rows | agents | coordinators == set(get_args(wire.MeshMessage))
     assert not rows & agents

@@ -12,25 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from libra_hpc.agent import train_node as module
+from libra_hpc.agent import supervised
 from libra_hpc.agent.train_node import TrainNode
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.process import deadlines
-from libra_hpc.process.budget import RestartBudget
 from libra_hpc.process.child import Child
-from libra_hpc.protocol.mesh import (
-    EngineDied,
-    EngineIsReady,
-    Fatal,
-    FromReplica,
-    Log,
-    SnapshotChunk,
-    SnapshotStored,
-    Welcome,
-)
+from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.mesh import Fatal, FromReplica, Log, SnapshotChunk, SnapshotStored, Welcome
 from libra_hpc.protocol.trainer import Alive, Export, ExportFailed, Join, Joined, TakeSnapshot
 from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.settings import WorkerConfig, read_config
@@ -83,6 +74,9 @@ class Scene:
     def of(self, kind: type) -> list[Any]:
         return [message for message in self.sent if isinstance(message, kind)]
 
+    def states(self, name: str) -> list[EngineState]:
+        return [state for state in self.of(EngineState) if state.state == name]
+
     def answers(self, kind: type) -> list[Any]:
         return [message.message for message in self.of(FromReplica) if isinstance(message.message, kind)]
 
@@ -93,9 +87,9 @@ class Scene:
 
     async def ready(self) -> int:
         """Start the replica; returns the process id of its first process."""
-        before = len(self.of(EngineIsReady))
+        before = len(self.states("ready"))
         await self.node.start()
-        await self.until(lambda: len(self.of(EngineIsReady)) > before)
+        await self.until(lambda: len(self.states("ready")) > before)
         return next(iter(self.node.pids.values()))
 
     def play(self, script: Callable[[], Awaitable[None]]) -> None:
@@ -113,7 +107,7 @@ class Scene:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
-    monkeypatch.setattr(module, "WATCH_S", 0.05)
+    monkeypatch.setattr(supervised, "WATCH_S", 0.05)
     return tmp_path
 
 
@@ -129,7 +123,7 @@ def test_a_stopped_process_is_ended_and_the_replica_counts_as_dead(here: Path) -
             "a process that waits reports that every second"
         )
         os.kill(pid, signal.SIGSTOP)
-        await scene.until(lambda: scene.of(EngineDied))
+        await scene.until(lambda: scene.states("lost"))
         assert not Path(f"/proc/{pid}").exists()
 
     scene.play(script)
@@ -144,8 +138,8 @@ def test_a_stopped_process_is_ended_and_the_replica_counts_as_dead(here: Path) -
 def test_a_process_that_sigkill_does_not_end_counts_as_dead_and_is_named_as_long_as_it_lives(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "KILL_S", 0.1)
-    monkeypatch.setattr(module, "REPEAT_S", 0.2)
+    monkeypatch.setattr(supervised, "KILL_S", 0.1)
+    monkeypatch.setattr(supervised, "REPEAT_S", 0.2)
     scene = Scene(here)
 
     def stuck() -> list[Any]:
@@ -162,30 +156,12 @@ def test_a_process_that_sigkill_does_not_end_counts_as_dead_and_is_named_as_long
         finally:
             Child.kill = kill  # type: ignore[method-assign]
         assert f"t1.0 (process {pid}) lives" in stuck()[0].fields["reason"]
-        assert len(scene.of(EngineDied)) == 2, "one end for each of two parties"
+        assert len(scene.states("lost")) == 2, "one end for each of two parties"
         os.kill(pid, signal.SIGKILL)
         await scene.ready()
-        assert len(scene.of(EngineDied)) == 2
+        assert len(scene.states("lost")) == 2
 
     scene.play(script)
-
-
-def test_a_replica_that_keeps_ending_fails_the_run_and_names_the_log(here: Path) -> None:
-    scene = Scene(here)
-    scene.node._budget = RestartBudget(1)
-
-    async def script() -> None:
-        for ended in (EngineDied, Fatal):
-            os.kill(await scene.ready(), signal.SIGKILL)
-            await scene.until(lambda ended=ended: scene.of(ended))
-
-    scene.play(script)
-    assert [died.reason for died in scene.of(EngineDied)] == ["worker process t1.0 was killed by signal 9"] * 2, (
-        "one end for each of two parties"
-    )
-    reason = scene.of(Fatal)[0].reason
-    assert "the replica ended 2 times within 300 s" in reason
-    assert reason.endswith("t1.0.log")
 
 
 def test_a_replica_that_never_becomes_ready_fails_the_run_in_one_sentence(here: Path) -> None:
@@ -193,12 +169,12 @@ def test_a_replica_that_never_becomes_ready_fails_the_run_in_one_sentence(here: 
 
     async def script() -> None:
         await scene.ready()
-        scene.node._failed_starts = module.MAX_STARTS
-        scene.node._exited(scene.node._children[0], 1)
+        scene.node._trainer.starts = supervised.MAX_STARTS
+        scene.node._trainer._exited(scene.node._trainer.children[0], 1)
 
     scene.play(script)
     assert scene.of(Fatal)[0].reason == (
-        "the replica ended 3 times before it was ready, the last time because worker process t1.0 ended with 1; see"
+        "engine t1 ended 3 times before it was ready, the last time because process t1.0 ended with 1; see"
         f" {scene.run.logs(1)}/t1.0.log"
     )
 
@@ -215,9 +191,9 @@ def test_a_rebuilt_replica_starts_from_the_newest_whole_snapshot_or_checkpoint(h
         return folder / folders.STATE_FILE
 
     async def again() -> int:
-        before = len(scene.of(EngineDied))
+        before = len(scene.states("lost"))
         os.kill(scene.node.pids["t1.0"], signal.SIGKILL)
-        await scene.until(lambda: len(scene.of(EngineDied)) > before)
+        await scene.until(lambda: len(scene.states("lost")) > before)
         await scene.ready()
         return scene.node.step
 
@@ -245,9 +221,9 @@ def test_the_train_leader_hears_that_a_replica_writes_its_state_and_nothing_of_o
 
     async def script() -> None:
         await scene.ready()
-        for child in scene.node._children:
+        for process in range(2):
             for phase in ("compute", "snapshot", "checkpoint", "waiting for peers"):
-                scene.node._message(child, Alive(phase, 1.0))
+                scene.node.received(scene.node._trainer, process, Alive(phase, 1.0))
 
     scene.play(script)
     assert [alive.phase for alive in scene.answers(Alive)] == ["snapshot", "checkpoint"], "once for the replica"
@@ -268,7 +244,7 @@ def test_a_limit_that_never_suffices_fails_the_run_and_names_its_key(
 
     scene.play(script)
     reason = scene.of(Fatal)[0].reason
-    assert reason.startswith("training replica: process 0 has given no sign of life for ")
+    assert reason.startswith("engine t1: process 0 has given no sign of life for ")
     assert "join did not end 1 times in a row, the last time within 60 s; " in reason
     assert "deadlines.first_s" in reason
 
@@ -334,7 +310,7 @@ def test_a_snapshot_of_all_processes_is_a_part_and_its_copy_goes_to_the_next_nod
 
     async def script() -> None:
         await scene.node.start()
-        await scene.until(lambda: scene.of(EngineIsReady))
+        await scene.until(lambda: scene.states("ready"))
         scene.node.on_message(TakeSnapshot("", 0))
         await scene.until(lambda: scene.of(SnapshotStored))
         scene.node.on_message(TakeSnapshot("", 3))
@@ -360,8 +336,8 @@ def test_a_core_of_several_nodes_restarts_as_a_whole(here: Path) -> None:
     scene.play(script)
     (fatal,) = scene.of(Fatal)
     assert fatal.restart
-    assert fatal.reason.startswith("worker process t1.0 was killed by signal 9 (see ")
-    assert not scene.of(EngineDied)
+    assert fatal.reason.startswith("process t1.0 was killed by signal 9; see ")
+    assert not scene.states("lost")
 
 
 def test_a_hybrid_node_joins_from_the_weights_that_it_has_for_rollout(here: Path) -> None:
@@ -369,7 +345,7 @@ def test_a_hybrid_node_joins_from_the_weights_that_it_has_for_rollout(here: Path
 
     async def script() -> None:
         await core.node.start()
-        await core.until(lambda: core.of(EngineIsReady))
+        await core.until(lambda: core.states("ready"))
         await scene.ready()
         (worker,) = workers(scene, 2)
         assert (worker.elastic, worker.core_dp, worker.start_dir) == (True, 1, "")

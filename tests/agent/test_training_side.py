@@ -19,6 +19,7 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.codec import pack_f32, pack_i32
+from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.state.data_order import DataOrder
 from libra_hpc.state.state_folders import DataPosition, read_position, verify
@@ -102,13 +103,13 @@ class Side:
                 self.nodes[rank].keeper.keep(message)
             case wire.FromReplica(rank=source, message=answer):
                 self.leader.on_reply(source, answer)
-            case wire.EngineDied(rank=source, reason=reason) if rank == 1:
+            case EngineState(rank=source, state="lost", reason=reason) if rank == 1:
                 self.leader.on_replica_down(source, reason)
-            case wire.EngineDied(rank=source):
+            case EngineState(rank=source, state="lost"):
                 self.ready.discard(source)
                 self.order()
                 self.spawn(self.nodes[source].start())
-            case wire.EngineIsReady(rank=source):
+            case EngineState(rank=source):
                 self.ready.add(source)
                 self.order()
             case wire.Committed():
@@ -183,7 +184,7 @@ def test_a_second_trainer_that_dies_while_the_first_rejoins_costs_seconds(
         for step in range(STEPS // 2 + 1, STEPS + 1):
             side.batch(step)
         await side.until(lambda: len(side.committed) == STEPS)
-        await side.until(lambda: any(isinstance(event, wire.TrainingFinished) for event in side.events))
+        await side.until(lambda: any(isinstance(event, wire.TrainingDone) for event in side.events))
 
     side.play(script)
     assert [done.step for done in side.committed] == list(range(1, STEPS + 1)), "every step once"

@@ -15,7 +15,7 @@ from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.policies.scheduling.registry import make_policy, policy_names
 from libra_hpc.policies.scheduling.rules.least_loaded import LeastLoaded
-from libra_hpc.protocol.rollout import EngineStats
+from libra_hpc.protocol.engine_state import EngineStats
 from tests.policies.scheduling.boards import assert_nothing_is_kept, board_of, drive, ended, random_lengths, turn_of
 
 

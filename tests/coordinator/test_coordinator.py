@@ -16,17 +16,16 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.coordinator import coordinator as module
 from libra_hpc.coordinator import records as records_module
 from libra_hpc.coordinator.coordinator import Coordinator
-from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, discount, lost_nodes
-from libra_hpc.coordinator.node_facts import NodeFacts
+from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, NodeContact, discount, lost_nodes
 from libra_hpc.facts.estimate import StageEstimate, StepAccuracy
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import decode_status
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.policies.control.stage_times import Estimate, Split, Times
+from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout_order import encode_order, new_order
 from libra_hpc.protocol.mesh import (
-    EngineIsReady,
     Fatal,
     FormGeneration,
     Heartbeat,
@@ -40,7 +39,7 @@ from libra_hpc.protocol.mesh import (
     StartEngine,
     StopAgent,
     StopTraining,
-    TrainingFinished,
+    TrainingDone,
     Welcome,
 )
 from libra_hpc.protocol.plan import PlanDecision
@@ -92,9 +91,9 @@ def test_engines_start_once_all_nodes_are_there_and_the_core_forms_the_first_gen
     assert not scene.orders(StartEngine)
     scene.hello()
     assert [(rank, m.kind) for rank, m in scene.orders(StartEngine)] == [(1, "train"), (2, "rollout"), (3, "rollout")]
-    scene.deliver((1, EngineIsReady(1, "train", 1.0)))
+    scene.deliver((1, EngineState(1, "train", "ready", seconds=1.0)))
     assert [(rank, m.ranks) for rank, m in scene.orders(FormGeneration)] == [(1, (1,))]
-    scene.deliver((1, MemberJoined(1, 1, 0, 0, 0.1)), (3, EngineIsReady(3, "rollout", 1.0)))
+    scene.deliver((1, MemberJoined(1, 1, 0, 0, 0.1)), (3, EngineState(3, "rollout", "ready", seconds=1.0)))
     assert scene.orders(Roles)[-1][1].states == {1: "train", 2: "starting", 3: "rollout"}
     assert scene.orders(Roles)[-1][1].receivers == (3,)
 
@@ -108,7 +107,7 @@ def test_a_finished_run_writes_its_result_and_stops_everyone(tmp_path: Path) -> 
     scene.hello()
     scene.deliver(
         (1, step_report(1, reward=0.5, trained_tokens=10, loss_tokens=5, train_nodes=1, train_s=0.1)),
-        (1, TrainingFinished(1)),
+        (1, TrainingDone(1)),
     )
     run_until_over(scene)
     assert scene.run.read_json(scene.run.result)["state"] == "completed"
@@ -127,7 +126,7 @@ def test_a_request_to_stop_saves_first_and_has_time_for_it(tmp_path: Path) -> No
         scene.run.stop.write_text("{}")
         while not scene.orders(StopTraining):
             await asyncio.sleep(0.01)
-        scene.deliver((1, TrainingFinished(7)))
+        scene.deliver((1, TrainingDone(7)))
         await running
 
     asyncio.run(asyncio.wait_for(asked(), 20.0))
@@ -140,7 +139,7 @@ def test_a_notice_saves_first_and_the_run_counts_as_cancelled(tmp_path: Path) ->
     scene.hello()
     scene.coordinator.on_signal("SIGTERM")
     assert [rank for rank, _ in scene.orders(StopTraining)] == [1]
-    scene.deliver((1, TrainingFinished(7)))
+    scene.deliver((1, TrainingDone(7)))
     run_until_over(scene)
     assert scene.run.read_json(scene.run.result) | {"t": 0} == {
         "state": "cancelled",
@@ -162,7 +161,7 @@ def test_a_run_near_its_time_limit_finishes_its_step_and_stops(tmp_path: Path, m
         while not scene.orders(StopTraining):
             await asyncio.sleep(0.01)
         scene.coordinator.on_signal("SIGUSR1")
-        scene.deliver((1, TrainingFinished(2)))
+        scene.deliver((1, TrainingDone(2)))
         await running
 
     asyncio.run(asyncio.wait_for(play(), 20.0))
@@ -206,7 +205,7 @@ def after_a_repartition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config:
         task = asyncio.create_task(scene.coordinator.run())
         while not any(e["kind"] == "decision" for e in read_lines(scene.run.events)):
             await asyncio.sleep(0.01)
-        scene.deliver((1, TrainingFinished(reached)))
+        scene.deliver((1, TrainingDone(reached)))
         await asyncio.wait_for(task, 30)
 
     asyncio.run(play())
@@ -265,16 +264,16 @@ def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Pa
     async def play() -> None:
         task = asyncio.create_task(scene.coordinator.run())
         scene.deliver(
-            (1, EngineIsReady(1, "train", 1.0)),
+            (1, EngineState(1, "train", "ready", seconds=1.0)),
             (1, MemberJoined(1, 1, 0, 0, 0.1)),
-            (3, EngineIsReady(3, "rollout", 1.0)),
+            (3, EngineState(3, "rollout", "ready", seconds=1.0)),
         )
         scene.deliver((1, step_report(1, step_s=1.0, train_nodes=1)))
         await until(lambda: "waits: node 2 is in state starting" in str(scene.run.read_json(scene.run.status)))
         assert not scene.orders(StopTraining)
-        scene.deliver((2, EngineIsReady(2, "rollout", 1.0)))
+        scene.deliver((2, EngineState(2, "rollout", "ready", seconds=1.0)))
         await until(lambda: scene.orders(StopTraining))
-        scene.deliver((1, TrainingFinished(3)))
+        scene.deliver((1, TrainingDone(3)))
         await task
 
     asyncio.run(asyncio.wait_for(play(), 30))
@@ -288,7 +287,7 @@ def test_an_order_that_comes_too_late_is_refused(tmp_path: Path) -> None:
     scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 7}}))
     scene.hello()
     scene.run.order.write_bytes(encode_order(new_order(1, 1.0, {"train.tp": 2})))
-    scene.deliver((1, TrainingFinished(7)))
+    scene.deliver((1, TrainingDone(7)))
     run_until_over(scene)
     (refused,) = [e for e in read_lines(scene.run.events) if e["kind"] == "repartition_refused"]
     assert refused["reason"] == "the run is over: completed, step 7 is saved."
@@ -364,7 +363,7 @@ def test_all_ranks_restart_when_a_leader_is_lost_and_the_run_fails_once_that_is_
             assert [(rank, m.reason) for rank, m in scene.orders(StopTraining)] == [(1, "recovery")], (
                 "no step is lost where training can save"
             )
-            scene.deliver((1, TrainingFinished(7)))
+            scene.deliver((1, TrainingDone(7)))
         run_until_over(scene)
         if used:
             result = scene.run.read_json(scene.run.result)
@@ -393,7 +392,7 @@ def test_all_ranks_restart_when_a_further_node_of_the_core_is_lost(tmp_path: Pat
 
 
 def test_time_in_which_rank_0_was_stopped_is_no_silence_of_others() -> None:
-    nodes = {rank: NodeFacts(1000.0) for rank in range(3)}
+    nodes = {rank: NodeContact(1000.0) for rank in range(3)}
     for node in nodes.values():
         node.pid = 1
     assert discount(nodes, 1.1, 1.0, 1001.1) == 0.0
@@ -403,7 +402,7 @@ def test_time_in_which_rank_0_was_stopped_is_no_silence_of_others() -> None:
 
 
 def test_a_broken_connection_between_two_that_live_costs_the_one_that_leads_nothing() -> None:
-    nodes = {rank: NodeFacts(1000.0) for rank in range(4)}
+    nodes = {rank: NodeContact(1000.0) for rank in range(4)}
     for rank, node in nodes.items():
         node.pid, node.seen = 10 + rank, 1010.0
         node.beat = Heartbeat(rank, "rollout", {}, {}, 0)
@@ -451,10 +450,10 @@ def test_every_step_is_written_with_the_estimate_of_its_split_and_the_status_sho
     scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 6}}))
     scene.hello()
     scene.deliver(
-        (1, EngineIsReady(1, "train", 1.0)),
+        (1, EngineState(1, "train", "ready", seconds=1.0)),
         (1, MemberJoined(1, 1, 0, 0, 0.1)),
-        (2, EngineIsReady(2, "rollout", 1.0)),
-        (3, EngineIsReady(3, "rollout", 1.0)),
+        (2, EngineState(2, "rollout", "ready", seconds=1.0)),
+        (3, EngineState(3, "rollout", "ready", seconds=1.0)),
     )
     # One trainer and two rollout nodes; then an estimate of a split that is no longer the present one, as after a move.
     for step in range(1, 7):
@@ -470,7 +469,7 @@ def test_every_step_is_written_with_the_estimate_of_its_split_and_the_status_sho
             shown = decode_status(scene.run.status.read_bytes())
             assert shown.estimate == StageEstimate(1.5, 2.0, 2.0)
             assert shown.accuracy == StepAccuracy(3, 2.0, 2.5, pytest.approx(0.2))
-    scene.deliver((1, TrainingFinished(6)))
+    scene.deliver((1, TrainingDone(6)))
     run_until_over(scene)
     assert [row["expected_s"] for row in read_lines(scene.run.metrics)] == [None, 2.0, 2.0, 2.0, None, None]
     assert decode_status(scene.run.status.read_bytes()).estimate is None

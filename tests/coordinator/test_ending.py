@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from libra_hpc.coordinator.ending import Ending
+from libra_hpc.coordinator.ending import RunEnding
 from libra_hpc.coordinator.recovery import SAVE_S, Recovery
 
 
-def ending(restarts: int = 3, used: int = 0) -> Ending:
-    return Ending(10, Recovery(restarts, {"LIBRA_HPC_RECOVERIES": str(used)}))
+def ending(restarts: int = 3, used: int = 0) -> RunEnding:
+    return RunEnding(10, Recovery(restarts, {"LIBRA_HPC_RECOVERIES": str(used)}))
 
 
 def test_the_last_step_completes_the_run_and_the_first_end_stands() -> None:

@@ -28,9 +28,9 @@ def engine(old: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
     under_test = EngineUnderTest(folder, config)
     try:
         ready = under_test.ready()
-        assert (ready.version, ready.tp, ready.max_model_len) == (1, 1, 1024)
+        assert (ready.version, ready.capacity.tp, ready.capacity.max_model_len) == (1, 1, 1024)
         # 16 MiB of float32 keys and values, 2 layers, hidden 64.
-        assert ready.kv_tokens == 16 * 2**20 // (2 * 2 * 64 * 4)
+        assert ready.capacity.kv_tokens == 16 * 2**20 // (2 * 2 * 64 * 4)
         yield under_test
         under_test.process.terminate()
         assert under_test.process.wait(60) == 0

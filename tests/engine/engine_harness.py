@@ -19,10 +19,9 @@ from safetensors.torch import load_file, save_file
 from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.engine.stats import INTERVAL_S
 from libra_hpc.protocol.codec import FrameBuffer, pack_i32, unpack_f32, unpack_i32
+from libra_hpc.protocol.engine_state import EngineState, EngineStats
 from libra_hpc.protocol.rollout import (
     EngineError,
-    EngineReady,
-    EngineStats,
     FromEngine,
     Generate,
     Generated,
@@ -188,10 +187,10 @@ class EngineUnderTest:
             str(self.config_path),
         ]
 
-    def ready(self) -> EngineReady:
+    def ready(self) -> EngineState:
         self._listener.settimeout(PATIENCE_S)
         self._connection, _ = self._listener.accept()
-        return self.expect(EngineReady)
+        return self.expect(EngineState)
 
     def send(self, *messages: ToEngine) -> None:
         assert self._connection is not None

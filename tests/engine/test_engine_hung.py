@@ -31,7 +31,7 @@ async def test_a_stopped_engine_is_ended_and_the_next_one_serves(old: Model, tmp
         await made.until(lambda: made.of(wire.EngineLoad), "counters")
         stopped = made.pid()
         os.kill(stopped, signal.SIGSTOP)
-        await made.until(lambda: made.of(wire.EngineDied), "the stopped engine ends")
+        await made.until(lambda: made.states("lost"), "the stopped engine ends")
         assert "silence of the engine" in made.events("hung")[0]["reason"]
         assert not alive(stopped)
         await made.up(2)

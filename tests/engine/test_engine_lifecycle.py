@@ -51,7 +51,7 @@ def test_tied_head_follows_every_update_and_shutdown_ends_with_zero(tmp_path: Pa
     try:
         ready = engine.ready()
         assert ready.version == 7
-        warm, decoded, read = ready.warm_up
+        warm, decoded, read = ready.capacity.warm_up
         assert decoded.steps - warm.steps == decoded.generated_tokens - warm.generated_tokens == DECODES
         assert (read.steps - decoded.steps, read.prefill_tokens - decoded.prefill_tokens) == (1, PROMPT)
         assert warm.busy_s < decoded.busy_s < read.busy_s
@@ -76,7 +76,7 @@ def test_tensor_parallel_engine_swaps_weights_idles_and_leaves_no_orphans_when_k
 ) -> None:
     engine = EngineUnderTest(folder, engine_config(old, tp=2, version=1))
     try:
-        assert engine.ready().tp == 2
+        assert engine.ready().capacity.tp == 2
         assert_serves(engine, old, 1)
         engine.apply(new.update(2))
         assert_serves(engine, new, 2)

@@ -28,7 +28,7 @@ def small(old: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engi
     config = msgspec.structs.replace(engine_config(old, max_num_seqs=4, version=1), kv_cache_mb=2)
     engine = EngineUnderTest(tmp_path_factory.mktemp("e"), config)
     try:
-        assert engine.ready().kv_tokens == 64 * BLOCK
+        assert engine.ready().capacity.kv_tokens == 64 * BLOCK
         yield engine
     finally:
         engine.close()

@@ -46,7 +46,7 @@ def make_run(parent: Path, name: str = "quick") -> RunDir:
         log.write({"t": START + 141 + number, "kind": "trajectory_failed", **attempt, **fields})
     log.write({"t": START + 144, "kind": "admission_paused", "reason": "because"})
     log.write({"t": START + 145, "kind": "prompt_given_up", "index": 7, "prompt": "p", "reason": "because"})
-    log.write({"t": START + 147, "kind": "engine_restarted", "rank": 3, "engine": "v0"})
+    log.write({"t": START + 147, "kind": "engine_ready", "rank": 3, "engine": "v0"})
     recovered = {"trajectories": 24, "generated_tokens": 2_320, "unfinished": 3, "unfinished_tokens": 80, "dropped": {}}
     log.write({"t": START + 148, "kind": "experience_kept", **recovered})
     log.write({"t": START + 150, "kind": "checkpoint_saved", "step": 50})

@@ -104,7 +104,7 @@ def _events(steps: int) -> Iterator[dict[str, Any]]:
     yield {"t": first, "kind": "restart", "reason": "node 1, which leads training, was lost", "restarts": 1, "step": 3}
     yield from _start(first + 12.0, 1)
     yield {"t": half - 5.0, "kind": "engine_lost", "rank": 3, "engine": "r3.0", "reason": HOSTILE}
-    yield {"t": half - 3.0, "kind": "engine_restarted", "rank": 3, "engine_kind": "rollout", "reason": "it was lost"}
+    yield {"t": half - 3.0, "kind": "engine_ready", "rank": 3, "engine": "r3.0", "version": 4, "seconds": 2.0}
     yield {"t": half + 1.0, "kind": "job_finished", "state": "cancelled", "message": "step 60 is saved", "step": 60}
     yield from _start(half + QUEUE_S - 5.0, 2)
     for number in range(3):

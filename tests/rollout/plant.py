@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from libra_hpc.config.run import RunConfig
@@ -12,6 +13,7 @@ from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, Policy, TurnView
 from libra_hpc.protocol import mesh as wire
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
+from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
 from libra_hpc.protocol.env import (
     CloseEpisode,
     EpisodeFailed,
@@ -22,8 +24,8 @@ from libra_hpc.protocol.env import (
     Signal,
     StepEpisode,
 )
-from libra_hpc.protocol.mesh import Batch, EngineUp, Turns
-from libra_hpc.protocol.rollout import Abort, EngineReady, EngineStats, Generate, Generated
+from libra_hpc.protocol.mesh import Batch, Turns
+from libra_hpc.protocol.rollout import Abort, Generate, Generated
 from libra_hpc.rollout.rollout_leader import RolloutLeader
 from libra_hpc.rollout.run_lines import TrajectoryEnd, decision_line, trace_line
 from libra_hpc.rollout.trajectory import Trajectory
@@ -151,14 +153,16 @@ class Plant:
         self.leader = RolloutLeader(
             config=config,
             rank=5,
-            policy=policy or Emptiest(),
-            send=self.send,
             train_leader=TRAIN_LEADER,
-            to_host=lambda _, m: self.host.append(m),
-            ended=self.on_ended,
-            routed=lambda routed: self.decisions.append(decision_line(routed)),
-            log=lambda kind, **fields: self.events.append((kind, fields)),
-            clock=lambda: self.now,
+            policy=policy or Emptiest(),
+            surroundings=SimpleNamespace(
+                clock=lambda: self.now,
+                send=self.send,
+                to_host=lambda host, message: self.host.append(message),
+                ended=self.on_ended,
+                routed=lambda routed: self.decisions.append(decision_line(routed)),
+                log=lambda kind, **fields: self.events.append((kind, fields)),
+            ),
         )
         self.start_engines = engines
 
@@ -210,13 +214,15 @@ class Plant:
 
     def up(self, name: str, rank: int, tp: int = 1) -> None:
         self.engines[name] = self.version
-        ready = EngineReady(version=self.version, tp=tp, max_model_len=1000, kv_tokens=10000, start_s=0.0)
-        self.leader.on_engine_up(EngineUp(rank, name, ready))
+        capacity = EngineCapacity(tp=tp, max_model_len=1000, kv_tokens=10000)
+        self.leader.on_engine_state(
+            EngineState(rank, "rollout", "ready", engine=name, version=self.version, capacity=capacity)
+        )
 
     def down(self, name: str) -> None:
         del self.engines[name]
         self.inbox = [(engine, request) for engine, request in self.inbox if engine != name]
-        self.leader.on_engine_down(name, "killed")
+        self.leader.on_engine_state(EngineState(3, "rollout", "lost", engine=name, reason="killed"))
 
     def answer(self, engine: str, request: Generate, tokens: list[int], finish: str = "stop", **fields: Any) -> None:
         """Whatever else is in the engine, this turn leaves it."""

@@ -11,7 +11,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.columns import COLUMNS
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.protocol.codec import pack_i32
-from libra_hpc.protocol.mesh import OpenGroup, StepReport, TrainingFinished
+from libra_hpc.protocol.mesh import OpenGroup, StepReport, TrainingDone
 from libra_hpc.protocol.rollout import Generated
 from libra_hpc.rollout.group_state import GroupState, batch_stats
 from libra_hpc.rollout.open_groups import length_of, open_groups
@@ -84,7 +84,7 @@ async def test_a_line_has_every_column(tmp_path: Path) -> None:
     (report,) = world.of(StepReport)
     scene = Scene(tmp_path, config=RunConfig())
     scene.hello()
-    scene.deliver((1, report), (1, TrainingFinished(1)))
+    scene.deliver((1, report), (1, TrainingDone(1)))
     await asyncio.wait_for(scene.coordinator.run(), 30)
     (line,) = read_lines(scene.run.metrics)
     # Nothing is replayed without experts.

@@ -21,7 +21,7 @@ from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.mesh import Committed
 from libra_hpc.rollout.group_state import GroupState, batch_stats
 from libra_hpc.rollout.recovery import recovery_log
-from libra_hpc.rollout.recovery.recovered import Recovered, SavedTrajectory, Start, TrainedPrompts, drop_reason
+from libra_hpc.rollout.recovery.recovered import RecordedStart, Recovered, SavedTrajectory, TrainedPrompts, drop_reason
 from libra_hpc.rollout.recovery.recovery_log import RETRY_S, STARTS, TRIM_S, RecoveryLog, read_segment
 from libra_hpc.rollout.trajectory import Place, ServedTurn, Trajectory
 from tests.rollout.plant import generated
@@ -160,9 +160,9 @@ def test_only_what_is_missing_of_a_group_is_to_be_run(run: Run) -> None:
     ],
 )
 def test_what_counts(record: Trajectory, number: int, reason: str) -> None:
-    starts = [Start(0, "same"), Start(3, "same"), Start(4, "other"), Start(5, "same")]
+    starts = [RecordedStart(0, "same"), RecordedStart(3, "same"), RecordedStart(4, "other"), RecordedStart(5, "same")]
     if number == 1:
-        starts[2] = Start(5, "other")
+        starts[2] = RecordedStart(5, "other")
     assert drop_reason(SavedTrajectory.of(record), number, starts, position=at(5, 1, 7), eta=ETA) == reason
 
 

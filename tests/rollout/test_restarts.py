@@ -7,9 +7,9 @@ from collections import Counter
 
 from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.protocol.mesh import Batch
-from libra_hpc.rollout.recovery.recovered import SavedTrajectory, Start, TrainedPrompts, drop_reason, gather
+from libra_hpc.rollout.recovery.recovered import RecordedStart, SavedTrajectory, TrainedPrompts, drop_reason, gather
 from libra_hpc.rollout.trajectory import Trajectory
-from libra_hpc.train_leader.train_leader import DataOrder
+from libra_hpc.state.data_order import DataOrder
 from tests.rollout.plant import Plant
 
 
@@ -28,7 +28,7 @@ async def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest(
     for seed in range(12):
         pick = random.Random(seed)
         eta, in_order, steps = seed % 3, seed % 2 == 1, 9
-        starts, found, batches = [Start(0, "same")], list[tuple[int, SavedTrajectory]](), dict[int, Batch]()
+        starts, found, batches = [RecordedStart(0, "same")], list[tuple[int, SavedTrajectory]](), dict[int, Batch]()
         step = 0
         while step < steps:
             trained = DataOrder()
@@ -74,7 +74,7 @@ async def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest(
             unfinished = plant.leader.unfinished() if pick.random() < 0.7 else []
             found += [(number, SavedTrajectory.of(trajectory)) for trajectory in (*plant.ended, *unfinished)]
             step = max(begun, step - pick.randrange(2)) if step < steps else step
-            starts.append(Start(step, "same"))
+            starts.append(RecordedStart(step, "same"))
         assert sorted(group.index for batch in batches.values() for group in batch.groups) == list(range(2 * steps))
     assert total["recovered"] > 100
     assert total["gone on with"] > 20

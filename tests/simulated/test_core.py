@@ -13,10 +13,10 @@ from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.errors import UserError
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.protocol.codec import pack_i32, unpack_i32
+from libra_hpc.protocol.engine_state import EngineStats
 from libra_hpc.protocol.rollout import (
     Abort,
     EngineError,
-    EngineStats,
     FromEngine,
     Generate,
     Generated,
@@ -65,7 +65,7 @@ def answers(messages: list[FromEngine]) -> dict[str, Generated]:
 
 def test_a_turn_takes_its_steps_and_is_reported_in_wall_seconds() -> None:
     simulated = engine()
-    assert simulated.ready(0.0).kv_tokens == 4096
+    assert simulated.ready(0.0).capacity.kv_tokens == 4096
     assert simulated.submit(turn("a", 10), 100.0) == []
     early, late = simulated.run_until(109.5), simulated.run_until(110.0)
     assert not answers(early)
@@ -81,7 +81,7 @@ def test_a_turn_takes_its_steps_and_is_reported_in_wall_seconds() -> None:
 def test_it_announces_what_its_steps_cost_in_wall_seconds() -> None:
     board = Board(64)
     ready = engine().ready(0.0)
-    board.up("a", 1, ready.kv_tokens, ready.version, ready.warm_up)
+    board.up("a", 1, ready.capacity.kv_tokens, ready.version, ready.capacity.warm_up)
     (members,) = board.classes
     assert members.base_s == pytest.approx(Linear(4096).step_s(1, 1) / SPEEDUP, rel=0.2), "the prior is 0.02"
 

@@ -13,6 +13,7 @@ from libra_hpc.engine.settings import config_for_run
 from libra_hpc.protocol import env, rollout
 from libra_hpc.protocol import trainer as train
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
+from libra_hpc.protocol.engine_state import EngineState, EngineStats
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulated import tokens
 from libra_hpc.simulated.settings import Pace
@@ -57,9 +58,9 @@ def host_link(folder: Path, **fields: object) -> Link:
 
 def test_an_engine_serves_turns_and_ends_on_shutdown(tmp_path: Path) -> None:
     with engine_link(tmp_path, pace(speedup=100.0), tp=2, version=3, max_model_len=8192) as link:
-        ready = link.until(rollout.EngineReady)
-        assert (ready.version, ready.tp, ready.max_model_len) == (3, 2, 8192)
-        assert ready.kv_tokens > 100_000
+        ready = link.until(EngineState)
+        assert (ready.version, ready.capacity.tp, ready.capacity.max_model_len) == (3, 2, 8192)
+        assert ready.capacity.kv_tokens > 100_000
         for number in range(5):
             link.send(rollout.Generate(f"r{number}", pack_i32(tokens.prompt(0, number, 4000, 50 + number)), 4000))
         found = {done.rid: done for done in (link.until(rollout.Generated) for _ in range(5))}
@@ -69,7 +70,7 @@ def test_an_engine_serves_turns_and_ends_on_shutdown(tmp_path: Path) -> None:
         assert found["r0"].run_s * 100.0 == pytest.approx(0.019 * 50 + 0.6, rel=0.5), (
             "49 decode steps and a prefill on operator tables"
         )
-        assert link.until(rollout.EngineStats).generated_tokens == sum(range(50, 55))
+        assert link.until(EngineStats).generated_tokens == sum(range(50, 55))
         link.send(rollout.Shutdown())
         assert link.process.wait(60) == 0
 
@@ -96,7 +97,7 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
     snapshot.mkdir()
     modelled = pace(speedup=0.5, step_s=0.0)
     with trainer_link(tmp_path / "a", modelled, tp=4, pp=2) as first:
-        assert first.until(train.WorkerReady).step == 0
+        assert first.until(EngineState).version == 0
         first.send(train.Join(1, 0, 1, str(tmp_path / "g1")))
         assert first.until(train.Joined).received_bytes == 0
         first.send(step(1, 1), step(2, 1))
@@ -113,7 +114,7 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
             "2 FLOPs per weight and token, thrice, at half the speed"
         )
         with trainer_link(tmp_path / "b", modelled, tp=4, pp=2, elastic=True) as second:
-            assert second.until(train.WorkerReady).step == -1
+            assert second.until(EngineState).version == -1
             for rank, link in enumerate((first, second)):
                 link.send(train.Join(2, rank, 2, str(tmp_path / "g2")))
             joined = [link.until(train.Joined) for link in (first, second)]
@@ -160,7 +161,7 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
         assert [reply.tokens for reply in done] == [1600, 1600], "of the whole core"
         assert done[0].compute_s > 1.5 * done[1].compute_s, "each computes its own share"
     with trainer_link(tmp_path / "c", modelled, start_dir=str(snapshot)) as rebuilt:
-        assert rebuilt.until(train.WorkerReady).step == 2, "from the snapshot"
+        assert rebuilt.until(EngineState).version == 2, "from the snapshot"
 
 
 def test_weight_files_are_safetensors(tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ import pytest
 
 from libra_hpc.protocol.mesh import Committed, Fatal, Publish, StepReport, ToReplica
 from libra_hpc.protocol.trainer import Alive, Export, Join, SaveCheckpoint, StepFailed, TrainStep, WorkerError
-from libra_hpc.train_leader import members
+from libra_hpc.train_leader import generations
 from tests.train_leader.world import World, batch, until
 
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Members that failed try again at once."""
-    monkeypatch.setattr(members, "RETRY_S", 0.01)
+    monkeypatch.setattr(generations, "RETRY_S", 0.01)
 
 
 async def pair_with_a_silent_second() -> World:
@@ -136,7 +136,7 @@ async def test_a_failure_that_stays_ends_the_run(monkeypatch: pytest.MonkeyPatch
     world.leader.on_batch(batch(1))
     await until(lambda: len(world.joins()) == 3)
     assert not world.of(Fatal)
-    world.now = members.NEW_GENERATION_S
+    world.now = generations.NEW_GENERATION_S
     assert (await world.fatal()).reason == "training failed and no node died: replica 1: a sample has no tokens"
 
 
@@ -178,10 +178,10 @@ async def test_time_in_which_a_member_writes_its_state_is_no_failure() -> None:
     world.replicas[1].instead = lambda message: WorkerError("2 did not appear", False, 1, message.attempt)
     world.replicas[2].silent = True
     for _ in range(8):
-        world.now += members.NEW_GENERATION_S / 2
+        world.now += generations.NEW_GENERATION_S / 2
         world.leader.on_reply(2, Alive("snapshot", 30.0))
         tried = len(world.joins())
         await until(lambda tried=tried: len(world.joins()) > tried + 2)
     assert not world.of(Fatal)
-    world.now += members.NEW_GENERATION_S
+    world.now += generations.NEW_GENERATION_S
     assert "2 did not appear" in (await world.fatal()).reason

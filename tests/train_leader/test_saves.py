@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from libra_hpc.protocol.mesh import Committed, Fatal, Publish, StepReport, ToReplica, TrainingFinished
+from libra_hpc.protocol.mesh import Committed, Fatal, Publish, StepReport, ToReplica, TrainingDone
 from libra_hpc.protocol.trainer import SaveCheckpoint, Saved, TakeSnapshot
 from libra_hpc.train_leader import saves
 from libra_hpc.train_leader import train_leader as leader
@@ -63,7 +63,7 @@ async def test_a_stopped_run_tries_its_last_checkpoint_four_times(monkeypatch: p
     world.leader.on_stop("SIGTERM")
     await until(lambda: len(world.tried) >= 2)
     world.replicas[1].full = not freed
-    await until(lambda: world.of(TrainingFinished) or world.of(Fatal))
+    await until(lambda: world.of(TrainingDone) or world.of(Fatal))
     if freed:
         assert [step for step, *_ in world.saved] == [1]
     else:
@@ -85,7 +85,7 @@ async def test_a_run_at_its_end_waits_for_room_as_long_as_the_run_directory_may_
     await until(lambda: len(world.tried) > tried + 1)
     assert not world.of(Fatal)
     world.replicas[1].full, world.now = not freed, 900.0
-    await until(lambda: world.of(TrainingFinished) or world.of(Fatal))
+    await until(lambda: world.of(TrainingDone) or world.of(Fatal))
     assert [step for step, *_ in world.saved] == [1] * freed
     assert [fatal.reason for fatal in world.of(Fatal)] == ["the last step could not be saved: no room"] * (not freed)
 

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from libra_hpc.protocol.codec import pack_f32, pack_i32
-from libra_hpc.protocol.mesh import Batch, Committed, Group, Publish, StepReport, TrainingFinished
+from libra_hpc.protocol.mesh import Batch, Committed, Group, Publish, StepReport, TrainingDone
 from libra_hpc.protocol.trainer import Sample
-from libra_hpc.train_leader.train_leader import DataOrder
+from libra_hpc.state.data_order import DataOrder
 from tests.protocol.step_reports import batch_stats
 from tests.train_leader.world import World, batch, until
 
@@ -61,7 +61,7 @@ async def test_a_stop_after_a_step_waits_for_its_batch() -> None:
     await world.step(1)
     world.leader.on_stop("time limit", after=2)
     await asyncio.sleep(0.01)
-    assert not world.of(TrainingFinished)
+    assert not world.of(TrainingDone)
     for step in (2, 3):
         world.leader.on_batch(batch(step))
     await world.finish()

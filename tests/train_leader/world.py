@@ -18,7 +18,7 @@ from libra_hpc.protocol.mesh import (
     MemberJoined,
     SnapshotStored,
     ToReplica,
-    TrainingFinished,
+    TrainingDone,
 )
 from libra_hpc.protocol.trainer import (
     Export,
@@ -34,8 +34,9 @@ from libra_hpc.protocol.trainer import (
     TakeSnapshot,
     TrainStep,
 )
+from libra_hpc.state.data_order import DataOrder
 from libra_hpc.state.state_folders import DataPosition, Manifest
-from libra_hpc.train_leader.train_leader import DataOrder, TrainLeader
+from libra_hpc.train_leader.train_leader import TrainLeader
 from tests.protocol.step_reports import batch_stats
 
 
@@ -227,7 +228,7 @@ class World:
         await until(lambda: len(self.of(MemberJoined)) == count)
 
     async def finish(self) -> None:
-        await until(lambda: self.of(TrainingFinished))
+        await until(lambda: self.of(TrainingDone))
 
     async def fatal(self) -> Fatal:
         await until(lambda: self.of(Fatal))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.protocol.codec import FrameBuffer, pack_f32, pack_i32
+from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import (
     Alive,
     Join,
@@ -27,7 +28,6 @@ from libra_hpc.protocol.trainer import (
     StopWorker,
     TakeSnapshot,
     TrainStep,
-    WorkerReady,
     from_worker,
     to_worker,
 )
@@ -235,8 +235,8 @@ class Replica:
             self._sockets.append(connection)
             self._buffers.append((FrameBuffer(), []))
 
-    def ready(self) -> WorkerReady:
-        return self.receive(WorkerReady)
+    def ready(self) -> EngineState:
+        return self.receive(EngineState)
 
     def send(self, message: Any) -> None:
         for connection in self._sockets:
@@ -375,7 +375,7 @@ def assert_equals_one_process(base: Path, world: ReplicaPlace, layout: Layout, *
     assert replica.close() == [0] * layout.ranks
     start_dir = str(base / f"reference-model-{steps}-1")
     split = Replica(base, "from-one-process", model_dir, **layout._asdict(), start_dir=start_dir)
-    assert split.ready().step == steps
+    assert split.ready().version == steps
     after = split.tensors(steps)
     assert all((after[name] == state[name]).all() for name in state)
     assert split.close() == [0] * layout.ranks

@@ -39,7 +39,7 @@ def test_a_killed_worker_is_rebuilt_from_its_snapshot(tmp_path: Path, world: Rep
     replica.kill()
 
     again = Replica(tmp_path, "b", model_dir, dp=2, start_dir=str(shm))
-    assert again.ready().step == 4
+    assert again.ready().version == 4
     join_all([again], 1, tmp_path / "g1")
     (done,) = step_all([again], 5, 1)
     assert done.loss == pytest.approx(want[4].loss, abs=2e-6)

@@ -12,6 +12,8 @@ from libra_hpc.facts.journal import Journal
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.env import ToHost
 from libra_hpc.protocol.trace import Restart
 from libra_hpc.rollout.recovery.history import history
 from libra_hpc.rollout.recovery.recovered import Recovered, SavedTrajectory, TrainedPrompts
@@ -42,6 +44,8 @@ def line(record: TrajectoryEnd | Restart) -> dict[str, Any]:
 
 
 class RolloutService:
+    """See the module docstring; it is the `Surroundings` of its leader."""
+
     def __init__(self, context: AgentContext) -> None:
         self._context = context
         config = context.config
@@ -55,23 +59,9 @@ class RolloutService:
         """For the next write to the recovery log."""
         self._stopping = False
         self._policy = make_policy(config.rollout.policy)
-        self.leader = RolloutLeader(
-            config,
-            context.rank,
-            self._policy,
-            send=context.send,
-            train_leader=context.layout.train_leader,
-            to_host=lambda host, message: self._hosts.send(host, message),
-            ended=self._on_ended,
-            routed=self._decisions.add,
-            log=context.log,
-        )
-        self._hosts = Hosts(
-            context,
-            message=self.leader.on_host,
-            down=self.leader.on_host_down,
-            fail=lambda reason: context.send(0, wire.Fatal(context.rank, reason)),
-        )
+        self.clock, self.send, self.log, self.routed = time.monotonic, context.send, context.log, self._decisions.add
+        self.leader = RolloutLeader(config, context.rank, context.layout.train_leader, self._policy, surroundings=self)
+        self._hosts = Hosts(context, self.leader)
         self._watcher: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -148,9 +138,14 @@ class RolloutService:
     def _saved(self) -> TrainedPrompts:
         return position(start_state(self._context.run))
 
-    def _on_ended(self, ended: TrajectoryEnd) -> None:
-        self._trajectories.add(ended)
-        self._unwritten.append(ended.trajectory)
+    # --- surroundings of the leader
+
+    def to_host(self, host: int, message: ToHost) -> None:
+        self._hosts.send(host, message)
+
+    def ended(self, end: TrajectoryEnd) -> None:
+        self._trajectories.add(end)
+        self._unwritten.append(end.trajectory)
 
     async def _flush(self) -> None:
         new, self._unwritten = self._unwritten, []
@@ -180,10 +175,8 @@ class RolloutService:
                 leader.on_engine_load(engine, stats)
             case wire.EngineVersion(engine=engine, version=version):
                 leader.on_engine_version(engine, version)
-            case wire.EngineUp():
-                leader.on_engine_up(message)
-            case wire.EngineDown(engine=engine, reason=reason):
-                leader.on_engine_down(engine, reason)
+            case EngineState():
+                leader.on_engine_state(message)
             case wire.DrainTurns(rank=rank):
                 leader.on_drain(rank)
             case wire.Committed(indices=indices):

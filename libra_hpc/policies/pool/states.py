@@ -1,14 +1,13 @@
-"""The elastic pool as a pure state machine: event in, new pool and effects out.
+"""The elastic pool as a pure state machine: event in, new pool and effects (messages of the mesh) out.
 
     STARTING --engine ready--> ROLLOUT, or TRAIN once it is a member with its state
     ROLLOUT  --move--> TO_TRAIN --drained, engine ready, member, state arrived--> TRAIN
     TRAIN    --move--> TO_ROLLOUT --left the membership at a step boundary, engine ready--> ROLLOUT
-    any      --heartbeat lost--> LOST --returned--> STARTING
+    any      --rank lost--> LOST --rank back--> STARTING
 
 - Only ``hybrid`` nodes move; ``train`` and ``rollout`` nodes are the core.
-- A training engine answers -> the next *membership* (numbered set of training nodes) is proposed, instead of one still
-  forming.
-- The training core owns the optimizer's state: nothing is proposed while one of its nodes does not answer.
+- A training engine is ready -> the next *membership* (numbered set of nodes) is proposed, instead of one still forming.
+- The training core owns the optimizer's state: nothing is proposed while one of its nodes is not ready.
 - Every rank of a proposal has confirmed it, at a step boundary -> it is the current generation.
 - A member has the weights -> it counts as a trainer.
 - A node leaves -> it trains until a generation without it is complete.
@@ -18,27 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, Union
 
 import msgspec
 
-from .pool_events import Drained as Drained
-from .pool_events import Effect as Effect
-from .pool_events import EngineAnswers as EngineAnswers
-from .pool_events import EngineEnded as EngineEnded
-from .pool_events import Event as Event
-from .pool_events import FormMembership as FormMembership
-from .pool_events import HeartbeatLost as HeartbeatLost
-from .pool_events import MemberOf as MemberOf
-from .pool_events import Membership as Membership
-from .pool_events import MoveOrdered as MoveOrdered
-from .pool_events import OrderDrain as OrderDrain
-from .pool_events import OrderEnd as OrderEnd
-from .pool_events import OrderStandby as OrderStandby
-from .pool_events import OrderStart as OrderStart
-from .pool_events import Returned as Returned
-from .pool_events import Role as Role
-from .pool_events import StateArrived as StateArrived
+from libra_hpc.protocol.engine_state import EngineKind, EngineState
+from libra_hpc.protocol.mesh import (
+    DrainTurns,
+    FormGeneration,
+    RankBack,
+    RankLost,
+    StandbyEngine,
+    StartEngine,
+    StopTrainers,
+    TurnsDrained,
+)
 
 Component = Literal["train", "hybrid", "rollout"]
 
@@ -52,6 +45,39 @@ class NodeState(StrEnum):
     LOST = "lost"
 
 
+class Membership(msgspec.Struct, frozen=True):
+    """A numbered set of training nodes; a run starts from an empty one."""
+
+    generation: int
+    ranks: tuple[int, ...]
+
+
+class MoveOrdered(msgspec.Struct, frozen=True):
+    """The planner wants a hybrid node in the other role."""
+
+    rank: int
+    to: EngineKind
+
+
+class StateArrived(msgspec.Struct, frozen=True):
+    """The node's training engine has the weights of the current step."""
+
+    rank: int
+
+
+class MemberOf(msgspec.Struct, frozen=True):
+    """The node's training engine formed this generation's group; one of a superseded generation changes nothing."""
+
+    rank: int
+    generation: int
+
+
+Event = Union[MoveOrdered, TurnsDrained, EngineState, StateArrived, MemberOf, RankLost, RankBack]
+"""A lost training engine of an earlier world changes nothing."""
+Effect = Union[StartEngine, StopTrainers, StandbyEngine, DrainTurns, FormGeneration]
+"""Messages to the node's agent; the last two are for the leaders."""
+
+
 class IllegalTransition(Exception):
     """The event is impossible in the present state of the pool; the caller logs it and keeps the old pool."""
 
@@ -60,12 +86,12 @@ class Node(msgspec.Struct, frozen=True):
     rank: int
     component: Component
     state: NodeState
-    role: Role
+    role: EngineKind
     """The role it has, or is moving to."""
     draining: bool = False
     """Ordered to train, with turns still in flight."""
     engine_ready: bool = False
-    """Whether the engine of ``role`` answers."""
+    """Whether the engine of ``role`` is ready."""
     has_state: bool = False
     """Its training engine has the current weights; a leaving node has them until it is freed."""
     member_of: int = -1
@@ -88,7 +114,7 @@ class Pool(msgspec.Struct, frozen=True):
 
 def start(
     nodes: Iterable[tuple[int, Component]],
-    hybrid_role: Role = "rollout",
+    hybrid_role: EngineKind = "rollout",
     unit: Callable[[int], tuple[int, ...]] = lambda rank: (rank,),
 ) -> tuple[Pool, tuple[Effect, ...]]:
     """A pool whose nodes ``(rank, component)`` all have to start their engine; ``unit`` as in `Node`."""
@@ -96,7 +122,7 @@ def start(
     for rank, component in nodes:
         role = hybrid_role if component == "hybrid" else component
         made[rank] = Node(rank, component, NodeState.STARTING, role, unit=unit(rank))
-    return Pool(made, Membership(0, ()), issued=0), tuple(OrderStart(node.rank, node.role) for node in made.values())
+    return Pool(made, Membership(0, ()), issued=0), tuple(StartEngine(node.rank, node.role) for node in made.values())
 
 
 def trainers(pool: Pool) -> tuple[int, ...]:
@@ -121,24 +147,24 @@ def advance(pool: Pool, event: Event) -> tuple[Pool, tuple[Effect, ...]]:
             return _to_train(pool, node)
         case MoveOrdered():
             return _to_rollout(pool, node)
-        case Drained():
+        case TurnsDrained():
             return _drained(pool, node)
-        case EngineAnswers(kind=kind):
+        case EngineState(state="ready", kind=kind):
             return _engine_ready(pool, node, kind)
+        case EngineState(kind="train", world=world):
+            return _trainers_lost(pool, node) if world == node.world else (pool, ())
+        case EngineState():
+            return _rollout_engine_lost(pool, node)
         case StateArrived():
             _require(node.role == "train" and node.engine_ready, node, "state arrived")
             return _settle(_put(pool, node, has_state=True)), ()
         case MemberOf(generation=generation):
             return _member(pool, node, generation)
-        case EngineEnded(kind="train", world=world):
-            return _trainer_died(pool, node) if world == node.world else (pool, ())
-        case EngineEnded():
-            return _engine_died(pool, node)
-        case HeartbeatLost():
+        case RankLost():
             return _lost(pool, node)
-        case Returned():
+        case RankBack():
             _require(node.state is NodeState.LOST, node, "returned")
-            return _put(pool, node, state=NodeState.STARTING), (OrderStart(node.rank, node.role),)
+            return _put(pool, node, state=NodeState.STARTING), (StartEngine(node.rank, node.role),)
 
 
 def _unit(pool: Pool, node: Node) -> list[Node]:
@@ -151,7 +177,7 @@ def _to_train(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
     _require(len(rollout_nodes(pool)) > len(node.unit), node, "ordered to train: it is the last rollout node")
     for one in _unit(pool, node):
         pool = _put(pool, one, state=NodeState.TO_TRAIN, role="train", draining=True, engine_ready=False)
-    return pool, tuple(OrderDrain(rank) for rank in node.unit)
+    return pool, tuple(DrainTurns(rank) for rank in node.unit)
 
 
 def _drained(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
@@ -159,8 +185,8 @@ def _drained(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
     if any(n.state is NodeState.LOST for n in _unit(pool, node)):
         # It cannot train without the others.
         back = _put(pool, node, state=NodeState.TO_ROLLOUT, role="rollout", draining=False)
-        return back, (OrderStart(node.rank, "rollout"),)
-    orders = OrderStandby(node.rank, "rollout"), OrderStart(node.rank, "train", node.world)
+        return back, (StartEngine(node.rank, "rollout"),)
+    orders = StandbyEngine(node.rank, "rollout"), StartEngine(node.rank, "train", node.world)
     return _put(pool, node, draining=False), orders
 
 
@@ -172,7 +198,7 @@ def _to_rollout(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
     return _propose(pool)
 
 
-def _engine_ready(pool: Pool, node: Node, kind: Role) -> tuple[Pool, tuple[Effect, ...]]:
+def _engine_ready(pool: Pool, node: Node, kind: EngineKind) -> tuple[Pool, tuple[Effect, ...]]:
     started = node.state is not NodeState.LOST and not node.draining and not node.engine_ready
     _require(started and kind == node.role and not (kind == "rollout" and node.has_state), node, f"{kind} engine ready")
     if kind == "rollout":
@@ -194,29 +220,29 @@ def _member(pool: Pool, node: Node, generation: int) -> tuple[Pool, tuple[Effect
     effects: list[Effect] = []
     for leaving in [n for n in pool.nodes.values() if n.state is NodeState.TO_ROLLOUT and n.has_state]:
         pool = _put(pool, leaving, has_state=False, member_of=-1)
-        effects += (OrderStandby(leaving.rank, "train"), OrderStart(leaving.rank, "rollout"))
+        effects += (StandbyEngine(leaving.rank, "train"), StartEngine(leaving.rank, "rollout"))
     return _settle(pool), tuple(effects)
 
 
-def _engine_died(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
-    _require(node.state is not NodeState.LOST, node, "rollout engine died")
+def _rollout_engine_lost(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
+    _require(node.state is not NodeState.LOST, node, "rollout engine lost")
     if node.draining:
         drained, orders = _drained(pool, node)
-        return drained, tuple(order for order in orders if not isinstance(order, OrderStandby))
+        return drained, tuple(order for order in orders if not isinstance(order, StandbyEngine))
     if node.role != "rollout" or node.has_state:
         return pool, ()  # a standby: the next move pays a cold start
     if node.state is NodeState.ROLLOUT:
         pool = _put(pool, node, state=NodeState.STARTING, engine_ready=False)
-    return pool, (OrderStart(node.rank, "rollout"),)
+    return pool, (StartEngine(node.rank, "rollout"),)
 
 
-def _trainer_died(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
-    _require(node.state is not NodeState.LOST, node, "train engine died")
+def _trainers_lost(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
+    _require(node.state is not NodeState.LOST, node, "train engine lost")
     changes = False
     effects: list[Effect] = []
     for one in _unit(pool, node):
         if one.rank != node.rank:
-            effects.append(OrderEnd(one.rank))
+            effects.append(StopTrainers(one.rank))
         pool, own = _begin_anew(pool, one)
         effects += own
         changes |= one.role == "train" and one.engine_ready
@@ -229,12 +255,12 @@ def _begin_anew(pool: Pool, node: Node) -> tuple[Pool, list[Effect]]:
     world = node.world + (len(node.unit) > 1)
     pool = _put(pool, node, world=world)
     if node.role == "rollout" and node.has_state:
-        return _put(pool, pool.nodes[node.rank], has_state=False, member_of=-1), [OrderStart(node.rank, "rollout")]
+        return _put(pool, pool.nodes[node.rank], has_state=False, member_of=-1), [StartEngine(node.rank, "rollout")]
     if node.role != "train" or node.draining:
         return pool, []  # a standby
     state = NodeState.STARTING if node.state is NodeState.TRAIN else node.state
     begun = _put(pool, pool.nodes[node.rank], state=state, engine_ready=False, has_state=False, member_of=-1)
-    return begun, [OrderStart(node.rank, "train", world)]
+    return begun, [StartEngine(node.rank, "train", world)]
 
 
 def _lost(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
@@ -249,7 +275,7 @@ def _lost(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
             pool = _put(pool, one, world=one.world + 1)
             if one.rank != node.rank and one.state is not NodeState.LOST:
                 pool, own = _roll_out_alone(pool, pool.nodes[one.rank])
-                effects += [OrderEnd(one.rank), *own]
+                effects += [StopTrainers(one.rank), *own]
                 changes |= one.role == "train" and one.engine_ready
         pool = _put(pool, pool.nodes[node.rank], role="rollout")
     pool, proposal = _propose(pool) if changes else (pool, ())
@@ -264,18 +290,19 @@ def _roll_out_alone(pool: Pool, node: Node) -> tuple[Pool, list[Effect]]:
     back = _put(
         pool, node, state=NodeState.TO_ROLLOUT, role="rollout", engine_ready=False, has_state=False, member_of=-1
     )
-    return back, [OrderStart(node.rank, "rollout")]
+    return back, [StartEngine(node.rank, "rollout")]
 
 
 def _propose(pool: Pool) -> tuple[Pool, tuple[Effect, ...]]:
-    """Propose the next generation, over all training engines that answer; none while the core is incomplete."""
+    """Propose the next generation, over all training engines that are ready; none while the core is incomplete."""
     nodes = pool.nodes.values()
     if not all(n.engine_ready for n in nodes if n.component == "train"):
         return msgspec.structs.replace(pool, forming=None), ()
     ready = {n.rank for n in nodes if n.role == "train" and n.engine_ready}
     wanted = tuple(sorted(rank for rank in ready if ready.issuperset(pool.nodes[rank].unit)))
     forming = Membership(pool.issued + 1, wanted)
-    return msgspec.structs.replace(pool, forming=forming, issued=forming.generation), (FormMembership(forming),)
+    order = (FormGeneration(forming.generation, forming.ranks),)
+    return msgspec.structs.replace(pool, forming=forming, issued=forming.generation), order
 
 
 def _settle(pool: Pool) -> Pool:

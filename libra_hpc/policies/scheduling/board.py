@@ -21,7 +21,7 @@ from itertools import count
 from math import inf
 from typing import Final
 
-from libra_hpc.protocol.rollout import EngineStats
+from libra_hpc.protocol.engine_state import EngineStats
 
 from .concurrency import CapController
 from .costs import PACE_BAND, WINDOW_STEPS, ClassFit, Coefficients, EngineFit, default_costs, scaled_costs

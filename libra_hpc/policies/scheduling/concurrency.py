@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from libra_hpc.protocol.rollout import EngineStats
+from libra_hpc.protocol.engine_state import EngineStats
 
 CUT_AT: Final = 0.95
 """Share of the KV cache; the contexts in flight still grow."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from math import exp, log
 from typing import Final
 
-from libra_hpc.protocol.rollout import EngineStats
+from libra_hpc.protocol.engine_state import EngineStats
 
 from .linear import solve_symmetric
 

@@ -107,7 +107,7 @@ class SavedTrajectory(msgspec.Struct, frozen=True, array_like=True):
 records: Codec[SavedTrajectory] = Codec(SavedTrajectory)
 
 
-class Start(msgspec.Struct, frozen=True):
+class RecordedStart(msgspec.Struct, frozen=True):
     step: int
     """Of the checkpoint it began with."""
     digest: str
@@ -126,7 +126,7 @@ class TrainedPrompts(msgspec.Struct, frozen=True):
 
 
 def drop_reason(
-    record: SavedTrajectory, number: int, starts: Sequence[Start], *, position: TrainedPrompts, eta: int
+    record: SavedTrajectory, number: int, starts: Sequence[RecordedStart], *, position: TrainedPrompts, eta: int
 ) -> str:
     """Why a record of start ``number`` (from 0) does not count for the last start (at ``position``); empty: it does."""
     if position.trained(record.index):

@@ -31,7 +31,7 @@ from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.mesh import Committed
 from libra_hpc.rollout.trajectory import Trajectory
 
-from .recovered import DAMAGED, Recovered, SavedTrajectory, Start, TrainedPrompts, drop_reason, gather, records
+from .recovered import DAMAGED, RecordedStart, Recovered, SavedTrajectory, TrainedPrompts, drop_reason, gather, records
 
 SEGMENT_BYTES = 64 << 20
 """Size of a full segment: few files for a large run, one for a small run."""
@@ -70,10 +70,10 @@ def read_segment(path: Path) -> tuple[list[SavedTrajectory], bool]:
     return found, True
 
 
-def read_starts(folder: Path) -> list[Start]:
+def read_starts(folder: Path) -> list[RecordedStart]:
     """Every start so far, oldest first; empty (and then no segment counts) when the list is missing or damaged."""
     try:
-        return msgspec.json.decode((folder / STARTS).read_bytes(), type=list[Start])
+        return msgspec.json.decode((folder / STARTS).read_bytes(), type=list[RecordedStart])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []
 
@@ -100,7 +100,7 @@ class RecoveryLog:
         """Of every segment: prompt -> lowest checkpoint step at which one of its records counts."""
         self._committed: set[int] = set()
         self._number = self._sequence = 0
-        self._starts: list[Start] = []
+        self._starts: list[RecordedStart] = []
         self._failed_at = 0.0
         self._handle: BinaryIO | None = None
         self._writing = asyncio.Lock()
@@ -118,7 +118,7 @@ class RecoveryLog:
 
     def _begin(self, digest: str, position: TrainedPrompts, eta: int) -> Iterator[tuple[SavedTrajectory | None, str]]:
         """Every record, oldest first, with its drop reason; None for a file that cannot be read to its end."""
-        starts = self._starts = [*read_starts(self._folder), Start(position.step, digest)]
+        starts = self._starts = [*read_starts(self._folder), RecordedStart(position.step, digest)]
         self._number = len(starts) - 1
         self._list_starts()
         for path, number in list(self._segments()):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from libra_hpc.models.step_times.steps import StepTimes
-from libra_hpc.protocol.rollout import EngineStats
+from libra_hpc.protocol.engine_state import EngineStats
 from libra_hpc.simulator.settings import SimSettings
 from libra_hpc.simulator.stretch import Stretch
 from libra_hpc.simulator.timeline import Timeline

@@ -9,30 +9,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_hpc.policies.pool.states import (
-    Drained,
     Effect,
-    EngineAnswers,
-    EngineEnded,
     Event,
-    FormMembership,
-    HeartbeatLost,
     IllegalTransition,
     MemberOf,
-    Membership,
     MoveOrdered,
     NodeState,
-    OrderDrain,
-    OrderEnd,
-    OrderStandby,
-    OrderStart,
     Pool,
-    Returned,
     StateArrived,
     advance,
     rollout_nodes,
     start,
     trainers,
 )
+from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.mesh import (
+    DrainTurns,
+    FormGeneration,
+    RankBack,
+    RankLost,
+    StandbyEngine,
+    StartEngine,
+    StopTrainers,
+    TurnsDrained,
+)
+
+
+def ready(rank: int, kind: str) -> EngineState:
+    return EngineState(rank, kind, "ready")  # type: ignore[arg-type]
+
+
+def lost(rank: int, kind: str, world: int = 0) -> EngineState:
+    return EngineState(rank, kind, "lost", world=world)  # type: ignore[arg-type]
 
 
 def play(pool: Pool, *events: Event) -> tuple[Pool, list[Effect]]:
@@ -46,10 +54,10 @@ def play(pool: Pool, *events: Event) -> tuple[Pool, list[Effect]]:
 def running(hybrid: str = "rollout") -> Pool:
     """Nodes 1 (train), 2 (rollout), 3 (hybrid), all at work."""
     pool, _ = start([(1, "train"), (2, "rollout"), (3, "hybrid")], "train" if hybrid == "train" else "rollout")
-    pool, _ = play(pool, EngineAnswers(1, "train"), MemberOf(1, 1), StateArrived(1), EngineAnswers(2, "rollout"))
+    pool, _ = play(pool, ready(1, "train"), MemberOf(1, 1), StateArrived(1), ready(2, "rollout"))
     if hybrid == "rollout":
-        return advance(pool, EngineAnswers(3, "rollout"))[0]
-    return play(pool, EngineAnswers(3, "train"), StateArrived(3), MemberOf(1, 2), MemberOf(3, 2))[0]
+        return advance(pool, ready(3, "rollout"))[0]
+    return play(pool, ready(3, "train"), StateArrived(3), MemberOf(1, 2), MemberOf(3, 2))[0]
 
 
 def states(pool: Pool) -> list[str]:
@@ -58,31 +66,31 @@ def states(pool: Pool) -> list[str]:
 
 def test_start_brings_every_node_to_its_stage() -> None:
     _, effects = start([(1, "train"), (2, "rollout"), (3, "hybrid")])
-    assert effects == (OrderStart(1, "train"), OrderStart(2, "rollout"), OrderStart(3, "rollout"))
+    assert effects == (StartEngine(1, "train"), StartEngine(2, "rollout"), StartEngine(3, "rollout"))
     assert states(running()) == ["train", "rollout", "rollout"]
     assert states(running("train")) == ["train", "rollout", "train"]
 
 
 def test_a_generation_waits_for_all_nodes_of_the_core() -> None:
     pool, _ = start([(1, "train"), (2, "train"), (3, "rollout")])
-    pool, effects = play(pool, EngineAnswers(2, "train"))
+    pool, effects = play(pool, ready(2, "train"))
     assert effects == []
-    pool, effects = play(pool, EngineAnswers(1, "train"))
-    assert effects == [FormMembership(Membership(1, (1, 2)))]
-    pool, effects = play(pool, EngineEnded(2, "train"))
-    assert effects == [OrderStart(2, "train")]
+    pool, effects = play(pool, ready(1, "train"))
+    assert effects == [FormGeneration(1, (1, 2))]
+    pool, effects = play(pool, lost(2, "train"))
+    assert effects == [StartEngine(2, "train")]
     assert pool.forming is None, "the rest of the core has only a part of the state"
 
 
 def test_to_train_and_it_counts_only_with_its_state() -> None:
     pool, effects = play(running(), MoveOrdered(3, "train"))
-    assert effects == [OrderDrain(3)]
-    pool, effects = play(pool, Drained(3))
-    assert effects == [OrderStandby(3, "rollout"), OrderStart(3, "train")]
+    assert effects == [DrainTurns(3)]
+    pool, effects = play(pool, TurnsDrained(3))
+    assert effects == [StandbyEngine(3, "rollout"), StartEngine(3, "train")]
     assert trainers(pool) == (1,)
     assert pool.forming is None, "nobody waits for an engine that starts"
-    pool, effects = play(pool, EngineAnswers(3, "train"))
-    assert effects == [FormMembership(Membership(2, (1, 3)))]
+    pool, effects = play(pool, ready(3, "train"))
+    assert effects == [FormGeneration(2, (1, 3))]
     pool, _ = play(pool, MemberOf(1, 2), MemberOf(3, 2))
     assert pool.membership.ranks == (1, 3)
     assert trainers(pool) == (1,)
@@ -93,22 +101,22 @@ def test_to_train_and_it_counts_only_with_its_state() -> None:
 
 def test_to_rollout_leaves_with_the_next_generation() -> None:
     pool, effects = play(running("train"), MoveOrdered(3, "rollout"))
-    assert effects == [FormMembership(Membership(3, (1,)))]
+    assert effects == [FormGeneration(3, (1,))]
     assert trainers(pool) == (1, 3), "it works until the step boundary"
     pool, effects = play(pool, MemberOf(1, 3))
-    assert effects == [OrderStandby(3, "train"), OrderStart(3, "rollout")]
+    assert effects == [StandbyEngine(3, "train"), StartEngine(3, "rollout")]
     assert trainers(pool) == (1,)
-    pool, effects = play(pool, EngineAnswers(3, "rollout"))
+    pool, effects = play(pool, ready(3, "rollout"))
     assert effects == []
     assert rollout_nodes(pool) == (2, 3)
 
 
 def test_a_killed_replica_is_left_out_and_comes_back_as_a_new_member() -> None:
-    pool, effects = play(running("train"), EngineEnded(3, "train"))
-    assert effects == [FormMembership(Membership(3, (1,))), OrderStart(3, "train")]
+    pool, effects = play(running("train"), lost(3, "train"))
+    assert effects == [FormGeneration(3, (1,)), StartEngine(3, "train")]
     assert trainers(pool) == (1,)
-    pool, effects = play(pool, EngineAnswers(3, "train"), MemberOf(1, 3))
-    assert effects == [FormMembership(Membership(4, (1, 3)))]
+    pool, effects = play(pool, ready(3, "train"), MemberOf(1, 3))
+    assert effects == [FormGeneration(4, (1, 3))]
     assert pool.membership.generation == 2, "the confirmation of the superseded generation 3 came late"
     pool, _ = play(pool, StateArrived(3))
     assert trainers(pool) == (1,), "generation 2 holds its rank, but its new engine is in no group yet"
@@ -117,45 +125,45 @@ def test_a_killed_replica_is_left_out_and_comes_back_as_a_new_member() -> None:
 
 
 def test_the_core_dies_and_the_others_wait_until_it_is_rebuilt() -> None:
-    pool, effects = play(running("train"), EngineEnded(1, "train"))
-    assert effects == [OrderStart(1, "train")]
+    pool, effects = play(running("train"), lost(1, "train"))
+    assert effects == [StartEngine(1, "train")]
     assert trainers(pool) == (3,)
-    pool, effects = play(pool, EngineAnswers(1, "train"))
-    assert effects == [FormMembership(Membership(3, (1, 3)))]
+    pool, effects = play(pool, ready(1, "train"))
+    assert effects == [FormGeneration(3, (1, 3))]
     arrived = [event for rank in (1, 3) for event in (StateArrived(rank), MemberOf(rank, 3))]
     assert trainers(play(pool, *arrived)[0]) == (1, 3)
 
 
 def test_a_node_leaves_training_also_while_the_core_is_rebuilt() -> None:
-    pool, effects = play(running("train"), EngineEnded(1, "train"), MoveOrdered(3, "rollout"))
-    assert effects == [OrderStart(1, "train")]
-    pool, effects = play(pool, EngineAnswers(1, "train"), MemberOf(1, 3))
-    assert effects == [FormMembership(Membership(3, (1,))), OrderStandby(3, "train"), OrderStart(3, "rollout")]
+    pool, effects = play(running("train"), lost(1, "train"), MoveOrdered(3, "rollout"))
+    assert effects == [StartEngine(1, "train")]
+    pool, effects = play(pool, ready(1, "train"), MemberOf(1, 3))
+    assert effects == [FormGeneration(3, (1,)), StandbyEngine(3, "train"), StartEngine(3, "rollout")]
 
 
 def test_a_rollout_engine_that_died_is_started_again() -> None:
-    pool, effects = play(running(), EngineEnded(2, "rollout"))
-    assert effects == [OrderStart(2, "rollout")]
+    pool, effects = play(running(), lost(2, "rollout"))
+    assert effects == [StartEngine(2, "rollout")]
     assert rollout_nodes(pool) == (3,)
-    _, effects = play(running(), MoveOrdered(3, "train"), EngineEnded(3, "rollout"))
-    assert effects == [OrderDrain(3), OrderStart(3, "train")], "dead is drained"
+    _, effects = play(running(), MoveOrdered(3, "train"), lost(3, "rollout"))
+    assert effects == [DrainTurns(3), StartEngine(3, "train")], "dead is drained"
 
 
 def test_a_lost_node_returns_to_its_role() -> None:
-    pool, effects = play(running("train"), HeartbeatLost(3))
-    assert effects == [FormMembership(Membership(3, (1,)))]
-    pool, effects = play(pool, HeartbeatLost(3), Returned(3))
-    assert effects == [OrderStart(3, "train")]
-    pool, effects = play(pool, HeartbeatLost(2))
+    pool, effects = play(running("train"), RankLost(3))
+    assert effects == [FormGeneration(3, (1,))]
+    pool, effects = play(pool, RankLost(3), RankBack(3))
+    assert effects == [StartEngine(3, "train")]
+    pool, effects = play(pool, RankLost(2))
     assert effects == []
     assert rollout_nodes(pool) == ()
 
 
 def test_a_standby_that_dies_changes_nothing() -> None:
     pool = running()
-    assert advance(pool, EngineEnded(3, "train")) == (pool, ())
-    pool, effects = play(running("train"), MoveOrdered(3, "rollout"), EngineEnded(3, "train"))
-    assert effects[-1] == OrderStart(3, "rollout")
+    assert advance(pool, lost(3, "train")) == (pool, ())
+    pool, effects = play(running("train"), MoveOrdered(3, "rollout"), lost(3, "train"))
+    assert effects[-1] == StartEngine(3, "rollout")
     assert trainers(pool) == (1,)
     assert play(pool, MemberOf(1, 3))[1] == [], "already freed"
 
@@ -167,13 +175,13 @@ def test_a_standby_that_dies_changes_nothing() -> None:
         MoveOrdered(2, "train"),
         MoveOrdered(3, "rollout"),
         MoveOrdered(9, "train"),
-        Drained(3),
-        EngineAnswers(3, "rollout"),
-        EngineAnswers(3, "train"),
+        TurnsDrained(3),
+        ready(3, "rollout"),
+        ready(3, "train"),
         StateArrived(3),
         StateArrived(2),
         MemberOf(1, 7),
-        Returned(3),
+        RankBack(3),
     ],
 )
 def test_impossible_events_raise(event: Event) -> None:
@@ -182,7 +190,7 @@ def test_impossible_events_raise(event: Event) -> None:
 
 
 def test_the_last_rollout_node_may_not_leave() -> None:
-    alone, _ = play(running(), HeartbeatLost(2))
+    alone, _ = play(running(), RankLost(2))
     with pytest.raises(IllegalTransition, match="last rollout node"):
         advance(alone, MoveOrdered(3, "train"))
 
@@ -193,13 +201,13 @@ def together(*events: Event) -> tuple[Pool, list[Effect]]:
         [(1, "train"), (2, "rollout"), (3, "hybrid"), (4, "hybrid"), (5, "rollout")],
         unit=lambda rank: (3, 4) if rank in (3, 4) else (rank,),
     )
-    pool, _ = play(pool, EngineAnswers(1, "train"), MemberOf(1, 1), StateArrived(1))
-    pool, _ = play(pool, *(EngineAnswers(rank, "rollout") for rank in (2, 3, 4, 5)))
+    pool, _ = play(pool, ready(1, "train"), MemberOf(1, 1), StateArrived(1))
+    pool, _ = play(pool, *(ready(rank, "rollout") for rank in (2, 3, 4, 5)))
     pool, effects = play(pool, MoveOrdered(4, "train"))
-    assert effects == [OrderDrain(3), OrderDrain(4)]
-    pool, _ = play(pool, Drained(3), Drained(4), EngineAnswers(4, "train"))
+    assert effects == [DrainTurns(3), DrainTurns(4)]
+    pool, _ = play(pool, TurnsDrained(3), TurnsDrained(4), ready(4, "train"))
     assert pool.forming is None, "half a replica does not train"
-    pool, _ = play(pool, EngineAnswers(3, "train"), *(MemberOf(rank, 2) for rank in (1, 3, 4)))
+    pool, _ = play(pool, ready(3, "train"), *(MemberOf(rank, 2) for rank in (1, 3, 4)))
     pool, _ = play(pool, StateArrived(3), StateArrived(4))
     assert trainers(pool) == (1, 3, 4)
     return play(pool, *events)
@@ -207,49 +215,50 @@ def together(*events: Event) -> tuple[Pool, list[Effect]]:
 
 def test_nodes_that_are_one_replica_move_together() -> None:
     pool, effects = together(MoveOrdered(3, "rollout"))
-    assert effects == [FormMembership(Membership(3, (1,)))]
-    pool, effects = play(pool, MemberOf(1, 3), EngineAnswers(3, "rollout"), EngineAnswers(4, "rollout"))
-    assert [e for e in effects if isinstance(e, OrderStandby)] == [OrderStandby(3, "train"), OrderStandby(4, "train")]
+    assert effects == [FormGeneration(3, (1,))]
+    pool, effects = play(pool, MemberOf(1, 3), ready(3, "rollout"), ready(4, "rollout"))
+    assert [e for e in effects if isinstance(e, StandbyEngine)] == [
+        StandbyEngine(3, "train"),
+        StandbyEngine(4, "train"),
+    ]
     assert rollout_nodes(pool) == (2, 3, 4, 5)
 
 
 def test_a_process_that_ends_takes_its_whole_replica_down_and_both_nodes_begin_anew() -> None:
-    pool, effects = together(EngineEnded(3, "train"))
-    assert effects == [
-        FormMembership(Membership(3, (1,))),
-        OrderStart(3, "train", 1),
-        OrderEnd(4),
-        OrderStart(4, "train", 1),
-    ]
+    pool, effects = together(lost(3, "train"))
+    assert effects == [FormGeneration(3, (1,)), StartEngine(3, "train", 1), StopTrainers(4), StartEngine(4, "train", 1)]
     # What the other node says of the same death.
-    assert play(pool, EngineEnded(4, "train", 0)) == (pool, [])
-    _, effects = play(pool, EngineEnded(4, "train", 1))
-    assert effects == [OrderEnd(3), OrderStart(3, "train", 2), OrderStart(4, "train", 2)]
+    assert play(pool, lost(4, "train", 0)) == (pool, [])
+    _, effects = play(pool, lost(4, "train", 1))
+    assert effects == [StopTrainers(3), StartEngine(3, "train", 2), StartEngine(4, "train", 2)]
 
 
 def test_a_lost_node_sends_the_other_one_of_its_replica_to_roll_out() -> None:
-    pool, effects = together(HeartbeatLost(3))
-    assert effects == [FormMembership(Membership(3, (1,))), OrderEnd(4), OrderStart(4, "rollout")]
+    pool, effects = together(RankLost(3))
+    assert effects == [FormGeneration(3, (1,)), StopTrainers(4), StartEngine(4, "rollout")]
     with pytest.raises(IllegalTransition):
         advance(pool, MoveOrdered(4, "train"))
-    pool, effects = play(pool, EngineAnswers(4, "rollout"), Returned(3), EngineAnswers(3, "rollout"))
-    assert effects == [OrderStart(3, "rollout")]
-    _, effects = play(pool, MoveOrdered(3, "train"), Drained(3), Drained(4))
-    assert [e for e in effects if isinstance(e, OrderStart)] == [OrderStart(3, "train", 1), OrderStart(4, "train", 1)]
+    pool, effects = play(pool, ready(4, "rollout"), RankBack(3), ready(3, "rollout"))
+    assert effects == [StartEngine(3, "rollout")]
+    _, effects = play(pool, MoveOrdered(3, "train"), TurnsDrained(3), TurnsDrained(4))
+    assert [e for e in effects if isinstance(e, StartEngine)] == [
+        StartEngine(3, "train", 1),
+        StartEngine(4, "train", 1),
+    ]
 
 
 ranks = st.integers(1, 5)
 kinds = st.sampled_from(["train", "rollout"])
 disturbances: st.SearchStrategy[Event] = st.one_of(
-    st.builds(MoveOrdered, ranks, kinds), st.builds(EngineEnded, ranks, kinds), st.builds(HeartbeatLost, ranks)
+    st.builds(MoveOrdered, ranks, kinds), st.builds(lost, ranks, kinds), st.builds(RankLost, ranks)
 )
 events = st.one_of(
     disturbances,
-    st.builds(Drained, ranks),
-    st.builds(EngineAnswers, ranks, kinds),
+    st.builds(TurnsDrained, ranks),
+    st.builds(ready, ranks, kinds),
     st.builds(StateArrived, ranks),
     st.builds(MemberOf, ranks, st.integers(0, 12)),
-    st.builds(Returned, ranks),
+    st.builds(RankBack, ranks),
 )
 COMPONENTS = {1: "train", 2: "train", 3: "rollout", 4: "hybrid", 5: "hybrid"}
 UNITS = st.sampled_from([{}, {4: (4, 5), 5: (4, 5)}])
@@ -264,11 +273,11 @@ def silenced(message: Event, event: Event) -> bool:
     """Whether a message on its way will never come because of this crash; confirmations may still come late."""
     if message.rank != event.rank or isinstance(message, MemberOf):
         return False
-    if isinstance(event, HeartbeatLost):
-        return not isinstance(message, Returned)
-    if isinstance(event, EngineEnded):
-        return (isinstance(message, EngineAnswers) and message.kind == event.kind) or isinstance(
-            message, Drained if event.kind == "rollout" else StateArrived
+    if isinstance(event, RankLost):
+        return not isinstance(message, RankBack)
+    if isinstance(event, EngineState):
+        return (isinstance(message, EngineState) and message.kind == event.kind) or isinstance(
+            message, TurnsDrained if event.kind == "rollout" else StateArrived
         )
     return False
 
@@ -288,12 +297,13 @@ def check(pool: Pool, before: Pool, effects: tuple[Effect, ...]) -> None:
             assert not node.engine_ready
     assert pool.issued >= before.issued
     assert pool.membership.generation >= before.membership.generation
-    formed = [e.membership for e in effects if isinstance(e, FormMembership)]
+    formed = [e for e in effects if isinstance(e, FormGeneration)]
     assert len(formed) <= 1
     if formed:
         assert formed[0].generation == before.issued + 1 == pool.issued
         assert {1, 2} <= set(formed[0].ranks), "the whole core"
-        assert formed[0] == pool.forming
+        assert pool.forming is not None
+        assert formed[0].ranks == pool.forming.ranks
     if pool.membership != before.membership:
         assert pool.membership.generation > before.membership.generation
     # Whoever can train is a member, or will be once what is forming is complete.
@@ -335,34 +345,34 @@ def test_whatever_happened_an_obedient_cluster_comes_to_rest_with_every_core_nod
         """A training world of several nodes answers once all have started it."""
         unit = pool.nodes[rank].unit if kind == "train" else (rank,)
         whole = kind == "rollout" or len({worlds.get(other, -1) for other in unit}) == 1
-        here = [EngineAnswers(other, kind) for other in unit if not pool.nodes[other].engine_ready]  # type: ignore[arg-type]
+        here = [ready(other, kind) for other in unit if not pool.nodes[other].engine_ready]  # type: ignore[arg-type]
         return here if whole else []
 
     def obey(effects: tuple[Effect, ...]) -> None:
         for effect in effects:
             match effect:
-                case OrderStart(rank=rank, kind=kind, world=world):
+                case StartEngine(rank=rank, kind=kind, world=world):
                     if kind == "train":
                         worlds[rank] = world
                     said = answers(rank, kind)
                     ranks = {rank} | {event.rank for event in said}
-                    inbox[:] = [e for e in inbox if not (isinstance(e, EngineAnswers) and e.rank in ranks)]
+                    inbox[:] = [e for e in inbox if not (isinstance(e, EngineState) and e.rank in ranks)]
                     inbox.extend(said)
-                case OrderEnd(rank=rank):
+                case StopTrainers(rank=rank):
                     worlds[rank] = -1 - rank
-                    inbox[:] = [e for e in inbox if e != EngineAnswers(rank, "train")]
-                case OrderDrain(rank=rank):
-                    inbox.append(Drained(rank))
-                case FormMembership(membership=membership):
-                    inbox.extend(MemberOf(rank, membership.generation) for rank in membership.ranks)
-                    inbox.extend(StateArrived(rank) for rank in membership.ranks if not pool.nodes[rank].has_state)
+                    inbox[:] = [e for e in inbox if e != ready(rank, "train")]
+                case DrainTurns(rank=rank):
+                    inbox.append(TurnsDrained(rank))
+                case FormGeneration(generation=generation, ranks=members):
+                    inbox.extend(MemberOf(rank, generation) for rank in members)
+                    inbox.extend(StateArrived(rank) for rank in members if not pool.nodes[rank].has_state)
                 case _:
                     pass
 
     def apply(event: Event) -> None:
         nonlocal pool
-        if isinstance(event, EngineEnded):
-            event = EngineEnded(event.rank, event.kind, pool.nodes[event.rank].world)
+        if isinstance(event, EngineState) and event.state == "lost":
+            event = lost(event.rank, event.kind, pool.nodes[event.rank].world)
         before = pool
         try:
             pool, effects = advance(pool, event)
@@ -380,8 +390,8 @@ def test_whatever_happened_an_obedient_cluster_comes_to_rest_with_every_core_nod
         event = data.draw(disturbances)
         inbox[:] = [e for e in inbox if not silenced(e, event)]
         apply(event)
-        if isinstance(event, HeartbeatLost) and pool.nodes[event.rank].state is NodeState.LOST:
-            inbox.append(Returned(event.rank))
+        if isinstance(event, RankLost) and pool.nodes[event.rank].state is NodeState.LOST:
+            inbox.append(RankBack(event.rank))
     for _ in range(300):
         if inbox:
             apply(inbox.pop(0))

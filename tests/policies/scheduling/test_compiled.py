@@ -22,7 +22,7 @@ from .views import MISS, OK, finished
 DECIDE = """
 import hashlib, json
 import libra_hpc.policies.scheduling.cmlfq.remaining_work
-from libra_hpc.protocol.rollout import EngineStats
+from libra_hpc.protocol.engine_state import EngineStats
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
 from bench.decisions import record, views

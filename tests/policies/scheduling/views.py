@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Finished, TurnView
+from libra_hpc.protocol.engine_state import EngineStats
 from libra_hpc.protocol.env import Signal
-from libra_hpc.protocol.rollout import EngineStats
 
 OK, MISS = Signal("get", "ok", 5, 0.1), Signal("get", "miss", 5, 0.1)
 

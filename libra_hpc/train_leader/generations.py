@@ -33,7 +33,7 @@ BUSY_S = 5.0
 """Seconds for which a member's report of writing its state counts; reports come every second."""
 
 
-class Members:
+class Generations:
     """Base of the train leader: orders, members, and answers to the last request."""
 
     def __init__(

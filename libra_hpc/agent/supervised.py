@@ -1,0 +1,228 @@
+"""What a node agent supervises: an engine or an environment host, made of processes that live and end together.
+
+- It is late -> event ``slow``; it hangs -> event ``hung``, stacks into its logs, SIGKILL (`Supervised.end_hung`).
+- A process lives `KILL_S` after that (a call into a device or file system) -> ``hung`` again every `REPEAT_S`.
+- It ends more often than `RestartBudget` allows, or `MAX_STARTS` times before it was ready -> `Fatal`.
+
+It outlives its processes: what is restarted keeps its name and its budget. Times are monotonic seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.process.budget import RestartBudget
+from libra_hpc.process.child import Child
+from libra_hpc.process.deadlines import stall_of
+from libra_hpc.process.visible_devices import MAX_STARTS
+from libra_hpc.protocol.codec import Codec
+from libra_hpc.protocol.engine_state import StateName
+from libra_hpc.protocol.mesh import Fatal
+
+WATCH_S = 1.0
+"""Between two checks of the deadlines; the shortest deadline is a minute."""
+KILL_S = 10.0
+"""After SIGKILL; a process that still lives then waits inside the kernel, for a file system or a device."""
+REPEAT_S = 60.0
+"""Between two events about a process that does not end."""
+
+
+class ChildCommand(NamedTuple):
+    """How to start one process; its name is also that of its socket and log."""
+
+    name: str
+    argv: list[str]
+    environment: dict[str, str]
+
+
+class Owner(ABC):
+    """Who starts it and acts upon what it sends."""
+
+    outbound: Codec[Any]
+    inbound: Codec[Any]
+
+    @abstractmethod
+    def received(self, one: Any, process: int, message: Any) -> None:
+        """A message of a process, by its place among the commands."""
+
+    @abstractmethod
+    def exited(self, one: Any, child: Child, reason: str) -> None:
+        """A process of the last start ended, asked or not."""
+
+
+class Supervised:
+    def __init__(self, context: AgentContext, owner: Owner, name: str, title: str = "") -> None:
+        """``name`` in events, ``title`` in sentences."""
+        self._context, self._owner = context, owner
+        self.name, self.title = name, title or name
+        self.children: list[Child] = []
+        self.state: StateName = "lost"
+        self.starts = 0
+        """Since it was last ready."""
+        self.hung = ""
+        """Why it was ended; empty: it was not."""
+        self.budget = RestartBudget(context.config.deadlines.restarts)
+        self._blamed = ""
+        """Its process that ended first, whose log has the cause."""
+        self._killed_at: float | None = None
+        """When all its processes were to end."""
+        self._logged_at = float("-inf")
+        """When an event last named one that does not."""
+
+    @property
+    def alive(self) -> bool:
+        return any(not child.ended for child in self.children)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {child.name: child.pid for child in self.children if not child.ended}
+
+    async def start(self, commands: Sequence[ChildCommand]) -> None:
+        """Start its processes; raises `OSError` where the system refuses one or its log."""
+        self.children, self.hung, self._blamed, self._killed_at = [], "", "", None
+        self.starts += 1
+        for command in commands:
+            child = Child(
+                command.name,
+                self._context.private / f"{command.name}.sock",
+                outbound=self._owner.outbound,
+                inbound=self._owner.inbound,
+                on_message=self._received,
+                on_exit=self._exited,
+            )
+            self.children.append(child)
+            await child.start(command.argv, command.environment, self._context.logs / f"{command.name}.log")
+            if self._killed_at is not None:
+                child.kill()  # another has ended meanwhile
+
+    def send(self, message: Any) -> None:
+        for child in self.children:
+            child.send(message)
+
+    async def stop(self, farewell: Any = None) -> None:
+        """End all processes, asked by ``farewell`` where that is given."""
+        for child in self.children:
+            child.stopping = True
+            if farewell is not None:
+                child.send(farewell)
+        await asyncio.gather(*(child.stop() for child in self.children))
+
+    async def reset(self) -> None:
+        """End all processes unreported."""
+        children, self.children, self.state, self.starts = self.children, [], "lost", 0
+        self._killed_at = None
+        await asyncio.gather(*(child.stop(0.0) for child in children))
+
+    def kill(self) -> None:
+        self._killed_at = self._killed_at or time.monotonic()
+        for child in self.children:
+            child.kill()
+
+    def slow(self, reason: str) -> None:
+        self._context.log("slow", rank=self._context.rank, part=self.name, reason=reason)
+
+    async def end_hung(self, reason: str, hopeless: str) -> None:
+        """End it with its stacks; ``hopeless``: why the run is to fail, else empty."""
+        self.hung = reason
+        self._log_hung(reason)
+        if hopeless:
+            self.fail(f"{self.title}: {reason}; {hopeless}")
+        self._killed_at = time.monotonic()
+        await asyncio.gather(*(child.end_hung() for child in self.children))
+
+    def stuck(self, now: float) -> str:
+        """Log processes that SIGKILL has not ended, at most every `REPEAT_S`; returns the sentence, or nothing."""
+        if self._killed_at is None:
+            return ""
+        stuck = [child for child in self.children if child.pid and not child.ended]
+        if not stuck:
+            self._killed_at = None
+        logged = self._killed_at is not None and self._logged_at >= self._killed_at
+        if self._killed_at is None or now - self._killed_at <= KILL_S or (logged and now - self._logged_at < REPEAT_S):
+            return ""
+        names = ", ".join(f"{child.name} (process {child.pid})" for child in stuck)
+        reason = f"{names} lives {now - self._killed_at:.0f} s after SIGKILL, so it waits inside the kernel"
+        self._logged_at, self._blamed = now, self._blamed or stuck[0].name
+        self._log_hung(reason)
+        return reason
+
+    def ends_too_often(self, reason: str, now: float) -> bool:
+        """Note an end; True, and the run fails, when it has ended too often for another start."""
+        if not self.budget.spend(now):
+            often = f"{self.budget.spent} times in {self.budget.window_s:.0f} s"
+        elif self.starts >= MAX_STARTS:
+            often = f"{self.starts} times before it was ready"
+        else:
+            return False
+        self.fail(f"{self.title} ended {often}, the last time because {reason}")
+        return True
+
+    def fail(self, reason: str, restart: bool = False) -> None:
+        """End the run, or ``restart`` all ranks, with a sentence that names the log."""
+        name = next(filter(None, [self._blamed, *(child.name for child in self.children)]), self.name)
+        log = self._context.logs / f"{name}.log"
+        self._context.send(0, Fatal(self._context.rank, f"{reason}; see {log}", restart))
+
+    def _log_hung(self, reason: str) -> None:
+        self._context.log("hung", rank=self._context.rank, part=self.name, reason=reason)
+
+    def _received(self, child: Child, message: Any) -> None:
+        if child in self.children:
+            self._owner.received(self, self.children.index(child), message)
+
+    def _exited(self, child: Child, code: int) -> None:
+        if child not in self.children:
+            return
+        self._blamed = self._blamed or child.name
+        how = f"ended with {code}" if code >= 0 else f"was killed by signal {-code}"
+        hung = f": {self.hung}" if self.hung else ""
+        self._owner.exited(self, child, f"process {child.name} {how}{hung}")
+
+
+E = TypeVar("E", bound=Supervised)
+
+
+class EngineNode(Owner, Generic[E]):
+    """The engines of one kind on a node; base of the two halves of an agent."""
+
+    engine: type[E]
+
+    def __init__(self, context: AgentContext, names: Sequence[str]) -> None:
+        self._context = context
+        self._engines = {name: self.engine(context, self, name, f"engine {name}") for name in names}
+        self._changing = asyncio.Lock()
+        """Held while processes are started or all of them ended."""
+        self._ordered_at = 0.0
+        """When a start was last ordered."""
+
+    @property
+    def states(self) -> dict[str, str]:
+        return {name: engine.state for name, engine in self._engines.items() if engine.children}
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {name: pid for engine in self._engines.values() for name, pid in engine.pids.items()}
+
+    async def watch(self) -> None:
+        """Check the deadlines, until cancelled."""
+        checked_at = time.monotonic()
+        while True:
+            await asyncio.sleep(WATCH_S)
+            now = time.monotonic()
+            if stall := stall_of(now - checked_at, WATCH_S):
+                self.discount(stall)
+            await self.check(now)
+            checked_at = time.monotonic()
+
+    @abstractmethod
+    async def check(self, now: float) -> None:
+        """Log what is late and end what hangs."""
+
+    @abstractmethod
+    def discount(self, seconds: float) -> None:
+        """Extend all deadlines by a stall of this process."""

@@ -1,0 +1,95 @@
+"""What is known of an engine, from its process to its agent, the leaders, the coordinator and the pool.
+
+An *engine* is a vLLM engine (kind ``rollout``), or all Megatron processes of a node together (kind ``train``).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+EngineKind = Literal["train", "rollout"]
+StateName = Literal["starting", "loading", "ready", "standby", "ending", "lost"]
+"""``loading``: waits for weights; ``standby``: without device memory; ``ending``: was killed, a process lives."""
+
+
+class EngineStats(msgspec.Struct, tag=True, frozen=True):
+    """Load and totals since the start.
+
+    Sent at most every 0.5 s while busy, once when the engine becomes idle, then once a second.
+    """
+
+    version: int
+    running: int
+    waiting: int
+    kv_use: float
+    """Share of the KV cache that requests hold, 0..1."""
+    generated_tokens: int
+    prefill_tokens: int
+    cached_tokens: int
+    preemptions: int
+    steps: int
+    busy_s: float
+    update_s: float = 0.0
+    """Of ``busy_s``: in weight updates."""
+    asleep: bool = False
+    """Whether the engine is in standby."""
+
+    @classmethod
+    def idle(cls, version: int = 0) -> EngineStats:
+        """Of an engine that has done nothing yet."""
+        return cls(
+            version=version,
+            running=0,
+            waiting=0,
+            kv_use=0.0,
+            generated_tokens=0,
+            prefill_tokens=0,
+            cached_tokens=0,
+            preemptions=0,
+            steps=0,
+            busy_s=0.0,
+        )
+
+    @property
+    def stepping_s(self) -> float:
+        """Of ``busy_s``: in steps."""
+        return self.busy_s - self.update_s
+
+
+class EngineCapacity(msgspec.Struct, frozen=True):
+    """What a rollout engine has room for."""
+
+    tp: int
+    max_model_len: int
+    kv_tokens: int
+    """KV capacity of the replica in tokens."""
+    host_kv_tokens: int = 0
+    """Tokens of KV cache that its host memory holds."""
+    warm_up: tuple[EngineStats, ...] = ()
+    """Reports of the warm-up profile (`libra_hpc.engine.warm_up`), oldest first; afterwards the counters restart."""
+
+
+class EngineState(msgspec.Struct, tag=True, frozen=True):
+    """An engine took this state.
+
+    - ready -> its process to its agent; once it has the newest weights, its agent to its leader and the coordinator.
+    - standby, ending, lost -> its agent to its leader; lost -> to the coordinator too, which orders the next start.
+    """
+
+    rank: int
+    """Its node; -1 in a message of the process, which its agent completes."""
+    kind: EngineKind
+    state: StateName
+    engine: str = ""
+    """Its name; empty: all engines of the kind on the node."""
+    reason: str = ""
+    version: int = -1
+    """Of its weights; of a trainer its step. -1: it has none."""
+    seconds: float = 0.0
+    """Since its start was ordered; in a message of a rollout engine since its process began."""
+    world: int = 0
+    """Of a training engine of several nodes: the number of their common start."""
+    capacity: EngineCapacity | None = None
+    """Of a rollout engine that is ready."""
