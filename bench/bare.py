@@ -53,7 +53,7 @@ def megatron(config: RunConfig, payload: bytes) -> float:
     import torch
 
     from libra_hpc.models.architecture import read_shape
-    from libra_hpc.protocol.mesh import Batch
+    from libra_hpc.protocol.agents import Batch
     from libra_hpc.trainer.device import choose_device, local_store
     from libra_hpc.trainer.model import compat
     from libra_hpc.trainer.model.head import Head

@@ -26,7 +26,7 @@ from libra_hpc.policies.costs.training_time import BatchWork
 from libra_hpc.policies.search.even_rollout_layout import homogeneous_layouts
 from libra_hpc.policies.search.rollout_layout import ReplicaClass, RolloutSearch
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.simulator.settings import EngineSpec, SimSettings
+from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.profiles import PROFILES, R2E, Lognormal
 
@@ -143,11 +143,11 @@ def _opposite(turn: TurnRecord) -> TurnRecord:
     return replace(turn, outcome=outcome, exit_code=code, passed=turn.failed, failed=turn.passed)
 
 
-def settings_of(row: Setting, longest: int) -> SimSettings:
+def settings_of(row: Setting, longest: int) -> SimulationSettings:
     if not row.batches:
-        return SimSettings(max_model_len=longest)
+        return SimulationSettings(max_model_len=longest)
     groups = row.trajectories // GROUP
-    return SimSettings(max_model_len=longest, batch_groups=groups, eta=row.eta, train_s=TRAIN_S, sync_s=SYNC_S)
+    return SimulationSettings(max_model_len=longest, batch_groups=groups, eta=row.eta, train_s=TRAIN_S, sync_s=SYNC_S)
 
 
 def longest_context(name: str, found: Sequence[TrajectoryRecord]) -> int:
@@ -214,7 +214,7 @@ def proposals(row: Setting, observed: Sequence[TrajectoryRecord], longest: int) 
     best if lengths were known; engines of a node have one degree."""
     lengths = sketch(observe(observed), row.trajectories)
     options = RolloutOptions(
-        max_num_seqs=SimSettings().max_num_seqs, max_model_len=longest, group=GROUP, cache_aware=True, updates=1
+        max_num_seqs=SimulationSettings().max_num_seqs, max_model_len=longest, group=GROUP, cache_aware=True, updates=1
     )
     devices, bins = [gpus for _, gpus in row.pools], len(lengths.bins)
     lag = TRAIN_S + SYNC_S if row.batches else 0.0
@@ -275,7 +275,7 @@ def bounds(row: Setting, found: Sequence[TrajectoryRecord], longest: int) -> dic
     """
     able = usable(row, longest)
     kinds = [[lookup(d, row.model, tp) for tp in able[pool]] for pool, (d, _) in enumerate(row.pools)]
-    seqs = SimSettings().max_num_seqs
+    seqs = SimulationSettings().max_num_seqs
     size = row.trajectories
     chains = [
         max(min(_alone(one, steps) for each in kinds for steps in each) for one in found[first : first + size])
@@ -300,7 +300,7 @@ def _alone(one: TrajectoryRecord, steps: StepTimes) -> float:
 
 
 def _prefill(steps: StepTimes, tokens: int) -> float:
-    most = SimSettings().max_num_batched_tokens
+    most = SimulationSettings().max_num_batched_tokens
     return tokens / most * steps.step_s(0, 0, most, 0)
 
 

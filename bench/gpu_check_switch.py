@@ -24,8 +24,8 @@ from libra_hpc.models.memory import TrainLayout, train_memory
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.protocol.codec import pack_i32
+from libra_hpc.protocol.engine import Generate, UpdateWeights
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.rollout import Generate, UpdateWeights
 from libra_hpc.protocol.trainer import Export, ExportFailed, Join, Joined, Standby, StepDone, TrainStep
 from libra_hpc.trainer.measure import MeasurementReplica, random_samples
 from libra_hpc.weights.checksum import file_crc32

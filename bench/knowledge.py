@@ -33,8 +33,8 @@ from libra_hpc.policies.scheduling.protocol import TurnView
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.compare import compare
-from libra_hpc.simulator.engine.sim_engines import build_engines
-from libra_hpc.simulator.settings import SimSettings, trajectory_ids
+from libra_hpc.simulator.engine.simulated_engines import build_engines
+from libra_hpc.simulator.settings import SimulationSettings, trajectory_ids
 from libra_hpc.simulator.simulate import simulate
 
 PROMPT = "its prompt"
@@ -125,7 +125,10 @@ class Informed(CausalMlfq):
 def play(job: tuple[str, int]) -> dict[str, float]:
     """Makespans over the oracle's."""
     name, seed = job
-    engines, settings = build_engines(BUCKETS, GPUS, DEVICE, MODEL).engines, SimSettings(max_model_len=MAX_CONTEXT)
+    engines, settings = (
+        build_engines(BUCKETS, GPUS, DEVICE, MODEL).engines,
+        SimulationSettings(max_model_len=MAX_CONTEXT),
+    )
     work = work_of(name, seed, 512)
     truth = dict(zip(trajectory_ids(work), work, strict=True))
     best = compare(work, engines, ["oracle"], settings)["oracle"].result.makespan_s

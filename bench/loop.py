@@ -23,9 +23,9 @@ from libra_hpc.agent.hosting.rollout_service import RolloutService
 from libra_hpc.agent.train_node import TrainNode
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol import agents as wire
+from libra_hpc.protocol.engine import Abort, Generate
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.rollout import Abort, Generate
 from libra_hpc.train_leader.train_leader_setup import make_train_leader
 
 

@@ -26,7 +26,7 @@ from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.policies.scheduling.protocol import Policy
 from libra_hpc.protocol.plan import NodeFact, SwitchFact
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.simulator.settings import EngineSpec, SimSettings
+from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
 from libra_hpc.simulator.simulate import Simulation
 
 EFFICIENCY = (1.0, 0.965, 0.94, 0.925, 0.90, 0.87, 0.855, 0.845, 0.82, 0.80, 0.785, 0.77)
@@ -164,7 +164,7 @@ class ReplanPool:
     ) -> Simulation:
         """A run on these nodes; ``control``: the simulation's controller, which calls `advance`, and its period."""
         site, engines = self.site, self._serving_engines()
-        settings = SimSettings(
+        settings = SimulationSettings(
             batch_groups=site.prompts,
             eta=site.eta,
             max_num_seqs=site.slots,

@@ -13,7 +13,7 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.process.agent_folders import make_folders
-from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol import agents as wire
 
 LAYOUT = RankLayout(("planner", "train", "rollout"))
 PLANNER, TRAINER, NODE = range(3)

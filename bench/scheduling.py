@@ -23,8 +23,8 @@ from bench.harness import by_row, interval, options, report, seeds
 from bench.policies import POLICIES
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.compare import compare
-from libra_hpc.simulator.engine.sim_engines import build_engines
-from libra_hpc.simulator.settings import SimSettings
+from libra_hpc.simulator.engine.simulated_engines import build_engines
+from libra_hpc.simulator.settings import SimulationSettings
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.read import read_trace
 
@@ -72,10 +72,10 @@ def play(job: tuple[str, int, int, list[str]]) -> Row:
     """All policies on the work of one seed; the last epoch counts."""
     name, seed, trajectories, policies = job
     built = build_engines(BUCKETS, GPUS, DEVICE, MODEL)
-    work, settings = work_of(name, seed, trajectories), SimSettings()
+    work, settings = work_of(name, seed, trajectories), SimulationSettings()
     before: list[list[TrajectoryRecord]] = []
     if name in WORK:
-        settings = SimSettings(max_model_len=MAX_CONTEXT)
+        settings = SimulationSettings(max_model_len=MAX_CONTEXT)
         *before, work = [work[start : start + trajectories] for start in range(0, len(work), trajectories)]
     done = compare(work, built.engines, [POLICIES[name] for name in policies], settings, before=before)
     return {

@@ -26,8 +26,8 @@ from bench.replay import Played, Replayer, Setup
 from libra_hpc.models.step_times.measured import Calibration, MeasuredTimes, measured_times
 from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.simulator.result import SimResult, quantiles
-from libra_hpc.simulator.settings import EngineSpec, SimSettings
+from libra_hpc.simulator.result import SimulationResult, quantiles
+from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
 from libra_hpc.simulator.simulate import simulate
 
 GROUP_SIZE = 4
@@ -134,7 +134,7 @@ class Simulator(msgspec.Struct, frozen=True):
 
     times: MeasuredTimes
     hops: Hops
-    limits: SimSettings
+    limits: SimulationSettings
     engines: int
 
     @classmethod
@@ -144,7 +144,7 @@ class Simulator(msgspec.Struct, frozen=True):
         points = [point for played in runs for point in played.steps]
         calibration = Calibration(device="cpu", model="tiny", kv_capacity={header.tp: header.kv_tokens}, points=points)
         hops = Hops.of(runs)
-        limits = SimSettings(
+        limits = SimulationSettings(
             max_inflight=setup.max_inflight,
             max_num_seqs=header.max_num_seqs,
             max_num_batched_tokens=header.max_num_batched_tokens,
@@ -155,7 +155,7 @@ class Simulator(msgspec.Struct, frozen=True):
         )
         return cls(measured_times(calibration, header.tp), hops, limits, setup.engines)
 
-    def predict(self, work: list[TrajectoryRecord], policy: str, open_groups: int) -> SimResult:
+    def predict(self, work: list[TrajectoryRecord], policy: str, open_groups: int) -> SimulationResult:
         """Simulate a workload under a new policy of this name."""
         engines = [EngineSpec(f"r2.{number}", self.times.tp, self.times) for number in range(self.engines)]
         limits = msgspec.structs.replace(self.limits, max_open_groups=open_groups)
@@ -181,7 +181,7 @@ class Pair(msgspec.Struct, frozen=True):
 FIGURES = ("makespan s", "turn p50 s", "turn p95 s", "steps", "prefilled", "cached", "preempted")
 
 
-def figures(sim: SimResult) -> tuple[float, ...]:
+def figures(sim: SimulationResult) -> tuple[float, ...]:
     """Of a simulation, in the order of `FIGURES`."""
     steps = sum(engine.steps for engine in sim.engines)
     counts = (steps, sim.prefilled_tokens, sim.cached_tokens, sim.preemptions)

@@ -93,14 +93,12 @@ def calibrate(
     json: JsonOption = False,
 ) -> None:
     if (model is None) == (run is None):
-        raise invalid(
-            "--model, --run",
-            f"{model or '-'}, {run or '-'}",
-            "the source of the steps must be given once",
-            "one of the two",
-        )
+        given = f"{model or '-'}, {run or '-'}"
+        raise invalid("--model, --run", given, "the source of the steps must be given once", "one of the two")
     if device not in DEVICES:
         raise invalid("--device", device, "unknown value", DEVICES)
+    if dtype not in DTYPES:
+        raise invalid("--dtype", dtype, "unknown value", DTYPES)
     if not out.absolute().parent.is_dir():
         raise invalid("OUT", str(out), "no such folder", "a file in a folder that exists")
     called = name or device
@@ -115,8 +113,6 @@ def calibrate(
         assert model is not None
         shown = model.resolve().name
         old = earlier(out, called, shown)
-        if dtype not in DTYPES:
-            raise invalid("--dtype", dtype, "unknown value", DTYPES)
         cache = kv_cache_mb if kv_cache_mb is not None else CPU_KV_MB if device == "cpu" else 0
         config = EngineConfig(
             model=str(model.absolute()),
@@ -138,15 +134,11 @@ def calibrate(
         for degree in sorted(found.kv_capacity)
     }
     if json:
-        rows = {
-            degree: {"kv_capacity": found.kv_capacity[degree], "fit": msgspec.to_builtins(fit)}
-            for degree, fit in fits.items()
-        }
-        print_json({"out": str(out), "device": found.device, "model": found.model, "degrees": rows})
-    else:
-        show_fits(out, found, fits)
-        if devices is not None:
-            print_line(f"host work per step: {devices}, used with --devices {devices} --device {found.device}")
+        print_fits(out, found, fits)
+        return
+    show_fits(out, found, fits)
+    if devices is not None:
+        print_line(f"host work per step: {devices}, used with --devices {devices} --device {found.device}")
 
 
 def queued(config: EngineConfig, engines: int, device: str, model: str) -> Calibration:
@@ -182,6 +174,15 @@ def measured(config: EngineConfig, engines: int, device: str, model: str) -> Cal
             model,
             progress=lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None),
         )
+
+
+def print_fits(out: Path, found: Calibration, fits: dict[int, Fit]) -> None:
+    """Print the fitted step times as JSON."""
+    rows = {
+        degree: {"kv_capacity": found.kv_capacity[degree], "fit": msgspec.to_builtins(fit)}
+        for degree, fit in fits.items()
+    }
+    print_json({"out": str(out), "device": found.device, "model": found.model, "degrees": rows})
 
 
 def show_fits(out: Path, found: Calibration, fits: dict[int, Fit]) -> None:

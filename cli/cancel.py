@@ -11,6 +11,7 @@ import typer
 from libra_hpc.errors import error_text
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import write_atomic
+from libra_hpc.slurm.queue.run_state import RunState
 
 from . import jobs
 from .follow import job_line
@@ -46,7 +47,13 @@ def cancel(
     if json:
         facts = {"cancelled": cancelled, "state": "cancelled" if cancelled else state.state, "message": message}
         print_json({"run": found.name, "job_id": job, **facts})
-    elif state.state == "never_queued":
+    else:
+        _show(found, job, state, cancelled=cancelled, message=message)
+
+
+def _show(found: RunDir, job: str, state: RunState, *, cancelled: bool, message: str) -> None:
+    """What became of the run, in one line."""
+    if state.state == "never_queued":
         print_line(f"{found.name}: was never queued")
     elif not cancelled:
         print_line(f"{found.name}: {job_line(job, state)}; nothing to cancel")

@@ -98,9 +98,7 @@ class JobQueue:
         if not queued:
             return found
         try:
-            known = query.own_jobs(self._slurm())
-            forgotten = [job_id for run, job_id in queued.items() if job_id not in known and not run.result.exists()]
-            known.update(query.accounts(self._slurm(), forgotten) if forgotten else {})
+            known = self._known(queued)
         except OperationError as error:
             print_note(f"runs are shown as their folders have them: {error}")
             return {**found, **{str(run.path): _silence(error) for run in queued}}
@@ -108,6 +106,13 @@ class JobQueue:
             info = known.get(job_id, JobInfo(job_id, JobState.UNKNOWN))
             found[str(run.path)] = info if info.of(run.name) else JobInfo(job_id, JobState.UNKNOWN)
         return found
+
+    def _known(self, queued: Mapping[RunDir, str]) -> dict[str, JobInfo]:
+        """What queue and accounting know, by job id."""
+        known = query.own_jobs(self._slurm())
+        forgotten = [job_id for run, job_id in queued.items() if job_id not in known and not run.result.exists()]
+        known.update(query.accounts(self._slurm(), forgotten) if forgotten else {})
+        return known
 
     def _slurm(self) -> Environment:
         if self._found is None:

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from libra_hpc.errors import UserError, invalid
+from libra_hpc.facts.rundir import RunDir
 
 from .follow import Follower
 from .output import print_line, print_note
@@ -42,13 +43,7 @@ def logs(
     folder = found.logs(which or max(attempt(found), 1))
     files = select(folder, rank, process)
     if not files and not follow:
-        have = select(folder, None, None)
-        if not have:
-            raise UserError(f"{found.name} has no logs yet (folder {folder}).")
-        if process is None:
-            ranks = sorted({known for known in map(rank_of, have) if known is not None})
-            raise invalid("--rank", rank, "no log file of such a node", [str(known) for known in ranks])
-        raise invalid("--process", process, "no such log file", [path.stem for path in have])
+        raise _nothing(found, folder, rank, process)
     offsets: dict[Path, int] = {}
     for path in files:
         offsets[path] = path.stat().st_size
@@ -69,6 +64,17 @@ def logs(
             print_note(f"{found.name}: {follower.waiting()}")
             return
         time.sleep(POLL_S)
+
+
+def _nothing(run: RunDir, folder: Path, rank: int | None, process: str | None) -> UserError:
+    """Why no log file is selected."""
+    have = select(folder, None, None)
+    if not have:
+        return UserError(f"{run.name} has no logs yet (folder {folder}).")
+    if process is None:
+        ranks = sorted({known for known in map(rank_of, have) if known is not None})
+        return invalid("--rank", rank, "no log file of such a node", [str(known) for known in ranks])
+    return invalid("--process", process, "no such log file", [path.stem for path in have])
 
 
 def select(folder: Path, rank: int | None, process: str | None) -> list[Path]:

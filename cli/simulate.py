@@ -18,8 +18,8 @@ from libra_hpc.errors import UserError, invalid
 from libra_hpc.policies.scheduling.registry import policy_class, policy_names
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.compare import FIELD, Compared, compare
-from libra_hpc.simulator.engine.sim_engines import build_engines
-from libra_hpc.simulator.settings import SimSettings
+from libra_hpc.simulator.engine.simulated_engines import build_engines
+from libra_hpc.simulator.settings import SimulationSettings
 from libra_hpc.traces.cut import cut_at
 from libra_hpc.user_file import FORM
 
@@ -27,7 +27,7 @@ from .output import busy, print_json, print_line, print_note, show
 from .runs import JsonOption
 from .trace import FileArgument, FormatOption, LimitOption, SkipOption, load
 
-DEFAULTS = SimSettings()
+DEFAULTS = SimulationSettings()
 LEGEND = """p50, p95, p99: from a trajectory's start to its end; moves: turns on another
 engine than before; re-prefill: tokens computed again; idle: share of the GPUs'
 time; x best: makespan over the shortest one"""
@@ -91,7 +91,7 @@ def simulate(
         buckets, gpus, device, model, calibration=calibration, devices_file=devices, host_gb=host_kv_gb
     )
     work = within(load(file, format, skip_bad, limit).trajectories, max_context)
-    settings = SimSettings(
+    settings = SimulationSettings(
         max_num_seqs=max_num_seqs,
         max_inflight=max_inflight,
         batch_groups=batch_groups,
@@ -180,7 +180,7 @@ def within(work: Sequence[TrajectoryRecord], max_context: int) -> list[Trajector
     return cut.trajectories
 
 
-def most_at_once(work: Sequence[TrajectoryRecord], settings: SimSettings) -> int:
+def most_at_once(work: Sequence[TrajectoryRecord], settings: SimulationSettings) -> int:
     """Trajectories that may be unfinished at once: all, or those within the staleness bound."""
     sizes = sorted(Counter(one.prompt_id for one in work).values(), reverse=True)
     return sum(sizes[: (settings.eta + 1) * settings.batch_groups] if settings.batch_groups else sizes)

@@ -27,7 +27,7 @@ from libra_hpc.policies.scheduling.board import Board, EngineView
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
 from libra_hpc.policies.scheduling.rules.rule import Rule, eligible, last_engine, wait
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.simulator.settings import EngineSpec, SimSettings, trajectory_ids
+from libra_hpc.simulator.settings import EngineSpec, SimulationSettings, trajectory_ids
 
 MARGIN = 0.05
 """Share of the end by which a move or a wait must shorten it.  At 0.02 and less, moves cost more than they gained."""
@@ -176,7 +176,7 @@ class Oracle(Rule):
 
     @classmethod
     def foreseeing(
-        cls, work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], settings: SimSettings
+        cls, work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], settings: SimulationSettings
     ) -> Oracle:
         """See `Foresees.foreseeing`."""
         return cls(foresight_of(work, engines, settings))
@@ -341,7 +341,9 @@ def _full(engine: EngineView) -> bool:
     return not (engine.open and engine.inflight < engine.cap)
 
 
-def foresight_of(work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], settings: SimSettings) -> Foresight:
+def foresight_of(
+    work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], settings: SimulationSettings
+) -> Foresight:
     """The future of ``work``, by the names of `trajectory_ids`; a TP degree has the step times of its first engine."""
     left = {name: _remaining(spec) for name, spec in zip(trajectory_ids(work), work, strict=True)}
     steps = {engine.tp: engine.steps for engine in reversed(engines)}

@@ -43,7 +43,7 @@ from libra_hpc.process.child import Child
 from libra_hpc.process.leave import leave
 from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.process.visible_devices import VARIABLE, own_devices
-from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol import agents as wire
 from libra_hpc.simulated.dry_run import in_wall_time
 from libra_hpc.state.attempt import newest_start
 from libra_hpc.state.snapshot_keeper import held

@@ -147,7 +147,7 @@ def try_engine(device: str) -> str:
     from libra_hpc.engine.offline import OfflineEngine
     from libra_hpc.engine.settings import EngineConfig
     from libra_hpc.protocol.codec import pack_i32
-    from libra_hpc.protocol.rollout import Generate
+    from libra_hpc.protocol.engine import Generate
     from libra_hpc.tasks.policy import make_tiny_policy
 
     began = time.monotonic()

@@ -18,7 +18,6 @@ from typing import Any
 
 from libra_hpc.process.deadlines import LATE_SHARE, DeadlineLimits, Deadlines, Pending
 from libra_hpc.protocol.trainer import (
-    Alive,
     Export,
     Exported,
     ExportFailed,
@@ -31,7 +30,8 @@ from libra_hpc.protocol.trainer import (
     StepDone,
     StepFailed,
     TrainStep,
-    WorkerError,
+    WorkerFailed,
+    WorkerHeartbeat,
 )
 from libra_hpc.trainer.link import CHECKPOINT, COMPUTE, WAITING
 
@@ -56,7 +56,7 @@ def order_key(message: Any) -> tuple[str, Hashable] | None:
             return "export", number
         case SaveCheckpoint(step=number) | SaveStarted(step=number):
             return CHECKPOINT, number
-        case WorkerError(generation=number, attempt=attempt) if number >= 0:
+        case WorkerFailed(generation=number, attempt=attempt) if number >= 0:
             return "join", (number, attempt)
     return None
 
@@ -96,7 +96,7 @@ class ReplicaWatch:
         while self._orders[0] != key:
             self._deadlines.forget(self._orders.popleft())
         self._orders.popleft()
-        if isinstance(message, StepFailed | ExportFailed | WorkerError):
+        if isinstance(message, StepFailed | ExportFailed | WorkerFailed):
             self._deadlines.forget(key)
         else:
             self._deadlines.end(key, now)
@@ -109,7 +109,7 @@ class ReplicaWatch:
         if self._orders:
             self._deadlines.begin(self._orders[0][0], self._orders[0], now)
 
-    def alive(self, process: int, message: Alive, now: float) -> None:
+    def alive(self, process: int, message: WorkerHeartbeat, now: float) -> None:
         self._alive[process] = (message.phase, now)
         self._silent_reported.discard(process)
 

@@ -20,14 +20,13 @@ import msgspec
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child
 from libra_hpc.process.visible_devices import engine_environment
-from libra_hpc.protocol import mesh as wire
-from libra_hpc.protocol.engine_state import EngineState, EngineStats
-from libra_hpc.protocol.rollout import (
-    EngineError,
+from libra_hpc.protocol import agents as wire
+from libra_hpc.protocol.engine import (
+    EngineFailed,
     Generate,
     Generated,
-    Shutdown,
     Sleep,
+    StopEngine,
     UpdateWeights,
     Wake,
     WeightsApplied,
@@ -35,6 +34,7 @@ from libra_hpc.protocol.rollout import (
     refusal,
     to_engine,
 )
+from libra_hpc.protocol.engine_state import EngineState, EngineStats
 from libra_hpc.weights.flow import WeightFile
 from libra_hpc.weights.relay import Receiver
 
@@ -121,7 +121,7 @@ class RolloutNode(EngineNode[VllmEngine]):
         self._wanted = False
         for engine in self._engines.values():
             self._watch.gone(engine.name)
-        await asyncio.gather(*(engine.stop(Shutdown()) for engine in self._engines.values()))
+        await asyncio.gather(*(engine.stop(StopEngine()) for engine in self._engines.values()))
 
     async def reset(self) -> None:
         """End every engine unreported: a lost node is readmitted."""
@@ -232,7 +232,7 @@ class RolloutNode(EngineNode[VllmEngine]):
                 self._watch.ended(engine.name, START, now)
                 engine.ready, engine.version, engine.state = message, message.version, "loading"
                 self._catch_up(engine)
-            case EngineError(what=what, fatal=fatal):
+            case EngineFailed(what=what, fatal=fatal):
                 self._context.log("engine_error", rank=self._context.rank, engine=engine.name, reason=what, fatal=fatal)
         self._watch.sign(engine.name, now)
 

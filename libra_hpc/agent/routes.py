@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from libra_hpc.agent.hosting.rollout_service import RolloutService
-from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.train_leader.train_leader import TrainLeader
 

@@ -20,9 +20,9 @@ from libra_hpc.process.budget import RestartBudget
 from libra_hpc.process.child import Child
 from libra_hpc.process.deadlines import stall_of
 from libra_hpc.process.visible_devices import MAX_STARTS
+from libra_hpc.protocol.agents import Fatal
 from libra_hpc.protocol.codec import Codec
 from libra_hpc.protocol.engine_state import StateName
-from libra_hpc.protocol.mesh import Fatal
 
 WATCH_S = 1.0
 """Between two checks of the deadlines; the shortest deadline is a minute."""

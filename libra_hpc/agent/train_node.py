@@ -7,7 +7,7 @@ On a node of the core they are its share of the core's world; on a hybrid node t
 - One process dies -> the others are ended, because they are only whole together.
 - They were a whole core -> the next start restores from the newest whole snapshot or checkpoint.
 - They were a part of the core -> all ranks restart: the rest of the state is elsewhere.
-- They were a part of a replica -> the coordinator has its other nodes begin anew as well.
+- They were a part of a replica -> the coordinator has its other nodes begin again as well.
 - A snapshot is due -> every process writes its part, and the node keeps them (`SnapshotKeeper`).
 - A replica is to join -> its processes are told of the weights that this node has for rollout.
 """
@@ -26,10 +26,9 @@ import msgspec
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child
 from libra_hpc.process.visible_devices import engine_environment
-from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState, StateName
 from libra_hpc.protocol.trainer import (
-    Alive,
     Export,
     Exported,
     ExportFailed,
@@ -45,7 +44,8 @@ from libra_hpc.protocol.trainer import (
     StopWorker,
     TakeSnapshot,
     ToWorker,
-    WorkerError,
+    WorkerFailed,
+    WorkerHeartbeat,
     from_worker,
     to_worker,
 )
@@ -204,12 +204,12 @@ class TrainNode(EngineNode[Supervised]):
                 self._context.report(self._engine_state("ready", seconds=seconds), 0)
             return
         now = time.monotonic()
-        if isinstance(message, Alive):
+        if isinstance(message, WorkerHeartbeat):
             self._watch.alive(local_rank, message, now)
             if message.phase in BUSY and not local_rank:
                 self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, message))
             return
-        if isinstance(message, WorkerError):
+        if isinstance(message, WorkerFailed):
             # One process may fail alone; its peers then never answer, so this cannot wait for them.
             self._watch.answered(message, now)
             self._context.log("worker_error", rank=self._context.rank, reason=message.what, fatal=message.fatal)

@@ -23,7 +23,7 @@ import msgspec
 from libra_hpc.facts import series
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.pool import states
-from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.state.attempt import copy_policy, drop_steps_after, source_of
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from libra_hpc.facts.events import EVENTS, in_words
 from libra_hpc.policies.pool import states
-from libra_hpc.protocol.mesh import RolloutReport
+from libra_hpc.protocol.agents import RolloutReport
 
 FLOOR_S = 30.0
 """No step is late before."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from libra_hpc.process.deadlines import stall_of
-from libra_hpc.protocol.mesh import Heartbeat
+from libra_hpc.protocol.agents import Heartbeat
 
 HEARTBEAT_LOST_S = 20.0
 """A heartbeat comes every second.  Half: a paused network loses nodes; double: their turns wait longer."""

@@ -15,7 +15,7 @@ from typing import Literal
 
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.pool import states
-from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineKind
 
 from .liveness import LostNode, NodeContact, lost_nodes

@@ -9,7 +9,7 @@ from collections import deque
 from typing import Literal
 
 from libra_hpc.facts.series import Record
-from libra_hpc.protocol.mesh import RolloutReport
+from libra_hpc.protocol.agents import RolloutReport
 from libra_hpc.protocol.plan import (
     GroupFact,
     NodeFact,

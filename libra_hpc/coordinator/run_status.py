@@ -14,7 +14,7 @@ from libra_hpc.facts.failed import FailedAttempts
 from libra_hpc.facts.status import FINAL, BucketStatus, DecisionStatus, NodeStatus, StageStatus, Status, as_ended
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.pool import states
-from libra_hpc.protocol.mesh import RolloutReport
+from libra_hpc.protocol.agents import RolloutReport
 
 from .liveness import NodeContact
 from .observations import Observations

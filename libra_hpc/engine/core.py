@@ -27,8 +27,8 @@ from vllm.v1.executor import Executor
 
 from libra_hpc.models.capacity import GIB
 from libra_hpc.models.shapes import model_shape
+from libra_hpc.protocol.engine import Generate, Generated, UpdateWeights, WeightsApplied, refusal
 from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
-from libra_hpc.protocol.rollout import Generate, Generated, UpdateWeights, WeightsApplied, refusal
 from libra_hpc.weights.checksum import file_crc32
 from libra_hpc.weights.weightfile import WeightFileError, check_weight_file, folder_shapes
 

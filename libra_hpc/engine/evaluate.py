@@ -24,6 +24,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.host.settings import host_command, host_settings, write_private
 from libra_hpc.process.child import Child
 from libra_hpc.protocol.codec import pack_i32
+from libra_hpc.protocol.engine import Generate, Generated
 from libra_hpc.protocol.env import (
     EpisodeFailed,
     EpisodeOpened,
@@ -34,7 +35,6 @@ from libra_hpc.protocol.env import (
     from_host,
     to_host,
 )
-from libra_hpc.protocol.rollout import Generate, Generated
 
 from .offline import OfflineEngine
 from .settings import config_for_run

@@ -26,8 +26,8 @@ import msgspec
 from libra_hpc.errors import UserError
 from libra_hpc.models.step_times.measured import Calibration, StepPoint, load, save
 from libra_hpc.protocol.codec import pack_i32
+from libra_hpc.protocol.engine import Generate
 from libra_hpc.protocol.engine_state import EngineStats
-from libra_hpc.protocol.rollout import Generate
 
 from .offline import OfflineEngine
 from .settings import EngineConfig, read_config

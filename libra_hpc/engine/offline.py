@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from libra_hpc.protocol.rollout import Generate, Generated, UpdateWeights, WeightsApplied
+from libra_hpc.protocol.engine import Generate, Generated, UpdateWeights, WeightsApplied
 
 from .settings import EngineConfig, check_config, prepare_process
 

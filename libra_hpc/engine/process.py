@@ -3,8 +3,8 @@
 - Between two steps -> drain the socket without blocking, so that a request joins the next batch.
 - Idle -> block in ``select``, and report once a second.
 - Weight update -> verify the file in a thread while steps go on; apply it between two steps, in the order received.
-- `Shutdown`, closed socket or SIGTERM -> exit 0.
-- Failed step or half-applied update -> answer every request with ``error``, send a fatal `EngineError`, exit 1.
+- `StopEngine`, closed socket or SIGTERM -> exit 0.
+- Failed step or half-applied update -> answer every request with ``error``, send a fatal `EngineFailed`, exit 1.
 - Agent lost while a step or the start-up hangs -> a watcher thread ends the process.
 """
 
@@ -24,13 +24,13 @@ from types import FrameType
 from typing import Any
 
 from libra_hpc.protocol.codec import EngineSocket
-from libra_hpc.protocol.rollout import (
+from libra_hpc.protocol.engine import (
     Abort,
-    EngineError,
+    EngineFailed,
     FromEngine,
     Generate,
-    Shutdown,
     Sleep,
+    StopEngine,
     ToEngine,
     UpdateWeights,
     Wake,
@@ -98,7 +98,7 @@ class _Loop:
     def _run_pass(self, engine: RolloutEngine) -> bool:
         started = time.monotonic()
         while (message := self._socket.receive(timeout=0)) is not None:
-            if isinstance(message, Shutdown):
+            if isinstance(message, StopEngine):
                 return False
             self._handle(engine, message)
         if self._apply_checked(engine):
@@ -124,7 +124,7 @@ class _Loop:
             try:
                 refused = engine.submit(message)
             except DuplicateRequest as error:
-                self._socket.send(EngineError(what=str(error), fatal=False))
+                self._socket.send(EngineFailed(what=str(error), fatal=False))
             else:
                 self._socket.send_many([refused] if refused else [])
         elif isinstance(message, Abort):
@@ -147,7 +147,7 @@ class _Loop:
                 checked.result()
                 self._socket.send(engine.apply(update))
             except WeightFileError as error:
-                self._socket.send(EngineError(what=str(error), fatal=False))
+                self._socket.send(EngineFailed(what=str(error), fatal=False))
         return due
 
     def _wait(self, engine: RolloutEngine) -> None:
@@ -169,7 +169,7 @@ class _Loop:
     def _report_fatal(self, what: str) -> None:
         failed: list[FromEngine] = [*self._engine.fail(what)] if self._engine is not None else []
         with contextlib.suppress(OSError):
-            self._socket.send_many([*failed, EngineError(what=what, fatal=True)])
+            self._socket.send_many([*failed, EngineFailed(what=what, fatal=True)])
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from libra_hpc.protocol.codec import pack_f32, pack_i32
-from libra_hpc.protocol.rollout import Generate, Generated
+from libra_hpc.protocol.engine import Generate, Generated
 
 NOT_FINITE = "log-probabilities are not finite"
 """Error of an answer that would make every weight of the policy NaN in the next step."""

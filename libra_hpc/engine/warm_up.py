@@ -11,8 +11,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
+from libra_hpc.protocol.engine import Generate, Generated
 from libra_hpc.protocol.engine_state import EngineStats
-from libra_hpc.protocol.rollout import Generate, Generated
 
 DECODES = 16
 """Tokens of the decode: with the prompt a third of a second where a step takes 20 ms."""

@@ -34,7 +34,7 @@ from libra_hpc.process.reaper import become_subreaper, children
 from libra_hpc.protocol.codec import FrameBuffer, FrameError, unpack_i32
 from libra_hpc.protocol.env import (
     EpisodeFailed,
-    HostAlive,
+    HostHeartbeat,
     HostReady,
     OpenEpisode,
     StepEpisode,
@@ -62,7 +62,7 @@ CANCEL_S = 0.5
 """Seconds for cancelled steps to end, at the end of the host."""
 
 ALIVE_S = 1.0
-"""Seconds between two `HostAlive`."""
+"""Seconds between two `HostHeartbeat`."""
 
 KINDS = {StepTimeout: "timeout", answers.BadReward: "reward", answers.BadAnswer: "answer"}
 
@@ -78,7 +78,7 @@ class Host(asyncio.Protocol):
         self._out: list[bytes] = []
         self._loop = asyncio.get_running_loop()
         self._alive_at = self._loop.time()
-        """Time of the last `HostAlive`."""
+        """Time of the last `HostHeartbeat`."""
         self.closed: asyncio.Future[int] = self._loop.create_future()
         self._transport: asyncio.WriteTransport
 
@@ -127,7 +127,7 @@ class Host(asyncio.Protocol):
 
     def _send_alive(self) -> None:
         self._alive_at = self._loop.time()
-        self._out.append(from_host.frame(HostAlive()))
+        self._out.append(from_host.frame(HostHeartbeat()))
         self._flush()
 
     def _alive(self) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.protocol.agents import Log, MeshMessage, Welcome
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.mesh import Log, MeshMessage, Welcome
 
 from .rank_layout import RankLayout
 

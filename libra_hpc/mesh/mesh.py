@@ -1,6 +1,6 @@
 """The mesh: messages between node agents, driven by the agent's asyncio loop.
 
-A message is one msgpack frame of the closed union `libra_hpc.protocol.mesh`.  It may carry one *blob* of raw bytes,
+A message is one msgpack frame of the closed union `libra_hpc.protocol.agents`.  It may carry one *blob* of raw bytes,
 which the sender does not copy.  A dead peer never blocks or harms a live one.
 
 - A send waits until the kernel has taken it, however long that takes; its buffer lives as long.
@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from libra_hpc.protocol.agents import MeshMessage
+from libra_hpc.protocol.agents import mesh as codec
 from libra_hpc.protocol.codec import FrameError
-from libra_hpc.protocol.mesh import MeshMessage
-from libra_hpc.protocol.mesh import mesh as codec
 
 from .links import Done, Outgoing, accept
 from .world import World

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PatchCollection
 from matplotlib.patches import Rectangle
 
-from libra_hpc.simulator.result import SimResult
+from libra_hpc.simulator.result import SimulationResult
 
 from .figure_style import AMBER, BLUE, GREEN, GREY, GRID, PINK, RED, VIOLET, figure, save, style
 
@@ -23,7 +23,7 @@ MOST_PANELS = 4
 """Most policies whose engines are drawn; the upper panel has all."""
 
 
-def draw(results: Mapping[str, SimResult], title: str, out: Path) -> None:
+def draw(results: Mapping[str, SimulationResult], title: str, out: Path) -> None:
     """Write the picture as PNG; raises `UserError` when the file cannot be written."""
     shown = list(results)[:MOST_PANELS]
     rows = max(len(result.engines) for result in results.values())
@@ -47,7 +47,7 @@ def draw(results: Mapping[str, SimResult], title: str, out: Path) -> None:
     save(drawn, out)
 
 
-def _completions(panel: Axes, results: Mapping[str, SimResult]) -> None:
+def _completions(panel: Axes, results: Mapping[str, SimulationResult]) -> None:
     for colour, (name, result) in zip(COLOURS, results.items(), strict=False):
         count = len(result.finish_s)
         panel.step(
@@ -64,7 +64,7 @@ def _completions(panel: Axes, results: Mapping[str, SimResult]) -> None:
     panel.legend(fontsize=8, frameon=False, loc="lower right", ncols=2)
 
 
-def _engines(panel: Axes, result: SimResult) -> None:
+def _engines(panel: Axes, result: SimulationResult) -> None:
     top = max((load for engine in result.engines for _, _, load in engine.segments), default=1.0)
     patches, shades = [], []
     for row, engine in enumerate(result.engines):

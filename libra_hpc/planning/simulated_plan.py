@@ -29,7 +29,7 @@ from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.policies.search.best_plan import PlanResult, PlanSearch, RunPlan
 from libra_hpc.policies.search.rollout_layout import RolloutLayout
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.simulator.settings import EngineSpec, SimSettings
+from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
 from libra_hpc.simulator.simulate import simulate
 
 from .request import PlanRequest
@@ -92,11 +92,11 @@ def simulated_plans(
         return result
     most, seeds = effort(turns)
     chosen = promising(candidates(asked, search, result), most)
-    settings = SimSettings(
+    settings = SimulationSettings(
         max_inflight=asked.max_inflight,
         max_num_seqs=asked.options.max_num_seqs,
         max_model_len=asked.options.max_model_len,
-        max_num_batched_tokens=max(SimSettings().max_num_batched_tokens, asked.options.max_num_seqs),
+        max_num_batched_tokens=max(SimulationSettings().max_num_batched_tokens, asked.options.max_num_seqs),
     )
 
     lengths, plain = asked.batch.lengths, next((p for p in chosen if not p.mixed), chosen[0]).rollout

@@ -94,18 +94,18 @@ class HostReady(msgspec.Struct, tag=True, frozen=True):
     step_limit_s: float = 0.0
     """Most seconds until an answer to `StepEpisode`; 0: unknown.
 
-    Infinite: the host itself ends overdue steps, and `HostAlive` shows that it works while tool calls wait.
+    Infinite: the host itself ends overdue steps, and `HostHeartbeat` shows that it works while tool calls wait.
     """
     busy_s: float = 0.0
-    """Longest declared time of a step or tool: so long the task's code may delay `HostAlive`."""
+    """Longest declared time of a step or tool: so long the task's code may delay `HostHeartbeat`."""
 
 
-class HostAlive(msgspec.Struct, tag=True, frozen=True):
+class HostHeartbeat(msgspec.Struct, tag=True, frozen=True):
     """Sent once a second by the host's event loop; missing while the task's code blocks it."""
 
 
 ToHost = Union[OpenEpisode, StepEpisode, CloseEpisode]
-FromHost = Union[HostReady, HostAlive, EpisodeOpened, EpisodeStepped, EpisodeFailed]
+FromHost = Union[HostReady, HostHeartbeat, EpisodeOpened, EpisodeStepped, EpisodeFailed]
 
 to_host: Codec[ToHost] = Codec(ToHost)
 from_host: Codec[FromHost] = Codec(FromHost)

@@ -214,7 +214,7 @@ class SnapshotFailed(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-class Alive(msgspec.Struct, tag=True, frozen=True):
+class WorkerHeartbeat(msgspec.Struct, tag=True, frozen=True):
     """The process's present phase, sent once a second by a thread of its own."""
 
     phase: str
@@ -223,7 +223,7 @@ class Alive(msgspec.Struct, tag=True, frozen=True):
     """Since the start of the phase."""
 
 
-class WorkerError(msgspec.Struct, tag=True, frozen=True):
+class WorkerFailed(msgspec.Struct, tag=True, frozen=True):
     """A request failed; ``fatal``: the process is about to exit."""
 
     what: str
@@ -247,8 +247,8 @@ FromWorker = Union[
     ExportFailed,
     SnapshotTaken,
     SnapshotFailed,
-    Alive,
-    WorkerError,
+    WorkerHeartbeat,
+    WorkerFailed,
 ]
 
 to_worker: Codec[ToWorker] = Codec(ToWorker)

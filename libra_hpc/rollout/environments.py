@@ -17,7 +17,7 @@ from libra_hpc.protocol.env import (
     EpisodeFailed,
     EpisodeOpened,
     EpisodeStepped,
-    HostAlive,
+    HostHeartbeat,
     HostReady,
     OpenEpisode,
     StepEpisode,
@@ -120,7 +120,7 @@ class Environments:
                 if self.episodes[episode].host == host
             }
             return
-        if isinstance(message, HostAlive):
+        if isinstance(message, HostHeartbeat):
             return
         trajectory = self.episodes.get(message.episode)
         if trajectory is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from libra_hpc.facts.columns import COLUMNS
-from libra_hpc.protocol.mesh import Group
+from libra_hpc.protocol.agents import Group
 
 from .advantage import advantages
 from .trajectory import Trajectory

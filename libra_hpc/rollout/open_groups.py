@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from libra_hpc.protocol.mesh import Length, OpenGroup
+from libra_hpc.protocol.agents import Length, OpenGroup
 
 from .trajectory import Trajectory
 

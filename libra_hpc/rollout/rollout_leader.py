@@ -20,10 +20,10 @@ from typing import Any
 from libra_hpc.config.run import RunConfig
 from libra_hpc.policies.scheduling.protocol import Policy
 from libra_hpc.policies.scheduling.staleness import StalenessGate
+from libra_hpc.protocol.agents import Batch, Fatal, Length, RolloutReport
+from libra_hpc.protocol.engine import Generated
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
 from libra_hpc.protocol.env import HostReady
-from libra_hpc.protocol.mesh import Batch, Fatal, Length, RolloutReport
-from libra_hpc.protocol.rollout import Generated
 
 from .attempts import Attempts
 from .environments import Environments

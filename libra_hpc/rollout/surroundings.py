@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from libra_hpc.protocol.agents import MeshMessage
 from libra_hpc.protocol.env import ToHost
-from libra_hpc.protocol.mesh import MeshMessage
 
 from .run_lines import Routed, TrajectoryEnd
 from .trajectory import Trajectory

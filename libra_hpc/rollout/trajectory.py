@@ -9,8 +9,8 @@ from typing import Literal
 from msgspec.structs import replace
 
 from libra_hpc.policies.scheduling.protocol import Finished, TurnView
+from libra_hpc.protocol.engine import Generated
 from libra_hpc.protocol.env import Signal
-from libra_hpc.protocol.rollout import Generated
 from libra_hpc.protocol.trace import TurnRecord
 from libra_hpc.protocol.trainer import Sample
 

@@ -18,9 +18,9 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.policies.scheduling.protocol import Policy, TurnView
+from libra_hpc.protocol.agents import Turns, TurnsDrained
+from libra_hpc.protocol.engine import Abort, Generate, Generated
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.mesh import Turns, TurnsDrained
-from libra_hpc.protocol.rollout import Abort, Generate, Generated
 
 from .engine_registry import EngineRegistry
 from .run_lines import Routed

@@ -1,4 +1,4 @@
-"""The simulated vLLM replica: messages of `libra_hpc.protocol.rollout` around the simulator's `Engine`.
+"""The simulated vLLM replica: messages of `libra_hpc.protocol.engine` around the simulator's `Engine`.
 
 * Arguments are simulated seconds; messages have wall seconds, as everything in the live runtime.
 * `run_until` simulates each step at its own time, so a process that wakes late answers late but computes the same.
@@ -20,10 +20,9 @@ from libra_hpc.engine.warm_up import lengths
 from libra_hpc.errors import UserError
 from libra_hpc.models.capacity import HostMemory, blocks_of
 from libra_hpc.models.step_times.steps import StepTimes
-from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
-from libra_hpc.protocol.rollout import (
+from libra_hpc.protocol.engine import (
     Abort,
-    EngineError,
+    EngineFailed,
     FromEngine,
     Generate,
     Generated,
@@ -31,10 +30,11 @@ from libra_hpc.protocol.rollout import (
     WeightsApplied,
     refusal,
 )
+from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
 from libra_hpc.simulator.engine.host_cache import host_cache
-from libra_hpc.simulator.engine.sim_engine import IDLE, Engine
-from libra_hpc.simulator.engine.sim_request import SimRequest
-from libra_hpc.simulator.settings import SimSettings
+from libra_hpc.simulator.engine.simulated_engine import IDLE, Engine
+from libra_hpc.simulator.engine.simulated_request import SimulatedRequest
+from libra_hpc.simulator.settings import SimulationSettings
 
 from . import tokens
 from .settings import Pace
@@ -45,7 +45,7 @@ FLOAT_BYTES = 4
 class _Turn:
     __slots__ = ("admitted", "arrived", "first", "full", "request", "rid", "spans", "spanned")
 
-    def __init__(self, rid: str, request: SimRequest, full: bool, now: float) -> None:
+    def __init__(self, rid: str, request: SimulatedRequest, full: bool, now: float) -> None:
         self.rid, self.request, self.full = rid, request, full
         self.arrived, self.admitted = now, -1.0
         self.spans: list[tuple[int, int]] = []
@@ -69,7 +69,7 @@ class SimulatedEngine:
                 f" {pace.device} holds {steps.kv_capacity} tokens."
             )
         self._config, self._pace = config, pace
-        limits = SimSettings(
+        limits = SimulationSettings(
             max_num_seqs=config.max_num_seqs, block_size=config.block_size, report_s=INTERVAL_S * pace.speedup
         )
         self._engine = Engine(
@@ -85,7 +85,7 @@ class SimulatedEngine:
         self._steps, self._kv_tokens = steps, steps.kv_capacity
         self._host_tokens = host.tokens if host else 0
         self._turns: dict[str, _Turn] = {}
-        self._rids: dict[SimRequest, str] = {}
+        self._rids: dict[SimulatedRequest, str] = {}
         self._waiting: list[_Turn] = []
         self._updates: list[UpdateWeights] = []
         self._extra_s = 0.0
@@ -118,7 +118,7 @@ class SimulatedEngine:
 
     def submit(self, message: Generate, now: float) -> list[FromEngine]:
         if message.rid in self._turns:
-            return [EngineError(f"request {message.rid!r} is already in flight.", fatal=False)]
+            return [EngineFailed(f"request {message.rid!r} is already in flight.", fatal=False)]
         room = self._config.max_model_len - len(message.prompt) // 4
         try:
             context = tokens.read(message.prompt)
@@ -133,7 +133,7 @@ class SimulatedEngine:
                 )
             ]
         left = min(context.left, room, message.max_tokens)
-        request = SimRequest(
+        request = SimulatedRequest(
             trajectory=f"{context.prompt}/{context.sample}",
             prompt=str(context.prompt),
             prompt_blocks=context.prompt_tokens // self._config.block_size,
@@ -155,14 +155,14 @@ class SimulatedEngine:
 
     def update(self, message: UpdateWeights, now: float) -> list[FromEngine]:
         if self._asleep:
-            return [EngineError(f"{message.path}: the engine is asleep; wake it first.", fatal=False)]
+            return [EngineFailed(f"{message.path}: the engine is asleep; wake it first.", fatal=False)]
         try:
             found = zlib.crc32(Path(message.path).read_bytes())
         except OSError as error:
-            return [EngineError(f"{message.path}: {error.strerror}.", fatal=False)]
+            return [EngineFailed(f"{message.path}: {error.strerror}.", fatal=False)]
         if found != message.crc32:
             return [
-                EngineError(f"{message.path}: crc32 is {found:#010x}, expected {message.crc32:#010x}.", fatal=False)
+                EngineFailed(f"{message.path}: crc32 is {found:#010x}, expected {message.crc32:#010x}.", fatal=False)
             ]
         if message.version == self._engine.version and not self._updates:
             return [WeightsApplied(message.version, 0.0)]
@@ -225,7 +225,7 @@ class SimulatedEngine:
         self._refuses = ""
         return [WeightsApplied(version, self._pace.sync_s / self._pace.speedup)] if ended else []
 
-    def _finish(self, request: SimRequest, version: int, at: float) -> Generated:
+    def _finish(self, request: SimulatedRequest, version: int, at: float) -> Generated:
         turn = self._turns.pop(self._rids.pop(request))
         turn.close_span(version)
         complete = not request.left and turn.full

@@ -5,7 +5,7 @@ real engine, and the modelled hardware.
 
 * One thread sleeps until a message arrives or a step ends.
 * An idle engine reports every `IDLE_INTERVAL_S`.
-* It ends on `Shutdown`, or when the agent closes the socket.
+* It ends on `StopEngine`, or when the agent closes the socket.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.protocol.codec import EngineSocket
-from libra_hpc.protocol.rollout import (
+from libra_hpc.protocol.engine import (
     Abort,
     FromEngine,
     Generate,
-    Shutdown,
     Sleep,
+    StopEngine,
     ToEngine,
     UpdateWeights,
     Wake,
     from_engine,
     to_engine,
 )
-from libra_hpc.simulator.engine.sim_engine import IDLE
+from libra_hpc.simulator.engine.simulated_engine import IDLE
 
 from .clock import Clock, wait
 from .engine_core import SimulatedEngine
@@ -44,7 +44,7 @@ from .settings import Pace
 
 
 def serve(socket: EngineSocket[FromEngine], config: EngineConfig, pace: Pace) -> None:
-    """Run an engine until `Shutdown`.
+    """Run an engine until `StopEngine`.
 
     Raises `EOFError` when the agent is gone, `UserError` for unknown hardware or an unknown model.
     """
@@ -79,7 +79,7 @@ def serve(socket: EngineSocket[FromEngine], config: EngineConfig, pace: Pace) ->
         now = clock.now()
         replies = engine.run_until(now)
         while message is not None:
-            if isinstance(message, Shutdown):
+            if isinstance(message, StopEngine):
                 return
             replies += _handle(engine, message, now)
             message = socket.receive(0)

@@ -18,7 +18,7 @@ from .settings import Pace
 def run(module: str, description: str, arguments: list[str] | None, work: Callable[[str, Path, Pace], None]) -> int:
     """Parse the command line and do ``work(socket, config, pace)``.
 
-    Exit codes: 0 after `Shutdown` or without the agent, 2 for a user's mistake (one sentence on stderr).
+    Exit codes: 0 after `StopEngine` or without the agent, 2 for a user's mistake (one sentence on stderr).
     """
     parser = argparse.ArgumentParser(prog=f"python -m libra_hpc.simulated.{module}", description=description)
     parser.add_argument("--socket", required=True, help="Unix-domain socket the agent listens on")

@@ -39,7 +39,7 @@ from libra_hpc.protocol.trainer import (
     TakeSnapshot,
     ToWorker,
     TrainStep,
-    WorkerError,
+    WorkerFailed,
 )
 from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.link import COMPUTE, WAITING, Pulse, WorkerSocket
@@ -128,7 +128,7 @@ class Trainer:
                 )
         except state.NotMet as error:
             what = f"generation {message.generation} did not form: {error}"
-            return [WorkerError(what, fatal=False, generation=message.generation, attempt=message.attempt)]
+            return [WorkerFailed(what, fatal=False, generation=message.generation, attempt=message.attempt)]
         received = 0
         if core.step not in (self._state.step, message.version):
             received = self._time.received_bytes

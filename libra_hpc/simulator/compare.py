@@ -12,8 +12,8 @@ from libra_hpc.policies.scheduling.protocol import Policy
 from libra_hpc.policies.scheduling.registry import make_policy, policy_class
 from libra_hpc.protocol.trace import TrajectoryRecord
 
-from .result import SimResult
-from .settings import EngineSpec, SimSettings
+from .result import SimulationResult
+from .settings import EngineSpec, SimulationSettings
 from .simulate import simulate
 
 FIELD = "--policy"
@@ -24,13 +24,13 @@ class Foresees(Protocol):
     """The class of a policy that knows the future, which only a simulator has."""
 
     def foreseeing(
-        self, work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], settings: SimSettings
+        self, work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], settings: SimulationSettings
     ) -> Policy:
         """A policy for exactly this simulation."""
 
 
 class Compared(msgspec.Struct, frozen=True):
-    result: SimResult
+    result: SimulationResult
     computed_s: float
 
 
@@ -38,7 +38,7 @@ def compare(
     work: Sequence[TrajectoryRecord],
     engines: Sequence[EngineSpec],
     policies: Sequence[str],
-    settings: SimSettings,
+    settings: SimulationSettings,
     started: Callable[[str], None] = lambda name: None,
     before: Sequence[Sequence[TrajectoryRecord]] = (),
 ) -> dict[str, Compared]:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import msgspec
 
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
-from libra_hpc.simulator.engine.sim_engine import Engine
+from libra_hpc.simulator.engine.simulated_engine import Engine
 
 from .training_stage import SimulatedStep
 
 SAMPLED = 256
-"""Most decisions in `SimResult.sampled`; beyond it every second one is dropped and the sampling interval doubles."""
+"""Most decisions in `SimulationResult.sampled`; beyond it every second one is dropped and the interval doubles."""
 
 
 class Quantiles(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ class EngineResult(msgspec.Struct, frozen=True):
     """(start, end, mean number of running sequences), at most `timeline.BINS`."""
 
 
-class SimResult(msgspec.Struct, frozen=True):
+class SimulationResult(msgspec.Struct, frozen=True):
     """Totals, quantiles and time series of one simulation; seconds count from its start."""
 
     policy: str
@@ -75,7 +75,7 @@ class SimResult(msgspec.Struct, frozen=True):
     reprefilled_tokens: int
     """Of ``prefilled_tokens``: positions of a trajectory that had been computed for it before."""
     reprefilled_by: dict[str, int]
-    """``reprefilled_tokens`` by cause (`SimRequest.again`)."""
+    """``reprefilled_tokens`` by cause (`SimulatedRequest.again`)."""
     tokens_per_s: float
     completion: Quantiles
     turn_latency: Quantiles
@@ -105,7 +105,7 @@ class SimResult(msgspec.Struct, frozen=True):
 
 
 class Recorder:
-    """Collects events of a run and turns them into a `SimResult`."""
+    """Collects events of a run and turns them into a `SimulationResult`."""
 
     def __init__(self) -> None:
         self.turn_s: list[float] = []
@@ -157,10 +157,10 @@ class Recorder:
             )
         )
 
-    def result(self, policy: str, makespan: float, steps: list[SimulatedStep]) -> SimResult:
+    def result(self, policy: str, makespan: float, steps: list[SimulatedStep]) -> SimulationResult:
         """The result, once all engines are `gone`."""
         levels = max(self._by_level, default=-1) + 1
-        return SimResult(
+        return SimulationResult(
             policy=policy,
             makespan_s=makespan,
             trajectories=len(self.finish_s),

@@ -23,7 +23,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """Host memory behind its KV cache."""
 
 
-class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
+class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Limits and delays; the defaults are those of a run file."""
 
     max_inflight: int = 96
@@ -74,7 +74,7 @@ def trajectory_ids(work: Sequence[TrajectoryRecord]) -> list[str]:
     return names
 
 
-def check(work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], settings: SimSettings) -> None:
+def check(work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], settings: SimulationSettings) -> None:
     """Raise `UserError` for what cannot be simulated."""
     if not work:
         raise UserError("The workload is empty: there is no trajectory to simulate.")
@@ -128,7 +128,7 @@ def _check_trajectory(name: str, spec: TrajectoryRecord) -> None:
             )
 
 
-def _check_settings(settings: SimSettings) -> None:
+def _check_settings(settings: SimulationSettings) -> None:
     for field in ("max_inflight", "max_num_seqs", "block_size", "max_stretch"):
         if getattr(settings, field) < 1:
             raise invalid(field, getattr(settings, field), "too small", "an integer >= 1")

@@ -21,10 +21,10 @@ from libra_hpc.policies.scheduling.protocol import Policy
 from libra_hpc.policies.scheduling.turn_migration import Running
 from libra_hpc.protocol.trace import TrajectoryRecord
 
-from .agents import Agents
 from .event_queue import ROUTING, Events
-from .result import Recorder, SimResult
-from .settings import EngineSpec, SimSettings, Training, check
+from .result import Recorder, SimulationResult
+from .settings import EngineSpec, SimulationSettings, Training, check
+from .simulated_agents import Agents
 from .simulated_trajectory import SentTurn, SimulatedTrajectory, grouped
 from .training_stage import TrainingStage
 
@@ -42,7 +42,7 @@ class Simulation:
         work: Sequence[TrajectoryRecord],
         engines: Sequence[EngineSpec],
         policy: Policy,
-        settings: SimSettings,
+        settings: SimulationSettings,
         training: Training | None = None,
         controller: Controller | None = None,
         controller_s: float = 5.0,
@@ -82,7 +82,7 @@ class Simulation:
             self._at(controller_s, self._control, None)
         self._at(0.0, self._admit, None)
 
-    def run(self) -> SimResult:
+    def run(self) -> SimulationResult:
         """Simulate to the end.  Raises `OperationError` when turns would wait for ever."""
         training, following = self.training, self._events.next
         while not training.done:
@@ -312,10 +312,10 @@ def simulate(
     work: Sequence[TrajectoryRecord],
     engines: Sequence[EngineSpec],
     policy: Policy,
-    settings: SimSettings | None = None,
+    settings: SimulationSettings | None = None,
     training: Training | None = None,
-) -> SimResult:
+) -> SimulationResult:
     """Simulate ``work`` on ``engines`` under ``policy``; raises as `Simulation` does."""
     return Simulation(
-        work=work, engines=engines, policy=policy, settings=settings or SimSettings(), training=training
+        work=work, engines=engines, policy=policy, settings=settings or SimulationSettings(), training=training
     ).run()

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from libra_hpc.policies.scheduling.protocol import Finished, TurnView
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.trace import TrajectoryRecord, signal_of
-from libra_hpc.simulator.engine.sim_engine import Engine
-from libra_hpc.simulator.engine.sim_request import SimRequest
+from libra_hpc.simulator.engine.simulated_engine import Engine
+from libra_hpc.simulator.engine.simulated_request import SimulatedRequest
 
-from .settings import SimSettings, trajectory_ids
+from .settings import SimulationSettings, trajectory_ids
 
 
 class SimulatedTrajectory:
@@ -74,7 +74,7 @@ class SimulatedTrajectory:
         self.context += generated
         self.high, self.version = high, version
 
-    def view(self, settings: SimSettings) -> TurnView:
+    def view(self, settings: SimulationSettings) -> TurnView:
         spec = self.spec
         return TurnView(
             trajectory=self.name,
@@ -132,7 +132,7 @@ class SentTurn:
     __slots__ = ("engine", "request", "steps", "trajectory", "turn")
 
     def __init__(
-        self, trajectory: SimulatedTrajectory, turn: TurnView, engine: Engine, request: SimRequest, steps: int
+        self, trajectory: SimulatedTrajectory, turn: TurnView, engine: Engine, request: SimulatedRequest, steps: int
     ) -> None:
         self.trajectory, self.turn, self.engine, self.request = trajectory, turn, engine, request
         self.steps = steps

@@ -13,7 +13,7 @@ import msgspec
 
 from libra_hpc.policies.scheduling.staleness import StalenessGate
 
-from .settings import SimSettings, Training
+from .settings import SimulationSettings, Training
 from .simulated_trajectory import SimulatedTrajectory
 
 
@@ -37,7 +37,7 @@ class TrainingStage:
     """Groups in, steps out.  ``groups`` maps prompt id to its trajectories, in data order."""
 
     def __init__(
-        self, groups: dict[str, list[SimulatedTrajectory]], settings: SimSettings, training: Training | None
+        self, groups: dict[str, list[SimulatedTrajectory]], settings: SimulationSettings, training: Training | None
     ) -> None:
         self.version = 0
         self.nodes = settings.train_nodes

@@ -16,7 +16,7 @@ from typing import Any
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.files import write_atomic
-from libra_hpc.protocol.mesh import Welcome
+from libra_hpc.protocol.agents import Welcome
 
 from . import state_folders as folders
 from .snapshot_start import listed, newer_snapshot

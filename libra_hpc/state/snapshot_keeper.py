@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from libra_hpc.protocol.mesh import KeepSnapshot, SnapshotChunk, SnapshotStored, SnapshotWanted
+from libra_hpc.protocol.agents import KeepSnapshot, SnapshotChunk, SnapshotStored, SnapshotWanted
 from libra_hpc.protocol.trainer import SnapshotFailed, SnapshotTaken, TakeSnapshot
 
 from . import state_folders as folders

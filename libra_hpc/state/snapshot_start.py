@@ -20,7 +20,7 @@ import msgspec
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import write_atomic
-from libra_hpc.protocol.mesh import Welcome
+from libra_hpc.protocol.agents import Welcome
 
 from .snapshot_keeper import COPIES, OWN
 from .snapshots import holders

@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from libra_hpc.protocol.mesh import KeepSnapshot, SnapshotStored, StepReport
+from libra_hpc.protocol.agents import KeepSnapshot, SnapshotStored, StepReport
 from libra_hpc.protocol.trainer import TakeSnapshot
 
 from .data_order import DataOrder

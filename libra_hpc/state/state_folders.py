@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from libra_hpc.protocol.mesh import StepReport
+from libra_hpc.protocol.agents import StepReport
 from libra_hpc.weights.checksum import file_crc32
 
 from .data_order import DataOrder

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.protocol.mesh import Fatal, Log, MeshMessage, ToReplica
-from libra_hpc.protocol.trainer import Alive, Join, Joined
+from libra_hpc.protocol.agents import Fatal, Log, MeshMessage, ToReplica
+from libra_hpc.protocol.trainer import Join, Joined, WorkerHeartbeat
 from libra_hpc.trainer.link import BUSY
 
 NEW_GENERATION_S = 120.0
@@ -81,7 +81,7 @@ class Generations:
         self._busy_at.pop(rank, None)
         self._wake.set()
 
-    def _on_alive(self, rank: int, message: Alive) -> None:
+    def _on_alive(self, rank: int, message: WorkerHeartbeat) -> None:
         if message.phase in BUSY:
             self._busy_at[rank] = self._clock()
 

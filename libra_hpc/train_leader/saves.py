@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from libra_hpc.protocol.mesh import StepReport
+from libra_hpc.protocol.agents import StepReport
 from libra_hpc.protocol.trainer import SaveCheckpoint, Saved, SaveFailed, SaveStarted
 from libra_hpc.state.data_order import DataOrder
 from libra_hpc.state.retry import Retry

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import core_world, elastic_world, replicas
-from libra_hpc.protocol.mesh import Batch, MeshMessage, ToReplica
+from libra_hpc.protocol.agents import Batch, MeshMessage, ToReplica
 from libra_hpc.protocol.trainer import StepDone, TrainStep
 from libra_hpc.trainer.shards import shard
 

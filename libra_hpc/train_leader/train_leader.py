@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.protocol.mesh import (
+from libra_hpc.protocol.agents import (
     Batch,
     Committed,
     MemberJoined,
@@ -31,7 +31,6 @@ from libra_hpc.protocol.mesh import (
     TrainingDone,
 )
 from libra_hpc.protocol.trainer import (
-    Alive,
     Export,
     Exported,
     ExportFailed,
@@ -44,7 +43,8 @@ from libra_hpc.protocol.trainer import (
     StepDone,
     StepFailed,
     TakeSnapshot,
-    WorkerError,
+    WorkerFailed,
+    WorkerHeartbeat,
 )
 from libra_hpc.state.data_order import DataOrder
 from libra_hpc.state.retry import Exports
@@ -136,7 +136,7 @@ class TrainLeader(StepRequests):
         """
         leads = rank == self._core[0]
         match message:
-            case Alive():
+            case WorkerHeartbeat():
                 self._on_alive(rank, message)
             case Joined(generation=generation, attempt=attempt):
                 if (generation, attempt) == (self.generation, self._joins):
@@ -153,7 +153,7 @@ class TrainLeader(StepRequests):
                 self._exports.written(version, seconds)
                 if version == self.step:
                     self._send(rank, Publish(version, crc32, self._receivers()))
-            case WorkerError():
+            case WorkerFailed():
                 self._on_worker_error(rank, message)
         self._wake.set()
 
@@ -174,7 +174,7 @@ class TrainLeader(StepRequests):
         else:
             asyncio.get_running_loop().call_later(self._exports.wait_s(now), self._wake.set)
 
-    def _on_worker_error(self, rank: int, message: WorkerError) -> None:
+    def _on_worker_error(self, rank: int, message: WorkerFailed) -> None:
         current = (message.generation, message.attempt) == (self.generation, self._joins)
         of_a_step = message.generation < 0 and (message.fatal or not self._joining)
         if (current or of_a_step) and (rank in self.members or rank in self._joining):

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from libra_hpc.protocol.codec import EngineSocket
-from libra_hpc.protocol.trainer import Alive, FromWorker, Join, Standby, StopWorker, from_worker, to_worker
+from libra_hpc.protocol.trainer import FromWorker, Join, Standby, StopWorker, WorkerHeartbeat, from_worker, to_worker
 
 
 class WorkerSocket(EngineSocket[FromWorker]):
@@ -85,7 +85,7 @@ class Pulse:
         while True:
             name, since = self._now
             try:
-                self._socket.send(Alive(name, time.monotonic() - since))
+                self._socket.send(WorkerHeartbeat(name, time.monotonic() - since))
             except OSError:
                 return  # the agent is gone; the main thread notices too
             time.sleep(ALIVE_S)

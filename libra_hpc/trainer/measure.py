@@ -26,7 +26,6 @@ from libra_hpc.process.visible_devices import engine_environment
 from libra_hpc.protocol.codec import FrameBuffer, pack_f32, pack_i32
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import (
-    Alive,
     Join,
     Joined,
     Sample,
@@ -34,6 +33,7 @@ from libra_hpc.protocol.trainer import (
     StopWorker,
     ToWorker,
     TrainStep,
+    WorkerHeartbeat,
     from_worker,
     to_worker,
 )
@@ -165,7 +165,7 @@ class MeasurementReplica:
             if not chunk:
                 raise self._failure(rank)
             messages = [from_worker.decode(body) for body in self._buffers[rank].feed(chunk)]
-            self._pending[rank] += [message for message in messages if not isinstance(message, Alive)]
+            self._pending[rank] += [message for message in messages if not isinstance(message, WorkerHeartbeat)]
         return self._pending[rank].pop(0)
 
     def _failure(self, rank: int) -> OperationError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from libra_hpc.protocol.mesh import Group
+from libra_hpc.protocol.agents import Group
 from libra_hpc.protocol.trainer import Sample
 
 TOKEN_BYTES = 4

@@ -6,9 +6,9 @@ One process per device. The ``tp * pp * dp`` processes of a world get every mess
 files that are not sharded.
 
 - A step, join or file failed -> `StepFailed`, `SaveFailed`, `ExportFailed`, `SnapshotFailed` or
-  ``WorkerError(fatal=False)``; the process stays usable.
+  ``WorkerFailed(fatal=False)``; the process stays usable.
 - A checkpoint is asked for -> a thread writes it while the next orders are obeyed (`StateWriter`).
-- Any other error -> ``WorkerError(fatal=True)`` and exit code 1; every peer notices the closed sockets.
+- Any other error -> ``WorkerFailed(fatal=True)`` and exit code 1; every peer notices the closed sockets.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from libra_hpc.protocol.trainer import (
     StopWorker,
     TakeSnapshot,
     TrainStep,
-    WorkerError,
+    WorkerFailed,
 )
 from libra_hpc.trainer.saved.state_writer import StateWriter
 
@@ -137,7 +137,7 @@ class Worker:
             received = self._replicas.join(message, self._socket.interrupted)
         except PeerLost as lost:
             what = f"generation {message.generation} did not form: {lost}"
-            error = WorkerError(what, fatal=False, generation=message.generation, attempt=message.attempt)
+            error = WorkerFailed(what, fatal=False, generation=message.generation, attempt=message.attempt)
             self._socket.send(error)
             return
         seconds = time.monotonic() - begin
@@ -223,7 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         try:
-            socket.send(WorkerError(f"{type(error).__name__}: {error}", fatal=True))
+            socket.send(WorkerFailed(f"{type(error).__name__}: {error}", fatal=True))
         except OSError:
             print("the agent is gone as well", file=sys.stderr)
         return 1

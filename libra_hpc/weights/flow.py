@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from libra_hpc.protocol.mesh import MeshMessage, WeightsChunk
+from libra_hpc.protocol.agents import MeshMessage, WeightsChunk
 
 CHUNK_BYTES = 16 << 20
 """Large enough to reach the network's bandwidth; small enough that a tree of depth 5 starts its last hop after 80

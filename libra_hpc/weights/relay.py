@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from libra_hpc.process.deadlines import DeadlineLimits, Deadlines, DeadlineSettings
-from libra_hpc.protocol.mesh import WeightsChunk
+from libra_hpc.protocol.agents import WeightsChunk
 
 from .flow import Flow, Send, WeightFile, halves
 from .incoming import Incoming

@@ -9,7 +9,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.protocol.mesh import Welcome
+from libra_hpc.protocol.agents import Welcome
 
 
 def test_an_engine_that_is_rebuilt_begins_with_a_checkpoint_that_still_exists(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeStepped, HostAlive, HostReady
-from libra_hpc.protocol.mesh import Fatal, Log, Welcome
+from libra_hpc.protocol.agents import Fatal, Log, Welcome
+from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeStepped, HostHeartbeat, HostReady
 
 
 class FakeChild:
@@ -117,7 +117,7 @@ def test_a_host_without_a_sign_of_life_is_reported_slow_then_ended_and_followed(
         scene.send(HostReady("toy"), 1.0)
         scene.send(STEPPED, 1.5)
         for second in range(2, 8):
-            scene.send(HostAlive(), float(second))
+            scene.send(HostHeartbeat(), float(second))
         first = scene.child
         await scene.watch(17.0)
         assert scene.events("slow") == []
@@ -148,7 +148,7 @@ def test_a_slow_start_has_the_longer_deadline_and_any_message_is_a_sign_of_life(
         await scene.watch(99.0)
         assert scene.child.ends == 0
         scene.send(HostReady("toy"), 99.5)
-        scene.send(HostAlive(), 100.5)
+        scene.send(HostHeartbeat(), 100.5)
         scene.send(STEPPED, 101.0)
         scene.send(EpisodeFailed("0.0.0", "x"), 119.0)
         await scene.watch(138.0)
@@ -168,7 +168,7 @@ def test_a_late_load_of_data_before_the_first_step_has_the_longer_deadline(
         for number in range(2):
             at = 1000.0 * number
             scene.send(HostReady("toy"), at + 1.0)
-            scene.send(HostAlive(), at + 1.0)
+            scene.send(HostHeartbeat(), at + 1.0)
             await scene.watch(at + 100.0)
             assert (scene.child.ends, len(scene.events("hung"))) == (0, number)
             await scene.watch(at + 102.0)
@@ -185,7 +185,7 @@ def test_a_step_may_hold_up_the_host_for_as_long_as_the_task_declares(
         await scene.hosts.start()
         scene.send(HostReady("toy", busy_s=1800.0), 1.0)
         scene.send(STEPPED, 2.0)
-        scene.send(HostAlive(), 3.0)
+        scene.send(HostHeartbeat(), 3.0)
         await scene.watch(1800.0)
         assert scene.child.ends == 0
         await scene.watch(1804.0)
@@ -224,7 +224,7 @@ def test_a_stall_of_the_watcher_itself_counts_for_nobody(tmp_path: Path, monkeyp
         scene = Scene(tmp_path, monkeypatch)
         await scene.hosts.start()
         scene.send(HostReady("toy"), 1.0)
-        scene.send(HostAlive(), 2.0)
+        scene.send(HostHeartbeat(), 2.0)
         scene.hosts.discount(30.0)
         await scene.watch(33.0)
         assert not scene.sent

@@ -3,7 +3,6 @@ from __future__ import annotations
 from libra_hpc.agent.replica_watch import FRESH_S, ReplicaWatch
 from libra_hpc.process.deadlines import DeadlineSettings
 from libra_hpc.protocol.trainer import (
-    Alive,
     Export,
     Exported,
     Join,
@@ -15,7 +14,8 @@ from libra_hpc.protocol.trainer import (
     StepDone,
     StepFailed,
     TrainStep,
-    WorkerError,
+    WorkerFailed,
+    WorkerHeartbeat,
 )
 
 SETTINGS = DeadlineSettings(floor_s=60.0, first_s=600.0, factor=10.0)
@@ -33,7 +33,7 @@ def trained(seconds: float = 1.0) -> ReplicaWatch:
 
 def alive(watch: ReplicaWatch, phase: str, now: float, processes: int = 2) -> None:
     for process in range(processes):
-        watch.alive(process, Alive(phase, 1.0), now)
+        watch.alive(process, WorkerHeartbeat(phase, 1.0), now)
 
 
 def test_a_replica_that_computes_too_long_is_late_once_and_then_hung() -> None:
@@ -53,7 +53,7 @@ def test_a_replica_that_waits_for_peers_has_three_times_as_long() -> None:
     watch.asked(STEP, 0.0)
     alive(watch, "waiting for peers", 100.0)
     assert watch.hung(100.0) == ""
-    watch.alive(1, Alive("compute", 90.0), 100.0)
+    watch.alive(1, WorkerHeartbeat("compute", 90.0), 100.0)
     assert watch.hung(100.0) != "", "one of its processes keeps the others waiting"
     alive(watch, "waiting for peers", 100.0)
     assert watch.hung(100.0 + FRESH_S + 1.0) != "", "that it waited a while ago does not excuse it now"
@@ -65,7 +65,7 @@ def test_a_process_that_is_stopped_is_late_and_hung_long_before_an_unmeasured_or
     watch = ReplicaWatch(SETTINGS)
     watch.asked(JOIN, 0.0)
     alive(watch, "compute", 10.0)
-    watch.alive(0, Alive("compute", 1.0), 70.0)
+    watch.alive(0, WorkerHeartbeat("compute", 1.0), 70.0)
     assert watch.late(70.0) == ["process 1 has given no sign of life for 60 s (limit 60 s), last in phase: compute"]
     assert watch.late(70.5) == []
     assert watch.hung(70.0) == ""
@@ -86,7 +86,7 @@ def test_time_in_which_the_agent_was_stopped_counts_for_nobody() -> None:
 
 def test_failures_are_not_waited_for_and_teach_nothing() -> None:
     watch = trained()
-    for order, answer in ((STEP, StepFailed(1, 1, "a peer left")), (JOIN, WorkerError("not formed", False, 1))):
+    for order, answer in ((STEP, StepFailed(1, 1, "a peer left")), (JOIN, WorkerFailed("not formed", False, 1))):
         watch.asked(order, 0.0)
         watch.answered(answer, 59.0)
         assert watch.hung(1e6) == ""
@@ -123,7 +123,7 @@ def test_an_order_counts_from_when_the_one_before_it_was_answered() -> None:
     watch.answered(SaveStarted(1, 59.0), 59.0)
     alive(watch, "compute", 118.0)
     assert watch.hung(118.0) == ""
-    watch.answered(WorkerError("a newer order came", False, 2, 1), 118.0)
+    watch.answered(WorkerFailed("a newer order came", False, 2, 1), 118.0)
     watch.answered(Joined(2, 0, 0, 1.0, 2), 119.0)
     alive(watch, "compute", 180.0)
     assert watch.hung(178.0) == ""

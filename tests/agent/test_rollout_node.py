@@ -26,10 +26,10 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.process.child import Child
 from libra_hpc.process.dump import DUMP_SIGNAL
-from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.codec import pack_i32
+from libra_hpc.protocol.engine import Generate
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.rollout import Generate
 from libra_hpc.simulated import tokens
 
 PATIENCE_S = 240.0

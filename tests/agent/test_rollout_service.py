@@ -18,7 +18,7 @@ from libra_hpc.facts.journal import Journal, LineLog
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.protocol.mesh import Log, Welcome
+from libra_hpc.protocol.agents import Log, Welcome
 from libra_hpc.rollout.recovery.history import history
 from libra_hpc.rollout.recovery.recovered import Recovered
 from libra_hpc.rollout.trajectory import Trajectory

@@ -11,7 +11,7 @@ from libra_hpc.agent.hosting.rollout_service import RolloutService
 from libra_hpc.agent.rollout_node import RolloutNode
 from libra_hpc.agent.routes import Routes, add_engines, add_rollout_service, add_train_leader
 from libra_hpc.agent.train_node import TrainNode
-from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import Export, StepDone
 from libra_hpc.train_leader.train_leader import TrainLeader

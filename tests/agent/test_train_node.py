@@ -20,9 +20,9 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.process import deadlines
 from libra_hpc.process.child import Child
+from libra_hpc.protocol.agents import Fatal, FromReplica, Log, SnapshotChunk, SnapshotStored, Welcome
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.mesh import Fatal, FromReplica, Log, SnapshotChunk, SnapshotStored, Welcome
-from libra_hpc.protocol.trainer import Alive, Export, ExportFailed, Join, Joined, TakeSnapshot
+from libra_hpc.protocol.trainer import Export, ExportFailed, Join, Joined, TakeSnapshot, WorkerHeartbeat
 from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.settings import WorkerConfig, read_config
 from libra_hpc.weights.flow import WeightFile
@@ -223,10 +223,12 @@ def test_the_train_leader_hears_that_a_replica_writes_its_state_and_nothing_of_o
         await scene.ready()
         for process in range(2):
             for phase in ("compute", "snapshot", "checkpoint", "waiting for peers"):
-                scene.node.received(scene.node._trainer, process, Alive(phase, 1.0))
+                scene.node.received(scene.node._trainer, process, WorkerHeartbeat(phase, 1.0))
 
     scene.play(script)
-    assert [alive.phase for alive in scene.answers(Alive)] == ["snapshot", "checkpoint"], "once for the replica"
+    assert [alive.phase for alive in scene.answers(WorkerHeartbeat)] == ["snapshot", "checkpoint"], (
+        "once for the replica"
+    )
 
 
 def test_a_limit_that_never_suffices_fails_the_run_and_names_its_key(

@@ -14,7 +14,7 @@ from bench.policies.oracle import Foresight, Load, Oracle, OracleWork, drain_s, 
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulator.compare import compare
-from libra_hpc.simulator.settings import EngineSpec, SimSettings
+from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
 from libra_hpc.traces.generate import Dials, generate
 from tests.policies.scheduling.boards import assert_nothing_is_kept, board_of, drive, random_lengths, turn_of
 
@@ -216,7 +216,7 @@ def test_everything_is_served_and_nothing_is_kept_of_it(seed: int) -> None:
 def test_the_future_of_each_turn() -> None:
     turns = (TurnRecord(0, 100, "run", "ok", 2.0), TurnRecord(30, 50, "run", "ok", 4.0), TurnRecord(7, 20))
     engines = [EngineSpec("a", 1, Linear(1)), EngineSpec("b", 1, Linear(1)), EngineSpec("c", 4, Linear(4))]
-    future = foresight_of([TrajectoryRecord("p", 0, 500, turns)], engines, SimSettings(max_num_seqs=8))
+    future = foresight_of([TrajectoryRecord("p", 0, 500, turns)], engines, SimulationSettings(max_num_seqs=8))
     name = "p/0"
     assert future.truth(name, 0) == OracleWork(170, 500, 37, 6.0)
     assert future.truth(name, 1) == OracleWork(70, 30, 7, 4.0)
@@ -234,6 +234,6 @@ def test_no_rule_ends_sooner_than_the_oracle(preset: str) -> None:
         for i in range(count)
     ]
     names = {file: name for name, file in POLICIES.items() if name != "cmlfq"}
-    done = compare(work, engines, list(names), SimSettings(max_num_seqs=16, max_inflight=24))
+    done = compare(work, engines, list(names), SimulationSettings(max_num_seqs=16, max_inflight=24))
     ends = {names[file]: one.result.makespan_s for file, one in done.items()}
     assert min(ends, key=ends.__getitem__) == "oracle", ends

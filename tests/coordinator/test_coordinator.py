@@ -23,9 +23,7 @@ from libra_hpc.facts.status import decode_status
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.policies.control.stage_times import Estimate, Split, Times
-from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.layout_order import encode_order, new_order
-from libra_hpc.protocol.mesh import (
+from libra_hpc.protocol.agents import (
     Fatal,
     FormGeneration,
     Heartbeat,
@@ -42,6 +40,8 @@ from libra_hpc.protocol.mesh import (
     TrainingDone,
     Welcome,
 )
+from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.layout_order import encode_order, new_order
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.state.attempt import start_state
 from tests.protocol.step_reports import step_report

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from libra_hpc.coordinator.observations import Observations
-from libra_hpc.protocol.mesh import OpenGroup, RolloutReport
+from libra_hpc.protocol.agents import OpenGroup, RolloutReport
 from libra_hpc.protocol.plan import GroupFact
 
 

@@ -19,9 +19,8 @@ from safetensors.torch import load_file, save_file
 from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.engine.stats import INTERVAL_S
 from libra_hpc.protocol.codec import FrameBuffer, pack_i32, unpack_f32, unpack_i32
-from libra_hpc.protocol.engine_state import EngineState, EngineStats
-from libra_hpc.protocol.rollout import (
-    EngineError,
+from libra_hpc.protocol.engine import (
+    EngineFailed,
     FromEngine,
     Generate,
     Generated,
@@ -31,6 +30,7 @@ from libra_hpc.protocol.rollout import (
     from_engine,
     to_engine,
 )
+from libra_hpc.protocol.engine_state import EngineState, EngineStats
 from libra_hpc.weights.checksum import file_crc32
 
 VOCAB = 128
@@ -239,7 +239,7 @@ class EngineUnderTest:
 
     def refuse(self, update: UpdateWeights) -> str:
         self.send(update)
-        error: EngineError = self.expect(EngineError)
+        error: EngineFailed = self.expect(EngineFailed)
         assert not error.fatal
         return error.what
 

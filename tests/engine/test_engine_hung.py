@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol import agents as wire
 from tests.agent.test_rollout_node import scene
 
 from .engine_harness import Model, alive, turn

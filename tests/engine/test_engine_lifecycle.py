@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from libra_hpc.engine.warm_up import DECODES, PROMPT
-from libra_hpc.protocol.rollout import EngineError, Generated, Shutdown
+from libra_hpc.protocol.engine import EngineFailed, Generated, StopEngine
 
 from .engine_harness import (
     EngineUnderTest,
@@ -65,7 +65,7 @@ def test_tied_head_follows_every_update_and_shutdown_ends_with_zero(tmp_path: Pa
         assert_serves(engine, first, 8)
         engine.apply(second.update(9))
         assert_serves(engine, second, 9)
-        engine.send(Shutdown())
+        engine.send(StopEngine())
         assert engine.process.wait(60) == 0
     finally:
         engine.close()
@@ -114,7 +114,7 @@ def test_a_dead_worker_fails_every_request_and_ends_the_engine(old: Model, folde
         )
         os.kill(worker, signal.SIGKILL)
         answers = [engine.expect(Generated) for _ in range(2)]
-        error = engine.expect(EngineError)
+        error = engine.expect(EngineFailed)
         assert {done.rid for done in answers} == {"a", "b"}
         for done in answers:
             assert done.finish == "error"
@@ -172,7 +172,7 @@ OFFLINE = """
 import json, sys
 import msgspec
 from libra_hpc.protocol.codec import pack_i32, unpack_i32
-from libra_hpc.protocol.rollout import Generate, UpdateWeights
+from libra_hpc.protocol.engine import Generate, UpdateWeights
 from libra_hpc.engine.offline import OfflineEngine
 from libra_hpc.engine.settings import EngineConfig
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from libra_hpc.protocol.rollout import Generated
+from libra_hpc.protocol.engine import Generated
 
 from .engine_harness import VOCAB, EngineUnderTest, Model, engine_config, turn
 

@@ -16,9 +16,9 @@ import torch
 from libra_hpc.engine.steplog import read_steps
 from libra_hpc.engine.turns import NOT_FINITE
 from libra_hpc.process.dump import DUMP_SIGNAL
-from libra_hpc.protocol.rollout import (
+from libra_hpc.protocol.engine import (
     Abort,
-    EngineError,
+    EngineFailed,
     Generate,
     Generated,
     Sleep,
@@ -221,7 +221,7 @@ def test_a_turn_ends_where_the_context_ends(engine: EngineUnderTest) -> None:
 def test_an_id_in_flight_is_refused_without_ending_the_first(engine: EngineUnderTest) -> None:
     engine.send(turn("double", prompt(8), 20), turn("double", prompt(8), 20))
     messages = [engine.receive(), engine.receive()]
-    (error,) = [m for m in messages if isinstance(m, EngineError)]
+    (error,) = [m for m in messages if isinstance(m, EngineFailed)]
     (done,) = [m for m in messages if isinstance(m, Generated)]
     assert "double" in error.what
     assert not error.fatal

@@ -24,7 +24,7 @@ from libra_hpc.facts.status import decode_status
 from libra_hpc.facts.summary import render_summary, summarise
 from libra_hpc.facts.view import render
 from libra_hpc.pictures.report_page import Standing, page
-from libra_hpc.protocol.mesh import TrainingDone
+from libra_hpc.protocol.agents import TrainingDone
 from tests.coordinator.test_coordinator import Scene, run_until_over
 from tests.protocol.step_reports import step_report
 

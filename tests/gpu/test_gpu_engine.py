@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from libra_hpc.engine.settings import EngineConfig
-from libra_hpc.protocol.rollout import Abort, Generated, Sleep, Wake
+from libra_hpc.protocol.engine import Abort, Generated, Sleep, Wake
 from tests.engine.engine_harness import EngineUnderTest, Model, logprobs_of, make_model, tokens_of, turn
 
 HIDDEN = 256

@@ -19,7 +19,7 @@ from libra_hpc.protocol.env import (
     EpisodeOpened,
     EpisodeStepped,
     FromHost,
-    HostAlive,
+    HostHeartbeat,
     HostReady,
     OpenEpisode,
     StepEpisode,
@@ -83,8 +83,8 @@ class Leader:
         self.link.sendall(b"".join(to_host.frame(message) for message in messages))
 
     def receive(self) -> FromHost:
-        """The next message that is no `HostAlive`."""
-        while isinstance(message := self.receive_any(), HostAlive):
+        """The next message that is no `HostHeartbeat`."""
+        while isinstance(message := self.receive_any(), HostHeartbeat):
             pass
         return message
 

@@ -10,7 +10,7 @@ import pytest
 
 from libra_hpc.host.settings import HostConfig
 from libra_hpc.protocol.codec import pack_i32, unpack_i32
-from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped, HostAlive, OpenEpisode, StepEpisode
+from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped, HostHeartbeat, OpenEpisode, StepEpisode
 from tests.host.leader import Leader, host_settings
 
 PATIENT = f"{Path(__file__).with_name('user_tasks.py')}:Patient"
@@ -62,8 +62,8 @@ def test_a_host_shows_that_its_loop_runs_and_its_stacks_when_asked(keychain_fold
     with Leader(host(keychain_folder)) as leader:
         assert leader.ready.step_limit_s == math.inf, "it ends overdue steps itself, and a queue for tools is no hang"
         assert leader.ready.busy_s == 60.0, "the task's longest tool"
-        assert isinstance(leader.receive_any(), HostAlive)
-        assert isinstance(leader.receive_any(), HostAlive)
+        assert isinstance(leader.receive_any(), HostHeartbeat)
+        assert isinstance(leader.receive_any(), HostHeartbeat)
         leader.process.send_signal(signal.SIGUSR2)
         assert leader.process.stderr is not None
         assert b"Current thread" in leader.process.stderr.readline()
@@ -76,4 +76,4 @@ def test_a_host_that_opens_many_episodes_slowly_reports_progress(keychain_folder
         kinds: list[type] = []
         while kinds.count(EpisodeOpened) < 4:
             kinds.append(type(leader.receive_any()))
-    assert HostAlive in kinds[kinds.index(EpisodeOpened) :]
+    assert HostHeartbeat in kinds[kinds.index(EpisodeOpened) :]

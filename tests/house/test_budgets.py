@@ -7,7 +7,7 @@ import pytest
 from .sources import ROOT, sources
 from .test_rooms import table
 
-LIBRARY, CHECKS, PAGES = 52_159, 45_272, 23_117
+LIBRARY, CHECKS, PAGES = 52_178, 45_290, 21_758
 """Lines of the library with its verbs, lines of tests and benchmarks, and words of README and user pages."""
 BUDGETS = {room: row.lines for room, row in table().items()}
 
@@ -33,5 +33,5 @@ def test_tests_and_benchmarks_stay_small() -> None:
 
 
 def test_user_pages_stay_short() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(page for page in (ROOT / "docs").glob("*.md") if page.name != "architecture.md")]
     assert sum(len(page.read_text().split()) for page in pages) <= PAGES

@@ -14,7 +14,7 @@ from libra_hpc.mesh import mesh as mesh_module
 from libra_hpc.mesh.links import HEADER, Outgoing, accept
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.world import Endpoint, World
-from libra_hpc.protocol.mesh import RankLost
+from libra_hpc.protocol.agents import RankLost
 
 SECRET = secrets.token_bytes(32)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from libra_hpc.mesh.links import Outgoing
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.world import meet
-from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol import agents as wire
 out = Path(sys.argv[1])
 world = meet()
 (out / f"pid-{world.rank}").write_text(str(os.getpid()))

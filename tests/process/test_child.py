@@ -16,7 +16,7 @@ from libra_hpc.process import agent_folders
 from libra_hpc.process.agent_folders import KEPT_S, OWNER_FILE, hold, kept_folder, orphans, remove_kept
 from libra_hpc.process.child import Child
 from libra_hpc.process.visible_devices import engine_environment
-from libra_hpc.protocol.rollout import Abort, from_engine, to_engine
+from libra_hpc.protocol.engine import Abort, from_engine, to_engine
 
 
 def test_messages_to_a_child_that_ended_before_it_connected_are_dropped(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from libra_hpc.facts.columns import BATCH, STEP, TRAINING
-from libra_hpc.protocol.mesh import StepReport
+from libra_hpc.protocol.agents import StepReport
 
 
 def batch_stats(**values: float) -> dict[str, float]:

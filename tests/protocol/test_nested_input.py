@@ -23,10 +23,10 @@ from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times import measured
 from libra_hpc.models.step_times.tables import load_table
 from libra_hpc.preflight.named_files import read_model_config
+from libra_hpc.protocol.agents import mesh
 from libra_hpc.protocol.codec import FrameError
+from libra_hpc.protocol.engine import to_engine
 from libra_hpc.protocol.layout_order import decode_order
-from libra_hpc.protocol.mesh import mesh
-from libra_hpc.protocol.rollout import to_engine
 from libra_hpc.rollout.recovery.history import records
 from libra_hpc.slurm.queue.job_record import read_job
 from libra_hpc.tasks.tool_outcome import classify

@@ -11,8 +11,10 @@ from typing import Any
 from libra_hpc.config.run import RunConfig
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, Policy, TurnView
-from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol import agents as wire
+from libra_hpc.protocol.agents import Batch, Turns
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
+from libra_hpc.protocol.engine import Abort, Generate, Generated
 from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
 from libra_hpc.protocol.env import (
     CloseEpisode,
@@ -24,8 +26,6 @@ from libra_hpc.protocol.env import (
     Signal,
     StepEpisode,
 )
-from libra_hpc.protocol.mesh import Batch, Turns
-from libra_hpc.protocol.rollout import Abort, Generate, Generated
 from libra_hpc.rollout.rollout_leader import RolloutLeader
 from libra_hpc.rollout.run_lines import TrajectoryEnd, decision_line, trace_line
 from libra_hpc.rollout.trajectory import Trajectory

@@ -10,9 +10,9 @@ import msgspec
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.columns import COLUMNS
 from libra_hpc.facts.rundir import read_lines
+from libra_hpc.protocol.agents import OpenGroup, StepReport, TrainingDone
 from libra_hpc.protocol.codec import pack_i32
-from libra_hpc.protocol.mesh import OpenGroup, StepReport, TrainingDone
-from libra_hpc.protocol.rollout import Generated
+from libra_hpc.protocol.engine import Generated
 from libra_hpc.rollout.group_state import GroupState, batch_stats
 from libra_hpc.rollout.open_groups import length_of, open_groups
 from libra_hpc.rollout.trajectory import Trajectory

@@ -10,8 +10,8 @@ import pytest
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
 from libra_hpc.policies.scheduling.turn_migration import Running, TurnMigration
+from libra_hpc.protocol.agents import Turns, TurnsDrained
 from libra_hpc.protocol.codec import pack_f32, unpack_i32
-from libra_hpc.protocol.mesh import Turns, TurnsDrained
 from tests.rollout.plant import STOP, Emptiest, Plant, engine_stats, sampling
 
 ALL_ONCE = ["0.0.0", "0.1.0", "1.0.0", "1.1.0"]

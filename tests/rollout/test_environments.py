@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from libra_hpc.protocol.agents import Fatal
 from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.protocol.env import CloseEpisode, OpenEpisode, StepEpisode
-from libra_hpc.protocol.mesh import Fatal
 from libra_hpc.state.data_order import DataOrder
 from tests.rollout.plant import STOP, Broken, Plant, sampling
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from libra_hpc.agent.hosting.origin import digest
 from libra_hpc.config.run import RunConfig
+from libra_hpc.protocol.agents import Committed
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.env import Signal
-from libra_hpc.protocol.mesh import Committed
 from libra_hpc.rollout.group_state import GroupState, batch_stats
 from libra_hpc.rollout.recovery import recovery_log
 from libra_hpc.rollout.recovery.recovered import RecordedStart, Recovered, SavedTrajectory, TrainedPrompts, drop_reason

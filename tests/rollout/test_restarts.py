@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+from libra_hpc.protocol.agents import Batch
 from libra_hpc.protocol.codec import unpack_i32
-from libra_hpc.protocol.mesh import Batch
 from libra_hpc.rollout.recovery.recovered import RecordedStart, SavedTrajectory, TrainedPrompts, drop_reason, gather
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.state.data_order import DataOrder

@@ -13,16 +13,16 @@ from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.errors import UserError
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.protocol.codec import pack_i32, unpack_i32
-from libra_hpc.protocol.engine_state import EngineStats
-from libra_hpc.protocol.rollout import (
+from libra_hpc.protocol.engine import (
     Abort,
-    EngineError,
+    EngineFailed,
     FromEngine,
     Generate,
     Generated,
     UpdateWeights,
     WeightsApplied,
 )
+from libra_hpc.protocol.engine_state import EngineStats
 from libra_hpc.simulated import tokens
 from libra_hpc.simulated.engine_core import SimulatedEngine
 from libra_hpc.simulated.state import weight_file
@@ -142,9 +142,9 @@ def test_weights_change_between_two_steps(tmp_path: Path) -> None:
     assert done.run_s == (10 + 3) / SPEEDUP
     assert simulated.update(update(tmp_path, 6), LATE) == [WeightsApplied(6, 0.0)]
     bad = UpdateWeights(str(tmp_path / "6.safetensors"), 7, 1)
-    assert [type(message) for message in simulated.update(bad, LATE)] == [EngineError]
+    assert [type(message) for message in simulated.update(bad, LATE)] == [EngineFailed]
     assert [type(message) for message in simulated.update(UpdateWeights(str(tmp_path / "none"), 7, 1), LATE)] == [
-        EngineError
+        EngineFailed
     ]
 
 
@@ -159,7 +159,7 @@ def test_standby_refuses_until_new_weights_arrived(tmp_path: Path) -> None:
         "waits": ("abort", 0),
     }
     assert answers(simulated.submit(turn("e", 1), 10.0))["e"].finish == "error"
-    assert [type(message) for message in simulated.update(update(tmp_path, 6), 10.0)] == [EngineError]
+    assert [type(message) for message in simulated.update(update(tmp_path, 6), 10.0)] == [EngineFailed]
     simulated.wake()
     assert "no current weights" in answers(simulated.submit(turn("e", 1), 10.0))["e"].error
     assert simulated.update(update(tmp_path, 5), 10.0) == [], "the version it had is loaded again"
@@ -174,7 +174,7 @@ def test_what_the_engine_cannot_run_is_refused_in_words() -> None:
     assert "do not say" in answers(simulated.submit(Generate("a", pack_i32([9] * 20), 5), 0.0))["a"].error
     assert "no room" in answers(simulated.submit(turn("b", 5, size=64), 0.0))["b"].error
     simulated.submit(turn("c", 5), 0.0)
-    assert [type(message) for message in simulated.submit(turn("c", 5), 0.0)] == [EngineError]
+    assert [type(message) for message in simulated.submit(turn("c", 5), 0.0)] == [EngineFailed]
     with pytest.raises(UserError, match="max_model_len = 256: the KV cache of qwen3-14b on 1 x a800 holds 128 tokens"):
         engine(capacity=128)
 

@@ -10,7 +10,8 @@ import pytest
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.engine.settings import config_for_run
-from libra_hpc.protocol import env, rollout
+from libra_hpc.protocol import engine as rollout
+from libra_hpc.protocol import env
 from libra_hpc.protocol import trainer as train
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
@@ -71,7 +72,7 @@ def test_an_engine_serves_turns_and_ends_on_shutdown(tmp_path: Path) -> None:
             "49 decode steps and a prefill on operator tables"
         )
         assert link.until(EngineStats).generated_tokens == sum(range(50, 55))
-        link.send(rollout.Shutdown())
+        link.send(rollout.StopEngine())
         assert link.process.wait(60) == 0
 
 
@@ -135,7 +136,7 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
             (_, local) = [link.until(train.Joined) for link in (first, second)]
             assert (local.step, local.received_bytes) == (3, 0), "its node has the weights of step 3"
         first.send(train.Join(3, 0, 2, str(tmp_path / "g3")), train.Join(4, 0, 1, str(tmp_path / "g4")))
-        assert "1 of 2 members did not appear" in first.until(train.WorkerError).what
+        assert "1 of 2 members did not appear" in first.until(train.WorkerFailed).what
         assert first.until(train.Joined).generation == 4, "a newer generation ends the wait for one that cannot form"
         first.send(train.Export(str(tmp_path / "w" / "export.safetensors"), 3))
         exported = first.until(train.Exported)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from libra_hpc.simulator.engine.sim_engine import IDLE
+from libra_hpc.simulator.engine.simulated_engine import IDLE
 
 from .toys import Linear, engine, play, request
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from libra_hpc.simulator.engine.host_cache import HostCache
-from libra_hpc.simulator.engine.sim_engine import Engine
-from libra_hpc.simulator.engine.sim_engines import build_engines
-from libra_hpc.simulator.settings import SimSettings
+from libra_hpc.simulator.engine.simulated_engine import Engine
+from libra_hpc.simulator.engine.simulated_engines import build_engines
+from libra_hpc.simulator.settings import SimulationSettings
 
 from .toys import Linear, play, request
 
@@ -13,7 +13,7 @@ from .toys import Linear, play, request
 def engine(host: HostCache | None) -> Engine:
     """20 blocks of 4 tokens; a step takes 1 s and 1/4 s for each token of a prompt."""
     steps = Linear(80, base=1.0, prefill=0.25)
-    limits = SimSettings(block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
+    limits = SimulationSettings(block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
     return Engine(name="e", tp=1, steps=steps, settings=limits, number=1, version=0, now=0.0, host=host)
 
 

@@ -13,13 +13,13 @@ from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
 from libra_hpc.policies.scheduling.turn_migration import Running, TurnMigration
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.simulator.settings import SimSettings, trajectory_ids
+from libra_hpc.simulator.settings import SimulationSettings, trajectory_ids
 from libra_hpc.simulator.simulate import Simulation, simulate
 from libra_hpc.simulator.simulated_trajectory import SimulatedTrajectory
 
 from .toys import Exchange, Linear, Restless, Spread, single, spec, turn
 
-NOW = SimSettings(block_size=4, send_s=0.0, answer_s=0.0)
+NOW = SimulationSettings(block_size=4, send_s=0.0, answer_s=0.0)
 """Hops that take no time."""
 
 
@@ -52,7 +52,7 @@ class Pair:
         return decision
 
 
-def with_(**changes: object) -> SimSettings:
+def with_(**changes: object) -> SimulationSettings:
     return msgspec.structs.replace(NOW, **changes)
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.simulator.result import SimResult
-from libra_hpc.simulator.settings import SimSettings
+from libra_hpc.simulator.result import SimulationResult
+from libra_hpc.simulator.settings import SimulationSettings
 from libra_hpc.simulator.simulate import Simulation
 
 from .toys import Exchange, Linear, Restless, Spread, engine, play, request, spec
@@ -39,7 +39,7 @@ def workloads(draw: st.DrawFn) -> list[TrajectoryRecord]:
 class Rules(msgspec.Struct, frozen=True):
     """Settings, and when engine b is exchanged for c, if it is: (seconds, delay of c)."""
 
-    settings: SimSettings
+    settings: SimulationSettings
     exchange: tuple[float, float] | None
 
     def stepwise(self) -> Rules:
@@ -49,7 +49,7 @@ class Rules(msgspec.Struct, frozen=True):
 
 @st.composite
 def rules(draw: st.DrawFn) -> Rules:
-    limits = SimSettings(
+    limits = SimulationSettings(
         block_size=4,
         max_num_seqs=draw(st.integers(1, 6)),
         max_num_batched_tokens=draw(st.integers(6, 64)),
@@ -67,7 +67,7 @@ def rules(draw: st.DrawFn) -> Rules:
 
 def run(
     work: list[TrajectoryRecord], rules: Rules, capacity: int, policy: type[Spread] = Spread
-) -> tuple[Simulation, SimResult]:
+) -> tuple[Simulation, SimulationResult]:
     engines = [
         spec("a", Linear(capacity, 2**-4, 2**-18, 2**-10)),
         spec("b", Linear(capacity + 8, 2**-4, 2**-18, 2**-10, tp=2)),

@@ -30,7 +30,7 @@ from libra_hpc.engine.steplog import StepLogHeader
 from libra_hpc.models.step_times.measured import StepPoint
 from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.simulator.settings import EngineSpec, SimSettings
+from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
 from libra_hpc.simulator.simulate import simulate
 
 SEND_S, ANSWER_S, ENV_S, STEP_S = 0.003, 0.003, 0.004, 0.01
@@ -57,7 +57,7 @@ class Known:
 
 def reality(work: list[TrajectoryRecord], engines: Known, open_groups: int) -> Any:
     """A run of the known engines, with the hops of a real one."""
-    limits = SimSettings(
+    limits = SimulationSettings(
         max_inflight=SETUP.max_inflight,
         max_num_seqs=32,
         max_num_batched_tokens=2048,

@@ -12,9 +12,9 @@ from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
 from libra_hpc.policies.scheduling.turn_migration import Running, TurnMigration
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.simulator.engine.sim_engine import IDLE, Engine
-from libra_hpc.simulator.engine.sim_request import SimRequest
-from libra_hpc.simulator.settings import EngineSpec, SimSettings
+from libra_hpc.simulator.engine.simulated_engine import IDLE, Engine
+from libra_hpc.simulator.engine.simulated_request import SimulatedRequest
+from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
 from libra_hpc.simulator.simulate import Simulation
 
 
@@ -101,7 +101,7 @@ class Exchange:
 
 def engine(steps: StepTimes, **settings: object) -> Engine:
     """One engine with blocks of 4 tokens."""
-    limits = SimSettings(**{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **settings})  # type: ignore[arg-type]
+    limits = SimulationSettings(**{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **settings})  # type: ignore[arg-type]
     return Engine(name="e", tp=steps.tp, steps=steps, settings=limits, number=1, version=0, now=0.0)
 
 
@@ -113,9 +113,9 @@ def request(
     prompt_tokens: int | None = None,
     priority: int = 0,
     high: int = 0,
-) -> SimRequest:
+) -> SimulatedRequest:
     """A turn; its prompt is its whole context unless given."""
-    return SimRequest(
+    return SimulatedRequest(
         trajectory=name,
         prompt=prompt or name,
         prompt_blocks=(tokens if prompt_tokens is None else prompt_tokens) // 4,

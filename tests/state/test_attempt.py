@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from libra_hpc.facts.rundir import RunDir, read_lines
-from libra_hpc.protocol.mesh import Welcome
+from libra_hpc.protocol.agents import Welcome
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.attempt import complete_checkpoint, drop_steps_after, remove_old, start_state, whole_start_state
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.protocol.mesh import KeepSnapshot, SnapshotChunk, SnapshotStored, SnapshotWanted
+from libra_hpc.protocol.agents import KeepSnapshot, SnapshotChunk, SnapshotStored, SnapshotWanted
 from libra_hpc.protocol.trainer import SnapshotFailed, SnapshotTaken, TakeSnapshot
 from libra_hpc.state import snapshot_keeper as module
 from libra_hpc.state import state_folders as folders

@@ -11,7 +11,7 @@ import pytest
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir, read_lines
-from libra_hpc.protocol.mesh import KeepSnapshot, SnapshotStored, Welcome
+from libra_hpc.protocol.agents import KeepSnapshot, SnapshotStored, Welcome
 from libra_hpc.state.attempt import drop_steps_after, source_of
 from libra_hpc.state.data_order import DataOrder
 from libra_hpc.state.snapshot_start import list_snapshot, newer_snapshot

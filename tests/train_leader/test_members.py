@@ -6,8 +6,16 @@ import asyncio
 
 import pytest
 
-from libra_hpc.protocol.mesh import Committed, Fatal, Publish, StepReport, ToReplica
-from libra_hpc.protocol.trainer import Alive, Export, Join, SaveCheckpoint, StepFailed, TrainStep, WorkerError
+from libra_hpc.protocol.agents import Committed, Fatal, Publish, StepReport, ToReplica
+from libra_hpc.protocol.trainer import (
+    Export,
+    Join,
+    SaveCheckpoint,
+    StepFailed,
+    TrainStep,
+    WorkerFailed,
+    WorkerHeartbeat,
+)
 from libra_hpc.train_leader import generations
 from tests.train_leader.world import World, batch, until
 
@@ -108,7 +116,7 @@ async def test_a_step_that_the_core_committed_is_saved_and_not_trained_again() -
 async def test_members_that_failed_without_a_death_try_again() -> None:
     world = World(steps=1)
     replica = world.add(1)
-    replica.instead = lambda message: WorkerError("a connection broke", False, message.generation, message.attempt)
+    replica.instead = lambda message: WorkerFailed("a connection broke", False, message.generation, message.attempt)
     world.start(1)
     await until(lambda: world.of(ToReplica))
     await asyncio.sleep(0)
@@ -148,7 +156,7 @@ async def test_a_generation_that_forms_gives_way_to_a_newer_order_at_once() -> N
     world.leader.on_generation(2, (1,))
     await until(lambda: len(world.of(ToReplica)) >= 3)
     # The answer to the order that was given up is not one to the newer order.
-    world.reply(1, WorkerError("generation 1 did not form", False, 1))
+    world.reply(1, WorkerFailed("generation 1 did not form", False, 1))
     world.leader.on_batch(batch(1))
     await world.finish()
     assert [join.generation for join in world.joins()] == [1, 1, 2]
@@ -159,11 +167,11 @@ async def test_an_answer_to_an_earlier_attempt_does_not_fail_the_next_one() -> N
     world = World(steps=1).start(1, 2)
     one, two = world.replicas[1], world.replicas[2]
     one.silent = True
-    two.instead = lambda message: WorkerError("1 did not appear", False, 1, message.attempt)
+    two.instead = lambda message: WorkerFailed("1 did not appear", False, 1, message.attempt)
     await until(lambda: len(world.joins()) == 2)
     two.silent, two.instead = True, None
     await until(lambda: len(world.joins()) == 4)
-    world.leader.on_reply(1, WorkerError("a newer order came", False, 1, world.joins()[0].attempt))
+    world.leader.on_reply(1, WorkerFailed("a newer order came", False, 1, world.joins()[0].attempt))
     world.leader.on_reply(1, StepFailed(1, 1, "of a step that was given up"))
     for replica in (one, two):
         replica.silent = False
@@ -175,11 +183,11 @@ async def test_an_answer_to_an_earlier_attempt_does_not_fail_the_next_one() -> N
 @pytest.mark.usefixtures("soon")
 async def test_time_in_which_a_member_writes_its_state_is_no_failure() -> None:
     world = World(steps=1).start(1, 2)
-    world.replicas[1].instead = lambda message: WorkerError("2 did not appear", False, 1, message.attempt)
+    world.replicas[1].instead = lambda message: WorkerFailed("2 did not appear", False, 1, message.attempt)
     world.replicas[2].silent = True
     for _ in range(8):
         world.now += generations.NEW_GENERATION_S / 2
-        world.leader.on_reply(2, Alive("snapshot", 30.0))
+        world.leader.on_reply(2, WorkerHeartbeat("snapshot", 30.0))
         tried = len(world.joins())
         await until(lambda tried=tried: len(world.joins()) > tried + 2)
     assert not world.of(Fatal)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from libra_hpc.protocol.mesh import Committed, Fatal, Publish, StepReport, ToReplica, TrainingDone
+from libra_hpc.protocol.agents import Committed, Fatal, Publish, StepReport, ToReplica, TrainingDone
 from libra_hpc.protocol.trainer import SaveCheckpoint, Saved, TakeSnapshot
 from libra_hpc.train_leader import saves
 from libra_hpc.train_leader import train_leader as leader

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from libra_hpc.protocol.agents import Batch, Committed, Group, Publish, StepReport, TrainingDone
 from libra_hpc.protocol.codec import pack_f32, pack_i32
-from libra_hpc.protocol.mesh import Batch, Committed, Group, Publish, StepReport, TrainingDone
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.state.data_order import DataOrder
 from tests.protocol.step_reports import batch_stats

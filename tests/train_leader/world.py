@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.protocol.codec import pack_f32, pack_i32
-from libra_hpc.protocol.mesh import (
+from libra_hpc.protocol.agents import (
     Batch,
     Committed,
     Fatal,
@@ -20,6 +19,7 @@ from libra_hpc.protocol.mesh import (
     ToReplica,
     TrainingDone,
 )
+from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import (
     Export,
     Exported,

@@ -16,7 +16,6 @@ from libra_hpc.models.architecture import read_shape
 from libra_hpc.protocol.codec import FrameBuffer, pack_f32, pack_i32
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import (
-    Alive,
     Join,
     Joined,
     Sample,
@@ -28,6 +27,7 @@ from libra_hpc.protocol.trainer import (
     StopWorker,
     TakeSnapshot,
     TrainStep,
+    WorkerHeartbeat,
     from_worker,
     to_worker,
 )
@@ -253,27 +253,27 @@ class Replica:
         self._sockets[rank].sendall(to_worker.frame(message))
 
     def receive_from(self, rank: int) -> Any:
-        """The next answer of one process; `Alive` is skipped."""
+        """The next answer of one process; `WorkerHeartbeat` is skipped."""
         pending = self._buffers[rank][1]
         while not pending:
             self._read(rank)
         return pending.pop(0)
 
-    def alive(self, rank: int) -> Alive:
-        """The next `Alive` of one process."""
-        found: list[Alive] = []
+    def alive(self, rank: int) -> WorkerHeartbeat:
+        """The next `WorkerHeartbeat` of one process."""
+        found: list[WorkerHeartbeat] = []
         while not found:
             found = self._read(rank)
         return found[-1]
 
-    def _read(self, rank: int) -> list[Alive]:
+    def _read(self, rank: int) -> list[WorkerHeartbeat]:
         buffer, pending = self._buffers[rank]
         chunk = self._sockets[rank].recv(1 << 20)
         if not chunk:
             raise EOFError((self.folder / f"{rank}.log").read_text()[-3000:])
         messages = [from_worker.decode(body) for body in buffer.feed(chunk)]
-        pending.extend(message for message in messages if not isinstance(message, Alive))
-        return [message for message in messages if isinstance(message, Alive)]
+        pending.extend(message for message in messages if not isinstance(message, WorkerHeartbeat))
+        return [message for message in messages if isinstance(message, WorkerHeartbeat)]
 
     def ask(self, message: Any, kind: type[Any]) -> Any:
         self.send(message)

@@ -13,7 +13,7 @@ import torch
 
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.protocol.codec import pack_f32, pack_i32
-from libra_hpc.protocol.rollout import Generated, UpdateWeights
+from libra_hpc.protocol.engine import Generated, UpdateWeights
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.packing import Pack, decode, pack

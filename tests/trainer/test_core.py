@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.protocol.trainer import Export, Exported, Join, Joined, StepDone, StepFailed, WorkerError
+from libra_hpc.protocol.trainer import Export, Exported, Join, Joined, StepDone, StepFailed, WorkerFailed
 from libra_hpc.weights.names import ReplicaPlace
 
 from .support import Layout, Replica, assert_same_state, fixed_run, make_model, train_step
@@ -55,7 +55,7 @@ class Run:
         """Answers to the last order; earlier ones formed, or were given up for it."""
         found = []
         for member in self.members:
-            while not (isinstance(answer := member.receive(Joined | WorkerError), Joined) and self._is_last(answer)):
+            while not (isinstance(answer := member.receive(Joined | WorkerFailed), Joined) and self._is_last(answer)):
                 pass
             found.append(answer)
         return found

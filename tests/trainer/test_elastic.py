@@ -15,7 +15,7 @@ from libra_hpc.protocol.trainer import (
     SaveStarted,
     StepFailed,
     TrainStep,
-    WorkerError,
+    WorkerFailed,
 )
 from libra_hpc.weights.names import ReplicaPlace
 
@@ -64,7 +64,7 @@ def test_a_newer_order_ends_the_wait_for_a_member_that_is_missing(tmp_path: Path
     first.send(SaveCheckpoint(str(tmp_path / "saved"), 0))
     for rank, replica in enumerate((first, second)):
         replica.send(Join(2, rank, 2, str(tmp_path / "g2")))
-        error = replica.receive(WorkerError)
+        error = replica.receive(WorkerFailed)
         assert (error.generation, error.fatal) == (1, False)
     assert first.receive(SaveStarted).step == first.receive(Saved).step == 0
     assert [replica.receive(Joined).generation for replica in (first, second)] == [2, 2]
@@ -86,7 +86,7 @@ def test_a_replica_that_cannot_join_or_train_reports_it_and_stays_usable(tmp_pat
     replica = Replica(tmp_path, "split", model_dir, tp=2, join_timeout_s=2.0)
     replica.ready()
     # The other member never appears.
-    error = replica.ask(Join(1, 0, 2, str(tmp_path / "g1")), WorkerError)
+    error = replica.ask(Join(1, 0, 2, str(tmp_path / "g1")), WorkerFailed)
     assert not error.fatal
     assert "generation 1" in error.what
     failed = replica.ask(train_step(1, 1), StepFailed)
@@ -108,6 +108,6 @@ def test_a_replica_that_cannot_join_or_train_reports_it_and_stays_usable(tmp_pat
     replica.processes[1].wait()
     replica.send_to(0, train_step(2, 4))
     error = replica.receive_from(0)
-    assert isinstance(error, WorkerError)
+    assert isinstance(error, WorkerFailed)
     assert error.fatal
     assert replica.processes[0].wait(timeout=60) == 1

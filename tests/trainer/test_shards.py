@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra_hpc.protocol.agents import Group
 from libra_hpc.protocol.codec import pack_f32, pack_i32
-from libra_hpc.protocol.mesh import Group
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.trainer.exchange import GroupMembers, join_transfers, owned, step_transfers
 from libra_hpc.trainer.shards import loss_tokens_of, shard, tokens_of

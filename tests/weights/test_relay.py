@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_hpc.process.deadlines import DeadlineSettings
-from libra_hpc.protocol.mesh import MeshMessage, WeightsChunk
+from libra_hpc.protocol.agents import MeshMessage, WeightsChunk
 from libra_hpc.weights import flow, incoming
 from libra_hpc.weights.flow import IN_FLIGHT, halves
 from libra_hpc.weights.relay import KEEP_VERSIONS, RETRY_MAX_S, RETRY_S, Publisher, Receiver

@@ -21,7 +21,7 @@ from libra_hpc.host.settings import write_private
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child
 from libra_hpc.process.deadlines import Deadlines
-from libra_hpc.protocol.env import EpisodeStepped, HostAlive, HostReady, ToHost, from_host, to_host
+from libra_hpc.protocol.env import EpisodeStepped, HostHeartbeat, HostReady, ToHost, from_host, to_host
 
 RESTART_S = 0.5
 """After one end in the window; two ends wait twice as long."""
@@ -104,7 +104,7 @@ class Hosts(Owner):
         elif isinstance(message, EpisodeStepped):
             self._busy_s[host] = self._declared_s[host]
         # Only signs of life come at a fixed pace; an answer is one too, but its time is not measured.
-        if isinstance(message, HostReady | HostAlive):
+        if isinstance(message, HostReady | HostHeartbeat):
             self._deadlines.end(host, now)
         self._deadlines.begin(LIFE, host, now, self._busy_s[host])
         self._owner.on_host(host, message)

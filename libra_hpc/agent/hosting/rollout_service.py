@@ -11,7 +11,7 @@ from libra_hpc.errors import error_text
 from libra_hpc.facts.journal import Journal
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.scheduling.registry import make_policy
-from libra_hpc.protocol import mesh as wire
+from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.env import ToHost
 from libra_hpc.protocol.trace import Restart

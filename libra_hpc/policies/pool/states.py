@@ -21,8 +21,7 @@ from typing import Literal, Union
 
 import msgspec
 
-from libra_hpc.protocol.engine_state import EngineKind, EngineState
-from libra_hpc.protocol.mesh import (
+from libra_hpc.protocol.agents import (
     DrainTurns,
     FormGeneration,
     RankBack,
@@ -32,6 +31,7 @@ from libra_hpc.protocol.mesh import (
     StopTrainers,
     TurnsDrained,
 )
+from libra_hpc.protocol.engine_state import EngineKind, EngineState
 
 Component = Literal["train", "hybrid", "rollout"]
 
@@ -99,7 +99,7 @@ class Node(msgspec.Struct, frozen=True):
     unit: tuple[int, ...] = ()
     """Ranks of the hybrid nodes that train as one world and move together; alone its own."""
     world: int = 0
-    """Number of the unit's training world: all its processes begin anew when one has ended."""
+    """Number of the unit's training world: all its processes restart when one has ended."""
 
 
 class Pool(msgspec.Struct, frozen=True):
@@ -243,14 +243,14 @@ def _trainers_lost(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
     for one in _unit(pool, node):
         if one.rank != node.rank:
             effects.append(StopTrainers(one.rank))
-        pool, own = _begin_anew(pool, one)
+        pool, own = _restart_unit(pool, one)
         effects += own
         changes |= one.role == "train" and one.engine_ready
     pool, proposal = _propose(pool) if changes else (pool, ())
     return pool, (*proposal, *effects)
 
 
-def _begin_anew(pool: Pool, node: Node) -> tuple[Pool, list[Effect]]:
+def _restart_unit(pool: Pool, node: Node) -> tuple[Pool, list[Effect]]:
     """The node's training processes are gone with those of its unit."""
     world = node.world + (len(node.unit) > 1)
     pool = _put(pool, node, world=world)

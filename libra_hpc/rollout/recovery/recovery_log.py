@@ -27,8 +27,8 @@ import msgspec
 
 from libra_hpc.errors import error_text
 from libra_hpc.files import write_atomic
+from libra_hpc.protocol.agents import Committed
 from libra_hpc.protocol.codec import FrameError
-from libra_hpc.protocol.mesh import Committed
 from libra_hpc.rollout.trajectory import Trajectory
 
 from .recovered import DAMAGED, RecordedStart, Recovered, SavedTrajectory, TrainedPrompts, drop_reason, gather, records

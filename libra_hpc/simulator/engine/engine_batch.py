@@ -12,21 +12,21 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from libra_hpc.simulator.settings import SimSettings
+from libra_hpc.simulator.settings import SimulationSettings
 
 from .cache import BlockCache
 from .host_cache import HostCache
-from .sim_request import Counters, SimRequest
+from .simulated_request import Counters, SimulatedRequest
 
 
 class SimulatedBatch:
-    """Running and waiting requests; ``running`` is in order of admission, `SimRequest.step` is set by `form`."""
+    """Running and waiting requests; ``running`` is in order of admission, `SimulatedRequest.step` is set by `form`."""
 
     def __init__(
-        self, cache: BlockCache, limits: SimSettings, counters: Counters, host: HostCache | None = None
+        self, cache: BlockCache, limits: SimulationSettings, counters: Counters, host: HostCache | None = None
     ) -> None:
-        self.running: list[SimRequest] = []
-        self._waiting: list[tuple[int, int, SimRequest]] = []
+        self.running: list[SimulatedRequest] = []
+        self._waiting: list[tuple[int, int, SimulatedRequest]] = []
         self._cache, self._limits, self._counters, self._host = cache, limits, counters, host
         self.fetched = 0
         """Blocks that the next step reads from host memory."""
@@ -41,7 +41,7 @@ class SimulatedBatch:
     def open(self) -> bool:
         return len(self.running) < self._limits.max_num_seqs
 
-    def add(self, request: SimRequest) -> None:
+    def add(self, request: SimulatedRequest) -> None:
         self._serial += 1
         request.serial = self._serial
         heappush(self._waiting, (request.priority, self._serial, request))
@@ -147,11 +147,11 @@ class SimulatedBatch:
             budget -= request.step
             running.append(request)
 
-    def _publish(self, request: SimRequest) -> None:
+    def _publish(self, request: SimulatedRequest) -> None:
         full = min((request.computed + request.step) // self._block, request.prompt_blocks)
         request.own -= self._cache.publish(request.prompt, full)
 
-    def release(self, request: SimRequest) -> None:
+    def release(self, request: SimulatedRequest) -> None:
         request.high = max(request.high, request.computed)
         own = max(0, request.computed // self._block - request.prompt_blocks)
         self._cache.release(request.trajectory, request.prompt, own, rest=request.own - own)
@@ -161,13 +161,13 @@ class SimulatedBatch:
         request.blocks = request.own = request.computed = request.step = 0
         request.decoding = False
 
-    def put_back(self, request: SimRequest, cause: str) -> None:
+    def put_back(self, request: SimulatedRequest, cause: str) -> None:
         """Preempt a running request: it loses its blocks and waits again."""
         self.release(request)
         request.again = cause
         heappush(self._waiting, (request.priority, request.serial, request))
 
-    def remove(self, request: SimRequest) -> None:
+    def remove(self, request: SimulatedRequest) -> None:
         if request in self.running:
             self.running.remove(request)
             self.release(request)
@@ -182,5 +182,5 @@ class SimulatedBatch:
         return len(running)
 
 
-def _order(request: SimRequest) -> tuple[int, int]:
+def _order(request: SimulatedRequest) -> tuple[int, int]:
     return request.priority, request.serial

@@ -18,8 +18,8 @@ from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
 from libra_hpc.policies.costs.training_time import BatchWork
 from libra_hpc.policies.scheduling.rules.least_loaded import LeastLoaded
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.simulator.result import SimResult
-from libra_hpc.simulator.settings import EngineSpec, SimSettings
+from libra_hpc.simulator.result import SimulationResult
+from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
 from libra_hpc.simulator.simulate import simulate
 from tests.policies.control.plant_costs import FakeSteps, one_turn
 
@@ -122,9 +122,9 @@ def rollout(
     return made
 
 
-def play(work: list[TrajectoryRecord], steps: StepTimes) -> SimResult:
+def play(work: list[TrajectoryRecord], steps: StepTimes) -> SimulationResult:
     """One replica, one batch, everything at once."""
-    limits = SimSettings(
+    limits = SimulationSettings(
         max_inflight=10**6, max_num_seqs=SEQS, max_num_batched_tokens=2048, block_size=16, send_s=0.0, answer_s=0.0
     )
     return simulate(work, [EngineSpec("e", 1, steps)], LeastLoaded(), limits)

@@ -22,8 +22,7 @@ from libra_hpc.policies.pool.states import (
     start,
     trainers,
 )
-from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.mesh import (
+from libra_hpc.protocol.agents import (
     DrainTurns,
     FormGeneration,
     RankBack,
@@ -33,6 +32,7 @@ from libra_hpc.protocol.mesh import (
     StopTrainers,
     TurnsDrained,
 )
+from libra_hpc.protocol.engine_state import EngineState
 
 
 def ready(rank: int, kind: str) -> EngineState:
@@ -155,8 +155,7 @@ def test_a_lost_node_returns_to_its_role() -> None:
     pool, effects = play(pool, RankLost(3), RankBack(3))
     assert effects == [StartEngine(3, "train")]
     pool, effects = play(pool, RankLost(2))
-    assert effects == []
-    assert rollout_nodes(pool) == ()
+    assert (effects, rollout_nodes(pool)) == ([], ())
 
 
 def test_a_standby_that_dies_changes_nothing() -> None:
@@ -217,10 +216,7 @@ def test_nodes_that_are_one_replica_move_together() -> None:
     pool, effects = together(MoveOrdered(3, "rollout"))
     assert effects == [FormGeneration(3, (1,))]
     pool, effects = play(pool, MemberOf(1, 3), ready(3, "rollout"), ready(4, "rollout"))
-    assert [e for e in effects if isinstance(e, StandbyEngine)] == [
-        StandbyEngine(3, "train"),
-        StandbyEngine(4, "train"),
-    ]
+    assert [e for e in effects if isinstance(e, StandbyEngine)] == [StandbyEngine(rank, "train") for rank in (3, 4)]
     assert rollout_nodes(pool) == (2, 3, 4, 5)
 
 
@@ -241,10 +237,7 @@ def test_a_lost_node_sends_the_other_one_of_its_replica_to_roll_out() -> None:
     pool, effects = play(pool, ready(4, "rollout"), RankBack(3), ready(3, "rollout"))
     assert effects == [StartEngine(3, "rollout")]
     _, effects = play(pool, MoveOrdered(3, "train"), TurnsDrained(3), TurnsDrained(4))
-    assert [e for e in effects if isinstance(e, StartEngine)] == [
-        StartEngine(3, "train", 1),
-        StartEngine(4, "train", 1),
-    ]
+    assert [e for e in effects if isinstance(e, StartEngine)] == [StartEngine(rank, "train", 1) for rank in (3, 4)]
 
 
 ranks = st.integers(1, 5)

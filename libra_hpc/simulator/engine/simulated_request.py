@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class SimRequest:
+class SimulatedRequest:
     """A turn: continue a context of ``tokens`` by ``left`` more.
 
     ``computed`` of its tokens are in the KV cache.  As in vLLM, the last sampled token enters it in the next step.
@@ -87,7 +87,7 @@ class Counters:
         self.cached = 0
         """Tokens found in the prefix cache, at every admission."""
         self.again: dict[str, int] = {}
-        """Of ``prefilled``: tokens computed before, by cause (`SimRequest.again`)."""
+        """Of ``prefilled``: tokens computed before, by cause (`SimulatedRequest.again`)."""
         self.fetched = 0
         """Of ``cached``: read from host memory."""
         self.first_prefill = self.first_cached = 0

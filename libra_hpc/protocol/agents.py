@@ -12,8 +12,8 @@ from typing import Union
 import msgspec
 
 from .codec import Codec
+from .engine import Abort, Generate, Generated
 from .engine_state import EngineKind, EngineState, EngineStats
-from .rollout import Abort, Generate, Generated
 from .trainer import FromWorker, Sample, ToWorker
 
 

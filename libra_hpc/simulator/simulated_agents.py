@@ -12,12 +12,12 @@ from libra_hpc.models.capacity import blocks_of
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
 from libra_hpc.simulator.engine.host_cache import host_cache
-from libra_hpc.simulator.engine.sim_engine import IDLE, Engine
-from libra_hpc.simulator.engine.sim_request import SimRequest
+from libra_hpc.simulator.engine.simulated_engine import IDLE, Engine
+from libra_hpc.simulator.engine.simulated_request import SimulatedRequest
 
 from .event_queue import STEP, Events
 from .result import Recorder
-from .settings import EngineSpec, SimSettings
+from .settings import EngineSpec, SimulationSettings
 from .simulated_trajectory import SentTurn, SimulatedTrajectory
 
 
@@ -30,7 +30,7 @@ class Agents:
 
     def __init__(
         self,
-        settings: SimSettings,
+        settings: SimulationSettings,
         board: Board,
         recorder: Recorder,
         events: Events,
@@ -43,7 +43,7 @@ class Agents:
         self._answered, self._applied, self._freed = answered, applied, freed
         self._at = events.at
         self._count = 0
-        self._requests: dict[SimRequest, SentTurn] = {}
+        self._requests: dict[SimulatedRequest, SentTurn] = {}
         self._leaving: dict[str, Callable[[], None]] = {}
 
     @property
@@ -111,7 +111,7 @@ class Agents:
             recorder.turn_migrations += trajectory.partial > 0
             last = self.engines.get(turn.engine)
             recorder.tp_moves += last is not None and last.tp != engine.tp
-        request = SimRequest(
+        request = SimulatedRequest(
             trajectory=trajectory.name,
             prompt=turn.prompt_id,
             prompt_blocks=trajectory.shared // settings.block_size,

@@ -13,14 +13,14 @@ import math
 
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.protocol.engine_state import EngineStats
-from libra_hpc.simulator.settings import SimSettings
+from libra_hpc.simulator.settings import SimulationSettings
 from libra_hpc.simulator.stretch import Stretch
 from libra_hpc.simulator.timeline import Timeline
 
 from .cache import BlockCache
 from .engine_batch import SimulatedBatch
 from .host_cache import HostCache
-from .sim_request import Counters, SimRequest
+from .simulated_request import Counters, SimulatedRequest
 
 IDLE = math.inf
 
@@ -33,7 +33,7 @@ class Engine:
         name: str,
         tp: int,
         steps: StepTimes,
-        settings: SimSettings,
+        settings: SimulationSettings,
         number: int,
         version: int,
         now: float,
@@ -51,7 +51,7 @@ class Engine:
         self._cache = BlockCache(steps.kv_capacity // settings.block_size)
         self._host = host
         self._batch = SimulatedBatch(self._cache, settings, self.counters, host)
-        self._aborted: list[SimRequest] = []
+        self._aborted: list[SimulatedRequest] = []
         self._swap: tuple[int, float] | None = None
         self._pausing: int | None = None
         self._pause_at = now
@@ -63,13 +63,13 @@ class Engine:
     def blocks(self) -> int:
         return self._cache.total
 
-    def submit(self, request: SimRequest, now: float) -> None:
+    def submit(self, request: SimulatedRequest, now: float) -> None:
         """Add a request; it takes part from the next step boundary on."""
         self._batch.add(request)
         if self._batch.open:
             self._interrupt(now)
 
-    def abort(self, request: SimRequest, now: float) -> None:
+    def abort(self, request: SimulatedRequest, now: float) -> None:
         request.aborted = True
         self._aborted.append(request)
         self._interrupt(now)
@@ -79,7 +79,7 @@ class Engine:
         self._swap = (version, seconds)
         self._interrupt(now)
 
-    def advance(self, now: float) -> list[SimRequest]:
+    def advance(self, now: float) -> list[SimulatedRequest]:
         """End what is due at `next_at` and start the next step; returns the requests that ended."""
         done = self._settle(now) if self._stretch.steps else []
         if self._pausing is not None:
@@ -99,7 +99,7 @@ class Engine:
         return done
 
     def report(self, now: float) -> EngineStats | None:
-        """The load and totals if a report is due: every `SimSettings.report_s`, and when the engine falls idle."""
+        """Load and totals if a report is due: every `SimulationSettings.report_s`, and when it becomes idle."""
         if not self._due:
             return None
         self._due = False
@@ -128,7 +128,7 @@ class Engine:
             self._stretch.cut(now)
             self.next_at = self._stretch.end
 
-    def _settle(self, now: float) -> list[SimRequest]:
+    def _settle(self, now: float) -> list[SimulatedRequest]:
         """The stretch ended: give its tokens to the requests; returns those that ended."""
         start, steps, running, block, counters = (
             self._stretch.start,
@@ -173,7 +173,7 @@ class Engine:
             self._batch.release(request)
         return done
 
-    def _prefilled(self, request: SimRequest) -> int:
+    def _prefilled(self, request: SimulatedRequest) -> int:
         """A chunk of a request is computed; returns the tokens sampled (0 or 1)."""
         counters = self.counters
         again = min(request.computed + request.step, request.high) - request.computed
@@ -256,7 +256,7 @@ class Engine:
 
     # --- between steps
 
-    def _remove_aborted(self, now: float) -> list[SimRequest]:
+    def _remove_aborted(self, now: float) -> list[SimulatedRequest]:
         gone = [request for request in self._aborted if request.left]
         self._aborted = []
         for request in gone:

@@ -38,7 +38,7 @@ class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
     path: str
     version: int
     crc32: int
-    """zlib.crc32 of the whole file; on a mismatch the engine answers `EngineError` and keeps the old weights."""
+    """zlib.crc32 of the whole file; on a mismatch the engine answers `EngineFailed` and keeps the old weights."""
 
 
 class Sleep(msgspec.Struct, tag=True, frozen=True):
@@ -49,7 +49,7 @@ class Wake(msgspec.Struct, tag=True, frozen=True):
     """Leave standby; the weights are stale until the next `UpdateWeights`."""
 
 
-class Shutdown(msgspec.Struct, tag=True, frozen=True):
+class StopEngine(msgspec.Struct, tag=True, frozen=True):
     """Exit with 0."""
 
 
@@ -91,15 +91,15 @@ class WeightsApplied(msgspec.Struct, tag=True, frozen=True):
     seconds: float
 
 
-class EngineError(msgspec.Struct, tag=True, frozen=True):
+class EngineFailed(msgspec.Struct, tag=True, frozen=True):
     """Something failed; ``fatal`` means the process is about to exit and must be rebuilt."""
 
     what: str
     fatal: bool
 
 
-ToEngine = Union[Generate, Abort, UpdateWeights, Sleep, Wake, Shutdown]
-FromEngine = Union[EngineState, Generated, EngineStats, WeightsApplied, EngineError]
+ToEngine = Union[Generate, Abort, UpdateWeights, Sleep, Wake, StopEngine]
+FromEngine = Union[EngineState, Generated, EngineStats, WeightsApplied, EngineFailed]
 
 to_engine: Codec[ToEngine] = Codec(ToEngine)
 from_engine: Codec[FromEngine] = Codec(FromEngine)
