@@ -23,7 +23,7 @@ from bench.fleets_rows import Fleet, engines_of, longest_context, quantile_thres
 from bench.policies.admission import Admission, Admitted, KvForecast, KvShare
 from bench.policies.cmlfq_cost import CmlfqCost
 from bench.policies.episode_cap import EpisodeCap
-from bench.policies.probing import LaMlfq
+from bench.policies.la_mlfq import LaMlfq
 from bench.policies.tp_sticky import TpSticky
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.policies.scheduling.protocol import Policy

@@ -10,11 +10,9 @@ from libra_hpc.policies.scheduling.registry import policy_names
 FILES = {
     "autellix": "autellix.py:Autellix",
     "cmlfq_cost": "cmlfq_cost.py:CmlfqCost",
-    "la_mlfq": "probing.py:LaMlfq",
+    "la_mlfq": "la_mlfq.py:LaMlfq",
     "length_aware": "length_aware.py:LengthAware",
     "oracle": "oracle.py:Oracle",
-    "round_robin": "round_robin.py:RoundRobin",
-    "seer": "probing.py:Seer",
     "tp_sticky": "tp_sticky.py:TpSticky",
 }
 """Name -> file of this folder and class; ``oracle`` runs in the simulator only."""

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from bench.policies import FILES, POLICIES
 from bench.policies.autellix import BETA, DECODE_S, Autellix, lower_bound_s
 from bench.policies.cmlfq_cost import CmlfqCost
+from bench.policies.la_mlfq import FOLLOW_S, LaMlfq
 from bench.policies.length_aware import LengthAware
-from bench.policies.probing import FOLLOW_S, LaMlfq, Seer
-from bench.policies.round_robin import RoundRobin
 from bench.policies.tp_sticky import TpSticky
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.policies.scheduling.registry import make_policy, policy_class
@@ -36,22 +35,6 @@ def test_everything_is_served_and_nothing_is_kept_of_it(name: str, seed: int) ->
     policy, board = make_policy(POLICIES[name]), board_of(*MIXED, cap=2)
     assert sorted(drive(policy, board, lengths, rng)) == sorted(lengths)
     assert_nothing_is_kept(policy)
-
-
-def test_round_robin_goes_around_and_skips_the_full() -> None:
-    policy, board = RoundRobin(), board_of(("a", 1), ("b", 4), ("c", 1), cap=1)
-    assert [policy.route(turn_of("t", at="a"), board, 0.0).engine for _ in range(4)] == ["a", "b", "c", "a"]
-    board.sent("b", 1)
-    assert policy.route(turn_of("t"), board, 0.0).engine == "c"
-    board.down("c")
-    assert policy.route(turn_of("t"), board, 0.0).engine == "a"
-    board.set_open("a", False)
-    decision = policy.route(turn_of("t"), board, 0.0)
-    assert (decision.engine, decision.wait, decision.reason) == (
-        "",
-        "slot",
-        "wait: none of 2 engines has a free slot that fits",
-    )
 
 
 @pytest.mark.parametrize(("prompt", "engine"), [(5_000, "one"), (5_001, "two"), (10_001, "four"), (15_001, "eight")])
@@ -189,33 +172,3 @@ def test_la_mlfq_climbs_by_attained_service_and_forgets_old_history() -> None:
     assert policy.route(turn_of("s"), board, 5.0).level == 1
     policy.finished(ended("y", "q", 10, version=6), 6.0)
     assert policy.route(turn_of("r", "p"), board, 7.0).level == 0, "history of six versions ago: a scout again"
-
-
-def test_seer_probes_first_then_longest_groups_first() -> None:
-    policy, board = Seer(), board_of(("a", 1), cap=1)
-    dispatcher = Dispatcher(policy, board)
-    for name in ("short/0", "short/1", "long/0", "long/1", "new/0", "new/1"):
-        dispatcher.ready(turn_of(name, name.split("/")[0]), 0.0)
-    order = []
-    for _ in range(6):
-        ((turn, decision),) = dispatcher.dispatch(1.0)
-        order.append(turn.trajectory)
-        board.answered("a", 500)
-        if turn.trajectory in ("short/0", "long/0"):
-            dispatcher.finished(
-                ended(turn.trajectory, turn.prompt_id, {"short/0": 100, "long/0": 9_000}[turn.trajectory]), 1.0
-            )
-    assert order == ["short/0", "long/0", "new/0", "new/1", "long/1", "short/1"], (
-        "probes; the unknown group; the long one; the short one"
-    )
-    assert decision.reason == "group of 100 tokens: a has the fewest KV tokens in flight"
-
-
-def test_seer_probes_shortest_first_and_stays_unless_kv_is_pooled() -> None:
-    policy, board = Seer(), board_of(("a", 1), ("b", 1))
-    young, old = turn_of("x", "p", attained=10), turn_of("y", "q", attained=500)
-    assert policy.key(young, 0.0) < policy.key(old, 0.0) < policy.key(turn_of("z", "p"), 0.0)
-    board.sent("a", 90_000)
-    gap = turn_of("x", "p", at="a", turns=1)
-    assert policy.route(gap, board, 0.0).engine == "a"
-    assert Seer(pooled=True).route(gap, board, 0.0).engine == "b"

@@ -1,6 +1,4 @@
-"""Two rules in which one trajectory of each prompt, the probe, goes first and tells the length of its siblings.
-
-`la_mlfq`: length-aware MLFQ with scouts, from Libra's code (arXiv 2606.03077), on `length_buckets`.
+"""`la_mlfq`: length-aware MLFQ with scouts, from Libra's code (arXiv 2606.03077), on `length_buckets`.
 
 - First sample of a prompt without history -> the *scout*; it starts in the shortest bucket.
 - Its siblings -> wait for its end, at most `FOLLOW_S`, behind every turn that is ready; then the shortest bucket.
@@ -8,8 +6,6 @@
 - A trajectory exceeds the threshold of its bucket -> it moves up.  The original never calls this check, so scouts of
   long prompts would stay in the shortest bucket.
 - Otherwise -> the engine of the last turn while it is eligible.
-
-`seer`: probe first, then approximately longest first (Seer, arXiv 2511.14617), see `Seer`.
 """
 
 from __future__ import annotations
@@ -22,38 +18,6 @@ from libra_hpc.policies.scheduling.rules.rule import Rule, eligible, last_engine
 FOLLOW_S = 60.0
 TTL_VERSIONS = 5
 """Weight versions; epochs in the original."""
-LONGEST = 1 << 24
-"""Tokens, above any context: estimate of a group without finished trajectories."""
-
-PROBES = -(1 << 26)
-"""Key of a probe without generated tokens: before any estimate."""
-
-
-class Probes:
-    """One trajectory of each prompt that goes first, until it ends."""
-
-    def __init__(self) -> None:
-        self._first: dict[str, str] = {}
-        self._prompt: dict[str, str] = {}
-
-    def __len__(self) -> int:
-        return len(self._prompt)
-
-    def of(self, prompt_id: str) -> str | None:
-        """The present probe of a prompt."""
-        return self._first.get(prompt_id)
-
-    def claim(self, turn: TurnView) -> str:
-        """The probe of the turn's prompt; without one, the turn's trajectory becomes it."""
-        first = self._first.setdefault(turn.prompt_id, turn.trajectory)
-        self._prompt[first] = turn.prompt_id
-        return first
-
-    def drop(self, trajectory: str) -> None:
-        """A trajectory ended: the next `claim` replaces it."""
-        prompt = self._prompt.pop(trajectory, None)
-        if prompt is not None:
-            del self._first[prompt]
 
 
 class LaMlfq(Rule):
@@ -64,7 +28,10 @@ class LaMlfq(Rule):
     def __init__(self, thresholds: tuple[int, ...] = THRESHOLDS, max_queue_length: int = MAX_QUEUE_LENGTH) -> None:
         self._buckets = LengthBuckets(thresholds, max_queue_length)
         self._level: dict[str, int] = {}
-        self._scouts = Probes()
+        self._scout: dict[str, str] = {}
+        """By prompt: the trajectory that goes first, until it ends."""
+        self._scouted: dict[str, str] = {}
+        """By scout: its prompt."""
         self._history: dict[str, tuple[int, int]] = {}
         """By prompt: generated tokens of its last trajectory, and weight version."""
         self._version = 0
@@ -77,9 +44,7 @@ class LaMlfq(Rule):
         """See `Policy.route`."""
         if self._follows(turn) and now - turn.ready_at < FOLLOW_S:
             reason = "wait: {scout} scouts for this prompt"
-            return Decision(
-                engine="", priority=0, level=0, template=reason, numbers={"scout": self._scouts.claim(turn)}
-            )
+            return Decision(engine="", priority=0, level=0, template=reason, numbers={"scout": self._scout_of(turn)})
         levels = len(board.classes)
         old = self._level.get(turn.trajectory, -1)
         level = min(
@@ -115,7 +80,8 @@ class LaMlfq(Rule):
 
     def forget(self, trajectory: str) -> None:
         """See `Policy.forget`: the prompt of an aborted scout gets a new one."""
-        self._scouts.drop(trajectory)
+        if trajectory in self._scouted:
+            del self._scout[self._scouted.pop(trajectory)]
         self._level.pop(trajectory, None)
         self._buckets.live.drop(trajectory)
 
@@ -131,67 +97,10 @@ class LaMlfq(Rule):
         """Whether a turn starts a sibling of a scout; the first turn of a prompt becomes the scout."""
         if turn.trajectory in self._level or self._known(turn.prompt_id) is not None:
             return False
-        return self._scouts.claim(turn) != turn.trajectory
+        return self._scout_of(turn) != turn.trajectory
 
-
-class Seer(Rule):
-    """Probes first, then the groups of the longest estimate.
-
-    - First sample of a prompt -> its probe.  Probes go before all others; among them the fewest generated tokens first.
-    - Estimate of a group -> its longest finished trajectory; without one, as long as can be.
-    - The other samples -> by descending estimate; first come, first served among equals.
-    - The engine -> that of the last turn while it is eligible, else the fewest KV tokens in flight.  The published
-      system has a shared KV pool and always takes the fewest (``pooled=True``).
-    """
-
-    name = "seer"
-
-    def __init__(self, pooled: bool = False) -> None:
-        self._pooled = pooled
-        self._probes = Probes()
-        self._longest: dict[str, int] = {}
-
-    def key(self, turn: TurnView, now: float) -> float:
-        """See `Policy.key`: probes by attained tokens, the others by descending estimate."""
-        return float(self._place(turn))
-
-    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-        """See `Policy.route`."""
-        place = self._place(turn)
-        free = eligible(turn, board)
-        if not free:
-            return wait(board, priority=place)
-        last = None if self._pooled else last_engine(turn, free)
-        chosen = last or min(free, key=lambda e: (e.inflight_tokens, e.inflight))
-        known = self._longest.get(turn.prompt_id)
-        who = (
-            "probe"
-            if self._probes.of(turn.prompt_id) == turn.trajectory
-            else "group of unknown length"
-            if known is None
-            else "group of {length:.0f} tokens"
-        )
-        where = "stays on {engine}" if last else "{engine} has the fewest KV tokens in flight"
-        numbers: dict[str, float | str] = {
-            "length": float(known or 0),
-            "engine": chosen.engine,
-            "inflight_tokens": float(chosen.inflight_tokens),
-        }
-        return Decision(
-            engine=chosen.engine, priority=place, level=chosen.level, template=f"{who}: {where}", numbers=numbers
-        )
-
-    def finished(self, record: Finished, now: float) -> None:
-        """See `Policy.finished`."""
-        self._longest[record.prompt_id] = max(record.generated_tokens, self._longest.get(record.prompt_id, 0))
-        super().finished(record, now)
-
-    def forget(self, trajectory: str) -> None:
-        """See `Policy.forget`: the prompt of an aborted probe gets a new one."""
-        self._probes.drop(trajectory)
-
-    def _place(self, turn: TurnView) -> int:
-        known = self._longest.get(turn.prompt_id)
-        if (self._probes.claim(turn) if known is None else self._probes.of(turn.prompt_id)) == turn.trajectory:
-            return PROBES + turn.attained_tokens
-        return -(LONGEST if known is None else known)
+    def _scout_of(self, turn: TurnView) -> str:
+        """The scout of the turn's prompt; without one, the turn's trajectory becomes it."""
+        scout = self._scout.setdefault(turn.prompt_id, turn.trajectory)
+        self._scouted[scout] = turn.prompt_id
+        return scout
