@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bench.tabulate import hf_config
 from libra_hpc.errors import UserError
 from libra_hpc.models import devices as module
 from libra_hpc.models.devices import device, devices
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
-from libra_hpc.models.step_times.tabulate import hf_config
 
 MI250X = """
 ["mi250x"]

@@ -1,7 +1,7 @@
 """Step times composed of measured operator times.
 
 A table has, per system, model and tensor-parallel degree, the times of a step's parts on a grid; a step is their sum
-(`Parts`). ``python -m libra_hpc.models.step_times.tabulate`` makes the files in ``tables/``.
+(`Parts`). ``python -m bench.tabulate`` makes the files in ``tables/``.
 
 - Between grid points all is linear, and non-decreasing.
 - Decode attention is fitted by ``a(batch) + b(batch) * kv_tokens``, over contexts that the replica can hold.
@@ -97,9 +97,7 @@ def load_table(path: Path) -> OperatorTable:
     try:
         return msgspec.json.decode(path.read_bytes(), type=OperatorTable)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(
-            "operator table", str(path), str(error), "a file written by libra_hpc.models.step_times.tabulate"
-        ) from error
+        raise invalid("operator table", str(path), str(error), "a file written by bench.tabulate") from error
 
 
 class TableTimes:

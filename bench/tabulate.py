@@ -1,4 +1,4 @@
-"""Make ``tables/``: ``python -m libra_hpc.models.step_times.tabulate --system a100 --model qwen3-14b``.
+"""Make the library's operator tables: ``python -m bench.tabulate --system a100 --model qwen3-14b``.
 
 Needs the extra ``libra-hpc[tables]``, no GPU: ``aiconfigurator-core`` has measured operator times of NVIDIA systems.
 This module asks it for the operators of single steps and sorts them into the parts of `OperatorTable`.
@@ -22,8 +22,7 @@ import msgspec
 
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.shapes import ModelShape, model_shape
-
-from .tables import FOLDER, OperatorTable, Parts, Provenance
+from libra_hpc.models.step_times.tables import FOLDER, OperatorTable, Parts, Provenance
 
 TOOL = "aiconfigurator-core"
 BACKEND = "vllm"
@@ -35,34 +34,8 @@ SYSTEMS = {
 """Our name -> the tool's system, the vLLM version of its measurements, link bandwidth in bytes/s (one direction)."""
 DEGREES = (1, 2, 4, 8)
 # Ratios of at most 1.5 at common sizes: linear interpolation of a quadratic is then within 4 %.
-TOKENS = (
-    1,
-    2,
-    4,
-    8,
-    16,
-    24,
-    32,
-    48,
-    64,
-    96,
-    128,
-    192,
-    256,
-    384,
-    512,
-    768,
-    1024,
-    1536,
-    2048,
-    3072,
-    4096,
-    6144,
-    8192,
-    12288,
-    16384,
-)
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+TOKENS = (*BATCHES, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 NEWS = (1, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 CACHED = (0, 256, 1024, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -204,8 +177,7 @@ def write(table: OperatorTable, path: Path) -> None:
 
 def run(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m libra_hpc.models.step_times.tabulate",
-        description="Tabulate operator times for the step-time tables.",
+        prog="python -m bench.tabulate", description="Tabulate operator times for the step-time tables."
     )
     parser.add_argument("--system", nargs="+", required=True, help=f"one or more of {', '.join(SYSTEMS)}")
     parser.add_argument("--model", nargs="+", required=True, help="short names or Hugging Face config files")

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from bench import tabulate as module
+from bench.harness import ROOT
 from libra_hpc.errors import UserError
 from libra_hpc.models.shapes import model_shape
-from libra_hpc.models.step_times import tabulate as module
 from libra_hpc.models.step_times.tables import TableTimes, load_table
-
-from .support import bare
+from tests.models.support import bare
 
 Operators = list[tuple[str, float, float, str]]
 
@@ -131,10 +131,10 @@ def test_tabulating_without_the_tool_names_what_to_install(tmp_path: Path) -> No
         "import sys\nfrom importlib import metadata\n"
         "def absent(name): raise metadata.PackageNotFoundError(name)\n"
         "metadata.version = absent\n"
-        "import libra_hpc.models.step_times.tabulate as made\n"
+        "import bench.tabulate as made\n"
         "made.run(['--system', 'a100', '--model', 'qwen3-8b', '--out', sys.argv[1]])"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert (
         done.stderr
