@@ -49,15 +49,16 @@ def words(site: Path, queue: Queue, cli: Callable[..., Outcome], screen: str) ->
 
 @pytest.mark.parametrize("screen", SCREENS)
 def test_a_screen_is_whole_in_80_columns(
-    words: list[str], cli: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+    words: list[str], site: Path, cli: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (output, split):
         monkeypatch.setattr(module, "WIDTH", COLUMNS)
     outcome = cli(*words)
     assert outcome.code in (0, 1), outcome.err
     assert "…" not in outcome.out
-    # A sentence has no cells: the terminal folds it.
-    assert all(len(line) <= COLUMNS or ": " in line for line in outcome.out.splitlines())
+    # A sentence has no cells: the terminal folds it. The folder of a test is longer than a user's.
+    lines = outcome.out.replace(str(site), "/site").splitlines()
+    assert all(len(line) <= COLUMNS or ": " in line for line in lines)
 
 
 @pytest.mark.parametrize(

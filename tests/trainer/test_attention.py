@@ -14,7 +14,7 @@ import torch
 
 from libra_hpc.config.learn import Recompute
 from libra_hpc.models.architecture import Architecture, read_shape
-from libra_hpc.trainer.model import attention
+from libra_hpc.trainer.model import attention_check
 from libra_hpc.trainer.model.attention import Kernel, Segments, has_segments, rectangles
 from libra_hpc.trainer.model.attention_check import choose_kernel, fault
 from libra_hpc.trainer.model.context import Columns, pieces
@@ -191,7 +191,7 @@ def test_a_mask_aligned_to_the_first_column_is_a_fault_with_context_ranks(shape:
 def test_a_kernel_that_fails_at_the_start_is_not_used(
     shape: Architecture, kernel: Any, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(attention, "has_segments", lambda *_: True)
+    monkeypatch.setattr(attention_check, "has_segments", lambda *_: True)
     # Without a kernel the real one, which a CPU lacks.
     if kernel is not None:
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
