@@ -43,8 +43,8 @@ class TaskSection(Section):
     tool_processes: int = Field(1, ge=1)
     """Sandboxed tool processes per host."""
     max_failed_share: float = Field(0.2, gt=0, lt=1)
-    """Share of failed trajectories above which no prompt is admitted until an attempt succeeds. Failed: the
-    environment raises, times out or answers what cannot be used."""
+    """Share of the open prompts that fail, above which no prompt is admitted until an attempt succeeds. A prompt fails
+    once every sample of it did: the environment raises, times out or answers what cannot be used."""
     failed_patience_s: Seconds = Field(600.0, gt=0)
     """How long that may last. Then the run fails with the most frequent error."""
 

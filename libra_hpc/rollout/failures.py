@@ -1,31 +1,34 @@
 """Failed attempts: how long a trajectory waits for its next one, when admission pauses, and when the run ends.
 
-- Attempt failed -> wait 1, 2, 4, ... s (at most `LONGEST_S`); at the `MAX_STRIKES`-th failure give the trajectory up.
-- More than ``max_share`` of the window failed -> pause: admit no prompt, begin one attempt at a time (a *probe*).
-- Probe failed -> twice the time until the next one, of another prompt where one waits.
+- Attempt failed -> wait 1, 2, 4, ... s, at most `LONGEST_S`.
+- `MAX_STRIKES` failures, and a turn sent after the first went well -> give the trajectory up; else at twice as many.
+- Every open sample of a prompt failed since its last success -> the prompt *fails*: one witness for all its samples.
+- More than ``max_share`` of the open prompts fail -> pause: admit no prompt, begin one attempt at a time (a *probe*).
+- Probes alternate between prompts that fail and fresh ones; a probe failed -> twice the time until the next one.
 - Failure before or in a pause -> does not count against its trajectory, except of a probe.
-- Probe succeeded, or an attempt whose last turn was sent after the last failure -> resume.
-- Failures are at most ``max_share`` of failed attempts and those that advanced since -> resume.
-- Paused for ``patience_s`` in all, with no sound window and no advanced attempt in between -> fail.
+- A failing prompt succeeded as a probe -> resume.
+- An attempt elsewhere whose last turn was sent in the pause succeeded -> resume: the failures are those prompts' own.
+- Paused for ``patience_s`` in all, without `SOUND` successes or an attempt that advances in between -> fail.
 
-The window has one entry per trajectory, how its newest attempt ended: as many as are open, `LEAST` to `WINDOW`. It is
-evaluated from `ENOUGH` entries on, or when every open trajectory waits. Attempts that advanced since the last failure
-count as well: fast failures must not outweigh slow successes. Times: seconds of any monotonic clock.
+Prompts that still run count too: fast failures must not outweigh slow successes. Times: seconds of any monotonic clock.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 MAX_STRIKES = 3
 """One failure may be an accident, three are the trajectory's own fault."""
-LEAST, WINDOW = 16, 64
-"""Entries of the window. Half: some accidents pass for an outage; double: an outage costs twice the attempts."""
-ENOUGH = 8
-"""Fewest entries whose failed share is evaluated."""
+ENOUGH = 3
+"""Attempts of a prompt in a row.  Where 30 % of all attempts fail, two in a row are 9 % of the time, three 3 %."""
 PROMPTS = 2
-"""Fewest prompts whose failures make an outage."""
+"""Fewest prompts whose failures make an outage; one, where nothing went well yet."""
+SOUND = 8
+"""Successes after which earlier pauses are forgotten."""
+NAMED = 8
+"""Most prompts named in a sentence."""
 FIRST_S, LONGEST_S = 1.0, 60.0
 """Back-off: an outage of 15 s ends within two probes, one of an hour costs a probe a minute."""
 TEXTS, TEXT_CHARS = 256, 200
@@ -50,6 +53,18 @@ class AdmissionChange(NamedTuple):
     reason: str
 
 
+class _Row:
+    """Failures of one prompt since its last success."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.samples: set[int] = set()
+
+    def fails(self, open_: int) -> bool:
+        """Whether none of its ``open_`` samples may still go well at first try."""
+        return self.count >= ENOUGH and 0 < open_ <= len(self.samples)
+
+
 class FailureBook:
     """Records how attempts end; `evaluate` decides."""
 
@@ -58,20 +73,31 @@ class FailureBook:
         self.last: dict[str, tuple[int, Failure]] = {}
         """Failures so far and the last one, by kind."""
         self._texts: Counter[tuple[str, str]] = Counter()
-        self._window: OrderedDict[Key, bool] = OrderedDict()
-        self._strikes: Counter[Key] = Counter()
+        self._rows: dict[int, _Row] = {}
+        """By prompt; none after a success."""
+        self._failing: set[int] = set()
+        """Open prompts that fail."""
+        self._proof = float("-inf")
+        """When the last turn of an attempt that went well was sent, the latest one."""
+        self._own: set[int] = set()
+        """Prompts whose failures are their own."""
+        self._strikes: dict[Key, tuple[int, float]] = {}
+        """Failures that count against a trajectory, and when the first one was."""
         self.paused = ""
         """Why no prompt is admitted; empty while prompts are."""
         self.probe: Key | None = None
         """The attempt that was begun as a probe and has not ended."""
+        self.fresh_next = True
+        """Whether the next probe is of a prompt that does not fail."""
         self._probed: Counter[int] = Counter()
         """Probes of this pause that failed, by prompt."""
-        self._advanced: set[Key] = set()
-        """Running attempts that advanced since the last failure; without probes and what failed before."""
         self._probe_at = self._paused_at = self._paused_s = self._counted_at = 0.0
         self._delay_s = FIRST_S
-        self._failed_at = float("-inf")
-        self._resume = self._over = False
+        self._well = 0
+        """Successes since the last failure that paused."""
+        self._resume = ""
+        """Why to resume; empty: there is no reason."""
+        self._over = False
 
     # --- records
     # ----------------------------------------------------------------------------------------------
@@ -83,9 +109,9 @@ class FailureBook:
         text = (failure.kind, failure.error[:TEXT_CHARS])
         if text in self._texts or len(self._texts) < TEXTS:
             self._texts[text] += 1
-        self._ended(key, False)
-        self._advanced.clear()
-        self._failed_at = now
+        row = self._rows.setdefault(key[0], _Row())
+        row.count += 1
+        row.samples.add(key[1])
         if self.paused and key != self.probe:
             return FIRST_S
         if self.paused:
@@ -93,36 +119,44 @@ class FailureBook:
             self._probed[key[0]] += 1
             self._delay_s = min(LONGEST_S, 2.0 * self._delay_s)
             self._probe_at = now + self._delay_s
-        self._strikes[key] += 1
-        if self._strikes[key] >= MAX_STRIKES:
-            del self._strikes[key]
+        strikes, since = self._strikes.get(key, (0, now))
+        if strikes + 1 >= (MAX_STRIKES if self._proof >= since else 2 * MAX_STRIKES):
+            self._strikes.pop(key, None)
             return None
-        return min(LONGEST_S, FIRST_S * 2.0 ** (self._strikes[key] - 1))
+        self._strikes[key] = (strikes + 1, since)
+        return min(LONGEST_S, FIRST_S * 2.0**strikes)
 
     def succeeded(self, key: Key, sent_at: float) -> None:
         """Record a success; the last turn of the attempt went to the environment at ``sent_at``."""
-        self._ended(key, True)
+        if self.paused and not self._resume and (key == self.probe or sent_at > self._paused_at):
+            self._resume = "An attempt succeeded"
+            if not self.failing(key[0]):
+                self._own |= self._failing
+        self.settled(key[0])
+        self._proof = max(self._proof, sent_at)
         self._strikes.pop(key, None)
-        if self.paused and (key == self.probe or sent_at > self._failed_at):
-            self._resume = True
+        self._well += 1
         if key == self.probe:
             self.probe = None
 
     def advanced(self, key: Key) -> None:
         """Record that an environment opened an episode, or answered a turn and expects the next."""
-        if key == self.probe or not self._window.get(key, True):
-            return  # an attempt that always fails at its last step advances every time before
-        self._advanced.add(key)
-        if self.paused:
+        # An attempt that always fails at its last step advances every time before.
+        if self.paused and key != self.probe and key[0] not in self._rows:
             self._paused_s = 0.0
 
     def settled(self, index: int) -> None:
-        """Remove a given-up prompt from the window."""
-        for key in [key for key in self._window if key[0] == index]:
-            del self._window[key]
+        """Forget the failures of a prompt."""
+        self._rows.pop(index, None)
+        self._failing.discard(index)
+        self._own.discard(index)
+
+    def failing(self, index: int) -> bool:
+        """Whether a prompt fails, as last evaluated."""
+        return index in self._failing
 
     def probing(self, key: Key) -> None:
-        self.probe = key
+        self.probe, self.fresh_next = key, self.failing(key[0])
 
     def probed(self, key: Key) -> int:
         """How often its prompt failed as a probe in this pause."""
@@ -131,35 +165,32 @@ class FailureBook:
     def may_probe(self, now: float) -> bool:
         return bool(self.paused) and not self._over and self.probe is None and now >= self._probe_at
 
-    def _ended(self, key: Key, well: bool) -> None:
-        self._advanced.discard(key)
-        self._window[key] = well
-        self._window.move_to_end(key)
-        if len(self._window) > WINDOW:
-            self._window.popitem(last=False)
-
     # --- decisions
     # ----------------------------------------------------------------------------------------------
 
-    def evaluate(self, running: int, waiting: int, now: float) -> AdmissionChange | None:
-        """Decide; None: go on. ``running`` attempts are open, ``waiting`` trajectories wait for their next one."""
+    def evaluate(self, prompts: Mapping[int, int], waiting: int, now: float) -> AdmissionChange | None:
+        """Decide; None: go on.
+
+        ``prompts``: samples of each open prompt that have not ended; ``waiting`` trajectories wait for their next
+        attempt.
+        """
+        self._failing = {index for index, row in self._rows.items() if row.fails(prompts.get(index, 0))}
         if not self.paused:
-            recent = list(self._window.items())[-max(LEAST, running + waiting) :]
-            return self._pause(recent, now) if self._outage(recent, running, waiting) else None
+            if self._well >= SOUND:
+                self._paused_s, self._delay_s = 0.0, FIRST_S
+            failing = len(self._failing - self._own)
+            fewest = PROMPTS if self._proof > float("-inf") else 1
+            outage = failing > self._max_share * len(prompts) and failing >= fewest
+            return self._pause(failing, len(prompts), now) if outage else None
         self._paused_s += now - self._counted_at
         self._counted_at = now
         if self._resume:
-            return self._resumed(now, "An attempt succeeded")
-        if self._sound():
-            return self._resumed(now, f"{len(self._advanced)} attempts advanced since the last failure")
+            return self._resumed(now)
         if waiting and self.probe is None and not self._over and self._paused_s > self._patience_s:
             self._over = True
-            sentence = self._sentence(list(self._window.items()))
-            return AdmissionChange(
-                "fail",
-                f"{sentence} Admission was paused for {self._paused_s:.0f} s ([task] failed_patience_s ="
-                f" {self._patience_s:g}).",
-            )
+            sentence = self._sentence(len(self._failing), len(prompts))
+            limit = f"[task] failed_patience_s = {self._patience_s:g}"
+            return AdmissionChange("fail", f"{sentence} Admission was paused for {self._paused_s:.0f} s ({limit}).")
         return None
 
     def unable(self, now: float) -> None:
@@ -172,44 +203,30 @@ class FailureBook:
         self._counted_at += seconds
         self._probe_at += seconds
 
-    def _sound(self) -> bool:
-        """Whether advanced attempts outweigh the failed ones."""
-        failed, advanced = sum(not well for well in self._window.values()), len(self._advanced)
-        return advanced >= ENOUGH and failed <= self._max_share * (failed + advanced)
-
-    def _outage(self, recent: list[tuple[Key, bool]], running: int, waiting: int) -> bool:
-        failed, entries = [key for key, well in recent if not well], len(recent) + len(self._advanced)
-        if entries < ENOUGH:
-            return bool(waiting) and running == 0 and len(failed) == entries > 0
-        if len(failed) <= self._max_share * entries:
-            self._paused_s, self._delay_s = 0.0, FIRST_S
-            return False
-        return len({index for index, _ in failed}) >= PROMPTS or len(failed) == entries
-
-    def _pause(self, recent: list[tuple[Key, bool]], now: float) -> AdmissionChange:
-        self.paused = f"{self._sentence(recent)} One attempt at a time goes on until one succeeds."
+    def _pause(self, failing: int, prompts: int, now: float) -> AdmissionChange:
+        self.paused = f"{self._sentence(failing, prompts)} One attempt at a time goes on until one succeeds."
         self._strikes.clear()
         self._probed.clear()
-        self._paused_at, self._counted_at, self._probe_at, self.probe, self._resume = (
-            now,
-            now,
-            now + self._delay_s,
-            None,
-            False,
-        )
+        self._paused_at = self._counted_at = now
+        self._probe_at = now + self._delay_s
+        self.probe, self._resume, self.fresh_next, self._well = None, "", True, 0
         return AdmissionChange("pause", self.paused)
 
-    def _resumed(self, now: float, why: str) -> AdmissionChange:
-        seconds = now - self._paused_at
-        self.paused, self.probe, self._resume = "", None, False
-        # Earlier failures count no more; earlier successes still show that one prompt's failures are its own.
-        self._window = OrderedDict((key, well) for key, well in self._window.items() if well)
-        return AdmissionChange("resume", f"{why} after a pause of {seconds:.0f} s.")
+    def _resumed(self, now: float) -> AdmissionChange:
+        sentence = f"{self._resume} after a pause of {now - self._paused_at:.0f} s."
+        self.paused, self._resume, self.probe = "", "", None
+        if self._own:
+            named = sorted(self._own)
+            more = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
+            which = ", ".join(map(str, named[:NAMED]))
+            return AdmissionChange("resume", f"{sentence} Failures are of prompts {which}{more} of the data order.")
+        self._rows.clear()
+        return AdmissionChange("resume", sentence)
 
-    def _sentence(self, recent: list[tuple[Key, bool]]) -> str:
-        failed, ended = sum(not well for _, well in recent), len(recent)
+    def _sentence(self, failing: int, prompts: int) -> str:
         (kind, text), count = self._texts.most_common(1)[0]
-        share = f"{failed} of the last {ended} trajectories failed ([task] max_failed_share = {self._max_share:g})"
+        share = f"{failing} of {prompts} open prompts fail again and again ([task] max_failed_share"
+        share = f"{share} = {self._max_share:g})"
         return f"{share}; the most frequent error ({kind}, {count} times): {text.rstrip('.')}."
 
     @property

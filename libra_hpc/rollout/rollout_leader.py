@@ -95,7 +95,8 @@ class RolloutLeader:
         if self._order is None or not self._environments.up or not self._turns.engines.engines:
             self._attempts.book.unable(now)
             return
-        most = self._attempts.evaluate(len(self._environments.episodes), now)
+        running = (trajectory.index for trajectory in self._environments.episodes.values())
+        most = self._attempts.evaluate(running, now)
         for group in self._order.admit(now, most):
             for sample in group.missing:
                 trajectory = group.begun.get(sample) or Trajectory(group.index, sample, 0)
