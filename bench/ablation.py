@@ -29,8 +29,7 @@ from bench.ablation_parts import PLANNER, SCHEDULER, without
 from bench.fleets_rows import EPOCH, NODE, Fleet, Part, Setting, setting_of, trace_name
 from bench.fleets_search import OURS, Contestant
 from bench.harness import Options, names, options, progress, report, write
-from bench.repartition import FEW
-from bench.replan import SITE, named_work
+from bench.replan import FEW, SITE, named_work
 from bench.replan_rules import SETTINGS, Live, Tiers, play
 from bench.replan_work import WORKLOADS
 from libra_hpc import compiled
@@ -193,7 +192,6 @@ def chosen() -> Options:
 
 
 def main() -> None:
-    """Run and print."""
     given = chosen()
     cases, begin = cases_of(given), time.perf_counter()
     one = given.quick or given.part == "planner"

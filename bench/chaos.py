@@ -200,7 +200,6 @@ def facts(victim: Victim) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
     given = options("chaos", __doc__, faults=50, seed=0, steps=800, executor="local")
     model, folder = policy(0), Path(tempfile.mkdtemp(prefix="libra-chaos-"))
     run = {"steps": given.steps, "seed": given.seed, "executor": given.executor}

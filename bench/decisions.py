@@ -159,7 +159,6 @@ def children(passes: int) -> dict[str, list[dict[str, list[float]]]]:
 
 
 def main() -> None:
-    """Measure and print."""
     given = options("decisions", __doc__, passes=5, seed=-1, clock=tuple(CLOCKS))
     if given.seed >= 0:
         made = one_pass(given.seed, CLOCKS[given.clock])

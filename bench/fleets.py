@@ -6,7 +6,6 @@
 - ``x``: the opponent's seconds over ours; above 1 ours is faster.  ``bound``: a lower bound over ours.
 - ``plan``: seconds of a batch by the cost models over those of the simulator, for the planner's fleet and the choosing
   seeds, whose lengths the cost models know.
-- The second table has the same for `cmlfq` with one thing replaced: what the losses come from.
 
 Elastic control is not judged here: training has nodes of its own (`bench.replan`).
 
@@ -28,7 +27,6 @@ from msgspec.structs import replace
 from bench.fleets_rows import (
     NODE,
     ROWS,
-    Fleet,
     Proposal,
     bounds,
     fleet_name,
@@ -39,8 +37,8 @@ from bench.fleets_rows import (
     trace_name,
     work,
 )
-from bench.fleets_search import ADMISSIONS, FORECAST, OURS, Contestant, Effort, Search
-from bench.harness import options, progress, report, show, write
+from bench.fleets_search import OURS, Contestant, Effort, Search
+from bench.harness import options, progress, report, write
 from libra_hpc.planning.simulated_plan import halving, promising
 
 CHOOSING = 1_000
@@ -49,7 +47,6 @@ QUICK_ROWS = ("r2e", "math", "long")
 QUICK = {"pairs": 3, "tuned": 2, "finalists": 2, "reported": 1}
 """Effort of ``--quick``, with one seed for choosing, one for reporting, and smaller rows."""
 COLUMNS = ("row", "ours", "ours, s", "the best other choice", "s", "x", "bound", "plan")
-VARIANTS = ("cmlfq, x the opponent", "ours", "forecast", "best admission", "best fleet", "both")
 
 
 def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
@@ -65,18 +62,13 @@ def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
     every = [one for seed in (*effort.choosing, *effort.reporting) for one in work(name, seed)[1]]
     longest = longest_context(name, every)
     search = Search(pool, name, effort, say)
-    fleets, choice = fleets_of(row, longest), planned(search, proposals(row, seen, longest), effort)
-    plan = choice.fleet
-    ranked = search.opponents(fleets)
-    ours = Contestant(plan, OURS)
-    variants = _variants(search, ours, [plan, *fleets], effort)
+    choice = planned(search, proposals(row, seen, longest), effort)
+    ranked = search.opponents(fleets_of(row, longest))
+    ours = Contestant(choice.fleet, OURS)
     bare = next((c for c in ranked if not c.admission), ranked[0]._replace(admission=""))
-    forecast = ours._replace(admission=FORECAST)
-    shown = {"ours": ours, "forecast": forecast, **variants, "opponent, no admission": bare}
-    reported = list(dict.fromkeys([*ranked[: effort.reported], *shown.values()]))
-    search.run(reported, effort.reporting, limited=False)
+    search.run([*ranked[: effort.reported], ours, bare], effort.reporting, limited=False)
     opponent = min(ranked[: effort.reported], key=lambda c: search.median(c, effort.reporting))
-    shown["opponent"] = opponent
+    shown = {"ours": ours, "opponent, no admission": bare, "opponent": opponent}
     bound = {seed: bounds(row, work(name, seed)[1], longest) for seed in effort.reporting}
     found = {
         key: {
@@ -116,32 +108,12 @@ def planned(search: Search, options: Sequence[Proposal], effort: Effort) -> Prop
     return halving(promising(options, len(options)), play, with_seconds, seeds=len(effort.choosing))[0]
 
 
-def _variants(search: Search, ours: Contestant, fleets: Sequence[Fleet], effort: Effort) -> dict[str, Contestant]:
-    """`cmlfq` with the best admission, on the best fleet, and both; chosen like the opponent."""
-
-    def best(contestants: list[Contestant]) -> list[Contestant]:
-        return search.run(search.run(contestants, effort.choosing[:1])[: effort.finalists], effort.choosing)
-
-    admitted = best([ours._replace(admission=admission) for admission in ADMISSIONS])[0]
-    placed = best([ours._replace(fleet=fleet) for fleet in fleets])
-    both = best([c._replace(admission=admission) for c in placed[:2] for admission in ADMISSIONS])[0]
-    return {"admission": admitted, "fleet": placed[0], "both": both}
-
-
-def lines(rows: Sequence[dict[str, Any]]) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """The comparison, and what replacing one thing gives."""
-    first, second = list[tuple[str, ...]](), list[tuple[str, ...]]()
-    for row in rows:
-        found, plan = row["found"], row["plan"]
-        mine, other = found["ours"], found["opponent"]
-        took = [f"{statistics.median(one['seconds']):,.0f}" for one in (mine, other)]
-        ratios = (f"{mine['x']:.2f}", f"{mine['bound']:.0%}", f"{plan['model_s'] / plan['expected_s']:.2f}")
-        first.append((row["row"], mine["fleet"], took[0], f"{other['fleet']}; {other['policy']}", took[1], *ratios))
-        x = {key: f"{one['x']:.2f}" for key, one in found.items()}
-        admission = found["admission"]["policy"].removeprefix("cmlfq").strip(", ") or "-"
-        fleet = f"{x['fleet']} {found['fleet']['fleet']}"
-        second.append((row["row"], x["ours"], x["forecast"], f"{x['admission']} {admission}", fleet, x["both"]))
-    return first, second
+def line(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row of the table."""
+    mine, other, plan = row["found"]["ours"], row["found"]["opponent"], row["plan"]
+    took = [f"{statistics.median(one['seconds']):,.0f}" for one in (mine, other)]
+    ratios = (f"{mine['x']:.2f}", f"{mine['bound']:.0%}", f"{plan['model_s'] / plan['expected_s']:.2f}")
+    return (row["row"], mine["fleet"], took[0], f"{other['fleet']}; {other['policy']}", took[1], *ratios)
 
 
 def resize(names: Sequence[str], gpus: int, quick: bool) -> None:
@@ -155,7 +127,6 @@ def resize(names: Sequence[str], gpus: int, quick: bool) -> None:
 
 
 def main() -> None:
-    """Command line."""
     given = options("fleets", __doc__, rows=ROWS, quick=QUICK_ROWS, trace=True, seeds=3, gpus=0, jobs=2)
     if given.gpus % NODE or given.gpus < 0:
         given.error(f"--gpus must be a multiple of {NODE}")
@@ -172,9 +143,8 @@ def main() -> None:
     x = f"geometric mean {math.exp(statistics.fmean(math.log(x) for x in better)):.2f}, worst {min(better):.2f}"
     minutes = (time.perf_counter() - begin) / 60
     notes = [f"{len(done)} rows in {minutes:.0f} minutes; x: {x}; details: {given.json}"]
-    compared, variants = lines(done)
-    report(given, "Ours and the best other choice", columns=COLUMNS, rows=compared, notes=notes, raw=done)
-    show("What replacing one thing gives", VARIANTS, variants)
+    rows = [line(row) for row in done]
+    report(given, "Ours and the best other choice", columns=COLUMNS, rows=rows, notes=notes, raw=done)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from concurrent.futures import Executor
 from typing import NamedTuple
 
 from bench.fleets_rows import Fleet, engines_of, longest_context, quantile_thresholds, setting_of, settings_of, work
-from bench.policies.admission import Admission, Admitted, KvForecast, KvShare
+from bench.policies.admission import Admission, Admitted, KvShare
 from bench.policies.cmlfq_cost import CmlfqCost
 from bench.policies.episode_cap import EpisodeCap
 from bench.policies.la_mlfq import LaMlfq
@@ -47,8 +47,6 @@ SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
 FIRST_SHARE = "share 0.7"
 ADMISSIONS = ("", *(f"share {share}" for share in SHARES), "cap 1.02", "cap 1.1")
 """``cap``: `EpisodeCap` with that growth."""
-FORECAST = "forecast"
-"""`KvForecast`, for the variants of our own policy."""
 LOST = 1.6
 
 
@@ -131,8 +129,8 @@ def _policy(contestant: Contestant) -> Policy:
 
 
 def _admission(name: str, contestant: Contestant) -> Admission | None:
-    if contestant.admission in ("", FORECAST):
-        return KvForecast() if contestant.admission else None
+    if not contestant.admission:
+        return None
     kind, value = contestant.admission.split()
     if kind == "share":
         return KvShare(float(value))

@@ -177,7 +177,6 @@ def text(value: float | str | None) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line."""
     parser = argparse.ArgumentParser(description="Check one GPU machine in ten minutes.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal, tiny and slow")
     parser.add_argument("--model", default="", help="short name; default: the largest Qwen3 up to 4B that fits")

@@ -251,7 +251,6 @@ def measure_of(name: str) -> Callable[[Setting, Figures], None]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line."""
     parser = argparse.ArgumentParser(description="One step of the check of a GPU machine.")
     parser.add_argument("step", choices=sorted(MEASURES))
     parser.add_argument("--setting", required=True)

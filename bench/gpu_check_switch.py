@@ -6,7 +6,6 @@ other in standby. The exchange of a replica with the core is not measured; it ne
 
 from __future__ import annotations
 
-import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from statistics import median
 from bench.gpu_check_steps import Figures, Setting
 from bench.gpu_model import memory_field, random_model
 from libra_hpc.config.run import RunConfig
+from libra_hpc.engine.measure_steps import Calibrator, MeasurementPlan
 from libra_hpc.engine.offline import OfflineEngine
 from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.errors import OperationError
@@ -23,8 +23,8 @@ from libra_hpc.models.devices import Device
 from libra_hpc.models.memory import TrainLayout, train_memory
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import lookup
-from libra_hpc.protocol.codec import pack_i32
-from libra_hpc.protocol.engine import Generate, UpdateWeights
+from libra_hpc.models.step_times.measured import StepPoint
+from libra_hpc.protocol.engine import UpdateWeights
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import Export, ExportFailed, Join, Joined, Standby, StepDone, TrainStep
 from libra_hpc.trainer.measure import MeasurementReplica, random_samples
@@ -32,8 +32,8 @@ from libra_hpc.weights.checksum import file_crc32
 
 ROUNDS = 2
 """Switches there and back of which medians are taken: each reads the weights three times."""
-PROMPT, DECODED = 64, 64
-"""Tokens of every sequence of the decode measurement."""
+PROMPT = 64
+"""Tokens of the prompt of every sequence of the decode measurement."""
 STEP_TOKENS = 512
 """Of the one trajectory of the first steps after a switch to training."""
 GB = 1e9
@@ -135,10 +135,13 @@ def switches(setting: Setting, figures: Figures) -> None:
         # First the engine: vLLM starts only where most of the device is free.
         with OfflineEngine(config) as engine:
             figures.add("engine's start, s", engine.engine.start_s)
-            count, kv_tokens = setting.sizes.sequences, setting.sizes.sequences * (PROMPT + DECODED // 2)
-            decode(engine, "warm-up", count)
-            seconds, predicted = decode(engine, "timed", count), lookup(hardware, shape, 1).step_s(count, kv_tokens)
-            figures.add(f"decode step of {count} sequences, ms", 1e3 * seconds, 1e3 * predicted)
+            count, steps = setting.sizes.sequences, lookup(hardware, shape, 1)
+            points = decode(engine, count)
+            measured, predicted = (
+                1e3 * median(seconds)
+                for seconds in ([p.seconds for p in points], [steps.step_s(count, p.kv_tokens) for p in points])
+            )
+            figures.add(f"decode step of {count} sequences, ms", measured, predicted)
             engine.engine.sleep()
             replica = start_replica(setting, folder, Path(scratch))
             try:
@@ -150,7 +153,7 @@ def switches(setting: Setting, figures: Figures) -> None:
                 for _ in range(ROUNDS):
                     rounds.append(device.round())
                 # The engine serves again, or this raises.
-                decode(engine, "after", count)
+                decode(engine, count)
             finally:
                 if rounds:
                     show(rounds, replica_bytes(shape, hardware), figures)
@@ -173,30 +176,12 @@ def show(rounds: list[Round], predicted_bytes: float, figures: Figures) -> None:
         figures.add(name, value, predicted_bytes / GB if name == HELD else None)
 
 
-def decode(engine: OfflineEngine, name: str, count: int) -> float:
-    """Seconds of one step while ``count`` sequences decode, their prompts computed before.
-
-    Raises `OperationError` when one of them is not generated.
-    """
-    before, draws = computed_tokens(engine), random.Random(name)
-    for i in range(count):
-        prompt = [draws.randrange(3, 96) for _ in range(PROMPT)]
-        engine.submit(Generate(f"{name}-{i}", pack_i32(prompt), DECODED))
-    answers, seconds = engine.poll(), list[float]()
-    while engine.pending:
-        timed = computed_tokens(engine) - before >= count * PROMPT
-        begin = time.monotonic()
-        answers += engine.poll()
-        seconds += [time.monotonic() - begin] if timed else []
-    if not seconds or any(answer.finish != "length" for answer in answers):
-        raise OperationError(f"The engine generated {[answer.finish for answer in answers]} of {count} sequences.")
-    return median(seconds)
-
-
-def computed_tokens(engine: OfflineEngine) -> int:
-    """Tokens of prompts so far."""
-    stats = engine.engine.stats()
-    return stats.prefill_tokens + stats.cached_tokens
+def decode(engine: OfflineEngine, count: int) -> list[StepPoint]:
+    """Steps in which ``count`` sequences decode; raises `OperationError` without any."""
+    points = Calibrator(engine).measure([MeasurementPlan(decodes=count, length=PROMPT)])
+    if not points:
+        raise OperationError(f"The engine never had {count} sequences in one decode step.")
+    return points
 
 
 def start_replica(setting: Setting, model: Path, folder: Path) -> MeasurementReplica:

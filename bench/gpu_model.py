@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from bench.tabulate import hf_config
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.weights.names import hf_shapes
@@ -29,27 +30,9 @@ MAX_POSITIONS = 40960
 
 def config_of(shape: ModelShape) -> dict[str, object]:
     """The ``config.json`` of a dense Qwen3 of this shape."""
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "torch_dtype": "bfloat16",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "max_position_embeddings": MAX_POSITIONS,
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "num_hidden_layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.intermediate,
-        "vocab_size": shape.vocab,
-        "tie_word_embeddings": shape.tied_embeddings,
-    }
+    rest = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "attention_bias": False, "use_sliding_window": False}
+    tokens = {"max_position_embeddings": MAX_POSITIONS, "bos_token_id": 1, "eos_token_id": 2}
+    return hf_config(shape) | rest | tokens
 
 
 def write_config(shape: ModelShape, folder: Path) -> Path:

@@ -8,20 +8,16 @@ compared with the tables, which come from independent measurements (`libra_hpc/m
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from bench.gpu_model import random_model
 from bench.harness import Options, median, options, report
+from libra_hpc.engine.measure_engines import measure_engines
 from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
-from libra_hpc.models.step_times.measured import Calibration, StepPoint, fit_steps, load
+from libra_hpc.models.step_times.measured import Calibration, StepPoint, fit_steps
 from libra_hpc.rollout.group_state import quantile
 
 COLUMNS = ["model", "steps", "number", "median, ms", "tables / real", "p10..p90", "roofline / real"]
@@ -38,17 +34,11 @@ def kind(point: StepPoint) -> str:
 
 
 def measure(name: str, given: Options) -> Calibration:
-    """Run the calibration in a separate process, which releases the GPU at its end."""
-    out = Path(given.out) / f"{given.device}-{name}.json"
+    """The calibration of an engine in a process of its own, which releases the GPU at its end."""
     limits = {"max_model_len": given.max_model_len, "max_num_seqs": given.max_num_seqs, "kv_cache_mb": 0, "threads": 1}
     with random_model(model_shape(name)) as folder:
-        config = folder / "engine.json"
-        config.write_bytes(
-            msgspec.json.encode(EngineConfig(model=str(folder), dtype="bfloat16", device="cuda", **limits))
-        )
-        words = ["--config", str(config), "--device", given.device, "--model", name, "--out", str(out)]
-        subprocess.run([sys.executable, "-m", "libra_hpc.engine.measure_steps", *words], check=True)
-    return load(out)
+        config = EngineConfig(model=str(folder), dtype="bfloat16", device="cuda", **limits)
+        return measure_engines(config, 1, given.device, name)
 
 
 def lines(name: str, device: str, found: Calibration) -> list[list[Any]]:
@@ -75,9 +65,8 @@ def lines(name: str, device: str, found: Calibration) -> list[list[Any]]:
 
 
 def main() -> None:
-    """Command line."""
     limits: dict[str, Any] = {"max_model_len": 8192, "max_num_seqs": 128}
-    given = options("gpu_steps", __doc__, device="h200", models=["qwen3-4b", "qwen3-8b"], out=".", **limits)
+    given = options("gpu_steps", __doc__, device="h200", models=["qwen3-4b", "qwen3-8b"], **limits)
     rows = [line for name in given.models for line in lines(name, given.device, measure(name, given))]
     words = f"contexts up to {given.max_model_len} tokens, up to {given.max_num_seqs} sequences"
     notes = [f"vLLM in bfloat16, TP 1, {words}; long: 3,000 tokens and more."]

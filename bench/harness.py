@@ -41,6 +41,8 @@ Row = TypeVar("Row")
 Options = argparse.Namespace
 Rates = list[tuple[float, int]]
 """(time in seconds, tokens so far)"""
+Figures = dict[str, float]
+"""Of one part of a live run, by name."""
 median = statistics.median
 
 
@@ -247,3 +249,37 @@ def report(
     line = "{cpu}, {cores} cores, {memory_gib} GiB, Python {python}, load {load:.1f}".format(**where)
     show(title, columns, rows, [*notes, line])
     write(given, raw)
+
+
+def versus(found: Mapping[tuple[str, int], Mapping[str, Figures]], policies: Sequence[str]) -> list[list[Any]]:
+    """A line for each figure of each part of the runs, by (policy, seed).
+
+    Medians over the seeds, then the ratio of the first policy to each other within a seed.
+    """
+    first, *others = policies
+    rows: list[list[Any]] = []
+    for part, figures in next(iter(found.values())).items():
+        for name in figures:
+            values = {key: parts[part][name] for key, parts in found.items()}
+            row: list[Any] = [f"{part}  {name}"]
+            row += [median([value for (policy, _), value in values.items() if policy == one]) for one in policies]
+            for other in others:
+                ratios = [
+                    value / values[other, seed]
+                    for (policy, seed), value in values.items()
+                    if policy == first and values[other, seed]
+                ]
+                row.append(spread(ratios) if ratios else "-")
+            rows.append(row)
+    return rows
+
+
+def report_policies(
+    given: Options, title: str, found: Mapping[tuple[str, int], Mapping[str, Figures]], notes: Sequence[str]
+) -> None:
+    """Report live runs of ``--policies``."""
+    first, *others = given.policies
+    columns = ["", first, *others, *(f"{first} / {other}" for other in others)]
+    raw = [{"policy": policy, "seed": seed, "parts": parts} for (policy, seed), parts in found.items()]
+    how = "Ratios are taken within a seed: median and range."
+    report(given, title, columns=columns, rows=versus(found, given.policies), notes=[*notes, how], raw=raw)

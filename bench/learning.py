@@ -43,7 +43,6 @@ def evaluate(folder: Path, config: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
     given = options("learning", __doc__, seeds=[0, 1, 2], steps=200, executor="local")
     rows, raw = [], []
     with tempfile.TemporaryDirectory(prefix="libra-learning-") as name:

@@ -1,6 +1,6 @@
 """Policies on real engines whose KV cache holds a quarter of the final contexts, and on engines that hold all.
 
-    python -m bench.live_kv [--policies cmlfq,sticky] [--seeds 0,1,2] [--caches 48,192]
+    python -m bench.live_kv [--policies sticky,cmlfq] [--seeds 0,1,2] [--caches 48,192]
 
 * Two real vLLM engines with the production leader and environment host replay equal work (`bench.replay`); nothing
   is trained.  All trajectories are open at once, and each turn ends with a tool of about `TOOL_S` seconds.
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.harness import by_turns, median, options, progress, report, spread
+from bench.harness import Figures, by_turns, median, options, progress, report_policies
 from bench.policies import POLICIES
 from bench.replay import Replayer, Setup
 from bench.simulated_vs_real import model, tool_turn
@@ -37,12 +37,8 @@ TOOL_S = 0.5
 """Mean of an exponential distribution, cut at four times the mean."""
 WARM_UP_GROUPS = 2
 """Groups of the first play, which starts the processes up and does not count."""
-COUNTS = ("prefilled", "recomputed", "preempted")
-
-
-Row = dict[str, Any]
-"""One run. ``kv_tokens``: of one engine's cache; ``evicted``: those of ``recomputed`` that the cache had lost;
-``prefill_share``: of the engines' step time, in steps with prefill."""
+Key = tuple[str, int]
+"""(policy, seed)."""
 
 
 def make_work(seed: int, groups: int = GROUPS) -> list[TrajectoryRecord]:
@@ -69,73 +65,44 @@ def held(work: Sequence[TrajectoryRecord]) -> int:
     return sum(record.context - record.prompt_tokens for record in work) + sum(prompts.values())
 
 
-async def measure(cache_mb: int, policies: Sequence[str], seeds: Sequence[int], folder: Path) -> list[Row]:
+async def measure(cache_mb: int, policies: Sequence[str], seeds: Sequence[int], folder: Path) -> dict[Key, Figures]:
     """All runs on two engines of this KV cache."""
-    replayer = Replayer(Setup(model=model(), kv_cache_mb=cache_mb, max_model_len=4096), folder)
-    rows: list[Row] = []
-    await replayer.start()
-    try:
+    found: dict[Key, Figures] = {}
+    async with Replayer(Setup(model=model(), kv_cache_mb=cache_mb, max_model_len=4096), folder) as replayer:
         await replayer.play(make_work(-1, WARM_UP_GROUPS), POLICIES[policies[0]], WARM_UP_GROUPS)
         for seed, policy in by_turns(seeds, policies):
             played = await replayer.play(make_work(seed), POLICIES[policy], GROUPS)
-            seconds = sum(step.seconds for step in played.steps)
-            row = {
-                "cache_mb": cache_mb,
-                "kv_tokens": played.header.kv_tokens,
-                "policy": policy,
-                "seed": seed,
-                "makespan_s": played.makespan_s,
+            prefill_s = sum(step.seconds for step in played.steps if step.prefill)
+            found[policy, seed] = {
+                "makespan, s": played.makespan_s,
                 "prefilled": played.total("prefill_tokens"),
                 "recomputed": played.recomputed,
-                "evicted": played.evicted,
+                "of it evicted": played.evicted,
                 "preempted": played.total("preemptions"),
-                "prefill_share": sum(step.seconds for step in played.steps if step.prefill) / seconds,
-                "load": played.load,
+                "steps with prefill, share of step time": prefill_s / sum(step.seconds for step in played.steps),
+                "load average at the start": played.load,
             }
-            rows.append(row)
-            words = f"{row['makespan_s']:.1f} s, {row['recomputed']:,} tokens recomputed, load {row['load']:.1f}"
+            words = f"{played.makespan_s:.1f} s, {played.recomputed:,} tokens recomputed, load {played.load:.1f}"
             progress(f"{cache_mb} MiB, seed {seed}, {policy}: {words}")
-    finally:
-        await replayer.stop()
-    return rows
-
-
-def table(rows: Sequence[Row], policies: Sequence[str]) -> list[list[Any]]:
-    """Medians over the seeds; ratio of each other policy to the first: median and range."""
-    out: list[list[Any]] = []
-    of = {(row["cache_mb"], row["policy"], row["seed"]): row for row in rows}
-    for cache, policy in dict.fromkeys((row["cache_mb"], row["policy"]) for row in rows):
-        mine = [row for row in rows if (row["cache_mb"], row["policy"]) == (cache, policy)]
-        ratios = [row["makespan_s"] / of[cache, policies[0], row["seed"]]["makespan_s"] for row in mine]
-        counts = [f"{median([row[name] for row in mine]):,.0f}" for name in COUNTS]
-        span = spread([row["makespan_s"] for row in mine], ".1f")
-        out.append([f"{mine[0]['kv_tokens']:,}", policy, span, spread(ratios), *counts])
-    return out
+    return found
 
 
 def main() -> None:
-    """Command line."""
-    defaults: dict[str, Any] = {"policies": ["cmlfq", "sticky"], "seeds": [0, 1, 2], "caches": [48, 192]}
+    defaults: dict[str, Any] = {"policies": ["sticky", "cmlfq"], "seeds": [0, 1, 2], "caches": [48, 192]}
     given = options("live_kv", __doc__, **defaults)
-    rows: list[Row] = []
+    found: dict[Key, dict[str, Figures]] = {}
     with tempfile.TemporaryDirectory(prefix="libra-kv-") as name:
         for cache in given.caches:
             folder = Path(name) / str(cache)
             folder.mkdir()
-            rows += asyncio.run(measure(cache, given.policies, given.seeds, folder))
+            for key, figures in asyncio.run(measure(cache, given.policies, given.seeds, folder)).items():
+                found.setdefault(key, {})[f"{cache} MiB"] = figures
     contexts = median([held(make_work(seed)) / 2 for seed in given.seeds])
-    shares: dict[str, list[float]] = {}
-    for row in rows:
-        shares.setdefault("{cache_mb} MiB {policy}".format(**row), []).append(row["prefill_share"])
     notes = [
         f"{GROUPS * GROUP_SIZE} trajectories on two engines, medians of {len(given.seeds)} seeds; final contexts of"
-        f" half of them: {contexts:,.0f} tokens, shared prompts counted once.",
-        "Steps with prefill, share of step time: " + ", ".join(f"{k} {median(v):.0%}" for k, v in shares.items()),
-        "Load averages at the starts of the runs: " + ", ".join(f"{row['load']:.1f}" for row in rows),
+        f" half of them: {contexts:,.0f} tokens, shared prompts counted once."
     ]
-    title = "Rollout with KV caches that hold a part of the contexts"
-    columns = ["KV tokens", "policy", "makespan, s", f"/ {given.policies[0]}", *COUNTS]
-    report(given, title, columns=columns, rows=table(rows, given.policies), notes=notes, raw=rows)
+    report_policies(given, "Rollout with KV caches that hold a part of the contexts", found, notes)
 
 
 if __name__ == "__main__":

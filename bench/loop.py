@@ -156,7 +156,6 @@ def once(config: RunConfig, folder: Path, batches: int) -> dict[str, tuple[float
 
 
 def main() -> None:
-    """Command line."""
     given = options("loop", __doc__, batches=40, repeat=3)
     config = configuration(policy(0), given.batches)
     results = []

@@ -25,7 +25,6 @@ COLUMNS = ("GPUs", "batch", "eta", "ms", "goal ms", "proved within", "nodes", "t
 
 
 def main() -> None:
-    """Print the table."""
     given = options("planner", __doc__, model="qwen3-14b", device="a800")
     shape, gpu = model_shape(given.model), device(given.device)
     for tp in ROLLOUT_TP:

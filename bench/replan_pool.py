@@ -176,7 +176,6 @@ class ReplanPool:
         return Simulation(work, engines, policy, settings, training=truth, **control)
 
     def count(self, role: str) -> int:
-        """Nodes in a role."""
         return sum(node.role == role for node in self.nodes)
 
     @property
@@ -196,7 +195,6 @@ class ReplanPool:
         return [EngineSpec(name, tp, self.site.steps(tp)) for name in self._names[rank]]
 
     def order(self, sim: Simulation, direction: str, rank: int, now: float) -> None:
-        """Move a node."""
         node = _Moving(rank, direction, now)
         self._moving.append(node)
         self.ordered.append((now, direction, rank))

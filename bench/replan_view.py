@@ -49,11 +49,9 @@ class Watched:
         return tuple(GroupFact(index, *values) for index, values in sorted(found.items()))
 
     def key(self, turn: TurnView, now: float) -> float:
-        """The policy's."""
         return self._policy.key(turn, now)
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-        """The policy's."""
         decision = self._policy.route(turn, board, now)
         if decision.engine:
             self._sent[turn.trajectory] = now
@@ -81,7 +79,6 @@ class Watched:
         self._policy.finished(record, now)
 
     def forget(self, trajectory: str) -> None:
-        """The policy's."""
         self._policy.forget(trajectory)
 
 
@@ -106,7 +103,6 @@ class View:
         self._first = len(sim.training.steps)
 
     def close_window(self, sim: Simulation, now: float) -> None:
-        """Close a window."""
         serving = [name for name in self._pool.serving() if name in sim.engines]
         counters = {}
         for name in serving:

@@ -117,7 +117,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replayer(RolloutSide):
-    """Construct, `start`, `play` any number of times one after the other, `stop`."""
+    """A context in which the engines are up; `play` any number of times, one after the other."""
 
     def __init__(self, setup: Setup, folder: Path) -> None:
         self.setup = setup
@@ -132,13 +132,12 @@ class Replayer(RolloutSide):
         self._answers: dict[str, list[tuple[float, float, float, int]]] = {}
         self._plays = 0
 
-    async def start(self) -> None:
-        """Start the engines; returns when they accept turns."""
+    async def __aenter__(self) -> Replayer:
         await self.node.start()
         await self._until(lambda: len(self._up) == self.setup.engines, "the engines did not start", self.context.logs)
+        return self
 
-    async def stop(self) -> None:
-        """End the engines."""
+    async def __aexit__(self, *error: object) -> None:
         await self.node.stop()
         for folder in self.folders:
             shutil.rmtree(folder, ignore_errors=True)

@@ -113,7 +113,6 @@ def lines(name: str, results: Sequence[Row]) -> list[list[str]]:
 
 
 def main() -> None:
-    """Command line."""
     every = ",".join(POLICIES)
     defaults: dict[str, Any] = {"seeds": 5, "trajectories": 512, "policy": every, "jobs": 2}
     given = options("scheduling", __doc__, rows=WORK, trace=True, **defaults)

@@ -213,19 +213,15 @@ def plays(repeat: int) -> list[Play]:
 
 async def measure(setup: Setup, folder: Path, repeats: int, scale: float) -> list[tuple[Play, Played]]:
     """Make all runs; returns them in order."""
-    replayer = Replayer(setup, folder)
     found = []
     todo = [play for repeat in range(repeats) for play in plays(repeat)]
-    await replayer.start()
-    try:
+    async with Replayer(setup, folder) as replayer:
         await replayer.play(make_work(CALIBRATIONS[0], -1, WARM_UP), SCHEDULERS[0], CALIBRATIONS[0].open_groups)
         for number, play in enumerate(todo, 1):
             played = await replayer.play(make_work(play.load, play.repeat, scale), play.policy, play.load.open_groups)
             found.append((play, played))
             words = f"{played.makespan_s:.2f} s, load {played.load:.1f}"
             progress(f"{number} of {len(todo)}: {play.load.name}, {play.policy}: {words}")
-    finally:
-        await replayer.stop()
     return found
 
 
@@ -297,7 +293,6 @@ def make_model(folder: Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
     given = options("simulated_vs_real", __doc__, repeat=3, scale=1.0, make_model="")
     if given.make_model:
         make_model(Path(given.make_model))

@@ -10,16 +10,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import Protocol
 
 from libra_hpc.policies.scheduling.board import Board, EngineView
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, Policy, TurnView
 from libra_hpc.policies.scheduling.turn_migration import Rebalances, Running, TurnMigration
-
-FIRST_CONTEXT: Final = 0.25
-"""Share of the longest context.  Half is as good where KV is short, and costs 2 % where it suffices."""
-FIRST_WEIGHT: Final = 16
-"""Finished trajectories that the first guess is worth: those that finish first are shorter than the mean."""
 
 
 class Admission(Protocol):
@@ -50,7 +45,6 @@ class Admitted:
         self._keys: dict[str, float] = {}
 
     def key(self, turn: TurnView, now: float) -> float:
-        """See `Policy.key`."""
         self._admission.ready(turn)
         key = self._keys[turn.trajectory] = self._policy.key(turn, now)
         return key
@@ -75,17 +69,14 @@ class Admitted:
         return decision
 
     def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[TurnMigration]:
-        """See `Rebalances.rebalance`."""
         policy = self._policy
         return list(policy.rebalance(running, board, now)) if isinstance(policy, Rebalances) else []
 
     def finished(self, record: Finished, now: float) -> None:
-        """See `Policy.finished`."""
         self._ended(record.trajectory, record.context_tokens)
         self._policy.finished(record, now)
 
     def forget(self, trajectory: str) -> None:
-        """See `Policy.forget`."""
         self._ended(trajectory, 0)
         self._policy.forget(trajectory)
 
@@ -111,31 +102,23 @@ class KvShare:
         """See `Admission.observe`."""
 
     def ready(self, turn: TurnView) -> None:
-        """See `Admission.ready`."""
         if turn.trajectory in self._lives:
             self.sent(turn, self._lives[turn.trajectory][0])
 
     def admits(self, turn: TurnView, engine: EngineView) -> bool:
-        """See `Admission.admits`."""
         name = engine.engine
         tokens = self._tokens.get(name, 0)
         if not tokens or self._lives.get(turn.trajectory, ("", 0))[0] == name:
             return True
-        return tokens + self.counted(turn) <= self.share * engine.kv_capacity
-
-    def counted(self, turn: TurnView) -> int:
-        """Tokens that the trajectory of a turn counts."""
-        return turn.context_tokens
+        return tokens + turn.context_tokens <= self.share * engine.kv_capacity
 
     def sent(self, turn: TurnView, engine: str) -> None:
-        """See `Admission.sent`."""
         self._remove(turn.trajectory)
-        tokens = self.counted(turn)
+        tokens = turn.context_tokens
         self._lives[turn.trajectory] = engine, tokens
         self._tokens[engine] = self._tokens.get(engine, 0) + tokens
 
     def ended(self, trajectory: str, context_tokens: int) -> None:
-        """See `Admission.ended`."""
         self._remove(trajectory)
 
     def _remove(self, trajectory: str) -> None:
@@ -144,27 +127,3 @@ class KvShare:
             left = self._tokens[engine] = self._tokens[engine] - tokens
             if not left:
                 del self._tokens[engine]
-
-
-class KvForecast(KvShare):
-    """All live trajectories fit in the KV cache at the mean length: each counts its context, at least the mean of
-    finished trajectories.
-
-    Before the first one ends, the mean is a share of the context at which a run ends trajectories.
-    """
-
-    def __init__(self, share: float = 1.0) -> None:
-        super().__init__(share)
-        self._finished = self._context = 0
-
-    def counted(self, turn: TurnView) -> int:
-        """See `KvShare.counted`."""
-        first = FIRST_WEIGHT * FIRST_CONTEXT * turn.max_context
-        return max(turn.context_tokens, int((first + self._context) / (FIRST_WEIGHT + self._finished)))
-
-    def ended(self, trajectory: str, context_tokens: int) -> None:
-        """See `Admission.ended`: the mean learns."""
-        self._remove(trajectory)
-        if context_tokens:
-            self._finished += 1
-            self._context += context_tokens

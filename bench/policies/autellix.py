@@ -63,7 +63,6 @@ class Autellix(Rule):
         return turn.ready_at + max(0.0, BETA * lower_bound_s(program.queue) - program.waited_s)
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-        """See `Policy.route`."""
         program = self._program(turn)
         queue = 0 if now >= self.key(turn, now) else program.queue
         free = eligible(turn, board)
@@ -88,7 +87,6 @@ class Autellix(Rule):
         return Decision(engine=chosen.engine, priority=queue, level=chosen.level, template=reason, numbers=numbers)
 
     def forget(self, trajectory: str) -> None:
-        """See `Policy.forget`."""
         self._programs.pop(trajectory, None)
 
     def _program(self, turn: TurnView) -> _Program:

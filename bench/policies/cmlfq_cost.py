@@ -37,7 +37,6 @@ class CmlfqCost(Rule):
         self._live = LiveTrajectories()
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-        """See `Policy.route`."""
         free = eligible(turn, board)
         if not free:
             return wait(board)
@@ -71,12 +70,10 @@ class CmlfqCost(Rule):
         return [(len(values) / len(samples), sum(values) / len(values)) for values in found if values]
 
     def finished(self, record: Finished, now: float) -> None:
-        """See `Policy.finished`."""
         self.tree.insert(record)
         super().finished(record, now)
 
     def forget(self, trajectory: str) -> None:
-        """See `Policy.forget`."""
         self._live.drop(trajectory)
 
     @staticmethod

@@ -42,7 +42,6 @@ class EpisodeCap:
         self._clear, self._draining, self._cut = True, False, CUT
 
     def observe(self, board: Board, now: float) -> None:
-        """See `Admission.observe`."""
         if now - self._polled_at < POLL_S:
             return
         self._polled_at = now
@@ -66,11 +65,9 @@ class EpisodeCap:
         return turn.trajectory in self._open or len(self._open) < self.cap
 
     def sent(self, turn: TurnView, engine: str) -> None:
-        """See `Admission.sent`."""
         self._open.add(turn.trajectory)
 
     def ended(self, trajectory: str, context_tokens: int) -> None:
-        """See `Admission.ended`."""
         used = len(self._open) >= IN_USE * self.cap
         self._open.discard(trajectory)
         if not context_tokens:

@@ -41,7 +41,6 @@ class LaMlfq(Rule):
         return turn.ready_at + FOLLOW_S if self._follows(turn) else turn.ready_at
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-        """See `Policy.route`."""
         if self._follows(turn) and now - turn.ready_at < FOLLOW_S:
             reason = "wait: {scout} scouts for this prompt"
             return Decision(engine="", priority=0, level=0, template=reason, numbers={"scout": self._scout_of(turn)})
@@ -71,7 +70,6 @@ class LaMlfq(Rule):
         return Decision(engine=chosen.engine, priority=0, level=chosen.level, template=reason, numbers=numbers)
 
     def finished(self, record: Finished, now: float) -> None:
-        """See `Policy.finished`."""
         self._version = max(self._version, record.version)
         self._history[record.prompt_id] = (record.generated_tokens, record.version)
         if len(self._history) > 2 * len(self._level) + 1024:

@@ -33,7 +33,6 @@ class LengthAware(Rule):
         self._live = LiveTrajectories()
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-        """See `Policy.route`."""
         prompt = self._prompt.setdefault(turn.trajectory, turn.context_tokens)
         tps = self._preferred[bisect_left(self._thresholds, prompt)]
         # The trajectory itself does not count as load.
@@ -47,6 +46,5 @@ class LengthAware(Rule):
         return Decision(engine=chosen.engine, priority=0, level=chosen.level, template=reason, numbers=numbers)
 
     def forget(self, trajectory: str) -> None:
-        """See `Policy.forget`."""
         self._prompt.pop(trajectory, None)
         self._live.drop(trajectory)

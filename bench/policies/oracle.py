@@ -178,7 +178,6 @@ class Oracle(Rule):
     def foreseeing(
         cls, work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], settings: SimulationSettings
     ) -> Oracle:
-        """See `Foresees.foreseeing`."""
         return cls(foresight_of(work, engines, settings))
 
     def key(self, turn: TurnView, now: float) -> float:

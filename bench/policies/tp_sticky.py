@@ -23,7 +23,6 @@ class TpSticky(Rule):
         self._live = LiveTrajectories()
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-        """See `Policy.route`."""
         free = eligible(turn, board)
         chosen = last_engine(turn, free)
         reason = "{engine} ran the last turn"
@@ -39,5 +38,4 @@ class TpSticky(Rule):
         return Decision(engine=chosen.engine, priority=0, level=chosen.level, template=reason, numbers=numbers)
 
     def forget(self, trajectory: str) -> None:
-        """See `Policy.forget`."""
         self._live.drop(trajectory)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from bench.policies.admission import FIRST_WEIGHT, Admission, Admitted, KvForecast, KvShare
+from bench.policies.admission import Admission, Admitted, KvShare
 from bench.policies.episode_cap import HARDER_CUT, POLL_S, EpisodeCap
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
@@ -24,12 +24,12 @@ def sent(dispatcher: Dispatcher, now: float = 0.0) -> list[tuple[str, str]]:
 
 
 def rules() -> list[Admission]:
-    return [KvShare(0.05), KvForecast(0.05), EpisodeCap(50_000, floor=1)]
+    return [KvShare(0.05), EpisodeCap(50_000, floor=1)]
 
 
 @pytest.mark.parametrize("name", policy_names())
 @settings(max_examples=10, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([0, 1, 2]))
+@given(st.integers(0, 2**32), st.sampled_from([0, 1]))
 def test_everything_is_served_under_every_policy_however_little_is_admitted(name: str, seed: int, rule: int) -> None:
     rng = random.Random(seed)
     lengths = random_lengths(rng, groups=rng.randint(1, 8))
@@ -39,9 +39,14 @@ def test_everything_is_served_under_every_policy_however_little_is_admitted(name
     assert_nothing_is_kept(admission)
 
 
+def shared(share: float, engines: str, cap: int = 4) -> tuple[Board, Dispatcher]:
+    """Least loaded under a share of caches of 1,000 tokens."""
+    board = board_of(*((name, 1) for name in engines), cap=cap, kv=1_000)
+    return board, Dispatcher(Admitted(LeastLoaded(), KvShare(share)), board)
+
+
 def test_contexts_of_live_trajectories_fill_at_most_the_share() -> None:
-    board = board_of(("a", 1), ("b", 1), kv=1_000)
-    dispatcher = Dispatcher(Admitted(LeastLoaded(), KvShare(0.6)), board)
+    board, dispatcher = shared(0.6, "ab")
     for name in "stuv":
         dispatcher.ready(turn_of(name, name, context=300), 0.0)
     assert sent(dispatcher) == [("s", "a"), ("t", "b"), ("u", "a"), ("v", "b")]
@@ -57,8 +62,7 @@ def test_contexts_of_live_trajectories_fill_at_most_the_share() -> None:
 
 
 def test_a_trajectory_larger_than_the_share_runs_alone() -> None:
-    board = board_of(("a", 1), kv=1_000)
-    dispatcher = Dispatcher(Admitted(LeastLoaded(), KvShare(0.5)), board)
+    board, dispatcher = shared(0.5, "a")
     dispatcher.ready(turn_of("long", "l", context=900), 0.0)
     dispatcher.ready(turn_of("short", "s", context=100), 0.0)
     assert sent(dispatcher) == [("long", "a")]
@@ -67,28 +71,8 @@ def test_a_trajectory_larger_than_the_share_runs_alone() -> None:
     assert sent(dispatcher, 1.0) == [("short", "a")]
 
 
-def test_a_forecast_keeps_room_for_contexts_that_will_grow() -> None:
-    board = board_of(("a", 1), kv=100_000)
-    forecast = KvForecast()
-    view = board.engines["a"]
-    new = replace(turn_of("new", context=1_000), max_context=80_000)
-    assert forecast.counted(new) == 20_000, "a quarter of the longest context, before anything is known"
-    for number in range(5):
-        one = replace(new, trajectory=f"t{number}")
-        assert forecast.admits(one, view)
-        forecast.sent(one, "a")
-    assert not forecast.admits(new, view), "five of 20,000 tokens will fill the cache"
-    for number in range(FIRST_WEIGHT):
-        forecast.ended(f"t{number}", 4_000)
-    assert forecast.counted(new) == 12_000
-    forecast.ended("aborted", 0)
-    assert forecast.counted(new) == 12_000, "an aborted trajectory says nothing about lengths"
-    assert forecast.counted(replace(new, context_tokens=30_000)) == 30_000
-
-
 def test_turns_set_aside_do_not_keep_admitted_ones_waiting() -> None:
-    board = board_of(("a", 1), cap=64, kv=1_000)
-    dispatcher = Dispatcher(Admitted(LeastLoaded(), KvShare(0.5)), board)
+    board, dispatcher = shared(0.5, "a", cap=64)
     dispatcher.ready(turn_of("s", "s", context=500), 0.0)
     assert sent(dispatcher) == [("s", "a")]
     for number in range(200):
@@ -99,28 +83,12 @@ def test_turns_set_aside_do_not_keep_admitted_ones_waiting() -> None:
 
 
 def test_a_lost_engine_holds_no_trajectories() -> None:
-    board = board_of(("a", 1), ("b", 1), kv=1_000)
-    dispatcher = Dispatcher(Admitted(LeastLoaded(), KvShare(0.5)), board)
+    board, dispatcher = shared(0.5, "ab")
     dispatcher.ready(turn_of("s", "s", context=500), 0.0)
     assert sent(dispatcher) == [("s", "a")]
     board.down("a")
     dispatcher.ready(turn_of("s", "s", context=500), 1.0)
     assert sent(dispatcher, 1.0) == [("s", "b")]
-
-
-def stats(preemptions: int) -> EngineStats:
-    return EngineStats(
-        version=0,
-        running=1,
-        waiting=0,
-        kv_use=0.9,
-        generated_tokens=1,
-        prefill_tokens=0,
-        cached_tokens=0,
-        preemptions=preemptions,
-        steps=1,
-        busy_s=1.0,
-    )
 
 
 def capped(cap: EpisodeCap, board: Board, trajectories: int) -> int:
@@ -138,17 +106,17 @@ def test_the_episode_cap_is_capacity_over_cost_and_is_cut_once_per_overload() ->
     cap = EpisodeCap(1_000.0, step=1_000)
     cap.observe(board, 0.0)
     assert capped(cap, board, 200) == 100
-    board.report("a", stats(3))
+    board.report("a", replace(EngineStats.idle(), preemptions=3))
     cap.observe(board, 0.5)
     assert cap.cap == 100, "the next poll is not due"
     cap.observe(board, POLL_S)
     assert cap.cap == 75
-    board.report("a", stats(6))
+    board.report("a", replace(EngineStats.idle(), preemptions=6))
     cap.observe(board, 2 * POLL_S)
     assert cap.cap == 75, "the first cut is still draining"
     for number in range(30):
         cap.ended(f"t{number}", 1_000)
-    board.report("a", stats(9))
+    board.report("a", replace(EngineStats.idle(), preemptions=9))
     cap.observe(board, 3 * POLL_S)
     assert cap.cap == int(HARDER_CUT * 70)
 
@@ -159,7 +127,7 @@ def test_the_episode_cap_grows_after_a_clear_step_and_ignores_weight_updates() -
     cap.observe(board, 0.0)
     assert capped(cap, board, 50) == 10
     board.applied("a", 1)
-    board.report("a", stats(8))
+    board.report("a", replace(EngineStats.idle(), preemptions=8))
     cap.observe(board, POLL_S)
     assert cap.cap == 10, "an update computes all sequences again"
     cap.ended("t0", 1_000)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from bench import fleets_rows, fleets_search
-from bench.fleets import judge, lines
+from bench.fleets import judge, line
 from bench.fleets_rows import ROWS, Setting, bounds, engines_of, fleets_of, proposals, work
 from bench.fleets_search import Contestant, Effort, Search, parameters_of, seconds
 
@@ -120,12 +120,12 @@ def test_a_rule_that_needs_admission_is_not_lost(small: str, monkeypatch: pytest
     assert best.admission
 
 
-def test_the_judge_reports_ours_the_opponent_and_what_was_replaced(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_judge_reports_ours_and_the_opponent(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def distance(job: fleets_search.Job) -> float:
         return 1_000.0 if job[1].rule == "cmlfq" else 1_500.0
 
     monkeypatch.setattr(fleets_search, "seconds", distance)
     row = judge(Inline(), small, QUICK)
     assert row["found"]["ours"]["x"] == pytest.approx(1.5)
-    assert set(row["found"]) == {"ours", "forecast", "admission", "fleet", "both", "opponent", "opponent, no admission"}
-    assert [[line[0] for line in table] for table in lines([row])] == [["small"], ["small"]]
+    assert set(row["found"]) == {"ours", "opponent", "opponent, no admission"}
+    assert line(row)[5] == "1.50"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.harness import WIDTH, cells, interval, options, rate, report, seeds, spread
+from bench.harness import WIDTH, by_turns, cells, interval, options, rate, report, seeds, spread, versus
 
 ROWS = ("short", "long, cold")
 
@@ -48,6 +48,14 @@ def test_a_line_has_means_and_ranges_of_the_results() -> None:
     assert cells({"x": "{x:.2f} ({x_min:.0f}..{x_max:.0f})", "moves": "{moves:.1f}"}, results) == ["1.50 (1..2)", "2.5"]
     assert spread([2.0, 1.0, 4.0]) == "2.00 (1.00..4.00)"
     assert [interval(values) for values in ([1.0], [1.0, 1.2])] == ["1.00", "1.10 ±1.27"]
+
+
+def test_policies_take_turns_and_their_ratios_are_taken_within_a_seed() -> None:
+    assert "".join(policy for _, policy in by_turns(range(3), "abc")) == "abccbaabc"
+    times = {("a", 0): 1.0, ("b", 0): 2.0, ("a", 1): 30.0, ("b", 1): 20.0, ("a", 2): 4.0, ("b", 2): 4.0}
+    rows = versus({key: {"x": {"seconds": seconds, "moves": 0.0}} for key, seconds in times.items()}, ["a", "b"])
+    assert rows[0] == ["x  seconds", 4.0, 4.0, "1.00 (0.50..1.50)"]
+    assert rows[1] == ["x  moves", 0.0, 0.0, "-"], "a ratio to nothing is none"
 
 
 def test_a_rate_leaves_out_start_and_end() -> None:

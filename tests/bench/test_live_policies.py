@@ -1,4 +1,4 @@
-"""What the benchmark of live policies makes of a run's records, and the order of its runs."""
+"""Work of the benchmarks on real engines, and what they make of a run's records."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from bench.harness import by_turns
-from bench.live_policies import BATCH, ENGINES, Line, by_phase, figures, moved, overrides, step_ms, table
+from bench import live_kv
+from bench.live_policies import BATCH, ENGINES, Line, by_phase, figures, moved, overrides, step_ms
 from bench.live_task import HeldKeyChain
 from libra_hpc.config.load import apply_override, validate
 from libra_hpc.errors import OperationError
 from libra_hpc.models.step_times.measured import StepPoint
 from libra_hpc.preflight.named_files import check_task
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 
 
 def line(index: int, started: float, ended: float, engines: str, *, after: bool = False, reward: float = 1.0) -> Line:
@@ -75,17 +76,6 @@ def test_steps_with_prefill_do_not_count() -> None:
     assert step_ms(points) == pytest.approx(3.0)
 
 
-def test_ratios_are_taken_within_a_seed() -> None:
-    times = {("a", 0): 1.0, ("b", 0): 2.0, ("a", 1): 30.0, ("b", 1): 20.0, ("a", 2): 4.0, ("b", 2): 4.0}
-    rows = table({key: {"x": {"seconds": seconds, "moves": 0.0}} for key, seconds in times.items()}, ["a", "b"])
-    assert rows[0] == ["x  seconds", 4.0, 4.0, "1.00 (0.50..1.50)"]
-    assert rows[1] == ["x  moves", 0.0, 0.0, "-"], "a ratio to nothing is none"
-
-
-def test_the_policies_take_turns() -> None:
-    assert "".join(policy for _, policy in by_turns(range(3), "abc")) == "abccbaabc"
-
-
 def test_the_run_is_the_quickstart_with_two_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.live_policies.policy", lambda seed: tmp_path / "policy")
     data: dict[str, Any] = {"task": {"options": {"drift_at": 0.4}}}
@@ -95,6 +85,16 @@ def test_the_run_is_the_quickstart_with_two_engines(tmp_path: Path, monkeypatch:
     assert (config.rollout.tp, config.rollout.policy) == ([1, 2], "least_loaded")
     assert (config.run.seed, config.run.steps) == (3, 25)
     assert config.components.rollout.nodes == len(ENGINES)
-    assert config.task.options == {"drift_at": 0.4, "gate": str(tmp_path / "gate")}
+    assert config.task.options == {"drift_at": 0.4, "runs": str(tmp_path), "engines": list(ENGINES)}
     check_task(config.task.name)
     assert config.task.name.endswith(f":{HeldKeyChain.__name__}")
+
+
+def test_equal_seeds_give_equal_work_that_every_engine_can_hold() -> None:
+    work = live_kv.make_work(3)
+    assert work == live_kv.make_work(3) != live_kv.make_work(4)
+    assert len(work) == live_kv.GROUPS * live_kv.GROUP_SIZE
+    assert max(record.context for record in work) < 4096
+    turns = (TurnRecord(0, 10), TurnRecord(5, 10))
+    siblings = [TrajectoryRecord("p", sample, 100, turns) for sample in (0, 1)]
+    assert live_kv.held(siblings) == 150, "siblings share the prompt"

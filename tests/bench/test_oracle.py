@@ -31,12 +31,10 @@ class Linear:
         self._base = 0.02 / float(tp**0.65)
 
     def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
-        """See `StepTimes`."""
         return self._base * (1.0 + decodes / 64 + kv_tokens / 200_000 + prefill / 250)
 
 
 def load(tokens: int, name: str = "", prefill: float = 0.0, tools: float = 0.0, context: int = 0) -> Load:
-    """A trajectory at an engine."""
     return Load(tokens, name, prefill, tools, context)
 
 
@@ -67,7 +65,6 @@ class Future:
 
 
 def oracle(truth: Future) -> Oracle:
-    """An oracle of those."""
     return Oracle(Foresight(truth, {tp: Linear(tp) for tp in (1, 2, 4)}, 64))
 
 
