@@ -110,40 +110,21 @@ def _planned_s(name: str, seed: int) -> float:
 
 # --- all of them
 
+Logs = dict[tuple[Case, str], list[float]]
+"""By case and mechanism: 100 log (off / on) of every seed."""
 
-class Ablation:
-    """Runs seed by seed and holds the seconds of every job."""
 
-    def __init__(self, pool: Executor, mechanisms: Sequence[str]) -> None:
-        self._pool, self._mechanisms = pool, mechanisms
-        self.found: dict[Job, float] = {}
+def add_seed(logs: Logs, pool: Executor, case: Case, seed: int) -> None:
+    """Run one seed of a case; what decided alike on `SAME_AFTER` seeds is not run again."""
+    off = [one for (of, one), found in logs.items() if of == case and (len(found) < SAME_AFTER or any(found))]
+    with_all, *without_one = pool.map(seconds, [(*case, mechanism, seed) for mechanism in ("", *off)])
+    for mechanism, took in zip(off, without_one, strict=True):
+        logs[case, mechanism].append(100.0 * math.log(took / with_all))
 
-    def run(self, case: Case, seed: int) -> None:
-        """One seed of one (row, engines)."""
-        jobs = [
-            (*case, mechanism, seed)
-            for mechanism in ("", *self._mechanisms)
-            if not mechanism or not self._is_same(case, mechanism)
-        ]
-        for job, took in zip(jobs, self._pool.map(seconds, jobs), strict=True):
-            self.found[job] = took
 
-    def logs(self, case: Case, mechanism: str) -> list[float]:
-        """100 log (off / on) of every seed."""
-        return [
-            100.0 * math.log(took / self.found[*case, "", seed])
-            for (name, engines, off, seed), took in self.found.items()
-            if (name, engines) == case and off == mechanism
-        ]
-
-    def cell(self, case: Case, mechanism: str) -> Cell:
-        logs = self.logs(case, mechanism)
-        error = statistics.stdev(logs) / len(logs) ** 0.5 if len(logs) > 1 else math.inf
-        return Cell(statistics.fmean(logs), error, len(logs))
-
-    def _is_same(self, case: Case, mechanism: str) -> bool:
-        logs = self.logs(case, mechanism)
-        return len(logs) >= SAME_AFTER and not any(logs)
+def cell_of(found: Sequence[float]) -> Cell:
+    error = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else math.inf
+    return Cell(statistics.fmean(found), error, len(found))
 
 
 def cases_of(given: Options) -> list[Case]:
@@ -154,11 +135,11 @@ def cases_of(given: Options) -> list[Case]:
     return [case for case in found if given.engines in ("all", case[1])]
 
 
-def lines(done: Ablation, cases: Sequence[Case], mechanisms: Sequence[str]) -> list[list[str]]:
+def lines(logs: Logs) -> list[list[str]]:
     """Mean, best and worst row of every mechanism, the most useful first."""
     found = []
-    for mechanism in mechanisms:
-        cells = {case: done.cell(case, mechanism) for case in cases}
+    for mechanism in dict.fromkeys(name for _, name in logs):
+        cells = {case: cell_of(values) for (case, name), values in logs.items() if name == mechanism}
         ends = [pick(cells, key=lambda case: cells[case].mean) for pick in (max, min)]
         words = [text for case in ends for text in (_words(cells[case]), _label(case))]
         found.append((statistics.fmean(cell.mean for cell in cells.values()), mechanism, words))
@@ -196,27 +177,26 @@ def main() -> None:
     cases, begin = cases_of(given), time.perf_counter()
     one = given.quick or given.part == "planner"
     times = {case: 1 if one else SCHEDULER_ROWS.get(case[0], (BOTH, 1))[1] for case in cases}
+    logs: Logs = {(case, mechanism): [] for case in cases for mechanism in given.only}
     # Started anew, so that they import the sources.
     os.environ[compiled.INTERPRETED] = "1"
     with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
-        done = Ablation(pool, given.only)
         for number in range(given.seeds * max(times.values())):
             for case in [case for case in cases if number < given.seeds * times[case]]:
-                done.run(case, given.first_seed + number)
+                add_seed(logs, pool, case, given.first_seed + number)
                 progress(f"seed {given.first_seed + number}: {_label(case)} ({time.perf_counter() - begin:.0f} s)")
-                write(given, cells(done, cases, given.only))
+                write(given, raw(logs))
     notes = ["100 log (seconds off / on), mean ±standard error; above 0: it earns"]
-    rows, title = lines(done, cases, given.only), f"What each mechanism of the {given.part} earns"
-    report(given, title, columns=COLUMNS, rows=rows, notes=notes, raw=cells(done, cases, given.only))
+    title = f"What each mechanism of the {given.part} earns"
+    report(given, title, columns=COLUMNS, rows=lines(logs), notes=notes, raw=raw(logs))
 
 
-def cells(done: Ablation, cases: Sequence[Case], mechanisms: Sequence[str]) -> list[dict[str, Any]]:
+def raw(logs: Logs) -> list[dict[str, Any]]:
     """Those that have run."""
     return [
-        {"row": _label(case), "off": name, **done.cell(case, name)._asdict(), "logs": done.logs(case, name)}
-        for case in cases
-        for name in mechanisms
-        if done.logs(case, name)
+        {"row": _label(case), "off": name, **cell_of(found)._asdict(), "logs": found}
+        for (case, name), found in logs.items()
+        if found
     ]
 
 

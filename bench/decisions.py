@@ -2,8 +2,8 @@
 
 A decision is `Policy.key` (the remaining work) + `Policy.route` + the board's `sent` and `answered`.
 4,000 trajectories in groups of eight have finished before.  Turns come in random order, so caches see what a leader's
-do.  Times are of single calls, minus reading the clock: wall time and CPU time of the thread.  Each pass is a process
-of its own, compiled and interpreted (`libra_hpc.compiled`) in turn.  Each quantile is the median over the passes.
+do.  Times are of single calls, minus reading the clock.  Each pass is a process of its own, compiled and interpreted
+(`libra_hpc.compiled`) in turn.  Each quantile is the median over the passes.
 
     python -m bench.decisions [--passes 5]
 """
@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import random
 import time
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -38,7 +36,6 @@ KV_TOKENS = 4_000_000
 WARM = 4_000
 FINISHED = 2_000
 QUANTILES = (0.5, 0.9, 0.99)
-CLOCKS: dict[str, Callable[[], int]] = {"wall": time.perf_counter_ns, "CPU": time.thread_time_ns}
 
 
 def signals(rng: random.Random, count: int) -> tuple[Signal, ...]:
@@ -104,9 +101,9 @@ def views(rng: random.Random, count: int, at: dict[str, str]) -> list[TurnView]:
     ]
 
 
-def one_pass(seed: int, clock: Callable[[], int]) -> dict[str, list[float]]:
+def one_pass(seed: int) -> dict[str, list[float]]:
     """Microseconds of single calls."""
-    rng = random.Random(seed)
+    rng, clock = random.Random(seed), time.perf_counter_ns
     policy, board = CausalMlfq(), busy_board()
     for i in range(WARM):
         policy.finished(record(rng, f"w{i}", f"p{i // 8}"), 0.0)
@@ -148,20 +145,18 @@ def one_pass(seed: int, clock: Callable[[], int]) -> dict[str, list[float]]:
 
 
 def children(passes: int) -> dict[str, list[dict[str, list[float]]]]:
-    """Quantiles of every pass by build and clock, each from its own process."""
-    found: dict[str, list[dict[str, list[float]]]] = {}
+    """Quantiles of every pass by build, each from its own process."""
     ways = {"compiled": "", "interpreted": "1"} if compiled.in_use() else {"interpreted": "1"}
-    for seed, (way, flag), clock in product(range(passes), ways.items(), CLOCKS):
-        words = ("-m", "bench.decisions", "--seed", str(seed), "--clock", clock)
-        one = child(*words, env=os.environ | {compiled.INTERPRETED: flag})
-        found.setdefault(f"{way}, {clock}", []).append(one)
+    found: dict[str, list[dict[str, list[float]]]] = {way: [] for way in ways}
+    for seed, (way, flag) in product(range(passes), ways.items()):
+        found[way].append(child("-m", "bench.decisions", "--seed", str(seed), **{compiled.INTERPRETED: flag}))
     return found
 
 
 def main() -> None:
-    given = options("decisions", __doc__, passes=5, seed=-1, clock=tuple(CLOCKS))
+    given = options("decisions", __doc__, passes=5, seed=-1)
     if given.seed >= 0:
-        made = one_pass(given.seed, CLOCKS[given.clock])
+        made = one_pass(given.seed)
         print(json.dumps({what: [values[int(q * len(values))] for q in QUANTILES] for what, values in made.items()}))
         return
     raw = children(given.passes)

@@ -9,7 +9,7 @@
 
 Elastic control is not judged here: training has nodes of its own (`bench.replan`).
 
-    python -m bench.fleets [--rows NAME|NAME] [--trace FILE ...] [--seeds 3] [--gpus N] [--quick] [--json FILE]
+    python -m bench.fleets [--rows NAME|NAME] [--trace FILE ...] [--seeds 3] [--quick] [--json FILE]
         [--jobs 2]
 """
 
@@ -116,23 +116,20 @@ def line(row: dict[str, Any]) -> tuple[str, ...]:
     return (row["row"], mine["fleet"], took[0], f"{other['fleet']}; {other['policy']}", took[1], *ratios)
 
 
-def resize(names: Sequence[str], gpus: int, quick: bool) -> None:
-    """Change the rows: a quarter of the trajectories on half of the GPUs, or so many GPUs of each kind."""
+def shrink(names: Sequence[str]) -> None:
+    """Change the rows: a quarter of the trajectories on half of the GPUs."""
     for name in set(names) & set(ROWS):
         row = ROWS[name]
-        if quick:
-            pools = tuple((device, max(NODE, count // (2 * NODE) * NODE)) for device, count in row.pools)
-            row = row._replace(trajectories=max(64, row.trajectories // 4), pools=pools)
-        ROWS[name] = row._replace(pools=tuple((device, gpus or count) for device, count in row.pools))
+        pools = tuple((device, max(NODE, count // (2 * NODE) * NODE)) for device, count in row.pools)
+        ROWS[name] = row._replace(trajectories=max(64, row.trajectories // 4), pools=pools)
 
 
 def main() -> None:
-    given = options("fleets", __doc__, rows=ROWS, quick=QUICK_ROWS, trace=True, seeds=3, gpus=0, jobs=2)
-    if given.gpus % NODE or given.gpus < 0:
-        given.error(f"--gpus must be a multiple of {NODE}")
+    given = options("fleets", __doc__, rows=ROWS, quick=QUICK_ROWS, trace=True, seeds=3, jobs=2)
     count = 1 if given.quick else given.seeds
     effort = Effort(tuple(range(CHOOSING, CHOOSING + count)), tuple(range(count)), **(QUICK if given.quick else {}))
-    resize(given.rows, given.gpus, given.quick)
+    if given.quick:
+        shrink(given.rows)
     begin, done = time.perf_counter(), list[dict[str, Any]]()
     # The workers are forked after the rows were changed.
     with ProcessPoolExecutor(given.jobs) as pool:

@@ -141,13 +141,13 @@ def progress(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def engine_environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+def engine_environment(**own: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", **own}
 
 
-def child(*words: str, env: Mapping[str, str] | None = None) -> Any:
-    """The JSON in the last line that ``python WORDS`` prints."""
-    env = engine_environment() if env is None else env
+def child(*words: str, **own: str) -> Any:
+    """The JSON in the last line that ``python WORDS`` prints; ``own``: environment variables."""
+    env = engine_environment(**own)
     done = subprocess.run([sys.executable, *words], check=True, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -157,11 +157,10 @@ def changes(overrides: Mapping[str, Any]) -> list[str]:
     return [word for key, value in overrides.items() for word in ("-o", f"{key}={value}")]
 
 
-def submit(run_file: Path, *flags: str, overrides: Mapping[str, Any], env: Mapping[str, str] | None = None) -> str:
-    """`libra-hpc submit`; returns its output."""
+def submit(run_file: Path, *flags: str, overrides: Mapping[str, Any]) -> None:
+    """`libra-hpc submit`."""
     command = [str(Path(sys.executable).with_name("libra-hpc")), "submit", str(run_file), *flags, *changes(overrides)]
-    env = engine_environment() if env is None else env
-    return subprocess.run(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    subprocess.run(command, env=engine_environment(), cwd=ROOT, stdout=subprocess.PIPE, check=True)
 
 
 def policy(seed: int, steps: int = 3000) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench import ablation
-from bench.ablation import SCHEDULER_ROWS, Ablation, fleet_of, lines
+from bench.ablation import SCHEDULER_ROWS, add_seed, cell_of, fleet_of, lines
 from bench.ablation_parts import PLANNER, SCHEDULER
 from bench.fleets_rows import ROWS, setting_of
 from bench.harness import WIDTH
@@ -61,14 +61,13 @@ def test_what_decides_alike_on_two_seeds_is_not_run_again(monkeypatch: pytest.Mo
         return {"": 100.0, "same": 100.0, "worse": 110.0 + job[3]}[job[2]]
 
     monkeypatch.setattr(ablation, "seconds", seconds)
-    done = Ablation(Inline(), ["same", "worse"])
+    logs: ablation.Logs = {(CASE, "same"): [], (CASE, "worse"): []}
     for seed in range(4):
-        done.run(CASE, seed)
+        add_seed(logs, Inline(), CASE, seed)
     assert [job[3] for job in ran if job[2] == "same"] == [0, 1]
-    assert done.cell(CASE, "same").mean == 0.0
-    assert done.cell(CASE, "worse").mean == pytest.approx(10.9, abs=0.1)
-    assert done.cell(CASE, "worse").seeds == 4
-    assert [line[0] for line in lines(done, [CASE], ["same", "worse"])] == ["worse", "same"]
+    same, worse = (cell_of(found) for found in logs.values())
+    assert (same.mean, worse.mean, worse.seeds) == (0.0, pytest.approx(10.9, abs=0.1), 4)
+    assert [line[0] for line in lines(logs)] == ["worse", "same"]
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULER_ROWS if name in ROWS])

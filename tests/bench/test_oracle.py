@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from bench.policies import POLICIES
 from bench.policies.oracle import Foresight, Load, Oracle, OracleWork, drain_s, foresight_of, prefill_s
+from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
+from libra_hpc.policies.scheduling.protocol import Decision
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulator.compare import compare
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
@@ -68,15 +70,17 @@ def oracle(truth: Future) -> Oracle:
     return Oracle(Foresight(truth, {tp: Linear(tp) for tp in (1, 2, 4)}, 64))
 
 
+def started(truth: Future, board: Board, *prompts: str, context: int = 100) -> list[tuple[str, Decision]]:
+    """Every trajectory is ready at once: what is sent, in order; ``prompts`` by turns."""
+    dispatcher = Dispatcher(oracle(truth), board)
+    for i, name in enumerate(truth.left):
+        dispatcher.ready(turn_of(name, prompt=prompts[i % len(prompts)] if prompts else "p", context=context), 0.0)
+    return [(turn.trajectory, decision) for turn, decision in dispatcher.dispatch(0.0)]
+
+
 def test_the_oracle_sends_the_longest_to_the_fastest_and_first() -> None:
-    truth = Future([100, 9_000, 5_000, 100])
-    policy, board = oracle(truth), board_of(("slow", 1), ("fast", 4))
-    dispatcher = Dispatcher(policy, board)
-    for name in truth.left:
-        dispatcher.ready(turn_of(name, context=100), 0.0)
-    sent = dispatcher.dispatch(0.0)
-    assert [turn.trajectory for turn, _ in sent] == ["t1", "t2", "t0", "t3"]
-    assert [d.engine for _, d in sent] == ["fast", "fast", "slow", "slow"]
+    sent = started(Future([100, 9_000, 5_000, 100]), board_of(("slow", 1), ("fast", 4)))
+    assert [(name, d.engine) for name, d in sent] == [("t1", "fast"), ("t2", "fast"), ("t0", "slow"), ("t3", "slow")]
     priorities = [d.priority for _, d in sent]
     assert priorities == sorted(priorities)
 
@@ -84,12 +88,8 @@ def test_the_oracle_sends_the_longest_to_the_fastest_and_first() -> None:
 def test_the_oracle_computes_a_long_prompt_once() -> None:
     truth = Future([100, 100, 100, 100])
     truth.left = {name: OracleWork(100, 50_000, 0, 0.0) for name in truth.left}
-    policy, board = oracle(truth), board_of(("a", 1), ("b", 1))
-    dispatcher = Dispatcher(policy, board)
-    for i, name in enumerate(truth.left):
-        dispatcher.ready(turn_of(name, prompt="even" if i % 2 == 0 else "odd", context=50_000), 0.0)
-    sent = dispatcher.dispatch(0.0)
-    where = {turn.trajectory: d.engine for turn, d in sent}
+    sent = started(truth, board_of(("a", 1), ("b", 1)), "even", "odd", context=50_000)
+    where = {name: d.engine for name, d in sent}
     assert where["t0"] == where["t2"] != where["t1"] == where["t3"]
     assert "prompt cached" in sent[-1][1].reason
 
@@ -99,11 +99,7 @@ def test_the_oracle_computes_a_long_prompt_once() -> None:
 def test_the_oracles_plan_is_near_the_best_of_all_assignments(lengths: list[int]) -> None:
     tps = {"a": 1, "b": 1, "c": 4}
     truth = Future(lengths)
-    policy, board = oracle(truth), board_of(*tps.items(), cap=8)
-    dispatcher = Dispatcher(policy, board)
-    for name in truth.left:
-        dispatcher.ready(turn_of(name, context=100), 0.0)
-    where = {turn.trajectory: d.engine for turn, d in dispatcher.dispatch(0.0)}
+    where = {name: d.engine for name, d in started(truth, board_of(*tps.items(), cap=8))}
 
     def makespan(assigned: tuple[str, ...]) -> float:
         ends = []
@@ -174,19 +170,15 @@ def test_the_oracle_waits_for_a_full_engine_only_while_that_is_best() -> None:
     assert [(turn.trajectory, d.engine) for turn, d in dispatcher.dispatch(2.0)] == [("t1", "fast")]
 
 
-def test_random_truth_is_followed_to_the_end() -> None:
+def test_all_engines_end_at_about_the_same_time() -> None:
     rng = random.Random(3)
-    truth = Future([rng.randint(1, 5_000) for _ in range(40)])
-    policy, board = oracle(truth), board_of(*MIXED, cap=40)
-    dispatcher = Dispatcher(policy, board)
-    for name in truth.left:
-        dispatcher.ready(turn_of(name, context=100), 0.0)
+    truth, board = Future([rng.randint(1, 5_000) for _ in range(40)]), board_of(*MIXED, cap=40)
     ends: dict[str, list[Load]] = {name: [] for name in board.engines}
-    for turn, decision in dispatcher.dispatch(0.0):
-        tokens = truth.left[turn.trajectory].decode_tokens
-        ends[decision.engine].append(load(tokens, turn.trajectory, 0.0, 0.0, 100 + tokens // 2))
+    for name, decision in started(truth, board):
+        tokens = truth.left[name].decode_tokens
+        ends[decision.engine].append(load(tokens, name, 0.0, 0.0, 100 + tokens // 2))
     finish = [drain_s(sorted(loads), Linear(board.engines[name].tp), 40) for name, loads in ends.items()]
-    assert max(finish) < 1.3 * min(finish), "all engines end at about the same time"
+    assert max(finish) < 1.3 * min(finish)
 
 
 class Truth:
