@@ -155,7 +155,6 @@ def _label(case: Case) -> str:
 
 
 def chosen() -> Options:
-    """The command line."""
     every = dict.fromkeys((*SCHEDULER_ROWS, *PLANNER_ROWS))
     defaults: dict[str, Any] = {"part": ("scheduler", "planner"), "engines": ("all", *ALL), "only": "", "trace": True}
     defaults |= {"seeds": 4, "first_seed": 0, "jobs": 1}

@@ -72,8 +72,6 @@ COLUMNS = ["fault", "times", "next step, median s", "max", "full strength, media
 
 
 class Fault(NamedTuple):
-    """One injected fault and what it cost."""
-
     name: str
     step: int
     next_step_s: float
@@ -157,7 +155,6 @@ def inject(victim: Victim, kind: Kind, rank: int) -> Fault | None:
 
 
 def disturbed(victim: Victim, faults: int, steps: int, seed: int) -> list[Fault]:
-    """Inject faults, spread over the steps."""
     rng, done = random.Random(seed), list[Fault]()
 
     def due() -> bool:

@@ -39,7 +39,6 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 
 def signals(rng: random.Random, count: int) -> tuple[Signal, ...]:
-    """Results of random tools."""
     return tuple(
         Signal(
             rng.choice(("bash", "edit", "search")),
@@ -71,7 +70,6 @@ def record(rng: random.Random, name: str, prompt: str) -> Finished:
 
 
 def busy_board() -> Board:
-    """A board of 64 engines with reports."""
     board = Board(4 * INFLIGHT // len(LAYOUT), adaptive=False)
     for i, tp in enumerate(LAYOUT):
         board.up(f"engine-{i}", tp, KV_TOKENS * tp, 0)

@@ -50,7 +50,6 @@ COLUMNS = ("row", "ours", "ours, s", "the best other choice", "s", "x", "bound",
 
 
 def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
-    """All contestants of one row."""
     begin = time.perf_counter()
 
     def say(text: str) -> None:
@@ -109,7 +108,6 @@ def planned(search: Search, options: Sequence[Proposal], effort: Effort) -> Prop
 
 
 def line(row: dict[str, Any]) -> tuple[str, ...]:
-    """A row of the table."""
     mine, other, plan = row["found"]["ours"], row["found"]["opponent"], row["plan"]
     took = [f"{statistics.median(one['seconds']):,.0f}" for one in (mine, other)]
     ratios = (f"{mine['x']:.2f}", f"{mine['bound']:.0%}", f"{plan['model_s'] / plan['expected_s']:.2f}")

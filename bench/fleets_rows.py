@@ -137,7 +137,6 @@ def work(name: str, seed: int) -> tuple[list[list[TrajectoryRecord]], list[Traje
 
 
 def _opposite(turn: TurnRecord) -> TurnRecord:
-    """A tool result with the opposite meaning."""
     outcome = {"ok": "error", "error": "ok"}.get(turn.outcome or "", turn.outcome)
     code = None if turn.exit_code is None else int(not turn.exit_code)
     return replace(turn, outcome=outcome, exit_code=code, passed=turn.failed, failed=turn.passed)

@@ -46,8 +46,6 @@ State = Literal["passed", "failed", "late", "left out"]
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A step in the order of execution."""
-
     name: str
     title: str
     limit_s: float
@@ -76,7 +74,6 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def command_of(step: Step, setting: Setting, figures: Path) -> list[str]:
-    """The process of a step."""
     encoded = msgspec.json.encode(setting).decode()
     return [sys.executable, "-m", "bench.gpu_check_steps", step.name, "--setting", encoded, "--figures", str(figures)]
 

@@ -50,8 +50,6 @@ STOP_S = 30.0
 
 
 class RunRecords(msgspec.Struct, frozen=True):
-    """What a completed run recorded."""
-
     seconds: float
     metrics: list[dict[str, Any]]
     events: list[dict[str, Any]]
@@ -102,7 +100,6 @@ def run_whole(folder: Path, *, device: str, steps: int, kv_cache_mb: int, limit_
 
 
 def last_logs(folder: Path) -> str:
-    """Ends of the run's logs."""
     logs = {log.name: log.read_text(errors="replace")[-QUOTED:] for log in sorted((folder / "runs").rglob("*.log"))}
     return "\n".join(f"{name}: {text}" for name, text in logs.items() if text)
 

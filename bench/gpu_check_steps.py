@@ -87,8 +87,6 @@ SIZES = {"cuda": Sizes(4, (4096, 8192), 4096, 32, 8192, 10), "cpu": Sizes(1, (12
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """One line of the table."""
-
     what: str
     """With its unit."""
     measured: float | str
@@ -244,7 +242,6 @@ def tests(setting: Setting, figures: Figures) -> None:
 
 
 def measure_of(name: str) -> Callable[[Setting, Figures], None]:
-    """The function of a step."""
     module, _, function = MEASURES[name].partition(":")
     found: Callable[[Setting, Figures], None] = getattr(importlib.import_module(module), function)
     return found

@@ -158,7 +158,6 @@ def changes(overrides: Mapping[str, Any]) -> list[str]:
 
 
 def submit(run_file: Path, *flags: str, overrides: Mapping[str, Any]) -> None:
-    """`libra-hpc submit`."""
     command = [str(Path(sys.executable).with_name("libra-hpc")), "submit", str(run_file), *flags, *changes(overrides)]
     subprocess.run(command, env=engine_environment(), cwd=ROOT, stdout=subprocess.PIPE, check=True)
 
@@ -219,7 +218,6 @@ def machine() -> dict[str, Any]:
 
 
 def write(given: Options, raw: Any) -> None:
-    """Write the JSON file."""
     stamp = {"benchmark": given.name, "machine": machine(), "at": time.strftime("%Y-%m-%dT%H:%M:%S")}
     given.json.parent.mkdir(parents=True, exist_ok=True)
     given.json.write_text(json.dumps(stamp | {"raw": raw}, indent=1) + "\n")

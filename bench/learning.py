@@ -29,7 +29,6 @@ COLUMNS = ["seed", "reward before", "reward after", "gain", "std. error", "max s
 
 
 def train(folder: Path, model: Path, *, seed: int, steps: int, eta: int, executor: str) -> RunDir:
-    """One run, from submission to its end."""
     own = {"run.dir": folder / f"runs-{eta}", "run.seed": seed, "run.steps": steps}
     own |= {"model.path": model, "algorithm.eta": eta}
     submit(KEYCHAIN, "--wait", "--executor", executor, overrides=OVERRIDES | own)

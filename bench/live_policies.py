@@ -45,8 +45,6 @@ Line = dict[str, Any]
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One run and its figures."""
-
     load: float
     """Load average of the machine before the run."""
     phases: dict[str, Figures]
@@ -77,7 +75,6 @@ def overrides(scheduler: str, seed: int, steps: int, folder: Path) -> dict[str, 
 
 
 def play(scheduler: str, *, seed: int, steps: int, folder: Path) -> Run:
-    """One run from submission to figures."""
     load = os.getloadavg()[0]
     submit(RUN_FILE, "--wait", "--executor", "local", overrides=overrides(scheduler, seed, steps, folder))
     run = RunDir(next(folder.glob("quickstart-*")))

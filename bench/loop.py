@@ -61,19 +61,16 @@ class RolloutRun(RolloutSide):
         self.points: Rates = []
 
     def on_turns(self, message: wire.Turns) -> None:
-        """Record the requests."""
         self.requests |= {request.rid: request for _, request in message.items if not isinstance(request, Abort)}
         super().on_turns(message)
 
     def on_message(self, message: Any) -> None:
-        """Record the lengths."""
         if isinstance(message, wire.TurnsDone):
             self.lengths |= {generated.rid: len(generated.tokens) // 4 for _, generated in message.items}
             self.points.append((time.monotonic(), sum(self.lengths.values())))
         super().on_message(message)
 
     async def run(self, batches: int) -> None:
-        """Run to the last batch."""
         assert self.service is not None
         reports = asyncio.create_task(self.service.run())
         await self.node.start()
@@ -121,7 +118,6 @@ class TrainRun:
                 self.node.on_publish(message)
 
     async def run(self, batches: Sequence[wire.Batch]) -> None:
-        """Train every batch once."""
         task = asyncio.create_task(self.leader.run())
         for batch in batches:
             self.leader.on_batch(batch)

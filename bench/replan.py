@@ -140,7 +140,6 @@ def compare_tiers(job: Job) -> Found:
 
 
 def idle_moves(job: Job) -> str:
-    """From the best split."""
     _, seed, steps = job
     probe = named_work("steady", 24, seed + 500)
     best = min(range(2, SITE.nodes - 1), key=lambda n: play(SITE, probe, rule=Static(), train=n, seed=seed).seconds)

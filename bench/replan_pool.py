@@ -94,7 +94,6 @@ class Grouped:
         self._steps, self._size = steps, size
 
     def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
-        """Seconds of one step of all of them."""
         return self._steps.step_s(decodes * self._size, kv_tokens * self._size, prefill * self._size, context)
 
 
@@ -121,8 +120,6 @@ class StepTruth:
 
 
 class _Moving(msgspec.Struct):
-    """A node between two stages."""
-
     rank: int
     direction: str
     ordered: float
@@ -184,7 +181,6 @@ class ReplanPool:
         return bool(self._moving) or self._next is not None
 
     def serving(self) -> list[str]:
-        """Engines of the nodes that roll out."""
         return [name for node in self.nodes if node.role == "rollout" for name in self._names[node.rank]]
 
     def engines(self, rank: int) -> list[EngineSpec]:

@@ -55,8 +55,6 @@ PESSIMISTIC = 1000.0
 
 
 class Played(msgspec.Struct, frozen=True):
-    """One run."""
-
     seconds: float
     tokens: int
     """Trained on."""
@@ -74,7 +72,6 @@ class Played(msgspec.Struct, frozen=True):
 
     @property
     def tokens_s(self) -> float:
-        """End-to-end throughput."""
         return self.tokens / self.seconds
 
 
@@ -86,8 +83,6 @@ class Rule(Protocol):
 
 
 class Static:
-    """Never moves."""
-
     def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
         """Nothing."""
 
@@ -104,7 +99,6 @@ class Live:
         self._next = 0.0
 
     def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
-        """Ask the planner and carry out its decision."""
         if pool.moving or now < self._next:
             return
         self._next = now + self._interval_s
@@ -115,7 +109,6 @@ class Live:
             self.obey(decision, pool, sim=sim, view=view, now=now)
 
     def obey(self, decision: PlanDecision, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
-        """Carry out a decision other than hold."""
         for rank in decision.nodes:
             pool.order(sim, decision.action, rank, now)
 
@@ -133,7 +126,6 @@ class Tiers(Live):
         super().__init__(settings, site, self._begun())
 
     def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
-        """The same; a restart begins with a new planner and its time."""
         if len(pool.repartitioned) > self._starts:
             self._starts = len(pool.repartitioned)
             view.restart(sim)
@@ -142,7 +134,6 @@ class Tiers(Live):
         super().act(pool, sim, view, now)
 
     def obey(self, decision: PlanDecision, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
-        """Move nodes, or restart all."""
         if decision.action != "repartition":
             super().obey(decision, pool, sim=sim, view=view, now=now)
             return
@@ -155,7 +146,6 @@ class Tiers(Live):
 
 
 def run_file(site: Site, settings: PlannerSection) -> RunConfig:
-    """The site as a run file."""
     train, rollout = site.core
     node = {"gpus": site.tp, "gpu_type": site.device}
     data: dict[str, Any] = {
@@ -175,7 +165,6 @@ def run_file(site: Site, settings: PlannerSection) -> RunConfig:
 
 
 def layout_of(config: RunConfig) -> Layout:
-    """Nodes and engines of a run file."""
     parts = config.components
     nodes = range(parts.hybrid.nodes + parts.rollout.nodes)
     engines = tuple(config.rollout.on_node(i) for i in nodes)
@@ -189,7 +178,6 @@ class Schedule:
         self._splits, self._lead = splits, lead
 
     def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
-        """Order the missing moves."""
         if pool.moving:
             return
         step = min(len(sim.training.steps) + self._lead, len(self._splits) - 1)
@@ -229,7 +217,6 @@ class VerlLike:
         self._asked_at = self._gone_at = 0.0
 
     def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
-        """Activate or deactivate."""
         stage, required = sim.training, pool.site.prompts
         surplus = stage.finished - required * len(stage.steps)
         if self._leaving:

@@ -59,7 +59,6 @@ class Watched:
         return decision
 
     def finished(self, record: Finished, now: float) -> None:
-        """Record it, and pass it to the policy."""
         tools = sum(signal.seconds for signal in record.signals)
         del self._sent[record.trajectory]
         place, prompt = self.place(record.prompt_id), self._prompts.pop(record.trajectory)
@@ -129,7 +128,6 @@ class View:
         self._blocked.append(sim.training.blocked)
 
     def snapshot(self, sim: Simulation) -> PlanSnapshot:
-        """Everything the planner gets."""
         site, stage, pool = self._pool.site, sim.training, self._pool
         done = [s for s in stage.steps if s.end_at > 0.0]
         first = max(self._first, len(done) - STEPS)

@@ -45,12 +45,10 @@ Workload = Callable[[float], list[tuple[Profile, float]]]
 
 
 def answers_grow(step: float) -> list[tuple[Profile, float]]:
-    """Documents with longer and longer answers."""
     return [(msgspec.structs.replace(DOCUMENTS, generated=DOCUMENTS.generated * 2.0 ** (step / DOUBLING)), 1.0)]
 
 
 def curriculum(step: float) -> list[tuple[Profile, float]]:
-    """Documents, reasoning, documents, reasoning."""
     return [(REASONING if step // PHASE % 2 else DOCUMENTS, 1.0)]
 
 
@@ -72,7 +70,6 @@ def jump(steps: int, every: int = 0, profile: Profile = ANSWERS) -> Workload:
 
 
 def detour(steps: int) -> Workload:
-    """Documents, ``steps`` steps of reasoning, documents."""
     return lambda step: [(REASONING if JUMP_AT <= step < JUMP_AT + steps else DOCUMENTS, 1.0)]
 
 

@@ -82,8 +82,6 @@ class Played(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """The engines."""
-
     model: Path
     engines: int = 2
     max_model_len: int = 4096
@@ -94,7 +92,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     def config(
         self, work: Path, *, groups: int, group_size: int, open_groups: int, policy: str, seed: int = 0
     ) -> RunConfig:
-        """The configuration of a play."""
         task = f"{Path(__file__).with_name('replay_task.py')}:Replay"
         return RunConfig.model_validate(
             {
@@ -196,11 +193,9 @@ class Replayer(RolloutSide):
     # --- messages
 
     def on_turns(self, message: wire.Turns) -> None:
-        """With the lengths of the workload."""
         self.node.on_turns(wire.Turns(tuple((name, self._imposed(request)) for name, request in message.items)))
 
     def on_message(self, message: Any) -> None:
-        """Record times and counters."""
         match message:
             case wire.TurnsDone(items=items):
                 now = time.time()

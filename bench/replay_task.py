@@ -49,7 +49,6 @@ class ReplayedEpisode(Episode):
         self.stop_ids = ()
 
     async def step(self, tokens: list[int], tools: Tools) -> Turn:
-        """Answer a turn after the tool's seconds."""
         spec = self._spec
         turn = spec.turns[self._turn]
         if len(tokens) != turn.gen_tokens:

@@ -37,7 +37,6 @@ class LocalMesh:
             asyncio.get_running_loop().call_soon(handler, message, bytes(blob))
 
     def context(self, rank: int, config: RunConfig, run: RunDir, folders: Folders | None = None) -> AgentContext:
-        """Of an agent of this mesh."""
         private, shared = folders or make_folders()
         return AgentContext(
             rank, LAYOUT, config, run, 1, self.send, wire.Welcome(0, "", 0, ()), private=private, shared_memory=shared
@@ -56,11 +55,9 @@ class RolloutSide:
         self.mesh.handlers = {TRAINER: self._trainer, NODE: self._agent}
 
     def on_turns(self, message: wire.Turns) -> None:
-        """The leader sends turns to the engines."""
         self.node.on_turns(message)
 
     def on_message(self, message: Any) -> None:
-        """The leader gets a message."""
         if self.service is not None:
             self.service.on_message(message)
 

@@ -196,8 +196,6 @@ def measured(played: Played) -> tuple[float, ...]:
 
 
 class Play(msgspec.Struct, frozen=True):
-    """One run of the measurement."""
-
     load: Load
     policy: str
     repeat: int

@@ -18,8 +18,6 @@ from libra_hpc.policies.scheduling.turn_migration import Rebalances, Running, Tu
 
 
 class Admission(Protocol):
-    """A rule of admission."""
-
     def observe(self, board: Board, now: float) -> None:
         """Read the engines' reports; called before each decision."""
 
@@ -37,8 +35,6 @@ class Admission(Protocol):
 
 
 class Admitted:
-    """A policy under a rule of admission."""
-
     def __init__(self, policy: Policy, admission: Admission) -> None:
         self.name = policy.name
         self._policy, self._admission = policy, admission

@@ -28,8 +28,6 @@ DECODE_S = 0.02
 
 
 class _Program:
-    """Entry of the process table."""
-
     __slots__ = ("attained", "decode_s", "engine", "service_s", "waited_s")
 
     def __init__(self) -> None:
@@ -40,7 +38,6 @@ class _Program:
 
     @property
     def queue(self) -> int:
-        """Queue that follows from its service."""
         return min(QUEUES - 1, int(self.service_s / QUANTUM_S).bit_length())
 
 

@@ -195,13 +195,7 @@ class Oracle(Rule):
         priority = round(self.key(turn, now) * PRIORITIES_PER_S)
         name, ends = self._waits.get(turn.trajectory, ("", -1))
         if ends == self._ends and name in board.engines and _full(board.engines[name]):
-            return Decision(
-                engine="",
-                priority=priority,
-                level=board.engines[name].level,
-                template="wait: {engine} is full and still the best",
-                numbers={"engine": name},
-            )
+            return _wait_for(board.engines[name], priority)
         options = [
             e
             for e in board.engines.values()
@@ -232,13 +226,7 @@ class Oracle(Rule):
         }
         if _full(best):
             self._waits[turn.trajectory] = best.engine, self._ends
-            return Decision(
-                engine="",
-                priority=priority,
-                level=best.level,
-                template="wait: {engine} is full and still the best: all there ends in {end_s:.2f} s",
-                numbers=numbers,
-            )
+            return _wait_for(best, priority)
         if best is near:
             reason = "with {left:.0f} tokens left, {engine} ends first, for it has the prompt cached: {end_s:.2f} s"
         elif home is None:
@@ -338,6 +326,13 @@ class Oracle(Rule):
 
 def _full(engine: EngineView) -> bool:
     return not (engine.open and engine.inflight < engine.cap)
+
+
+def _wait_for(engine: EngineView, priority: int) -> Decision:
+    reason = "wait: {engine} is full and still the best"
+    return Decision(
+        engine="", priority=priority, level=engine.level, template=reason, numbers={"engine": engine.engine}
+    )
 
 
 def foresight_of(

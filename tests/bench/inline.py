@@ -7,8 +7,6 @@ from typing import Any
 
 
 class Inline(Executor):
-    """Runs at once, in this process."""
-
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         done: Future[Any] = Future()
         done.set_result(fn(*args, **kwargs))

@@ -205,8 +205,6 @@ def test_what_two_hybrid_nodes_cannot_follow_is_repartitioned() -> None:
 
 
 class _Watcher:
-    """Records every snapshot."""
-
     def __init__(self) -> None:
         self.seen: list[PlanSnapshot] = []
 
