@@ -27,7 +27,7 @@ from typing import Any, Literal
 import msgspec
 
 from bench.gpu_check_steps import Figure, Figures, Setting
-from bench.harness import RESULTS, ROOT, machine, progress
+from bench.harness import RESULTS, ROOT, machine, progress, text
 from libra_hpc.process.visible_devices import engine_environment
 
 BUDGET_S = 540.0
@@ -164,13 +164,6 @@ def quotient(figure: Figure) -> str:
     if not isinstance(figure.measured, float) or not figure.predicted:
         return ""
     return f"{figure.measured / figure.predicted:.2f}"
-
-
-def text(value: float | str | None) -> str:
-    """A cell: three digits, thousands with commas."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -223,15 +223,22 @@ def write(given: Options, raw: Any) -> None:
     given.json.write_text(json.dumps(stamp | {"raw": raw}, indent=1) + "\n")
 
 
+def text(value: Any) -> str:
+    """A cell: three digits of a float, thousands with commas."""
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 or value.is_integer() else f"{value:.3g}"
+
+
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> None:
     """Print a table; columns of words are flush left."""
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    text = [[f"{value:.3g}" if isinstance(value, float) else str(value) for value in row] for row in rows]
+    lines = [[text(value) for value in row] for row in rows]
     for i, column in enumerate(columns):
-        words = i == 0 or any(row[i][:1].isalpha() for row in text)
+        words = i == 0 or any(line[i][:1].isalpha() for line in lines)
         table.add_column(column, justify="left" if words else "right")
-    for row in text:
-        table.add_row(*row)
+    for line in lines:
+        table.add_row(*line)
     console = Console(width=WIDTH)
     console.print(table, highlight=False)
     for note in notes:
