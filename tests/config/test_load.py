@@ -35,17 +35,8 @@ def test_recompute_may_be_a_boolean_as_in_older_files(tmp_path: Path, written: s
 
 def test_overrides_apply_in_order_and_keep_toml_types(tmp_path: Path) -> None:
     path = write(tmp_path, "[algorithm]\neta = 1\n")
-    config = load_run_file(
-        path,
-        [
-            "algorithm.eta=2",
-            "algorithm.eta = 4",
-            "optimizer.lr=1",
-            "planner.enabled=false",
-            'slurm.extra=["--exclusive"]',
-            "task.options.depth=3",
-        ],
-    )
+    numbers = ["algorithm.eta=2", "algorithm.eta = 4", "optimizer.lr=1", "task.options.depth=3"]
+    config = load_run_file(path, [*numbers, "planner.enabled=false", 'slurm.extra=["--exclusive"]'])
     assert config.algorithm.eta == 4
     assert config.optimizer.lr == 1.0
     assert config.planner.enabled is False
@@ -94,10 +85,7 @@ def test_a_line_break_in_an_override_sets_no_second_key(tmp_path: Path) -> None:
         ("[components]\ntrain = 3\n", "components.train = 3: wrong type; valid: a table."),
         (
             "[rollout]\ntp = 0\n",
-            (
-                "rollout.tp = 0: out of range; valid: an integer >= 1, or a list of them with one for each hybrid and"
-                " rollout node."
-            ),
+            "out of range; valid: an integer >= 1, or a list of them with one for each hybrid and rollout node.",
         ),
         ("[rollout]\ntp = [1, 0]\n", "rollout.tp.1 = 0: out of range"),
         ("[rollout]\nengines_per_node = ['1']\n", "rollout.engines_per_node.0 = '1': wrong type"),

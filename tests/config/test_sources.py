@@ -17,10 +17,7 @@ SITE = SiteProfile(
         "compute": {"env": {"A": "1"}},
         "components": {"hybrid": {"partition": "a800"}},
     },
-    {
-        name: Path("/etc/site.toml")
-        for name in ("slurm.account", "slurm.mpi", "compute.env", "components.hybrid.partition")
-    },
+    dict.fromkeys(("slurm.account", "slurm.mpi", "compute.env", "components.hybrid.partition"), Path("/etc/site.toml")),
 )
 RUN_FILE = """
 [run]

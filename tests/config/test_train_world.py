@@ -12,6 +12,8 @@ from libra_hpc.config.train_world import TrainWorld, core_world, elastic_world
 from libra_hpc.models.train_parallel import world_fault
 from libra_hpc.preflight.train_worlds import degrees_of
 
+EIGHT_GPUS = {"slurm.device": "cuda", "components.train.gpus": 8}
+
 
 def runs(world: TrainWorld) -> bool:
     """Whether the processes are a whole number of replicas."""
@@ -24,19 +26,9 @@ def runs(world: TrainWorld) -> bool:
         # (processes of a node, data-parallel replicas)
         ({"train.tp": 2, "components.train.nodes": 3}, (2, 3), (2, 1)),
         ({"train.processes": 4, "train.tp": 2, "components.train.nodes": 3}, (4, 6), (4, 2)),
-        ({"slurm.device": "cuda", "components.train.gpus": 8, "components.hybrid.gpus": 4}, (8, 8), (4, 4)),
-        ({"slurm.device": "cuda", "components.train.gpus": 8, "train.tp": 2, "train.cp": 3}, (6, 1), (6, 1)),
-        (
-            {
-                "slurm.device": "cuda",
-                "components.train.gpus": 8,
-                "components.train.nodes": 4,
-                "train.tp": 8,
-                "train.pp": 2,
-            },
-            (8, 2),
-            (16, 1),
-        ),
+        ({**EIGHT_GPUS, "components.hybrid.gpus": 4}, (8, 8), (4, 4)),
+        ({**EIGHT_GPUS, "train.tp": 2, "train.cp": 3}, (6, 1), (6, 1)),
+        ({**EIGHT_GPUS, "components.train.nodes": 4, "train.tp": 8, "train.pp": 2}, (8, 2), (16, 1)),
         # GPUs of which no process sees one.
         ({"components.train.gpus": 8}, (1, 1), (1, 1)),
     ],

@@ -10,20 +10,18 @@ COMMAND is a line of bash.  Lines of the block that begin with ``$ `` show the r
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from libra_hpc.facts.status import encode_status
 from libra_hpc.files import write_atomic
 from tests.facts import synthetic
+from tests.preflight.test_checks import write_model
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -76,18 +74,11 @@ def masked(text: str) -> str:
     return GAP.sub(" ", NUMBER.sub("#", text))
 
 
-def make_model(folder: Path, config: Mapping[str, Any]) -> None:
-    """A model folder without weights, which is enough for every check."""
-    folder.mkdir()
-    for name, text in {"config.json": json.dumps(config), "tokenizer.json": "{}", "model.safetensors": ""}.items():
-        (folder / name).write_text(text)
-
-
 def make_folder(folder: Path) -> None:
     """What the commands find: the examples, model folders, a finished run, and a program of this checkout."""
     (folder / "examples").symlink_to(ROOT / "examples")
-    make_model(folder / "Qwen3-14B", QWEN3_14B)
-    make_model(folder / "dynamic-rope", {**QWEN3_14B, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}})
+    write_model(folder / "Qwen3-14B", QWEN3_14B)
+    write_model(folder / "dynamic-rope", {**QWEN3_14B, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}})
     run = synthetic.make_run(folder / "runs", "quickstart")
     write_atomic(run.status, encode_status(synthetic.make_status(run, state="completed")))
     (folder / "bin").mkdir()

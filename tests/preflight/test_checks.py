@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.preflight import checks
 
@@ -21,89 +25,68 @@ MODEL = {
 }
 
 
-GPUS = {"train": 8, "hybrid": 8, "rollout": 4}
+def write_model(folder: Path, config: Mapping[str, Any] = MODEL, without: str = "") -> Path:
+    """A model folder without weights, which is enough for every check; it may lack one of its files."""
+    folder.mkdir(exist_ok=True)
+    for name, text in {"config.json": json.dumps(config), "tokenizer.json": "{}", "model.safetensors": ""}.items():
+        if name != without:
+            (folder / name).write_text(text)
+    return folder
 
 
 def configured(**sections: Any) -> RunConfig:
     return RunConfig.model_validate(sections)
 
 
-def messages(config: RunConfig, model: dict[str, Any] | None = MODEL) -> list[str]:
-    return [str(error) for error in checks.problems(config, model)]
+def on_gpus(train: int, hybrid: int, rollout: int, **values: Any) -> dict[str, Any]:
+    """So many GPUs of each node, and ``rollout`` values."""
+    gpus = {"components.train.gpus": train, "components.hybrid.gpus": hybrid, "components.rollout.gpus": rollout}
+    return {"slurm.device": "cuda", **gpus, **{f"rollout.{key}": value for key, value in values.items()}}
+
+
+def messages(values: dict[str, Any]) -> list[str]:
+    """The sentences for a run file of these values by key."""
+    return [str(error) for error in checks.problems(with_values(RunConfig(), values), MODEL)]
 
 
 def test_the_default_configuration_has_no_problem() -> None:
-    assert messages(RunConfig()) == []
+    assert messages({}) == []
+
+
+NODES = {"components.hybrid.nodes": 1, "components.rollout.nodes": 2}
+PRODUCT = "rollout.tp * rollout.engines_per_node needs 8 GPUs and components.rollout has 4 per node"
 
 
 @pytest.mark.parametrize(
-    ("sections", "sentence"),
+    ("values", "sentence"),
     [
+        ({"components.planner.nodes": 2}, "planner.nodes = 2: rank 0 is the one planner; valid: 0 or 1."),
+        ({"components.train.nodes": 0}, "components.train.nodes = 0"),
+        ({"components.rollout.nodes": 0}, "components.rollout.nodes = 0"),
+        ({"rollout.policy": "cmlqf"}, "(did you mean 'cmlfq'?)"),
+        ({"rollout.policy": "seer"}, "rollout.policy = 'seer': unknown policy"),
+        ({"algorithm.minibatches": 65}, "algorithm.minibatches = 65: a global batch has 64 trajectories"),
+        ({"slurm.time_limit": "1h"}, "slurm.time_limit = '1h': malformed"),
+        ({"slurm.time_limit": "0"}, "slurm.time_limit = '0': no time at all"),
+        ({"train.tp": 3}, "train.tp = 3: does not divide the model's num_attention_heads = 8; valid: 1, 2, 4, 8."),
+        ({"train.tp": 16}, "train.tp = 16: does not divide the model's num_attention_heads = 8; valid: 1, 2, 4, 8."),
+        ({"train.pp": 7}, "train.pp = 7: the model has only 6 layers; valid: 1 to 6."),
+        ({"rollout.tp": 3}, "rollout.tp = 3: does not divide"),
+        ({"rollout.tp": [1, 3]}, "rollout.tp = 3: does not divide"),
         (
-            {"components": {"planner": {"nodes": 2}}},
-            "components.planner.nodes = 2: rank 0 is the one planner; valid: 0 or 1.",
+            {"rollout.tp": [1, 2, 4], "components.hybrid.nodes": 1},
+            "rollout.tp = [1, 2, 4]: a list has one entry for each of the 1 hybrid and 1 rollout nodes, in this order,"
+            " and this one has 3;",
         ),
-        ({"components": {"train": {"nodes": 0}}}, "components.train.nodes = 0"),
-        ({"components": {"rollout": {"nodes": 0}}}, "components.rollout.nodes = 0"),
-        ({"rollout": {"policy": "cmlqf"}}, "(did you mean 'cmlfq'?)"),
-        ({"rollout": {"policy": "seer"}}, "rollout.policy = 'seer': unknown policy"),
-        (
-            {"algorithm": {"prompts_per_step": 2, "group_size": 2, "minibatches": 5}},
-            "algorithm.minibatches = 5: a global batch has 4 trajectories",
-        ),
-        ({"slurm": {"time_limit": "1h"}}, "slurm.time_limit = '1h': malformed"),
-        ({"slurm": {"time_limit": "0"}}, "slurm.time_limit = '0': no time at all"),
-        ({"train": {"tp": 3}}, "train.tp = 3: does not divide the model's num_attention_heads = 8; valid: 1, 2, 4, 8."),
-        (
-            {"train": {"tp": 16}},
-            "train.tp = 16: does not divide the model's num_attention_heads = 8; valid: 1, 2, 4, 8.",
-        ),
-        ({"train": {"pp": 7}}, "train.pp = 7: the model has only 6 layers; valid: 1 to 6."),
-        ({"rollout": {"tp": 3}}, "rollout.tp = 3: does not divide"),
-        ({"rollout": {"tp": [1, 3]}}, "rollout.tp = 3: does not divide"),
-        (
-            {"rollout": {"tp": [1, 2, 4]}, "components": {"hybrid": {"nodes": 1}}},
-            (
-                "rollout.tp = [1, 2, 4]: a list has one entry for each of the 1 hybrid and 1 rollout nodes, in this"
-                " order, and this one has 3;"
-            ),
-        ),
-        ({"rollout": {"engines_per_node": []}}, "rollout.engines_per_node = []: a list has one entry for each"),
-        (
-            {
-                "slurm": {"device": "cuda"},
-                "rollout": {"tp": [1, 2, 8]},
-                "components": {
-                    "train": {"gpus": 1},
-                    "hybrid": {"nodes": 1, "gpus": 2},
-                    "rollout": {"nodes": 2, "gpus": 4},
-                },
-            },
-            "rollout.tp = 8: rollout.tp * rollout.engines_per_node needs 8 GPUs and components.rollout has 4 per node",
-        ),
-        (
-            {"rollout": {"max_model_len": 9000}},
-            "rollout.max_model_len = 9000: the model's max_position_embeddings is 8192",
-        ),
-        (
-            {
-                "slurm": {"device": "cuda"},
-                "rollout": {"tp": 2, "engines_per_node": 4},
-                "components": {n: {"gpus": g} for n, g in GPUS.items()},
-            },
-            (
-                "rollout.engines_per_node = 4: rollout.tp * rollout.engines_per_node needs 8 GPUs and"
-                " components.rollout has 4 per node"
-            ),
-        ),
-        (
-            {"slurm": {"device": "cuda"}, "components": {"hybrid": {"nodes": 0}, "rollout": {"gpus": 1}}},
-            "components.train.gpus = 0: training needs one; valid: an integer >= 1",
-        ),
+        ({"rollout.engines_per_node": []}, "rollout.engines_per_node = []: a list has one entry for each"),
+        (on_gpus(1, 2, 4, tp=[1, 2, 8]) | NODES, f"rollout.tp = 8: {PRODUCT}"),
+        (on_gpus(8, 8, 4, tp=2, engines_per_node=4), f"rollout.engines_per_node = 4: {PRODUCT}"),
+        ({"rollout.max_model_len": 9000}, "max_model_len = 9000: the model's max_position_embeddings is 8192"),
+        (on_gpus(0, 0, 1), "components.train.gpus = 0: training needs one; valid: an integer >= 1"),
     ],
 )
-def test_problems_name_field_value_and_limit(sections: dict[str, Any], sentence: str) -> None:
-    found = messages(configured(**sections))
+def test_problems_name_field_value_and_limit(values: dict[str, Any], sentence: str) -> None:
+    found = messages(values)
     assert found
     assert any(sentence in message for message in found), found
     assert all(message.endswith(".") for message in found)
@@ -114,44 +97,31 @@ def test_problems_name_field_value_and_limit(sections: dict[str, Any], sentence:
     [
         (
             {"model_type": "cohere2"},
-            (
-                "model.path: model_type = 'cohere2': this version cannot train this architecture; valid: glm4, llama,"
-                " mistral, phi3, qwen2, qwen3, qwen3_moe."
-            ),
+            "model_type = 'cohere2': this version cannot train this architecture; valid: glm4, llama, mistral, phi3,"
+            " qwen2, qwen3, qwen3_moe.",
         ),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
-            "model.path: type = 'dynamic': the trainer has no such rotary embedding; valid: default, linear, llama3,"
-            " yarn.",
+            "type = 'dynamic': the trainer has no such rotary embedding; valid: default, linear, llama3, yarn.",
         ),
-        ({"hidden_size": None}, "model.path: the model's config has no 'hidden_size'; valid: an integer >= 1."),
-        ({"num_hidden_layers": "six"}, "model.path: num_hidden_layers = 'six': is no count; valid: an integer >= 1."),
+        ({"hidden_size": None}, "the model's config has no 'hidden_size'; valid: an integer >= 1."),
+        ({"num_hidden_layers": "six"}, "num_hidden_layers = 'six': is no count; valid: an integer >= 1."),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused_before_its_parallelism(
     change: dict[str, Any], sentence: str
 ) -> None:
-    assert str(next(checks.problems(configured(train={"tp": 3}), {**MODEL, **change}))) == sentence
+    found = next(checks.problems(configured(train={"tp": 3}), {**MODEL, **change}))
+    assert str(found) == f"model.path: {sentence}"
 
 
 def test_nodes_of_different_degree_that_fit_are_no_problem() -> None:
-    gpus = {"train": {"gpus": 1}, "hybrid": {"nodes": 1, "gpus": 2}, "rollout": {"nodes": 2, "gpus": 4}}
-    assert (
-        messages(
-            configured(
-                slurm={"device": "cuda"}, rollout={"tp": [2, 1, 2], "engines_per_node": [1, 4, 2]}, components=gpus
-            )
-        )
-        == []
-    )
-    swapped = messages(
-        configured(slurm={"device": "cuda"}, rollout={"tp": [4, 1, 1], "engines_per_node": 1}, components=gpus)
-    )
-    assert swapped == [
+    assert messages(on_gpus(1, 2, 4, tp=[2, 1, 2], engines_per_node=[1, 4, 2]) | NODES) == []
+    assert messages(on_gpus(1, 2, 4, tp=[4, 1, 1], engines_per_node=1) | NODES) == [
         "rollout.tp = 4: rollout.tp * rollout.engines_per_node needs 4 GPUs and components.hybrid has 2 per node;"
         " valid: a product <= 2."
     ]
 
 
 def test_more_processes_than_cpus_is_no_problem() -> None:
-    assert messages(configured(train={"tp": 4}, components={"train": {"cpus": 1}})) == []
+    assert messages({"train.tp": 4, "components.train.cpus": 1}) == []

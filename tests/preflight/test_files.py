@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from pathlib import Path
 
 import pytest
@@ -13,26 +12,17 @@ from libra_hpc.preflight import named_files
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.tasks.task_registry import BUILTIN, task_class
 
-from .test_checks import MODEL, configured
-
-
-def model_folder(tmp_path: Path, without: str = "") -> str:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name, text in {"config.json": json.dumps(MODEL), "tokenizer.json": "{}", "model.safetensors": ""}.items():
-        if name != without:
-            (folder / name).write_text(text)
-    return str(folder)
+from .test_checks import MODEL, configured, write_model
 
 
 def test_a_complete_model_folder(tmp_path: Path) -> None:
-    assert named_files.read_model_config(configured(model={"path": model_folder(tmp_path)})) == MODEL
+    assert named_files.read_model_config(configured(model={"path": str(write_model(tmp_path / "model"))})) == MODEL
 
 
 @pytest.mark.parametrize("without", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_incomplete_model_folders(tmp_path: Path, without: str) -> None:
     with pytest.raises(UserError, match=r"model\.path = .*the folder has no "):
-        named_files.read_model_config(configured(model={"path": model_folder(tmp_path, without)}))
+        named_files.read_model_config(configured(model={"path": str(write_model(tmp_path / "model", without=without))}))
 
 
 def test_task_files_are_parsed_and_never_run(tmp_path: Path) -> None:
@@ -41,16 +31,12 @@ def test_task_files_are_parsed_and_never_run(tmp_path: Path) -> None:
     named_files.check_task(f"{task}:Mine")
     with pytest.raises(UserError, match=r"defines no class 'Mien'; valid: Mine \(did you mean 'Mine'\?\)"):
         named_files.check_task(f"{task}:Mien")
-    task.write_text(
-        "class Mine:\n    def __init__(self, tokenizer, turns, *, seed=0): pass\nclass Any:\n    def __init__(self,"
-        " tokenizer, **options): pass\n"
-    )
+    mine, other = "self, tokenizer, turns, *, seed=0", "self, tokenizer, **options"
+    task.write_text(f"class Mine:\n def __init__({mine}): pass\nclass Any:\n def __init__({other}): pass\n")
     named_files.check_task(f"{task}:Mine", ["turns", "seed"])
     named_files.check_task(f"{task}:Any", ["whatever"])
-    with pytest.raises(
-        UserError,
-        match=r"task\.options = 'trns': Mine has no such option; valid: turns, seed \(did you mean 'turns'\?\)",
-    ):
+    sentence = r"task\.options = 'trns': Mine has no such option; valid: turns, seed \(did you mean 'turns'\?\)"
+    with pytest.raises(UserError, match=sentence):
         named_files.check_task(f"{task}:Mine", ["trns"])
     task.write_text("class Mine(:\n")
     with pytest.raises(UserError, match="is not valid Python"):
@@ -79,7 +65,7 @@ def test_a_warm_start_that_is_not_there_is_named(tmp_path: Path) -> None:
     config = configured(
         run={"dir": str(tmp_path)},
         rollout={"warm_start": str(tmp_path / "absent")},
-        model={"path": model_folder(tmp_path)},
+        model={"path": str(write_model(tmp_path / "model"))},
     )
     with pytest.raises(UserError, match=r"rollout\.warm_start = .*absent does not exist"):
         check_run(config)

@@ -74,27 +74,22 @@ def test_the_figure_is_that_of_the_planners_memory_model_and_the_way_out_is_the_
 
 def test_recomputing_is_offered_where_nothing_else_fits() -> None:
     four = {name: {**NODE, "nodes": int(name != "hybrid"), "gpus": 4} for name in ("train", "hybrid", "rollout")}
-    with pytest.raises(
-        UserError,
-        match=r'valid: train\.tp = 4, train\.pp = 1 and train\.recompute = "full" \(the smallest replica\)\.$',
-    ):
+    way_out = r'valid: train\.tp = 4, train\.pp = 1 and train\.recompute = "full" \(the smallest replica\)\.$'
+    with pytest.raises(UserError, match=way_out):
         checked("qwen3-14b", train={"tp": 4}, components=four)
-    assert (
-        checked("qwen3-14b", train={"tp": 4, "recompute": True}, components=four, rollout={"max_model_len": 8192}) == []
-    )
+    full = {"tp": 4, "recompute": True}
+    assert checked("qwen3-14b", train=full, components=four, rollout={"max_model_len": 8192}) == []
 
 
 def test_one_long_trajectory_is_a_warning_because_shorter_ones_may_never_ask_for_it() -> None:
     (line,) = checked("qwen3-14b", train={"tp": 8}, rollout={"max_model_len": 131072})
-    assert line.startswith(
-        "training may run out of GPU memory: a pipeline full of micro-batches of 131,072 tokens needs "
-    )
+    why = "a pipeline full of micro-batches of 131,072 tokens needs "
+    assert line.startswith(f"training may run out of GPU memory: {why}")
 
 
 def test_a_gpu_in_no_table_is_a_warning_and_nothing_is_checked_on_cpus() -> None:
-    odd = {
-        name: {**NODE, "gpu_type": kind} for name, kind in (("train", "mi300"), ("hybrid", "mi300"), ("rollout", ""))
-    }
+    kinds = {"train": "mi300", "hybrid": "mi300", "rollout": ""}
+    odd = {name: {**NODE, "gpu_type": kind} for name, kind in kinds.items()}
     assert checked("qwen3-14b", components=odd, train={"tp": 1}) == [
         "GPUs of gpu_type = 'mi300' are in no table, so their memory was not checked (planner.device, planner.devices)",
         "without a gpu_type GPUs are in no table, so their memory was not checked (planner.device, planner.devices)",
@@ -114,12 +109,10 @@ def test_a_dry_run_is_checked_with_what_it_simulates() -> None:
 @pytest.mark.parametrize("model", ["qwen3-4b", "qwen3-8b", "qwen3-14b"])
 @pytest.mark.parametrize("prompts", [1, 64])
 def test_a_split_chosen_by_the_planner_is_never_refused(model: str, prompts: int) -> None:
-    data = configured(
-        components={"split": "auto"}, model={"path": model}, algorithm={"prompts_per_step": prompts}
-    ).model_dump(exclude_unset=True)
-    for section, keys in {"train": ("tp",), "rollout": ("tp",)}.items():
-        for key in keys:
-            del data[section][key]
+    sections = {"components": {"split": "auto"}, "model": {"path": model}, "algorithm": {"prompts_per_step": prompts}}
+    data = configured(**sections).model_dump(exclude_unset=True)
+    for section in ("train", "rollout"):
+        del data[section]["tp"]
     made = initial_plan(validate(data))
     check_memory(made.config, model_shape(model))
 
@@ -135,11 +128,8 @@ def test_a_node_with_fewer_cpus_than_gpus_is_refused(cpus: int) -> None:
         check_cpus(configured(components=small(cpus=cpus)))
     why = "a node with 8 GPUs runs a process for each of them; valid: an integer >= 8."
     assert f"components.hybrid.cpus = {cpus}: {why}" in str(caught.value)
-    for sections in (
-        {"slurm": {"device": "cpu"}},
-        {"slurm": {"device": "cuda", "executor": "local"}},
-        {"run": {"engine": "simulated"}},
-    ):
+    local = {"device": "cuda", "executor": "local"}
+    for sections in ({"slurm": {"device": "cpu"}}, {"slurm": local}, {"run": {"engine": "simulated"}}):
         check_cpus(configured(components=small(cpus=cpus), **sections))
 
 

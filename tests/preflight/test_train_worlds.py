@@ -26,28 +26,19 @@ def configured(nodes: tuple[int, int], **train: Any) -> RunConfig:
     ("nodes", "train", "sentence"),
     [
         (
-            (3, 0),
-            {"tp": 8, "pp": 2},
-            (
-                "train.tp * train.pp = 16: 3 nodes x 8 training processes are 24, no whole number of replicas of 16"
-                " processes; valid: a product that divides 24, or other nodes."
-            ),
+            *((3, 0), {"tp": 8, "pp": 2}),
+            "train.tp * train.pp = 16: 3 nodes x 8 training processes are 24, no whole number of replicas of 16"
+            " processes; valid: a product that divides 24, or other nodes.",
         ),
         (
-            (1, 0),
-            {"tp": 4, "processes": 6},
-            (
-                "train.tp = 4: tensor ranks share a node, and it does not divide the 6 training processes of a node;"
-                " valid: divisors of 6, or other train.processes."
-            ),
+            *((1, 0), {"tp": 4, "processes": 6}),
+            "train.tp = 4: tensor ranks share a node, and it does not divide the 6 training processes of a node;"
+            " valid: divisors of 6, or other train.processes.",
         ),
         (
-            (2, 1),
-            {"tp": 8, "pp": 2},
-            (
-                "components.hybrid.nodes_per_replica = 1: a replica of TP8 PP2 needs 16 processes, and a hybrid node"
-                " has 8; valid: multiples of 2, or components.hybrid.nodes = 0."
-            ),
+            *((2, 1), {"tp": 8, "pp": 2}),
+            "components.hybrid.nodes_per_replica = 1: a replica of TP8 PP2 needs 16 processes, and a hybrid node has 8;"
+            " valid: multiples of 2, or components.hybrid.nodes = 0.",
         ),
         (
             (1, 0),
@@ -90,11 +81,7 @@ def test_pieces_without_a_token_are_refused() -> None:
         ((2, 0), {"ep": 3}, "train.ep = 3: it does not divide the model's 8 experts"),
         ((2, 0), {"tp": 2, "etp": 1}, "train.etp = 1: without expert parallelism"),
         ((1, 0), {"pp": 4, "ep": 4}, "train.ep = 4: ep x etp = 4 does not divide the 2 processes of a stage"),
-        (
-            (2, 1),
-            {"pp": 4, "ep": 4},
-            "train.ep = 4: on hybrid nodes, ep x etp = 4 does not divide the 2 processes of a stage",
-        ),
+        ((2, 1), {"pp": 4, "ep": 4}, "train.ep = 4: on hybrid nodes, ep x etp = 4 does not divide the 2 processes"),
     ],
 )
 def test_experts_fit_the_core_and_hybrid_nodes(nodes: tuple[int, int], train: dict[str, Any], sentence: str) -> None:
