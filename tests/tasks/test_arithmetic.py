@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from pathlib import Path
 
@@ -37,30 +38,11 @@ def test_calculator(expression: str, value: str) -> None:
     assert calculate(expression) == value
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "",
-        "1 +",
-        "2 ** 9",
-        "abs(1)",
-        "x",
-        "(1).real",
-        "[1][0]",
-        "1 if 1 else 2",
-        "True",
-        "'a' * 3",
-        "1 / 0",
-        "1e300 * 1e300",
-        "9" * 31,
-        "1 + " * 100 + "1",
-        "(" * 200,
-        "lambda: 1",
-        "__import__('os')",
-        "1e400",
-        "1\x00",
-    ],
-)
+OTHER_PYTHON = "1 + ; 2 ** 9; abs(1); x; (1).real; [1][0]; 1 if 1 else 2; True; 'a' * 3; lambda: 1; __import__('os')"
+TOO_LARGE = ["1 / 0", "1e300 * 1e300", "1e400", "9" * 31, "1 + " * 100 + "1", "(" * 200]
+
+
+@pytest.mark.parametrize("expression", [*OTHER_PYTHON.split("; "), *TOO_LARGE, "", "1\x00"])
 def test_calculator_refuses_everything_else(expression: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         calculate(expression)
@@ -103,21 +85,13 @@ def test_scripted_policies_end_to_end(in_sandbox: InSandbox, task: Arithmetic) -
     async def fail(box: Sandbox) -> list[tuple[str, str]]:
         episode = task.open(0, 0, 0.0)
         seen = []
-        for text in (
-            "<calc>import os</calc>",
-            "<python>1/0</python>",
-            "<python>while True: pass</python>",
-            "no call at all",
-            "<calc>1",
-        ):
+        calls = ("<calc>import os</calc>", "<python>1/0</python>", "<python>while True: pass</python>")
+        for text in (*calls, "no call at all", "<calc>1"):
             turn = await episode.step(tokenizer.encode(text), box)
             seen.append((turn.signal.outcome if turn.signal else "", tokenizer.decode(turn.tokens)))
         end = await episode.step(tokenizer.encode("<calc>1+1</calc>"), box)
-        assert (end.done, end.reward, end.info) == (
-            True,
-            0.0,
-            {"solved": 0.0, "turns": 6, "calls": 4, "failed_calls": 3},
-        )
+        assert (end.done, end.reward) == (True, 0.0)
+        assert end.info == {"solved": 0.0, "turns": 6, "calls": 4, "failed_calls": 3}
         return seen
 
     async def body(box: Sandbox) -> tuple[list[tuple[Turn, Turn]], list[tuple[str, str]]]:
@@ -156,13 +130,11 @@ def test_demonstrations_teach_the_protocol(task: Arithmetic) -> None:
             assert written.startswith(("<calc>", "<python>print("))
             assert result not in written.split("<answer>")[0] or len(result) < 3
     flawed = [tokenizer.decode(t) for step in range(10) for t, _ in demonstration_batch(tokenizer, 0, step, 12, True)]
-    wrong = [
-        t
-        for t in flawed
-        if "<result>" not in t
-        or t.split("<result>")[1].split("</result>")[0] != t.split("<answer>")[1].split("</answer>")[0]
-    ]
-    assert 0.2 < len(wrong) / len(flawed) < 0.6
+    results, answers = (
+        [re.findall(f"<{tag}>(.*?)</{tag}>", t, re.S)[:1] for t in flawed] for tag in ("result", "answer")
+    )
+    wrong = sum(result != answer for result, answer in zip(results, answers, strict=True))
+    assert 0.2 < wrong / len(flawed) < 0.6
 
 
 def test_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch, arithmetic_folder: Path) -> None:

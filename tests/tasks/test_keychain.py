@@ -11,18 +11,9 @@ from typing import Any
 import pytest
 
 from libra_hpc.errors import UserError
+from libra_hpc.tasks import keychain
 from libra_hpc.tasks.base import ToolResult, Turn
-from libra_hpc.tasks.keychain import (
-    Guide,
-    HiddenChain,
-    KeyChain,
-    KeyChainEpisode,
-    Mix,
-    Words,
-    draw,
-    look_up,
-    vocabulary,
-)
+from libra_hpc.tasks.keychain import Guide, HiddenChain, KeyChain, KeyChainEpisode, Mix, Words, draw, vocabulary
 from libra_hpc.tasks.keychain_demos import LONG_SHARE, demonstration_batch
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
@@ -37,7 +28,7 @@ class InProcessTools:
         assert name == "get"
         if self.failures and (outcome := self.failures.pop(0)) != "ok":
             return ToolResult(outcome, "broken", 0.5)
-        return ToolResult("ok", look_up(*args), 0.001)
+        return ToolResult("ok", keychain.look_up(*args), 0.001)
 
     async def python(self, code: str) -> ToolResult:
         raise AssertionError("keychain runs no code")
@@ -175,9 +166,8 @@ def test_hacks_pay_little(task: KeyChain) -> None:
     quitter = start(task, lambda w: len(w.hops) == 3 and not w.hops[0][2])
     assert quitter.guide.key is not None
     quitter.get(quitter.guide.key)
-    assert quitter.answer((quitter.world.value + 1) % 32).reward == pytest.approx(
-        0.3 / 3
-    )  # quit after one hop of three
+    # Quit after one hop of three.
+    assert quitter.answer((quitter.world.value + 1) % 32).reward == pytest.approx(0.3 / 3)
 
     spammer = start(task, lambda w: len(w.hops) == 3)
     turn = spammer.get(spammer.world.hops[0][0])
@@ -196,13 +186,8 @@ def test_hacks_pay_little(task: KeyChain) -> None:
 def test_wrong_lines_are_calls_not_answers(task: KeyChain) -> None:
     player = start(task, lambda w: len(w.hops) == 2)
     w = player.words
-    for line in (
-        [w.ans, w.keys[0], w.newline],
-        [w.get, w.values[0], w.newline],
-        [w.ans, w.values[0]],
-        [],
-        [w.get, w.keys[0], w.newline, w.newline],
-    ):
+    answers = [[w.ans, w.keys[0], w.newline], [w.ans, w.values[0]], []]
+    for line in (*answers, [w.get, w.values[0], w.newline], [w.get, w.keys[0], w.newline, w.newline]):
         assert task.tokenizer.decode(player.turn(*line).tokens) == "err \n"
 
 

@@ -12,83 +12,41 @@ from libra_hpc.protocol.env import Signal
 from libra_hpc.tasks.base import ToolResult
 from libra_hpc.tasks.tool_outcome import Outcome, classify, count_tests, signal_of
 
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "0 errors",
-        "error: none found",
-        "no failures, 3 warnings",
-        "Traceback is a word",
-        "",
-        0,
-        None,
-        3.5,
-        ["error"],
-        {},
-        {"output": "0 errors"},
-        {"error": None},
-        {"error": ""},
-        {"errors": []},
-        {"errors": 0},
-        {"exception": False},
-        {"status": "success", "error": None},
-        {"success": True},
-        {"is_error": False, "content": [{"type": "text", "text": "error"}]},
-        {"status": "weird"},
-        {"ok": True, "output": "failed before"},
-        {"status": "Completed "},
-        {"result": "timeout"},
-        {"data": {"status": "success"}},
-        "{not json",
-        "0 errors, 2 warnings",
-    ],
+WORDS = (
+    "0 errors",
+    "0 errors, 2 warnings",
+    "error: none found",
+    "no failures, 3 warnings",
+    "Traceback is a word",
+    "",
+    "{not json",
 )
-def test_fine(value: Any) -> None:
-    assert classify(value) == Outcome("ok")
+FINE = (
+    *(*WORDS, 0, None, 3.5, ["error"], {}, {"output": "0 errors"}, {"ok": True, "output": "failed before"}),
+    *({"error": None}, {"error": ""}, {"errors": []}, {"errors": 0}, {"exception": False}),
+    *({"status": "success", "error": None}, {"success": True}, {"status": "weird"}, {"status": "Completed "}),
+    *({"result": "timeout"}, {"data": {"status": "success"}}),
+    {"is_error": False, "content": [{"type": "text", "text": "error"}]},
+)
+FAILED = (
+    *(ValueError("x"), {"error": "no such file"}, {"exception": KeyError("x")}, {"traceback": "..."}),
+    *({"errors": ["a"]}, {"errors": 3}, {"is_error": True}, {"isError": True, "content": []}, {"success": False}),
+    *({"ok": False, "status": "ok"}, {"status": "FAILED"}, {"state": "killed"}, {"outcome": "error"}),
+    *({"status": "success", "error": "but"}, {"result": {"error": "deep"}}),
+    *({"data": {"response": {"status": "failure"}}}, '{"status": "error"}', {"output": '{"success": false}'}),
+)
+OUT_OF_TIME = (
+    *(TimeoutError(), {"status": "timeout"}, {"status": "timed_out", "error": "killed"}, {"timed_out": True}),
+    *({"error": TimeoutError()}, {"error": "timeout"}, {"result": {"state": "deadline_exceeded"}}),
+)
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        ValueError("x"),
-        {"error": "no such file"},
-        {"exception": KeyError("x")},
-        {"traceback": "..."},
-        {"errors": ["a"]},
-        {"errors": 3},
-        {"is_error": True},
-        {"isError": True, "content": []},
-        {"success": False},
-        {"ok": False, "status": "ok"},
-        {"status": "FAILED"},
-        {"state": "killed"},
-        {"outcome": "error"},
-        {"status": "success", "error": "but"},
-        {"result": {"error": "deep"}},
-        {"data": {"response": {"status": "failure"}}},
-        '{"status": "error"}',
-        {"output": '{"success": false}'},
-    ],
+    ("outcome", "value"),
+    [(name, value) for name, values in (("ok", FINE), ("error", FAILED), ("timeout", OUT_OF_TIME)) for value in values],
 )
-def test_failed(value: Any) -> None:
-    assert classify(value) == Outcome("error")
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        TimeoutError(),
-        {"status": "timeout"},
-        {"status": "timed_out", "error": "killed"},
-        {"timed_out": True},
-        {"error": TimeoutError()},
-        {"error": "timeout"},
-        {"result": {"state": "deadline_exceeded"}},
-    ],
-)
-def test_out_of_time(value: Any) -> None:
-    assert classify(value) == Outcome("timeout")
+def test_fields_of_a_result_and_exceptions_decide_and_words_do_not(outcome: str, value: Any) -> None:
+    assert classify(value) == Outcome(outcome)
 
 
 @pytest.mark.parametrize(
@@ -126,10 +84,7 @@ def test_exit_codes(value: Any, expected: Outcome) -> None:
         ({"failures": 1, "tests": 5}, Outcome("error", None, 4, 1)),
         ({"tests": {"passed": 2, "failed": 0}}, Outcome("ok", None, 2, 0)),
         ({"tests": [True, False, True]}, Outcome("error", None, 2, 1)),
-        (
-            {"tests": [{"name": "a", "status": "passed"}, {"name": "b", "outcome": "failed"}]},
-            Outcome("error", None, 1, 1),
-        ),
+        ({"tests": [{"status": "passed"}, {"name": "b", "outcome": "failed"}]}, Outcome("error", None, 1, 1)),
         ({"tests": [{"passed": True}, {"passed": True}], "status": "success"}, Outcome("ok", None, 2, 0)),
         ({"tests": ["a", "b"]}, Outcome("ok")),
         ({"passed": True}, Outcome("ok")),
@@ -140,18 +95,10 @@ def test_test_counts(value: Any, expected: Outcome) -> None:
     assert classify(value) == expected
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "I passed 3 of 4",
-        "3 apples",
-        "0 errors",
-        "2 passed the exam",
-        "Ran 3 tests",
-        "errors=3",
-        "7 passed\n" + "x" * 3000,
-    ],
-)
+ORDINARY = "I passed 3 of 4; 3 apples; 0 errors; 2 passed the exam; Ran 3 tests; errors=3"
+
+
+@pytest.mark.parametrize("text", [*ORDINARY.split("; "), "7 passed\n" + "x" * 3000])
 def test_ordinary_text_is_no_test_summary(text: str) -> None:
     assert count_tests(text) is None
 
@@ -170,25 +117,16 @@ def test_a_tool_result_retains_the_sandboxs_outcome() -> None:
 
 
 def test_the_signal() -> None:
-    assert signal_of("pytest", ToolResult("ok", "1 failed, 2 passed in 0.1s", 2.5), 40) == Signal(
-        "pytest", "error", 40, 2.5, None, 2, 1
-    )
+    tests = ToolResult("ok", "1 failed, 2 passed in 0.1s", 2.5)
+    assert signal_of("pytest", tests, 40) == Signal("pytest", "error", 40, 2.5, None, 2, 1)
     assert signal_of("sh", {"returncode": 3}, 7, 0.5) == Signal("sh", "error", 7, 0.5, 3)
     assert signal_of("look", "text", 7) == Signal("look", "ok", 7, 0.0)
 
 
+FIELDS = ["exit_code", "error", "status", "tests", "passed", "failed", "result", "success", "total", "x"]
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=30),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(
-                ["exit_code", "error", "status", "tests", "passed", "failed", "result", "success", "total", "x"]
-            ),
-            inner,
-            max_size=4,
-        )
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=4),
     max_leaves=12,
 )
 

@@ -14,9 +14,8 @@ from libra_hpc.tasks.tokenizer import TaskTokenizer
 
 
 def test_unknown_task_and_bad_steps(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"task = 'keychian': .*valid: keychain, arithmetic \(did you mean 'keychain'\?\)"
-    ):
+    sentence = r"task = 'keychian': .*valid: keychain, arithmetic \(did you mean 'keychain'\?\)"
+    with pytest.raises(UserError, match=sentence):
         make_tiny_policy(str(tmp_path), task="keychian")
     with pytest.raises(UserError, match="steps = -1: negative"):
         make_tiny_policy(str(tmp_path), steps=-1)
@@ -24,10 +23,8 @@ def test_unknown_task_and_bad_steps(tmp_path: Path) -> None:
 
 def test_byte_level_tokenizer_round_trips_any_text(arithmetic_folder: Path) -> None:
     tokenizer = TaskTokenizer(arithmetic_folder)
-    text = (
-        "Calculate ( -9 - 8 ).\n<calc>1+1</calc><result>2</result>\n<python>print('Grüße, 世界 \t')</python><answer>"
-        " 2</answer>"
-    )
+    code = "<calc>1+1</calc><result>2</result>\n<python>print('Grüße, 世界 \t')</python>"
+    text = f"Calculate ( -9 - 8 ).\n{code}<answer> 2</answer>"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert ids.count(tokenizer.need("</calc>")) == 1
@@ -43,21 +40,16 @@ def test_demonstrations_are_perfect_first_and_flawed_last(keychain_folder: Path)
     assert [len(batch) for batch in order] == [BATCH] * 20
     assert solved[:12] == [BATCH] * 12
     assert all(count < BATCH for count in solved[12:])
-    assert (
-        order[0]
-        == next(batches(keychain_folder, "keychain", 0, 20))
-        != next(batches(keychain_folder, "keychain", 1, 20))
-    )
+    again, other = (next(batches(keychain_folder, "keychain", seed, 20)) for seed in (0, 1))
+    assert order[0] == again != other
 
 
 @pytest.mark.engine
 def test_warm_start_through_the_trainer(tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
-    raw = {
-        name: make_tiny_policy(str(tmp_path / name), seed=seed, steps=0)
-        for name, seed in (("a", 0), ("b", 0), ("c", 1))
-    }
+    seeds = {"a": 0, "b": 0, "c": 1}
+    raw = {name: make_tiny_policy(str(tmp_path / name), seed=seed, steps=0) for name, seed in seeds.items()}
     assert {report["parameters"] for report in raw.values()} == {148160}
     assert math.isnan(raw["a"]["final_loss"])
     a, b, c = (load_file(tmp_path / name / "model.safetensors") for name in "abc")
@@ -66,16 +58,12 @@ def test_warm_start_through_the_trainer(tmp_path: Path) -> None:
     assert (a[key] != c[key]).any()
     report = make_tiny_policy(str(tmp_path / "warm"), steps=40)
     assert report["steps"] == 40
-    assert (
-        report["final_loss"] < math.log(128) - 0.5
-    )  # the loss of a uniform guess, less what 40 steps teach at the least
+    # The loss of a uniform guess, less what 40 steps teach at the least.
+    assert report["final_loss"] < math.log(128) - 0.5
     warm = load_file(tmp_path / "warm" / "model.safetensors")
     assert {name: tensor.shape for name, tensor in warm.items()} == {name: tensor.shape for name, tensor in a.items()}
     assert (warm[key] != a[key]).any()
     config = json.loads((tmp_path / "warm" / "config.json").read_text())
-    assert (config["vocab_size"], config["tie_word_embeddings"], config["architectures"]) == (
-        128,
-        False,
-        ["Qwen2ForCausalLM"],
-    )
+    assert (config["vocab_size"], config["tie_word_embeddings"]) == (128, False)
+    assert config["architectures"] == ["Qwen2ForCausalLM"]
     assert TaskTokenizer(tmp_path / "warm").size == 111

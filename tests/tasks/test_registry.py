@@ -30,21 +30,9 @@ def test_names_become_classes() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "keychains",
-            (
-                r"task.name = 'keychains': no such task; valid: arithmetic, keychain, path/to/file.py:ClassName \(did"
-                r" you mean 'keychain'\?\)"
-            ),
-        ),
+        ("keychains", r"'keychains': no such task; valid: arithmetic, keychain, path/to/file.py:ClassName \(did you"),
         ("missing.py:Task", r"no file 'missing.py'"),
-        (
-            f"{EXAMPLE}:GuesNumber",
-            (
-                r"task.name = 'GuesNumber': .*my_task.py has no such Task class; valid: GuessNumber \(did you mean"
-                r" 'GuessNumber'\?\)"
-            ),
-        ),
+        (f"{EXAMPLE}:GuesNumber", r"= 'GuesNumber': .*my_task.py has no such Task class; valid: GuessNumber \(did you"),
         (f"{EXAMPLE}:weigh", r"task.name = 'weigh': .* has no such Task class"),
         (f"{EXAMPLE}:Task", r"'Task' does not define open"),
     ],
@@ -57,9 +45,8 @@ def test_wrong_names(name: str, message: str) -> None:
 def test_the_error_of_a_broken_file_is_named(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("import no_such_package\n")
-    with pytest.raises(
-        UserError, match=r"broken.py does not import \(ModuleNotFoundError: No module named 'no_such_package'\)"
-    ):
+    sentence = r"broken.py does not import \(ModuleNotFoundError: No module named 'no_such_package'\)"
+    with pytest.raises(UserError, match=sentence):
         task_class(f"{broken}:Mine")
 
 
@@ -92,8 +79,6 @@ def test_folder_without_tokenizer(tmp_path: Path) -> None:
 def test_task_modules_import_no_engine() -> None:
     modules = "policy, task_registry, keychain, arithmetic"
     heavy = ("torch", "transformers", "vllm", "mpi4py", "reasoning_gym")
-    code = (
-        f"import sys, libra_hpc.host.host; from libra_hpc.tasks import {modules};"
-        f" print([m for m in {heavy} if m in sys.modules])"
-    )
+    found = f"print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, libra_hpc.host.host; from libra_hpc.tasks import {modules}; {found}"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
