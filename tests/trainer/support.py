@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 from pathlib import Path
@@ -13,24 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from libra_hpc.models.architecture import read_shape
+from libra_hpc.protocol import trainer as wire
 from libra_hpc.protocol.codec import FrameBuffer, pack_f32, pack_i32
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.trainer import (
-    Join,
-    Joined,
-    Sample,
-    SaveCheckpoint,
-    Saved,
-    SaveStarted,
-    SnapshotTaken,
-    StepDone,
-    StopWorker,
-    TakeSnapshot,
-    TrainStep,
-    WorkerHeartbeat,
-    from_worker,
-    to_worker,
-)
+from libra_hpc.protocol.trainer import Join, Joined, Sample, Saved, StepDone, TrainStep, WorkerHeartbeat, to_worker
 from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.elastic import ElasticReplicas
 from libra_hpc.trainer.grpo_trainer import GrpoTrainer
@@ -51,18 +38,13 @@ ALGORITHM = algorithm(kl_coef=0.1, temperature=0.8)
 MICRO_TOKENS = 96
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 16, "pad_token_id": 0},
     "mistral": {"sliding_window": None},
     "phi3": {"pad_token_id": 0},
     "qwen3": {"head_dim": 16},
-    "qwen3_moe": {
-        "head_dim": 16,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
-    },
+    "qwen3_moe": {"head_dim": 16, "norm_topk_prob": True, "moe_intermediate_size": 24, **EXPERTS},
 }
 """Keys of a tiny model's config beyond those that all families have."""
 
@@ -73,14 +55,14 @@ def make_model(kind: str, folder: Path, *, tied: bool = False, layers: int = 2, 
 
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
-        "hidden_size": 32,
         "num_hidden_layers": layers,
+        "tie_word_embeddings": tied,
+        "dtype": "float32",
+        "hidden_size": 32,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "intermediate_size": 48,
-        "tie_word_embeddings": tied,
         "max_position_embeddings": 256,
-        "dtype": "float32",
     }
     config = transformers.AutoConfig.for_model(kind, **{**settings, **OF_FAMILY.get(kind, {}), **keys})
     torch.manual_seed(0)
@@ -170,6 +152,13 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def assert_same_step(got: StepDone, want: StepDone, loss: float) -> None:
+    """The loss to ``loss``, the rest to ten times that; Adam hides a wrong gradient from weights, not from the norm."""
+    assert got.loss == pytest.approx(want.loss, abs=loss)
+    assert got.grad_norm == pytest.approx(want.grad_norm, rel=10 * loss)
+    assert got.entropy == pytest.approx(want.entropy, abs=10 * loss)
+
+
 def assert_same_state(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
     """Weights within 2e-5 (they moved by about 1e-3 per step), first moments (averaged gradients) within 1e-6."""
     assert got.keys() == want.keys()
@@ -181,51 +170,27 @@ def assert_same_state(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor
 class Replica:
     """The worker processes of a core of one world, or of an elastic replica, and the agents' ends of their sockets."""
 
-    def __init__(
-        self,
-        base: Path,
-        name: str,
-        model_dir: Path,
-        *,
-        tp: int = 1,
-        pp: int = 1,
-        cp: int = 1,
-        dp: int = 1,
-        **options: Any,
-    ) -> None:
+    def __init__(self, base: Path, name: str, model_dir: Path, **options: Any) -> None:
+        """``options``: fields of the workers' configuration, the degrees of parallelism among them."""
+        degrees = {degree: options.pop(degree, 1) for degree in ("tp", "pp", "cp", "dp")}
         self.folder = base / name
         self.folder.mkdir(parents=True)
         self.model_dir = model_dir
-        settings = {
-            "optimizer": OPTIMIZER,
-            "algorithm": ALGORITHM,
-            "micro_tokens": MICRO_TOKENS,
-            "join_timeout_s": 60.0,
-            "core_dp": dp,
-            **options,
-        }
+        files = {"model_dir": str(model_dir), "world_rendezvous": str(self.folder / "world")}
+        trained = {"optimizer": OPTIMIZER, "algorithm": ALGORITHM, "micro_tokens": MICRO_TOKENS}
+        settings = {**files, **trained, "join_timeout_s": 60.0, "core_dp": degrees["dp"], **degrees, **options}
         self.processes: list[WorkerProcess] = []
         self._sockets: list[socket.socket] = []
         self._buffers: list[tuple[FrameBuffer, list[Any]]] = []
         listeners = []
-        for rank in range(tp * pp * cp * dp):
+        for rank in range(math.prod(degrees.values())):
             path = self.folder / f"{rank}.sock"
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind(str(path))
             listener.listen(1)
             listener.settimeout(WAIT_S)
             listeners.append(listener)
-            config = worker_config(
-                model_dir=str(model_dir),
-                world_rendezvous=str(self.folder / "world"),
-                tp=tp,
-                pp=pp,
-                cp=cp,
-                dp=dp,
-                rank=rank,
-                **settings,
-            )
-            write_config(config, self.folder / f"{rank}.json")
+            write_config(worker_config(rank=rank, **settings), self.folder / f"{rank}.json")
             command = ["--socket", str(path), "--config", str(self.folder / f"{rank}.json")]
             self.processes.append(WorkerProcess(command, self.folder / f"{rank}.log"))
         for listener in listeners:
@@ -271,7 +236,7 @@ class Replica:
         chunk = self._sockets[rank].recv(1 << 20)
         if not chunk:
             raise EOFError((self.folder / f"{rank}.log").read_text()[-3000:])
-        messages = [from_worker.decode(body) for body in buffer.feed(chunk)]
+        messages = [wire.from_worker.decode(body) for body in buffer.feed(chunk)]
         pending.extend(message for message in messages if not isinstance(message, WorkerHeartbeat))
         return [message for message in messages if isinstance(message, WorkerHeartbeat)]
 
@@ -281,13 +246,13 @@ class Replica:
 
     def save(self, folder: Path, step: int, kind: type[Any] = Saved) -> Any:
         """Have the files of a checkpoint written; returns local rank 0's answer."""
-        self.ask(SaveCheckpoint(str(folder), step), SaveStarted)
+        self.ask(wire.SaveCheckpoint(str(folder), step), wire.SaveStarted)
         return self.receive(kind)
 
     def snapshot(self, folder: Path, step: int) -> None:
         """Take a snapshot, and complete it as an agent does."""
         folder.mkdir(parents=True)
-        taken = self.ask(TakeSnapshot(str(folder), step), SnapshotTaken)
+        taken = self.ask(wire.TakeSnapshot(str(folder), step), wire.SnapshotTaken)
         (folder / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(step, taken.updates)))
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
@@ -306,7 +271,7 @@ class Replica:
         """Stop those still alive; returns the exit codes."""
         for process, connection in zip(self.processes, self._sockets, strict=True):
             if process.poll() is None:
-                connection.sendall(to_worker.frame(StopWorker()))
+                connection.sendall(to_worker.frame(wire.StopWorker()))
         codes = [process.wait(timeout=WAIT_S) for process in self.processes]
         for connection in self._sockets:
             connection.close()
@@ -348,15 +313,10 @@ def assert_equals_one_process(base: Path, world: ReplicaPlace, layout: Layout, *
     join_all([replica], 0, base / "meet")
     for step, reference in enumerate(want, 1):
         (done,) = step_all([replica], step, 0)
-        assert done.loss == pytest.approx(reference.loss, abs=2e-6)
-        assert done.grad_norm == pytest.approx(reference.grad_norm, rel=2e-5)
-        assert done.entropy == pytest.approx(reference.entropy, abs=2e-5)
+        assert_same_step(done, reference, 2e-6)
         assert done.ratio_mean == pytest.approx(reference.ratio_mean, rel=2e-5)
-        assert (done.tokens, done.loss_tokens, done.ratio_truncated) == (
-            reference.tokens,
-            reference.loss_tokens,
-            reference.ratio_truncated,
-        )
+        for name in ("tokens", "loss_tokens", "ratio_truncated"):
+            assert getattr(done, name) == getattr(reference, name)
     folder = base / "saved"
     replica.save(folder, steps)
     assert_same_state(read_tensors(folder), state)
@@ -368,8 +328,7 @@ def assert_equals_one_process(base: Path, world: ReplicaPlace, layout: Layout, *
     assert (engine.state.step, engine.state.updates) == (steps, steps)
     alone = trainer.step(train_step(steps + 1, 0))
     (together,) = step_all([replica], steps + 1, 0)
-    assert alone.loss == pytest.approx(together.loss, abs=2e-6)
-    assert alone.grad_norm == pytest.approx(together.grad_norm, rel=2e-5)
+    assert_same_step(alone, together, 2e-6)
     save(engine, model_dir, base / "alone")
     assert_same_state(replica.tensors(steps + 1), read_tensors(base / "alone"))
     assert replica.close() == [0] * layout.ranks

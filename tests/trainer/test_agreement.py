@@ -37,15 +37,8 @@ def as_samples(done: list[Generated]) -> list[Sample]:
     for i, (prompt, answer) in enumerate(zip(PROMPTS, done, strict=True)):
         tokens = [*prompt, *tokens_of(answer)]
         mask = bytes([0] * len(prompt) + [1] * len(tokens_of(answer)))
-        samples.append(
-            Sample(
-                str(i),
-                pack_i32(tokens),
-                mask,
-                pack_f32([0.0] * len(prompt) + logprobs_of(answer)),
-                1.0 if i % 2 else -1.0,
-            )
-        )
+        logprobs = pack_f32([0.0] * len(prompt) + logprobs_of(answer))
+        samples.append(Sample(str(i), pack_i32(tokens), mask, logprobs, 1.0 if i % 2 else -1.0))
     return samples
 
 

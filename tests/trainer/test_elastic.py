@@ -7,16 +7,8 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.process.dump import DUMP_SIGNAL
-from libra_hpc.protocol.trainer import (
-    Join,
-    Joined,
-    SaveCheckpoint,
-    Saved,
-    SaveStarted,
-    StepFailed,
-    TrainStep,
-    WorkerFailed,
-)
+from libra_hpc.protocol import trainer as wire
+from libra_hpc.protocol.trainer import Join, Joined, SaveCheckpoint, Saved, StepFailed, TrainStep, WorkerFailed
 from libra_hpc.weights.names import ReplicaPlace
 
 from .support import WAIT_S, Replica, assert_same_state, fixed_run, join_all, make_model, step_all, train_step
@@ -66,7 +58,7 @@ def test_a_newer_order_ends_the_wait_for_a_member_that_is_missing(tmp_path: Path
         replica.send(Join(2, rank, 2, str(tmp_path / "g2")))
         error = replica.receive(WorkerFailed)
         assert (error.generation, error.fatal) == (1, False)
-    assert first.receive(SaveStarted).step == first.receive(Saved).step == 0
+    assert first.receive(wire.SaveStarted).step == first.receive(Saved).step == 0
     assert [replica.receive(Joined).generation for replica in (first, second)] == [2, 2]
     assert [answer.step for answer in step_all([first, second], 1, 2)] == [1, 1]
     # So does a stop, and the end of the agent.  What the process does meanwhile can be seen from outside.

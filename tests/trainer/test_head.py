@@ -66,11 +66,8 @@ def test_values_and_gradients_equal_those_of_whole_logits(
     assert not got.entropy.requires_grad
     assert_near(got.logprobs, want.logprobs, 1e-6)
     assert float(got.entropy) == pytest.approx(float(want.entropy), rel=1e-5)
-    for mine, other in zip(
-        gradients(got.logprobs, arriving, hidden, weight),
-        gradients(want.logprobs, arriving, hidden, weight),
-        strict=True,
-    ):
+    found, whole = (gradients(one.logprobs, arriving, hidden, weight) for one in (got, want))
+    for mine, other in zip(found, whole, strict=True):
         assert_near(mine, other, 1e-6)
 
 

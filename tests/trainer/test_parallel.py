@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from libra_hpc.trainer.model.packing import decode, pack
+from libra_hpc.trainer.model.packing import Pack, decode, pack
 from libra_hpc.weights.names import ReplicaPlace
 
 from .support import Layout, assert_equals_one_process, make_model, samples
@@ -49,6 +49,12 @@ def places(cp: int, tp: int = 1) -> list[ReplicaPlace]:
     return [ReplicaPlace(tp=tp, tp_rank=0, pp=1, pp_rank=0, cp=cp, cp_rank=rank) for rank in range(cp)]
 
 
+def loss_rows(part: Pack) -> list[tuple[float, float, int]]:
+    """What a pack has of each loss token."""
+    columns = part.behaviour.tolist(), part.advantages.tolist(), part.targets.tolist()
+    return list(zip(*columns, strict=True))
+
+
 @pytest.mark.parametrize(("cp", "tp", "micro_tokens"), [(2, 1, 96), (2, 2, 4096), (3, 1, 20), (4, 2, 96)])
 def test_every_loss_token_is_on_one_rank_and_every_row_attends_once(cp: int, tp: int, micro_tokens: int) -> None:
     batch = [decode(sample) for sample in samples(3)]
@@ -58,14 +64,7 @@ def test_every_loss_token_is_on_one_rank_and_every_row_attends_once(cp: int, tp:
         lengths = {part.tokens.shape[1] for part in parts}
         assert len(lengths) == 1
         assert lengths.pop() % (2 * tp) == 0
-        found = sorted(
-            (float(b), float(a), int(t))
-            for p in parts
-            for b, a, t in zip(p.behaviour, p.advantages, p.targets, strict=True)
-        )
-        assert found == sorted(
-            (float(b), float(a), int(t)) for b, a, t in zip(one.behaviour, one.advantages, one.targets, strict=True)
-        )
+        assert sorted(row for part in parts for row in loss_rows(part)) == sorted(loss_rows(one))
         for part in parts:
             rows = [(b.begin, b.end) for b in part.layout.blocks] + [(t.begin, t.end) for t in part.layout.tails or ()]
             rows.sort()

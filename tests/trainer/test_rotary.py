@@ -15,17 +15,11 @@ from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.supported import FAMILIES, TRAINED, with_defaults
 from libra_hpc.trainer.model.rotary import Rotary
 
-BASE = {
-    "model_type": "qwen2",
-    "hidden_size": 256,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 131072,
-}
+SIZES = {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
+BASE = {"model_type": "qwen2", "max_position_embeddings": 131072, **SIZES, **HEADS}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 SETTINGS: dict[str, dict[str, Any]] = {
     "yarn": YARN,
     "yarn, original positions of the model": {"rope_type": "yarn", "factor": 4.0},
@@ -36,13 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "yarn, half an mscale": {**YARN, "mscale": 0.707},
     "yarn that stretches nothing": {**YARN, "factor": 1.0},
     "linear": {"rope_type": "linear", "factor": 8.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
+    "llama3": {"rope_type": "llama3", "factor": 8.0, **LLAMA3},
 }
 
 
