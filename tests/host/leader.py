@@ -13,20 +13,9 @@ import msgspec
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.host.settings import HostConfig, host_command, host_config, write_private
+from libra_hpc.protocol import env
 from libra_hpc.protocol.codec import FrameBuffer, pack_i32
-from libra_hpc.protocol.env import (
-    EpisodeFailed,
-    EpisodeOpened,
-    EpisodeStepped,
-    FromHost,
-    HostHeartbeat,
-    HostReady,
-    OpenEpisode,
-    StepEpisode,
-    ToHost,
-    from_host,
-    to_host,
-)
+from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped, FromHost, OpenEpisode, StepEpisode
 
 ANSWER_S = 60.0
 """Seconds of silence after which a host is broken."""
@@ -60,7 +49,7 @@ class Leader:
     def __enter__(self) -> Leader:
         self.link, _ = self._listener.accept()
         self.link.settimeout(ANSWER_S)
-        self.ready = self.expect(HostReady)
+        self.ready = self.expect(env.HostReady)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -78,13 +67,13 @@ class Leader:
         self.process.stderr.close()
         self._folder.cleanup()
 
-    def send(self, *messages: ToHost) -> None:
+    def send(self, *messages: env.ToHost) -> None:
         assert self.link is not None
-        self.link.sendall(b"".join(to_host.frame(message) for message in messages))
+        self.link.sendall(b"".join(env.to_host.frame(message) for message in messages))
 
     def receive(self) -> FromHost:
         """The next message that is no `HostHeartbeat`."""
-        while isinstance(message := self.receive_any(), HostHeartbeat):
+        while isinstance(message := self.receive_any(), env.HostHeartbeat):
             pass
         return message
 
@@ -95,7 +84,7 @@ class Leader:
             if not chunk:
                 raise EOFError("the host closed its socket")
             self._pending += self._frames.feed(chunk)
-        return from_host.decode(self._pending.pop(0))
+        return env.from_host.decode(self._pending.pop(0))
 
     def expect(self, kind: type[T]) -> T:
         message = self.receive()

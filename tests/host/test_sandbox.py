@@ -20,25 +20,11 @@ from libra_hpc.user_file import load_file
 from tests.host import sample_tools
 from tests.host.conftest import InSandbox
 
-TOOLS = {
-    name: getattr(sample_tools, name)
-    for name in (
-        "echo",
-        "fail",
-        "leave",
-        "pid",
-        "sleep_for",
-        "allocate",
-        "text_of",
-        "list_of",
-        "unencodable",
-        "write_file",
-        "surroundings",
-        "start_sleeper",
-        "write_to_link",
-        "detach",
-    )
-}
+NAMES = (
+    *("echo", "fail", "leave", "pid", "sleep_for", "allocate", "text_of", "list_of", "unencodable", "write_file"),
+    *("surroundings", "start_sleeper", "write_to_link", "detach"),
+)
+TOOLS = {name: getattr(sample_tools, name) for name in NAMES}
 
 
 def gone(pid: int) -> bool:
@@ -130,13 +116,10 @@ def test_slow_call_holds_one_process_only(in_sandbox: InSandbox) -> None:
 def test_cancelled_call_does_not_lose_its_process(in_sandbox: InSandbox) -> None:
     async def body(box: Sandbox) -> tuple[int, int, ToolResult]:
         before = (await box.call("pid")).value
-        running, waiting = (
-            asyncio.create_task(box.call("sleep_for", 0.2)),
-            asyncio.create_task(box.call("sleep_for", 600)),
-        )
+        calls = [asyncio.create_task(box.call("sleep_for", seconds)) for seconds in (0.2, 600)]
         await asyncio.sleep(0.02)
-        running.cancel()
-        waiting.cancel()
+        for running_or_waiting in calls:
+            running_or_waiting.cancel()
         return before, (await box.call("pid")).value, await box.call("echo", 1)
 
     before, after, result = in_sandbox(body, TOOLS)

@@ -57,39 +57,16 @@ def test_the_time_of_a_blocked_loop_does_not_count(monkeypatch: pytest.MonkeyPat
 
 TASK = f"{Path(__file__).with_name('user_tasks.py')}:Odd"
 
-EXPECTED = {
-    "nan": ("reward", "BadReward: reward is nan, not a finite number of 32 bits"),
-    "infinite": ("reward", "BadReward: reward is -inf, not a finite number of 32 bits"),
-    "beyond float": ("reward", "BadReward: reward is 10000000000"),
-    "beyond float32": ("reward", "BadReward: reward is 1e+39, not a finite number of 32 bits"),
-    "text reward": ("reward", "BadReward: reward is 'much', not a finite number"),
-    "no reward": ("reward", "BadReward: reward is None, not a finite number"),
-    "nan info": ("reward", "BadReward: info['speed'] is nan, not a finite number of 32 bits"),
-    "no info": ("answer", "BadAnswer: info is None, not a dict of numbers"),
-    "key of info": ("answer", "BadAnswer: the answer does not fit the protocol (Expected `str`, got `int`"),
-    "no turn": ("answer", "BadAnswer: step returned None, not a Turn"),
-    "text": ("answer", "BadAnswer: tokens is 'words', not a list of token ids"),
-    "bytes": ("answer", "BadAnswer: tokens is b'abcd', not a list of token ids"),
-    "fractions": ("answer", "BadAnswer: tokens = [1.5] holds something else than integers"),
-    "beyond int32": ("answer", "BadAnswer: tokens = [1, 2147483648] holds something else than integers"),
-    "negative": ("answer", "BadAnswer: tokens holds -1, and token ids are integers from 0"),
-    "signal": ("answer", "BadAnswer: the answer does not fit the protocol (Expected `str`, got `int`"),
-    "seconds": ("answer", "BadAnswer: signal.seconds is inf, not a finite number"),
-    "text prompt": ("answer", "BadAnswer: prompt is 'words', not a list of token ids"),
-    "empty prompt": ("answer", "BadAnswer: prompt is empty"),
-    "no room": ("answer", "BadAnswer: max_tokens is 0, not an integer >= 1"),
-}
-
 
 def test_every_odd_answer_fails_its_episode_with_kind_and_value(keychain_folder: Path) -> None:
-    assert EXPECTED.keys() == ODD.keys()
     with Leader(host_settings(task=TASK, model=str(keychain_folder))) as leader:
-        for index, (name, (kind, error)) in enumerate(EXPECTED.items()):
+        for index, (kind, error, *_) in enumerate(ODD):
+            name = f"e{index}"
             leader.send(OpenEpisode(name, index, 0, 0.0))
             message = leader.receive()
             if isinstance(message, EpisodeOpened):
                 message = leader.step(name, [9])
-            assert isinstance(message, EpisodeFailed), (name, message)
+            assert isinstance(message, EpisodeFailed), (error, message)
             assert (message.episode, message.kind, message.error[: len(error)]) == (name, kind, error)
             assert len(message.error) <= 500
         leader.open("good", len(ODD))

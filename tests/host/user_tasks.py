@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from libra_hpc.tasks.base import Episode, Signal, Task, TaskTokenizer, Tools, Turn
 from tests.host.sample_tools import detach
@@ -134,41 +134,58 @@ class Given(Episode):
         return self.answer  # type: ignore[return-value]
 
 
-def answering(answer: object, prompt: object = (1, 2), max_tokens: object = 4) -> Episode:
-    return Given(answer, prompt, max_tokens)
+class Mistake(NamedTuple):
+    """What a task answers to the only turn of an episode, or opens it with, and how the episode fails."""
+
+    kind: str
+    error: str
+    answer: object = Turn([1])
+    prompt: object = (1, 2)
+    max_tokens: object = 4
 
 
-ODD: dict[str, Callable[[], Episode]] = {
-    "nan": lambda: answering(Turn(done=True, reward=float("nan"))),
-    "infinite": lambda: answering(Turn(done=True, reward=-float("inf"))),
-    "beyond float": lambda: answering(Turn(done=True, reward=10**400)),
-    "beyond float32": lambda: answering(Turn(done=True, reward=1e39)),
-    "text reward": lambda: answering(Turn(done=True, reward="much")),  # type: ignore[arg-type]
-    "no reward": lambda: answering(Turn(done=True, reward=None)),  # type: ignore[arg-type]
-    "nan info": lambda: answering(Turn(done=True, info={"solved": 1.0, "speed": float("nan")})),
-    "no info": lambda: answering(Turn(done=True, info=None)),  # type: ignore[arg-type]
-    "key of info": lambda: answering(Turn(done=True, info={3: 1.0})),  # type: ignore[dict-item]
-    "no turn": lambda: answering(None),
-    "text": lambda: answering(Turn("words")),  # type: ignore[arg-type]
-    "bytes": lambda: answering(Turn(b"abcd")),  # type: ignore[arg-type]
-    "fractions": lambda: answering(Turn([1.5])),  # type: ignore[list-item]
-    "beyond int32": lambda: answering(Turn([1, 2**31])),
-    "negative": lambda: answering(Turn([5, -1])),
-    "signal": lambda: answering(Turn([1], Signal(3, "ok", 1, 0.1))),  # type: ignore[arg-type]
-    "seconds": lambda: answering(Turn([1], Signal("t", "ok", 1, float("inf")))),
-    "text prompt": lambda: answering(Turn([1]), "words"),
-    "empty prompt": lambda: answering(Turn([1]), []),
-    "no room": lambda: answering(Turn([1]), [1], 0),
-}
-"""Invalid answers, by their mistake."""
+def turn(*arguments: Any, **fields: Any) -> Turn:
+    """A turn whose types nobody checks."""
+    return Turn(*arguments, **fields)
+
+
+def signal(tool: Any, seconds: float = 0.1) -> Signal:
+    return Signal(tool, "ok", 1, seconds)
+
+
+NAN, INF = float("nan"), float("inf")
+FORM = "the answer does not fit the protocol (Expected `str`, got `int`"
+NOT_32 = "not a finite number of 32 bits"
+ODD = (
+    Mistake("reward", f"BadReward: reward is nan, {NOT_32}", turn(done=True, reward=NAN)),
+    Mistake("reward", f"BadReward: reward is -inf, {NOT_32}", turn(done=True, reward=-INF)),
+    Mistake("reward", "BadReward: reward is 10000000000", turn(done=True, reward=10**400)),
+    Mistake("reward", f"BadReward: reward is 1e+39, {NOT_32}", turn(done=True, reward=1e39)),
+    Mistake("reward", "BadReward: reward is 'much', not a finite number", turn(done=True, reward="much")),
+    Mistake("reward", "BadReward: reward is None, not a finite number", turn(done=True, reward=None)),
+    Mistake("reward", f"BadReward: info['b'] is nan, {NOT_32}", turn(done=True, info={"a": 1.0, "b": NAN})),
+    Mistake("answer", "BadAnswer: info is None, not a dict of numbers", turn(done=True, info=None)),
+    Mistake("answer", f"BadAnswer: {FORM}", turn(done=True, info={3: 1.0})),
+    Mistake("answer", "BadAnswer: step returned None, not a Turn", None),
+    Mistake("answer", "BadAnswer: tokens is 'words', not a list of token ids", turn("words")),
+    Mistake("answer", "BadAnswer: tokens is b'abcd', not a list of token ids", turn(b"abcd")),
+    Mistake("answer", "BadAnswer: tokens = [1.5] holds something else than integers", turn([1.5])),
+    Mistake("answer", "BadAnswer: tokens = [1, 2147483648] holds something else than integers", turn([1, 2**31])),
+    Mistake("answer", "BadAnswer: tokens holds -1, and token ids are integers from 0", turn([5, -1])),
+    Mistake("answer", f"BadAnswer: {FORM}", turn([1], signal(3))),
+    Mistake("answer", "BadAnswer: signal.seconds is inf, not a finite number", turn([1], signal("t", INF))),
+    Mistake("answer", "BadAnswer: prompt is 'words', not a list of token ids", prompt="words"),
+    Mistake("answer", "BadAnswer: prompt is empty", prompt=[]),
+    Mistake("answer", "BadAnswer: max_tokens is 0, not an integer >= 1", max_tokens=0),
+)
 
 
 class Odd(Task):
     """Prompt ``index`` is the index-th of `ODD`; beyond them a valid episode."""
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
-        made = list(ODD.values())
-        return made[index]() if index < len(made) else answering(Turn([5], Signal("t", "ok", 1, 0.1)))
+        valid = Mistake("", "", Turn([5], signal("t")))
+        return Given(*(ODD[index] if index < len(ODD) else valid)[2:])
 
 
 class NoTool(Task):

@@ -10,11 +10,8 @@ from libra_hpc.mesh.rank_layout import RankLayout, check_world
 
 
 def layout_of(train: int, hybrid: int, rollout: int) -> RankLayout:
-    return RankLayout.of(
-        RunConfig.model_validate(
-            {"components": {"train": {"nodes": train}, "hybrid": {"nodes": hybrid}, "rollout": {"nodes": rollout}}}
-        )
-    )
+    counts = {"train": {"nodes": train}, "hybrid": {"nodes": hybrid}, "rollout": {"nodes": rollout}}
+    return RankLayout.of(RunConfig.model_validate({"components": counts}))
 
 
 def test_leaders_are_the_lowest_ranks_of_their_component() -> None:

@@ -68,10 +68,7 @@ def world(tmp_path: Path, size: int, script: str) -> dict[int, Any]:
 
 
 def test_messages_arrive_in_order_with_their_blobs_from_everyone_at_once(tmp_path: Path) -> None:
-    facts = world(
-        tmp_path,
-        3,
-        """
+    script = """
 async def script(mesh):
     for i in range(40):
         for dest in range(mesh.size):
@@ -86,8 +83,8 @@ async def script(mesh):
         order.setdefault(source, []).append(message.version if blob else message.rank)
         assert set(blob) <= {source}
     return {"order": order, "bytes": sum(len(b) for _, _, b in got), "rejected": mesh.rejected}
-""",
-    )
+"""
+    facts = world(tmp_path, 3, script)
     assert len(facts) == 3
     for fact in facts.values():
         assert all(order == list(range(40)) for order in fact["order"].values())
@@ -96,10 +93,7 @@ async def script(mesh):
 
 
 def test_a_dead_peer_blocks_nobody(tmp_path: Path) -> None:
-    facts = world(
-        tmp_path,
-        3,
-        """
+    script = """
 async def script(mesh):
     if mesh.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -111,17 +105,14 @@ async def script(mesh):
     mesh.forget(2)
     mesh.send(2, wire.RankLost(99))
     return {"got": [m.rank for _, m, _ in got]}
-""",
-    )
+"""
+    facts = world(tmp_path, 3, script)
     assert facts[0]["got"] == facts[1]["got"] == list(range(30))
     assert 2 not in facts
 
 
 def test_a_peer_that_dies_while_its_blob_is_read_costs_nobody_else_a_message(tmp_path: Path) -> None:
-    facts = world(
-        tmp_path,
-        3,
-        """
+    script = """
 async def script(mesh):
     if mesh.rank == 2:
         mesh.send(0, wire.WeightsChunk(1, 0, 0, 0, ()), memoryview(b"x" * 5_000_000))
@@ -132,16 +123,13 @@ async def script(mesh):
         mesh.send(1 - mesh.rank, wire.RankLost(i))
     await until(lambda: sum(source == 1 - mesh.rank for source, _, _ in got) == 30)
     return {"got": [m.rank for source, m, _ in got if source == 1 - mesh.rank]}
-""",
-    )
+"""
+    facts = world(tmp_path, 3, script)
     assert facts[0]["got"] == facts[1]["got"] == list(range(30))
 
 
 def test_a_stopped_rank_that_is_forgotten_and_remembered_gets_every_blob_whole_and_in_order(tmp_path: Path) -> None:
-    facts = world(
-        tmp_path,
-        2,
-        """
+    script = """
 import gc
 async def script(mesh):
     blob = lambda i: memoryview(bytes([i]) * (3_000_000 + i))
@@ -168,8 +156,8 @@ async def script(mesh):
     await until(lambda: len(taken) == 7 and got)
     ranks = [m.rank for _, m, _ in got]
     return {"before": before, "stopped": stopped, "taken": taken, "after": mesh.pending(1), "got": ranks}
-""",
-    )
+"""
+    facts = world(tmp_path, 2, script)
     assert facts[0]["before"] > 9_000_000
     assert facts[0]["stopped"] == {"4": False}, "only what is dropped ends while the rank takes nothing"
     assert facts[0]["taken"] == {str(i): i != 4 for i in range(1, 8)}
@@ -178,10 +166,7 @@ async def script(mesh):
 
 
 def test_weights_on_a_stopped_link_wait_with_four_chunks_in_flight_and_arrive_whole(tmp_path: Path) -> None:
-    facts = world(
-        tmp_path,
-        3,
-        """
+    script = """
 import zlib
 from libra_hpc.weights import flow
 from libra_hpc.weights.relay import Publisher, Receiver
@@ -212,8 +197,8 @@ async def script(mesh):
             seen += 1
     mesh.send(0, wire.RankLost(1))
     return {"same": done[0].path.read_bytes() == data}
-""",
-    )
+"""
+    facts = world(tmp_path, 3, script)
     assert 4 << 20 <= facts[0]["held"] < 5 << 20
     assert facts[0]["after"] == [0, 0]
     assert facts[1]["same"]
@@ -221,10 +206,7 @@ async def script(mesh):
 
 
 def test_messages_of_a_forgotten_rank_are_received_whole_and_passed_aside(tmp_path: Path) -> None:
-    facts = world(
-        tmp_path,
-        2,
-        """
+    script = """
 async def script(mesh):
     if mesh.rank == 1:
         for i in range(3):
@@ -243,17 +225,14 @@ async def script(mesh):
     await until(lambda: len(got) == seen + 1)
     mesh.send(1, wire.RankLost(2))
     return {"aside": aside, "seen": seen, "last": got[-1][1].rank}
-""",
-    )
+"""
+    facts = world(tmp_path, 2, script)
     assert (facts[0]["seen"], facts[0]["aside"]) == (1, [[1, 1], [1, 2]])
     assert facts[0]["last"] == 5
 
 
 def test_bytes_that_are_no_message_are_counted_and_ignored(tmp_path: Path) -> None:
-    facts = world(
-        tmp_path,
-        2,
-        """
+    script = """
 async def script(mesh):
     if mesh.rank == 1:
         link = mesh._links.setdefault(0, Outgoing(world, 0, lambda rank: None))
@@ -264,24 +243,21 @@ async def script(mesh):
         return {}
     await until(lambda: got)
     return {"rejected": mesh.rejected, "got": [m.rank for _, m, _ in got]}
-""",
-    )
+"""
+    facts = world(tmp_path, 2, script)
     assert facts[0] == {"rejected": 3, "got": [7]}
 
 
 def test_idle_ranks_use_hardly_any_processor_time(tmp_path: Path) -> None:
-    facts = world(
-        tmp_path,
-        4,
-        """
+    script = """
 async def script(mesh):
     await asyncio.sleep(1.0)
     before = resource.getrusage(resource.RUSAGE_SELF)
     await asyncio.sleep(4.0)
     after = resource.getrusage(resource.RUSAGE_SELF)
     return {"share": (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / 4.0}
-""",
-    )
+"""
+    facts = world(tmp_path, 4, script)
     assert sum(fact["share"] for fact in facts.values()) < 0.06, (
         "the agents' own polling, together, as a share of one core"
     )

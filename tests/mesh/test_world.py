@@ -44,11 +44,8 @@ def meet(tmp_path: Path, interface: str = "", problem: str = "") -> list[dict[st
     """What two ranks saw."""
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "libra_hpc.slurm.ranks", "--size", "2", "--logs", str(tmp_path), "--"]
-    subprocess.run(
-        [*command, sys.executable, str(tmp_path / "program.py"), str(tmp_path), interface, problem],
-        check=True,
-        timeout=120,
-    )
+    program = [sys.executable, str(tmp_path / "program.py"), str(tmp_path), interface, problem]
+    subprocess.run([*command, *program], check=True, timeout=120)
     return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -82,15 +79,11 @@ def test_a_planner_out_of_reach_is_named_with_what_was_tried() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         own = Endpoint("node-3", ("127.0.0.1",), 1)
-        assert _reach(Endpoint("node-0", ("127.0.0.1",), port), own) == ""
-        assert "node-3 has no network address" in _reach(
-            Endpoint("node-0", ("127.0.0.1",), port), Endpoint("node-3", (), 1)
-        )
-    assert (
-        _reach(Endpoint("node-0", ("127.0.0.1",), port), own)
-        == f"node-3 cannot reach the planner's node node-0 (127.0.0.1 port {port}): set slurm.interface to a network"
-        " that all nodes share"
-    )
+        planner = Endpoint("node-0", ("127.0.0.1",), port)
+        assert _reach(planner, own) == ""
+        assert "node-3 has no network address" in _reach(planner, Endpoint("node-3", (), 1))
+    why = "set slurm.interface to a network that all nodes share"
+    assert _reach(planner, own) == f"node-3 cannot reach the planner's node node-0 (127.0.0.1 port {port}): {why}"
 
 
 def test_loopback_is_no_address_for_others_unless_it_is_named() -> None:
