@@ -12,16 +12,9 @@ from hypothesis import strategies as st
 from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.errors import UserError
 from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.protocol import engine as wire
 from libra_hpc.protocol.codec import pack_i32, unpack_i32
-from libra_hpc.protocol.engine import (
-    Abort,
-    EngineFailed,
-    FromEngine,
-    Generate,
-    Generated,
-    UpdateWeights,
-    WeightsApplied,
-)
+from libra_hpc.protocol.engine import EngineFailed, FromEngine, Generate, Generated, UpdateWeights, WeightsApplied
 from libra_hpc.protocol.engine_state import EngineStats
 from libra_hpc.simulated import tokens
 from libra_hpc.simulated.engine_core import SimulatedEngine
@@ -115,14 +108,11 @@ def test_the_end_by_length_and_by_abort(tmp_path: Path) -> None:
     simulated.submit(turn("room", 100, sample=1, size=50), 0.0)
     simulated.submit(turn("gone", 30, sample=2), 0.0)
     found = answers(simulated.run_until(8.5))
-    simulated.abort(Abort("gone"), 8.5)
-    simulated.abort(Abort("unknown"), 8.5)
+    simulated.abort(wire.Abort("gone"), 8.5)
+    simulated.abort(wire.Abort("unknown"), 8.5)
     found |= answers(simulated.run_until(LATE))
-    assert {rid: (done.finish, len(done.tokens) // 4) for rid, done in found.items()} == {
-        "limit": ("length", 20),
-        "room": ("length", 14),
-        "gone": ("abort", 9),
-    }
+    ends = {rid: (done.finish, len(done.tokens) // 4) for rid, done in found.items()}
+    assert ends == {"limit": ("length", 20), "room": ("length", 14), "gone": ("abort", 9)}
     assert tokens.STOP not in unpack_i32(found["limit"].tokens)
     rest = [*tokens.prompt(7, 2, 16, 30), *unpack_i32(found["gone"].tokens)]
     simulated.submit(Generate("again", pack_i32(rest), 99), LATE)
@@ -143,9 +133,8 @@ def test_weights_change_between_two_steps(tmp_path: Path) -> None:
     assert simulated.update(update(tmp_path, 6), LATE) == [WeightsApplied(6, 0.0)]
     bad = UpdateWeights(str(tmp_path / "6.safetensors"), 7, 1)
     assert [type(message) for message in simulated.update(bad, LATE)] == [EngineFailed]
-    assert [type(message) for message in simulated.update(UpdateWeights(str(tmp_path / "none"), 7, 1), LATE)] == [
-        EngineFailed
-    ]
+    missing = UpdateWeights(str(tmp_path / "none"), 7, 1)
+    assert [type(message) for message in simulated.update(missing, LATE)] == [EngineFailed]
 
 
 def test_standby_refuses_until_new_weights_arrived(tmp_path: Path) -> None:
@@ -154,10 +143,8 @@ def test_standby_refuses_until_new_weights_arrived(tmp_path: Path) -> None:
         simulated.submit(turn(rid, 10, sample=ord(rid[0])), 0.0)
     simulated.run_until(2.5)
     aborted = answers(simulated.sleep(2.5))
-    assert {rid: (done.finish, len(done.tokens) // 4) for rid, done in aborted.items()} == {
-        **dict.fromkeys("abcd", ("abort", 3)),
-        "waits": ("abort", 0),
-    }
+    ends = {rid: (done.finish, len(done.tokens) // 4) for rid, done in aborted.items()}
+    assert ends == {**dict.fromkeys("abcd", ("abort", 3)), "waits": ("abort", 0)}
     assert answers(simulated.submit(turn("e", 1), 10.0))["e"].finish == "error"
     assert [type(message) for message in simulated.update(update(tmp_path, 6), 10.0)] == [EngineFailed]
     simulated.wake()

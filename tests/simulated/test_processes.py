@@ -32,29 +32,22 @@ def engine_link(folder: Path, modelled: Pace, **fields: object) -> Link:
     config = msgspec.structs.replace(config_for_run(RunConfig(), model="", seed=0), **fields)
     (folder / "engine.json").write_bytes(msgspec.json.encode(config))
     arguments = ("--config", "engine.json", "--pace", msgspec.json.encode(modelled).decode())
-    return Link(
-        folder,
-        "libra_hpc.simulated.engine_process",
-        *arguments,
-        inbound=rollout.from_engine,
-        outbound=rollout.to_engine,
-    )
+    ends = {"inbound": rollout.from_engine, "outbound": rollout.to_engine}
+    return Link(folder, "libra_hpc.simulated.engine_process", *arguments, **ends)
 
 
 def trainer_link(folder: Path, modelled: Pace, **fields: object) -> Link:
     folder.mkdir(exist_ok=True)
     write_config(worker_config(**fields), folder / "worker.json")
     arguments = ("--config", "worker.json", "--pace", msgspec.json.encode(modelled).decode())
-    return Link(
-        folder, "libra_hpc.simulated.trainer_process", *arguments, inbound=train.from_worker, outbound=train.to_worker
-    )
+    ends = {"inbound": train.from_worker, "outbound": train.to_worker}
+    return Link(folder, "libra_hpc.simulated.trainer_process", *arguments, **ends)
 
 
 def host_link(folder: Path, **fields: object) -> Link:
     (folder / "host.json").write_bytes(msgspec.json.encode(workload(**fields)))
-    return Link(
-        folder, "libra_hpc.simulated.host_process", "--config", "host.json", inbound=env.from_host, outbound=env.to_host
-    )
+    ends = {"inbound": env.from_host, "outbound": env.to_host}
+    return Link(folder, "libra_hpc.simulated.host_process", "--config", "host.json", **ends)
 
 
 def test_an_engine_serves_turns_and_ends_on_shutdown(tmp_path: Path) -> None:
@@ -65,12 +58,10 @@ def test_an_engine_serves_turns_and_ends_on_shutdown(tmp_path: Path) -> None:
         for number in range(5):
             link.send(rollout.Generate(f"r{number}", pack_i32(tokens.prompt(0, number, 4000, 50 + number)), 4000))
         found = {done.rid: done for done in (link.until(rollout.Generated) for _ in range(5))}
-        assert {rid: len(done.tokens) // 4 for rid, done in found.items()} == {
-            f"r{number}": 50 + number for number in range(5)
-        }
-        assert found["r0"].run_s * 100.0 == pytest.approx(0.019 * 50 + 0.6, rel=0.5), (
-            "49 decode steps and a prefill on operator tables"
-        )
+        lengths = {rid: len(done.tokens) // 4 for rid, done in found.items()}
+        assert lengths == {f"r{number}": 50 + number for number in range(5)}
+        # 49 decode steps and a prefill on operator tables.
+        assert found["r0"].run_s * 100.0 == pytest.approx(0.019 * 50 + 0.6, rel=0.5)
         assert link.until(EngineStats).generated_tokens == sum(range(50, 55))
         link.send(rollout.StopEngine())
         assert link.process.wait(60) == 0
@@ -106,14 +97,11 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
         first.send(train.TakeSnapshot(str(snapshot), 2))
         taken = first.until(train.SnapshotTaken)
         (snapshot / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(2, taken.updates)))
-        assert [(reply.step, reply.tokens, reply.loss_tokens, reply.reduce_s) for reply in done] == [
-            (1, 1000, 500, 0.0),
-            (2, 1000, 500, 0.0),
-        ]
+        replies = [(reply.step, reply.tokens, reply.loss_tokens, reply.reduce_s) for reply in done]
+        assert replies == [(1, 1000, 500, 0.0), (2, 1000, 500, 0.0)]
         flops = 3 * 2 * 13.99e9 * 1000
-        assert done[0].compute_s == pytest.approx(flops / (8 * 312e12 * 0.4) / 0.5, rel=0.02), (
-            "2 FLOPs per weight and token, thrice, at half the speed"
-        )
+        # 2 FLOPs per weight and token, thrice, at half the speed.
+        assert done[0].compute_s == pytest.approx(flops / (8 * 312e12 * 0.4) / 0.5, rel=0.02)
         with trainer_link(tmp_path / "b", modelled, tp=4, pp=2, elastic=True) as second:
             assert second.until(EngineState).version == -1
             for rank, link in enumerate((first, second)):
@@ -121,9 +109,8 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
             joined = [link.until(train.Joined) for link in (first, second)]
             assert [reply.step for reply in joined] == [2, 2]
             assert joined[0].received_bytes == 0
-            assert joined[1].received_bytes == pytest.approx(4 * 14.77e9 / 8, rel=0.02), (
-                "4 bytes per weight, an eighth of them for each process"
-            )
+            # 4 bytes per weight, an eighth of them for each process.
+            assert joined[1].received_bytes == pytest.approx(4 * 14.77e9 / 8, rel=0.02)
             for link in (first, second):
                 link.send(step(3, 2))
             assert first.until(train.StepDone).reduce_s == second.until(train.StepDone).reduce_s > 0.0
@@ -174,27 +161,21 @@ def test_weight_files_are_safetensors(tmp_path: Path) -> None:
 
 def test_a_host_replays_a_trace_and_starts_again_at_its_end(tmp_path: Path) -> None:
     turns = (TurnRecord(0, 5, "test", "error", 2.0, 1, 3, 4), TurnRecord(9, 7))
-    write_trace(
-        tmp_path / "t.jsonl",
-        [TrajectoryRecord("p", 0, 20, turns, 1.0), TrajectoryRecord("q", 0, 30, (TurnRecord(0, 6),), None)],
-    )
+    last = TrajectoryRecord("q", 0, 30, (TurnRecord(0, 6),), None)
+    write_trace(tmp_path / "t.jsonl", [TrajectoryRecord("p", 0, 20, turns, 1.0), last])
     with host_link(tmp_path, trace="t.jsonl") as link:
         link.until(env.HostReady)
         link.send(env.OpenEpisode("e", 2, 3, 0.0), env.OpenEpisode("f", 1, 0, 0.0))
         opened = [link.until(env.EpisodeOpened) for _ in range(2)]
-        assert [(each.prompt_id, len(each.tokens) // 4, each.max_tokens) for each in opened] == [
-            ("p", 20, 7),
-            ("q", 30, 6),
-        ]
+        found = [(each.prompt_id, len(each.tokens) // 4, each.max_tokens) for each in opened]
+        assert found == [("p", 20, 7), ("q", 30, 6)]
         assert tokens.read(opened[0].tokens) == tokens.SimulatedContext(0, 20, 3, 20, 5)
         link.send(env.StepEpisode("e", tokens.generated(5, complete=True)))
         stepped = link.until(env.EpisodeStepped)
         assert stepped.signal == env.Signal("test", "error", 9, 2.0 / 10_000.0, 1, 3, 4)
         assert (len(unpack_i32(stepped.tokens)), stepped.done) == (9, False)
-        link.send(
-            env.StepEpisode("e", tokens.generated(7, complete=True)),
-            env.StepEpisode("f", tokens.generated(2, complete=False)),
-        )
+        last_turns = tokens.generated(7, complete=True), tokens.generated(2, complete=False)
+        link.send(*(env.StepEpisode(name, turn) for name, turn in zip("ef", last_turns, strict=True)))
         ended = {each.episode: each for each in (link.until(env.EpisodeStepped) for _ in range(2))}
         assert (ended["e"].done, ended["e"].reward) == (True, 1.0)
         assert (ended["f"].done, ended["f"].info) == (True, {"truncated": 1.0})

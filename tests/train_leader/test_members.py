@@ -6,16 +6,9 @@ import asyncio
 
 import pytest
 
+from libra_hpc.protocol import trainer as wire
 from libra_hpc.protocol.agents import Committed, Fatal, Publish, StepReport, ToReplica
-from libra_hpc.protocol.trainer import (
-    Export,
-    Join,
-    SaveCheckpoint,
-    StepFailed,
-    TrainStep,
-    WorkerFailed,
-    WorkerHeartbeat,
-)
+from libra_hpc.protocol.trainer import Join, StepFailed, WorkerFailed
 from libra_hpc.train_leader import generations
 from tests.train_leader.world import World, batch, until
 
@@ -80,8 +73,8 @@ async def test_all_nodes_of_the_core_are_one_member_and_get_the_same_samples() -
     (first, second) = world.of(StepReport)
     assert first.metrics["replicas"] == 3
     assert first.metrics["trained_tokens"] == 2 * 8, "the core answers once"
-    assert [rank for rank, order in world.asked(Export) if order.version == 1] == [1, 2]
-    assert [rank for rank, _ in world.asked(SaveCheckpoint)] == [1, 2]
+    assert [rank for rank, order in world.asked(wire.Export) if order.version == 1] == [1, 2]
+    assert [rank for rank, _ in world.asked(wire.SaveCheckpoint)] == [1, 2]
     assert len(world.saved) == 1
     assert world.manifests == [{"1": (1, 2), "2": (1, 2)}], "the files of all nodes"
     assert second.step == 2
@@ -135,7 +128,7 @@ async def test_a_failure_that_stays_ends_the_run(monkeypatch: pytest.MonkeyPatch
     take = replica.take
 
     def failing(message: object) -> None:
-        if isinstance(message, TrainStep):
+        if isinstance(message, wire.TrainStep):
             world.reply(1, StepFailed(1, 1, "a sample has no tokens"))
         else:
             take(message)
@@ -187,7 +180,7 @@ async def test_time_in_which_a_member_writes_its_state_is_no_failure() -> None:
     world.replicas[2].silent = True
     for _ in range(8):
         world.now += generations.NEW_GENERATION_S / 2
-        world.leader.on_reply(2, WorkerHeartbeat("snapshot", 30.0))
+        world.leader.on_reply(2, wire.WorkerHeartbeat("snapshot", 30.0))
         tried = len(world.joins())
         await until(lambda tried=tried: len(world.joins()) > tried + 2)
     assert not world.of(Fatal)

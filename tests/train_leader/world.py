@@ -8,32 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.protocol.agents import (
-    Batch,
-    Committed,
-    Fatal,
-    Group,
-    Log,
-    MemberJoined,
-    SnapshotStored,
-    ToReplica,
-    TrainingDone,
-)
+from libra_hpc.protocol import agents
+from libra_hpc.protocol import trainer as wire
+from libra_hpc.protocol.agents import Batch, Committed, Fatal, Group, Log, MemberJoined, ToReplica, TrainingDone
 from libra_hpc.protocol.codec import pack_f32, pack_i32
-from libra_hpc.protocol.trainer import (
-    Export,
-    Exported,
-    ExportFailed,
-    Join,
-    Joined,
-    Sample,
-    SaveCheckpoint,
-    Saved,
-    SaveFailed,
-    StepDone,
-    TakeSnapshot,
-    TrainStep,
-)
+from libra_hpc.protocol.trainer import Join, Sample, SaveCheckpoint
 from libra_hpc.state.data_order import DataOrder
 from libra_hpc.state.state_folders import DataPosition, Manifest
 from libra_hpc.train_leader.train_leader import TrainLeader
@@ -45,11 +24,8 @@ def sample(uid: str, tokens: int = 4, advantage: float = 1.0) -> Sample:
 
 
 def batch(step: int) -> Batch:
-    return Batch(
-        step,
-        tuple(Group(i, (sample(f"{i}.0"), sample(f"{i}.1", 6))) for i in (2 * step - 2, 2 * step - 1)),
-        batch_stats(reward=0.5),
-    )
+    groups = (Group(i, (sample(f"{i}.0"), sample(f"{i}.1", 6))) for i in (2 * step - 2, 2 * step - 1))
+    return Batch(step, tuple(groups), batch_stats(reward=0.5))
 
 
 class Replica:
@@ -79,24 +55,20 @@ class Replica:
                     truth = next(member for member in members if member.rank == self.world.core[0])
                     for member in members:
                         member.history = list(truth.history)
-                        self.world.reply(member.rank, Joined(generation, len(member.history), 0, 0.0, attempt))
-            case TrainStep(step=step, generation=generation, minibatches=minibatches, total_tokens=totals):
+                        self.world.reply(member.rank, wire.Joined(generation, len(member.history), 0, 0.0, attempt))
+            case wire.TrainStep(step=step, generation=generation, minibatches=minibatches, total_tokens=totals):
                 assert step == len(self.history) + 1
                 self.history.append(f"step{step}")
                 self.world.trained.append((self.rank, step, sorted(s.uid for m in minibatches for s in m), totals))
-                self.world.reply(
-                    self.rank,
-                    StepDone(step, generation, 0.1, 1.0, 1.0, 0.0, 0.0, 0.5, 8, 4, 0.1, 0.0, 0.0, self.skipped),
-                )
-            case Export(version=version):
+                numbers = (0.1, 1.0, 1.0, 0.0, 0.0, 0.5, 8, 4, 0.1, 0.0, 0.0)
+                self.world.reply(self.rank, wire.StepDone(step, generation, *numbers, self.skipped))
+            case wire.Export(version=version):
                 self.bad_exports -= 1
-                self.world.reply(
-                    self.rank,
-                    ExportFailed(version, "no room") if self.bad_exports >= 0 else Exported(version, 77, 100, 0.0),
-                )
-            case TakeSnapshot(step=step):
+                failed, done = wire.ExportFailed(version, "no room"), wire.Exported(version, 77, 100, 0.0)
+                self.world.reply(self.rank, failed if self.bad_exports >= 0 else done)
+            case wire.TakeSnapshot(step=step):
                 if self.rank in self.world.core:
-                    stored = SnapshotStored(self.rank, self.rank, step)
+                    stored = agents.SnapshotStored(self.rank, self.rank, step)
                     asyncio.get_running_loop().call_soon(self.world.leader.on_snapshot_stored, stored)
             case SaveCheckpoint(folder=folder, step=step):
                 self.world.tried.append(step)
@@ -107,10 +79,8 @@ class Replica:
     def saved(self) -> None:
         """The answer to the last request for a checkpoint."""
         folder, step = self.saving.folder, self.saving.step
-        answer = (
-            SaveFailed(folder, step, "no room") if self.full else Saved(folder, step, 0.0, {str(self.rank): (1, 2)})
-        )
-        self.world.reply(self.rank, answer)
+        failed = wire.SaveFailed(folder, step, "no room")
+        self.world.reply(self.rank, failed if self.full else wire.Saved(folder, step, 0.0, {str(self.rank): (1, 2)}))
 
 
 class Index:
@@ -161,21 +131,9 @@ class World:
             }
         )
 
-        self.leader = TrainLeader(
-            config,
-            core,
-            step,
-            DataOrder(2 * step),
-            self.send,
-            3,
-            lambda: (3,),
-            self,
-            lambda: self.now,
-            rendezvous=Path("/rendezvous"),
-            checkpoints=Path("/checkpoints"),
-            from_checkpoint=from_checkpoint,
-            index=self.index,
-        )
+        folders = {"rendezvous": Path("/rendezvous"), "checkpoints": Path("/checkpoints")}
+        given = (config, core, step, DataOrder(2 * step), self.send, 3, lambda: (3,), self, lambda: self.now)
+        self.leader = TrainLeader(*given, **folders, from_checkpoint=from_checkpoint, index=self.index)
 
     async def complete(self, folder: Path, manifest: Manifest, position: DataPosition) -> None:
         self.carried.append([(record.step, record.metrics["reward"]) for record in position.reports])

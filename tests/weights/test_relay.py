@@ -37,6 +37,7 @@ class Net:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.sent = 0
         self.now = 0.0
+        self.folder, self.publisher = tmp_path, Publisher(self.send)
         self.folders = {rank: tmp_path / str(rank) for rank in ranks}
         self.receivers = {rank: self._receiver(rank) for rank in ranks}
 
@@ -69,6 +70,14 @@ class Net:
         self.receivers[rank].chunk(message, blob, self.now)
         done(True)
 
+    def publish(self, version: int, data: bytes, ranks: list[int], by: Publisher | None = None) -> None:
+        path = self.folder / f"export-{version:08d}.safetensors"
+        path.write_bytes(data)
+        (by or self.publisher).publish(version, path, zlib.crc32(data), ranks)
+
+    def answer(self, rank: int, have: int) -> bool:
+        return self.publisher.answer(rank, have)
+
     def run(self) -> None:
         while moving := [posted for posted in self.queue if posted[0] not in self.dead]:
             self.deliver(moving[0])
@@ -82,12 +91,6 @@ class Net:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow, "CHUNK_BYTES", 100)
-
-
-def publish(publisher: Publisher, folder: Path, version: int, data: bytes, ranks: list[int]) -> None:
-    path = folder / f"export-{version:08d}.safetensors"
-    path.write_bytes(data)
-    publisher.publish(version, path, zlib.crc32(data), ranks)
 
 
 @given(st.lists(st.integers(0, 1000), unique=True, max_size=70))
@@ -105,7 +108,7 @@ def test_the_tree_reaches_everyone_once_in_logarithmic_depth(ranks: list[int]) -
 def test_every_rank_gets_the_file_once_and_the_sender_sends_two_copies(tmp_path: Path) -> None:
     ranks = [2, 3, 5, 7, 11]
     net = Net(tmp_path, ranks)
-    publish(Publisher(net.send), tmp_path, 1, DATA, ranks)
+    net.publish(1, DATA, ranks)
     net.run()
     assert all(net.done[rank] == [(1, DATA)] for rank in ranks)
     assert net.sent == len(ranks) * -(-len(DATA) // 100)
@@ -115,7 +118,7 @@ def test_a_slow_child_holds_four_chunks_and_slows_only_its_own_subtree(tmp_path:
     ranks = [2, 3, 5, 7]
     net = Net(tmp_path, ranks)
     net.dead = {2}
-    publish(Publisher(net.send), tmp_path, 1, DATA, ranks)
+    net.publish(1, DATA, ranks)
     net.run()
     assert len(net.waiting(2)) == IN_FLIGHT
     assert [rank for rank in ranks if net.done[rank]] == [5, 7]
@@ -126,9 +129,8 @@ def test_a_slow_child_holds_four_chunks_and_slows_only_its_own_subtree(tmp_path:
 
 def test_newer_weights_drop_the_unsent_chunks_of_older_ones(tmp_path: Path) -> None:
     net = Net(tmp_path, [2])
-    publisher = Publisher(net.send)
     for version in (1, 2, 3):
-        publish(publisher, tmp_path, version, bytes([version]) * 1000, [2])
+        net.publish(version, bytes([version]) * 1000, [2])
     assert [message.version for _, message, _, _ in net.waiting(2)] == [1] * IN_FLIGHT, "over all versions"
     net.run()
     assert net.done[2] == [(3, bytes([3]) * 1000)]
@@ -138,32 +140,30 @@ def test_newer_weights_drop_the_unsent_chunks_of_older_ones(tmp_path: Path) -> N
 def test_a_dead_inner_node_costs_its_subtree_until_it_asks(tmp_path: Path) -> None:
     ranks = [2, 3, 4, 5]
     net = Net(tmp_path, ranks)
-    publisher = Publisher(net.send)
     net.dead = {2}
-    publish(publisher, tmp_path, 1, b"one", ranks)
+    net.publish(1, b"one", ranks)
     net.run()
     assert [rank for rank in ranks if not net.done[rank]] == [2, 3]
-    assert publisher.answer(3, have=0)
+    assert net.answer(3, have=0)
     net.run()
     assert net.done[3] == [(1, b"one")]
-    assert not publisher.answer(3, have=1)
+    assert not net.answer(3, have=1)
 
 
 def test_a_subtree_that_gets_nothing_of_an_announced_version_asks_for_it(tmp_path: Path) -> None:
     ranks = [2, 3, 4, 5]
     net = Net(tmp_path, ranks)
-    publisher = Publisher(net.send)
     net.dead = {2}
     for version, now in ((1, 0.0), (2, 40.0)):
         net.now = now
-        publish(publisher, tmp_path, version, DATA, ranks)
+        net.publish(version, DATA, ranks)
         net.run()
     net.watch(FLOOR_S)
     assert net.events == []
     net.watch(FLOOR_S + 1.0)
     assert [(kind, fields["version"]) for kind, fields in net.events] == [("weights_stalled", 1)]
     assert net.asked == {2: [], 3: [-1], 4: [], 5: []}
-    publisher.answer(3, have=-1)
+    net.answer(3, have=-1)
     net.run()
     net.watch(1e6)
     assert net.done[3] == [(2, DATA)]
@@ -172,14 +172,13 @@ def test_a_subtree_that_gets_nothing_of_an_announced_version_asks_for_it(tmp_pat
 
 def test_a_lost_child_ends_its_stream_and_gets_the_file_from_its_beginning_when_it_asks(tmp_path: Path) -> None:
     net = Net(tmp_path, [2])
-    publisher = Publisher(net.send)
-    publish(publisher, tmp_path, 1, DATA, [2])
+    net.publish(1, DATA, [2])
     net.lost = {2}
     net.run()
     assert net.sent == IN_FLIGHT, "the first dropped chunk ends it"
     net.lost = set()
     net.receivers[2].reset()
-    publisher.answer(2, have=-1)
+    net.answer(2, have=-1)
     net.run()
     assert net.done[2] == [(1, DATA)]
 
@@ -187,12 +186,10 @@ def test_a_lost_child_ends_its_stream_and_gets_the_file_from_its_beginning_when_
 def test_a_version_that_comes_on_two_paths_is_taken_once_and_passed_on_to_both_subtrees(tmp_path: Path) -> None:
     ranks = [2, 3]
     net = Net(tmp_path, ranks)
-    publisher = Publisher(net.send)
-    publish(publisher, tmp_path, 1, DATA, [])
-    publisher.answer(2, have=0)
+    net.publish(1, DATA, [])
+    net.answer(2, have=0)
     net.deliver(net.queue[0])
-    other = Publisher(net.send)
-    publish(other, tmp_path, 1, DATA, [2, 3])
+    net.publish(1, DATA, [2, 3], by=Publisher(net.send))
     net.run()
     assert net.done == {2: [(1, DATA)], 3: [(1, DATA)]}
     assert net.events == []
@@ -201,11 +198,10 @@ def test_a_version_that_comes_on_two_paths_is_taken_once_and_passed_on_to_both_s
 def test_a_late_chunk_of_the_newest_complete_version_does_not_disturb_the_next_one(tmp_path: Path) -> None:
     ranks = [2, 3]
     net = Net(tmp_path, ranks)
-    publisher = Publisher(net.send)
-    publish(publisher, tmp_path, 1, DATA, [2])
+    net.publish(1, DATA, [2])
     late = net.queue[0]
     net.run()
-    publish(publisher, tmp_path, 2, DATA[::-1], [2])
+    net.publish(2, DATA[::-1], [2])
     net.deliver(net.queue[0])
     net.receivers[2].chunk(WeightsChunk(1, 0, len(DATA), late[1].crc32, (3,)), late[2], 0.0)
     assert not net.waiting(3)
@@ -215,7 +211,7 @@ def test_a_late_chunk_of_the_newest_complete_version_does_not_disturb_the_next_o
 
 def test_a_file_that_was_cut_short_ends_the_stream(tmp_path: Path) -> None:
     net = Net(tmp_path, [2])
-    publish(Publisher(net.send), tmp_path, 1, DATA, [2])
+    net.publish(1, DATA, [2])
     os.truncate(tmp_path / "export-00000001.safetensors", 450)
     net.run()
     assert (net.sent, net.done[2]) == (IN_FLIGHT, [])
@@ -223,10 +219,9 @@ def test_a_file_that_was_cut_short_ends_the_stream(tmp_path: Path) -> None:
 
 def test_newest_wins_and_old_files_go(tmp_path: Path) -> None:
     net = Net(tmp_path, [2])
-    publisher = Publisher(net.send)
     stale = None
     for version in range(1, 8):
-        publish(publisher, tmp_path, version, f"weights {version}".encode(), [2])
+        net.publish(version, f"weights {version}".encode(), [2])
         stale = stale or net.queue[0]
         net.run()
         assert len(list(net.folders[2].glob("weights-*"))) == min(version, KEEP_VERSIONS + 1)
@@ -235,15 +230,13 @@ def test_newest_wins_and_old_files_go(tmp_path: Path) -> None:
     net.receivers[2].chunk(stale[1], stale[2], 0.0)
     assert net.receivers[2].version == 7
     for folder, prefix in ((net.folders[2], "weights"), (tmp_path, "export")):
-        assert sorted(int(path.stem.split("-")[1]) for path in folder.glob(f"{prefix}-*")) == list(
-            range(7 - KEEP_VERSIONS, 8)
-        )
+        versions = sorted(int(path.stem.split("-")[1]) for path in folder.glob(f"{prefix}-*"))
+        assert versions == list(range(7 - KEEP_VERSIONS, 8))
 
 
 def test_a_corrupt_file_is_not_handed_on_and_is_asked_for_again(tmp_path: Path) -> None:
     net = Net(tmp_path, [2])
-    publisher = Publisher(net.send)
-    publish(publisher, tmp_path, 1, b"good bytes", [2])
+    net.publish(1, b"good bytes", [2])
     rank, message, _, done = net.queue.pop(0)
     net.queue.append((rank, message, b"evil bytes", done))
     net.run()
@@ -253,15 +246,14 @@ def test_a_corrupt_file_is_not_handed_on_and_is_asked_for_again(tmp_path: Path) 
     assert net.asked[2] == []
     net.watch(RETRY_S)
     assert net.asked[2] == [-1]
-    publisher.answer(2, have=-1)
+    net.answer(2, have=-1)
     net.run()
     assert net.done[2] == [(1, b"good bytes")]
 
 
 def test_a_version_that_stalls_is_abandoned_and_asked_for_again_until_something_comes(tmp_path: Path) -> None:
     net = Net(tmp_path, [2])
-    publisher = Publisher(net.send)
-    publish(publisher, tmp_path, 1, DATA, [2])
+    net.publish(1, DATA, [2])
     net.deliver(net.queue[0])
     net.watch(FLOOR_S)
     assert (net.events, net.asked[2]) == ([], [])
@@ -272,7 +264,7 @@ def test_a_version_that_stalls_is_abandoned_and_asked_for_again_until_something_
     assert not list(net.folders[2].iterdir())
     net.watch(2 * FLOOR_S + 2.0)
     assert net.asked[2] == [-1, -1], "an unanswered request is repeated"
-    publisher.answer(2, have=-1)
+    net.answer(2, have=-1)
     net.run()
     assert net.done[2] == [(1, DATA)]
     net.watch(1e6)
@@ -281,7 +273,7 @@ def test_a_version_that_stalls_is_abandoned_and_asked_for_again_until_something_
 
 def test_time_in_which_the_agent_was_stopped_counts_for_no_chunk(tmp_path: Path) -> None:
     net = Net(tmp_path, [2])
-    publish(Publisher(net.send), tmp_path, 1, DATA, [2])
+    net.publish(1, DATA, [2])
     net.deliver(net.queue[0])
     net.receivers[2].discount(3600.0)
     net.watch(3600.0 + FLOOR_S)
@@ -290,7 +282,7 @@ def test_time_in_which_the_agent_was_stopped_counts_for_no_chunk(tmp_path: Path)
 
 def test_a_request_waits_while_weights_arrive(tmp_path: Path) -> None:
     net = Net(tmp_path, [2])
-    publish(Publisher(net.send), tmp_path, 1, DATA, [2])
+    net.publish(1, DATA, [2])
     net.deliver(net.queue[0])
     net.receivers[2].ask(0, 0.0)
     assert net.asked[2] == []
@@ -308,9 +300,8 @@ def test_a_full_disk_is_noticed_before_the_first_byte_and_tried_again_later_and_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = Net(tmp_path, [2])
-    publisher = Publisher(net.send)
     monkeypatch.setattr(incoming.shutil, "disk_usage", lambda folder: Usage(0, 0, len(DATA) - 1))
-    publish(publisher, tmp_path, 1, DATA, [2])
+    net.publish(1, DATA, [2])
     net.run()
     waits = []
     for _ in range(5):
@@ -323,24 +314,23 @@ def test_a_full_disk_is_noticed_before_the_first_byte_and_tried_again_later_and_
         assert (len(net.asked[2]), len(net.events)) == (asked, events), "nothing is written or asked for meanwhile"
         net.watch(net.now + 0.1)
         assert len(net.asked[2]) == asked + 1
-        publisher.answer(2, have=-1)
+        net.answer(2, have=-1)
         net.run()
     assert waits == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S, RETRY_MAX_S, RETRY_MAX_S]
     monkeypatch.undo()
     net.watch(net.now + RETRY_MAX_S)
-    publisher.answer(2, have=-1)
+    net.answer(2, have=-1)
     net.run()
     assert net.done[2] == [(1, DATA)]
 
 
 def test_a_full_disk_is_relieved_of_all_but_the_newest_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = Net(tmp_path, [2])
-    publisher = Publisher(net.send)
     for version in (1, 2, 3):
-        publish(publisher, tmp_path, version, DATA, [2])
+        net.publish(version, DATA, [2])
         net.run()
     monkeypatch.setattr(incoming.shutil, "disk_usage", lambda folder: Usage(0, 0, 0))
-    publish(publisher, tmp_path, 4, DATA, [2])
+    net.publish(4, DATA, [2])
     net.run()
     assert [path.name for path in net.folders[2].iterdir()] == ["weights-00000003.safetensors"]
 
@@ -349,7 +339,7 @@ def test_a_disk_that_fills_up_in_between_leaves_no_file_and_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = Net(tmp_path, [2])
-    publish(Publisher(net.send), tmp_path, 1, DATA, [2])
+    net.publish(1, DATA, [2])
     net.deliver(net.queue[0])
 
     def full(fd: int, data: bytes) -> int:
@@ -357,19 +347,17 @@ def test_a_disk_that_fills_up_in_between_leaves_no_file_and_no_traceback(
 
     monkeypatch.setattr(os, "write", full)
     net.run()
-    assert net.events == [
-        ("weights_not_stored", {"version": 1, "reason": "No space left on device", "retry_s": RETRY_S})
-    ]
+    facts = {"version": 1, "reason": "No space left on device", "retry_s": RETRY_S}
+    assert net.events == [("weights_not_stored", facts)]
     assert not list(net.folders[2].iterdir())
 
 
 def test_a_reset_receiver_has_no_files_and_takes_the_same_version_again(tmp_path: Path) -> None:
     net = Net(tmp_path, [2])
-    publisher = Publisher(net.send)
-    publish(publisher, tmp_path, 1, DATA, [2])
+    net.publish(1, DATA, [2])
     net.run()
     net.receivers[2].reset()
     assert (net.receivers[2].version, list(net.folders[2].iterdir())) == (-1, [])
-    publisher.answer(2, have=-1)
+    net.answer(2, have=-1)
     net.run()
     assert net.done[2] == [(1, DATA)] * 2

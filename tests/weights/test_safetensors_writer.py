@@ -19,13 +19,8 @@ from libra_hpc.weights.safetensors_writer import write_safetensors
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_safetensors_reads_what_was_streamed_in_any_order(dtype: torch.dtype, tmp_path: Path) -> None:
-    tensors = {
-        "a": torch.randn(3, 5),
-        "b.weight": torch.randn(7),
-        "empty": torch.empty(0, 4),
-        "scalar": torch.randn(()),
-    }
-    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    sizes = {"a": (3, 5), "b.weight": (7,), "empty": (0, 4), "scalar": ()}
+    tensors = {name: torch.randn(size).to(dtype) for name, size in sizes.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     path = tmp_path / "w.safetensors"
     write_safetensors(path, dtype, shapes, reversed(list(tensors.items())))
@@ -49,18 +44,9 @@ def test_a_full_file_system_is_an_error_and_no_crash() -> None:
 
 
 def architecture(folder: Path, kind: str, **keys: Any) -> Architecture:
-    config = {
-        "model_type": kind,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 32,
-        "sliding_window": None,
-        **keys,
-    }
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 8, "vocab_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"model_type": kind, "sliding_window": None, **sizes, **heads, **keys}
     (folder / "config.json").write_text(json.dumps(config))
     return read_shape(folder)
 
