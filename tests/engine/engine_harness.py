@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,19 +73,10 @@ def make_model(folder: Path, seed: int, *, tied: bool = False, hidden: int = 64)
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    sizes = {"vocab_size": VOCAB, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+    ids = {"bos_token_id": 1, "eos_token_id": 2}
+    config = Qwen2Config(**sizes, **heads, **ids, tie_word_embeddings=tied, initializer_range=0.2)
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)
     return Model(folder, model)
@@ -96,11 +87,10 @@ def engine_config(model: Model, **fields: object) -> EngineConfig:
     return EngineConfig(model=str(model.folder), dtype="float32", max_model_len=1024, kv_cache_mb=16, **settings)
 
 
-def rewrite(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    """Copy a weight file with ``change`` applied to its tensors."""
-    tensors = load_file(source)
-    change(tensors)
-    save_file(tensors, target)
+def rewrite(source: Path, target: Path, changes: Mapping[str, torch.Tensor | None]) -> Path:
+    """Copy a weight file with other tensors, or without those that are None."""
+    tensors = {**load_file(source), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, target)
     return target
 
 
@@ -177,15 +167,8 @@ class EngineUnderTest:
         """Reports that came before the message received last."""
 
     def command(self) -> list[str]:
-        return [
-            sys.executable,
-            "-m",
-            "libra_hpc.engine",
-            "--socket",
-            str(self.socket_path),
-            "--config",
-            str(self.config_path),
-        ]
+        files = ["--socket", str(self.socket_path), "--config", str(self.config_path)]
+        return [sys.executable, "-m", "libra_hpc.engine", *files]
 
     def ready(self) -> EngineState:
         self._listener.settimeout(PATIENCE_S)

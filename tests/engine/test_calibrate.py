@@ -40,19 +40,8 @@ def run(folder: Path, model: Model, tp: int, out: Path, device: str = "this cpu"
         engine_config(model, tp=tp, max_num_seqs=SEQUENCES), max_model_len=LENGTH, kv_cache_mb=4
     )
     config.write_bytes(msgspec.json.encode(settings))
-    command = [
-        sys.executable,
-        "-m",
-        "libra_hpc.engine.measure_steps",
-        "--config",
-        str(config),
-        "--device",
-        device,
-        "--model",
-        "tiny",
-        "--out",
-        str(out),
-    ]
+    options = ["--config", str(config), "--device", device, "--model", "tiny", "--out", str(out)]
+    command = [sys.executable, "-m", "libra_hpc.engine.measure_steps", *options]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -146,12 +146,8 @@ def test_an_engine_ends_when_its_agent_is_killed(old: Model, folder: Path) -> No
     config, where = folder / "engine.json", str(folder / "s")
     config.write_bytes(msgspec.json.encode(engine_config(old)))
     command = [sys.executable, "-m", "libra_hpc.engine", "--socket", where, "--config", str(config)]
-    agent = subprocess.Popen(
-        [sys.executable, "-c", AGENT, json.dumps(command), where],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    started = [sys.executable, "-c", AGENT, json.dumps(command), where]
+    agent = subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert agent.stdout is not None
     engine = 0
     try:

@@ -29,15 +29,8 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-REQUIRED: dict[str, Any] = {
-    "model": "m",
-    "dtype": "auto",
-    "max_model_len": 4096,
-    "max_num_seqs": 64,
-    "kv_cache_mb": 0,
-    "threads": 1,
-    "device": "cpu",
-}
+SIZES = {"max_model_len": 4096, "max_num_seqs": 64, "kv_cache_mb": 0, "threads": 1}
+REQUIRED: dict[str, Any] = {"model": "m", "dtype": "auto", "device": "cpu", **SIZES}
 
 
 def config(**fields: Any) -> EngineConfig:
@@ -55,29 +48,11 @@ def test_configuration_is_read_with_defaults(model: Path) -> None:
 
 
 def test_the_engine_of_a_run_has_the_values_of_the_run_file() -> None:
-    run = RunConfig.model_validate(
-        {
-            "model": {"dtype": "float32"},
-            "rollout": {"max_model_len": 99, "max_num_seqs": 3, "kv_cache_mb": 5, "block_size": 16, "threads": 2},
-            "slurm": {"device": "cuda"},
-        }
-    )
-    found = config_for_run(run, model="m", seed=7, tp=2, version=4, step_log="s", weights="w")
-    assert found == EngineConfig(
-        model="m",
-        dtype="float32",
-        tp=2,
-        max_model_len=99,
-        max_num_seqs=3,
-        kv_cache_mb=5,
-        block_size=16,
-        threads=2,
-        seed=7,
-        device="cuda",
-        version=4,
-        step_log="s",
-        weights="w",
-    )
+    rollout = {"max_model_len": 99, "max_num_seqs": 3, "kv_cache_mb": 5, "block_size": 16, "threads": 2}
+    sections = {"model": {"dtype": "float32"}, "rollout": rollout, "slurm": {"device": "cuda"}}
+    asked: dict[str, Any] = {"model": "m", "seed": 7, "tp": 2, "version": 4, "step_log": "s", "weights": "w"}
+    found = config_for_run(RunConfig.model_validate(sections), **asked)
+    assert found == EngineConfig(dtype="float32", device="cuda", **rollout, **asked)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -121,11 +96,8 @@ def test_host_memory_for_kv_caches_is_of_all_devices_of_the_engine_and_off_by_de
 
 def test_devices_differ_in_graphs_and_sleep_only() -> None:
     cpu, cuda = (engine_arguments(config(device=device)) for device in ("cpu", "cuda"))
-    assert {key for key in cpu if cpu[key] != cuda[key]} == {
-        "enforce_eager",
-        "cudagraph_capture_sizes",
-        "enable_sleep_mode",
-    }
+    differing = {key for key in cpu if cpu[key] != cuda[key]}
+    assert differing == {"enforce_eager", "cudagraph_capture_sizes", "enable_sleep_mode"}
     assert "TORCHDYNAMO_DISABLE" not in environment(config(device="cuda"))
 
 
