@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-from libra_hpc_cli import app, jobs
+from libra_hpc_cli import app, follow, jobs
 
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.status import FINAL, encode_status
+from libra_hpc.files import write_atomic
 from libra_hpc.preflight import checked_run
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.queue.query import JobInfo, JobState, Partition
 from libra_hpc.slurm.queue.run_state import NoAnswer
-from tests.preflight.test_checks import MODEL
+from tests.facts import synthetic
+from tests.preflight.test_checks import write_model
 
 PARTITIONS = [
-    Partition(
-        name="a800",
-        default=True,
-        state="up",
-        nodes=4,
-        idle=4,
-        cpus=64,
-        memory_mb=1_000_000,
-        gpus={"a800": 8},
-        max_seconds=86400,
-    ),
-    Partition(
-        name="cpu", default=False, state="up", nodes=2, idle=2, cpus=64, memory_mb=256_000, gpus={}, max_seconds=None
-    ),
+    Partition("a800", True, "up", nodes=4, idle=4, cpus=64, memory_mb=1_000_000, gpus={"a800": 8}, max_seconds=86400),
+    Partition("cpu", False, "up", nodes=2, idle=2, cpus=64, memory_mb=256_000, gpus={}, max_seconds=None),
 ]
 
 
@@ -41,6 +35,33 @@ class Outcome(msgspec.Struct):
     code: int
     out: str
     err: str
+
+
+Cli = Callable[..., Outcome]
+Sleep = Callable[[Callable[[float], None]], None]
+
+
+def one_line(outcome: Outcome) -> str:
+    """The one sentence of a mistake."""
+    assert outcome.code == 2
+    assert outcome.out == ""
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("error: ")
+    assert line.endswith(".")
+    assert not re.search(r"[a-z]\. [A-Z]", line), "more than one sentence"
+    return line
+
+
+def write_status(
+    run: RunDir, state: str = "running", step: int = 41, age_s: float = 0.0, message: str = "", at: float | None = None
+) -> None:
+    """A snapshot of ``age_s`` ago, and as rank 0 does before it, the result of a run that is over."""
+    now = time.time() - age_s if at is None else at
+    status = synthetic.make_status(run, state=state, step=step)
+    if state in FINAL:
+        run.write_json(run.result, {"state": state, "message": message, "attempt": 1, "t": now})
+    times = {"updated_at": now, "started_at": now - 120.0}
+    write_atomic(run.status, encode_status(msgspec.structs.replace(status, message=message, **times)))
 
 
 class Queue:
@@ -85,17 +106,14 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: Queue) -> Path:
     """Working folder with ``model/`` and ``run.toml``."""
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name, text in {"config.json": json.dumps(MODEL), "tokenizer.json": "{}", "model.safetensors": ""}.items():
-        (folder / name).write_text(text)
+    write_model(tmp_path / "model")
     text = '[run]\nname = "quick"\n[components.hybrid]\nnodes = 1\n[model]\npath = "model"\n'
     (tmp_path / "run.toml").write_text(text)
     return tmp_path
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     """Run one command line."""
 
     def call(*arguments: str) -> Outcome:
@@ -105,3 +123,20 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
         return Outcome(code, captured.out, captured.err)
 
     return call
+
+
+@pytest.fixture
+def submitted(site: Path, queue: Queue, cli: Cli) -> RunDir:
+    """A queued run."""
+    cli("submit", "run.toml")
+    return RunDir(site / "runs" / "quick-001")
+
+
+@pytest.fixture
+def sleep(monkeypatch: pytest.MonkeyPatch) -> Sleep:
+    """What happens while a follower sleeps."""
+
+    def replace(happens: Callable[[float], None]) -> None:
+        monkeypatch.setattr(follow, "time", SimpleNamespace(sleep=happens, time=time.time, monotonic=time.monotonic))
+
+    return replace

@@ -16,6 +16,8 @@ from libra_hpc.models.step_times.measured import MAX_POINTS, load
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.read import write_trace
 
+from .conftest import Cli
+
 BASE, SEQUENCE, KV, PREFILL = 4e-3, 2e-4, 3e-8, 5e-5
 
 
@@ -27,11 +29,8 @@ def write_log(path: Path, tp: int, kv_tokens: int, count: int = 400) -> None:
     for _ in range(count):
         decodes, prefill = rng.randint(1, 48), rng.choice([0, 0, rng.randint(1, 512)])
         kv = decodes * rng.randint(100, 2000)
-        lines.append(
-            msgspec.json.encode(
-                (decodes, kv, prefill, 0, (BASE + SEQUENCE * decodes + KV * kv + PREFILL * prefill) / tp)
-            )
-        )
+        seconds = (BASE + SEQUENCE * decodes + KV * kv + PREFILL * prefill) / tp
+        lines.append(msgspec.json.encode((decodes, kv, prefill, 0, seconds)))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"\n".join(lines) + b"\n")
 
@@ -110,20 +109,8 @@ def test_plan_takes_the_measured_degrees(recorded: Path, tmp_path: Path, capsys:
     out, file = tmp_path / "steps.json", tmp_path / "run.toml"
     assert calibrate(out, "--run", recorded, "--name", "a800") == 0
     file.write_text("[rollout]\nmax_model_len = 16384\n")
-    plan = [
-        "plan",
-        str(file),
-        "--model",
-        "qwen3-8b",
-        "--device",
-        "a800",
-        "--gpus",
-        "32",
-        "--best",
-        "1",
-        "--quick",
-        "--json",
-    ]
+    options = "--model qwen3-8b --device a800 --gpus 32 --best 1 --quick --json"
+    plan = ["plan", str(file), *options.split()]
     capsys.readouterr()
     batches = []
     for more in ([], ["--calibration", str(out)]):
@@ -137,20 +124,18 @@ def test_plan_takes_the_measured_degrees(recorded: Path, tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "--model, --run"),
-        (["--model", "m", "--run", "r"], "one of the two"),
-        (["--model", "m", "--device", "gpu"], "valid: cpu, cuda"),
-        (["--model", "m", "--dtype", "float64"], "valid: auto, float32"),
-        (["--model", "no-such-folder"], "no config.json there"),
-        (["--model", "no-such-folder", "--here"], "no config.json there"),
-        (["--run", "demo-001"], "no run of that name"),
+        ("", "--model, --run"),
+        ("--model m --run r", "one of the two"),
+        ("--model m --device gpu", "valid: cpu, cuda"),
+        ("--model m --dtype float64", "valid: auto, float32"),
+        ("--model no-such-folder", "no config.json there"),
+        ("--model no-such-folder --here", "no config.json there"),
+        ("--run demo-001", "no run of that name"),
     ],
 )
-def test_mistakes(arguments: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert calibrate(tmp_path / "out.json", *arguments, "--runs", tmp_path) == 2
-    err = capsys.readouterr().err
-    assert named in err
-    assert err.count("\n") == 1
+def test_mistakes(arguments: str, named: str, tmp_path: Path, cli: Cli) -> None:
+    outcome = cli("calibrate", "engine", str(tmp_path / "out.json"), *arguments.split(), "--runs", str(tmp_path))
+    assert (outcome.code, outcome.err.count("\n"), named in outcome.err) == (2, 1, True)
     assert not (tmp_path / "out.json").exists()
 
 

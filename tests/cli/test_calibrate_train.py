@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,8 @@ import pytest
 from libra_hpc.models.step_times.train_speed import load_speed
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
 
-from .conftest import Outcome
+from .conftest import Cli
 
-Cli = Callable[..., Outcome]
 CONFIG = {
     "model_type": "qwen2",
     "architectures": ["Qwen2ForCausalLM"],

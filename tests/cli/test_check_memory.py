@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,7 @@ import pytest
 from libra_hpc.models.shapes import model_shape
 from tests.slurm.test_examples import EXAMPLES, model_folder
 
-from .conftest import Outcome
-
-Cli = Callable[..., Outcome]
+from .conftest import Cli
 
 
 @pytest.fixture

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from libra_hpc.config.load import load_run_file
 
-from .conftest import Outcome, Queue
-
-Cli = Callable[..., Outcome]
+from .conftest import Cli, Outcome, Queue
 
 
 @pytest.fixture

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from libra_hpc_cli import app
 
-from .conftest import Outcome, Queue
+from libra_hpc import compiled
+from libra_hpc.facts.rundir import RunDir
 
-Cli = Callable[..., Outcome]
+from .conftest import Cli, Outcome, write_status
+
 HELP_CPU_S = 0.4
 """Most CPU time of a cold `libra-hpc --help`, in seconds."""
 PROGRAM = [sys.executable, "-c", "from libra_hpc_cli.app import main; main()"]
@@ -39,9 +41,8 @@ def completions(shell: str, words: str) -> str:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_completes_verbs_runs_options_and_keys(shell: str, site: Path, queue: Queue, cli: Cli) -> None:
-    cli("submit", "run.toml")
-    (site / "runs" / "no-run").mkdir()
+def test_a_shell_completes_verbs_runs_options_and_keys(shell: str, submitted: RunDir) -> None:
+    (submitted.path.parent / "no-run").mkdir()
     verbs = completions(shell, "libra-hpc s")
     assert all(verb in verbs for verb in app.VERBS if verb.startswith("s"))
     assert "repartition" not in verbs
@@ -63,8 +64,7 @@ def test_a_shell_completes_verbs_runs_options_and_keys(shell: str, site: Path, q
         ("libra-hpc trace ins", "inspect"),
     ],
 )
-def test_other_words_are_completed_too(words: str, offered: str, site: Path, queue: Queue, cli: Cli) -> None:
-    cli("submit", "run.toml")
+def test_other_words_are_completed_too(words: str, offered: str, submitted: RunDir) -> None:
     assert offered in completions("bash", words).split() or completions("bash", words).strip() == offered
 
 
@@ -95,18 +95,77 @@ def test_the_help_is_cold_in_less_than_half_a_second(tmp_path: Path) -> None:
     assert min(times) < HELP_CPU_S
 
 
+GROUPS = {
+    "calibrate": "engine train",
+    "config": "show explain",
+    "cluster": "up env down status",
+    "trace": "inspect convert generate",
+}
+VERBS = [name for name in app.VERBS if name not in GROUPS]
+
+
+def test_the_help_lists_every_verb(cli: Cli) -> None:
+    text = cli("--help").out
+    assert [verb for verb in app.VERBS if f" {verb} " not in text] == []
+
+
 @pytest.mark.parametrize(
-    "verb", [name for name in app.VERBS if name not in ("calibrate", "cluster", "trace", "config")]
+    "command", [*VERBS, *GROUPS, *(f"{group} {verb}" for group, verbs in GROUPS.items() for verb in verbs.split())]
 )
-def test_the_help_of_a_verb_fits_80_columns_and_names_no_types_of_switches(
-    verb: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+def test_the_help_of_a_verb_fits_80_columns_and_names_its_arguments_plainly(
+    command: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    text = cli(verb, "--help").out
-    assert app.VERBS[verb].help.split()[0] in text
-    assert max(len(line) for line in text.splitlines()) <= 80
-    assert "<bool>" not in text
-    assert "{" not in text.splitlines()[1]
+    outcome = cli(*command.split(), "--help")
+    assert (outcome.code, outcome.err) == (0, "")
+    lines = outcome.out.splitlines()
+    assert f"Usage: libra-hpc {command} " in outcome.out
+    assert max(map(len, lines)) <= 80
+    unclear = ["[[", "<int"] if command in GROUPS else ["[[", "<int", "<bool>"]
+    assert [mark for mark in unclear if mark in outcome.out] == []
+    if command in VERBS:
+        assert app.VERBS[command].help.split()[0] in outcome.out
+        assert "{" not in lines[1]
+
+
+def test_login_node_verbs_never_import_an_engine() -> None:
+    engines = "{'torch', 'vllm', 'mpi4py', 'megatron', 'transformers', 'matplotlib'}"
+    code = f"import sys, libra_hpc_cli.app; print(sorted({engines} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_help_imports_no_verb() -> None:
+    code = (
+        "import sys; from libra_hpc_cli import app; app.run(['--help'])\n"
+        "print(sorted({'pydantic', 'submitit', 'jinja2', 'numpy', 'libra_hpc.config'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_version_is_that_of_the_package(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compiled.INTERPRETED, "1")
+    assert cli("--version") == Outcome(0, f"libra-hpc {metadata.version('libra-hpc')} (scheduler interpreted)\n", "")
+
+
+def test_the_console_script_prints_errors_without_a_traceback(site: Path) -> None:
+    command = [*PROGRAM, "submit", "run.toml", "-o", "algorithm.eta=-1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: algorithm.eta = -1: out of range; valid: an integer >= 0.\n"
+
+
+def test_a_terminal_without_unicode_is_no_traceback(submitted: RunDir) -> None:
+    write_status(submitted)
+    done = subprocess.run(
+        [*PROGRAM, "status", str(submitted.path)],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step" in done.stdout
 
 
 def test_a_misspelt_verb_ends_with_one_mark(cli: Cli) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from libra_hpc.facts.rundir import RunDir
@@ -14,9 +13,7 @@ from libra_hpc.files import write_atomic
 from libra_hpc.slurm.queue.query import JobInfo, JobState
 from tests.facts import synthetic
 
-from .conftest import Outcome, Queue
-
-Cli = Callable[..., Outcome]
+from .conftest import Cli, Outcome, Queue, one_line
 
 
 def test_the_page_is_written_into_the_run_and_its_path_printed(site: Path, queue: Queue, cli: Cli) -> None:
@@ -30,9 +27,8 @@ def test_the_page_goes_where_it_should(site: Path, queue: Queue, cli: Cli) -> No
     run = synthetic.make_run(site / "runs")
     assert cli("report", "quick-001", "--html", "--out", "page.html").out == f"{site / 'page.html'}\n"
     assert not run.report.exists()
-    refused = cli("report", "quick-001", "--html", "--out", "absent/page.html")
-    assert (refused.code, refused.out) == (2, "")
-    assert "--out = 'absent/page.html': the page cannot be written (No such file or directory); valid:" in refused.err
+    refused = one_line(cli("report", "quick-001", "--html", "--out", "absent/page.html"))
+    assert "--out = 'absent/page.html': the page cannot be written (No such file or directory); valid:" in refused
 
 
 def make_unfinished(folder: Path, state: str) -> RunDir:

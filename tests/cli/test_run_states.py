@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 from libra_hpc_cli import jobs
 from libra_hpc_cli.follow import LONGEST_POLL_S, LOST_S, Follower
@@ -15,30 +13,20 @@ from libra_hpc_cli.follow import LONGEST_POLL_S, LOST_S, Follower
 from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.facts.status import encode_status
-from libra_hpc.files import write_atomic
 from libra_hpc.slurm.queue import query
 from libra_hpc.slurm.queue.query import JobInfo, JobState
 from libra_hpc.slurm.queue.run_state import SILENT_S, NoAnswer
 from tests.facts import synthetic
 
-from .conftest import Outcome, Queue
-
-Cli = Callable[..., Outcome]
+from .conftest import Cli, Queue, write_status
 
 
-def make_run(parent: Path, job_id: str = "4711", attempt: int = 1) -> RunDir:
+def make_run(parent: Path, job_id: str = "4711") -> RunDir:
     run = RunDir.create(parent, "quick")
     run.write_json(run.config, {})
-    run.write_json(
-        run.job, {"job_id": job_id, "executor": "slurm", "attempt": attempt, "submitted_at": 1.0, "cluster": "libra"}
-    )
+    facts = {"job_id": job_id, "executor": "slurm", "attempt": 1, "submitted_at": 1.0, "cluster": "libra"}
+    run.write_json(run.job, facts)
     return run
-
-
-def write_status(run: RunDir, at: float, state: str = "running", step: int = 41) -> None:
-    status = synthetic.make_status(run, state=state, step=step)
-    write_atomic(run.status, encode_status(msgspec.structs.replace(status, updated_at=at, started_at=at - 60.0)))
 
 
 class Calls:
@@ -108,7 +96,7 @@ def test_an_answer_is_forgotten_once_the_run_has_written_something_newer(site: P
     queue.answer = JobInfo("4711", JobState.PENDING, "Resources")
     assert follower.refresh().state == "pending"
     now[0] += 1.0
-    write_status(run, now[0])
+    write_status(run, at=now[0])
     assert follower.refresh().state == "running"
     run.write_json(run.result, {"state": "completed", "message": "step 60 is saved", "attempt": 1, "t": now[0] + 0.5})
     assert (follower.refresh().state, follower.state.over) == ("completed", True)
@@ -117,7 +105,7 @@ def test_an_answer_is_forgotten_once_the_run_has_written_something_newer(site: P
 def test_a_stop_is_over_only_once_the_queue_has_answered_after_it(site: Path, queue: Queue) -> None:
     run, now = make_run(site / "runs"), [1000.0]
     follower = Follower(run, clock=lambda: now[0])
-    write_status(run, now[0])
+    write_status(run, at=now[0])
     queue.answer = JobInfo("4711", JobState.PENDING, "BeginTime")
     assert follower.refresh().state == "running"
     now[0] += 1.0
@@ -130,14 +118,14 @@ def test_a_silent_run_is_not_asked_to_save_and_one_that_falls_silent_is_ended(
 ) -> None:
     run = make_run(site / "runs")
     queue.answer = JobInfo("4711", JobState.RUNNING)
-    write_status(run, time.time() - SILENT_S - 5.0)
+    write_status(run, age_s=SILENT_S + 5.0)
     outcome = cli("cancel", "quick-001")
     assert "job 4711 is not asked to save: no status for 1:05" in outcome.err
     assert (queue.cancelled, run.stop.exists()) == (["quick-001"], False)
-    write_status(run, time.time())
+    write_status(run)
     monkeypatch.setattr("libra_hpc_cli.cancel.ASK_S", 0.0)
     monkeypatch.setattr("libra_hpc_cli.cancel.POLL_S", 0.0)
-    monkeypatch.setattr("libra_hpc_cli.cancel.print_note", lambda text: write_status(run, 1.0))
+    monkeypatch.setattr("libra_hpc_cli.cancel.print_note", lambda text: write_status(run, at=1.0))
     assert "job 4711 cancelled" in cli("cancel", "quick-001").out
     assert (queue.cancelled, run.stop.exists()) == (["quick-001"] * 2, True)
 
@@ -147,7 +135,7 @@ def test_a_run_that_is_queued_again_while_it_stops_is_cancelled_all_the_same(
 ) -> None:
     run = make_run(site / "runs")
     queue.answer = JobInfo("4711", JobState.RUNNING)
-    write_status(run, time.time())
+    write_status(run)
 
     def rank_0(text: str) -> None:
         run.write_json(run.result, {"state": "cancelled", "message": "saved", "attempt": 1, "t": time.time()})
@@ -190,15 +178,8 @@ def test_json_has_the_state_its_reason_and_the_cluster(site: Path, queue: Queue,
     run.write_json(run.result, {"state": "time_limit", "message": "step 41 is saved", "attempt": 1, "t": 2.0})
     queue.answer = JobInfo("4711", JobState.FAILED)
     for printed in (json.loads(cli("status", "--json").out), json.loads(cli("list", "--json").out)[0]):
-        facts = {key: printed[key] for key in ("job_id", "cluster", "state", "reason", "since", "over")}
-        assert facts == {
-            "job_id": "4711",
-            "cluster": "libra",
-            "state": "time_limit",
-            "reason": "step 41 is saved",
-            "since": 2.0,
-            "over": True,
-        }
+        facts = [printed[key] for key in ("job_id", "cluster", "state", "reason", "since", "over")]
+        assert facts == ["4711", "libra", "time_limit", "step 41 is saved", 2.0, True]
     assert "quick-001: job 4711 on libra is stopped by its time limit (step 41 is saved)" in cli("status").out
 
 
@@ -211,7 +192,7 @@ def test_the_first_reward_stays_once_a_fifth_of_the_run_is_trained_and_is_the_sa
     for step in range(1, synthetic.STEPS + 1):
         with_metrics.write({"step": step, "reward": step / 100.0, "t": float(step)})
         if step % 12 == 0:
-            write_status(run, time.time(), step=step)
+            write_status(run, step=step)
             listed = json.loads(cli("list", "--json").out)[0]["reward_first"]
             assert listed == json.loads(cli("summary", "quick-001", "--json").out)["reward_first"]
             firsts.append(listed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from libra_hpc.models.shapes import model_shape
 from tests.facts import synthetic
 from tests.slurm.test_examples import EXAMPLES, model_folder
 
-from .conftest import Outcome, Queue
+from .conftest import Cli, Queue
 
 COLUMNS = 80
 SCREENS = [
@@ -33,7 +32,7 @@ SCREENS = [
 
 
 @pytest.fixture
-def words(site: Path, queue: Queue, cli: Callable[..., Outcome], screen: str) -> list[str]:
+def words(site: Path, queue: Queue, cli: Cli, screen: str) -> list[str]:
     """The words of a screen's command line, with the files that it needs."""
     model = model_folder(site / "policy", model_shape("qwen3-14b"))
     (site / "RUN.toml").write_text((EXAMPLES / "a800-48-qwen3-14b.toml").read_text())
@@ -49,7 +48,7 @@ def words(site: Path, queue: Queue, cli: Callable[..., Outcome], screen: str) ->
 
 @pytest.mark.parametrize("screen", SCREENS)
 def test_a_screen_is_whole_in_80_columns(
-    words: list[str], site: Path, cli: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+    words: list[str], site: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (output, split):
         monkeypatch.setattr(module, "WIDTH", COLUMNS)

@@ -25,6 +25,11 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def line(prompt_tokens: int) -> str:
+    turns = [{"new_tokens": 0, "gen_tokens": 5, "tool": None}]
+    return json.dumps({"prompt_id": "a", "sample": 0, "prompt_tokens": prompt_tokens, "turns": turns}) + "\n"
+
+
 def simulate(*arguments: str) -> int:
     return run(["simulate", *arguments])
 
@@ -112,10 +117,7 @@ def test_a_mistake_is_one_sentence(
 
 def test_a_trajectory_no_engine_can_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "long.jsonl"
-    path.write_text(
-        '{"prompt_id": "a", "sample": 0, "prompt_tokens": 9000000, "turns": [{"new_tokens": 0, "gen_tokens": 5, "tool":'
-        " null}]}\n"
-    )
+    path.write_text(line(9000000))
     assert simulate(str(path), *FLEET) == 2
     assert "9000005 tokens long" in capsys.readouterr().err
 
@@ -145,11 +147,7 @@ def test_fewer_seats_than_trajectories_are_noted(trace: Path, capsys: pytest.Cap
 
 def test_bad_lines_are_passed_over_only_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.jsonl"
-    good = (
-        '{"prompt_id": "a", "sample": 0, "prompt_tokens": 9, "turns": [{"new_tokens": 0, "gen_tokens": 5, "tool":'
-        " null}]}\n"
-    )
-    path.write_text(good + "{oops\n")
+    path.write_text(line(9) + "{oops\n")
     assert simulate(str(path), *FLEET) == 2
     assert "line 2" in capsys.readouterr().err
     assert simulate(str(path), *FLEET, "--skip-bad") == 0

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
 
-from .conftest import Outcome
+from .conftest import Cli
 
 pytestmark = pytest.mark.cluster
 
 
 def test_a_profile_is_written_once_and_used(
-    cluster: ClusterInfo, cli: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: ClusterInfo, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "new" / "site.toml"
     assert cli("init", str(path), "--account", "rl").code == 0
@@ -36,9 +35,7 @@ def test_a_profile_is_written_once_and_used(
     assert shown["components"]["train"]["partition"] == "a800"
 
 
-def test_doctor_without_slurm_says_so_and_goes_on(
-    cli: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_without_slurm_says_so_and_goes_on(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIBRA_HPC_CLUSTER", str(tmp_path / "no-cluster"))
     monkeypatch.setenv("PATH", str(tmp_path))
     done = cli("doctor")
@@ -50,7 +47,7 @@ def test_doctor_without_slurm_says_so_and_goes_on(
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_two_nodes_are_tried_with_mpi_collectives_and_an_engine(
-    cluster: ClusterInfo, cli: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: ClusterInfo, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("vllm")
     path = tmp_path / "site.toml"
@@ -67,7 +64,7 @@ def test_two_nodes_are_tried_with_mpi_collectives_and_an_engine(
 
 
 def test_nodes_that_do_not_answer_are_said_with_their_logs(
-    cluster: ClusterInfo, cli: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: ClusterInfo, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "site.toml"
     path.write_text(f'[run]\ndir = "{tmp_path / "runs"}"\n[compute]\nsetup = ["exit 3"]\n')
@@ -80,7 +77,7 @@ def test_nodes_that_do_not_answer_are_said_with_their_logs(
 
 
 def test_variables_in_the_folder_of_runs_are_those_of_the_shell(
-    cluster: ClusterInfo, cli: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: ClusterInfo, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "site.toml").write_text('[run]\ndir = "$LIBRA_TEST/runs"\n')
     monkeypatch.setenv("LIBRA_HPC_SITE", str(tmp_path / "site.toml"))

@@ -4,30 +4,19 @@ mistakes in one sentence."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from libra_hpc.config.load import read_toml
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.models.shapes import model_shape
 from libra_hpc.slurm.queue.query import JobInfo, JobState
+from tests.slurm.test_examples import model_folder
 
-from .conftest import Outcome, Queue
+from .conftest import Cli, Queue, one_line
+from .test_mistakes import overrides
 
-Cli = Callable[..., Outcome]
-SHAPE = {
-    "model_type": "qwen3",
-    "hidden_size": 2560,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 9728,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
-}
 RUN = """
 [run]
 name = "quick"
@@ -52,7 +41,8 @@ max_num_seqs = 256
 @pytest.fixture
 def auto(site: Path) -> Path:
     """The site with a real shape and a run file that leaves the split open."""
-    (site / "model" / "config.json").write_text(json.dumps(SHAPE))
+    shape = json.loads((model_folder(site / "shape", model_shape("qwen3-4b")) / "config.json").read_text())
+    (site / "model" / "config.json").write_text(json.dumps({**shape, "tie_word_embeddings": True}))
     (site / "run.toml").write_text(RUN)
     return site
 
@@ -60,11 +50,8 @@ def auto(site: Path) -> Path:
 def test_submit_shows_the_plan_queues_it_and_keeps_why(auto: Path, queue: Queue, cli: Cli) -> None:
     outcome = cli("submit", "run.toml")
     assert (outcome.code, outcome.err) == (0, "")
-    assert (
-        outcome.out.index("split = auto")
-        < outcome.out.index("chosen: train.nodes = ")
-        < outcome.out.index("Submitted 4711")
-    )
+    shown = [outcome.out.index(text) for text in ("split = auto", "chosen: train.nodes = ", "Submitted 4711")]
+    assert shown == sorted(shown)
     assert max(map(len, outcome.out.splitlines()[:-1])) <= 100
     run = RunDir(auto / "runs" / "quick-001")
     config, plan = run.read_json(run.config), run.read_json(run.plan)
@@ -113,32 +100,23 @@ def test_check_and_plan_print_what_submit_would_choose(auto: Path, cli: Cli) -> 
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sentence"),
+    ("override", "sentence"),
     [
-        (
-            ["slurm.device=cpu"],
-            "components.split = 'auto': slurm.device is 'cpu' and the planner has no figures for CPU nodes",
-        ),
-        (["components.split=best"], "components.split = 'best': unknown value; valid: explicit, auto"),
-        (["train.tp=2"], "train.tp = 2: components.split = 'auto' chooses it"),
-        (["planner.device=a80"], "device = 'a80': unknown device; valid: a100, a800"),
-        (["planner.model=qwen3-15b"], "model = 'qwen3-15b': neither a known short name"),
-        (
-            ["components.hybrid.gpu_type=h100"],
-            "components.hybrid.gpu_type = 'h100': where the planner divides the nodes",
-        ),
-        (["planner.trace=absent.jsonl"], "absent.jsonl"),
-        (["components.rollout.nodes=9"], "nodes = "),
+        ("slurm.device=cpu", "split = 'auto': slurm.device is 'cpu' and the planner has no figures for CPU nodes"),
+        ("components.split=best", "components.split = 'best': unknown value; valid: explicit, auto"),
+        ("train.tp=2", "train.tp = 2: components.split = 'auto' chooses it"),
+        ("planner.device=a80", "device = 'a80': unknown device; valid: a100, a800"),
+        ("planner.model=qwen3-15b", "model = 'qwen3-15b': neither a known short name"),
+        ("components.hybrid.gpu_type=h100", "hybrid.gpu_type = 'h100': where the planner divides the nodes"),
+        ("planner.trace=absent.jsonl", "absent.jsonl"),
+        ("components.rollout.nodes=9", "nodes = "),
     ],
 )
 def test_a_mistake_is_one_sentence_and_touches_nothing(
-    overrides: list[str], sentence: str, auto: Path, queue: Queue, cli: Cli
+    override: str, sentence: str, auto: Path, queue: Queue, cli: Cli
 ) -> None:
-    outcome = cli("submit", "run.toml", *(part for override in overrides for part in ("-o", override)))
-    assert outcome.code == 2
-    (line,) = outcome.err.splitlines()
-    assert sentence in line
-    assert (outcome.out, queue.submitted) == ("", [])
+    assert sentence in one_line(cli("submit", "run.toml", "-o", override))
+    assert queue.submitted == []
     assert not (auto / "runs").exists()
 
 
@@ -149,23 +127,10 @@ def test_a_resumed_run_keeps_its_split(auto: Path, queue: Queue, cli: Cli) -> No
     queue.answer = JobInfo("4711", JobState.FAILED)
     assert cli("submit", "--resume", "quick-001").code == 0
     assert run.read_json(run.config)["components"] == before
-    outcome = cli("submit", "--resume", "quick-001", "-o", "components.split=auto")
-    assert outcome.code == 2
-    assert "a resumed run keeps the split it has" in outcome.err
 
 
 def test_a_dry_run_is_planned_for_the_hardware_it_simulates(auto: Path, queue: Queue, cli: Cli) -> None:
-    outcome = cli(
-        "submit",
-        "run.toml",
-        "--engine",
-        "simulated",
-        "-o",
-        "slurm.device=cpu",
-        "-o",
-        "simulated.model=qwen3-14b",
-        "-o",
-        "rollout.max_model_len=16384",
-    )
+    changed = overrides("slurm.device=cpu; simulated.model=qwen3-14b; rollout.max_model_len=16384")
+    outcome = cli("submit", "run.toml", "--engine", "simulated", *changed)
     assert (outcome.code, outcome.err) == (0, "")
     assert "qwen3-14b on 32 x a800" in outcome.out
