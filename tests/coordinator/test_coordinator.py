@@ -13,10 +13,8 @@ import pytest
 
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
-from libra_hpc.coordinator import coordinator as module
 from libra_hpc.coordinator import records as records_module
 from libra_hpc.coordinator.coordinator import Coordinator
-from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, NodeContact, discount, lost_nodes
 from libra_hpc.facts.estimate import StageEstimate, StepAccuracy
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import decode_status
@@ -26,12 +24,8 @@ from libra_hpc.policies.control.stage_times import Estimate, Split, Times
 from libra_hpc.protocol.agents import (
     Fatal,
     FormGeneration,
-    Heartbeat,
     Hello,
     MemberJoined,
-    RankBack,
-    RankLost,
-    Reset,
     Roles,
     RolloutReport,
     StartEngine,
@@ -301,130 +295,6 @@ def test_a_fatal_report_fails_the_run_with_its_reason(tmp_path: Path) -> None:
     run_until_over(scene)
     result = scene.run.read_json(scene.run.result)
     assert (result["state"], result["message"]) == ("failed", "node 3: engine r3.0 ended with 1")
-
-
-def silence(scene: Scene, rank: int, now: list[float], seconds: float) -> None:
-    """Every node but one is heard, ``seconds`` later."""
-    now[0] += seconds
-    scene.deliver(*((other, Heartbeat(other, "", {}, {}, -1)) for other in range(4) if other != rank))
-    scene.coordinator._check(now[0])
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Epoch seconds as the coordinator sees them."""
-    found = [1000.0]
-    monkeypatch.setattr(module.time, "time", lambda: found[0])
-    return found
-
-
-def test_a_silent_node_is_lost_and_taken_back_as_a_new_one_when_it_is_heard_again(
-    tmp_path: Path, now: list[float]
-) -> None:
-    scene = Scene(tmp_path)
-    scene.hello()
-    silence(scene, 2, now, HEARTBEAT_LOST_S + 1)
-    assert scene.coordinator.state == "running"
-    assert {rank for rank, m in scene.orders(RankLost) if m.rank == 2} == {0, 1, 3}
-    scene.sent.clear()
-    scene.coordinator.on_back(2)
-    assert [rank for rank, _ in scene.orders(Reset)] == [2]
-    assert not scene.orders(StartEngine), "its engines of before have to end first"
-    scene.deliver((2, Hello(2, "h", 1, "hybrid")))
-    assert {rank for rank, m in scene.orders(RankBack) if m.rank == 2} == {0, 1, 3}
-    assert [(rank, m.kind) for rank, m in scene.orders(StartEngine)] == [(2, "rollout")]
-    assert scene.orders(Roles)[-1][1].states[2] == "starting"
-
-
-def test_a_node_whose_end_the_launcher_saw_is_lost_at_once(tmp_path: Path, now: list[float]) -> None:
-    scene = Scene(tmp_path)
-    scene.hello()
-    scene.coordinator._gone = {2: 4711, 3: 4711}
-    scene.coordinator._check(now[0])
-    assert not scene.orders(RankLost), "the end of an earlier process of that rank"
-    scene.coordinator._gone = {2: 1}
-    scene.coordinator._check(now[0])
-    assert {m.rank for _, m in scene.orders(RankLost)} == {2}
-
-
-@pytest.mark.parametrize(("leader", "stage"), [(1, "training"), (3, "rollout")])
-def test_all_ranks_restart_when_a_leader_is_lost_and_the_run_fails_once_that_is_used_up(
-    tmp_path: Path, now: list[float], monkeypatch: pytest.MonkeyPatch, leader: int, stage: str
-) -> None:
-    for used in (0, 3):
-        monkeypatch.setenv("LIBRA_HPC_RECOVERIES", str(used))
-        scene = Scene(tmp_path / str(used))
-        scene.run.logs(1).mkdir(parents=True)
-        scene.hello()
-        silence(scene, leader, now, HEARTBEAT_LOST_S + 1)
-        assert scene.coordinator.state == "running", "a restart of all costs more than some more patience"
-        silence(scene, leader, now, LEADER_LOST_S)
-        if used == 0 and leader == 3:
-            assert [(rank, m.reason) for rank, m in scene.orders(StopTraining)] == [(1, "recovery")], (
-                "no step is lost where training can save"
-            )
-            scene.deliver((1, TrainingDone(7)))
-        run_until_over(scene)
-        if used:
-            result = scene.run.read_json(scene.run.result)
-            assert result["state"] == "failed"
-            assert f"node {leader}, which leads {stage}, was lost" in result["message"]
-            assert "all 3 restarts of slurm.restarts are used" in result["message"]
-        else:
-            assert (
-                scene.run.again(1)
-                .read_text()
-                .startswith(f"recover: node {leader}, which leads {stage}, was lost (no heartbeat for")
-            )
-            assert not scene.run.result.exists()
-
-
-def test_all_ranks_restart_when_a_further_node_of_the_core_is_lost(tmp_path: Path, now: list[float]) -> None:
-    components = ("planner", "train", "train", "rollout")
-    scene = Scene(tmp_path, components=components)
-    scene.run.logs(1).mkdir(parents=True)
-    scene.deliver(*((rank, Hello(rank, "h", 1, name)) for rank, name in enumerate(components)))
-    silence(scene, 2, now, LEADER_LOST_S + 1)
-    run_until_over(scene)
-    assert not scene.orders(StopTraining), "nobody has the whole state to save"
-    again = scene.run.again(1).read_text()
-    assert again.startswith("recover: node 2, which has a part of the trainers, was lost (no heartbeat for")
-
-
-def test_time_in_which_rank_0_was_stopped_is_no_silence_of_others() -> None:
-    nodes = {rank: NodeContact(1000.0) for rank in range(3)}
-    for node in nodes.values():
-        node.pid = 1
-    assert discount(nodes, 1.1, 1.0, 1001.1) == 0.0
-    assert discount(nodes, 31.0, 1.0, 1031.0) == 30.0
-    assert not lost_nodes(nodes, 0, (1,), {}, 1031.0)
-    assert [lost.rank for lost in lost_nodes(nodes, 0, (1,), {}, 1051.0)] == [2]
-
-
-def test_a_broken_connection_between_two_that_live_costs_the_one_that_leads_nothing() -> None:
-    nodes = {rank: NodeContact(1000.0) for rank in range(4)}
-    for rank, node in nodes.items():
-        node.pid, node.seen = 10 + rank, 1010.0
-        node.beat = Heartbeat(rank, "rollout", {}, {}, 0)
-
-    def lost(reporter: int, peer: int, **other: Any) -> list[tuple[int, str]]:
-        beats = {rank: node.beat for rank, node in nodes.items()}
-        nodes[reporter].beat = Heartbeat(reporter, "rollout", {}, {}, 0, (peer,))
-        found = lost_nodes(nodes, 0, (1,), other.get("gone", {}), other.get("now", 1010.0))
-        for rank, beat in beats.items():
-            nodes[rank].beat = beat
-        return [(silent.rank, silent.reason) for silent in found]
-
-    assert lost(1, 2) == [(2, "its connection to node 1 broke")]
-    assert lost(2, 1) == [(2, "its connection to node 1 broke")]
-    assert lost(3, 2) == [(2, "its connection to node 3 broke")]
-    assert lost(2, 0) == [(2, "its connection to node 0 broke")], "rank 0 is never given up"
-    assert lost(1, 0) == [(1, "its connection to node 0 broke")]
-    assert sorted(lost(1, 2, gone={3: 13})) == [(2, "its connection to node 1 broke"), (3, "its agent's process ended")]
-    assert lost(3, 2, gone={3: 13}) == [(3, "its agent's process ended")], "the last words of one that died are no news"
-    assert lost(1, 2, now=1016.0) == [], "nor are those of one that fell silent"
-    assert lost(1, 2, gone={2: 12}) == [(2, "its agent's process ended")]
-    assert lost(1, 2, now=1004.0) == [], "a node that was just taken back is not judged by the old connection"
 
 
 def test_an_attempt_forgets_steps_beyond_its_checkpoint(tmp_path: Path) -> None:
