@@ -90,6 +90,7 @@ class Agent:
         """Notices that came while rank 0 still read its checkpoint."""
         self._rendezvous: Path | None = None
         """Train leader only: its folder of rendezvous files."""
+        self.mesh.on_rejected = self._on_rejected
         self._routes = Routes()
         self._routes.add(wire.Welcome, self._enter)
         self._routes.add(wire.Roles, self._on_roles)
@@ -281,6 +282,10 @@ class Agent:
     def _route(self, source: int, message: Any, blob: bytes | bytearray) -> None:
         if not self._routes.deliver(message, blob) and self.coordinator is not None:
             self.coordinator.on_message(source, message)
+
+    def _on_rejected(self, sender: int, reason: str) -> None:
+        if self.context is not None:
+            self.context.log("undecodable", rank=self.rank, sender=sender, reason=reason)
 
     def _on_roles(self, roles: wire.Roles) -> None:
         if self.context is not None:

@@ -13,12 +13,14 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.budget import RestartBudget
 from libra_hpc.process.child import Child
 from libra_hpc.process.deadlines import stall_of
+from libra_hpc.process.log_limit import MOST_BYTES, cut
 from libra_hpc.process.visible_devices import MAX_STARTS
 from libra_hpc.protocol.agents import Fatal
 from libra_hpc.protocol.codec import Codec
@@ -71,6 +73,8 @@ class Supervised:
         """Its process that ended first, whose log has the cause."""
         self._killed_at: float | None = None
         """When all its processes were to end."""
+        self._cut: set[Path] = set()
+        """Logs that were cut."""
         self._logged_at = float("-inf")
         """When an event last named one that does not."""
 
@@ -122,6 +126,15 @@ class Supervised:
         self._killed_at = self._killed_at or time.monotonic()
         for child in self.children:
             child.kill()
+
+    def limit_logs(self) -> None:
+        """Cut logs that have grown too long; the first cut of each is an event."""
+        for child in self.children:
+            path = self._context.logs / f"{child.name}.log"
+            if cut(path) and path not in self._cut:
+                self._cut.add(path)
+                reason = f"it wrote more than {MOST_BYTES >> 20} MiB; the last part of that is in {path.name}.old"
+                self._context.log("log_cut", rank=self._context.rank, part=child.name, reason=reason)
 
     def slow(self, reason: str) -> None:
         self._context.log("slow", rank=self._context.rank, part=self.name, reason=reason)
@@ -180,8 +193,8 @@ class Supervised:
             return
         self._blamed = self._blamed or child.name
         how = f"ended with {code}" if code >= 0 else f"was killed by signal {-code}"
-        hung = f": {self.hung}" if self.hung else ""
-        self._owner.exited(self, child, f"process {child.name} {how}{hung}")
+        why = f": {self.hung or child.fault}" if self.hung or child.fault else ""
+        self._owner.exited(self, child, f"process {child.name} {how}{why}")
 
 
 E = TypeVar("E", bound=Supervised)
@@ -217,6 +230,8 @@ class EngineNode(Owner, Generic[E]):
             if stall := stall_of(now - checked_at, WATCH_S):
                 self.discount(stall)
             await self.check(now)
+            for engine in self._engines.values():
+                engine.limit_logs()
             checked_at = time.monotonic()
 
     @abstractmethod

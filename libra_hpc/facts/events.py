@@ -62,6 +62,9 @@ ENGINES = (
     _fault("engine_error", "A rollout engine reported an error", "rank engine reason fatal"),
     _fault("worker_error", "A training process reported an error", "rank reason fatal"),
     _fault("host_lost", "An environment host ended", "host reason", notice=True),
+    _fault("log_cut", "The log of a process grew too long and was emptied", "rank part reason", notice=True),
+    _fault("numbers_cut", "A task has too many numbers of its own", "reason", notice=True),
+    _fault("undecodable", "A message of another node could not be read", "rank sender reason", notice=True),
     _fault("hung", "A process missed its deadline and was killed", "rank part reason", notice=True),
     _fault("slow", "A process is slow, or near its deadline", "rank part reason", notice=True),
 )

@@ -23,6 +23,8 @@ from libra_hpc.protocol.codec import FrameError
 from .links import Done, Outgoing, accept
 from .world import World
 
+HEAD_BYTES = 32
+"""Of an unreadable message that are shown."""
 DRAIN_S = 0.005
 """Between two checks of what waits, when an agent leaves."""
 
@@ -44,6 +46,10 @@ class Mesh:
         self.from_lost: Callable[[int, Any], None] | None = None
         """Gets (rank, message) of a forgotten rank; without it they are discarded."""
         self.rejected = 0
+        """Messages that could not be decoded."""
+        self.on_rejected: Callable[[int, str], None] | None = None
+        """Gets (rank, sentence) of the first one of every rank."""
+        self._rejected_of: set[int] = set()
 
     def send(self, dest: int, message: MeshMessage, blob: bytes | memoryview = b"", done: Done | None = None) -> None:
         if dest == self.rank:
@@ -105,10 +111,16 @@ class Mesh:
             return
         try:
             message = codec.decode(body)
-        except FrameError:
-            self.rejected += 1
+        except FrameError as error:
+            self._reject(source, f"a message of {len(body)} bytes cannot be read ({error}): {body[:HEAD_BYTES].hex()}")
             return
         if source not in self._lost:
             self._handler(source, message, blob)
         elif self.from_lost is not None:
             self.from_lost(source, message)
+
+    def _reject(self, source: int, sentence: str) -> None:
+        self.rejected += 1
+        if source not in self._rejected_of and self.on_rejected is not None:
+            self._rejected_of.add(source)
+            self.on_rejected(source, sentence)

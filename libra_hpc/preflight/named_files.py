@@ -15,11 +15,7 @@ from libra_hpc.errors import UserError, error_text, invalid, nearest
 from libra_hpc.tasks.task_registry import BUILTIN
 from libra_hpc.user_file import FORM
 
-MODEL_FILES = {
-    "config.json": ["config.json"],
-    "tokenizer": ["tokenizer.json", "tokenizer.model"],
-    "safetensors": ["*.safetensors"],
-}
+MODEL_FILES = {"config.json": ["config.json"], "tokenizer": ["tokenizer.json"], "safetensors": ["*.safetensors"]}
 """Parts of a policy folder, and file patterns of which at least one must match."""
 
 
@@ -36,7 +32,10 @@ def read_model_config(config: RunConfig) -> dict[str, Any]:
         )
     for what, patterns in MODEL_FILES.items():
         if not any(next(folder.glob(pattern), None) for pattern in patterns):
-            raise invalid("model.path", path, f"the folder has no {what}", f"a folder with {' or '.join(patterns)}")
+            valid = f"a folder with {' or '.join(patterns)}"
+            if what == "tokenizer" and (folder / "tokenizer.model").exists():
+                valid += ", which transformers writes: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            raise invalid("model.path", path, f"the folder has no {what}", valid)
     try:
         model = json.loads((folder / "config.json").read_bytes())
     except RecursionError as error:
@@ -45,7 +44,23 @@ def read_model_config(config: RunConfig) -> dict[str, Any]:
         raise invalid("model.path", path, f"its config.json is not valid JSON ({error_text(error)})") from error
     if not isinstance(model, dict):
         raise invalid("model.path", path, "its config.json is not a JSON object")
+    ids, rows = largest_token(folder / "tokenizer.json") + 1, model.get("vocab_size")
+    if isinstance(rows, int) and ids > rows:
+        what = f"its tokenizer has ids up to {ids - 1:,}, and its config.json a vocab_size of {rows:,}"
+        raise invalid("model.path", path, what, "a tokenizer within the model's vocabulary")
     return model
+
+
+def largest_token(path: Path) -> int:
+    """The largest id of a ``tokenizer.json``; -1 where its form is unknown."""
+    try:
+        content = json.loads(path.read_bytes())
+        vocabulary = content["model"]["vocab"]
+        added = [int(token["id"]) for token in content.get("added_tokens", ())]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return max([*ids, *added], default=-1)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return -1
 
 
 def check_run_dir(config: RunConfig) -> None:

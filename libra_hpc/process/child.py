@@ -67,6 +67,8 @@ class Child:
         self._server: asyncio.Server | None = None
         self._read_done = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self.fault = ""
+        """Why it was killed for what it sent."""
         self.ended = False
         self.stopping = False
         """True once the agent itself asked the child to leave."""
@@ -156,6 +158,7 @@ class Child:
                     self._on_message(self, self._inbound.decode(body))
         except (ConnectionError, FrameError) as error:
             if isinstance(error, FrameError):
+                self.fault = f"it sent what cannot be read ({error})"
                 self.kill()
         except Exception as error:
             # A defect of ours in the handler of a message: whoever runs the loop must hear of it, or the run would wait

@@ -29,6 +29,8 @@ from .trajectory import Trajectory, unusable_reward
 
 TOKEN_BYTES = 4
 """Of an int32 token id."""
+MOST_NUMBERS, NAME_CHARS = 64, 100
+"""Names in ``info`` that become columns of every step, and their characters."""
 GRACE_S = 10.0
 """Added to the limit of a step, at which the host itself reports the step unless it hangs."""
 
@@ -42,6 +44,9 @@ class Environments:
         self._up = [False] * config.task.hosts
         self._group_size, self._max_model_len = config.algorithm.group_size, config.rollout.max_model_len
         self._send, self._clock, self._owner = surroundings.to_host, surroundings.clock, owner
+        self._log = surroundings.log
+        self._names: set[str] = set()
+        self._cut = False
         self._limits = [config.deadlines.first_s] * config.task.hosts
         self._pending: dict[str, tuple[float, float]] = {}
         """(asked at, limit in seconds) of every episode whose host owes an answer."""
@@ -184,7 +189,7 @@ class Environments:
             if error := unusable_reward(message.reward, message.info):
                 self._owner.failed(trajectory, "reward", error)
                 return
-            trajectory.reward, trajectory.info = message.reward, message.info
+            trajectory.reward, trajectory.info = message.reward, self._numbers(message.info)
             self._owner.finish(trajectory)
             return
         room = TOKEN_BYTES * (self._max_model_len - len(trajectory.context))
@@ -195,6 +200,18 @@ class Environments:
             self._owner.finish(trajectory)
             return
         self._owner.turn_wanted(trajectory)
+
+    def _numbers(self, info: dict[str, float]) -> dict[str, float]:
+        """The numbers of a task that become columns: the first `MOST_NUMBERS` names that it ever used."""
+        for name in info:
+            if len(self._names) < MOST_NUMBERS and len(name) <= NAME_CHARS:
+                self._names.add(name)
+        kept = {name: value for name, value in info.items() if name in self._names}
+        if len(kept) < len(info) and not self._cut:
+            self._cut = True
+            reason = f"info has {len(info):,} names; {MOST_NUMBERS} of at most {NAME_CHARS} characters are kept"
+            self._log("numbers_cut", reason=f"{reason}, the first that came")
+        return kept
 
     def _no_room(self, trajectory: Trajectory) -> str:
         return (

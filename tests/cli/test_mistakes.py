@@ -3,6 +3,7 @@ written."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -109,7 +110,9 @@ CASES = [
     ("task.name=good.py:Tsak", "defines no class 'Tsak'; valid: Task (did you"),
     ("task.name=good.py", "task.name = 'good.py': unknown task; valid: "),
     ("task.name=good.py:Task; task.options={size=1, colour='red'}", "'colour': Task has no such option; valid: size."),
-    ("model.path=no-tokenizer", "no-tokenizer': the folder has no tokenizer; valid: "),
+    ("model.path=no-tokenizer", "no-tokenizer': the folder has no tokenizer; valid: a folder with tokenizer.json."),
+    ("model.path=slow", "slow': the folder has no tokenizer; valid: a folder with tokenizer.json, which transformers"),
+    ("model.path=wide", "wide': its tokenizer has ids up to 1,000,000, and its config.json a vocab_size of "),
     ("model.path=no-weights", "no-weights': the folder has no safetensors; valid: "),
     ("model.path=torn", "torn': its config.json is not valid JSON"),
     ("model.path=gpt2", "model_type = 'gpt2': this version cannot train this architecture; valid: glm4, llama,"),
@@ -142,13 +145,15 @@ ON_SIMULATED_ENGINES = [
 MODELS: dict[str, Mapping[str, object]] = {
     "no-tokenizer": MODEL,
     "no-weights": MODEL,
+    "slow": MODEL,
+    "wide": MODEL,
     "torn": MODEL,
     "gpt2": {**MODEL, "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
     "moe": {**MODEL, "model_type": "mixtral", "num_local_experts": 8},
     "huge": {**MODEL, "hidden_size": 8192, "intermediate_size": 49152, "num_hidden_layers": 120},
 }
 """config.json of model folders beside the good one."""
-LACKS = {"no-tokenizer": "tokenizer.json", "no-weights": "model.safetensors"}
+LACKS = {"no-tokenizer": "tokenizer.json", "slow": "tokenizer.json", "no-weights": "model.safetensors"}
 
 
 @pytest.fixture
@@ -161,6 +166,9 @@ def files(site: Path) -> Path:
     for name, config in MODELS.items():
         write_model(site / name, config, LACKS.get(name, ""))
     (site / "torn" / "config.json").write_text("{")
+    (site / "slow" / "tokenizer.model").touch()
+    wide = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 1_000_000}]}
+    (site / "wide" / "tokenizer.json").write_text(json.dumps(wide))
     return site
 
 

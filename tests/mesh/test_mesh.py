@@ -241,11 +241,17 @@ async def script(mesh):
         mesh.send(0, wire.RankLost(7))
         await asyncio.sleep(0.5)
         return {}
+    said = []
+    mesh.on_rejected = lambda sender, reason: said.append((sender, reason))
     await until(lambda: got)
-    return {"rejected": mesh.rejected, "got": [m.rank for _, m, _ in got]}
+    return {"rejected": mesh.rejected, "got": [m.rank for _, m, _ in got], "said": said}
 """
     facts = world(tmp_path, 2, script)
+    ((sender, reason),) = facts[0].pop("said")
     assert facts[0] == {"rejected": 3, "got": [7]}
+    assert sender == 1
+    assert reason.startswith("a message of 6 bytes cannot be read (")
+    assert reason.endswith("): 80046a756e6b")
 
 
 def test_idle_ranks_use_hardly_any_processor_time(tmp_path: Path) -> None:

@@ -127,6 +127,17 @@ async def test_a_host_that_starts_slowly_has_its_episodes_time_counted_from_when
     assert len(plant.kinds("trajectory_failed")) == 4
 
 
+async def test_a_task_with_too_many_numbers_keeps_the_first_ones_and_hears_it_once() -> None:
+    plant = await sampling(turns=1)
+    for _ in range(2):
+        plant.serve(1)
+        plant.end_step(plant.take_step(), reward=1.0, info={f"n{number}": 1.0 for number in range(100)})
+    stats = (await plant.batch_within(10)).stats
+    assert [name for name in stats if name.startswith("n")] == sorted(f"n{number}" for number in range(64))
+    (cut,) = plant.kinds("numbers_cut")
+    assert cut["reason"] == "info has 100 names; 64 of at most 100 characters are kept, the first that came"
+
+
 @pytest.mark.parametrize(
     ("reward", "info", "error"),
     [

@@ -75,6 +75,8 @@ class Hosts(Owner):
 
     def watch(self) -> None:
         now = self._clock()
+        for one in self._hosts:
+            one.limit_logs()
         for pending in self._deadlines.pending(now):
             host = int(str(pending.key))
             hopeless = self._deadlines.exceeded(host)

@@ -1,0 +1,32 @@
+"""Logs of child processes stay short, whatever a task prints.
+
+The children append to the file through descriptors of their own, so it is emptied in place: what is written next
+begins at its new end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+MOST_BYTES = 64 << 20
+"""Half: verbose engines lose what happened an hour ago; double: 48 nodes may fill a small file system."""
+KEPT_BYTES = 4 << 20
+"""Of the end of a log that is emptied: some ten thousand lines before a fault."""
+
+
+def cut(path: Path) -> bool:
+    """Empty a log that is longer than `MOST_BYTES`, and keep its end beside it as ``NAME.old``.
+
+    False: it is short, or the file system refuses.
+    """
+    with contextlib.suppress(OSError):
+        if path.stat().st_size <= MOST_BYTES:
+            return False
+        with path.open("rb+") as log:
+            log.seek(-KEPT_BYTES, os.SEEK_END)
+            path.with_name(f"{path.name}.old").write_bytes(log.read(KEPT_BYTES))
+            log.truncate(0)
+        return True
+    return False
