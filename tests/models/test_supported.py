@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,114 +12,83 @@ from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.supported import FAMILIES, TRAINED, Widths, check_trained, most_positions, refusals, rope_settings
 
-QWEN: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "hidden_act": "silu",
-    "sliding_window": 4096,
-    "use_sliding_window": False,
-    "layer_types": ["full_attention"] * 2,
+from .support import config_of
+
+QWEN: dict[str, Any] = (
+    {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu"}
+    | {"sliding_window": 4096, "use_sliding_window": False, "layer_types": ["full_attention"] * 2}
+)
+WITH_POSITIONS = {"max_position_embeddings": 4096}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
+    "original_max_position_embeddings": 8192
 }
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "cohere": (
+
+
+def rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_scaling": {"rope_type": kind, **more}}
+
+
+def no_rotary(key: str, kind: str, valid: str) -> str:
+    return f"{key} = '{kind}': the trainer has no such rotary embedding; valid: {valid}"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
         {"model_type": "cohere2"},
         "model_type = 'cohere2': this version cannot train this architecture;"
         " valid: glm4, llama, mistral, phi3, qwen2, qwen3, qwen3_moe.",
     ),
-    "a window by default": (
+    ({"model_type": "gemma3_text"}, "model_type = 'gemma3_text'"),
+    ({"model_type": "mixtral"}, "model_type = 'mixtral': a mixture of experts of another kind than Qwen3's"),
+    ({"model_type": None}, "model_type = None"),
+    # Windows: by default, narrower than the positions, without a switch, in some layers, no number.
+    (
         {"model_type": "mistral", "sliding_window": ...},
         "sliding_window = 4096: the trainer has no sliding-window attention; valid: null (full attention).",
     ),
-    "a window narrower than the positions": (
-        {"model_type": "phi3", "sliding_window": 2047, "max_position_embeddings": 4096},
-        "sliding_window = 2047",
-    ),
-    "gemma": ({"model_type": "gemma3_text"}, "model_type = 'gemma3_text'"),
-    "mixture": ({"model_type": "mixtral"}, "model_type = 'mixtral': a mixture of experts of another kind than Qwen3's"),
-    "dense layers": (
+    ({"model_type": "phi3", "sliding_window": 2047, **WITH_POSITIONS}, "sliding_window = 2047"),
+    ({"use_sliding_window": True}, "sliding_window = 4096: the trainer has no sliding-window attention"),
+    ({"model_type": "llama"}, "sliding_window = 4096"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = 'sliding_attention'"),
+    ({"model_type": "mistral", "sliding_window": "none", **WITH_POSITIONS}, "sliding_window = 'none'"),
+    # Layers.
+    (
         {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
         "mlp_only_layers = [0]: the trainer has no dense layers among layers of experts",
     ),
-    "few layers of experts": ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
-    "no type": ({"model_type": None}, "model_type = None"),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu': the trainer has no such activation; valid: silu"),
-    "sliding window": (
-        {"use_sliding_window": True},
-        "sliding_window = 4096: the trainer has no sliding-window attention",
-    ),
-    "a window without a switch": ({"model_type": "llama"}, "sliding_window = 4096"),
-    "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = 'sliding_attention'"),
-    "attention bias": ({"attention_bias": True}, "attention_bias = True"),
-    "MLP bias": ({"mlp_bias": True}, "mlp_bias = True"),
-    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = {'quant_method': 'fp8'}"),
-    "dynamic": (
-        {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
-        "rope_type = 'dynamic': the trainer has no such rotary embedding; valid: default, linear, llama3, yarn",
-    ),
-    "dynamic, old key": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "type = 'dynamic'"),
-    "dynamic, new section": (
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e6}},
-        "rope_type = 'dynamic'",
-    ),
-    "longrope": (
+    ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+    ({"hidden_act": "gelu"}, "hidden_act = 'gelu': the trainer has no such activation; valid: silu"),
+    ({"attention_bias": True}, "attention_bias = True"),
+    ({"mlp_bias": True}, "mlp_bias = True"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = {'quant_method': 'fp8'}"),
+    # Rotary embeddings, under the old key and in the new section.
+    (rope("dynamic", factor=4.0), no_rotary("rope_type", "dynamic", "default, linear, llama3, yarn")),
+    ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "type = 'dynamic'"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e6}}, "rope_type = 'dynamic'"),
+    ({"rope_scaling": {"type": "dynamic"}, "rope_parameters": {"rope_type": "default"}}, "type = 'dynamic'"),
+    (
         {"model_type": "phi3", "sliding_window": None, "rope_scaling": {"type": "longrope"}},
-        "type = 'longrope': the trainer has no such rotary embedding; valid: default.",
+        no_rotary("type", "longrope", "default."),
     ),
-    "dynamic behind a plain one": (
-        {"rope_scaling": {"type": "dynamic"}, "rope_parameters": {"rope_type": "default"}},
-        "type = 'dynamic'",
-    ),
-    "rotary by layer": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters = {"),
-    "half a rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
-    "yarn without its factor": (
-        {"rope_scaling": {"rope_type": "yarn"}, "max_position_embeddings": 4096},
-        "rope_scaling.factor = None: the yarn rotary embedding needs a number",
-    ),
-    "yarn with a null": (
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": None}, "max_position_embeddings": 4096},
-        "rope_scaling.beta_fast = None",
-    ),
-    "a base that is no number": (
-        {"rope_theta": "1e6"},
-        "rope_theta = '1e6': the default rotary embedding needs a number",
-    ),
-    "a window that is no number": (
-        {"model_type": "mistral", "sliding_window": "none", "max_position_embeddings": 4096},
-        "sliding_window = 'none'",
-    ),
-    "a factor that vLLM cannot read": (
-        {"rope_scaling": {"rope_type": "linear", "factor": 4}},
-        "rope_scaling.factor = 4: vLLM takes no integer for it; valid: 4.0.",
-    ),
-    "llama3 without its numbers": (
-        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-        "rope_scaling.low_freq_factor = None",
-    ),
-}
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters = {"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    (rope("yarn") | WITH_POSITIONS, "rope_scaling.factor = None: the yarn rotary embedding needs a number"),
+    (rope("yarn", factor=4.0, beta_fast=None) | WITH_POSITIONS, "rope_scaling.beta_fast = None"),
+    ({"rope_theta": "1e6"}, "rope_theta = '1e6': the default rotary embedding needs a number"),
+    (rope("linear", factor=4), "rope_scaling.factor = 4: vLLM takes no integer for it; valid: 4.0."),
+    (rope("llama3", factor=8.0), "rope_scaling.low_freq_factor = None"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_an_unsupported_model_is_refused_by_every_reader(case: str, tmp_path: Path) -> None:
-    change, sentence = REFUSED[case]
+@pytest.mark.parametrize(("change", "sentence"), REFUSED)
+def test_an_unsupported_model_is_refused_by_every_reader(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     config = {key: value for key, value in {**QWEN, **change}.items() if value is not ...}
     with pytest.raises(UserError) as caught:
         check_trained(config)
     assert str(caught.value).startswith(f"model.path: {sentence}")
-    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError) as trainer:
-        read_shape(tmp_path)
+        read_shape(config_of(tmp_path, config))
     assert str(trainer.value) == str(caught.value)
 
 
@@ -135,10 +103,10 @@ def test_an_unsupported_model_is_refused_by_every_reader(case: str, tmp_path: Pa
         {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
         {"rope_scaling": {"type": "default"}},
         {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}},
-        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        rope("linear", factor=2.0),
         {"partial_rotary_factor": 1.0},
         {"model_type": "mistral", "sliding_window": None},
-        {"model_type": "mistral", "max_position_embeddings": 4096},
+        {"model_type": "mistral", **WITH_POSITIONS},
         {"model_type": "phi3", "sliding_window": None, "partial_rotary_factor": 0.75},
         {"model_type": "glm4", "sliding_window": None, "attention_bias": True, "partial_rotary_factor": 0.5},
     ],
@@ -146,8 +114,7 @@ def test_an_unsupported_model_is_refused_by_every_reader(case: str, tmp_path: Pa
 def test_a_supported_model_passes(change: dict[str, Any], tmp_path: Path) -> None:
     config = {**QWEN, **change}
     assert list(refusals(config)) == []
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_shape(tmp_path).family in TRAINED
+    assert read_shape(config_of(tmp_path, config)).family in TRAINED
     assert model_shape(tmp_path).untrained == ""
 
 
@@ -187,5 +154,5 @@ def test_a_shape_names_why_it_is_for_study_only(tmp_path: Path) -> None:
     assert model_shape("qwen3-14b").untrained == ""
     assert "mixture of experts" in model_shape("mixtral-8x7b").untrained
     assert model_shape("qwen3-30b-a3b").untrained == ""
-    (tmp_path / "config.json").write_text(json.dumps({**QWEN, "rope_scaling": {"type": "dynamic"}}))
-    assert model_shape(tmp_path).untrained == "type = 'dynamic': the trainer has no such rotary embedding"
+    dynamic = config_of(tmp_path, {**QWEN, "rope_scaling": {"type": "dynamic"}})
+    assert model_shape(dynamic).untrained == "type = 'dynamic': the trainer has no such rotary embedding"

@@ -12,7 +12,6 @@ import statistics
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,31 +24,11 @@ from libra_hpc.models.step_times.measured import load
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.models.step_times.tables import FOLDER, TableTimes, available, fit_line, load_table
 
-from .support import bare
+from .support import DECODE, bare, nominal
 
 DEGREES = (1, 2, 4, 8)
 NODE = 8
-NOMINAL = {"a100": 80e9, "h200": 141e9}
-"""Device memory behind the KV-bound rows below: the nominal figure, of which 0.9 is used."""
 
-# Tokens/s of decoding on 8 devices as 8/TP replicas, queried from the tool step by step:
-# (device, model, sequences in all, context of each, at TP 1, 2, 4, 8).
-DECODE = [
-    ("a100", "qwen3-8b", 32, 1024, (2679, 4271, 6073, 6983)),
-    ("a100", "qwen3-8b", 512, 1024, (27272, 32932, 33847, 31027)),
-    ("a100", "qwen3-8b", 1024, 1024, (38983, 42618, 38755, 30474)),
-    ("a100", "qwen3-8b", 4096, 1024, (47949, 44494, 39849, 35370)),
-    ("a100", "qwen3-8b", 512, 32768, (1964, 2257, 2370, 2319)),
-    ("a100", "qwen3-32b", 512, 1024, (2032, 11729, 13425, 12176)),
-    ("a100", "qwen3-32b", 512, 8192, (173, 2712, 3673, 3939)),
-    ("a100", "qwen3-32b", 512, 32768, (0, 704, 968, 1153)),
-    ("h200", "qwen3-8b", 32, 1024, (6027, 8528, 11089, 11537)),
-    ("h200", "qwen3-8b", 512, 1024, (63631, 76819, 74101, 65346)),
-    ("h200", "qwen3-8b", 4096, 1024, (130078, 114778, 105183, 89223)),
-    ("h200", "qwen3-8b", 512, 32768, (5981, 6339, 6504, 6448)),
-    ("h200", "qwen3-32b", 128, 1024, (6061, 10293, 14018, 16127)),
-    ("h200", "qwen3-32b", 512, 32768, (1492, 2628, 3048, 3205)),
-]
 # Milliseconds of one prompt: (device, model, new tokens, cached context, TP 1, 2, 4, 8), from the same source.
 PREFILL = [
     ("a100", "qwen3-8b", 2048, 0, (127, 81, 53, 40)),
@@ -61,10 +40,6 @@ PREFILL = [
     ("h200", "qwen3-32b", 512, 16384, (73, 42, 26, 18)),
 ]
 steps = st.tuples(st.integers(1, 2000), st.integers(0, 4_000_000), st.integers(0, 20000), st.integers(0, 200_000))
-
-
-def nominal(name: str) -> Device:
-    return bare(name, memory_bytes=NOMINAL[name])
 
 
 def node_rate(times: StepTimes, sequences: int, context: int) -> float:
@@ -164,13 +139,11 @@ def test_the_a800_pays_for_its_links_where_messages_are_large() -> None:
     for tp in DEGREES:
         a100, a800 = lookup("a100", "qwen3-14b", tp).step_s, lookup("a800", "qwen3-14b", tp).step_s
         single, prompt = a800(1, 1024) / a100(1, 1024), a800(0, 0, 4096) / a100(0, 0, 4096)
-        if tp == 1:
-            assert single == prompt == 1
-        else:
-            assert single == pytest.approx(1, abs=0.01)
-            reduced = load_table(available()["a100", "qwen3-14b"]).degrees[tp].reduce
-            extra = 0.5e-6 * (reduced[20] - reduced[0])
-            assert a800(0, 0, 4096) - a100(0, 0, 4096) == pytest.approx(extra, rel=1e-6)
+        assert single == pytest.approx(1, abs=0.01)
+        assert (single == prompt == 1) is (tp == 1)
+        reduced = load_table(available()["a100", "qwen3-14b"]).degrees[tp].reduce
+        extra = 0.5e-6 * (reduced[20] - reduced[0]) if tp > 1 else 0.0
+        assert a800(0, 0, 4096) - a100(0, 0, 4096) == pytest.approx(extra, rel=1e-6)
 
 
 def test_beyond_the_grid_time_goes_on_growing_with_the_work() -> None:
@@ -239,17 +212,9 @@ MEASURED = load(Path(__file__).with_name("h200_qwen3-8b.json"))
 
 
 def test_decode_steps_are_the_tables_plus_the_hosts_work() -> None:
-    tables = lookup(bare("h200"), "qwen3-8b", 1, source="tables")
-    points = [p for p in MEASURED.points if not p.prefill]
-    assert len(points) == 30
-    rest = np.array([p.seconds - tables.step_s(p.decodes, p.kv_tokens) for p in points])
-    weight = np.array([1.0 / p.seconds for p in points])
-    terms = np.array([[1.0, p.decodes] for p in points])
-    (step_s, sequence_s), *_ = np.linalg.lstsq(terms * weight[:, None], rest * weight, rcond=None)
-    assert step_s == pytest.approx(device("h200").host_s, rel=0.1)
-    assert sequence_s == pytest.approx(device("h200").host_sequence_s, rel=0.15)
-    whole = lookup("h200", "qwen3-8b", 1, source="tables")
-    errors = [abs(whole.step_s(p.decodes, p.kv_tokens) / p.seconds - 1.0) for p in points]
+    times = lookup("h200", "qwen3-8b", 1, source="tables")
+    errors = [abs(times.step_s(p.decodes, p.kv_tokens) / p.seconds - 1.0) for p in MEASURED.points if not p.prefill]
+    assert len(errors) == 30
     assert statistics.median(errors) < 0.03
     assert max(errors) < 0.12
 
