@@ -6,10 +6,13 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.policies.control.decide import Planner
+from libra_hpc.policies.control.stage_times import Estimate, Split, Times
 from libra_hpc.protocol.plan import (
+    GroupFact,
     NodeFact,
     PlanDecision,
     PlanSnapshot,
@@ -67,8 +70,9 @@ class Plant:
         self.windows: list[RolloutWindowFact] = []
         self.done: list[TrajectoryFact] = []
         self.switches: list[SwitchFact] = []
-        self.moving: tuple[int, str, float, float] | None = None
-        self.count = 0
+        self.ordered: list[tuple[float, int]] = []
+        """(time, node) of every move."""
+        self.moving: list[tuple[int, str, float]] = []
         self.waits: list[tuple[float, float]] = []
 
     @property
@@ -81,12 +85,19 @@ class Plant:
         next_at = self.now + interval
         for number in range(batches):
             self.batch()
-            self._finish_move()
             if self.now >= next_at:
                 next_at = self.now + interval
-                decision = planner.decide(self.snapshot(steps_left=batches - number - 1), self.now)
-                self.decisions.append(decision)
-                self._obey(decision)
+                self.evaluate(planner, batches - number - 1)
+
+    def evaluate(self, planner: Planner, steps_left: int = 500) -> PlanDecision:
+        """Let the planner decide, and begin what it decided."""
+        decision = planner.decide(self.snapshot(steps_left), self.now)
+        self.decisions.append(decision)
+        for node in decision.nodes:
+            self.ordered.append((self.now, node))
+            self.moving.append((node, decision.action, self.now))
+            self._role(node, decision.action)
+        return decision
 
     def snapshot(self, steps_left: int) -> PlanSnapshot:
         """The planner's snapshot."""
@@ -105,8 +116,14 @@ class Plant:
             steps_left=steps_left,
         )
 
+    def batches(self, count: int) -> Plant:
+        """Train ``count`` batches without a planner."""
+        for _ in range(count):
+            self.batch()
+        return self
+
     def batch(self) -> None:
-        """One global batch through both stages."""
+        """One global batch through both stages; then moves end that have lasted `switch_s`."""
         train = sum(n.role == "train" for n in self.nodes)
         rollout = sum(n.role == "rollout" for n in self.nodes)
         lengths = []
@@ -124,41 +141,19 @@ class Plant:
         period = train_s + rollout_s if self.eta == 0 else max(train_s, rollout_s)
         self.now += period
         self.batch_times.append(period)
-        self.steps.append(
-            TrainStepFact(at=self.now, tokens=3 * sum(lengths), loss_tokens=sum(lengths), nodes=train, seconds=train_s)
-        )
-        self.windows.append(
-            RolloutWindowFact(
-                at=self.now,
-                seconds=period,
-                nodes=rollout,
-                generated_tokens=sum(lengths),
-                prefilled_tokens=2 * sum(lengths),
-                busy=rollout_s / period,
-            )
-        )
+        tokens = sum(lengths)
+        self.steps.append(TrainStepFact(self.now, 3 * tokens, tokens, nodes=train, seconds=train_s))
+        work = {"generated_tokens": tokens, "prefilled_tokens": 2 * tokens, "busy": rollout_s / period}
+        self.windows.append(RolloutWindowFact(self.now, period, rollout, **work))  # type: ignore[arg-type]
         self.waits.append((1.0 - train_s / period, 1.0 - rollout_s / period))
         for generated in lengths:
-            self.done.append(
-                TrajectoryFact(
-                    index=self.count, at=self.now, generated=generated, context=3 * generated, turns=1 + generated // 20
-                )
-            )
-            self.count += 1
-
-    def _obey(self, decision: PlanDecision) -> None:
-        if decision.action != "hold":
-            self.moving = (decision.node, decision.action, self.now, self.now + self.switch_s)
-            self._role(decision.node, decision.action)
-
-    def _finish_move(self) -> None:
-        if self.moving is not None and self.now >= self.moving[3]:
-            node, action, ordered, _ = self.moving
-            self.moving = None
+            turns = 1 + generated // 20
+            self.done.append(TrajectoryFact(len(self.done), self.now, generated, 3 * generated, turns=turns))
+        for move in [move for move in self.moving if self.now >= move[2] + self.switch_s]:
+            self.moving.remove(move)
+            node, action, ordered = move
             self._role(node, action.removeprefix("to_"))
-            self.switches.append(
-                SwitchFact(self.now, "to_train" if action == "to_train" else "to_rollout", self.now - ordered)
-            )
+            self.switches.append(SwitchFact(self.now, action, self.now - ordered))  # type: ignore[arg-type]
 
     def _role(self, rank: int, role: str) -> None:
         self.nodes = [NodeFact(n.rank, n.component, role, self.now) if n.rank == rank else n for n in self.nodes]
@@ -170,3 +165,24 @@ def ideal(train_s: float, rollout_s: float, length: float = 50.0) -> Shape:
 
 
 SETTINGS = PlannerSection(switch_cost_s=5.0, min_dwell_s=10.0)
+
+
+def exact(
+    split: Split, train: float, rollout: float, tokens: tuple[float, float] = (1.0, 1.0), **more: Any
+) -> Estimate:
+    """An estimate without errors, with ``tokens`` a batch in training and in rollout."""
+    times = Times(train, rollout, 1)
+    found = Estimate(split, times, 0.0, 0.0, fixed=0.0, straggler=0.0, train_tokens=tokens[0], rollout_tokens=tokens[1])
+    return found._replace(**more)
+
+
+def trajectory(index: int, kind: tuple[int, int], group: int, at: float = 0.0) -> TrajectoryFact:
+    """Of one turn; ``kind``: tokens of the prompt and generated ones."""
+    prompt, generated = kind
+    fields = {"index": index, "at": at, "generated": generated, "context": prompt + generated, "prompt": prompt}
+    return TrajectoryFact(turns=1, tool_s=0.0, group=group, **fields)  # type: ignore[arg-type]
+
+
+def group(index: int, prompt: int, waiting: int = 0, running: int = 0, generated: int = 0) -> GroupFact:
+    """An admitted group."""
+    return GroupFact(index=index, prompt=prompt, waiting=waiting, running=running, generated=generated)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from libra_hpc.policies.control.in_flight import SIMILAR, InFlightEstimator
+from libra_hpc.policies.control.in_flight import SIMILAR, InFlightEstimator, InFlightWork
 from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, TrajectoryFact
 
-from .plant import NOTHING
+from .plant import NOTHING, group, trajectory
 
 GROUP, PROMPTS, ETA = 4, 8, 1
 LONG, SHORT = (100, 4000), (12_000, 200)
@@ -28,32 +28,29 @@ def _snapshot(done: list[TrajectoryFact], groups: list[GroupFact]) -> PlanSnapsh
 def _finished(kinds: list[tuple[int, int]], seed: int = 0, first: int = 0, start: int = 0) -> list[TrajectoryFact]:
     """Whole groups, lengths uniform around the mean."""
     rng = random.Random(seed)
-    found: list[TrajectoryFact] = []
-    for place, (prompt, mean) in enumerate(kinds):
-        for _ in range(GROUP):
-            generated = round(mean * rng.uniform(0.5, 1.5))
-            found.append(
-                TrajectoryFact(
-                    index=first + len(found),
-                    at=0.0,
-                    generated=generated,
-                    context=prompt + generated,
-                    turns=1,
-                    tool_s=0.0,
-                    group=start + place,
-                    prompt=prompt,
-                )
-            )
-    return found
+    members = [(place, prompt, mean) for place, (prompt, mean) in enumerate(kinds) for _ in range(GROUP)]
+    return [
+        trajectory(first + i, (prompt, round(mean * rng.uniform(0.5, 1.5))), start + place)
+        for i, (place, prompt, mean) in enumerate(members)
+    ]
+
+
+def _waiting(first: int, prompt: int = LONG[0], count: int = 16) -> list[GroupFact]:
+    return [group(first + i, prompt, waiting=GROUP) for i in range(count)]
+
+
+def _work(in_flight: InFlightEstimator, snapshot: PlanSnapshot) -> InFlightWork:
+    work = in_flight.work(snapshot)
+    assert work is not None
+    return work
 
 
 def test_a_prompt_predicts_lengths_from_similar_finished_ones() -> None:
     in_flight = InFlightEstimator(GROUP, PROMPTS)
     done = _finished([LONG, SHORT] * 32)
-    waiting = [GroupFact(index=64 + i, prompt=LONG[0], waiting=GROUP, running=0, generated=0) for i in range(16)]
-    assert in_flight.observe(_snapshot(done, waiting)) is None
-    work = in_flight.work(_snapshot(done, waiting))
-    assert work is not None
+    snapshot = _snapshot(done, _waiting(64))
+    assert in_flight.observe(snapshot) is None
+    work = _work(in_flight, snapshot)
     assert len(work.done) == 16 * GROUP
     assert fmean(t.generated for t in work.done) == pytest.approx(LONG[1], rel=0.1)
     assert fmean(t.context for t in work.done) == pytest.approx(LONG[0] + LONG[1], rel=0.1)
@@ -66,14 +63,10 @@ def test_the_ones_that_finish_first_do_not_make_the_rest_short() -> None:
     past = _finished([LONG] * 32)
     now = _finished([LONG] * 16, seed=1, first=len(past), start=32)
     early = [min((t for t in now if t.group == g), key=lambda t: t.generated) for g in range(32, 48)]
-    running = [
-        GroupFact(index=t.group, prompt=LONG[0], waiting=0, running=GROUP - 1, generated=(GROUP - 1) * t.generated)
-        for t in early
-    ]
+    running = [group(t.group, LONG[0], running=GROUP - 1, generated=(GROUP - 1) * t.generated) for t in early]
     snapshot = _snapshot(past + early, running)
     in_flight.observe(snapshot)
-    work = in_flight.work(snapshot)
-    assert work is not None
+    work = _work(in_flight, snapshot)
     truth = fmean(t.generated for t in now)
     assert fmean(t.generated for t in early) < 0.85 * truth
     assert fmean(t.generated for t in work.done) == pytest.approx(truth, rel=0.1)
@@ -83,19 +76,13 @@ def test_unknown_prompts_are_detected_at_admission_and_count_by_their_age() -> N
     in_flight = InFlightEstimator(GROUP, PROMPTS)
     done = _finished([SHORT] * 96)
     assert in_flight.observe(_snapshot(done, [])) is None
-    new = [GroupFact(index=96 + i, prompt=LONG[0], waiting=GROUP, running=0, generated=0) for i in range(16)]
+    new = _waiting(96)
     drift = in_flight.observe(_snapshot(done, new))
     assert drift is not None
     assert (drift.before, drift.after) == (SHORT[0], LONG[0])
     assert in_flight.work(_snapshot(done, new)) is None, "neither known nor begun"
-    begun = [
-        GroupFact(index=g.index, prompt=g.prompt, waiting=0, running=GROUP, generated=GROUP * 1500)
-        if g.index < 100
-        else g
-        for g in new
-    ]
-    work = in_flight.work(_snapshot(done, begun))
-    assert work is not None
+    begun = [group(96 + i, LONG[0], running=GROUP, generated=GROUP * 1500) for i in range(4)]
+    work = _work(in_flight, _snapshot(done, begun + new[4:]))
     assert {t.generated for t in work.done} == {3000}
     assert len(work.done) == 16 * GROUP
 
@@ -104,9 +91,7 @@ def test_a_kind_of_prompt_from_long_ago_is_still_estimated() -> None:
     in_flight = InFlightEstimator(GROUP, PROMPTS)
     in_flight.observe(_snapshot(_finished([LONG] * 32), []))
     in_flight.observe(_snapshot(_finished([SHORT] * 256, first=32 * GROUP, start=32), []))
-    back = [GroupFact(index=288 + i, prompt=LONG[0], waiting=GROUP, running=0, generated=0) for i in range(16)]
-    work = in_flight.work(_snapshot([], back))
-    assert work is not None
+    work = _work(in_flight, _snapshot([], _waiting(288)))
     assert fmean(t.generated for t in work.done) == pytest.approx(LONG[1], rel=0.15)
 
 
@@ -114,8 +99,7 @@ def test_the_newest_trajectories_of_a_kind_count() -> None:
     in_flight = InFlightEstimator(GROUP, PROMPTS)
     longer = (SHORT[0], 3 * SHORT[1])
     in_flight.observe(_snapshot(_finished([SHORT] * 64 + [longer] * (SIMILAR // GROUP)), []))
-    work = in_flight.work(_snapshot([], [GroupFact(index=999, prompt=SHORT[0], waiting=GROUP, running=0, generated=0)]))
-    assert work is not None
+    work = _work(in_flight, _snapshot([], _waiting(999, SHORT[0], 1)))
     assert fmean(t.generated for t in work.done) == pytest.approx(longer[1], rel=0.15)
 
 
@@ -133,16 +117,7 @@ def test_false_positives_without_a_change_of_prompts_are_rare() -> None:
     for _ in range(40):
         in_flight = InFlightEstimator(GROUP, PROMPTS)
         for block in range(24):
-            groups = [
-                GroupFact(
-                    index=16 * block + i,
-                    prompt=round(rng.lognormvariate(7.0, 1.0)) + 1,
-                    waiting=GROUP,
-                    running=0,
-                    generated=0,
-                )
-                for i in range(16)
-            ]
+            groups = [group(16 * block + i, round(rng.lognormvariate(7.0, 1.0)) + 1, waiting=GROUP) for i in range(16)]
             detections += in_flight.observe(_snapshot([], groups)) is not None
     assert detections < 5
 
@@ -159,7 +134,7 @@ def test_every_trajectory_counts_at_most_once_and_as_something_possible(rows: li
     in_flight = InFlightEstimator(GROUP, PROMPTS)
     done = _finished([LONG, SHORT] * 4)
     groups = [
-        GroupFact(index=8 + i, prompt=prompt, waiting=waiting, running=running, generated=generated if running else 0)
+        group(8 + i, prompt, waiting, running, generated if running else 0)
         for i, (prompt, waiting, running, generated) in enumerate(rows)
     ]
     in_flight.observe(_snapshot(done, groups))

@@ -12,14 +12,14 @@ from libra_hpc.models.devices import device
 from libra_hpc.models.memory import TrainLayout
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.policies.control.repartition_choice import RepartitionAdvisor, RunningLayout
-from libra_hpc.policies.control.stage_times import Estimate, Split, Times
+from libra_hpc.policies.control.stage_times import Estimate, Split
 from libra_hpc.policies.costs.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.policies.costs.rollout_time import RolloutOptions
 from libra_hpc.policies.search.best_plan import DevicePool
 from libra_hpc.policies.search.train_layout import TrainSpace
-from libra_hpc.protocol.plan import NodeFact, PlanSnapshot, TrajectoryFact
+from libra_hpc.protocol.plan import NodeFact, PlanDecision, PlanSnapshot, TrajectoryFact
 
-from .plant import NOTHING
+from .plant import NOTHING, exact
 
 SETTINGS = PlannerSection(repartition_cost_s=600.0)
 SPACE = TrainSpace(cp=(1,), recompute=("full",))
@@ -31,10 +31,9 @@ def snapshot(median: float = 2000.0, count: int = 1024) -> PlanSnapshot:
     rng = random.Random(1)
     lengths = [max(1, round(min(20_000.0, median * rng.lognormvariate(0.0, 0.8)))) for _ in range(count)]
     done = tuple(
-        TrajectoryFact(index=i, at=float(i), generated=n, context=2 * n + 500, turns=1 + n // 500, tool_s=0.5)
-        for i, n in enumerate(lengths)
+        TrajectoryFact(i, float(i), n, 2 * n + 500, turns=1 + n // 500, tool_s=0.5) for i, n in enumerate(lengths)
     )
-    nodes = tuple(NodeFact(i, "train" if i < 1 else "rollout", "train" if i < 1 else "rollout", 0.0) for i in range(6))
+    nodes = tuple(NodeFact(i, kind, kind, 0.0) for i, kind in enumerate(["train"] + ["rollout"] * 5))
     return msgspec.structs.replace(NOTHING, nodes=nodes, trajectories=done, steps_left=1000)
 
 
@@ -45,21 +44,21 @@ def _repartition() -> RepartitionAdvisor:
 
 
 def measured(train: float, rollout: float, split: Split = Split(1, 5)) -> Estimate:  # noqa: B008
-    return Estimate(
-        split=split,
-        times=Times(train, rollout, 1),
-        train_error=0.02,
-        rollout_error=0.02,
-        fixed=0.0,
-        straggler=0.0,
-        train_tokens=2e6,
-        rollout_tokens=1e6,
+    return exact(split, train, rollout, tokens=(2e6, 1e6), train_error=0.02, rollout_error=0.02)
+
+
+def advise(
+    seen: PlanSnapshot, advisor: RepartitionAdvisor | None = None, since: float = EARLY, horizon: float = 20_000.0
+) -> PlanDecision | None:
+    """Of a run whose core nodes take 600 s a batch and whose rollout takes 100 s."""
+    return (advisor or _repartition()).advise(
+        seen, measured(600.0, 100.0), since=since, horizon=horizon, settings=SETTINGS
     )
 
 
 def test_a_training_bottleneck_of_core_nodes_gets_a_proposal_once() -> None:
     repartition = _repartition()
-    advice = repartition.advise(snapshot(), measured(600.0, 100.0), since=EARLY, horizon=20_000.0, settings=SETTINGS)
+    advice = advise(snapshot(), repartition)
     assert advice is not None
     assert (advice.action, advice.node, advice.nodes) == ("repartition", -1, ())
     assert advice.layout in advice.reason
@@ -71,37 +70,15 @@ def test_a_training_bottleneck_of_core_nodes_gets_a_proposal_once() -> None:
     assert best.train + best.rollout == 6
     assert best.batch_s == min(c.batch_s for c in advice.candidates)
     assert advice.numbers["pays_s"] > advice.numbers["needed_s"] == 1.5 * 600.0
-    assert (
-        repartition.advise(snapshot(), measured(600.0, 100.0), since=EARLY, horizon=20_000.0, settings=SETTINGS) is None
-    )
+    assert advise(snapshot(), repartition) is None
 
 
-def test_a_gain_below_the_restart_cost_is_not_proposed() -> None:
-    assert (
-        _repartition().advise(snapshot(), measured(600.0, 100.0), since=EARLY, horizon=500.0, settings=SETTINGS) is None
-    )
-
-
-def test_no_trajectories_no_advice() -> None:
-    assert (
-        _repartition().advise(snapshot(), measured(600.0, 100.0), since=1e9, horizon=20_000.0, settings=SETTINGS)
-        is None
-    )
-
-
-def test_no_advice_while_a_node_is_lost() -> None:
+def test_no_advice_below_the_restart_cost_without_trajectories_or_while_a_node_is_lost() -> None:
     seen = snapshot()
     nodes = (*seen.nodes[:-1], msgspec.structs.replace(seen.nodes[-1], role="lost"))
-    assert (
-        _repartition().advise(
-            msgspec.structs.replace(seen, nodes=nodes),
-            measured(600.0, 100.0),
-            since=EARLY,
-            horizon=20_000.0,
-            settings=SETTINGS,
-        )
-        is None
-    )
+    assert advise(seen, horizon=500.0) is None
+    assert advise(seen, since=1e9) is None
+    assert advise(msgspec.structs.replace(seen, nodes=nodes)) is None
 
 
 def _model(engines: tuple[tuple[int, int], ...] = ((4, 1),)) -> RolloutByNodes:

@@ -16,7 +16,7 @@ from libra_hpc.policies.control.stage_times import Estimate, Split
 from libra_hpc.policies.costs.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, RolloutWindowFact, TrainStepFact, TrajectoryFact
 
-from .plant import NOTHING
+from .plant import NOTHING, group, trajectory
 
 BATCH, GROUP = 16, 4
 DOCUMENT, THOUGHT = (8000, 200), (100, 5000)
@@ -56,43 +56,19 @@ class Run:
         prompt, mean = kind
         for _ in range(BATCH):
             for member in range(GROUP):
-                generated = round(mean * (0.7 + 0.2 * member))
-                self.done.append(
-                    TrajectoryFact(
-                        index=len(self.done),
-                        at=self.now,
-                        generated=generated,
-                        context=prompt + generated,
-                        turns=1,
-                        tool_s=0.0,
-                        group=self.admitted,
-                        prompt=prompt,
-                    )
-                )
+                one = (prompt, round(mean * (0.7 + 0.2 * member)))
+                self.done.append(trajectory(len(self.done), one, self.admitted, self.now))
             self.admitted += 1
         newest = self.done[-BATCH * GROUP :]
         tokens, generated = sum(t.context for t in newest), sum(t.generated for t in newest)
         seconds = slow * tokens * TOKEN_S / self.split.train
         self.now += seconds
-        self.steps.append(
-            TrainStepFact(at=self.now, tokens=tokens, loss_tokens=generated, nodes=self.split.train, seconds=seconds)
-        )
-        self.windows.append(
-            RolloutWindowFact(
-                at=self.now,
-                seconds=seconds,
-                nodes=self.split.rollout,
-                generated_tokens=generated,
-                prefilled_tokens=tokens,
-                busy=0.5,
-            )
-        )
+        self.steps.append(TrainStepFact(self.now, tokens, generated, nodes=self.split.train, seconds=seconds))
+        work = {"generated_tokens": generated, "prefilled_tokens": tokens, "busy": 0.5}
+        self.windows.append(RolloutWindowFact(self.now, seconds, self.split.rollout, **work))  # type: ignore[arg-type]
 
     def admit(self, kind: tuple[int, int]) -> None:
-        self.in_flight += [
-            GroupFact(index=self.admitted + i, prompt=kind[0], waiting=GROUP, running=0, generated=0)
-            for i in range(BATCH)
-        ]
+        self.in_flight += [group(self.admitted + i, kind[0], waiting=GROUP) for i in range(BATCH)]
         self.admitted += BATCH
 
     def evaluate(self) -> Estimate | str:
@@ -108,18 +84,26 @@ class Run:
         self.estimator.observe(snapshot, self.now)
         return self.estimator.estimate(snapshot, self.split)
 
+    def estimated(self) -> Estimate:
+        found = self.evaluate()
+        assert isinstance(found, Estimate)
+        return found
+
     def move(self, split: Split) -> None:
         self.split = split
         self.estimator.set_split(split, self.now)
 
 
-def _settled() -> Run:
+def _settled(*admitted: tuple[int, int]) -> Run:
+    """A long time with documents, then ``admitted`` batches that have not begun."""
     run = Run(PerToken())
     for _ in range(4):
         run.batch(THOUGHT)
     for _ in range(CHANGING_STEPS + 8):
         run.batch(DOCUMENT)
         run.evaluate()
+    for kind in admitted:
+        run.admit(kind)
     return run
 
 
@@ -127,20 +111,14 @@ def _tokens(kind: tuple[int, int]) -> float:
     return BATCH * GROUP * float(sum(kind))
 
 
-def test_a_steady_loop_is_measured() -> None:
-    run = _settled()
-    measured = run.evaluate()
-    assert isinstance(measured, Estimate)
-    assert not measured.from_in_flight
-    assert measured.times.train == pytest.approx(_tokens(DOCUMENT) * TOKEN_S / 3, rel=0.05)
-
-
 def test_new_prompts_are_predicted_before_one_of_them_is_finished() -> None:
     run = _settled()
+    steady = run.estimated()
+    assert not steady.from_in_flight
+    assert steady.times.train == pytest.approx(_tokens(DOCUMENT) * TOKEN_S / 3, rel=0.05)
     run.admit(THOUGHT)
     run.admit(THOUGHT)
-    measured = run.evaluate()
-    assert isinstance(measured, Estimate)
+    measured = run.estimated()
     assert measured.from_in_flight
     assert run.estimator.drift is not None
     assert run.estimator.drift.quantity == PROMPT_QUANTITY
@@ -152,13 +130,10 @@ def test_new_prompts_are_predicted_before_one_of_them_is_finished() -> None:
 
 
 def test_after_a_move_what_was_measured_is_carried_over() -> None:
-    run = _settled()
-    run.admit(THOUGHT)
-    run.admit(THOUGHT)
+    run = _settled(THOUGHT, THOUGHT)
     run.evaluate()
     run.move(Split(1, 3))
-    measured = run.evaluate()
-    assert isinstance(measured, Estimate)
+    measured = run.estimated()
     assert run.estimator.measured is None
     assert measured.split == Split(1, 3)
     assert measured.times.train == pytest.approx(_tokens(THOUGHT) * TOKEN_S, rel=0.05)
@@ -167,9 +142,7 @@ def test_after_a_move_what_was_measured_is_carried_over() -> None:
 
 @pytest.mark.parametrize(("slow", "carried"), [(1.05, True), (1.6, False)])
 def test_first_steps_that_disagree_with_the_carried_over_estimate_make_it_measure(slow: float, carried: bool) -> None:
-    run = _settled()
-    run.admit(THOUGHT)
-    run.admit(THOUGHT)
+    run = _settled(THOUGHT, THOUGHT)
     run.evaluate()
     run.move(Split(1, 3))
     run.batch(DOCUMENT, slow)
@@ -177,34 +150,27 @@ def test_first_steps_that_disagree_with_the_carried_over_estimate_make_it_measur
 
 
 def test_a_change_is_over_after_some_steps() -> None:
-    run = _settled()
-    run.admit(THOUGHT)
+    run = _settled(THOUGHT)
     run.evaluate()
     run.in_flight = []
     for _ in range(CHANGING_STEPS):
         run.batch(DOCUMENT)
     run.evaluate()
-    measured = run.evaluate()
-    assert isinstance(measured, Estimate)
+    measured = run.estimated()
     assert not measured.from_in_flight
 
 
 def test_the_first_split_may_be_left_after_two_steps_that_agree() -> None:
-    run = Run(PerToken())
+    run, slow = Run(PerToken()), Run(PerToken())
     run.batch(DOCUMENT)
+    slow.batch(DOCUMENT, slow=3.0)
     assert isinstance(run.evaluate(), str)
     run.batch(DOCUMENT)
-    measured = run.evaluate()
-    assert isinstance(measured, Estimate)
+    slow.batch(DOCUMENT)
+    assert isinstance(slow.evaluate(), str)
+    measured = run.estimated()
     assert measured.times.train == pytest.approx(_tokens(DOCUMENT) * TOKEN_S / 3, rel=0.05)
     assert measured.rollout_error > IN_FLIGHT_ERROR, "the draw of so few groups counts"
-
-
-def test_a_slow_first_step_is_not_used() -> None:
-    run = Run(PerToken())
-    run.batch(DOCUMENT, slow=3.0)
-    run.batch(DOCUMENT)
-    assert isinstance(run.evaluate(), str)
 
 
 def test_without_a_cost_model_nothing_is_predicted() -> None:
@@ -212,6 +178,5 @@ def test_without_a_cost_model_nothing_is_predicted() -> None:
     for _ in range(8):
         run.batch(DOCUMENT)
     run.admit(THOUGHT)
-    measured = run.evaluate()
-    assert isinstance(measured, Estimate)
+    measured = run.estimated()
     assert not measured.from_in_flight

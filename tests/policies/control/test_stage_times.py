@@ -27,7 +27,7 @@ from libra_hpc.policies.control.stage_times import (
 )
 from libra_hpc.protocol.plan import PlanSnapshot
 
-from .plant import Plant, ideal
+from .plant import Plant, exact, ideal
 
 
 def _measure(snapshot: PlanSnapshot) -> Estimate:
@@ -36,24 +36,8 @@ def _measure(snapshot: PlanSnapshot) -> Estimate:
     return result
 
 
-def _measured(plant: Plant) -> Estimate:
-    for _ in range(60):
-        plant.batch()
-    return _measure(plant.snapshot(100))
-
-
-def _estimate(split: Split, times: Times, *, fixed: float, tokens: tuple[float, float]) -> Estimate:
-    """Of exact measurements, with ``tokens`` a batch in training and in rollout."""
-    return Estimate(
-        split=split,
-        times=times,
-        train_error=0.0,
-        rollout_error=0.0,
-        fixed=fixed,
-        straggler=0.0,
-        train_tokens=tokens[0],
-        rollout_tokens=tokens[1],
-    )
+def _measured(plant: Plant, batches: int = 60) -> Estimate:
+    return _measure(plant.batches(batches).snapshot(100))
 
 
 def test_measured_times_are_the_hidden_ones() -> None:
@@ -80,9 +64,7 @@ def test_the_fixed_part_of_a_step_is_found_and_does_not_shrink() -> None:
 
 
 def test_the_loop_bounds_what_an_idle_rollout_seems_to_need() -> None:
-    plant = Plant(ideal(1.0, 0.5), noise=0.01)
-    for _ in range(20):
-        plant.batch()
+    plant = Plant(ideal(1.0, 0.5), noise=0.01).batches(20)
     # Small batches while idling: a tenth of the true rate per busy second.
     plant.windows = [replace(w, generated_tokens=w.generated_tokens // 10, prefilled_tokens=0) for w in plant.windows]
     measured = _measure(plant.snapshot(100))
@@ -90,9 +72,7 @@ def test_the_loop_bounds_what_an_idle_rollout_seems_to_need() -> None:
 
 
 def test_the_straggler_bound_is_not_shortened_by_nodes() -> None:
-    plant = Plant(ideal(0.1, 20.0), noise=0.01)
-    for _ in range(8):
-        plant.batch()
+    plant = Plant(ideal(0.1, 20.0), noise=0.01).batches(8)
     plant.windows = [replace(w, prefilled_tokens=0, decode_s=0.02) for w in plant.windows]
     measured = _measure(plant.snapshot(100))
     longest = sorted(t.generated for t in plant.done)[int(8 * 64 * (1 - 1 / 64))]
@@ -102,9 +82,7 @@ def test_the_straggler_bound_is_not_shortened_by_nodes() -> None:
 
 def test_where_trainers_wait_the_time_between_commits_is_what_rollout_takes() -> None:
     """Engines that decode a few stragglers seem twice as fast by their tokens; commits show what a batch takes."""
-    plant = Plant(ideal(0.2, 2.0), noise=0.05)
-    for _ in range(20):
-        plant.batch()
+    plant = Plant(ideal(0.2, 2.0), noise=0.05).batches(20)
     plant.windows = [replace(w, generated_tokens=2 * w.generated_tokens, prefilled_tokens=0) for w in plant.windows]
     measured = _measure(plant.snapshot(100))
     assert measured.starved
@@ -115,20 +93,14 @@ def test_where_trainers_wait_the_time_between_commits_is_what_rollout_takes() ->
 
 
 def test_only_the_newest_steps_count() -> None:
-    plant = Plant(ideal(1.0, 4.0), noise=0.02)
-    for _ in range(20):
-        plant.batch()
+    plant = Plant(ideal(1.0, 4.0), noise=0.02).batches(20)
     plant.length *= 2.0
-    for _ in range(9):
-        plant.batch()
-    measured = _measure(plant.snapshot(100))
+    measured = _measured(plant, 9)
     assert (measured.times.train, measured.times.rollout) == pytest.approx((2.0, 4.0), rel=0.25)
 
 
 def test_steps_much_shorter_than_the_windows_are_measured_all_the_same() -> None:
-    plant = Plant(ideal(0.25, 0.04), noise=0.05)
-    for _ in range(120):
-        plant.batch()
+    plant = Plant(ideal(0.25, 0.04), noise=0.05).batches(120)
     # One window a second: two of them fall into the time of the newest eight steps.
     merged = plant.windows[3::4]
     plant.windows = [
@@ -154,26 +126,22 @@ def test_stages_that_take_turns_do_not_wait_for_each_other() -> None:
 
 
 def test_standing_still_is_judged_at_the_work_of_now() -> None:
-    before = _estimate(Split(1, 2), Times(1.2, 3.0, 1), fixed=0.2, tokens=(1000.0, 400.0))
-    after = _estimate(Split(1, 2), Times(9.0, 9.0, 1), fixed=0.0, tokens=(1500.0, 800.0))
+    before = exact(Split(1, 2), 1.2, 3.0, fixed=0.2, tokens=(1000.0, 400.0))
+    after = exact(Split(1, 2), 9.0, 9.0, tokens=(1500.0, 800.0))
     assert times_with_work_of(before, after) == pytest.approx((0.2 + 1.5, 6.0, 1))
 
 
 def test_a_correction_reproduces_what_was_measured() -> None:
-    before = _estimate(Split(1, 2), Times(1.0, 0.3, 1), fixed=0.2, tokens=(1000.0, 400.0))
-    after = _estimate(Split(2, 1), Times(1.4, 0.9, 1), fixed=0.0, tokens=(1000.0, 400.0))
+    before = exact(Split(1, 2), 1.0, 0.3, fixed=0.2, tokens=(1000.0, 400.0))
+    after = exact(Split(2, 1), 1.4, 0.9, tokens=(1000.0, 400.0))
     assert predict(before, after.split, learned_correction(before, after)) == pytest.approx(after.times)
     assert predict(after, before.split, learned_correction(after, before)) == pytest.approx(before.times)
 
 
 def test_too_little_evidence_is_named() -> None:
-    plant = Plant(ideal(1.0, 1.0))
-    plant.batch()
-    text = measure(plant.snapshot(10), Split(1, 2), 0.0)
-    assert (
-        text == "1 of 4 steps, 1 of 4 rollout windows and 64 of 128 trajectories measured with 1 training and 2 rollout"
-        " nodes since the last change"
-    )
+    why = "1 of 4 steps, 1 of 4 rollout windows and 64 of 128 trajectories measured with 1 training and 2 rollout nodes"
+    found = measure(Plant(ideal(1.0, 1.0)).batches(1).snapshot(10), Split(1, 2), 0.0)
+    assert found == f"{why} since the last change"
 
 
 def test_ks_distance_is_that_of_the_distribution_functions() -> None:

@@ -11,9 +11,11 @@ import pytest
 
 from libra_hpc.policies.control.change_detection import NOT_MEASURED, DriftDetector, critical_distance
 from libra_hpc.policies.control.node_scaling import NodeScaling
-from libra_hpc.policies.control.stage_times import Estimate, Split, Times, extrapolate, predict
+from libra_hpc.policies.control.stage_times import Split, extrapolate, predict
 from libra_hpc.policies.control.trend import MOST, Trend, trend
 from libra_hpc.policies.costs.rollout_by_nodes import RolloutByNodes
+
+from .plant import exact
 
 
 def _points(rng: random.Random, rate: float, noise: float, count: int = 32) -> list[tuple[float, float]]:
@@ -48,19 +50,8 @@ def test_a_forecast_is_damped_and_bounded() -> None:
 
 
 def test_ahead_moves_what_work_moves_and_not_the_fixed_part() -> None:
-    now = Estimate(
-        split=Split(4, 4),
-        times=Times(10.0, 8.0, 1),
-        train_error=0.0,
-        rollout_error=0.0,
-        fixed=2.0,
-        straggler=4.0,
-        train_tokens=1.0,
-        rollout_tokens=1.0,
-        train_trend=Trend(1e-4, 2000.0),
-        rollout_trend=Trend(),
-    )
-    later = extrapolate(now, 1e9)
+    growing = Trend(1e-4, 2000.0)
+    later = extrapolate(exact(Split(4, 4), 10.0, 8.0, fixed=2.0, straggler=4.0, train_trend=growing), 1e9)
     assert later.times.train == pytest.approx(2.0 + 8.0 * math.exp(0.1))
     assert later.times.rollout == 8.0
 
@@ -124,20 +115,8 @@ def test_a_small_change_is_found_by_the_long_block() -> None:
 
 
 def test_scaling_learned_on_one_pair_is_carried_to_others_with_care() -> None:
-    def measured(split: Split, train: float) -> Estimate:
-        return Estimate(
-            split=split,
-            times=Times(train, 1.0 / split.rollout, 1),
-            train_error=0.0,
-            rollout_error=0.0,
-            fixed=0.0,
-            straggler=0.0,
-            train_tokens=1000.0,
-            rollout_tokens=400.0,
-        )
-
     scaling = NodeScaling()
-    before, after = measured(Split(4, 8), 10.0), measured(Split(8, 4), 7.0)  # ideal: 5.0
+    before, after = exact(Split(4, 8), 10.0, 1 / 8), exact(Split(8, 4), 7.0, 1 / 4)  # ideal: 5.0
     scaling.learn(before, after)
     assert predict(before, after.split, scaling.correction(before.split, after.split)).train == pytest.approx(7.0)
     unseen = predict(before, Split(6, 6), scaling.correction(before.split, Split(6, 6)))
@@ -151,21 +130,8 @@ def test_no_lesson_says_that_fewer_nodes_are_faster() -> None:
     model = cast(RolloutByNodes, SimpleNamespace(ratio=lambda now, to: (now / to) ** 0.3))
     scaling = NodeScaling(model)
     for rollout in (4, 5, 6):
-        scaling.learn(_starved(Split(12 - rollout, rollout), 1.0), _starved(Split(11 - rollout, rollout + 1), 1.3))
+        now, then = Split(12 - rollout, rollout), Split(11 - rollout, rollout + 1)
+        scaling.learn(exact(now, 1 / now.train, 1.0, starved=True), exact(then, 1 / then.train, 1.3, starved=True))
     fewer = scaling.correction(Split(4, 8), Split(6, 6)).rollout * 8 / 6
     more = scaling.correction(Split(6, 6), Split(4, 8)).rollout * 6 / 8
     assert (fewer, more) == (pytest.approx(1.0), pytest.approx(1.0))
-
-
-def _starved(split: Split, rollout: float) -> Estimate:
-    return Estimate(
-        split=split,
-        times=Times(1.0 / split.train, rollout, 1),
-        train_error=0.0,
-        rollout_error=0.0,
-        fixed=0.0,
-        straggler=0.0,
-        train_tokens=1.0,
-        rollout_tokens=1.0,
-        starved=True,
-    )

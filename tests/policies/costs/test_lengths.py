@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_hpc.errors import UserError
-from libra_hpc.models.devices import device
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.policies.costs.lengths import TrajectoryLengths, lognormal, observe, sketch
@@ -63,10 +62,8 @@ def test_a_stated_distribution_has_its_mean_and_tail() -> None:
     total = sum(o.generated for o in made)
     assert total / len(made) == pytest.approx(1000, rel=0.02)
     assert sum(o.generated for o in made[-len(made) // 10 :]) / total == pytest.approx(0.39, abs=0.01)
-    assert (
-        max(o.context for o in lognormal(generated=1000, sigma=1.0, prompt=10, new_tokens=100, turns=5, longest=4096))
-        <= 4096
-    )
+    cut = lognormal(generated=1000, sigma=1.0, prompt=10, new_tokens=100, turns=5, longest=4096)
+    assert max(o.context for o in cut) <= 4096
 
 
 @pytest.mark.parametrize(
@@ -158,12 +155,3 @@ def test_short_kv_costs_what_the_simulator_plays(name: str, share: float) -> Non
     assert predicted(work, steps) == pytest.approx(played.makespan_s, rel=0.15)
     if share < 0.5:
         assert played.preemptions > 0
-
-
-@pytest.mark.parametrize(
-    ("model", "count", "generated"), [("qwen3-32b", 32, 1000), ("qwen3-32b", 64, 2000), ("qwen3-14b", 128, 4000)]
-)
-def test_so_on_a_real_device(model: str, count: int, generated: int) -> None:
-    """Where KV is short on one A100: at 32B nearly all memory is weights."""
-    work, steps = rollout(count, 1000, generated, 0.0), lookup(device("a100"), model, 1)
-    assert predicted(work, steps) == pytest.approx(play(work, steps).makespan_s, rel=0.1)

@@ -13,67 +13,28 @@ from libra_hpc.policies.costs.factors import Factors
 from libra_hpc.policies.costs.lengths import TrajectoryLengths, sketch
 from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
 from libra_hpc.policies.costs.training_time import BatchWork
-from tests.models.support import bare
+from tests.models.support import DECODE, nominal
 from tests.policies.control.plant_costs import FakeSteps, agentic, batch_of
 
-TPS = (1, 2, 4, 8)
-TABLE = {
-    ("a100", "qwen3-8b", 32, 1024): (2679, 4271, 6073, 6983),
-    ("a100", "qwen3-8b", 512, 1024): (27272, 32932, 33847, 31027),
-    ("a100", "qwen3-8b", 1024, 1024): (38983, 42618, 38755, 30474),
-    ("a100", "qwen3-8b", 4096, 1024): (47949, 44494, 39849, 35370),
-    ("a100", "qwen3-8b", 512, 32768): (1964, 2257, 2370, 2319),
-    ("a100", "qwen3-32b", 512, 1024): (2032, 11729, 13425, 12176),
-    ("a100", "qwen3-32b", 512, 8192): (173, 2712, 3673, 3939),
-    ("a100", "qwen3-32b", 512, 32768): (0, 704, 968, 1153),
-    ("h200", "qwen3-8b", 32, 1024): (6027, 8528, 11089, 11537),
-    ("h200", "qwen3-8b", 512, 1024): (63631, 76819, 74101, 65346),
-    ("h200", "qwen3-8b", 4096, 1024): (130078, 114778, 105183, 89223),
-    ("h200", "qwen3-8b", 512, 32768): (5981, 6339, 6504, 6448),
-    ("h200", "qwen3-32b", 128, 1024): (6061, 10293, 14018, 16127),
-    ("h200", "qwen3-32b", 512, 32768): (1492, 2628, 3048, 3205),
-}
-"""Decoded tokens per second of 8 GPUs with so many sequences of such a context, by TP, composed from NVIDIA's operator
-tables; 0: out of memory."""
-DATA_SHEET = {"a100": 80e9, "h200": 141e9}
-"""Bytes of memory in that table. All 24 figures that KV limits follow from 0.9 of these, less 3 GB and the weights. The
-driver reports 5 and 9 GB more."""
+
+def batch_like(count: int, generated: int, prompt: int, eta: int = 0, tool_s: float = 0.0) -> BatchWork:
+    """A batch of equal trajectories of one turn."""
+    one = TrajectoryLengths(generated=generated, context=prompt + generated, prompt=prompt, turns=1, tool_s=tool_s)
+    return BatchWork(count, sketch([one], count), eta)
 
 
-def decode_rate(device_name: str, model: str, live: int, context: int, tp: int) -> float:
-    """Tokens per second of 8 GPUs as 8 / tp replicas that hold ``live`` sequences together, decoding alone."""
-    batch = BatchWork(8192, sketch([TrajectoryLengths(2, context + 2, context)], 8192), 0)
-    gpu = bare(device_name, memory_bytes=DATA_SHEET[device_name])
-    replica = ReplicaCost(lookup(gpu, model, tp), batch, RolloutOptions(max_num_seqs=4096), Factors(prefill=0.0))
-    return live / replica.position_s(live * tp / 8, context) if replica.fits(0) else 0.0
-
-
-@pytest.mark.parametrize("case", TABLE)
-def test_the_table_of_operator_measurements(case: tuple[str, str, int, int]) -> None:
-    for tp, wanted in zip(TPS, TABLE[case], strict=True):
-        assert decode_rate(*case, tp) == pytest.approx(wanted, rel=0.1), f"TP{tp}"
-
-
-def test_best_tp_falls_with_live_sequences() -> None:
-    best = [
-        max(TPS, key=lambda tp: decode_rate("a100", "qwen3-8b", live=live, context=1024, tp=tp))
-        for live in (8, 32, 512, 1024, 4096)
-    ]
-    assert best[0] == 8
-    assert best[-1] == 1
-    assert best == sorted(best, reverse=True)
-
-
-@pytest.mark.parametrize("device", ["a800", "h200"])
-@pytest.mark.parametrize("model", ["qwen3-4b", "qwen3-14b", "qwen3-30b-a3b"])
-def test_decode_is_at_most_tp_times_as_fast(device: str, model: str) -> None:
-    """Per replica, at batches whose KV fits on one device."""
-    batch = BatchWork(64, sketch([TrajectoryLengths(2, 514, 512)], 64), 0)
-    one = ReplicaCost(lookup(device, model, 1), batch)
-    for tp in TPS[1:]:
-        many = ReplicaCost(lookup(device, model, tp), batch)
-        for live in (1, 4, 16, 64):
-            assert one.position_s(live, 512) / many.position_s(live, 512) <= tp
+@pytest.mark.parametrize(("name", "model", "live", "context", "wanted"), DECODE)
+def test_the_table_of_operator_measurements(
+    name: str, model: str, live: int, context: int, wanted: tuple[float, ...]
+) -> None:
+    """Eight GPUs as 8 / tp replicas that hold ``live`` sequences together, decoding alone."""
+    batch = batch_like(8192, 2, context)
+    rates = []
+    for tp in (1, 2, 4, 8):
+        limit, no_prefill = RolloutOptions(max_num_seqs=4096), Factors(prefill=0.0)
+        replica = ReplicaCost(lookup(nominal(name), model, tp), batch, limit, no_prefill)
+        rates.append(live / replica.position_s(live * tp / 8, context) if replica.fits(0) else 0.0)
+    assert rates == pytest.approx(wanted, rel=0.1)
 
 
 def test_a_draining_batch_is_the_integral_over_its_live_number() -> None:
@@ -104,12 +65,7 @@ def test_never_below_the_straggler_and_never_slower_with_more_replicas(
 
 def test_tools_delay_a_trajectory_and_leave_room_for_others() -> None:
     """100 tokens and 100 s of tools: alone they add up; many trajectories fill the gaps."""
-    quiet, busy = (
-        BatchWork(
-            64, sketch([TrajectoryLengths(generated=100, context=110, prompt=10, turns=1, tool_s=tool)] * 64, 64), 0
-        )
-        for tool in (0.0, 100.0)
-    )
+    quiet, busy = (batch_like(64, 100, 10, tool_s=tool) for tool in (0.0, 100.0))
     steps = FakeSteps(1, fixed=1.0, each=0.1)
     without, with_tools = ReplicaCost(steps, quiet), ReplicaCost(steps, busy)
     last = len(quiet.lengths.bins) - 1
@@ -155,18 +111,15 @@ def test_one_sequence_that_fills_the_cache_loses_nothing_to_others(capacity: int
 def test_a_context_beyond_the_kv_cache_is_impossible_with_a_reason() -> None:
     batch = batch_of(100, 5000)
     replica = ReplicaCost(FakeSteps(1, 1000), batch)
-    assert replica.time(0, 1, 9) == math.inf
-    assert replica.time(0, 0, 9) < math.inf
-    assert replica.limit() is None
-    limit = replica.limit(1)
-    assert limit is not None
-    assert limit.reason == "its KV cache holds 1,000 tokens, trajectories may have 5,010"
-    longest = ReplicaCost(FakeSteps(1, 1000), batch, RolloutOptions(max_model_len=4096)).limit()
-    assert longest is not None, "the engine would not even start"
-    assert "4,096" in longest.reason
-    nothing = ReplicaCost(FakeSteps(1, 0), batch).limit()
-    assert nothing is not None
-    assert "no room for a KV cache" in nothing.reason
+    assert (replica.time(0, 1, 9), replica.time(0, 0, 9) < math.inf, replica.limit()) == (math.inf, True, None)
+    limited = RolloutOptions(max_model_len=4096)
+    for limit, reason in (
+        (replica.limit(1), "its KV cache holds 1,000 tokens, trajectories may have 5,010"),
+        (ReplicaCost(FakeSteps(1, 1000), batch, limited).limit(), "4,096"),  # the engine would not even start
+        (ReplicaCost(FakeSteps(1, 0), batch).limit(), "no room for a KV cache"),
+    ):
+        assert limit is not None
+        assert reason in limit.reason
 
 
 @given(
@@ -186,12 +139,7 @@ def test_fewest_replicas_whatever_was_asked_before(
 
 
 def test_each_factor_scales_its_own_term() -> None:
-    batch, quiet = (
-        BatchWork(
-            4, sketch([TrajectoryLengths(generated=100, context=1110, prompt=1000, turns=1, tool_s=tool)] * 4, 4), 0
-        )
-        for tool in (50.0, 0.0)
-    )
+    batch, quiet = (batch_like(4, 110, 1000, tool_s=tool) for tool in (50.0, 0.0))
     last = len(batch.lengths.bins) - 1
 
     def seconds(steps: FakeSteps, factors: Factors = Factors()) -> float:  # noqa: B008
@@ -206,7 +154,7 @@ def test_each_factor_scales_its_own_term() -> None:
 
 
 def test_a_shared_prompt_is_computed_once_on_every_replica_that_gets_one_of_its_trajectories() -> None:
-    batch = BatchWork(64, sketch([TrajectoryLengths(2, 8002, 8000)], 64), 0)
+    batch = batch_like(64, 2, 8000)
     device_steps = lookup("a800", "qwen3-14b", 4)
 
     def prompts(group: int, replicas: int) -> float:
@@ -224,7 +172,7 @@ def test_a_shared_prompt_is_computed_once_on_every_replica_that_gets_one_of_its_
 
 
 def test_a_weight_update_has_the_running_contexts_computed_again() -> None:
-    batch = BatchWork(64, sketch([TrajectoryLengths(200, 8200, 8000)], 64), 1)
+    batch = batch_like(64, 200, 8000, eta=1)
     steps = lookup("a800", "qwen3-14b", 4)
     plain, updated = (
         ReplicaCost(steps, batch, RolloutOptions(max_num_seqs=8, updates=n)).time(0, 0, 2) for n in (0, 1)
@@ -241,7 +189,7 @@ def test_long_prompts_of_short_answers_do_not_stand_beside_the_tokens_of_long_on
 
 def test_prompts_that_wait_for_a_training_step_leave_less_time_for_the_longest() -> None:
     """Two batches open, the longest takes 1000 s: it ends one training step before the end of the second batch."""
-    chain = BatchWork(2, sketch([TrajectoryLengths(1000, 1010, 10)] * 2, 2), 1)
+    chain = batch_like(2, 1000, 10, eta=1)
     alone = ReplicaCost(FakeSteps(1, fixed=1.0), chain)
     assert alone.time(0, 0, 100) == pytest.approx(500)
     assert alone.time(0, 0, 100, 200.0) == pytest.approx((1000 + 200) / 2)
@@ -289,7 +237,7 @@ def test_a_scheduler_that_lets_in_what_the_cache_holds_is_not_slowed_by_the_rest
 
 
 def test_samples_beside_their_siblings_share_the_prompt() -> None:
-    batch = BatchWork(64, sketch([TrajectoryLengths(2, 8002, 8000)], 64), 0)
+    batch = batch_like(64, 2, 8000)
     steps = FakeSteps(1, fixed=1e-9, new=1e-3)
     apart, beside = (
         ReplicaCost(steps, batch, RolloutOptions(group=8, cache_aware=aware)).time(0, 0, 4) for aware in (False, True)

@@ -51,13 +51,18 @@ def play(pool: Pool, *events: Event) -> tuple[Pool, list[Effect]]:
     return pool, effects
 
 
+def after(pool: Pool, *events: Event, does: list[Effect] | None = None) -> Pool:
+    """The pool after ``events``, which have the effects ``does``."""
+    pool, effects = play(pool, *events)
+    assert does is None or effects == does
+    return pool
+
+
 def running(hybrid: str = "rollout") -> Pool:
     """Nodes 1 (train), 2 (rollout), 3 (hybrid), all at work."""
     pool, _ = start([(1, "train"), (2, "rollout"), (3, "hybrid")], "train" if hybrid == "train" else "rollout")
-    pool, _ = play(pool, ready(1, "train"), MemberOf(1, 1), StateArrived(1), ready(2, "rollout"))
-    if hybrid == "rollout":
-        return advance(pool, ready(3, "rollout"))[0]
-    return play(pool, ready(3, "train"), StateArrived(3), MemberOf(1, 2), MemberOf(3, 2))[0]
+    pool = after(pool, ready(1, "train"), MemberOf(1, 1), StateArrived(1), ready(2, "rollout"), ready(3, hybrid))
+    return pool if hybrid == "rollout" else after(pool, StateArrived(3), MemberOf(1, 2), MemberOf(3, 2))
 
 
 def states(pool: Pool) -> list[str]:
@@ -73,87 +78,73 @@ def test_start_brings_every_node_to_its_stage() -> None:
 
 def test_a_generation_waits_for_all_nodes_of_the_core() -> None:
     pool, _ = start([(1, "train"), (2, "train"), (3, "rollout")])
-    pool, effects = play(pool, ready(2, "train"))
-    assert effects == []
-    pool, effects = play(pool, ready(1, "train"))
-    assert effects == [FormGeneration(1, (1, 2))]
-    pool, effects = play(pool, lost(2, "train"))
-    assert effects == [StartEngine(2, "train")]
+    pool = after(pool, ready(2, "train"), does=[])
+    pool = after(pool, ready(1, "train"), does=[FormGeneration(1, (1, 2))])
+    pool = after(pool, lost(2, "train"), does=[StartEngine(2, "train")])
     assert pool.forming is None, "the rest of the core has only a part of the state"
 
 
 def test_to_train_and_it_counts_only_with_its_state() -> None:
-    pool, effects = play(running(), MoveOrdered(3, "train"))
-    assert effects == [DrainTurns(3)]
-    pool, effects = play(pool, TurnsDrained(3))
-    assert effects == [StandbyEngine(3, "rollout"), StartEngine(3, "train")]
+    pool = after(running(), MoveOrdered(3, "train"), does=[DrainTurns(3)])
+    pool = after(pool, TurnsDrained(3), does=[StandbyEngine(3, "rollout"), StartEngine(3, "train")])
     assert trainers(pool) == (1,)
     assert pool.forming is None, "nobody waits for an engine that starts"
-    pool, effects = play(pool, ready(3, "train"))
-    assert effects == [FormGeneration(2, (1, 3))]
-    pool, _ = play(pool, MemberOf(1, 2), MemberOf(3, 2))
+    pool = after(pool, ready(3, "train"), does=[FormGeneration(2, (1, 3))])
+    pool = after(pool, MemberOf(1, 2), MemberOf(3, 2))
     assert pool.membership.ranks == (1, 3)
     assert trainers(pool) == (1,)
-    pool, _ = play(pool, StateArrived(3))
+    pool = after(pool, StateArrived(3))
     assert trainers(pool) == (1, 3)
     assert states(pool) == ["train", "rollout", "train"]
 
 
 def test_to_rollout_leaves_with_the_next_generation() -> None:
-    pool, effects = play(running("train"), MoveOrdered(3, "rollout"))
-    assert effects == [FormGeneration(3, (1,))]
+    pool = after(running("train"), MoveOrdered(3, "rollout"), does=[FormGeneration(3, (1,))])
     assert trainers(pool) == (1, 3), "it works until the step boundary"
-    pool, effects = play(pool, MemberOf(1, 3))
-    assert effects == [StandbyEngine(3, "train"), StartEngine(3, "rollout")]
+    pool = after(pool, MemberOf(1, 3), does=[StandbyEngine(3, "train"), StartEngine(3, "rollout")])
     assert trainers(pool) == (1,)
-    pool, effects = play(pool, ready(3, "rollout"))
-    assert effects == []
+    pool = after(pool, ready(3, "rollout"), does=[])
     assert rollout_nodes(pool) == (2, 3)
 
 
 def test_a_killed_replica_is_left_out_and_comes_back_as_a_new_member() -> None:
-    pool, effects = play(running("train"), lost(3, "train"))
-    assert effects == [FormGeneration(3, (1,)), StartEngine(3, "train")]
+    pool = after(running("train"), lost(3, "train"), does=[FormGeneration(3, (1,)), StartEngine(3, "train")])
     assert trainers(pool) == (1,)
-    pool, effects = play(pool, ready(3, "train"), MemberOf(1, 3))
-    assert effects == [FormGeneration(4, (1, 3))]
+    pool = after(pool, ready(3, "train"), MemberOf(1, 3), does=[FormGeneration(4, (1, 3))])
     assert pool.membership.generation == 2, "the confirmation of the superseded generation 3 came late"
-    pool, _ = play(pool, StateArrived(3))
+    pool = after(pool, StateArrived(3))
     assert trainers(pool) == (1,), "generation 2 holds its rank, but its new engine is in no group yet"
-    pool, _ = play(pool, MemberOf(1, 4), MemberOf(3, 4))
+    pool = after(pool, MemberOf(1, 4), MemberOf(3, 4))
     assert trainers(pool) == (1, 3)
 
 
 def test_the_core_dies_and_the_others_wait_until_it_is_rebuilt() -> None:
-    pool, effects = play(running("train"), lost(1, "train"))
-    assert effects == [StartEngine(1, "train")]
+    pool = after(running("train"), lost(1, "train"), does=[StartEngine(1, "train")])
     assert trainers(pool) == (3,)
-    pool, effects = play(pool, ready(1, "train"))
-    assert effects == [FormGeneration(3, (1, 3))]
+    pool = after(pool, ready(1, "train"), does=[FormGeneration(3, (1, 3))])
     arrived = [event for rank in (1, 3) for event in (StateArrived(rank), MemberOf(rank, 3))]
     assert trainers(play(pool, *arrived)[0]) == (1, 3)
 
 
 def test_a_node_leaves_training_also_while_the_core_is_rebuilt() -> None:
-    pool, effects = play(running("train"), lost(1, "train"), MoveOrdered(3, "rollout"))
-    assert effects == [StartEngine(1, "train")]
-    pool, effects = play(pool, ready(1, "train"), MemberOf(1, 3))
-    assert effects == [FormGeneration(3, (1,)), StandbyEngine(3, "train"), StartEngine(3, "rollout")]
+    pool = after(running("train"), lost(1, "train"), MoveOrdered(3, "rollout"), does=[StartEngine(1, "train")])
+    pool = after(
+        pool,
+        ready(1, "train"),
+        MemberOf(1, 3),
+        does=[FormGeneration(3, (1,)), StandbyEngine(3, "train"), StartEngine(3, "rollout")],
+    )
 
 
-def test_a_rollout_engine_that_died_is_started_again() -> None:
-    pool, effects = play(running(), lost(2, "rollout"))
-    assert effects == [StartEngine(2, "rollout")]
+def test_a_rollout_engine_that_died_is_drained_and_started_again() -> None:
+    pool = after(running(), lost(2, "rollout"), does=[StartEngine(2, "rollout")])
     assert rollout_nodes(pool) == (3,)
-    _, effects = play(running(), MoveOrdered(3, "train"), lost(3, "rollout"))
-    assert effects == [DrainTurns(3), StartEngine(3, "train")], "dead is drained"
+    after(running(), MoveOrdered(3, "train"), lost(3, "rollout"), does=[DrainTurns(3), StartEngine(3, "train")])
 
 
 def test_a_lost_node_returns_to_its_role() -> None:
-    pool, effects = play(running("train"), RankLost(3))
-    assert effects == [FormGeneration(3, (1,))]
-    pool, effects = play(pool, RankLost(3), RankBack(3))
-    assert effects == [StartEngine(3, "train")]
+    pool = after(running("train"), RankLost(3), does=[FormGeneration(3, (1,))])
+    pool = after(pool, RankLost(3), RankBack(3), does=[StartEngine(3, "train")])
     pool, effects = play(pool, RankLost(2))
     assert (effects, rollout_nodes(pool)) == ([], ())
 
@@ -189,53 +180,49 @@ def test_impossible_events_raise(event: Event) -> None:
 
 
 def test_the_last_rollout_node_may_not_leave() -> None:
-    alone, _ = play(running(), RankLost(2))
+    alone = after(running(), RankLost(2))
     with pytest.raises(IllegalTransition, match="last rollout node"):
         advance(alone, MoveOrdered(3, "train"))
 
 
-def together(*events: Event) -> tuple[Pool, list[Effect]]:
-    """Nodes 3 and 4 train as one world beside node 1; 2 and 5 roll out. Then ``events``."""
-    pool, _ = start(
-        [(1, "train"), (2, "rollout"), (3, "hybrid"), (4, "hybrid"), (5, "rollout")],
-        unit=lambda rank: (3, 4) if rank in (3, 4) else (rank,),
-    )
-    pool, _ = play(pool, ready(1, "train"), MemberOf(1, 1), StateArrived(1))
-    pool, _ = play(pool, *(ready(rank, "rollout") for rank in (2, 3, 4, 5)))
-    pool, effects = play(pool, MoveOrdered(4, "train"))
-    assert effects == [DrainTurns(3), DrainTurns(4)]
-    pool, _ = play(pool, TurnsDrained(3), TurnsDrained(4), ready(4, "train"))
+def together() -> Pool:
+    """Nodes 3 and 4 train as one world beside node 1; 2 and 5 roll out."""
+    components = [(1, "train"), (2, "rollout"), (3, "hybrid"), (4, "hybrid"), (5, "rollout")]
+    pool, _ = start(components, unit=lambda rank: (3, 4) if rank in (3, 4) else (rank,))  # type: ignore[arg-type]
+    pool = after(pool, ready(1, "train"), MemberOf(1, 1), StateArrived(1))
+    pool = after(pool, *(ready(rank, "rollout") for rank in (2, 3, 4, 5)))
+    pool = after(pool, MoveOrdered(4, "train"), does=[DrainTurns(3), DrainTurns(4)])
+    pool = after(pool, TurnsDrained(3), TurnsDrained(4), ready(4, "train"))
     assert pool.forming is None, "half a replica does not train"
-    pool, _ = play(pool, ready(3, "train"), *(MemberOf(rank, 2) for rank in (1, 3, 4)))
-    pool, _ = play(pool, StateArrived(3), StateArrived(4))
+    pool = after(pool, ready(3, "train"), *(MemberOf(rank, 2) for rank in (1, 3, 4)))
+    pool = after(pool, StateArrived(3), StateArrived(4))
     assert trainers(pool) == (1, 3, 4)
-    return play(pool, *events)
+    return pool
 
 
 def test_nodes_that_are_one_replica_move_together() -> None:
-    pool, effects = together(MoveOrdered(3, "rollout"))
-    assert effects == [FormGeneration(3, (1,))]
+    pool = after(together(), MoveOrdered(3, "rollout"), does=[FormGeneration(3, (1,))])
     pool, effects = play(pool, MemberOf(1, 3), ready(3, "rollout"), ready(4, "rollout"))
     assert [e for e in effects if isinstance(e, StandbyEngine)] == [StandbyEngine(rank, "train") for rank in (3, 4)]
     assert rollout_nodes(pool) == (2, 3, 4, 5)
 
 
 def test_a_process_that_ends_takes_its_whole_replica_down_and_both_nodes_begin_anew() -> None:
-    pool, effects = together(lost(3, "train"))
-    assert effects == [FormGeneration(3, (1,)), StartEngine(3, "train", 1), StopTrainers(4), StartEngine(4, "train", 1)]
+    pool = after(
+        together(),
+        lost(3, "train"),
+        does=[FormGeneration(3, (1,)), StartEngine(3, "train", 1), StopTrainers(4), StartEngine(4, "train", 1)],
+    )
     # What the other node says of the same death.
     assert play(pool, lost(4, "train", 0)) == (pool, [])
-    _, effects = play(pool, lost(4, "train", 1))
-    assert effects == [StopTrainers(3), StartEngine(3, "train", 2), StartEngine(4, "train", 2)]
+    after(pool, lost(4, "train", 1), does=[StopTrainers(3), StartEngine(3, "train", 2), StartEngine(4, "train", 2)])
 
 
 def test_a_lost_node_sends_the_other_one_of_its_replica_to_roll_out() -> None:
-    pool, effects = together(RankLost(3))
-    assert effects == [FormGeneration(3, (1,)), StopTrainers(4), StartEngine(4, "rollout")]
+    pool = after(together(), RankLost(3), does=[FormGeneration(3, (1,)), StopTrainers(4), StartEngine(4, "rollout")])
     with pytest.raises(IllegalTransition):
         advance(pool, MoveOrdered(4, "train"))
-    pool, effects = play(pool, ready(4, "rollout"), RankBack(3), ready(3, "rollout"))
-    assert effects == [StartEngine(3, "rollout")]
+    pool = after(pool, ready(4, "rollout"), RankBack(3), ready(3, "rollout"), does=[StartEngine(3, "rollout")])
     _, effects = play(pool, MoveOrdered(3, "train"), TurnsDrained(3), TurnsDrained(4))
     assert [e for e in effects if isinstance(e, StartEngine)] == [StartEngine(rank, "train", 1) for rank in (3, 4)]
 

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import random
+from typing import Any
+
+from msgspec.structs import replace
 
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.policies.scheduling.protocol import Finished, Policy, TurnView
+from libra_hpc.protocol.engine_state import EngineStats
 from libra_hpc.protocol.env import Signal
 
-OK, ERROR = Signal("run", "ok", 50, 1.0), Signal("run", "error", 50, 1.0)
+OK, ERROR, MISS = (Signal("run", outcome, 50, 1.0) for outcome in ("ok", "error", "miss"))
 
 
-def board_of(*engines: tuple[str, int], cap: int = 4, kv: int = 100_000) -> Board:
+def board_of(*engines: tuple[str, int], cap: int = 4, kv: int = 100_000, adaptive: bool = True) -> Board:
     """A board of idle engines (name, TP)."""
-    board = Board(cap)
+    board = Board(cap, adaptive)
     for name, tp in engines:
         board.up(name, tp, kv, 0)
     return board
+
+
+def board(*engines: tuple[str, int], cap: int = 64, kv: int = 100_000) -> Board:
+    """A board whose caps do not follow the reports."""
+    return board_of(*engines, cap=cap, kv=kv, adaptive=False)
 
 
 def turn_of(
@@ -30,12 +39,14 @@ def turn_of(
     attained: int = 0,
     ready: float = 0.0,
     signals: tuple[Signal, ...] = (),
+    sample: int = 0,
+    limit: int = 0,
 ) -> TurnView:
     """A turn of trajectory ``name``."""
     return TurnView(
         trajectory=name,
         prompt_id=prompt,
-        sample=0,
+        sample=sample,
         task="task",
         context_tokens=context,
         attained_tokens=attained,
@@ -43,24 +54,39 @@ def turn_of(
         ready_at=ready,
         engine=at,
         signals=signals,
+        max_context=limit,
     )
 
 
-def ended(
-    name: str, prompt: str, total: int, *, signals: tuple[Signal, ...] = (), at: tuple[int, ...] = (), version: int = 0
-) -> Finished:
-    """A completed trajectory."""
+def turn(name: str = "t", prompt: str = "p", **options: Any) -> TurnView:
+    """A turn of a sample that is not the probe of its prompt."""
+    return turn_of(name, prompt, **{"sample": 1, **options})
+
+
+def ended(name: str, prompt: str, total: int, **options: Any) -> Finished:
+    """A completed trajectory; ``at``: generated tokens when each of its ``signals`` arrived."""
+    signals = options.pop("signals", ())
+    fields = {"task": "task", "version": 0, "at_signal": options.pop("at", ()), **options}
     return Finished(
         trajectory=name,
         prompt_id=prompt,
         sample=0,
-        task="task",
         generated_tokens=total,
         turns=len(signals) + 1,
-        at_signal=at,
         signals=signals,
-        version=version,
+        **fields,
     )
+
+
+def finished(total: int, prompt: str = "p", name: str = "done", **options: Any) -> Finished:
+    """The same, where its length matters most."""
+    return ended(name, prompt, total, **options)
+
+
+def stats(steps: int = 0, busy: float = 0.0, *, kv: float = 0.1, prefill: int = 0, **counts: int) -> EngineStats:
+    """Counters of an engine."""
+    counters = {"generated_tokens": steps, "prefill_tokens": prefill, "steps": steps, "busy_s": busy, "kv_use": kv}
+    return replace(EngineStats.idle(), running=1, **counters, **counts)
 
 
 def random_lengths(rng: random.Random, groups: int, samples: int = 4) -> dict[str, list[int]]:
@@ -121,18 +147,8 @@ def drive(
                 dispatcher.finished(ended(name, prompt, attained, signals=signals[name], at=ends), now)
             else:
                 signals[name] += (rng.choice((OK, ERROR)),)
-                context = 500 + attained + 50 * done[name]
-                turn = turn_of(
-                    name,
-                    prompt,
-                    at=engine,
-                    turns=done[name],
-                    context=context,
-                    attained=attained,
-                    ready=now,
-                    signals=signals[name],
-                )
-                dispatcher.ready(turn, now)
+                seen = {"at": engine, "turns": done[name], "attained": attained, "ready": now, "signals": signals[name]}
+                dispatcher.ready(turn_of(name, prompt, context=500 + attained + 50 * done[name], **seen), now)
     assert board.free == sum(e.free for e in board.engines.values())
     assert len(dispatcher) == 0
     return order

@@ -10,7 +10,7 @@ from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.concurrency import CUT_TO, FLOOR, HOLD_REPORTS, START, CapController
 from libra_hpc.policies.scheduling.costs import TP_EXPONENT, default_costs
 
-from .views import board, stats
+from .boards import board, stats
 
 NAMES = ("a", "b", "c", "d", "e", "f")
 VERBS = ("up", "down", "sent", "answered", "open", "close", "cap")

@@ -17,7 +17,7 @@ from libra_hpc.policies.scheduling.cmlfq.groups import TaskStats
 from libra_hpc.policies.scheduling.cmlfq.remaining_work import RemainingWorkEstimator
 from libra_hpc.protocol.env import Signal
 
-from .views import MISS, OK, finished
+from .boards import MISS, OK, finished
 
 DECIDE = """
 import hashlib, json

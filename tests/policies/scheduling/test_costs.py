@@ -11,7 +11,7 @@ from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.costs import WINDOW_STEPS, ClassFit, EngineFit, default_costs
 from libra_hpc.policies.scheduling.slow_engines import MIN_ENGINES, SURE_S, SlowEngines
 
-from .views import board, stats
+from .boards import board, stats
 
 STEPS = 20
 """Of a report."""

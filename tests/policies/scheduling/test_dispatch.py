@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.dispatch import MAX_REFUSED, Dispatcher
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
 
-from .views import board, finished, turn
+from .boards import board, finished, turn
 
 
 class Scripted:
@@ -38,17 +39,21 @@ class Scripted:
         self.asked.append(f"forget {trajectory}")
 
 
+def decision(engine: str = "", **wait: Any) -> Decision:
+    return Decision(engine=engine, priority=0, level=0, template="", numbers={}, **wait)
+
+
 def anywhere(board: Board) -> Decision:
     least = next((e for c in board.classes if (e := c.least())), None)
-    return Decision(engine=least.engine if least else "", priority=0, level=0, template="", numbers={})
+    return decision(least.engine if least else "")
 
 
 def refuse(board: Board) -> Decision:
-    return Decision(engine="", priority=0, level=0, template="", numbers={})
+    return decision()
 
 
 def park(board: Board) -> Decision:
-    return Decision(engine="", priority=0, level=0, template="", numbers={}, wait="sibling")
+    return decision(wait="sibling")
 
 
 def only(name: str) -> Callable[[Board], Decision]:
@@ -56,11 +61,7 @@ def only(name: str) -> Callable[[Board], Decision]:
         view = board.engines.get(name)
         if view is None:
             return anywhere(board)
-        return (
-            Decision(engine=name, priority=0, level=0, template="", numbers={})
-            if view.inflight < view.cap
-            else Decision(engine="", priority=0, level=0, template="", numbers={}, wait="engine", wanted=name)
-        )
+        return decision(name) if view.inflight < view.cap else decision(wait="engine", wanted=name)
 
     return route
 
@@ -190,10 +191,10 @@ def test_no_turn_is_lost_or_sent_twice(steps: list[tuple[str, int, Callable[[Boa
             queue.finished(finished(5, f"p{i % 3}"), 0.0)
         elif what == "a" and in_flight:
             made.answered(in_flight.pop(), 5)
-        for view, decision in queue.dispatch(0.0) if what == "d" else ():
+        for view, found in queue.dispatch(0.0) if what == "d" else ():
             assert view.trajectory in waiting
             waiting.discard(view.trajectory)
-            in_flight.append(decision.engine)
+            in_flight.append(found.engine)
         assert len(queue) == len(waiting)
         assert all(v.inflight <= v.cap for v in made.engines.values())
     policy.routes.clear()
@@ -204,6 +205,5 @@ def test_no_turn_is_lost_or_sent_twice(steps: list[tuple[str, int, Callable[[Boa
             made.answered(in_flight.pop(), 5)
         routed = queue.dispatch(0.0)
         assert routed
-        for view, decision in routed:
-            waiting.discard(view.trajectory)
-            in_flight.append(decision.engine)
+        waiting -= {view.trajectory for view, _ in routed}
+        in_flight += [found.engine for _, found in routed]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from libra_hpc.policies.scheduling.cmlfq.signals import MAX_SYMBOLS, SignalState
 from libra_hpc.policies.scheduling.cmlfq.survival import PRIOR_TOKENS, Survival, cell_of
 from libra_hpc.protocol.env import Signal
 
-from .views import OK, finished
+from .boards import OK, finished
 
 
 def read(*signals: Signal) -> list[tuple[str, str]]:
@@ -21,26 +22,31 @@ def read(*signals: Signal) -> list[tuple[str, str]]:
     return [state.read(s)[1:3] for s in signals]
 
 
-def test_outcomes_come_from_exit_codes_not_text() -> None:
-    assert read(Signal("sh", outcome="ok", payload_tokens=1, seconds=0.0, exit_code=1)) == [("error", "")], (
-        "ok with exit code 1 is an error"
-    )
-    assert read(Signal("sh", outcome="ok", payload_tokens=1, seconds=0.0, exit_code=0)) == [("ok", "")]
-    assert read(Signal("sh", outcome="timeout", payload_tokens=1, seconds=0.0, exit_code=124)) == [("timeout", "")]
-    assert read(Signal("0 errors", "ok", 1, 0.0)) == [("ok", "")], "text is never read"
+def signal(outcome: str = "ok", tool: str = "run", **more: Any) -> Signal:
+    return Signal(tool, **{"outcome": outcome, "payload_tokens": 5, "seconds": 0.1, **more})
+
+
+@pytest.mark.parametrize(
+    ("seen", "outcome"),
+    [
+        (signal("ok", exit_code=1), "error"),
+        (signal("ok", exit_code=0), "ok"),
+        (signal("timeout", exit_code=124), "timeout"),
+        (signal("ok", tool="0 errors"), "ok"),
+    ],
+)
+def test_outcomes_come_from_exit_codes_not_text(seen: Signal, outcome: str) -> None:
+    assert read(seen) == [(outcome, "")]
 
 
 def test_test_counts_become_classes_with_their_trend() -> None:
-    runs = [
-        Signal("t", outcome="ok", payload_tokens=1, seconds=0.0, exit_code=None, passed=p, failed=f)
-        for p, f in ((0, 5), (2, 3), (2, 3), (5, 0))
-    ]
+    runs = [signal(passed=p, failed=f) for p, f in ((0, 5), (2, 3), (2, 3), (5, 0))]
     assert [tests for _, tests in read(*runs)] == ["none", "some-", "some=", "all"]
 
 
 def test_payload_and_repeat_classes() -> None:
     state = SignalState()
-    assert [state.read(Signal("t", "ok", n, 0.0))[3] for n in (128, 129, 1024, 1025)] == [0, 1, 1, 2]
+    assert [state.read(signal(payload_tokens=n))[3] for n in (128, 129, 1024, 1025)] == [0, 1, 1, 2]
     state = SignalState()
     assert [state.read(OK)[4] for _ in range(4)] == [0, 1, 2, 2]
 
@@ -204,14 +210,13 @@ def outcomes(informative: bool, seed: int = 3) -> RemainingWorkEstimator:
         long = rng.random() < 0.5
         failed = long if informative else rng.random() < 0.5
         total = 200 + int((5000 if long else 200) * rng.lognormvariate(0.0, 0.3))
-        estimator.insert(
-            finished(total, f"p{i}", f"t{i}", signals=(Signal("run", "error" if failed else "ok", 5, 0.1),), at=(200,))
-        )
+        outcome = signal("error" if failed else "ok")
+        estimator.insert(finished(total, f"p{i}", f"t{i}", signals=(outcome,), at=(200,)))
     return estimator
 
 
 def test_signals_move_the_estimate_where_they_inform_and_not_where_they_do_not() -> None:
-    good, bad = (Signal("run", o, 5, 0.1) for o in ("ok", "error"))
+    good, bad = (signal(o) for o in ("ok", "error"))
     estimator = outcomes(True)
     assert left(estimator, "new", 200, (bad,)) > 2.0 * left(estimator, "new", 200, (good,))
     noise = outcomes(False)
@@ -222,7 +227,7 @@ def test_signals_move_the_estimate_where_they_inform_and_not_where_they_do_not()
 
 def test_a_cursor_equals_a_walk_from_the_start() -> None:
     estimator = outcomes(True)
-    signals = tuple(Signal("run", o, 5, 0.1) for o in ("ok", "error", "error", "ok"))
+    signals = tuple(signal(o) for o in ("ok", "error", "error", "ok"))
     stepwise = estimator.cursor("new", "task")
     for i in range(1, 5):
         estimator.advance(stepwise, signals[:i], 100 * i)
@@ -241,7 +246,7 @@ def test_evidence_halves_with_weight_versions() -> None:
 def test_prompts_and_effects_are_bounded() -> None:
     estimator, rng = RemainingWorkEstimator(max_prompts=20), random.Random(0)
     for i in range(300):
-        signals = tuple(Signal(f"tool{rng.randrange(20)}", "ok", 5, 0.1) for _ in range(8))
+        signals = tuple(signal(tool=f"tool{rng.randrange(20)}") for _ in range(8))
         estimator.insert(finished(900, f"p{i}", f"t{i}", signals=signals, at=tuple(range(100, 900, 100))))
     assert len(estimator) <= 20 + 20 * 3
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,19 +89,20 @@ def test_a_first_turn_waits_while_the_residents_are_in_tool_calls_and_starts_whe
     assert sent(dispatcher, 3.0) == ["t"]
 
 
-def test_nobody_overtakes_the_first_that_waits_for_room() -> None:
+@pytest.mark.parametrize(("aborted", "served"), [(False, ["large", "small"]), (True, ["small"])])
+def test_nobody_overtakes_the_first_that_waits_for_room(aborted: bool, served: list[str]) -> None:
     board = board_of(("a", 1), kv=CAPACITY)
     dispatcher = Dispatcher(CausalMlfq(), board)
-    dispatcher.ready(turn_of("s", "s", context=500), 0.0)
-    assert sent(dispatcher) == ["s"]
-    dispatcher.ready(turn_of("large", "t", context=700, ready=1.0), 1.0)
-    assert sent(dispatcher, 1.0) == []
-    dispatcher.ready(turn_of("small", "u", context=50, ready=2.0), 2.0)
-    assert sent(dispatcher, 2.0) == [], "it would fit"
+    for now, (name, context) in enumerate((("s", 500), ("large", 700), ("small", 50))):
+        dispatcher.ready(turn_of(name, name, context=context, ready=now), now)
+        assert sent(dispatcher, now) == (["s"] if name == "s" else []), "small would fit"
     assert dispatcher.waiting_for_room == 2
-    board.answered("a", 500)
-    dispatcher.finished(ended("s", "s", 100), 3.0)
-    assert sent(dispatcher, 3.0) == ["large", "small"]
+    if aborted:
+        dispatcher.forget("large", "large", 3.0)
+    else:
+        board.answered("a", 500)
+        dispatcher.finished(ended("s", "s", 100), 3.0)
+    assert sent(dispatcher, 3.0) == served
     assert dispatcher.waiting_for_room == 0
 
 
@@ -112,17 +114,6 @@ def test_host_memory_larger_than_the_cache_counts_instead_of_it() -> None:
         dispatcher.ready(turn_of("s", "s", context=500), 0.0)
         dispatcher.ready(turn_of("t", "t", context=400), 0.0)
         assert sent(dispatcher) == starts
-
-
-def test_a_waiting_trajectory_that_is_aborted_lets_the_next_one_start() -> None:
-    board = board_of(("a", 1), kv=CAPACITY)
-    dispatcher = Dispatcher(CausalMlfq(), board)
-    dispatcher.ready(turn_of("s", "s", context=500), 0.0)
-    dispatcher.ready(turn_of("large", "t", context=700, ready=1.0), 1.0)
-    dispatcher.ready(turn_of("small", "u", context=50, ready=2.0), 2.0)
-    assert sent(dispatcher, 2.0) == ["s"]
-    dispatcher.forget("large", "t", 3.0)
-    assert sent(dispatcher, 3.0) == ["small"]
 
 
 @settings(max_examples=30, deadline=None)

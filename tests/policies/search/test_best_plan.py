@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import pytest
@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 from libra_hpc.errors import UserError
 from libra_hpc.models.devices import device
 from libra_hpc.models.memory import memory_limit
-from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.shapes import ModelShape, model_shape
 from libra_hpc.models.step_times.lookup import lookup
+from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.policies.costs.rollout_time import ReplicaCost
 from libra_hpc.policies.costs.training_time import BatchWork, TrainCost
 from libra_hpc.policies.search import best_plan as search_module
 from libra_hpc.policies.search import node_count
 from libra_hpc.policies.search.best_plan import DevicePool, PlanSearch
 from libra_hpc.policies.search.even_rollout_layout import EvenRolloutSearch
-from libra_hpc.policies.search.rollout_layout import ReplicaClass, RolloutSearch, assign
+from libra_hpc.policies.search.rollout_layout import ReplicaClass, RolloutLayout, RolloutSearch, assign
 from libra_hpc.policies.search.train_layout import Hybrid, TrainSearch, TrainSpace
 from tests.policies.control.plant_costs import A800, QWEN, FakeSteps, agentic, batch_of, costs, fake
 
@@ -62,32 +63,38 @@ def cuts(classes: Sequence[ReplicaClass], chosen: Sequence[int], bins: int) -> f
     return best
 
 
-generated = st.lists(st.integers(1, 20_000), min_size=1, max_size=6)
+@st.composite
+def batches(draw: st.DrawFn, etas: int = 1) -> BatchWork:
+    """Up to six trajectories."""
+    return batch_of(*draw(st.lists(st.integers(1, 20_000), min_size=1, max_size=6)), eta=draw(st.integers(0, etas)))
+
+
+Term = tuple[float, float, float, float]
 terms = st.tuples(st.floats(0.001, 0.05), st.floats(0.0, 0.01), st.floats(0.0, 1e-6), st.floats(0.1, 1.0))
 
 
-def made(
-    batch: BatchWork, term: tuple[float, float, float, float], tps: Sequence[int], capacity: int
-) -> list[ReplicaClass]:
+def made(batch: BatchWork, term: Term, tps: Sequence[int], capacity: int = 10**7) -> list[ReplicaClass]:
     fixed, each, kv, scaling = term
-    return costs(
-        batch,
-        *(
-            FakeSteps(tp=tp, capacity=capacity * tp, fixed=fixed, each=each, kv=kv, new=1e-5, scaling=scaling)
-            for tp in tps
-        ),
-    )
+    terms = {"fixed": fixed, "each": each, "kv": kv, "new": 1e-5, "scaling": scaling}
+    return costs(batch, *(FakeSteps(tp=tp, capacity=capacity * tp, **terms) for tp in tps))
+
+
+def searched(batch: BatchWork, classes: Sequence[ReplicaClass]) -> RolloutSearch:
+    return RolloutSearch(classes, len(batch.lengths.bins))
+
+
+def best(batch: BatchWork, classes: Sequence[ReplicaClass], *devices: int) -> RolloutLayout:
+    found = searched(batch, classes).best(devices)
+    assert found is not None
+    return found
 
 
 @settings(max_examples=40)
-@given(generated, st.integers(0, 2), terms, st.integers(0, 12), st.sampled_from([5_000, 21_000, 10**7]))
-def test_rollout_layouts_equal_brute_force(
-    lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int, capacity: int
-) -> None:
-    batch = batch_of(*lengths, eta=eta)
+@given(batches(2), terms, st.integers(0, 12), st.sampled_from([5_000, 21_000, 10**7]))
+def test_rollout_layouts_equal_brute_force(batch: BatchWork, term: Term, devices: int, capacity: int) -> None:
     bins = len(batch.lengths.bins)
     classes = made(batch, term, (1, 2, 4), capacity)
-    found = RolloutSearch(classes, bins).best([devices]) if any(c.replica.limit() is None for c in classes) else None
+    found = searched(batch, classes).best([devices]) if any(c.replica.limit() is None for c in classes) else None
     wanted = brute(classes, [devices], bins)
     if found is None:
         assert wanted == math.inf
@@ -99,109 +106,66 @@ def test_rollout_layouts_equal_brute_force(
 
 
 @settings(max_examples=20)
-@given(generated, st.integers(0, 1), terms, terms, st.integers(1, 4), st.integers(1, 4))
-def test_two_pools_equal_brute_force(
-    lengths: list[int],
-    eta: int,
-    one: tuple[float, float, float, float],
-    other: tuple[float, float, float, float],
-    first: int,
-    second: int,
-) -> None:
-    batch = batch_of(*lengths, eta=eta)
-    bins = len(batch.lengths.bins)
-    classes = made(batch, one, (1, 2), 10**7) + [
-        msgspec.structs.replace(c, pool=1) for c in made(batch, other, (1, 2), 10**7)
-    ]
-    found = RolloutSearch(classes, bins).best([first, second])
-    assert found is not None
-    assert found.seconds == pytest.approx(brute(classes, [first, second], bins), rel=1e-6)
+@given(batches(), terms, terms, st.tuples(st.integers(1, 4), st.integers(1, 4)))
+def test_two_pools_equal_brute_force(batch: BatchWork, one: Term, other: Term, devices: tuple[int, int]) -> None:
+    classes = made(batch, one, (1, 2)) + [msgspec.structs.replace(c, pool=1) for c in made(batch, other, (1, 2))]
+    wanted = brute(classes, devices, len(batch.lengths.bins))
+    assert best(batch, classes, *devices).seconds == pytest.approx(wanted, rel=1e-6)
 
 
 @settings(max_examples=40)
-@given(generated, st.integers(0, 1), terms, st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)))
-def test_given_counts_are_cut_in_the_best_places(
-    lengths: list[int], eta: int, term: tuple[float, float, float, float], chosen: tuple[int, int, int]
-) -> None:
-    batch = batch_of(*lengths, eta=eta)
-    classes = made(batch, term, (1, 2, 4), 10**7)
-    found = assign(classes, chosen, len(batch.lengths.bins))
-    if not any(chosen):
-        assert found is None
-    else:
-        assert found is not None
-        assert found.seconds == pytest.approx(cuts(classes, chosen, len(batch.lengths.bins)))
+@given(batches(), terms, st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)))
+def test_given_counts_are_cut_in_the_best_places(batch: BatchWork, term: Term, chosen: tuple[int, int, int]) -> None:
+    classes, bins = made(batch, term, (1, 2, 4)), len(batch.lengths.bins)
+    found = assign(classes, chosen, bins)
+    assert (found is None) is (not any(chosen))
+    if found is not None:
+        assert found.seconds == pytest.approx(cuts(classes, chosen, bins))
 
 
 @settings(max_examples=30)
-@given(generated, st.integers(0, 1), terms, st.integers(1, 24))
-def test_more_devices_never_roll_out_slower(
-    lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int
+@given(batches(2), terms, st.integers(1, 24))
+def test_more_devices_never_roll_out_slower_and_none_beats_the_straggler(
+    batch: BatchWork, term: Term, devices: int
 ) -> None:
-    batch = batch_of(*lengths, eta=eta)
-    layouts = RolloutSearch(made(batch, term, (1, 2, 4, 8), 10**7), len(batch.lengths.bins))
-    few, more = layouts.best([devices]), layouts.best([devices + 1])
-    assert few is not None
-    assert more is not None
-    assert more.seconds <= few.seconds * (1 + 1e-9)
-
-
-@settings(max_examples=30)
-@given(generated, st.integers(0, 2), terms, st.integers(1, 24))
-def test_no_layout_beats_the_straggler(
-    lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int
-) -> None:
-    batch = batch_of(*lengths, eta=eta)
-    layouts = RolloutSearch(made(batch, term, (1, 2, 4), 10**7), len(batch.lengths.bins))
-    best = layouts.best([devices])
-    assert best is not None
-    assert layouts.straggler() <= best.seconds * (1 + 1e-9)
+    classes = made(batch, term, (1, 2, 4, 8))
+    few, more = (best(batch, classes, n).seconds for n in (devices, devices + 1))
+    assert searched(batch, classes).straggler() / (1 + 1e-9) <= more <= few * (1 + 1e-9)
 
 
 def test_steps_shared_with_shorter_contexts_do_not_beat_the_straggler() -> None:
     """Short trajectories beside the longest lower the mean context of its steps; with many nodes that once beat the
     bound."""
     batch = batch_of(*([2_000] * 63), 20_000, eta=1)
-    layouts = RolloutSearch(
-        costs(batch, FakeSteps(tp=1, capacity=10**9, fixed=0.01, each=0.0, kv=1e-5)), len(batch.lengths.bins)
-    )
-    best = layouts.best([10_000])
-    assert best is not None
-    assert layouts.straggler() <= best.seconds
+    classes = costs(batch, FakeSteps(tp=1, capacity=10**9, fixed=0.01, each=0.0, kv=1e-5))
+    assert searched(batch, classes).straggler() <= best(batch, classes, 10_000).seconds
 
 
 def test_long_trajectories_go_to_large_tp() -> None:
     batch = agentic(512)
-    found = RolloutSearch(
-        [ReplicaClass(0, ReplicaCost(lookup(A800, QWEN, tp), batch)) for tp in (1, 2, 4, 8)], len(batch.lengths.bins)
-    ).best([32])
-    assert found is not None
-    degrees = [s.tp for s in found.segments]
+    classes = [ReplicaClass(0, ReplicaCost(lookup(A800, QWEN, tp), batch)) for tp in (1, 2, 4, 8)]
+    segments = best(batch, classes, 32).segments
+    degrees = [s.tp for s in segments]
     assert len(degrees) > 1
     assert degrees == sorted(degrees, reverse=True)
-    assert [s.last for s in found.segments] == sorted((s.last for s in found.segments), reverse=True)
+    assert [s.last for s in segments] == sorted((s.last for s in segments), reverse=True)
 
 
-@given(generated, st.integers(0, 1), terms, st.integers(8, 16))
-def test_without_foresight_one_class_is_best(
-    lengths: list[int], eta: int, term: tuple[float, float, float, float], devices: int
-) -> None:
-    batch = batch_of(*lengths, eta=eta)
+@given(batches(), terms, st.integers(8, 16))
+def test_without_foresight_one_class_is_best(batch: BatchWork, term: Term, devices: int) -> None:
     bins = len(batch.lengths.bins)
-    classes = made(batch, term, (1, 2, 4, 8), 10**7)
+    classes = made(batch, term, (1, 2, 4, 8))
     found = EvenRolloutSearch(classes, bins).best([devices])
     assert found is not None
     assert found.seconds == pytest.approx(min(c.replica.time(0, bins - 1, devices // c.tp) for c in classes), rel=1e-6)
-    foresight = RolloutSearch(classes, bins).best([devices])
-    assert foresight is not None
-    assert foresight.seconds <= found.seconds * (1 + 1e-6)
+    assert best(batch, classes, devices).seconds <= found.seconds * (1 + 1e-6)
 
 
 def test_without_foresight_two_pools_share_by_speed() -> None:
     batch = batch_of(*[1000] * 16, eta=1)
     bins = len(batch.lengths.bins)
-    slow, fast = made(batch, (0.001, 0.01, 0.0, 1.0), (1,), 10**7), made(batch, (0.001, 0.002, 0.0, 1.0), (1,), 10**7)
-    classes = [*slow, msgspec.structs.replace(fast[0], pool=1)]
+    slow, fast = (made(batch, (0.001, each, 0.0, 1.0), (1,))[0] for each in (0.01, 0.002))
+    classes = [slow, msgspec.structs.replace(fast, pool=1)]
     found = EvenRolloutSearch(classes, bins).best([1, 1])
     assert found is not None
     alone = [c.replica.time(0, bins - 1, 1) for c in classes]
@@ -214,32 +178,33 @@ def whole(
     return PlanSearch(QWEN, pools, batch, space=SMALL, steps=fake, sorted_lengths=sorted_lengths).run(keep)
 
 
-def enumerated(batch: BatchWork, pools: Sequence[DevicePool], sorted_lengths: bool = True) -> float:
+def enumerated(
+    batch: BatchWork,
+    pools: Sequence[DevicePool],
+    sorted_lengths: bool = True,
+    shape: ModelShape = QWEN,
+    space: TrainSpace = SMALL,
+    steps: Callable[..., StepTimes] = fake,
+) -> float:
     """Least seconds over every number of training nodes, with both stages searched to the end."""
     kind = RolloutSearch if sorted_lengths else EvenRolloutSearch
     bins = len(batch.lengths.bins)
+    degrees = [tp for tp in (1, 2, 4, 8) if shape.divides(tp)]
     classes = [
-        ReplicaClass(i, ReplicaCost(fake(p.device, QWEN, tp), batch))
-        for i, p in enumerate(pools)
-        for tp in (1, 2, 4, 8)
+        ReplicaClass(i, ReplicaCost(steps(p.device, shape, tp), batch)) for i, p in enumerate(pools) for tp in degrees
     ]
-    best = math.inf
+    found = [math.inf]
     for i, pool in enumerate(pools):
-        trainer = TrainCost(QWEN, pool.device, pool.node_devices, batch)
-        search = TrainSearch(trainer, pool.node_devices, SMALL)
+        trainer = TrainCost(shape, pool.device, pool.node_devices, batch)
+        layouts = TrainSearch(trainer, pool.node_devices, space)
         for n in range(1, pool.nodes + 1):
             rest = [(p.nodes - (n if k == i else 0)) * p.node_devices for k, p in enumerate(pools)]
-            able = [
-                trainer.time(one).total
-                for one in search.candidates(n * pool.node_devices)
-                if trainer.limit(one) is None
-            ]
-            if not able:
-                continue
-            layout = kind(classes, bins).best(rest, lag=min(able) if batch.eta else 0.0)
+            fits = (one for one in layouts.candidates(n * pool.node_devices) if trainer.limit(one) is None)
+            train = min((trainer.time(one).total for one in fits), default=math.inf)
+            layout = kind(classes, bins).best(rest, lag=train if batch.eta else 0.0) if train < math.inf else None
             if layout is not None:
-                best = min(best, max(min(able), layout.seconds) if batch.eta else min(able) + layout.seconds)
-    return best
+                found.append(max(train, layout.seconds) if batch.eta else train + layout.seconds)
+    return min(found)
 
 
 @pytest.mark.parametrize("eta", [0, 1, 3])
@@ -263,22 +228,9 @@ def test_the_plan_equals_enumeration(
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b"])
 def test_every_training_layout_and_engine_degree_was_compared(name: str, nodes: int, eta: int) -> None:
     """Dense models and mixtures of experts, with every degree of parallelism and the tabulated step times."""
-    shape, batch = model_shape(name), agentic(256, eta)
-    found = PlanSearch(shape, [DevicePool(A800, nodes, 8)], batch).run()
-    trainer = TrainCost(shape, A800, 8, batch)
-    search = TrainSearch(trainer, 8)
-    replicas = [ReplicaCost(lookup(A800, shape, tp), batch) for tp in (1, 2, 4, 8) if shape.divides(tp)]
-    best = math.inf
-    for n in range(1, nodes):
-        for one in search.candidates(8 * n):
-            if trainer.limit(one) is not None:
-                continue
-            train = trainer.time(one).total
-            for replica in replicas:
-                count = 8 * (nodes - n) // replica.tp
-                rollout = replica.time(0, len(batch.lengths.bins) - 1, count, train if eta else 0.0)
-                best = min(best, max(train, rollout) if eta else train + rollout)
-    assert found.plans[0].seconds == pytest.approx(best, rel=1e-6)
+    shape, batch, pools = model_shape(name), agentic(256, eta), [DevicePool(A800, nodes, 8)]
+    wanted = enumerated(batch, pools, sorted_lengths=False, shape=shape, space=TrainSpace(), steps=lookup)
+    assert PlanSearch(shape, pools, batch).run().plans[0].seconds == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize("eta", [0, 1])
@@ -321,23 +273,25 @@ def test_one_search_serves_several_sizes() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"No training layout fits beside a rollout node; nearest: training TP8·PP2·DP1, recomputed, .* GB over",
+    training = "No training layout fits beside a rollout node; nearest: training TP8·PP2·DP1, recomputed, .* GB over"
+    rollout = (
+        r"No rollout layout holds trajectories of 32,76\d tokens; nearest: rollout TP8 on a800, its KV cache holds"
+        r" 8,000 tokens"
+    )
+    for model, nodes, capacity, why in (
+        ("llama-3.1-70b", 3, 60_000, training),
+        ("qwen3-14b", 3, 1000, rollout),
+        ("qwen3-14b", 1, 60_000, "at least 2 nodes"),
     ):
-        PlanSearch(model_shape("llama-3.1-70b"), [DevicePool(A800, 3, 8)], agentic(), space=SMALL, steps=fake).run()
-    with pytest.raises(
-        UserError,
-        match=(
-            r"No rollout layout holds trajectories of 32,76\d tokens; nearest: rollout TP8 on a800, its KV cache holds"
-            r" 8,000 tokens"
-        ),
-    ):
-        PlanSearch(
-            QWEN, [DevicePool(A800, 3, 8)], agentic(), space=SMALL, steps=lambda d, s, tp: FakeSteps(tp, 1000 * tp)
-        ).run()
-    with pytest.raises(UserError, match="at least 2 nodes"):
-        whole(agentic(), [DevicePool(A800, 1, 8)])
+        search = PlanSearch(
+            model_shape(model),
+            [DevicePool(A800, nodes, 8)],
+            agentic(),
+            space=SMALL,
+            steps=lambda device, shape, tp, most=capacity: FakeSteps(tp, most * tp),
+        )
+        with pytest.raises(UserError, match=why):
+            search.run()
 
 
 @pytest.mark.parametrize(
