@@ -12,29 +12,23 @@ from .toys import Linear, engine, play, request
 def test_one_sequence_prefills_once_and_decodes_the_rest() -> None:
     e = engine(Linear(400, base=1.0, prefill=0.5))
     # 1 + 10 / 2 for the prompt and the first token, then two more tokens.
-    assert play(e, (0.0, lambda now: e.submit(request("a", 10, 3), now))) == [(8.0, "a")]
+    assert play(e, (0.0, request("a", 10, 3))) == [(8.0, "a")]
     assert (e.counters.generated, e.counters.prefilled, e.counters.steps, e.counters.busy_s) == (3, 10, 3, 8.0)
 
 
 def test_two_sequences_share_every_step() -> None:
     steps = Linear(400, base=1.0, kv=0.125)
     e = engine(steps)
-
-    def both(now: float) -> None:
-        e.submit(request("a", 4, 2), now)
-        e.submit(request("b", 8, 3), now)
-
+    both = ((0.0, request("a", 4, 2)), (0.0, request("b", 8, 3)))
     # Prefill of both: 1.  Then 5 + 9 tokens are attended to: 2.75, then b alone with 10: 2.25.
-    assert play(e, (0.0, both)) == [(3.75, "a"), (6.0, "b")]
+    assert play(e, *both) == [(3.75, "a"), (6.0, "b")]
     assert [call[:3] for call in steps.calls] == [(0, 0, 12), (2, 14, 0), (1, 10, 0)]
 
 
 def test_chunks_fill_what_decodes_leave_of_the_budget() -> None:
     steps = Linear(400)
     e = engine(steps, max_num_batched_tokens=8, max_num_seqs=8)
-    done = play(
-        e, (0.0, lambda now: e.submit(request("a", 4, 10), now)), (0.5, lambda now: e.submit(request("b", 20, 1), now))
-    )
+    done = play(e, (0.0, request("a", 4, 10)), (0.5, request("b", 20, 1)))
     # b gets 7, 7 and 6 tokens beside a's decodes, and its only token with the last of them.
     assert done == [(4.0, "b"), (10.0, "a")]
     assert steps.calls[1:4] == [(1, 5, 7, 0), (1, 6, 7, 7), (1, 7, 6, 14)]
@@ -43,12 +37,8 @@ def test_chunks_fill_what_decodes_leave_of_the_budget() -> None:
 def test_chunks_of_several_prompts_preserve_the_number_of_attended_pairs() -> None:
     steps = Linear(400)
     e = engine(steps)
-
-    def both(now: float) -> None:
-        e.submit(request("a", 24, 1), now)
-        e.submit(request("b", 8, 1), now)
-
-    play(e, (0.0, both))
+    both = ((0.0, request("a", 24, 1)), (0.0, request("b", 8, 1)))
+    play(e, *both)
     # 24 * 12 + 8 * 4 = 320 pairs, as many as 32 tokens after a context of -6 would have: none is less than none.
     assert steps.calls[0] == (0, 0, 32, 0)
 
@@ -56,32 +46,24 @@ def test_chunks_of_several_prompts_preserve_the_number_of_attended_pairs() -> No
 @pytest.mark.parametrize(("at", "joins"), [(10.5, 11.0), (10.0, 10.0), (10.0009765625, 11.0)])
 def test_an_arrival_cuts_a_stretch_at_the_next_boundary(at: float, joins: float) -> None:
     e = engine(Linear(4000))
-    done = play(
-        e, (0.0, lambda now: e.submit(request("a", 4, 300), now)), (at, lambda now: e.submit(request("b", 4, 1), now))
-    )
+    done = play(e, (0.0, request("a", 4, 300)), (at, request("b", 4, 1)))
     assert done == [(joins + 1.0, "b"), (300.0, "a")]
 
 
 def test_a_growing_step_is_cut_exactly_too() -> None:
     e = engine(Linear(4000, base=1.0, kv=0.25))
     # The prefill ends at 1; steps then attend to 5, 6, 7 ... tokens: boundaries at 3.25, 5.75, 8.5.
-    done = play(
-        e, (0.0, lambda now: e.submit(request("a", 4, 300), now)), (6.0, lambda now: e.submit(request("b", 4, 1), now))
-    )
+    done = play(e, (0.0, request("a", 4, 300)), (6.0, request("b", 4, 1)))
     # The step from 8.5 on decodes with 8 tokens and prefills b: 1 + 2.
     assert done[0] == (11.5, "b")
 
 
 def test_the_latest_of_the_lowest_priority_is_preempted_and_computed_again() -> None:
     e = engine(Linear(24))
-
-    def both(now: float) -> None:
-        e.submit(request("a", 8, 8), now)
-        e.submit(request("b", 8, 8), now)
-
+    both = ((0.0, request("a", 8, 8)), (0.0, request("b", 8, 8)))
     # 6 blocks.  With 12 tokens computed each holds 3; a's 13th needs a fourth, which b loses at t = 5.  b then lacks
     # room until a ends at 8, computes 13 - 8 tokens (its prompt is still cached) and has three tokens to go.
-    assert play(e, (0.0, both)) == [(8.0, "a"), (11.0, "b")]
+    assert play(e, *both) == [(8.0, "a"), (11.0, "b")]
     assert (e.counters.preemptions, e.counters.prefilled, e.counters.cached) == (1, 8 + 8 + 5, 8)
     assert e.counters.again == {"preemption": 4}
     assert e.counters.generated == 16
@@ -89,24 +71,16 @@ def test_the_latest_of_the_lowest_priority_is_preempted_and_computed_again() -> 
 
 def test_a_step_that_preempts_admits_nothing_and_the_next_one_may() -> None:
     e = engine(Linear(24, base=2**-6))
-
-    def both(now: float) -> None:
-        e.submit(request("a", 8, 8), now)
-        e.submit(request("b", 8, 8, priority=1), now)
-
+    both = ((0.0, request("a", 8, 8)), (0.0, request("b", 8, 8, priority=1)))
     # As above, in 64ths of a second; c needs 2 blocks, finds none before b loses its three at 5, one of which goes to
     # a, and starts at 6.
-    done = play(e, (0.0, both), (3 / 64, lambda now: e.submit(request("c", 5, 1), now)))
+    done = play(e, *both, (3 / 64, request("c", 5, 1)))
     assert [(now * 64, name) for now, name in done] == [(7.0, "c"), (8.0, "a"), (11.0, "b")]
 
 
 def test_one_that_preempts_itself_stops_nobody() -> None:
     e = engine(Linear(24))
-    done = play(
-        e,
-        (0.0, lambda now: e.submit(request("a", 8, 8, priority=1), now)),
-        (1.0, lambda now: e.submit(request("b", 8, 8), now)),
-    )
+    done = play(e, (0.0, request("a", 8, 8, priority=1)), (1.0, request("b", 8, 8)))
     # a, served first, lacks a block at 5 and is itself the one to go; the step is b's alone.  a goes on at 9 and has
     # three tokens left.
     assert done == [(9.0, "b"), (12.0, "a")]
@@ -115,78 +89,64 @@ def test_one_that_preempts_itself_stops_nobody() -> None:
 
 def test_priority_decides_who_waits() -> None:
     e = engine(Linear(400), max_num_seqs=1)
-    order = play(
-        e, *((0.25 * i, lambda now, i=i: e.submit(request(f"r{i}", 4, 2, priority=-i), now)) for i in range(4))
-    )
+    order = play(e, *((0.25 * i, request(f"r{i}", 4, 2, priority=-i)) for i in range(4)))
     assert [name for _, name in order] == ["r0", "r3", "r2", "r1"]
 
 
 def test_a_returning_turn_finds_its_prefix() -> None:
     e = engine(Linear(400))
-    play(e, (0.0, lambda now: e.submit(request("a", 10, 5), now)))
+    play(e, (0.0, request("a", 10, 5)))
     # 14 tokens are computed: three full blocks.  The next turn has 15 + 6.
-    play(e, (9.0, lambda now: e.submit(request("a", 21, 1, prompt_tokens=10, high=14), now)))
+    play(e, (9.0, request("a", 21, 1, prompt_tokens=10, high=14)))
     assert (e.counters.prefilled, e.counters.cached) == (10 + 9, 12)
     assert e.counters.again == {"partial_block": 2}
 
 
 def test_siblings_share_the_blocks_of_their_prompt() -> None:
     e = engine(Linear(48))
-
-    def group(now: float) -> None:
-        for i in range(4):
-            e.submit(request(f"s{i}", 34, 2, prompt="p", prompt_tokens=32), now)
-
+    group = [(0.0, request(f"s{i}", 34, 2, prompt="p", prompt_tokens=32)) for i in range(4)]
     # 8 blocks of prompt and one of its own each: 12 of 12.  Without sharing two would not fit.
-    assert play(e, (0.0, group)) == [(2.0, f"s{i}") for i in range(4)]
+    assert play(e, *group) == [(2.0, f"s{i}") for i in range(4)]
     assert (e.counters.prefilled, e.counters.cached, e.counters.preemptions) == (34 + 3 * 2, 3 * 32, 0)
 
 
 def test_a_prompt_that_is_cached_whole_computes_its_last_block() -> None:
     e = engine(Linear(400))
-    play(
-        e,
-        (0.0, lambda now: e.submit(request("s0", 8, 1, prompt="p"), now)),
-        (5.0, lambda now: e.submit(request("s1", 8, 1, prompt="p"), now)),
-    )
+    play(e, (0.0, request("s0", 8, 1, prompt="p")), (5.0, request("s1", 8, 1, prompt="p")))
     assert (e.counters.prefilled, e.counters.cached) == (8 + 4, 4)
 
 
 def test_the_least_recently_used_prefix_is_evicted_first() -> None:
     e = engine(Linear(40))
-    play(e, *((10.0 * i, lambda now, name=name: e.submit(request(name, 13, 1), now)) for i, name in enumerate("ab")))
+    play(e, *((10.0 * i, request(name, 13, 1)) for i, name in enumerate("ab")))
     # Of 10 blocks 3 + 3 are cached; c needs 6 and evicts two of a, tail first.
-    play(e, (30.0, lambda now: e.submit(request("c", 21, 1), now)))
-    play(e, (40.0, lambda now: e.submit(request("b", 14, 1, prompt_tokens=13, high=13), now)))
+    play(e, (30.0, request("c", 21, 1)))
+    play(e, (40.0, request("b", 14, 1, prompt_tokens=13, high=13)))
     assert (e.counters.cached, e.counters.again) == (12, {"partial_block": 1})
-    play(e, (50.0, lambda now: e.submit(request("a", 14, 1, prompt_tokens=13, high=13), now)))
+    play(e, (50.0, request("a", 14, 1, prompt_tokens=13, high=13)))
     assert e.counters.cached == 12 + 4, "its first block is left"
     assert e.counters.again == {"partial_block": 1, "eviction": 9}
 
 
 def test_a_weight_update_recomputes_what_runs_and_empties_the_cache() -> None:
     e = engine(Linear(400, base=1.0, prefill=0.25))
-    play(e, (0.0, lambda now: e.submit(request("old", 8, 1), now)))
+    play(e, (0.0, request("old", 8, 1)))
     # a: prefill from 4 to 8 (1 + 8 / 4 = 3, boundary 7), tokens at 7, 8, 9.  The update asked for at 8.5 begins at 9
     # and ends at 11; 8 + 3 tokens are computed again in 1 + 11 / 4 seconds, which gives the fourth of six.
-    done = play(e, (4.0, lambda now: e.submit(request("a", 8, 6), now)), (8.5, lambda now: e.swap(7, 2.0, now)))
+    done = play(e, (4.0, request("a", 8, 6)), (8.5, lambda now: e.swap(7, 2.0, now)))
     assert done == [(11.0 + 3.75 + 2.0, "a")]
     assert e.version == 7
     assert e.counters.again == {"swap": 10}, "the third token was sampled and never computed"
     assert (e.counters.recomputed, e.counters.preemptions, e.counters.paused_s) == (1, 0, 2.0)
-    play(e, (30.0, lambda now: e.submit(request("old", 9, 1, prompt_tokens=8), now)))
+    play(e, (30.0, request("old", 9, 1, prompt_tokens=8)))
     assert e.counters.cached == 0
 
 
 def test_an_aborted_request_ends_at_the_next_boundary_with_what_it_has() -> None:
     e = engine(Linear(400), max_num_seqs=1)
     running, waiting = request("a", 8, 50), request("b", 8, 50)
-
-    def both(now: float) -> None:
-        e.submit(running, now)
-        e.submit(waiting, now)
-
-    done = play(e, (0.0, both), (3.25, lambda now: e.abort(waiting, now)), (6.5, lambda now: e.abort(running, now)))
+    both = ((0.0, running), (0.0, waiting))
+    done = play(e, *both, (3.25, lambda now: e.abort(waiting, now)), (6.5, lambda now: e.abort(running, now)))
     assert done == [(4.0, "b"), (7.0, "a")]
     assert (running.generated, waiting.generated) == (7, 0)
 

@@ -21,9 +21,9 @@ def evicted(e: Engine) -> list[float]:
     """When ``a`` ends, then ``b``, which takes its blocks, then the next turn of ``a``: 40 tokens known, 2 new."""
     done = play(
         e,
-        (0.0, lambda now: e.submit(request("a", 38, 2, prompt_tokens=0), now)),
-        (50.0, lambda now: e.submit(request("b", 60, 1, prompt_tokens=0), now)),
-        (100.0, lambda now: e.submit(request("a", 42, 1, prompt_tokens=0, high=39), now)),
+        (0.0, request("a", 38, 2, prompt_tokens=0)),
+        (50.0, request("b", 60, 1, prompt_tokens=0)),
+        (100.0, request("a", 42, 1, prompt_tokens=0, high=39)),
     )
     return [at for at, _ in done]
 
@@ -41,9 +41,9 @@ def test_new_weights_empty_the_host_too() -> None:
     e = engine(HostCache(100, block_s=0.125))
     done = play(
         e,
-        (0.0, lambda now: e.submit(request("a", 38, 2, prompt_tokens=0), now)),
+        (0.0, request("a", 38, 2, prompt_tokens=0)),
         (50.0, lambda now: e.swap(1, 1.0, now)),
-        (100.0, lambda now: e.submit(request("a", 42, 1, prompt_tokens=0, high=39), now)),
+        (100.0, request("a", 42, 1, prompt_tokens=0, high=39)),
     )
     assert done[-1][0] == 100.0 + 1.0 + 42 / 4
     assert e.counters.fetched == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import pytest
@@ -13,6 +13,7 @@ from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
 from libra_hpc.policies.scheduling.turn_migration import Running, TurnMigration
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
+from libra_hpc.simulator.result import SimulationResult
 from libra_hpc.simulator.settings import SimulationSettings, trajectory_ids
 from libra_hpc.simulator.simulate import Simulation, simulate
 from libra_hpc.simulator.simulated_trajectory import SimulatedTrajectory
@@ -56,9 +57,26 @@ def with_(**changes: object) -> SimulationSettings:
     return msgspec.structs.replace(NOW, **changes)
 
 
+def alone(work: list[TrajectoryRecord], **changes: object) -> SimulationResult:
+    """On one engine."""
+    return simulate(work, [spec("e", Linear(400))], Spread(), with_(**changes))
+
+
+class Always(Spread):
+    """Routes every turn in the same way."""
+
+    def __init__(self, engine: Callable[[TurnView], str]) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+        engine = self._engine(turn)
+        return Decision(engine, 0, board.engines[engine].level if engine else 0, "always", {})
+
+
 def test_tools_and_hops_add_up() -> None:
     work = [TrajectoryRecord("p", 0, 8, (turn(3, tool_s=5.0), turn(2, new=4, tool_s=1.0), turn(1, tool=None)))]
-    result = simulate(work, [spec("e", Linear(400))], Spread(), with_(send_s=0.25, answer_s=0.5))
+    result = alone(work, send_s=0.25, answer_s=0.5)
     # 3 turns of (0.25 + tokens + 0.5) and two tools.
     assert result.makespan_s == 3 * 0.75 + 6 + 6
     assert (result.trajectories, result.turns, result.generated_tokens) == (1, 3, 6)
@@ -95,18 +113,15 @@ def test_names_distinguish_repeated_samples() -> None:
 
 
 def test_moves_are_counted_and_computed_again() -> None:
-    class Alternate(Spread):
-        def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-            return Decision("ab"[turn.turns % 2], 0, turn.turns % 2, "in turn", {})
-
+    alternate = Always(lambda turn: "ab"[turn.turns % 2])
     work = [TrajectoryRecord("p", 0, 8, (turn(3), turn(2, new=4), turn(1, new=1)))]
-    result = simulate(work, [spec("a", Linear(400)), spec("b", Linear(400, tp=2))], Alternate(), NOW)
+    result = simulate(work, [spec("a", Linear(400)), spec("b", Linear(400, tp=2))], alternate, NOW)
     assert (result.moves, result.tp_moves, result.by_level) == (2, 2, [2, 1])
     # b computes all 15 again, 10 of which had been; a still has 8 of the 18, and 16 had been computed.
     assert (result.prefilled_tokens, result.cached_tokens) == (8 + 15 + 10, 8)
     assert result.reprefilled_by == {"move": 10 + 8}
     assert result.reprefilled_tokens == 18
-    assert [decision.reason for decision in result.sampled] == ["in turn"] * 3
+    assert [decision.reason for decision in result.sampled] == ["always"] * 3
 
 
 def test_an_interrupted_turn_goes_on_elsewhere_with_what_it_has_and_ends_sooner() -> None:
@@ -141,16 +156,14 @@ def test_a_long_turn_beside_others_is_moved_to_an_engine_that_fell_idle() -> Non
 
 
 def test_a_full_engine_lets_turns_wait_in_order() -> None:
-    result = simulate(
-        [single(f"p{i}", 4, 10) for i in range(3)], [spec("e", Linear(400))], Spread(), with_(max_inflight=1)
-    )
+    result = alone([single(f"p{i}", 4, 10) for i in range(3)], max_inflight=1)
     assert result.finish_s == [10.0, 20.0, 30.0]
     assert result.queue_wait.p99 == 20.0
 
 
 def test_synchronous_steps_follow_the_gate() -> None:
     work = [single(f"p{i}", 4, 10 + i) for i in range(4)]
-    result = simulate(work, [spec("e", Linear(400))], Spread(), with_(batch_groups=2, eta=0, train_s=5.0, sync_s=2.0))
+    result = alone(work, batch_groups=2, eta=0, train_s=5.0, sync_s=2.0)
     # Two groups, the longer of 11 tokens; 5 s of training; 2 s of update; then the same with 13 tokens and 5 s.
     assert result.finish_s == [10.0, 11.0, 30.0, 31.0]
     assert result.makespan_s == 36.0
@@ -162,8 +175,7 @@ def test_synchronous_steps_follow_the_gate() -> None:
 
 def test_asynchronous_steps_overlap_within_the_staleness_bound() -> None:
     work = [single(f"p{i}", 4, 8) for i in range(6)]
-    settings = with_(batch_groups=1, eta=1, train_s=4.0, sync_s=0.5, max_open_groups=1)
-    result = simulate(work, [spec("e", Linear(400))], Spread(), settings)
+    result = alone(work, batch_groups=1, eta=1, train_s=4.0, sync_s=0.5, max_open_groups=1)
     assert max(step.staleness for step in result.steps) <= 1
     assert len(result.steps) == 6
     # A group starts the moment the one before ends; its update comes at the boundary 4 s later, costs 0.5 s and the
@@ -187,13 +199,8 @@ def test_a_training_function_gets_the_tokens_of_the_batch_and_the_nodes() -> Non
         asked.append((tokens, nodes))
         return 1.0
 
-    simulate(
-        [single("p", 4, 3), single("q", 4, 5)],
-        [spec("e", Linear(400))],
-        Spread(),
-        with_(batch_groups=1, eta=1, train_nodes=3),
-        training,
-    )
+    work, settings = [single("p", 4, 3), single("q", 4, 5)], with_(batch_groups=1, eta=1, train_nodes=3)
+    simulate(work, [spec("e", Linear(400))], Spread(), settings, training)
     assert asked == [(7, 3), (9, 3)]
 
 
@@ -236,11 +243,8 @@ def test_of_a_trajectory_that_restarts_only_the_prompt_was_computed() -> None:
 
 
 def test_a_turn_goes_where_it_fits() -> None:
-    class Small(Spread):
-        def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-            return Decision("small", 0, 0, "always", {})
-
-    result = simulate([single("p", 40, 20)], [spec("small", Linear(40)), spec("large", Linear(100))], Small(), NOW)
+    engines = [spec("small", Linear(40)), spec("large", Linear(100))]
+    result = simulate([single("p", 40, 20)], engines, Always(lambda turn: "small"), NOW)
     assert (result.redirected, result.makespan_s) == (1, 20.0)
 
 
@@ -254,33 +258,18 @@ def test_seeds_shuffle_the_groups_and_nothing_else() -> None:
 
 
 def test_a_result_is_plain_json() -> None:
-    result = simulate([single("p", 4, 5)], [spec("e", Linear(400))], Spread(), NOW)
+    result = alone([single("p", 4, 5)])
     data = msgspec.json.decode(msgspec.json.encode(result))
     assert data["makespan_s"] == 5.0
     assert data["engines"][0]["segments"] == [[0.0, 5.0, 1.0]]
 
 
-def test_a_policy_that_waits_for_ever_is_reported() -> None:
-    class Never(Spread):
-        def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-            return Decision("", 0, 0, "no", {})
-
-    with pytest.raises(OperationError, match="spread leaves 1 turns waiting"):
-        simulate([single("p", 4, 5)], [spec("e", Linear(400))], Never(), NOW)
-
-
-def test_a_policy_may_not_overfill_an_engine() -> None:
-    class Greedy(Spread):
-        def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-            return Decision("e", 0, 0, "all here", {})
-
+def test_a_policy_may_neither_wait_for_ever_nor_overfill_an_engine() -> None:
+    work, engines = [single("p", 4, 5), single("q", 4, 5)], [spec("e", Linear(400)), spec("f", Linear(400))]
+    with pytest.raises(OperationError, match="spread leaves 2 turns waiting"):
+        simulate(work, engines, Always(lambda turn: ""), NOW)
     with pytest.raises(ValueError, match="no free slot"):
-        simulate(
-            [single("p", 4, 5), single("q", 4, 5)],
-            [spec("e", Linear(400)), spec("f", Linear(400))],
-            Greedy(),
-            with_(max_inflight=1),
-        )
+        simulate(work, engines, Always(lambda turn: "e"), with_(max_inflight=1))
 
 
 @pytest.mark.parametrize(
@@ -303,5 +292,5 @@ def test_mistakes_are_one_sentence(work: list[TrajectoryRecord], changes: dict[s
 
 def test_samples_with_prompts_of_different_length_share_the_shorter() -> None:
     work = [single("p", 16, 2), single("p", 41, 2, sample=1)]
-    result = simulate(work, [spec("e", Linear(400))], Spread(), NOW)
+    result = alone(work)
     assert (result.cached_tokens, result.prefilled_tokens) == (16, 16 + 25)

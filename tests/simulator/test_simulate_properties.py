@@ -80,63 +80,42 @@ def run(
     return sim, sim.run()
 
 
-def nothing_is_held(sim: Simulation) -> bool:
-    """Whether no request has KV blocks any more."""
-    return all(one.snapshot().kv_use == 0.0 for one in sim.engines.values())
-
-
 ROOM = 244
 """KV tokens that hold the longest trajectory there can be, 30 + 4 * 40 + 3 * 12 and a block to spare, but not two of
 them: preemption happens."""
 
 
-@settings(max_examples=60, deadline=None)
-@given(workloads(), rules(), st.sampled_from([ROOM, 400, 4000]))
-def test_tokens_and_blocks_add_up(work: list[TrajectoryRecord], rules: Rules, capacity: int) -> None:
-    sim, result = run(work, rules, capacity)
+@settings(max_examples=120, deadline=None)
+@given(workloads(), rules(), st.sampled_from([ROOM, 400, 4000]), st.sampled_from([Spread, Restless]))
+def test_nothing_is_lost_nothing_counted_twice_and_stretches_equal_single_steps(
+    work: list[TrajectoryRecord], rules: Rules, capacity: int, policy: type[Spread]
+) -> None:
+    sim, result = run(work, rules, capacity, policy)
+    seen: Spread = sim._policy  # type: ignore[assignment]
+    turns = sum(len(one.turns) for one in work)
     wanted = sum(one.generated for one in work)
     assert result.generated_tokens == wanted == sum(engine.generated_tokens for engine in result.engines)
     assert result.trajectories == len(work)
-    assert result.turns == result.decisions == sum(len(one.turns) for one in work)
-    contexts = sum(turn.context_tokens for turn in sim._policy.turns)  # type: ignore[attr-defined]
-    decided = result.prefilled_tokens + result.cached_tokens
-    assert decided == contexts if not result.preemptions and not result.recomputed else decided >= contexts
+    assert sorted(record.context_tokens for record in seen.records) == sorted(one.context for one in work)
+    # Restless interrupts running turns, which are then routed again.
+    assert result.turns == turns <= result.decisions
+    assert result.turn_migrations <= result.decisions - turns
+    if policy is Spread:
+        contexts, decided = (
+            sum(turn.context_tokens for turn in seen.turns),
+            result.prefilled_tokens + result.cached_tokens,
+        )
+        assert decided == contexts if not result.preemptions and not result.recomputed else decided >= contexts
+        assert result.decisions == turns
     assert 0 <= result.reprefilled_tokens <= result.prefilled_tokens
     assert 0.0 <= result.idle_share <= 1.0
     assert result.finish_s[-1] <= result.makespan_s
     assert all(step.staleness <= rules.settings.eta for step in result.steps)
-    assert nothing_is_held(sim)
+    assert all(one.snapshot().kv_use == 0.0 for one in sim.engines.values()), "no request has KV blocks any more"
     assert sim.in_flight == sim.waiting == 0
-
-
-@settings(max_examples=60, deadline=None)
-@given(workloads(), rules(), st.sampled_from([ROOM, 400, 4000]))
-def test_stretches_equal_single_steps(work: list[TrajectoryRecord], rules: Rules, capacity: int) -> None:
-    fast, result = run(work, rules, capacity)
-    slow, stepped = run(work, rules.stepwise(), capacity)
+    slow, stepped = run(work, rules.stepwise(), capacity, policy)
     assert result == stepped
-    assert fast._events.count <= slow._events.count
-
-
-@settings(max_examples=60, deadline=None)
-@given(workloads(), rules(), st.sampled_from([ROOM, 400, 4000]))
-def test_interrupted_turns_lose_nothing(work: list[TrajectoryRecord], rules: Rules, capacity: int) -> None:
-    sim, result = run(work, rules, capacity, Restless)
-    assert (
-        result.generated_tokens
-        == sum(one.generated for one in work)
-        == sum(engine.generated_tokens for engine in result.engines)
-    )
-    assert result.trajectories == len(work)
-    turns = sum(len(one.turns) for one in work)
-    assert result.turns == turns <= result.decisions
-    assert result.turn_migrations <= result.decisions - turns
-    records = sim._policy.records  # type: ignore[attr-defined]
-    assert sorted(record.context_tokens for record in records) == sorted(one.context for one in work)
-    assert nothing_is_held(sim)
-    assert sim.in_flight == sim.waiting == 0
-    _, stepped = run(work, rules.stepwise(), capacity, Restless)
-    assert result == stepped
+    assert policy is Restless or sim._events.count <= slow._events.count
 
 
 class Arrival(NamedTuple):

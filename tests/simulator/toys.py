@@ -127,13 +127,14 @@ def request(
     )
 
 
-def play(engine: Engine, *at: tuple[float, Callable[[float], object]]) -> list[tuple[float, str]]:
-    """Do things at their times and run the engine until it is idle; returns who ended when."""
+def play(engine: Engine, *at: tuple[float, Callable[[float], object] | SimulatedRequest]) -> list[tuple[float, str]]:
+    """Submit requests and do other things at their times, and run the engine until it is idle; returns who ended
+    when."""
     todo, done = sorted(at, key=lambda item: item[0]), []
     while todo or engine.next_at != IDLE:
         if todo and todo[0][0] <= engine.next_at:
             now, act = todo.pop(0)
-            act(now)
+            _ = engine.submit(act, now) if isinstance(act, SimulatedRequest) else act(now)
             continue
         now = engine.next_at
         done += [(now, ended.trajectory) for ended in engine.advance(now)]
