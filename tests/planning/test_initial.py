@@ -17,22 +17,18 @@ from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.planning.initial import InitialPlan, initial_plan, plan_record
 from libra_hpc.policies.costs.rollout_time import ReplicaCost
 from libra_hpc.preflight.checks import problems
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
+from libra_hpc.traces.read import write_trace
+from tests.models.support import device_file
 
-NODE = {"gpus": 8, "gpu_type": "a800"}
+from .conftest import run_file
 
 
-def run_file(nodes: tuple[int, int, int] = (2, 2, 2), **sections: Any) -> dict[str, Any]:
-    parts = {name: {**NODE, "nodes": count} for name, count in zip(("train", "hybrid", "rollout"), nodes, strict=True)}
-    made: dict[str, Any] = {
-        "slurm": {"device": "cuda"},
-        "components": {"split": "auto", **parts},
-        "model": {"path": "qwen3-14b"},
-        "algorithm": {"prompts_per_step": 64},
-        "rollout": {"max_model_len": 32768, "max_num_seqs": 256},
-    }
-    for section, values in sections.items():
-        made[section] = {**made.get(section, {}), **values}
-    return made
+def auto(nodes: tuple[int, int, int] = (2, 2, 2), **sections: Any) -> dict[str, Any]:
+    """A run file whose split the planner fills in."""
+    rollout = {"max_model_len": 32768, "max_num_seqs": 256, **sections.pop("rollout", {})}
+    made = run_file(nodes, **{"algorithm": {"prompts_per_step": 64}, **sections}, rollout=rollout)
+    return {**made, "components": {"split": "auto", **made["components"]}}
 
 
 def planned(data: dict[str, Any]) -> InitialPlan:
@@ -48,7 +44,7 @@ def node_lists(config: RunConfig) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("nodes", [(2, 2, 2), (1, 0, 5), (6, 1, 9), (1, 30, 1)])
 @pytest.mark.parametrize("eta", [0, 1])
 def test_the_filled_in_run_file_uses_every_gpu_and_is_valid(nodes: tuple[int, int, int], eta: int) -> None:
-    made = planned(run_file(nodes, algorithm={"prompts_per_step": 64, "eta": eta}))
+    made = planned(auto(nodes, algorithm={"prompts_per_step": 64, "eta": eta}))
     config, parts = made.config, made.config.components
     assert list(problems(config)) == []
     assert parts.split == "explicit"
@@ -66,7 +62,7 @@ def test_the_filled_in_run_file_uses_every_gpu_and_is_valid(nodes: tuple[int, in
 
 @pytest.mark.parametrize("eta", [0, 1])
 def test_it_is_the_best_of_all_splits_with_whole_nodes(eta: int) -> None:
-    made = planned(run_file(algorithm={"prompts_per_step": 64, "eta": eta}))
+    made = planned(auto(algorithm={"prompts_per_step": 64, "eta": eta}))
     asked, pool = made.asked, made.asked.pools[0]
     replicas = [ReplicaCost(lookup(pool.device, asked.shape, tp), asked.batch, asked.options) for tp in (1, 2, 4, 8)]
     last, best = len(asked.batch.lengths.bins) - 1, math.inf
@@ -80,7 +76,7 @@ def test_it_is_the_best_of_all_splits_with_whole_nodes(eta: int) -> None:
 
 
 def test_nodes_of_another_kind_roll_out_and_what_does_not_train_is_hybrid() -> None:
-    data = run_file((8, 0, 2), algorithm={"prompts_per_step": 16})
+    data = auto((8, 0, 2), algorithm={"prompts_per_step": 16})
     data["components"]["rollout"] = {"gpus": 4, "gpu_type": "h100", "nodes": 2}
     made = planned(data)
     parts = made.config.components
@@ -93,27 +89,19 @@ def test_nodes_of_another_kind_roll_out_and_what_does_not_train_is_hybrid() -> N
 
 
 def test_a_scheduler_that_cannot_sort_by_length_gets_one_class() -> None:
-    assert isinstance(
-        planned(run_file(rollout={"max_model_len": 32768, "policy": "least_loaded"})).config.rollout.tp, int
-    )
+    assert isinstance(planned(auto(rollout={"policy": "least_loaded"})).config.rollout.tp, int)
 
 
 def test_lengths_come_from_an_earlier_run(tmp_path: Path) -> None:
-    line = {
-        "prompt_id": "p",
-        "sample": 0,
-        "prompt_tokens": 500,
-        "turns": [{"new_tokens": 0, "gen_tokens": 900, "tool": "", "tool_s": 0.5}],
-        "reward": 1.0,
-    }
-    (tmp_path / "trajectories.jsonl").write_text("".join(json.dumps({**line, "sample": n}) + "\n" for n in range(40)))
-    made = planned(run_file(planner={"trace": str(tmp_path)}))
+    turn = TurnRecord(0, 900, tool_s=0.5)
+    write_trace(tmp_path / "trajectories.jsonl", [TrajectoryRecord("p", n, 500, (turn,), 1.0) for n in range(40)])
+    made = planned(auto(planner={"trace": str(tmp_path)}))
     assert made.asked.batch.lengths.generated == pytest.approx(900)
     assert "40 trajectories" in made.asked.lengths
 
 
 def test_the_record_has_question_choice_and_prediction() -> None:
-    made = planned(run_file())
+    made = planned(auto())
     written = json.loads(json.dumps(plan_record(made), allow_nan=False))
     assert written["chosen"]["components.train.nodes"] == made.config.components.train.nodes
     assert written["best"][0] == written["plan"]
@@ -123,51 +111,36 @@ def test_the_record_has_question_choice_and_prediction() -> None:
     assert any("tables" in source for source in written["sources"])
 
 
-TWO_NODES = {name: {**NODE, "nodes": int(name != "hybrid")} for name in ("train", "hybrid", "rollout")}
-CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "CPU nodes": (
-        {"slurm": {"device": "cpu"}},
-        "components.split = 'auto': slurm.device is 'cpu' and the planner has no figures for CPU nodes",
+TWO_NODES = run_file((1, 0, 1))["components"]
+AUTO = "components.split = 'auto'"
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"slurm": {"device": "cpu"}}, f"{AUTO}: slurm.device is 'cpu' and the planner has no figures for CPU nodes"),
+    ({"train": {"tp": 4}}, f"train.tp = 4: {AUTO} chooses it"),
+    ({"rollout": {"tp": 1}}, f"rollout.tp = 1: {AUTO} chooses it"),
+    ({"planner": {"hybrid_start": "train"}}, f"planner.hybrid_start = 'train': {AUTO} chooses it"),
+    ({"planner": {"device": "a80"}}, "device = 'a80': unknown device"),
+    ({"model": {"path": "qwen3-15b"}}, "model = 'qwen3-15b': neither a known short name nor"),
+    ({"model": {"path": "llama-3.1-70b"}, "components": TWO_NODES}, "No training layout fits"),
+    ({"planner": {"trace": "/nowhere.jsonl"}}, "/nowhere.jsonl"),
+    (
+        {"components": {"hybrid": {"nodes": 1, "gpus": 4, "gpu_type": "a800"}}},
+        "hybrid nodes are of the training nodes' kind; valid: 8.",
     ),
-    "train.tp as well": ({"train": {"tp": 4}}, "train.tp = 4: components.split = 'auto' chooses it"),
-    "rollout.tp as well": ({"rollout": {"tp": 1}}, "rollout.tp = 1: components.split = 'auto' chooses it"),
-    "hybrid_start as well": (
-        {"planner": {"hybrid_start": "train"}},
-        "planner.hybrid_start = 'train': components.split = 'auto' chooses it",
-    ),
-    "unknown device": ({"planner": {"device": "a80"}}, "device = 'a80': unknown device"),
-    "unknown model": ({"model": {"path": "qwen3-15b"}}, "model = 'qwen3-15b': neither a known short name nor"),
-    "model too large": ({"model": {"path": "llama-3.1-70b"}, "components": TWO_NODES}, "No training layout fits"),
-    "no trace": ({"planner": {"trace": "/nowhere.jsonl"}}, "/nowhere.jsonl"),
-}
+]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_mistake_is_one_sentence(case: str) -> None:
-    sections, sentence = CASES[case]
+@pytest.mark.parametrize(("sections", "sentence"), MISTAKES)
+def test_a_mistake_is_one_sentence(sections: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError) as caught:
-        planned(run_file(**sections))
+        planned(auto(**sections))
     assert sentence in str(caught.value)
 
 
-def test_hybrid_nodes_are_of_the_kind_that_trains() -> None:
-    data = run_file()
-    data["components"]["hybrid"] = {"nodes": 1, "gpus": 4, "gpu_type": "a800"}
-    with pytest.raises(UserError, match=r"components.hybrid.gpus = 4: .* valid: 8"):
-        planned(data)
-
-
 def test_nodes_without_gpus_are_planned_as_a_device_of_the_users_file(tmp_path: Path) -> None:
-    (tmp_path / "own.toml").write_text(
-        "[cpunode]\nmemory_bytes = 256e9\npeak_flops = 4e12\nhbm_bytes_s = 200e9\nintra_bytes_s = 50e9\ninter_bytes_s ="
-        " 12e9\ndevices_per_node = 1\n"
-    )
-    data = run_file(
-        (2, 1, 3),
-        slurm={"device": "cpu"},
-        model={"path": "qwen3-4b"},
-        planner={"device": "cpunode", "devices": str(tmp_path / "own.toml")},
-    )
+    speeds = {"peak_flops": 4e12, "hbm_bytes_s": 200e9, "intra_bytes_s": 50e9}
+    own = device_file(tmp_path / "own.toml", "cpunode", memory_bytes=256e9, devices_per_node=1, **speeds)
+    planner = {"device": "cpunode", "devices": str(own)}
+    data = auto(slurm={"device": "cpu"}, model={"path": "qwen3-4b"}, planner=planner)
     for name, count in zip(("train", "hybrid", "rollout"), (2, 1, 3), strict=True):
         data["components"][name] = {"nodes": count}
     made = planned(data)

@@ -15,20 +15,12 @@ from libra_hpc.preflight.checks import problems
 from tests.policies.control.plant_costs import FakeSteps
 from tests.policies.control.test_repartition_choice import measured, snapshot
 
-NODE = {"gpus": 4, "gpu_type": "a800"}
+from .conftest import run_file
 
 
 def _config(**changes: Any) -> RunConfig:
-    data: dict[str, Any] = {
-        "slurm": {"device": "cuda"},
-        "model": {"path": "qwen3-14b"},
-        "components": {"train": {"nodes": 2, **NODE}, "hybrid": {"nodes": 2, **NODE}, "rollout": {"nodes": 2, **NODE}},
-        "rollout": {"tp": 4, "max_model_len": 16384},
-        "train": {"tp": 4},
-    }
-    for key, value in changes.items():
-        data[key] = {**data.get(key, {}), **value}
-    return validate(data)
+    rollout, train = ({"tp": 4, **changes.pop(stage, {})} for stage in ("rollout", "train"))
+    return validate(run_file(gpus=4, rollout=rollout, train=train, **changes))
 
 
 def _planner(**changes: Any) -> Planner:
@@ -37,10 +29,6 @@ def _planner(**changes: Any) -> Planner:
 
 def _models(planner: Planner) -> tuple[bool, bool]:
     return planner.rollout_model is not None, planner.repartition is not None
-
-
-def test_known_hardware_gives_the_rollout_model_and_repartition_advice() -> None:
-    assert _models(_planner()) == (True, True)
 
 
 def test_what_a_repartition_proposes_is_a_run_file() -> None:
@@ -70,6 +58,7 @@ def test_what_a_repartition_proposes_is_a_run_file() -> None:
 @pytest.mark.parametrize(
     ("changes", "models"),
     [
+        ({}, (True, True)),
         ({"slurm": {"device": "cpu"}}, (False, False)),
         ({"rollout": {"tp": [1, 1, 4, 4], "engines_per_node": [4, 4, 1, 1]}}, (True, True)),
         ({"rollout": {"tp": [1, 1, 4, 4], "engines_per_node": [4, 4, 1, 1], "policy": "sticky"}}, (False, False)),
@@ -78,7 +67,9 @@ def test_what_a_repartition_proposes_is_a_run_file() -> None:
         ({"planner": {"trace": "no/such/file"}}, (True, True)),
     ],
 )
-def test_without_model_or_device_the_planner_only_measures(changes: dict[str, Any], models: tuple[bool, bool]) -> None:
+def test_known_hardware_gives_cost_models_and_without_it_the_planner_only_measures(
+    changes: dict[str, Any], models: tuple[bool, bool]
+) -> None:
     assert _models(_planner(**changes)) == models
 
 

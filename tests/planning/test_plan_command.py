@@ -6,52 +6,20 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
-from libra_hpc_cli import app
 
-from libra_hpc.models.devices import device
+from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.train_speed import TrainSpeed, save_speed
+from libra_hpc.policies.search.best_plan import DevicePool, PlanSearch
 from libra_hpc.policies.search.scaling_curve import ScalingPoint, knee, steps
+from tests.models.support import device_file
+from tests.policies.control.plant_costs import A800, QWEN, agentic, fake
+from tests.slurm.test_examples import model_folder
 
-RUN = """
-[components.train]
-nodes = 2
-gpus = 8
-gpu_type = "a800"
-[components.hybrid]
-nodes = 2
-gpus = 8
-gpu_type = "a800"
-[components.rollout]
-nodes = 2
-gpus = 8
-gpu_type = "a800"
-[model]
-path = "qwen3-14b"
-[algorithm]
-prompts_per_step = 64
-[rollout]
-max_model_len = 32768
-max_num_seqs = 256
-"""
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.toml").write_text(RUN)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = app.run(("plan", "run.toml", "--quick", *arguments))
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+from .conftest import RUN, Call
 
 
 @pytest.mark.parametrize(
@@ -67,41 +35,35 @@ def test_tables_fit_a_hundred_columns(call: Call, more: tuple[str, ...]) -> None
 
 def test_the_default_shows_split_limits_and_sources(call: Call) -> None:
     _, out, _ = call()
-    assert "qwen3-14b on 48 x a800 (6 nodes of 8); 512 trajectories a batch, eta 1 (stages overlap)" in out
-    assert "assumed log-normal" in out
-    assert "TP, PP, CP, EP, DP: tensor, pipeline, context, expert, data parallel" in out
-    assert "rollout steps: operator tables" in out
-    assert "proved optimal" in out
+    for fact in (
+        "qwen3-14b on 48 x a800 (6 nodes of 8); 512 trajectories a batch, eta 1 (stages overlap)",
+        "assumed log-normal",
+        "TP, PP, CP, EP, DP: tensor, pipeline, context, expert, data parallel",
+        "rollout steps: operator tables",
+        "proved optimal",
+    ):
+        assert fact in out
     _, out, _ = call("--layouts", "any")
     assert "not fit (--explain for all)" in out
     assert "GB over" in out
 
 
-def test_engines_with_fewer_seats_than_trajectories_are_noted(call: Call) -> None:
-    note = "of a batch's 512 trajectories at once (rollout.max_num_seqs = 8)"
-    assert note in " ".join(call("-o", "rollout.max_num_seqs=8")[1].split())
-    assert "at once" not in call()[1]
-
-
-def test_a_plan_without_the_hybrid_nodes_that_were_asked_for_is_noted(call: Call) -> None:
-    note = "fits on hybrid nodes too, so it has none"
-    assert note in " ".join(call("--model", "llama-3.1-70b")[1].split())
-    assert note not in call()[1]
+@pytest.mark.parametrize(
+    ("more", "note"),
+    [
+        (("-o", "rollout.max_num_seqs=8"), "of a batch's 512 trajectories at once (rollout.max_num_seqs = 8)"),
+        (("--model", "llama-3.1-70b"), "fits on hybrid nodes too, so it has none"),
+    ],
+)
+def test_few_seats_and_hybrid_nodes_that_are_left_out_are_noted(call: Call, more: tuple[str, ...], note: str) -> None:
+    assert note in " ".join(call(*more)[1].split())
+    assert note not in " ".join(call()[1].split())
 
 
 def test_small_figures_keep_two_digits_and_an_empty_exclusion_list_is_stated(call: Call, tmp_path: Path) -> None:
-    shape = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-    }
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "config.json").write_text(
-        json.dumps({"model_type": "qwen3", "head_dim": 32, "torch_dtype": "bfloat16", **shape})
-    )
+    heads = {"heads": 2, "kv_heads": 2, "head_dim": 32}
+    tiny = {"layers": 2, "hidden": 64, "intermediate": 128, "vocab": 256, **heads}
+    model_folder(tmp_path / "tiny", msgspec.structs.replace(model_shape("qwen3-4b"), **tiny))
     _, out, _ = call("--model", "tiny", "--explain", "--layouts", "any")
     assert re.search(r"forward and backward +\d[.\d]* ms +\d+%", out)
     assert re.search(r"weights +0\.000\d+ ", out)
@@ -124,13 +86,10 @@ def test_json_is_the_whole_result(call: Call) -> None:
 
 
 def test_components_of_two_kinds_are_two_pools(call: Call) -> None:
-    code, out, _ = call("-o", "components.rollout.gpu_type=h100", "--json")
+    _, out, _ = call("-o", "components.rollout.gpu_type=h100", "--json")
     found = json.loads(out)
-    assert code == 0
-    assert found["request"]["pools"] == [
-        {"device": "a800", "nodes": 4, "node_devices": 8},
-        {"device": "h100", "nodes": 2, "node_devices": 8},
-    ]
+    pools = [(pool["device"], pool["nodes"], pool["node_devices"]) for pool in found["request"]["pools"]]
+    assert pools == [("a800", 4, 8), ("h100", 2, 8)]
     assert {s["pool"] for s in found["plans"][0]["rollout"]["segments"]} <= {0, 1}
     code, out, _ = call("-o", "components.rollout.gpu_type=h100")
     assert code == 0
@@ -151,11 +110,8 @@ def test_a_sweep_is_a_curve_with_its_knee(call: Call, tmp_path: Path) -> None:
 
 def test_lengths_of_a_trace(call: Call, tmp_path: Path) -> None:
     turn = {"new_tokens": 0, "gen_tokens": 500, "tool": None, "outcome": None, "tool_s": 0.0}
-    lines = [
-        json.dumps({"prompt_id": f"p{i}", "sample": 0, "prompt_tokens": 100, "turns": [turn], "reward": None})
-        for i in range(20)
-    ]
-    (tmp_path / "trace.jsonl").write_text("\n".join(lines))
+    one = {"sample": 0, "prompt_tokens": 100, "turns": [turn], "reward": None}
+    (tmp_path / "trace.jsonl").write_text("\n".join(json.dumps({"prompt_id": f"p{i}", **one}) for i in range(20)))
     code, out, _ = call("--trace", "trace.jsonl")
     assert code == 0
     assert "lengths: 20 trajectories of trace.jsonl" in out
@@ -163,10 +119,7 @@ def test_lengths_of_a_trace(call: Call, tmp_path: Path) -> None:
 
 
 def test_a_device_of_the_users_own(call: Call, tmp_path: Path) -> None:
-    (tmp_path / "more.toml").write_text(
-        "[mi250x]\nmemory_bytes = 96e9\npeak_flops = 190e12\nhbm_bytes_s = 1.6e12\nintra_bytes_s = 50e9\ninter_bytes_s"
-        " = 25e9\ndevices_per_node = 8\n"
-    )
+    device_file(tmp_path / "more.toml", memory_bytes=96e9)
     code, out, _ = call("--devices", "more.toml", "--device", "mi250x", "--gpus", "32")
     assert code == 0
     assert "rollout steps: roofline of qwen3-14b on mi250x" in out
@@ -184,6 +137,8 @@ MISTAKES: dict[tuple[str, ...], str] = {
     ("--gpus", "64..16"): "--gpus = '64..16': an empty range",
     ("--gpus", "many"): "--gpus = 'many': malformed; valid: a number such as 48 or a range such as 16..128.",
     ("--trace", "absent.jsonl"): "absent.jsonl cannot be read",
+    ("--sigma", "50"): "sigma = 50",
+    ("--generated", "100000"): "room for 30,720",
     ("--generated", "0"): "generated = 0.0: out of range; valid: a number >= 1.",
     ("--layouts", "nodes"): "--layouts = 'nodes': unknown value; valid: any, node (did you mean 'node'?).",
     ("-o", "components.hybrid.gpus=0"): "components.hybrid.gpus = 0: the other components have GPUs",
@@ -214,29 +169,18 @@ def test_a_dry_run_is_planned_for_what_it_simulates(call: Call, tmp_path: Path) 
 
 
 def test_a_model_that_cannot_be_trained_is_planned_for_study_and_never_split(call: Call) -> None:
-    note = (
-        "this version cannot train mixtral-8x7b (a mixture of experts of another kind than Qwen3's); the plan is for"
-        " study"
-    )
+    cannot = "this version cannot train mixtral-8x7b (a mixture of experts"
+    note = f"{cannot} of another kind than Qwen3's); the plan is for study"
     study = ("--model", "mixtral-8x7b", "--layouts", "any")
     code, out, _ = call(*study)
     assert code == 0
     assert note in " ".join(out.split())
     assert note in json.loads(call(*study, "--json")[1])["request"]["notes"]
     assert "cannot train" not in call()[1]
-    auto = (
-        "-o",
-        "components.split=auto",
-        "-o",
-        "slurm.device=cuda",
-        "-o",
-        "planner.model=mixtral-8x7b",
-        "-o",
-        "algorithm.prompts_per_step=8",
-    )
-    code, _, err = call(*auto)
+    auto = ("components.split=auto", "slurm.device=cuda", "planner.model=mixtral-8x7b", "algorithm.prompts_per_step=8")
+    code, _, err = call(*(part for value in auto for part in ("-o", value)))
     assert code == 2
-    assert "components.split = 'auto': this version cannot train mixtral-8x7b (a mixture of experts" in err
+    assert f"components.split = 'auto': {cannot}" in err
 
 
 def test_no_gpus_anywhere(call: Call, tmp_path: Path) -> None:
@@ -248,10 +192,8 @@ def test_no_gpus_anywhere(call: Call, tmp_path: Path) -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    code = (
-        "import sys, libra_hpc_cli.plan; print([m for m in ('torch', 'numpy', 'pandas', 'matplotlib', 'vllm', 'mpi4py')"
-        " if m in sys.modules])"
-    )
+    heavy = ("torch", "numpy", "pandas", "matplotlib", "vllm", "mpi4py")
+    code = f"import sys, libra_hpc_cli.plan; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -262,54 +204,37 @@ def test_points_of_a_sweep() -> None:
     assert (many[0], many[-1], len(many)) == (2, 1280, 16)
 
 
-def curve(*speeds: float) -> list[ScalingPoint]:
-    """Points of 8, 16, ... devices with so many tokens per second."""
-    from libra_hpc.policies.search.best_plan import DevicePool, PlanSearch
-    from tests.policies.control.plant_costs import QWEN, agentic, fake
-
-    made = PlanSearch(QWEN, [DevicePool(device("a800"), 4, 8)], agentic(64), steps=fake).run(1).plans[0]
-    return [ScalingPoint(8 * i, msgspec.structs.replace(made, tokens_s=speed)) for i, speed in enumerate(speeds, 1)]
-
-
-def test_knee() -> None:
-    assert knee(curve(100, 200, 300, 310, 320)) == 2
-    assert knee(curve(100, 100.2, 100.3, 100.3)) == 0
-    assert knee(curve(100, 200, 300, 400)) is None
-    assert knee(curve(100, 110, 130, 200)) is None
-    assert knee(curve(100, 200)) is None
-    assert knee(curve(100, 100, 100)) == 0
-
-
-def speed_file(path: Path, device: str, factor: float) -> Path:
-    save_speed(
-        TrainSpeed(device=device, model="m", layout="TP8", tokens_s=1.0, mfu=0.2, factor=factor, samples=()), path
-    )
-    return path
+@pytest.mark.parametrize(
+    ("speeds", "found"),
+    [
+        ((100, 200, 300, 310, 320), 2),
+        ((100, 100.2, 100.3, 100.3), 0),
+        ((100, 100, 100), 0),
+        ((100, 200, 300, 400), None),
+        ((100, 110, 130, 200), None),
+        ((100, 200), None),
+    ],
+)
+def test_the_knee_is_where_more_devices_stop_to_pay(speeds: tuple[float, ...], found: int | None) -> None:
+    made = PlanSearch(QWEN, [DevicePool(A800, 4, 8)], agentic(64), steps=fake).run(1).plans[0]
+    points = [ScalingPoint(8 * i, msgspec.structs.replace(made, tokens_s=s)) for i, s in enumerate(speeds, 1)]
+    assert knee(points) == found
 
 
 def test_a_measured_training_speed_replaces_the_assumed_one(call: Call, tmp_path: Path) -> None:
+    speed = TrainSpeed(device="a800", model="m", layout="TP8", tokens_s=1.0, mfu=0.2, factor=2.0, samples=())
+    save_speed(speed, tmp_path / "speed.json")
+    save_speed(msgspec.structs.replace(speed, device="h200"), tmp_path / "other.json")
     _, assumed, _ = call("--best", "1")
     assert re.search(r"training speed is assumed \(\d+% MFU; .*\); at half of it: \d\+\d, [\d.]+ s a batch", assumed)
-    _, out, _ = call("--json")
-    plain = json.loads(out)
-    code, out, _ = call("--json", "--train-speed", str(speed_file(tmp_path / "speed.json", "a800", 2.0)))
-    measured = json.loads(out)
-    assert code == 0
+    plain = json.loads(call("--json")[1])
+    measured = json.loads(call("--json", "--train-speed", "speed.json")[1])
     assert measured["half_mfu"] is None
     assert measured["request"]["factors"]["compute"] == 2.0
     assert measured["plans"][0]["train"] == plain["half_mfu"]["train"], "factor 2 is half of the MFU"
-    code, _, err = call("--train-speed", str(speed_file(tmp_path / "other.json", "h200", 2.0)))
+    code, _, err = call("--train-speed", "other.json")
     assert code == 2
     assert "measured on h200; valid: one of a800" in err
-
-
-@pytest.mark.parametrize(
-    ("more", "named"), [(("--sigma", "50"), "sigma = 50"), (("--generated", "100000"), "room for 30,720")]
-)
-def test_lengths_that_no_trajectory_can_have_are_refused(call: Call, more: tuple[str, ...], named: str) -> None:
-    code, _, err = call(*more)
-    assert code == 2
-    assert named in err
 
 
 def test_the_model_of_the_command_is_also_that_of_an_automatic_split(call: Call, tmp_path: Path) -> None:

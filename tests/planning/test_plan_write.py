@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from libra_hpc_cli import app
 
 from libra_hpc.config.edit import edited
 from libra_hpc.config.load import load_run_file
@@ -17,20 +15,9 @@ from libra_hpc.models.shapes import model_shape
 from libra_hpc.preflight.checks import check_run
 from tests.slurm.test_examples import model_folder
 
+from .conftest import Call
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = app.run(("plan", *arguments, "--quick"))
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 def rows(call: Call, *arguments: str) -> int:
@@ -58,18 +45,16 @@ def test_every_row_can_be_written_and_passes_the_checks(
 ) -> None:
     folder = model_folder(tmp_path / "policy", model_shape(model))
     names = ("train", "hybrid", "rollout")
-    set_nodes = [
-        f"components.{name}.nodes={count}"
-        for name, count in zip(names, nodes, strict=True)
-        if count or name != "hybrid"
-    ]
-    hybrid = [] if nodes[1] or example == "a800-8" else ["components.hybrid.nodes=0"]
+    counts = dict(zip(names, nodes, strict=True))
+    if example == "a800-8":
+        del counts["hybrid"]
+    set_nodes = [f"components.{name}.nodes={count}" for name, count in counts.items()]
     lines = (EXAMPLES / f"{example}.toml").read_text().splitlines()
     if split == "auto":
         lines = [line for line in lines if line.partition(" =")[0] not in ("tp", "pp", "engines_per_node")]
     (tmp_path / "run.toml").write_text("\n".join(lines) + "\n")
-    overrides = [f"components.split={split}", f"model.path={folder}", f"run.dir={tmp_path}", *set_nodes, *hybrid]
-    arguments = ["run.toml", *(part for value in overrides for part in ("-o", value))]
+    overrides = [f"components.split={split}", f"model.path={folder}", f"run.dir={tmp_path}", *set_nodes]
+    arguments = [part for value in overrides for part in ("-o", value)]
     count = rows(call, *arguments)
     assert count >= 1
     for row in range(1, count + 1):
@@ -103,7 +88,7 @@ prompts_per_step = 16
 def test_training_on_either_kind_of_node_can_be_written(tmp_path: Path, call: Call) -> None:
     folder = model_folder(tmp_path / "policy", model_shape("qwen3-4b"))
     (tmp_path / "run.toml").write_text(TWO_KINDS)
-    arguments = ("run.toml", "-o", f"model.path={folder}", "-o", f"run.dir={tmp_path}", "--best", "9")
+    arguments = ("-o", f"model.path={folder}", "-o", f"run.dir={tmp_path}", "--best", "9")
     found = json.loads(call(*arguments, "--json")[1])["plans"]
     assert {plan["pool"] for plan in found} == {0, 1}
     for row, plan in enumerate(found, start=1):
@@ -119,7 +104,7 @@ def test_training_on_either_kind_of_node_can_be_written(tmp_path: Path, call: Ca
 def test_comments_survive_and_a_file_is_replaced_by_order_only(tmp_path: Path, call: Call) -> None:
     folder = model_folder(tmp_path / "policy", model_shape("qwen3-4b"))
     (tmp_path / "run.toml").write_text(TWO_KINDS)
-    arguments = ("run.toml", "-o", f"model.path={folder}", "--write")
+    arguments = ("-o", f"model.path={folder}", "--write")
     assert call(*arguments, "chosen.toml")[0] == 0
     text = (tmp_path / "chosen.toml").read_text()
     assert text.startswith("\n# Two kinds of GPU.\n")
@@ -143,7 +128,7 @@ def test_what_cannot_be_written_is_one_sentence(
 ) -> None:
     folder = model_folder(tmp_path / "policy", model_shape("qwen3-4b"))
     (tmp_path / "run.toml").write_text(TWO_KINDS.replace("h200", "a800"))
-    code, _, err = call("run.toml", "-o", f"model.path={folder}", "--write", "chosen.toml", *options)
+    code, _, err = call("-o", f"model.path={folder}", "--write", "chosen.toml", *options)
     assert code == 2
     assert sentence in err
     assert not (tmp_path / "chosen.toml").exists()

@@ -25,24 +25,16 @@ from libra_hpc.preflight.train_worlds import degrees_of
 from tests.policies.control.plant_costs import A800, agentic
 from tests.slurm.test_examples import model_folder
 
+from .conftest import run_file
+
 FLEETS = [(2, 8), (4, 8), (6, 8), (6, 4)]
 """Nodes and GPUs of each."""
 
 
 def configured(folder: Path, nodes: int, gpus: int, hybrid: int, **sections: Any) -> RunConfig:
-    counts = {"train": 1, "hybrid": hybrid, "rollout": nodes - 1 - hybrid}
-    kind = {"gpus": gpus, "gpu_type": "a800"}
-    return validate(
-        {
-            "run": {"dir": str(folder)},
-            "slurm": {"device": "cuda"},
-            "components": {name: {**kind, "nodes": count} for name, count in counts.items()},
-            "model": {"path": str(folder / "policy")},
-            "algorithm": {"prompts_per_step": 32},
-            "rollout": {"max_model_len": 16384},
-            **sections,
-        }
-    )
+    batch = {"prompts_per_step": 32}
+    own = {"run": {"dir": str(folder)}, "model": {"path": str(folder / "policy")}, "algorithm": batch, **sections}
+    return validate(run_file((1, hybrid, nodes - 1 - hybrid), gpus, **own))
 
 
 def rows(config: RunConfig) -> list[tuple[RunPlan, RunConfig]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import pytest
 
@@ -14,6 +12,8 @@ from libra_hpc.planning.simulated_plan import MIX_GAIN, candidates, effort, halv
 from libra_hpc.planning.work import Assumed, Work
 from libra_hpc.policies.search.best_plan import PlanResult, PlanSearch
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
+
+from .conftest import run_file
 
 
 class Option(msgspec.Struct, frozen=True):
@@ -27,18 +27,9 @@ def played(option: Option, seconds: float, simulated: int) -> Option:
     return msgspec.structs.replace(option, seconds=seconds, simulated=simulated)
 
 
-def question(eta: int = 1, prompts: int = 8, **rollout: Any) -> tuple[PlanRequest, PlanSearch, PlanResult]:
-    kind = {"gpus": 8, "gpu_type": "a800"}
-    config = validate(
-        {
-            "slurm": {"device": "cuda"},
-            "components": {"train": {**kind, "nodes": 2}, "rollout": {**kind, "nodes": 2}},
-            "model": {"path": "qwen3-14b"},
-            "algorithm": {"prompts_per_step": prompts, "eta": eta},
-            "rollout": {"max_model_len": 16384, **rollout},
-        }
-    )
-    asked = request(config, assumed=Assumed(generated=800, turns=4))
+def question(eta: int = 1, prompts: int = 8) -> tuple[PlanRequest, PlanSearch, PlanResult]:
+    batch = {"prompts_per_step": prompts, "eta": eta}
+    asked = request(validate(run_file((2, 0, 2), algorithm=batch)), assumed=Assumed(generated=800, turns=4))
     search = PlanSearch(
         asked.shape, asked.pools, asked.batch, space=asked.space, options=asked.options, whole_nodes=True
     )
