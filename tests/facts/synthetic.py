@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.estimate import StageEstimate, StepAccuracy
@@ -21,6 +22,12 @@ STEP_S = 3.0
 MOVE = (START + 100.0, START + 109.5)
 REASON = "to_train: training 1.42 s a batch, rollout 0.97 s; moving node 2 saves 31 s over 300 s and costs 9.5 s"
 COMPONENTS = ("planner", "train", "hybrid", "rollout")
+BEFORE_DRIFT = {"generation": 1, "replicas": 1, "rollout_nodes": 2, "phase": "short"}
+EVERY_STEP = (
+    {"reward_std": 0.3, "tokens": 1000, "loss_tokens": 400, "loss": 0.01, "grad_norm": 0.5, "wait_s": 0.3}
+    | {"staleness_mean": 0.5, "staleness_max": 1, "train_tokens_per_s": 900.0, "rollout_tokens_per_s": 350.0}
+    | {"step_s": STEP_S}
+)
 
 
 def make_run(parent: Path, name: str = "quick") -> RunDir:
@@ -29,40 +36,50 @@ def make_run(parent: Path, name: str = "quick") -> RunDir:
     run.write_json(run.config, RunConfig().model_dump())
     run.write_json(run.job, {"job_id": "4711", "executor": "slurm", "attempt": 1, "submitted_at": START - 5})
     write_metrics(run)
-    log = LineLog(run.events)
-    log.write({"t": START, "kind": "job_started"})
-    for rank, component in enumerate(COMPONENTS):
-        log.write({"t": START + 1, "kind": "agent_joined", "rank": rank, "component": component, "host": f"node{rank}"})
     why = "to_train: training takes 2.3 s a batch, rollout 2.1 s"
-    log.write({"t": MOVE[0], "kind": "move_started", "rank": 2, "to": "train", "reason": why})
-    log.write({"t": MOVE[1], "kind": "move_done", "rank": 2, "role": "train", "seconds": 9.5})
     gains = {"predicted_gain_s": 0.42, "realised_gain_s": 0.31}
-    log.write({"t": MOVE[1] + 20, "kind": "move_judged", "rank": 2, "to": "train", **gains})
-    log.write({"t": START + 140, "kind": "engine_lost", "rank": 3, "engine": "v0"})
-    log.write({"t": START + 140, "kind": "resubmitted", "trajectory": "a", "reason": "engine lost"})
-    for number, failure in enumerate(("raised", "raised", "timeout")):
-        fields = {"failure": failure, "error": f"KeyError: {number}", "unsaid": 9 * (number == 1)}
-        attempt = {"trajectory": f"{number}.0.0", "task": "keychain", "prompt": "p"}
-        log.write({"t": START + 141 + number, "kind": "trajectory_failed", **attempt, **fields})
-    log.write({"t": START + 144, "kind": "admission_paused", "reason": "because"})
-    log.write({"t": START + 145, "kind": "prompt_given_up", "index": 7, "prompt": "p", "reason": "because"})
-    log.write({"t": START + 147, "kind": "engine_ready", "rank": 3, "engine": "v0"})
     recovered = {"trajectories": 24, "generated_tokens": 2_320, "unfinished": 3, "unfinished_tokens": 80, "dropped": {}}
-    log.write({"t": START + 148, "kind": "experience_kept", **recovered})
-    log.write({"t": START + 150, "kind": "checkpoint_saved", "step": 50})
-    log.write({"t": START + 181, "kind": "job_finished", "state": "completed"})
-    log.close()
-    trajectories = LineLog(run.trajectories)
-    for index in range(180):
-        trajectories.write(
-            {"finished_at": START + index, "index": index, "turns": [{"gen_tokens": 20}, {"gen_tokens": 30}]}
-        )
-    trajectories.close()
-    run.write_json(
-        run.result, {"state": "completed", "message": "step 60 is saved", "step": 60, "attempt": 1, "t": START + 181}
+    write(
+        run.events,
+        event(START, "job_started"),
+        *(event(START + 1, "agent_joined", rank=i, component=c, host=f"node{i}") for i, c in enumerate(COMPONENTS)),
+        event(MOVE[0], "move_started", rank=2, to="train", reason=why),
+        event(MOVE[1], "move_done", rank=2, role="train", seconds=9.5),
+        event(MOVE[1] + 20, "move_judged", rank=2, to="train", **gains),
+        event(START + 140, "engine_lost", rank=3, engine="v0"),
+        event(START + 140, "resubmitted", trajectory="a", reason="engine lost"),
+        *(failed(number, kind) for number, kind in enumerate(("raised", "raised", "timeout"))),
+        event(START + 144, "admission_paused", reason="because"),
+        event(START + 145, "prompt_given_up", index=7, prompt="p", reason="because"),
+        event(START + 147, "engine_ready", rank=3, engine="v0"),
+        event(START + 148, "experience_kept", **recovered),
+        event(START + 150, "checkpoint_saved", step=50),
+        event(START + 181, "job_finished", state="completed"),
     )
+    turns = [{"gen_tokens": 20}, {"gen_tokens": 30}]
+    write(run.trajectories, *({"finished_at": START + i, "index": i, "turns": turns} for i in range(180)))
+    result = {"state": "completed", "message": "step 60 is saved", "step": 60, "attempt": 1, "t": START + 181}
+    run.write_json(run.result, result)
     write_atomic(run.status, encode_status(make_status(run, state="completed")))
     return run
+
+
+def write(path: Path, *lines: dict[str, Any]) -> None:
+    """Append lines to a log."""
+    log = LineLog(path)
+    log.write_all(lines)
+    log.close()
+
+
+def failed(number: int, failure: str) -> dict[str, Any]:
+    """The second one stands for ten of its kind."""
+    attempt = {"trajectory": f"{number}.0.0", "task": "keychain", "prompt": "p", "error": f"KeyError: {number}"}
+    return event(START + 141 + number, "trajectory_failed", failure=failure, unsaid=9 * (number == 1), **attempt)
+
+
+def event(t: float, kind: str, **fields: Any) -> dict[str, Any]:
+    """A line of the log of events."""
+    return {"t": t, "kind": kind, **fields}
 
 
 def write_metrics(run: RunDir) -> None:
@@ -71,39 +88,13 @@ def write_metrics(run: RunDir) -> None:
     metrics = LineLog(run.metrics)
     for step in range(1, STEPS + 1):
         drifted = step > DRIFT_STEP
-        reward = (
-            0.25
-            + 0.5 * (1 - math.exp(-step / 15))
-            - (0.15 * math.exp(-(step - DRIFT_STEP) / 8) if drifted else 0)
-            + rng.gauss(0, 0.03)
-        )
-        metrics.write(
-            {
-                "t": START + STEP_S * step,
-                "step": step,
-                "reward": reward,
-                "reward_std": 0.3,
-                "solved": reward,
-                "tokens": 1000,
-                "loss_tokens": 400,
-                "loss": 0.01,
-                "grad_norm": 0.5,
-                "train_s": 1.0 + rng.random() * 0.2 + (1.2 if drifted else 0),
-                "rollout_s": 2.0 + rng.random() * 0.3,
-                "wait_s": 0.3,
-                "generation": 2 if drifted else 1,
-                "replicas": 2 if drifted else 1,
-                "rollout_nodes": 1 if drifted else 2,
-                "staleness_mean": 0.5,
-                "staleness_max": 1,
-                "phase": "long" if drifted else "short",
-                "train_tokens_per_s": 900.0,
-                "rollout_tokens_per_s": 350.0,
-                "version": step,
-                "step_s": STEP_S,
-                "expected_s": None if step < 4 else 1.1 * STEP_S,
-            }
-        )
+        dip = 0.15 * math.exp(-(step - DRIFT_STEP) / 8) if drifted else 0
+        reward = 0.25 + 0.5 * (1 - math.exp(-step / 15)) - dip + rng.gauss(0, 0.03)
+        train_s, rollout_s = 1.0 + rng.random() * 0.2 + (1.2 if drifted else 0), 2.0 + rng.random() * 0.3
+        place = {"generation": 2, "replicas": 2, "rollout_nodes": 1, "phase": "long"} if drifted else BEFORE_DRIFT
+        times = {"train_s": train_s, "rollout_s": rollout_s, "expected_s": None if step < 4 else 1.1 * STEP_S}
+        row = {"t": START + STEP_S * step, "step": step, "version": step, "reward": reward, "solved": reward}
+        metrics.write({**row, **times, **place, **EVERY_STEP})
     metrics.close()
 
 

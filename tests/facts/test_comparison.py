@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +11,25 @@ import pytest
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.comparison import MetricCurve, compare
-from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.facts.starts import job_seconds, starts
 from libra_hpc.facts.summary import summarise
 from libra_hpc.facts.sweep_record import SweepMember, write_member
 from libra_hpc.pictures import compare_picture
 from libra_hpc.pictures.compare_picture import MetricLine, median_line
 
 from . import synthetic
+from .synthetic import event
 
 
-def make(parent: Path, values: dict[str, Any], rewards: list[float] | None = None, start: float = 0.0) -> RunDir:
+def make(parent: Path, values: dict[str, Any], rewards: Sequence[float] = ()) -> RunDir:
     """A run of two GPUs with one step every ten seconds."""
     run = RunDir.create(parent, "r")
     gpus = {"components.train.gpus": 1, "components.rollout.gpus": 1}
     run.write_json(run.config, with_values(RunConfig(), {"run.name": run.name, **gpus, **values}).model_dump())
-    log, metrics = LineLog(run.events), LineLog(run.metrics)
-    log.write({"t": start, "kind": "job_started", "attempt": 1})
-    for step, reward in enumerate(rewards or [], start=1):
-        t = start + 10.0 * step
-        metrics.write({"t": t, "step": step, "reward": reward, "tokens": 500, "step_s": 10.0, "staleness_mean": 1.0})
-    log.close()
-    metrics.close()
+    synthetic.write(run.events, event(0.0, "job_started", attempt=1))
+    same = {"tokens": 500, "step_s": 10.0, "staleness_mean": 1.0}
+    rows = ({"t": 10.0 * step, "step": step, "reward": reward, **same} for step, reward in enumerate(rewards, start=1))
+    synthetic.write(run.metrics, *rows)
     return run
 
 
@@ -58,9 +55,8 @@ def test_a_layout_that_the_planner_changed_does_not_part_two_seeds(tmp_path: Pat
     runs = [
         make(tmp_path, {"run.seed": seed, "components.rollout.nodes": nodes}, [0.5]) for seed, nodes in ((0, 1), (1, 3))
     ]
-    log = LineLog(runs[1].events)
-    log.write({"t": 5.0, "kind": "repartitioned", "step": 1, "changes": {"components.rollout.nodes": 3}})
-    log.close()
+    changes = {"components.rollout.nodes": 3}
+    synthetic.write(runs[1].events, event(5.0, "repartitioned", step=1, changes=changes))
     assert [group.members for group in compare(runs, "reward")[0].groups] == [[0, 1]]
     for run, nodes in zip(runs, (1, 2), strict=True):
         write_member(run, SweepMember("s", {"components.rollout.nodes": nodes}))
@@ -83,20 +79,10 @@ def test_lost_engines_and_failed_attempts_are_counted(tmp_path: Path) -> None:
     assert found.runs[0].failed_attempts == sum(failed.count for failed in summarise(run).failures) > 0
 
 
-def test_time_between_two_attempts_costs_no_gpu_hours() -> None:
-    started = [{"t": 0.0, "kind": "job_started", "attempt": 1}, {"t": 500.0, "kind": "job_started", "attempt": 2}]
-    steps = [{"t": 40.0, "step": 1}, {"t": 530.0, "step": 2}]
-    assert job_seconds(starts(steps, started)) == 70.0
-
-
 def test_a_median_line_has_the_steps_of_at_least_half_of_the_seeds() -> None:
-    curves = [
-        MetricCurve([1, 2], [10.0, 20.0], [0.0, 0.0]),
-        MetricCurve([1], [30.0], [1.0]),
-        MetricCurve([1], [50.0], [0.5]),
-    ]
-    (point,) = median_line(curves)
-    assert point == (1, 30.0, 0.0, 0.5, 1.0)
+    longer = MetricCurve([1, 2], [10.0, 20.0], [0.0, 0.0])
+    found = median_line([longer, MetricCurve([1], [30.0], [1.0]), MetricCurve([1], [50.0], [0.5])])
+    assert found == [(1, 30.0, 0.0, 0.5, 1.0)]
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:

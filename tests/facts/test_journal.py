@@ -18,7 +18,7 @@ from libra_hpc.facts.journal import Journal, LineLog
 from libra_hpc.facts.rundir import read_lines
 
 
-def test_nothing_is_rendered_or_written_before_the_flush_and_then_all_in_order(tmp_path: Path) -> None:
+async def test_nothing_is_rendered_or_written_before_the_flush_and_then_all_in_order(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     threads: set[int] = set()
 
@@ -26,33 +26,30 @@ def test_nothing_is_rendered_or_written_before_the_flush_and_then_all_in_order(t
         threads.add(threading.get_ident())
         return {"n": record}
 
-    async def main() -> None:
-        journal: Journal[int] = Journal(path, render)
-        for n in range(5):
-            journal.add(n)
-        assert not threads
-        assert not path.exists()
-        await asyncio.gather(journal.flush(), journal.flush())
-        assert [line["n"] for line in read_lines(path)] == [0, 1, 2, 3, 4]
-        assert threading.get_ident() not in threads
-        journal.add(5)
-        await journal.close()
-        assert [line["n"] for line in read_lines(path)] == [0, 1, 2, 3, 4, 5]
-
-    asyncio.run(main())
+    journal: Journal[int] = Journal(path, render)
+    for n in range(5):
+        journal.add(n)
+    assert not threads
+    assert not path.exists()
+    await asyncio.gather(journal.flush(), journal.flush())
+    assert numbers(path) == [0, 1, 2, 3, 4]
+    assert threading.get_ident() not in threads
+    journal.add(5)
+    await journal.close()
+    assert numbers(path) == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_torn_last_line_of_an_earlier_attempt_costs_that_line_only(tmp_path: Path) -> None:
+async def test_a_torn_last_line_of_an_earlier_attempt_costs_that_line_only(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"n": 1}\n{"n": 2')
+    journal: Journal[int] = Journal(path, lambda n: {"n": n})
+    journal.add(3)
+    await journal.close()
+    assert numbers(path) == [1, 3]
 
-    async def main() -> None:
-        journal: Journal[int] = Journal(path, lambda n: {"n": n})
-        journal.add(3)
-        await journal.close()
 
-    asyncio.run(main())
-    assert [line["n"] for line in read_lines(path)] == [1, 3]
+def numbers(path: Path) -> list[int]:
+    return [line["n"] for line in read_lines(path)]
 
 
 class Disk:
@@ -91,55 +88,45 @@ def test_a_failed_append_leaves_whole_lines_and_the_next_one_begins_a_line(
                 written.append(n)
             except OSError:
                 assert not shortens or path.read_bytes().endswith(b"\n") or not path.stat().st_size
-        found = [line["n"] for line in read_lines(path)]
+        found = numbers(path)
         # Where a file cannot be shortened, a line whose end alone was missing is whole in the end.
         assert found == written if shortens else [n for n in found if n in written] == written
         assert b"\n\n" not in path.read_bytes()
 
 
-def test_lines_wait_for_room_and_beyond_the_bound_the_oldest_are_dropped(
+async def test_lines_wait_for_room_and_beyond_the_bound_the_oldest_are_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LINES", 3)
     path = tmp_path / "a.jsonl"
-
-    async def main() -> None:
-        journal: Journal[int] = Journal(path, lambda n: {"n": n}, keep=5)
-        journal.add(0)
+    journal: Journal[int] = Journal(path, lambda n: {"n": n}, keep=5)
+    journal.add(0)
+    await journal.flush()
+    assert journal._log is not None
+    disk = Disk(journal._log, 0)
+    for n in range(1, 9):
+        journal.add(n)
         await journal.flush()
-        assert journal._log is not None
-        disk = Disk(journal._log, 0)
-        for n in range(1, 9):
-            journal.add(n)
-            await journal.flush()
-            assert journal.fault == "No space left on device"
-        assert journal.dropped == 3
-        disk.room = 30
-        await journal.flush()
-        assert (journal.fault, [line["n"] for line in read_lines(path)]) == ("No space left on device", [0, 4, 5, 6]), (
-            "a part fitted"
-        )
-        disk.room = 1000
-        await journal.flush()
-        assert (journal.fault, [line["n"] for line in read_lines(path)]) == ("", [0, 4, 5, 6, 7, 8])
-        journal.add(9)
-        journal.drop()
-        await journal.flush()
-        assert journal.dropped == 4
-
-    asyncio.run(main())
+        assert journal.fault == "No space left on device"
+    assert journal.dropped == 3
+    disk.room = 30
+    await journal.flush()
+    assert (journal.fault, numbers(path)) == ("No space left on device", [0, 4, 5, 6]), "a part fitted"
+    disk.room = 1000
+    await journal.flush()
+    assert (journal.fault, numbers(path)) == ("", [0, 4, 5, 6, 7, 8])
+    journal.add(9)
+    journal.drop()
+    await journal.flush()
+    assert journal.dropped == 4
 
 
-def test_a_file_that_cannot_be_opened_is_tried_again(tmp_path: Path) -> None:
+async def test_a_file_that_cannot_be_opened_is_tried_again(tmp_path: Path) -> None:
     path = tmp_path / "absent" / "a.jsonl"
-
-    async def main() -> None:
-        journal: Journal[int] = Journal(path, lambda n: {"n": n}, keep=5)
-        journal.add(1)
-        await journal.flush()
-        assert journal.fault == "No such file or directory"
-        path.parent.mkdir()
-        await journal.flush()
-        assert (journal.fault, [line["n"] for line in read_lines(path)]) == ("", [1])
-
-    asyncio.run(main())
+    journal: Journal[int] = Journal(path, lambda n: {"n": n}, keep=5)
+    journal.add(1)
+    await journal.flush()
+    assert journal.fault == "No such file or directory"
+    path.parent.mkdir()
+    await journal.flush()
+    assert (journal.fault, numbers(path)) == ("", [1])

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from libra_hpc.facts.starts import job_seconds, starts
 
-
-def event(t: float, kind: str, **fields: Any) -> dict[str, Any]:
-    return {"t": t, "kind": kind, **fields}
+from .synthetic import event
 
 
 def test_nothing_is_no_start() -> None:
