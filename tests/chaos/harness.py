@@ -126,6 +126,6 @@ def processes(run: RunDir) -> list[str]:
     return found
 
 
-def memory(agents: set[str]) -> list[str]:
+def memory(agents: set[str]) -> list[Path]:
     """Folders in shared memory of agents with these process ids."""
-    return [str(path.parent) for path in Path("/dev/shm").glob("libra-*/owner.pid") if path.read_text() in agents]
+    return [path.parent for path in Path("/dev/shm").glob("libra-*/owner.lock") if path.read_text() in agents]
