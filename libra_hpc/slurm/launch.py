@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from libra_hpc.config.job import Component
 from libra_hpc.config.node_groups import HetGroup, het_groups, rank_components
 from libra_hpc.config.run import RunConfig
+from libra_hpc.config.sources import values
 from libra_hpc.errors import invalid
 from libra_hpc.facts.rundir import RunDir
 
@@ -28,6 +31,8 @@ _KEYS = {
 }
 RESERVED = {option: key for key, options in _KEYS.items() for option in options.split()}
 """sbatch options that the script needs as they are, and the key that sets them where there is one."""
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
+"""Would end a line of a script, or hide a part of it from who reads it."""
 
 
 class NodeRequest(NamedTuple):
@@ -53,6 +58,7 @@ class JobRequest:
 
 def job_request(config: RunConfig) -> JobRequest:
     """The request of a configuration; raises `UserError` for a value that cannot be an sbatch option."""
+    check_lines(config)
     if config.slurm.executor == "local":
         return JobRequest(config, (), ())
     slurm = config.slurm
@@ -67,6 +73,25 @@ def job_request(config: RunConfig) -> JobRequest:
     mail = _word("slurm.mail", slurm.mail)
     _word("slurm.mpi", slurm.mpi)
     return JobRequest(config, groups, [f"--mail-user={mail}", f"--mail-type={','.join(slurm.mail_on)}"] if mail else [])
+
+
+def check_lines(config: RunConfig) -> None:
+    """Raise `UserError` for a text that can be no part of a line of a script."""
+    parts = ("slurm.", "compute.", "components.")
+    named = [(key, value) for key, value in values(config).items() if key.startswith(parts)]
+    for key, text in _texts([*named, ("run.dir", str(Path(config.run.dir).absolute()))]):
+        if _CONTROL.search(text):
+            raise invalid(key, text, "a control character cannot stand in a batch script", "one line of text")
+
+
+def _texts(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+    for key, value in named:
+        if isinstance(value, str):
+            yield key, value
+        elif isinstance(value, list):
+            yield from _texts((f"{key}[{index}]", one) for index, one in enumerate(value))
+        elif isinstance(value, dict):
+            yield from _texts((f"{key}.{name}", one) for name, one in value.items())
 
 
 @dataclass(frozen=True)
@@ -174,7 +199,7 @@ def given_options(config: RunConfig, components: Mapping[str, Component]) -> Ite
 
 def _extra(field: str, option: str) -> str:
     """An sbatch option that was given verbatim, unless it would undo one that the job needs."""
-    name = option.split("=")[0].split()[0] if option.split() else ""
+    name = next(iter(option.partition("=")[0].split()), "")
     if not name.startswith("-") or not option.isprintable():
         raise invalid(field, option, "not an sbatch option", "one option such as '--exclusive'")
     if any(character.isspace() for character in option):

@@ -13,7 +13,7 @@ from libra_hpc.slurm.queue.query import partitions
 
 from .fit import with_resources
 from .interpreter import compute_python
-from .launch import agent_variables, component_options, extra_options
+from .launch import agent_variables, check_lines, component_options, extra_options
 from .single import Handle, run_single
 from .writer import RANK_STARTER, start_command
 
@@ -42,6 +42,7 @@ def submit_on_nodes(
 
     Raises `UserError` when Slurm refuses the job.
     """
+    check_lines(config)
     config = with_resources(config, partitions(env))
     wanted = getattr(config.components, component).model_copy(update={"nodes": nodes})
     started = start_command(config, folder)
