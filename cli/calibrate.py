@@ -13,7 +13,6 @@ from typing import Annotated, Any, cast
 import msgspec
 import typer
 from rich import box
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -30,7 +29,7 @@ from libra_hpc.models.step_times.measured import Calibration, Fit, MeasuredTimes
 from .calibrate_train import train
 from .check import site_config
 from .job_wait import on_a_node
-from .output import print_json, print_line, show
+from .output import PlainConsole, print_json, print_line, show
 from .runs import JsonOption, RunsOption, find_run
 
 DEVICES = ("cpu", "cuda")
@@ -165,7 +164,7 @@ def measured(config: EngineConfig, engines: int, device: str, model: str) -> Cal
         TextColumn("{task.completed}/{task.total}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+    with Progress(*columns, console=PlainConsole(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task("starting", total=engines)
         return measure_engines(
             config,

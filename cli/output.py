@@ -3,31 +3,54 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from rich import box
-from rich.console import Console, JustifyMethod, OverflowMethod, RenderableType
+from rich.console import Console, ConsoleOptions, JustifyMethod, OverflowMethod, RenderableType
+from rich.segment import Segment
 from rich.status import Status
 from rich.table import Table
 
 WIDTH = 100
 """Columns of tables and panels; a pipe has no width of its own."""
+_COMMANDS = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # CSI
+    r"|(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\n\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?"  # OSC, DCS and other strings
+    r"|\x1b[ -/]*[0-~]?"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"  # C0, C1, direction of text
+)
+"""What a terminal obeys instead of showing it, but newline and tab."""
+
+
+def plain(text: str) -> str:
+    """A text without commands to the terminal: logs and reasons of a run hold what models and tools wrote."""
+    return _COMMANDS.sub("", text)
+
+
+class PlainConsole(Console):
+    """Shows the texts of tables and panels as `plain` ones; colours are its own."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(plain(segment.text), segment.style)
 
 
 def print_error(message: str) -> None:
     """Print an error as one line on stderr."""
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"error: {plain(' '.join(message.split()))}", file=sys.stderr)
 
 
 def print_note(message: str) -> None:
     """Print a line on stderr that is not part of the result."""
-    print(message, file=sys.stderr, flush=True)
+    print(plain(message), file=sys.stderr, flush=True)
 
 
 def print_line(message: str) -> None:
     """Print a plain line of the result."""
-    print(message, flush=True)
+    print(plain(message), flush=True)
 
 
 def show(what: RenderableType) -> None:
@@ -48,12 +71,12 @@ def table(*columns: str, **options: Any) -> Table:
 
 def busy(what: str) -> Status:
     """Context with a spinner on stderr; shows nothing where stderr is no terminal."""
-    return Console(stderr=True).status(what)
+    return PlainConsole(stderr=True).status(what)
 
 
 def console() -> Console:
     """A console for stdout."""
-    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, soft_wrap=False)
+    return PlainConsole(width=None if sys.stdout.isatty() else WIDTH, highlight=False, soft_wrap=False)
 
 
 def print_json(value: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.status import Status
 from rich.text import Text
 
@@ -13,7 +13,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.planning.initial import InitialPlan, initial_plan
 
 from . import plan_tables
-from .output import WIDTH, busy, console
+from .output import WIDTH, PlainConsole, busy, console
 
 
 def planned(config: RunConfig, simulated: bool = True) -> InitialPlan:
@@ -24,7 +24,7 @@ def planned(config: RunConfig, simulated: bool = True) -> InitialPlan:
 
 def show_split(made: InitialPlan, *, stderr: bool = False) -> None:
     """Print the compared plans, best first, and the keys of the chosen one; ``stderr``: stdout has another result."""
-    (Console(file=sys.stderr, width=WIDTH, highlight=False) if stderr else console()).print(_screen(made))
+    (PlainConsole(file=sys.stderr, width=WIDTH, highlight=False) if stderr else console()).print(_screen(made))
 
 
 def simulating(status: Status, done: int, whole: int) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from libra_hpc_cli import app, output, split
 
+from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import encode_status
 from libra_hpc.files import write_atomic
 from libra_hpc.models.shapes import model_shape
@@ -58,6 +61,46 @@ def test_a_screen_is_whole_in_80_columns(
     # A sentence has no cells: the terminal folds it. The folder of a test is longer than a user's.
     lines = outcome.out.replace(str(site), "/site").splitlines()
     assert all(len(line) <= COLUMNS or ": " in line for line in lines)
+
+
+HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31mred\u202e\rover\x00\b"
+"""Would clear the screen, rename the window, colour and reorder the text, and write over it."""
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\tb\nc é 日 €", "a\tb\nc é 日 €"),
+        (HOSTILE, "redover"),
+        ("\x1b[1;31mfailed\x1b[0m", "failed"),
+        ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "link"),
+        ("\x1bP1$tx\x9cafter", "after"),
+        ("open \x1b]0;to the end of its line\nnext", "open \nnext"),
+        ("\x1b(0 \x1b", " "),
+        ("a\u2066b\u2069\u200f", "ab"),
+    ],
+)
+def test_commands_to_the_terminal_are_left_out(text: str, shown: str) -> None:
+    assert output.plain(text) == shown
+
+
+@pytest.mark.parametrize(
+    "screen", ["status quick-001", "status quick-001 --json", "logs quick-001", "summary quick-001"]
+)
+def test_what_a_run_wrote_commands_no_terminal(words: list[str], site: Path, cli: Cli, queue: Queue) -> None:
+    run = RunDir(site / "runs" / "quick-001")
+    log = run.logs(1) / "r2.0.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(f"{HOSTILE}\n")
+    status = msgspec.structs.replace(synthetic.make_status(run), message=HOSTILE, notices=(HOSTILE,))
+    write_atomic(run.status, encode_status(status))
+    run.write_json(run.result, {"state": "failed", "message": HOSTILE, "step": 1, "attempt": 1, "t": 1.0})
+    outcome = cli(*words)
+    assert outcome.code == 0
+    assert "red" in outcome.out or words[0] == "summary"
+    assert not re.search(r"[^\n\t -~\u00a1-\u1fff\u2010-\u2027\u2100-\uffff]", outcome.out + outcome.err)
+    mistake = cli("status", f"no-{HOSTILE}")
+    assert not re.search(r"[^\n -~]", mistake.err)
 
 
 @pytest.mark.parametrize(
