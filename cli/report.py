@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from libra_hpc.errors import UserError, error_text
-from libra_hpc.facts.rundir import RunDir
+from libra_hpc.errors import UserError, error_text, invalid
+from libra_hpc.facts.rundir import MODES, RunDir
 from libra_hpc.files import write_atomic
 from libra_hpc.pictures.report_page import Standing, page
 
@@ -24,15 +24,21 @@ def report(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Where to write it; default: report.html of the run.")
     ] = None,
+    share: Annotated[
+        str,
+        typer.Option("--share", metavar="WHO", help="Who may read it: private (only you), group or all, as run.share."),
+    ] = "private",
     runs: RunsOption = Path(RUNS),
 ) -> None:
+    if share not in MODES:
+        raise invalid("--share", share, "unknown value", list(MODES))
     found = find_run(run, runs)
     found.resolved()
     where = found.report if out is None else out
     with busy("writing the report"):
         text = page(found, ending(found), time.time())
     try:
-        write_atomic(where, text.encode())
+        write_atomic(where, text.encode(), MODES[share] & 0o666)
     except OSError as error:
         raise UserError(
             f"--out = {str(where)!r}: the page cannot be written ({error_text(error)}); valid: a file in a folder that"

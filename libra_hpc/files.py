@@ -10,11 +10,16 @@ from typing import Any
 from .errors import UserError, error_text
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace ``path``: a reader sees the old or the new content, never a part, even after a crash."""
+def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
+    """Replace ``path``: a reader sees the old or the new content, never a part, even after a crash.
+
+    ``mode``: its permissions; None: those of a new file.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as handle:
+            if mode is not None:
+                os.fchmod(handle.fileno(), mode)
             handle.write(data)
             handle.flush()
             os.fsync(handle.fileno())

@@ -22,6 +22,12 @@ TABLES = ("compute.env", "task.options")
 """Keys whose values are tables of any names."""
 DEFAULT, OVERRIDE, RUN_FILE, SUBMIT = "default", "-o", "run file", "submit"
 """Sources besides a site profile's path.  `SUBMIT`: of a queued run, whatever its run file does not say."""
+HIDDEN = "(hidden)"
+"""Stands for a value that may be a secret, in what is for others."""
+_SECRET = r"(?i:keys?|token|secrets?|passwords?|passwd|passphrase|credentials?)(?![a-z])"
+"""In a name; ``max_tokens`` is no secret."""
+_ASSIGNED = re.compile(rf"""((?:\bexport\s+\w+|{_SECRET}\w*)=)("[^"]*"|'[^']*'|\S+)""")
+"""In a line of a shell, or an option."""
 WIDTH = 80
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -66,6 +72,11 @@ def as_toml(config: RunConfig, keys: Iterable[str], sources: Mapping[str, str] |
     if any(key.startswith("components.hybrid.") for key in present):
         # In a run file the section alone means one node.
         present["components.hybrid.nodes"] = config.components.hybrid.nodes
+    return toml_text(present, sources)
+
+
+def toml_text(present: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> str:
+    """A run file with these keys, and a comment with each ``sources``."""
     sections: dict[str, list[str]] = {}
     for key, value in present.items():
         section, _, name = key.rpartition(".")
@@ -75,6 +86,17 @@ def as_toml(config: RunConfig, keys: Iterable[str], sources: Mapping[str, str] |
             line, note = f"{note}\n{line}", ""
         sections.setdefault(section, []).append(f"{line}  {note}" if note else line)
     return "\n\n".join("\n".join([f"[{name}]", *lines]) for name, lines in sections.items())
+
+
+def without_secrets(key: str, value: Any) -> Any:
+    """The value of a key, or of a part of it, as others may see it."""
+    if isinstance(value, Mapping):
+        return {name: without_secrets(f"{key}.{name}", inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(key, inner) for inner in value]
+    if any(f"{key}.".startswith(f"{table}.") for table in TABLES) or re.search(_SECRET, key):
+        return HIDDEN
+    return _ASSIGNED.sub(rf"\1{HIDDEN}", value) if isinstance(value, str) else value
 
 
 def _sources(layers: Iterable[tuple[str, Iterable[str]]]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from libra_hpc.config.load import flat
+from libra_hpc.config.sources import HIDDEN, without_secrets
 
 from . import series
 from .columns import Value, compared, values_of
@@ -99,11 +100,20 @@ def compare(runs: Sequence[RunDir], metric: str) -> tuple[Comparison, list[Metri
     """Read ``runs`` and lay their facts side by side; the curves are in the order of the runs."""
     found = [settings(run) for run in runs]
     keys = differing([one.config for one in found], frozenset().union(*(one.changed for one in found)))
-    read = [
-        read_run(run, {key: one.config.get(key) for key in keys}, metric) for run, one in zip(runs, found, strict=True)
-    ]
+    shown = [{key: _shown(key, one, [other.config.get(key) for other in found]) for key in keys} for one in found]
+    read = [read_run(run, values, metric) for run, values in zip(runs, shown, strict=True)]
     facts = [one for one, _ in read]
     return Comparison(metric, keys, facts, seed_groups(facts)), [curve for _, curve in read]
+
+
+def _shown(key: str, one: Settings, values: Sequence[Any]) -> Any:
+    """The value of a key; of one that may be a secret only which of the ``values`` it is.
+
+    Options of the task are what sweeps vary.
+    """
+    value = one.config.get(key)
+    known = without_secrets(key.removeprefix("task.options."), value)
+    return value if known == value or value is None else f"{HIDDEN} {values.index(value) + 1}"
 
 
 def settings(run: RunDir) -> Settings:

@@ -2,7 +2,8 @@
 
 - The page asks for nothing outside itself and has no script; its policy (CSP) forbids both to a browser.
 - Every text of the run is escaped by the template.
-- The values of ``compute.env`` are hidden: a report is for others, and variables may hold keys of services.
+- Values that may be secrets are hidden wherever they stand (`without_secrets`): a report is for others. The run file is
+  shown without its comments, which may hold some too.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata, resources
 from typing import Any, NamedTuple
 
 import jinja2
 
-from libra_hpc.config.load import read_toml
+from libra_hpc.config.load import flat, read_toml
 from libra_hpc.config.reference import as_records, tables
+from libra_hpc.config.sources import HIDDEN, TABLES, toml_text, without_secrets
 from libra_hpc.errors import UserError
 from libra_hpc.facts import series
 from libra_hpc.facts.columns import rows_of
@@ -30,9 +32,8 @@ from .report_charts import charts
 from .report_tables import PageTable, attempts, changed_layouts, decisions, faults, moves, nodes
 from .svg_chart import MOST_POINTS, svg
 
-HIDDEN = "(hidden)"
-SHORTEST_HIDDEN = 4
-"""Characters of a variable's value from which it is hidden in the run file too: ``1`` is no secret."""
+SHORTEST_HIDDEN = 8
+"""Characters of a hidden value from which it is hidden in all other texts too: ``math`` is no secret."""
 DIGITS = 3
 """Of a reward."""
 
@@ -58,9 +59,17 @@ def page(run: RunDir, ending: Standing, now: float) -> str:
     """The page as HTML; ``now``: epoch seconds at which it is written."""
     config = run.resolved()
     (rows, log, *_), summary = series.read(run), summarise(run)
-    begun = starts(rows, log)
+    begun, own = starts(rows, log), _run_file(run)
+    hidden = sorted({*_secrets(config), *_secrets(own)}, key=len, reverse=True)
+
+    def cleaned(value: Any) -> Any:
+        """A text of the run without the hidden values; pieces of the template are none."""
+        for text in hidden if type(value) is str else ():
+            value = value.replace(text, HIDDEN)
+        return value
+
     template = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=cleaned
     ).from_string(resources.files(__package__ or "").joinpath("report.html.j2").read_text())
     hybrid = str(_get(config, "planner.hybrid_start", "rollout"))
     eta = _get(config, "algorithm.eta", None)
@@ -84,7 +93,7 @@ def page(run: RunDir, ending: Standing, now: float) -> str:
         attempts=attempts(begun),
         nodes=nodes(log),
         changed=_changed(config),
-        run_file=_run_file(run, config),
+        run_file=toml_text({key: without_secrets(key, value) for key, value in flat(own, TABLES).items()}),
         environment=_environment(run, config),
     )
 
@@ -160,25 +169,25 @@ def _changed(config: Mapping[str, Any]) -> PageTable:
     for record in as_records(tables()):
         value = _get(config, record["key"], record["default"])
         if value != record["default"]:
-            if record["key"] == "compute.env":
-                value = dict.fromkeys(value, HIDDEN) if isinstance(value, dict) else HIDDEN
-            rows.append((record["key"], json.dumps(value), json.dumps(record["default"])))
+            shown = without_secrets(record["key"], value)
+            rows.append((record["key"], json.dumps(shown), json.dumps(record["default"])))
     return PageTable("Keys that differ from their defaults", ("key", "value", "default"), rows)
 
 
-def _run_file(run: RunDir, config: Mapping[str, Any]) -> str:
-    """The run file without the values of variables; empty when it cannot be read."""
+def _run_file(run: RunDir) -> dict[str, Any]:
+    """The run file; empty when it cannot be read."""
     try:
-        text, own = run.toml.read_text(encoding="utf-8", errors="replace"), read_toml(run.toml)
-    except (OSError, UserError):
-        return ""
-    for variables in (_get(own, "compute.env", {}), _get(config, "compute.env", {})):
-        for value in map(str, variables.values() if isinstance(variables, dict) else ()):
-            # As written in the file, with or without TOML's escapes.
-            for written in (value, json.dumps(value)[1:-1]):
-                if len(written) >= SHORTEST_HIDDEN:
-                    text = text.replace(written, HIDDEN)
-    return text
+        return read_toml(run.toml)
+    except UserError:
+        return {}
+
+
+def _secrets(values: Mapping[str, Any]) -> Iterator[str]:
+    """Long texts among the values that are hidden."""
+    for key, value in flat(values).items():
+        for text in map(str, value if isinstance(value, list) else [value]):
+            if len(text) >= SHORTEST_HIDDEN and without_secrets(key, text) == HIDDEN:
+                yield text
 
 
 def _environment(run: RunDir, config: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -31,6 +31,15 @@ def test_the_page_goes_where_it_should(site: Path, queue: Queue, cli: Cli) -> No
     assert "--out = 'absent/page.html': the page cannot be written (No such file or directory); valid:" in refused
 
 
+def test_only_its_owner_reads_the_page_unless_asked_for_otherwise(site: Path, queue: Queue, cli: Cli) -> None:
+    run = synthetic.make_run(site / "runs")
+    for arguments, mode in (((), 0o600), (("--share", "group"), 0o640), (("--share", "all"), 0o644), ((), 0o600)):
+        cli("report", "quick-001", *arguments)
+        assert run.report.stat().st_mode & 0o777 == mode
+    refused = cli("report", "quick-001", "--share", "everybody")
+    assert refused == Outcome(2, "", "error: --share = 'everybody': unknown value; valid: private, group, all.\n")
+
+
 def make_unfinished(folder: Path, state: str) -> RunDir:
     """A run without a recorded end, whose last snapshot has ``state``."""
     run = synthetic.make_run(folder)

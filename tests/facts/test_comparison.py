@@ -51,6 +51,22 @@ def test_only_differing_keys_are_settings_and_seeds_are_grouped(tmp_path: Path) 
     assert curves[0].wall_s == [10.0, 20.0, 30.0, 40.0, 50.0]
 
 
+def test_values_that_may_be_secrets_are_told_apart_and_hidden(tmp_path: Path) -> None:
+    runs = [
+        make(tmp_path, {"compute.env": {"A": value}, "task.options": {"size": size, "api_key": key}, "run.seed": seed})
+        for value, size, key, seed in (("one", 1, "k", 0), ("two", 2, "l", 0), ("two", 2, "l", 1))
+    ]
+    found, _ = compare(runs, "reward")
+    hidden = "(hidden) 2"
+    assert found.runs[1].values == {
+        "compute.env.A": hidden,
+        "run.seed": 0,
+        "task.options.api_key": hidden,
+        "task.options.size": 2,
+    }
+    assert [group.members for group in found.groups] == [[0], [1, 2]]
+
+
 def test_a_layout_that_the_planner_changed_does_not_part_two_seeds(tmp_path: Path) -> None:
     runs = [
         make(tmp_path, {"run.seed": seed, "components.rollout.nodes": nodes}, [0.5]) for seed, nodes in ((0, 1), (1, 3))

@@ -24,11 +24,17 @@ QUEUE_S = 6 * 3600.0
 RESTART_S = 20.0
 HOSTILE = "<script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
 SECRET = "sk-very-secret"
+JUDGE = "https://judge.example/v1"
 RUN_FILE = f"""# {HOSTILE}
 [run]
 name = "eventful"
 [task]
 name = "keychain"
+options = {{ judge = "{JUDGE}", mode = "fast", limits = [7, 9] }} # TOKEN={SECRET}
+[slurm]
+extra = ["--comment=pw_token=abcdefg"]
+[compute]
+setup = ["module load cuda", "export HF_TOKEN='hf 123456'"]
 [compute.env]
 SERVICE_KEY = "{SECRET}"
 """
@@ -39,6 +45,7 @@ def make_eventful_run(parent: Path, steps: int = 120) -> RunDir:
     """Write a run that was cancelled; its first half ended with a job, a quarter of it with a restart."""
     run = RunDir.create(parent, "eventful")
     values: dict[str, Any] = {"run": {"steps": 2 * steps}, "compute": {"env": {"SERVICE_KEY": SECRET}}}
+    values["task"] = {"name": "keychain", "options": {"judge": JUDGE, "mode": "fast", "limits": [7, 9]}}
     values |= {"model": {"path": f"/models/{HOSTILE}"}, "algorithm": {"eta": 2}}
     values["components"] = {
         name: {"nodes": 1, "gpus": 8, "gpu_type": "a800"} for name in ("train", "hybrid", "rollout")

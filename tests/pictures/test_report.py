@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import re
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.config.sources import DEFAULTS, HIDDEN, without_secrets
 from libra_hpc.facts import series
 from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
@@ -22,7 +24,7 @@ from libra_hpc.pictures.svg_chart import MOST_POINTS, Chart, Line, clock_text, c
 from tests.browser import SCHEMES, Browser, ensure_browser
 from tests.facts.synthetic import make_run
 
-from .eventful import HOSTILE, SECRET, STEP_S, make_eventful_run
+from .eventful import HOSTILE, JUDGE, SECRET, STEP_S, make_eventful_run
 
 NOW = 1_800_000_000.0
 CANCELLED = Standing("cancelled", HOSTILE, over=True)
@@ -141,6 +143,28 @@ def test_variables_of_the_nodes_are_hidden(eventful: RunDir) -> None:
     config["compute"]["env"] = {"SERVICE_KEY": "another"}
     eventful.write_json(eventful.config, config)
     assert SECRET not in page(eventful, CANCELLED, NOW)
+
+
+def test_options_of_the_task_and_what_may_be_a_secret_are_hidden_wherever_they_stand(eventful: RunDir) -> None:
+    cause = f"the judge at {JUDGE} refuses the key {SECRET}"
+    text = html.unescape(page(eventful, Standing("failed", cause, over=True), NOW))
+    for hidden in (JUDGE, SECRET, "fast", "[7, 9]", "abcdefg", "hf 123456"):
+        assert hidden not in text, hidden
+    for shown in (
+        "the judge at (hidden) refuses the key (hidden)",
+        'options = { judge = "(hidden)", mode = "(hidden)", limits = ["(hidden)", "(hidden)"] }',
+        'setup = ["module load cuda", "export HF_TOKEN=(hidden)"]',
+        'extra = ["--comment=pw_token=(hidden)"]',
+        'name = "keychain"',
+    ):
+        assert shown in text, shown
+
+
+def test_no_key_of_a_run_file_is_taken_for_a_secret() -> None:
+    tables = [key for key, value in DEFAULTS.items() if without_secrets(key, value) != value]
+    assert tables == []
+    assert without_secrets("x.api_key", "a") == without_secrets("task.options", 3) == HIDDEN
+    assert without_secrets("x.max_tokens", 4096) == 4096
 
 
 def test_gains_stand_beside_the_decision_that_predicted_them(eventful: RunDir) -> None:
