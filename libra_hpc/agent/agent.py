@@ -38,7 +38,7 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.rank_layout import RankLayout, check_world
 from libra_hpc.mesh.world import NoWorld, World, meet
-from libra_hpc.process.agent_folders import hold, kept_folder, make_folders
+from libra_hpc.process.agent_folders import hold, kept_folder, make_folders, own, owned, remove
 from libra_hpc.process.child import Child
 from libra_hpc.process.leave import leave
 from libra_hpc.process.reaper import become_subreaper, end_strangers
@@ -57,6 +57,8 @@ from .train_node import TrainNode
 
 HEARTBEAT_S = 1.0
 """Between two heartbeats."""
+FOLDERS_S = 1.0
+"""Between two checks that this agent's folders are there."""
 REAP_S = 1.0
 """Between two searches for processes that were left behind."""
 GOODBYE_S = 5.0
@@ -158,6 +160,7 @@ class Agent:
         else:
             # Of an earlier start, in which it was of the core.
             self._spawn(asyncio.to_thread(shutil.rmtree, self.kept, ignore_errors=True))
+        self._spawn(self._keep_folders(context))
         if context.component != "planner":
             self.rollout_node = rollout = RolloutNode(context)
             self.train_node = TrainNode(context, lambda: rollout.weights)
@@ -182,11 +185,11 @@ class Agent:
             task.cancel()
         if self._rendezvous is not None:
             shutil.rmtree(self._rendezvous, ignore_errors=True)
-        shutil.rmtree(self.private, ignore_errors=True)
-        shutil.rmtree(self.shared_memory, ignore_errors=True)
+        remove(self.private)
+        remove(self.shared_memory)
         restarts = self._restarts or (self.coordinator is not None and self.coordinator.state == "restarting")
         if not restarts:
-            shutil.rmtree(self.kept, ignore_errors=True)
+            remove(self.kept)
 
     async def _heartbeats(self) -> None:
         while True:
@@ -228,6 +231,23 @@ class Agent:
             await asyncio.sleep(REAP_S)
             if not Child.starting:
                 end_strangers(Child.live)
+
+    async def _keep_folders(self, context: AgentContext) -> None:
+        """Make folders again that something removed, as logind does in /dev/shm at a logout; then their files are gone.
+
+        One that cannot be made again raises `OSError`: the ranks restart, with other folders.
+        """
+        while True:
+            await asyncio.sleep(FOLDERS_S)
+            for folder in (self.private, self.shared_memory):
+                if owned(folder):
+                    continue
+                reason = f"{folder} was removed while the agent of rank {self.rank} ran"
+                own(folder)
+                context.log("folder_lost", rank=self.rank, reason=f"{reason}: made again")
+                if folder == self.shared_memory and self.rollout_node is not None and self.train_node is not None:
+                    self.rollout_node.on_files_lost(time.monotonic())
+                    self.train_node.on_files_lost(reason)
 
     def _on_defect(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """End the run for an exception that no task waits for; its traceback is in this agent's log."""

@@ -165,6 +165,15 @@ class RolloutNode(EngineNode[VllmEngine]):
     def on_chunk(self, message: wire.WeightsChunk, blob: bytes | bytearray) -> None:
         self._receiver.chunk(message, blob, time.monotonic())
 
+    def on_files_lost(self, now: float) -> None:
+        """The weight files were removed: ask for the newest weights that an engine lacks."""
+        self._receiver.reset()
+        waiting = [engine for engine in self._engines.values() if engine.state in ("ready", "loading")]
+        for engine in waiting:
+            engine.updating = -1
+        if waiting:
+            self._receiver.ask(min(engine.version for engine in waiting), now)
+
     def on_current(self, message: wire.WeightsCurrent) -> None:
         """The engines have the newest weights."""
         self._receiver.answered()

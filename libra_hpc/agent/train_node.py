@@ -162,7 +162,19 @@ class TrainNode(EngineNode[Supervised]):
         self._watch.discount(seconds)
 
     def on_publish(self, message: wire.Publish) -> None:
-        self._publisher.publish(message.version, self._export_path(message.version), message.crc32, message.ranks)
+        try:
+            self._publisher.publish(message.version, self._export_path(message.version), message.crc32, message.ranks)
+        except FileNotFoundError as error:
+            self._export_lost(message.version, f"{error.filename} was removed")
+
+    def on_files_lost(self, reason: str) -> None:
+        """The exported weights were removed: the train leader has the newest written again."""
+        if self._publisher.version >= 0:
+            self._export_lost(self._publisher.version, reason)
+
+    def _export_lost(self, version: int, reason: str) -> None:
+        lost = ExportFailed(version, reason)
+        self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, lost))
 
     def on_wanted(self, message: wire.WeightsWanted) -> None:
         if not self._publisher.answer(message.rank, message.have):

@@ -102,6 +102,7 @@ STORAGE = (
     _fault("checkpoint_failed", "A checkpoint could not be written", "step reason", notice=True),
     _fault("checkpoint_damaged", "A checkpoint was moved aside at the start", "step reason", notice=True),
     _fault("snapshot_failed", "A snapshot in shared memory failed", "step reason", notice=True),
+    _fault("folder_lost", "A node's folder was removed, and made again", "rank reason", notice=True),
     _fault("storage_fault", "The run directory, or a part, takes no writes", "part reason", notice=True),
     _fault("storage_ok", "It takes writes again", "part reason dropped"),
 )

@@ -59,6 +59,10 @@ class Exports:
         """Drop the pending request: its receiver may be gone."""
         self._asked = self._written
 
+    def lost(self, version: int) -> None:
+        """The file of a version is not there, or no longer."""
+        self._written = min(self._written, version - 1)
+
     def written(self, version: int, seconds: float) -> None:
         self._written, self.seconds = max(self._written, version), seconds
         self._retry.succeeded()

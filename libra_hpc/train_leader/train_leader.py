@@ -168,6 +168,7 @@ class TrainLeader(StepRequests):
     def _on_export_failed(self, message: ExportFailed) -> None:
         self._log("export_failed", step=message.version, reason=message.reason)
         now = self._clock()
+        self._exports.lost(message.version)
         if self._exports.failed(now):
             what = f"the weights of step {message.version} could not be written for the rollout engines"
             self._export_failure = f"{what}: {message.reason}"

@@ -40,10 +40,14 @@ class Publisher:
         self._send, self._flow = send, Flow(send)
         self._file: WeightFile | None = None
 
+    @property
+    def version(self) -> int:
+        return -1 if self._file is None else self._file.version
+
     def publish(self, version: int, path: Path, crc32: int, ranks: Sequence[int]) -> None:
         """Send ``path`` to ``ranks``; it must stay unchanged until `KEEP_VERSIONS` newer versions exist."""
-        previous = self._file
-        self._file = file = WeightFile(version, path, path.stat().st_size, crc32)
+        file, previous = WeightFile(version, path, path.stat().st_size, crc32), self._file
+        self._file = file
         self._flow.drop()
         for head, rest in halves(ranks):
             self._flow.start(file, file.size, head, rest)
@@ -194,8 +198,12 @@ class Receiver:
         if not incoming.intact:
             self._log("weights_corrupt", version=version, size=incoming.file.size, retry_s=self._postpone(version, now))
             return
+        try:
+            self.newest = incoming.finish(self._folder / f"weights-{version:08d}.safetensors")
+        except OSError as error:
+            self._not_stored(version, error.strerror or str(error), now)
+            return
         self._deadlines.forget("chunk")
-        self.newest = incoming.finish(self._folder / f"weights-{version:08d}.safetensors")
         self._incoming, self._failures = None, 0
         _prune(self._folder, "weights")
         self._complete(self.newest)

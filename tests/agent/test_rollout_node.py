@@ -240,6 +240,24 @@ def test_answers_to_several_engines_lead_to_one_round_of_requests(
     run(work())
 
 
+def test_a_node_whose_weight_files_were_removed_asks_for_what_its_engine_lacks(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with scene(tmp_path) as made:
+            await made.up()
+            data = b"weights"
+            made.newest = 1
+            shutil.rmtree(made.folders[1])
+            made.node.on_chunk(wire.WeightsChunk(1, 0, len(data), zlib.crc32(data), ()), data)
+            assert made.events("weights_not_stored")[0]["reason"] == "No such file or directory"
+            made.folders[1].mkdir()
+            made.node.on_files_lost(time.monotonic())
+            assert made.of(wire.WeightsWanted)[-1].have == 0
+            made.node.on_chunk(wire.WeightsChunk(1, 0, len(data), zlib.crc32(data), ()), data)
+            await made.until(lambda: made.node.version == 1, "the weights are applied")
+
+    run(work())
+
+
 def test_an_engine_that_never_takes_new_weights_is_ended(tmp_path: Path) -> None:
     async def work() -> None:
         async with scene(tmp_path) as made:

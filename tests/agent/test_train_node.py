@@ -20,7 +20,7 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.process import deadlines
 from libra_hpc.process.child import Child
-from libra_hpc.protocol.agents import Fatal, FromReplica, Log, SnapshotChunk, SnapshotStored, Welcome
+from libra_hpc.protocol.agents import Fatal, FromReplica, Log, Publish, SnapshotChunk, SnapshotStored, Welcome
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import Export, ExportFailed, Join, Joined, TakeSnapshot, WorkerHeartbeat
 from libra_hpc.state import state_folders as folders
@@ -326,6 +326,19 @@ def test_a_snapshot_of_all_processes_is_a_part_and_its_copy_goes_to_the_next_nod
     assert folders.verify(part) == ""
     assert len(list(part.glob("snapshot-*.safetensors"))) == 2
     assert scene.of(SnapshotChunk)
+
+
+def test_exported_weights_that_were_removed_are_reported_to_the_train_leader(here: Path) -> None:
+    scene = Scene(here)
+    scene.node.on_files_lost("the folder was removed")
+    assert not scene.answers(ExportFailed), "nothing was exported"
+    scene.node.on_publish(Publish(3, 0, (2,)))
+    (gone,) = scene.answers(ExportFailed)
+    assert (gone.version, "export-00000003.safetensors was removed" in gone.reason) == (3, True)
+    (scene.shm / "export-00000003.safetensors").write_bytes(b"w")
+    scene.node.on_publish(Publish(3, 0, (2,)))
+    scene.node.on_files_lost("the folder was removed")
+    assert scene.answers(ExportFailed)[1:] == [ExportFailed(3, "the folder was removed")]
 
 
 def test_a_core_of_several_nodes_restarts_as_a_whole(here: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .harness import Chaos, sound
+from .harness import Chaos, memory, sound
 
 pytestmark = [pytest.mark.timeout(300)]
 
@@ -58,6 +59,31 @@ def test_a_disk_that_stays_full_stops_the_run_with_that_reason(tmp_path: Path, d
     assert "No space left" in case.message() or "free" in case.message(), case.message()
     case.wait(lambda: case.status()["state"] == "failed", "the status of its end, which ended on a full disk")
     assert not case.events("recovered"), "a restart would find the same full disk"
+
+
+@pytest.mark.parametrize("ranks", [(3, 4), (1, 2, 3, 4)], ids=["of rollout nodes", "of all nodes"])
+def test_weights_arrive_again_after_folders_in_shared_memory_were_removed(
+    tmp_path: Path, ranks: tuple[int, ...]
+) -> None:
+    case = Chaos(tmp_path, steps=60)
+    case.submit()
+    case.reach(5)
+    for folder in memory({str(case.agent(rank)) for rank in ranks}):
+        if "kept" not in folder.name:
+            shutil.rmtree(folder)
+    case.wait(lambda: {event["rank"] for event in case.events("folder_lost")} == set(ranks), "agents that notice")
+    step = case.steps()[-1]
+    case.wait(
+        lambda: (
+            {event["engine"] for event in case.events("weights_applied") if event["version"] > step + 2}
+            >= {"r3.0", "r4.0"}
+        ),
+        "new weights in both engines",
+    )
+    reasons = {event["rank"]: event["reason"] for event in case.events("folder_lost")}
+    assert "was removed while the agent of rank 3 ran" in reasons[3]
+    sound(case)
+    assert not case.events("recovered")
 
 
 def test_a_torn_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from libra_hpc.protocol.agents import Committed, Fatal, Publish, StepReport, ToReplica, TrainingDone
-from libra_hpc.protocol.trainer import SaveCheckpoint, Saved, TakeSnapshot
+from libra_hpc.protocol.trainer import ExportFailed, SaveCheckpoint, Saved, TakeSnapshot
 from libra_hpc.train_leader import saves
 from libra_hpc.train_leader import train_leader as leader
 from tests.train_leader.world import World, batch, until
@@ -197,9 +197,11 @@ async def test_an_export_that_fails_is_asked_for_again_and_five_failures_end_the
     world.replicas[1].bad_exports = 2
     # Nothing else happens: with a staleness bound of 0 no batch comes before the version is out.
     await until(lambda: world.of(Publish))
+    world.leader.on_reply(1, ExportFailed(0, "its folder was removed"))
+    await until(lambda: len(world.of(Publish)) == 2)
     world.replicas[1].bad_exports = 9
     world.leader.on_batch(batch(1))
     fatal = await world.fatal()
-    assert [p.version for p in world.of(Publish)] == [0]
-    assert [event["step"] for event in world.logs("export_failed")] == [0] * 2 + [1] * 5
+    assert [p.version for p in world.of(Publish)] == [0] * 2
+    assert [event["step"] for event in world.logs("export_failed")] == [0] * 3 + [1] * 5
     assert fatal.reason == "the weights of step 1 could not be written for the rollout engines: no room"
