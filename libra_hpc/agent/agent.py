@@ -68,9 +68,18 @@ log = logging.getLogger("libra_hpc.agent")
 
 
 class Agent:
-    def __init__(self, world: World, config: RunConfig, layout: RankLayout, run: RunDir, attempt: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        config: RunConfig,
+        layout: RankLayout,
+        run: RunDir,
+        attempt: int,
+        from_step: int | None = None,
+    ) -> None:
+        """``from_step``: where the attempt is to start; None: at the newest whole state."""
         self.mesh = Mesh(world, self._on_message)
-        self.layout, self.run_dir, self.attempt = layout, run, attempt
+        self.layout, self.run_dir, self.attempt, self._from_step = layout, run, attempt, from_step
         self.rank = self.mesh.rank
         self.config = in_wall_time(config)
         self.private, self.shared_memory = make_folders()
@@ -114,12 +123,18 @@ class Agent:
             # Before any message is read: what comes for the coordinator waits in the kernel until there is one.
             await asyncio.to_thread(clear_rendezvous, self.run_dir)
             held = [endpoint.held for endpoint in self._endpoints]
-            start, damaged = await asyncio.to_thread(
-                newest_start, self.run_dir, self.config, self.attempt, core=self.layout.core, held=held
+            start, events = await asyncio.to_thread(
+                newest_start,
+                self.run_dir,
+                self.config,
+                self.attempt,
+                core=self.layout.core,
+                held=held,
+                from_step=self._from_step,
             )
             self._enter(msgspec.structs.replace(start, pid=os.getpid()))
             assert self.context is not None
-            self.coordinator = Coordinator(self.context, damaged)
+            self.coordinator = Coordinator(self.context, events)
             self.mesh.from_lost = self._on_lost_message
             for name in self._early_signals:
                 self.coordinator.on_signal(name)
@@ -342,6 +357,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="libra-hpc node agent")
     parser.add_argument("--run", required=True)
     parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--from-step", type=int)
     arguments = parser.parse_args()
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
@@ -363,7 +379,11 @@ def main() -> None:
         os.environ[VARIABLE] = own_devices(os.environ, first_gpu(config, world.rank), gpus)
     if world.rank == 0:
         run.met(arguments.attempt).touch()
-    good = asyncio.run(Agent(world, config, layout, run, attempt=arguments.attempt).run())
+    agent = Agent(world, config, layout, run, attempt=arguments.attempt, from_step=arguments.from_step)
+    try:
+        good = asyncio.run(agent.run())
+    except OperationError as error:
+        _refuse(run, arguments.attempt, world.rank, error)
     leave(0 if good else 1)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from libra_hpc.engine.settings import EngineConfig, config_for_run
 from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.state.attempt import start_state
 from libra_hpc.state.state_folders import POLICY_DIR
 from libra_hpc.weights.flow import WeightFile
 
@@ -28,12 +29,8 @@ def engine_config(context: AgentContext, name: str, tp: int, newest: WeightFile 
 def _saved_policy(context: AgentContext) -> tuple[int, str]:
     """Step and folder of the policy to begin with: the start's, or the newest one when that checkpoint is gone."""
     start = context.start
-    if (
-        start.checkpoint
-        and not Path(start.checkpoint).is_dir()
-        and (saved := context.run.latest_checkpoint()) is not None
-    ):
-        return saved[0], str(saved[1] / POLICY_DIR)
+    if start.checkpoint and not Path(start.checkpoint).is_dir() and (newest := start_state(context.run)).checkpoint:
+        return newest.step, str(Path(newest.checkpoint) / POLICY_DIR)
     # A snapshot has no policy: the engine gets the newest weights from the trainers, before it serves.
     step = start.saved_step if start.snapshot else start.step
     return step, str(Path(start.checkpoint) / POLICY_DIR) if start.checkpoint else context.config.model.path

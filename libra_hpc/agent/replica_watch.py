@@ -1,6 +1,8 @@
 """Whether a training replica makes progress: the judgement of its node, from orders, answers and signs of life.
 
 - The replica is serial -> an order counts from when the one before it was answered.
+- A process reads, copies or writes a saved state -> storage time, judged by ``storage_s`` alone; orders that wait for
+  it do not age. Storage that is slower than usual is reported as late.
 - It has copied its state for a checkpoint -> the write is an operation of its own, beside the next orders.
 - An order takes more than half of its limit -> late, reported once.
 - More than its limit, and the replica computes -> hung.
@@ -16,7 +18,7 @@ from collections import deque
 from collections.abc import Hashable
 from typing import Any
 
-from libra_hpc.process.deadlines import LATE_SHARE, DeadlineLimits, Deadlines, Pending
+from libra_hpc.process.deadlines import GIVE_UP, LATE_SHARE, DeadlineLimits, Deadlines, Pending
 from libra_hpc.protocol.trainer import (
     Export,
     Exported,
@@ -33,7 +35,7 @@ from libra_hpc.protocol.trainer import (
     WorkerFailed,
     WorkerHeartbeat,
 )
-from libra_hpc.trainer.link import CHECKPOINT, COMPUTE, WAITING
+from libra_hpc.trainer.link import CHECKPOINT, COMPUTE, STORAGE, WAITING
 
 PEERS = 3.0
 """Limits that a replica may take while it waits for others.
@@ -42,7 +44,7 @@ Half: it may be ended before the slow one; double: a lost message holds the run 
 """
 FRESH_S = 5.0
 """Signs of life come every second; an older one proves nothing about now."""
-START, WRITE = "start", "write of a checkpoint"
+START, WRITE, PHASE = "start", "write of a checkpoint", "storage phase"
 
 
 def order_key(message: Any) -> tuple[str, Hashable] | None:
@@ -62,9 +64,15 @@ def order_key(message: Any) -> tuple[str, Hashable] | None:
 
 
 class ReplicaWatch:
-    def __init__(self, settings: DeadlineLimits) -> None:
-        self._silent_s = settings.floor_s
+    def __init__(self, settings: DeadlineLimits, storage_s: float) -> None:
+        self._silent_s, self._storage_s = settings.floor_s, storage_s
         self._deadlines = Deadlines(settings)
+        self._storage = Deadlines(settings)
+        """Its limits say what is late alone."""
+        self._storage_at: float | None = None
+        """Until when storage time was taken off the orders; None: no process is in such a phase."""
+        self._given_up = 0
+        """Storage operations in a row that did not end within ``storage_s``."""
         self._orders: deque[tuple[str, Hashable]] = deque()
         """Orders without an answer; the replica carries out the first."""
         self._alive: dict[int, tuple[str, float]] = {}
@@ -80,16 +88,19 @@ class ReplicaWatch:
     def asked(self, message: Any, now: float) -> None:
         key = order_key(message)
         if key is not None:
+            self._take_off_storage(now)
             self._orders.append(key)
             if len(self._orders) == 1:
                 self._deadlines.begin(key[0], key, now)
 
     def answered(self, message: Any, now: float) -> None:
         """The replica answered; a failure's duration does not count."""
+        self._take_off_storage(now)
         if isinstance(message, Saved):
-            self._deadlines.end(WRITE, now)
+            self._storage.end(WRITE, now)
+            self._given_up = 0
         elif isinstance(message, SaveFailed):
-            self._deadlines.forget(WRITE)
+            self._storage.forget(WRITE)
         key = order_key(message)
         if key is None or key not in self._orders:
             return
@@ -101,47 +112,83 @@ class ReplicaWatch:
         else:
             self._deadlines.end(key, now)
         if isinstance(message, SaveStarted):
-            self._deadlines.begin(WRITE, WRITE, now)
+            self._storage.begin(WRITE, WRITE, now)
         # A phase of before the answer has ended with it.
         self._alive = {
             process: (COMPUTE if phase == key[0] else phase, at) for process, (phase, at) in self._alive.items()
         }
+        self._note_phases(now)
         if self._orders:
             self._deadlines.begin(self._orders[0][0], self._orders[0], now)
 
     def alive(self, process: int, message: WorkerHeartbeat, now: float) -> None:
+        self._take_off_storage(now)
         self._alive[process] = (message.phase, now)
         self._silent_reported.discard(process)
+        self._note_phases(now)
+
+    def _take_off_storage(self, now: float) -> None:
+        if self._storage_at is not None:
+            self._deadlines.discount(now - self._storage_at)
+            self._storage_at = now
+
+    def _note_phases(self, now: float) -> None:
+        phase = next((phase for phase, _ in self._alive.values() if phase in STORAGE), "")
+        if phase and self._storage_at is None:
+            self._storage.begin(phase, PHASE, now)
+            self._storage_at = now
+        elif not phase and self._storage_at is not None:
+            self._storage.end(PHASE, now)
+            self._storage_at = None
 
     def give_up(self, now: float) -> str:
         """Why the run is to fail, if so: the replica is ended because it is hung."""
         failures = [self._deadlines.exceeded(pending.key) for pending in self._deadlines.pending(now, 0.0)]
+        if stored := self._stored(now):
+            self._given_up += 1
+            if self._given_up >= GIVE_UP:
+                why = f"{self._given_up} times in a row; raise deadlines.storage_s if the file system needs longer"
+                failures.append(f"{stored[0]}, {why}")
         self.clear()
         return next(filter(None, failures), "")
 
     def clear(self) -> None:
         self._deadlines.clear()
+        self._storage.clear()
+        self._storage_at = None
         self._orders.clear()
         self._alive.clear()
         self._silent_reported.clear()
 
     def discount(self, seconds: float) -> None:
         self._deadlines.discount(seconds)
+        self._storage.discount(seconds)
+        if self._storage_at is not None:
+            self._storage_at += seconds
         self._alive = {process: (phase, at + seconds) for process, (phase, at) in self._alive.items()}
 
     def late(self, now: float) -> list[str]:
         """A sentence for everything that is late and was not reported yet."""
         silent = [found for found in self._silent(now, LATE_SHARE) if found[0] not in self._silent_reported]
         self._silent_reported.update(process for process, _ in silent)
-        return [pending.sentence for pending in self._deadlines.late(now)] + [sentence for _, sentence in silent]
+        self._take_off_storage(now)
+        storage = [pending._replace(limit_s=self._storage_s) for pending in self._storage.late(now)]
+        return [pending.sentence for pending in (*self._deadlines.late(now), *storage)] + [one for _, one in silent]
 
     def hung(self, now: float) -> str:
         """Why the replica is to be ended; empty: it is not."""
         for _, sentence in self._silent(now, 1.0):
             return sentence
+        self._take_off_storage(now)
+        if stored := self._stored(now):
+            return stored[0]
         return next(
             (self._phases(pending) for pending in self._deadlines.pending(now) if self._to_blame(pending, now)), ""
         )
+
+    def _stored(self, now: float) -> list[str]:
+        overdue = [one._replace(limit_s=self._storage_s) for one in self._storage.pending(now, 0.0)]
+        return [self._phases(one) for one in overdue if one.waited_s > one.limit_s]
 
     def _to_blame(self, pending: Pending, now: float) -> bool:
         waits = bool(self._alive) and all(
@@ -154,7 +201,7 @@ class ReplicaWatch:
         return f"{pending.sentence}, in phase: {phases or 'unknown'}"
 
     def _silent(self, now: float, share: float) -> list[tuple[int, str]]:
-        if not self._deadlines.pending(now, 0.0):
+        if not (self._deadlines.pending(now, 0.0) or self._storage.pending(now, 0.0)):
             return []
         return [
             (

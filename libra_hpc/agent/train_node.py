@@ -51,7 +51,7 @@ from libra_hpc.protocol.trainer import (
 )
 from libra_hpc.state.snapshot_keeper import SnapshotKeeper
 from libra_hpc.state.snapshots import holders
-from libra_hpc.trainer.link import BUSY
+from libra_hpc.trainer.link import STORAGE
 from libra_hpc.trainer.settings import write_config
 from libra_hpc.weights.flow import WeightFile
 from libra_hpc.weights.relay import Publisher
@@ -91,7 +91,7 @@ class TrainNode(EngineNode[Supervised]):
         self._answers: dict[str, dict[int, FromWorker]] = {}
         self._begun = self._world = 0
         """Starts of the processes so far, and the number of the present one among the nodes of its replica."""
-        self._watch = ReplicaWatch(context.config.deadlines)
+        self._watch = ReplicaWatch(context.config.deadlines, context.config.deadlines.storage_s)
         self._stopping = False
         self._publisher = Publisher(context.send)
         layout = context.layout
@@ -189,8 +189,8 @@ class TrainNode(EngineNode[Supervised]):
         start = context.start
         if not self._elastic and not self._begun:
             await asyncio.to_thread(self.keeper.begin, start.snapshot)
-            if context.rank in start.restore:
-                await self.keeper.fetch(start.snapshot, start.restore[context.rank])
+            if start.snapshot and (why := await self.keeper.restore(start.snapshot, start.restore.get(context.rank))):
+                context.log("snapshot_failed", step=start.step, reason=f"the part of node {context.rank}: {why}")
         # May read whole states, which this loop must not wait for.
         workers = await asyncio.to_thread(worker_configs, context, self._begun, self._world)
         self._watch.started(time.monotonic())
@@ -218,7 +218,7 @@ class TrainNode(EngineNode[Supervised]):
         now = time.monotonic()
         if isinstance(message, WorkerHeartbeat):
             self._watch.alive(local_rank, message, now)
-            if message.phase in BUSY and not local_rank:
+            if message.phase in STORAGE and not local_rank:
                 self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, message))
             return
         if isinstance(message, WorkerFailed):

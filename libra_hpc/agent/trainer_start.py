@@ -14,8 +14,8 @@ from pathlib import Path
 
 from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.state import state_folders as folders
 from libra_hpc.state.snapshot_keeper import OWN
+from libra_hpc.state.store import NewestWhole, newest_whole, patiently, states
 from libra_hpc.train_leader.train_leader_setup import rendezvous_folder
 from libra_hpc.trainer.settings import WorkerConfig, algorithm_settings, optimizer_settings
 
@@ -76,22 +76,13 @@ def worker_configs(context: AgentContext, number: int, common: int = 0) -> list[
 
 
 def _newest(context: AgentContext, snapshots: Path, started: str) -> str:
-    """The newest of what the attempt started from, whole snapshots, and whole checkpoints."""
-    step, found = context.start.step, started
-    newest = folders.latest_whole(snapshots)
-    if newest is not None and (saved := folders.read_state(newest).step) >= step:
-        step, found = saved, str(newest)
-    for saved, folder in reversed(_checkpoints(context)):
-        if saved <= step:
-            break
-        if not folders.verify(folder):
-            return str(folder)
-    return found
+    """The newest of what the attempt started from, whole snapshots, and whole checkpoints; raises `OSError`."""
 
+    def read() -> NewestWhole:
+        found = (*states(snapshots), *states(context.run.checkpoints))
+        return newest_whole(state for state in found if state.step >= context.start.step)
 
-def _checkpoints(context: AgentContext) -> list[tuple[int, Path]]:
-    try:
-        return context.run.complete_checkpoints()
-    except OSError as error:
-        log.warning("the checkpoints cannot be listed: %s", error)
-        return []
+    newest = patiently(read, context.config.deadlines.storage_s)
+    for state, why in newest.damaged:
+        log.warning("%s is passed over: %s", state.folder, why)
+    return started if newest.whole is None else str(newest.whole.folder)

@@ -139,4 +139,5 @@ class DeadlinesSection(Section):
     restarts: int = Field(5, ge=1)
     """Most restarts of one engine, replica or environment host within five minutes. One more fails the run."""
     storage_s: Seconds = Field(900.0, gt=0)
-    """How long writes to the run directory may fail. Then the run saves if it can, and stops."""
+    """How long writes to the run directory may fail; then the run saves if it can, and stops. Also how long one read or
+    write of a saved state may take, and how long a start waits for one that cannot be read."""

@@ -16,6 +16,7 @@ import contextlib
 import os
 import time
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,7 +26,8 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.pool import states
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.state.attempt import copy_policy, drop_steps_after, source_of
+from libra_hpc.state.attempt import Event, copy_policy, source_of, start_state
+from libra_hpc.state.store import patiently
 
 from .ending import RunEnding
 from .late_steps import late_step
@@ -54,14 +56,13 @@ SAVE_S = 600.0
 
 
 class Coordinator:
-    def __init__(self, context: AgentContext, damaged: Sequence[tuple[int, str]] = ()) -> None:
-        """``damaged``: checkpoints passed over at the start, as step and sentence."""
+    def __init__(self, context: AgentContext, events: Sequence[Event] = ()) -> None:
+        """``events`` of the choice of the start."""
         self._context, self._config, self._run_dir = context, context.config, context.run
-        drop_steps_after(context.run, context.start.step, context.start.snapshot)
         self._records = Records(context)
         self._event = self._records.event
-        for step, sentence in damaged:
-            self._event("checkpoint_damaged", step=step, reason=sentence)
+        for kind, fields in events:
+            self._event(kind, **fields)
         now = time.time()
         self._observations = Observations()
         self._nodes = NodePool(context, self._event, self._observations.on_switch, lambda: self._records.recorded)
@@ -313,12 +314,13 @@ class Coordinator:
     async def _close(self) -> None:
         for poll in self._polls:
             poll.cancel()
-        newest = self._run_dir.latest_checkpoint()
-        if newest is not None and self.state == "completed":
+        if self.state == "completed":
             try:
-                await asyncio.to_thread(copy_policy, newest[1] / "policy", self._run_dir.policy)
+                newest = (await asyncio.to_thread(patiently, lambda: start_state(self._run_dir), SAVE_S)).checkpoint
+                if newest:
+                    await asyncio.to_thread(copy_policy, Path(newest) / "policy", self._run_dir.policy)
             except OSError as error:
-                why = f"the last step is saved in {newest[1]}, but the policy could not be exported: {error}"
+                why = f"the last step is saved, but the policy could not be exported: {error}"
                 self._ending.state, self._ending.message = "failed", why
         self._planning.close()
         if self.state == "restarting":

@@ -103,7 +103,9 @@ STORAGE = (
     _fault("checkpoint_damaged", "A checkpoint was moved aside at the start", "step reason", notice=True),
     _fault("snapshot_failed", "A snapshot in shared memory failed", "step reason", notice=True),
     _fault("folder_lost", "A node's folder was removed, and made again", "rank reason", notice=True),
-    _fault("storage_fault", "The run directory, or a part, takes no writes", "part reason", notice=True),
+    _fault(
+        "storage_fault", "The run directory, or a part, cannot be read or takes no writes", "part reason", notice=True
+    ),
     _fault("storage_ok", "It takes writes again", "part reason dropped"),
 )
 EVENTS = {one.kind: one for one in (*RUN, *NODES, *PLANNER, *ENGINES, *ROLLOUT, *TRAINING, *STORAGE)}

@@ -94,7 +94,7 @@ class RunDir:
     rendezvous = _Part("rendezvous")
     """torch FileStore files, one per membership generation."""
     snapshots = _Part("snapshots")
-    """The data position of the newest complete snapshot; its bytes are in the nodes' shared memory."""
+    """Folder with the entry of the newest complete snapshot; its bytes are in the nodes' shared memory."""
     checkpoints = _Part("checkpoints")
     """Parent of checkpoint folders."""
 
@@ -130,6 +130,10 @@ class RunDir:
     def met(self, attempt: int) -> Path:
         """Exists once the agents of an attempt have met in one world."""
         return self.logs(attempt) / "met"
+
+    def from_step(self, attempt: int) -> Path:
+        """Exists once an attempt has begun at the step that its user chose."""
+        return self.logs(attempt) / "from-step"
 
     def again(self, attempt: int) -> Path:
         """Request for a restart of the ranks of an attempt; its content is the reason (`libra_hpc.slurm.outcome`)."""

@@ -2,7 +2,8 @@
 
 - Weight files: engines read every version from /dev/shm, and the node that exports writes them there.
 - Snapshots: the optimizer's state of a core node in /dev/shm, and the next one while it is written; with several core
-  nodes the same of the node before it.
+  nodes the same of the node before it. None of the four can go earlier: a node may die before the last copy of the
+  next snapshot is whole, and then the one before needs the parts of all others and the copy of its part.
 - Checkpoint copy: the optimizer's state of a core node, which a thread writes, also as a snapshot.
 - KV tier, environments: what the run file gives them.
 

@@ -218,7 +218,7 @@ class WorkerHeartbeat(msgspec.Struct, tag=True, frozen=True):
     """The process's present phase, sent once a second by a thread of its own."""
 
     phase: str
-    """``idle``, ``compute``, ``waiting for peers``, ``snapshot`` or ``checkpoint``"""
+    """``idle``, ``compute``, ``waiting for peers``, ``snapshot``, ``checkpoint`` or ``load``"""
     seconds: float
     """Since the start of the phase."""
 

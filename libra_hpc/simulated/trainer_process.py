@@ -10,8 +10,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -42,7 +44,8 @@ from libra_hpc.protocol.trainer import (
     WorkerFailed,
 )
 from libra_hpc.state import state_folders as folders
-from libra_hpc.trainer.link import COMPUTE, WAITING, Pulse, WorkerSocket
+from libra_hpc.state.store import patiently, resolve
+from libra_hpc.trainer.link import CHECKPOINT, COMPUTE, LOAD, SNAPSHOT, WAITING, Pulse, WorkerSocket
 from libra_hpc.trainer.settings import WorkerConfig, read_config
 from libra_hpc.trainer.shards import loss_tokens_of, spread, tokens_of
 
@@ -75,7 +78,9 @@ class Trainer:
         """The latter: data-parallel ranks of the generation."""
         self._state = NOTHING if config.elastic else folders.TrainerState(0, 0)
         if config.start_dir:
-            self._state = folders.read_state(folders.resolve(Path(config.start_dir)))
+            with self._pulse.phase(LOAD):
+                self._state = patiently(lambda: folders.read_state(resolve(Path(config.start_dir))))
+        self._writer: threading.Thread | None = None
         self._take(pace.start_s, begin)
         socket.send(EngineState(-1, "train", "ready", version=self._state.step))
 
@@ -102,10 +107,16 @@ class Trainer:
             case Export(path=path, version=version):
                 return [self._export(Path(path), version, begin)]
             case SaveCheckpoint(folder=folder, step=step):
-                started = SaveStarted(step, time.monotonic() - begin)
-                return [started, self._save(Path(folder), step, begin)]
+                with self._pulse.phase(CHECKPOINT):
+                    self._end_write()
+                self._socket.send(SaveStarted(step, time.monotonic() - begin))
+                arguments = (Path(folder), step, self._state, begin)
+                self._writer = threading.Thread(target=self._save, args=arguments, daemon=True)
+                self._writer.start()
             case TakeSnapshot(folder=folder, step=step):
-                return [self._snapshot(Path(folder), step)]
+                with self._pulse.phase(SNAPSHOT):
+                    self._end_write()
+                    return [self._snapshot(Path(folder), step)]
             case Standby():
                 self._generation = -1
                 if self._config.elastic:
@@ -194,17 +205,23 @@ class Trainer:
             return ExportFailed(version, str(error))
         return Exported(version, crc32, size, time.monotonic() - begin)
 
-    def _save(self, folder: Path, step: int, begin: float) -> FromWorker:
-        if step != self._state.step:
-            reason = f"this replica is at step {self._state.step}, it cannot save step {step}"
-            return SaveFailed(str(folder), step, reason)
-        files = {}
-        if self._config.rank == 0:
-            try:
-                files = state.write(folder, step, self._state.updates)
-            except OSError as error:
-                return SaveFailed(str(folder), step, str(error))
-        return Saved(str(folder), step, time.monotonic() - begin, files)
+    def _end_write(self) -> None:
+        """There is one copy of the state in host memory."""
+        if self._writer is not None:
+            self._writer.join()
+
+    def _save(self, folder: Path, step: int, copied: folders.TrainerState, begin: float) -> None:
+        """Write a checkpoint and answer, in a thread."""
+        answer: FromWorker
+        try:
+            if step != copied.step:
+                raise OSError(f"this replica is at step {copied.step}, it cannot save step {step}")
+            files = state.write(folder, step, copied.updates) if self._config.rank == 0 else {}
+            answer = Saved(str(folder), step, time.monotonic() - begin, files)
+        except OSError as error:
+            answer = SaveFailed(str(folder), step, str(error))
+        with contextlib.suppress(OSError):
+            self._socket.send(answer)
 
 
 def main(arguments: list[str] | None = None) -> int:

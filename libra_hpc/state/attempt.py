@@ -1,25 +1,46 @@
 """Where an attempt starts, and the policy it leaves: what rank 0 reads and writes in the run directory at both ends.
 
-An attempt goes on from the newest complete checkpoint, or from a newer snapshot (`snapshot_start`).  What was done
-after that is done again and must not count twice.
+- The newest whole checkpoint, or a newer snapshot (`snapshot_start`) -> the attempt goes on from it; what was done
+  after that is done again and must not count twice.
+- No whole state, though one was saved -> refused; step 0 then needs ``--from-step 0``.
+- ``--from-step N`` -> that checkpoint; newer ones are moved aside, at the first start of the attempt.
+- A file cannot be read -> waited for, up to ``deadlines.storage_s``; then nothing has been changed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.files import write_atomic
 from libra_hpc.protocol.agents import Welcome
 
 from . import state_folders as folders
-from .snapshot_start import listed, newer_snapshot
+from .snapshot_start import OTHER_LAYOUT, keep_listed, newer_snapshot
+from .store import SavedState, checkpoint_damage, newest_whole, patiently, position_damage, states, unreadable
+
+BEGINNING = Welcome(0, "", 0, ())
+Event = tuple[str, dict[str, Any]]
+"""Kind and fields of an event that rank 0 logs once it can."""
+
+
+class _Start(NamedTuple):
+    """What was decided; nothing of it is carried out yet."""
+
+    welcome: Welcome
+    aside: dict[Path, Path]
+    """Checkpoints to rename."""
+    events: list[Event] = []
+    metrics: bytes | None = None
+    """New content of ``metrics.jsonl``; None: it stays."""
 
 
 def source_of(start: Welcome) -> str:
@@ -32,35 +53,23 @@ def source_of(start: Welcome) -> str:
     return "from the beginning"
 
 
-def drop_steps_after(run: RunDir, step: int, snapshot: str = "") -> None:
-    """Make the metrics those of the state that this attempt starts from: one line for every step up to it.
-
-    ``snapshot``: name of the snapshot; empty: it is the checkpoint of the step.
+def metrics_until(run: RunDir, start: Welcome) -> bytes | None:
+    """The metrics of the state that this attempt starts from, one line for every step up to it; None: as they are.
 
     - A line of a later step -> dropped, because the step is trained again.
     - An earlier step without a line, because the coordinator ended too early -> its line comes from that state.
     """
     lines: dict[int, dict[str, Any]] = {}
     for line in read_lines(run.metrics):
-        if line.get("step", 0) <= step:
+        if line.get("step", 0) <= start.step:
             lines.setdefault(line.get("step", 0), line)
-    for record in _reports(run, step, snapshot):
-        if record.step <= step:
+    state = run.snapshots / start.snapshot if start.snapshot else Path(start.checkpoint)
+    for record in folders.read_position(state).reports if start.step else ():
+        if record.step <= start.step:
             known = {name: value for name, value in record.metrics.items() if value is not None}
             lines.setdefault(record.step, {"t": record.t, "step": record.step, **known})
     content = b"".join(json.dumps(lines[each]).encode() + b"\n" for each in sorted(lines))
-    if content != (run.metrics.read_bytes() if run.metrics.exists() else b""):
-        write_atomic(run.metrics, content)
-
-
-def _reports(run: RunDir, step: int, snapshot: str) -> tuple[folders.StepRecord, ...]:
-    if snapshot:
-        found = listed(run, snapshot)
-        return () if found is None else found.position.reports
-    try:
-        return folders.read_position(run.checkpoint(step)).reports
-    except (OSError, ValueError):
-        return ()
+    return None if content == (run.metrics.read_bytes() if run.metrics.exists() else b"") else content
 
 
 def copy_policy(source: Path, destination: Path) -> None:
@@ -72,40 +81,95 @@ def copy_policy(source: Path, destination: Path) -> None:
 
 
 def start_state(run: RunDir) -> Welcome:
-    """Where an attempt would start: the newest complete checkpoint, or the beginning.  Reads no weights."""
-    for step, folder in reversed(run.complete_checkpoints()):
-        position, _ = _position(step, folder)
-        if position is not None:
-            return _welcome(folder, position)
-    return Welcome(0, "", 0, ())
-
-
-def whole_start_state(run: RunDir) -> tuple[Welcome, list[tuple[int, str]]]:
-    """Where an attempt starts: the newest checkpoint whose bytes are all as written, or the beginning.
-
-    Moves newer, damaged ones aside and returns them as step and sentence.  For rank 0 alone, before anybody writes;
-    takes minutes for large checkpoints.
-    """
-    damaged: list[tuple[int, str]] = []
-    if run.checkpoints.exists():
-        folders.remove_leftovers(run.checkpoints)
-    for step, folder in reversed(run.complete_checkpoints()):
-        position, why = _position(step, folder)
-        if position is not None and not (why := folders.verify(folder)):
-            return _welcome(folder, position), damaged
-        aside = folder.with_name(f"{folder.name}{folders.DAMAGED}")
-        shutil.rmtree(aside, ignore_errors=True)
-        folder.rename(aside)
-        damaged.append((step, f"checkpoint {folder.name} is damaged and was moved to {aside.name}: {why}"))
-    return Welcome(0, "", 0, ()), damaged
+    """The newest checkpoint, or the beginning, by data positions alone; raises `OSError`."""
+    return _welcome(newest_whole(states(run.checkpoints), position_damage).whole)
 
 
 def newest_start(
-    run: RunDir, config: RunConfig, attempt: int, *, core: Sequence[int], held: Sequence[Sequence[str]]
-) -> tuple[Welcome, list[tuple[int, str]]]:
-    """As `whole_start_state`, or a newer snapshot; ``held``: the parts of snapshots on every rank's node."""
-    start, damaged = whole_start_state(run)
-    return newer_snapshot(run, config, attempt, start=start, core=core, held=held), damaged
+    run: RunDir,
+    config: RunConfig,
+    attempt: int,
+    *,
+    core: Sequence[int],
+    held: Sequence[Sequence[str]],
+    from_step: int | None = None,
+) -> tuple[Welcome, list[Event]]:
+    """Where an attempt starts, and what is to be logged; ``held``: the parts of snapshots on every rank's node.
+
+    For rank 0 alone, before anybody writes; takes minutes for large checkpoints. Raises `OperationError`.
+    """
+    waits: list[Event] = []
+
+    def note(sentence: str) -> None:
+        waits.append(("storage_fault", {"part": "checkpoints", "reason": sentence}))
+
+    def decide() -> _Start:
+        base = _from_step(run, attempt, from_step) or _newest_checkpoint(run)
+        start, found = newer_snapshot(run, config, attempt, start=base.welcome, core=core, held=held)
+        if not start.step and from_step != 0 and (why := _saved_before(run)):
+            damaged = "; ".join(str(fields["reason"]) for _, fields in base.events)
+            again = f"`libra-hpc submit --resume {run.name} --from-step 0` starts from the beginning"
+            raise OperationError(f"No state of {run.name} is whole, and {why}; {again}. {damaged}".rstrip())
+        passed = [
+            ("snapshot_failed", {"step": s.step, "reason": why}) for s, why in found.damaged if why != OTHER_LAYOUT
+        ]
+        return base._replace(welcome=start, events=[*base.events, *passed], metrics=metrics_until(run, start))
+
+    longest_s = config.deadlines.storage_s
+    try:
+        start = patiently(decide, longest_s, note)
+        patiently(lambda: _carry_out(run, attempt, start, from_step), longest_s, note)
+    except OSError as error:
+        raise OperationError(f"{unreadable(error)}, for {longest_s:.0f} s; the start was given up.") from error
+    return start.welcome, [*waits, *start.events]
+
+
+def _newest_checkpoint(run: RunDir) -> _Start:
+    found = newest_whole(states(run.checkpoints), checkpoint_damage)
+    aside = {s.folder: s.folder.with_name(f"{s.folder.name}.damaged") for s, _ in found.damaged}
+    events = [
+        ("checkpoint_damaged", {"step": s.step, "reason": f"{s.folder.name}, now {aside[s.folder].name}: {why}"})
+        for s, why in found.damaged
+    ]
+    return _Start(_welcome(found.whole), aside, events)
+
+
+def _from_step(run: RunDir, attempt: int, step: int | None) -> _Start | None:
+    """The start at the step that the user chose; None: there is none, or this attempt began with it already."""
+    if step is None or run.from_step(attempt).exists():
+        return None
+    found = states(run.checkpoints)
+    chosen = next((state for state in found if state.step == step), None)
+    if step:
+        why = "there is no such checkpoint." if chosen is None else checkpoint_damage(chosen)
+        if why:
+            raise OperationError(f"--from-step {step}: {why}")
+    newer = [state.folder for state in found if state.step > step]
+    return _Start(_welcome(chosen), {folder: folder.with_name(f"{folder.name}.aside-{attempt}") for folder in newer})
+
+
+def _saved_before(run: RunDir) -> str:
+    """Why an attempt must not start at step 0 unasked; empty: nothing was ever saved."""
+    there = os.listdir(run.checkpoints) if run.checkpoints.exists() else []
+    if any(name.startswith("step-") and not name.endswith(folders.TEMPORARY) for name in there):
+        return f"{run.checkpoints} has others"
+    saved = any(event["kind"] == "checkpoint_saved" for event in read_lines(run.events))
+    return f"{run.checkpoints} has lost the checkpoints that were saved" if saved else ""
+
+
+def _carry_out(run: RunDir, attempt: int, start: _Start, from_step: int | None) -> None:
+    for left in run.checkpoints.glob(f"*{folders.TEMPORARY}"):
+        shutil.rmtree(left, ignore_errors=True)
+    for folder, aside in start.aside.items():
+        if folder.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+    keep_listed(run, start.welcome.snapshot)
+    if start.metrics is not None:
+        write_atomic(run.metrics, start.metrics)
+    if from_step is not None:
+        run.from_step(attempt).parent.mkdir(parents=True, exist_ok=True)
+        run.from_step(attempt).touch()
 
 
 def complete_checkpoint(
@@ -121,8 +185,7 @@ def complete_checkpoint(
             shutil.rmtree(written, ignore_errors=True)
             return
     try:
-        folders.write_position(written, position)
-        folders.publish(written, folder, manifest)
+        folders.publish(written, folder, manifest, position)
     except OSError:
         shutil.rmtree(written, ignore_errors=True)
         raise
@@ -131,19 +194,12 @@ def complete_checkpoint(
 def remove_old(run: RunDir, keep: int) -> None:
     # The next checkpoint comes here again.
     with contextlib.suppress(OSError):
-        for _, old in run.complete_checkpoints()[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        for state in states(run.checkpoints)[keep:]:
+            shutil.rmtree(state.folder, ignore_errors=True)
 
 
-def _position(step: int, folder: Path) -> tuple[folders.DataPosition | None, str]:
-    try:
-        position = folders.read_position(folder)
-    except (OSError, ValueError) as error:
-        return None, f"{error}."
-    if position.step != step:
-        return None, f"{folders.POSITION_FILE} is that of step {position.step}."
-    return position, ""
-
-
-def _welcome(folder: Path, position: folders.DataPosition) -> Welcome:
-    return Welcome(position.step, str(folder), position.low, position.extra)
+def _welcome(state: SavedState | None) -> Welcome:
+    if state is None:
+        return BEGINNING
+    position = folders.read_position(state.folder)
+    return Welcome(position.step, str(state.folder), position.low, position.extra)

@@ -1,7 +1,8 @@
-"""When an operation that failed for lack of storage is tried again.
+"""When an operation that failed because of storage is tried again.
 
 - Failure -> the next attempt waits for a pause, which doubles with every failure in a row up to a longest one.
 - Success -> the pause is the first one again.
+- A saved state cannot be read -> pauses as above, until their sum reaches a bound (`Patience`).
 
 Pure: times are seconds of any monotonic clock.
 """
@@ -30,48 +31,18 @@ class Retry:
         return max(0.0, self._not_before - now)
 
 
-class Exports:
-    """Which weight version was requested from the core, and which is written."""
+class Patience:
+    """Pauses while a file system cannot be read: growing, and ``total_s`` together from ``now`` on."""
 
-    FIRST_S, LONGEST_S = 2.0, 10.0
-    """Pauses in seconds; short, because rollout with a staleness bound of 0 waits for the version."""
-    FAILURES = 5
-    """Failures in a row that end the run: after 24 s without room."""
+    FIRST_S, LONGEST_S = 0.5, 30.0
+    """Half: more calls to a server that is restarted. Double: the start waits a minute too long."""
 
-    def __init__(self, version: int) -> None:
-        self._written = self._asked = version
+    def __init__(self, total_s: float, now: float) -> None:
+        self._until = now + total_s
         self._retry = Retry(self.FIRST_S, self.LONGEST_S)
-        self.seconds = 0.0
-        """Of the last export."""
 
-    def due(self, version: int, now: float) -> bool:
-        """Whether this version must be requested now."""
-        return self._asked < version and self._retry.due(now)
-
-    def ask(self, version: int, now: float) -> bool:
-        """As `due`; the version then counts as requested."""
-        if not self.due(version, now):
-            return False
-        self._asked = version
-        return True
-
-    def ask_again(self) -> None:
-        """Drop the pending request: its receiver may be gone."""
-        self._asked = self._written
-
-    def lost(self, version: int) -> None:
-        """The file of a version is not there, or no longer."""
-        self._written = min(self._written, version - 1)
-
-    def written(self, version: int, seconds: float) -> None:
-        self._written, self.seconds = max(self._written, version), seconds
-        self._retry.succeeded()
-
-    def failed(self, now: float) -> bool:
-        """An export failed; True at the last permitted failure."""
+    def failed(self, now: float) -> float | None:
+        """Seconds until the next try; None: no more."""
         self._retry.failed(now)
-        self.ask_again()
-        return self._retry.failures >= self.FAILURES
-
-    def wait_s(self, now: float) -> float:
-        return self._retry.wait_s(now)
+        left = self._until - now
+        return min(self._retry.wait_s(now), left) if left > 0.0 else None

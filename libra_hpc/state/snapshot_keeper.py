@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import time
@@ -25,6 +26,7 @@ from libra_hpc.protocol.agents import KeepSnapshot, SnapshotChunk, SnapshotStore
 from libra_hpc.protocol.trainer import SnapshotFailed, SnapshotTaken, TakeSnapshot
 
 from . import state_folders as folders
+from .store import states, step_of, unreadable
 
 CHUNK_BYTES = 16 << 20
 """One piece is in flight at a time, between those of weight files."""
@@ -34,18 +36,25 @@ RESTORE_S = 600.0
 ASK_S = 2.0
 """Between two requests for a lost part: an agent that has not started yet drops the first ones."""
 
+log = logging.getLogger("libra_hpc.state")
 Send = Callable[..., None]
 
 
 def held(folder: Path) -> tuple[str, ...]:
-    """Complete parts of this node: ``own/NAME`` and ``copies/NAME``."""
-    found = [path for kind in (OWN, COPIES) for path in (folder / kind).glob("step-*") if folders.is_state(path)]
-    return tuple(sorted(str(path.relative_to(folder)) for path in found))
+    """Complete parts of this node: ``own/NAME`` and ``copies/NAME``; their content is checked when it is used."""
+    found = [state.folder for kind in (OWN, COPIES) for state in states(folder / kind)]
+    return tuple(sorted(str(path.relative_to(folder)) for path in found if not part_damage(path, sizes_only=True)))
 
 
-def step_of(name: str) -> int:
-    """Step of a snapshot, by its name."""
-    return int(name.partition(".")[0].removeprefix("step-"))
+def part_damage(path: Path, *, sizes_only: bool = False) -> str:
+    """Why a part of a snapshot is not whole; in memory, unreadable is as good as lost."""
+    try:
+        why = folders.verify(path, sizes_only=sizes_only)
+    except OSError as error:
+        why = f"{unreadable(error)}."
+    if why:
+        log.warning("snapshot %s is passed over: %s", path, why)
+    return why
 
 
 class SnapshotKeeper:
@@ -87,10 +96,24 @@ class SnapshotKeeper:
         else:
             self._spawn(self._publish(folders.TrainerState(answer.step, answer.updates)))
 
+    async def restore(self, name: str, holder: int | None) -> str:
+        """Have the own part whole: one that is damaged is fetched from the successor. Returns what was wrong with it.
+
+        ``holder``: the node that has a copy of a part that is known to be lost.
+        """
+        why = "" if holder is not None else await asyncio.to_thread(part_damage, self.own / name)
+        if why and self._successor is None:
+            self.discard(name)
+            raise OSError(f"snapshot {name} is damaged: {why}")
+        if (source := self._successor if why else holder) is not None:
+            await self.fetch(name, source)
+        return why
+
     async def fetch(self, name: str, holder: int) -> None:
         """Have a lost part sent back; raises `OSError` when it does not come."""
+        self.discard(name)
         path, deadline = self.own / name, time.monotonic() + RESTORE_S
-        while not folders.is_state(path):
+        while not path.exists():
             if time.monotonic() > deadline:
                 raise OSError(f"the copy of snapshot {name} did not come back within {RESTORE_S:.0f} s")
             if not _partial(path).exists():
@@ -104,8 +127,12 @@ class SnapshotKeeper:
             self._spawn(self._send_back(message))
 
     async def _send_back(self, message: SnapshotWanted) -> None:
+        copy = self._folder / COPIES / message.name
         try:
-            await self._stream(message.owner, message.owner, self._folder / COPIES / message.name)
+            if await asyncio.to_thread(part_damage, copy):
+                # The next start then does not count on it.
+                shutil.rmtree(copy, ignore_errors=True)
+            await self._stream(message.owner, message.owner, copy)
         finally:
             self._sending.discard(message.owner)
 
@@ -182,11 +209,9 @@ class SnapshotKeeper:
 
     async def _received(self, owner: int, partial: Path, path: Path) -> None:
         def finish() -> str:
-            if not (partial / folders.MANIFEST_FILE).is_file():
-                return "the copy did not come whole: /dev/shm may be full"
-            if problem := folders.verify(partial):
+            if problem := part_damage(partial):
                 shutil.rmtree(partial, ignore_errors=True)
-                return problem
+                return f"the copy did not come whole, /dev/shm may be full: {problem}"
             partial.rename(path)
             return ""
 

@@ -1,6 +1,6 @@
 """Whether all ranks restart from a snapshot in shared memory that is newer than the newest checkpoint.
 
-- A snapshot is complete -> a file of the run directory lists it, with its data position and the trainers' layout.
+- A snapshot is complete -> its entry in the run directory has its data position and the trainers' layout.
 - A restart within the attempt -> every node says which parts it holds (`libra_hpc.mesh.world`).
 - The part of every node of the core exists there, or as a copy at its successor -> rank 0 takes the snapshot.
 - Another layout, another attempt, or a part is gone -> the checkpoint.
@@ -12,27 +12,21 @@ position, and metrics and recovery log go by those.
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.files import write_atomic
 from libra_hpc.protocol.agents import Welcome
 
 from .snapshot_keeper import COPIES, OWN
 from .snapshots import holders
-from .state_folders import DataPosition
+from .state_folders import TEMPORARY, DataPosition, publish, read_position
+from .store import NewestWhole, SavedState, checkpoint_damage, newest_whole, states
 
-
-class ListedSnapshot(msgspec.Struct, frozen=True):
-    """A complete snapshot."""
-
-    layout: str
-    """Digest of what decides which process owns what."""
-    position: DataPosition
+OTHER_LAYOUT = "it is of another layout."
 
 
 def layout_digest(config: RunConfig) -> str:
@@ -43,67 +37,53 @@ def layout_digest(config: RunConfig) -> str:
 
 def list_snapshot(run: RunDir, config: RunConfig, start: str, position: DataPosition) -> None:
     """List a snapshot of this start instead of the one before; raises `OSError`."""
-    path = run.snapshots / f"step-{position.step:08d}.{start}.json"
-    path.parent.mkdir(exist_ok=True)
-    write_atomic(path, msgspec.json.encode(ListedSnapshot(layout_digest(config), position)))
-    for older in run.snapshots.glob("step-*.json"):
-        if older != path:
-            older.unlink(missing_ok=True)
+    name = f"step-{position.step:08d}.{start}"
+    partial = run.snapshots / f"{name}{TEMPORARY}"
+    partial.mkdir(parents=True, exist_ok=True)
+    publish(partial, run.snapshots / name, position=msgspec.structs.replace(position, layout=layout_digest(config)))
+    keep_listed(run, name)
 
 
-def listed(run: RunDir, name: str) -> ListedSnapshot | None:
-    """What is listed under a name; None when that cannot be read."""
-    try:
-        return msgspec.json.decode((run.snapshots / f"{name}.json").read_bytes(), type=ListedSnapshot)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return None
+def keep_listed(run: RunDir, name: str) -> None:
+    """List this snapshot alone; the steps of any other are trained again."""
+    for state in states(run.snapshots):
+        if state.folder.name != name:
+            shutil.rmtree(state.folder, ignore_errors=True)
 
 
-def restore_from(name: str, core: Sequence[int], held: Sequence[Sequence[str]]) -> dict[int, int] | None:
-    """Nodes without their part of a snapshot -> who has a copy; None when a part is gone."""
+def restore_from(name: str, core: Sequence[int], held: Sequence[Sequence[str]]) -> tuple[dict[int, int], str]:
+    """Nodes without their part of a snapshot -> who has a copy; and a sentence when a part is gone."""
     copies, found = holders(core), {}
     for rank in core:
         if f"{OWN}/{name}" not in held[rank]:
             holder = copies.get(rank, rank)
             if f"{COPIES}/{name}" not in held[holder]:
-                return None
+                where = f", and node {holder} has no copy of it" if holder != rank else ""
+                return {}, f"node {rank} has no whole part of snapshot {name}{where}."
             found[rank] = holder
-    return found
+    return found, ""
 
 
 def newer_snapshot(
     run: RunDir, config: RunConfig, attempt: int, *, start: Welcome, core: Sequence[int], held: Sequence[Sequence[str]]
-) -> Welcome:
-    """``start``, from a checkpoint, or a newer one from a snapshot; ``held``: parts of every rank's node.
+) -> tuple[Welcome, NewestWhole]:
+    """``start``, from a checkpoint, or a newer one from a snapshot; ``held``: parts of every rank's node."""
 
-    Any other snapshot is listed no longer: its steps are trained again.
-    """
-    chosen = _chosen(run, config, attempt, start=start, core=core, held=held)
-    for path in _files(run):
-        if path.stem != chosen.snapshot:
-            path.unlink(missing_ok=True)
-    return chosen
+    def why_not(state: SavedState) -> str:
+        if why := checkpoint_damage(state):
+            return why
+        if read_position(state.folder).layout != layout_digest(config):
+            return OTHER_LAYOUT
+        return restore_from(state.folder.name, core, held)[1]
 
-
-def _chosen(
-    run: RunDir, config: RunConfig, attempt: int, *, start: Welcome, core: Sequence[int], held: Sequence[Sequence[str]]
-) -> Welcome:
-    names = {path.stem for path in _files(run) if path.stem.partition(".")[2].startswith(f"attempt-{attempt}-")}
-    for name in sorted(names, reverse=True):
-        snapshot = listed(run, name)
-        if snapshot is None or snapshot.layout != layout_digest(config) or snapshot.position.step <= start.step:
-            continue
-        restore = restore_from(name, core, held)
-        if restore is not None:
-            at = snapshot.position
-            return msgspec.structs.replace(
-                start, step=at.step, low=at.low, extra=at.extra, snapshot=name, saved_step=start.step, restore=restore
-            )
-    return start
-
-
-def _files(run: RunDir) -> list[Path]:
-    try:
-        return list(run.snapshots.glob("step-*.json"))
-    except OSError:
-        return []
+    found = newest_whole(
+        (s for s in states(run.snapshots) if s.step > start.step and f".attempt-{attempt}-" in s.folder.name), why_not
+    )
+    if found.whole is None:
+        return start, found
+    at, name = read_position(found.whole.folder), found.whole.folder.name
+    restore, _ = restore_from(name, core, held)
+    snapshot = msgspec.structs.replace(
+        start, step=at.step, low=at.low, extra=at.extra, snapshot=name, saved_step=start.step, restore=restore
+    )
+    return snapshot, found

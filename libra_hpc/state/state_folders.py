@@ -1,13 +1,11 @@
-"""Checkpoint and snapshot folders: contents, choice of the newest, atomic publication.
+"""One saved state: the files of its folder, how it is written, and what proves that it is whole.
 
-- ``policy/``: a Hugging Face folder (config, tokenizer, ``model.safetensors``)
-- ``optimizer/rank-NNNNN.safetensors``: every rank's shards (`libra_hpc.trainer.saved.shard_files`)
+- ``manifest.json``, written last: size and checksum of every other file
 - ``trainer.json``: counters
-- ``manifest.json``, written last: size and checksum of every other file, for `verify`
-- ``state.json``: the data position; the train leader adds it to a checkpoint
-
-A snapshot has ``snapshot-NNNNN.safetensors`` of the ranks of one node (`trainer.saved.snapshot`), ``trainer.json``
-and ``manifest.json``.
+- a checkpoint: ``policy/`` (a Hugging Face folder), ``optimizer/rank-NNNNN.safetensors`` (every rank's shards,
+  `libra_hpc.trainer.saved.shard_files`), and ``state.json``, the data position
+- a snapshot's part on a node: ``snapshot-NNNNN.safetensors`` of its ranks (`libra_hpc.trainer.saved.snapshot`)
+- a snapshot's entry in the run directory: ``state.json``
 
 A folder is written under a temporary name and renamed when complete. Needs no torch: agents use it.
 """
@@ -36,8 +34,6 @@ MANIFEST_FILE = "manifest.json"
 POSITION_FILE = "state.json"
 TEMPORARY = ".partial"
 """Suffix of an unfinished folder or file."""
-DAMAGED = ".damaged"
-"""Suffix of a damaged checkpoint folder that was moved aside."""
 SPARE = 0.05
 """Share of the written bytes that must stay free beyond them, for blocks, folders and others' files."""
 THREADS = 8
@@ -46,6 +42,8 @@ THREADS = 8
 
 Manifest = dict[str, tuple[int, int]]
 """Size and CRC-32 of files, by their path below a folder."""
+ABSENT = (FileNotFoundError, NotADirectoryError)
+"""Errors that prove that a file is missing. Any other `OSError` may be gone at the next try."""
 
 
 class TrainerState(msgspec.Struct, frozen=True):
@@ -67,12 +65,14 @@ class StepRecord(msgspec.Struct, frozen=True):
 
 
 class DataPosition(msgspec.Struct, frozen=True):
-    """``state.json``: trained prompts at a checkpoint, all below ``low`` and those in ``extra``."""
+    """``state.json``: trained prompts at a saved state, all below ``low`` and those in ``extra``."""
 
     step: int
     low: int
     extra: tuple[int, ...]
     reports: tuple[StepRecord, ...] = ()
+    layout: str = ""
+    """Of a snapshot: digest of what decides which process owns what."""
 
 
 def position_of(step: int, order: DataOrder, reports: Iterable[StepReport]) -> DataPosition:
@@ -82,20 +82,11 @@ def position_of(step: int, order: DataOrder, reports: Iterable[StepReport]) -> D
 
 
 def read_position(folder: Path) -> DataPosition:
-    """Data position of a checkpoint; raises `ValueError` when it is torn, `OSError` when it cannot be read."""
+    """Data position of a state; raises `ValueError` when it is torn, `OSError` when it cannot be read."""
     try:
         return msgspec.json.decode((folder / POSITION_FILE).read_bytes(), type=DataPosition)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{POSITION_FILE} is torn: {error}") from error
-
-
-def write_position(folder: Path, position: DataPosition) -> None:
-    """Complete a checkpoint: without a data position it does not count."""
-    path = folder / POSITION_FILE
-    partial = path.with_name(f".{path.name}{TEMPORARY}")
-    partial.write_bytes(msgspec.json.encode(position))
-    sync(partial)
-    partial.rename(path)
 
 
 def read_state(folder: Path) -> TrainerState:
@@ -106,74 +97,57 @@ def read_state(folder: Path) -> TrainerState:
     return state
 
 
-def is_state(folder: Path) -> bool:
-    return (folder / STATE_FILE).is_file() and not folder.name.endswith(TEMPORARY)
+def verify(folder: Path, *, sizes_only: bool = False) -> str:
+    """What proves a state damaged, as a sentence that names the first bad file; empty: it is whole.
 
-
-def latest(parent: Path) -> Path | None:
-    """The complete state with the highest step in ``parent``, or None."""
-    if not parent.is_dir():
-        return None
-    found = [folder for folder in parent.iterdir() if is_state(folder)]
-    return max(found, key=_step, default=None)
-
-
-def _step(folder: Path) -> int:
-    """Step of a state; an unreadable one counts as the oldest."""
-    try:
-        return read_state(folder).step
-    except (OSError, ValueError):
-        return -1
-
-
-def latest_whole(parent: Path) -> Path | None:
-    """As `latest`, of the states that pass `verify`; reads all their bytes."""
-    found = [folder for folder in parent.iterdir() if is_state(folder)] if parent.is_dir() else []
-    for folder in sorted(found, key=lambda folder: folder.name, reverse=True):
-        if not verify(folder):
-            return folder
-    return None
-
-
-def verify(folder: Path) -> str:
-    """Compare a state with its manifest: empty when it is whole, else a sentence that names the first bad file.
-
-    Without a manifest (older versions) it counts as whole.
+    Raises `OSError` when a file cannot be read now, which proves nothing. ``sizes_only``: reads no content.
     """
     try:
-        data = (folder / MANIFEST_FILE).read_bytes()
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        return f"{MANIFEST_FILE} cannot be read: {error}."
-    try:
-        manifest = msgspec.json.decode(data, type=Manifest)
-    except (msgspec.DecodeError, ValueError):
-        # Bytes that are not UTF-8 raise a plain ValueError.
+        manifest = msgspec.json.decode((folder / MANIFEST_FILE).read_bytes(), type=Manifest)
+    except ABSENT:
+        return f"{MANIFEST_FILE} is missing."
+    except ValueError:
+        # Also a `msgspec.DecodeError`; bytes that are not UTF-8 raise a plain one.
         return f"{MANIFEST_FILE} is torn."
-    for name, (size, _) in manifest.items():
-        try:
-            found = (folder / name).stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
-            return f"{name} is missing."
-        except (OSError, ValueError) as error:
-            return f"{name!r} cannot be read: {error}."
-        if found != size:
-            return f"{name} has {found} bytes, {size} were written."
-    for name, crc in _checksums(folder, manifest).items():
-        if isinstance(crc, OSError):
-            return f"{name} cannot be read: {crc}."
-        if crc != manifest[name][1]:
-            return f"{name} has not the checksum with which it was written."
-    return ""
+    try:
+        found = _files(folder)
+        for name in sorted(manifest.keys() ^ found):
+            return f"{name} is not in {MANIFEST_FILE}." if name in found else f"{name} is missing."
+        for name, (size, _) in manifest.items():
+            if (there := (folder / name).stat().st_size) != size:
+                return f"{name} has {there} bytes, {size} were written."
+        for name, crc in ({} if sizes_only else _checksums(folder, manifest)).items():
+            if crc != manifest[name][1]:
+                return f"{name} has not the checksum with which it was written."
+    except ABSENT as error:
+        return f"{error.filename} is missing."
+    return "" if manifest else f"{MANIFEST_FILE} lists no file."
 
 
-def _checksums(folder: Path, names: Iterable[str]) -> dict[str, int | OSError]:
-    def checksum(name: str) -> int | OSError:
+def _files(folder: Path) -> set[str]:
+    """All files below a folder but the manifest, and hidden ones, which file systems make; raises `OSError`."""
+    found: set[str] = set()
+    left = [""]
+    while left:
+        below = left.pop()
+        with os.scandir(folder / below) as entries:
+            for entry in entries:
+                name = f"{below}{entry.name}"
+                if entry.is_dir(follow_symlinks=False):
+                    left.append(f"{name}/")
+                elif not entry.name.startswith("."):
+                    found.add(name)
+    return found - {MANIFEST_FILE}
+
+
+def _checksums(folder: Path, names: Iterable[str]) -> dict[str, int]:
+    def checksum(name: str) -> int:
         try:
             return file_crc32(folder / name)
         except OSError as error:
-            return error
+            # One of a read has no file name.
+            error.filename = error.filename or str(folder / name)
+            raise
 
     with ThreadPoolExecutor(THREADS) as pool:
         return dict(zip(names, pool.map(checksum, names), strict=True))
@@ -187,20 +161,6 @@ def check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed * (1.0 + SPARE):
         raise OSError(errno.ENOSPC, f"{folder} needs {needed} bytes, and its file system has {free} bytes free")
-
-
-def resolve(folder: Path) -> Path:
-    """``folder`` if it is a state, else the newest state in it; raises `FileNotFoundError` when there is none.
-
-    A checkpoint (its name ends with its step) may be removed after it was chosen: then a newer one is complete, and
-    is returned.
-    """
-    found = folder if is_state(folder) else latest(folder)
-    if found is None and not folder.exists() and folder.name[-1:].isdigit():
-        found = latest(folder.parent)
-    if found is None:
-        raise FileNotFoundError(f"no complete checkpoint in {folder}")
-    return found
 
 
 def sync(path: Path) -> None:
@@ -219,12 +179,7 @@ def seal(folder: Path, paths: Iterable[Path]) -> Manifest:
         synced = pool.submit(_sync_all, [folder / name for name in names])
         checksums = _checksums(folder, names)
         synced.result()
-    found = {}
-    for name, crc in checksums.items():
-        if isinstance(crc, OSError):
-            raise crc
-        found[name] = (folder.joinpath(name).stat().st_size, crc)
-    return found
+    return {name: ((folder / name).stat().st_size, crc) for name, crc in checksums.items()}
 
 
 def _sync_all(paths: list[Path]) -> None:
@@ -232,13 +187,14 @@ def _sync_all(paths: list[Path]) -> None:
         sync(path)
 
 
-def publish(partial: Path, final: Path, manifest: Manifest | None = None) -> None:
-    """Write the manifest of a complete folder and rename it to ``final``, replacing an older one.
+def publish(partial: Path, final: Path, files: Manifest = {}, position: DataPosition | None = None) -> None:  # noqa: B006
+    """Complete a written folder with its position and manifest and rename it to ``final``, replacing an older one.
 
-    ``manifest``: default: all files of the folder, which become durable.
+    ``files``: those that are durable already; all others become so.
     """
-    if manifest is None:
-        manifest = seal(partial, [path for path in partial.rglob("*") if path.is_file()])
+    if position is not None:
+        (partial / POSITION_FILE).write_bytes(msgspec.json.encode(position))
+    manifest = {**files, **seal(partial, [partial / name for name in _files(partial) - files.keys()])}
     (partial / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
     for path in (partial / MANIFEST_FILE, partial):
         sync(path)
@@ -247,11 +203,5 @@ def publish(partial: Path, final: Path, manifest: Manifest | None = None) -> Non
     if final.exists():
         final.rename(old)
     partial.rename(final)
+    sync(final.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def remove_leftovers(parent: Path) -> None:
-    """Remove what killed writers left in ``parent``; nobody may be writing there."""
-    for folder in parent.iterdir():
-        if folder.name.endswith(TEMPORARY):
-            shutil.rmtree(folder, ignore_errors=True)

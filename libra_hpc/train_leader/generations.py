@@ -20,7 +20,7 @@ from typing import Any
 
 from libra_hpc.protocol.agents import Fatal, Log, MeshMessage, ToReplica
 from libra_hpc.protocol.trainer import Join, Joined, WorkerHeartbeat
-from libra_hpc.trainer.link import BUSY
+from libra_hpc.trainer.link import STORAGE
 
 NEW_GENERATION_S = 120.0
 """Seconds after which failing steps or joins without a death end the run."""
@@ -82,7 +82,7 @@ class Generations:
         self._wake.set()
 
     def _on_alive(self, rank: int, message: WorkerHeartbeat) -> None:
-        if message.phase in BUSY:
+        if message.phase in STORAGE:
             self._busy_at[rank] = self._clock()
 
     def _member_busy(self) -> bool:

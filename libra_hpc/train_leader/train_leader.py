@@ -47,10 +47,10 @@ from libra_hpc.protocol.trainer import (
     WorkerHeartbeat,
 )
 from libra_hpc.state.data_order import DataOrder
-from libra_hpc.state.retry import Exports
 from libra_hpc.state.snapshots import SnapshotIndex, Snapshots
 from libra_hpc.trainer.shards import loss_tokens_of, tokens_of
 
+from .exports import Exports
 from .saves import Saves, Store
 from .step_metrics import train_metrics
 from .step_requests import StepRequests

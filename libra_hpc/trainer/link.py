@@ -60,9 +60,9 @@ class WorkerSocket(EngineSocket[FromWorker]):
 ALIVE_S = 1.0
 """Seconds between two reports."""
 IDLE, COMPUTE, WAITING = "idle", "compute", "waiting for peers"
-SNAPSHOT, CHECKPOINT = "snapshot", "checkpoint"
-BUSY = (SNAPSHOT, CHECKPOINT)
-"""Phases that copy the state to host memory; orders wait, longer when an earlier write has not ended."""
+SNAPSHOT, CHECKPOINT, LOAD = "snapshot", "checkpoint", "load"
+STORAGE = (SNAPSHOT, CHECKPOINT, LOAD)
+"""Phases that read a saved state, or copy one to host memory once the write before has ended; orders wait."""
 
 
 class Pulse:

@@ -48,7 +48,7 @@ from libra_hpc.trainer.saved.state_writer import StateWriter
 from .device import choose_device, file_store
 from .elastic import ElasticReplicas, PeerLost
 from .grpo_trainer import BatchRejected, GrpoTrainer
-from .link import CHECKPOINT, COMPUTE, SNAPSHOT, WAITING, Pulse, WorkerSocket
+from .link import CHECKPOINT, COMPUTE, LOAD, SNAPSHOT, WAITING, Pulse, WorkerSocket
 from .saved import checkpoint, snapshot
 from .settings import WorkerConfig, read_config
 from .train_engine import NO_STEP, TrainEngine, init_world
@@ -88,10 +88,11 @@ class Worker:
         elif config.elastic:
             self._engine.state.commit(NO_STEP, 0)
         else:
-            if config.start_dir and snapshot.holds(Path(config.start_dir), config.rank):
-                snapshot.load(self._engine.state, Path(config.start_dir), config.rank)
-            else:
-                checkpoint.start(self._engine, self._model_dir, config.start_dir)
+            with pulse.phase(LOAD):
+                if config.start_dir and snapshot.holds(Path(config.start_dir), config.rank):
+                    snapshot.load(self._engine.state, Path(config.start_dir), config.rank)
+                else:
+                    checkpoint.start(self._engine, self._model_dir, config.start_dir)
         self._replicas = ElasticReplicas(
             self._engine,
             config.step_timeout_s,

@@ -24,7 +24,7 @@ def test_an_engine_that_is_rebuilt_begins_with_a_checkpoint_that_still_exists(tm
     assert (found.model, found.version) == (str(run.checkpoint(10) / "policy"), 10)
     run.checkpoint(10).rmdir()
     run.checkpoint(30).mkdir()
-    (run.checkpoint(30) / "state.json").write_text("{}")
+    (run.checkpoint(30) / "state.json").write_text('{"step": 30, "low": 240, "extra": []}')
     found = engine_config(context, "r2.0", 1, None)
     assert (found.model, found.version) == (str(run.checkpoint(30) / "policy"), 30), "older checkpoints have made room"
     context.start = Welcome(34, str(run.checkpoint(30)), 272, (), snapshot="step-34", saved_step=30)

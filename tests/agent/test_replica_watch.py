@@ -19,13 +19,14 @@ from libra_hpc.protocol.trainer import (
 )
 
 SETTINGS = DeadlineSettings(floor_s=60.0, first_s=600.0, factor=10.0)
+STORAGE_S = 600.0
 JOIN, STEP = Join(1, 0, 2, "/meet"), TrainStep(1, 1, (), ())
 DONE = StepDone(1, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0, 0.0, 0.0)
 
 
 def trained(seconds: float = 1.0) -> ReplicaWatch:
     """Of a replica whose first step took so long."""
-    watch = ReplicaWatch(SETTINGS)
+    watch = ReplicaWatch(SETTINGS, STORAGE_S)
     watch.asked(STEP, 0.0)
     watch.answered(DONE, seconds)
     return watch
@@ -62,7 +63,7 @@ def test_a_replica_that_waits_for_peers_has_three_times_as_long() -> None:
 
 
 def test_a_process_that_is_stopped_is_late_and_hung_long_before_an_unmeasured_order_is() -> None:
-    watch = ReplicaWatch(SETTINGS)
+    watch = ReplicaWatch(SETTINGS, STORAGE_S)
     watch.asked(JOIN, 0.0)
     alive(watch, "compute", 10.0)
     watch.alive(0, WorkerHeartbeat("compute", 1.0), 70.0)
@@ -101,7 +102,7 @@ def test_failures_are_not_waited_for_and_teach_nothing() -> None:
 
 def joined() -> ReplicaWatch:
     """Of a replica whose join, export and checkpoint took a second each."""
-    watch = ReplicaWatch(SETTINGS)
+    watch = ReplicaWatch(SETTINGS, STORAGE_S)
     for order, answer in (
         (JOIN, Joined(1, 0, 0, 1.0)),
         (Export("", 0), Exported(0, 0, 0, 1.0)),
@@ -138,7 +139,7 @@ def test_the_write_of_a_checkpoint_is_an_operation_beside_the_next_orders() -> N
         alive(watch, "compute", float(second))
         watch.asked(Export("", second), float(second))
         watch.answered(Exported(second, 0, 0, 0.0), float(second))
-        assert watch.hung(float(second)) == "", "a first write may take as long as any first operation"
+        assert watch.hung(float(second)) == "", "storage_s alone judges it"
     alive(watch, "compute", 602.0)
     assert "write of a checkpoint has not ended after 601 s" in watch.hung(602.0)
     watch.answered(SaveFailed("", 1, "no room"), 602.0)
@@ -151,7 +152,7 @@ def test_the_write_of_a_checkpoint_is_an_operation_beside_the_next_orders() -> N
 
 
 def test_a_limit_that_never_suffices_ends_the_run_instead_of_one_replica_after_the_other() -> None:
-    watch, now, reasons = ReplicaWatch(SETTINGS), 0.0, []
+    watch, now, reasons = ReplicaWatch(SETTINGS, STORAGE_S), 0.0, []
     for limit_s in (600.0, 1200.0, 2400.0, 4800.0):
         watch.started(now)
         assert watch.hung(now + limit_s) == ""
@@ -161,3 +162,56 @@ def test_a_limit_that_never_suffices_ends_the_run_instead_of_one_replica_after_t
         assert watch.hung(1e9) == ""
     assert reasons[:3] == [""] * 3
     assert reasons[3].startswith("start did not end 4 times in a row, the last time within 4800 s; raise deadlines.")
+
+
+def test_a_write_that_is_slower_than_usual_is_late_and_only_storage_s_ends_it() -> None:
+    watch = joined()
+    watch.asked(SaveCheckpoint("", 1), 0.0)
+    watch.answered(SaveStarted(1, 0.0), 0.0)
+    watch.answered(Saved("", 1, 1.0), 1.0)
+    watch.asked(SaveCheckpoint("", 2), 10.0)
+    watch.answered(SaveStarted(2, 0.0), 10.0)
+    late = []
+    for second in range(11, 611):
+        alive(watch, "compute", float(second))
+        late += watch.late(float(second))
+        assert watch.hung(float(second)) == ""
+    assert late == ["write of a checkpoint has not ended after 31 s (limit 600 s)"]
+    alive(watch, "compute", 611.0)
+    assert watch.hung(611.0) == "write of a checkpoint has not ended after 601 s (limit 600 s), in phase: compute"
+
+
+def test_orders_do_not_age_while_a_process_is_in_a_storage_phase() -> None:
+    watch = trained()
+    watch.asked(STEP, 0.0)
+    late = []
+    for second in range(500):
+        watch.alive(0, WorkerHeartbeat("snapshot", 1.0), float(second))
+        watch.alive(1, WorkerHeartbeat("compute", 1.0), float(second))
+        late += watch.late(float(second))
+        assert watch.hung(float(second)) == "", "its peers wait for it"
+    assert late == ["snapshot has not ended after 301 s (limit 600 s)"]
+    for second in range(500, 700):
+        alive(watch, "compute", float(second))
+        assert (watch.hung(float(second)) != "") == (second > 560), "the order has its whole time"
+
+
+def test_a_storage_phase_that_never_ends_is_hung_and_four_in_a_row_name_the_key() -> None:
+    watch, now, reasons = trained(), 0.0, []
+    for _ in range(4):
+        watch.started(now)
+        for second in range(602):
+            alive(watch, "load", now + second)
+            assert (watch.hung(now + second) != "") == (second > 600)
+        reasons.append(watch.give_up(now + 601.0))
+        now += 1000.0
+    assert reasons[:3] == ["", "", ""]
+    assert reasons[3].startswith("load has not ended after 601 s (limit 600 s)")
+    assert "raise deadlines.storage_s" in reasons[3]
+
+
+def test_a_process_that_is_stopped_in_a_storage_phase_is_hung_as_in_any_other() -> None:
+    watch = trained()
+    alive(watch, "checkpoint", 100.0)
+    assert watch.hung(160.0) == ""
+    assert "no sign of life for 61 s" in watch.hung(161.0)

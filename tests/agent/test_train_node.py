@@ -24,6 +24,7 @@ from libra_hpc.protocol.agents import Fatal, FromReplica, Log, Publish, Snapshot
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import Export, ExportFailed, Join, Joined, TakeSnapshot, WorkerHeartbeat
 from libra_hpc.state import state_folders as folders
+from libra_hpc.state.store import states
 from libra_hpc.trainer.settings import WorkerConfig, read_config
 from libra_hpc.weights.flow import WeightFile
 
@@ -187,7 +188,6 @@ def test_a_rebuilt_replica_starts_from_the_newest_whole_snapshot_or_checkpoint(h
         partial.mkdir(parents=True)
         (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(step, step)))
         folders.publish(partial, folder)
-        (folder / folders.POSITION_FILE).touch()
         return folder / folders.STATE_FILE
 
     async def again() -> int:
@@ -294,8 +294,10 @@ def test_processes_that_cannot_start_from_a_snapshot_leave_the_checkpoint_to_the
     scene = Scene(here, components=("train", "train", "rollout"))
     name = "step-00000004.attempt-1-7"
     part = scene.node.keeper.own / name
-    part.mkdir(parents=True)
-    (part / folders.STATE_FILE).write_text("{")
+    partial = part.with_name("written")
+    partial.mkdir(parents=True)
+    (partial / folders.STATE_FILE).write_text("{")
+    folders.publish(partial, part)
     scene.node._context.start = Welcome(4, "", 8, (), snapshot=name)
 
     async def script() -> None:
@@ -322,7 +324,7 @@ def test_a_snapshot_of_all_processes_is_a_part_and_its_copy_goes_to_the_next_nod
     good, bad = scene.of(SnapshotStored)
     assert (good.rank, good.owner, good.step, good.reason) == (1, 1, 0, "")
     assert "at step 0" in bad.reason
-    (part,) = (path for path in scene.node.keeper.own.iterdir() if folders.is_state(path))
+    ((_, part),) = states(scene.node.keeper.own)
     assert folders.verify(part) == ""
     assert len(list(part.glob("snapshot-*.safetensors"))) == 2
     assert scene.of(SnapshotChunk)

@@ -297,11 +297,6 @@ def test_a_fatal_report_fails_the_run_with_its_reason(tmp_path: Path) -> None:
     assert (result["state"], result["message"]) == ("failed", "node 3: engine r3.0 ended with 1")
 
 
-def test_an_attempt_forgets_steps_beyond_its_checkpoint(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    run.metrics.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(1, 8)) + '{"step": 8, "torn')
-    Scene(tmp_path, step=5)
-    assert [line["step"] for line in read_lines(run.metrics)] == [1, 2, 3, 4, 5]
 
 
 def test_an_attempt_starts_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:

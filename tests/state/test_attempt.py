@@ -1,95 +1,198 @@
-"""Where an attempt starts when checkpoints are damaged, and what its metrics are made of."""
+"""Where an attempt starts when checkpoints are damaged or cannot be read, and what its metrics are made of."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.protocol.agents import Welcome
 from libra_hpc.state import state_folders as folders
-from libra_hpc.state.attempt import complete_checkpoint, drop_steps_after, remove_old, start_state, whole_start_state
+from libra_hpc.state import store
+from libra_hpc.state.attempt import BEGINNING, Event, complete_checkpoint, newest_start, remove_old, start_state
+
+from .saved import WEIGHTS, checkpoint, flip, unreadable
 
 
-def save(run: RunDir, step: int, reports: tuple[folders.StepRecord, ...] = ()) -> Path:
-    folder = run.checkpoint(step)
-    partial = folder.with_name(f"{folder.name}{folders.TEMPORARY}")
-    partial.mkdir(parents=True)
-    (partial / "optimizer.safetensors").write_bytes(b"moments")
-    (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(step, step)))
-    folders.publish(partial, folder)
-    (folder / folders.POSITION_FILE).write_bytes(
-        msgspec.json.encode(folders.DataPosition(step, 8 * step, (8 * step + 3,), reports))
-    )
-    return folder
+def start(run: RunDir, attempt: int = 1, from_step: int | None = None) -> tuple[Welcome, list[Event]]:
+    return newest_start(run, RunConfig(), attempt, core=(1,), held=((), ()), from_step=from_step)
+
+
+def at(run: RunDir, step: int) -> Welcome:
+    return Welcome(step, str(run.checkpoint(step)), 8 * step, (8 * step + 3,))
+
+
+def names(run: RunDir) -> list[str]:
+    return sorted(path.name for path in run.checkpoints.iterdir())
+
+
+def steps(run: RunDir) -> list[int]:
+    return [line["step"] for line in read_lines(run.metrics)]
+
+
+def trained(run: RunDir, last: int) -> None:
+    run.metrics.write_text("".join(json.dumps({"t": 1.0, "step": step}) + "\n" for step in range(1, last + 1)))
 
 
 def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_moved_aside(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    assert whole_start_state(run) == (Welcome(0, "", 0, ()), [])
-    folder = {step: save(run, step) for step in (10, 20, 30, 40, 50)}
+    assert start(run) == (BEGINNING, [])
+    folder = {step: checkpoint(run, step) for step in (10, 20, 30, 40, 50)}
     (folder[50] / folders.POSITION_FILE).write_text('{"step": 50, ')
-    (folder[40] / folders.POSITION_FILE).write_text('{"step": 39, "low": 0, "extra": []}')
-    (folder[30] / "optimizer.safetensors").write_bytes(b"mements")
+    folder[40].rename(run.checkpoint(41))
+    flip(folder[30] / "optimizer.safetensors")
     (run.checkpoints / f"step-000060{folders.TEMPORARY}").mkdir()
     assert start_state(run).step == 30, "the quick answer reads no weights, and moves nothing"
     assert folder[50].exists()
-    welcome, damaged = whole_start_state(run)
-    assert welcome == Welcome(20, str(folder[20]), 160, (163,))
-    assert [step for step, _ in damaged] == [50, 40, 30]
-    assert [
-        word in sentence
-        for (_, sentence), word in zip(damaged, ("torn", "step 39", "optimizer.safetensors"), strict=True)
-    ] == [True] * 3
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == [
+    welcome, events = start(run)
+    assert welcome == at(run, 20)
+    assert [(kind, fields["step"]) for kind, fields in events] == [
+        ("checkpoint_damaged", step) for step in (50, 41, 30)
+    ]
+    for (_, fields), word in zip(events, ("state.json has", "step 40", "optimizer.safetensors"), strict=True):
+        assert word in fields["reason"]
+    assert names(run) == [
         "step-000010",
         "step-000020",
         "step-000030.damaged",
-        "step-000040.damaged",
+        "step-000041.damaged",
         "step-000050.damaged",
     ]
     assert run.latest_checkpoint() == (20, folder[20])
-    assert whole_start_state(run) == (welcome, [])
+    assert start(run) == (welcome, [])
 
 
-def test_a_checkpoint_of_an_older_version_is_taken_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [None, b"{}"])
+def test_a_checkpoint_without_its_manifest_is_not_whole(tmp_path: Path, content: bytes | None) -> None:
     run = RunDir(tmp_path)
-    (save(run, 10) / folders.MANIFEST_FILE).unlink()
-    assert whole_start_state(run) == (Welcome(10, str(run.checkpoint(10)), 80, (83,)), [])
+    checkpoint(run, 10)
+    manifest = checkpoint(run, 20) / folders.MANIFEST_FILE
+    manifest.unlink()
+    if content is not None:
+        manifest.write_bytes(content)
+    assert start(run)[0] == at(run, 10)
+
+
+def test_without_any_whole_state_a_start_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    trained(run, 20)
+    for step in (10, 20):
+        flip(checkpoint(run, step) / WEIGHTS)
+    for _ in range(2):
+        with pytest.raises(OperationError, match=r"No state of .* is whole.*--from-step 0.*has not the checksum"):
+            start(run)
+        assert (names(run), steps(run)[-1]) == (["step-000010", "step-000020"], 20)
+    assert start(run, 2, from_step=0)[0] == BEGINNING
+    assert (names(run), steps(run)) == (["step-000010.aside-2", "step-000020.aside-2"], [])
+    assert start(run, 2, from_step=0)[0] == BEGINNING, "a restart of the attempt that asked for it"
+    with pytest.raises(OperationError, match="has others"):
+        start(run, 3)
+
+
+def test_checkpoints_that_are_gone_are_missed(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.events.write_text('{"t": 1.0, "kind": "checkpoint_saved", "step": 5}\n')
+    with pytest.raises(OperationError, match="has lost the checkpoints that were saved"):
+        start(run)
+
+
+@pytest.mark.parametrize("name", [folders.MANIFEST_FILE, folders.POSITION_FILE, WEIGHTS])
+def test_a_checkpoint_that_cannot_be_read_once_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    run = RunDir(tmp_path)
+    checkpoint(run, 10)
+    newest = checkpoint(run, 20)
+    trained(run, 25)
+    monkeypatch.setattr(store.time, "sleep", lambda seconds: None)
+    failed = unreadable(monkeypatch, newest / name, 2)
+    welcome, events = start(run)
+    assert (welcome, len(failed)) == (at(run, 20), 2)
+    ((kind, fields),) = events
+    assert (kind, fields["part"]) == ("storage_fault", "checkpoints")
+    assert f"{newest / name} cannot be read: Stale file handle" in fields["reason"]
+    assert (names(run), steps(run)[-1]) == (["step-000010", "step-000020"], 20)
+
+
+def test_a_checkpoint_that_stays_unreadable_ends_the_start_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path)
+    flip(checkpoint(run, 30) / WEIGHTS)
+    newest = checkpoint(run, 20)
+    trained(run, 35)
+    now = [0.0]
+    monkeypatch.setattr(store.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(store.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    unreadable(monkeypatch, newest / WEIGHTS, 10_000)
+    with pytest.raises(OperationError) as caught:
+        start(run)
+    sentence = f"{newest / WEIGHTS} cannot be read: Stale file handle, for 900 s; the start was given up."
+    assert str(caught.value) == sentence
+    assert now == [900.0], "deadlines.storage_s"
+    assert (names(run), steps(run)[-1]) == (["step-000020", "step-000030"], 35)
+
+
+def test_an_attempt_begins_once_at_the_step_that_its_user_chose(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for step in (10, 20, 30):
+        checkpoint(run, step)
+    trained(run, 30)
+    flip(run.checkpoint(10) / WEIGHTS)
+    for step, word in ((15, "no such checkpoint"), (10, "has not the checksum")):
+        with pytest.raises(OperationError, match=f"--from-step {step}: .*{word}"):
+            start(run, 2, from_step=step)
+    assert start(run, 2, from_step=20)[0] == at(run, 20)
+    assert (names(run), steps(run)[-1]) == (["step-000010", "step-000020", "step-000030.aside-2"], 20)
+    checkpoint(run, 30)
+    assert start(run, 2, from_step=20)[0] == at(run, 30), "a restart goes on from what it saved since"
+    assert start(run, 3)[0] == at(run, 30)
 
 
 def test_steps_whose_lines_were_lost_with_the_coordinator_come_from_the_checkpoint_once_each(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     reports = tuple(folders.StepRecord(step, 100.0 + step, {"loss": 0.25, "reward": None}) for step in (3, 4, 5, 6))
-    save(run, 6, reports)
+    checkpoint(run, 6, *reports)
     # The coordinator was killed while it wrote step 5; the line of step 7 is of a step that is trained again.
-    written = [{"t": float(step), "step": step, "loss": 0.5, "rollout_nodes": 1} for step in (1, 2, 3, 4, 7)]
+    written: list[dict[str, Any]] = [
+        {"t": float(step), "step": step, "loss": 0.5, "rollout_nodes": 1} for step in (1, 2, 3, 4, 7)
+    ]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in written) + '{"t": 5.0, "step": 5, "lo')
-    drop_steps_after(run, 6)
+    start(run)
     lines = list(read_lines(run.metrics))
     assert lines[:4] == written[:4]
     assert lines[4:] == [{"t": 105.0, "step": 5, "loss": 0.25}, {"t": 106.0, "step": 6, "loss": 0.25}]
-    drop_steps_after(run, 6)
+    start(run)
     assert list(read_lines(run.metrics)) == lines
 
 
 def test_metrics_that_were_never_written_come_from_the_checkpoint(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    drop_steps_after(run, 0)
+    start(run)
     assert not run.metrics.exists()
-    save(run, 2, (folders.StepRecord(1, 1.0, {}), folders.StepRecord(2, 2.0, {})))
-    drop_steps_after(run, 2)
-    assert [line["step"] for line in read_lines(run.metrics)] == [1, 2]
+    checkpoint(run, 2, folders.StepRecord(1, 1.0, {}), folders.StepRecord(2, 2.0, {}))
+    start(run)
+    assert steps(run) == [1, 2]
+
+
+def test_steps_of_a_run_that_never_saved_are_trained_again(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    trained(run, 7)
+    assert start(run) == (BEGINNING, [])
+    assert steps(run) == []
 
 
 def test_a_state_without_room_for_its_position_is_removed_and_a_complete_one_never(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunDir(tmp_path)
-    folder = {step: save(run, step) for step in (10, 30)}
+    folder = {step: checkpoint(run, step) for step in (10, 30)}
 
     def written(step: int) -> tuple[Path, folders.Manifest]:
         partial = run.checkpoints / f"step-{step}.start.1.partial"
@@ -98,12 +201,12 @@ def test_a_state_without_room_for_its_position_is_removed_and_a_complete_one_nev
         state.write_bytes(msgspec.json.encode(folders.TrainerState(step, 99)))
         return partial, folders.seal(partial, [state])
 
-    def full(folder: Path, position: folders.DataPosition) -> None:
+    def full(folder: Path, paths: object) -> folders.Manifest:
         raise OSError("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr(folders, "write_position", full)
         partial, manifest = written(20)
+        patched.setattr(folders, "seal", full)
         with pytest.raises(OSError, match="no room"):
             complete_checkpoint(partial, run.checkpoint(20), manifest, folders.DataPosition(20, 160, ()))
     partial, manifest = written(30)

@@ -1,4 +1,4 @@
-"""State folders: manifests, `verify`, fall-back to an older whole state, room, and calls that are tried again."""
+"""One saved state: manifests, `verify`, room; and calls that are tried again."""
 
 from __future__ import annotations
 
@@ -10,24 +10,9 @@ import msgspec
 import pytest
 
 from libra_hpc.state import state_folders as folders
-from libra_hpc.state.retry import Exports, Retry
+from libra_hpc.state.retry import Retry
 
-
-def state(parent: Path, step: int) -> Path:
-    partial = parent / f"step-{step:08d}{folders.TEMPORARY}"
-    (partial / folders.POLICY_DIR).mkdir(parents=True)
-    (partial / folders.POLICY_DIR / "model.safetensors").write_bytes(bytes([step]) * 4096)
-    (partial / "optimizer.safetensors").write_bytes(b"moments")
-    (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(step, step)))
-    final = parent / f"step-{step:08d}"
-    folders.publish(partial, final)
-    return final
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+from .saved import WEIGHTS, flip, state
 
 
 @pytest.mark.parametrize("name", ["policy/model.safetensors", "optimizer.safetensors", "trainer.json"])
@@ -43,33 +28,37 @@ def test_one_flipped_bit_a_torn_file_and_a_lost_file_are_found(tmp_path: Path, n
     assert folders.verify(folder) == f"{name} is missing."
 
 
-def test_a_torn_manifest_is_damage_and_none_at_all_is_an_older_version(tmp_path: Path) -> None:
-    folder = state(tmp_path, 7)
-    (folder / folders.POSITION_FILE).write_text("added after the manifest")
-    assert folders.verify(folder) == ""
+def test_a_manifest_that_is_torn_missing_or_incomplete_is_damage(tmp_path: Path) -> None:
+    folder = state(tmp_path, 7, folders.DataPosition(7, 56, ()))
     manifest = folder / folders.MANIFEST_FILE
-    manifest.write_bytes(manifest.read_bytes()[:-5])
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole[:-5])
     assert folders.verify(folder) == "manifest.json is torn."
     manifest.unlink()
+    assert folders.verify(folder) == "manifest.json is missing."
+    manifest.write_bytes(b"{}")
+    assert folders.verify(folder) == "optimizer.safetensors is not in manifest.json."
+    manifest.write_bytes(whole)
     assert folders.verify(folder) == ""
+    (folder / ".nfs0001").touch()
+    assert folders.verify(folder) == "", "a file of the file system's"
+    shutil.rmtree(folder)
+    assert folders.verify(folder) == "manifest.json is missing."
 
 
-def test_the_newest_whole_state_is_chosen(tmp_path: Path) -> None:
-    assert folders.latest_whole(tmp_path / "nowhere") is None
-    older, newer = state(tmp_path, 9), state(tmp_path, 10)
-    assert folders.latest_whole(tmp_path) == newer
-    flip(newer / "optimizer.safetensors")
-    assert folders.latest_whole(tmp_path) == older
-    flip(older / "optimizer.safetensors")
-    assert folders.latest_whole(tmp_path) is None
+def test_the_manifest_covers_the_data_position(tmp_path: Path) -> None:
+    folder = state(tmp_path, 7, folders.DataPosition(7, 56, (), (folders.StepRecord(7, 1.0, {}),)))
+    path = folder / folders.POSITION_FILE
+    path.write_bytes(path.read_bytes().replace(b"56", b"57"))
+    assert folders.verify(folder) == "state.json has not the checksum with which it was written."
 
 
-def test_a_state_that_cannot_be_read_counts_as_the_oldest(tmp_path: Path) -> None:
-    torn, older, newer = state(tmp_path, 11), state(tmp_path, 9), state(tmp_path, 10)
-    (torn / folders.STATE_FILE).write_text("{")
-    assert folders.latest(tmp_path) == newer
-    (torn / folders.STATE_FILE).unlink()
-    assert folders.latest(older.parent) == newer
+def test_sizes_alone_find_lost_and_torn_files(tmp_path: Path) -> None:
+    folder = state(tmp_path, 7)
+    flip(folder / WEIGHTS)
+    assert folders.verify(folder, sizes_only=True) == ""
+    (folder / WEIGHTS).write_bytes(b"torn")
+    assert folders.verify(folder, sizes_only=True) == f"{WEIGHTS} has 4 bytes, 4096 were written."
 
 
 def test_a_data_position_is_read_strictly(tmp_path: Path) -> None:
@@ -97,18 +86,6 @@ def test_a_manifest_of_any_bytes_is_damage_and_never_an_exception(tmp_path: Path
     for data in (b'{"\xff\xfe": [1, 2]}', b"\x80", b'{"a\\u0000": [1, 2]}', b'{"' + b"a" * 5000 + b'": [1, 2]}'):
         manifest.write_bytes(data)
         assert folders.verify(folder) != ""
-    manifest.write_bytes(b'{"trainer.json/below": [1, 2]}')
-    assert folders.verify(folder) == "trainer.json/below is missing."
-
-
-def test_a_checkpoint_that_was_removed_after_it_was_chosen_gives_way_to_the_newest(tmp_path: Path) -> None:
-    chosen, newer = state(tmp_path, 10), state(tmp_path, 20)
-    assert folders.resolve(chosen) == chosen
-    shutil.rmtree(chosen)
-    assert folders.resolve(chosen) == newer
-    shutil.rmtree(newer)
-    with pytest.raises(FileNotFoundError):
-        folders.resolve(chosen)
 
 
 def test_pauses_double_up_to_the_longest_and_start_over_after_a_success() -> None:
@@ -128,18 +105,3 @@ def test_pauses_double_up_to_the_longest_and_start_over_after_a_success() -> Non
     assert retry.due(now)
     retry.failed(now)
     assert retry.wait_s(now) == 10.0
-
-
-def test_a_version_is_asked_for_once_and_again_after_a_failure_or_a_change() -> None:
-    exports = Exports(-1)
-    assert exports.ask(0, 0.0)
-    assert not exports.ask(0, 0.0)
-    assert not exports.failed(0.0)
-    assert not exports.ask(0, 1.0)
-    assert exports.ask(1, 2.0), "the newest one, once the pause is over"
-    exports.ask_again()
-    assert exports.ask(1, 2.0)
-    exports.written(1, 0.5)
-    exports.ask_again()
-    assert not exports.ask(1, 2.0)
-    assert [exports.failed(3.0) for _ in range(5)] == [False] * 4 + [True]

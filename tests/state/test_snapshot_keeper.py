@@ -17,6 +17,8 @@ from libra_hpc.state import state_folders as folders
 from libra_hpc.state.snapshot_keeper import SnapshotKeeper, held
 from libra_hpc.state.snapshots import holders
 
+from .saved import flip
+
 CORE = (1, 2, 3)
 
 
@@ -119,6 +121,47 @@ async def test_a_node_that_lost_its_part_gets_the_copy_back(tmp_path: Path, monk
 
     assert folders.verify(tmp_path / "2" / "own" / name) == ""
     assert (tmp_path / "2" / "own" / name / "snapshot-00001.safetensors").read_bytes() == bytes([2, 1]) * 100_000
+
+
+async def test_a_part_that_is_damaged_is_fetched_again_and_one_without_a_copy_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ASK_S", 0.01)
+    name = f"step-{4:08d}.attempt-1-7"
+    await Ring(tmp_path).take_all(4)
+    part = tmp_path / "2" / "own" / name
+    whole = (part / "snapshot-00001.safetensors").read_bytes()
+
+    flip(part / "snapshot-00001.safetensors")
+    again = Ring(tmp_path, "attempt-1-8")
+    assert f"own/{name}" in held(tmp_path / "2"), "its content is not read yet"
+    async with asyncio.timeout(30.0):
+        why = await again.keepers[2].restore(name, None)
+    assert why == "snapshot-00001.safetensors has not the checksum with which it was written."
+    assert (part / "snapshot-00001.safetensors").read_bytes() == whole
+    assert await again.keepers[2].restore(name, None) == ""
+
+    (part / folders.MANIFEST_FILE).unlink()
+    assert held(tmp_path / "2") == (f"copies/{name}",)
+    alone = SnapshotKeeper(tmp_path / "2", 2, "attempt-1-9", leader=2, successor=None, send=again.send)
+    with pytest.raises(OSError, match=r"is damaged: manifest\.json is missing"):
+        await alone.restore(name, None)
+    assert not part.exists()
+
+
+async def test_a_copy_that_is_damaged_is_not_sent_and_counts_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ASK_S", 0.01)
+    monkeypatch.setattr(module, "RESTORE_S", 0.05)
+    name = f"step-{4:08d}.attempt-1-7"
+    await Ring(tmp_path).take_all(4)
+    flip(tmp_path / "3" / "copies" / name / "snapshot-00000.safetensors")
+    again = Ring(tmp_path, "attempt-1-8")
+    with pytest.raises(OSError, match="did not come back"):
+        await again.keepers[2].fetch(name, 3)
+    await again.until(lambda: f"copies/{name}" not in held(tmp_path / "3"))
+    assert f"own/{name}" not in held(tmp_path / "2")
 
 
 async def test_a_start_removes_what_it_does_not_begin_with(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.facts.rundir import RunDir, read_lines
+from libra_hpc.facts.rundir import RunDir
 from libra_hpc.protocol.agents import KeepSnapshot, SnapshotStored, Welcome
-from libra_hpc.state.attempt import drop_steps_after, source_of
+from libra_hpc.state.attempt import metrics_until, source_of
 from libra_hpc.state.data_order import DataOrder
-from libra_hpc.state.snapshot_start import list_snapshot, newer_snapshot
+from libra_hpc.state.snapshot_start import keep_listed, list_snapshot, newer_snapshot
 from libra_hpc.state.snapshots import PATIENCE_S, Snapshots, holders
 from libra_hpc.state.state_folders import DataPosition, StepRecord
 
@@ -139,7 +139,10 @@ def run(tmp_path: Path) -> RunDir:
 def start(run: RunDir, held: tuple[tuple[str, ...], ...] = WHOLE, step: int = 10, **changes: Any) -> Welcome:
     checkpoint = Welcome(step, "/checkpoints/step", 8 * step, ())
     values: dict[str, Any] = {"config": config(), "attempt": 1, **changes}
-    return newer_snapshot(run, values["config"], values["attempt"], start=checkpoint, core=CORE, held=held)
+    found, passed = newer_snapshot(run, values["config"], values["attempt"], start=checkpoint, core=CORE, held=held)
+    assert all(why for _, why in passed.damaged)
+    keep_listed(run, found.snapshot)
+    return found
 
 
 def test_a_newer_snapshot_is_taken_with_its_data_position(run: RunDir) -> None:
@@ -186,18 +189,20 @@ def test_otherwise_the_checkpoint_is_taken_and_the_snapshot_listed_no_longer(
     assert not start(run, WHOLE).snapshot, "its steps were trained again"
 
 
-def test_the_newest_snapshot_alone_is_listed_and_a_torn_file_is_none(run: RunDir) -> None:
+def test_the_newest_snapshot_alone_is_listed_and_an_altered_entry_is_none(run: RunDir) -> None:
     list_snapshot(run, config(), "attempt-1-8", msgspec.structs.replace(POSITION, step=14))
-    (path,) = run.snapshots.iterdir()
-    path.write_bytes(path.read_bytes()[:-4])
+    (folder,) = run.snapshots.iterdir()
+    position = folder / "state.json"
+    position.write_bytes(position.read_bytes().replace(b"96", b"97"))
     assert not start(run).snapshot
 
 
 def test_metrics_up_to_the_snapshot_stay_once_each_and_later_ones_go(run: RunDir) -> None:
     lines = [{"t": float(step), "step": step} for step in (*range(1, 12), 13, 14)]
     run.metrics.write_text("".join(f"{msgspec.json.encode(line).decode()}\n" for line in lines))
-    drop_steps_after(run, 12, NAME)
-    kept = list(read_lines(run.metrics))
+    content = metrics_until(run, Welcome(12, "", 96, (98,), snapshot=NAME))
+    assert content is not None
+    kept = [msgspec.json.decode(line) for line in content.splitlines()]
     assert [line["step"] for line in kept] == list(range(1, 13))
     assert kept[10] == lines[10], "a line that was written wins"
     assert kept[11] == {"t": 6.0, "step": 12, "loss": 0.25}

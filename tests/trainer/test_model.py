@@ -190,21 +190,14 @@ def test_splits_that_do_not_divide_are_refused(tmp_path: Path) -> None:
         read_shape(tmp_path / "nowhere")
 
 
-def test_folders_appear_whole_and_the_newest_is_found(tmp_path: Path) -> None:
-    for step in (3, 12, 7):
-        partial = tmp_path / f"s{step}.partial"
+def test_folders_appear_whole_and_an_unknown_format_is_named(tmp_path: Path) -> None:
+    newest = tmp_path / "step-000012"
+    for updates in (24, 1):
+        partial = tmp_path / "step-000012.partial"
         partial.mkdir()
-        (partial / "trainer.json").write_text(f'{{"step": {step}, "updates": {2 * step}}}')
-        assert folders.latest(tmp_path) != partial
-        folders.publish(partial, tmp_path / f"s{step}")
-    newest = folders.resolve(tmp_path)
-    assert folders.read_state(newest) == folders.TrainerState(12, 24)
-    (tmp_path / "again.partial").mkdir()
-    (tmp_path / "again.partial" / "trainer.json").write_text('{"step": 12, "updates": 1}')
-    folders.publish(tmp_path / "again.partial", newest)
-    assert folders.read_state(newest).updates == 1
-    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
-        folders.resolve(tmp_path / "empty")
+        (partial / "trainer.json").write_text(f'{{"step": 12, "updates": {updates}}}')
+        folders.publish(partial, newest)
+        assert folders.read_state(newest) == folders.TrainerState(12, updates)
     (newest / "trainer.json").write_text('{"step": 1, "updates": 1, "format": 99}')
     with pytest.raises(ValueError, match="format 99"):
         folders.read_state(newest)

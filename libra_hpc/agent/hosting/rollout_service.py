@@ -22,6 +22,7 @@ from libra_hpc.rollout.rollout_leader import RolloutLeader
 from libra_hpc.rollout.run_lines import Routed, TrajectoryEnd, decision_line, trace_line
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.state.attempt import start_state
+from libra_hpc.state.store import patiently
 
 from .hosts import Hosts
 from .origin import digest
@@ -31,6 +32,8 @@ REPORT_S = 1.0
 """Between two reports."""
 LEARN_BATCH = 200
 """Earlier trajectories a policy learns from before the loop's other tasks run: some 10 ms."""
+SAVED_S = 30.0
+"""For the newest checkpoint's data position to be readable, while records wait in memory."""
 STALL_S = 1.0
 """This process woke so much later than planned: nobody could read messages, so that time counts for nobody."""
 
@@ -136,7 +139,7 @@ class RolloutService:
         return recovered
 
     def _saved(self) -> TrainedPrompts:
-        return position(start_state(self._context.run))
+        return position(patiently(lambda: start_state(self._context.run), SAVED_S))
 
     # --- surroundings of the leader
 

@@ -12,22 +12,28 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 
 from libra_hpc.state import state_folders as folders
+from libra_hpc.state.store import patiently, resolve
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.checksum import file_crc32
 from libra_hpc.weights.names import from_hf, gathered, hf_shapes, own_entries
 from libra_hpc.weights.safetensors_writer import write_safetensors
 
-from .shard_files import ShardFiles
+from .shard_files import ShardFiles, opened
 
 WEIGHTS_FILE = "model.safetensors"
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 """Files copied with the weights: configuration, tokenizer, chat template."""
+Result = TypeVar("Result")
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
 def export(engine: TrainEngine, path: Path) -> tuple[int, int]:
@@ -35,45 +41,21 @@ def export(engine: TrainEngine, path: Path) -> tuple[int, int]:
 
     Collective. Raises `OSError` in all processes of the replica when there is no room; nothing is left behind.
     """
-    parameters = dict(engine.named_parameters())
-    tensors = gathered(parameters, engine.shape, engine.split)
-    found, failure = (0, 0), None
-    if dist.get_rank() == 0:
+
+    def write(dtype: torch.dtype, shapes: Shapes, tensors: Tensors) -> tuple[int, int]:
+        partial = path.with_name(f".{path.name}{folders.TEMPORARY}")
         try:
-            found = _write_export(path, next(iter(parameters.values())).dtype, hf_shapes(engine.shape), tensors)
-        except OSError as error:
-            failure = error
-    # Gathering is collective: the others need this process also when it cannot write.
-    for _ in tensors:
-        pass
-    _agree(engine, failure)
-    return found
+            path.parent.mkdir(parents=True, exist_ok=True)
+            folders.check_room(path.parent, _bytes(dtype, shapes))
+            write_safetensors(partial, dtype, shapes, tensors)
+            found = file_crc32(partial), partial.stat().st_size
+            os.replace(partial, path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+        return found
 
-
-def _write_export(
-    path: Path, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, torch.Tensor]]
-) -> tuple[int, int]:
-    partial = path.with_name(f".{path.name}{folders.TEMPORARY}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folders.check_room(path.parent, _bytes(dtype, shapes))
-        write_safetensors(partial, dtype, shapes, tensors)
-        found = file_crc32(partial), partial.stat().st_size
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    return found
-
-
-def _bytes(dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    return dtype.itemsize * sum(torch.Size(shape).numel() for shape in shapes.values())
-
-
-def _agree(engine: TrainEngine, failure: OSError | None) -> None:
-    """Raise `OSError` in all processes when one failed to write."""
-    if not engine.agree(failure is None):
-        raise failure or OSError("another process of this replica could not write")
+    return _gather(engine, write) or (0, 0)
 
 
 def write_policy(engine: TrainEngine, model_dir: Path, folder: Path) -> None:
@@ -81,29 +63,38 @@ def write_policy(engine: TrainEngine, model_dir: Path, folder: Path) -> None:
 
     Collective; one process writes, one tensor after the other. Raises `OSError` in all when it cannot.
     """
+
+    def write(dtype: torch.dtype, shapes: Shapes, tensors: Tensors) -> None:
+        folders.check_room(folder, _bytes(dtype, shapes))
+        write_companions(model_dir, folder, dtype)
+        # Rename: ``folder`` may be the one from which the weights were read.
+        partial = folder / f".{WEIGHTS_FILE}{folders.TEMPORARY}"
+        write_safetensors(partial, dtype, shapes, tensors)
+        os.replace(partial, folder / WEIGHTS_FILE)
+
+    _gather(engine, write)
+
+
+def _gather(engine: TrainEngine, write: Callable[[torch.dtype, Shapes, Tensors], Result]) -> Result | None:
+    """Gather all weights for ``write`` in one process; raises `OSError` in all when it fails there."""
     parameters = dict(engine.named_parameters())
     tensors = gathered(parameters, engine.shape, engine.split)
-    failure = None
+    found, failure = None, None
     if dist.get_rank() == 0:
         try:
-            _write_policy(engine, tensors, model_dir, folder)
+            found = write(next(iter(parameters.values())).dtype, hf_shapes(engine.shape), tensors)
         except OSError as error:
             failure = error
+    # Gathering is collective: the others need this process also when it cannot write.
     for _ in tensors:
         pass
-    _agree(engine, failure)
+    if not engine.agree(failure is None):
+        raise failure or OSError("another process of this replica could not write")
+    return found
 
 
-def _write_policy(
-    engine: TrainEngine, tensors: Iterable[tuple[str, torch.Tensor]], model_dir: Path, folder: Path
-) -> None:
-    dtype, shapes = next(iter(engine.named_parameters().values())).dtype, hf_shapes(engine.shape)
-    folders.check_room(folder, _bytes(dtype, shapes))
-    write_companions(model_dir, folder, dtype)
-    # Rename: ``folder`` may be the one from which the weights were read.
-    partial = folder / f".{WEIGHTS_FILE}{folders.TEMPORARY}"
-    write_safetensors(partial, dtype, shapes, tensors)
-    os.replace(partial, folder / WEIGHTS_FILE)
+def _bytes(dtype: torch.dtype, shapes: Shapes) -> int:
+    return dtype.itemsize * sum(torch.Size(shape).numel() for shape in shapes.values())
 
 
 def write_companions(model_dir: Path, folder: Path, dtype: torch.dtype) -> None:
@@ -138,7 +129,7 @@ class TensorFiles:
         for file in files:
             if not file.is_file():
                 raise FileNotFoundError(f"no weights at {file}")
-            handle = self._stack.enter_context(safe_open(file, framework="pt"))
+            handle = self._stack.enter_context(opened(file))
             self._where.update(dict.fromkeys(handle.keys(), handle.get_tensor))
 
     def __enter__(self) -> TensorFiles:
@@ -180,8 +171,8 @@ def randomize(engine: TrainEngine) -> None:
 @torch.no_grad()
 def load_state(engine: TrainEngine, folder: Path) -> None:
     """Replace the state by ``folder`` or by the newest state under it, whatever layout wrote it; collective."""
-    folder = folders.resolve(folder)
-    saved, state = folders.read_state(folder), engine.state
+    folder = patiently(lambda: resolve(folder))
+    saved, state = patiently(lambda: folders.read_state(folder)), engine.state
     entries = own_entries(engine.shape, engine.split)
     with ShardFiles(folder, engine.shape) as files:
         # Saved masters are the exact weights; a float32 checkpoint has none beside its policy.

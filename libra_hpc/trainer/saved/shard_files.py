@@ -22,6 +22,7 @@ from safetensors import safe_open
 
 from libra_hpc.models.architecture import Architecture
 from libra_hpc.state import state_folders as folders
+from libra_hpc.state.store import patiently
 from libra_hpc.weights.names import Entry, ReplicaPlace, cut, from_hf, hf_shapes, own_entries, to_hf
 from libra_hpc.weights.safetensors_writer import write_safetensors
 
@@ -58,10 +59,15 @@ def own_pieces(state: OptimizerState, shape: Architecture, place: ReplicaPlace) 
 
 
 def write_pieces(pieces: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write a rank's file; raises `OSError` when there is no room."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a rank's file of a checkpoint or snapshot; raises `OSError` when there is no room."""
     folders.check_room(path, sum(piece.nbytes for piece in pieces.values()))
     write_safetensors(path, torch.float32, {name: tuple(p.shape) for name, p in pieces.items()}, pieces.items())
+
+
+def opened(path: Path) -> Any:
+    """A safetensors file. The library takes any error for a missing file, so a plain read comes first."""
+    patiently(lambda: path.open("rb").close())
+    return safe_open(path, framework="pt")
 
 
 class ShardFiles:
@@ -73,7 +79,7 @@ class ShardFiles:
         self._pieces: dict[tuple[str, str], dict[int, list[_Piece]]] = defaultdict(lambda: defaultdict(list))
         self._parts: dict[str, int] = {}
         for path in sorted((folder / FOLDER).glob("rank-*.safetensors")):
-            file = self._stack.enter_context(safe_open(path, framework="pt"))
+            file = self._stack.enter_context(opened(path))
             for key in list(file.keys()):
                 kind, name, part, parts, begin = key.split(":")
                 first, (size,) = int(begin), file.get_slice(key).get_shape()

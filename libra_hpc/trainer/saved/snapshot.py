@@ -6,19 +6,17 @@ derived from them. A checkpoint, which any layout reads, is `libra_hpc.trainer.s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from libra_hpc.state import state_folders as folders
-from libra_hpc.weights.safetensors_writer import write_safetensors
 
 from .optimizer_state import OptimizerState
+from .shard_files import opened
 
 
-def _file(folder: Path, rank: int) -> Path:
+def part_file(folder: Path, rank: int) -> Path:
     return folder / f"snapshot-{rank:05d}.safetensors"
 
 
@@ -30,14 +28,7 @@ def pieces(state: OptimizerState) -> dict[str, torch.Tensor]:
 
 def holds(folder: Path, rank: int) -> bool:
     """Whether the folder is a snapshot of this rank, not a checkpoint."""
-    return _file(folder, rank).is_file()
-
-
-def write(copies: Mapping[str, torch.Tensor], folder: Path, rank: int) -> None:
-    """Write this rank's file; raises `OSError` when there is no room."""
-    folders.check_room(folder, sum(piece.nbytes for piece in copies.values()))
-    shapes = {name: tuple(piece.shape) for name, piece in copies.items()}
-    write_safetensors(_file(folder, rank), torch.float32, shapes, copies.items())
+    return part_file(folder, rank).is_file()
 
 
 @torch.no_grad()
@@ -47,7 +38,7 @@ def load(state: OptimizerState, folder: Path, rank: int) -> None:
     Raises `ValueError` when it is of another layout.
     """
     counters = folders.read_state(folder)
-    with safe_open(_file(folder, rank), framework="pt") as file:
+    with opened(part_file(folder, rank)) as file:
         own = pieces(state)
         if own.keys() != set(file.keys()):
             raise ValueError(f"{folder} was written in another layout")

@@ -14,7 +14,6 @@ the checkpoint.
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import shutil
 import sys
@@ -111,12 +110,22 @@ class StateWriter:
 
     def write(self, copied: CopiedState) -> None:
         """Have a thread write the files and answer."""
-        self._start(functools.partial(self._run, copied))
+        folder, step = str(copied.folder), copied.state.step
+
+        def work() -> Answer:
+            try:
+                files = self._write_files(copied)
+            finally:
+                if copied.weights is not None:
+                    copied.weights.close()
+            return Saved(folder, step, time.monotonic() - copied.began, files)
+
+        self._start(work, lambda reason: SaveFailed(folder, step, reason))
 
     def snapshot(self, folder: Path) -> None:
         """Copy the state, and have a thread write this rank's part of a snapshot and answer."""
         self.wait()
-        state = self._engine.state
+        state, file = self._engine.state, snapshot.part_file(folder, self._rank)
         step, updates = state.step, state.updates
         try:
             copies = self._copy.take(snapshot.pieces(state))
@@ -124,18 +133,24 @@ class StateWriter:
             self._send(SnapshotFailed(step, str(error)))
             return
 
-        def write() -> None:
+        def work() -> Answer:
+            write_pieces(copies, file)
+            return SnapshotTaken(step, updates)
+
+        self._start(work, lambda reason: SnapshotFailed(step, reason))
+
+    def _start(self, work: Callable[[], Answer], failed: Callable[[str], Answer]) -> None:
+        def run() -> None:
             try:
-                snapshot.write(copies, folder, self._rank)
+                answer = work()
             except Exception as error:
-                self._answer(SnapshotFailed(step, _reason(error)))
-            else:
-                self._answer(SnapshotTaken(step, updates))
+                answer = failed(_reason(error))
+            try:
+                self._send(answer)
+            except OSError:
+                print("the state was written after the agent had left", file=sys.stderr)
 
-        self._start(write)
-
-    def _start(self, work: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=work, name="state writer", daemon=True)
+        self._thread = threading.Thread(target=run, name="state writer", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -153,26 +168,9 @@ class StateWriter:
         except OSError:
             return None
 
-    def _run(self, copied: CopiedState) -> None:
-        folder, step = str(copied.folder), copied.state.step
-        answer: Saved | SaveFailed
-        try:
-            answer = Saved(folder, step, time.monotonic() - copied.began, self._write_files(copied))
-        except Exception as error:
-            answer = SaveFailed(folder, step, _reason(error))
-        finally:
-            if copied.weights is not None:
-                copied.weights.close()
-        self._answer(answer)
-
-    def _answer(self, message: Answer) -> None:
-        try:
-            self._send(message)
-        except OSError:
-            print("the state was written after the agent had left", file=sys.stderr)
-
     def _write_files(self, copied: CopiedState) -> folders.Manifest:
         own = rank_file(copied.folder, self._rank)
+        own.parent.mkdir(parents=True, exist_ok=True)
         write_pieces(copied.pieces, own)
         written = [own]
         if not self._rank:

@@ -1,0 +1,127 @@
+"""Which states there are in memory (snapshots) and on disk (checkpoints), and which is the newest whole one.
+
+A state is one of three things:
+
+- whole -> its bytes are those of its manifest.
+- damaged -> a size, a checksum or a missing file proves it; an older one is taken, with a sentence.
+- unreadable -> an `OSError`, which proves nothing; `patiently` reads again after growing pauses.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from libra_hpc.errors import error_text
+
+from .retry import Patience
+from .state_folders import ABSENT, STATE_FILE, read_position, verify
+
+READ_S = 600.0
+"""Longest wait for a file that a trainer loads."""
+
+log = logging.getLogger("libra_hpc.state")
+_NAME = re.compile(r"step-(\d+)(\.attempt-[\d-]+)?")
+"""Of a checkpoint, or of a snapshot, which has the start of the ranks in it; not of one that was moved aside."""
+Result = TypeVar("Result")
+
+
+class SavedState(NamedTuple):
+    step: int
+    folder: Path
+
+
+class NewestWhole(NamedTuple):
+    whole: SavedState | None
+    damaged: list[tuple[SavedState, str]]
+    """Newer ones, each with its sentence."""
+
+
+def states(parent: Path) -> list[SavedState]:
+    """The states in a folder by their names, the newest first; raises `OSError` where that cannot be read."""
+    try:
+        found = [SavedState(step_of(name), parent / name) for name in os.listdir(parent) if _NAME.fullmatch(name)]
+    except ABSENT:
+        return []
+    return sorted(found, reverse=True)
+
+
+def step_of(name: str) -> int:
+    """Step of a state, by its name."""
+    return int(name.partition(".")[0].removeprefix("step-"))
+
+
+def damage(state: SavedState) -> str:
+    """Why a state is not whole; reads all its bytes."""
+    return verify(state.folder)
+
+
+def position_damage(state: SavedState) -> str:
+    """Why the data position of a state does not count; reads no weights."""
+    try:
+        position = read_position(state.folder)
+    except (*ABSENT, ValueError) as error:
+        return f"{error}."
+    return "" if position.step == state.step else f"{state.folder.name} has the data position of step {position.step}."
+
+
+def checkpoint_damage(state: SavedState) -> str:
+    """Why a checkpoint is not whole; its data position is a part of it."""
+    return damage(state) or position_damage(state)
+
+
+def newest_whole(found: Iterable[SavedState], why_not: Callable[[SavedState], str] = damage) -> NewestWhole:
+    """The newest whole one; of equal steps the first. Raises `OSError` for an unreadable one that may be it."""
+    damaged: list[tuple[SavedState, str]] = []
+    for state in sorted(found, key=lambda state: -state.step):
+        if not (why := why_not(state)):
+            return NewestWhole(state, damaged)
+        damaged.append((state, why))
+    return NewestWhole(None, damaged)
+
+
+def resolve(folder: Path) -> Path:
+    """``folder`` if it is a state, else the newest whole state in it; raises `FileNotFoundError` without one.
+
+    A state may be removed after it was chosen, because a newer one is complete: then that one is returned.
+    """
+    if (folder / STATE_FILE).exists():
+        return folder
+    for parent in (folder, *([folder.parent] if _NAME.fullmatch(folder.name) else [])):
+        if (newest := newest_whole(states(parent)).whole) is not None:
+            return newest.folder
+    raise FileNotFoundError(f"no complete checkpoint in {folder}")
+
+
+def patiently(
+    read: Callable[[], Result], longest_s: float = READ_S, note: Callable[[str], object] = log.warning
+) -> Result:
+    """Call ``read`` until its files can be read, for ``longest_s``; then its `OSError` is raised.
+
+    A file that is missing is an answer, for which nobody waits. ``note`` gets a sentence for each file and reason.
+    """
+    patience, noted = Patience(longest_s, time.monotonic()), set[str]()
+    while True:
+        try:
+            return read()
+        except ABSENT:
+            raise
+        except OSError as error:
+            pause_s = patience.failed(time.monotonic())
+            if pause_s is None:
+                raise
+            sentence = f"{unreadable(error)}; it is tried again for {longest_s:.0f} s"
+            if sentence not in noted:
+                noted.add(sentence)
+                note(sentence)
+            time.sleep(pause_s)
+
+
+def unreadable(error: OSError) -> str:
+    """What cannot be read, and why."""
+    return f"{error.filename or 'a file'} cannot be read: {error_text(error)}"
