@@ -73,6 +73,10 @@ def submit(
             "--resume", metavar="RUN", help="Go on with a run from its last checkpoint.", autocompletion=run_names
         ),
     ] = None,
+    from_step: Annotated[
+        int | None,
+        typer.Option("--from-step", min=0, metavar="N", help="With --resume: from checkpoint N; 0: the beginning."),
+    ] = None,
     until_done: Annotated[
         bool, typer.Option("--until-done", help="Queue the job again after each time limit, until run.steps.")
     ] = False,
@@ -88,7 +92,10 @@ def submit(
     config, before = configured(run_file, resume, with_options(override, executor, engine))
     config = with_job_options(config, sbatch or [], until_done)
     if before is not None:
-        refuse_if_complete(before.run, config)
+        check_step(before.run, from_step)
+        refuse_if_complete(before.run, config, from_step)
+    elif from_step is not None:
+        raise invalid("--from-step", from_step, "a new run starts at step 0", "only with --resume RUN")
     checked = check_all(config, slurm_required=not dry_run)
     warn(checked.warnings)
     if checked.plan is not None and not (parsable or json):
@@ -96,10 +103,10 @@ def submit(
     number = 1 if before is None else before.number + 1
     if dry_run:
         folder = RunDir(Path(config.run.dir) / f"{config.run.name}-NNN") if before is None else before.run
-        print_line(jobs.script(checked.launch(folder, number)).rstrip("\n"))
+        print_line(jobs.script(checked.launch(folder, number, from_step=from_step)).rstrip("\n"))
         return
     run = place(checked, run_file, before)
-    queued = queue(checked, run, number)
+    queued = queue(checked, run, number, from_step=from_step)
     if parsable:
         print_line(queued)
     else:
@@ -197,13 +204,13 @@ def create(config: RunConfig, run_file: Path) -> RunDir:
     return run
 
 
-def queue(checked: CheckedRun, run: RunDir, number: int, after: str = "") -> str:
+def queue(checked: CheckedRun, run: RunDir, number: int, after: str = "", from_step: int | None = None) -> str:
     """Queue one attempt and record the plan behind its split; a refused first attempt leaves no run directory."""
     try:
         run.write_json(run.config, checked.config.model_dump())
         if checked.plan is not None:
             run.write_json(run.plan, plan_record(checked.plan))
-        return jobs.queue(checked.launch(run, number, after), checked.environment)
+        return jobs.queue(checked.launch(run, number, after, from_step), checked.environment)
     except (UserError, OperationError):
         if number == 1:
             jobs.discard(run)
@@ -221,9 +228,21 @@ def share(run: RunDir, before: RunConfig, config: RunConfig) -> None:
         raise invalid("run.share", config.run.share, why) from error
 
 
-def refuse_if_complete(run: RunDir, config: RunConfig) -> None:
+def check_step(run: RunDir, step: int | None) -> None:
+    """Raise `UserError` for a step that has no checkpoint."""
+    steps = [saved for saved, _ in run.complete_checkpoints()]
+    if step and step not in steps:
+        valid = ", ".join(map(str, (0, *steps)))
+        raise invalid("--from-step", step, f"{run.name} has no checkpoint of that step", valid)
+
+
+def refuse_if_complete(run: RunDir, config: RunConfig, from_step: int | None = None) -> None:
     """Raise `UserError` where a job would have nothing to train."""
     newest = run.latest_checkpoint()
+    if from_step is not None:
+        if from_step >= config.run.steps:
+            raise invalid("--from-step", from_step, f"run.steps = {config.run.steps} leaves nothing to train")
+        return
     if newest is not None and newest[0] >= config.run.steps and run.read_json(run.result).get("state") == "completed":
         why = f"the run is complete at step {newest[0]}"
         raise invalid("run.steps", config.run.steps, why, f"a larger number, for instance -o run.steps={2 * newest[0]}")

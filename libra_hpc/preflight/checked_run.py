@@ -52,9 +52,9 @@ class CheckedRun:
         """With its split, and where Slurm answers the CPUs and memory of every component."""
         return self.request.config
 
-    def launch(self, run: RunDir, attempt: int, after: str = "") -> Launch:
-        """One attempt of it; ``after``: Slurm job that must have ended."""
-        return Launch(self.request, run, attempt, after=after)
+    def launch(self, run: RunDir, attempt: int, after: str = "", from_step: int | None = None) -> Launch:
+        """One attempt of it, from the step that was asked for; ``after``: Slurm job that must have ended."""
+        return Launch(self.request, run, attempt, after=after, from_step=from_step)
 
 
 def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambda done, whole: None) -> CheckedRun:

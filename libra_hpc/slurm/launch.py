@@ -110,6 +110,8 @@ class Launch:
     """Arguments of the interpreter instead of the agent's own; None: the agent's own."""
     after: str = ""
     """Slurm job that must have ended, in whatever way, before this one starts; empty: none."""
+    from_step: int | None = None
+    """Step at which the attempt begins; None: that of the newest whole state."""
 
     @property
     def config(self) -> RunConfig:
@@ -129,6 +131,8 @@ class Launch:
     def agent_arguments(self) -> list[str]:
         """Arguments of the interpreter that make it a node agent."""
         agent = ["-m", "libra_hpc.agent.agent", "--run", str(self.run.path), "--attempt", str(self.attempt)]
+        if self.from_step is not None:
+            agent += ["--from-step", str(self.from_step)]
         return agent if self.arguments is None else list(self.arguments)
 
     @property
