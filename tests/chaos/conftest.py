@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import struct
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +17,43 @@ from libra_hpc.slurm.queue.job_record import read_job
 from tests.cluster.conftest import policy
 
 __all__ = ["policy"]
+
+
+class FaultyFiles:
+    """Makes calls on files of the runs that are started afterwards fail (`faulty_fs.c`)."""
+
+    def __init__(self, folder: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._left, self._library, self._monkeypatch = folder / "left", library, monkeypatch
+
+    def set(self, prefix: Path, call: str, *, number: int = 0, seconds: int = 0, left: int = 0) -> None:
+        """``call``: open, read or fsync; ``number``: its errno; ``seconds`` as in `faulty_fs.c`."""
+        self.left(left)
+        names = {"PREFIX": str(prefix), "CALL": call, "ERRNO": str(number), "SLEEP_S": str(seconds)}
+        for name, value in (*names.items(), ("LEFT", str(self._left))):
+            self._monkeypatch.setenv(f"FAULTY_{name}", value)
+        self._monkeypatch.setenv("LD_PRELOAD", str(self._library))
+
+    def left(self, calls: int) -> None:
+        """How many calls are still to fail, now."""
+        # Processes have the file mapped, so it keeps its place.
+        with self._left.open("r+b" if self._left.exists() else "wb", buffering=0) as file:
+            file.write(struct.pack("i", calls))
+
+
+@pytest.fixture(scope="session")
+def faulty_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    library = tmp_path_factory.mktemp("faulty") / "faulty_fs.so"
+    source = Path(__file__).with_name("faulty_fs.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
+    return library
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, faulty_library: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyFiles:
+    return FaultyFiles(tmp_path, faulty_library, monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,91 @@
+"""File systems that answer late, with an error, or never, under the states of a run."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.facts.rundir import RunDir, read_lines
+
+from .conftest import FaultyFiles
+from .harness import Chaos, sound
+
+pytestmark = [pytest.mark.timeout(300)]
+
+
+def left_of(run: RunDir) -> tuple[list[str], bytes]:
+    return sorted(os.listdir(run.checkpoints)), run.metrics.read_bytes()
+
+
+def test_a_stale_file_handle_at_a_start_is_waited_for_and_costs_no_step(tmp_path: Path, faulty: FaultyFiles) -> None:
+    case = Chaos(tmp_path, steps=12)
+    run = case.submit()
+    sound(case)
+    before = left_of(run)
+    faulty.set(run.checkpoints, "open", number=errno.ESTALE, left=1_000_000)
+    failed = case.cli(
+        "submit", "--resume", run.name, "--wait", "-o", "run.steps=15", "-o", "deadlines.storage_s=2", check=False
+    )
+    assert failed.returncode == 1
+    assert "cannot be read: Stale file handle, for 2 s; the start was given up" in case.message()
+    assert str(run.checkpoint(12)) in case.message()
+    assert left_of(run) == before, "nothing is renamed, nothing is emptied"
+
+    faulty.left(1)
+    case.resume("-o", "run.steps=15", "-o", "deadlines.storage_s=900")
+    case.values["steps"] = 15
+    sound(case)
+    (fault,) = case.events("storage_fault")
+    assert fault["part"] == "checkpoints"
+    assert "Stale file handle" in fault["reason"]
+    assert not case.events("checkpoint_damaged")
+    assert [event["step"] for event in case.events("job_started")] == [0, 12]
+
+
+def order(case: Chaos, *kinds: str) -> list[str]:
+    assert case.run is not None
+    return [str(event["kind"]) for event in read_lines(case.run.events) if event["kind"] in kinds]
+
+
+def test_a_write_that_is_slow_is_reported_and_no_trainer_is_ended_for_it(tmp_path: Path, faulty: FaultyFiles) -> None:
+    checkpoints = tmp_path / "runs" / "t-001" / "checkpoints"
+    case = Chaos(tmp_path, steps=60)
+    faulty.set(checkpoints, "fsync", seconds=6)
+    case.submit()
+    case.wait(lambda: case.events("checkpoint_saved"), "a checkpoint at the usual speed")
+    seen = len(case.events("checkpoint_saved"))
+    faulty.left(1)
+    case.wait(lambda: case.events("slow"), "a write that is late")
+    case.wait(lambda: len(case.events("checkpoint_saved")) > seen + 1, "checkpoints")
+    sound(case)
+    (slow,) = case.events("slow")
+    assert slow["part"] == "t1"
+    assert "write of a checkpoint has not ended after" in slow["reason"]
+    assert "(limit 900 s)" in slow["reason"]
+    around = order(case, "checkpoint_started", "slow", "checkpoint_saved")
+    place = around.index("slow")
+    assert around[place - 1 : place + 2] == ["checkpoint_started", "slow", "checkpoint_saved"]
+    assert order(case, "hung", "engine_lost", "recovered", "checkpoint_failed") == []
+
+
+@pytest.mark.chaos
+def test_a_write_that_hangs_is_ended_after_storage_s_and_training_goes_on(tmp_path: Path, faulty: FaultyFiles) -> None:
+    checkpoints = tmp_path / "runs" / "t-001" / "checkpoints"
+    case = Chaos(tmp_path, steps=400)
+    faulty.set(checkpoints, "fsync", seconds=-1)
+    case.submit("-o", "deadlines.storage_s=8")
+    case.wait(lambda: case.events("checkpoint_saved"), "a checkpoint at the usual speed")
+    faulty.left(1)
+    case.wait(lambda: case.events("slow"), "a write that is late")
+    step = case.steps()[-1]
+    case.wait(lambda: case.steps()[-1] > step, "steps meanwhile")
+    case.wait(lambda: case.events("hung"), "the end of the write")
+    faulty.left(0)
+    sound(case)
+    (hung,) = case.events("hung")
+    assert "write of a checkpoint has not ended after" in hung["reason"]
+    assert "(limit 8 s)" in hung["reason"]
+    assert order(case, "slow", "hung", "engine_lost")[:3] == ["slow", "hung", "engine_lost"]
