@@ -101,7 +101,7 @@ def newest_start(
     waits: list[Event] = []
 
     def note(sentence: str) -> None:
-        waits.append(("storage_fault", {"part": "checkpoints", "reason": sentence}))
+        waits.append(_event("storage_fault", part="checkpoints", reason=sentence))
 
     def decide() -> _Start:
         base = _from_step(run, attempt, from_step) or _newest_checkpoint(run)
@@ -110,9 +110,7 @@ def newest_start(
             damaged = "; ".join(str(fields["reason"]) for _, fields in base.events)
             again = f"`libra-hpc submit --resume {run.name} --from-step 0` starts from the beginning"
             raise OperationError(f"No state of {run.name} is whole, and {why}; {again}. {damaged}".rstrip())
-        passed = [
-            ("snapshot_failed", {"step": s.step, "reason": why}) for s, why in found.damaged if why != OTHER_LAYOUT
-        ]
+        passed = [_event("snapshot_failed", step=s.step, reason=why) for s, why in found.damaged if why != OTHER_LAYOUT]
         return base._replace(welcome=start, events=[*base.events, *passed], metrics=metrics_until(run, start))
 
     longest_s = config.deadlines.storage_s
@@ -124,11 +122,15 @@ def newest_start(
     return start.welcome, [*waits, *start.events]
 
 
+def _event(kind: str, **fields: Any) -> Event:
+    return kind, fields
+
+
 def _newest_checkpoint(run: RunDir) -> _Start:
     found = newest_whole(states(run.checkpoints), checkpoint_damage)
     aside = {s.folder: s.folder.with_name(f"{s.folder.name}.damaged") for s, _ in found.damaged}
     events = [
-        ("checkpoint_damaged", {"step": s.step, "reason": f"{s.folder.name}, now {aside[s.folder].name}: {why}"})
+        _event("checkpoint_damaged", step=s.step, reason=f"checkpoint {s.folder.name} is damaged: {why}")
         for s, why in found.damaged
     ]
     return _Start(_welcome(found.whole), aside, events)

@@ -189,18 +189,18 @@ class Worker:
 
     def _save(self, message: SaveCheckpoint) -> None:
         begin = time.monotonic()
-        copied, failure = None, ""
+        write, failure = None, ""
         if message.step != self._engine.state.step:
             failure = f"this replica is at step {self._engine.state.step}, it cannot save step {message.step}"
         else:
             try:
                 with self._pulse.phase(CHECKPOINT):
-                    copied = self._writer.copy(Path(message.folder))
+                    write = self._writer.copy(Path(message.folder))
             except OSError as error:
                 failure = str(error)
         self._socket.send(SaveStarted(message.step, time.monotonic() - begin))
-        if copied is not None:
-            self._writer.write(copied)
+        if write is not None:
+            write()
         else:
             self._socket.send(SaveFailed(message.folder, message.step, failure))
 

@@ -106,3 +106,14 @@ def test_a_torn_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> 
     assert damaged["step"] == 12
     assert weights.name in damaged["reason"]
     assert [event["step"] for event in case.events("job_started")] == [0, 10]
+
+
+def test_a_run_goes_back_to_a_checkpoint_that_its_user_names(tmp_path: Path) -> None:
+    case = Chaos(tmp_path, steps=12)
+    run = case.submit()
+    sound(case)
+    case.resume("--from-step", "10", "-o", "run.steps=14")
+    case.values["steps"] = 14
+    sound(case)
+    assert [event["step"] for event in case.events("job_started")] == [0, 10]
+    assert (run.checkpoints / "step-000012.aside-2").is_dir()

@@ -118,7 +118,7 @@ def save(engine: TrainEngine, model_dir: Path, folder: Path) -> Saved:
     """Write the files of a checkpoint of this process alone, and wait for them."""
     answers: list[Answer] = []
     writer = StateWriter(engine, model_dir, answers.append)
-    writer.write(writer.copy(folder))
+    writer.copy(folder)()
     writer.wait()
     (answer,) = answers
     assert isinstance(answer, Saved)

@@ -53,7 +53,7 @@ def test_training_goes_on_while_the_state_of_the_step_is_written(
         checkpoint.export(scene.engine, weights)
         scene.writer.exported(1, weights)
     folder = tmp_path / "written"
-    scene.writer.write(scene.writer.copy(folder))
+    scene.writer.copy(folder)()
     weights.unlink(missing_ok=True)
     scene.trainer.step(train_step(2, 0))
     assert scene.answers == []
@@ -75,7 +75,7 @@ def test_a_second_copy_waits_for_the_end_of_the_first_write(
     tmp_path: Path, world: ReplicaPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene(tmp_path, world, monkeypatch, torch.float32)
-    scene.writer.write(scene.writer.copy(tmp_path / "first"))
+    scene.writer.copy(tmp_path / "first")()
     copies: list[Any] = []
     second = threading.Thread(target=lambda: copies.append(scene.writer.copy(tmp_path / "second")))
     second.start()
@@ -116,9 +116,9 @@ def test_a_thread_that_fails_answers_with_the_reason(
 ) -> None:
     scene = Scene(tmp_path, world, monkeypatch, torch.float32)
     scene.release.set()
-    copied = scene.writer.copy(tmp_path / "written")
+    write = scene.writer.copy(tmp_path / "written")
     (tmp_path / "written" / "optimizer").write_text("no folder")
-    scene.writer.write(copied)
+    write()
     scene.writer.wait()
     (answer,) = scene.answers
     assert isinstance(answer, SaveFailed)

@@ -1,7 +1,7 @@
 """Writes this rank's files of checkpoints and snapshots while training goes on.
 
 - `StateWriter.copy`, at a step boundary -> the shards are in host memory.
-- `StateWriter.write` -> a thread writes the files, and training goes on.
+- What it returns is called -> a thread writes the files, and training goes on.
 - `StateWriter.snapshot` -> both, for a snapshot.
 - The weights of this step were exported for rollout -> the first rank copies that file, which it keeps open. Otherwise
   they are gathered and written before training goes on.
@@ -13,6 +13,7 @@ the checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -22,7 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import msgspec
 import torch
@@ -67,17 +68,6 @@ class HostCopy:
         return copies
 
 
-class CopiedState(NamedTuple):
-    """What a thread needs to write this rank's files."""
-
-    folder: Path
-    state: folders.TrainerState
-    pieces: dict[str, torch.Tensor]
-    weights: BinaryIO | None
-    """The exported file to copy."""
-    began: float
-
-
 class StateWriter:
     """See the module docstring; ``send`` gets the answer, from the thread."""
 
@@ -92,8 +82,11 @@ class StateWriter:
         """The weights of this version are in a file."""
         self._exported = (version, path)
 
-    def copy(self, folder: Path) -> CopiedState:
-        """Copy the state, for ``folder``; collective. Raises `OSError` when that is impossible."""
+    def copy(self, folder: Path) -> Callable[[], None]:
+        """Copy the state, for ``folder``; collective. Returns what has a thread write the files and answer.
+
+        Raises `OSError` when a copy is impossible.
+        """
         began = time.monotonic()
         self.wait()
         weights = self._open_weights()
@@ -102,25 +95,18 @@ class StateWriter:
                 write_policy(self._engine, self._model_dir, folder / folders.POLICY_DIR)
             state = folders.TrainerState(self._engine.state.step, self._engine.state.updates)
             pieces = own_pieces(self._engine.state, self._engine.shape, self._engine.split)
-            return CopiedState(folder, state, self._copy.take(pieces), weights, began)
+            copies = self._copy.take(pieces)
         except OSError:
             if weights is not None:
                 weights.close()
             raise
 
-    def write(self, copied: CopiedState) -> None:
-        """Have a thread write the files and answer."""
-        folder, step = str(copied.folder), copied.state.step
-
         def work() -> Answer:
-            try:
-                files = self._write_files(copied)
-            finally:
-                if copied.weights is not None:
-                    copied.weights.close()
-            return Saved(folder, step, time.monotonic() - copied.began, files)
+            with weights or contextlib.nullcontext():
+                files = self._write_files(folder, state, copies, weights)
+            return Saved(str(folder), state.step, time.monotonic() - began, files)
 
-        self._start(work, lambda reason: SaveFailed(folder, step, reason))
+        return lambda: self._start(work, lambda reason: SaveFailed(str(folder), state.step, reason))
 
     def snapshot(self, folder: Path) -> None:
         """Copy the state, and have a thread write this rank's part of a snapshot and answer."""
@@ -168,20 +154,22 @@ class StateWriter:
         except OSError:
             return None
 
-    def _write_files(self, copied: CopiedState) -> folders.Manifest:
-        own = rank_file(copied.folder, self._rank)
+    def _write_files(
+        self, folder: Path, state: folders.TrainerState, pieces: Mapping[str, torch.Tensor], weights: BinaryIO | None
+    ) -> folders.Manifest:
+        own = rank_file(folder, self._rank)
         own.parent.mkdir(parents=True, exist_ok=True)
-        write_pieces(copied.pieces, own)
+        write_pieces(pieces, own)
         written = [own]
         if not self._rank:
-            policy = copied.folder / folders.POLICY_DIR
-            if copied.weights is not None:
+            policy = folder / folders.POLICY_DIR
+            if weights is not None:
                 write_companions(self._model_dir, policy, next(iter(self._engine.state.parameters.values())).dtype)
-                _copy_file(copied.weights, policy / WEIGHTS_FILE)
-            state = copied.folder / folders.STATE_FILE
-            state.write_bytes(msgspec.json.encode(copied.state))
-            written += [*policy.iterdir(), state]
-        return folders.seal(copied.folder, written)
+                _copy_file(weights, policy / WEIGHTS_FILE)
+            counters = folder / folders.STATE_FILE
+            counters.write_bytes(msgspec.json.encode(state))
+            written += [*policy.iterdir(), counters]
+        return folders.seal(folder, written)
 
 
 def _reason(error: Exception) -> str:
