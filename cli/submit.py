@@ -21,6 +21,7 @@ from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.facts.rundir import MODES, RunDir
 from libra_hpc.facts.summary import render_summary, summarise
 from libra_hpc.files import write_atomic
+from libra_hpc.owner.claim import HeldLease, LeaseRefused, acquire
 from libra_hpc.planning.initial import plan_record
 from libra_hpc.preflight.checked_run import CheckedRun
 
@@ -36,6 +37,8 @@ from .summary import draw
 UNTIL_DONE = 1000
 """Requeues of ``--until-done``: no bound for a run that advances; one that does not is stopped after three starts."""
 
+LEAVES_S = 2.0
+"""For an owner that has written the result to release the lease."""
 EXECUTORS = ("auto", "slurm", "local")
 
 ENGINES = ("real", "simulated")
@@ -105,8 +108,18 @@ def submit(
         folder = RunDir(Path(config.run.dir) / f"{config.run.name}-NNN") if before is None else before.run
         print_line(jobs.script(checked.launch(folder, number, from_step=from_step)).rstrip("\n"))
         return
-    run = place(checked, run_file, before)
-    queued = queue(checked, run, number, from_step=from_step)
+    if before is None:
+        assert run_file is not None
+        run = create(checked.config, run_file)
+        queued = queue(checked, run, number, from_step=from_step)
+    else:
+        run = before.run
+        refuse_if_active(run)
+        # Of two that resume the run at once, one has the lease; the other then finds its job.
+        with claimed(run):
+            refuse_if_active(run)
+            share(run, before.config, checked.config)
+            queued = queue(checked, run, number, from_step=from_step)
     if parsable:
         print_line(queued)
     else:
@@ -147,16 +160,6 @@ def configured(run_file: Path | None, resume: str | None, overrides: Sequence[st
         raise UserError("submit needs either a run file or --resume RUN, and not both.")
     before = Attempt.last(find_run(resume, Path(RUNS)))
     return before.resumed(overrides), before
-
-
-def place(checked: CheckedRun, run_file: Path | None, before: Attempt | None) -> RunDir:
-    """The run directory: a new one, or that of the attempt before, which has ended."""
-    if before is None:
-        assert run_file is not None
-        return create(checked.config, run_file)
-    refuse_if_active(before.run)
-    share(before.run, before.config, checked.config)
-    return before.run
 
 
 def announce(checked: CheckedRun, run: RunDir, queued: str, number: int, *, json: bool) -> None:
@@ -258,6 +261,16 @@ def refuse_if_active(run: RunDir) -> None:
             f"its job {job_id(run)} is {state.words}",
             f"a run that has ended (libra-hpc cancel {run.name} ends it)",
         )
+
+
+def claimed(run: RunDir) -> HeldLease:
+    """The lease of a run that is resumed; raises `UserError` while somebody else has it."""
+    try:
+        return acquire(run.leases, LEAVES_S)
+    except LeaseRefused as refused:
+        raise invalid("--resume", run.name, str(refused), "a run that has ended") from None
+    except OSError as error:
+        raise OperationError(f"{run.leases} cannot be written: {error.strerror}.") from error
 
 
 def finish(run: RunDir, queued: str, *, quiet: bool) -> None:

@@ -20,7 +20,6 @@ import shutil
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,19 +30,21 @@ from libra_hpc.config.load import load_resolved
 from libra_hpc.config.node_groups import first_gpu
 from libra_hpc.config.run import RunConfig
 from libra_hpc.coordinator.coordinator import Coordinator
-from libra_hpc.coordinator.recovery import Recovery
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.files import write_atomic
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.rank_layout import RankLayout, check_world
 from libra_hpc.mesh.world import NoWorld, World, meet
 from libra_hpc.process.agent_folders import hold, kept_folder, make_folders, own, owned, remove
 from libra_hpc.process.child import Child
+from libra_hpc.process.lease import CHECK_S, Fence
 from libra_hpc.process.leave import leave
 from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.process.visible_devices import VARIABLE, own_devices
 from libra_hpc.protocol import agents as wire
+from libra_hpc.protocol.ranks_end import RanksEnd, start_of
 from libra_hpc.simulated.dry_run import in_wall_time
 from libra_hpc.state.attempt import newest_start
 from libra_hpc.state.snapshot_keeper import held
@@ -96,6 +97,8 @@ class Agent:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stop = asyncio.Event()
         self._watch = CoordinatorWatch(run.gone(attempt))
+        self._given = start_of()
+        self._fence = Fence(run.leases, self._given.nonce, self._given.generation)
         self._training: asyncio.Task[Any] | None = None
         self._early_signals: list[str] = []
         """Notices that came while rank 0 still read its checkpoint."""
@@ -168,6 +171,7 @@ class Agent:
             private=self.private,
             shared_memory=self.shared_memory,
             kept=self.kept,
+            fence=self._fence,
         )
         self.context = context
         if self.rank in self.layout.core:
@@ -187,6 +191,7 @@ class Agent:
                 self.train_leader = make_train_leader(context, self._rendezvous)
                 add_train_leader(self._routes, self.train_leader)
                 self._training = self._spawn(self.train_leader.run())
+                self._spawn(self._watch_fence())
             if self.rank == self.layout.rollout_leader:
                 self.rollout_service = RolloutService(context)
                 add_rollout_service(self._routes, self.rollout_service)
@@ -203,7 +208,7 @@ class Agent:
         remove(self.private)
         remove(self.shared_memory)
         restarts = self._restarts or (self.coordinator is not None and self.coordinator.state == "restarting")
-        if not restarts:
+        if not restarts or self._given.last:
             remove(self.kept)
 
     async def _heartbeats(self) -> None:
@@ -236,7 +241,14 @@ class Agent:
             await self._watch.save(self._training)
         elif self.layout.components[self.rank] in ("train", "hybrid"):
             await self._watch.stay(self.layout.train_leader)
-        self._restarts = not Recovery(self.config.slurm.restarts).spent
+        self._restarts = True
+        self._stop.set()
+
+    async def _watch_fence(self) -> None:
+        """Leave once another owner has the run, also where rank 0 is gone."""
+        while not await asyncio.to_thread(self._fence.check):
+            await asyncio.sleep(CHECK_S)
+        log.error("leaving: %s", self._fence.taken)
         self._stop.set()
 
     async def _reap(self) -> None:
@@ -275,10 +287,11 @@ class Agent:
     def _fail(self, what: str, error: BaseException) -> None:
         """Log a defect with its traceback and send its reason to the coordinator.
 
-        The coordinator ends the run, or restarts it after a fault of a file system.
+        All ranks restart.  After a fault of a file system they may as often as that is left.
         """
         log.error("%s", what, exc_info=error)
-        self.mesh.send(0, wire.Fatal(self.rank, f"{type(error).__name__}: {error}", restart=isinstance(error, OSError)))
+        reason, defect = f"{type(error).__name__}: {error}", not isinstance(error, OSError)
+        self.mesh.send(0, wire.Fatal(self.rank, reason, restart=True, defect=defect))
 
     def _spawn(self, work: Any, then: Any = None) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
@@ -388,12 +401,10 @@ def main() -> None:
 
 
 def _refuse(run: RunDir, attempt: int, rank: int, error: OperationError) -> NoReturn:
-    """End before there is a coordinator; rank 0 writes the result."""
+    """End before there is a coordinator; rank 0 leaves why."""
     log.error("%s", error)
     if rank == 0:
-        run.write_json(
-            run.result, {"state": "failed", "message": str(error), "step": 0, "attempt": attempt, "t": time.time()}
-        )
+        write_atomic(run.ended(attempt), msgspec.json.encode(RanksEnd("fatal", str(error), 0)))
     leave(error.exit_code)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Coroutine, Sequence
@@ -26,6 +27,7 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.pool import states
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.ranks_end import RanksEnd, Why, start_of
 from libra_hpc.state.attempt import Event, copy_policy, source_of, start_state
 from libra_hpc.state.store import patiently
 
@@ -36,7 +38,6 @@ from .liveness import discount, read_gone
 from .nodes import NodePool
 from .observations import Observations
 from .records import Records
-from .recovery import Recovery
 from .repartitioner import Repartitioner
 from .run_status import compose_status
 from .time_limit import TimeLimit
@@ -51,8 +52,12 @@ ROLES_S = 2.0
 """The roles are repeated this often; agents see by them that the coordinator lives."""
 GONE_S = 1.0
 """Between two readings of what the launcher saw."""
+ORPHAN_S = 60.0
+"""How long a save may take once the run has no owner; Slurm ends the job of a dead one sooner."""
 SAVE_S = 600.0
 """How long a checkpoint may take when nobody else waits for it."""
+
+log = logging.getLogger("libra_hpc.agent")
 
 
 class Coordinator:
@@ -78,7 +83,8 @@ class Coordinator:
         self._step = context.start.step
         self._finished = asyncio.Event()
         self._limit = TimeLimit(self._config.slurm, now)
-        self._ending = RunEnding(self._config.run.steps, Recovery(self._config.slurm.restarts))
+        self._ending = RunEnding(self._config.run.steps)
+        self._given = start_of()
         self._stepped_at = now
         self._gone: dict[int, int] = {}
         self._job_id = ""
@@ -121,18 +127,22 @@ class Coordinator:
                 self._nodes.apply(states.MemberOf(rank, generation))
             case wire.TrainingDone(step=step):
                 self._step = step
-                self._ending.finished(step, self._repartitioner.ordered, node.seen)
-            case wire.Fatal(rank=rank, reason=reason, restart=restart):
-                self._ending.fatal(f"node {rank}: {reason}", restart or self._repartitioner.ordered, node.seen)
+                self._ending.finished(step, self._repartitioner.ordered)
+            case wire.Fatal(rank=rank, reason=reason, restart=restart, defect=defect):
+                lost = restart or self._repartitioner.ordered
+                self._ending.fatal(f"node {rank}: {reason}", "defect" if defect else "lost" if lost else "fatal")
         self._settle()
 
     def on_signal(self, name: str) -> None:
         now, cancelled = time.time(), name == "SIGTERM"
         if self._ending.over or not (cancelled or self._limit.heeds_notice(now)):
             return
-        reason = f"Slurm sent {name}"
+        orphaned = self._context.fence.orphaned()
+        reason = orphaned or f"Slurm sent {name}"
         self._event("stop_requested", signal=name, reason=reason)
-        if cancelled:
+        if orphaned:
+            self._stop(reason, ORPHAN_S if self._limit.end_at is None else self._limit.grace_s, "orphaned")
+        elif cancelled:
             self._stop(reason, self._limit.grace_s)
         else:
             self._stop(reason, self._limit.left_s(now), "time_limit")
@@ -147,8 +157,8 @@ class Coordinator:
         else:
             self._stop("a request to stop", SAVE_S)
 
-    def _stop(self, reason: str, patience_s: float, state: str = "cancelled", after: int = 0) -> None:
-        self._ending.stop(reason, patience_s, time.time(), state)
+    def _stop(self, reason: str, patience_s: float, why: Why = "cancelled", after: int = 0) -> None:
+        self._ending.stop(reason, patience_s, time.time(), why)
         self._context.send(self._context.layout.train_leader, wire.StopTraining(reason, after))
 
     def _settle(self) -> None:
@@ -159,7 +169,7 @@ class Coordinator:
 
     @property
     def state(self) -> str:
-        """``starting`` | ``running`` | ``completed`` | ``failed`` | ``cancelled`` | ``time_limit`` | ``restarting``"""
+        """That of the status; `RunEnding`."""
         return self._ending.state
 
     def on_back(self, rank: int) -> None:
@@ -169,11 +179,11 @@ class Coordinator:
         if self._nodes.pool is not None or not self._nodes.complete:
             return
         self._event("job_started", ranks=len(self._nodes.contacts), step=self._step, attempt=self._context.attempt)
-        if self._ending.recovery.cause:
+        if self._given.reason:
             self._event(
                 "recovered",
-                restarts=self._ending.recovery.used,
-                reason=self._ending.recovery.cause,
+                restarts=self._given.restarts,
+                reason=self._given.reason,
                 step=self._step,
                 source=source_of(self._context.start),
             )
@@ -199,9 +209,17 @@ class Coordinator:
     # --- the loop
 
     async def run(self) -> None:
-        next_status = next_roles = next_plan = 0.0
         self._poll(self._poll_gone())
         self._poll(self._poll_orders())
+        try:
+            await self._serve()
+        except Exception as error:
+            log.exception("the coordinator failed")
+            self._defect(error)
+        await self._close()
+
+    async def _serve(self) -> None:
+        next_status = next_roles = next_plan = 0.0
         slept_s = period = min(STATUS_S, self._config.planner.interval_s)
         while not self._finished.is_set():
             now = time.time()
@@ -222,24 +240,25 @@ class Coordinator:
                 await asyncio.wait_for(self._finished.wait(), period)
             # By the clock that silences are measured with: a clock that was set forward is no silence either.
             slept_s = time.time() - now
-        await self._close()
 
     @property
     def _stopping(self) -> bool:
-        return bool(self._repartitioner.ordered or self._ending.recovery.reason) or self._ending.stopping
+        return self._repartitioner.ordered or self._ending.saving_for is not None
 
     def _check(self, now: float) -> None:
         waited_s = now - self._started_at
         if self._nodes.pool is None and waited_s > GONE_HELLO_S:
             missing = [rank for rank, node in self._nodes.contacts.items() if not node.host]
             if waited_s > HELLO_S or any(rank in self._gone for rank in missing):
-                self._ending.restart(f"no sign of life from rank(s) {missing} after {waited_s:.0f} s", now)
+                self._ending.fatal(f"no sign of life from rank(s) {missing} after {waited_s:.0f} s", "lost")
         for lost in self._nodes.find_lost(self._gone, now) if self._nodes.pool is not None else ():
             if lost.rank in self._context.layout.vital:
                 self._recover(lost.rank, lost.reason)
+        if self._ending.saving_for == "cancelled" and (orphaned := self._context.fence.orphaned()):
+            self._ending.stop(orphaned, ORPHAN_S, now, "orphaned")
         self._ending.check(now)
-        if (fault := self._records.check_storage()) and not (self._ending.stopping or self._ending.recovery.reason):
-            self._stop(fault, SAVE_S, "failed")
+        if (fault := self._records.check_storage()) and self._ending.saving_for is None:
+            self._stop(fault, SAVE_S, "storage")
         self._check_time_limit(now)
         self._settle()
 
@@ -259,12 +278,14 @@ class Coordinator:
 
     def _polled(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._ending.end("failed", f"rank 0: {type(error).__name__}: {error}")
-            self._settle()
+            self._defect(error)
 
     async def _poll_gone(self) -> None:
-        """Read what the launcher saw and whether somebody wants the run to stop, in threads: a file system may hang."""
+        """Read what the owner saw and whether somebody wants the run to stop, in threads: a file system may hang."""
         while not self._finished.is_set():
+            if taken := await asyncio.to_thread(self._context.fence.check):
+                self._ending.end("taken", taken)
+                self._settle()
             self._gone = await asyncio.to_thread(read_gone, self._run_dir.gone(self._context.attempt))
             if not self._asked_to_stop and await asyncio.to_thread(os.path.exists, self._run_dir.stop):
                 self._on_stop_request()
@@ -279,18 +300,18 @@ class Coordinator:
         """Read an operator's order for another layout, in a thread."""
         while not self._finished.is_set():
             await asyncio.sleep(min(STATUS_S, self._config.planner.interval_s))
-            if self._nodes.pool is None or self._ending.recovery.reason:
+            if self._nodes.pool is None or self._ending.saving_for == "lost":
                 continue
             if await asyncio.to_thread(self._repartitioner.poll, self._blocked_by()):
                 self._context.send(self._context.layout.train_leader, wire.StopTraining("repartition"))
 
     def _recover(self, rank: int, reason: str) -> None:
-        """A leader or a part of the core is lost: restart all ranks, as often as that is allowed."""
+        """A leader or a part of the core is lost: the ranks end, as soon as training has saved if it can."""
         layout = self._context.layout
         roles = {layout.train_leader: "leads training", layout.rollout_leader: "leads rollout"}
         sentence = f"node {rank}, which {roles.get(rank, 'has a part of the trainers')}, was lost ({reason})"
         if rank in layout.core:
-            self._ending.restart(sentence, time.time())
+            self._ending.fatal(sentence, "lost")
         elif self._ending.save_and_restart(sentence, time.time()):
             self._context.send(layout.train_leader, wire.StopTraining("recovery"))
 
@@ -311,41 +332,39 @@ class Coordinator:
         self._observations.on_step(line, now)
         self._records.step(line)
 
+    def _defect(self, error: BaseException) -> None:
+        self._ending.fatal(f"node 0: {type(error).__name__}: {error}", "defect")
+        self._settle()
+
     async def _close(self) -> None:
         for poll in self._polls:
             poll.cancel()
-        if self.state == "completed":
-            try:
-                newest = (await asyncio.to_thread(patiently, lambda: start_state(self._run_dir), SAVE_S)).checkpoint
-                if newest:
-                    await asyncio.to_thread(copy_policy, Path(newest) / "policy", self._run_dir.policy)
-            except OSError as error:
-                why = f"the last step is saved, but the policy could not be exported: {error}"
-                self._ending.state, self._ending.message = "failed", why
         self._planning.close()
-        if self.state == "restarting":
-            await asyncio.to_thread(self._leave_for_restart)
-        if self.state != "restarting":
-            await asyncio.to_thread(
-                self._repartitioner.give_up, f"the run is over: {self.state}, {self._ending.message}."
-            )
-            self._records.result(self.state, self._ending.message, self._step)
-        self._write_status()
+        if self._ending.why != "taken":
+            await asyncio.to_thread(self._leave)
+            self._write_status()
+            self._records.end(RanksEnd(self._ending.why or "fatal", self._ending.message, self._step))
         for rank in self._nodes.contacts:
             if rank != self._context.rank:
                 self._context.send(rank, wire.StopAgent(self._ending.message, self.state == "restarting"))
         await self._records.close(f"the run is {self.state} at step {self._step}: {self._ending.message}")
 
-    def _leave_for_restart(self) -> None:
+    def _leave(self) -> None:
+        """Leave what the next start needs, or what the run has made, and why the ranks end."""
+        ending = self._ending
+        what = "the end could not be prepared"
         try:
-            recovery = self._ending.recovery
-            if recovery.reason:
-                self._event("restart", reason=recovery.reason, restarts=recovery.used + 1, step=self._step)
-                recovery.request_restart(self._run_dir, self._context.attempt)
-            else:
+            if ending.why == "completed":
+                what = "the last step is saved, but the policy could not be exported"
+                if newest := patiently(lambda: start_state(self._run_dir), SAVE_S).checkpoint:
+                    copy_policy(Path(newest) / "policy", self._run_dir.policy)
+            elif ending.why == "repartition":
+                what = "the restart could not be prepared"
                 self._repartitioner.carry_out(self._step)
         except OSError as error:
-            self._ending.state, self._ending.message = "failed", f"the restart could not be prepared: {error}"
+            ending.why, ending.state, ending.message = "fatal", "failed", f"{what}: {error}"
+        if self.state != "restarting":
+            self._repartitioner.give_up(f"the run is over: {self.state}, {ending.message}.")
 
     def _late(self, now: float, notices: list[str]) -> str:
         if self._nodes.pool is None or self._finished.is_set():

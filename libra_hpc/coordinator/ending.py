@@ -1,92 +1,98 @@
-"""How a run ends: pure, from what happened, with time as an argument.
+"""How rank 0 ends all ranks: pure, from what happened, with time as an argument.
 
 - Training has saved the last step -> completed.
-- The time limit is near -> save and stop in the time that is left; time_limit.
-- SIGTERM, or a request to stop -> the same; cancelled.  It wins over the time limit: the job is not queued again.
-- A run directory that takes no writes -> the same; failed.
-- A repartition or the loss of a leader -> restarting, from the checkpoint saved for it or from the newest one.
-- Anything else that the run cannot go on with -> failed.
+- The time limit is near, SIGTERM or a request to stop came, the run directory takes no writes, or the run has no owner
+  any more -> save and stop in the time that is left.
+- A repartition or the loss of a leader -> the ranks end with the step saved for it, or with the newest checkpoint.
+- An agent has a defect, or anything else happens that the run cannot go on with -> the ranks end at once.
 
-A stop wins over a restart: nobody who cancels a job wants it to begin again.
+A stop wins over a restart: nobody who cancels a job wants it to begin again.  What follows decides the run's owner.
 """
 
 from __future__ import annotations
 
-from .recovery import Recovery
+from libra_hpc.protocol.ranks_end import STATES, Why
 
-STOPS = ("time_limit", "cancelled", "failed")
-"""States of a stopped run; of two reasons the later one in this list decides."""
+ENDS: tuple[Why, ...] = ("lost", "time_limit", "cancelled", "storage", "orphaned")
+"""Ends that training saves for; of two reasons the later one in this list decides."""
+SAVE_S = 60.0
+"""How long the train leader may take to save before the ranks restart from an older checkpoint."""
 
 
 class RunEnding:
     """The state of a run and how it ends.  The first end stands; times are epoch seconds."""
 
-    def __init__(self, steps: int, recovery: Recovery) -> None:
-        self._steps, self.recovery = steps, recovery
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
         self.state, self.message = "starting", "waiting for the nodes"
-        self.over = False
-        self._deadline: float | None = None
-        self._stop_state, self._stop_reason = "cancelled", ""
+        self.why: Why | None = None
+        """Why the ranks end; None: they do not."""
+        self.saving_for: Why | None = None
+        """Why they will once training has saved."""
+        self.reason = ""
+        """The same as a sentence."""
+        self._deadline = 0.0
+
+    @property
+    def over(self) -> bool:
+        return self.why is not None
 
     @property
     def stopping(self) -> bool:
-        return self._deadline is not None
+        return self.saving_for not in (None, "lost")
 
-    def end(self, state: str, message: str) -> None:
+    def end(self, why: Why, message: str) -> None:
         if not self.over:
-            self.state, self.message, self.over = state, message, True
+            self.why, self.state, self.message = why, STATES[why], message
 
-    def stop(self, reason: str, patience_s: float, now: float, state: str = "cancelled") -> None:
-        """Save and stop; the run then ends in ``state``.  A second reason can only shorten the time that is left."""
-        deadline = now + patience_s
-        if self._deadline is None or STOPS.index(state) > STOPS.index(self._stop_state):
-            self._stop_state, self._stop_reason = state, "" if state == "cancelled" else f"{reason}; "
-        self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
+    def stop(self, reason: str, patience_s: float, now: float, why: Why = "cancelled") -> None:
+        """Save and stop; a second reason can only shorten the time that is left."""
+        self._deadline = min(self._deadline, now + patience_s) if self.stopping else now + patience_s
+        if self.saving_for is None or ENDS.index(why) > ENDS.index(self.saving_for):
+            self.saving_for, self.reason = why, reason
         self.message = f"{reason}: saving and stopping"
 
-    def finished(self, step: int, repartition: bool, now: float) -> None:
+    def _stopped(self, sentence: str) -> None:
+        assert self.saving_for is not None
+        prefix = "" if self.saving_for in ("cancelled", "lost") else f"{self.reason}; "
+        further = "; continue with --resume" if self.saving_for == "orphaned" else ""
+        self.end(self.saving_for, self.reason if self.saving_for == "lost" else f"{prefix}{sentence}{further}")
+
+    def finished(self, step: int, repartition: bool) -> None:
         """Training has ended and ``step`` is saved; ``repartition``: one was ordered."""
         saved = f"step {step} is saved"
-        if step >= self._steps and not (self.stopping and self._stop_state == "failed"):
+        if step >= self._steps and self.saving_for != "storage":
             self.end("completed", saved)
-        elif self.stopping:
-            self.end(self._stop_state, f"{self._stop_reason}{saved}")
-        elif repartition or self.recovery.reason:
-            self.end("restarting", saved)
+        elif self.saving_for is not None:
+            self._stopped(saved)
+        elif repartition:
+            self.end("repartition", saved)
         else:
             # Its leader did not hear rank 0 for so long that it took it for lost.
-            self.restart("training stopped without an order to", now)
+            self.end("lost", "training stopped without an order to")
 
-    def fatal(self, sentence: str, restart: bool, now: float) -> None:
-        """A part cannot go on; ``restart``: all ranks may, from the newest checkpoint."""
-        if (restart or self.recovery.reason) and not self.stopping:
-            # A step that could not be saved before a restart loses nothing more: there is an older checkpoint.
-            self.restart(self.recovery.reason or sentence, now)
-        else:
-            self.end("failed", sentence)
-
-    def restart(self, sentence: str, now: float) -> None:
-        """Restart all ranks from the newest checkpoint, if a restart is left and the run is not stopping anyway."""
+    def fatal(self, sentence: str, why: Why) -> None:
+        """A part cannot go on; ``why``: ``fatal``, or all ranks may start again."""
         if self.stopping:
-            self.end(self._stop_state, f"{sentence}; the last checkpoint stands")
-        elif self.recovery.start(sentence, now):
-            self.end("restarting", f"{sentence}; all ranks restart from the newest checkpoint")
+            if why == "fatal":
+                self.end(why, sentence)
+            else:
+                self._stopped(f"{sentence}; the last checkpoint stands")
+        elif self.saving_for == "lost":
+            # A step that could not be saved before a restart loses nothing more: there is an older checkpoint.
+            self.end("lost", self.reason)
         else:
-            self.end("failed", f"{sentence}, and {self.recovery.exhausted}; continue with --resume")
+            self.end(why, sentence)
 
     def save_and_restart(self, sentence: str, now: float) -> bool:
-        """As `restart`, once training has saved; False where there is nothing to wait for."""
-        if self.stopping or not self.recovery.start(sentence, now):
-            self.restart(sentence, now)
-            return False
-        self.message = f"{sentence}; saving, then all ranks restart"
-        return True
+        """The ranks end once training has saved; False where they do at once."""
+        if self.stopping:
+            self.fatal(sentence, "lost")
+        elif self.saving_for is None:
+            self.saving_for, self.reason, self._deadline = "lost", sentence, now + SAVE_S
+            self.message = f"{sentence}; saving, then all ranks restart"
+        return not self.over
 
     def check(self, now: float) -> None:
-        if self._deadline is not None and now > self._deadline:
-            self.end(
-                self._stop_state,
-                f"{self._stop_reason}stopped before the last step could be saved; the last checkpoint stands",
-            )
-        elif self.recovery.reason and now > self.recovery.deadline:
-            self.end("restarting", f"{self.recovery.reason}; all ranks restart from the newest checkpoint")
+        if self.saving_for is not None and now > self._deadline:
+            self._stopped("stopped before the last step could be saved; the last checkpoint stands")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import time
 from typing import Any
 
+import msgspec
+
 from libra_hpc.facts.fact_writer import FactsWriter
 from libra_hpc.facts.status import Status, encode_status
 from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.slurm.outcome import OUTPUT
+from libra_hpc.protocol.ranks_end import OUTPUT, RanksEnd
 
 from .late_steps import Notices
 
@@ -29,10 +30,11 @@ class Records:
     """Every method returns at once, except `event_now` and `close`."""
 
     def __init__(self, context: AgentContext) -> None:
-        self._attempt, self._patience_s = context.attempt, context.config.deadlines.storage_s
-        self._facts = FactsWriter(context.run)
+        self._patience_s = context.config.deadlines.storage_s
+        self._fence = context.fence
+        self._facts = FactsWriter(context.run, context.attempt, self._fence.check)
         self._notices = Notices()
-        self._fault = ""
+        self._fault = self._lease_fault = ""
 
     @property
     def recorded(self) -> int:
@@ -63,6 +65,10 @@ class Records:
             self._fault = self._facts.fault
             reason = self._fault or "the run directory takes writes again"
             self.event("storage_fault" if self._fault else "storage_ok", reason=reason)
+        if self._fence.fault != self._lease_fault:
+            self._lease_fault = self._fence.fault
+            if self._lease_fault:
+                self.event("lease_fault", reason=self._lease_fault)
         fault_s = self._facts.fault_s(time.monotonic())
         return (
             f"the run directory has taken no writes for {fault_s:.0f} s: {self._fault}"
@@ -81,10 +87,9 @@ class Records:
     def status(self, status: Status) -> None:
         self._facts.status(encode_status(status))
 
-    def result(self, state: str, message: str, step: int) -> None:
-        self.event("job_finished", state=state, message=message, step=step)
-        result = {"state": state, "message": message, "step": step, "attempt": self._attempt, "t": time.time()}
-        self._facts.result(json.dumps(result, indent=1, sort_keys=True).encode() + b"\n")
+    def end(self, end: RanksEnd) -> None:
+        """Leave why the ranks end to the run's owner."""
+        self._facts.end(msgspec.json.encode(end))
 
     async def close(self, sentence: str) -> None:
         """Write what waits, and put ``sentence`` on Slurm's own output, in case the run directory takes no writes."""

@@ -3,8 +3,8 @@
 - The planner decides one, at most every `EVERY_S` -> checked against the configuration that runs.
 - An operator orders one (`orders`) -> checked likewise, at any time; the planner's interval begins again.
 - A node is lost, starting or moving -> the order waits, because a restart needs every node.
-- Training has saved -> new configuration, the file `RunDir.again`, then the event, in this order.
-- The launcher finds that file -> it starts all ranks again; they go on from the checkpoint.
+- Training has saved -> new configuration, then the event, then the record of the end, in this order.
+- The run's owner finds that record -> it starts all ranks again; they go on from the checkpoint.
 - Killed before the configuration is written -> the run resumes as it was, and the next attempt refuses the order.
 - Killed later -> it goes on in the new layout, and its rank 0 writes the missing event.
 """
@@ -109,7 +109,6 @@ class Repartitioner:
         """The checkpoint of ``step`` is saved: leave what the next start of the ranks needs, and log it."""
         assert self._ordered is not None
         self._run.write_json(self._run.config, self._ordered.config.model_dump())
-        self._run.again(self._attempt).touch()
         self._log_done(step, self._ordered)
 
     def give_up(self, reason: str) -> None:

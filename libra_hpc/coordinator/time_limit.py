@@ -19,8 +19,8 @@ from datetime import datetime
 from typing import NamedTuple
 
 from libra_hpc.config.job import SlurmSection
+from libra_hpc.protocol.ranks_end import JOB_END, KILL_WAIT
 from libra_hpc.slurm.fit import notice_s
-from libra_hpc.slurm.outcome import JOB_END, KILL_WAIT
 
 FACTOR = 1.3
 """Of the longest measured step and save: half of the excess loses a step now and then, double idles a third of one."""

@@ -106,6 +106,7 @@ STORAGE = (
     _fault(
         "storage_fault", "The run directory, or a part, cannot be read or takes no writes", "part reason", notice=True
     ),
+    _fault("lease_fault", "The owner's lease is not renewed, or cannot be read", "reason", notice=True),
     _fault("storage_ok", "It takes writes again", "part reason dropped"),
 )
 EVENTS = {one.kind: one for one in (*RUN, *NODES, *PLANNER, *ENGINES, *ROLLOUT, *TRAINING, *STORAGE)}

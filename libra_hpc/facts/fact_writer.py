@@ -1,9 +1,9 @@
-"""Writer thread of rank 0 for events, metrics, status and result: rank 0's loop never waits for a file system.
+"""Writer thread of rank 0 for events, metrics, status and its end: rank 0's loop never waits for a file system.
 
 - A write fails (disk full, quota, I/O error) -> lines wait in memory; retry after `RETRY_S`, doubling to
   `RETRY_MOST_S`.
 - More than `MOST_EVENTS` events wait -> the oldest are dropped and counted.  Metrics lines are never dropped.
-- A status or a result cannot be written -> it goes into a `Reserve`, a file whose blocks were allocated before.
+- Status, result or end cannot be written -> it goes into a `Reserve`, a file whose blocks were allocated before.
 - A write takes long -> `slow_s` has its seconds so far.
 """
 
@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +93,15 @@ def _size(path: Path) -> int:
 class FactsWriter:
     """See the module docstring.  Every method works from any thread and returns at once, except `flush` and `close`."""
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, attempt: int, taken: Callable[[], str] = str) -> None:
+        """``taken()``: why nothing may be written any more, empty while it may; called in the thread."""
+        self._taken = taken
         self._events, self._metrics = LineLog(run.events), LineLog(run.metrics)
-        self._status, self._result = Reserve(run.status, RESERVE_BYTES), Reserve(run.result, RESULT_BYTES)
+        self._status, self._end = Reserve(run.status, RESERVE_BYTES), Reserve(run.ended(attempt), RESULT_BYTES)
         self._waiting_events: deque[dict[str, Any]] = deque()
         self._waiting_metrics: deque[dict[str, Any]] = deque()
         self._waiting_status: bytes | None = None
-        self._waiting_result: bytes | None = None
+        self._waiting_end: bytes | None = None
         self._changed = threading.Condition()
         self._closing = False
         self._busy_since: float | None = None
@@ -134,10 +137,10 @@ class FactsWriter:
             self._waiting_status = snapshot
             self._changed.notify_all()
 
-    def result(self, content: bytes) -> None:
-        """Write the run's result."""
+    def end(self, content: bytes) -> None:
+        """Write why the ranks end, after everything else that can be written."""
         with self._changed:
-            self._waiting_result = content
+            self._waiting_end = content
             self._changed.notify_all()
 
     @property
@@ -188,8 +191,6 @@ class FactsWriter:
                 self._busy_since = None
                 self._changed.notify_all()
             if last:
-                self._status.close()
-                self._result.close()
                 return
             if self.fault:
                 with self._changed:
@@ -197,13 +198,19 @@ class FactsWriter:
                 pause = min(2 * pause, RETRY_MOST_S)
 
     def _any(self) -> bool:
-        waiting = (self._waiting_events, self._waiting_metrics, self._waiting_status, self._waiting_result)
+        waiting = (self._waiting_events, self._waiting_metrics, self._waiting_status, self._waiting_end)
         return any(bool(part) for part in waiting)
 
     def _write(self) -> None:
-        """Write result and status first: their reserves have room even on a full disk."""
+        """Write the status first, and the end last: their reserves have room even on a full disk."""
+        if self._taken():
+            with self._changed:
+                self._waiting_status = self._waiting_end = None
+                self._waiting_metrics.clear()
+                self._waiting_events.clear()
+            return
         failure: OSError | None = None
-        for part in (self._write_result, self._write_status, self._write_metrics, self._write_events):
+        for part in (self._write_status, self._write_metrics, self._write_events, self._write_end):
             try:
                 part()
             except OSError as error:
@@ -211,10 +218,10 @@ class FactsWriter:
         if failure is not None:
             raise failure
 
-    def _write_result(self) -> None:
-        if (content := self._waiting_result) is not None:
-            self._result.write(content)
-            self._waiting_result = None
+    def _write_end(self) -> None:
+        if (content := self._waiting_end) is not None:
+            self._end.write(content)
+            self._waiting_end = None
 
     def _write_status(self) -> None:
         with self._changed:

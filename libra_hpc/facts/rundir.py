@@ -95,6 +95,8 @@ class RunDir:
     """torch FileStore files, one per membership generation."""
     snapshots = _Part("snapshots")
     """Folder with the entry of the newest complete snapshot; its bytes are in the nodes' shared memory."""
+    leases = _Part("lease")
+    """Who owns the run (`libra_hpc.process.lease`)."""
     checkpoints = _Part("checkpoints")
     """Parent of checkpoint folders."""
 
@@ -135,9 +137,9 @@ class RunDir:
         """Exists once an attempt has begun at the step that its user chose."""
         return self.logs(attempt) / "from-step"
 
-    def again(self, attempt: int) -> Path:
-        """Request for a restart of the ranks of an attempt; its content is the reason (`libra_hpc.slurm.outcome`)."""
-        return self.logs(attempt) / "again"
+    def ended(self, attempt: int) -> Path:
+        """Why rank 0 ended the ranks of the last start (`libra_hpc.protocol.ranks_end`)."""
+        return self.logs(attempt) / "ended.json"
 
     def requeued(self, attempt: int) -> Path:
         """A line for each time that an attempt's job was queued again, with the step that was saved."""

@@ -14,7 +14,7 @@ from libra_hpc.protocol.plan import PlanDecision
 from .columns import Value, as_json, declared
 from .estimate import StageEstimate, StepAccuracy
 from .failed import FailedAttempts
-from .rundir import RunDir
+from .rundir import RunDir, parse
 
 EndState = Literal["completed", "failed", "cancelled", "time_limit", "preempted"]
 FINAL: tuple[EndState, ...] = get_args(EndState)
@@ -107,6 +107,32 @@ class Status(msgspec.Struct, frozen=True):
     """Engines that take longer per step than others of their class, as sentences, slowest first."""
     paused: str = ""
     """Why no prompt is admitted; empty while prompts are admitted."""
+
+
+def blank_status(run: RunDir, attempt: int, *, job_id: str, step: int, steps: int, now: float) -> dict[str, Any]:
+    """The fields of a status before rank 0 wrote one."""
+    stage = StageStatus(0.0, 0.0, 0.0, 0)
+    numbers: dict[str, Value] = {one.name: 0 for one in declared("status")}
+    blank = Status(
+        run.name,
+        str(run.path),
+        job_id,
+        attempt,
+        "starting",
+        now,
+        now,
+        step,
+        steps,
+        step,
+        stage,
+        stage,
+        numbers,
+        [],
+        [],
+        None,
+        "",
+    )
+    return parse(encode_status(blank))
 
 
 def encode_status(status: Status) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.process.lease import Fence
 from libra_hpc.protocol.agents import Log, MeshMessage, Welcome
 from libra_hpc.protocol.engine_state import EngineState
 
@@ -36,6 +37,8 @@ class AgentContext:
     """Ranks that get new weights, from the coordinator's last `Roles`."""
     kept: Path | None = None
     """As ``shared_memory``, but it outlives the agent when all ranks restart: snapshots. None: it does not."""
+    fence: Fence = field(default_factory=lambda: Fence(Path()))
+    """Whether the run is still that of this start's owner."""
 
     @property
     def start_name(self) -> str:

@@ -127,6 +127,8 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
     reason: str
     restart: bool = False
     """All ranks may restart from the newest checkpoint, if a restart is left."""
+    defect: bool = False
+    """The same, for an exception in an agent: not when it comes again at the same step."""
 
 
 # --- training ---

@@ -136,6 +136,12 @@ class Launch:
         return agent if self.arguments is None else list(self.arguments)
 
     @property
+    def owner_arguments(self) -> list[str]:
+        """Arguments of the run's owner (`libra_hpc.owner.owner`), whatever starts the ranks."""
+        counts = ["--size", str(self.ranks), "--restarts", str(self.config.slurm.restarts)]
+        return ["--run", str(self.run.path), "--attempt", str(self.attempt), *counts]
+
+    @property
     def variables(self) -> dict[str, str]:
         """Variables the agents get, whatever starts them."""
         return agent_variables(self.config, self.environment)

@@ -1,7 +1,7 @@
 """Runs without Slurm: start, watch and cancel one MPI world of agents on this machine.
 
-The launcher (`ranks`) is detached.  It leads a process group of its own with all ranks in it, so a signal to the group
-reaches the run and nothing else.  Its process id and ``result.json`` are the run's state.
+The owner of the run (`libra_hpc.owner.owner`) is detached.  It leads a process group of its own with all ranks in it,
+so a signal to the group reaches the run and nothing else.  Its process id and ``result.json`` are the run's state.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import msgspec
 
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.process.lease import newest_lease, start_ticks
 from libra_hpc.slurm.queue.job_record import JobRecord, read_job, start_attempt, write_job
 from libra_hpc.slurm.queue.query import JobInfo, JobState
+from libra_hpc.slurm.queue.run_state import OWNER_LOST
 
 from .launch import Launch
 from .site_commands import clean_environment
@@ -35,19 +36,7 @@ def start(launch: Launch) -> str:
     run, attempt = launch.run, launch.attempt
     start_attempt(run, attempt)
     logs, command = run.logs(attempt), [launch.python, *launch.agent_arguments]
-    watched = ["--run", str(run.path), "--attempt", str(attempt), "--restarts", str(launch.config.slurm.restarts)]
-    argv = [
-        sys.executable,
-        "-m",
-        "libra_hpc.slurm.ranks",
-        "--size",
-        str(launch.ranks),
-        "--logs",
-        str(logs),
-        *watched,
-        "--",
-        *command,
-    ]
+    argv = [sys.executable, "-m", "libra_hpc.owner.owner", *launch.owner_arguments, "--", *command]
     env = {**clean_environment(os.environ), **launch.variables}
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -56,19 +45,25 @@ def start(launch: Launch) -> str:
     ]
     pid = os.posix_spawn(sys.executable, argv, env, file_actions=actions, setsid=True)
     job_id = f"local-{pid}"
-    write_job(run, JobRecord("local", job_id, attempt, time.time(), pid=pid, started=_start_ticks(pid) or 0))
+    write_job(run, JobRecord("local", job_id, attempt, time.time(), pid=pid, started=start_ticks(pid) or 0))
     return job_id
 
 
 def state(run: RunDir) -> JobInfo:
-    """RUNNING while the launcher lives; then the state in ``result.json``, FAILED when there is none."""
+    """RUNNING while the owner lives, UNKNOWN where that is another machine's; then the state in ``result.json``, FAILED
+    when there is none."""
     record = read_job(run)
     if _alive(record):
         return JobInfo(record.job_id, JobState.RUNNING, start_time=record.submitted_at)
+    with contextlib.suppress(OSError):
+        lease = newest_lease(run.leases)[1]
+        if lease is not None and not (lease.released or lease.here):
+            return JobInfo(record.job_id, JobState.UNKNOWN)
     if run.read_json(run.result).get("state") == "completed":
         return JobInfo(record.job_id, JobState.COMPLETED, exit_code=0, start_time=record.submitted_at)
     ended = JobState.CANCELLED if record.cancelled else JobState.FAILED
-    return JobInfo(record.job_id, ended, exit_code=1, start_time=record.submitted_at)
+    reason = "" if record.cancelled or run.result.exists() else OWNER_LOST
+    return JobInfo(record.job_id, ended, reason, exit_code=1, start_time=record.submitted_at)
 
 
 def cancel(run: RunDir) -> bool:
@@ -92,16 +87,4 @@ def _signal_group(record: JobRecord, number: signal.Signals) -> None:
 
 
 def _alive(record: JobRecord) -> bool:
-    return record.pid > 0 and _start_ticks(record.pid) == record.started
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Kernel start time of a live process in clock ticks since boot; None without one, or for a zombie."""
-    # Collect it if it is our own child, so that it does not stay a zombie.
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+    return record.pid > 0 and start_ticks(record.pid) == record.started

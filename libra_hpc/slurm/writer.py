@@ -6,13 +6,14 @@ agents as one MPI world.  Options are checked (`launch`); other values are quote
 - The time limit is near (`fit.notice_s`) -> the agents get SIGUSR1.
 - The job is cancelled or preempted -> the agents get SIGTERM.
 - A rank prints -> ``agent-<rank>.log``; it writes to descriptor `OUTPUT_FD` -> Slurm's own output.
-- All ranks have ended -> `libra_hpc.slurm.outcome` decides, also whether the job is queued again.
+- The script becomes the run's owner (`libra_hpc.owner.owner`), which starts the ranks and decides what follows.
 """
 
 from __future__ import annotations
 
 import math
 import shlex
+import sys
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
@@ -20,13 +21,15 @@ from typing import NamedTuple
 import jinja2
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.protocol.ranks_end import OUTPUT, OUTPUT_FD
 
 from .fit import notice_s
+from .interpreter import in_container
 from .launch import Launch
-from .outcome import JOB_END, KILL_WAIT, OUTPUT, OUTPUT_FD, REASON, RECOVERIES
 from .pmi import GONE
-from .ranks import STRAGGLERS_S
 
+STEP = "step"
+"""File in the log folder with the number of the step that the ranks are."""
 RANK_STARTER = ("-m", "libra_hpc.slurm.pmi")
 """Arguments that start a rank through the relay of its start-up messages."""
 
@@ -35,6 +38,10 @@ def het_script(launch: Launch) -> str:
     """The sbatch script of a launch."""
     config, run, groups = launch.config, launch.run, launch.request.groups
     logs, started = run.logs(launch.attempt), start_command(config, run.path)
+    # Slurm's commands are outside a container, and so is the owner.
+    owner = sys.executable if in_container(config) else launch.python
+    slurm = ["--slurm", f"--requeues={config.slurm.requeues}"]
+    slurm += ["--requeue"] if config.slurm.preempted == "requeue" else []
     ours = {GONE: str(run.gone(launch.attempt)), OUTPUT: str(OUTPUT_FD)}
     template = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
@@ -59,24 +66,9 @@ def het_script(launch: Launch) -> str:
         mpi=shlex.quote(config.slurm.mpi),
         log_prefix=shlex.quote(str(logs / "agent-")),
         command=shlex.join([*started.prefix, launch.python, *RANK_STARTER, *launch.agent_arguments]),
-        result=shlex.quote(str(run.result)),
-        met=shlex.quote(str(run.met(launch.attempt))),
-        again=shlex.quote(str(run.again(launch.attempt))),
-        gone=shlex.quote(str(run.gone(launch.attempt))),
-        grace=int(STRAGGLERS_S),
         output=OUTPUT_FD,
-        others=launch.ranks - 1,
-        step=shlex.quote(str(logs / "step")),
-        recoveries=RECOVERIES,
-        reason=REASON,
-        restarts=config.slurm.restarts,
-        requeue=config.slurm.preempted == "requeue",
-        requeues=config.slurm.requeues,
-        job_end=JOB_END,
-        kill_wait=KILL_WAIT,
-        outcome=shlex.join(
-            [*started.batch, launch.python, "-m", "libra_hpc.slurm.outcome", str(run.path), str(launch.attempt)]
-        ),
+        step=shlex.quote(str(logs / STEP)),
+        owner=shlex.join([owner, "-m", "libra_hpc.owner.owner", *launch.owner_arguments, *slurm]),
     )
 
 
@@ -92,20 +84,18 @@ class StartCommand(NamedTuple):
     """In every rank."""
     step: list[str]
     """Options of the step that starts the ranks."""
-    batch: list[str]
-    """In the batch script itself."""
 
 
 def start_command(config: RunConfig, run: Path) -> StartCommand:
     """How the interpreter starts on the nodes: as it is, or inside the container of ``[compute]``."""
     compute = config.compute
     if compute.container == "none":
-        return StartCommand([], [], [])
+        return StartCommand([], [])
     binds = [*compute.binds, str(run)]
     if compute.container == "apptainer":
         gpus = ["--nv"] if config.slurm.device == "cuda" else []
         prefix = ["apptainer", "exec", *gpus, *(f"--bind={bind}" for bind in binds), compute.image]
-        return StartCommand(prefix, [], prefix)
+        return StartCommand(prefix, [])
     mounts = ",".join(bind if ":" in bind else f"{bind}:{bind}" for bind in binds)
     options = [f"--container-image={compute.image}", f"--container-mounts={mounts}"]
-    return StartCommand([], options, ["srun", "--overlap", "--nodes=1", "--ntasks=1", *options])
+    return StartCommand([], options)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.process.lease import Fence
 from libra_hpc.protocol.agents import (
     Batch,
     Committed,
@@ -81,6 +82,7 @@ class TrainLeader(StepRequests):
         index: SnapshotIndex,
         from_checkpoint: bool = False,
         from_snapshot: bool = False,
+        fence: Fence | None = None,
     ) -> None:
         """``from_checkpoint``, ``from_snapshot``: with the complete one of ``step`` the trainers begin."""
         super().__init__(config, core, send, clock, rendezvous=rendezvous)
@@ -111,7 +113,7 @@ class TrainLeader(StepRequests):
         self.retain = config.train.snapshot_every + 2
         """Committed batches retained for replay: more than the steps between two snapshots."""
         self.step, self.order = step, order
-        self._rollout_leader, self._receivers = rollout_leader, receivers
+        self._rollout_leader, self._receivers, self._fence = rollout_leader, receivers, fence
         self._state_step = step
         self._batches: dict[int, Batch] = {}
         self._stop_reason = ""
@@ -151,7 +153,7 @@ class TrainLeader(StepRequests):
                 self._on_export_failed(message)
             case Exported(version=version, crc32=crc32, seconds=seconds) if leads:
                 self._exports.written(version, seconds)
-                if version == self.step:
+                if version == self.step and not (self._fence and self._fence.taken):
                     self._send(rank, Publish(version, crc32, self._receivers()))
             case WorkerFailed():
                 self._on_worker_error(rank, message)

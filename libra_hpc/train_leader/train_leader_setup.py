@@ -8,6 +8,7 @@ from pathlib import Path
 
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.process.lease import Fence
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.attempt import complete_checkpoint, remove_old
 from libra_hpc.state.data_order import DataOrder
@@ -34,11 +35,13 @@ class CheckpointStore:
     All in threads: a shared file system may take a minute, and the agent's loop has heartbeats to send.
     """
 
-    def __init__(self, run: RunDir, keep: int) -> None:
-        self._run, self._keep = run, keep
+    def __init__(self, run: RunDir, keep: int, fence: Fence) -> None:
+        self._run, self._keep, self._fence = run, keep, fence
 
     async def complete(self, folder: Path, manifest: folders.Manifest, position: folders.DataPosition) -> None:
         """Make it the checkpoint of its step; older ones are removed later."""
+        if taken := await asyncio.to_thread(self._fence.check):
+            raise OSError(taken)
         await asyncio.to_thread(complete_checkpoint, folder, self._run.checkpoint(position.step), manifest, position)
         asyncio.get_running_loop().run_in_executor(None, remove_old, self._run, self._keep)
 
@@ -72,10 +75,11 @@ def make_train_leader(context: AgentContext, rendezvous: Path) -> TrainLeader:
         send=context.send,
         rollout_leader=context.layout.rollout_leader,
         receivers=lambda: context.receivers,
-        store=CheckpointStore(run, config.checkpoint.keep),
+        store=CheckpointStore(run, config.checkpoint.keep, context.fence),
         rendezvous=rendezvous,
         checkpoints=run.checkpoints,
         index=SnapshotList(context),
         from_checkpoint=bool(start.checkpoint) and not start.snapshot,
         from_snapshot=bool(start.snapshot),
+        fence=context.fence,
     )

@@ -17,6 +17,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
+from libra_hpc.process.lease import Fence
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.engine_state import EngineState
@@ -78,7 +79,7 @@ class Side:
             self.send,
             4,
             lambda: (),
-            CheckpointStore(self.run, 2),
+            CheckpointStore(self.run, 2, Fence(folder)),
             rendezvous=folder,
             checkpoints=self.run.checkpoints,
             index=self,

@@ -12,6 +12,7 @@ from libra_hpc_cli import follow, jobs, submit
 
 from libra_hpc.errors import OperationError, SlurmUnreachable
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.owner.claim import acquire
 from libra_hpc.preflight import checked_run
 from libra_hpc.slurm.queue.command import WAYS_OUT
 from libra_hpc.slurm.queue.query import JobInfo, JobState
@@ -82,6 +83,18 @@ def test_resume_keeps_folder_and_configuration_and_counts_attempts(site: Path, q
     assert queue.submitted == [("quick-001", 1), ("quick-001", 2)]
     config = json.loads((site / "runs" / "quick-001" / "config.json").read_text())
     assert (config["algorithm"]["eta"], config["run"]["steps"]) == (3, 200)
+
+
+def test_a_run_that_an_owner_has_is_not_resumed(site: Path, queue: Queue, cli: Cli) -> None:
+    cli("submit", "run.toml")
+    queue.answer = JobInfo("4711", JobState.UNKNOWN)
+    with acquire(site / "runs" / "quick-001" / "lease"):
+        outcome = cli("submit", "--resume", "quick-001")
+    assert outcome.code == 2
+    assert outcome.err.startswith(f"error: --resume = 'quick-001': process {os.getpid()} on ")
+    assert outcome.err.endswith("valid: a run that has ended.\n")
+    assert queue.submitted == [("quick-001", 1)]
+    assert cli("submit", "--resume", "quick-001").code == 0
 
 
 def test_relative_paths_of_a_resumed_run_are_those_of_the_working_folder(

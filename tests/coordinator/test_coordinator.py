@@ -37,6 +37,7 @@ from libra_hpc.protocol.agents import (
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout_order import encode_order, new_order
 from libra_hpc.protocol.plan import PlanDecision
+from libra_hpc.protocol.ranks_end import RanksEnd, decode_end
 from libra_hpc.state.attempt import start_state
 from tests.protocol.step_reports import step_report
 
@@ -49,8 +50,8 @@ class Scene:
         config: RunConfig | None = None,
         components: tuple[str, ...] = ("planner", "train", "hybrid", "rollout"),
     ) -> None:
-        tmp_path.mkdir(exist_ok=True)
         self.run = RunDir(tmp_path)
+        self.run.logs(1).mkdir(parents=True, exist_ok=True)
         self.sent: list[tuple[int, Any]] = []
         layout = RankLayout(components)
         self.context = AgentContext(
@@ -69,6 +70,11 @@ class Scene:
     def deliver(self, *messages: tuple[int, Any]) -> None:
         for source, message in messages:
             self.coordinator.on_message(source, message)
+
+    @property
+    def end(self) -> RanksEnd:
+        """Why the ranks ended, as the run's owner reads it."""
+        return decode_end(self.run.ended(1).read_bytes())
 
     def hello(self) -> None:
         self.deliver(
@@ -96,7 +102,7 @@ def run_until_over(scene: Scene) -> None:
     asyncio.run(asyncio.wait_for(scene.coordinator.run(), 30))
 
 
-def test_a_finished_run_writes_its_result_and_stops_everyone(tmp_path: Path) -> None:
+def test_a_finished_run_leaves_its_end_and_stops_everyone(tmp_path: Path) -> None:
     scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 1}}))
     scene.hello()
     scene.deliver(
@@ -104,11 +110,10 @@ def test_a_finished_run_writes_its_result_and_stops_everyone(tmp_path: Path) -> 
         (1, TrainingDone(1)),
     )
     run_until_over(scene)
-    assert scene.run.read_json(scene.run.result)["state"] == "completed"
+    assert scene.end == RanksEnd("completed", "step 1 is saved", 1)
     assert [rank for rank, _ in scene.orders(StopAgent)] == [1, 2, 3]
     assert [line["step"] for line in read_lines(scene.run.metrics)] == [1]
     assert decode_status(scene.run.status.read_bytes()).numbers["reward"] == 0.5
-    assert [e["kind"] for e in read_lines(scene.run.events)][-1] == "job_finished"
 
 
 def test_a_request_to_stop_saves_first_and_has_time_for_it(tmp_path: Path) -> None:
@@ -124,8 +129,7 @@ def test_a_request_to_stop_saves_first_and_has_time_for_it(tmp_path: Path) -> No
         await running
 
     asyncio.run(asyncio.wait_for(asked(), 20.0))
-    assert scene.run.read_json(scene.run.result)["message"] == "step 7 is saved"
-    assert scene.run.read_json(scene.run.result)["state"] == "cancelled"
+    assert scene.end == RanksEnd("cancelled", "step 7 is saved", 7)
 
 
 def test_a_notice_saves_first_and_the_run_counts_as_cancelled(tmp_path: Path) -> None:
@@ -135,13 +139,7 @@ def test_a_notice_saves_first_and_the_run_counts_as_cancelled(tmp_path: Path) ->
     assert [rank for rank, _ in scene.orders(StopTraining)] == [1]
     scene.deliver((1, TrainingDone(7)))
     run_until_over(scene)
-    assert scene.run.read_json(scene.run.result) | {"t": 0} == {
-        "state": "cancelled",
-        "step": 7,
-        "attempt": 1,
-        "t": 0,
-        "message": "step 7 is saved",
-    }
+    assert scene.end == RanksEnd("cancelled", "step 7 is saved", 7)
 
 
 def test_a_run_near_its_time_limit_finishes_its_step_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +158,8 @@ def test_a_run_near_its_time_limit_finishes_its_step_and_stops(tmp_path: Path, m
 
     asyncio.run(asyncio.wait_for(play(), 20.0))
     assert [order.after for _, order in scene.orders(StopTraining)] == [2]
-    result = scene.run.read_json(scene.run.result)
-    assert result["state"] == "time_limit"
-    assert "a step takes 25 s and a save 6 s; step 2 is saved" in result["message"]
+    assert scene.end.why == "time_limit"
+    assert "a step takes 25 s and a save 6 s; step 2 is saved" in scene.end.sentence
 
 
 DRY_RUN = RunConfig.model_validate(
@@ -191,7 +188,6 @@ def after_a_repartition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config:
     """A run whose planner proposes at its first evaluation, and whose training then ends at step ``reached``."""
     monkeypatch.setattr("libra_hpc.coordinator.live_planning.live_planner", lambda config: Proposes())
     tmp_path.joinpath("config.json").write_text(json.dumps(config.model_dump()))
-    (tmp_path / "logs" / "attempt-1").mkdir(parents=True)
     scene = Scene(tmp_path, config=config)
     scene.hello()
 
@@ -211,8 +207,7 @@ def test_a_better_layout_of_the_core_ends_the_ranks_and_asks_for_others(
 ) -> None:
     scene = after_a_repartition(tmp_path, monkeypatch, DRY_RUN, 3)
     assert [m.reason for _, m in scene.orders(StopTraining)] == ["repartition"]
-    assert not scene.run.result.exists(), "the run is not over"
-    assert scene.run.again(1).exists()
+    assert scene.end.why == "repartition"
     config = RunConfig.model_validate_json(scene.run.config.read_bytes())
     assert (config.components.train.nodes, config.components.rollout.nodes, config.rollout.tp) == (2, 1, 2)
     assert [rank for rank, _ in scene.orders(StopAgent)] == [1, 2, 3]
@@ -227,8 +222,7 @@ def test_a_better_layout_of_the_core_ends_the_ranks_and_asks_for_others(
 
 def test_the_last_step_ends_the_run_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = after_a_repartition(tmp_path, monkeypatch, DRY_RUN, DRY_RUN.run.steps)
-    assert scene.run.read_json(scene.run.result)["state"] == "completed"
-    assert not scene.run.again(1).exists()
+    assert scene.end.why == "completed"
 
 
 def test_advice_is_only_written_down_where_the_run_file_says_so(
@@ -239,13 +233,12 @@ def test_advice_is_only_written_down_where_the_run_file_says_so(
     )
     assert not scene.orders(StopTraining)
     assert [e["layout"] for e in read_lines(scene.run.events) if e["kind"] == "decision"] == ["better"]
-    assert scene.run.read_json(scene.run.result)["state"] == "completed"
+    assert scene.end.why == "completed"
 
 
 def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Path) -> None:
     config = with_values(DRY_RUN, {"planner.enabled": False, "planner.interval_s": 0.02})
     tmp_path.joinpath("config.json").write_text(json.dumps(config.model_dump()))
-    (tmp_path / "logs" / "attempt-1").mkdir(parents=True)
     scene = Scene(tmp_path, config=config)
     scene.hello()
     order = new_order(1, 1.0, dict(CHANGES))
@@ -272,7 +265,7 @@ def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Pa
 
     asyncio.run(asyncio.wait_for(play(), 30))
     assert [m.reason for _, m in scene.orders(StopTraining)] == ["repartition"]
-    assert scene.run.again(1).exists()
+    assert scene.end.why == "repartition"
     answers = [(e["kind"], e["by"]) for e in read_lines(scene.run.events) if e.get("order") == order.id]
     assert answers == [("repartition_ordered", "operator"), ("repartitioned", "operator")]
 
@@ -293,10 +286,27 @@ def test_a_fatal_report_fails_the_run_with_its_reason(tmp_path: Path) -> None:
     scene.hello()
     scene.deliver((3, Fatal(3, "engine r3.0 ended with 1")))
     run_until_over(scene)
-    result = scene.run.read_json(scene.run.result)
-    assert (result["state"], result["message"]) == ("failed", "node 3: engine r3.0 ended with 1")
+    assert scene.end == RanksEnd("fatal", "node 3: engine r3.0 ended with 1", 0)
 
 
+def test_a_defect_of_an_agent_or_of_rank_0_itself_asks_for_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(tmp_path / "agent")
+    scene.hello()
+    scene.deliver((3, Fatal(3, "MemoryError: ", restart=True, defect=True)))
+    run_until_over(scene)
+    assert scene.end == RanksEnd("defect", "node 3: MemoryError: ", 0)
+    scene = Scene(tmp_path / "rank-0")
+    scene.hello()
+
+    def raises(now: float) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(scene.coordinator, "_check", raises)
+    run_until_over(scene)
+    assert scene.end == RanksEnd("defect", "node 0: RuntimeError: can't start new thread", 0)
+    assert [order.restart for _, order in scene.orders(StopAgent)] == [True] * 3
 
 
 def test_an_attempt_starts_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:

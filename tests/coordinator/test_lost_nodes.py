@@ -69,47 +69,31 @@ def test_a_node_whose_end_the_launcher_saw_is_lost_at_once(tmp_path: Path, now: 
 
 
 @pytest.mark.parametrize(("leader", "stage"), [(1, "training"), (3, "rollout")])
-def test_all_ranks_restart_when_a_leader_is_lost_and_the_run_fails_once_that_is_used_up(
-    tmp_path: Path, now: list[float], monkeypatch: pytest.MonkeyPatch, leader: int, stage: str
-) -> None:
-    for used in (0, 3):
-        monkeypatch.setenv("LIBRA_HPC_RECOVERIES", str(used))
-        scene = Scene(tmp_path / str(used))
-        scene.run.logs(1).mkdir(parents=True)
-        scene.hello()
-        silence(scene, leader, now, HEARTBEAT_LOST_S + 1)
-        assert scene.coordinator.state == "running", "a restart of all costs more than some more patience"
-        silence(scene, leader, now, LEADER_LOST_S)
-        if used == 0 and leader == 3:
-            assert [(rank, m.reason) for rank, m in scene.orders(StopTraining)] == [(1, "recovery")], (
-                "no step is lost where training can save"
-            )
-            scene.deliver((1, TrainingDone(7)))
-        run_until_over(scene)
-        if used:
-            result = scene.run.read_json(scene.run.result)
-            assert result["state"] == "failed"
-            assert f"node {leader}, which leads {stage}, was lost" in result["message"]
-            assert "all 3 restarts of slurm.restarts are used" in result["message"]
-        else:
-            assert (
-                scene.run.again(1)
-                .read_text()
-                .startswith(f"recover: node {leader}, which leads {stage}, was lost (no heartbeat for")
-            )
-            assert not scene.run.result.exists()
+def test_all_ranks_end_when_a_leader_is_lost(tmp_path: Path, now: list[float], leader: int, stage: str) -> None:
+    scene = Scene(tmp_path)
+    scene.hello()
+    silence(scene, leader, now, HEARTBEAT_LOST_S + 1)
+    assert scene.coordinator.state == "running", "a restart of all costs more than some more patience"
+    silence(scene, leader, now, LEADER_LOST_S)
+    if leader == 3:
+        assert [(rank, m.reason) for rank, m in scene.orders(StopTraining)] == [(1, "recovery")], (
+            "no step is lost where training can save"
+        )
+        scene.deliver((1, TrainingDone(7)))
+    run_until_over(scene)
+    assert scene.end.why == "lost"
+    assert scene.end.sentence.startswith(f"node {leader}, which leads {stage}, was lost (no heartbeat for")
 
 
 def test_all_ranks_restart_when_a_further_node_of_the_core_is_lost(tmp_path: Path, now: list[float]) -> None:
     components = ("planner", "train", "train", "rollout")
     scene = Scene(tmp_path, components=components)
-    scene.run.logs(1).mkdir(parents=True)
     scene.deliver(*((rank, Hello(rank, "h", 1, name)) for rank, name in enumerate(components)))
     silence(scene, 2, now, LEADER_LOST_S + 1)
     run_until_over(scene)
     assert not scene.orders(StopTraining), "nobody has the whole state to save"
-    again = scene.run.again(1).read_text()
-    assert again.startswith("recover: node 2, which has a part of the trainers, was lost (no heartbeat for")
+    assert scene.end.why == "lost"
+    assert scene.end.sentence.startswith("node 2, which has a part of the trainers, was lost (no heartbeat for")
 
 
 def test_time_in_which_rank_0_was_stopped_is_no_silence_of_others() -> None:

@@ -40,7 +40,6 @@ class Job:
 
     def rank_0(self, attempt: int = 2, step: int = 0, speedup: float = 1.0) -> Repartitioner:
         self.run.logs(attempt).mkdir(parents=True, exist_ok=True)
-        self.run.again(attempt).unlink(missing_ok=True)
         config = CONFIG.model_copy(update={"simulated": CONFIG.simulated.model_copy(update={"speedup": speedup})})
         here = RankLayout.of(self.config())
         context = AgentContext(
@@ -90,10 +89,8 @@ def test_nothing_is_touched_before_it_is_carried_out(job: Job) -> None:
     assert repartitioner.propose(proposal({"train.tp": 2, "rollout.tp": [1, 2]}))
     assert repartitioner.ordered
     assert job.config() == CONFIG
-    assert not job.run.again(2).exists()
     repartitioner.carry_out(7)
     assert (job.config().train.tp, job.config().rollout.tp) == (2, [1, 2])
-    assert job.run.again(2).exists()
     assert job.answers() == [("repartitioned", "planner", "")]
     assert (
         repartitioner.last
@@ -221,7 +218,6 @@ def test_killed_before_the_configuration_is_written_the_order_is_refused_by_the_
 
 
 DEATHS: dict[str, tuple[Any, str, int]] = {
-    "before the launcher is asked": (RunDir, "again", 3),
     "before the event": (orders.Orders, "answer", 2),
     "before the file goes": (orders.Orders, "_remove", 2),
 }

@@ -40,29 +40,26 @@ def until(condition: Callable[[], object]) -> None:
 
 def test_lines_come_in_order_and_the_newest_status_stays(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    facts = FactsWriter(run)
+    run.logs(1).mkdir(parents=True)
+    facts = FactsWriter(run, 1)
     for number in range(100):
         facts.event({"kind": "x", "n": number})
         facts.step({"step": number + 1})
         facts.status(b'{"n": %d}' % number)
-    facts.result(b'{"state": "completed"}')
+    facts.end(b'{"why": "completed"}')
     assert facts.close(10.0) == ""
     assert [line["n"] for line in read_lines(run.events)] == list(range(100))
     assert [line["step"] for line in read_lines(run.metrics)] == list(range(1, 101))
     assert facts.recorded == 100
     assert json.loads(run.status.read_bytes()) == {"n": 99}
-    assert run.read_json(run.result) == {"state": "completed"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "events.jsonl",
-        "metrics.jsonl",
-        "result.json",
-        "status.json",
-    ]
+    assert run.read_json(run.ended(1)) == {"why": "completed"}
+    names = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("."))
+    assert names == ["events.jsonl", "logs", "metrics.jsonl", "status.json"]
 
 
 def test_a_full_disk_keeps_lines_in_memory_and_shows_the_status_all_the_same(disk: Path) -> None:
     run = RunDir(disk)
-    facts = FactsWriter(run)
+    facts = FactsWriter(run, 1)
     facts.step({"step": 1})
     until(lambda: facts.recorded == 1)
     fill(disk)
@@ -80,19 +77,33 @@ def test_a_full_disk_keeps_lines_in_memory_and_shows_the_status_all_the_same(dis
     assert all(json.loads(line) for line in run.metrics.read_bytes().splitlines()), "no torn line stays in the file"
 
 
-def test_the_result_is_written_on_a_full_disk(disk: Path) -> None:
+def test_the_end_is_written_on_a_full_disk(disk: Path) -> None:
     run = RunDir(disk)
-    facts = FactsWriter(run)
+    run.logs(1).mkdir(parents=True)
+    facts = FactsWriter(run, 1)
     fill(disk)
     facts.event({"kind": "x"})
-    facts.result(b'{"state": "failed", "message": "No space left on device"}')
+    facts.end(b'{"why": "storage", "sentence": "No space left on device"}')
     assert "No space" in facts.close(10.0)
-    assert run.read_json(run.result)["state"] == "failed"
+    assert run.read_json(run.ended(1))["why"] == "storage"
+
+
+def test_nothing_is_written_once_another_owner_has_the_run(tmp_path: Path) -> None:
+    run, taken = RunDir(tmp_path), [""]
+    facts = FactsWriter(run, 1, lambda: taken[0])
+    facts.event({"kind": "x"})
+    assert facts.flush(10.0)
+    taken[0] = "another owner has the run"
+    facts.event({"kind": "y"})
+    facts.status(b"{}")
+    assert facts.close(10.0) == ""
+    assert [line["kind"] for line in read_lines(run.events)] == ["x"]
+    assert not run.status.exists()
 
 
 def test_a_record_that_cannot_be_a_line_stops_no_other(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    facts = FactsWriter(run)
+    facts = FactsWriter(run, 1)
     facts.event({"t": 1.0, "kind": "x", "reason": "\ud800"})
     facts.event({"t": 2.0, "kind": "y"})
     assert facts.close(10.0) == ""

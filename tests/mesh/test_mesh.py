@@ -51,7 +51,7 @@ def finish():
 
 def ranks(size: int, logs: Path, program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a program on so many ranks of one world."""
-    launcher = [sys.executable, "-m", "libra_hpc.slurm.ranks", "--size", str(size), "--logs", str(logs), "--"]
+    launcher = [sys.executable, "-m", "libra_hpc.owner.ranks", "--size", str(size), "--logs", str(logs), "--"]
     command = [*launcher, sys.executable, str(program), *arguments]
     return subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
 

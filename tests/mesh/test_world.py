@@ -43,7 +43,7 @@ os._exit(0)
 def meet(tmp_path: Path, interface: str = "", problem: str = "") -> list[dict[str, object]]:
     """What two ranks saw."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "libra_hpc.slurm.ranks", "--size", "2", "--logs", str(tmp_path), "--"]
+    command = [sys.executable, "-m", "libra_hpc.owner.ranks", "--size", "2", "--logs", str(tmp_path), "--"]
     program = [sys.executable, str(tmp_path / "program.py"), str(tmp_path), interface, problem]
     subprocess.run([*command, *program], check=True, timeout=120)
     return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]

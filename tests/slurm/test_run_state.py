@@ -14,6 +14,7 @@ from libra_hpc.slurm.queue.query import JobInfo, JobState
 from libra_hpc.slurm.queue.run_state import (
     ENDED,
     LEAVES_S,
+    OWNER_LOST,
     SILENT_S,
     NoAnswer,
     RunEnd,
@@ -85,6 +86,12 @@ CASES = {
         ended("cancelled", LEAVES_S + 1.0),
         ("cancelled", SAVED, True),
     ),
+    "rank 0 has ended, and others are ending": (
+        job("RUNNING"),
+        snapshot("failed", message="why"),
+        None,
+        ("running", "why; its job is ending", False),
+    ),
     "is complete, and its job is ending": (job("RUNNING"), RUNS, ended("completed"), ("completed", SAVED, True)),
     "has failed, and its job is ending": (job("RUNNING"), RUNS, ended("failed", 5.0, "why"), ("failed", "why", True)),
     "started again before the old result was removed": (
@@ -98,6 +105,13 @@ CASES = {
     "is complete, and its job failed afterwards": (job("FAILED"), None, ended("completed"), ("completed", SAVED, True)),
     "has failed": (job("FAILED"), snapshot("failed"), ended("failed", 5.0, "why"), ("failed", "why", True)),
     "the script failed": (job("FAILED", "NonZeroExitCode", exit_code=3), None, None, ("failed", "exit code 3", True)),
+    "its owner was killed": (job("FAILED", OWNER_LOST, exit_code=1), RUNS, None, "failed"),
+    "its owner was killed, and its ranks said so": (
+        job("FAILED", OWNER_LOST),
+        snapshot("failed", 9.0, "why"),
+        None,
+        ("failed", "why", True),
+    ),
     "out of memory": (job("FAILED", "OutOfMemory", exit_code=125), RUNS, None, ("failed", "out of memory", True)),
     "a node failed": (job("NODE_FAIL", "NodeDown"), OLD, None, ("failed", "a node failed", True)),
     "cancelled": (job("CANCELLED"), snapshot("cancelled"), ended("cancelled"), ("cancelled", SAVED, True)),

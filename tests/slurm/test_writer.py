@@ -13,6 +13,7 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.protocol.ranks_end import START, start_of
 from libra_hpc.slurm.launch import Launch, job_request
 from libra_hpc.slurm.writer import het_script
 
@@ -78,18 +79,19 @@ def test_one_component_is_a_plain_job() -> None:
 
 
 def test_another_command_is_quoted() -> None:
-    assert "/opt/env/bin/python -m libra_hpc.slurm.pmi /a/b.py 'two words' &" in script(
+    assert "/opt/env/bin/python -m libra_hpc.slurm.pmi /a/b.py 'two words'\n" in script(
         FULL, arguments=["/a/b.py", "two words"]
     )
 
 
 SRUN = """#!/bin/bash
 logs="$RUN/logs/attempt-1"
+end() { echo '{"why": "'"$1"'", "sentence": "step 9 is saved", "step": 9}' >"$logs/ended.json"; }
 echo x >>"$RUN/starts"
 case $(wc -l <"$RUN/starts") in
-  1) touch "$logs/met" "$logs/again"; exit 0 ;;
+  1) touch "$logs/met"; end repartition; exit 0 ;;
   2) kill -KILL $$ ;;
-  *) touch "$logs/met"; echo '{"state": "completed", "message": "step 9 is saved"}' >"$RUN/result.json"; exit 1 ;;
+  *) touch "$logs/met"; end completed; exit 1 ;;
 esac
 """
 """The ranks ask for another start; that one is killed before they meet; the third completes the run although a rank
@@ -107,15 +109,14 @@ def test_the_script_starts_ranks_again_that_ask_for_it_and_repeats_a_killed_star
     assert done.returncode == 0, done.stderr
     assert (run.path / "starts").read_text() == "x\n" * 3
     assert done.stdout.splitlines() == [
-        "again: the ranks start in another layout",
+        "restart: the ranks start in another layout",
         "repeat: start 1: the agents did not meet",
         "the run completed: step 9 is saved",
     ]
-    assert not run.again(1).exists()
 
 
 LOSES_RANK_0 = """#!/bin/bash
-echo "$LIBRA_HPC_RECOVERIES $LIBRA_HPC_RESTART_REASON" >>"$RUN/starts"
+echo "$LIBRA_HPC_START" >>"$RUN/starts"
 touch "$RUN/logs/attempt-1/met"
 exit 137
 """
@@ -132,16 +133,23 @@ def test_the_script_restarts_ranks_whose_planner_was_lost_and_writes_a_result_wh
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": str(run.path)}
     done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=60)
     reason = "the planner's agent (rank 0) was lost"
-    assert (run.path / "starts").read_text().splitlines() == ["0 ", f"1 {reason}", f"2 {reason}"]
+    starts = [start_of({START: line}) for line in (run.path / "starts").read_text().splitlines()]
+    assert [(start.restarts, start.reason, start.last) for start in starts] == [
+        (0, "", False),
+        (1, reason, False),
+        (2, reason, True),
+    ]
+    assert len({(start.nonce, start.generation) for start in starts}) == 1
     assert done.returncode == 1
-    assert done.stdout.splitlines()[-1] == f"the run failed: {reason}, and all 2 restarts of slurm.restarts are used"
+    used = "all 2 restarts of slurm.restarts are used; continue with --resume"
+    assert done.stdout.splitlines()[-1] == f"the run failed: {reason}, and {used}"
     assert run.read_json(run.result)["state"] == "failed"
 
 
 STOPPED = """#!/bin/bash
 [ -n "$LIBRA_HPC_JOB_END" ] && echo "$LIBRA_HPC_JOB_END $LIBRA_HPC_KILL_WAIT" >>"$RUN/ends"
 touch "$RUN/logs/attempt-1/met"
-echo '{"state": "time_limit", "message": "step 9 is saved"}' >"$RUN/result.json"
+echo '{"why": "time_limit", "sentence": "step 9 is saved", "step": 9}' >"$RUN/logs/attempt-1/ended.json"
 exit 1
 """
 SCONTROL = """#!/bin/bash
@@ -192,7 +200,7 @@ def test_the_script_queues_its_job_again_after_the_time_limit(
 def test_who_wants_no_start_after_a_preemption_gets_none_after_the_time_limit_either() -> None:
     text = script({**FULL, "slurm": {"preempted": "stop"}})
     assert "#SBATCH --no-requeue\n" in text
-    assert "PreemptTime" not in text
+    assert " --requeue " not in text
     with pytest.raises(UserError, match=r"slurm.preempted = 'stop': .*slurm.requeues = 2 .*valid: requeue"):
         script({**FULL, "slurm": {"preempted": "stop", "requeues": 2}})
 
@@ -261,13 +269,12 @@ def test_a_container_is_started_by_apptainer_or_by_slurm() -> None:
     wrap = "apptainer exec --nv --bind=/shared --bind=/data:/mnt '--bind=/data/my runs/demo-001' /shared/libra.sif"
     text = script(cuda, interpreter="python3")
     assert f"{wrap} python3 -m libra_hpc.slurm.pmi" in text
-    assert text.count(f"{wrap} python3 -m libra_hpc.slurm.outcome") == 2
+    assert f"exec {sys.executable} -m libra_hpc.owner.owner" in text, "it needs Slurm's commands"
     assert "--nv" not in script(SITE)
     pyxis = {**SITE, "compute": {**SITE["compute"], "container": "pyxis"}}
     text = script(pyxis, interpreter="python3")
     options = "--container-image=/shared/libra.sif '--container-mounts=/shared:/shared,/data:/mnt,"
     assert f"--het-group=0,1,2 {options}" in text
-    assert f"srun --overlap --nodes=1 --ntasks=1 {options}" in text
 
 
 def test_a_planner_beside_the_first_train_node_takes_no_node() -> None:

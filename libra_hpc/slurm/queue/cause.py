@@ -22,7 +22,7 @@ SYMPTOM = re.compile(
 """Sentences that do not say why."""
 NAMED = re.compile(r"\bsee (/\S+\.log)\b")
 OUTPUTS = ("slurm.out", "launcher.log", "agent-*.log")
-_OWN = re.compile(r"^(?:the run (?:was )?\w+:|libra-hpc:|repeat:|again:|recover:|exit codes by rank:)")
+_OWN = re.compile(r"^(?:the run (?:was )?\w+:|libra-hpc:|repeat:|restart:|requeue:|exit codes by rank:)")
 """Lines of the launcher that repeat the result."""
 TELLING = (
     re.compile(r"^(?:slurmstepd|srun|slurmd)[^:]*: error: .*(?:oom[-_ ]?kill|out of memory)", re.IGNORECASE),
@@ -64,12 +64,12 @@ def telling_line(logs: Sequence[tuple[str, Sequence[str]]]) -> str:
     return ""
 
 
-def tail(path: Path) -> list[str]:
-    """The last lines of a file; none when it cannot be read."""
+def tail(path: Path, since: int = 0) -> list[str]:
+    """The last lines of a file, from byte ``since``; none when it cannot be read."""
     try:
         with path.open("rb") as handle:
             handle.seek(0, 2)
-            handle.seek(max(0, handle.tell() - TAIL_BYTES))
+            handle.seek(max(since, handle.tell() - TAIL_BYTES))
             return handle.read().decode(errors="replace").splitlines()
     except OSError:
         return []

@@ -64,6 +64,8 @@ PENDING = {
     "InvalidQOS": "its QOS is not valid",
 }
 """Slurm's reasons for waiting in plain words; one that is not here is shown as it is."""
+OWNER_LOST = "the run's owner was killed"
+"""Reason of a local run that ended without a result."""
 LIMITS = ("QOS", "Assoc", "MaxGRES", "MaxCpu")
 """Beginnings of reasons that name a limit of the account or the QOS."""
 ENDED: dict[JobState, tuple[State, str]] = {
@@ -180,12 +182,13 @@ def _waiting(records: RunRecords, job: JobRecord, answer: JobInfo) -> RunState:
 
 
 def _running(records: RunRecords, answer: JobInfo, now: float) -> RunState:
-    result, status, started = records.result, records.status, answer.start_time or 0.0
+    end, status, started = records.end, records.status, answer.start_time or 0.0
     # A job that Slurm started again removes the last result before anything else.
-    if result is not None and started <= result.at:
-        if records.settled or now - result.at >= LEAVES_S:
-            return RunState(result.state, result.message, result.at, over=True)
-        return RunState("running", "; ".join(filter(None, [result.message, "its job is ending"])), result.at)
+    if end is not None and started <= end.at:
+        # Rank 0's last snapshot comes before the result, by as long as the other ranks take to end.
+        if records.result is not None and (records.settled or now - end.at >= LEAVES_S):
+            return RunState(end.state, end.message, end.at, over=True)
+        return RunState("running", "; ".join(filter(None, [end.message, "its job is ending"])), end.at)
     if status is None or status.state in FINAL or started > status.updated_at:
         return RunState("starting", "its agents are starting", answer.start_time)
     return _by_status(status, now)
@@ -212,6 +215,8 @@ def _ended(records: RunRecords, answer: JobInfo) -> RunState:
         reason = PENDING[answer.reason] if never else "" if records.status is not None else "before it started"
     elif answer.state is JobState.FAILED and answer.reason == "OutOfMemory":
         reason = "out of memory"
+    elif answer.reason == OWNER_LOST:
+        reason = f"{OWNER_LOST}; continue with --resume"
     elif answer.state is JobState.FAILED and answer.exit_code:
         reason = f"exit code {answer.exit_code}"
     return RunState(state, reason, answer.end_time, over=True)

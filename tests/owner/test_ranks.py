@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,15 +15,21 @@ import pytest
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.owner.claim import encode_lease
+from libra_hpc.owner.ranks import KeyValueSpace
+from libra_hpc.process.lease import lease_file, newest_lease
 from libra_hpc.slurm import local, submit
 from libra_hpc.slurm.launch import Launch, job_request
-from libra_hpc.slurm.outcome import LauncherDecision, RanksEnded, decide
 from libra_hpc.slurm.queue.job_record import read_job, write_job
 from libra_hpc.slurm.queue.query import JobState
-from libra_hpc.slurm.ranks import KeyValueSpace
 
 WORLD = """
 import json, os, pathlib, signal, sys, time
+if sys.argv[2] == "early" and not (pathlib.Path(sys.argv[1]) / "early").exists():
+    if os.environ["PMI_RANK"] != "2":
+        signal.pause()
+    (pathlib.Path(sys.argv[1]) / "early").touch()
+    raise RuntimeError("can't start new thread")
 if sys.argv[2] == "stumble":
     run, rank = pathlib.Path(sys.argv[1]), os.environ["PMI_RANK"]
     with (run / f"starts-{rank}").open("a") as starts:
@@ -35,6 +43,8 @@ def alive(pid):
     except OSError:
         return False
 comm, folder = MPI.COMM_WORLD, pathlib.Path(sys.argv[1])
+def end(**record):
+    (folder / "logs" / "attempt-1" / "ended.json").write_text(json.dumps(record))
 assert comm.allreduce(1) == comm.size
 mine = folder / f".rank-{comm.rank}"
 mine.write_text(f"{comm.size} {os.getpid()}")
@@ -49,13 +59,18 @@ if sys.argv[2] == "lose":
     if comm.rank == 0:
         while len(list(folder.glob("survivor-*"))) < comm.size - 1:
             time.sleep(0.05)
-        (folder / "result.json").write_text(json.dumps({"state": "completed"}))
+        end(why="completed", sentence="step 9 is saved", step=9)
+    os._exit(0)
+if sys.argv[2] == "early":
+    if comm.rank == 0:
+        (folder / "logs" / "attempt-1" / "met").touch()
+        end(why="completed", sentence="step 9 is saved", step=9)
     os._exit(0)
 if sys.argv[2] == "again":
     with (folder / f"starts-{comm.rank}").open("a") as starts:
         starts.write("x")
         if starts.tell() == 1 and comm.rank == 0:
-            (folder / "logs" / "attempt-1" / "again").touch()
+            end(why="repartition", sentence="step 1 is saved", step=1)
         if starts.tell() == int(sys.argv[3]):
             os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[2] == "leaderless":
@@ -149,31 +164,56 @@ def test_ranks_that_ask_for_it_are_started_again_also_when_that_start_is_killed(
     assert wait_end(run) is JobState.FAILED
     assert [(run.path / f"starts-{rank}").read_text() for rank in range(4)] == ["x" * starts] * 4
     output = (run.logs(1) / "launcher.log").read_text()
-    assert (output.count("again: "), output.count("repeat: ")) == (1, starts - 2)
+    assert (output.count("restart: "), output.count("repeat: ")) == (1, starts - 2)
 
 
 def test_ranks_whose_first_rank_was_killed_restart_as_often_as_allowed(run: RunDir) -> None:
     start(run, "leaderless", restarts=2)
     assert wait_end(run) is JobState.FAILED
     assert [(run.path / f"starts-{rank}").read_text() for rank in range(4)] == ["x" * 3] * 4
-    assert (run.logs(1) / "launcher.log").read_text().count("recover: the planner's agent (rank 0) was lost") == 2
+    assert (run.logs(1) / "launcher.log").read_text().count("restart: the planner's agent (rank 0) was lost") == 2
     assert "all 2 restarts of slurm.restarts are used" in run.read_json(run.result)["message"]
 
 
-def test_what_follows_the_end_of_all_ranks() -> None:
-    lost = RanksEnded(signalled=False, met=True, again=None, has_result=False, tries=1, recoveries=0, restarts=1)
-    assert decide(lost).word == "recover"
-    assert decide(lost._replace(recoveries=1)).word == "stop"
-    assert decide(lost._replace(signalled=True)).word == "stop"
-    assert decide(lost._replace(has_result=True)).word == "stop"
-    assert decide(lost._replace(again="")).word == "again"
-    assert decide(lost._replace(again="", recoveries=1)).word == "again", "a repartition uses up no restart"
-    assert decide(lost._replace(again="recover: node 1 was lost\n")) == LauncherDecision("recover", "node 1 was lost")
-    assert decide(lost._replace(again="", has_result=True)).word == "stop", (
-        "a restart that could not be prepared ends with a result"
+def test_an_agent_that_dies_before_the_ranks_meet_ends_that_start_with_its_cause(run: RunDir) -> None:
+    start(run, "early")
+    assert wait_end(run) is JobState.COMPLETED
+    output = (run.logs(1) / "launcher.log").read_text()
+    assert "repeat: start 1: the agents did not meet; agent-2: RuntimeError: can't start new thread\n" in output
+    assert "exit codes by rank: -9 -9 1 -9\n" in output
+
+
+def test_a_second_owner_is_refused_and_writes_nothing(run: RunDir) -> None:
+    start(run, "wait")
+    wait_for(run, "rank-*", 4)
+    pid = read_job(run).pid
+    argv = ["--run", str(run.path), "--attempt", "2", "--size", "1", "--", "true"]
+    done = subprocess.run(
+        [sys.executable, "-c", f"from libra_hpc.owner import owner as o; o.LEASE_S = 0.0; o.main({argv})"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
-    assert decide(lost._replace(again="recover: node 1 was lost", recoveries=1)).word == "stop"
-    assert [decide(lost._replace(met=False, tries=tries)).word for tries in (1, 2, 3)] == ["repeat", "repeat", "stop"]
+    assert done.returncode == 1
+    assert done.stdout.startswith(f"the run does not start: process {pid} on ")
+    assert not run.logs(2).exists()
+    assert submit.cancel(run) is True
+
+
+def test_an_owner_whose_run_another_has_taken_kills_its_ranks_and_writes_nothing(run: RunDir) -> None:
+    start(run, "wait")
+    wait_for(run, "rank-*", 4)
+    generation, lease = newest_lease(run.leases)
+    assert lease is not None
+    other = msgspec.structs.replace(lease, nonce="other", host="far", pid=4711)
+    lease_file(run.leases, generation + 1).write_bytes(encode_lease(other))
+    while local._alive(read_job(run)):
+        time.sleep(0.05)
+    assert (
+        "the run goes on without this owner: another owner has taken the run: process 4711 on far"
+        in (run.logs(1) / "launcher.log").read_text()
+    )
+    assert not run.result.exists()
 
 
 def test_cancel_reaches_every_rank_and_is_idempotent(run: RunDir) -> None:

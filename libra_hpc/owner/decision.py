@@ -1,0 +1,142 @@
+"""What follows the end of all ranks: the one decision, pure.  Cases in this order:
+
+- Training has reached the last step -> ``stop``, completed.
+- The run cannot go on, or its directory takes no writes -> ``fail``.
+- The time limit, a signal or a request stopped it -> ``requeue`` where that is allowed (`_stopped`), else ``stop``.
+- A repartition -> ``restart``; it uses up no restart.
+- A part was lost, rank 0 ended without a word, or an agent has a defect -> ``restart``, as often as allowed.
+- The same defect at the same step as before -> ``fail``.
+- The ranks did not meet -> ``repeat``, at most `START_TRIES` starts in a row.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from libra_hpc.protocol.ranks_end import RanksEnd
+
+State = Literal["completed", "failed", "cancelled", "time_limit"]
+START_TRIES = 3
+"""Most starts in a row in which the agents do not meet.  A repeated start costs seconds; giving up costs the place in
+the queue."""
+IDLE_STARTS = 2
+"""Starts in a row that may end at the step they began with.  One: a slow start beside a short limit may be chance."""
+STOP_SIGNAL = "the job was sent a signal to stop"
+PLANNER_LOST = "the planner's agent (rank 0) was lost"
+STATES: dict[str, State] = {"USR1": "time_limit", "TERM": "cancelled"}
+"""State of a run that a signal ended before its ranks could say why."""
+
+
+class Limits(NamedTuple):
+    """What the run file allows."""
+
+    restarts: int
+    """``slurm.restarts``."""
+    requeues: int = 0
+    """``slurm.requeues``."""
+
+
+class RanksEnded(NamedTuple):
+    """What the ranks left behind, and what the owner has seen."""
+
+    record: RanksEnd | None = None
+    """Of rank 0; None: it was killed."""
+    met: bool = True
+    signal: str = ""
+    """The last one that the owner got: ``USR1``, ``TERM`` or none."""
+    asked: bool = False
+    """Somebody asked for the end of the run."""
+    preempted: bool = False
+    cause: str = ""
+    """Why the ranks did not meet, or rank 0 ended, as far as logs tell."""
+    step: int = 0
+    """Of the newest checkpoint."""
+
+
+class SoFar(NamedTuple):
+    """The starts of this attempt before the decision."""
+
+    tries: int = 1
+    """Starts in a row in which the ranks did not meet, with this one."""
+    restarts: int = 0
+    """Restarts used."""
+    defect: RanksEnd | None = None
+    """The defect that ended the start before, if one did."""
+    requeued: int = 0
+    """Slurm's own count."""
+    idle: tuple[int, ...] = ()
+    """Steps of the newest checkpoint at the requeues before."""
+
+
+class Decision(NamedTuple):
+    """What the owner does now, and why."""
+
+    word: Literal["restart", "repeat", "requeue", "stop", "fail"]
+    reason: str
+    state: State = "failed"
+    """How the run ends, where nothing follows."""
+    message: str = ""
+    """Of the result; empty: the reason."""
+    so_far: SoFar = SoFar()
+    """For the next decision of this attempt."""
+
+
+def decide(ended: RanksEnded, so_far: SoFar, limits: Limits) -> Decision:
+    """See the module docstring."""
+    record = ended.record
+    if record is not None and record.why == "completed":
+        return Decision("stop", record.sentence, "completed")
+    if record is not None and record.why in ("fatal", "storage", "orphaned", "taken"):
+        return Decision("fail", record.sentence)
+    if ended.signal or (record is not None and record.why in ("time_limit", "cancelled")):
+        return _stopped(ended, so_far, limits)
+    if record is not None and record.why == "repartition":
+        return Decision("restart", "the ranks start in another layout", so_far=so_far._replace(tries=1, defect=None))
+    if record is not None and record.why == "defect":
+        if record == so_far.defect:
+            return Decision("fail", f"{record.sentence}, a second time at step {record.step}")
+        return _restart(record.sentence, so_far._replace(defect=record), limits)
+    if record is not None or ended.met:
+        sentence = PLANNER_LOST if record is None else record.sentence
+        return _restart(_with(sentence, ended.cause), so_far._replace(defect=None), limits)
+    sentence = _with(f"start {so_far.tries}: the agents did not meet", ended.cause)
+    if so_far.tries < START_TRIES:
+        return Decision("repeat", sentence, so_far=so_far._replace(tries=so_far.tries + 1))
+    return Decision("fail", sentence if ended.cause else f"{sentence}; see the agents' logs")
+
+
+def _with(sentence: str, cause: str) -> str:
+    return f"{sentence}; {cause}" if cause else sentence
+
+
+def _restart(reason: str, so_far: SoFar, limits: Limits) -> Decision:
+    if so_far.restarts < limits.restarts:
+        return Decision("restart", reason, so_far=so_far._replace(tries=1, restarts=so_far.restarts + 1))
+    used = f"all {limits.restarts} restarts of slurm.restarts are used"
+    return Decision("fail", f"{reason}, and {used}; continue with --resume")
+
+
+def _stopped(ended: RanksEnded, so_far: SoFar, limits: Limits) -> Decision:
+    """Whether a run that the time limit, a preemption or somebody stopped is queued again."""
+    record = ended.record
+    spoken = record is not None and record.why in ("time_limit", "cancelled")
+    state = STATES.get(ended.signal, "cancelled")
+    if record is not None and spoken:
+        state = "time_limit" if record.why == "time_limit" else "cancelled"
+    reached = f"time limit at step {ended.step}"
+    message = reached if state == "time_limit" else STOP_SIGNAL
+    if record is not None and spoken:
+        message = record.sentence
+    if ended.asked:
+        return Decision("stop", message, state)
+    if ended.preempted:
+        return Decision("requeue", f"preempted at step {ended.step}", state, message)
+    if state != "time_limit" or ended.signal == "TERM" or not limits.requeues:
+        return Decision("stop", message, state)
+    if so_far.requeued >= limits.requeues:
+        why = f"{reached}, and all {limits.requeues} of slurm.requeues are used"
+        return Decision("stop", why, state, f"{message}; not queued again: {why}")
+    if so_far.idle[-IDLE_STARTS:] == (ended.step,) * IDLE_STARTS:
+        why = f"the last {IDLE_STARTS} starts saved no step after step {ended.step}"
+        return Decision("fail", f"{why}: slurm.time_limit is too short for a start, a step and a save")
+    return Decision("requeue", f"{reached}; requeue {so_far.requeued + 1} of {limits.requeues}", state, message)

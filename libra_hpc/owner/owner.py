@@ -1,0 +1,212 @@
+"""The owner of a run: it starts all ranks, sees their ends, and does what `libra_hpc.owner.decision` says.
+
+``python -m libra_hpc.owner.owner --run RUN --attempt N --size RANKS --restarts N [--slurm ...] -- PROGRAM ...``
+
+- It has the lease of the run (`claim`); another takes it -> the ranks are killed and nothing more is written.
+- Rank 0 lives -> rank 0 writes status and events.  None lives -> the owner does, into blocks that it reserved.
+- A rank ends before all have met -> the others are killed after `EARLY_S`, and the start is repeated with its cause.
+- A rank outlives rank 0, or the record that it left, by `STRAGGLERS_S` -> SIGKILL.
+- This process is killed -> the ranks save and end (`Fence.orphaned`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.process.agent_folders import remove_kept
+from libra_hpc.protocol.ranks_end import OUTPUT, OUTPUT_FD, START, RanksStart
+from libra_hpc.slurm.queue.cause import tail, telling_line
+
+from . import slurm_step
+from .claim import HeldLease, LeaseRefused, acquire
+from .decision import PLANNER_LOST, Decision, Limits, RanksEnded, SoFar, decide
+from .ranks import LocalRanks
+from .records import OwnerRecords, say
+from .slurm_step import SlurmStep
+
+STRAGGLERS_S = 90.0
+"""Training may save for 60 s once rank 0 is gone, and an agent needs up to 15 s to end its engines."""
+EARLY_S = 3.0
+"""For the others to end by themselves with the first that did not meet them: all refuse a start alike."""
+STATUS_S = 5.0
+"""Between two status snapshots while no rank 0 lives."""
+LEASE_S = 30.0
+"""For whoever submitted the job to release the lease."""
+ENDED = {"time_limit": "was stopped by the time limit", "cancelled": "was cancelled"}
+
+
+class Ranks(Protocol):
+    """All ranks of a start."""
+
+    size: int
+    gone: set[int]
+    """Those that have ended."""
+
+    def poll(self) -> bool: ...
+    def signal(self, name: str) -> None: ...
+    def kill(self) -> None: ...
+    def close(self) -> list[int]: ...
+
+
+class RunOwner:
+    def __init__(self, run: RunDir, options: argparse.Namespace, lease: HeldLease, signals: Sequence[str]) -> None:
+        self._run, self._attempt, self._options, self._signals = run, options.attempt, options, signals
+        self._lease, self._limits = lease, Limits(options.restarts, options.requeues)
+        self._records = OwnerRecords(run, options.attempt)
+        requeued = int(os.environ.get("SLURM_RESTART_COUNT") or 0) if options.slurm else 0
+        self._so_far = SoFar(requeued=requeued, idle=self._records.idle())
+        self._reason = self._message = ""
+        """Why the next start is a restart, and what the status says until then."""
+        if options.slurm:
+            os.environ.update({**slurm_step.job_facts(os.environ), OUTPUT: str(OUTPUT_FD)})
+
+    def serve(self) -> int:
+        """Start the ranks as often as is decided; returns the exit code, 0 where the run completed."""
+        while True:
+            ended = self._start()
+            if self._lease.taken:
+                say(f"the run goes on without this owner: {self._lease.taken}")
+                return 1
+            decision = decide(ended, self._so_far, self._limits)
+            if decision.word not in ("restart", "repeat"):
+                return self._finish(decision, ended)
+            say(f"{decision.word}: {decision.reason}")
+            self._again(decision)
+
+    def fail(self, error: Exception) -> None:
+        """The owner itself has a defect; its ranks end with it."""
+        message = f"the owner of the run failed: {type(error).__name__}: {error}"
+        self._finish(Decision("fail", message), RanksEnded(met=False))
+
+    def _again(self, decision: Decision) -> None:
+        """Another start follows."""
+        counted = decision.so_far.restarts > self._so_far.restarts
+        self._so_far, self._message = decision.so_far, f"{decision.reason}; all ranks restart"
+        if counted:
+            step = self._records.step()
+            self._records.event("restart", reason=decision.reason, restarts=self._so_far.restarts, step=step)
+        if decision.word == "restart":
+            # A repeated start is still what the one before was for.
+            self._reason = decision.reason if counted else ""
+        self._records.status("restarting", self._message)
+
+    def _finish(self, decision: Decision, ended: RanksEnded) -> int:
+        """Nothing follows, or another start of the whole job."""
+        message, record = decision.message or decision.reason, ended.record
+        step = self._records.step() if record is None else record.step
+        self._records.result(decision.state, message, step)
+        if decision.word == "requeue":
+            say(f"requeue: {decision.reason}")
+            self._records.requeue(decision.reason, ended.step)
+            self._lease.release()
+            if not (refused := slurm_step.requeue(os.environ)):
+                return 0
+            message = f"{message}; not queued again: {refused}"
+            self._records.result(decision.state, message, step)
+        remove_kept(self._run.path)
+        self._records.close()
+        self._lease.release()
+        say(f"the run {ENDED.get(decision.state, decision.state)}: {message}")
+        return 0 if decision.state == "completed" else 1
+
+    def _start(self) -> RanksEnded:
+        """Start all ranks once, unless a signal came before, and wait for their end."""
+        met, cause = False, ""
+        if not self._signals:
+            self._records.clear()
+            so_far, last = self._so_far, self._so_far.restarts >= self._limits.restarts
+            given = RanksStart(self._lease.nonce, self._lease.generation, so_far.restarts, self._reason, last)
+            os.environ[START] = msgspec.json.encode(given).decode()
+            logs = self._run.logs(self._attempt)
+            sizes = {path.name: path.stat().st_size for path in logs.glob("agent-*.log")}
+            ranks = self._ranks(logs)
+            met, first = self._watch(ranks)
+            codes = ranks.close()
+            if not self._options.slurm:
+                say(f"exit codes by rank: {' '.join(map(str, codes))}")
+            name = f"agent-{first}"
+            cause = telling_line([(name, tail(logs / f"{name}.log", sizes.get(f"{name}.log", 0)))])
+        record = self._records.end()
+        asked, step = self._records.position()
+        return RanksEnded(
+            record=record,
+            met=met,
+            signal=self._signals[-1] if self._signals else "",
+            asked=asked,
+            preempted=self._options.requeue and slurm_step.preempted(os.environ),
+            cause=cause if record is None else "",
+            step=step,
+        )
+
+    def _ranks(self, logs: Path) -> Ranks:
+        if self._options.slurm:
+            return SlurmStep(self._run, self._attempt, self._options.size, self._options.argv)
+        return LocalRanks(self._options.size, logs, self._options.argv)
+
+    def _watch(self, ranks: Ranks) -> tuple[bool, int]:
+        """Until all ranks have ended; returns whether they met, and the one whose end says most."""
+        run, attempt, met, recorded = self._run, self._attempt, False, False
+        over_at = early_at = math.inf
+        first = passed_on = 0
+        status_at = time.monotonic()
+        while ranks.poll():
+            now = time.monotonic()
+            for name in self._signals[passed_on:]:
+                ranks.signal(name)
+                passed_on += 1
+            met, recorded = met or self._records.has(run.met(attempt)), self._records.has(run.ended(attempt))
+            if recorded or 0 in ranks.gone or len(ranks.gone) >= ranks.size - 1 > 0:
+                over_at = min(now, over_at)
+            if ranks.gone and not (met or recorded) and early_at == math.inf:
+                early_at, first = now, min(ranks.gone)
+            if self._lease.taken or now - over_at > STRAGGLERS_S or now - early_at > EARLY_S:
+                ranks.kill()
+            if (0 in ranks.gone or (self._message and not met)) and now - status_at > STATUS_S:
+                status_at = now
+                lost = f"{PLANNER_LOST}; the others save and end" if met else self._message
+                self._records.status("" if recorded else "restarting", lost)
+        return met or self._records.has(run.met(attempt)), first
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Own a run: start its ranks, and decide what follows their end.")
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--size", type=int, required=True, help="ranks")
+    parser.add_argument("--restarts", type=int, default=0, help="slurm.restarts")
+    parser.add_argument("--requeues", type=int, default=0, help="slurm.requeues")
+    parser.add_argument("--slurm", action="store_true", help="the program is an srun command line, not that of a rank")
+    parser.add_argument("--requeue", action="store_true", help="a preempted job is queued again")
+    parser.add_argument("argv", nargs="+")
+    options = parser.parse_args(argv)
+    signals: list[str] = []
+    # Ending before the ranks would make a stopping run appear dead.
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: signals.append("USR1" if number == signal.SIGUSR1 else "TERM"))
+    run = RunDir(options.run)
+    try:
+        lease = acquire(run.leases, LEASE_S)
+    except (LeaseRefused, OSError) as error:
+        say(f"the run does not start: {error}")
+        raise SystemExit(1) from None
+    owner = RunOwner(run, options, lease, signals)
+    try:
+        raise SystemExit(owner.serve())
+    except Exception as error:
+        owner.fail(error)
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The ranks of one MPI world on this machine: started, served, and seen to their ends.
+
+``python -m libra_hpc.owner.ranks --size N --logs DIR -- PROGRAM ...`` replaces MPICH's ``mpiexec``, which ends all
+ranks when one is killed, announces a death by SIGUSR1, and listens on every network interface.  It implements MPICH's
+PMI-1 start-up protocol over a socket pair per rank and opens no port.
+
+- A signal to the process group -> the ranks get it.
+- This process is killed -> the kernel sends its ranks SIGTERM.
+- A rank ends -> a file `RunDir.gone`, if asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from libra_hpc.process.agent_folders import remove_orphans
+
+PR_SET_PDEATHSIG = 1
+POLL_S = 0.5
+"""Most seconds between two checks for ended ranks."""
+MAXES = "cmd=maxes kvsname_max=256 keylen_max=64 vallen_max=1024"
+"""Limits by which MPI libraries split long values over several keys; those of MPICH's own launcher."""
+
+
+@dataclass
+class KeyValueSpace:
+    """State of the start-up protocol of one world; does no I/O."""
+
+    size: int
+    name: str
+    """Unique on this machine for ever: MPICH names its shared memory after it."""
+    values: dict[str, str] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
+    """Ranks inside the barrier."""
+
+    def __post_init__(self) -> None:
+        # All ranks on one node: (first node, nodes, ranks per node).
+        self.values["PMI_process_mapping"] = f"(vector,(0,1,{self.size}))"
+
+    def answer(self, rank: int, line: str) -> dict[int, str]:
+        """Replies by rank to one line from ``rank``; an unknown command gets none."""
+        fields = dict(part.split("=", 1) for part in line.split() if "=" in part)
+        key = fields.get("key", "")
+        match fields.get("cmd"):
+            case "init":
+                reply = "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"
+            case "get_maxes":
+                reply = MAXES
+            case "get_appnum":
+                reply = "cmd=appnum appnum=0"
+            case "get_my_kvsname":
+                reply = f"cmd=my_kvsname kvsname={self.name}"
+            case "get_universe_size":
+                reply = f"cmd=universe_size size={self.size}"
+            case "put":
+                self.values[key] = fields.get("value", "")
+                reply = "cmd=put_result rc=0 msg=success"
+            case "get" if key in self.values:
+                reply = f"cmd=get_result rc=0 msg=success value={self.values[key]}"
+            case "get":
+                reply = "cmd=get_result rc=-1 msg=key_not_found value=unknown"
+            case "finalize":
+                reply = "cmd=finalize_ack"
+            case "barrier_in":
+                self.waiting.add(rank)
+                if len(self.waiting) < self.size:
+                    return {}
+                released, self.waiting = self.waiting, set()
+                return dict.fromkeys(released, "cmd=barrier_out")
+            case _:
+                return {}
+        return {rank: reply}
+
+
+def start_rank(rank: int, size: int, logs: Path, argv: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start one rank, its output appended to ``agent-<rank>.log``; returns it and our end of its PMI connection."""
+    ours, theirs = socket.socketpair()
+    env = {**os.environ, "PMI_FD": str(theirs.fileno()), "PMI_RANK": str(rank), "PMI_SIZE": str(size)}
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def bind_to_launcher() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+    with theirs, (logs / f"agent-{rank}.log").open("ab") as log:
+        process = subprocess.Popen(
+            argv,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(theirs.fileno(),),
+            preexec_fn=bind_to_launcher,
+        )
+    return process, ours
+
+
+class LocalRanks:
+    """All ranks of a start, as children of this process."""
+
+    def __init__(self, size: int, logs: Path, argv: Sequence[str], note: bool = True) -> None:
+        """``note``: write ``gone-<rank>`` files."""
+        self._space = KeyValueSpace(size, f"local-{os.getpid()}-{time.time_ns()}")
+        self._logs, self._note = logs, note
+        self._selector = selectors.DefaultSelector()
+        self.size, self.gone = size, set[int]()
+        started = [start_rank(rank, size, logs, argv) for rank in range(size)]
+        self._processes = [process for process, _ in started]
+        self._connections = [connection for _, connection in started]
+        self._unread = [b""] * size
+        for rank, connection in enumerate(self._connections):
+            self._selector.register(connection, selectors.EVENT_READ, rank)
+
+    def poll(self) -> bool:
+        """Serve the start-up for at most `POLL_S` and note new ends; returns whether any rank lives."""
+        for rank, process in enumerate(self._processes):
+            if rank not in self.gone and process.poll() is not None:
+                self.gone.add(rank)
+                if self._note:
+                    with contextlib.suppress(OSError):
+                        (self._logs / f"gone-{rank}").write_text(str(process.pid))
+        # Until the processes have ended, not the connections: a rank's child may hold its connection open.
+        if len(self.gone) == self.size:
+            return False
+        for key, _ in self._selector.select(POLL_S):
+            self._answer(key.data)
+        return True
+
+    def _answer(self, rank: int) -> None:
+        try:
+            data = self._connections[rank].recv(65536)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._selector.unregister(self._connections[rank])
+        *lines, self._unread[rank] = (self._unread[rank] + data).split(b"\n")
+        for line in lines:
+            for target, reply in self._space.answer(rank, line.decode(errors="replace")).items():
+                # It may just have died.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    self._connections[target].sendall(reply.encode() + b"\n")
+
+    def signal(self, name: str) -> None:
+        """The ranks got it with this process: they are of its group."""
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def close(self) -> list[int]:
+        """The exit codes of ranks that have all ended."""
+        self._selector.close()
+        for connection in self._connections:
+            connection.close()
+        remove_orphans()
+        return [process.wait() for process in self._processes]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Start the ranks of one MPI world on this machine.")
+    parser.add_argument("--size", type=int, required=True)
+    parser.add_argument("--logs", type=Path, required=True)
+    parser.add_argument("argv", nargs="+")
+    options = parser.parse_args()
+    # Signals to the group are for the ranks.
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: None)
+    ranks = LocalRanks(options.size, options.logs, options.argv, note=False)
+    while ranks.poll():
+        pass
+    codes = ranks.close()
+    print("exit codes by rank:", *codes, flush=True)
+    raise SystemExit(codes[0] if codes[0] >= 0 else 128 - codes[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What the owner reads and writes in the run directory; it writes while no rank 0 lives.
+
+A file system that takes no writes ends nothing: status and result have reserved blocks, and the rest is only printed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from libra_hpc.errors import UserError
+from libra_hpc.facts.fact_writer import RESERVE_BYTES, RESULT_BYTES, Reserve
+from libra_hpc.facts.journal import LineLog
+from libra_hpc.facts.rundir import RunDir, read_lines
+from libra_hpc.facts.status import blank_status
+from libra_hpc.protocol.ranks_end import RanksEnd, decode_end
+
+READ_TRIES, READ_PAUSE_S = 5, 2.0
+"""Tries to read what the ranks left in the run directory, and the seconds between them."""
+
+
+def say(line: str) -> None:
+    """Print a line; a full disk or a closed terminal ends nothing."""
+    with contextlib.suppress(OSError):
+        os.write(1, f"{line}\n".encode())
+
+
+class OwnerRecords:
+    def __init__(self, run: RunDir, attempt: int) -> None:
+        self._run, self._attempt = run, attempt
+        self._result, self._status = Reserve(run.result, RESULT_BYTES), Reserve(run.status, RESERVE_BYTES)
+        self._end = Reserve(run.ended(attempt), RESULT_BYTES)
+        """Rank 0 writes it, and finds the blocks reserved."""
+        with contextlib.suppress(OSError):
+            # A requeued job must not find the result of its previous start.
+            run.result.unlink(missing_ok=True)
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove what an earlier start left for the owner."""
+        run, attempt = self._run, self._attempt
+        for path in (run.ended(attempt), run.met(attempt), *run.logs(attempt).glob("gone-*")):
+            path.unlink(missing_ok=True)
+
+    def has(self, path: Path) -> bool:
+        with contextlib.suppress(OSError):
+            return path.exists()
+        return False
+
+    def end(self) -> RanksEnd | None:
+        """Why rank 0 ended the ranks; None where it could not say."""
+        for left in reversed(range(READ_TRIES)):
+            try:
+                return decode_end(self._run.ended(self._attempt).read_bytes())
+            except (FileNotFoundError, msgspec.DecodeError):
+                return None
+            except OSError as error:
+                why = f"the run directory cannot be read: {error}"
+                say(why)
+            if left:
+                time.sleep(READ_PAUSE_S)
+        return RanksEnd("fatal", why, 0)
+
+    def position(self) -> tuple[bool, int]:
+        """Whether somebody wants the run to end, and the step of its newest checkpoint."""
+        try:
+            newest = self._run.latest_checkpoint()
+            return self._run.stop.exists(), 0 if newest is None else newest[0]
+        except OSError as error:
+            say(f"the run directory cannot be read: {error}")
+            return True, 0
+
+    def idle(self) -> tuple[int, ...]:
+        """Steps of the newest checkpoint at the requeues of this attempt."""
+        with contextlib.suppress(OSError):
+            return tuple(line.get("step", -1) for line in read_lines(self._run.requeued(self._attempt)))
+        return ()
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self._append(self._run.events, {"t": time.time(), "kind": kind, **fields})
+
+    def requeue(self, reason: str, step: int) -> None:
+        """The job is about to be queued again."""
+        self._append(self._run.requeued(self._attempt), {"step": step})
+        self.event("job_requeued", reason=reason, step=step)
+
+    def _append(self, path: Path, record: dict[str, Any]) -> None:
+        try:
+            lines = LineLog(path)
+            lines.write(record)
+            lines.close()
+        except OSError as error:
+            say(f"{path.name} cannot be written: {error}")
+
+    def step(self) -> int:
+        """The last one that rank 0 wrote of."""
+        return int(self._run.read_json(self._run.status).get("step", 0))
+
+    def status(self, state: str = "", message: str = "") -> None:
+        """Write a status that is true now; without a state that of rank 0 stands."""
+        run, now = self._run, time.time()
+        found = run.read_json(run.status)
+        if found.get("attempt") != self._attempt:
+            try:
+                steps, job = int(run.resolved()["run"]["steps"]), str(run.read_json(run.job).get("job_id", ""))
+            except (UserError, KeyError):
+                return
+            found = blank_status(run, self._attempt, job_id=job, step=int(found.get("step", 0)), steps=steps, now=now)
+        changes = {"state": state, "message": message} if state else {}
+        self._write(self._status, {**found, **changes, "updated_at": now})
+
+    def result(self, state: str, message: str, step: int) -> None:
+        now = time.time()
+        self._write(
+            self._result, {"attempt": self._attempt, "message": message, "state": state, "step": step, "t": now}
+        )
+        found = self._run.read_json(self._run.status)
+        if found.get("attempt") == self._attempt:
+            self._write(self._status, {**found, "state": state, "message": message})
+        self.event("job_finished", state=state, message=message, step=step)
+
+    def _write(self, reserve: Reserve, content: dict[str, Any]) -> None:
+        try:
+            reserve.write(msgspec.json.encode(content) + b"\n")
+        except OSError as error:
+            say(f"{'the result' if reserve is self._result else 'the status'} cannot be written: {error}")
+
+    def close(self) -> None:
+        for reserve in (self._result, self._status, self._end):
+            reserve.close()

@@ -1,0 +1,69 @@
+"""Between the owner of a run and its ranks: what a start is given, and what rank 0 leaves of its end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+START = "LIBRA_HPC_START"
+"""Environment variable of the ranks with a `RanksStart` as JSON."""
+JOB_END, KILL_WAIT = "LIBRA_HPC_JOB_END", "LIBRA_HPC_KILL_WAIT"
+"""Environment variables of the ranks: the job's end, and the seconds between Slurm's SIGTERM and SIGKILL."""
+OUTPUT, OUTPUT_FD = "LIBRA_HPC_OUTPUT_FD", 3
+"""Environment variable of the ranks with the file descriptor of Slurm's own output, and that descriptor.  Without the
+variable a rank has none."""
+
+Why = Literal[
+    "completed", "time_limit", "cancelled", "storage", "repartition", "lost", "defect", "fatal", "orphaned", "taken"
+]
+STATES: dict[Why, str] = {
+    "completed": "completed",
+    "time_limit": "time_limit",
+    "cancelled": "cancelled",
+    "storage": "failed",
+    "repartition": "restarting",
+    "lost": "restarting",
+    "defect": "restarting",
+    "fatal": "failed",
+    "orphaned": "failed",
+    "taken": "failed",
+}
+"""State that the last status of rank 0 has, by why it ends."""
+
+
+class RanksStart(msgspec.Struct, frozen=True):
+    """What one start of all ranks is given."""
+
+    nonce: str = ""
+    """Of the owner's lease; empty: there is no owner."""
+    generation: int = 0
+    """Of the owner's lease."""
+    restarts: int = 0
+    """Restarts of this attempt after a loss."""
+    reason: str = ""
+    """Why this is a restart; empty for a first start and after a repartition."""
+    last: bool = False
+    """No restart is left after this start."""
+
+
+class RanksEnd(msgspec.Struct, frozen=True):
+    """Why rank 0 ended all ranks."""
+
+    why: Why
+    """``storage``: the run directory takes no writes.  ``lost``: a part that the others cannot go on without.
+    ``defect``: an exception in an agent.  ``orphaned``: there is no owner.  ``taken``: another owner has the run."""
+    sentence: str
+    step: int
+
+
+def start_of(environ: Mapping[str, str] = os.environ) -> RanksStart:
+    """What this start was given."""
+    return msgspec.json.decode(environ.get(START, "{}"), type=RanksStart)
+
+
+def decode_end(data: bytes) -> RanksEnd:
+    """Parse what rank 0 left; raises ``msgspec.DecodeError`` for anything else."""
+    return msgspec.json.decode(data, type=RanksEnd)

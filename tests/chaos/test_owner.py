@@ -1,0 +1,132 @@
+"""The owner of a run: it is killed, another machine wants the run, its disk is full, an agent has a defect."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from libra_hpc.owner.claim import encode_lease
+from libra_hpc.process.lease import lease_file, newest_lease
+from libra_hpc.slurm import local
+from libra_hpc.slurm.queue.job_record import read_job
+
+from .harness import Chaos, nothing_left, sound
+from .test_agents import PLANNER, ROLLOUT
+from .test_storage import disk, fill
+
+__all__ = ["disk"]
+pytestmark = [pytest.mark.timeout(300)]
+
+
+def test_ranks_of_a_killed_owner_save_and_say_so_and_the_run_goes_on(tmp_path: Path) -> None:
+    case = Chaos(tmp_path, steps=60)
+    run = case.submit()
+    case.reach(8)
+    owner = read_job(run).pid
+    os.kill(owner, signal.SIGKILL)
+    case.wait(lambda: case.status()["state"] == "failed", "the last status, of ranks that ended")
+    message = case.status()["message"]
+    assert message.startswith(f"the owner of the run (process {owner} on "), message
+    assert message.endswith(" is saved; continue with --resume")
+    nothing_left(run)
+    shown = case.cli("status", str(run.path)).stdout
+    assert "failed" in shown
+    assert f"process {owner}" in shown
+    case.resume()
+    sound(case)
+    assert case.events("job_started")[-1]["step"] >= 8
+
+
+ELSEWHERE = ["unshare", "--uts", "--pid", "--fork", "--mount-proc", "sh", "-c"]
+
+
+@pytest.mark.chaos
+def test_a_run_that_lives_on_one_machine_is_not_resumed_on_another(tmp_path: Path) -> None:
+    if subprocess.run([*ELSEWHERE, "hostname elsewhere"], capture_output=True).returncode:
+        pytest.skip("there is no other machine to be made here")
+    case = Chaos(tmp_path, steps=400)
+    run = case.submit()
+    case.reach(3)
+    program = Path(sys.executable).with_name("libra-hpc")
+    resume = f"hostname elsewhere; exec {program} submit --resume {run.path}"
+    done = subprocess.run([*ELSEWHERE, resume], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "its job" in done.stderr or "owns the run since" in done.stderr
+    before = len(case.steps())
+    case.wait(lambda: len(case.steps()) > before + 2, "it goes on")
+    case.cli("cancel", str(run.path))
+    sound(case, "cancelled")
+
+
+@pytest.mark.chaos
+def test_a_world_that_finds_another_owner_stops_and_writes_nothing_more(tmp_path: Path) -> None:
+    case = Chaos(tmp_path, steps=4000)
+    run = case.submit()
+    case.reach(5)
+    os.kill(owner := read_job(run).pid, signal.SIGSTOP)
+    generation, lease = newest_lease(run.leases)
+    assert lease is not None
+    lease_file(run.leases, generation + 1).write_bytes(
+        encode_lease(msgspec.structs.replace(lease, nonce="other", host="far", pid=1))
+    )
+    log = run.logs(1) / "agent-0.log"
+    case.wait(lambda: "another owner has the run" in log.read_text(), "rank 0 sees the other")
+    files = [run.events, run.metrics, run.status]
+    sizes = [path.stat().st_mtime_ns for path in files]
+    checkpoints = [path for _, path in run.complete_checkpoints()]
+    os.kill(owner, signal.SIGCONT)
+    nothing_left(run)
+    assert [path.stat().st_mtime_ns for path in files] == sizes
+    assert [path for _, path in run.complete_checkpoints()] == checkpoints
+    assert not run.result.exists()
+
+
+@pytest.mark.chaos
+def test_a_planner_killed_on_a_full_disk_leaves_a_result_all_the_same(tmp_path: Path, disk: Path) -> None:
+    case = Chaos(tmp_path, steps=4000)
+    run = case.submit("-o", "slurm.restarts=0")
+    case.reach(5)
+    planner = case.agent(PLANNER)
+    fill(disk)
+    os.kill(planner, signal.SIGKILL)
+    case.wait(lambda: run.result.exists(), "it ended")
+    assert "the planner's agent (rank 0) was lost, and all 0 restarts" in case.message()
+    case.wait(lambda: case.status()["state"] == "failed", "the status of its end, which ended")
+    case.wait(lambda: local.state(run).state.ended, "its owner ended")
+    nothing_left(run)
+    assert not list(run.path.glob(".*.reserve-*"))
+
+
+FAULT = """
+import asyncio, os, pathlib, sys
+if "libra_hpc.agent.agent" in sys.orig_argv and os.environ.get("PMI_RANK") == "{rank}":
+    run, times, done = asyncio.run, {times}, pathlib.Path({done!r})
+    def fault():
+        count = len(done.read_text()) if done.exists() else 0
+        if count < times:
+            done.write_text("x" * (count + 1))
+            raise MemoryError("no room")
+    async def both(main):
+        asyncio.get_running_loop().call_later(8.0, fault)
+        return await main
+    asyncio.run = lambda main: run(both(main))
+"""
+"""A `sitecustomize` by which a callback in a rank's agent raises some seconds after its start."""
+
+
+@pytest.mark.chaos
+def test_a_defect_of_an_agent_costs_a_restart(tmp_path: Path) -> None:
+    case = Chaos(tmp_path, steps=60)
+    (tmp_path / "sitecustomize.py").write_text(FAULT.format(rank=ROLLOUT, times=1, done=str(tmp_path / "done")))
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    case.submit("-o", f"compute.env={{PYTHONPATH = '{path}'}}")
+    case.wait(lambda: case.events("recovered"), "the restart")
+    sound(case)
+    (recovered,) = case.events("recovered")
+    assert recovered["reason"] == f"node {ROLLOUT}: MemoryError: no room"

@@ -1,0 +1,96 @@
+"""What follows the end of all ranks: the table of the owner's one decision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from libra_hpc.owner.decision import START_TRIES, Limits, RanksEnded, SoFar, decide
+from libra_hpc.protocol.ranks_end import RanksEnd, Why
+
+LIMITS = Limits(restarts=3, requeues=5)
+LOST = "node 1 was lost"
+SAID = {"lost": LOST, "defect": "node 3: MemoryError", "fatal": "node 2: engine r2.0 ended 5 times"}
+DEFECT = RanksEnd("defect", SAID["defect"], 40)
+
+
+def left(why: Why | None, step: int = 40, **seen: Any) -> RanksEnded:
+    """What ranks left that ended for a reason; None: rank 0 was killed."""
+    record = None if why is None else RanksEnd(why, SAID.get(why, "step 40 is saved"), step)
+    return RanksEnded(record, **{"step": step, **seen})
+
+
+CASES: dict[str, tuple[RanksEnded, SoFar, Limits, str, str]] = {
+    "the last step": (left("completed"), SoFar(), LIMITS, "stop", "completed"),
+    "the last step on a notice": (left("completed", signal="USR1"), SoFar(), LIMITS, "stop", "completed"),
+    "nothing to go on with": (left("fatal"), SoFar(), LIMITS, "fail", "failed"),
+    "no writes": (left("storage"), SoFar(), LIMITS, "fail", "failed"),
+    "a fault during a preemption": (left("fatal", signal="TERM", preempted=True), SoFar(), LIMITS, "fail", "failed"),
+    # Stops.
+    "somebody cancelled it": (left("cancelled", signal="TERM"), SoFar(), LIMITS, "stop", "cancelled"),
+    "somebody asked for the end": (left("cancelled", asked=True), SoFar(), LIMITS, "stop", "cancelled"),
+    "killed after a cancel": (left(None, signal="TERM"), SoFar(), LIMITS, "stop", "cancelled"),
+    "a loss after a cancel": (left("lost", signal="TERM"), SoFar(), LIMITS, "stop", "cancelled"),
+    "a repartition and a cancel": (left("repartition", signal="TERM"), SoFar(), LIMITS, "stop", "cancelled"),
+    "a cancel before a start": (left(None, met=False, signal="TERM"), SoFar(), LIMITS, "stop", "cancelled"),
+    # Requeues.
+    "the time limit": (left("time_limit"), SoFar(), LIMITS, "requeue", "time_limit"),
+    "its last notice": (left("time_limit", signal="USR1"), SoFar(), LIMITS, "requeue", "time_limit"),
+    "killed after the notice": (left(None, signal="USR1"), SoFar(), LIMITS, "requeue", "time_limit"),
+    "cancelled at the time limit": (left("time_limit", signal="TERM"), SoFar(), LIMITS, "stop", "time_limit"),
+    "no requeue is allowed": (left("time_limit"), SoFar(), Limits(3), "stop", "time_limit"),
+    "all requeues are used": (left("time_limit"), SoFar(requeued=5), LIMITS, "stop", "time_limit"),
+    "one start without a step": (left("time_limit"), SoFar(idle=(20, 40)), LIMITS, "requeue", "time_limit"),
+    "two starts without a step": (left("time_limit"), SoFar(idle=(20, 40, 40)), LIMITS, "fail", "failed"),
+    "a step after two without": (left("time_limit", 41), SoFar(idle=(40, 40)), LIMITS, "requeue", "time_limit"),
+    "a preemption": (left("cancelled", signal="TERM", preempted=True), SoFar(), Limits(3), "requeue", "cancelled"),
+    "a preemption by its notice": (left("time_limit", preempted=True), SoFar(), Limits(3), "requeue", "time_limit"),
+    "killed by a preemption": (left(None, signal="TERM", preempted=True), SoFar(), Limits(3), "requeue", "cancelled"),
+    "preempted and unwanted": (left("time_limit", preempted=True, asked=True), SoFar(), LIMITS, "stop", "time_limit"),
+    # Starts inside the job.
+    "a repartition": (left("repartition"), SoFar(restarts=3), LIMITS, "restart", ""),
+    "a lost leader": (left("lost"), SoFar(restarts=2), LIMITS, "restart", ""),
+    "a lost leader, once too often": (left("lost"), SoFar(restarts=3), LIMITS, "fail", "failed"),
+    "a lost planner": (left(None), SoFar(), LIMITS, "restart", ""),
+    "a defect": (left("defect"), SoFar(), LIMITS, "restart", ""),
+    "a defect, once too often": (left("defect"), SoFar(restarts=3), LIMITS, "fail", "failed"),
+    "the same defect at the same step": (left("defect"), SoFar(defect=DEFECT), LIMITS, "fail", "failed"),
+    "the same defect later": (left("defect", 41), SoFar(defect=DEFECT), LIMITS, "restart", ""),
+    "no meeting": (left(None, met=False), SoFar(), LIMITS, "repeat", ""),
+    "no meeting again": (left(None, met=False), SoFar(tries=START_TRIES), LIMITS, "fail", "failed"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_follows(case: str) -> None:
+    ended, so_far, limits, word, state = CASES[case]
+    decision = decide(ended, so_far, limits)
+    assert (decision.word, decision.state if state else "") == (word, state)
+
+
+def test_only_a_loss_uses_up_a_restart_and_a_meeting_ends_the_row_of_tries() -> None:
+    so_far = SoFar(tries=2, restarts=1)
+    assert decide(left("repartition"), so_far, LIMITS).so_far == SoFar(1, 1)
+    assert decide(left("lost"), so_far, LIMITS).so_far == SoFar(1, 2)
+    assert decide(left("defect"), so_far, LIMITS).so_far == SoFar(1, 2, DEFECT)
+    assert decide(left("lost"), so_far._replace(defect=DEFECT), LIMITS).so_far.defect is None
+    assert decide(left(None, met=False), so_far, LIMITS).so_far == SoFar(3, 1)
+
+
+def test_sentences() -> None:
+    cause = "agent-2: RuntimeError: can't start new thread"
+    assert decide(left("lost"), SoFar(), LIMITS).reason == LOST
+    assert decide(left(None, cause=cause), SoFar(), LIMITS).reason == f"the planner's agent (rank 0) was lost; {cause}"
+    unmet = decide(left(None, met=False, cause=cause), SoFar(), LIMITS)
+    assert unmet.reason == f"start 1: the agents did not meet; {cause}"
+    spent = decide(left("lost"), SoFar(restarts=3), LIMITS)
+    assert spent.reason == f"{LOST}, and all 3 restarts of slurm.restarts are used; continue with --resume"
+    same = decide(left("defect"), SoFar(defect=DEFECT), LIMITS)
+    assert same.reason == "node 3: MemoryError, a second time at step 40"
+    assert decide(left("time_limit"), SoFar(requeued=1), LIMITS).reason == "time limit at step 40; requeue 2 of 5"
+    used = decide(left("time_limit"), SoFar(requeued=5), LIMITS)
+    why = "time limit at step 40, and all 5 of slurm.requeues are used"
+    assert used.message == f"step 40 is saved; not queued again: {why}"
+    idle = decide(left("time_limit"), SoFar(idle=(40, 40)), LIMITS)
+    assert idle.reason.startswith("the last 2 starts saved no step after step 40: slurm.time_limit is too short")
