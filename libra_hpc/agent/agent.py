@@ -20,6 +20,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,7 +45,7 @@ from libra_hpc.process.leave import leave
 from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.process.visible_devices import VARIABLE, own_devices
 from libra_hpc.protocol import agents as wire
-from libra_hpc.protocol.ranks_end import RanksEnd, start_of
+from libra_hpc.protocol.ranks_stop import RanksStop, start_of
 from libra_hpc.simulated.dry_run import in_wall_time
 from libra_hpc.state.attempt import newest_start
 from libra_hpc.state.snapshot_keeper import held
@@ -404,7 +405,7 @@ def _refuse(run: RunDir, attempt: int, rank: int, error: OperationError) -> NoRe
     """End before there is a coordinator; rank 0 leaves why."""
     log.error("%s", error)
     if rank == 0:
-        write_atomic(run.ended(attempt), msgspec.json.encode(RanksEnd("fatal", str(error), 0)))
+        write_atomic(run.ended(attempt), msgspec.json.encode(RanksStop("fatal", str(error), 0)))
     leave(error.exit_code)
 
 

@@ -27,7 +27,7 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.pool import states
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.ranks_end import RanksEnd, Why, start_of
+from libra_hpc.protocol.ranks_stop import RanksStop, Why, start_of
 from libra_hpc.state.attempt import Event, copy_policy, source_of, start_state
 from libra_hpc.state.store import patiently
 
@@ -128,10 +128,14 @@ class Coordinator:
             case wire.TrainingDone(step=step):
                 self._step = step
                 self._ending.finished(step, self._repartitioner.ordered)
-            case wire.Fatal(rank=rank, reason=reason, restart=restart, defect=defect):
-                lost = restart or self._repartitioner.ordered
-                self._ending.fatal(f"node {rank}: {reason}", "defect" if defect else "lost" if lost else "fatal")
+            case wire.Fatal():
+                self._on_fatal(message)
         self._settle()
+
+    def _on_fatal(self, fatal: wire.Fatal) -> None:
+        lost = fatal.restart or self._repartitioner.ordered
+        why: Why = "defect" if fatal.defect else "lost" if lost else "fatal"
+        self._ending.fatal(f"node {fatal.rank}: {fatal.reason}", why)
 
     def on_signal(self, name: str) -> None:
         now, cancelled = time.time(), name == "SIGTERM"
@@ -284,6 +288,7 @@ class Coordinator:
         """Read what the owner saw and whether somebody wants the run to stop, in threads: a file system may hang."""
         while not self._finished.is_set():
             if taken := await asyncio.to_thread(self._context.fence.check):
+                log.error("leaving: %s", taken)
                 self._ending.end("taken", taken)
                 self._settle()
             self._gone = await asyncio.to_thread(read_gone, self._run_dir.gone(self._context.attempt))
@@ -343,7 +348,7 @@ class Coordinator:
         if self._ending.why != "taken":
             await asyncio.to_thread(self._leave)
             self._write_status()
-            self._records.end(RanksEnd(self._ending.why or "fatal", self._ending.message, self._step))
+            self._records.end(RanksStop(self._ending.why or "fatal", self._ending.message, self._step))
         for rank in self._nodes.contacts:
             if rank != self._context.rank:
                 self._context.send(rank, wire.StopAgent(self._ending.message, self.state == "restarting"))

@@ -11,7 +11,7 @@ A stop wins over a restart: nobody who cancels a job wants it to begin again.  W
 
 from __future__ import annotations
 
-from libra_hpc.protocol.ranks_end import STATES, Why
+from libra_hpc.protocol.ranks_stop import STATES, Why
 
 ENDS: tuple[Why, ...] = ("lost", "time_limit", "cancelled", "storage", "orphaned")
 """Ends that training saves for; of two reasons the later one in this list decides."""

@@ -13,7 +13,7 @@ import msgspec
 from libra_hpc.facts.fact_writer import FactsWriter
 from libra_hpc.facts.status import Status, encode_status
 from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.protocol.ranks_end import OUTPUT, RanksEnd
+from libra_hpc.protocol.ranks_stop import OUTPUT, RanksStop
 
 from .late_steps import Notices
 
@@ -87,7 +87,7 @@ class Records:
     def status(self, status: Status) -> None:
         self._facts.status(encode_status(status))
 
-    def end(self, end: RanksEnd) -> None:
+    def end(self, end: RanksStop) -> None:
         """Leave why the ranks end to the run's owner."""
         self._facts.end(msgspec.json.encode(end))
 

@@ -19,7 +19,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from libra_hpc.config.job import SlurmSection
-from libra_hpc.protocol.ranks_end import JOB_END, KILL_WAIT
+from libra_hpc.protocol.ranks_stop import JOB_END, KILL_WAIT
 from libra_hpc.slurm.fit import notice_s
 
 FACTOR = 1.3

@@ -138,7 +138,7 @@ class RunDir:
         return self.logs(attempt) / "from-step"
 
     def ended(self, attempt: int) -> Path:
-        """Why rank 0 ended the ranks of the last start (`libra_hpc.protocol.ranks_end`)."""
+        """Why rank 0 ended the ranks of the last start (`libra_hpc.protocol.ranks_stop`)."""
         return self.logs(attempt) / "ended.json"
 
     def requeued(self, attempt: int) -> Path:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from libra_hpc.protocol.ranks_end import RanksEnd
+from libra_hpc.protocol.ranks_stop import RanksStop
 
 State = Literal["completed", "failed", "cancelled", "time_limit"]
 START_TRIES = 3
@@ -39,7 +39,7 @@ class Limits(NamedTuple):
 class RanksEnded(NamedTuple):
     """What the ranks left behind, and what the owner has seen."""
 
-    record: RanksEnd | None = None
+    record: RanksStop | None = None
     """Of rank 0; None: it was killed."""
     met: bool = True
     signal: str = ""
@@ -60,7 +60,7 @@ class SoFar(NamedTuple):
     """Starts in a row in which the ranks did not meet, with this one."""
     restarts: int = 0
     """Restarts used."""
-    defect: RanksEnd | None = None
+    defect: RanksStop | None = None
     """The defect that ended the start before, if one did."""
     requeued: int = 0
     """Slurm's own count."""
@@ -68,7 +68,7 @@ class SoFar(NamedTuple):
     """Steps of the newest checkpoint at the requeues before."""
 
 
-class Decision(NamedTuple):
+class OwnerDecision(NamedTuple):
     """What the owner does now, and why."""
 
     word: Literal["restart", "repeat", "requeue", "stop", "fail"]
@@ -81,62 +81,59 @@ class Decision(NamedTuple):
     """For the next decision of this attempt."""
 
 
-def decide(ended: RanksEnded, so_far: SoFar, limits: Limits) -> Decision:
+def decide(ended: RanksEnded, so_far: SoFar, limits: Limits) -> OwnerDecision:
     """See the module docstring."""
     record = ended.record
-    if record is not None and record.why == "completed":
-        return Decision("stop", record.sentence, "completed")
-    if record is not None and record.why in ("fatal", "storage", "orphaned", "taken"):
-        return Decision("fail", record.sentence)
-    if ended.signal or (record is not None and record.why in ("time_limit", "cancelled")):
+    why, sentence = ("", "") if record is None else (record.why, record.sentence)
+    if why == "completed":
+        return OwnerDecision("stop", sentence, "completed")
+    if why in ("fatal", "storage", "orphaned", "taken"):
+        return OwnerDecision("fail", sentence)
+    if ended.signal or why in ("time_limit", "cancelled"):
         return _stopped(ended, so_far, limits)
-    if record is not None and record.why == "repartition":
-        return Decision("restart", "the ranks start in another layout", so_far=so_far._replace(tries=1, defect=None))
-    if record is not None and record.why == "defect":
+    if why == "repartition":
+        reason = "the ranks start in another layout"
+        return OwnerDecision("restart", reason, so_far=so_far._replace(tries=1, defect=None))
+    if record is not None and why == "defect":
         if record == so_far.defect:
-            return Decision("fail", f"{record.sentence}, a second time at step {record.step}")
-        return _restart(record.sentence, so_far._replace(defect=record), limits)
+            return OwnerDecision("fail", f"{sentence}, a second time at step {record.step}")
+        return _restart(sentence, so_far._replace(defect=record), limits)
     if record is not None or ended.met:
-        sentence = PLANNER_LOST if record is None else record.sentence
-        return _restart(_with(sentence, ended.cause), so_far._replace(defect=None), limits)
-    sentence = _with(f"start {so_far.tries}: the agents did not meet", ended.cause)
+        return _restart(sentence or _with(PLANNER_LOST, ended.cause), so_far._replace(defect=None), limits)
+    reason = _with(f"start {so_far.tries}: the agents did not meet", ended.cause)
     if so_far.tries < START_TRIES:
-        return Decision("repeat", sentence, so_far=so_far._replace(tries=so_far.tries + 1))
-    return Decision("fail", sentence if ended.cause else f"{sentence}; see the agents' logs")
+        return OwnerDecision("repeat", reason, so_far=so_far._replace(tries=so_far.tries + 1))
+    return OwnerDecision("fail", reason if ended.cause else f"{reason}; see the agents' logs")
 
 
 def _with(sentence: str, cause: str) -> str:
     return f"{sentence}; {cause}" if cause else sentence
 
 
-def _restart(reason: str, so_far: SoFar, limits: Limits) -> Decision:
+def _restart(reason: str, so_far: SoFar, limits: Limits) -> OwnerDecision:
     if so_far.restarts < limits.restarts:
-        return Decision("restart", reason, so_far=so_far._replace(tries=1, restarts=so_far.restarts + 1))
+        return OwnerDecision("restart", reason, so_far=so_far._replace(tries=1, restarts=so_far.restarts + 1))
     used = f"all {limits.restarts} restarts of slurm.restarts are used"
-    return Decision("fail", f"{reason}, and {used}; continue with --resume")
+    return OwnerDecision("fail", f"{reason}, and {used}; continue with --resume")
 
 
-def _stopped(ended: RanksEnded, so_far: SoFar, limits: Limits) -> Decision:
+def _stopped(ended: RanksEnded, so_far: SoFar, limits: Limits) -> OwnerDecision:
     """Whether a run that the time limit, a preemption or somebody stopped is queued again."""
-    record = ended.record
-    spoken = record is not None and record.why in ("time_limit", "cancelled")
-    state = STATES.get(ended.signal, "cancelled")
-    if record is not None and spoken:
-        state = "time_limit" if record.why == "time_limit" else "cancelled"
-    reached = f"time limit at step {ended.step}"
+    state, reached = STATES.get(ended.signal, "cancelled"), f"time limit at step {ended.step}"
     message = reached if state == "time_limit" else STOP_SIGNAL
-    if record is not None and spoken:
-        message = record.sentence
+    if ended.record is not None and ended.record.why in ("time_limit", "cancelled"):
+        state = "time_limit" if ended.record.why == "time_limit" else "cancelled"
+        message = ended.record.sentence
     if ended.asked:
-        return Decision("stop", message, state)
+        return OwnerDecision("stop", message, state)
     if ended.preempted:
-        return Decision("requeue", f"preempted at step {ended.step}", state, message)
+        return OwnerDecision("requeue", f"preempted at step {ended.step}", state, message)
     if state != "time_limit" or ended.signal == "TERM" or not limits.requeues:
-        return Decision("stop", message, state)
+        return OwnerDecision("stop", message, state)
     if so_far.requeued >= limits.requeues:
         why = f"{reached}, and all {limits.requeues} of slurm.requeues are used"
-        return Decision("stop", why, state, f"{message}; not queued again: {why}")
+        return OwnerDecision("stop", why, state, f"{message}; not queued again: {why}")
     if so_far.idle[-IDLE_STARTS:] == (ended.step,) * IDLE_STARTS:
         why = f"the last {IDLE_STARTS} starts saved no step after step {ended.step}"
-        return Decision("fail", f"{why}: slurm.time_limit is too short for a start, a step and a save")
-    return Decision("requeue", f"{reached}; requeue {so_far.requeued + 1} of {limits.requeues}", state, message)
+        return OwnerDecision("fail", f"{why}: slurm.time_limit is too short for a start, a step and a save")
+    return OwnerDecision("requeue", f"{reached}; requeue {so_far.requeued + 1} of {limits.requeues}", state, message)

@@ -24,14 +24,14 @@ import msgspec
 
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process.agent_folders import remove_kept
-from libra_hpc.protocol.ranks_end import OUTPUT, OUTPUT_FD, START, RanksStart
+from libra_hpc.protocol.ranks_stop import OUTPUT, OUTPUT_FD, START, RanksStart
 from libra_hpc.slurm.queue.cause import tail, telling_line
 
 from . import slurm_step
 from .claim import HeldLease, LeaseRefused, acquire
-from .decision import PLANNER_LOST, Decision, Limits, RanksEnded, SoFar, decide
+from .decision import PLANNER_LOST, Limits, OwnerDecision, RanksEnded, SoFar, decide
+from .owner_records import OwnerRecords, say
 from .ranks import LocalRanks
-from .records import OwnerRecords, say
 from .slurm_step import SlurmStep
 
 STRAGGLERS_S = 90.0
@@ -56,6 +56,23 @@ class Ranks(Protocol):
     def signal(self, name: str) -> None: ...
     def kill(self) -> None: ...
     def close(self) -> list[int]: ...
+
+
+class Patience:
+    """How long ranks may outlive others of their start; times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._over_at = self._early_at = math.inf
+        self.first = 0
+        """The rank that ended before all had met; else rank 0."""
+
+    def ends(self, ranks: Ranks, met: bool, recorded: bool, now: float) -> bool:
+        """Whether the ranks that live are to be killed; ``recorded``: rank 0 has left why it ends."""
+        if recorded or 0 in ranks.gone or len(ranks.gone) >= ranks.size - 1 > 0:
+            self._over_at = min(now, self._over_at)
+        if ranks.gone and not (met or recorded) and self._early_at == math.inf:
+            self._early_at, self.first = now, min(ranks.gone)
+        return now - self._over_at > STRAGGLERS_S or now - self._early_at > EARLY_S
 
 
 class RunOwner:
@@ -86,9 +103,9 @@ class RunOwner:
     def fail(self, error: Exception) -> None:
         """The owner itself has a defect; its ranks end with it."""
         message = f"the owner of the run failed: {type(error).__name__}: {error}"
-        self._finish(Decision("fail", message), RanksEnded(met=False))
+        self._finish(OwnerDecision("fail", message), RanksEnded(met=False))
 
-    def _again(self, decision: Decision) -> None:
+    def _again(self, decision: OwnerDecision) -> None:
         """Another start follows."""
         counted = decision.so_far.restarts > self._so_far.restarts
         self._so_far, self._message = decision.so_far, f"{decision.reason}; all ranks restart"
@@ -100,7 +117,7 @@ class RunOwner:
             self._reason = decision.reason if counted else ""
         self._records.status("restarting", self._message)
 
-    def _finish(self, decision: Decision, ended: RanksEnded) -> int:
+    def _finish(self, decision: OwnerDecision, ended: RanksEnded) -> int:
         """Nothing follows, or another start of the whole job."""
         message, record = decision.message or decision.reason, ended.record
         step = self._records.step() if record is None else record.step
@@ -155,27 +172,21 @@ class RunOwner:
 
     def _watch(self, ranks: Ranks) -> tuple[bool, int]:
         """Until all ranks have ended; returns whether they met, and the one whose end says most."""
-        run, attempt, met, recorded = self._run, self._attempt, False, False
-        over_at = early_at = math.inf
-        first = passed_on = 0
-        status_at = time.monotonic()
+        met, patience, passed_on, status_at = False, Patience(), 0, time.monotonic()
         while ranks.poll():
             now = time.monotonic()
             for name in self._signals[passed_on:]:
                 ranks.signal(name)
                 passed_on += 1
-            met, recorded = met or self._records.has(run.met(attempt)), self._records.has(run.ended(attempt))
-            if recorded or 0 in ranks.gone or len(ranks.gone) >= ranks.size - 1 > 0:
-                over_at = min(now, over_at)
-            if ranks.gone and not (met or recorded) and early_at == math.inf:
-                early_at, first = now, min(ranks.gone)
-            if self._lease.taken or now - over_at > STRAGGLERS_S or now - early_at > EARLY_S:
+            met = met or self._records.has(self._run.met(self._attempt))
+            recorded = self._records.has(self._run.ended(self._attempt))
+            if patience.ends(ranks, met, recorded, now) or self._lease.taken:
                 ranks.kill()
             if (0 in ranks.gone or (self._message and not met)) and now - status_at > STATUS_S:
                 status_at = now
                 lost = f"{PLANNER_LOST}; the others save and end" if met else self._message
                 self._records.status("" if recorded else "restarting", lost)
-        return met or self._records.has(run.met(attempt)), first
+        return met or self._records.has(self._run.met(self._attempt)), patience.first
 
 
 def main(argv: Sequence[str] | None = None) -> None:

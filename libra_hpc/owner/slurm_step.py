@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.protocol.ranks_end import JOB_END, KILL_WAIT
+from libra_hpc.protocol.ranks_stop import JOB_END, KILL_WAIT
 from libra_hpc.slurm.writer import STEP
 
 POLL_S = 0.5

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jinja2
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.protocol.ranks_end import OUTPUT, OUTPUT_FD
+from libra_hpc.protocol.ranks_stop import OUTPUT, OUTPUT_FD
 
 from .fit import notice_s
 from .interpreter import in_container

@@ -37,7 +37,7 @@ from libra_hpc.protocol.agents import (
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout_order import encode_order, new_order
 from libra_hpc.protocol.plan import PlanDecision
-from libra_hpc.protocol.ranks_end import RanksEnd, decode_end
+from libra_hpc.protocol.ranks_stop import RanksStop, decode_end
 from libra_hpc.state.attempt import start_state
 from tests.protocol.step_reports import step_report
 
@@ -72,7 +72,7 @@ class Scene:
             self.coordinator.on_message(source, message)
 
     @property
-    def end(self) -> RanksEnd:
+    def end(self) -> RanksStop:
         """Why the ranks ended, as the run's owner reads it."""
         return decode_end(self.run.ended(1).read_bytes())
 
@@ -110,7 +110,7 @@ def test_a_finished_run_leaves_its_end_and_stops_everyone(tmp_path: Path) -> Non
         (1, TrainingDone(1)),
     )
     run_until_over(scene)
-    assert scene.end == RanksEnd("completed", "step 1 is saved", 1)
+    assert scene.end == RanksStop("completed", "step 1 is saved", 1)
     assert [rank for rank, _ in scene.orders(StopAgent)] == [1, 2, 3]
     assert [line["step"] for line in read_lines(scene.run.metrics)] == [1]
     assert decode_status(scene.run.status.read_bytes()).numbers["reward"] == 0.5
@@ -129,7 +129,7 @@ def test_a_request_to_stop_saves_first_and_has_time_for_it(tmp_path: Path) -> No
         await running
 
     asyncio.run(asyncio.wait_for(asked(), 20.0))
-    assert scene.end == RanksEnd("cancelled", "step 7 is saved", 7)
+    assert scene.end == RanksStop("cancelled", "step 7 is saved", 7)
 
 
 def test_a_notice_saves_first_and_the_run_counts_as_cancelled(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_notice_saves_first_and_the_run_counts_as_cancelled(tmp_path: Path) ->
     assert [rank for rank, _ in scene.orders(StopTraining)] == [1]
     scene.deliver((1, TrainingDone(7)))
     run_until_over(scene)
-    assert scene.end == RanksEnd("cancelled", "step 7 is saved", 7)
+    assert scene.end == RanksStop("cancelled", "step 7 is saved", 7)
 
 
 def test_a_run_near_its_time_limit_finishes_its_step_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def test_a_fatal_report_fails_the_run_with_its_reason(tmp_path: Path) -> None:
     scene.hello()
     scene.deliver((3, Fatal(3, "engine r3.0 ended with 1")))
     run_until_over(scene)
-    assert scene.end == RanksEnd("fatal", "node 3: engine r3.0 ended with 1", 0)
+    assert scene.end == RanksStop("fatal", "node 3: engine r3.0 ended with 1", 0)
 
 
 def test_a_defect_of_an_agent_or_of_rank_0_itself_asks_for_a_restart(
@@ -296,7 +296,7 @@ def test_a_defect_of_an_agent_or_of_rank_0_itself_asks_for_a_restart(
     scene.hello()
     scene.deliver((3, Fatal(3, "MemoryError: ", restart=True, defect=True)))
     run_until_over(scene)
-    assert scene.end == RanksEnd("defect", "node 3: MemoryError: ", 0)
+    assert scene.end == RanksStop("defect", "node 3: MemoryError: ", 0)
     scene = Scene(tmp_path / "rank-0")
     scene.hello()
 
@@ -305,7 +305,7 @@ def test_a_defect_of_an_agent_or_of_rank_0_itself_asks_for_a_restart(
 
     monkeypatch.setattr(scene.coordinator, "_check", raises)
     run_until_over(scene)
-    assert scene.end == RanksEnd("defect", "node 0: RuntimeError: can't start new thread", 0)
+    assert scene.end == RanksStop("defect", "node 0: RuntimeError: can't start new thread", 0)
     assert [order.restart for _, order in scene.orders(StopAgent)] == [True] * 3
 
 

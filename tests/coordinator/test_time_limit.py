@@ -9,7 +9,7 @@ import pytest
 
 from libra_hpc.config.job import SlurmSection
 from libra_hpc.coordinator.time_limit import FACTOR, MARGIN_S, Stop, TimeLimit
-from libra_hpc.protocol.ranks_end import JOB_END, KILL_WAIT
+from libra_hpc.protocol.ranks_stop import JOB_END, KILL_WAIT
 
 END = 10_000.0
 

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from libra_hpc.owner.decision import START_TRIES, Limits, RanksEnded, SoFar, decide
-from libra_hpc.protocol.ranks_end import RanksEnd, Why
+from libra_hpc.protocol.ranks_stop import RanksStop, Why
 
 LIMITS = Limits(restarts=3, requeues=5)
 LOST = "node 1 was lost"
 SAID = {"lost": LOST, "defect": "node 3: MemoryError", "fatal": "node 2: engine r2.0 ended 5 times"}
-DEFECT = RanksEnd("defect", SAID["defect"], 40)
+DEFECT = RanksStop("defect", SAID["defect"], 40)
 
 
 def left(why: Why | None, step: int = 40, **seen: Any) -> RanksEnded:
     """What ranks left that ended for a reason; None: rank 0 was killed."""
-    record = None if why is None else RanksEnd(why, SAID.get(why, "step 40 is saved"), step)
+    record = None if why is None else RanksStop(why, SAID.get(why, "step 40 is saved"), step)
     return RanksEnded(record, **{"step": step, **seen})
 
 

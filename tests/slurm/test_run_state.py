@@ -73,7 +73,7 @@ CASES = {
     ),
     "hangs": (job("RUNNING"), OLD, None, ("silent", "no status for 1:05", False)),
     "was queued again and has started": (job("RUNNING", started_s=3.0), OLD, None, "starting"),
-    "was stopped, and has started again": (job("RUNNING", started_s=3.0), snapshot("cancelled"), None, "starting"),
+    "was stopped, and has started again": (job("RUNNING", started_s=3.0), snapshot("cancelled", 5.0), None, "starting"),
     "was stopped, and its job is ending": (
         job("RUNNING"),
         snapshot("cancelled"),

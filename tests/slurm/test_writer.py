@@ -13,7 +13,7 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.protocol.ranks_end import START, start_of
+from libra_hpc.protocol.ranks_stop import START, start_of
 from libra_hpc.slurm.launch import Launch, job_request
 from libra_hpc.slurm.writer import het_script
 

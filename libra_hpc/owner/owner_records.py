@@ -18,7 +18,7 @@ from libra_hpc.facts.fact_writer import RESERVE_BYTES, RESULT_BYTES, Reserve
 from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import blank_status
-from libra_hpc.protocol.ranks_end import RanksEnd, decode_end
+from libra_hpc.protocol.ranks_stop import RanksStop, decode_end
 
 READ_TRIES, READ_PAUSE_S = 5, 2.0
 """Tries to read what the ranks left in the run directory, and the seconds between them."""
@@ -52,7 +52,7 @@ class OwnerRecords:
             return path.exists()
         return False
 
-    def end(self) -> RanksEnd | None:
+    def end(self) -> RanksStop | None:
         """Why rank 0 ended the ranks; None where it could not say."""
         for left in reversed(range(READ_TRIES)):
             try:
@@ -64,7 +64,7 @@ class OwnerRecords:
                 say(why)
             if left:
                 time.sleep(READ_PAUSE_S)
-        return RanksEnd("fatal", why, 0)
+        return RanksStop("fatal", why, 0)
 
     def position(self) -> tuple[bool, int]:
         """Whether somebody wants the run to end, and the step of its newest checkpoint."""

@@ -49,7 +49,7 @@ class RanksStart(msgspec.Struct, frozen=True):
     """No restart is left after this start."""
 
 
-class RanksEnd(msgspec.Struct, frozen=True):
+class RanksStop(msgspec.Struct, frozen=True):
     """Why rank 0 ended all ranks."""
 
     why: Why
@@ -64,6 +64,6 @@ def start_of(environ: Mapping[str, str] = os.environ) -> RanksStart:
     return msgspec.json.decode(environ.get(START, "{}"), type=RanksStart)
 
 
-def decode_end(data: bytes) -> RanksEnd:
+def decode_end(data: bytes) -> RanksStop:
     """Parse what rank 0 left; raises ``msgspec.DecodeError`` for anything else."""
-    return msgspec.json.decode(data, type=RanksEnd)
+    return msgspec.json.decode(data, type=RanksStop)
