@@ -289,26 +289,6 @@ def test_a_fatal_report_fails_the_run_with_its_reason(tmp_path: Path) -> None:
     assert scene.end == RanksStop("fatal", "node 3: engine r3.0 ended with 1", 0)
 
 
-def test_a_defect_of_an_agent_or_of_rank_0_itself_asks_for_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scene = Scene(tmp_path / "agent")
-    scene.hello()
-    scene.deliver((3, Fatal(3, "MemoryError: ", restart=True, defect=True)))
-    run_until_over(scene)
-    assert scene.end == RanksStop("defect", "node 3: MemoryError: ", 0)
-    scene = Scene(tmp_path / "rank-0")
-    scene.hello()
-
-    def raises(now: float) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(scene.coordinator, "_check", raises)
-    run_until_over(scene)
-    assert scene.end == RanksStop("defect", "node 0: RuntimeError: can't start new thread", 0)
-    assert [order.restart for _, order in scene.orders(StopAgent)] == [True] * 3
-
-
 def test_an_attempt_starts_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert start_state(run) == Welcome(0, "", 0, ())

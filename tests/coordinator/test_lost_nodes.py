@@ -10,6 +10,7 @@ import pytest
 from libra_hpc.coordinator import coordinator as module
 from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, NodeContact, discount, lost_nodes
 from libra_hpc.protocol.agents import (
+    Fatal,
     Heartbeat,
     Hello,
     RankBack,
@@ -17,9 +18,11 @@ from libra_hpc.protocol.agents import (
     Reset,
     Roles,
     StartEngine,
+    StopAgent,
     StopTraining,
     TrainingDone,
 )
+from libra_hpc.protocol.ranks_stop import RanksStop
 
 from .test_coordinator import Scene, run_until_over
 
@@ -130,3 +133,23 @@ def test_a_broken_connection_between_two_that_live_costs_the_one_that_leads_noth
     assert lost(1, 2, now=1016.0) == [], "nor are those of one that fell silent"
     assert lost(1, 2, gone={2: 12}) == [(2, "its agent's process ended")]
     assert lost(1, 2, now=1004.0) == [], "a node that was just taken back is not judged by the old connection"
+
+
+def test_a_defect_of_an_agent_or_of_rank_0_itself_asks_for_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(tmp_path / "agent")
+    scene.hello()
+    scene.deliver((3, Fatal(3, "MemoryError: ", restart=True, defect=True)))
+    run_until_over(scene)
+    assert scene.end == RanksStop("defect", "node 3: MemoryError: ", 0)
+    scene = Scene(tmp_path / "rank-0")
+    scene.hello()
+
+    def raises(now: float) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(scene.coordinator, "_check", raises)
+    run_until_over(scene)
+    assert scene.end == RanksStop("defect", "node 0: RuntimeError: can't start new thread", 0)
+    assert [order.restart for _, order in scene.orders(StopAgent)] == [True] * 3
