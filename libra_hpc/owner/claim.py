@@ -45,14 +45,18 @@ class HeldLease:
         self._thread.start()
 
     def _renew(self) -> None:
-        while not self._released.wait(RENEW_S) and not self.taken:
+        while not self._released.wait(RENEW_S) and not self.check():
             # A file system that takes no writes does not end the run; others see that for themselves.
             with contextlib.suppress(OSError):
-                generation, found = newest_lease(self._folder)
-                if found is not None and generation > self.generation:
-                    self.taken = f"another owner has taken the run: {_whose(found)}"
-                else:
-                    self._write(msgspec.structs.replace(self._lease, renewed=self._lease.renewed + 1))
+                self._write(msgspec.structs.replace(self._lease, renewed=self._lease.renewed + 1))
+
+    def check(self) -> str:
+        """Read the newest lease, before a write by a process that may have been stopped for long; returns `taken`."""
+        with contextlib.suppress(OSError):
+            generation, found = newest_lease(self._folder)
+            if found is not None and generation > self.generation:
+                self.taken = f"another owner has taken the run: {_whose(found)}"
+        return self.taken
 
     def _write(self, lease: Lease) -> None:
         self._lease = lease

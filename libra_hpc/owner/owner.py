@@ -91,8 +91,8 @@ class RunOwner:
         """Start the ranks as often as is decided; returns the exit code, 0 where the run completed."""
         while True:
             ended = self._start()
-            if self._lease.taken:
-                say(f"the run goes on without this owner: {self._lease.taken}")
+            if taken := self._lease.check():
+                say(f"the run goes on without this owner: {taken}")
                 return 1
             decision = decide(ended, self._so_far, self._limits)
             if decision.word not in ("restart", "repeat"):
@@ -182,7 +182,11 @@ class RunOwner:
             recorded = self._records.has(self._run.ended(self._attempt))
             if patience.ends(ranks, met, recorded, now) or self._lease.taken:
                 ranks.kill()
-            if (0 in ranks.gone or (self._message and not met)) and now - status_at > STATUS_S:
+            if (
+                (0 in ranks.gone or (self._message and not met))
+                and now - status_at > STATUS_S
+                and not self._lease.check()
+            ):
                 status_at = now
                 lost = f"{PLANNER_LOST}; the others save and end" if met else self._message
                 self._records.status("" if recorded else "restarting", lost)
