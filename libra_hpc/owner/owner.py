@@ -58,7 +58,7 @@ class Ranks(Protocol):
     def close(self) -> list[int]: ...
 
 
-class Patience:
+class EndPatience:
     """How long ranks may outlive others of their start; times are monotonic seconds."""
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class RunOwner:
 
     def _watch(self, ranks: Ranks) -> tuple[bool, int]:
         """Until all ranks have ended; returns whether they met, and the one whose end says most."""
-        met, patience, passed_on, status_at = False, Patience(), 0, time.monotonic()
+        met, patience, passed_on, status_at = False, EndPatience(), 0, time.monotonic()
         while ranks.poll():
             now = time.monotonic()
             for name in self._signals[passed_on:]:
