@@ -14,19 +14,9 @@ from libra_hpc.models.step_times.host_cost import with_host_cost, write_host_cos
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.measured import StepPoint, load
 
-from .support import bare
+from .support import bare, device_file
 
 SHAPE = model_shape("qwen3-8b")
-MINE = """# ours
-["mine"]  # a copy
-host_s = 5e-3
-memory_bytes = 9e9
-peak_flops = 1e12
-hbm_bytes_s = 1e12
-intra_bytes_s = 1e11
-inter_bytes_s = 1e10
-devices_per_node = 4
-"""
 
 
 def points(host_s: float, sequence_s: float, tp: int = 2) -> list[StepPoint]:
@@ -58,7 +48,8 @@ def test_a_new_device_file_has_the_whole_device(tmp_path: Path) -> None:
 def test_other_lines_of_the_file_stay(tmp_path: Path) -> None:
     path = tmp_path / "devices.toml"
     write_host_cost(msgspec.structs.replace(device("a800"), host_s=1e-3), path)
-    path.write_text(path.read_text() + MINE)
+    mine = device_file(tmp_path / "mine.toml", "mine", memory_bytes=9e9, host_s=5e-3).read_text()
+    path.write_text(f"{path.read_text()}# ours\n{mine}")
     write_host_cost(msgspec.structs.replace(device("mine", path), host_s=7e-3, host_sequence_s=1e-5), path)
     assert "# ours" in path.read_text()
     assert (device("mine", path).host_s, device("mine", path).host_sequence_s) == (7e-3, 1e-5)

@@ -59,6 +59,7 @@ def test_exact_steps_give_the_coefficients_back() -> None:
 
 
 def test_noisy_steps_with_outliers_still_give_good_predictions() -> None:
+    assert fit_steps(points(line)).batches == (), "steps on a line get no table"
     times = measured_times(calibration(points(line, noise=0.05, slow=0.05)), 1)
     for step in [(1, 500, 0, 0), (24, 60_000, 0, 0), (8, 8_000, 256, 1000), (0, 0, 512, 2048)]:
         # The typical step, and up to 30 % for the share of slow steps that the total contains.
@@ -80,10 +81,6 @@ def test_steps_that_jump_between_batch_sizes_get_a_table() -> None:
     assert times.step_s(16, 8000) == pytest.approx(stairs(16, 8000, 0, 0), rel=0.05)
     assert times.step_s(17, 8000) == pytest.approx(stairs(17, 8000, 0, 0), rel=0.05)
     assert times.step_s(60, 8000) > times.step_s(24, 8000)
-
-
-def test_steps_on_a_line_get_no_table() -> None:
-    assert fit_steps(points(line)).batches == ()
 
 
 def test_no_coefficient_is_negative_where_noise_would_make_it_so() -> None:

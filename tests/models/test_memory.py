@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
+from bench.tabulate import hf_config
 from libra_hpc.errors import UserError
-from libra_hpc.models.architecture import Architecture, check_parallel, stage_layers
+from libra_hpc.models.architecture import check_parallel, read_shape, stage_layers
 from libra_hpc.models.devices import device
 from libra_hpc.models.memory import TrainLayout, TrainMemory, stage_params, train_memory
-from libra_hpc.models.shapes import ModelShape, model_shape, shapes
+from libra_hpc.models.shapes import model_shape, shapes
 from libra_hpc.models.train_parallel import Degrees
+
+from .support import config_of
 
 SHAPE, A800 = model_shape("qwen3-14b"), device("a800")
 CORE = TrainLayout(tp=8, pp=1, cp=1, ep=1, dp=4, micro_tokens=8192)
@@ -53,31 +58,14 @@ def test_the_fullest_of_uneven_stages_counts() -> None:
     assert memory.activations == pytest.approx(whole.activations / 10 * max(first))
 
 
-def _architecture(shape: ModelShape) -> Architecture:
-    return Architecture(
-        family="qwen3",
-        layers=shape.layers,
-        hidden=shape.hidden,
-        heads=shape.heads,
-        groups=shape.kv_heads,
-        head_dim=shape.head_dim,
-        ffn=shape.intermediate,
-        vocab=shape.vocab,
-        tied=False,
-        norm_eps=1e-6,
-        rope={},
-        qkv_bias=False,
-        max_positions=4096,
-    )
-
-
 @pytest.mark.parametrize("name", [name for name, shape in shapes().items() if not shape.experts])
-def test_search_and_trainer_allow_the_same_degrees(name: str) -> None:
+def test_search_and_trainer_allow_the_same_degrees(name: str, tmp_path: Path) -> None:
     shape = shapes()[name]
+    trained = read_shape(config_of(tmp_path, hf_config(shape)))
     for tp in (1, 2, 3, 4, 5, 8, 16):
         for pp in (1, 3, 7, 8, 16, 65, 100):
             try:
-                check_parallel(_architecture(shape), tp, pp)
+                check_parallel(trained, tp, pp)
             except UserError:
                 assert not shape.trains(tp, pp)
             else:

@@ -24,11 +24,32 @@ from libra_hpc.models.step_times.measured import load
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.models.step_times.tables import FOLDER, TableTimes, available, fit_line, load_table
 
-from .support import DECODE, bare, nominal
+from .support import bare
 
 DEGREES = (1, 2, 4, 8)
 NODE = 8
 
+DATA_SHEET = {"a100": 80e9, "h200": 141e9}
+"""Bytes of memory behind the rows of `DECODE` that KV limits: 0.9 of these are used. The driver reports 5 and 9 GB
+more."""
+DECODE = [
+    ("a100", "qwen3-8b", 32, 1024, (2679, 4271, 6073, 6983)),
+    ("a100", "qwen3-8b", 512, 1024, (27272, 32932, 33847, 31027)),
+    ("a100", "qwen3-8b", 1024, 1024, (38983, 42618, 38755, 30474)),
+    ("a100", "qwen3-8b", 4096, 1024, (47949, 44494, 39849, 35370)),
+    ("a100", "qwen3-8b", 512, 32768, (1964, 2257, 2370, 2319)),
+    ("a100", "qwen3-32b", 512, 1024, (2032, 11729, 13425, 12176)),
+    ("a100", "qwen3-32b", 512, 8192, (173, 2712, 3673, 3939)),
+    ("a100", "qwen3-32b", 512, 32768, (0, 704, 968, 1153)),
+    ("h200", "qwen3-8b", 32, 1024, (6027, 8528, 11089, 11537)),
+    ("h200", "qwen3-8b", 512, 1024, (63631, 76819, 74101, 65346)),
+    ("h200", "qwen3-8b", 4096, 1024, (130078, 114778, 105183, 89223)),
+    ("h200", "qwen3-8b", 512, 32768, (5981, 6339, 6504, 6448)),
+    ("h200", "qwen3-32b", 128, 1024, (6061, 10293, 14018, 16127)),
+    ("h200", "qwen3-32b", 512, 32768, (1492, 2628, 3048, 3205)),
+]
+"""Tokens/s of decoding on 8 devices as 8/TP replicas, composed from NVIDIA's operator tables: (device, model, sequences
+in all, context of each, at TP 1, 2, 4, 8); 0: out of memory."""
 # Milliseconds of one prompt: (device, model, new tokens, cached context, TP 1, 2, 4, 8), from the same source.
 PREFILL = [
     ("a100", "qwen3-8b", 2048, 0, (127, 81, 53, 40)),
@@ -40,6 +61,10 @@ PREFILL = [
     ("h200", "qwen3-32b", 512, 16384, (73, 42, 26, 18)),
 ]
 steps = st.tuples(st.integers(1, 2000), st.integers(0, 4_000_000), st.integers(0, 20000), st.integers(0, 200_000))
+
+
+def nominal(name: str) -> Device:
+    return bare(name, memory_bytes=DATA_SHEET[name])
 
 
 def node_rate(times: StepTimes, sequences: int, context: int) -> float:

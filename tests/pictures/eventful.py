@@ -11,11 +11,10 @@ from typing import Any
 import msgspec
 
 from libra_hpc.config.load import validate
-from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import encode_status
 from libra_hpc.files import write_atomic
-from tests.facts.synthetic import make_status
+from tests.facts.synthetic import make_status, write
 
 BEGIN = 1_790_000_000.0
 STEP_S = 3.0
@@ -53,12 +52,8 @@ def make_eventful_run(parent: Path, steps: int = 120) -> RunDir:
     run.write_json(run.config, validate(values).model_dump())
     run.toml.write_text(RUN_FILE)
     run.write_json(run.job, {"job_id": "4712", "executor": "slurm", "attempt": 2, "submitted_at": BEGIN - 60.0})
-    metrics = LineLog(run.metrics)
-    metrics.write_all(_steps(steps))
-    metrics.close()
-    log = LineLog(run.events)
-    log.write_all(_events(steps))
-    log.close()
+    write(run.metrics, *_steps(steps))
+    write(run.events, *_events(steps))
     status = make_status(run, state="cancelled", step=steps)
     write_atomic(run.status, encode_status(msgspec.structs.replace(status, attempt=2, message=HOSTILE)))
     return run
@@ -72,27 +67,22 @@ def time_of(step: int, steps: int) -> float:
 
 def _steps(steps: int) -> Iterator[dict[str, Any]]:
     rng = random.Random(1)
+    speeds = {"train_tokens_per_s": 81_000.0, "rollout_tokens_per_s": 9_500.0, "step_s": STEP_S}
     for step in range(1, steps + 1):
         drifted = step > 0.6 * steps
+        reward = 0.3 + 0.5 * (1 - math.exp(-5 * step / steps)) - 0.15 * drifted + rng.gauss(0.0, 0.04)
         yield {
             "t": time_of(step, steps),
             "step": step,
-            "reward": 0.3 + 0.5 * (1 - math.exp(-5 * step / steps)) - 0.15 * drifted + rng.gauss(0.0, 0.04),
-            "tokens": 90_000,
-            "loss_tokens": 20_000,
+            "reward": reward,
             "train_s": 1.1 + 0.2 * rng.random() + 0.9 * drifted,
             "rollout_s": 1.9 + 0.3 * rng.random() - 0.4 * drifted,
             "wait_s": 0.4 * rng.random(),
             "staleness_mean": 0.7 + 0.3 * rng.random(),
-            "staleness_max": 2.0,
             "gen_tokens_p50": 400 + 200 * drifted + 30 * rng.random(),
             "gen_tokens_p95": 1500 + 600 * drifted + 200 * rng.random(),
             "phase": f"long {HOSTILE}" if drifted else "short",
-            "train_tokens_per_s": 81_000.0,
-            "rollout_tokens_per_s": 9_500.0,
-            "step_s": STEP_S,
-            "expected_s": 1.08 * STEP_S,
-        }
+        } | {"tokens": 90_000, "loss_tokens": 20_000, "staleness_max": 2.0, "expected_s": 1.08 * STEP_S, **speeds}
 
 
 def _events(steps: int) -> Iterator[dict[str, Any]]:

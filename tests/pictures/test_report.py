@@ -68,8 +68,13 @@ def eventful(tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
-def written(eventful: RunDir) -> Path:
-    eventful.report.write_text(page(eventful, CANCELLED, NOW))
+def text(eventful: RunDir) -> str:
+    return page(eventful, CANCELLED, NOW)
+
+
+@pytest.fixture
+def written(eventful: RunDir, text: str) -> Path:
+    eventful.report.write_text(text)
     return eventful.report
 
 
@@ -124,8 +129,7 @@ def test_the_page_follows_the_readers_scheme(scheme: str, browser: Browser, writ
     assert picture.std() > 0.05, "the page is not empty"
 
 
-def test_the_page_asks_for_nothing_outside_itself(eventful: RunDir) -> None:
-    text = page(eventful, CANCELLED, NOW)
+def test_the_page_asks_for_nothing_outside_itself(text: str) -> None:
     outline = Outline(text)
     assert outline.addresses == []
     assert not {"script", "link", "img", "iframe", "object", "embed", "form"} & outline.names
@@ -134,8 +138,7 @@ def test_the_page_asks_for_nothing_outside_itself(eventful: RunDir) -> None:
     assert """content="default-src 'none'; style-src 'unsafe-inline'\"""" in text
 
 
-def test_variables_of_the_nodes_are_hidden(eventful: RunDir) -> None:
-    text = page(eventful, CANCELLED, NOW)
+def test_variables_of_the_nodes_are_hidden(eventful: RunDir, text: str) -> None:
     assert SECRET not in text
     assert "SERVICE_KEY" in text
     # An override replaced the value of the run file.
@@ -167,27 +170,23 @@ def test_no_key_of_a_run_file_is_taken_for_a_secret() -> None:
     assert without_secrets("x.max_tokens", 4096) == 4096
 
 
-def test_gains_stand_beside_the_decision_that_predicted_them(eventful: RunDir) -> None:
-    text = page(eventful, CANCELLED, NOW)
+def test_gains_stand_beside_the_decision_that_predicted_them(text: str) -> None:
     row = next(row for row in re.findall(r"<tr>(.*?)</tr>", text) if "moving node 2 to train" in row)
     assert re.findall(r"<td[^>]*>([^<]*)</td>", row)[1::2] == ["node 2 to train", "0.60 s"]
     assert row.endswith("<td>0.47 s</td>")
     assert "hold, 8 times" in text
 
 
-def test_hours_in_the_queue_are_neither_drawn_nor_counted(eventful: RunDir) -> None:
+def test_hours_in_the_queue_are_neither_drawn_nor_counted(eventful: RunDir, text: str) -> None:
     rows, log = series.steps(eventful), series.events(eventful)
     begun = starts(rows, log)
-    assert [(start.attempt, start.state, start.queued_s > 0) for start in begun] == [
-        (1, "", False),
-        (1, "cancelled", False),
-        (2, "cancelled", True),
-    ]
+    attempts = [(start.attempt, start.state, start.queued_s > 0) for start in begun]
+    assert attempts == [(1, "", False), (1, "cancelled", False), (2, "cancelled", True)]
     over_time = charts(rows, log, starts=begun, eta=2, hybrid_start="rollout")[1]
     line = over_time.lines[1]
     assert max(x for x in line.xs if math.isfinite(x)) < 150 * STEP_S
     assert sum(map(math.isnan, line.ys)) == 2, "no line crosses a start"
-    assert "2.6" in re.findall(r"GPU hours</dt><dd class=\"value\">([^<]*)", page(eventful, CANCELLED, NOW))[0]
+    assert "2.6" in re.findall(r"GPU hours</dt><dd class=\"value\">([^<]*)", text)[0]
 
 
 def test_a_running_run_is_reported_as_such(eventful: RunDir) -> None:

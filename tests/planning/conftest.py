@@ -10,19 +10,9 @@ import pytest
 from libra_hpc_cli import app
 
 Call = Callable[..., tuple[int, str, str]]
-RUN = """
-[components.train]
-nodes = 2
-gpus = 8
-gpu_type = "a800"
-[components.hybrid]
-nodes = 2
-gpus = 8
-gpu_type = "a800"
-[components.rollout]
-nodes = 2
-gpus = 8
-gpu_type = "a800"
+STAGES = ("train", "hybrid", "rollout")
+NODES = "".join(f'[components.{stage}]\nnodes = 2\ngpus = 8\ngpu_type = "a800"\n' for stage in STAGES)
+REST = """
 [model]
 path = "qwen3-14b"
 [algorithm]
@@ -31,6 +21,7 @@ prompts_per_step = 64
 max_model_len = 32768
 max_num_seqs = 256
 """
+RUN = NODES + REST
 
 
 @pytest.fixture
@@ -50,7 +41,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def run_file(nodes: tuple[int, int, int] = (2, 2, 2), gpus: int = 8, **sections: dict[str, Any]) -> dict[str, Any]:
     """Settings of a run on A800; ``sections`` replace or add keys."""
     kind = {"gpus": gpus, "gpu_type": "a800"}
-    parts = {name: {**kind, "nodes": n} for name, n in zip(("train", "hybrid", "rollout"), nodes, strict=True)}
+    parts = {name: {**kind, "nodes": n} for name, n in zip(STAGES, nodes, strict=True)}
     made: dict[str, Any] = {
         "slurm": {"device": "cuda"},
         "components": parts,

@@ -17,6 +17,7 @@ from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.planning.initial import InitialPlan, initial_plan, plan_record
 from libra_hpc.policies.costs.rollout_time import ReplicaCost
 from libra_hpc.preflight.checks import problems
+from libra_hpc.preflight.train_worlds import degrees_of
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.traces.read import write_trace
 from tests.models.support import device_file
@@ -41,17 +42,27 @@ def node_lists(config: RunConfig) -> tuple[list[int], list[int]]:
     return tp if isinstance(tp, list) else [tp] * count, engines if isinstance(engines, list) else [engines] * count
 
 
-@pytest.mark.parametrize("nodes", [(2, 2, 2), (1, 0, 5), (6, 1, 9), (1, 30, 1)])
-@pytest.mark.parametrize("eta", [0, 1])
-def test_the_filled_in_run_file_uses_every_gpu_and_is_valid(nodes: tuple[int, int, int], eta: int) -> None:
-    made = planned(auto(nodes, algorithm={"prompts_per_step": 64, "eta": eta}))
+@pytest.mark.parametrize(
+    ("nodes", "eta", "model"),
+    [
+        *(((2, 2, 2), eta, "qwen3-14b") for eta in (0, 1)),
+        ((1, 0, 5), 1, "qwen3-8b"),
+        ((6, 1, 9), 0, "qwen3-32b"),
+        ((6, 1, 9), 1, "llama-3.1-70b"),
+        ((1, 30, 1), 1, "qwen3-30b-a3b"),
+    ],
+)
+def test_the_filled_in_run_file_uses_every_gpu_and_is_valid(nodes: tuple[int, int, int], eta: int, model: str) -> None:
+    made = planned(auto(nodes, algorithm={"prompts_per_step": 64, "eta": eta}, model={"path": model}))
     config, parts = made.config, made.config.components
     assert list(problems(config)) == []
     assert parts.split == "explicit"
     assert parts.train.nodes + parts.hybrid.nodes + parts.rollout.nodes == sum(nodes)
     assert parts.train.nodes == made.plan.nodes
     assert parts.hybrid.nodes <= nodes[1]
-    worlds = [core_world(config), *([elastic_world(config)] if parts.hybrid.nodes else [])]
+    core, layout = core_world(config), made.plan.train.layout
+    assert (core.ranks, core.dp, str(degrees_of(core))) == (layout.devices, layout.dp, str(layout.degrees))
+    worlds = [core, *([elastic_world(config)] if parts.hybrid.nodes else [])]
     assert all(world.ranks % world.replica == 0 and world.processes == 8 for world in worlds)
     degrees, engines = node_lists(config)
     assert all(tp * count == 8 for tp, count in zip(degrees, engines, strict=True))

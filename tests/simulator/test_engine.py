@@ -1,10 +1,13 @@
-"""One simulated engine against cases computed by hand."""
+"""One simulated engine against cases computed by hand, its block cache, and what comes back from host memory."""
 
 from __future__ import annotations
 
 import pytest
 
-from libra_hpc.simulator.engine.simulated_engine import IDLE
+from libra_hpc.simulator.engine.cache import BlockCache
+from libra_hpc.simulator.engine.host_cache import HostCache
+from libra_hpc.simulator.engine.simulated_engine import IDLE, Engine
+from libra_hpc.simulator.engine.simulated_engines import build_engines
 
 from .toys import Linear, engine, play, request
 
@@ -162,3 +165,115 @@ def test_reports_come_twice_a_second_at_step_boundaries_and_once_when_idle() -> 
         if stats is not None:
             reports.append((now, stats.running, stats.steps, stats.generated_tokens))
     assert reports == [(0.1875, 1, 1, 1), (0.75, 1, 4, 4), (1.3125, 1, 7, 7), (1.6875, 0, 9, 9)]
+
+
+def fill(cache: BlockCache, name: str, blocks: int) -> None:
+    """A request without a shared prompt comes, takes ``blocks`` and goes."""
+    cache.bind(name, f"prompt of {name}", 0)
+    cache.take(blocks)
+    cache.release(name, f"prompt of {name}", blocks, 0)
+
+
+def found(cache: BlockCache, name: str) -> int:
+    return cache.find(name, f"prompt of {name}", 0, 1000)[1]
+
+
+def test_nothing_is_lost_or_made() -> None:
+    cache = BlockCache(20)
+    fill(cache, "a", 6)
+    fill(cache, "b", 6)
+    assert (cache.free, cache.evictable, cache.held) == (8, 12, 0)
+    cache.bind("c", "p", 0)
+    cache.take(16)
+    assert (cache.free, cache.evictable, cache.held) == (0, 4, 16)
+    assert (found(cache, "a"), found(cache, "b")) == (0, 4), "the younger chain goes last, from its tail"
+
+
+def test_a_chain_without_its_prompt_is_not_found() -> None:
+    cache = BlockCache(20)
+    cache.bind("a", "p", 0)
+    cache.take(6)
+    assert cache.publish("p", 4) == 4
+    cache.release("a", "p", 2, 0)
+    assert cache.find("a", "p", 4, 100) == (4, 2, 6)
+    assert cache.find("b", "p", 4, 3) == (3, 0, 4)
+    cache.take(20 - 3)
+    assert cache.find("a", "p", 4, 100) == (3, 0, 3), "of one context the tail goes first"
+
+
+def test_many_names_leave_nothing_behind() -> None:
+    cache = BlockCache(8)
+    for i in range(1000):
+        fill(cache, f"t{i}", 4)
+    assert (cache.free, cache.evictable) == (0, 8)
+    assert len(cache) < 600, "names whose blocks are gone are forgotten"
+
+
+def with_host(host: HostCache | None) -> Engine:
+    """20 blocks of 4 tokens; a step takes 1 s and 1/4 s for each token of a prompt."""
+    return engine(Linear(80, base=1.0, prefill=0.25), host=host)
+
+
+def evicted(e: Engine) -> list[float]:
+    """When ``a`` ends, then ``b``, which takes its blocks, then the next turn of ``a``: 40 tokens known, 2 new."""
+    done = play(
+        e,
+        (0.0, request("a", 38, 2, prompt_tokens=0)),
+        (50.0, request("b", 60, 1, prompt_tokens=0)),
+        (100.0, request("a", 42, 1, prompt_tokens=0, high=39)),
+    )
+    return [at for at, _ in done]
+
+
+def test_an_evicted_context_comes_back_in_the_time_of_a_copy() -> None:
+    plain, hosted = with_host(None), with_host(HostCache(100, block_s=0.125))
+    # The device keeps 5 of 9 whole blocks; the others are computed again, or they come back.
+    assert evicted(plain)[-1] == 100.0 + 1.0 + 22 / 4
+    assert evicted(hosted)[-1] == 100.0 + 1.0 + 6 / 4 + 4 * 0.125
+    assert hosted.counters.fetched == 16
+    assert not hosted.counters.again.get("eviction")
+
+
+def test_new_weights_empty_the_host_too() -> None:
+    e = with_host(HostCache(100, block_s=0.125))
+    done = play(
+        e,
+        (0.0, request("a", 38, 2, prompt_tokens=0)),
+        (50.0, lambda now: e.swap(1, 1.0, now)),
+        (100.0, request("a", 42, 1, prompt_tokens=0, high=39)),
+    )
+    assert done[-1][0] == 100.0 + 1.0 + 42 / 4
+    assert e.counters.fetched == 0
+
+
+def beyond(host: HostCache, trajectory: str, prompt: str = "p", prompt_blocks: int = 2) -> int:
+    return host.beyond(trajectory, prompt, shared=0, own=0, prompt_blocks=prompt_blocks, most=100)
+
+
+def test_the_least_recently_used_leaves_host_memory_first() -> None:
+    host = HostCache(12, block_s=1.0)
+    host.store("a", "p", own=4, prompt_blocks=2)
+    host.store("b", "p", own=4, prompt_blocks=2)
+    assert (beyond(host, "a"), beyond(host, "b")) == (6, 6)
+    host.store("c", "p", own=3, prompt_blocks=2)
+    assert (beyond(host, "a"), beyond(host, "b"), beyond(host, "c")) == (2, 6, 5)
+    host.clear()
+    assert beyond(host, "c") == 0
+
+
+def test_a_chain_in_host_memory_is_of_no_use_without_its_prompt() -> None:
+    host = HostCache(100, block_s=1.0)
+    host.store("a", "p", own=4, prompt_blocks=2)
+    assert beyond(host, "a", "q") == 0
+    assert host.beyond("a", "q", shared=1, own=0, prompt_blocks=2, most=100) == 0
+    assert host.beyond("a", "q", shared=2, own=1, prompt_blocks=2, most=100) == 3
+    assert host.beyond("a", "p", shared=2, own=1, prompt_blocks=2, most=5) == 2
+
+
+def test_host_memory_and_links_of_all_gpus_of_an_engine_count() -> None:
+    (plain,) = build_engines("1xTP4", 4, "a800", "qwen3-14b").engines
+    (hosted,) = build_engines("1xTP4", 4, "a800", "qwen3-14b", host_gb=64.0).engines
+    # 160 KiB of keys and values a token, a quarter of them on each GPU, over 25 GB/s each.
+    assert plain.host is None
+    assert hosted.host is not None
+    assert (hosted.host.tokens, round(hosted.host.tokens_s)) == (64 * 2**30 // 40_960, round(25e9 / 40_960))

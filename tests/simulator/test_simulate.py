@@ -144,6 +144,14 @@ def test_an_interrupted_turn_goes_on_elsewhere_with_what_it_has_and_ends_sooner(
     assert (record.generated_tokens, record.turns, record.context_tokens) == (30, 1, 38)
 
 
+def test_a_turn_that_is_interrupted_on_its_way_begins_elsewhere() -> None:
+    policy, engines = Once(), [spec("a", Linear(400)), spec("b", Linear(400, tp=2))]
+    result = simulate([single("p", 8, 4)], engines, policy, with_(send_s=6.0))
+    assert policy.seen == [(5.0, "p/0", 0)]
+    assert (result.makespan_s, result.generated_tokens) == (6.0 + 6.0 + 4 * 0.5, 4)
+    assert result.turn_migrations == 0, "nothing had been generated"
+
+
 def test_a_long_turn_beside_others_is_moved_to_an_engine_that_fell_idle() -> None:
     engines = [spec(name, Linear(400_000, 2**-6, 2**-24, 2**-14)) for name in ("a", "b")]
     work = [single(f"short{i}", 64, 200) for i in range(2)] + [single(f"long{i}", 20_000, 20_000) for i in range(2)]

@@ -12,6 +12,7 @@ from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
 from libra_hpc.policies.scheduling.turn_migration import Running, TurnMigration
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
+from libra_hpc.simulator.engine.host_cache import HostCache
 from libra_hpc.simulator.engine.simulated_engine import IDLE, Engine
 from libra_hpc.simulator.engine.simulated_request import SimulatedRequest
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
@@ -99,10 +100,10 @@ class Exchange:
             sim.drain(self._leave, lambda: sim.join(self._join, self._delay_s))
 
 
-def engine(steps: StepTimes, **settings: object) -> Engine:
+def engine(steps: StepTimes, host: HostCache | None = None, **settings: object) -> Engine:
     """One engine with blocks of 4 tokens."""
     limits = SimulationSettings(**{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **settings})  # type: ignore[arg-type]
-    return Engine(name="e", tp=steps.tp, steps=steps, settings=limits, number=1, version=0, now=0.0)
+    return Engine(name="e", tp=steps.tp, steps=steps, settings=limits, number=1, version=0, now=0.0, host=host)
 
 
 def request(

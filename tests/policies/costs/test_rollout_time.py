@@ -1,4 +1,4 @@
-"""Rollout: published best TP, exact integrals of made-up devices, the straggler bound, tools, and short KV."""
+"""Rollout: exact integrals of made-up devices, the straggler bound, tools, and short KV."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from libra_hpc.policies.costs.factors import Factors
 from libra_hpc.policies.costs.lengths import TrajectoryLengths, sketch
 from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
 from libra_hpc.policies.costs.training_time import BatchWork
-from tests.models.support import DECODE, nominal
 from tests.policies.control.plant_costs import FakeSteps, agentic, batch_of
 
 
@@ -23,18 +22,9 @@ def batch_like(count: int, generated: int, prompt: int, eta: int = 0, tool_s: fl
     return BatchWork(count, sketch([one], count), eta)
 
 
-@pytest.mark.parametrize(("name", "model", "live", "context", "wanted"), DECODE)
-def test_the_table_of_operator_measurements(
-    name: str, model: str, live: int, context: int, wanted: tuple[float, ...]
-) -> None:
-    """Eight GPUs as 8 / tp replicas that hold ``live`` sequences together, decoding alone."""
-    batch = batch_like(8192, 2, context)
-    rates = []
-    for tp in (1, 2, 4, 8):
-        limit, no_prefill = RolloutOptions(max_num_seqs=4096), Factors(prefill=0.0)
-        replica = ReplicaCost(lookup(nominal(name), model, tp), batch, limit, no_prefill)
-        rates.append(live / replica.position_s(live * tp / 8, context) if replica.fits(0) else 0.0)
-    assert rates == pytest.approx(wanted, rel=0.1)
+def seconds_of(replica: ReplicaCost, replicas: int, lag: float = 0.0) -> float:
+    """Seconds of all lengths of the batch."""
+    return replica.time(0, len(replica._batch.lengths.bins) - 1, replicas, lag)
 
 
 def test_a_draining_batch_is_the_integral_over_its_live_number() -> None:
@@ -57,10 +47,9 @@ def test_never_below_the_straggler_and_never_slower_with_more_replicas(
     generated: list[int], eta: int, replicas: int
 ) -> None:
     replica = ReplicaCost(FakeSteps(2, fixed=0.01, each=1e-3, kv=1e-6, new=1e-4), batch_of(*generated, eta=eta))
-    last = len(replica._batch.lengths.bins) - 1
     straggler = max(generated) * replica.position_s(1, 10) / (eta + 1)
-    assert replica.time(0, last, replicas) >= 0.999 * straggler
-    assert replica.time(0, last, replicas + 1) <= replica.time(0, last, replicas) * (1 + 1e-12)
+    assert seconds_of(replica, replicas) >= 0.999 * straggler
+    assert seconds_of(replica, replicas + 1) <= seconds_of(replica, replicas) * (1 + 1e-12)
 
 
 def test_tools_delay_a_trajectory_and_leave_room_for_others() -> None:
@@ -68,24 +57,22 @@ def test_tools_delay_a_trajectory_and_leave_room_for_others() -> None:
     quiet, busy = (batch_like(64, 100, 10, tool_s=tool) for tool in (0.0, 100.0))
     steps = FakeSteps(1, fixed=1.0, each=0.1)
     without, with_tools = ReplicaCost(steps, quiet), ReplicaCost(steps, busy)
-    last = len(quiet.lengths.bins) - 1
     assert with_tools.position_s(1, 50) == pytest.approx(without.position_s(1, 50) + 1.0)
     # Some of the 64 are in their tool, so that steps are shorter: less than the sum.
-    assert without.time(0, last, 1) < with_tools.time(0, last, 1) < without.time(0, last, 1) + 100
+    assert seconds_of(without, 1) < seconds_of(with_tools, 1) < seconds_of(without, 1) + 100
 
 
 def test_prompts_are_computed_once_and_tool_results_between_steps() -> None:
     steps = FakeSteps(1, fixed=1e-9, new=1e-3)
     batch = BatchWork(4, sketch([TrajectoryLengths(100, 100 + 1000 + 300, 1000, 3)] * 4, 4), 0)
     replica = ReplicaCost(steps, batch, RolloutOptions(prefix_hits=1.0))
-    assert replica.time(0, len(batch.lengths.bins) - 1, 1) == pytest.approx(4 * (1000 + 300) * 1e-3, rel=0.02)
+    assert seconds_of(replica, 1) == pytest.approx(4 * (1000 + 300) * 1e-3, rel=0.02)
 
 
 def test_lost_prefixes_are_computed_again() -> None:
     batch = agentic(64)
     steps = FakeSteps(1, fixed=1e-3, new=1e-4)
-    last = len(batch.lengths.bins) - 1
-    times = [ReplicaCost(steps, batch, RolloutOptions(prefix_hits=hits)).time(0, last, 4) for hits in (1.0, 0.9, 0.5)]
+    times = [seconds_of(ReplicaCost(steps, batch, RolloutOptions(prefix_hits=hits)), 4) for hits in (1.0, 0.9, 0.5)]
     assert times == sorted(times)
     assert times[2] > 1.5 * times[0]
 
@@ -95,10 +82,9 @@ def test_short_kv_limits_the_batch_and_brings_evicted_context_back() -> None:
     ample, short = (
         ReplicaCost(FakeSteps(1, capacity, fixed=0.02, each=1e-5, new=1e-5), batch) for capacity in (10**8, 60_000)
     )
-    last = len(batch.lengths.bins) - 1
-    assert short.time(0, last, 4) > 2 * ample.time(0, last, 4)
+    assert seconds_of(short, 4) > 2 * seconds_of(ample, 4)
     refilled_free = ReplicaCost(FakeSteps(1, 60_000, fixed=0.02, each=1e-5, new=0.0), batch)
-    assert short.time(0, last, 4) > refilled_free.time(0, last, 4)
+    assert seconds_of(short, 4) > seconds_of(refilled_free, 4)
 
 
 @pytest.mark.parametrize("capacity", range(900, 1100, 7))
@@ -134,16 +120,15 @@ def test_fewest_replicas_whatever_was_asked_before(
     replica = ReplicaCost(FakeSteps(1, fixed=0.01, each=2e-3, new=1e-4), batch_of(*generated, eta=eta))
     last = len(replica._batch.lengths.bins) - 1
     for seconds in questions:
-        able = [n for n in range(1, most + 1) if replica.time(0, last, n) <= seconds]
+        able = [n for n in range(1, most + 1) if seconds_of(replica, n) <= seconds]
         assert list(replica.fewest(range(1), last, seconds, most)) == ([(0, able[0])] if able else [])
 
 
 def test_each_factor_scales_its_own_term() -> None:
     batch, quiet = (batch_like(4, 110, 1000, tool_s=tool) for tool in (50.0, 0.0))
-    last = len(batch.lengths.bins) - 1
 
     def seconds(steps: FakeSteps, factors: Factors = Factors()) -> float:  # noqa: B008
-        return ReplicaCost(steps, batch, RolloutOptions(), factors).time(0, last, 4)
+        return seconds_of(ReplicaCost(steps, batch, RolloutOptions(), factors), 4)
 
     decode = FakeSteps(1, fixed=1.0)
     assert ReplicaCost(decode, quiet, RolloutOptions(), Factors(decode=2.0)).position_s(1, 1000) == pytest.approx(2.0)
@@ -206,8 +191,7 @@ def test_a_wait_for_training_means_nothing_when_stages_take_turns() -> None:
 @given(st.lists(st.integers(1, 9000), min_size=2, max_size=10), st.integers(1, 3), st.floats(0.0, 1e4))
 def test_a_longer_wait_is_never_faster_and_costs_at_most_its_share(lengths: list[int], eta: int, lag: float) -> None:
     replica = ReplicaCost(FakeSteps(1, fixed=0.01, each=2e-3, new=1e-4), batch_of(*lengths, eta=eta))
-    last = len(replica._batch.lengths.bins) - 1
-    without, half, whole = (replica.time(0, last, 3, wait) for wait in (0.0, lag / 2, lag))
+    without, half, whole = (seconds_of(replica, 3, wait) for wait in (0.0, lag / 2, lag))
     assert without <= half * (1 + 1e-9)
     assert half <= whole * (1 + 1e-9)
     assert whole <= (without + lag / (eta + 1)) * (1 + 1e-9)
@@ -223,17 +207,15 @@ def test_long_trajectories_with_fewer_turns_do_not_wait_for_the_tools_of_short_o
     assert context == pytest.approx(10 + 4000 * (1 + 100 / 5000))
     assert lengths.generated_at(context) == pytest.approx(4000, rel=1e-3)
     replica = ReplicaCost(FakeSteps(1, fixed=0.1), BatchWork(32, lengths, 0))
-    last = len(lengths.bins) - 1
-    assert replica.time(0, last, 1000) == pytest.approx(500 + 10 + 10, rel=0.02), "both have 10 s of tools"
+    assert seconds_of(replica, 1000) == pytest.approx(500 + 10 + 10, rel=0.02), "both have 10 s of tools"
 
 
 def test_a_scheduler_that_lets_in_what_the_cache_holds_is_not_slowed_by_the_rest() -> None:
     batch = agentic(256)
     steps = FakeSteps(1, 60_000, fixed=0.02, each=1e-5, new=1e-4)
     crowded, admitted = (ReplicaCost(steps, batch, RolloutOptions(cache_aware=aware)) for aware in (False, True))
-    last = len(batch.lengths.bins) - 1
-    assert admitted.time(0, last, 1) < 0.9 * crowded.time(0, last, 1)
-    assert admitted.time(0, last, 256) == pytest.approx(crowded.time(0, last, 256)), "one each: nothing to wait for"
+    assert seconds_of(admitted, 1) < 0.9 * seconds_of(crowded, 1)
+    assert seconds_of(admitted, 256) == pytest.approx(seconds_of(crowded, 256)), "one each: nothing to wait for"
 
 
 def test_samples_beside_their_siblings_share_the_prompt() -> None:

@@ -99,25 +99,31 @@ def random_lengths(rng: random.Random, groups: int, samples: int = 4) -> dict[st
 
 
 def drive(
-    policy: Policy, board: Board, lengths: dict[str, list[int]], rng: random.Random, arrivals_s: float = 50.0
+    policy: Policy, board: Board, lengths: dict[str, list[int]], rng: random.Random, lost: float = 0.0
 ) -> list[str]:
     """Serve every trajectory: they arrive at random, turns end in random order, tools take a moment, engines close,
-    open and change cap meanwhile.
+    open and change cap meanwhile, and with a chance of ``lost`` a round one is replaced.
 
     Asserts at each decision what every policy owes: an open engine with a free slot, a level that is the engine's, and
     a reason.  Returns the order of ends.
     """
     dispatcher = Dispatcher(policy, board)
-    arrivals = sorted((rng.uniform(0.0, arrivals_s), name) for name in lengths)
+    arrivals = sorted((rng.uniform(0.0, 50.0), name) for name in lengths)
     done = dict.fromkeys(lengths, 0)
     running: list[tuple[str, str, int]] = []
     signals: dict[str, tuple[Signal, ...]] = dict.fromkeys(lengths, ())
     now, order, idle = 0.0, list[str](), 0
+
+    def ready(name: str, at: str) -> None:
+        turns, attained = done[name], sum(lengths[name][: done[name]])
+        seen = {"at": at, "turns": turns, "attained": attained, "ready": now, "signals": signals[name]}
+        dispatcher.ready(turn_of(name, name.split("/")[0], context=500 + attained + 50 * turns, **seen), now)
+
     while len(order) < len(lengths):
         while arrivals and (arrivals[0][0] <= now or not (running or len(dispatcher))):
             arrival, name = arrivals.pop(0)
             now = max(now, arrival)
-            dispatcher.ready(turn_of(name, name.split("/")[0], ready=now), now)
+            ready(name, "")
         before = {e.engine: (e.open, e.inflight, e.cap) for e in board.engines.values()}
         for turn, decision in dispatcher.dispatch(now):
             is_open, inflight, cap = before[decision.engine]
@@ -135,20 +141,25 @@ def drive(
             engine = rng.choice(list(board.engines))
             board.set_open(engine, not board.engines[engine].open)
             board.set_cap(engine, rng.randint(1, 5))
+        if rng.random() < lost:
+            gone = board.engines[rng.choice(list(board.engines))]
+            board.down(gone.engine)
+            board.up(gone.engine, rng.choice((1, 2, 4)), gone.kv_capacity, 0)
+            for name in [name for name, engine, _ in running if engine == gone.engine]:
+                ready(name, gone.engine)
+            running = [run for run in running if run[1] != gone.engine]
         if running:
             name, engine, context = running.pop(rng.randrange(len(running)))
             board.answered(engine, context)
             done[name] += 1
-            attained = sum(lengths[name][: done[name]])
-            prompt = name.split("/")[0]
             if done[name] == len(lengths[name]):
                 order.append(name)
                 ends = tuple(sum(lengths[name][: i + 1]) for i in range(len(signals[name])))
-                dispatcher.finished(ended(name, prompt, attained, signals=signals[name], at=ends), now)
+                record = ended(name, name.split("/")[0], sum(lengths[name]), signals=signals[name], at=ends)
+                dispatcher.finished(record, now)
             else:
                 signals[name] += (rng.choice((OK, ERROR)),)
-                seen = {"at": engine, "turns": done[name], "attained": attained, "ready": now, "signals": signals[name]}
-                dispatcher.ready(turn_of(name, prompt, context=500 + attained + 50 * done[name], **seen), now)
+                ready(name, engine)
     assert board.free == sum(e.free for e in board.engines.values())
     assert len(dispatcher) == 0
     return order

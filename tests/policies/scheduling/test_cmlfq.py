@@ -169,44 +169,6 @@ def test_no_turn_is_overtaken_by_a_turn_that_became_ready_later_than_the_bound(
         assert all(before <= ready + AGEING_S for before in served[:i])
 
 
-@settings(deadline=None, max_examples=50)
-@given(
-    st.lists(st.tuples(st.integers(0, 11), st.integers(1, 60_000), st.booleans(), st.sampled_from("abcd")), max_size=60)
-)
-def test_decisions_are_admissible_and_loads_add_up(steps: list[tuple[int, int, bool, str]]) -> None:
-    policy, made = warm_policy(p0=500, p1=9000), board(("a", 1), ("b", 1), ("c", 2), cap=2)
-    in_flight: dict[str, tuple[str, int]] = {}
-    done: dict[str, int] = {}
-    for i, context, ends, engine in steps:
-        name = f"t{i}"
-        if engine == "d" and len(made.engines) > 1 and ends:
-            gone = sorted(made.engines)[0]
-            made.down(gone)
-            in_flight = {n: f for n, f in in_flight.items() if f[0] != gone}
-        elif name in in_flight:
-            made.answered(*in_flight.pop(name))
-            if ends:
-                policy.finished(finished(800, f"p{i % 3}", name), 0.0)
-                done.pop(name, None)
-        else:
-            turns = done.get(name, 0)
-            seen = {"at": engine if turns else "", "attained": 100 * turns, "signals": (MISS,) * turns}
-            decision = route(policy, made, turn(name, f"p{i % 3}", turns=turns, context=context, **seen))
-            if decision.engine:
-                chosen = made.engines[decision.engine]
-                assert chosen.open
-                assert chosen.inflight < chosen.cap
-                assert decision.level == chosen.level
-                made.sent(decision.engine, context)
-                in_flight[name] = (decision.engine, context)
-                done[name] = turns + 1
-    for tracked in list(policy._tracked):
-        policy.forget(tracked)
-    for load in policy._loads._loads.values():
-        assert (load.work, load.reach4, load.finish) == (0.0, 0.0, 0.0)
-    assert not policy._tracked
-
-
 def test_the_first_engine_to_finish_is_right_within_the_slack() -> None:
     made, loads = board(*((f"e{i}", 1) for i in range(6))), EngineLoads()
     loads.sync(made)

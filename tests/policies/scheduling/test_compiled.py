@@ -133,12 +133,12 @@ def state_of(thing: object) -> dict[str, object]:
     """Every attribute of a learner, those of its parts too."""
     if isinstance(thing, (int, float, str, type(None))):
         return {"": thing}
-    if isinstance(thing, dict):
-        return {f"{key}.{name}": value for key, part in thing.items() for name, value in state_of(part).items()}
-    if isinstance(thing, (list, tuple)):
-        return {f"{key}.{name}": value for key, part in enumerate(thing) for name, value in state_of(part).items()}
-    names = [name for name in dir(thing) if not name.startswith("__") and not callable(getattr(thing, name))]
-    return {f"{key}.{name}": value for key in names for name, value in state_of(getattr(thing, key)).items()}
+    if isinstance(thing, (dict, list, tuple)):
+        parts = dict(thing if isinstance(thing, dict) else enumerate(thing))
+    else:
+        names = [name for name in dir(thing) if not name.startswith("__")]
+        parts = {name: part for name in names if not callable(part := getattr(thing, name))}
+    return {f"{key}.{name}": value for key, part in parts.items() for name, value in state_of(part).items()}
 
 
 def test_a_copy_has_the_same_state_and_is_independent() -> None:
@@ -147,16 +147,8 @@ def test_a_copy_has_the_same_state_and_is_independent() -> None:
     def learn(start: int) -> None:
         for i in range(start, start + 60):
             signals: tuple[Signal, ...] = (OK, MISS, OK)[: i % 4]
-            estimator.insert(
-                finished(
-                    100 + 37 * i,
-                    f"p{i // 4}",
-                    f"t{i}",
-                    version=i // 20,
-                    signals=signals,
-                    at=tuple(20 * (k + 1) for k in range(len(signals))),
-                )
-            )
+            seen = {"signals": signals, "at": tuple(20 * (k + 1) for k in range(len(signals)))}
+            estimator.insert(finished(100 + 37 * i, f"p{i // 4}", f"t{i}", version=i // 20, **seen))
 
     learn(0)
     copy = estimator.everything.copied()

@@ -66,12 +66,16 @@ def test_survival_starts_with_a_heavy_tail() -> None:
     assert PRIOR_TOKENS / 2 < table.rest[0] < 4 * PRIOR_TOKENS
 
 
+def finish(table: Survival, tokens: int, count: int = 1) -> None:
+    for _ in range(count):
+        table.passed(0, cell_of(tokens))
+        table.ended(cell_of(tokens), 0)
+
+
 def test_survival_recovers_an_exponential() -> None:
     rng, table = random.Random(0), Survival()
     for _ in range(4000):
-        cell = cell_of(rng.expovariate(1 / 3000))
-        table.passed(0, cell)
-        table.ended(cell, 0)
+        finish(table, rng.expovariate(1 / 3000))
     for attained in (100, 1000, 5000):
         assert table.rest[cell_of(attained)] == pytest.approx(3000, rel=0.2)
 
@@ -79,13 +83,10 @@ def test_survival_recovers_an_exponential() -> None:
 def test_running_trajectories_count() -> None:
     cold, aware = Survival(), Survival()
     for table in (cold, aware):
-        for _ in range(20):
-            table.passed(0, cell_of(300))
-            table.ended(cell_of(300), 0)
+        finish(table, 300, 20)
     for _ in range(200):
         aware.passed(0, cell_of(5000))
-    aware.ended(cell_of(300), 0)
-    for _ in range(15):
+    for _ in range(16):
         aware.ended(cell_of(300), 0)
     assert aware.rest[0] > 5 * cold.rest[0]
 
@@ -134,20 +135,15 @@ def test_quantile_offsets_follow_the_errors() -> None:
 
 
 def test_early_ends_are_weighted_against_those_that_still_run() -> None:
-    table = Survival()
+    table, done = Survival(), Survival()
     for _ in range(100):
         table.passed(0, cell_of(3000))
-    for _ in range(48):
-        table.passed(0, cell_of(300))
-        table.ended(cell_of(300), 0)
+    finish(table, 300, 48)
     for _ in range(16):
         table.ended(cell_of(3000), 0)
     short, long = table.weight[cell_of(300)], table.weight[cell_of(3000)]
     assert long > 1.2 * short, "of those who reached 3,000 tokens most still run"
-    done = Survival()
-    for _ in range(64):
-        done.passed(0, cell_of(300))
-        done.ended(cell_of(300), 0)
+    finish(done, 300, 64)
     assert done.weight[cell_of(300)] == pytest.approx(1.0, abs=0.1)
 
 
@@ -173,8 +169,10 @@ def trained(useful: bool, groups: int = 60, seed: int = 0) -> RemainingWorkEstim
     return estimator
 
 
-def left(estimator: RemainingWorkEstimator, prompt: str, attained: int = 0, signals: tuple[Signal, ...] = ()) -> float:
-    return estimator.advance(estimator.cursor(prompt, "task"), signals, attained)
+def left(
+    estimator: RemainingWorkEstimator, prompt: str, attained: int = 0, *signals: Signal, task: str = "task"
+) -> float:
+    return estimator.advance(estimator.cursor(prompt, task), signals, attained)
 
 
 def test_siblings_decide_where_prompts_matter_and_are_ignored_where_they_do_not() -> None:
@@ -186,22 +184,15 @@ def test_siblings_decide_where_prompts_matter_and_are_ignored_where_they_do_not(
     assert 0.5 < left(noise, "p0") / left(noise, "p1") < 2.0
 
 
-def test_a_running_sibling_that_outlives_the_others_lengthens_its_group() -> None:
+def test_a_running_sibling_that_outlives_the_others_lengthens_its_group_until_it_is_aborted() -> None:
     estimator = trained(useful=True)
-    before = left(estimator, "new")
-    estimator.advance(estimator.cursor("new", "task"), (), 20_000)
-    after = left(estimator, "new")
-    assert after > before
-
-
-def test_an_aborted_trajectory_no_longer_counts() -> None:
-    estimator = trained(useful=True)
-    before = left(estimator, "new")
-    cursor = estimator.cursor("new", "task")
+    before, cursor = left(estimator, "new"), estimator.cursor("new", "task")
     estimator.advance(cursor, (), 20_000)
-    estimator.drop(cursor)
-    assert estimator.cursor("new", "task").prompt.gap() == (0.0, 0.0)
-    assert before > 0.0
+    assert left(estimator, "new") > before > 0.0
+    aborted = estimator.cursor("other", "task")
+    estimator.advance(aborted, (), 20_000)
+    estimator.drop(aborted)
+    assert estimator.cursor("other", "task").prompt.gap() == (0.0, 0.0)
 
 
 def outcomes(informative: bool, seed: int = 3) -> RemainingWorkEstimator:
@@ -218,9 +209,9 @@ def outcomes(informative: bool, seed: int = 3) -> RemainingWorkEstimator:
 def test_signals_move_the_estimate_where_they_inform_and_not_where_they_do_not() -> None:
     good, bad = (signal(o) for o in ("ok", "error"))
     estimator = outcomes(True)
-    assert left(estimator, "new", 200, (bad,)) > 2.0 * left(estimator, "new", 200, (good,))
+    assert left(estimator, "new", 200, bad) > 2.0 * left(estimator, "new", 200, good)
     noise = outcomes(False)
-    assert left(noise, "new", 200, (bad,)) < 1.6 * left(noise, "new", 200, (good,))
+    assert left(noise, "new", 200, bad) < 1.6 * left(noise, "new", 200, good)
     assert estimator.everything.gate.open
     assert not noise.everything.gate.open
 
@@ -231,7 +222,7 @@ def test_a_cursor_equals_a_walk_from_the_start() -> None:
     stepwise = estimator.cursor("new", "task")
     for i in range(1, 5):
         estimator.advance(stepwise, signals[:i], 100 * i)
-    assert stepwise.left == pytest.approx(left(outcomes(True), "new", 400, signals))
+    assert stepwise.left == pytest.approx(left(outcomes(True), "new", 400, *signals))
 
 
 def test_evidence_halves_with_weight_versions() -> None:
@@ -255,9 +246,9 @@ def test_a_second_task_starts_from_all_tasks_then_separates() -> None:
     estimator = RemainingWorkEstimator()
     for i in range(100):
         estimator.insert(finished(4000, f"a{i}", f"t{i}", task="long"))
-    start = estimator.advance(estimator.cursor("b0", "short"), (), 0)
-    assert start == pytest.approx(estimator.advance(estimator.cursor("x", "long"), (), 0), rel=0.2)
+    start = left(estimator, "b0", task="short")
+    assert start == pytest.approx(left(estimator, "x", task="long"), rel=0.2)
     for i in range(100):
         estimator.insert(finished(100, f"b{i}", f"s{i}", task="short"))
-    assert estimator.advance(estimator.cursor("new", "short"), (), 0) < start / 5
-    assert estimator.advance(estimator.cursor("new2", "long"), (), 0) > start / 2
+    assert left(estimator, "new", task="short") < start / 5
+    assert left(estimator, "new2", task="long") > start / 2
