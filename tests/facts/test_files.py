@@ -39,10 +39,15 @@ def text_of(renderable: object, width: int = 100) -> str:
 def screen(
     status: Status, width: int = 100, *, later: float = 0.0, rewards: Sequence[float] = (), room: int = 0
 ) -> str:
-    """What the screen of ``width`` columns has, without its frames."""
+    """The screen of ``width`` columns."""
     text = text_of(view.render(status, now=status.updated_at + later, rewards=list(rewards)), room or width)
     assert max(len(line) for line in text.splitlines()) <= width
     assert "…" not in text
+    return text
+
+
+def flat(text: str) -> str:
+    """Without frames and line breaks."""
     return " ".join(text.replace("│", " ").split())
 
 
@@ -172,7 +177,7 @@ def test_summary_of_a_run_that_never_started(tmp_path: Path) -> None:
 
 def test_rendered_summary_names_the_move_and_its_reason(run: RunDir) -> None:
     text = text_of(summary.render_summary(summary.summarise(run)))
-    facts = " ".join(text.replace("│", " ").split())
+    facts = flat(text)
     for fact in (
         *("3 steps, 500 tokens", "node 2 training takes 2.3 s a batch", "0.42 s", "0.31 s"),
         "planner expected 3.30 s, measured 3.00 s (mean of 57 steps), error 10% (median of blocks of 8)",
@@ -228,7 +233,7 @@ def test_the_screen_shows_what_matters_now(
     if changes is SHORT_KV:
         changes = {"numbers": status.numbers | SHORT_KV}
     status = msgspec.structs.replace(status, **changes)
-    text = screen(status, 80, later=later, rewards=REWARDS if status.step else ())
+    text = flat(screen(status, 80, later=later, rewards=REWARDS if status.step else ()))
     for words in shown:
         assert words in text
     for words in hidden:
@@ -240,7 +245,7 @@ def test_the_screen_names_failures_and_why_admission_is_paused(run: RunDir, widt
     why = "9 of the last 9 trajectories failed. One attempt at a time goes on until one succeeds."
     failures = [FailedAttempts("raised", 12_345, "E: " + "long\n" * 100)]
     status = synthetic.make_status(run)
-    text = screen(msgspec.structs.replace(status, paused=why, message=why, failures=failures), width)
+    text = flat(screen(msgspec.structs.replace(status, paused=why, message=why, failures=failures), width))
     assert why in text
     assert "12,345 raised (E: long long" in text
 
