@@ -117,7 +117,7 @@ def test_a_killed_planner_and_a_killed_node_on_slurm(cluster: ClusterInfo, tmp_p
     sound(case)
     assert {event["attempt"] for event in case.events("job_started")} == {1}, "the same job"
     said = (run.logs(1) / "slurm.out").read_text()
-    assert "recover: the planner's agent (rank 0) was lost" in said
+    assert "restart: the planner's agent (rank 0) was lost" in said
     assert f"libra-hpc: the run is completed at step {case.values['steps']}" in said, (
         "Slurm's own output says how it ended"
     )
