@@ -1,4 +1,8 @@
-"""Megatron-Core's AdamW with sharded state, and the schedule of its learning rate."""
+"""torch's AdamW with Megatron-Core's sharded state, and the schedule of its learning rate.
+
+Megatron-Core would take the FusedAdam of Transformer Engine or Apex where it can import one. They count the steps of a
+group since the start of the process, so that a resumed run would differ from one that was not stopped.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from libra_hpc.trainer.model.mcore import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
+from libra_hpc.trainer.model.mcore import optimizer as megatron_optimizers
 
 from .model import compat
 from .settings import OptimizerSettings
@@ -36,6 +41,7 @@ def adamw(ddp: Any, dtype: torch.dtype, settings: OptimizerSettings) -> Any:
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
+    megatron_optimizers.USING_PYTORCH_OPTIMIZER = True
     with compat.mcore_device():
         optimizer = get_megatron_optimizer(
             optimizer_config,
@@ -44,6 +50,8 @@ def adamw(ddp: Any, dtype: torch.dtype, settings: OptimizerSettings) -> Any:
             use_gloo_process_groups=False,
         )
     for part in distributed(optimizer):
+        if type(part.optimizer) is not torch.optim.AdamW:
+            raise RuntimeError(f"Megatron-Core took {type(part.optimizer)} for torch's AdamW")
         for group in part.optimizer.param_groups:
             # torch's default on a GPU makes temporary tensors of 4 bytes a parameter.
             group.update(fused=True, foreach=False)

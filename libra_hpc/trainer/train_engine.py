@@ -252,7 +252,9 @@ class TrainEngine:
         self.state.updates += 1
         self._set_schedule()
         with compat.mcore_device():
-            self._optimizer.step()
+            # `step` would take the norm again.
+            self._optimizer.prepare_grads()
+            self._optimizer.step_with_ready_grads()
         return scaled
 
     def _set_schedule(self) -> None:

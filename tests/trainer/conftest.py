@@ -14,7 +14,7 @@ from libra_hpc.trainer.train_engine import close_world, init_world
 from libra_hpc.weights.names import ReplicaPlace
 
 
-class _World:
+class World:
     def __init__(self) -> None:
         self.split = init_world(choose_device("cpu", 0, 1), 1, 1, 0, local_store(), 60.0)
 
@@ -25,5 +25,5 @@ class _World:
 @pytest.fixture(scope="module")
 def world() -> Iterator[ReplicaPlace]:
     """A torch world of this process alone."""
-    with closing(_World()) as world:
+    with closing(World()) as world:
         yield world.split

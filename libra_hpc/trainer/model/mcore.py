@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import compat
 
 with compat.eager_import():
-    from megatron.core import parallel_state
+    from megatron.core import optimizer, parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.fusions import fused_bias_swiglu
     from megatron.core.models.gpt import GPTModel
@@ -49,5 +49,6 @@ __all__ = [
     "get_standard_config_overrides",
     "mappings",
     "moe_utils",
+    "optimizer",
     "parallel_state",
 ]
