@@ -2,25 +2,28 @@
 
 A process has one `Channel` for what its tensor and pipeline coordinate decides and, in a model with experts, one for
 its experts. A connected channel is a *bare* process group, outside torch's global state; aborting it wakes waiting
-peers. All methods raise `RuntimeError` when a member is missing, died or was late.
+peers. All methods raise `RuntimeError` when a member is missing, died or was late, or a newer order came.
 
-The memory beyond weights and gradients is one transfer of `CHUNK` elements.
+Sends and receives are all-to-all operations of the group: one communicator, however many pairs of ranks. They and the
+sums move copies of at most `CHUNK` elements, the memory beyond weights and gradients: an operation that was given up
+may still write to its tensors.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .device import Store, bare_group, file_store, wait, wait_peer
-from .exchange import GroupMembers, Transfer, join_transfers, owned, parts, step_transfers
+from .device import Store, bare_group, end_groups, file_store, wait
+from .exchange import GroupMembers, Transfer, join_transfers, owned, parts, rounds, step_transfers
 
 CHUNK = 1 << 24
-"""Elements of one transfer (64 MiB of float32): the owner's memory for what it receives. Smaller ones show latency."""
+"""Elements of a rank in one operation (64 MiB of float32). Smaller ones show latency."""
 ANNOUNCE_POLL_S = 0.05
 """Seconds between two reads of the announcements on the shared file system."""
 
@@ -37,12 +40,14 @@ class Channel:
         elastic: bool,
         device: torch.device,
         timeout_s: float,
+        interrupted: Callable[[], bool],
     ) -> None:
         """``buckets`` are Megatron-Core's, with the same parameters in all processes of the same ``label``.
 
         ``owners``: copies in the core. ``copies``, ``copy``: of them in this world, and which one this is. ``elastic``:
-        this world has no optimizer. ``timeout_s``: longest transfer.
+        this world has no optimizer. ``timeout_s``: longest operation. ``interrupted``: whether a newer order came.
         """
+        self._interrupted = interrupted
         self._buckets, self._label, self._device, self._timeout_s = buckets, label, device, timeout_s
         self._owners, self._copies, self._copy, self._elastic = owners, copies, copy, elastic
         self._sizes = [int(bucket.numel_unpadded) for bucket in buckets]
@@ -68,13 +73,13 @@ class Channel:
         self._store = file_store(self._path, self._members.size)
         self._store.set(_member(self._rank), "here")
 
-    def assemble(self, deadline: float, interrupted: Callable[[], bool]) -> None:
+    def assemble(self, deadline: float) -> None:
         """Wait until all are announced, or ``deadline`` (monotonic), or a newer order came."""
         assert self._store is not None
         names = [_member(rank) for rank in range(self._members.size)]
         while True:
             # Also when all are there: members with the newer order leave, and the connect would wait for them.
-            if interrupted():
+            if self._interrupted():
                 raise RuntimeError("a newer order came")
             if self._store.check(names):
                 return
@@ -84,12 +89,12 @@ class Channel:
             time.sleep(ANNOUNCE_POLL_S)
 
     def connect(self, timeout_s: float, counters: tuple[int, int]) -> list[tuple[int, int]]:
-        """Connect the announced members, which cannot be interrupted; returns the ``counters`` of each rank."""
+        """Connect the announced members; returns the ``counters`` of each rank."""
         members, copy = self._members, self._copy
         self._group = bare_group(self._device, self._store, rank=self._rank, size=members.size, timeout_s=timeout_s)
         mine = torch.tensor(counters, dtype=torch.int64, device=self._device)
         everyone = [torch.empty_like(mine) for _ in range(members.size)]
-        wait(self._group.allgather([everyone], [mine]), timeout_s)
+        wait(self._group.allgather([everyone], [mine]), timeout_s, self._interrupted)
         if self._elastic and members.replicas > 1:
             store = file_store(f"{self._path}-copy{copy}", members.replicas)
             self._siblings = bare_group(
@@ -98,11 +103,10 @@ class Channel:
         return [(int(first), int(second)) for first, second in everyone]
 
     def leave(self) -> None:
-        groups = self._group, self._siblings
+        groups = [group for group in (self._group, self._siblings) if group is not None]
         self._group, self._siblings, self._store = None, None, None
-        for group in groups:
-            if group is not None:
-                group.abort()
+        if groups:
+            end_groups(groups)
 
     # --- exchanges ---
 
@@ -110,36 +114,24 @@ class Channel:
         """Add the replicas' gradients to those of their owners."""
         gradients = [bucket.grad_data for bucket in self._buckets]
         if self._siblings is not None:
-            options = dist.ReduceOptions()
-            for bucket, options.rootRank, begin, end in self._parts():
-                wait(self._siblings.reduce([gradients[bucket][begin:end]], options), self._timeout_s)
-        for transfer in self._own(step_transfers(self._sizes, self._members, CHUNK)):
-            piece = gradients[transfer.bucket][transfer.begin : transfer.end]
-            if self._elastic:
-                self._send(piece, transfer.owner)
-            else:
-                received = torch.empty_like(piece)
-                self._receive(received, transfer.peer)
-                piece += received
+            self._among_replicas(gradients, self._siblings.reduce, dist.ReduceOptions())
+        plan = step_transfers(self._sizes, self._members, CHUNK)
+        for own, received in self._exchange(plan, gradients, to_owners=True):
+            own += received
 
     def add(self, sums: torch.Tensor) -> None:
         """Add the sums of every process of the replicas to those of the first owner."""
-        if self._elastic:
-            self._send(sums, 0)
-        elif self._rank == 0:
-            for peer in range(self._members.owners, self._members.size):
-                received = torch.empty_like(sums)
-                self._receive(received, peer)
-                sums += received
+        total = sums.clone() if self._elastic or self._rank == 0 else torch.zeros_like(sums)
+        self._finish(self._group.reduce([total], dist.ReduceOptions()))
+        if self._rank == 0:
+            sums.copy_(total)
 
     def spread_weights(self) -> None:
         """Give every process of the replicas its piece of the owners' weights."""
         self._move_weights(step_transfers(self._sizes, self._members, CHUNK))
         if self._siblings is not None:
-            options = dist.BroadcastOptions()
-            for bucket, options.rootRank, begin, end in self._parts():
-                weights = self._buckets[bucket].param_data[begin:end]
-                wait(self._siblings.broadcast([weights], options), self._timeout_s)
+            weights = [bucket.param_data for bucket in self._buckets]
+            self._among_replicas(weights, self._siblings.broadcast, dist.BroadcastOptions())
 
     def send_weights(self, lacking: set[int]) -> int:
         """Give the processes in ``lacking`` their piece of the owners' weights; returns the bytes received."""
@@ -147,18 +139,44 @@ class Channel:
         return self._move_weights([transfer for transfer in plan if transfer.peer in lacking])
 
     def _move_weights(self, plan: list[Transfer]) -> int:
-        received = 0
-        for transfer in self._own(plan):
-            piece = self._buckets[transfer.bucket].param_data[transfer.begin : transfer.end]
-            if self._elastic:
-                self._receive(piece, transfer.owner)
-                received += piece.nbytes
-            else:
-                self._send(piece, transfer.peer)
-        return received
+        size, weights = 0, [bucket.param_data for bucket in self._buckets]
+        for own, received in self._exchange(plan, weights, to_owners=False):
+            own.copy_(received)
+            size += received.nbytes
+        return size
 
-    def _own(self, plan: list[Transfer]) -> list[Transfer]:
-        return [transfer for transfer in plan if self._rank in (transfer.owner, transfer.peer)]
+    def _exchange(
+        self, plan: list[Transfer], buffers: list[torch.Tensor], *, to_owners: bool
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Own pieces of ``buffers``, each with what came for it; collective over the group."""
+        for transfers in rounds(plan, CHUNK):
+            out: list[list[torch.Tensor]] = [[] for _ in range(self._members.size)]
+            into: list[list[torch.Tensor]] = [[] for _ in range(self._members.size)]
+            for transfer in transfers:
+                piece = buffers[transfer.bucket][transfer.begin : transfer.end]
+                ends = (transfer.peer, transfer.owner) if to_owners else (transfer.owner, transfer.peer)
+                if self._rank == ends[0]:
+                    out[ends[1]].append(piece)
+                elif self._rank == ends[1]:
+                    into[ends[0]].append(piece)
+            sent, own = list(chain.from_iterable(out)), list(chain.from_iterable(into))
+            outgoing = torch.cat(sent) if sent else buffers[0].new_empty(0)
+            incoming = buffers[0].new_empty(sum(map(len, own)))
+            sizes = [[sum(map(len, pieces)) for pieces in way] for way in (into, out)]
+            self._finish(self._group.alltoall_base(incoming, outgoing, *sizes))
+            came = incoming.split([len(piece) for piece in own])  # type: ignore[no-untyped-call]
+            yield from zip(own, came, strict=True)
+
+    def _among_replicas(self, buffers: list[torch.Tensor], collective: Callable[..., Any], options: Any) -> None:
+        for bucket, options.rootRank, first, last in self._parts():
+            for begin in range(first, last, CHUNK):
+                piece = buffers[bucket][begin : min(begin + CHUNK, last)]
+                copy = piece.clone()
+                self._finish(collective([copy], options))
+                piece.copy_(copy)
+
+    def _finish(self, work: Any) -> None:
+        wait(work, self._timeout_s, self._interrupted)
 
     def _parts(self) -> Iterator[tuple[int, int, int, int]]:
         """Bucket, replica that stands for it, begin and end of every part of this copy's pieces."""
@@ -167,12 +185,6 @@ class Channel:
             for replica, (begin, end) in enumerate(parts(piece, self._members.replicas)):
                 if begin < end:
                     yield bucket, replica, begin, end
-
-    def _send(self, tensor: torch.Tensor, peer: int) -> None:
-        wait_peer(self._device, self._group.send([tensor], peer, 0), self._timeout_s)
-
-    def _receive(self, tensor: torch.Tensor, peer: int) -> None:
-        wait_peer(self._device, self._group.recv([tensor], peer, 0), self._timeout_s)
 
 
 def _member(rank: int) -> str:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -84,33 +87,62 @@ def backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
+UNHANDLED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+"""Read where torch makes a group: its watchdog then leaves errors to those who wait. By default it ends the process
+when a peer dies, which is right for a world that cannot go on without the peer, and wrong for replicas."""
+UNWATCHED = datetime.timedelta(days=30)
+"""For NCCL's watchdog, which the waits here are never to meet."""
+
+
 def bare_group(device: torch.device, store: Store, rank: int, size: int, timeout_s: float) -> Any:
-    """A process group outside torch's global state; collective, raises `RuntimeError` when a member is late."""
+    """A process group outside torch's global state, whose peers may die.
+
+    Collective, raises `RuntimeError` when a member is late.
+    """
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = datetime.timedelta(seconds=timeout_s)
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        options._timeout = UNWATCHED
+        with _environment(UNHANDLED):
+            return dist.ProcessGroupNCCL(store, rank, size, options)
     return dist.ProcessGroupGloo(store, rank, size, datetime.timedelta(seconds=timeout_s))
 
 
-def wait(work: Any, timeout_s: float) -> None:
-    """Wait for a collective; raises `RuntimeError` when a member died or ``timeout_s`` passed.
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.pop(name) for name in values if name in os.environ}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del os.environ[name]
+        os.environ.update(before)
 
-    NCCL's own wait does neither.
+
+def end_groups(groups: list[Any]) -> None:
+    """Abort process groups, which have no other reference, and empty the list."""
+    for i in range(len(groups)):
+        groups[i].abort()
+    # Gloo's ends with its last operation, which a peer that hangs would delay.
+    threading.Thread(target=groups.clear, name="end of groups", daemon=True).start()
+
+
+def never() -> bool:
+    return False
+
+
+def wait(work: Any, timeout_s: float, interrupted: Callable[[], bool] = never) -> None:
+    """Wait for a collective; raises `RuntimeError` when a member died, when interrupted, or after ``timeout_s``.
+
+    NCCL's own wait does none of these: a dead peer on the same node shows in nothing but silence.
     """
     deadline = time.monotonic() + timeout_s
     pause = POLL_S
     while not work.is_completed():
+        if interrupted():
+            raise RuntimeError("a newer order came")
         if time.monotonic() > deadline:
             raise RuntimeError(f"a collective over the replicas did not finish within {timeout_s:g} s")
         time.sleep(pause)
         pause = min(2 * pause, POLL_MAX_S)
     work.wait()
-
-
-def wait_peer(device: torch.device, work: Any, timeout_s: float) -> None:
-    """As `wait`, for a send to one member or a receive from one: gloo's are complete only when waited for."""
-    if device.type == "cuda":
-        wait(work, timeout_s)
-    else:
-        work.wait(datetime.timedelta(seconds=timeout_s))

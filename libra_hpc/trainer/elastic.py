@@ -8,9 +8,10 @@ parameters form a `libra_hpc.trainer.channel`, with a rendezvous file on the sha
    processes of the core agree that everything came, else nothing is committed.
 3. After the update the owners send the new weights.
 4. A process that fails leaves the group at once: its closed sockets wake waiting peers.
-5. A replica whose weights are incomplete has no step until its next join.
+5. A newer order ends every wait: a dead peer that nothing shows, or one that hangs, is left out of it.
+6. A replica whose weights are incomplete has no step until its next join.
 
-Members announce themselves first, which can be interrupted. They connect, which cannot, when all are there.
+Members announce themselves first, and connect when all are there.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from libra_hpc.protocol.trainer import Join
 
 from .channel import Channel
+from .device import never
 from .train_engine import NO_STEP, TrainEngine
 
 CONNECT_S = 8.0
@@ -47,20 +49,23 @@ class ElasticReplicas:
         step_timeout_s: float,
         join_timeout_s: float,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        interrupted: Callable[[], bool] = never,
         *,
         core_dp: int = 1,
         elastic_dp: int = 1,
     ) -> None:
         """``core_dp``, ``elastic_dp``: data-parallel ranks of the core, and of each replica beside it.
 
-        ``waiting`` is the context of waits for other processes.
+        ``waiting`` is the context of waits for other processes; ``interrupted`` ends them, when a newer order came.
         """
         self._engine, self.waiting, self._elastic = engine, waiting, engine.elastic
         self._join_timeout_s = join_timeout_s
         place = engine.split
         core, replica = place._replace(dp=core_dp), place._replace(dp=elastic_dp)
         shared, experts = engine.buckets()
-        channel = partial(Channel, elastic=self._elastic, device=engine.device, timeout_s=step_timeout_s)
+        channel = partial(
+            Channel, elastic=self._elastic, device=engine.device, timeout_s=step_timeout_s, interrupted=interrupted
+        )
         label = f"tp{place.tp_rank}-pp{place.pp_rank}"
         self._channels = [channel(shared, label, core.copies, copies=place.copies, copy=place.copy_rank)]
         self._copies = [replica.copies]
@@ -79,11 +84,10 @@ class ElasticReplicas:
 
     # --- membership ---
 
-    def join(self, message: Join, interrupted: Callable[[], bool] = lambda: False) -> int:
+    def join(self, message: Join) -> int:
         """Join a generation, a replica with the core's weights; returns the bytes received.
 
-        The core is member 0. Collective over the generation; ``interrupted`` ends the wait for missing members. Raises
-        `PeerLost`, in no generation.
+        The core is member 0. Collective over the generation; raises `PeerLost`, in no generation.
         """
         self.leave()
         self._shared = False
@@ -91,7 +95,7 @@ class ElasticReplicas:
         try:
             if message.size > 1:
                 with self.waiting():
-                    received = self._form(message, interrupted)
+                    received = self._form(message)
         except (RuntimeError, OSError) as failure:
             error = str(failure)
             self.leave()
@@ -108,13 +112,13 @@ class ElasticReplicas:
         for channel in self._channels:
             channel.leave()
 
-    def _form(self, message: Join, interrupted: Callable[[], bool]) -> int:
+    def _form(self, message: Join) -> int:
         state, replicas, cuda = self._engine.state, message.size - 1, self._engine.device.type == "cuda"
         for channel, copies in zip(self._channels, self._copies, strict=True):
             channel.announce(message.rendezvous, copies, replicas, message.rank - 1)
         deadline = time.monotonic() + self._join_timeout_s
         for channel in self._channels:
-            channel.assemble(deadline, interrupted)
+            channel.assemble(deadline)
         # NCCL connects in its first collective: seconds for many devices.
         connect_s = self._join_timeout_s if cuda else min(CONNECT_S, self._join_timeout_s)
         # Also where weights have come already: the counters are those of before.
@@ -180,6 +184,7 @@ class ElasticReplicas:
                 yield
         except RuntimeError as failure:
             self.leave()
-            raise PeerLost(str(failure)) from failure
+            # Its frames refer to the group, whose sockets are to close.
+            raise PeerLost(str(failure)) from failure.with_traceback(None)
         finally:
             self.waited_s += time.monotonic() - begin

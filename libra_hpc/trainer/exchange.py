@@ -70,6 +70,23 @@ def join_transfers(sizes: Sequence[int], members: GroupMembers, chunk: int) -> l
     return list(_cut(sizes, members, chunk, whole=True))
 
 
+def rounds(plan: Sequence[Transfer], most: int) -> list[list[Transfer]]:
+    """Transfers that cross at once, in the order of the plan: in each round a rank has at most ``most`` elements."""
+    out: list[list[Transfer]] = []
+    last: dict[int, tuple[int, int]] = {}
+    """Round in which a rank last has a transfer, and its elements there."""
+    for transfer in plan:
+        ends = [(rank, *last.get(rank, (0, 0))) for rank in (transfer.owner, transfer.peer)]
+        size, at = transfer.end - transfer.begin, max(number for _, number, _ in ends)
+        at += any(number == at and has + size > most for _, number, has in ends)
+        for rank, number, has in ends:
+            last[rank] = at, size + (has if number == at else 0)
+        if at == len(out):
+            out.append([])
+        out[at].append(transfer)
+    return out
+
+
 def _cut(sizes: Sequence[int], members: GroupMembers, chunk: int, *, whole: bool) -> Iterator[Transfer]:
     replicas = members.replicas
     for bucket, size in enumerate(sizes):

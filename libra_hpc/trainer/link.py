@@ -2,7 +2,7 @@
 
 - Any thread may send.
 - `Pulse` reports the process's phase once a second.
-- While a generation forms, `interrupted` reads orders that end the wait; they are handled in order later.
+- While the process waits for peers, `interrupted` reads orders that end the wait; they are handled in order later.
 
 Needs no torch: the simulated trainer uses it too.
 """
@@ -46,7 +46,7 @@ class WorkerSocket(EngineSocket[FromWorker]):
         return self._next(timeout)
 
     def interrupted(self) -> bool:
-        """Whether an order arrived that ends an unfinished join; raises `EOFError` when the agent is gone."""
+        """Whether an order arrived that ends an unfinished join or step; raises `EOFError` when the agent is gone."""
         while (message := self._next(0.0)) is not None:
             self._ahead.append(message)
         return any(isinstance(message, Join | Standby | StopWorker) for message in self._ahead)

@@ -98,6 +98,7 @@ class Worker:
             config.step_timeout_s,
             config.join_timeout_s,
             lambda: pulse.phase(WAITING),
+            socket.interrupted,
             core_dp=config.core_dp,
             elastic_dp=config.elastic_dp,
         )
@@ -135,7 +136,7 @@ class Worker:
         if message.weights and self._engine.elastic and self._engine.state.step < message.version:
             self._load_weights(message)
         try:
-            received = self._replicas.join(message, self._socket.interrupted)
+            received = self._replicas.join(message)
         except PeerLost as lost:
             what = f"generation {message.generation} did not form: {lost}"
             error = WorkerFailed(what, fatal=False, generation=message.generation, attempt=message.attempt)
