@@ -17,7 +17,7 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.state.snapshot_keeper import OWN
 from libra_hpc.state.store import NewestWhole, newest_whole, patiently, states
 from libra_hpc.train_leader.train_leader_setup import rendezvous_folder
-from libra_hpc.trainer.settings import WorkerConfig, algorithm_settings, optimizer_settings
+from libra_hpc.trainer.settings import WorkerConfig, algorithm_settings, attention_work, optimizer_settings
 
 log = logging.getLogger("libra_hpc.agent")
 
@@ -46,6 +46,7 @@ def worker_configs(context: AgentContext, number: int, common: int = 0) -> list[
         else:
             first = core.index(context.rank) * world.processes
             rendezvous = rendezvous_folder(context) / "core"
+    attention = attention_work(config)
     return [
         WorkerConfig(
             model_dir=config.model.path,
@@ -66,6 +67,7 @@ def worker_configs(context: AgentContext, number: int, common: int = 0) -> list[
             rank=first + local_rank,
             optimizer=optimizer_settings(config),
             algorithm=algorithm_settings(config),
+            attention=attention,
             micro_tokens=train.micro_tokens,
             recompute=train.recompute,
             threads=train.threads,

@@ -10,6 +10,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import core_world, elastic_world, replicas
 from libra_hpc.protocol.agents import Batch, MeshMessage, ToReplica
 from libra_hpc.protocol.trainer import StepDone, TrainStep
+from libra_hpc.trainer.settings import attention_work
 from libra_hpc.trainer.shards import shard
 
 from .generations import Generations
@@ -36,6 +37,7 @@ class StepRequests(Generations):
         super().__init__(rendezvous, core, config.components.hybrid.nodes_per_replica, send, clock)
         self._config, self._algorithm = config, config.algorithm
         self._core_dp, self._elastic_dp = core_world(config).dp, elastic_world(config).dp
+        self._attention = attention_work(config)
         self._skipped_in_row = 0
         self._totals: list[int] = []
         """Loss tokens of the last step's minibatches that have any."""
@@ -56,7 +58,7 @@ class StepRequests(Generations):
         algorithm = self._algorithm
         # With a KL term, samples without advantage have a gradient too.
         skip = algorithm.skip_zero_advantage and algorithm.kl_coef == 0.0
-        shards, totals = shard(batch.groups, self.replicas, algorithm.minibatches, skip)
+        shards, totals = shard(batch.groups, self.replicas, algorithm.minibatches, skip, self._attention)
         self._totals = [total for total in totals if total]
         self._clear_replies()
         members = self.members

@@ -37,8 +37,15 @@ class GrpoTrainer:
     """Runs `TrainStep` messages."""
 
     def __init__(
-        self, engine: TrainEngine, replicas: ElasticReplicas, settings: AlgorithmSettings, micro_tokens: int
+        self,
+        engine: TrainEngine,
+        replicas: ElasticReplicas,
+        settings: AlgorithmSettings,
+        micro_tokens: int,
+        attention: float = 0.0,
     ) -> None:
+        """``micro_tokens``, ``attention``: as in `libra_hpc.trainer.settings.WorkerConfig`."""
+        self._attention = attention
         self._engine, self._replicas, self._settings, self._micro_tokens = engine, replicas, settings, micro_tokens
         self._sums = torch.zeros(6, dtype=torch.float32, device=engine.device)
         self._tokens = self._loss_tokens = 0
@@ -130,7 +137,7 @@ class GrpoTrainer:
 
     def _pack(self, samples: tuple[Sample, ...]) -> list[Pack]:
         place = self._engine.split
-        own = spread(samples, place.dp)[place.dp_rank]
+        own = spread(samples, place.dp, self._attention)[place.dp_rank]
         examples = [decode(s, self._engine.shape) for s in own]
         return pack(examples, self._micro_tokens, self._engine.device, place)
 

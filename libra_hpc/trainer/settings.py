@@ -12,6 +12,8 @@ import msgspec
 
 from libra_hpc.config.learn import Recompute
 from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError
+from libra_hpc.models.shapes import model_shape
 
 
 class OptimizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -73,6 +75,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     rank: int
     optimizer: OptimizerSettings
     algorithm: AlgorithmSettings
+    attention: float = 0.0
+    """Work of attention of a sample per squared token, in the work of all else per token; 0: tokens alone count."""
     micro_tokens: int
     """Most tokens of one packed micro-batch; a longer sample is a micro-batch of its own."""
     recompute: Recompute
@@ -99,6 +103,16 @@ def algorithm_settings(config: RunConfig) -> AlgorithmSettings:
         kl_coef=algorithm.kl_coef,
         temperature=config.rollout.temperature,
     )
+
+
+def attention_work(config: RunConfig) -> float:
+    """``attention`` of `WorkerConfig`, of the model's own sizes; 0 where they are not known, as in a dry run."""
+    try:
+        shape = model_shape(config.model.path)
+    except UserError:
+        return 0.0
+    # Causal: half of all pairs.
+    return 0.5 * shape.attention_flops_per_pair / (shape.layer_flops_per_token + shape.head_flops_per_token)
 
 
 def write_config(config: WorkerConfig, path: Path) -> None:

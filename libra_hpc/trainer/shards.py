@@ -1,7 +1,7 @@
 """Split one global batch over the live replicas: pure.
 
 - Groups are cut into ``minibatches`` contiguous parts, one optimizer step each.
-- A part's samples go to the replicas by longest processing time first: token counts differ by at most one sample.
+- A part's samples go to the replicas by longest processing time first: their work differs by at most one sample's.
 - The loss is divided by the generated tokens of *all* samples of the part. Samples with zero advantage need no
   forward pass; leaving them out changes nothing.
 """
@@ -28,7 +28,7 @@ Shards = list[tuple[tuple[Sample, ...], ...]]
 
 
 def shard(
-    groups: Sequence[Group], replicas: int, minibatches: int, skip_zero_advantage: bool
+    groups: Sequence[Group], replicas: int, minibatches: int, skip_zero_advantage: bool, attention: float = 0.0
 ) -> tuple[Shards, tuple[int, ...]]:
     """Return (per replica: its samples of every minibatch, loss tokens of every global minibatch).
 
@@ -43,17 +43,20 @@ def shard(
         totals.append(sum(map(loss_tokens_of, samples)))
         if skip_zero_advantage:
             samples = [sample for sample in samples if sample.advantage != 0.0]
-        for own, chosen in zip(shards, spread(samples, replicas), strict=True):
+        for own, chosen in zip(shards, spread(samples, replicas, attention), strict=True):
             own.append(chosen)
     return [tuple(minibatch) for minibatch in shards], tuple(totals)
 
 
-def spread(samples: Iterable[Sample], ranks: int) -> list[tuple[Sample, ...]]:
-    """Samples of each of ``ranks`` data-parallel ranks, their tokens balanced; depends on the arguments alone."""
-    load = [0] * ranks
+def spread(samples: Iterable[Sample], ranks: int, attention: float = 0.0) -> list[tuple[Sample, ...]]:
+    """Samples of each of ``ranks`` data-parallel ranks, their work balanced; depends on the arguments alone.
+
+    ``attention``: as in `libra_hpc.trainer.settings.WorkerConfig`.
+    """
+    load = [0.0] * ranks
     chosen: list[list[Sample]] = [[] for _ in range(ranks)]
     for sample in sorted(samples, key=lambda sample: (-tokens_of(sample), sample.uid)):
-        rank = load.index(min(load))
-        load[rank] += tokens_of(sample)
+        rank, tokens = load.index(min(load)), tokens_of(sample)
+        load[rank] += tokens + attention * tokens**2
         chosen[rank].append(sample)
     return [tuple(own) for own in chosen]

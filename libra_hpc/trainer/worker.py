@@ -102,7 +102,9 @@ class Worker:
             core_dp=config.core_dp,
             elastic_dp=config.elastic_dp,
         )
-        self._trainer = GrpoTrainer(self._engine, self._replicas, config.algorithm, config.micro_tokens)
+        self._trainer = GrpoTrainer(
+            self._engine, self._replicas, config.algorithm, config.micro_tokens, config.attention
+        )
         self._writer = StateWriter(self._engine, self._model_dir, socket.send)
         self._socket.send(EngineState(-1, "train", "ready", version=self._engine.state.step))
 
