@@ -127,11 +127,7 @@ def end_groups(groups: list[Any]) -> None:
     threading.Thread(target=groups.clear, name="end of groups", daemon=True).start()
 
 
-def never() -> bool:
-    return False
-
-
-def wait(work: Any, timeout_s: float, interrupted: Callable[[], bool] = never) -> None:
+def wait(work: Any, timeout_s: float, interrupted: Callable[[], bool] = lambda: False) -> None:
     """Wait for a collective; raises `RuntimeError` when a member died, when interrupted, or after ``timeout_s``.
 
     NCCL's own wait does none of these: a dead peer on the same node shows in nothing but silence.

@@ -26,7 +26,6 @@ import torch
 from libra_hpc.protocol.trainer import Join
 
 from .channel import Channel
-from .device import never
 from .train_engine import NO_STEP, TrainEngine
 
 CONNECT_S = 8.0
@@ -49,7 +48,7 @@ class ElasticReplicas:
         step_timeout_s: float,
         join_timeout_s: float,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-        interrupted: Callable[[], bool] = never,
+        interrupted: Callable[[], bool] = lambda: False,
         *,
         core_dp: int = 1,
         elastic_dp: int = 1,
