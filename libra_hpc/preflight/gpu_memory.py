@@ -159,9 +159,14 @@ def fullest_pack(config: RunConfig) -> int:
     return min(config.train.micro_tokens, whole)
 
 
+def longest_pack(config: RunConfig) -> int:
+    """Most tokens of a micro-batch: a trajectory beyond ``train.micro_tokens`` is one of its own."""
+    return max(fullest_pack(config), config.rollout.max_model_len)
+
+
 def _training_need(config: RunConfig, own: StageGpu) -> MemoryNeed:
     where = "hybrid GPU that trains" if own.stage == "hybrid" else "train GPU"
-    whole = training_memory(config, own, in_flight=config.train.pp)
+    whole = training_memory(config, own, in_flight=config.train.pp, pack=longest_pack(config))
     return MemoryNeed(where, whole.terms(), USABLE * own.gpu.memory_bytes)
 
 
@@ -181,7 +186,7 @@ def _check_training(config: RunConfig, own: StageGpu) -> Iterator[str]:
         layout = f"training {own.shape.name} with {degrees_of(core_world(config))}"
         why = f"{layout} needs {least.total / 1e9:.0f} GB a GPU ({least.largest}) and {usable}"
         raise invalid("train.tp", config.train.tp, why, _layout_that_fits(config, own))
-    pack = max(fullest_pack(config), config.rollout.max_model_len)
+    pack = longest_pack(config)
     longest = training_memory(config, own, in_flight=config.train.pp, pack=pack)
     if memory_limit(longest, gpu) is not None:
         what = f"a pipeline full of micro-batches of {pack:,} tokens"
