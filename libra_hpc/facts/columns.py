@@ -109,6 +109,7 @@ KEPT_TOKENS = ("generated_tokens", "unfinished_tokens")
 BATCH = (
     Number("reward", "", "Mean reward of the trajectories").shown(LIVELY, last),
     Number("reward_std", "", "Standard deviation of these rewards"),
+    Number("equal_groups", "0..1", "Share of groups whose rewards are all equal: they have no gradient"),
     Number("trajectories", "", "Trajectories of the batch"),
     Number(
         "staleness_mean", VERSIONS, "Versions between the first sampled token and the training, mean over trajectories"

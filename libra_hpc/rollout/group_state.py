@@ -33,6 +33,11 @@ class GroupState:
         self.failed = self.retried = 0
         """Trajectories given up, and attempts that were tried again."""
 
+    @property
+    def equal(self) -> bool:
+        """Whether all rewards are equal: the group has no gradient."""
+        return len({trajectory.reward for trajectory in self.done}) == 1
+
     def to_group(self) -> Group:
         """The group for the trainer, advantages normalised within it."""
         self.done.sort(key=lambda t: t.sample)
@@ -55,25 +60,33 @@ def batch_stats(
     mean = sum(rewards) / len(rewards)
     staleness = [trainer_version - t.first_version for t in trajectories]
     generated = [t.attained for t in trajectories]
-    turns = [len(t.turns) for t in trajectories]
     return {
         "reward": mean,
         "reward_std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
+        "equal_groups": sum(group.equal for group in groups) / len(groups),
         "trajectories": len(trajectories),
         "staleness_mean": sum(staleness) / len(staleness),
         "staleness_max": max(staleness),
         "gen_tokens": sum(generated),
         "gen_tokens_p50": quantile(generated, 0.5),
         "gen_tokens_p95": quantile(generated, 0.95),
-        "turns_p50": quantile(turns, 0.5),
-        "turns_p95": quantile(turns, 0.95),
+        **_of_turns(trajectories),
         "context_p50": quantile([len(t.context) for t in trajectories], 0.5),
-        "recomputed_tokens": sum(turn.recomputed for t in trajectories for turn in t.turns),
-        "evicted_tokens": sum(turn.evicted for t in trajectories for turn in t.turns),
         "failed": sum(group.failed for group in groups),
         "retried": sum(group.retried for group in groups),
         "rollout_s": sum(generated) * busy_per_token_s / max(1, engines),
         **_own_numbers(trajectories),
+    }
+
+
+def _of_turns(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    counts = [len(t.turns) for t in trajectories]
+    turns = [turn for t in trajectories for turn in t.turns]
+    return {
+        "turns_p50": quantile(counts, 0.5),
+        "turns_p95": quantile(counts, 0.95),
+        "recomputed_tokens": sum(turn.recomputed for turn in turns),
+        "evicted_tokens": sum(turn.evicted for turn in turns),
     }
 
 

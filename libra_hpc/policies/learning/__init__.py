@@ -1,0 +1,1 @@
+"""When learning breaks: judged from the numbers of every step."""
