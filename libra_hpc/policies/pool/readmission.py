@@ -1,0 +1,47 @@
+"""When a lost node that is heard again is taken back: pure, times are epoch seconds.
+
+- Lost for the first time within `MEMORY_S` -> taken back at its next heartbeat.
+- Lost again -> only after `PROVE_S` of heartbeats without a gap, doubled at each further loss.
+- Lost `MOST` times within `MEMORY_S` -> quarantined: this start of the ranks goes on without it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+MEMORY_S = 3600.0
+"""Half: a node that flaps every twenty minutes always comes back; double: two faults of a day count together."""
+PROVE_S = 30.0
+"""A start of engines takes about as long.  Half: a node that is on for 20 s at a time costs its turns each time."""
+MOST = 5
+"""Losses; with the doubled proofs a flapping node is quarantined after some eight minutes."""
+GAP_S = 5.0
+"""Between two heartbeats, which come every second."""
+
+Answer = Literal["wait", "take", "quarantine"]
+
+
+class Readmission:
+    def __init__(self) -> None:
+        self._losses: dict[int, list[float]] = {}
+        self._heard: dict[int, tuple[float, float]] = {}
+        """First and last heartbeat of a lost node, without a gap between them."""
+        self._out: set[int] = set()
+
+    def lost(self, rank: int, now: float) -> None:
+        recent = [at for at in self._losses.get(rank, []) if now - at < MEMORY_S]
+        self._losses[rank] = [*recent, now]
+        self._heard.pop(rank, None)
+
+    def heard(self, rank: int, now: float) -> Answer:
+        """A lost node gave a sign of life; ``quarantine`` is answered once, then ``wait`` for ever."""
+        count = len(self._losses.get(rank, []))
+        if rank in self._out:
+            return "wait"
+        if count >= MOST:
+            self._out.add(rank)
+            return "quarantine"
+        first, last = self._heard.get(rank, (now, now))
+        first = now if now - last > GAP_S else first
+        self._heard[rank] = (first, now)
+        return "take" if count < 2 or now - first >= PROVE_S * 2.0 ** (count - 2) else "wait"
