@@ -16,6 +16,8 @@ from libra_hpc.slurm import local
 from libra_hpc.slurm.queue.job_record import read_job
 from tests.cluster.conftest import policy
 
+from .harness import ROWS
+
 __all__ = ["policy"]
 
 
@@ -66,3 +68,11 @@ def ended(tmp_path: Path) -> Iterator[None]:
                 local.cancel(RunDir(folder))
         except UserError:
             continue
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The table of `make chaos`; a run that a fault slowed down shows it as its longest time without a step."""
+    if ROWS:
+        terminalreporter.section("faults: longest time without a step, and how the run ended")
+    for name, seconds, state in ROWS:
+        terminalreporter.write_line(f"{seconds:6.1f} s  {state:<10}  {name}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,11 @@ class Chaos(Case):
     def signal_agent(self, rank: int, number: signal.Signals) -> None:
         os.kill(self.agent(rank), number)
 
+    def resume_now(self) -> None:
+        """Go on with the run, without waiting for its end."""
+        assert self.run is not None
+        self.cli("submit", "--resume", str(self.run.path))
+
     def status(self) -> dict[str, Any]:
         assert self.run is not None
         return self.run.read_json(self.run.status)
@@ -81,6 +87,17 @@ class Chaos(Case):
         """What the run says of its end."""
         assert self.run is not None
         return str(self.run.read_json(self.run.result).get("message", ""))
+
+
+Row = tuple[str, float, str]
+"""A test, the seconds of its run without a step, at most, and how the run ended."""
+ROWS: list[Row] = []
+
+
+def standstill(run: RunDir) -> float:
+    """The longest time between two steps, in seconds; 0.0 with fewer."""
+    times = [float(line["t"]) for line in read_lines(run.metrics)]
+    return max((b - a for a, b in pairwise(times)), default=0.0)
 
 
 def sound(case: Chaos, state: str = "completed") -> None:
@@ -102,6 +119,8 @@ def sound(case: Chaos, state: str = "completed") -> None:
         assert line["staleness_max"] <= 1
     assert case.message(), "the end has a reason"
     nothing_left(run)
+    name = os.environ["PYTEST_CURRENT_TEST"].partition("::test_")[2].partition(" ")[0]
+    ROWS.append((name.replace("_", " "), standstill(run), state))
 
 
 def nothing_left(run: RunDir) -> None:
