@@ -72,10 +72,6 @@ class AlgorithmSection(Section):
     """Weight of the KL estimate between the policy and the behaviour policy in the loss; 0: none."""
     skip_zero_advantage: bool = True
     """Leave out groups whose rewards are all equal (their gradient is zero)."""
-    guard: Literal["pause", "stop", "notice"] = "pause"
-    """What follows when learning breaks: the reward falls far below the run's best, or the engines' log-probabilities
-    leave the trainer's (docs/faults.md). A notice comes first. ``pause``: 15 steps later the run saves and ends as
-    paused. ``stop``: it saves and fails. ``notice``: it goes on. The last good checkpoint is kept."""
 
 
 class OptimizerSection(Section):

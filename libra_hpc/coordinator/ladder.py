@@ -28,7 +28,7 @@ class Rung(NamedTuple):
     reason: str
 
 
-class Standing(NamedTuple):
+class Movement(NamedTuple):
     """What shows whether a run progresses."""
 
     mark: Hashable
@@ -53,7 +53,7 @@ class Ladder:
         """This process was stopped."""
         self._since += seconds
 
-    def evaluate(self, run: Standing, now: float) -> Rung | None:
+    def evaluate(self, run: Movement, now: float) -> Rung | None:
         """What to do now; None: nothing."""
         if run.excused or run.mark != self._mark:
             self._mark, self._since, self._dropped = run.mark, now, False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from libra_hpc.coordinator.ladder import Ladder, Rung, Standing
+from libra_hpc.coordinator.ladder import Ladder, Movement, Rung
 from libra_hpc.process.deadlines import DeadlineSettings
 
 SETTINGS = DeadlineSettings(floor_s=60.0, first_s=900.0, factor=10.0)
@@ -14,7 +14,7 @@ def stand(
     """What a run does that stands still at step 9, by the second."""
     ladder, found = Ladder(SETTINGS, 0.0), []
     for now in range(seconds):
-        rung = ladder.evaluate(Standing("same", excused, 9, steps, versions), float(now))
+        rung = ladder.evaluate(Movement("same", excused, 9, steps, versions), float(now))
         if rung is not None:
             found.append((now, rung))
     return found
@@ -42,4 +42,4 @@ def test_the_limit_follows_the_steps() -> None:
 def test_progress_and_an_excuse_begin_again() -> None:
     assert stand({3: 1}, excused=True) == []
     ladder = Ladder(SETTINGS, 0.0)
-    assert not any(ladder.evaluate(Standing(now // 50, False, 9, (5.0,), {}), float(now)) for now in range(600))
+    assert not any(ladder.evaluate(Movement(now // 50, False, 9, (5.0,), {}), float(now)) for now in range(600))
