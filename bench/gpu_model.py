@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from bench.tabulate import hf_config
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.shapes import ModelShape
-from libra_hpc.weights.names import hf_shapes
+from libra_hpc.models.tensors import hf_shapes
 
 SHARED_MEMORY = Path("/dev/shm")
 ROOM = 2.5

@@ -32,6 +32,7 @@ from .train_worlds import (
     trains_simulated,
     worlds_are_whole,
 )
+from .weight_files import check_weights
 
 LEAST_NOTICE_S = 30.0
 """Seconds of ``slurm.notice_s``: Slurm looks at time limits twice a minute."""
@@ -74,6 +75,8 @@ def check_run(config: RunConfig) -> CheckedModel:
     if config.run.engine == "real":
         check_task(config.task.name, config.task.options)
     shape = _check_model(config)
+    if shape is not None:
+        check_weights(config.model.path)
     memory = check_memory(config, shape)
     check_cpus(config)
     return CheckedModel(shape, memory)

@@ -1,56 +1,86 @@
-"""Checks that a file is the weights it should be, completely before vLLM changes a parameter.
+"""Checks that safetensors files are the weights they should be: whole, and with the tensors of a model.
 
-vLLM cannot undo a half-applied update, so everything is checked before:
-
-- the checksum of the whole file;
-- that the safetensors header covers it exactly;
-- that names and shapes are those of the model folder the engine was started from.
+- Before a job is queued (`libra_hpc.preflight.weight_files`), and before vLLM starts: headers alone.
+- Before vLLM changes a parameter: it cannot undo a half-applied update, so the checksum of the whole file too.
 
 `check_weight_file` spends its time outside the interpreter lock: run it in a thread while the engine generates.
+Needs neither torch nor safetensors, which a login environment lacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+import msgspec
+
+from libra_hpc.errors import error_text
+from libra_hpc.models.tensors import Shapes, tensor_fault
 
 from .checksum import file_crc32
 
-TIED_HEAD = "lm_head.weight"
-"""With tied embeddings a file may have or omit the output head: it is the embedding."""
-FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
-NAMED = 3
-"""Most tensor names quoted in one error message."""
-
-Shapes = Mapping[str, tuple[int, ...]]
+FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+"""Bytes of an element."""
+LENGTH = 8
+"""Bytes of the header's length, before the header."""
+LONGEST_HEADER = 100_000_000
+"""Bytes; the limit of the safetensors library."""
+METADATA = "__metadata__"
+POINTER = b"version "
+"""How a pointer of git-lfs begins."""
 
 
 class WeightFileError(Exception):
     """The file must not be applied; the message is one sentence with the reason."""
 
 
-def file_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Tensor names and shapes in a safetensors file.
+class _Tensor(msgspec.Struct):
+    """Its entry in a header; offsets count from the end of the header."""
 
-    Raises `WeightFileError` when it is truncated, malformed, or holds other than floats.
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def file_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
+    """Tensor names and shapes in a safetensors file, from its header.
+
+    Raises `WeightFileError` when the file is not whole, malformed, or holds other than floats.
     """
-    out: dict[str, tuple[int, ...]] = {}
     try:
-        with safe_open(str(path), framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                tensor = file.get_slice(name)
-                if tensor.get_dtype() not in FLOATS:
-                    raise WeightFileError(f"{path}: {name} has type {tensor.get_dtype()}, not a floating-point type.")
-                out[name] = tuple(tensor.get_shape())
-    except (SafetensorError, OSError) as error:
-        raise WeightFileError(f"{path}: not a complete safetensors file ({error}).") from error
-    return out
+        with open(path, "rb") as file:
+            start = file.read(LENGTH)
+            length = int.from_bytes(start, "little")
+            header = file.read(length) if length <= LONGEST_HEADER else b""
+            size = file.seek(0, 2)
+    except OSError as error:
+        raise WeightFileError(f"{path}: {error_text(error)}.") from error
+    if not size:
+        raise WeightFileError(f"{path}: the file is empty.")
+    if start == POINTER:
+        raise WeightFileError(f"{path}: a pointer of git-lfs, not the weights; `git lfs pull` brings them.")
+    try:
+        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries.pop(METADATA, None)
+        tensors = {name: msgspec.json.decode(entry, type=_Tensor) for name, entry in entries.items()}
+    except (ValueError, RecursionError) as error:
+        why = f"its {size:,} bytes end within its header" if LENGTH + length > size else error_text(error)
+        raise WeightFileError(f"{path}: no whole safetensors file ({why}).") from error
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
+        if tensor.dtype not in FLOATS:
+            raise WeightFileError(f"{path}: {name} has type {tensor.dtype}, not a floating-point type.")
+        begin, end_before = tensor.data_offsets[0], end
+        end = begin + math.prod(tensor.shape) * FLOATS[tensor.dtype]
+        if begin != end_before or end != tensor.data_offsets[1]:
+            raise WeightFileError(f"{path}: its header gives {name} other bytes than its shape needs.")
+    if (whole := LENGTH + length + end) != size:
+        raise WeightFileError(f"{path}: it has {size:,} bytes, and {whole:,} by its header.")
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def folder_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """Tensor names and shapes of all ``*.safetensors`` of a model folder."""
+    """Tensor names and shapes of all ``*.safetensors`` of a model folder; raises `WeightFileError`."""
     out: dict[str, tuple[int, ...]] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         out |= file_shapes(path)
@@ -60,7 +90,7 @@ def folder_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
 def check_weight_file(path: str, crc32: int, expected: Shapes, tied: bool) -> None:
     """Raise `WeightFileError` unless ``path`` has checksum ``crc32`` and exactly the tensors of ``expected``.
 
-    ``tied``: the model shares input and output embedding, so `TIED_HEAD` may be there or not.
+    ``tied``: as in `tensor_fault`.
     """
     try:
         found_crc = file_crc32(path)
@@ -68,19 +98,5 @@ def check_weight_file(path: str, crc32: int, expected: Shapes, tied: bool) -> No
         raise WeightFileError(f"{path}: {error.strerror}.") from error
     if found_crc != crc32:
         raise WeightFileError(f"{path}: crc32 is {found_crc:#010x}, expected {crc32:#010x}.")
-    found = file_shapes(path)
-    optional = {TIED_HEAD} if tied else set()
-    if missing := sorted(expected.keys() - found.keys() - optional):
-        raise WeightFileError(f"{path}: {len(missing)} tensors are missing: {_some(missing)}.")
-    if unknown := sorted(found.keys() - expected.keys() - optional):
-        raise WeightFileError(f"{path}: {len(unknown)} tensors are not the model's: {_some(unknown)}.")
-    if wrong := sorted(name for name in found.keys() & expected.keys() if found[name] != expected[name]):
-        first = wrong[0]
-        raise WeightFileError(
-            f"{path}: {len(wrong)} tensors have a wrong shape: {first} is {list(found[first])}, expected"
-            f" {list(expected[first])}."
-        )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
+    if fault := tensor_fault(file_shapes(path), expected, tied):
+        raise WeightFileError(f"{path}: {fault}.")

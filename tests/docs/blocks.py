@@ -94,7 +94,10 @@ def output(command: str, folder: Path) -> str:
         "PATH": f"{folder / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin",
         "HOME": str(folder),
         "LIBRA_HPC_SITE": "none",
+        # Other tests may have one up.
+        "LIBRA_HPC_CLUSTER": str(folder / "no-cluster"),
     }
+    environment.pop("SLURM_CONF", None)
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=folder,

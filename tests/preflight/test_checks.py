@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,9 @@ import pytest
 
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError
+from libra_hpc.models.architecture import read_shape
+from libra_hpc.models.tensors import Shapes, hf_shapes
 from libra_hpc.preflight import checks
 
 MODEL = {
@@ -26,12 +33,27 @@ MODEL = {
 
 
 def write_model(folder: Path, config: Mapping[str, Any] = MODEL, without: str = "") -> Path:
-    """A model folder without weights, which is enough for every check; it may lack one of its files."""
+    """A model folder whose weights are a hole behind their header; it may lack one of its files."""
     folder.mkdir(exist_ok=True)
     for name, text in {"config.json": json.dumps(config), "tokenizer.json": "{}", "model.safetensors": ""}.items():
         if name != without:
             (folder / name).write_text(text)
+    if without != "model.safetensors":
+        # A model that is refused for its config.json needs none.
+        with contextlib.suppress(UserError):
+            write_weights(folder / "model.safetensors", hf_shapes(read_shape(folder)))
     return folder
+
+
+def write_weights(path: Path, shapes: Shapes) -> None:
+    """A safetensors file that takes no space."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(path, 8 + len(text) + end)
 
 
 def configured(**sections: Any) -> RunConfig:

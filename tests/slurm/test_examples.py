@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +19,7 @@ from libra_hpc.slurm.fit import check_fit, with_resources
 from libra_hpc.slurm.launch import Launch, job_request
 from libra_hpc.slurm.queue.query import partitions
 from libra_hpc.slurm.submit import expected_start
+from tests.preflight.test_checks import write_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = {
@@ -30,9 +29,8 @@ FILES = {
 
 
 def model_folder(folder: Path, shape: ModelShape) -> Path:
-    """A policy of that shape without its weights."""
-    folder.mkdir()
-    config = {
+    """A policy of that shape."""
+    config: dict[str, object] = {
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
         "hidden_size": shape.hidden,
@@ -51,11 +49,7 @@ def model_folder(folder: Path, shape: ModelShape) -> Path:
     if shape.experts:
         experts = {"num_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token}
         config |= {**experts, "moe_intermediate_size": shape.moe_intermediate, "model_type": "qwen3_moe"}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text("{}")
-    header = b'{"__metadata__":{}}'
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    return folder
+    return write_model(folder, config)
 
 
 def resolved(name: str, folder: Path) -> RunConfig:

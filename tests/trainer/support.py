@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from libra_hpc.models.architecture import read_shape
+from libra_hpc.models.tensors import hf_shapes, stage_entries
 from libra_hpc.protocol import trainer as wire
 from libra_hpc.protocol.codec import FrameBuffer, pack_f32, pack_i32
 from libra_hpc.protocol.engine_state import EngineState
@@ -26,7 +27,7 @@ from libra_hpc.trainer.saved.shard_files import ShardFiles
 from libra_hpc.trainer.saved.state_writer import Answer, StateWriter
 from libra_hpc.trainer.settings import OptimizerSettings, write_config
 from libra_hpc.trainer.train_engine import TrainEngine
-from libra_hpc.weights.names import ReplicaPlace, from_hf, hf_shapes, stage_entries, to_hf
+from libra_hpc.weights.names import ReplicaPlace, from_hf, to_hf
 
 from .settings import algorithm, optimizer, worker_config
 from .worker_process import WAIT_S, WorkerProcess

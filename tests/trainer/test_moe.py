@@ -12,12 +12,13 @@ import torch
 
 from libra_hpc.errors import UserError
 from libra_hpc.models.architecture import check_experts, read_shape
+from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
 from libra_hpc.train_leader.step_metrics import train_metrics
 from libra_hpc.trainer.model.packing import decode, pack
 from libra_hpc.trainer.shards import spread
-from libra_hpc.weights.names import ReplicaPlace, hf_shapes, own_entries
+from libra_hpc.weights.names import ReplicaPlace, own_entries
 
 from .support import Layout, Replica, assert_equals_one_process, build, join_all, make_model, samples, train_step
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from libra_hpc.models.architecture import Architecture, read_shape
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.supported import TRAINED
-from libra_hpc.weights.names import ReplicaPlace, from_hf, hf_shapes, stage_entries, to_hf
+from libra_hpc.models.tensors import hf_shapes, stage_entries
+from libra_hpc.weights.names import ReplicaPlace, from_hf, to_hf
 from libra_hpc.weights.safetensors_writer import write_safetensors
 
 

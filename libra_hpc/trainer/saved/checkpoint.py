@@ -17,11 +17,12 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.store import patiently, resolve
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.checksum import file_crc32
-from libra_hpc.weights.names import from_hf, gathered, hf_shapes, own_entries
+from libra_hpc.weights.names import from_hf, gathered, own_entries
 from libra_hpc.weights.safetensors_writer import write_safetensors
 
 from .shard_files import ShardFiles, opened

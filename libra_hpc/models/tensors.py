@@ -1,0 +1,138 @@
+"""Tensors of a model: names in Megatron-Core and in Hugging Face files, and their shapes; needs no torch.
+
+Some families store q, k and v, or gate and up, as one Hugging Face tensor (`libra_hpc.models.supported.Family`).
+A pipeline stage numbers its layers from 0, an expert-parallel rank its experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from .architecture import Architecture, stage_layers
+
+TIED_HEAD = "lm_head.weight"
+"""With tied embeddings a file may have or omit the output head: it is the embedding."""
+NAMED = 3
+"""Most tensor names quoted in one error message."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Entry(NamedTuple):
+    """How one Megatron-Core parameter maps to Hugging Face tensors."""
+
+    hf: tuple[str, ...]
+    """One name for each part of the layout, or one for all of them in a row."""
+    layout: Literal["plain", "qkv", "gated"]
+    dim: int | None
+    """Dimension cut over tensor-parallel ranks; None: replicated."""
+    copy: bool = False
+    """The last stage's copy of a tied embedding: loaded, never saved."""
+    expert: int | None = None
+    """Number of the expert that it belongs to; ``dim`` is then cut over expert-tensor ranks."""
+
+
+def stage_entries(shape: Architecture, pp: int, pp_rank: int, experts: range | None = None) -> dict[str, Entry]:
+    """Parameters of one pipeline stage, by Megatron-Core name, in a fixed order; default: with all ``experts``."""
+    experts = range(shape.experts) if experts is None else experts
+    out: dict[str, Entry] = {}
+    if pp_rank == 0:
+        out["embedding.word_embeddings.weight"] = Entry(("model.embed_tokens.weight",), "plain", 0)
+    stages = stage_layers(shape.layers, pp)
+    first = sum(stages[:pp_rank])
+    for local in range(stages[pp_rank]):
+        ours, theirs = f"decoder.layers.{local}.", f"model.layers.{first + local}."
+        out.update(_layer(shape, ours, theirs))
+        mlp = (f"{ours}mlp.", f"{theirs}mlp.")
+        out.update(_experts(shape, experts, *mlp) if shape.experts else _mlp(shape, *mlp))
+    if pp_rank == pp - 1:
+        out["decoder.final_layernorm.weight"] = Entry(("model.norm.weight",), "plain", None)
+        if not shape.tied:
+            out["output_layer.weight"] = Entry(("lm_head.weight",), "plain", 0)
+        elif pp > 1:
+            out["output_layer.weight"] = Entry(("model.embed_tokens.weight",), "plain", 0, copy=True)
+    return out
+
+
+def _layer(shape: Architecture, m: str, h: str) -> dict[str, Entry]:
+    family = shape.kind
+    attention = h + "self_attn."
+    qkv = ["qkv_proj"] if family.fused_qkv else [f"{x}_proj" for x in "qkv"]
+    plain = {
+        "input_layernorm": "input_layernorm",
+        # Hugging Face's name is for the place: the norm before the MLP.
+        "pre_mlp_layernorm": "post_attention_layernorm",
+    }
+    if shape.qk_norm:
+        plain |= {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"}
+    if family.post_norms:
+        plain |= {"self_attn_bda.norm": "post_self_attn_layernorm", "mlp_bda.norm": "post_mlp_layernorm"}
+    out = {f"{m}{ours}.weight": Entry((f"{h}{theirs}.weight",), "plain", None) for ours, theirs in plain.items()}
+    for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+        names = tuple(f"{attention}{x}.{kind}" for x in qkv)
+        out[f"{m}self_attention.linear_qkv.{kind}"] = Entry(names, "qkv", 0)
+    out[m + "self_attention.linear_proj.weight"] = Entry((attention + "o_proj.weight",), "plain", 1)
+    return out
+
+
+def _mlp(shape: Architecture, m: str, h: str, expert: int | None = None) -> dict[str, Entry]:
+    gated = ("gate_up_proj",) if shape.kind.fused_mlp else ("gate_proj", "up_proj")
+    return {
+        f"{m}linear_fc1.weight": Entry(tuple(f"{h}{x}.weight" for x in gated), "gated", 1, expert=expert),
+        f"{m}linear_fc2.weight": Entry((f"{h}down_proj.weight",), "plain", 1, expert=expert),
+    }
+
+
+def _experts(shape: Architecture, experts: range, m: str, h: str) -> dict[str, Entry]:
+    out = {f"{m}router.weight": Entry((f"{h}gate.weight",), "plain", None)}
+    for local, expert in enumerate(experts):
+        out.update(_mlp(shape, f"{m}experts.local_experts.{local}.", f"{h}experts.{expert}.", expert))
+    return out
+
+
+def hf_shapes(shape: Architecture) -> dict[str, tuple[int, ...]]:
+    hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    ffn = shape.moe_ffn if shape.experts else shape.ffn
+    by_suffix: dict[str, tuple[int, ...]] = {
+        "q_proj.weight": (q, hidden),
+        "k_proj.weight": (kv, hidden),
+        "v_proj.weight": (kv, hidden),
+        "qkv_proj.weight": (q + 2 * kv, hidden),
+        "q_proj.bias": (q,),
+        "k_proj.bias": (kv,),
+        "v_proj.bias": (kv,),
+        "q_norm.weight": (shape.head_dim,),
+        "k_norm.weight": (shape.head_dim,),
+        "o_proj.weight": (hidden, q),
+        "gate_proj.weight": (ffn, hidden),
+        "up_proj.weight": (ffn, hidden),
+        "gate_up_proj.weight": (2 * ffn, hidden),
+        "down_proj.weight": (hidden, ffn),
+        "gate.weight": (shape.experts, hidden),
+        "embed_tokens.weight": (shape.vocab, hidden),
+        "lm_head.weight": (shape.vocab, hidden),
+    }
+    names = [name for entry in stage_entries(shape, 1, 0).values() for name in entry.hf]
+    return {name: by_suffix.get(".".join(name.split(".")[-2:]), (hidden,)) for name in names}
+
+
+def tensor_fault(found: Shapes, expected: Shapes, tied: bool) -> str:
+    """How the tensors of weight files differ from those of the model, as a sentence; empty: they do not.
+
+    ``tied``: the model shares input and output embedding, so `TIED_HEAD` may be there or not.
+    """
+    optional = {TIED_HEAD} if tied else set()
+    if missing := sorted(expected.keys() - found.keys() - optional):
+        return f"{len(missing)} tensors are missing: {_some(missing)}"
+    if unknown := sorted(found.keys() - expected.keys() - optional):
+        return f"{len(unknown)} tensors are not the model's: {_some(unknown)}"
+    if wrong := sorted(name for name in found.keys() & expected.keys() if found[name] != expected[name]):
+        first = wrong[0]
+        shapes = f"{first} is {list(found[first])}, expected {list(expected[first])}"
+        return f"{len(wrong)} tensors have a wrong shape: {shapes}"
+    return ""
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")

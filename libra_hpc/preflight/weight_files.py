@@ -1,0 +1,51 @@
+"""Checks of the policy's weight files against its config.json, before anything is queued; reads headers alone.
+
+- The index names a file that is not there -> that file.
+- A file is empty, truncated, or a pointer of git-lfs -> that file, with its sizes.
+- Tensors are missing, not the model's, or of another shape -> the first of them, and the keys of config.json behind it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.errors import error_text, invalid
+from libra_hpc.models.architecture import read_shape
+from libra_hpc.models.tensors import hf_shapes, tensor_fault
+from libra_hpc.weights.weightfile import WeightFileError, folder_shapes
+
+INDEX = "model.safetensors.index.json"
+VALID = "a folder whose *.safetensors are the weights of its config.json"
+
+
+def check_weights(path: str) -> None:
+    """Raise `UserError` unless the weight files of ``model.path`` are whole and those of its config.json."""
+    folder = Path(path)
+    missing = [name for name in _indexed(folder / INDEX) if not (folder / name).is_file()]
+    if missing:
+        raise invalid("model.path", path, f"{INDEX} names {missing[0]}, which is not there", VALID)
+    try:
+        found = folder_shapes(folder)
+    except WeightFileError as error:
+        raise invalid("model.path", path, str(error).removeprefix(f"{folder}/").rstrip("."), VALID) from error
+    shape = read_shape(folder)
+    if fault := tensor_fault(found, hf_shapes(shape), shape.tied):
+        keys = f"num_hidden_layers = {shape.layers}, hidden_size = {shape.hidden}, vocab_size = {shape.vocab}"
+        raise invalid("model.path", path, f"by its config.json ({keys}) {fault}", VALID)
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+    """Tensor -> file."""
+
+
+def _indexed(index: Path) -> list[str]:
+    """Files that an index names, in order; none without an index. Raises `UserError` for a malformed one."""
+    try:
+        return sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError) as error:
+        raise invalid("model.path", str(index.parent), f"its {INDEX} cannot be read ({error_text(error)})") from error
