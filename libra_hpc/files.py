@@ -1,4 +1,4 @@
-"""Replace files atomically, and read JSON objects with errors that name the file."""
+"""Replace files atomically, keep what can be made again, and read JSON objects with errors that name the file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UserError, error_text
+
+
+def cache_folder() -> Path:
+    """What can be made again is there: ``$LIBRA_HPC_CACHE`` or ``~/.cache/libra-hpc``."""
+    return Path(os.environ.get("LIBRA_HPC_CACHE") or Path.home() / ".cache" / "libra-hpc").absolute()
 
 
 def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:

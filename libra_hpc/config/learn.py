@@ -32,6 +32,9 @@ class TaskSection(Section):
     """A built-in task, or ``path/to/file.py:ClassName``."""
     options: dict[str, Any] = {}
     """Arguments of the task's constructor, by name."""
+    trial: bool = True
+    """Play the start of one episode where the job is submitted, before it is queued. false: for a task that needs what
+    only the nodes have."""
     tool_timeout_s: Seconds = Field(10.0, gt=0)
     """Wall-clock limit of one tool call. A task may declare longer ones by tool (`Task.tool_limits`)."""
     tool_memory_mb: Mebibytes = Field(512, ge=16)

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -55,11 +56,16 @@ class InitialPlan(msgspec.Struct, frozen=True):
 
 
 def initial_plan(
-    config: RunConfig, *, simulated: bool = True, progress: Progress = lambda done, whole: None
+    config: RunConfig,
+    *,
+    simulated: bool = True,
+    progress: Progress = lambda done, whole: None,
+    cache: Path | None = None,
 ) -> InitialPlan:
     """Fill in the split of a run file with ``components.split = "auto"``.
 
-    ``simulated``: the simulator chooses among the best plans; otherwise the cost models choose.
+    ``simulated``: the simulator chooses among the best plans; otherwise the cost models choose. ``cache``: a folder
+    that remembers simulated batches.
 
     Raises `UserError` for unknown hardware or models, for nodes that cannot be divided, for keys that the plan chooses,
     and when nothing fits.
@@ -77,7 +83,7 @@ def initial_plan(
     search = asked.search()
     result = search.run(CANDIDATES, trainers=(0,))
     if simulated:
-        result = simulated_plans(asked, search, result, progress=progress)
+        result = simulated_plans(asked, search, result, progress=progress, cache=cache)
         result = msgspec.structs.replace(result, plans=result.plans[:CANDIDATES])
     chosen = run_file_values(config, asked.pools, result, alike)
     return InitialPlan(with_values(config, {**chosen, "components.split": "explicit"}), asked, result, chosen)

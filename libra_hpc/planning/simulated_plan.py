@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache as once
+from functools import partial
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -32,6 +34,7 @@ from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
 from libra_hpc.simulator.simulate import simulate
 
+from .remembered import RememberedSeconds
 from .request import PlanRequest
 
 SPLITS = 4
@@ -84,8 +87,12 @@ def simulated_plans(
     *,
     steps: StepLookup = lookup,
     progress: Progress = lambda done, whole: None,
+    cache: Path | None = None,
 ) -> PlanResult:
-    """``result`` of ``search`` with simulated plans instead, best first; unchanged where batches are too large."""
+    """``result`` of ``search`` with simulated plans instead, best first; unchanged where batches are too large.
+
+    ``cache``: a folder that remembers them, with the shipped ``steps`` alone.
+    """
     first = asked.work.batch(asked.batch.trajectories, asked.options.group, 0)
     turns = sum(len(one.turns) for one in first)
     if turns > LARGEST:
@@ -101,18 +108,22 @@ def simulated_plans(
 
     lengths, plain = asked.batch.lengths, next((p for p in chosen if not p.mixed), chosen[0]).rollout
     alone = search.of_one_batch(lengths)
+    remembered = RememberedSeconds(asked, cache)
 
-    @cache
+    @once
     def batch(seed: int) -> tuple[list[TrajectoryRecord], float]:
         made = asked.work.batch(asked.batch.trajectories, asked.options.group, seed) if seed else first
         own = search.of_one_batch(sketch(observe(made), asked.batch.trajectories))
         return made, alone.layout_seconds(plain) / own.layout_seconds(plain)
 
     def play(plan: RunPlan, seed: int) -> float:
+        return remembered.of(plan.rollout, seed, partial(simulated, plan, seed))
+
+    def simulated(plan: RunPlan, seed: int) -> float:
         made, usual = batch(seed)
         engines = engines_of(plan.rollout, [p.device for p in asked.pools], asked.shape, steps)
-        simulated = simulate(made, engines, make_policy(asked.policy), settings).makespan_s
-        return simulated * usual * plan.rollout.seconds / alone.layout_seconds(plan.rollout)
+        makespan_s = simulate(made, engines, make_policy(asked.policy), settings).makespan_s
+        return makespan_s * usual * plan.rollout.seconds / alone.layout_seconds(plan.rollout)
 
     return msgspec.structs.replace(
         result, plans=tuple(halving(chosen, play, search.with_rollout_seconds, seeds=seeds, progress=progress))

@@ -1,9 +1,10 @@
 """The one validation of a run file: `check` returns a `CheckedRun`, which every later step takes as it is.
 
-1. The split, where the planner chooses it (`planning.initial`).
-2. Fields, model, task and GPU memory (`checks`); the interpreter of the nodes.
-3. With Slurm: MPI plugin, CPUs and memory of the nodes, and whether the job can ever start (`slurm.fit`).
-4. Host memory, and the sbatch options (`slurm.launch`).
+1. The files that it names, and the start of one episode (`task_trial`).
+2. The split, where the planner chooses it (`planning.initial`).
+3. Fields, model and GPU memory (`checks`); the interpreter of the nodes.
+4. With Slurm: MPI plugin, CPUs and memory of the nodes, and whether the job can ever start (`slurm.fit`).
+5. Host memory, and the sbatch options (`slurm.launch`).
 
 Nothing is written or queued.
 """
@@ -18,6 +19,7 @@ from libra_hpc.config.node_groups import het_groups
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.files import cache_folder
 from libra_hpc.planning.initial import InitialPlan, initial_plan
 from libra_hpc.planning.simulated_plan import Progress
 from libra_hpc.slurm.fit import check_fit, with_resources
@@ -28,10 +30,11 @@ from libra_hpc.slurm.queue.command import WAYS_OUT
 from libra_hpc.slurm.queue.query import Partition, partitions
 from libra_hpc.slurm.site_commands import slurm_environment
 
-from .checks import check_run
+from .checks import check_files, check_run
 from .field_names import naming
 from .gpu_memory import MemoryNeed
 from .host_memory_needs import check_hosts, host_needs
+from .task_trial import try_task
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,14 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
 
     ``slurm_required``: raise `SlurmUnreachable` when a Slurm is needed and none answers.
     """
-    plan = None
+    check_files(config)
+    warnings, plan = try_task(config), None
     if config.components.split == "auto":
         with naming(config):
-            plan = initial_plan(config, progress=progress)
+            plan = initial_plan(config, progress=progress, cache=cache_folder())
         config = plan.config
     shape, gpus = check_run(config)
-    warnings = [*gpus.warnings, *check_python(config)]
+    warnings += [*gpus.warnings, *check_python(config)]
     environment = _slurm(config, required=slurm_required)
     known: list[Partition] = []
     check_plugin(config, [] if environment is None else mpi_plugins(environment))

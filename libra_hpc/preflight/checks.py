@@ -2,7 +2,8 @@
 
 * Each check is a small function that yields the mistakes it finds.
 * `problems` runs them in the order in which a user would fix them.
-* `check_run` adds the files (`preflight.named_files`), GPU memory and CPUs (`preflight.gpu_memory`).
+* `check_files` reads the named files (`preflight.named_files`, `preflight.weight_files`).
+* `check_run` adds GPU memory and CPUs (`preflight.gpu_memory`).
 * What needs the cluster's answer: `preflight.checked_run`.
 """
 
@@ -66,17 +67,21 @@ class CheckedModel(NamedTuple):
     memory: GpuMemory
 
 
-def check_run(config: RunConfig) -> CheckedModel:
-    """Raise the first mistake of a run file, its model folder, task file and run directory."""
-    _raise_first(problems(config))
+def check_files(config: RunConfig) -> None:
+    """Raise the first mistake in the files that a run file names: run directory, task, and the policy's folder."""
     check_run_dir(config)
     if config.rollout.warm_start:
         check_warm_start(config.rollout.warm_start)
     if config.run.engine == "real":
         check_task(config.task.name, config.task.options)
-    shape = _check_model(config)
-    if shape is not None:
+        _raise_first(trainable(config, read_model_config(config)))
         check_weights(config.model.path)
+
+
+def check_run(config: RunConfig) -> CheckedModel:
+    """Raise the first mistake of a run file with its split, whose files passed `check_files`."""
+    _raise_first(problems(config))
+    shape = _check_model(config)
     memory = check_memory(config, shape)
     check_cpus(config)
     return CheckedModel(shape, memory)

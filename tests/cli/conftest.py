@@ -92,6 +92,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     fake = Queue()
     monkeypatch.setattr(jobs, "environment", lambda executor: None if executor == "local" else {})
     monkeypatch.setattr(checked_run, "slurm_environment", dict)
+    monkeypatch.setattr(checked_run, "try_task", lambda config: [])
     monkeypatch.setattr(checked_run, "partitions", lambda environment: PARTITIONS)
     monkeypatch.setattr(jobs, "queue", fake.queue)
     monkeypatch.setattr(jobs.JobQueue, "ask", lambda self, run: fake.ask(run))

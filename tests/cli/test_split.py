@@ -12,6 +12,7 @@ from libra_hpc.config.load import read_toml
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.slurm.queue.query import JobInfo, JobState
+from tests.preflight.test_checks import write_model
 from tests.slurm.test_examples import model_folder
 
 from .conftest import Cli, Queue, one_line
@@ -42,7 +43,7 @@ max_num_seqs = 256
 def auto(site: Path) -> Path:
     """The site with a real shape and a run file that leaves the split open."""
     shape = json.loads((model_folder(site / "shape", model_shape("qwen3-4b")) / "config.json").read_text())
-    (site / "model" / "config.json").write_text(json.dumps({**shape, "tie_word_embeddings": True}))
+    write_model(site / "model", {**shape, "tie_word_embeddings": True})
     (site / "run.toml").write_text(RUN)
     return site
 

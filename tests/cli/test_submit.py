@@ -261,6 +261,7 @@ def test_without_slurm_the_way_out_is_one_that_can_work(
     monkeypatch.undo()
     monkeypatch.chdir(site)
     monkeypatch.setattr(checked_run, "slurm_environment", unreachable)
+    monkeypatch.setattr(checked_run, "try_task", lambda config: [])
     small = cli("submit", "run.toml")
     assert (small.code, small.out) == (3, "")
     assert "`libra-hpc cluster up`, or run without Slurm with `--executor local`." in small.err
@@ -284,7 +285,7 @@ def test_what_only_sbatch_knows_names_its_field_and_leaves_nothing(
         "--exclusiv-nodes": "slurm.extra[1] = '--exclusiv-nodes': Slurm refuses it (unrecognized option",
         "--begin=yesterdays": "slurm.extra[1] = '--begin=yesterdays': Slurm refuses it (",
     }
-    small = ["-o", "components.hybrid.nodes=0", "-o", "slurm.executor=slurm"]
+    small = ["-o", "components.hybrid.nodes=0", "-o", "slurm.executor=slurm", "-o", "task.trial=false"]
     for option, sentence in refused.items():
         outcome = cli("submit", "run.toml", *small, "-o", f"slurm.extra=['--nice=1', '{option}']")
         assert sentence in one_line(outcome)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -135,3 +137,16 @@ def test_assumed_lengths_have_the_stated_means() -> None:
     calls = turns - 4096
     assert sum(t.tool_s for one in batch for t in one.turns) / calls == pytest.approx(2.0, rel=0.05)
     assert sum(t.new_tokens for one in batch for t in one.turns) / calls == pytest.approx(50, rel=0.05)
+
+
+def test_batches_that_were_simulated_are_remembered_to_the_last_digit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, search, result = question()
+    first = simulated_plans(asked, search, result, cache=tmp_path)
+    assert first == simulated_plans(asked, search, result)
+    monkeypatch.setattr(simulated_plan, "simulate", lambda *a: pytest.fail("simulated again"))
+    assert simulated_plans(asked, search, result, cache=tmp_path) == first
+    other = msgspec.structs.replace(asked, max_inflight=1)
+    with pytest.raises(pytest.fail.Exception):
+        simulated_plans(other, search, result, cache=tmp_path)

@@ -9,7 +9,7 @@ import pytest
 
 from libra_hpc.errors import UserError
 from libra_hpc.preflight import named_files
-from libra_hpc.preflight.checks import check_run
+from libra_hpc.preflight.checks import check_files
 from libra_hpc.tasks.task_registry import BUILTIN, task_class
 
 from .test_checks import MODEL, configured, write_model
@@ -68,4 +68,4 @@ def test_a_warm_start_that_is_not_there_is_named(tmp_path: Path) -> None:
         model={"path": str(write_model(tmp_path / "model"))},
     )
     with pytest.raises(UserError, match=r"rollout\.warm_start = .*absent does not exist"):
-        check_run(config)
+        check_files(config)

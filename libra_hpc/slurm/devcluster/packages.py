@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra_hpc.errors import OperationError
+from libra_hpc.files import cache_folder
 
 SERIES = "22.05"
 """Slurm release of Debian 12, the one this cluster's configuration was written for."""
@@ -77,11 +78,6 @@ class SlurmTools:
             "PATH": _prefixed([self.bin, self.sbin], os.environ.get("PATH", os.defpath)),
             "LD_LIBRARY_PATH": _prefixed([self.libraries, self.plugins], os.environ.get("LD_LIBRARY_PATH", "")),
         }
-
-
-def cache_folder() -> Path:
-    """Folder of unpacked packages: ``$LIBRA_HPC_CACHE`` or ``~/.cache/libra-hpc``."""
-    return Path(os.environ.get("LIBRA_HPC_CACHE") or Path.home() / ".cache" / "libra-hpc").absolute()
 
 
 def ensure_packages(progress: Progress) -> SlurmTools:

@@ -1,0 +1,55 @@
+"""Seconds of simulated batches, remembered between calls: `check`, `submit` and `sweep` simulate the same plans.
+
+- Question, code of this library and policy file are those of before -> the seconds of before, to the last digit.
+- The cache cannot be read or written -> simulated again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc import errors
+from libra_hpc.files import write_atomic
+from libra_hpc.policies.search.rollout_layout import RolloutLayout
+
+from .request import PlanRequest
+
+
+class RememberedSeconds:
+    """The batches of one question; ``folder``: where answers are, None: nowhere."""
+
+    def __init__(self, asked: PlanRequest, folder: Path | None) -> None:
+        self._file = (
+            folder / "plans" / f"{digest(asked, [Path(asked.policy.rpartition(':')[0])])}.json" if folder else None
+        )
+        self._seconds: dict[str, float] = {}
+        if self._file is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._seconds = msgspec.json.decode(self._file.read_bytes(), type=dict[str, float])
+
+    def of(self, layout: RolloutLayout, seed: int, simulated: Callable[[], float]) -> float:
+        """Seconds of a batch on a layout; ``simulated()`` where they are not known."""
+        key = hashlib.sha256(msgspec.json.encode((layout, seed))).hexdigest()
+        if key not in self._seconds:
+            self._seconds[key] = simulated()
+            self._save()
+        return self._seconds[key]
+
+    def _save(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(self._file, msgspec.json.encode(self._seconds))
+
+
+def digest(asked: object, files: Iterable[Path] = ()) -> str:
+    """Of a question, of this library, and of files: an answer to an equal one is the same."""
+    library = Path(errors.__file__).parent
+    found = (*sorted(library.rglob("*.py")), *sorted(library.rglob("*.json")), *files)
+    stamps = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in found if path.is_file()]
+    return hashlib.sha256(msgspec.json.encode((asked, stamps))).hexdigest()

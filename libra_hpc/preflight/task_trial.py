@@ -1,0 +1,67 @@
+"""The task of a run file plays the start of one episode before anything is queued (`libra_hpc.host.trial`).
+
+- The nodes' interpreter is here -> it plays, for at most `TRIAL_S`.  A mistake is refused with its sentence.
+- The interpreter is inside a container or not visible here, or ``task.trial = false`` -> nothing is played.
+- A step fails, the trial takes longer, or it cannot run here -> a warning: the nodes may differ.
+- It passed before with these settings, this tokenizer and the Python files of the task's folder -> it passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError
+from libra_hpc.files import cache_folder
+from libra_hpc.host.settings import host_settings, write_private
+from libra_hpc.planning.remembered import digest
+from libra_hpc.slurm.interpreter import compute_python, in_container
+
+TRIAL_S = 10.0
+"""Building a task that reads its data takes seconds.  Double: every `check` of a slow task waits so long."""
+SKIP = "task.trial = false skips this trial"
+MARK = "libra-hpc: "
+"""How a process of ours names a mistake."""
+
+
+def try_task(config: RunConfig) -> list[str]:
+    """Raise `UserError` for a task that cannot play; returns warnings."""
+    python = compute_python(config)
+    if config.run.engine != "real" or not config.task.trial or in_container(config) or not os.access(python, os.X_OK):
+        return []
+    passed = cache_folder() / "trials" / _digest(config, python)
+    warnings = [] if passed.exists() else _played(config, python)
+    if not warnings:
+        with contextlib.suppress(OSError):
+            passed.parent.mkdir(parents=True, exist_ok=True)
+            passed.touch()
+    return warnings
+
+
+def _digest(config: RunConfig, python: str) -> str:
+    own = Path(config.task.name.rpartition(":")[0]).parent.glob("*.py") if ":" in config.task.name else ()
+    files = (Path(config.model.path) / "tokenizer.json", *sorted(own))
+    return digest((host_settings(config).decode(), python), files)
+
+
+def _played(config: RunConfig, python: str) -> list[str]:
+    with tempfile.TemporaryDirectory(prefix="libra-trial-") as folder:
+        settings = Path(folder) / "host.json"
+        write_private(settings, host_settings(config))
+        command = [python, "-m", "libra_hpc.host.trial", "--socket", f"{folder}/none", "--config", str(settings)]
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=TRIAL_S
+            )
+        except subprocess.TimeoutExpired:
+            return [f"task.name = {config.task.name!r}: its trial took longer than {TRIAL_S:.0f} s; {SKIP}"]
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    if done.returncode == UserError.exit_code and lines[-1].startswith(MARK):
+        raise UserError(f"{lines[-1].removeprefix(MARK).rstrip('.')}; {SKIP}.")
+    if done.returncode:
+        return [f"task.name = {config.task.name!r}: its trial did not run ({lines[-1]})"]
+    return [f"task.name = {config.task.name!r}: {line}" for line in done.stdout.splitlines()[-1:]]

@@ -1,0 +1,105 @@
+"""A task that cannot play is refused before anything is queued, by playing it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError
+from libra_hpc.preflight import task_trial
+from libra_hpc.preflight.task_trial import try_task
+from libra_hpc.tasks.policy import write_tokenizer
+
+from .test_checks import MODEL, configured, write_model
+
+GOOD = """
+from libra_hpc.tasks.base import Episode, Task, Turn
+
+class Play(Episode):
+    prompt_id, prompt, max_tokens, stop_ids = "p", [1, 2], 4, (3,)
+    turns = 0
+    async def step(self, tokens, tools):
+        self.turns += 1
+        assert tokens == [3]
+        assert (await tools.call("double", 2)).value == 4
+        return Turn([1]) if self.turns == 1 else Turn(done=True, reward=1.0)
+
+def double(number):
+    return 2 * number
+
+class Mine(Task):
+    tools = {"double": double}
+    def __init__(self, tokenizer, *, seed=0, size=1):
+        super().__init__(tokenizer, seed=seed)
+    def open(self, index, sample, progress):
+        return Play()
+"""
+REFUSED = {
+    "an import": (
+        "class Play",
+        "import no_such_package\nclass Play",
+        "does not import (ModuleNotFoundError: No module named",
+    ),
+    "an exit at import": ("class Play", "raise SystemExit('no data')\nclass Play", "cannot be built (SystemExit: no"),
+    "no task": ("class Mine(Task)", "class Mine", "has no such Task class"),
+    "its constructor": ("        super()", "        open('absent')\n        super()", "(FileNotFoundError: [Errno 2] "),
+    "its open": ("        return Play()", "        return 1 / 0", "its open fails (ZeroDivisionError: division"),
+    "an empty prompt": ("[1, 2]", "[]", "its open fails (BadAnswer: prompt is empty"),
+    "a plain step": (
+        "    async def step",
+        "    step = print\n    async def other",
+        "is no coroutine function; valid: `async def step",
+    ),
+}
+WARNED = {
+    "a step": ("        assert tokens", "        1 / 0\n        assert tokens", "fails: ZeroDivisionError"),
+    "a reward": ("reward=1.0", "reward=float('nan')", "fails: BadReward: reward is nan"),
+    "a slow task": ("        super()", "        __import__('time').sleep(60)\n        super()", "took longer than 3 s"),
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """A run of ``mine.py:Mine`` with a cache of its own."""
+    monkeypatch.setenv("LIBRA_HPC_CACHE", str(tmp_path / "cache"))
+    model = write_model(tmp_path / "model", MODEL)
+    write_tokenizer(model, "arithmetic")
+    (tmp_path / "mine.py").write_text(GOOD)
+    return configured(model={"path": str(model)}, task={"name": f"{tmp_path / 'mine.py'}:Mine"})
+
+
+@pytest.mark.parametrize(("old", "new", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_a_task_that_cannot_play_is_refused(run: RunConfig, tmp_path: Path, old: str, new: str, sentence: str) -> None:
+    (tmp_path / "mine.py").write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(UserError) as refused:
+        try_task(run)
+    assert sentence in str(refused.value)
+    assert str(refused.value).startswith("task.name = ")
+    assert "; task.trial = false skips this trial." in str(refused.value)
+    assert try_task(run.changed(task={"trial": False})) == []
+
+
+@pytest.mark.parametrize(("old", "new", "sentence"), WARNED.values(), ids=WARNED)
+def test_what_other_turns_or_nodes_may_do_better_is_a_warning(
+    run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, sentence: str
+) -> None:
+    monkeypatch.setattr(task_trial, "TRIAL_S", 3.0 if "sleep" in new else 60.0)
+    (tmp_path / "mine.py").write_text(GOOD.replace(old, new, 1))
+    (warning,) = try_task(run)
+    assert sentence in warning
+
+
+def test_a_trial_that_passed_is_played_again_once_a_file_of_the_task_changes(
+    run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert try_task(run) == []
+    monkeypatch.setattr(task_trial, "_played", lambda config, python: ["played"])
+    assert try_task(run) == []
+    (tmp_path / "helper.py").write_text("")
+    assert try_task(run) == ["played"]
+    os.unlink(tmp_path / "helper.py")
+    assert try_task(run) == []
+    assert try_task(run.changed(task={"options": {"size": 2}})) == ["played"]
