@@ -45,8 +45,6 @@ def read_prompt(request: Generate, max_model_len: int, vocab_size: int) -> list[
 class TurnInFlight:
     """A request in flight; times in seconds of ``time.monotonic``."""
 
-    __slots__ = ("_spans", "arrived", "cached_tokens", "logprobs", "recomputed", "rid", "scheduled", "tokens")
-
     def __init__(self, rid: str, arrived: float) -> None:
         self.rid = rid
         self.arrived = arrived

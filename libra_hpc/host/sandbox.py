@@ -60,8 +60,6 @@ def _draw() -> int:
 class _Job:
     """A call in flight: id, frame, limit, and the future of its answer."""
 
-    __slots__ = ("call", "frame", "future", "limit_s")
-
     def __init__(self, call: int, frame: bytes, limit_s: float, future: asyncio.Future[ToolDone]) -> None:
         self.call, self.frame, self.limit_s, self.future = call, frame, limit_s, future
 

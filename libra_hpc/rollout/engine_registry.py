@@ -37,8 +37,6 @@ class Held(NamedTuple):
 class EngineEntry:
     """One vLLM replica.  `inflight` maps a request id to the turn it runs."""
 
-    __slots__ = ("draining", "inflight", "rank", "stats")
-
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.inflight: dict[str, Held] = {}

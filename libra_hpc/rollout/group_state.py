@@ -20,8 +20,6 @@ class GroupState:
     ``recovered``: trajectories that an earlier start has finished or begun.
     """
 
-    __slots__ = ("begun", "done", "failed", "index", "missing", "open", "retried")
-
     def __init__(self, index: int, samples: int, recovered: Sequence[Trajectory] = ()) -> None:
         self.index = index
         self.done = [trajectory for trajectory in recovered if trajectory.place == "done"]

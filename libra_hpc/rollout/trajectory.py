@@ -37,41 +37,6 @@ class Trajectory:
     `context` (int32), `mask` (uint8; 1: the policy generated the token) and `logprobs` (float32) are of one length.
     """
 
-    __slots__ = (
-        "at_signal",
-        "attempt",
-        "attained",
-        "clipped",
-        "computed",
-        "context",
-        "engine",
-        "episode",
-        "errors",
-        "first_version",
-        "host",
-        "index",
-        "info",
-        "logprobs",
-        "mask",
-        "max_tokens",
-        "overdue",
-        "place",
-        "prompt_id",
-        "prompt_tokens",
-        "ready_at",
-        "replays",
-        "reward",
-        "sample",
-        "sent_at",
-        "signals",
-        "started_at",
-        "stepped_at",
-        "stop_ids",
-        "turn",
-        "turns",
-        "versions",
-    )
-
     def __init__(self, index: int, sample: int, attempt: int, host: int = 0, now: float = 0.0) -> None:
         self.index, self.sample, self.attempt, self.host = index, sample, attempt, host
         self.episode = f"{index}.{sample}.{attempt}"

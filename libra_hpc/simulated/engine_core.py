@@ -43,8 +43,6 @@ FLOAT_BYTES = 4
 
 
 class _Turn:
-    __slots__ = ("admitted", "arrived", "first", "full", "request", "rid", "spans", "spanned")
-
     def __init__(self, rid: str, request: SimulatedRequest, full: bool, now: float) -> None:
         self.rid, self.request, self.full = rid, request, full
         self.arrived, self.admitted = now, -1.0

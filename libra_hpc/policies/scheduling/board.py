@@ -35,31 +35,6 @@ _generations = count(1)
 class EngineView:
     """State of one vLLM replica; only the `Board` changes it."""
 
-    __slots__ = (
-        "base_s",
-        "cap",
-        "engine",
-        "host_tokens",
-        "fit",
-        "tp_class",
-        "inflight",
-        "inflight_tokens",
-        "kv_capacity",
-        "kv_use",
-        "level",
-        "open",
-        "pace",
-        "prefill_s",
-        "preemptions",
-        "running",
-        "slope_s",
-        "stamp",
-        "steps",
-        "tp",
-        "version",
-        "waiting",
-    )
-
     def __init__(self, engine: str, tp: int, kv_capacity: int, cap: int, version: int, tp_class: TpClass) -> None:
         self.engine = engine
         self.tp = tp
@@ -103,8 +78,6 @@ class EngineView:
 
 class TpClass:
     """The engines of one TP degree."""
-
-    __slots__ = ("_heap", "_stamps", "base_s", "fit", "level", "members", "prefill_s", "slope_s", "touched", "tp")
 
     def __init__(self, tp: int) -> None:
         self.tp = tp

@@ -32,8 +32,6 @@ FLOOR: Final = 4
 class CapController:
     """The cap of one engine; give every `EngineStats` to `update`."""
 
-    __slots__ = ("_hold", "_preemptions", "cap", "ceiling")
-
     def __init__(self, ceiling: int) -> None:
         self.ceiling = ceiling
         """The run's limit of turns in flight at one engine."""

@@ -66,8 +66,6 @@ def scaled_costs(known: Coefficients, from_tp: int, to_tp: int) -> Coefficients:
 class EngineFit:
     """The reports of one engine, and its pace."""
 
-    __slots__ = ("_last", "_level")
-
     def __init__(self) -> None:
         self._last: EngineStats | None = None
         self._level = 0.0
@@ -109,8 +107,6 @@ class EngineFit:
 
 class ClassFit:
     """The decayed fit of one TP class: `add` observations of its engines, `solve` against a prior."""
-
-    __slots__ = ("_sums", "_targets", "count", "observations")
 
     def __init__(self) -> None:
         # Normal equations over x = (steps, steps * KV tokens, prefilled tokens) per busy second.

@@ -25,8 +25,6 @@ REBALANCE_EVERY_S = 5.0
 
 
 class _Entry:
-    __slots__ = ("alive", "key", "number", "parked", "turn")
-
     def __init__(self, turn: TurnView, key: float, number: int) -> None:
         self.turn = turn
         self.key = key

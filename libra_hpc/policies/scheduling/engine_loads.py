@@ -30,8 +30,6 @@ ALIKE: Final = 1.25
 class Placed:
     """What one trajectory adds to the load of its engine."""
 
-    __slots__ = ("prefill", "reach", "load", "work")
-
     def __init__(self) -> None:
         self.load: EngineWork | None = None
         self.reach = self.work = self.prefill = 0.0
@@ -40,8 +38,6 @@ class Placed:
 
 class EngineWork:
     """Sums over the trajectories placed at one engine."""
-
-    __slots__ = ("cache", "entry", "finish", "heap", "kv_capacity", "placed", "prefill", "reach4", "view", "work")
 
     def __init__(self, view: EngineView) -> None:
         self.view = view
@@ -94,8 +90,6 @@ class EngineWork:
 
 class Alike:
     """Engines of one TP class and about one pace, with a heap of lower bounds of their finish."""
-
-    __slots__ = ("heap", "loads", "tp_class")
 
     def __init__(self, tp_class: TpClass) -> None:
         self.tp_class = tp_class

@@ -28,8 +28,6 @@ PARK_AT: Final = 0.9
 class Claim:
     """The room that one trajectory takes in an engine's cache."""
 
-    __slots__ = ("cache", "key", "own", "prompt_id", "prompt_tokens", "running")
-
     def __init__(self, prompt_id: str, prompt_tokens: int) -> None:
         self.prompt_id, self.prompt_tokens = prompt_id, prompt_tokens
         """Its siblings have the same two; ``prompt_tokens`` is 0 where its first turn was not seen."""
@@ -45,8 +43,6 @@ class Claim:
 
 class EngineCache:
     """The residents of one engine."""
-
-    __slots__ = ("capacity", "held", "_prompts", "_residents")
 
     def __init__(self, capacity: float) -> None:
         self.capacity = capacity

@@ -76,8 +76,6 @@ class Rebalances(Protocol):
 class OpenTrajectory:
     """A trajectory as `moves` sees it; ``generated`` is 0 while its tool runs."""
 
-    __slots__ = ("context", "engine", "generated", "left", "name", "turns")
-
     def __init__(self, name: str, turns: int, engine: str, left: float, context: float, generated: float) -> None:
         self.name, self.turns, self.engine = name, turns, engine
         self.left, self.context, self.generated = left, context, generated
@@ -85,8 +83,6 @@ class OpenTrajectory:
 
 class _Load:
     """Contexts of an engine's residents, and the sum of the fourth powers of what they have left."""
-
-    __slots__ = ("context", "left4", "view")
 
     def __init__(self, view: EngineView) -> None:
         self.view = view

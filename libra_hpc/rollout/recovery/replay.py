@@ -16,8 +16,6 @@ from libra_hpc.rollout.trajectory import Trajectory
 class TurnReplay:
     """The replay of one trajectory's turns that have an answer now; the trajectory may grow meanwhile."""
 
-    __slots__ = ("_at", "_past", "_turn", "_turns")
-
     def __init__(self, past: Trajectory) -> None:
         self._past = past
         self._turns = len(past.turns) - 1

@@ -43,20 +43,6 @@ _LARGE: Final = 1e9
 class Blend:
     """Weighted ridge regression on the first ``size`` features."""
 
-    __slots__ = (
-        "_actual",
-        "_expected",
-        "_matrix",
-        "_scale",
-        "_stale",
-        "_vector",
-        "count",
-        "log_smear",
-        "p50",
-        "p90",
-        "weights",
-    )
-
     def __init__(self, size: int = len(PRIOR)) -> None:
         self.weights = list(PRIOR[:size])
         self.log_smear = 0.0

@@ -59,8 +59,6 @@ _Fields = tuple[str, str, int, str, int, int, int, float, str, tuple[Signal, ...
 class _Tracked(Placed):
     """An open trajectory, its place in the engine loads, and its room in a KV cache."""
 
-    __slots__ = ("claim", "cursor", "migration", "priority", "prompt_id", "version")
-
     def __init__(self, cursor: Cursor, turn: TurnView) -> None:
         super().__init__()
         self.cursor, self.prompt_id = cursor, turn.prompt_id

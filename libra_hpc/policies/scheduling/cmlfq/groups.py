@@ -32,8 +32,6 @@ FIRST_K: Final = 1
 class TaskStats:
     """Statistics of one task, or of all."""
 
-    __slots__ = ("effects", "errors", "full", "gate", "k", "plain", "tables", "tokens_per_turn")
-
     def __init__(self) -> None:
         self.tables = (Survival(), Survival())
         """Of totals; and of totals / scale, for prompts with finished trajectories."""
@@ -68,8 +66,6 @@ class TaskStats:
 
 class PromptGroup:
     """Statistics of one prompt."""
-
-    __slots__ = ("_sum", "_version", "finished", "log_scale", "running", "running_sum", "scale", "task")
 
     def __init__(self, task: TaskStats) -> None:
         self.task = task

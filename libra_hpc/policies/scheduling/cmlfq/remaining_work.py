@@ -42,21 +42,6 @@ RUNNING_WEIGHT: Final = 0.25
 class Cursor(SignalState):
     """Estimator state of one running trajectory."""
 
-    __slots__ = (
-        "cell",
-        "effect",
-        "future",
-        "left",
-        "payload",
-        "prompt",
-        "reach",
-        "start",
-        "task",
-        "trail",
-        "weight",
-        "weighted",
-    )
-
     def __init__(self, prompt: PromptGroup) -> None:
         super().__init__()
         self.prompt = prompt

@@ -27,8 +27,6 @@ GATE_DECAY: Final = 0.995
 class Gate:
     """Whether tool results lower the held-out loss."""
 
-    __slots__ = ("open", "trials", "with_signals", "without_signals")
-
     def __init__(self) -> None:
         self.with_signals = self.without_signals = 0.0
         """Decayed losses."""
@@ -56,8 +54,6 @@ class Gate:
 
 class SignalEffect:
     """Mean residual after a symbol, shrunk by its evidence."""
-
-    __slots__ = ("_sum", "_version", "count", "effect")
 
     def __init__(self) -> None:
         self.effect = 0.0

@@ -28,8 +28,6 @@ Symbol = tuple[str, str, str, int, int]
 class SignalState:
     """What the next symbol of a trajectory depends on."""
 
-    __slots__ = ("failed", "last", "repeats")
-
     def __init__(self) -> None:
         self.failed: int | None = None
         """Failing tests of the last run."""
@@ -69,8 +67,6 @@ class SignalState:
 
 class Vocabulary:
     """Numbers symbols from 1."""
-
-    __slots__ = ("_numbers", "symbols")
 
     def __init__(self) -> None:
         self._numbers: dict[Symbol, int] = {}

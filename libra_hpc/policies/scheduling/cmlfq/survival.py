@@ -56,21 +56,6 @@ def cell_of(tokens: float) -> int:
 class Survival:
     """Counts of one set of trajectories, and what follows from them by cell."""
 
-    __slots__ = (
-        "_deaths",
-        "_risk",
-        "_stale",
-        "_version",
-        "below",
-        "ends",
-        "known",
-        "log_rest",
-        "log_total",
-        "rest",
-        "started",
-        "weight",
-    )
-
     def __init__(self) -> None:
         self._risk = [0.0] * CELLS
         self._deaths = [0.0] * CELLS

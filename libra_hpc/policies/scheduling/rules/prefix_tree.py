@@ -38,8 +38,6 @@ def symbol(signal: Signal) -> Symbol:
 class PrefixNode:
     """Samples of one path."""
 
-    __slots__ = ("_p90", "_ring", "children", "count", "mean")
-
     def __init__(self) -> None:
         self.count = 0
         self.mean = 0.0
