@@ -75,7 +75,7 @@ def busy_board() -> Board:
         board.up(f"engine-{i}", tp, KV_TOKENS * tp, 0)
         for n in range(3):
             grown = {"generated_tokens": 5000 * n, "prefill_tokens": 20_000 * n, "steps": 50 * n, "busy_s": 0.5 * n}
-            board.report(f"engine-{i}", replace(EngineStats.idle(), running=100, kv_use=0.5, **grown))
+            board.report(f"engine-{i}", replace(EngineStats(), running=100, kv_use=0.5, **grown))
     return board
 
 

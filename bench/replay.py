@@ -177,7 +177,7 @@ class Replayer(RolloutSide):
         found = [read_steps(self._log(name), first) for name, first in seen.items()]
         turns, makespan_s = self._match(run)
         served = [turn for line in series.trajectories(run) for turn in line["turns"]]
-        idle = EngineStats.idle()
+        idle = EngineStats()
         stats = {name: (before.get(name, idle), after) for name, after in self._stats.items()}
         return Played(
             makespan_s=makespan_s,

@@ -237,12 +237,13 @@ class RolloutEngine:
         pool = self._scheduler.kv_cache_manager.block_pool
         # One block is vLLM's own null block.
         blocks = max(1, pool.num_gpu_blocks - 1)
-        return self._counters.message(
+        return EngineStats(
             version=self._version,
             running=running,
             waiting=waiting,
             kv_use=1.0 - pool.get_num_free_blocks() / blocks,
             asleep=self._client.is_sleeping(),
+            **msgspec.structs.asdict(self._counters),
         )
 
     def close(self) -> None:
@@ -264,7 +265,8 @@ class RolloutEngine:
                     turn.recomputed = max(0, turn.recomputed - 1)
             if output.prefill_stats is not None:
                 turn.cached_tokens = output.prefill_stats.num_cached_tokens
-                self._counters.prefilled(output.prefill_stats)
+                self._counters.prefill_tokens += output.prefill_stats.num_computed_tokens
+                self._counters.cached_tokens += turn.cached_tokens
             if output.new_token_ids:
                 assert output.new_logprobs is not None
                 # Column 0 is the sampled token's.

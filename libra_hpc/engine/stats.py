@@ -7,9 +7,7 @@ steps and weight updates; ``update_s``: in weight updates alone.
 
 from __future__ import annotations
 
-from typing import Any
-
-from libra_hpc.protocol.engine_state import EngineStats
+import msgspec
 
 INTERVAL_S = 0.5
 """Least seconds between two reports of a busy engine: shorter than most tool calls, and cheap."""
@@ -17,35 +15,16 @@ IDLE_INTERVAL_S = 1.0
 """Seconds between two reports of an idle engine (heartbeat); the shortest deadline in use is a minute."""
 
 
-class EngineCounters:
-    def __init__(self) -> None:
-        self.generated_tokens = 0
-        self.prefill_tokens = 0
-        self.cached_tokens = 0
-        self.preemptions = 0
-        self.steps = 0
-        self.busy_s = 0.0
-        self.update_s = 0.0
+class EngineCounters(msgspec.Struct):
+    """The totals of an `EngineStats`."""
 
-    def prefilled(self, stats: Any) -> None:
-        self.prefill_tokens += stats.num_computed_tokens
-        self.cached_tokens += stats.num_cached_tokens
-
-    def message(self, *, version: int, running: int, waiting: int, kv_use: float, asleep: bool) -> EngineStats:
-        return EngineStats(
-            version=version,
-            running=running,
-            waiting=waiting,
-            kv_use=kv_use,
-            generated_tokens=self.generated_tokens,
-            prefill_tokens=self.prefill_tokens,
-            cached_tokens=self.cached_tokens,
-            preemptions=self.preemptions,
-            steps=self.steps,
-            busy_s=self.busy_s,
-            update_s=self.update_s,
-            asleep=asleep,
-        )
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    busy_s: float = 0.0
+    update_s: float = 0.0
 
 
 class Pacer:

@@ -15,42 +15,26 @@ StateName = Literal["starting", "loading", "ready", "standby", "ending", "lost"]
 
 
 class EngineStats(msgspec.Struct, tag=True, frozen=True):
-    """Load and totals since the start.
+    """Load and totals since the start; by default those of an engine that has done nothing yet.
 
     Sent at most every 0.5 s while busy, once when the engine becomes idle, then once a second.
     """
 
-    version: int
-    running: int
-    waiting: int
-    kv_use: float
+    version: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_use: float = 0.0
     """Share of the KV cache that requests hold, 0..1."""
-    generated_tokens: int
-    prefill_tokens: int
-    cached_tokens: int
-    preemptions: int
-    steps: int
-    busy_s: float
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    busy_s: float = 0.0
     update_s: float = 0.0
     """Of ``busy_s``: in weight updates."""
     asleep: bool = False
     """Whether the engine is in standby."""
-
-    @classmethod
-    def idle(cls, version: int = 0) -> EngineStats:
-        """Of an engine that has done nothing yet."""
-        return cls(
-            version=version,
-            running=0,
-            waiting=0,
-            kv_use=0.0,
-            generated_tokens=0,
-            prefill_tokens=0,
-            cached_tokens=0,
-            preemptions=0,
-            steps=0,
-            busy_s=0.0,
-        )
 
     @property
     def stepping_s(self) -> float:

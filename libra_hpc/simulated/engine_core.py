@@ -109,7 +109,7 @@ class SimulatedEngine:
         """The warm-up profile of `libra_hpc.engine.warm_up`, from the modelled step times."""
         decodes, prompt = lengths(self._config.max_model_len)
         decoded, read = decodes * self._steps.step_s(1, 1), self._steps.step_s(0, 0, prompt)
-        start = EngineStats.idle(self._config.version)
+        start = EngineStats(self._config.version)
         between = msgspec.structs.replace(start, generated_tokens=decodes, steps=decodes, busy_s=decoded)
         end = msgspec.structs.replace(between, prefill_tokens=prompt, steps=decodes + 1, busy_s=decoded + read)
         return start, self._wall(between), self._wall(end)

@@ -106,17 +106,17 @@ def test_the_episode_cap_is_capacity_over_cost_and_is_cut_once_per_overload() ->
     cap = EpisodeCap(1_000.0, step=1_000)
     cap.observe(board, 0.0)
     assert capped(cap, board, 200) == 100
-    board.report("a", replace(EngineStats.idle(), preemptions=3))
+    board.report("a", replace(EngineStats(), preemptions=3))
     cap.observe(board, 0.5)
     assert cap.cap == 100, "the next poll is not due"
     cap.observe(board, POLL_S)
     assert cap.cap == 75
-    board.report("a", replace(EngineStats.idle(), preemptions=6))
+    board.report("a", replace(EngineStats(), preemptions=6))
     cap.observe(board, 2 * POLL_S)
     assert cap.cap == 75, "the first cut is still draining"
     for number in range(30):
         cap.ended(f"t{number}", 1_000)
-    board.report("a", replace(EngineStats.idle(), preemptions=9))
+    board.report("a", replace(EngineStats(), preemptions=9))
     cap.observe(board, 3 * POLL_S)
     assert cap.cap == int(HARDER_CUT * 70)
 
@@ -127,7 +127,7 @@ def test_the_episode_cap_grows_after_a_clear_step_and_ignores_weight_updates() -
     cap.observe(board, 0.0)
     assert capped(cap, board, 50) == 10
     board.applied("a", 1)
-    board.report("a", replace(EngineStats.idle(), preemptions=8))
+    board.report("a", replace(EngineStats(), preemptions=8))
     cap.observe(board, POLL_S)
     assert cap.cap == 10, "an update computes all sequences again"
     cap.ended("t0", 1_000)

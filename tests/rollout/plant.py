@@ -87,16 +87,7 @@ def generated(
 def engine_stats(*, generated: int, prefilled: int, steps: int) -> EngineStats:
     """The counters of an engine with four running turns that fill a quarter of its KV cache."""
     return EngineStats(
-        version=0,
-        running=4,
-        waiting=0,
-        kv_use=0.25,
-        generated_tokens=generated,
-        prefill_tokens=prefilled,
-        cached_tokens=0,
-        preemptions=0,
-        steps=steps,
-        busy_s=0.1,
+        running=4, kv_use=0.25, generated_tokens=generated, prefill_tokens=prefilled, steps=steps, busy_s=0.1
     )
 
 

@@ -86,7 +86,7 @@ def finished(total: int, prompt: str = "p", name: str = "done", **options: Any) 
 def stats(steps: int = 0, busy: float = 0.0, *, kv: float = 0.1, prefill: int = 0, **counts: int) -> EngineStats:
     """Counters of an engine."""
     counters = {"generated_tokens": steps, "prefill_tokens": prefill, "steps": steps, "busy_s": busy, "kv_use": kv}
-    return replace(EngineStats.idle(), running=1, **counters, **counts)
+    return replace(EngineStats(), running=1, **counters, **counts)
 
 
 def random_lengths(rng: random.Random, groups: int, samples: int = 4) -> dict[str, list[int]]:
