@@ -6,10 +6,10 @@ and packing cost. A step is timed from the order to the last process's answer.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import random
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,15 +22,15 @@ import msgspec
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError
 from libra_hpc.models.architecture import check_parallel, read_shape
+from libra_hpc.process.child import Child
 from libra_hpc.process.visible_devices import engine_environment
-from libra_hpc.protocol.codec import FrameBuffer, pack_f32, pack_i32
+from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import (
     Join,
     Joined,
     Sample,
     StepDone,
-    StopWorker,
     ToWorker,
     TrainStep,
     WorkerHeartbeat,
@@ -61,58 +61,58 @@ Answer = TypeVar("Answer")
 
 
 class MeasurementReplica:
-    """The processes of a replica, and this end of their sockets."""
+    """The processes of a replica, as `libra_hpc.process.child` runs them, for a caller without an event loop."""
 
     def __init__(self, config: RunConfig, folder: Path, **changes: Any) -> None:
         """``changes``: of `WorkerConfig`, in every process."""
-        self._folder, self._processes, self._sockets = folder, list[subprocess.Popen[bytes]](), list[socket.socket]()
-        self._buffers: list[FrameBuffer] = []
-        self._pending: list[list[Any]] = []
-        train = config.train
-        count = train.tp * train.pp
-        environment = engine_environment(os.environ, config.slurm.device, first=0, count=count, threads=train.threads)
-        listeners: list[socket.socket] = []
-        for rank in range(count):
-            path, settings = folder / f"{rank}.sock", folder / f"{rank}.json"
-            write_config(msgspec.structs.replace(worker_config(config, rank, folder), **changes), settings)
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            listeners.append(listener)
-            listener.bind(str(path))
-            listener.listen(1)
-            with self._log(rank).open("wb") as log:
-                command = [sys.executable, "-m", "libra_hpc.trainer.worker", "--socket", str(path)]
-                self._processes.append(
-                    subprocess.Popen([*command, "--config", str(settings)], stdout=log, stderr=log, env=environment)
-                )
-            self._buffers.append(FrameBuffer())
-            self._pending.append([])
+        self._folder, self._loop = folder, asyncio.new_event_loop()
+        self._children: list[Child] = []
+        self._answers: dict[Child, asyncio.Queue[Any]] = {}
+        """Of each process; None: it has ended."""
+        self._connected: set[Child] = set()
         try:
-            for rank, listener in enumerate(listeners):
-                self._sockets.append(self._accepted(listener, rank))
+            self._loop.run_until_complete(self._start(config, changes))
         except BaseException:
             self.end()
             raise
-        finally:
-            for listener in listeners:
-                listener.close()
+
+    async def _start(self, config: RunConfig, changes: dict[str, Any]) -> None:
+        train = config.train
+        count = train.tp * train.pp
+        environment = engine_environment(os.environ, config.slurm.device, first=0, count=count, threads=train.threads)
+        for rank in range(count):
+            settings = self._folder / f"{rank}.json"
+            write_config(msgspec.structs.replace(worker_config(config, rank, self._folder), **changes), settings)
+            child = Child(
+                str(rank),
+                self._folder / f"{rank}.sock",
+                outbound=to_worker,
+                inbound=from_worker,
+                on_message=self._received,
+                on_exit=lambda child, code: self._received(child, None),
+            )
+            self._children.append(child)
+            self._answers[child] = asyncio.Queue()
+            command = [sys.executable, "-m", "libra_hpc.trainer.worker", "--config", str(settings)]
+            await child.start(command, environment, self._log(rank))
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
+        return [child.pid for child in self._children]
 
     def send(self, message: ToWorker) -> None:
         """Send to all processes."""
-        for rank, connection in enumerate(self._sockets):
-            try:
-                connection.sendall(to_worker.frame(message))
-            except OSError:
-                raise self._failure(rank) from None
+        for child in self._children:
+            child.send(message)
 
     def answer(self, kind: type[Answer]) -> Answer:
         """The answer of rank 0, once every process has answered with a ``kind``."""
         answers: list[Answer] = []
-        for rank in range(len(self._sockets)):
-            answer = self._next(rank)
+        for rank, child in enumerate(self._children):
+            answer = self._loop.run_until_complete(self._next(child))
+            if answer is None:
+                text = self._log(rank).read_text(errors="replace").strip()[-QUOTED:]
+                raise OperationError(f"Process {rank} of the replica ended or hangs: {text or 'its log is empty'}")
             if not isinstance(answer, kind):
                 raise OperationError(f"Process {rank} of the replica failed: {getattr(answer, 'what', answer)}.")
             answers.append(answer)
@@ -123,54 +123,24 @@ class MeasurementReplica:
         return self.answer(kind)
 
     def end(self) -> None:
-        """Stop the processes; those that do not obey are killed."""
-        for connection in self._sockets:
-            try:
-                connection.sendall(to_worker.frame(StopWorker()))
-            except OSError:
-                continue
-        # One that has not connected gets no order.
-        for process in self._processes[len(self._sockets) :]:
-            process.kill()
-        for process in self._processes:
-            try:
-                process.wait(LEAVE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        for connection in self._sockets:
-            connection.close()
+        """Stop the processes; those that do not leave, or have not connected, are killed."""
+        self._loop.run_until_complete(self._stop())
+        self._loop.close()
 
-    def _accepted(self, listener: socket.socket, rank: int) -> socket.socket:
-        deadline = time.monotonic() + START_S
-        listener.settimeout(0.5)
-        while time.monotonic() < deadline:
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                if self._processes[rank].poll() is not None:
-                    break
-                continue
-            connection.settimeout(START_S)
-            return connection
-        raise self._failure(rank)
+    async def _stop(self) -> None:
+        stops = (child.stop(LEAVE_S if child in self._connected else 0.0) for child in self._children)
+        await asyncio.gather(*stops)
 
-    def _next(self, rank: int) -> Any:
-        while not self._pending[rank]:
-            try:
-                chunk = self._sockets[rank].recv(1 << 20)
-            except OSError:
-                # Also a timeout: the process hangs.
-                chunk = b""
-            if not chunk:
-                raise self._failure(rank)
-            messages = [from_worker.decode(body) for body in self._buffers[rank].feed(chunk)]
-            self._pending[rank] += [message for message in messages if not isinstance(message, WorkerHeartbeat)]
-        return self._pending[rank].pop(0)
+    async def _next(self, child: Child) -> Any:
+        """Its next message; None when it has ended or hangs."""
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(self._answers[child].get(), START_S)
+        return None
 
-    def _failure(self, rank: int) -> OperationError:
-        text = self._log(rank).read_text(errors="replace").strip()
-        return OperationError(f"Process {rank} of the replica ended or hangs: {text[-QUOTED:] or 'its log is empty'}")
+    def _received(self, child: Child, message: Any) -> None:
+        self._connected.add(child)
+        if not isinstance(message, WorkerHeartbeat):
+            self._answers[child].put_nowait(message)
 
     def _log(self, rank: int) -> Path:
         return self._folder / f"{rank}.log"
