@@ -37,7 +37,7 @@ def train(folder: Path, model: Path, *, seed: int, steps: int, eta: int, executo
 
 def evaluate(folder: Path, config: Path) -> dict[str, Any]:
     words = ("--policy", str(folder), "--config", str(config), "--episodes", str(EPISODES))
-    result: dict[str, Any] = child("-m", "libra_hpc.engine.evaluate", *words)
+    result: dict[str, Any] = child("-m", "bench.evaluate", *words)
     return result
 
 

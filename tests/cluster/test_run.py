@@ -86,7 +86,7 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     command = [
         sys.executable,
         "-m",
-        "libra_hpc.engine.evaluate",
+        "bench.evaluate",
         "--policy",
         str(run.policy),
         "--config",

@@ -3,7 +3,7 @@
 The set is the task's own data order from `FIRST_INDEX` on, one sample per prompt, beyond what training reaches. One
 task seed gives every policy the same set. The default sampling temperature is 1, as in training.
 
-``python -m libra_hpc.engine.evaluate --policy FOLDER --config CONFIG.json [--episodes 512] [--progress 0.0]`` prints
+``python -m bench.evaluate --policy FOLDER --config CONFIG.json [--episodes 512] [--progress 0.0]`` prints
 one JSON object.
 """
 
@@ -21,6 +21,8 @@ from typing import Any
 
 from libra_hpc.config.load import load_resolved
 from libra_hpc.config.run import RunConfig
+from libra_hpc.engine.offline import OfflineEngine
+from libra_hpc.engine.settings import config_for_run
 from libra_hpc.host.settings import host_command, host_settings, write_private
 from libra_hpc.process.child import Child
 from libra_hpc.protocol.codec import pack_i32
@@ -35,9 +37,6 @@ from libra_hpc.protocol.env import (
     from_host,
     to_host,
 )
-
-from .offline import OfflineEngine
-from .settings import config_for_run
 
 FIRST_INDEX = 1 << 40
 """No run trains this many prompts."""
@@ -162,7 +161,7 @@ class Evaluation:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m libra_hpc.engine.evaluate")
+    parser = argparse.ArgumentParser(prog="python -m bench.evaluate")
     parser.add_argument("--policy", required=True, help="Hugging Face folder")
     parser.add_argument("--config", required=True, help="a run's config.json: task, tokenizer folder, engine settings")
     parser.add_argument("--episodes", type=int, default=512)
