@@ -28,10 +28,9 @@ class EngineCounters(msgspec.Struct):
 
 
 class Pacer:
-    """When to report: at most every ``interval_s`` while busy, and once when the engine falls idle."""
+    """When to report: at most every `INTERVAL_S` while busy, and once when the engine falls idle."""
 
-    def __init__(self, interval_s: float = INTERVAL_S) -> None:
-        self._interval_s = interval_s
+    def __init__(self) -> None:
         self._last = float("-inf")
         self._was_busy = False
 
@@ -40,7 +39,7 @@ class Pacer:
 
         ``worked``: the pass ran a step. ``busy``: requests are left.
         """
-        due = now - self._last >= self._interval_s if busy else worked or self._was_busy
+        due = now - self._last >= INTERVAL_S if busy else worked or self._was_busy
         self._was_busy = busy
         if due:
             self._last = now

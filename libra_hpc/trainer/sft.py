@@ -1,4 +1,4 @@
-"""Supervised warm start: train a policy on demonstrations, in one process, with the model and optimizer of RL.
+"""Supervised warm start: train a policy on demonstrations, in one CPU process, with the model and optimizer of RL.
 
 - Loss: mean negative log-likelihood of a batch's masked tokens.
 - Learning rate: rises linearly over ``warmup`` steps, stays until half of the steps, falls linearly to 0.
@@ -25,6 +25,8 @@ from .train_engine import LARGEST_NORM, TrainEngine, close_world, init_world
 
 REPORT_EVERY = 100
 """Steps between two lines of progress on stderr, averaged in each."""
+MICRO_TOKENS = 8192
+"""Most tokens of a packed micro-batch."""
 WORLD_TIMEOUT_S = 600.0
 """Required by torch, unused by a world of one process."""
 
@@ -39,14 +41,6 @@ def warm_start(
     steps: int,
     lr: float = 3e-3,
     warmup: int = 50,
-    *,
-    betas: tuple[float, float] = (0.9, 0.98),
-    weight_decay: float = 0.01,
-    grad_clip: float = 1.0,
-    micro_tokens: int = 8192,
-    dtype: str = "float32",
-    device: str = "cpu",
-    threads: int = 1,
 ) -> dict[str, float]:
     """Train the model in ``model_dir`` for ``steps`` batches; write it and its tokenizer to ``out_dir`` (may be the
     same).
@@ -63,34 +57,32 @@ def warm_start(
         raise invalid(
             "warmup", warmup, f"the warm-up must end within the {steps} steps", f"an integer from 0 to {steps - 1}"
         )
-    chosen = choose_device(device, 0, threads)
+    device = choose_device("cpu", 0, threads=1)
     model_dir, out_dir = Path(model_dir), Path(out_dir)
     shape = read_shape(model_dir)
     settings = OptimizerSettings(
         lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
+        beta1=0.9,
+        beta2=0.98,
         eps=1e-8,
-        weight_decay=weight_decay,
-        grad_clip=grad_clip,
+        weight_decay=0.01,
+        grad_clip=1.0,
         warmup_steps=warmup,
         decay_steps=steps,
         anneal_steps=min(steps // 2, steps - warmup),
     )
-    split = init_world(chosen, tp=1, pp=1, rank=0, store=local_store(), timeout_s=WORLD_TIMEOUT_S)
+    split = init_world(device, tp=1, pp=1, rank=0, store=local_store(), timeout_s=WORLD_TIMEOUT_S)
     try:
-        engine = TrainEngine(shape, chosen, getattr(torch, dtype), split, settings=settings)
+        engine = TrainEngine(shape, device, torch.float32, split, settings=settings)
         load_policy(engine, model_dir)
-        result = _train(engine, batches, steps, micro_tokens)
+        result = _train(engine, batches, steps)
         write_policy(engine, model_dir, out_dir)
     finally:
         close_world()
     return result
 
 
-def _train(
-    engine: TrainEngine, batches: Iterator[Sequence[Demonstration]], steps: int, micro_tokens: int
-) -> dict[str, float]:
+def _train(engine: TrainEngine, batches: Iterator[Sequence[Demonstration]], steps: int) -> dict[str, float]:
     total = torch.zeros((), device=engine.device)
 
     def loss(head: Head, batch: Pack) -> torch.Tensor:
@@ -104,7 +96,7 @@ def _train(
         batch = next(batches, None)
         if batch is None:
             raise RuntimeError(f"the demonstrations ran out after {step - 1} of {steps} batches")
-        packs = pack([_example(*demonstration) for demonstration in batch], micro_tokens, engine.device)
+        packs = pack([_example(*demonstration) for demonstration in batch], MICRO_TOKENS, engine.device)
         count = sum(len(p.targets) for p in packs)
         if count == 0:
             raise ValueError(f"batch {step} has no token to learn")

@@ -141,7 +141,7 @@ def test_a_recorded_report_with_a_field_that_is_gone_is_read() -> None:
 
 
 def test_reports_are_paced_while_busy_and_follow_falling_idle_once() -> None:
-    pacer = Pacer(0.5)
+    pacer = Pacer()
     assert not pacer.due(0.0, worked=False, busy=False)
     assert pacer.due(1.0, worked=True, busy=True)
     assert not pacer.due(1.4, worked=True, busy=True)

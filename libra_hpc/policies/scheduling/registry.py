@@ -27,10 +27,10 @@ def policy_names() -> tuple[str, ...]:
     return tuple(_POLICIES)
 
 
-def check_policy(name: str, field: str = FIELD) -> None:
+def check_policy(name: str) -> None:
     """Raise `UserError` unless ``name`` is one of `policy_names`, or a file and class without constructor arguments."""
     if name not in _POLICIES:
-        make_policy(name, field)
+        make_policy(name)
 
 
 def policy_class(name: str, field: str = FIELD) -> type[Any]:
