@@ -22,8 +22,8 @@ from libra_hpc.protocol.env import (
     OpenEpisode,
     StepEpisode,
 )
-from libra_hpc.rollout.recovery.replay import TurnReplay
 
+from .replay import TurnReplay
 from .surroundings import Surroundings, TrajectoryOwner
 from .trajectory import Trajectory, unusable_reward
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import sqrt
 
 from libra_hpc.facts.columns import COLUMNS
 from libra_hpc.protocol.agents import Group
 
-from .advantage import advantages
 from .trajectory import Trajectory
 
 TASK_PREFIX = "task_"
 """Before a number of the task that has the name of a column of `metrics.jsonl`."""
+ADVANTAGE_EPS = 1e-4
+"""Bounds the advantages of a group of nearly equal rewards; rewards are of order one."""
 
 
 class GroupState:
@@ -43,6 +45,23 @@ class GroupState:
         return Group(self.index, tuple(t.sample_for_training(a) for t, a in zip(self.done, values, strict=True)))
 
 
+def advantages(rewards: Sequence[float]) -> list[float]:
+    """Group-normalised advantages (GRPO, arXiv 2402.03300, section 4.1.2): (r - mean) / (std + `ADVANTAGE_EPS`).
+
+    Exactly zero when all rewards of the group are equal.
+    """
+    if max(rewards) == min(rewards):
+        return [0.0] * len(rewards)
+    mean, std = mean_and_std(rewards)
+    return [(r - mean) / (std + ADVANTAGE_EPS) for r in rewards]
+
+
+def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
+    """Of a non-empty sequence, as the whole population."""
+    mean = sum(values) / len(values)
+    return mean, sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+
+
 def quantile(values: Sequence[float], q: float) -> float:
     """Nearest-rank quantile of a non-empty sequence."""
     ordered = sorted(values)
@@ -54,13 +73,12 @@ def batch_stats(
 ) -> dict[str, float]:
     """Statistics of a batch, every group of which has a finished trajectory."""
     trajectories = [t for group in groups for t in group.done]
-    rewards = [t.reward for t in trajectories]
-    mean = sum(rewards) / len(rewards)
+    reward, reward_std = mean_and_std([t.reward for t in trajectories])
     staleness = [trainer_version - t.first_version for t in trajectories]
     generated = [t.attained for t in trajectories]
     return {
-        "reward": mean,
-        "reward_std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
+        "reward": reward,
+        "reward_std": reward_std,
         "equal_groups": sum(group.equal for group in groups) / len(groups),
         "trajectories": len(trajectories),
         "staleness_mean": sum(staleness) / len(staleness),

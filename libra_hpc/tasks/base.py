@@ -5,7 +5,7 @@
 - Tools are module-level functions in `Task.tools`, run in sandboxed processes. Every failure is a value
   (`ToolResult`).
 - An episode that repeats its answers token for token survives the loss of its process and job: its turns are replayed
-  (`rollout.recovery.replay`). So seed random numbers by the arguments of `Task.open`. Others are sampled again.
+  (`rollout.replay`). So seed random numbers by the arguments of `Task.open`. Others are sampled again.
 """
 
 from __future__ import annotations

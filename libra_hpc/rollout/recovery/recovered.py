@@ -8,7 +8,7 @@ All ranks restart from the newest checkpoint, of step s. A trajectory from befor
   (else ``weights``),
 * its first token is of version s - eta or later, so that the staleness bound holds (else ``staleness``).
 
-An unfinished one also needs an environment that can be replayed (`libra_hpc.rollout.recovery.replay`). Pure.
+An unfinished one also needs an environment that can be replayed (`libra_hpc.rollout.replay`). Pure.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ of the same prompt and sample gets the recorded turns one after the other.
 from __future__ import annotations
 
 from libra_hpc.protocol.env import EpisodeOpened, EpisodeStepped
-from libra_hpc.rollout.trajectory import Trajectory
+
+from .trajectory import Trajectory
 
 
 class TurnReplay:
