@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from libra_hpc.protocol.engine import Generate, Generated, UpdateWeights, WeightsApplied
+from libra_hpc.protocol.engine import Generate, Generated
 
 from .settings import EngineConfig, check_config, prepare_process
 
@@ -60,11 +60,6 @@ class OfflineEngine:
         while self.pending:
             answers.update((done.rid, done) for done in self.poll())
         return [answers[rid] for rid in order]
-
-    def update_weights(self, update: UpdateWeights) -> WeightsApplied:
-        """Verify and swap in a weight file; raises `WeightFileError`, with the old weights in place."""
-        self.engine.check(update)
-        return self.engine.apply(update)
 
     def close(self) -> None:
         self.engine.close()

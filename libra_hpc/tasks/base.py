@@ -106,8 +106,3 @@ class Task(ABC):
         The result must depend on (seed, options, arguments) alone, the prompt not on ``sample``. ``progress`` in [0,
         1] is the run's; all samples of a prompt get the same value.
         """
-
-    @property
-    def max_context(self) -> int:
-        """Longest possible context in tokens; 0: unknown."""
-        return 0

@@ -67,13 +67,6 @@ class Mix:
             if not isinstance(value, int) or not low <= value <= high:
                 raise invalid(f"{where}{name}", value, "out of range", f"an integer from {low} to {high}")
 
-    @property
-    def max_context(self) -> int:
-        """Longest context in tokens: the largest budget, all spent on calls answered with a pair of keys (3 + 5
-        tokens).
-        """
-        return 4 + 4 * self.notes + 8 * (2 * (2 * self.max_hops + 1) + 4)
-
 
 @dataclass(frozen=True)
 class HiddenChain:
@@ -263,10 +256,6 @@ class KeyChain(Task):
         after = progress >= self._drift_at and self.mixes[0] != self.mixes[1]
         prompt_id = f"keychain-{self.seed}-{int(after)}-{index}"
         return KeyChainEpisode(self._words, draw(random.Random(prompt_id), self.mixes[after]), prompt_id, after)
-
-    @property
-    def max_context(self) -> int:
-        return max(mix.max_context for mix in self.mixes)
 
 
 def _override(base: Mix, side: str, changes: Mapping[str, Any]) -> Mix:

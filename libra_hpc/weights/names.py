@@ -141,18 +141,14 @@ def to_hf(entry: Entry, parts: list[torch.Tensor], shape: Architecture) -> list[
     return split if len(entry.hf) > 1 else [torch.cat(split)]
 
 
-def gather(tensors: dict[str, torch.Tensor], shape: Architecture, split: ReplicaPlace) -> dict[str, torch.Tensor]:
-    """Collect full Hugging Face tensors on the replica's rank 0, on the host; other ranks get an empty dict.
-
-    Collective over one data-parallel copy.  ``tensors`` are this rank's parts by Megatron-Core name, of one dtype.
-    """
-    return {name: tensor.cpu() for name, tensor in gathered(tensors, shape, split)}
-
-
 def gathered(
     tensors: Mapping[str, torch.Tensor], shape: Architecture, split: ReplicaPlace
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `gather`, one tensor after the other and on the device; it must be exhausted on every rank."""
+    """Full Hugging Face tensors on the replica's rank 0, one after the other and on the device; none on other ranks.
+
+    Collective over one data-parallel copy; it must be exhausted on every rank.  ``tensors`` are this rank's parts by
+    Megatron-Core name, of one dtype.
+    """
     first = not split.stage_rank and not split.pp_rank
     names = {entry.hf: name for name, entry in own_entries(shape, split).items()}
     shapes = hf_shapes(shape) if first else {}

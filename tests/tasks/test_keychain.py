@@ -191,21 +191,6 @@ def test_wrong_lines_are_calls_not_answers(task: KeyChain) -> None:
         assert task.tokenizer.decode(player.turn(*line).tokens) == "err \n"
 
 
-def test_context_never_exceeds_its_bound(keychain_folder: Path) -> None:
-    task = KeyChain(TaskTokenizer(keychain_folder), p_more=1.0, flaky=0.5, dead=0.5, notes=10)
-    assert task.max_context == 4 + 40 + 8 * 54 == 476
-    longest = 0
-    for index in range(40):
-        episode = task.open(index, 0, 0.0)
-        player = Player(task, episode, world_of(episode))
-        for _ in range(3):
-            player.get(player.world.hops[0][0])
-        while not player.get(player.world.hops[0][0]).done:
-            pass
-        longest = max(longest, len(player.context))
-    assert 300 < longest <= task.max_context
-
-
 def test_drift_changes_the_mix_at_its_time(keychain_folder: Path) -> None:
     tokenizer = TaskTokenizer(keychain_folder)
     options: dict[str, Any] = {"drift_at": 0.5, "before": {"p_more": 0.3, "notes": 20}, "after": {"p_more": 0.85}}
@@ -217,7 +202,6 @@ def test_drift_changes_the_mix_at_its_time(keychain_folder: Path) -> None:
     assert hops[0] < 1.7
     assert hops[1] > 5
     assert not {e.prompt_id for e in early} & {e.prompt_id for e in late}
-    assert task.max_context == 4 + 80 + 8 * 54
     plain = KeyChain(tokenizer)
     assert plain.open(5, 0, 0.0).prompt_id == plain.open(5, 0, 1.0).prompt_id
 

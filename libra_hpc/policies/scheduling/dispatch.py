@@ -64,13 +64,11 @@ class Dispatcher:
         self._prompts.setdefault(turn.prompt_id, {})[turn.trajectory] = entry
         self._push(entry)
 
-    def withdraw(self, trajectory: str) -> bool:
-        """Remove a waiting turn; False if there is none."""
+    def withdraw(self, trajectory: str) -> None:
+        """Remove a waiting turn, if there is one."""
         entry = self._entries.get(trajectory)
-        if entry is None:
-            return False
-        self._remove(entry)
-        return True
+        if entry is not None:
+            self._remove(entry)
 
     def dispatch(self, now: float) -> list[tuple[TurnView, Decision]]:
         """Route all turns that can start now; the board counts them as sent."""

@@ -56,11 +56,6 @@ class StalenessGate:
         return len(self._groups)
 
     @property
-    def open(self) -> int:
-        """Groups still being sampled."""
-        return self._open
-
-    @property
     def ready(self) -> int:
         """Finished groups that wait for the trainer."""
         return len(self._groups) - self._open

@@ -131,7 +131,6 @@ class GateMachine(RuleBasedStateMachine):
         if not hasattr(self, "gate"):
             return
         assert self.gate.outstanding == len(self.admitted) <= (self.eta + 1) * self.size
-        assert self.gate.open == len(self.running)
         assert self.gate.ready == len(self.admitted) - len(self.running)
         # Batches taken ahead of publication came out of the same (eta + 1) B.
         assert self.gate.outstanding <= (self.eta + 1 - (self.consumed - self.version)) * self.size

@@ -70,8 +70,6 @@ class Vocabulary:
 
     def __init__(self) -> None:
         self._numbers: dict[Symbol, int] = {}
-        self.symbols: list[Symbol] = [("", "", "", 0, 0)]
-        """Symbol of each number."""
 
     def number(self, symbol: Symbol) -> int:
         """The number of a symbol; 0 if it is new and `MAX_SYMBOLS` are numbered."""
@@ -81,5 +79,4 @@ class Vocabulary:
         if len(self._numbers) >= MAX_SYMBOLS:
             return 0
         self._numbers[symbol] = number = len(self._numbers) + 1
-        self.symbols.append(symbol)
         return number
