@@ -1,5 +1,7 @@
 """The one import of Megatron-Core, under `libra_hpc.trainer.model.compat.eager_import`."""
 
+# ruff: noqa: F401 (other modules import these names from here)
+
 from __future__ import annotations
 
 from . import compat
@@ -25,30 +27,3 @@ with compat.eager_import():
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-
-__all__ = [
-    "DistributedDataParallel",
-    "DistributedDataParallelConfig",
-    "GPTModel",
-    "MegatronModule",
-    "MoEAlltoAllTokenDispatcher",
-    "ModuleSpec",
-    "OptimizerConfig",
-    "OptimizerParamScheduler",
-    "PackedSeqParams",
-    "TransformerBlockSubmodules",
-    "TransformerConfig",
-    "copy_to_tensor_model_parallel_region",
-    "finalize_model_grads",
-    "fused_bias_swiglu",
-    "gather_from_sequence_parallel_region",
-    "get_forward_backward_func",
-    "get_gpt_layer_local_spec",
-    "get_megatron_optimizer",
-    "get_num_layers_to_build",
-    "get_standard_config_overrides",
-    "mappings",
-    "moe_utils",
-    "optimizer",
-    "parallel_state",
-]
