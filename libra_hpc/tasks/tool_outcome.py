@@ -183,33 +183,9 @@ def _name_a_timeout(words: set[str], errors: list[Any]) -> bool:
 
 
 def _counts(value: Mapping[Any, Any]) -> tuple[int, int] | None:
-    """(passed, failed) of a mapping: numbers beside ``errors`` and ``total``, or a ``tests`` table or list."""
-    tests = value.get("tests")
-    if isinstance(tests, Mapping):
-        return _counts(tests)
-    if isinstance(tests, list) and tests:
-        results = [_passed(test) for test in tests]
-        return None if None in results else (results.count(True), results.count(False))
+    """(passed, failed) of a mapping."""
     passed, failed = _number(value, "passed"), _number(value, "failed", "failures")
-    total = _number(value, "tests", "total")
-    if failed is None:
-        return None if passed is None else (passed, _rest(total, passed))
-    failed += _number(value, "errors") or 0
-    return _rest(total, failed) if passed is None else passed, failed
-
-
-def _rest(total: int | None, counted: int) -> int:
-    return 0 if total is None else max(0, total - counted)
-
-
-def _passed(test: Any) -> bool | None:
-    """Whether one entry of a list of tests passed; None: unknown."""
-    if isinstance(test, bool):
-        return test
-    found = _classify(test, MAX_DEPTH - 1)
-    if isinstance(test, Mapping) and isinstance(test.get("passed"), bool):
-        return bool(test["passed"])
-    return None if found is None else found.outcome == "ok"
+    return None if passed is None and failed is None else (passed or 0, failed or 0)
 
 
 def _number(value: Mapping[Any, Any], *names: str) -> int | None:
