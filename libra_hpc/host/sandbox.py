@@ -151,7 +151,6 @@ class _Process:
             return False
         self._timer.cancel()
         self.ready = True
-        self.pool.network_off = message.network_off
         if not (self.pool.refs or message.network_off):
             print(NO_NAMESPACE, file=sys.stderr)
         return True
@@ -193,7 +192,6 @@ class _Pool:
 
     def __init__(self, owner: Sandbox, refs: tuple[ToolRef, ...]) -> None:
         self.owner, self.refs = owner, refs
-        self.network_off = False
         self.processes: list[_Process] = []
         self._idle: deque[_Process] = deque()
         self._waiting: deque[_Job] = deque()
@@ -302,13 +300,6 @@ class Sandbox:
         begin = time.perf_counter()
         done = await pool.submit(call, frame, limit_s)
         return ToolResult(done.outcome, done.value, time.perf_counter() - begin, done.exit_code)
-
-    @property
-    def network_off(self) -> bool:
-        """Whether model-written code has an empty network namespace, once it ran; the filter denies sockets in any
-        case.
-        """
-        return self._code.network_off
 
     @property
     def pids(self) -> list[int]:
