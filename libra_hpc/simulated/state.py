@@ -19,6 +19,7 @@ import msgspec
 
 from libra_hpc.protocol.codec import pack_f32
 from libra_hpc.state import state_folders as folders
+from libra_hpc.trainer.link import PeerLost
 
 TENSOR = "simulated.step"
 ELEMENTS = 4096
@@ -27,10 +28,6 @@ MEET_POLL_S = 0.01
 """Seconds between two checks of the rendezvous files."""
 ALIGN = 8
 """The header of a safetensors file is padded to a multiple of this many bytes."""
-
-
-class NotMet(Exception):
-    """A member of the generation is missing."""
 
 
 def weight_file(step: int) -> bytes:
@@ -73,7 +70,7 @@ def meet(
 ) -> folders.TrainerState:
     """Wait for ``size`` peers, of which this is number ``position``; returns the state of the first, in the core.
 
-    Raises `NotMet` after ``timeout_s``, or once ``interrupted()`` returns True (a newer message waits).
+    Raises `PeerLost` after ``timeout_s``, or once ``interrupted()`` returns True (a newer message waits).
     """
     paths = [Path(f"{base}-{number}") for number in range(size)]
     mine = paths[position]
@@ -87,5 +84,5 @@ def meet(
         if not missing:
             return msgspec.json.decode(paths[0].read_bytes(), type=folders.TrainerState)
         if interrupted() or time.monotonic() > deadline:
-            raise NotMet(f"{len(missing)} of {size} members did not appear")
+            raise PeerLost(f"{len(missing)} of {size} members did not appear")
         time.sleep(MEET_POLL_S)

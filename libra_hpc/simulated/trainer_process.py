@@ -1,4 +1,4 @@
-"""The simulated Megatron worker process: `libra_hpc.trainer.worker` with `ReplicaTime` instead of the computation.
+"""The simulated Megatron worker process: the loop of the real one, with `ReplicaTime` instead of the computation.
 
 ``python -m libra_hpc.simulated.trainer_process --socket PATH --config FILE --pace JSON``
 
@@ -15,37 +15,17 @@ import math
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.trainer import (
-    Export,
-    Exported,
-    ExportFailed,
-    FromWorker,
-    Join,
-    Joined,
-    SaveCheckpoint,
-    Saved,
-    SaveFailed,
-    SaveStarted,
-    SnapshotFailed,
-    SnapshotTaken,
-    Standby,
-    StepDone,
-    StepFailed,
-    StopWorker,
-    TakeSnapshot,
-    ToWorker,
-    TrainStep,
-    WorkerFailed,
-)
+from libra_hpc.protocol.trainer import FromWorker, Join, Saved, SaveFailed, SnapshotTaken, StepDone, TrainStep
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.store import patiently, resolve
-from libra_hpc.trainer.link import CHECKPOINT, COMPUTE, LOAD, SNAPSHOT, WAITING, Pulse, WorkerSocket
+from libra_hpc.trainer.link import LOAD, WAITING, BatchRejected, Pulse, WorkerLoop, WorkerSocket
 from libra_hpc.trainer.settings import WorkerConfig, read_config
 from libra_hpc.trainer.shards import loss_tokens_of, spread, tokens_of
 
@@ -59,12 +39,12 @@ NOTHING = folders.TrainerState(-1, 0)
 """State of a replica without weights."""
 
 
-class Trainer:
+class Trainer(WorkerLoop):
     """One process of a replica.  Raises `UserError` for unknown hardware or an unknown model."""
 
     def __init__(self, config: WorkerConfig, pace: Pace, socket: WorkerSocket, begin: float) -> None:
-        self._pulse = Pulse(socket)
-        self._config, self._speedup, self._socket = config, pace.speedup, socket
+        super().__init__(socket, Pulse(socket))
+        self._config, self._speedup = config, pace.speedup
         shape = model_shape(pace.model)
         self._time = ReplicaTime(
             shape=shape,
@@ -74,94 +54,54 @@ class Trainer:
             fixed_s=pace.step_s,
             weight_bytes=WEIGHT_BYTES[config.dtype],
         )
+        self._place = config.rank // self._time.devices
+        """Data-parallel rank within this world."""
         self._generation, self._ranks = -1, config.core_dp
         """The latter: data-parallel ranks of the generation."""
         self._state = NOTHING if config.elastic else folders.TrainerState(0, 0)
         if config.start_dir:
-            with self._pulse.phase(LOAD):
+            with self.pulse.phase(LOAD):
                 self._state = patiently(lambda: folders.read_state(resolve(Path(config.start_dir))))
         self._writer: threading.Thread | None = None
         self._take(pace.start_s, begin)
-        socket.send(EngineState(-1, "train", "ready", version=self._state.step))
+        socket.send(EngineState(-1, "train", "ready", version=self.step))
 
-    def run(self) -> None:
-        """Handle messages until `StopWorker`; raises `EOFError` when the agent is gone."""
-        while True:
-            message = self._socket.receive()
-            if message is None or isinstance(message, StopWorker):
-                return
-            with self._pulse.phase(COMPUTE):
-                self._socket.send_many(self._handle(message))
+    @property
+    def step(self) -> int:
+        return self._state.step
 
     def _take(self, simulated_s: float, begin: float) -> None:
         """Sleep until ``simulated_s`` after ``begin`` (wall clock)."""
-        wait(self._socket.fileno(), begin + simulated_s / self._speedup - time.monotonic())
+        wait(self.socket.fileno(), begin + simulated_s / self._speedup - time.monotonic())
 
-    def _handle(self, message: ToWorker) -> list[FromWorker]:
-        begin = time.monotonic()
-        match message:
-            case TrainStep():
-                return self._train(message, begin)
-            case Join():
-                return self._join(message, begin)
-            case Export(path=path, version=version):
-                return [self._export(Path(path), version, begin)]
-            case SaveCheckpoint(folder=folder, step=step):
-                with self._pulse.phase(CHECKPOINT):
-                    self._end_write()
-                self._socket.send(SaveStarted(step, time.monotonic() - begin))
-                arguments = (Path(folder), step, self._state, begin)
-                self._writer = threading.Thread(target=self._save, args=arguments, daemon=True)
-                self._writer.start()
-            case TakeSnapshot(folder=folder, step=step):
-                with self._pulse.phase(SNAPSHOT):
-                    self._end_write()
-                    return [self._snapshot(Path(folder), step)]
-            case Standby():
-                self._generation = -1
-                if self._config.elastic:
-                    self._state = NOTHING
-        return []
-
-    def _join(self, message: Join, begin: float) -> list[FromWorker]:
-        self._generation, config = -1, self._config
+    def join(self, message: Join) -> int:
+        self._generation, config, begin = -1, self._config, time.monotonic()
         first = config.core_dp + (message.rank - 1) * config.elastic_dp if config.elastic else 0
         ranks = config.core_dp + (message.size - 1) * config.elastic_dp
-        try:
-            with self._pulse.phase(WAITING):
-                core = state.meet(
-                    f"{message.rendezvous}.{config.rank % self._time.devices}",
-                    position=first + self._place,
-                    size=ranks,
-                    own=self._state,
-                    timeout_s=config.join_timeout_s,
-                    interrupted=self._socket.interrupted,
-                )
-        except state.NotMet as error:
-            what = f"generation {message.generation} did not form: {error}"
-            return [WorkerFailed(what, fatal=False, generation=message.generation, attempt=message.attempt)]
+        with self.pulse.phase(WAITING):
+            core = state.meet(
+                f"{message.rendezvous}.{config.rank % self._time.devices}",
+                position=first + self._place,
+                size=ranks,
+                own=self._state,
+                timeout_s=config.join_timeout_s,
+                interrupted=self.socket.interrupted,
+            )
         received = 0
-        if core.step not in (self._state.step, message.version):
+        if core.step not in (self.step, message.version):
             received = self._time.received_bytes
             self._take(self._time.receive_s, begin)
         self._state, self._generation, self._ranks = core, message.generation, ranks
-        seconds = time.monotonic() - begin
-        return [Joined(message.generation, core.step, received, seconds, attempt=message.attempt)]
+        return received
 
-    @property
-    def _place(self) -> int:
-        """Data-parallel rank within this world."""
-        return self._config.rank // self._time.devices
-
-    def _train(self, message: TrainStep, begin: float) -> list[FromWorker]:
-        step = self._state.step
+    def train(self, message: TrainStep) -> StepDone:
+        begin, step = time.monotonic(), self.step
         if message.generation != self._generation or message.step != step + 1:
             self._generation, was = -1, self._generation
-            why = (
+            raise BatchRejected(
                 f"this replica is at step {step} in generation {was}, it cannot run step {message.step} of generation"
                 f" {message.generation}"
             )
-            return [StepFailed(message.step, message.generation, why)]
         samples = [sample for minibatch in message.minibatches for sample in minibatch]
         own = [s for part in message.minibatches for s in spread(part, self._config.dp)[self._place]]
         compute_s, reduce_s = self._time.compute_s(map(tokens_of, own)), self._time.reduce_s(self._ranks)
@@ -169,7 +109,7 @@ class Trainer:
         skipped = sum(not all(math.isfinite(sample.advantage) for sample in part) for part in message.minibatches)
         updates = sum(total > 0 for total in message.total_tokens) - skipped
         self._state = folders.TrainerState(message.step, self._state.updates + updates)
-        done = StepDone(
+        return StepDone(
             step=message.step,
             generation=message.generation,
             loss=0.0,
@@ -185,43 +125,41 @@ class Trainer:
             optimizer_s=0.0,
             skipped=skipped,
         )
-        return [done]
 
-    def _snapshot(self, folder: Path, step: int) -> FromWorker:
-        if step != self._state.step:
-            return SnapshotFailed(step, f"this replica is at step {self._state.step}, not {step}")
-        try:
-            state.export(folder / f"snapshot-{self._config.rank:05d}.safetensors", step)
-        except OSError as error:
-            return SnapshotFailed(step, str(error))
-        return SnapshotTaken(step, self._state.updates)
+    def export(self, path: Path) -> tuple[int, int]:
+        return state.export(path, self.step) if self._config.rank == 0 else (0, 0)
 
-    def _export(self, path: Path, version: int, begin: float) -> FromWorker:
-        if version != self._state.step:
-            return ExportFailed(version, f"this replica is at step {self._state.step}, it cannot export step {version}")
-        try:
-            crc32, size = state.export(path, self._state.step) if self._config.rank == 0 else (0, 0)
-        except OSError as error:
-            return ExportFailed(version, str(error))
-        return Exported(version, crc32, size, time.monotonic() - begin)
+    def snapshot(self, folder: Path) -> None:
+        self._end_write()
+        state.export(folder / f"snapshot-{self._config.rank:05d}.safetensors", self.step)
+        self.socket.send(SnapshotTaken(self.step, self._state.updates))
+
+    def copy(self, folder: Path) -> Callable[[], None]:
+        self._end_write()
+        self._writer = threading.Thread(target=self._save_copy, args=(folder, self._state), daemon=True)
+        return self._writer.start
+
+    def standby(self) -> None:
+        self._generation = -1
+        if self._config.elastic:
+            self._state = NOTHING
 
     def _end_write(self) -> None:
         """There is one copy of the state in host memory."""
         if self._writer is not None:
             self._writer.join()
 
-    def _save(self, folder: Path, step: int, copied: folders.TrainerState, begin: float) -> None:
+    def _save_copy(self, folder: Path, copied: folders.TrainerState) -> None:
         """Write a checkpoint and answer, in a thread."""
         answer: FromWorker
+        begin = time.monotonic()
         try:
-            if step != copied.step:
-                raise OSError(f"this replica is at step {copied.step}, it cannot save step {step}")
-            files = state.write(folder, step, copied.updates) if self._config.rank == 0 else {}
-            answer = Saved(str(folder), step, time.monotonic() - begin, files)
+            files = state.write(folder, copied.step, copied.updates) if self._config.rank == 0 else {}
+            answer = Saved(str(folder), copied.step, time.monotonic() - begin, files)
         except OSError as error:
-            answer = SaveFailed(str(folder), step, str(error))
+            answer = SaveFailed(str(folder), copied.step, str(error))
         with contextlib.suppress(OSError):
-            self._socket.send(answer)
+            self.socket.send(answer)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -26,6 +26,7 @@ import torch
 from libra_hpc.protocol.trainer import Join
 
 from .channel import Channel
+from .link import PeerLost
 from .train_engine import NO_STEP, TrainEngine
 
 CONNECT_S = 8.0
@@ -33,10 +34,6 @@ CONNECT_S = 8.0
 
 Half: a loaded node may miss it. Double: a member that dies in between delays the others so long.
 """
-
-
-class PeerLost(Exception):
-    """An exchange with the core or the replicas failed: a member died, left, or was late."""
 
 
 class ElasticReplicas:

@@ -19,18 +19,15 @@ from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
 from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.packing import Pack, decode, pack
 
-from .elastic import ElasticReplicas, PeerLost
+from .elastic import ElasticReplicas
 from .grpo import grpo_terms
+from .link import BatchRejected, PeerLost
 from .settings import AlgorithmSettings
 from .shards import spread
 from .train_engine import LARGEST_NORM, TrainEngine
 
 LOSS, RATIO, TRUNCATED, GAP, ENTROPY, TOKENS = range(6)
 """Places in the vector of sums that is reduced with the gradients."""
-
-
-class BatchRejected(Exception):
-    """The samples of a step cannot be trained on; the state is unchanged."""
 
 
 class GrpoTrainer:

@@ -1,8 +1,9 @@
-"""A worker process's end of the socket to its agent.
+"""A worker process's end of the socket to its agent, and the loop that obeys what comes there.
 
 - Any thread may send.
 - `Pulse` reports the process's phase once a second.
 - While the process waits for peers, `interrupted` reads orders that end the wait; they are handled in order later.
+- An order fails (`PeerLost`, `BatchRejected`, `OSError`, another step) -> its answer has the reason; the loop goes on.
 
 Needs no torch: the simulated trainer uses it too.
 """
@@ -12,13 +13,36 @@ from __future__ import annotations
 import select
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from libra_hpc.protocol.codec import EngineSocket
-from libra_hpc.protocol.trainer import FromWorker, Join, Standby, StopWorker, WorkerHeartbeat, from_worker, to_worker
+from libra_hpc.protocol.trainer import (
+    Export,
+    Exported,
+    ExportFailed,
+    FromWorker,
+    Join,
+    Joined,
+    SaveCheckpoint,
+    SaveFailed,
+    SaveStarted,
+    SnapshotFailed,
+    Standby,
+    StepDone,
+    StepFailed,
+    StopWorker,
+    TakeSnapshot,
+    TrainStep,
+    WorkerFailed,
+    WorkerHeartbeat,
+    from_worker,
+    to_worker,
+)
 
 
 class WorkerSocket(EngineSocket[FromWorker]):
@@ -89,3 +113,105 @@ class Pulse:
             except OSError:
                 return  # the agent is gone; the main thread notices too
             time.sleep(ALIVE_S)
+
+
+class PeerLost(Exception):
+    """An exchange with the core or the replicas failed: a member died, left, or was late."""
+
+
+class BatchRejected(Exception):
+    """The samples of a step cannot be trained on; the state is unchanged."""
+
+
+class WorkerLoop(ABC):
+    """A worker process, whatever computes."""
+
+    def __init__(self, socket: WorkerSocket, pulse: Pulse) -> None:
+        self.socket, self.pulse = socket, pulse
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """Of the state that this process has."""
+
+    @abstractmethod
+    def join(self, message: Join) -> int:
+        """Join a generation; returns the bytes received. Raises `PeerLost`, in no generation."""
+
+    @abstractmethod
+    def train(self, message: TrainStep) -> StepDone:
+        """Commit a step; raises `PeerLost` or `BatchRejected`, with the state of before."""
+
+    @abstractmethod
+    def export(self, path: Path) -> tuple[int, int]:
+        """Write the weights of this step; returns crc32 and size of the file. Raises `OSError`."""
+
+    @abstractmethod
+    def copy(self, folder: Path) -> Callable[[], None]:
+        """Copy the state, for a checkpoint; returns what has a thread write it and answer. Raises `OSError`."""
+
+    @abstractmethod
+    def snapshot(self, folder: Path) -> None:
+        """Write this process's part of a snapshot and answer, now or later; raises `OSError`."""
+
+    @abstractmethod
+    def standby(self) -> None:
+        """Leave the generation, and free what `join` can bring again."""
+
+    def run(self) -> None:
+        """Obey orders until `StopWorker`; raises `EOFError` when the agent is gone."""
+        while not isinstance(message := self.socket.receive(), StopWorker):
+            with self.pulse.phase(COMPUTE):
+                answer = self._obey(message, time.monotonic())
+                self.socket.send_many([answer] if answer is not None else [])
+
+    def _obey(self, message: Any, begin: float) -> FromWorker | None:
+        match message:
+            case TrainStep():
+                try:
+                    return self.train(message)
+                except (PeerLost, BatchRejected) as error:
+                    return StepFailed(message.step, message.generation, str(error))
+            case Join(generation=generation, attempt=attempt):
+                try:
+                    received = self.join(message)
+                except PeerLost as lost:
+                    what = f"generation {generation} did not form: {lost}"
+                    return WorkerFailed(what, fatal=False, generation=generation, attempt=attempt)
+                return Joined(generation, self.step, received, time.monotonic() - begin, attempt=attempt)
+            case Export(path=path, version=version):
+                try:
+                    self._check_step(version, "export")
+                    return Exported(version, *self.export(Path(path)), time.monotonic() - begin)
+                except OSError as error:
+                    return ExportFailed(version, str(error))
+            case TakeSnapshot(folder=folder, step=step):
+                try:
+                    self._check_step(step, "copy")
+                    with self.pulse.phase(SNAPSHOT):
+                        self.snapshot(Path(folder))
+                except OSError as error:
+                    return SnapshotFailed(step, str(error))
+            case SaveCheckpoint():
+                return self._save(message, begin)
+            case Standby():
+                self.standby()
+        return None
+
+    def _save(self, message: SaveCheckpoint, begin: float) -> FromWorker | None:
+        write, failure = None, ""
+        try:
+            self._check_step(message.step, "save")
+            with self.pulse.phase(CHECKPOINT):
+                write = self.copy(Path(message.folder))
+        except OSError as error:
+            failure = str(error)
+        self.socket.send(SaveStarted(message.step, time.monotonic() - begin))
+        if write is None:
+            return SaveFailed(message.folder, message.step, failure)
+        write()
+        return None
+
+    def _check_step(self, wanted: int, what: str) -> None:
+        if wanted != self.step:
+            raise OSError(f"this replica is at step {self.step}, it cannot {what} step {wanted}")

@@ -5,8 +5,7 @@
 One process per device. The ``tp * pp * dp`` processes of a world get every message and all answer; rank 0 writes the
 files that are not sharded.
 
-- A step, join or file failed -> `StepFailed`, `SaveFailed`, `ExportFailed`, `SnapshotFailed` or
-  ``WorkerFailed(fatal=False)``; the process stays usable.
+- A step, join or file failed -> as `libra_hpc.trainer.link.WorkerLoop`; the process stays usable.
 - A checkpoint is asked for -> a thread writes it while the next orders are obeyed (`StateWriter`).
 - Any other error -> ``WorkerFailed(fatal=True)`` and exit code 1; every peer notices the closed sockets.
 """
@@ -15,8 +14,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,40 +25,24 @@ from libra_hpc.models.architecture import read_shape
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.trainer import (
-    Export,
-    Exported,
-    ExportFailed,
-    Join,
-    Joined,
-    SaveCheckpoint,
-    SaveFailed,
-    SaveStarted,
-    SnapshotFailed,
-    Standby,
-    StepFailed,
-    StopWorker,
-    TakeSnapshot,
-    TrainStep,
-    WorkerFailed,
-)
+from libra_hpc.protocol.trainer import Join, StepDone, TrainStep, WorkerFailed
 from libra_hpc.trainer.saved.state_writer import StateWriter
 
 from .device import choose_device, file_store
-from .elastic import ElasticReplicas, PeerLost
-from .grpo_trainer import BatchRejected, GrpoTrainer
-from .link import CHECKPOINT, COMPUTE, LOAD, SNAPSHOT, WAITING, Pulse, WorkerSocket
+from .elastic import ElasticReplicas
+from .grpo_trainer import GrpoTrainer
+from .link import COMPUTE, LOAD, WAITING, Pulse, WorkerLoop, WorkerSocket
 from .saved import checkpoint, snapshot
 from .settings import WorkerConfig, read_config
 from .train_engine import NO_STEP, TrainEngine, init_world
 
 
-class Worker:
+class Worker(WorkerLoop):
     def __init__(self, config: WorkerConfig, socket: WorkerSocket, pulse: Pulse) -> None:
-        self._config, self._socket, self._pulse = config, socket, pulse
-        self._model_dir = Path(config.model_dir)
+        super().__init__(socket, pulse)
+        model_dir = Path(config.model_dir)
         torch.manual_seed(config.seed)
-        shape = read_shape(self._model_dir)
+        shape = read_shape(model_dir)
         device = choose_device(config.device, config.device_index, config.threads)
         store = file_store(config.world_rendezvous, config.tp * config.pp * config.cp * config.dp)
         split = init_world(
@@ -92,7 +75,7 @@ class Worker:
                 if config.start_dir and snapshot.holds(Path(config.start_dir), config.rank):
                     snapshot.load(self._engine.state, Path(config.start_dir), config.rank)
                 else:
-                    checkpoint.start(self._engine, self._model_dir, config.start_dir)
+                    checkpoint.start(self._engine, model_dir, config.start_dir)
         self._replicas = ElasticReplicas(
             self._engine,
             config.step_timeout_s,
@@ -105,49 +88,18 @@ class Worker:
         self._trainer = GrpoTrainer(
             self._engine, self._replicas, config.algorithm, config.micro_tokens, config.attention
         )
-        self._writer = StateWriter(self._engine, self._model_dir, socket.send)
-        self._socket.send(EngineState(-1, "train", "ready", version=self._engine.state.step))
+        self._writer = StateWriter(self._engine, model_dir, socket.send)
+        socket.send(EngineState(-1, "train", "ready", version=self._engine.state.step))
 
-    def run(self) -> None:
-        """Obey messages until `StopWorker`; raises `EOFError` when the agent is gone."""
-        while True:
-            message = self._socket.receive()
-            if isinstance(message, StopWorker):
-                return
-            with self._pulse.phase(COMPUTE):
-                self._obey(message)
+    @property
+    def step(self) -> int:
+        return self._engine.state.step
 
-    def _obey(self, message: object) -> None:
-        if isinstance(message, TrainStep):
-            self._train(message)
-        elif isinstance(message, Join):
-            self._join(message)
-        elif isinstance(message, Export):
-            self._export(message)
-        elif isinstance(message, SaveCheckpoint):
-            self._save(message)
-        elif isinstance(message, TakeSnapshot):
-            self._snapshot(message)
-        elif isinstance(message, Standby):
-            self._replicas.leave()
-            self._engine.release()
-
-    def _join(self, message: Join) -> None:
-        begin = time.monotonic()
+    def join(self, message: Join) -> int:
         self._engine.reclaim()
-        if message.weights and self._engine.elastic and self._engine.state.step < message.version:
+        if message.weights and self._engine.elastic and self.step < message.version:
             self._load_weights(message)
-        try:
-            received = self._replicas.join(message)
-        except PeerLost as lost:
-            what = f"generation {message.generation} did not form: {lost}"
-            error = WorkerFailed(what, fatal=False, generation=message.generation, attempt=message.attempt)
-            self._socket.send(error)
-            return
-        seconds = time.monotonic() - begin
-        self._socket.send(
-            Joined(message.generation, self._engine.state.step, received, seconds, attempt=message.attempt)
-        )
+        return self._replicas.join(message)
 
     def _load_weights(self, message: Join) -> None:
         """Take the weights that this node has for rollout; without them they come from their owners."""
@@ -159,53 +111,23 @@ class Worker:
         else:
             self._engine.state.commit(message.version, 0)
 
-    def _train(self, message: TrainStep) -> None:
-        try:
-            done = self._trainer.step(message)
-        except (PeerLost, BatchRejected) as error:
-            self._socket.send(StepFailed(message.step, message.generation, str(error)))
-            return
-        self._socket.send(done)
+    def train(self, message: TrainStep) -> StepDone:
+        return self._trainer.step(message)
 
-    def _export(self, message: Export) -> None:
-        begin = time.monotonic()
-        if message.version != self._engine.state.step:
-            reason = f"this replica is at step {self._engine.state.step}, it cannot export step {message.version}"
-            self._socket.send(ExportFailed(message.version, reason))
-            return
-        try:
-            crc, size = checkpoint.export(self._engine, Path(message.path))
-        except OSError as error:
-            self._socket.send(ExportFailed(message.version, str(error)))
-            return
-        self._writer.exported(message.version, Path(message.path))
-        self._socket.send(Exported(message.version, crc, size, time.monotonic() - begin))
+    def export(self, path: Path) -> tuple[int, int]:
+        written = checkpoint.export(self._engine, path)
+        self._writer.exported(self.step, path)
+        return written
 
-    def _snapshot(self, message: TakeSnapshot) -> None:
-        step = self._engine.state.step
-        if message.step != step:
-            reason = f"this replica is at step {step}, it has no snapshot of step {message.step}"
-            self._socket.send(SnapshotFailed(message.step, reason))
-            return
-        with self._pulse.phase(SNAPSHOT):
-            self._writer.snapshot(Path(message.folder))
+    def copy(self, folder: Path) -> Callable[[], None]:
+        return self._writer.copy(folder)
 
-    def _save(self, message: SaveCheckpoint) -> None:
-        begin = time.monotonic()
-        write, failure = None, ""
-        if message.step != self._engine.state.step:
-            failure = f"this replica is at step {self._engine.state.step}, it cannot save step {message.step}"
-        else:
-            try:
-                with self._pulse.phase(CHECKPOINT):
-                    write = self._writer.copy(Path(message.folder))
-            except OSError as error:
-                failure = str(error)
-        self._socket.send(SaveStarted(message.step, time.monotonic() - begin))
-        if write is not None:
-            write()
-        else:
-            self._socket.send(SaveFailed(message.folder, message.step, failure))
+    def snapshot(self, folder: Path) -> None:
+        self._writer.snapshot(folder)
+
+    def standby(self) -> None:
+        self._replicas.leave()
+        self._engine.release()
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -129,8 +129,9 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
         exported = first.until(train.Exported)
         data = (tmp_path / "w" / "export.safetensors").read_bytes()
         assert (exported.crc32, exported.size) == (zlib.crc32(data), len(data))
-        first.send(train.SaveCheckpoint(str(tmp_path / "step-3"), 3), train.SaveCheckpoint(str(tmp_path / "step-4"), 4))
+        first.send(train.SaveCheckpoint(str(tmp_path / "step-3"), 3))
         first.until(train.Saved)
+        first.send(train.SaveCheckpoint(str(tmp_path / "step-4"), 4))
         assert "cannot save step 4" in first.until(train.SaveFailed).reason
         first.send(train.Standby(), train.StopWorker())
         assert first.process.wait(60) == 0
