@@ -9,11 +9,8 @@ old storage, so CUDA graphs stay valid. It skips a tied output head and, on a CP
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import multiprocessing
-import os
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +22,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from .settings import TRANSFER_BACKEND
+from libra_hpc.process.reaper import die_with
 
-PR_SET_PDEATHSIG = 1
-"""``prctl`` option: the signal this process gets when its parent dies (linux/prctl.h)."""
+from .settings import TRANSFER_BACKEND
 
 
 @dataclass
@@ -89,22 +85,9 @@ def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, file.get_tensor(name)
 
 
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends.
-
-    vLLM's workers watch a pipe in a thread, which a hung collective outlives.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    parent = multiprocessing.parent_process()
-    # The parent may have died before the call above.
-    if parent is not None and os.getppid() != parent.pid:
-        os._exit(1)
-
-
 # It warns at every update that the rotary tables were not loaded; no file has them, and vLLM retains them.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, FileTransferEngine)
-if multiprocessing.parent_process() is not None:
-    die_with_parent()
+if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
+    # vLLM's workers watch a pipe in a thread, which a hung collective outlives.
+    die_with(parent.pid)

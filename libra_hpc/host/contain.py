@@ -1,4 +1,4 @@
-"""Confine one process by the kernel: limits, namespaces, a system-call filter; standard library only.
+"""Confine one process by the kernel: limits, namespaces, a system-call filter.
 
 Declared tools are bounded, not distrusted: they are the task author's code. Model-written code is distrusted.
 
@@ -19,15 +19,15 @@ import ctypes
 import os
 import platform
 import resource
-import signal
 import struct
 
 from libra_hpc.errors import OperationError
+from libra_hpc.process.reaper import prctl
 
 NOBODY = 65534
 """uid and gid without rights on every Linux (the kernel's overflow id)."""
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 
 
@@ -62,30 +62,14 @@ COMPUTE: dict[str, tuple[int, tuple[int, ...]]] = {
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _prctl(option: int, argument: int, pointer: int = 0) -> None:
-    if (
-        _libc.prctl(option, ctypes.c_ulong(argument), ctypes.c_ulong(pointer), ctypes.c_ulong(0), ctypes.c_ulong(0))
-        != 0
-    ):
-        code = ctypes.get_errno()
-        raise OSError(code, f"prctl({option}): {os.strerror(code)}")
-
-
-def die_with(parent: int) -> None:
-    """Get SIGKILL when the starting thread ends; exit at once when ``parent`` has already ended."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def hide_memory() -> None:
     """Forbid processes of the same user to read or trace this one (/proc/<pid>/mem, environ, ptrace)."""
-    _prctl(_PR_SET_DUMPABLE, 0)
+    prctl(_PR_SET_DUMPABLE, 0)
 
 
 def no_new_privileges() -> None:
     """Disable set-uid programs and file capabilities for this process and its children."""
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def limit(memory_bytes: int, file_bytes: int) -> None:
@@ -135,7 +119,7 @@ def compute_only(cpu_s: int) -> None:
     buffer = ctypes.create_string_buffer(header, len(header))
     no_new_privileges()
     try:
-        _prctl(_PR_SET_SECCOMP, 2, ctypes.addressof(buffer))  # 2: SECCOMP_MODE_FILTER
+        prctl(_PR_SET_SECCOMP, 2, ctypes.addressof(buffer))  # 2: SECCOMP_MODE_FILTER
     except OSError as error:
         raise OperationError(
             f"the kernel refuses a system-call filter ({error}): model-written code is not run here"

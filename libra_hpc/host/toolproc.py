@@ -186,7 +186,7 @@ def _contained(code: str, setup: Setup, writer: int, parent: int) -> None:
     status = 1
     try:
         os.setsid()
-        contain.die_with(parent)
+        reaper.die_with(parent)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.dup2(writer, 1)
@@ -240,7 +240,7 @@ def serve(link: socket.socket) -> None:
             contain.drop_root()
         contain.no_new_privileges()
         contain.limit(setup.memory_bytes, setup.memory_bytes)
-        contain.die_with(setup.parent)
+        reaper.die_with(setup.parent)
         reaper.become_subreaper()
     except Exception as error:
         link.sendall(from_tool.frame(ToolDone("error", f"{type(error).__name__}: {error}")))

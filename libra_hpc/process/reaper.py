@@ -16,31 +16,40 @@ import signal
 import time
 from collections.abc import Collection
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _WALL = 0x40000000
 """__WALL of waitpid: children of every kind."""
 POLL_S = 0.001
 """Between two rounds of `end_children`: a killed process takes about as long to end."""
 
 
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def prctl(option: int, argument: int, pointer: int = 0) -> None:
+    """The system call; raises `OSError`."""
+    if _libc.prctl(option, *(ctypes.c_ulong(value) for value in (argument, pointer, 0, 0))) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({option}): {os.strerror(code)}")
+
+
+def die_with(parent: int) -> None:
+    """Get SIGKILL when the starting thread ends; exit at once when ``parent`` has already ended."""
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def become_subreaper() -> None:
     """Adopt the orphans below this process, from now to its end.  Children do not inherit it."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, *(ctypes.c_ulong(value) for value in (1, 0, 0, 0))) != 0:
-        raise OSError(ctypes.get_errno(), "this process cannot become a subreaper")
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children() -> set[int]:
     """Ids of this process's children, ended ones that are not reaped included."""
-    found: set[int] = set()
-    for thread in os.listdir("/proc/self/task"):
-        try:
-            with open(f"/proc/self/task/{thread}/children") as file:
-                found.update(int(pid) for pid in file.read().split())
-        except (FileNotFoundError, ProcessLookupError):  # a thread that has ended since
-            if thread == str(os.getpid()):
-                return _children_by_scan()  # a kernel without CONFIG_PROC_CHILDREN
-    return found
+    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+        return _children_by_scan()  # a kernel without CONFIG_PROC_CHILDREN
+    return _children_of(os.getpid())
 
 
 def _children_by_scan() -> set[int]:

@@ -9,9 +9,11 @@ context of 32k tokens then encodes in microseconds, not milliseconds.
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import sys
+import threading
 from array import array
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
@@ -103,7 +105,10 @@ class FrameBuffer:
 
 
 class EngineSocket(Generic[T]):
-    """The engine process's blocking end of its Unix-domain socket; `receive(timeout=0)` polls."""
+    """The engine process's end of its Unix-domain socket; any thread may send, one receives.
+
+    It stays blocking: a receiver must not change the mode under a sender.
+    """
 
     def __init__(self, path: str, inbound: Codec[Any], outbound: Codec[T]) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -111,19 +116,21 @@ class EngineSocket(Generic[T]):
         self._inbound, self._outbound = inbound, outbound
         self._buffer = FrameBuffer()
         self._pending: list[bytes] = []
+        self._sending = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def send(self, message: T) -> None:
         """Send one message; raises `ConnectionError` when the agent is gone."""
-        self._socket.setblocking(True)
-        self._socket.sendall(self._outbound.frame(message))
+        self.send_many([message])
 
     def send_many(self, messages: Sequence[T]) -> None:
         if messages:
-            self._socket.setblocking(True)
-            self._socket.sendall(b"".join(self._outbound.frame(m) for m in messages))
+            with self._sending:
+                self._socket.sendall(b"".join(self._outbound.frame(m) for m in messages))
 
     def receive(self, timeout: float | None = None) -> Any | None:
         """Return the next message, or None after ``timeout`` seconds (None: no limit).
@@ -132,11 +139,9 @@ class EngineSocket(Generic[T]):
         agent.
         """
         while not self._pending:
-            self._socket.settimeout(timeout)
-            try:
-                chunk = self._socket.recv(1 << 20)
-            except (TimeoutError, BlockingIOError):
+            if timeout is not None and not self._poll.poll(1000.0 * timeout):
                 return None
+            chunk = self._socket.recv(1 << 20)
             if not chunk:
                 raise EOFError("the agent closed the engine socket")
             self._pending.extend(self._buffer.feed(chunk))

@@ -1,6 +1,5 @@
 """A worker process's end of the socket to its agent, and the loop that obeys what comes there.
 
-- Any thread may send.
 - `Pulse` reports the process's phase once a second.
 - While the process waits for peers, `interrupted` reads orders that end the wait; they are handled in order later.
 - An order fails (`PeerLost`, `BatchRejected`, `OSError`, another step) -> its answer has the reason; the loop goes on.
@@ -10,12 +9,11 @@ Needs no torch: the simulated trainer uses it too.
 
 from __future__ import annotations
 
-import select
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,39 +44,21 @@ from libra_hpc.protocol.trainer import (
 
 
 class WorkerSocket(EngineSocket[FromWorker]):
-    """See the module docstring. The socket stays blocking: a receiver must not change the mode under a sender."""
+    """See the module docstring."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, to_worker, from_worker)
         self._ahead: deque[Any] = deque()
-        self._sending = threading.Lock()
-        self._poll = select.poll()
-        self._poll.register(self.fileno(), select.POLLIN)
-
-    def send(self, message: FromWorker) -> None:
-        with self._sending:
-            super().send(message)
-
-    def send_many(self, messages: Sequence[FromWorker]) -> None:
-        with self._sending:
-            super().send_many(messages)
 
     def receive(self, timeout: float | None = None) -> Any | None:
         """As in the base class; messages that `interrupted` read come first."""
-        if self._ahead:
-            return self._ahead.popleft()
-        return self._next(timeout)
+        return self._ahead.popleft() if self._ahead else super().receive(timeout)
 
     def interrupted(self) -> bool:
         """Whether an order arrived that ends an unfinished join or step; raises `EOFError` when the agent is gone."""
-        while (message := self._next(0.0)) is not None:
+        while (message := super().receive(0.0)) is not None:
             self._ahead.append(message)
         return any(isinstance(message, Join | Standby | StopWorker) for message in self._ahead)
-
-    def _next(self, timeout: float | None) -> Any | None:
-        if timeout is not None and not self._pending and not self._poll.poll(1000.0 * timeout):
-            return None
-        return super().receive()
 
 
 ALIVE_S = 1.0
