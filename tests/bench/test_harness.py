@@ -1,4 +1,4 @@
-"""The harness: command lines, lines of a table, and the JSON file."""
+"""The harness: command lines, lines of a table, and the JSON file; and the work of a benchmark on real engines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bench import live_kv
 from bench.harness import WIDTH, by_turns, cells, interval, options, rate, report, seeds, spread, versus
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 
 ROWS = ("short", "long, cold")
 
@@ -70,3 +72,13 @@ def test_the_report_is_a_table_and_a_file(tmp_path: Path, capsys: pytest.Capture
     assert any(line.split() == ["short", "1.23"] for line in lines)
     written = json.loads((tmp_path / "new" / "x.json").read_text())
     assert (written["benchmark"], written["raw"]) == ("x", {"short": [1.23456]})
+
+
+def test_equal_seeds_give_equal_work_that_every_engine_can_hold() -> None:
+    work = live_kv.make_work(3)
+    assert work == live_kv.make_work(3) != live_kv.make_work(4)
+    assert len(work) == live_kv.GROUPS * live_kv.GROUP_SIZE
+    assert max(record.context for record in work) < 4096
+    turns = (TurnRecord(0, 10), TurnRecord(5, 10))
+    siblings = [TrajectoryRecord("p", sample, 100, turns) for sample in (0, 1)]
+    assert live_kv.held(siblings) == 150, "siblings share the prompt"
