@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from libra_hpc.errors import OperationError
+from libra_hpc.planning import simulated_plan
 from libra_hpc.slurm.devcluster.cluster import Cluster, ClusterInfo
 from libra_hpc.slurm.devcluster.packages import ensure_packages
 from libra_hpc.slurm.site_commands import clean_environment
@@ -59,6 +60,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     asyncio.run(pyfuncitem.obj(**arguments))
     return True
+
+
+@pytest.fixture
+def few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is simulated on as few batches as of large runs: for tests of what is made from a plan, which takes some
+    ten seconds otherwise."""
+    monkeypatch.setattr(simulated_plan, "TURNS", 0)
 
 
 @pytest.fixture(scope="session")

@@ -40,7 +40,7 @@ max_num_seqs = 256
 
 
 @pytest.fixture
-def auto(site: Path) -> Path:
+def auto(site: Path, few_batches: None) -> Path:
     """The site with a real shape and a run file that leaves the split open."""
     shape = json.loads((model_folder(site / "shape", model_shape("qwen3-4b")) / "config.json").read_text())
     write_model(site / "model", {**shape, "tie_word_embeddings": True})

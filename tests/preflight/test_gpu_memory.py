@@ -108,6 +108,7 @@ def test_a_dry_run_is_checked_with_what_it_simulates() -> None:
 
 @pytest.mark.parametrize("model", ["qwen3-4b", "qwen3-8b", "qwen3-14b"])
 @pytest.mark.parametrize("prompts", [1, 64])
+@pytest.mark.usefixtures("few_batches")
 def test_a_split_chosen_by_the_planner_is_never_refused(model: str, prompts: int) -> None:
     sections = {"components": {"split": "auto"}, "model": {"path": model}, "algorithm": {"prompts_per_step": prompts}}
     data = configured(**sections).model_dump(exclude_unset=True)

@@ -21,6 +21,7 @@ from libra_hpc.slurm.queue.query import partitions
 from libra_hpc.slurm.submit import expected_start
 from tests.preflight.test_checks import write_model
 
+pytestmark = pytest.mark.usefixtures("few_batches")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = {
     "a800-8": "qwen3-4b",
