@@ -42,7 +42,7 @@ CASES = [
     ("run.name=a/b", "run.name = 'a/b': malformed"),
     ("components.train.mem=2GB", "components.train.mem = '2GB': malformed"),
     ("algorithm.minibatches=65", "algorithm.minibatches = 65: a global batch has 64 trajectories; valid: 1 to 64."),
-    ("components.planner.nodes=2", "components.planner.nodes = 2: rank 0 is the one planner"),
+    ("components.planner.nodes=2", "planner.nodes = 2: rank 0 is the one planner; valid: 0 or 1."),
     ("components.train.nodes=0", "components.train.nodes = 0"),
     ("components.rollout.nodes=0", "components.rollout.nodes = 0"),
     ("rollout.policy=cmlqf", "rollout.policy = 'cmlqf': unknown policy (other"),

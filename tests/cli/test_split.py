@@ -103,13 +103,9 @@ def test_check_and_plan_print_what_submit_would_choose(auto: Path, cli: Cli) -> 
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("slurm.device=cpu", "split = 'auto': slurm.device is 'cpu' and the planner has no figures for CPU nodes"),
         ("components.split=best", "components.split = 'best': unknown value; valid: explicit, auto"),
         ("train.tp=2", "train.tp = 2: components.split = 'auto' chooses it"),
-        ("planner.device=a80", "device = 'a80': unknown device; valid: a100, a800"),
-        ("planner.model=qwen3-15b", "model = 'qwen3-15b': neither a known short name"),
         ("components.hybrid.gpu_type=h100", "hybrid.gpu_type = 'h100': where the planner divides the nodes"),
-        ("planner.trace=absent.jsonl", "absent.jsonl"),
         ("components.rollout.nodes=9", "nodes = "),
     ],
 )
