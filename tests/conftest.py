@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import inspect
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 from hypothesis import settings
@@ -26,11 +28,13 @@ settings.load_profile("libra")
 os.environ["LIBRA_HPC_SITE"] = "none"
 
 
-SHARED = "slurm and vllm"
-"""The tests of this group run one after the other, on one worker of `make test`.
+ENGINES = pytest.StashKey[IO[str] | None]()
+"""The lock of the worker that has vLLM engines."""
+SLURM, VLLM = "slurm", "vllm"
+"""Groups of tests that run one after the other, on one worker of `make test`, beginning with the first test of all.
 
-The job ids of two embedded clusters would name the same shared memory of MPICH, and two vLLM engines are as many as a
-small machine has memory for.
+The job ids of two embedded clusters would name the same shared memory of MPICH. Tests of the first group that have
+vLLM engines too come last there: then those of the second group, on the other worker, have ended.
 """
 
 
@@ -41,15 +45,40 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if "cluster" in item.fixturenames:
         item.add_marker(pytest.mark.cluster)
     scopes = {definition[-1].scope for definition in item._fixtureinfo.name2fixturedefs.values()}
-    if item.get_closest_marker("cluster") or item.get_closest_marker("vllm"):
-        item.add_marker(pytest.mark.xdist_group(SHARED))
+    if item.get_closest_marker("cluster"):
+        item.add_marker(pytest.mark.xdist_group(SLURM))
+    elif item.get_closest_marker("vllm"):
+        item.add_marker(pytest.mark.xdist_group(VLLM))
     elif "module" in scopes:
         item.add_marker(pytest.mark.xdist_group(str(item.path)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest group begins first."""
-    items.sort(key=lambda item: not any(SHARED in mark.args for mark in item.iter_markers("xdist_group")))
+    """The longest groups begin first."""
+
+    def place(item: pytest.Item) -> tuple[bool, bool, bool]:
+        has_slurm, has_vllm = (item.get_closest_marker(mark) is not None for mark in ("cluster", "vllm"))
+        return not has_slurm, has_slurm == has_vllm, has_vllm
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """One worker at a time has vLLM engines: two are as many as a small machine has memory for."""
+    lock = item.config.stash.setdefault(ENGINES, None)
+    if lock is None and item.get_closest_marker("vllm") and "PYTEST_XDIST_WORKER" in os.environ:
+        folder = item.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        lock = (folder.parent / "engines.lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        item.config.stash[ENGINES] = lock
+    try:
+        return (yield)
+    finally:
+        if lock is not None and not (nextitem and nextitem.get_closest_marker("vllm")):
+            # Also the engine of a module has ended.
+            lock.close()
+            item.config.stash[ENGINES] = None
 
 
 @pytest.hookimpl(tryfirst=True)

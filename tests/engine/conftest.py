@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from .engine_harness import EngineUnderTest, Model, engine_config, make_model
@@ -22,15 +23,16 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture(scope="module")
 def engine(old: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
-    """An untied tp = 1 engine with a step log, ended by SIGTERM."""
+    """An untied tp = 1 engine of 64 KV blocks with a step log, ended by SIGTERM."""
     folder = tmp_path_factory.mktemp("e")
     config = engine_config(old, max_num_seqs=4, version=1, step_log=str(folder / "steps.jsonl"))
+    config = msgspec.structs.replace(config, kv_cache_mb=2)
     under_test = EngineUnderTest(folder, config)
     try:
         ready = under_test.ready()
         assert (ready.version, ready.capacity.tp, ready.capacity.max_model_len) == (1, 1, 1024)
-        # 16 MiB of float32 keys and values, 2 layers, hidden 64.
-        assert ready.capacity.kv_tokens == 16 * 2**20 // (2 * 2 * 64 * 4)
+        # 2 MiB of float32 keys and values, 2 layers, hidden 64: one of its blocks is vLLM's own.
+        assert ready.capacity.kv_tokens == 2 * 2**20 // (2 * 2 * 64 * 4) == 64 * 32
         yield under_test
         under_test.process.terminate()
         assert under_test.process.wait(60) == 0

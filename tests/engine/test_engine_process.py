@@ -231,6 +231,19 @@ def test_a_swap_does_not_count_as_preemption(engine: EngineUnderTest, old: Model
     assert engine.idle().preemptions == before
 
 
+def test_preemptions_for_lack_of_blocks_are_counted_across_a_swap(engine: EngineUnderTest, new: Model) -> None:
+    before = engine.idle()
+    assert before.kv_use == 0.0, "vLLM's own block is not counted"
+    requests = [turn(f"grow{i}", prompt(400), 600) for i in range(4)]
+    engine.send(*requests, new.update(next(versions)))
+    messages = [engine.receive() for _ in range(5)]
+    assert sum(isinstance(message, Generated) for message in messages) == 4
+    after = engine.idle()
+    # Four of 13 blocks fit in 63, four of 31 do not: at least two were put back.
+    assert after.preemptions >= before.preemptions + 2
+    assert after.kv_use == 0.0
+
+
 def test_asleep_and_woken_without_weights_it_refuses(engine: EngineUnderTest, old: Model, new: Model) -> None:
     engine.start(turn("cut", prompt(8), 900))
     engine.send(wire.Sleep())
