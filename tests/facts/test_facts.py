@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.facts import fact_writer
 from libra_hpc.facts.fact_writer import FactsWriter
 from libra_hpc.facts.rundir import RunDir, read_lines
 
@@ -57,7 +58,12 @@ def test_lines_come_in_order_and_the_newest_status_stays(tmp_path: Path) -> None
     assert names == ["events.jsonl", "logs", "metrics.jsonl", "status.json"]
 
 
-def test_a_full_disk_keeps_lines_in_memory_and_shows_the_status_all_the_same(disk: Path) -> None:
+def test_a_full_disk_keeps_lines_in_memory_and_shows_the_status_all_the_same(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of the product, the pauses between two tries add up to half a minute.
+    monkeypatch.setattr(fact_writer, "RETRY_S", 0.05)
+    monkeypatch.setattr(fact_writer, "RETRY_MOST_S", 0.1)
     run = RunDir(disk)
     facts = FactsWriter(run, 1)
     facts.step({"step": 1})
