@@ -1,10 +1,11 @@
 """Guards of learning: what a run's own history says about its last steps.
 
-- Reward far below the run's best -> *broken*.
-- The engines' log-probabilities far from the trainer's -> *broken*: samples are weighted wrongly.
-- Nearly all groups have equal rewards -> nothing is learned; broken only where the reward is below its best.
-- Entropy far from its history -> a notice, never more: it also falls where a task is solved.
-- A guard begins to hold -> a notice.  It is of the broken ones and has held for `HOLD` steps -> pause or stop.
+- Reward far below the run's best -> *reward*, a notice: data that become harder do the same.
+- Nearly all groups have equal rewards -> *equal*, a notice: also where a task is solved.
+- Entropy far from its history -> *entropy*, a notice: it also falls where a task is solved.
+- *reward* with *equal* or *entropy* -> *collapse*: the policy itself has changed, or learns nothing any more.
+- The engines' log-probabilities far from the trainer's -> *gap*: samples are weighted wrongly.
+- *collapse* or *gap* has held for `HOLD` steps -> pause or stop.  Whoever resumes accepts that: history begins again.
 
 Pure: one line of ``metrics.jsonl`` a step, in order.  All means are over the last `WINDOW` steps.
 """
@@ -21,6 +22,8 @@ WINDOW = 10
 """Steps of a mean.  Half: the noise of batches is sqrt(2) times as large; double: a break is seen 10 steps later."""
 LEAST = 2 * WINDOW
 """Steps before anything is judged."""
+HISTORY = 400
+"""Steps of a median.  Half: a break that takes 100 steps becomes usual; double: a start reads its history slower."""
 HOLD = 15
 """Steps between notice and action.  Half: a dip of a few batches, which stays in the mean for `WINDOW` steps, ends a
 run; double: 15 more steps are lost."""
@@ -28,6 +31,8 @@ NOISE = 7.0
 """Standard errors of a mean that are no chance: of a thousand means the highest and the lowest differ by about 6."""
 SPREAD = 0.25
 """Standard deviations of the trajectories' rewards on top of that: means differ so far with the data."""
+SHARE = 0.25
+"""Of the best mean, by which the reward must fall at least: a task that is solved has neither noise nor spread."""
 EQUAL = 0.95
 """Share of groups of equal rewards."""
 GAP, GAP_NATS = 5.0, 0.1
@@ -37,6 +42,8 @@ ENTROPY = 4.0
 
 READ = ("reward", "reward_std", "equal_groups", "entropy", "logprob_gap")
 """Columns of ``metrics.jsonl``; a value that is missing or not finite is left out."""
+BROKEN = ("collapse", "gap")
+"""Guards that lead to an action."""
 
 Action = Literal["notice", "pause", "stop"]
 
@@ -47,13 +54,7 @@ class GuardDecision(NamedTuple):
     action: Action
     reason: str
     good_step: int
-    """The last step before the guard began to hold, less the window that hid it."""
-
-
-class _Finding(NamedTuple):
-    guard: str
-    reason: str
-    broken: bool
+    """The last step at which the reward was near the run's best, less the window that hid the fall."""
 
 
 class LearningGuards:
@@ -61,79 +62,107 @@ class LearningGuards:
 
     def __init__(self, action: Action) -> None:
         self._action = action
-        self._values: dict[str, list[float]] = {name: [] for name in READ}
-        self._best = -math.inf
-        """Highest mean reward of a window before the newest one."""
+        self._values: dict[str, list[float]] = {}
+        self._steps: list[int] = []
+        """Of the rewards."""
+        self.held: dict[str, str] = {}
+        """Guards that hold after the last step, with their reasons."""
         self._since: dict[str, int] = {}
         """Guard -> the step at which it began to hold."""
-        self._over = False
+        self._noticed: dict[str, int] = {}
+        """Guard -> the last step at which it held."""
+        self.good_step: int | None = None
+        """While the reward, or the gap, is far off: that of the first decision."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self._values = {name: [] for name in READ}
+        self._steps, self._since, self._noticed, self.held, self.good_step = [], {}, {}, {}, None
+        self._best = -math.inf
+        """Highest mean reward of a window before the newest one."""
 
     def observe(self, line: Mapping[str, float | None]) -> GuardDecision | None:
         """Judge a step; None: nothing new."""
+        step = int(line["step"] or 0)
         for name, values in self._values.items():
             value = line.get(name)
             if value is not None and math.isfinite(value):
                 values.append(value)
+                self._steps += [step] if name == "reward" else []
+                del values[:-HISTORY]
+        del self._steps[:-HISTORY]
         rewards = self._values["reward"]
         if len(rewards) <= LEAST:
             return None
         self._best = max(self._best, _mean(rewards[-2 * WINDOW : -WINDOW]))
-        step, found = int(line["step"] or 0), self._findings()
-        self._since = {one.guard: self._since.get(one.guard, step) for one in found}
-        for one in found:
-            began = self._since[one.guard]
-            held = one.broken and step - began >= HOLD and not self._over
-            if began == step or (held and self._action != "notice"):
-                self._over = self._over or held
-                return GuardDecision(self._action if held else "notice", one.reason, max(0, began - WINDOW))
-        return None
+        self.held = self._findings()
+        self._since = {guard: self._since.get(guard, step) for guard in self.held}
+        if not self.held.keys() & {"reward", *BROKEN}:
+            self.good_step = None
+        elif self.good_step is None:
+            self.good_step = self._near_best()
+        return self._decide(step)
 
-    def _findings(self) -> list[_Finding]:
-        found = [self._reward(), self._gap(), self._equal(), self._entropy()]
-        return [one for one in found if one is not None]
+    def _decide(self, step: int) -> GuardDecision | None:
+        new = [guard for guard in self.held if step - self._noticed.get(guard, -WINDOW) >= WINDOW]
+        self._noticed |= dict.fromkeys(self.held, step)
+        good = self._near_best() if self.good_step is None else self.good_step
+        for guard in BROKEN:
+            if self._action != "notice" and step - self._since.get(guard, step) >= HOLD:
+                reason = self.held[guard]
+                self._begin()
+                return GuardDecision(self._action, reason, good)
+        return GuardDecision("notice", "; ".join(self.held[guard] for guard in new), good) if new else None
 
-    def _fall(self) -> tuple[float, float, float]:
-        """Mean reward of the newest window, how far it is below the best, and the fall that is no chance."""
-        rewards = self._values["reward"]
-        steps = [abs(b - a) for a, b in pairwise(rewards)]
+    def _findings(self) -> dict[str, str]:
+        found = {"gap": self._gap(), "reward": self._reward(), "equal": self._equal(), "entropy": self._entropy()}
+        why = found["equal"] or found["entropy"]
+        if found["reward"] and why:
+            found |= {"collapse": f"{found['reward']}; {why}", "reward": "", "equal": "", "entropy": ""}
+        return {guard: reason for guard, reason in found.items() if reason}
+
+    def _limit(self) -> float:
+        """The fall of the reward that is no chance."""
+        steps = [abs(b - a) for a, b in pairwise(self._values["reward"])]
         # Of a normal distribution: the median difference of two draws is 0.954 standard deviations.
         error = median(steps) / 0.954 / math.sqrt(WINDOW)
-        recent = _mean(rewards[-WINDOW:])
-        return recent, self._best - recent, NOISE * error + SPREAD * median(self._values["reward_std"])
+        chance = NOISE * error + SPREAD * median(self._values["reward_std"] or [0.0])
+        return max(chance, SHARE * abs(self._best))
 
-    def _reward(self) -> _Finding | None:
-        recent, fall, limit = self._fall()
-        if fall <= limit:
-            return None
+    def _near_best(self) -> int:
+        rewards, near = self._values["reward"], self._best - self._limit() / 2.0
+        ends = range(len(rewards), WINDOW, -1)
+        end = next((end for end in ends if _mean(rewards[end - WINDOW : end]) >= near), WINDOW)
+        return max(0, self._steps[end - 1] - WINDOW)
+
+    def _reward(self) -> str:
+        recent, limit = _mean(self._values["reward"][-WINDOW:]), self._limit()
+        if self._best - recent <= limit:
+            return ""
         words = f"the reward fell from {self._best:.3g} to {recent:.3g}, means of {WINDOW} steps"
-        return _Finding("reward", f"{words}; a fall of {limit:.2g} is no chance", broken=True)
+        return f"{words}; {limit:.2g} may be chance"
 
-    def _gap(self) -> _Finding | None:
+    def _gap(self) -> str:
         gaps = self._values["logprob_gap"]
         if len(gaps) <= LEAST:
-            return None
+            return ""
         recent, usual = _mean(gaps[-WINDOW:]), median(gaps[:-WINDOW])
         if recent <= max(GAP * usual, GAP_NATS):
-            return None
-        words = "the engines' log-probabilities differ from the trainer's by"
-        return _Finding("gap", f"{words} {recent:.2g} nats, {usual:.2g} before", broken=True)
+            return ""
+        return f"the engines' log-probabilities differ from the trainer's by {recent:.2g} nats, {usual:.2g} before"
 
-    def _equal(self) -> _Finding | None:
+    def _equal(self) -> str:
         equal = _mean(self._values["equal_groups"][-WINDOW:])
-        if not equal >= EQUAL:
-            return None
-        recent, fall, limit = self._fall()
-        words = f"{equal:.0%} of the groups of {WINDOW} steps have equal rewards, mean {recent:.3g}: nothing is learned"
-        return _Finding("equal", words, broken=fall > limit / 2.0)
+        return f"{equal:.0%} of the groups have equal rewards: nothing is learned" if equal >= EQUAL else ""
 
-    def _entropy(self) -> _Finding | None:
+    def _entropy(self) -> str:
         values = self._values["entropy"]
         if len(values) <= LEAST:
-            return None
+            return ""
         recent, usual = _mean(values[-WINDOW:]), median(values[:-WINDOW])
         if usual / ENTROPY <= recent <= usual * ENTROPY:
-            return None
-        return _Finding("entropy", f"the entropy is {recent:.2g} nats, {usual:.2g} before", broken=False)
+            return ""
+        return f"the entropy is {recent:.2g} nats, {usual:.2g} before"
 
 
 def _mean(values: list[float]) -> float:

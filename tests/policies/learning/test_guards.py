@@ -43,6 +43,11 @@ def falls_at(step: int, to: float = -0.2, over: int = 30) -> Reward:
     return reward
 
 
+def with_no_gradient(step: int) -> float:
+    """Share of equal groups of a policy that breaks at step 200: in the end all samples fail alike."""
+    return 0.3 if step < 220 else 1.0
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
     "reward",
@@ -57,29 +62,90 @@ def test_a_run_that_learns_is_left_alone(reward: Reward, seed: int) -> None:
     assert play(reward, steps=1000, seed=seed) == []
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "reward",
+    [
+        pytest.param(lambda step: learning(step) - (0.6 if step > 200 else 0.0), id="much harder data"),
+        pytest.param(lambda step: 0.9 - 0.8 * min(1.0, step / 500.0), id="sorted by difficulty"),
+        pytest.param(lambda step: learning(step) if step % 200 < 100 else 0.1, id="two tasks in turn"),
+        pytest.param(
+            lambda step: learning(step) * (1.0 if step < 300 else math.exp(-(step - 300) / 200.0)), id="decay"
+        ),
+    ],
+)
+def test_a_lower_reward_alone_is_a_notice(reward: Reward, seed: int) -> None:
+    actions = {decision.action for _, decision in play(reward, steps=1000, seed=seed)}
+    assert actions <= {"notice"}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_solved_task_is_left_alone_whatever_fails_now_and_then(seed: int) -> None:
+    draw = random.Random(seed)
+    failed = [draw.random() < (0.5 if step > 300 else 0.02) for step in range(1001)]
+    found = play(
+        lambda step: 1.0 - failed[step] * 2.0 / 64.0,
+        steps=1000,
+        noise=0.0,
+        reward_std=lambda step: failed[step] * 0.17,
+        equal_groups=lambda step: 1.0 - failed[step] / 16.0,
+    )
+    assert {decision.action for _, decision in found} == {"notice"}
+    assert all("nothing is learned" in decision.reason for _, decision in found)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("action", ["pause", "stop"])
-def test_a_fallen_reward_is_noticed_and_then_acted_on(action: str, seed: int) -> None:
-    (first, notice), (then, act) = play(falls_at(200), seed=seed, action=action)
-    assert (notice.action, act.action, then) == ("notice", action, first + HOLD)
-    assert "the reward fell from" in notice.reason
+def test_a_policy_that_breaks_is_noticed_and_then_acted_on(action: str, seed: int) -> None:
+    found = play(falls_at(200), seed=seed, action=action, equal_groups=with_no_gradient)
+    assert [decision.action for _, decision in found[:3]] == ["notice", "notice", action]
+    (first, fell), (second, collapsed), (then, act) = found[:3]
+    assert "the reward fell from" in fell.reason
+    assert "have equal rewards" in collapsed.reason
     assert 200 < first <= 200 + 30 + WINDOW
-    assert 150 < act.good_step <= 215
+    assert then == second + HOLD
+    assert 180 < act.good_step <= 210
+    assert fell.good_step == act.good_step, "that checkpoint is retained from the first notice on"
+
+
+def test_an_entropy_that_leaves_its_range_as_the_reward_falls_is_acted_on() -> None:
+    found = play(falls_at(200), entropy=lambda step: 0.5 if step < 210 else 3.0)
+    assert "pause" in [decision.action for _, decision in found]
 
 
 def test_notices_alone_where_nothing_more_is_asked_for() -> None:
-    assert [decision.action for _, decision in play(falls_at(200), action="notice")] == ["notice"]
+    found = play(falls_at(200), action="notice", equal_groups=with_no_gradient)
+    assert {decision.action for _, decision in found} == {"notice"}
 
 
 def test_a_dip_that_passes_is_a_notice_alone() -> None:
     def dip(step: int) -> float:
         return learning(step) - (1.0 if 200 < step <= 206 else 0.0)
 
-    assert [decision.action for _, decision in play(dip)] == ["notice"]
+    found = play(dip, equal_groups=lambda step: 1.0 if 200 < step <= 206 else 0.3)
+    assert [decision.action for _, decision in found] == ["notice"]
 
 
-def test_a_run_acts_once() -> None:
-    assert sum(decision.action == "pause" for _, decision in play(falls_at(200))) == 1
+def test_who_resumes_a_paused_run_accepts_where_it_is_and_a_second_break_counts_again() -> None:
+    def recovers(step: int) -> float:
+        return falls_at(200)(step) if step < 400 else falls_at(700)(step)
+
+    equal = lambda step: 1.0 if 220 <= step < 400 or step >= 720 else 0.3  # noqa: E731
+    found = play(recovers, steps=900, equal_groups=equal)
+    acted = [step for step, decision in found if decision.action == "pause"]
+    assert len(acted) == 2
+    assert acted[0] < 400
+    assert acted[1] > 720
+
+
+def test_the_good_step_is_let_go_with_the_guard() -> None:
+    guards = LearningGuards("pause")
+    for step in range(1, 300):
+        low = 100 < step <= 120
+        guards.observe({"step": step, "reward": 0.1 if low else 0.9 + 0.01 * (step % 2), "reward_std": 0.3})
+        if step == 120:
+            assert 80 <= (guards.good_step or 0) <= 100
+    assert guards.good_step is None
 
 
 def test_engines_that_disagree_with_the_trainer_are_acted_on() -> None:
