@@ -62,7 +62,7 @@ class RunRecords(msgspec.Struct, frozen=True):
         """Why the run is not right; empty when it is."""
         if [line["step"] for line in self.metrics] != list(range(1, steps + 1)):
             return f"The run committed {len(self.metrics)} steps of {steps}."
-        gap = max(line["logprob_gap"] for line in self.metrics)
+        gap = max(line.get("logprob_gap", 0.0) for line in self.metrics)
         if not gap < LARGEST_GAP:
             return f"Log-probabilities of trainer and engine differ by {gap:.3g}."
         if max(self.applied(), default=-1) < steps - 1:
@@ -115,7 +115,7 @@ def whole_run(setting: Setting, figures: Figures) -> None:
     figures.add("steps committed", float(len(metrics)))
     # The first step has the start of both engines.
     if later := metrics[1:] or metrics:
-        figures.add("largest difference of log-probabilities", max(line["logprob_gap"] for line in metrics))
+        figures.add("largest difference of log-probabilities", max(line.get("logprob_gap", 0.0) for line in metrics))
         for what, column in COLUMNS.items():
             figures.add(what, median(line[column] for line in later))
         tokens, seconds = (sum(line[column] for line in later) for column in ("gen_tokens", "step_s"))

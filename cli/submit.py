@@ -45,6 +45,7 @@ ENGINES = ("real", "simulated")
 ENDS = {
     "failed": "the run failed",
     "cancelled": "the run was cancelled",
+    "paused": "the run was paused",
     "time_limit": "the run was stopped by its time limit",
     "preempted": "the run was preempted",
     "unknown": "it is not known how the run ended",
@@ -288,7 +289,10 @@ def finish(run: RunDir, queued: str, *, quiet: bool) -> None:
         show(render_summary(msgspec.structs.replace(summarise(run), state=state.state)))
     if state.state != "completed":
         why = f": {state.reason.rstrip('.')}" if state.reason else ""
-        further = f"`libra-hpc submit --resume {run.name}` goes on"
+        further = f"; `libra-hpc submit --resume {run.name}` goes on"
         if state.state in ("failed", "unknown"):
-            further = f"its logs are in {run.logs(attempt(run))} (`libra-hpc logs {run.name}`)"
-        raise OperationError(f"{ENDS[state.state]}{why}; {further}.")
+            further = f"; its logs are in {run.logs(attempt(run))} (`libra-hpc logs {run.name}`)"
+        elif state.state == "paused":
+            # Its reason says how to go on.
+            further = ""
+        raise OperationError(f"{ENDS[state.state]}{why}{further}.")

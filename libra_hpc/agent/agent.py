@@ -31,6 +31,7 @@ from libra_hpc.config.load import load_resolved
 from libra_hpc.config.node_groups import first_gpu
 from libra_hpc.config.run import RunConfig
 from libra_hpc.coordinator.coordinator import Coordinator
+from libra_hpc.coordinator.guard_watch import read_guards
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import write_atomic
@@ -138,7 +139,8 @@ class Agent:
             )
             self._enter(msgspec.structs.replace(start, pid=os.getpid()))
             assert self.context is not None
-            self.coordinator = Coordinator(self.context, events)
+            guards = await asyncio.to_thread(read_guards, self.config, self.run_dir, self.attempt, start.step)
+            self.coordinator = Coordinator(self.context, events, guards)
             self.mesh.from_lost = self._on_lost_message
             for name in self._early_signals:
                 self.coordinator.on_signal(name)
@@ -338,7 +340,7 @@ class Agent:
 
     def _on_roles(self, roles: wire.Roles) -> None:
         if self.context is not None:
-            self.context.receivers = roles.receivers
+            self.context.receivers, self.context.good_step = roles.receivers, roles.good_step
         if self.train_leader is not None:
             self.train_leader.on_recorded(roles.recorded)
 

@@ -75,6 +75,10 @@ class AlgorithmSection(Section):
     """Weight of the KL estimate between the policy and the behaviour policy in the loss; 0: none."""
     skip_zero_advantage: bool = True
     """Leave out groups whose rewards are all equal (their gradient is zero)."""
+    guard: Literal["off", "notice", "pause", "stop"] = "pause"
+    """What follows when learning breaks (docs/faults.md). A notice comes first. ``pause``: 15 steps later the run saves
+    and ends as paused. ``stop``: it saves and fails. ``notice``: it goes on. ``off``: nothing is compared. A good
+    checkpoint is retained meanwhile."""
 
 
 class OptimizerSection(Section):

@@ -24,6 +24,7 @@ import msgspec
 
 from libra_hpc.facts import series
 from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.policies.learning.guards import GuardDecision
 from libra_hpc.policies.pool import states
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
@@ -32,6 +33,7 @@ from libra_hpc.state.attempt import Event, copy_policy, source_of, start_state
 from libra_hpc.state.store import patiently
 
 from .ending import RunEnding
+from .guard_watch import ENDS, GuardWatch
 from .late_steps import late_step
 from .live_planning import LivePlanning
 from .liveness import discount, read_gone
@@ -61,8 +63,8 @@ log = logging.getLogger("libra_hpc.agent")
 
 
 class Coordinator:
-    def __init__(self, context: AgentContext, events: Sequence[Event] = ()) -> None:
-        """``events`` of the choice of the start."""
+    def __init__(self, context: AgentContext, events: Sequence[Event] = (), guards: GuardWatch | None = None) -> None:
+        """``events`` of the choice of the start; ``guards`` have read the steps before it."""
         self._context, self._config, self._run_dir = context, context.config, context.run
         self._records = Records(context)
         self._event = self._records.event
@@ -71,6 +73,8 @@ class Coordinator:
         now = time.time()
         self._observations = Observations()
         self._nodes = NodePool(context, self._event, self._observations.on_switch, lambda: self._records.recorded)
+        self._guards = guards or GuardWatch(self._config.algorithm.guard)
+        self._nodes.good_step = self._guards.good_step
         self._repartitioner = Repartitioner(context, self._event, self._records.event_now)
         self._planning = LivePlanning(
             self._config,
@@ -215,6 +219,9 @@ class Coordinator:
     async def run(self) -> None:
         self._poll(self._poll_gone())
         self._poll(self._poll_orders())
+        if (decision := self._guards.decided) is not None:
+            self._ending.end(ENDS[decision.action], decision.reason)
+            self._settle()
         try:
             await self._serve()
         except Exception as error:
@@ -336,6 +343,19 @@ class Coordinator:
         line = {"t": now, "step": report.step, **metrics, **own}
         self._observations.on_step(line, now)
         self._records.step(line)
+        self._on_guards(self._guards.observe(line))
+
+    def _on_guards(self, decision: GuardDecision | None) -> None:
+        """What the guards of learning decided at this step."""
+        if self._guards.good_step != self._nodes.good_step:
+            self._nodes.good_step = self._guards.good_step
+            self._nodes.announce()
+        if decision is not None and decision.action in ENDS:
+            self._event("stop_requested", signal="", reason=decision.reason)
+            self._stop(decision.reason, SAVE_S, ENDS[decision.action])
+        elif decision is not None:
+            fields = {"step": self._step, "good_step": decision.good_step, "reason": decision.reason}
+            self._event("learning_notice", **fields)
 
     def _defect(self, error: BaseException) -> None:
         self._ending.fatal(f"node 0: {type(error).__name__}: {error}", "defect")
@@ -366,6 +386,8 @@ class Coordinator:
             elif ending.why == "repartition":
                 what = "the restart could not be prepared"
                 self._repartitioner.carry_out(self._step)
+            elif ending.why in ENDS.values():
+                ending.message += f"; {self._guards.advice(self._run_dir)}"
         except OSError as error:
             ending.why, ending.state, ending.message = "fatal", "failed", f"{what}: {error}"
         if self.state != "restarting":
@@ -396,7 +418,7 @@ class Coordinator:
             decision=self._planning.last,
             estimate=self._planning.estimate(nodes.trainers),
             repartitioned=self._repartitioner.last,
-            notices=notices,
+            notices=self._guards.shown(notices),
             now=now,
         )
         self._records.status(status)

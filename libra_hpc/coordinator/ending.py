@@ -1,8 +1,8 @@
 """How rank 0 ends all ranks: pure, from what happened, with time as an argument.
 
 - Training has saved the last step -> completed.
-- The time limit is near, SIGTERM or a request to stop came, the run directory takes no writes, or the run has no owner
-  any more -> save and stop in the time that is left.
+- The time limit is near, SIGTERM or a request to stop came, a guard of learning acts, the run directory takes no
+  writes, or the run has no owner any more -> save and stop in the time that is left.
 - A repartition or the loss of a leader -> the ranks end with the step saved for it, or with the newest checkpoint.
 - An agent has a defect, or anything else happens that the run cannot go on with -> the ranks end at once.
 
@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from libra_hpc.protocol.ranks_stop import STATES, Why
 
-ENDS: tuple[Why, ...] = ("lost", "time_limit", "cancelled", "storage", "orphaned")
+ENDS: tuple[Why, ...] = ("lost", "time_limit", "cancelled", "paused", "broken", "storage", "orphaned")
 """Ends that training saves for; of two reasons the later one in this list decides."""
+UNFIT: tuple[Why, ...] = ("paused", "broken", "storage")
+"""Of these, those that a run which has saved its last step does not end as completed for."""
 SAVE_S = 60.0
 """How long the train leader may take to save before the ranks restart from an older checkpoint."""
 
@@ -61,7 +63,7 @@ class RunEnding:
     def finished(self, step: int, repartition: bool) -> None:
         """Training has ended and ``step`` is saved; ``repartition``: one was ordered."""
         saved = f"step {step} is saved"
-        if step >= self._steps and self.saving_for != "storage":
+        if step >= self._steps and self.saving_for not in UNFIT:
             self.end("completed", saved)
         elif self.saving_for is not None:
             self._stopped(saved)

@@ -41,6 +41,8 @@ class NodePool:
         """None until every agent has sent `Hello`."""
         self.moves: dict[int, tuple[EngineKind, float]] = {}
         """Moves in flight: where to, and since when (epoch seconds)."""
+        self.good_step = -1
+        """As in `Roles`."""
         self.frozen = False
         """The run is over: nothing is ordered any more."""
 
@@ -148,7 +150,7 @@ class NodePool:
         # So are those on their way to training, which join with them.
         pushed = (states.NodeState.ROLLOUT, states.NodeState.TO_TRAIN)
         receivers = tuple(rank for rank, node in self.pool.nodes.items() if node.state in pushed)
-        message = wire.Roles(named, receivers, self._recorded())
+        message = wire.Roles(named, receivers, self._recorded(), self.good_step)
         for rank in self.contacts:
             self._context.send(rank, message)
 

@@ -29,7 +29,9 @@ RUN = (
     EventKind("job_started", "All agents joined", "ranks step attempt"),
     _fault("recovered", "The ranks started again after a loss", "restarts reason step source"),
     _fault("restart", "All ranks are about to restart", "reason restarts step"),
-    _fault("stop_requested", "The run saves and stops: a signal, a request, or its time limit", "signal reason"),
+    _fault(
+        "stop_requested", "The run saves and stops: a signal, a request, its time limit, or a guard", "signal reason"
+    ),
     _fault("job_finished", "The attempt ended", "state message step"),
     EventKind("job_requeued", "Slurm queues the job again", "reason step"),
 )
@@ -90,6 +92,7 @@ ROLLOUT = (
 )
 TRAINING = (
     _fault("update_skipped", "An update that is not finite was left out", "step reason", notice=True),
+    _fault("learning_notice", "A guard of learning began to hold", "step good_step reason", notice=True),
     _fault("export_failed", "Weights could not be exported", "step reason", notice=True),
     EventKind("weights_applied", "An engine samples from new weights", "rank engine version seconds"),
     _fault("weights_stalled", "Weights are late", "version received reason", notice=True),

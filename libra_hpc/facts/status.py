@@ -16,7 +16,7 @@ from .estimate import StageEstimate, StepAccuracy
 from .failed import FailedAttempts
 from .rundir import RunDir, parse
 
-EndState = Literal["completed", "failed", "cancelled", "time_limit", "preempted"]
+EndState = Literal["completed", "failed", "cancelled", "time_limit", "preempted", "paused"]
 FINAL: tuple[EndState, ...] = get_args(EndState)
 """States of a run that has ended."""
 

@@ -68,6 +68,8 @@ class Summary(msgspec.Struct, frozen=True):
     run: str
     path: str
     state: str
+    message: str
+    """How the last attempt ended, in words; empty while it runs."""
     attempts: int
     wall_s: float
     steps: int
@@ -96,6 +98,7 @@ def summarise(run: RunDir) -> Summary:
         run=run.name,
         path=str(run.path),
         state=_state(run, log),
+        message=str(run.read_json(run.result).get("message", "")),
         attempts=max(len({e.get("attempt") for e in log if e["kind"] == "job_started"}), 1),
         wall_s=end - start,
         steps=len(steps),
@@ -172,6 +175,8 @@ def _moves(run: RunDir, rows: Sequence[series.Record], log: Sequence[series.Reco
 def render_summary(summary: Summary) -> RenderableType:
     """The summary for a terminal of 100 columns, or as plain text."""
     facts = label_grid()
+    if summary.message and summary.state != "completed":
+        facts.add_row("message", Text(summary.message, style="yellow"))
     facts.add_row("reward", _change(summary.reward_first, summary.reward_last))
     for phase in summary.phases:
         line = _change(phase.reward_first, phase.reward_last)

@@ -35,6 +35,8 @@ class AgentContext:
     """Mode 0700, in /dev/shm where there is one: weight files."""
     receivers: tuple[int, ...] = field(default=())
     """Ranks that get new weights, from the coordinator's last `Roles`."""
+    good_step: int = -1
+    """Of the same `Roles`."""
     kept: Path | None = None
     """As ``shared_memory``, but it outlives the agent when all ranks restart: snapshots. None: it does not."""
     fence: Fence = field(default_factory=lambda: Fence(Path()))

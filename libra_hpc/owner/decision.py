@@ -1,6 +1,6 @@
 """What follows the end of all ranks: the one decision, pure.  Cases in this order:
 
-- Training has reached the last step -> ``stop``, completed.
+- Training has reached the last step, or a guard of learning paused it -> ``stop``; nothing queues it again.
 - The run cannot go on, or its directory takes no writes -> ``fail``.
 - The time limit, a signal or a request stopped it -> ``requeue`` where that is allowed (`_stopped`), else ``stop``.
 - A repartition -> ``restart``; it uses up no restart.
@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from libra_hpc.protocol.ranks_stop import RanksStop
 
-State = Literal["completed", "failed", "cancelled", "time_limit"]
+State = Literal["completed", "failed", "cancelled", "time_limit", "paused"]
 START_TRIES = 3
 """Most starts in a row in which the agents do not meet.  A repeated start costs seconds; giving up costs the place in
 the queue."""
@@ -23,6 +23,8 @@ IDLE_STARTS = 2
 """Starts in a row that may end at the step they began with.  One: a slow start beside a short limit may be chance."""
 STOP_SIGNAL = "the job was sent a signal to stop"
 PLANNER_LOST = "the planner's agent (rank 0) was lost"
+STOPS: dict[str, State] = {"completed": "completed", "paused": "paused"}
+"""State of a run that its ranks ended for good, without a fault."""
 STATES: dict[str, State] = {"USR1": "time_limit", "TERM": "cancelled"}
 """State of a run that a signal ended before its ranks could say why."""
 
@@ -85,9 +87,9 @@ def decide(ended: RanksEnded, so_far: SoFar, limits: Limits) -> OwnerDecision:
     """See the module docstring."""
     record = ended.record
     why, sentence = ("", "") if record is None else (record.why, record.sentence)
-    if why == "completed":
-        return OwnerDecision("stop", sentence, "completed")
-    if why in ("fatal", "storage", "orphaned", "taken"):
+    if (final := STOPS.get(why)) is not None:
+        return OwnerDecision("stop", sentence, final)
+    if why in ("fatal", "broken", "storage", "orphaned", "taken"):
         return OwnerDecision("fail", sentence)
     if ended.signal or why in ("time_limit", "cancelled"):
         return _stopped(ended, so_far, limits)

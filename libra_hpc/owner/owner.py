@@ -42,7 +42,7 @@ STATUS_S = 5.0
 """Between two status snapshots while no rank 0 lives."""
 LEASE_S = 30.0
 """For whoever submitted the job to release the lease."""
-ENDED = {"time_limit": "was stopped by the time limit", "cancelled": "was cancelled"}
+ENDED = {"time_limit": "was stopped by the time limit", "cancelled": "was cancelled", "paused": "was paused"}
 
 
 class Ranks(Protocol):

@@ -86,6 +86,8 @@ class Roles(msgspec.Struct, tag=True, frozen=True):
     receivers: tuple[int, ...]
     recorded: int = 0
     """Highest step that is in `metrics.jsonl`."""
+    good_step: int = -1
+    """The newest checkpoint up to this step stays whatever is saved later; -1: none has to."""
 
 
 class Reset(msgspec.Struct, tag=True, frozen=True):

@@ -17,12 +17,25 @@ OUTPUT, OUTPUT_FD = "LIBRA_HPC_OUTPUT_FD", 3
 variable a rank has none."""
 
 Why = Literal[
-    "completed", "time_limit", "cancelled", "storage", "repartition", "lost", "defect", "fatal", "orphaned", "taken"
+    "completed",
+    "time_limit",
+    "cancelled",
+    "paused",
+    "broken",
+    "storage",
+    "repartition",
+    "lost",
+    "defect",
+    "fatal",
+    "orphaned",
+    "taken",
 ]
 STATES: dict[Why, str] = {
     "completed": "completed",
     "time_limit": "time_limit",
     "cancelled": "cancelled",
+    "paused": "paused",
+    "broken": "failed",
     "storage": "failed",
     "repartition": "restarting",
     "lost": "restarting",
@@ -53,8 +66,9 @@ class RanksStop(msgspec.Struct, frozen=True):
     """Why rank 0 ended all ranks."""
 
     why: Why
-    """``storage``: the run directory takes no writes.  ``lost``: a part that the others cannot go on without.
-    ``defect``: an exception in an agent.  ``orphaned``: there is no owner.  ``taken``: another owner has the run."""
+    """``paused``, ``broken``: learning broke; people are to look, or it ends.  ``storage``: the run directory takes no
+    writes.  ``lost``: a part that the others cannot go on without.  ``defect``: an exception in an agent.
+    ``orphaned``: there is no owner.  ``taken``: another owner has the run."""
     sentence: str
     step: int
 

@@ -25,7 +25,16 @@ from libra_hpc.protocol.agents import Welcome
 
 from . import state_folders as folders
 from .snapshot_start import OTHER_LAYOUT, keep_listed, newer_snapshot
-from .store import SavedState, checkpoint_damage, newest_whole, patiently, position_damage, states, unreadable
+from .store import (
+    SavedState,
+    checkpoint_damage,
+    newest_until,
+    newest_whole,
+    patiently,
+    position_damage,
+    states,
+    unreadable,
+)
 
 BEGINNING = Welcome(0, "", 0, ())
 Event = tuple[str, dict[str, Any]]
@@ -193,11 +202,15 @@ def complete_checkpoint(
         raise
 
 
-def remove_old(run: RunDir, keep: int) -> None:
+def remove_old(run: RunDir, keep: int, good_step: int = -1) -> None:
+    """Remove all checkpoints but the newest ``keep``, and the newest one up to ``good_step``."""
     # The next checkpoint comes here again.
     with contextlib.suppress(OSError):
-        for state in states(run.checkpoints)[keep:]:
-            shutil.rmtree(state.folder, ignore_errors=True)
+        found = states(run.checkpoints)
+        good = newest_until(found, good_step)
+        for state in found[keep:]:
+            if state != good:
+                shutil.rmtree(state.folder, ignore_errors=True)
 
 
 def _welcome(state: SavedState | None) -> Welcome:

@@ -85,6 +85,11 @@ def newest_whole(found: Iterable[SavedState], why_not: Callable[[SavedState], st
     return NewestWhole(None, damaged)
 
 
+def newest_until(found: Iterable[SavedState], step: int) -> SavedState | None:
+    """The newest state of a step or before, by its name."""
+    return max((state for state in found if state.step <= step), default=None)
+
+
 def resolve(folder: Path) -> Path:
     """``folder`` if it is a state, else the newest whole state in it; raises `FileNotFoundError` without one.
 

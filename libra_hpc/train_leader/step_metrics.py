@@ -15,16 +15,20 @@ def train_metrics(replies: list[StepDone], tokens: int, wall_s: float, export_s:
     work = max(r.compute_s + r.optimizer_s for r in replies) + reduce_s + export_s
     # Loss, ratios and entropy travel with the gradients: the core has them of all.
     core = replies[0]
-    replayed = sum(r.replayed for r in replies)
-    return {
-        "loss": core.loss,
-        "grad_norm": core.grad_norm,
+    replayed, loss_tokens = sum(r.replayed for r in replies), sum(r.loss_tokens for r in replies)
+    means = {
         "entropy": core.entropy,
         "ratio_mean": core.ratio_mean,
         "ratio_truncated": core.ratio_truncated,
         "logprob_gap": core.logprob_gap,
+    }
+    return {
+        "loss": core.loss,
+        "grad_norm": core.grad_norm,
+        # Where all groups have equal rewards no token is trained on, and there is no mean.
+        **(means if loss_tokens else {}),
         "skipped": core.skipped,
-        "loss_tokens": sum(r.loss_tokens for r in replies),
+        "loss_tokens": loss_tokens,
         "trained_tokens": sum(r.tokens for r in replies),
         "train_s": work,
         "train_wall_s": wall_s,

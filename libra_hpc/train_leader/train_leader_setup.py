@@ -8,7 +8,6 @@ from pathlib import Path
 
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.process.lease import Fence
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.attempt import complete_checkpoint, remove_old
 from libra_hpc.state.data_order import DataOrder
@@ -35,15 +34,16 @@ class CheckpointStore:
     All in threads: a shared file system may take a minute, and the agent's loop has heartbeats to send.
     """
 
-    def __init__(self, run: RunDir, keep: int, fence: Fence) -> None:
-        self._run, self._keep, self._fence = run, keep, fence
+    def __init__(self, context: AgentContext) -> None:
+        self._context, self._run = context, context.run
 
     async def complete(self, folder: Path, manifest: folders.Manifest, position: folders.DataPosition) -> None:
         """Make it the checkpoint of its step; older ones are removed later."""
-        if taken := await asyncio.to_thread(self._fence.check):
+        if taken := await asyncio.to_thread(self._context.fence.check):
             raise OSError(taken)
         await asyncio.to_thread(complete_checkpoint, folder, self._run.checkpoint(position.step), manifest, position)
-        asyncio.get_running_loop().run_in_executor(None, remove_old, self._run, self._keep)
+        keep, good_step = self._context.config.checkpoint.keep, self._context.good_step
+        asyncio.get_running_loop().run_in_executor(None, remove_old, self._run, keep, good_step)
 
     async def discard(self, folder: Path) -> None:
         """Remove what was written."""
@@ -75,7 +75,7 @@ def make_train_leader(context: AgentContext, rendezvous: Path) -> TrainLeader:
         send=context.send,
         rollout_leader=context.layout.rollout_leader,
         receivers=lambda: context.receivers,
-        store=CheckpointStore(run, config.checkpoint.keep, context.fence),
+        store=CheckpointStore(context),
         rendezvous=rendezvous,
         checkpoints=run.checkpoints,
         index=SnapshotList(context),

@@ -17,7 +17,6 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.process.lease import Fence
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.engine_state import EngineState
@@ -68,9 +67,8 @@ class Side:
             private, shm = folder / f"p{rank}", folder / f"s{rank}"
             private.mkdir(), shm.mkdir()
             start = wire.Welcome(0, "", 0, ())
-            self.nodes[rank] = TrainNode(
-                AgentContext(rank, layout, config, self.run, 1, self.send, start, private, shm)
-            )
+            context = AgentContext(rank, layout, config, self.run, 1, self.send, start, private, shm)
+            self.nodes[rank] = TrainNode(context)
         self.leader = TrainLeader(
             config,
             (1,),
@@ -79,7 +77,7 @@ class Side:
             self.send,
             4,
             lambda: (),
-            CheckpointStore(self.run, 2, Fence(folder)),
+            CheckpointStore(context),
             rendezvous=folder,
             checkpoints=self.run.checkpoints,
             index=self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -128,42 +129,48 @@ def test_a_run_directory_is_private_unless_it_is_shared(
     assert path.stat().st_mode & 0o777 == (0o700 if share else 0o755)
 
 
-@pytest.mark.parametrize(("state", "code"), [("completed", 0), ("failed", 1), ("cancelled", 1)])
+@pytest.mark.parametrize(("state", "code"), [("completed", 0), ("failed", 1), ("cancelled", 1), ("paused", 1)])
 def test_wait_ends_with_the_summary_and_the_exit_code_of_the_run(
     state: str, code: int, site: Path, queue: Queue, cli: Cli, sleep: Sleep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follow, "REFRESH_S", 0.0)
     states = iter(["starting", "running", state])
-    queue.answer = JobInfo("4711", JobState[state.upper()])
+    ended = queue.answer = JobInfo("4711", JobState.FAILED if state == "paused" else JobState[state.upper()])
 
     def rank_0(*arguments: object) -> None:
         run = RunDir(site / "runs" / "quick-001")
         if (now := next(states)) == state:
             synthetic.write_metrics(run)
+            run.write_json(run.result, {"state": state, "message": "node 3: no memory is left", "t": 1.0})
         write_status(run, now, message="node 3: no memory is left")
 
     def ask(run: RunDir) -> JobInfo:
         if not run.status.exists():
             rank_0()
             return JobInfo("4711", JobState.RUNNING)
-        return JobInfo("4711", JobState[state.upper()])
+        return ended
 
     monkeypatch.setattr(queue, "ask", ask)
     sleep(rank_0)
     outcome = cli("submit", "run.toml", "--wait")
     assert outcome.code == code
+    assert bool(re.search("message +node 3: no memory is left", outcome.out)) == bool(code)
     assert "step 41/60  reward 0." in outcome.out
     assert outcome.out.count("planner: node 2 to train: training 1.42 s a batch") == 1
     assert max(map(len, outcome.out.splitlines()[1:])) <= 100
     assert f"quick-001 {state}" in outcome.out
     assert (site / "runs" / "quick-001" / "summary.png").exists()
     logs = f"its logs are in {site}/runs/quick-001/logs/attempt-1 (`libra-hpc logs quick-001`)"
-    assert outcome.err == {
-        "completed": "",
-        "failed": f"error: the run failed: node 3: no memory is left; {logs}.\n",
-        "cancelled": "error: the run was cancelled: node 3: no memory is left;"
-        " `libra-hpc submit --resume quick-001` goes on.\n",
-    }.get(state)
+    assert (
+        outcome.err
+        == {
+            "completed": "",
+            "failed": f"error: the run failed: node 3: no memory is left; {logs}.\n",
+            "cancelled": "error: the run was cancelled: node 3: no memory is left;"
+            " `libra-hpc submit --resume quick-001` goes on.\n",
+            "paused": "error: the run was paused: node 3: no memory is left.\n",
+        }[state]
+    )
 
 
 def test_interrupting_wait_leaves_the_job_alone_and_prints_how_to_cancel(

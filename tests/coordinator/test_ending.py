@@ -83,6 +83,24 @@ def test_a_run_that_the_time_limit_stopped_says_so_and_a_cancel_meanwhile_wins()
         assert (run.why, run.message) == ("cancelled", "step 7 is saved"), "nothing queues it again"
 
 
+def test_a_run_that_a_guard_ends_is_not_queued_again_and_not_complete() -> None:
+    for other in ("time_limit", "cancelled"):
+        for first, second in ((other, "paused"), ("paused", other)):
+            run = RunEnding(10)
+            run.stop("one", 400.0, 0.0, first)
+            run.stop("other", 400.0, 0.0, second)
+            run.finished(7, True)
+            assert (run.why, run.state) == ("paused", "paused")
+    run = RunEnding(10)
+    run.stop("the reward fell", 600.0, 0.0, "broken")
+    run.fatal("node 1, which leads training, was lost", "lost")
+    assert (run.why, run.state) == ("broken", "failed")
+    run = RunEnding(10)
+    run.stop("the reward fell", 600.0, 0.0, "paused")
+    run.finished(10, False)
+    assert (run.state, run.message) == ("paused", "the reward fell; step 10 is saved")
+
+
 def test_a_run_without_an_owner_saves_and_says_so() -> None:
     run = RunEnding(10)
     run.stop("Slurm sent SIGTERM", 4.0, 0.0)

@@ -27,7 +27,11 @@ CASES: dict[str, tuple[RanksEnded, SoFar, Limits, str, str]] = {
     "nothing to go on with": (left("fatal"), SoFar(), LIMITS, "fail", "failed"),
     "no writes": (left("storage"), SoFar(), LIMITS, "fail", "failed"),
     "a fault during a preemption": (left("fatal", signal="TERM", preempted=True), SoFar(), LIMITS, "fail", "failed"),
+    "learning broke, and the run is to stop": (left("broken"), SoFar(), LIMITS, "fail", "failed"),
     # Stops.
+    "learning broke": (left("paused"), SoFar(), LIMITS, "stop", "paused"),
+    "a pause, and the last notice": (left("paused", signal="USR1"), SoFar(), LIMITS, "stop", "paused"),
+    "a pause, and a preemption": (left("paused", signal="TERM", preempted=True), SoFar(), LIMITS, "stop", "paused"),
     "somebody cancelled it": (left("cancelled", signal="TERM"), SoFar(), LIMITS, "stop", "cancelled"),
     "somebody asked for the end": (left("cancelled", asked=True), SoFar(), LIMITS, "stop", "cancelled"),
     "killed after a cancel": (left(None, signal="TERM"), SoFar(), LIMITS, "stop", "cancelled"),

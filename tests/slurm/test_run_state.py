@@ -123,6 +123,8 @@ CASES = {
         ("cancelled", "the job it waits for has failed", True),
     ),
     "killed while it ran": (job("CANCELLED", "Resources"), RUNS, None, ("cancelled", "", True)),
+    "paused": (job("FAILED"), snapshot("paused"), ended("paused"), ("paused", SAVED, True)),
+    "paused, its job is ending": (job("RUNNING"), snapshot("paused"), ended("paused"), ("paused", SAVED, True)),
     "the notice of the time limit": (job("FAILED"), None, ended("time_limit"), ("time_limit", SAVED, True)),
     "the time limit without a notice": (job("TIMEOUT"), RUNS, None, ("time_limit", "the time limit is over", True)),
     "stopped, then the time limit": (job("TIMEOUT"), RUNS, ended("cancelled"), ("time_limit", SAVED, True)),

@@ -217,5 +217,9 @@ def test_a_state_without_room_for_its_position_is_removed_and_a_complete_one_nev
     complete_checkpoint(partial, run.checkpoint(40), manifest, folders.DataPosition(40, 320, ()))
     assert not folders.verify(run.checkpoint(40))
     assert start_state(run).step == 40
+    remove_old(run, 1, good_step=39)
+    assert sorted(run.checkpoints.iterdir()) == [run.checkpoint(30), run.checkpoint(40)]
+    remove_old(run, 2, good_step=5)
+    assert sorted(run.checkpoints.iterdir()) == [run.checkpoint(30), run.checkpoint(40)], "none is as old"
     remove_old(run, 1)
     assert list(run.checkpoints.iterdir()) == [run.checkpoint(40)]

@@ -75,6 +75,12 @@ class LearningGuards:
         """While the reward, or the gap, is far off: that of the first decision."""
         self._begin()
 
+    @property
+    def acts_at(self) -> int | None:
+        """The step of the action, unless what holds ends; None: there will be none."""
+        since = [self._since[guard] for guard in BROKEN if guard in self.held and self._action != "notice"]
+        return min(since) + HOLD if since else None
+
     def _begin(self) -> None:
         self._values = {name: [] for name in READ}
         self._steps, self._since, self._noticed, self.held, self.good_step = [], {}, {}, {}, None
@@ -107,11 +113,10 @@ class LearningGuards:
         new = [guard for guard in self.held if step - self._noticed.get(guard, -WINDOW) >= WINDOW]
         self._noticed |= dict.fromkeys(self.held, step)
         good = self._near_best() if self.good_step is None else self.good_step
-        for guard in BROKEN:
-            if self._action != "notice" and step - self._since.get(guard, step) >= HOLD:
-                reason = self.held[guard]
-                self._begin()
-                return GuardDecision(self._action, reason, good)
+        if (at := self.acts_at) is not None and step >= at:
+            reason = "; ".join(self.held[guard] for guard in BROKEN if guard in self.held)
+            self._begin()
+            return GuardDecision(self._action, reason, good)
         return GuardDecision("notice", "; ".join(self.held[guard] for guard in new), good) if new else None
 
     def _findings(self) -> dict[str, str]:

@@ -31,6 +31,7 @@ State = Literal[
     "preempted",
     "time_limit",
     "cancelled",
+    "paused",
     "failed",
     "completed",
     "unknown",
@@ -126,7 +127,7 @@ class RunRecords(NamedTuple):
     @property
     def settled(self) -> bool:
         """Whether no queue can add anything."""
-        return self.job is None or (self.result is not None and self.result.state in ("completed", "failed"))
+        return self.job is None or (self.result is not None and self.result.state in ("completed", "failed", "paused"))
 
     @property
     def end(self) -> RunEnd | None:

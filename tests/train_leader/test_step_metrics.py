@@ -1,0 +1,27 @@
+"""The metrics of a step have what was measured, under the names of the columns."""
+
+from __future__ import annotations
+
+from libra_hpc.facts.columns import COLUMNS
+from libra_hpc.policies.learning.guards import READ
+from libra_hpc.protocol.trainer import StepDone
+from libra_hpc.train_leader.step_metrics import train_metrics
+from tests.protocol.step_reports import batch_stats
+
+MEANS = {"entropy", "ratio_mean", "ratio_truncated", "logprob_gap"}
+
+
+def done(loss_tokens: int) -> StepDone:
+    return StepDone(1, 1, 0.1, 0.2, 1.0, 0.0, 0.02, 0.5, 900, loss_tokens, 1.0, 0.1, 0.1)
+
+
+def test_the_guards_find_what_they_read() -> None:
+    metrics = batch_stats() | train_metrics([done(400)], 900, 1.0, 0.1)
+    assert metrics.keys() >= set(READ)
+    assert metrics.keys() <= {column.name for column in COLUMNS}
+    assert (metrics["entropy"], metrics["logprob_gap"]) == (0.5, 0.02)
+
+
+def test_a_step_without_a_token_to_train_on_has_no_means_over_tokens() -> None:
+    with_tokens, without = (train_metrics([done(tokens), done(0)], 900, 1.0, 0.1) for tokens in (400, 0))
+    assert with_tokens.keys() - without.keys() == MEANS
