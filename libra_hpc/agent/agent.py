@@ -353,8 +353,10 @@ class Agent:
 
     def _on_lost_message(self, rank: int, message: Any) -> None:
         if isinstance(message, wire.Heartbeat) and self.coordinator is not None:
-            self.mesh.remember(rank)
-            self.coordinator.on_back(rank)
+            nodes = self.coordinator.nodes
+            if nodes.takes_back(rank):
+                self.mesh.remember(rank)
+                nodes.request_reset(rank)
 
     async def _reset(self) -> None:
         """End the engines and begin as a new node: this one was declared lost and is readmitted."""

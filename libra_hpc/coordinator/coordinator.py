@@ -4,7 +4,7 @@
 - Every `PlannerSection.interval_s` -> the planner's decision becomes moves (`live_planning`) or a repartition.
 - A node is lost (`liveness`) -> the others go on; without a leader or a part of the core, all ranks restart from the
   newest checkpoint.
-- A lost node is heard again -> it ends its engines, sends `Hello`, and starts as a new one.
+- A lost node is heard again -> it ends its engines, sends `Hello`, and starts as a new one, or is quarantined.
 
 It alone writes the event log, the metrics and the status snapshot, and it decides how the run ends (`ending`).
 """
@@ -34,9 +34,10 @@ from libra_hpc.state.store import patiently
 
 from .ending import RunEnding
 from .guard_watch import ENDS, GuardWatch
-from .late_steps import late_step
+from .ladder import Ladder, Movement
+from .late_steps import late_step, waits_for
 from .live_planning import LivePlanning
-from .liveness import discount, read_gone
+from .liveness import LostNode, discount, read_gone
 from .nodes import NodePool
 from .observations import Observations
 from .records import Records
@@ -87,6 +88,7 @@ class Coordinator:
         self._step = context.start.step
         self._finished = asyncio.Event()
         self._limit = TimeLimit(self._config.slurm, now)
+        self._ladder = Ladder(self._config.deadlines, now)
         self._ending = RunEnding(self._config.run.steps)
         self._given = start_of()
         self._stepped_at = now
@@ -180,8 +182,9 @@ class Coordinator:
         """That of the status; `RunEnding`."""
         return self._ending.state
 
-    def on_back(self, rank: int) -> None:
-        self._nodes.request_reset(rank)
+    @property
+    def nodes(self) -> NodePool:
+        return self._nodes
 
     def _maybe_start(self) -> None:
         if self._nodes.pool is not None or not self._nodes.complete:
@@ -235,6 +238,7 @@ class Coordinator:
         while not self._finished.is_set():
             now = time.time()
             if stall := discount(self._nodes.contacts, slept_s, period, now):
+                self._ladder.discount(stall)
                 self._event("own_stall", reason=f"rank 0 was stopped for {stall:.1f} s", seconds=stall)
             self._check(now)
             if self._nodes.pool is not None:
@@ -271,7 +275,30 @@ class Coordinator:
         if (fault := self._records.check_storage()) and self._ending.saving_for is None:
             self._stop(fault, SAVE_S, "storage")
         self._check_time_limit(now)
+        self._check_progress(now)
         self._settle()
+
+    def _check_progress(self, now: float) -> None:
+        seen, nodes, notices = self._observations, self._nodes, self._records.notices(now)
+        if nodes.pool is None or self._ending.over:
+            return
+        run = Movement(
+            (self._step, seen.tokens(), tuple(node.state for node in nodes.pool.nodes.values())),
+            self._stopping or bool(self._records.fault) or seen.bounded(now),
+            self._step,
+            series.column(seen.lines, "step_s"),
+            nodes.droppable,
+            starting=nodes.starting,
+            least_s=0.0 if self._limit.saving_since is None else self._config.deadlines.storage_s,
+            waits_for=waits_for(nodes.pool, seen.report, notices),
+        )
+        rung = self._ladder.evaluate(run, now)
+        if rung is None:
+            return
+        for rank in rung.ranks:
+            nodes.lose(LostNode(rank, rung.reason, now - nodes.contacts[rank].seen), now)
+        if rung.action == "restart":
+            self._ending.fatal(rung.reason, "lost")
 
     def _check_time_limit(self, now: float) -> None:
         stop = self._limit.stop(self._step, self._stepped_at, now)
@@ -402,7 +429,7 @@ class Coordinator:
 
     def _write_status(self) -> None:
         now = time.time()
-        notices = self._records.notices(now)
+        notices = [*self._records.notices(now), *self._nodes.quarantined]
         message = self._ending.message or self._repartitioner.message or self._late(now, notices)
         nodes = self._nodes
         status = compose_status(

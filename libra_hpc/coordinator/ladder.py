@@ -1,14 +1,14 @@
 """What follows when nothing in a run progresses: pure, times are epoch seconds.
 
-Every part has deadlines of its own, which end a process that hangs.  This is for what no part sees.
+Every part has deadlines of its own, which end a process that hangs.  This is for what they do not see, or do not cure.
 
-1. No progress for a while -> the status names what is waited for (`late_steps`).
-2. For the limit of a step -> the rollout nodes with the oldest weights are dropped, and begin as new ones.
-3. For twice that, or where there is no such node -> all ranks restart from the newest state.
-4. All of ``slurm.restarts`` are used -> the run fails with the sentence.
+1. No step for longer than usual -> the status names what is waited for (`late_steps`).
+2. No progress for `DROP` limits -> the nodes with the oldest weights are dropped, once a step, and begin as new ones.
+3. For `RESTART` limits -> all ranks restart from the newest state.
+4. All of ``slurm.restarts`` are used -> the run fails with the sentence (`libra_hpc.owner.decision`).
 
-Progress is a step, a generated or computed token, a running tool, or a node that changes its state.  While admission is
-paused or the run directory takes no writes, other limits count.
+Progress is a step, a generated or computed token, or a node that changes its state.  The limit is that of a step; a
+node that starts has ``first_s``, a state that is written ``storage_s``.  Paused admission has a limit of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from libra_hpc.process.deadlines import DeadlineLimits
+
+DROP, RESTART = 2.0, 3.0
+"""Limits.  A part ends its hung process after one.  Half: that has no time to help; double: a run stands for an hour
+after steps of three minutes."""
 
 
 class Rung(NamedTuple):
@@ -40,6 +44,11 @@ class Movement(NamedTuple):
     """Of the last steps."""
     versions: Mapping[int, int]
     """Step of the weights of each node that may be dropped."""
+    starting: frozenset[int] = frozenset()
+    """Nodes that start or move."""
+    least_s: float = 0.0
+    """No limit is shorter at the moment."""
+    waits_for: str = ""
 
 
 class Ladder:
@@ -47,7 +56,9 @@ class Ladder:
         self._settings = settings
         self._mark: Hashable = None
         self._since = now
-        self._dropped = False
+        self._step = -1
+        self._dropped: frozenset[int] = frozenset()
+        """Since that step."""
 
     def discount(self, seconds: float) -> None:
         """This process was stopped."""
@@ -55,25 +66,26 @@ class Ladder:
 
     def evaluate(self, run: Movement, now: float) -> Rung | None:
         """What to do now; None: nothing."""
+        if run.step != self._step:
+            self._step, self._dropped = run.step, frozenset()
         if run.excused or run.mark != self._mark:
-            self._mark, self._since, self._dropped = run.mark, now, False
+            self._mark, self._since = run.mark, now
             return None
-        waited_s, limit = now - self._since, self._limit(run.step_seconds)
-        if waited_s <= limit:
-            return None
-        late = sorted(rank for rank, version in run.versions.items() if version < run.step)
-        oldest = min((run.versions[rank] for rank in late), default=run.step)
-        held = tuple(rank for rank in late if run.versions[rank] == oldest)
-        nothing = f"nothing progressed for {waited_s:.0f} s (limit {limit:.0f} s)"
-        if held and not self._dropped:
-            self._dropped = True
-            return Rung("drop", held, f"{nothing}, and its weights are of step {oldest}, not {run.step}")
-        if held and waited_s <= 2.0 * limit:
-            return None
-        self._since = now
-        return Rung("restart", (), nothing)
+        waited_s, limit = now - self._since, self._limit(run)
+        nothing = f"nothing progressed for {waited_s:.0f} s (limit {limit:.0f} s): {run.waits_for}"
+        oldest = min(run.versions.values(), default=run.step)
+        if waited_s > DROP * limit and oldest < run.step and not self._dropped:
+            self._dropped = frozenset(rank for rank, version in run.versions.items() if version == oldest)
+            weights = f"{nothing}; its weights are of step {oldest}, not {run.step}"
+            return Rung("drop", tuple(sorted(self._dropped)), weights)
+        if waited_s > RESTART * limit:
+            self._since = now
+            return Rung("restart", (), nothing)
+        return None
 
-    def _limit(self, step_seconds: Sequence[float]) -> float:
+    def _limit(self, run: Movement) -> float:
         settings = self._settings
-        measured = settings.factor * max(step_seconds) if step_seconds else settings.first_s
-        return max(settings.floor_s, measured)
+        measured = settings.factor * max(run.step_seconds) if run.step_seconds else settings.first_s
+        # A dropped node that does not start holds nobody up.
+        starting = settings.first_s if run.starting - self._dropped else 0.0
+        return max(settings.floor_s, measured, starting, run.least_s)

@@ -51,10 +51,12 @@ def late_step(
     usual = sorted(step_seconds)[len(step_seconds) // 2] if step_seconds else 0.0
     if waited_s < max(FLOOR_S, FACTOR * usual):
         return ""
-    return f"no step for {waited_s:.0f} s: {notices[0] if notices else _waits_for(pool, report)}"
+    return f"no step for {waited_s:.0f} s: {waits_for(pool, report, notices)}"
 
 
-def _waits_for(pool: states.Pool, report: RolloutReport | None) -> str:
+def waits_for(pool: states.Pool, report: RolloutReport | None, notices: Sequence[str]) -> str:
+    if notices:
+        return notices[0]
     if not states.trainers(pool):
         return _nodes(pool, "train") or "no training replica is ready"
     if not states.rollout_nodes(pool):

@@ -4,7 +4,7 @@
 - A connection between two live nodes broke -> the one that leads nothing is lost, never rank 0.
 - No message for `HEARTBEAT_LOST_S`, from a leader `LEADER_LOST_S` -> lost.
 - Rank 0 itself was stopped -> the stall is discounted: messages that arrived meanwhile are read first.
-- A lost node is heard again -> it is readmitted with fresh engines (`NodePool.request_reset`).
+- A lost node is heard again -> `Readmission` decides; it is readmitted with fresh engines (`NodePool.request_reset`).
 """
 
 from __future__ import annotations

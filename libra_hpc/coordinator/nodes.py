@@ -2,7 +2,7 @@
 
 - An event -> `apply`: the pure state machine (`libra_hpc.policies.pool.states`) answers with effects.
 - An effect -> sent to the agent or leader that it is for.
-- A node is lost or comes back -> announced to everybody.
+- A node is lost or comes back -> announced to everybody; whether it comes back decides `Readmission`.
 
 The rollout leader hears of engines from their own nodes, so no effect is about turns.
 """
@@ -15,6 +15,7 @@ from typing import Literal
 
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.pool import states
+from libra_hpc.policies.pool.readmission import Readmission
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineKind
 
@@ -43,6 +44,7 @@ class NodePool:
         """Moves in flight: where to, and since when (epoch seconds)."""
         self.good_step = -1
         """As in `Roles`."""
+        self._readmission = Readmission()
         self.frozen = False
         """The run is over: nothing is ordered any more."""
 
@@ -57,6 +59,19 @@ class NodePool:
     @property
     def receivers(self) -> tuple[int, ...]:
         return states.rollout_nodes(self.pool) if self.pool else ()
+
+    @property
+    def droppable(self) -> dict[int, int]:
+        """Step of the weights of each node that rolls out, and that the run can do without."""
+        beats = {rank: self.contacts[rank].beat for rank in set(self.receivers).difference(self._context.layout.vital)}
+        return {rank: beat.version for rank, beat in beats.items() if beat is not None}
+
+    @property
+    def starting(self) -> frozenset[int]:
+        """Nodes that start, or change their role."""
+        settled = (states.NodeState.TRAIN, states.NodeState.ROLLOUT, states.NodeState.LOST)
+        nodes = self.pool.nodes.values() if self.pool else ()
+        return frozenset(node.rank for node in nodes if node.state not in settled)
 
     @property
     def unsettled(self) -> str:
@@ -80,6 +95,17 @@ class NodePool:
         if rank not in self.moves:
             self.moves |= dict.fromkeys(self._context.layout.unit(rank), (role, now))
             self.apply(states.MoveOrdered(rank, role))
+
+    @property
+    def quarantined(self) -> list[str]:
+        return self._readmission.sentences()
+
+    def takes_back(self, rank: int) -> bool:
+        """Whether a lost node that is heard now may begin as a new one."""
+        answer = self._readmission.heard(rank, time.time())
+        if answer == "quarantine":
+            self._event("node_quarantined", rank=rank, reason=self.quarantined[-1])
+        return answer == "take"
 
     def request_reset(self, rank: int) -> None:
         """Have a node that was declared lost, and is heard again, begin as a new one."""
@@ -161,10 +187,15 @@ class NodePool:
         for node in lost_nodes(self.contacts, self._context.rank, layout.vital, gone=gone, now=now):
             if self.pool.nodes[node.rank].state is states.NodeState.LOST:
                 continue
-            self._event("node_lost", rank=node.rank, reason=node.reason, silent_s=node.silent_s)
-            for other in self.contacts:
-                if other != node.rank:
-                    self._context.send(other, wire.RankLost(node.rank))
-            self.apply(wire.RankLost(node.rank))
+            self.lose(node, now)
             found.append(node)
         return found
+
+    def lose(self, node: LostNode, now: float) -> None:
+        """Declare a node lost."""
+        self._event("node_lost", rank=node.rank, reason=node.reason, silent_s=node.silent_s)
+        self._readmission.lost(node.rank, now)
+        for other in self.contacts:
+            if other != node.rank:
+                self._context.send(other, wire.RankLost(node.rank))
+        self.apply(wire.RankLost(node.rank))

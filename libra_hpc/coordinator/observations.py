@@ -23,6 +23,8 @@ from libra_hpc.protocol.plan import (
 
 STEPS = 256
 """Entries of each window: a few minutes of a fast run, and all that the planner's change detection needs."""
+FRESH_S = 10.0
+"""A rollout report comes every second."""
 WINDOWS = 256
 TRAJECTORIES = 4096
 
@@ -91,6 +93,15 @@ class Observations:
 
     def on_switch(self, direction: Literal["to_train", "to_rollout"], seconds: float, now: float) -> None:
         self.switches.append(SwitchFact(now, direction, seconds))
+
+    def tokens(self) -> tuple[int, int]:
+        """(generated, prefilled) by the engines so far."""
+        return (self.report.generated_tokens, self.report.prefilled_tokens) if self.report else (0, 0)
+
+    def bounded(self, now: float) -> bool:
+        """Whether the rollout waits for what has a limit of its own: a tool, or the end of a pause."""
+        report = self.report
+        return report is not None and now - self._report_at < FRESH_S and bool(report.tools_running or report.paused)
 
     @property
     def trainer_wait(self) -> float:

@@ -40,6 +40,11 @@ class Records:
     def recorded(self) -> int:
         return self._facts.recorded
 
+    @property
+    def fault(self) -> str:
+        """Why the run directory takes no writes; empty: it does."""
+        return self._fault
+
     def event(self, kind: str, **fields: Any) -> None:
         self.record(kind, time.time(), fields)
 

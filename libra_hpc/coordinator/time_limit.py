@@ -62,7 +62,7 @@ class TimeLimit:
         left = 0.0 if self.end_at is None else self.end_at - now
         self.save_s = min(UNKNOWN_SAVE_S, UNKNOWN_SHARE * left)
         self._saved = False
-        self._saving_since: float | None = None
+        self.saving_since: float | None = None
         """When the write of a checkpoint began that has not ended."""
         self._steps: deque[float] = deque(maxlen=STEPS)
         self._start_s: float | None = None
@@ -75,13 +75,13 @@ class TimeLimit:
             self._steps.append(seconds)
 
     def on_save_started(self, now: float) -> None:
-        self._saving_since = now
+        self.saving_since = now
 
     def on_save_failed(self) -> None:
-        self._saving_since = None
+        self.saving_since = None
 
     def on_save(self, seconds: float) -> None:
-        self._saving_since = None
+        self.saving_since = None
         self.save_s = max(self.save_s, seconds) if self._saved else seconds
         self._saved = True
 
@@ -111,7 +111,7 @@ class TimeLimit:
 
     def _last_save_s(self, at: float) -> float:
         """Of a save asked for at a time, with the rest of the write that is in flight now."""
-        since = self._saving_since
+        since = self.saving_since
         return self.save_s + (0.0 if since is None else max(0.0, since + self.save_s - at))
 
 

@@ -38,7 +38,8 @@ RUN = (
 NODES = (
     EventKind("node_state", "A node changed its state", "rank state was"),
     _fault("node_lost", "A node was lost", "rank reason silent_s", notice=True),
-    _fault("node_returned", "A lost node was heard again", "rank"),
+    _fault("node_returned", "A lost node was taken back", "rank"),
+    _fault("node_quarantined", "A node was lost so often that the run goes on without it", "rank reason"),
     _fault("own_stall", "Rank 0 was stopped for a while; no deadline counts it", "reason seconds", notice=True),
     EventKind("illegal_transition", "A message did not fit the node's state and was ignored", "reason"),
     EventKind("generation", "A new membership of training replicas", "generation ranks"),

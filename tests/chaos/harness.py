@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import textwrap
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -87,6 +88,21 @@ class Chaos(Case):
         """What the run says of its end."""
         assert self.run is not None
         return str(self.run.read_json(self.run.result).get("message", ""))
+
+
+PATCH = """
+import os, sys
+if "libra_hpc.agent.agent" in sys.orig_argv and int(os.environ.get("PMI_RANK", "-1")) in {ranks}:
+{code}
+"""
+
+
+def patched(folder: Path, code: str, *ranks: int) -> list[str]:
+    """Options by which the agents of these ranks run ``code`` before anything else."""
+    text = PATCH.format(ranks=list(ranks), code=textwrap.indent(code, "    "))
+    (folder / "sitecustomize.py").write_text(text)
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
+    return ["-o", f"compute.env={{PYTHONPATH = '{path}'}}"]
 
 
 Row = tuple[str, float, str]

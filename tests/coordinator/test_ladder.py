@@ -1,45 +1,125 @@
-"""What follows when nothing in a run progresses."""
+"""What follows when nothing in a run progresses: the policy, and what rank 0 makes of it."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from libra_hpc.coordinator.ladder import Ladder, Movement, Rung
 from libra_hpc.process.deadlines import DeadlineSettings
+from libra_hpc.protocol.agents import Heartbeat, MemberJoined, RankLost, RolloutReport
+from libra_hpc.protocol.engine_state import EngineState
+from tests.protocol.step_reports import step_report
 
+from .test_coordinator import Scene, run_until_over
+from .test_lost_nodes import now
+
+__all__ = ["now"]
+IDLE = RolloutReport()
 SETTINGS = DeadlineSettings(floor_s=60.0, first_s=900.0, factor=10.0)
+STANDS = Movement("same", False, 9, (5.0,), {}, waits_for="3 turns run")
 
 
-def stand(
-    versions: dict[int, int], steps: tuple[float, ...] = (5.0,), excused: bool = False, seconds: int = 300
-) -> list[tuple[int, Rung]]:
-    """What a run does that stands still at step 9, by the second."""
+def stand(run: Movement, seconds: int = 200) -> list[tuple[int, Rung]]:
+    """What a run does that stands still, by the second."""
     ladder, found = Ladder(SETTINGS, 0.0), []
-    for now in range(seconds):
-        rung = ladder.evaluate(Movement("same", excused, 9, steps, versions), float(now))
+    for at in range(seconds):
+        rung = ladder.evaluate(run, float(at))
         if rung is not None:
-            found.append((now, rung))
+            found.append((at, rung))
     return found
 
 
-def test_nodes_with_old_weights_are_dropped_before_all_restart() -> None:
-    first, second, *_ = stand({2: 9, 3: 7, 4: 7})
-    assert first[1][:2] == ("drop", (3, 4))
-    assert first[0] == 61
-    assert "weights are of step 7, not 9" in first[1].reason
-    assert second[1].action == "restart"
-    assert second[0] == 121
+def test_nodes_with_old_weights_are_dropped_once_before_all_restart() -> None:
+    (dropped_at, dropped), (restarted_at, restarted) = stand(STANDS._replace(versions={2: 9, 3: 7, 4: 7, 5: 8}))
+    assert (dropped_at, *dropped[:2]) == (121, "drop", (3, 4))
+    assert dropped.reason == (
+        "nothing progressed for 121 s (limit 60 s): 3 turns run; its weights are of step 7, not 9"
+    )
+    assert (restarted_at, restarted.action) == (181, "restart")
+    assert restarted.reason == "nothing progressed for 181 s (limit 60 s): 3 turns run"
 
 
-def test_without_a_node_to_drop_all_restart() -> None:
-    assert [(now, rung.action) for now, rung in stand({2: 9}, seconds=122)] == [(61, "restart")]
+@pytest.mark.parametrize(
+    ("run", "restart_at"),
+    [
+        (STANDS._replace(versions={2: 9}), 181),
+        (STANDS._replace(step_seconds=(5.0, 29.0)), 871),
+        (STANDS._replace(step_seconds=()), 2701),
+        (STANDS._replace(starting=frozenset({4})), 2701),
+        (STANDS._replace(least_s=120.0), 361),
+    ],
+    ids=["no node to drop", "slow steps", "no step yet", "a node starts", "a state is written"],
+)
+def test_the_limit_follows_what_the_run_does(run: Movement, restart_at: int) -> None:
+    assert [(at, rung.action) for at, rung in stand(run, restart_at + 1)] == [(restart_at, "restart")]
 
 
-def test_the_limit_follows_the_steps() -> None:
-    assert stand({}, steps=(5.0, 29.0), seconds=290) == []
-    assert stand({}, steps=(), seconds=900) == []
-    assert [rung.action for _, rung in stand({}, steps=(), seconds=902)] == ["restart"]
+def test_a_dropped_node_that_does_not_start_delays_nothing() -> None:
+    ladder, held = Ladder(SETTINGS, 0.0), STANDS._replace(versions={4: 7})
+    ladder.evaluate(held, 0.0)
+    assert ladder.evaluate(held, 121.0) is not None
+    away = STANDS._replace(mark="lost", starting=frozenset({4}))
+    assert [bool(ladder.evaluate(away, at)) for at in (122.0, 302.0, 303.0)] == [False, False, True]
 
 
-def test_progress_and_an_excuse_begin_again() -> None:
-    assert stand({3: 1}, excused=True) == []
+def test_progress_an_excuse_and_an_own_stall_begin_again() -> None:
+    assert stand(STANDS._replace(excused=True)) == []
     ladder = Ladder(SETTINGS, 0.0)
-    assert not any(ladder.evaluate(Movement(now // 50, False, 9, (5.0,), {}), float(now)) for now in range(600))
+    assert not any(ladder.evaluate(STANDS._replace(mark=at // 50), float(at)) for at in range(600))
+    ladder.discount(1000.0)
+    assert ladder.evaluate(STANDS._replace(mark=11), 1729.0) is None
+
+
+def standing(folder: Path, version: int) -> Scene:
+    """A run after step 9, whose hybrid node rolls out with the weights of ``version``."""
+    scene = Scene(folder)
+    scene.hello()
+    scene.deliver((1, EngineState(1, "train", "ready")), (1, MemberJoined(1, 1, 0, 0, 0.1)))
+    scene.deliver(*((rank, EngineState(rank, "rollout", "ready")) for rank in (2, 3)))
+    scene.deliver((1, step_report(9, step_s=5.0)), (2, Heartbeat(2, "hybrid", {}, {}, version)))
+    return scene
+
+
+def seconds(scene: Scene, now: list[float], count: int, report: RolloutReport = IDLE) -> None:
+    for _ in range(count):
+        now[0] += 1.0
+        for contact in scene.coordinator.nodes.contacts.values():
+            contact.seen = now[0]
+        scene.deliver((3, report))
+        scene.coordinator._check(now[0])
+
+
+def test_a_run_that_stands_still_drops_the_node_with_old_weights_and_then_restarts(
+    tmp_path: Path, now: list[float]
+) -> None:
+    scene = standing(tmp_path, 6)
+    seconds(scene, now, 121)
+    assert not scene.orders(RankLost)
+    seconds(scene, now, 1)
+    assert {message.rank for _, message in scene.orders(RankLost)} == {2}
+    seconds(scene, now, 181)
+    assert scene.coordinator.state == "running"
+    seconds(scene, now, 1)
+    run_until_over(scene)
+    assert scene.end.why == "lost"
+    assert scene.end.sentence.startswith("nothing progressed for 181 s (limit 60 s): ")
+
+
+@pytest.mark.parametrize(
+    "report", [RolloutReport(tools_running=1), RolloutReport(paused="the judge is down")], ids=["tools", "pause"]
+)
+def test_what_has_a_limit_of_its_own_is_no_standstill(tmp_path: Path, now: list[float], report: RolloutReport) -> None:
+    scene = standing(tmp_path, 6)
+    seconds(scene, now, 400, report)
+    assert scene.coordinator.state == "running"
+    assert not scene.orders(RankLost)
+
+
+def test_tokens_are_progress(tmp_path: Path, now: list[float]) -> None:
+    scene = standing(tmp_path, 6)
+    for tokens in range(10):
+        seconds(scene, now, 60, RolloutReport(generated_tokens=tokens))
+    assert scene.coordinator.state == "running"
+    assert not scene.orders(RankLost)

@@ -9,6 +9,8 @@ import pytest
 
 from libra_hpc.coordinator import coordinator as module
 from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, NodeContact, discount, lost_nodes
+from libra_hpc.facts.rundir import read_lines
+from libra_hpc.facts.status import decode_status
 from libra_hpc.protocol.agents import (
     Fatal,
     Heartbeat,
@@ -51,13 +53,36 @@ def test_a_silent_node_is_lost_and_taken_back_as_a_new_one_when_it_is_heard_agai
     assert scene.coordinator.state == "running"
     assert {rank for rank, m in scene.orders(RankLost) if m.rank == 2} == {0, 1, 3}
     scene.sent.clear()
-    scene.coordinator.on_back(2)
+    assert scene.coordinator.nodes.takes_back(2)
+    scene.coordinator.nodes.request_reset(2)
     assert [rank for rank, _ in scene.orders(Reset)] == [2]
     assert not scene.orders(StartEngine), "its engines of before have to end first"
     scene.deliver((2, Hello(2, "h", 1, "hybrid")))
     assert {rank for rank, m in scene.orders(RankBack) if m.rank == 2} == {0, 1, 3}
     assert [(rank, m.kind) for rank, m in scene.orders(StartEngine)] == [(2, "rollout")]
     assert scene.orders(Roles)[-1][1].states[2] == "starting"
+
+
+def test_a_node_that_is_lost_again_and_again_is_quarantined_and_named(tmp_path: Path, now: list[float]) -> None:
+    scene = Scene(tmp_path)
+    scene.hello()
+    nodes, waited = scene.coordinator.nodes, []
+    while not nodes.quarantined:
+        silence(scene, 2, now, HEARTBEAT_LOST_S + 1)
+        began = now[0]
+        while not (taken := nodes.takes_back(2)) and not nodes.quarantined:
+            now[0] += 1.0
+        waited.append(now[0] - began)
+        if taken:
+            nodes.request_reset(2)
+            scene.deliver((2, Hello(2, "h", 1, "hybrid")))
+    assert waited == [0.0, 30.0, 60.0, 60.0, 0.0]
+    assert not nodes.takes_back(2)
+    scene.deliver((1, TrainingDone(scene.context.config.run.steps)))
+    run_until_over(scene)
+    sentence = "node 2 is quarantined: lost 5 times in an hour"
+    assert [e["reason"] for e in read_lines(scene.run.events) if e["kind"] == "node_quarantined"] == [sentence]
+    assert decode_status(scene.run.status.read_bytes()).notices.count(sentence) == 1
 
 
 def test_a_node_whose_end_the_launcher_saw_is_lost_at_once(tmp_path: Path, now: list[float]) -> None:

@@ -1,7 +1,7 @@
 """When a lost node that is heard again is taken back: pure, times are epoch seconds.
 
 - Lost for the first time within `MEMORY_S` -> taken back at its next heartbeat.
-- Lost again -> only after `PROVE_S` of heartbeats without a gap, doubled at each further loss.
+- Lost again -> only after `PROVE_S` of heartbeats without a gap, from the third loss on twice as long.
 - Lost `MOST` times within `MEMORY_S` -> quarantined: this start of the ranks goes on without it.
 """
 
@@ -12,9 +12,10 @@ from typing import Literal
 MEMORY_S = 3600.0
 """Half: a node that flaps every twenty minutes always comes back; double: two faults of a day count together."""
 PROVE_S = 30.0
-"""A start of engines takes about as long.  Half: a node that is on for 20 s at a time costs its turns each time."""
+"""A start of engines takes about as long.  Half: a node that is on for 20 s at a time costs its turns each time.
+Double: its agent, which hears nothing meanwhile, leaves after 90 s."""
 MOST = 5
-"""Losses; with the doubled proofs a flapping node is quarantined after some eight minutes."""
+"""Losses; with the proofs a node that flaps is quarantined after some five minutes at the earliest."""
 GAP_S = 5.0
 """Between two heartbeats, which come every second."""
 
@@ -27,6 +28,11 @@ class Readmission:
         self._heard: dict[int, tuple[float, float]] = {}
         """First and last heartbeat of a lost node, without a gap between them."""
         self._out: set[int] = set()
+        """In quarantine."""
+
+    def sentences(self) -> list[str]:
+        """The nodes in quarantine."""
+        return [f"node {rank} is quarantined: lost {MOST} times in an hour" for rank in sorted(self._out)]
 
     def lost(self, rank: int, now: float) -> None:
         recent = [at for at in self._losses.get(rank, []) if now - at < MEMORY_S]
@@ -44,4 +50,4 @@ class Readmission:
         first, last = self._heard.get(rank, (now, now))
         first = now if now - last > GAP_S else first
         self._heard[rank] = (first, now)
-        return "take" if count < 2 or now - first >= PROVE_S * 2.0 ** (count - 2) else "wait"
+        return "take" if count < 2 or now - first >= PROVE_S * min(count - 1, 2) else "wait"
