@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +16,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.config.site import site_profile
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.devices import Device
+from libra_hpc.models.host_memory import HostRoom
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.step_times.measured import load
@@ -27,6 +28,7 @@ from libra_hpc.planning.simulated_plan import simulated_plans
 from libra_hpc.planning.work import Assumed
 from libra_hpc.policies.search.best_plan import PlanResult, PlanSearch, RunPlan
 from libra_hpc.policies.search.scaling_curve import ScalingPoint, knee, steps, sweep
+from libra_hpc.preflight.checked_run import known_rooms
 
 from . import plan_tables
 from .config_show import OverrideOption, RunFileArgument
@@ -141,12 +143,13 @@ def plan(
         generated=generated, sigma=sigma, prompt=prompt, turns=turns, new_tokens=new_tokens, tool_s=tool_s
     )
     times = measured_steps(calibration)
-    asked = question(config, given, assumed, node=node)
+    rooms = known_rooms(config)
+    asked = question(config, given, assumed, node=node, rooms=rooms)
     search = partial(asked.search, whole_nodes=node, steps=times)
     if low != high:
         show_sweep(asked, search(), low, high, json=json, plot=plot)
         return
-    made = planned(given.over(config), simulated=not quick) if config.components.split == "auto" else None
+    made = planned(given.over(config), rooms, simulated=not quick) if config.components.split == "auto" else None
     # With a split to fill in, only its plans are simulated.
     result, slow = best(asked, search, keep, times, simulated=not quick and made is None)
     if plot is not None:
@@ -171,10 +174,12 @@ def plan(
             show_split(made)
 
 
-def question(config: RunConfig, given: Options, assumed: Assumed, *, node: bool) -> PlanRequest:
+def question(
+    config: RunConfig, given: Options, assumed: Assumed, *, node: bool, rooms: Mapping[str, HostRoom]
+) -> PlanRequest:
     """What to search; ``node``: only layouts that run, with the pools that a run file can divide."""
     config = given.over(as_planned(config))
-    asked = with_train_speed(request(config, gpus=given.gpus, assumed=assumed), config.planner.train_speed)
+    asked = with_train_speed(request(config, gpus=given.gpus, assumed=assumed, rooms=rooms), config.planner.train_speed)
     if not node:
         return asked
     pools = asked.pools if given.gpus else planned_pools(config, asked.pools)

@@ -116,6 +116,8 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
     wanted = asked.hybrid.nodes(asked.pools[best.pool].nodes - best.nodes)
     if wanted > best.hybrid:
         show(Text(f"note: no training layout of {best.nodes} nodes fits on hybrid nodes too, so it has none"))
+    if not best.snapshots:
+        show(Text("note: its nodes have too little memory for snapshots: train.snapshot_every = 0"))
     if result.alone:
         alone = ", ".join(f"{_pool(asked, pool)}TP{tp} {_s(seconds)}" for pool, tp, seconds in result.alone)
         show(Text(f"rollout of these nodes with one TP alone: {alone}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from functools import partial
 
 from rich.console import Group, RenderableType
@@ -10,16 +11,17 @@ from rich.status import Status
 from rich.text import Text
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.models.host_memory import HostRoom
 from libra_hpc.planning.initial import InitialPlan, initial_plan
 
 from . import plan_tables
 from .output import WIDTH, PlainConsole, busy, console
 
 
-def planned(config: RunConfig, simulated: bool = True) -> InitialPlan:
+def planned(config: RunConfig, rooms: Mapping[str, HostRoom], simulated: bool = True) -> InitialPlan:
     """The plan of a run file with ``components.split = "auto"``, with a spinner; raises `UserError`."""
     with busy("planning") as status:
-        return initial_plan(config, simulated=simulated, progress=partial(simulating, status))
+        return initial_plan(config, simulated=simulated, progress=partial(simulating, status), rooms=rooms)
 
 
 def show_split(made: InitialPlan, *, stderr: bool = False) -> None:

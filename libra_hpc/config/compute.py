@@ -31,6 +31,8 @@ class ComputeSection(Section):
     """Shell lines that the batch script executes before the agents start, for instance ``module load cuda/12.8``."""
     env: Annotated[dict[VariableName, ShellLine], Valid("a table of variables, NAME = 'text'")] = {}
     """Variables of every agent and its engines, for instance ``NCCL_IB_HCA = "mlx5"``."""
+    shm_share: float = Field(0.5, gt=0, le=1)
+    """Share of a node's memory that /dev/shm has; Linux gives it half."""
     local_dir: str = Field("", pattern=r"^(/[A-Za-z0-9_./${}-]*)?$")
     """Node-local folder for temporary files (``TMPDIR``), for instance ``/scratch/$USER/$SLURM_JOB_ID``, made where it
     does not exist; empty: the cluster's."""

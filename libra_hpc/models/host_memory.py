@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .memory import STATE_BYTES
+from .memory import STATE_BYTES, Limit
 from .shapes import ModelShape
 
 WEIGHT_VERSIONS = 4
@@ -36,6 +36,17 @@ class NodeWork(msgspec.Struct, frozen=True):
     kv_bytes: float = 0.0
     """For KV caches that the GPUs evicted."""
     environment_bytes: float = 0.0
+
+
+class HostUse(msgspec.Struct, frozen=True):
+    """What a run keeps on its nodes, besides files of the model."""
+
+    core: NodeWork = NodeWork()
+    """Of a node of the core, however many there are."""
+    rolls: NodeWork = NodeWork(rolls=True)
+    """Of a node with engines."""
+    optional: bool = True
+    """Whether the core may go without snapshots, where they do not fit."""
 
 
 class NodeMemory(msgspec.Struct, frozen=True):
@@ -61,6 +72,28 @@ class NodeMemory(msgspec.Struct, frozen=True):
         """What is not 0, by its name in words."""
         sizes = {name.replace("_", " "): float(getattr(self, name)) for name in self.__struct_fields__}
         return {name: size for name, size in sizes.items() if size}
+
+
+class HostRoom(msgspec.Struct, frozen=True):
+    """Bytes that a node has for the job; None: not known."""
+
+    memory: float | None = None
+    shm: float | None = None
+    """Of /dev/shm."""
+
+    def limit(self, need: NodeMemory) -> Limit | None:
+        """What is missing and the largest term; None when it fits, or when no size is known."""
+        for what, has, terms in (("host memory", self.memory, need.terms()), ("/dev/shm", self.shm, need.shared)):
+            if has is not None and (whole := sum(terms.values())) > has:
+                name, size = max(terms.items(), key=lambda term: term[1])
+                sizes = f"{whole / 1e9:,.0f} of {has / 1e9:,.0f} GB of {what} a node"
+                return Limit(whole - has, f"{sizes}, most for {name} ({size / 1e9:,.0f} GB)")
+        return None
+
+    def least(self, other: HostRoom) -> HostRoom:
+        """What a node of either kind has."""
+        pairs = ((self.memory, other.memory), (self.shm, other.shm))
+        return HostRoom(*(min((size for size in pair if size is not None), default=None) for pair in pairs))
 
 
 def snapshot_bytes(shape: ModelShape, core_nodes: int) -> float:

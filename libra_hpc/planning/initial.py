@@ -11,8 +11,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.errors import invalid
+from libra_hpc.models.host_memory import HostRoom
 from libra_hpc.models.supported import TRAINED
 from libra_hpc.policies.search.best_plan import DevicePool, PlanResult, RunPlan
 from libra_hpc.policies.search.train_layout import Hybrid
@@ -61,11 +63,12 @@ def initial_plan(
     simulated: bool = True,
     progress: Progress = lambda done, whole: None,
     cache: Path | None = None,
+    rooms: Mapping[str, HostRoom] = MappingProxyType({}),
 ) -> InitialPlan:
     """Fill in the split of a run file with ``components.split = "auto"``.
 
     ``simulated``: the simulator chooses among the best plans; otherwise the cost models choose. ``cache``: a folder
-    that remembers simulated batches.
+    that remembers simulated batches. ``rooms``: see `request`.
 
     Raises `UserError` for unknown hardware or models, for nodes that cannot be divided, for keys that the plan chooses,
     and when nothing fits.
@@ -74,7 +77,7 @@ def initial_plan(
     parts = config.components
     alike = kind(parts.train) == kind(parts.rollout)
     planned = as_planned(config)
-    asked = with_train_speed(request(planned), planned.planner.train_speed)
+    asked = with_train_speed(request(planned, rooms=rooms), planned.planner.train_speed)
     if asked.shape.untrained and config.run.engine == "real":
         why = f"this version cannot train {asked.shape.name} ({asked.shape.untrained})"
         raise invalid("components.split", "auto", why, f"a model of type {', '.join(TRAINED)}")
@@ -189,9 +192,7 @@ def _pools(config: RunConfig, merged: tuple[DevicePool, ...], alike: bool) -> tu
         return (pool,)
     trainers = parts.train.nodes + parts.hybrid.nodes
     first, last = merged[0], merged[-1]
-    return DevicePool(first.device, trainers, first.node_devices), DevicePool(
-        last.device, parts.rollout.nodes, last.node_devices
-    )
+    return (msgspec.structs.replace(first, nodes=trainers), msgspec.structs.replace(last, nodes=parts.rollout.nodes))
 
 
 def _nodes(config: RunConfig, pools: Sequence[DevicePool], plan: RunPlan, alike: bool) -> dict[str, Any]:
@@ -205,12 +206,16 @@ def _nodes(config: RunConfig, pools: Sequence[DevicePool], plan: RunPlan, alike:
 
 
 def _training(config: RunConfig, plan: RunPlan) -> dict[str, Any]:
-    """Degrees of the training replicas, and micro-batches and recomputation where they are not given."""
+    """Degrees of the training replicas, and micro-batches and recomputation where they are not given.
+
+    Without room for snapshots there are none.
+    """
     layout, train = plan.train.layout, config.train
     other = {key: getattr(layout, key) for key in ("cp", "ep", "etp") if getattr(layout, key) != getattr(train, key)}
     free = [key for key in ("micro_tokens", "recompute") if key not in train.model_fields_set]
     chosen = {"tp": layout.tp, "pp": layout.pp, **other, **{key: getattr(layout, key) for key in free}}
-    return {f"train.{key}": value for key, value in chosen.items()}
+    without = {} if plan.snapshots else {"snapshot_every": 0}
+    return {f"train.{key}": value for key, value in (chosen | without).items()}
 
 
 def _engines(pools: Sequence[DevicePool], result: PlanResult) -> dict[str, Any]:

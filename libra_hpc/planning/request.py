@@ -6,8 +6,9 @@ from assumed shares of the longest context (`Assumed`), and the answer states wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.models.devices import Device, device
+from libra_hpc.models.host_memory import HostRoom, HostUse, NodeWork
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.policies.costs.factors import NONE, Factors
@@ -53,6 +55,7 @@ class PlanRequest(msgspec.Struct, frozen=True):
     policy: str = "cmlfq"
     hybrid: Hybrid = NO_HYBRID
     """Which nodes are hybrid; known with the final pools."""
+    hosts: HostUse = HostUse()
     max_inflight: int = 96
     """Turns sent to an engine at once."""
 
@@ -69,6 +72,7 @@ class PlanRequest(msgspec.Struct, frozen=True):
             factors=self.factors if factors is None else factors,
             whole_nodes=whole_nodes,
             hybrid=self.hybrid,
+            hosts=self.hosts,
             steps=steps,
         )
 
@@ -84,6 +88,7 @@ class PlanRequest(msgspec.Struct, frozen=True):
         }
 
 
+MIB, GIB = 1 << 20, 1 << 30
 KIND = ("partition", "gpu_type", "gpus", "constraint")
 """Fields in which nodes of one kind agree."""
 
@@ -119,8 +124,16 @@ def _with_devices(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"components": parts.model_copy(update=filled)})
 
 
-def request(config: RunConfig, *, gpus: int = 0, assumed: Assumed = Assumed()) -> PlanRequest:  # noqa: B008
+def request(
+    config: RunConfig,
+    *,
+    gpus: int = 0,
+    assumed: Assumed = Assumed(),  # noqa: B008
+    rooms: Mapping[str, HostRoom] = MappingProxyType({}),
+) -> PlanRequest:
     """The question for ``config`` and its planner section, or for so many ``gpus`` instead of its nodes.
+
+    ``rooms``: host memory of the nodes of each component.
 
     Raises `UserError` for an unknown model or device, GPUs that are not whole nodes, and an unreadable trace.
     """
@@ -135,7 +148,10 @@ def request(config: RunConfig, *, gpus: int = 0, assumed: Assumed = Assumed()) -
     dtype_bytes = DTYPE_BYTES[config.model.dtype]
     shape = msgspec.structs.replace(model_shape(own.model or config.model.path), dtype_bytes=dtype_bytes)
     devices_file = Path(own.devices) if own.devices else None
-    pools = _given_gpus(config, devices_file, gpus) if _without_nodes(config, gpus) else _pools(config, devices_file)
+    if _without_nodes(config, gpus):
+        pools = [_given_gpus(config, devices_file, gpus, rooms.get("train", HostRoom()))]
+    else:
+        pools = _pools(config, devices_file, rooms)
     trace = _trace_file(own.trace) if own.trace else None
     cut = cut_at([] if trace is None else read_trace(trace).trajectories, rollout.max_model_len)
     recorded = tuple(one for one in cut.trajectories if one.generated)
@@ -164,8 +180,28 @@ def request(config: RunConfig, *, gpus: int = 0, assumed: Assumed = Assumed()) -
         lengths=source,
         work=Work(recorded, assumed, rollout.max_model_len),
         policy=rollout.policy,
+        hosts=HostUse(
+            core=node_work(config, "train"),
+            rolls=node_work(config, "rollout"),
+            optional="snapshot_every" not in config.train.model_fields_set,
+        ),
         max_inflight=rollout.max_inflight,
         notes=tuple(_notes(shape, cut, rollout.max_model_len)),
+    )
+
+
+def node_work(config: RunConfig, name: str) -> NodeWork:
+    """What a node of a component does with its memory; ``kv_bytes`` are those of one GPU."""
+    task, environments = config.task, 0.0
+    # The address space is a limit, far above what most tools take: it counts where the user chose it.
+    if name == "rollout" and "tool_memory_mb" in task.model_fields_set:
+        environments = float(task.hosts * task.tool_processes * task.tool_memory_mb * MIB)
+    return NodeWork(
+        rolls=name != "train",
+        snapshots=name == "train" and config.train.snapshot_every > 0,
+        core_nodes=config.components.train.nodes if name == "train" else 0,
+        kv_bytes=config.rollout.kv_host_gb_per_gpu * GIB,
+        environment_bytes=environments,
     )
 
 
@@ -182,7 +218,7 @@ def _without_nodes(config: RunConfig, gpus: int) -> bool:
     return bool(gpus) or not any(part.gpus for part in stages(config).values())
 
 
-def _given_gpus(config: RunConfig, devices_file: Path | None, gpus: int) -> list[DevicePool]:
+def _given_gpus(config: RunConfig, devices_file: Path | None, gpus: int, room: HostRoom) -> DevicePool:
     """So many GPUs, whatever nodes the run file has."""
     parts, own = stages(config).values(), config.planner.device
     name = own or next((part.gpu_type for part in parts if part.gpu_type), "")
@@ -196,11 +232,11 @@ def _given_gpus(config: RunConfig, devices_file: Path | None, gpus: int) -> list
     if not own:
         per_node = next((part.gpus for part in parts if part.gpus), per_node)
     check_gpus(gpus, per_node)
-    return [DevicePool(found, gpus // per_node, per_node)]
+    return DevicePool(found, gpus // per_node, per_node, room)
 
 
-def _pools(config: RunConfig, devices_file: Path | None) -> list[DevicePool]:
-    """The nodes of the run file; those with the same kind and number of GPUs are one pool."""
+def _pools(config: RunConfig, devices_file: Path | None, rooms: Mapping[str, HostRoom]) -> list[DevicePool]:
+    """The nodes of the run file; those with the same kind and number of GPUs are one pool, with the least room."""
     merged: dict[tuple[str, int], DevicePool] = {}
     own = config.planner.device
     for name, part in stages(config).items():
@@ -214,8 +250,9 @@ def _pools(config: RunConfig, devices_file: Path | None) -> list[DevicePool]:
             raise invalid(f"{field}.gpu_type", "", why, "a device it knows, such as a800, or --device")
         found = _device(own or part.gpu_type, devices_file, "device" if own else f"{field}.gpu_type")
         key = (found.name, part.gpus)
-        before = merged[key].nodes if key in merged else 0
-        merged[key] = DevicePool(found, before + part.nodes, part.gpus)
+        before = merged.get(key, DevicePool(found, 0, part.gpus))
+        room = before.room.least(rooms.get(name, HostRoom()))
+        merged[key] = msgspec.structs.replace(before, nodes=before.nodes + part.nodes, room=room)
     return list(merged.values())
 
 

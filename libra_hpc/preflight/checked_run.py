@@ -20,6 +20,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import cache_folder
+from libra_hpc.models.host_memory import HostRoom
 from libra_hpc.planning.initial import InitialPlan, initial_plan
 from libra_hpc.planning.simulated_plan import Progress
 from libra_hpc.slurm.fit import check_fit, with_resources
@@ -33,7 +34,7 @@ from libra_hpc.slurm.site_commands import slurm_environment
 from .checks import check_files, check_run
 from .field_names import naming
 from .gpu_memory import MemoryNeed
-from .host_memory_needs import check_hosts, host_needs
+from .host_memory_needs import check_hosts, has_hosts, host_needs, node_rooms
 from .task_trial import try_task
 
 
@@ -69,7 +70,7 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
     warnings, plan = try_task(config), None
     if config.components.split == "auto":
         with naming(config):
-            plan = initial_plan(config, progress=progress, cache=cache_folder())
+            plan = initial_plan(config, progress=progress, cache=cache_folder(), rooms=known_rooms(config))
         config = plan.config
     shape, gpus = check_run(config)
     warnings += [*gpus.warnings, *check_python(config)]
@@ -84,6 +85,15 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
     warnings += check_hosts(hosts)
     memory = [*gpus.needs, *(need for host in hosts for need in host.needs)]
     return CheckedRun(job_request(config), plan, environment, memory, warnings)
+
+
+def known_rooms(config: RunConfig) -> Mapping[str, HostRoom]:
+    """Host memory of the nodes of each component, where each has nodes of its own."""
+    if not has_hosts(config) or config.components.one_node or config.slurm.executor == "local":
+        return {}
+    environment = _slurm(config, required=False)
+    known = [] if environment is None else partitions(environment)
+    return node_rooms(with_resources(config, known) if known else config, known)
 
 
 def _slurm(config: RunConfig, *, required: bool) -> Mapping[str, str] | None:

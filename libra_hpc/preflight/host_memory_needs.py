@@ -1,9 +1,8 @@
 """Whether the nodes of a run file have enough host memory and /dev/shm, by `libra_hpc.models.host_memory`.
 
 * A component's nodes get less memory than they need -> refused, with the largest term.
-* /dev/shm of this machine cannot hold the weight files of a local run -> refused. The snapshots -> warning: a run that
-  cannot write them goes on without.
-* /dev/shm of cluster nodes is taken as half of their memory, Linux's default: what exceeds it -> warning.
+* /dev/shm cannot hold the weight files -> refused. The snapshots -> warning: a run that cannot write them goes on
+  without. Of cluster nodes it has ``compute.shm_share`` of their memory.
 * The size of the nodes is not known -> warning with what they need.
 
 CPU nodes and dry runs are not checked.
@@ -24,16 +23,14 @@ from libra_hpc.config.job import Component
 from libra_hpc.config.node_groups import memory_mb, stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
-from libra_hpc.models.host_memory import NodeMemory, NodeWork, node_memory
+from libra_hpc.models.host_memory import HostRoom, NodeMemory, NodeWork, node_memory
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape
+from libra_hpc.planning.request import GIB, MIB, node_work
 from libra_hpc.slurm.queue.query import Partition
 
-from .gpu_memory import MIB, MemoryNeed
+from .gpu_memory import MemoryNeed
 
-GIB = 1 << 30
 SHM = Path("/dev/shm")
-SHM_SHARE = 0.5
-"""Of a node's memory, where nobody chose another size of /dev/shm."""
 
 
 class HostNeed(NamedTuple):
@@ -46,10 +43,9 @@ class HostNeed(NamedTuple):
     given: str
     """Its value."""
     parts: tuple[NodeMemory, ...]
-    memory: float | None
-    shm: float | None
-    shm_seen: bool
-    """Whether /dev/shm was looked at, not assumed."""
+    room: HostRoom
+    shm_share: float | None
+    """Share of the node's memory that /dev/shm is taken to have; None: it was looked at."""
 
     @property
     def terms(self) -> dict[str, float]:
@@ -63,12 +59,15 @@ class HostNeed(NamedTuple):
     @property
     def needs(self) -> list[MemoryNeed]:
         """Of the node and of its /dev/shm."""
-        return [MemoryNeed(self.where, self.terms, self.memory), MemoryNeed("  its /dev/shm", self.shared, self.shm)]
+        return [
+            MemoryNeed(self.where, self.terms, self.room.memory),
+            MemoryNeed("  its /dev/shm", self.shared, self.room.shm),
+        ]
 
 
 def host_needs(config: RunConfig, model: ModelShape, partitions: Sequence[Partition] = ()) -> list[HostNeed]:
     """Of every kind of node; ``config`` has the memory of each component filled in where Slurm answered."""
-    if config.run.engine == "simulated" or config.slurm.device == "cpu":
+    if not has_hosts(config):
         return []
     shape = msgspec.structs.replace(model, dtype_bytes=DTYPE_BYTES[config.model.dtype])
     parts = stages(config)
@@ -77,25 +76,41 @@ def host_needs(config: RunConfig, model: ModelShape, partitions: Sequence[Partit
     together = tuple(memory for _, memory in every)
     if config.slurm.executor == "local":
         total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-        return [HostNeed("this machine", "", "", together, total, _size(SHM), True)]
+        return [HostNeed("this machine", "", "", together, HostRoom(total, _size(SHM)), None)]
+    rooms, share = node_rooms(config, partitions), config.compute.shm_share
     if config.components.one_node:
-        train = config.components.train
-        given, whole = [_given(part) for part, _ in every], _node_bytes(train, partitions)
-        limit = sum(given) if all(given) else whole
-        return [HostNeed("the node", "components.train.mem", train.mem, together, limit, _half(whole), False)]
-    return [_of_component(name, part, nodes[name], partitions) for name, part in parts.items()]
+        train, given = config.components.train, [_given(part) for part, _ in every]
+        room = HostRoom(sum(given), rooms["train"].shm) if all(given) else rooms["train"]
+        return [HostNeed("the node", "components.train.mem", train.mem, together, room, share)]
+    return [
+        HostNeed(f"{name} node", f"components.{name}.mem", part.mem, (nodes[name],), rooms[name], share)
+        for name, part in parts.items()
+    ]
 
 
-def _of_component(name: str, part: Component, memory: NodeMemory, partitions: Sequence[Partition]) -> HostNeed:
-    whole = _node_bytes(part, partitions)
-    limit = _given(part) or whole
-    return HostNeed(f"{name} node", f"components.{name}.mem", part.mem, (memory,), limit, _half(whole), False)
+def has_hosts(config: RunConfig) -> bool:
+    """Whether host memory counts: not on CPU nodes and in dry runs."""
+    return config.run.engine == "real" and config.slurm.device == "cuda"
+
+
+def node_rooms(config: RunConfig, partitions: Sequence[Partition]) -> dict[str, HostRoom]:
+    """What the nodes of each component have."""
+    found = {}
+    for name, part in stages(config).items():
+        whole = _node_bytes(part, partitions)
+        found[name] = HostRoom(_given(part) or whole, whole and config.compute.shm_share * whole)
+    return found
+
+
+def _work(config: RunConfig, name: str) -> NodeWork:
+    work = node_work(config, name)
+    return msgspec.structs.replace(work, kv_bytes=work.kv_bytes * getattr(config.components, name).gpus)
 
 
 def check_hosts(needs: Sequence[HostNeed]) -> list[str]:
     """Raise `UserError` for nodes with too little memory; returns warnings."""
-    warnings = [warning for need in needs if need.memory is not None for warning in _check(need, need.memory)]
-    unknown = [need for need in needs if need.memory is None]
+    warnings = [warning for need in needs if need.room.memory is not None for warning in _check(need, need.room.memory)]
+    unknown = [need for need in needs if need.room.memory is None]
     if unknown:
         most = max(unknown, key=lambda need: sum(need.terms.values()))
         total, shared = sum(most.terms.values()), sum(most.shared.values())
@@ -115,33 +130,21 @@ def _check(need: HostNeed, memory: float) -> Iterator[str]:
         if not need.field:
             raise invalid("components", "local", why, f"fewer nodes or a smaller model{fewer}")
         raise invalid(need.field, need.given, why, f"at least {math.ceil(total / GIB)}G{fewer}")
-    if need.shm is None or shared <= need.shm:
+    has = need.room.shm
+    if has is None or shared <= has:
         return
     files = need.shared["weight files"]
-    size = f"{_gb(need.shm)} GB" if need.shm_seen else f"{_gb(need.shm)} GB if it is half of the node's memory"
-    if files > need.shm and need.shm_seen:
-        why = f"the weight files of {_named(need.where)} take {_gb(files)} GB of /dev/shm, which has {size}"
-        raise invalid("model.path", "too large", why, "a larger /dev/shm (mount -o remount,size=...), or fewer nodes")
-    what = "weight files do" if files > need.shm else "snapshots do"
-    way = "" if files > need.shm else "; without snapshots: train.snapshot_every = 0"
-    sizes = f"{_gb(shared)} GB ({_largest(need.shared)})"
-    yield f"{what} not fit: {_named(need.where)} needs {sizes} of /dev/shm, which has {size}{way}"
-
-
-def _work(config: RunConfig, name: str) -> NodeWork:
-    component: Component = getattr(config.components, name)
-    task = config.task
-    environments = 0.0
-    # The address space is a limit, far above what most tools take: it counts where the user chose it.
-    if name == "rollout" and "tool_memory_mb" in task.model_fields_set:
-        environments = float(task.hosts * task.tool_processes * task.tool_memory_mb * MIB)
-    return NodeWork(
-        rolls=name != "train",
-        snapshots=name == "train" and config.train.snapshot_every > 0,
-        core_nodes=component.nodes if name == "train" else 0,
-        kv_bytes=component.gpus * config.rollout.kv_host_gb_per_gpu * GIB,
-        environment_bytes=environments,
-    )
+    if files > has:
+        why = f"the weight files of {_named(need.where)} take {_gb(files)} GB of /dev/shm, which has {_gb(has)} GB"
+        if need.shm_share is None:
+            raise invalid(
+                "model.path", "too large", why, "a larger /dev/shm (mount -o remount,size=...), or fewer nodes"
+            )
+        raise invalid("compute.shm_share", need.shm_share, why, "the share of a node's memory that /dev/shm really has")
+    sizes = f"{_gb(shared)} GB ({_largest(need.shared)}) of /dev/shm, which has {_gb(has)} GB"
+    assumed = "" if need.shm_share is None else ", by compute.shm_share"
+    way = "without snapshots: train.snapshot_every = 0"
+    yield f"snapshots do not fit: {_named(need.where)} needs {sizes}{assumed}; {way}"
 
 
 def _given(component: Component) -> float:
@@ -157,10 +160,6 @@ def _node_bytes(component: Component, partitions: Sequence[Partition]) -> float 
 def _size(folder: Path) -> float | None:
     """Bytes of its file system; None where there is no such folder."""
     return float(shutil.disk_usage(folder).total) if folder.is_dir() else None
-
-
-def _half(memory: float | None) -> float | None:
-    return None if memory is None else SHM_SHARE * memory
 
 
 def _named(where: str) -> str:

@@ -10,12 +10,19 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.config.edit import edited
-from libra_hpc.config.load import load_run_file
+from libra_hpc.config.load import load_run_file, validate, with_values
+from libra_hpc.errors import UserError
+from libra_hpc.models.host_memory import NodeWork, node_memory
 from libra_hpc.models.shapes import model_shape
+from libra_hpc.planning.request import request
+from libra_hpc.planning.row_values import row_values
+from libra_hpc.preflight import checked_run
 from libra_hpc.preflight.checks import check_run
+from libra_hpc.preflight.host_memory_needs import check_hosts, host_needs, node_rooms
+from libra_hpc.slurm.queue.query import Partition
 from tests.slurm.test_examples import model_folder
 
-from .conftest import Call
+from .conftest import Call, run_file
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -66,6 +73,46 @@ def test_every_row_can_be_written_and_passes_the_checks(
         assert {"tp", "pp", "micro_tokens", "recompute"} <= stated["train"].keys()
         assert {"tp", "engines_per_node"} <= stated["rollout"].keys()
         check_run(config)
+
+
+@pytest.mark.parametrize("memory_gb", [512, 1024, 2048])
+@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "llama-3.1-70b"])
+def test_every_plan_fits_in_the_memory_of_real_nodes(model: str, memory_gb: int) -> None:
+    known = [Partition("gpu", True, "up", 6, 6, 128, memory_gb * 1000, {"a800": 8}, None)]
+    config = validate(run_file(model={"path": model}, algorithm={"prompts_per_step": 64}))
+    rooms, shape = node_rooms(config, known), model_shape(model)
+    asked = request(config, rooms=rooms)
+    if rooms["train"].limit(node_memory(shape, NodeWork(core_nodes=5))) is not None:
+        with pytest.raises(UserError, match=r"GB of .* a node, most for weight files"):
+            asked.search().run()
+        return
+    result = asked.search().run()
+    for row, plan in enumerate(result.plans):
+        written = with_values(config, row_values(config, asked.pools, result, row))
+        assert check_hosts(host_needs(written, shape, known)) == []
+        assert written.train.snapshot_every == (4 if plan.snapshots else 0)
+        if not plan.snapshots:
+            kept = written.changed(train={"snapshot_every": 4})
+            assert rooms["train"].limit(node_memory(shape, NodeWork(snapshots=True, core_nodes=plan.nodes))) is not None
+            with pytest.raises(UserError):
+                request(kept, rooms=rooms).search().run(trainers=(0,), nodes=[plan.nodes + 1])
+
+
+def test_a_plan_whose_nodes_lack_room_for_snapshots_has_none(
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = [Partition("gpu", True, "up", 6, 6, 128, 512_000, {"a800": 8}, None)]
+    monkeypatch.setattr(checked_run, "slurm_environment", dict)
+    monkeypatch.setattr(checked_run, "partitions", lambda environment: known)
+    folder = model_folder(tmp_path / "policy", model_shape("qwen3-14b"))
+    cuda = ("-o", "slurm.device=cuda", "-o", f"model.path={folder}")
+    code, out, err = call(*cuda, "--write", "chosen.toml")
+    assert code == 0, err
+    assert "note: its nodes have too little memory for snapshots: train.snapshot_every = 0" in out
+    assert load_run_file(tmp_path / "chosen.toml").train.snapshot_every == 0
+    code, _, err = call(*cuda, "-o", "train.snapshot_every=4")
+    assert code == 2
+    assert err.startswith("error: No training layout fits beside a rollout node; nearest: training on 5 nodes, ")
 
 
 TWO_KINDS = """

@@ -84,9 +84,16 @@ def test_caches_in_host_memory_and_limits_of_tools_count_on_rollout_nodes() -> N
 def test_half_of_the_nodes_memory_is_assumed_for_shared_memory() -> None:
     (line,) = checked(1000.0, components=nodes())
     assert line == (
-        "snapshots do not fit: a train node needs 502 GB (snapshots 354) of /dev/shm, which has 500 GB if it is half of"
-        " the node's memory; without snapshots: train.snapshot_every = 0"
+        "snapshots do not fit: a train node needs 502 GB (snapshots 354) of /dev/shm, which has 500 GB, by"
+        " compute.shm_share; without snapshots: train.snapshot_every = 0"
     )
+    sentence = (
+        "compute.shm_share = 0.1: the weight files of a train node take 148 GB of /dev/shm, which has 100 GB; valid:"
+        " the share of a node's memory that /dev/shm really has."
+    )
+    with pytest.raises(UserError, match=f"^{sentence}$"):
+        checked(1000.0, components=nodes(), compute={"shm_share": 0.1})
+    assert checked(1000.0, components=nodes(), compute={"shm_share": 0.6}) == []
     assert checked(1000.0, components=nodes(), train={"snapshot_every": 0}) == []
 
 
@@ -101,7 +108,7 @@ def test_an_unknown_size_is_a_warning_with_what_is_needed() -> None:
 def test_all_parts_of_one_node_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured(components={**nodes("800G", hybrid=0), "one_node": True})
     (need,) = host_needs(config, MODEL)
-    assert (need.where, need.memory) == ("the node", 2 * 800 * 2**30)
+    assert (need.where, need.room.memory) == ("the node", 2 * 800 * 2**30)
     assert need.terms["processes"] == 2 * host_memory.PROCESS_BYTES
     monkeypatch.setattr(preflight, "_size", lambda folder: 64e9)
     monkeypatch.setattr("os.sysconf", lambda name: 2**30 if name == "SC_PHYS_PAGES" else 4096)

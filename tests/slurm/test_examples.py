@@ -15,9 +15,10 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.models.shapes import ModelShape, model_shape
 from libra_hpc.planning.initial import initial_plan
 from libra_hpc.preflight.checks import check_run
+from libra_hpc.preflight.host_memory_needs import check_hosts, host_needs, node_rooms
 from libra_hpc.slurm.fit import check_fit, with_resources
 from libra_hpc.slurm.launch import Launch, job_request
-from libra_hpc.slurm.queue.query import partitions
+from libra_hpc.slurm.queue.query import Partition, partitions
 from libra_hpc.slurm.submit import expected_start
 from tests.preflight.test_checks import write_model
 
@@ -27,6 +28,8 @@ FILES = {
     "a800-8": "qwen3-4b",
     **{f"a800-48-{model}": model for model in ("qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b")},
 }
+
+ONE_TB = Partition("gpu", True, "up", 6, 6, 128, 1_000_000, {"a800": 8}, None)
 
 
 def model_folder(folder: Path, shape: ModelShape) -> Path:
@@ -56,13 +59,17 @@ def model_folder(folder: Path, shape: ModelShape) -> Path:
 def resolved(name: str, folder: Path) -> RunConfig:
     model = model_folder(folder / "policy", model_shape(FILES[name]))
     config = load_run_file(EXAMPLES / f"{name}.toml", [f"model.path={model}", f"run.dir={folder}"])
-    return initial_plan(config).config if config.components.split == "auto" else config
+    rooms = node_rooms(config, [ONE_TB])
+    return initial_plan(config, rooms=rooms).config if config.components.split == "auto" else config
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_an_a800_file_is_good_and_uses_every_gpu(name: str, tmp_path: Path) -> None:
     config = resolved(name, tmp_path)
-    assert not [line for line in check_run(config).memory.warnings if "not checked" in line]
+    shape, memory = check_run(config)
+    assert shape is not None
+    assert not [line for line in memory.warnings if "not checked" in line]
+    assert check_hosts(host_needs(config, shape, [ONE_TB])) == []
     groups = het_groups(config)
     assert sum(group.component.nodes * group.component.gpus for group in groups) == int(name.split("-")[1])
     assert rank_components(config)[:2] == ["planner", "train"]

@@ -21,6 +21,8 @@ import msgspec
 
 from libra_hpc.errors import UserError
 from libra_hpc.models.devices import Device
+from libra_hpc.models.host_memory import HostRoom, HostUse, node_memory
+from libra_hpc.models.memory import Limit
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.policies.costs.factors import NONE, Factors
@@ -44,6 +46,7 @@ class DevicePool(msgspec.Struct, frozen=True):
     device: Device
     nodes: int
     node_devices: int
+    room: HostRoom = HostRoom()
 
     @property
     def devices(self) -> int:
@@ -71,6 +74,8 @@ class RunPlan(msgspec.Struct, frozen=True):
     """Tokens of finished trajectories, trained on, per second."""
     simulated: int = 0
     """Batches that were simulated."""
+    snapshots: bool = True
+    """Whether they fit in host memory."""
 
     @property
     def mixed(self) -> bool:
@@ -108,7 +113,7 @@ class PlanSearch:
     ``sorted_lengths``: the scheduler sends long trajectories to large TP; otherwise every replica gets a fair sample.
     ``gated``: with eta > 0 new prompts wait for a training step. With ``whole_nodes``, all replicas of a node have one
     TP degree, as in a run file. ``degrees`` are the TP degrees of rollout. The core fits without hybrid nodes, and a
-    hybrid node by itself.
+    hybrid node by itself. With ``hosts``, each node has enough host memory.
     """
 
     def __init__(
@@ -125,9 +130,11 @@ class PlanSearch:
         whole_nodes: bool = False,
         degrees: Sequence[int] = ROLLOUT_TP,
         hybrid: Hybrid = NO_HYBRID,
+        hosts: HostUse = HostUse(),  # noqa: B008
         steps: StepLookup = lookup,
     ) -> None:
         self._pools, self._batch, self._gated, self._hybrid = list(pools), batch, gated, hybrid
+        self._shape, self._hosts = shape, hosts
         self._arguments: dict[str, Any] = {
             "shape": shape,
             "pools": pools,
@@ -140,6 +147,7 @@ class PlanSearch:
             "whole_nodes": whole_nodes,
             "degrees": degrees,
             "hybrid": hybrid,
+            "hosts": hosts,
             "steps": steps,
         }
         self._train = [
@@ -154,7 +162,7 @@ class PlanSearch:
             )
             for i, p in enumerate(pools)
             for tp in degrees
-            if p.node_devices % tp == 0 and shape.divides(tp)
+            if p.node_devices % tp == 0 and shape.divides(tp) and self._rolls_limit(p) is None
         ]
         kind = RolloutSearch if sorted_lengths else EvenRolloutSearch
         self._bins = len(batch.lengths.bins)
@@ -205,7 +213,7 @@ class PlanSearch:
 
     def _search(self, have: Sequence[int], pool: int, keep: int, found: dict[tuple[int, int], RunPlan]) -> float:
         """Search one pool that trains, put plans into ``found``, and return what no plan of the pool is below."""
-        most = have[pool] - (0 if sum(have) > have[pool] else 1)
+        most = self._most(have, pool)
 
         def seconds(nodes: int) -> float:
             plan = self.build(have, pool, nodes)
@@ -222,6 +230,10 @@ class PlanSearch:
         for nodes in search.around(keep):
             search.seconds(nodes)
         return bound
+
+    def _most(self, have: Sequence[int], pool: int) -> int:
+        """Nodes of a pool that can train: one of all rolls out."""
+        return have[pool] - (sum(have) == have[pool])
 
     def _bound(self, have: Sequence[int], pool: int, low: int, high: int, best: float) -> float:
         """Seconds that no plan with ``low``..``high`` training nodes is below; of training alone from ``best`` on.
@@ -249,12 +261,29 @@ class PlanSearch:
 
     def _trained(self, have: Sequence[int], pool: int, nodes: int) -> tuple[TrainChoice | None, int]:
         """The best training layout, and how many of the pool's other nodes are hybrid."""
+        if self._core_limit(pool, nodes)[0] is not None:
+            return None, 0
         search, devices = self._train[pool], nodes * self._pools[pool].node_devices
         hybrid, world = self._hybrid.nodes(have[pool] - nodes), self._hybrid.world
         found = None if hybrid % world else search.best(devices, elastic=world if hybrid else 0)
         if found is None and hybrid and not self._hybrid.rest:
             return search.best(devices), 0
         return found, hybrid
+
+    def _core_limit(self, pool: int, nodes: int) -> tuple[Limit | None, bool]:
+        """Why a node of a core of so many lacks host memory, and whether it has enough for snapshots too."""
+        work = msgspec.structs.replace(self._hosts.core, core_nodes=nodes)
+        limit = self._pools[pool].room.limit(node_memory(self._shape, work))
+        if limit is None or not (work.snapshots and self._hosts.optional):
+            return limit, limit is None
+        work = msgspec.structs.replace(work, snapshots=False)
+        return self._pools[pool].room.limit(node_memory(self._shape, work)), False
+
+    def _rolls_limit(self, pool: DevicePool) -> Limit | None:
+        """Why a node with engines lacks host memory."""
+        work = self._hosts.rolls
+        own = msgspec.structs.replace(work, kv_bytes=work.kv_bytes * pool.node_devices)
+        return pool.room.limit(node_memory(self._shape, own))
 
     def rest(self, have: Sequence[int], pool: int, nodes: int) -> list[int]:
         """Devices of each pool that roll out."""
@@ -309,6 +338,7 @@ class PlanSearch:
             model_s=seconds,
             hybrid=hybrid,
             tokens_s=self._batch.tokens / seconds,
+            snapshots=self._core_limit(pool, nodes)[1],
         )
 
     def excluded_classes(self) -> list[Excluded]:
@@ -325,6 +355,9 @@ class PlanSearch:
     def _impossible(self, have: Sequence[int]) -> UserError:
         """The error when nothing fits: which stage, and what comes nearest."""
         devices = [n * p.node_devices for n, p in zip(have, self._pools, strict=True)]
+        hosts = [limit for limit in map(self._rolls_limit, self._pools) if limit is not None]
+        if len(hosts) == len(self._pools):
+            return UserError(f"No node holds what rollout keeps there: {hosts[0].reason}.")
         if self._layouts.best(devices) is None:
             nearest = self.excluded_classes()
             why = (
@@ -335,13 +368,17 @@ class PlanSearch:
             return UserError(
                 f"No rollout layout holds trajectories of {self._batch.lengths.longest_context:,} tokens; {why}."
             )
-        options = [
-            e
-            for i, n in enumerate(have)
-            for k in range(1, n + 1)
-            for e in self._train[i].excluded(k * self._pools[i].node_devices)
-        ]
+        options = self._impossible_cores(have)
         if not options:
             return UserError("No training layout divides both the model and the nodes, hybrid ones among them.")
         near = min(options, key=lambda e: e.limit.over)
         return UserError(f"No training layout fits beside a rollout node; nearest: {near.what}, {near.limit.reason}.")
+
+    def _impossible_cores(self, have: Sequence[int]) -> list[Excluded]:
+        """What excludes cores; host memory alone, where no number of nodes has enough of it."""
+        cores = [(i, k) for i in range(len(have)) for k in range(1, self._most(have, i) + 1)]
+        limits = {(i, k): limit for i, k in cores if (limit := self._core_limit(i, k)[0]) is not None}
+        lacking = [Excluded(f"training on {k} node{'s' if k > 1 else ''}", limit) for (_, k), limit in limits.items()]
+        if len(limits) == len(cores):
+            return lacking
+        return lacking + [e for i, k in cores for e in self._train[i].excluded(k * self._pools[i].node_devices)]
