@@ -24,6 +24,7 @@ from libra_hpc.slurm.queue.cause import with_cause
 from libra_hpc.slurm.queue.job_record import JobRecord, read_job
 from libra_hpc.slurm.queue.query import JobInfo, JobState
 from libra_hpc.slurm.queue.run_state import NoAnswer, RunRecords, RunState, run_end, run_state
+from libra_hpc.slurm.set_up import set_up_lines
 from libra_hpc.slurm.single import run_single
 from libra_hpc.slurm.site_commands import clean_environment, slurm_environment
 from libra_hpc.slurm.writer import het_script
@@ -186,8 +187,8 @@ def make_policy(out: Path, task: str, seed: int, steps: int, executor: str) -> d
     Raises `OperationError` when the job fails; its logs then stay beside ``out``.
     """
     found = environment(executor)
-    compute = validate(site_profile().values).compute
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(compute.env.items())]
+    config = validate(site_profile().values)
+    compute = config.compute
     folder, unfinished = out.with_name(f".{out.name}.job"), out.with_name(f".{out.name}.unfinished")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +208,7 @@ def make_policy(out: Path, task: str, seed: int, steps: int, executor: str) -> d
         time_limit=POLICY_TIME,
         # A container would not see ``out``: there the submitting interpreter makes the policy.
         python=shlex.quote(compute.python) if compute.container == "none" and compute.python else "",
-        parameters={"setup": [*compute.setup, *exports]},
+        parameters={"setup": set_up_lines(config, compute.env)},
     )
     print_note(f"job {handle.job_id} makes the policy (logs in {folder})")
     try:

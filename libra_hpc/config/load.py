@@ -42,6 +42,15 @@ _BRANCHES = ("one", "each")
 """Names that pydantic adds to the location of an error in a `PerNode` field."""
 LARGEST = 2**63 - 1
 """Largest integer of TOML, and of the messages between the processes of a run."""
+NAME_BYTES, PATH_BYTES = 255, 4000
+"""Longest name of a file, and longest path, on all common file systems."""
+PATHS = (
+    *("run.dir", "model.path", "task.name", "rollout.policy", "rollout.warm_start", "compute.python", "compute.image"),
+    *(f"planner.{key}" for key in ("trace", "train_speed", "devices", "model")),
+    *(f"simulated.{key}" for key in ("trace", "calibration", "devices", "model")),
+    "slurm.template",
+)
+"""Keys that may name a file."""
 _RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 
@@ -160,6 +169,9 @@ def validate(data: Mapping[str, Any]) -> RunConfig:
                 raise invalid(field, value, "not a finite number")
             if isinstance(value, (datetime.date, datetime.time)):
                 raise invalid(field, str(value), "a date or time must be in quotes")
+            if field in PATHS and isinstance(value, str) and _too_long(value):
+                valid = f"at most {PATH_BYTES} bytes, and {NAME_BYTES} for each of its names"
+                raise invalid(field, value, "too long for a path", valid)
             if isinstance(value, int) and abs(value) > LARGEST:
                 raise invalid(field, value, "more than 64 bits", f"an integer of at most {LARGEST}")
     except RecursionError as error:
@@ -282,6 +294,11 @@ def _field(names: Sequence[str]) -> FieldInfo | None:
     if parent is not None:
         return parent.model_fields.get(names[-1])
     return _field(names[:-1]) if len(names) > 1 else None
+
+
+def _too_long(path: str) -> bool:
+    text = path.encode(errors="replace")
+    return len(text) > PATH_BYTES or max(map(len, text.split(b"/"))) > NAME_BYTES
 
 
 def _scalars(value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -100,10 +100,9 @@ class RunOwner:
             say(f"{decision.word}: {decision.reason}")
             self._again(decision)
 
-    def fail(self, error: Exception) -> None:
-        """The owner itself has a defect; its ranks end with it."""
-        message = f"the owner of the run failed: {type(error).__name__}: {error}"
-        self._finish(OwnerDecision("fail", message), RanksEnded(met=False))
+    def fail(self, message: str) -> int:
+        """End the run without its ranks: they cannot start, or end with this process."""
+        return self._finish(OwnerDecision("fail", message), RanksEnded(met=False))
 
     def _again(self, decision: OwnerDecision) -> None:
         """Another start follows."""
@@ -203,7 +202,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--requeues", type=int, default=0, help="slurm.requeues")
     parser.add_argument("--slurm", action="store_true", help="the program is an srun command line, not that of a rank")
     parser.add_argument("--requeue", action="store_true", help="a preempted job is queued again")
-    parser.add_argument("argv", nargs="+")
+    parser.add_argument("--unprepared", default="", metavar="CAUSE", help="the ranks cannot start; nothing is started")
+    parser.add_argument("argv", nargs="*")
     options = parser.parse_args(argv)
     signals: list[str] = []
     # Ending before the ranks would make a stopping run appear dead.
@@ -217,9 +217,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(1) from None
     owner = RunOwner(run, options, lease, signals)
     try:
-        raise SystemExit(owner.serve())
+        raise SystemExit(owner.fail(options.unprepared) if options.unprepared else owner.serve())
     except Exception as error:
-        owner.fail(error)
+        owner.fail(f"the owner of the run failed: {type(error).__name__}: {error}")
         raise
 
 

@@ -25,6 +25,7 @@ from libra_hpc.slurm.queue.query import slurm_seconds
 
 from .field_names import naming
 from .gpu_memory import GpuMemory, check_cpus, check_memory, rollout_nodes
+from .job_checks import cache_fits, own_variables, sane_sizes, set_up_parses
 from .named_files import check_run_dir, check_task, read_model_config
 from .train_worlds import (
     context_ranks_have_tokens,
@@ -37,6 +38,8 @@ from .weight_files import check_weights
 
 LEAST_NOTICE_S = 30.0
 """Seconds of ``slurm.notice_s``: Slurm looks at time limits twice a minute."""
+LEAST_S = 60
+"""Seconds of ``slurm.time_limit``, for the same reason."""
 TIME_FORMATS = (
     "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or days-hours:minutes:seconds"
 )
@@ -69,6 +72,7 @@ class CheckedModel(NamedTuple):
 
 def check_files(config: RunConfig) -> None:
     """Raise the first mistake in the files that a run file names: run directory, task, and the policy's folder."""
+    _raise_first(set_up_parses(config))
     check_run_dir(config)
     if config.rollout.warm_start:
         check_warm_start(config.rollout.warm_start)
@@ -176,8 +180,9 @@ def well_formed_time(config: RunConfig) -> Iterator[UserError]:
     except ValueError:
         yield invalid("slurm.time_limit", config.slurm.time_limit, "malformed", TIME_FORMATS)
     else:
-        if seconds == 0:
-            yield invalid("slurm.time_limit", config.slurm.time_limit, "no time at all", TIME_FORMATS)
+        if seconds is not None and seconds < LEAST_S:
+            why = "no time at all" if not seconds else f"{seconds} s, and Slurm looks at limits twice a minute"
+            yield invalid("slurm.time_limit", config.slurm.time_limit, why, TIME_FORMATS)
     if 0.0 < config.slurm.notice_s < LEAST_NOTICE_S:
         why = "too short to save anything"
         yield invalid("slurm.notice_s", config.slurm.notice_s, why, f"0, or a number >= {LEAST_NOTICE_S:g}")
@@ -201,6 +206,7 @@ def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
 
 
 CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
+    sane_sizes,
     component_counts,
     known_policy,
     one_value_per_node,
@@ -211,6 +217,7 @@ CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
     context_ranks_have_tokens,
     gpus_hold_engines,
     host_caches,
+    own_variables,
 )
 
 
@@ -257,4 +264,5 @@ MODEL_CHECKS: tuple[Callable[[RunConfig, Mapping[str, Any]], Iterator[UserError]
     stages_have_layers,
     experts_fit,
     context_fits,
+    cache_fits,
 )

@@ -14,7 +14,7 @@ from functools import cache
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 
-from .plugins import PYPI
+from .plugins import PMIX, PYPI
 
 CONTROL = ("libra_hpc", "mpi4py")
 """Packages of every agent."""
@@ -46,7 +46,8 @@ def in_container(config: RunConfig) -> bool:
 def check_python(config: RunConfig) -> list[str]:
     """Raise `UserError` when the nodes' interpreter cannot run this configuration.
 
-    Returns a warning when it is not visible from here, or when its MPI may not fit the plugin.
+    Returns a warning when it is not visible from here, or when its MPI may not fit the plugin.  PyPI's mpich never
+    fits some.
     """
     named, python, image = config.compute.python, compute_python(config), config.compute.image
     if in_container(config):
@@ -63,13 +64,15 @@ def check_python(config: RunConfig) -> list[str]:
     if not os.path.isfile(python) or not os.access(python, os.X_OK):
         raise invalid("compute.python", named, "not an executable file", absolute)
     mpi = _check_packages(config, python, f"the submitting interpreter {python}" if not named else "it")
-    if mpi == "mpich" and config.slurm.executor != "local" and config.slurm.mpi != PYPI:
-        # Only a warning: the site's variables may still put another MPI in its place.
-        return [
-            f"slurm.mpi = {config.slurm.mpi!r}, and {python} has PyPI's mpich, which needs {PYPI!r}: each rank may"
-            " become a world of its own"
-        ]
-    return []
+    if mpi != "mpich" or config.slurm.executor == "local" or config.slurm.mpi == PYPI:
+        return []
+    why = f"{python} has PyPI's mpich, which needs {PYPI!r}: each rank would become a world of its own"
+    # The site's variables may put another MPI in its place.
+    if config.slurm.mpi in ("none", *PMIX) and not any(name.startswith("MPI4PY_") for name in config.compute.env):
+        raise invalid(
+            "slurm.mpi", config.slurm.mpi, why, f"{PYPI}, or another MPI that compute.env.MPI4PY_MPIABI names"
+        )
+    return [f"slurm.mpi = {config.slurm.mpi!r}: {why}"]
 
 
 def _check_packages(config: RunConfig, python: str, who: str) -> str:

@@ -21,6 +21,7 @@ from libra_hpc.slurm.queue.query import JobInfo, JobState
 from libra_hpc.slurm.queue.run_state import OWNER_LOST
 
 from .launch import Launch
+from .set_up import expanded
 from .site_commands import clean_environment
 
 GRACE_S = 20.0
@@ -37,7 +38,8 @@ def start(launch: Launch) -> str:
     start_attempt(run, attempt)
     logs, command = run.logs(attempt), [launch.python, *launch.agent_arguments]
     argv = [sys.executable, "-m", "libra_hpc.owner.owner", *launch.owner_arguments, "--", *command]
-    env = {**clean_environment(os.environ), **launch.variables}
+    env = clean_environment(os.environ)
+    env |= expanded(launch.variables, env)
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
         (os.POSIX_SPAWN_OPEN, 1, str(logs / "launcher.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),

@@ -14,6 +14,7 @@ from libra_hpc.slurm.queue.query import partitions
 from .fit import with_resources
 from .interpreter import compute_python
 from .launch import agent_variables, check_lines, component_options, extra_options
+from .set_up import set_up_lines
 from .single import Handle, run_single
 from .writer import RANK_STARTER, start_command
 
@@ -47,7 +48,6 @@ def submit_on_nodes(
     wanted = getattr(config.components, component).model_copy(update={"nodes": nodes})
     started = start_command(config, folder)
     python = shlex.join([*started.prefix, compute_python(config), *RANK_STARTER])
-    exports = [f"export {key}={shlex.quote(value)}" for key, value in sorted(agent_variables(config, {}).items())]
     return run_single(
         function,
         *arguments,
@@ -60,8 +60,8 @@ def submit_on_nodes(
         python=python,
         parameters={
             "nodes": nodes,
-            "setup": [*config.compute.setup, *exports],
-            "srun_args": [f"--mpi={config.slurm.mpi}", *started.step],
+            "setup": set_up_lines(config, agent_variables(config, {})),
+            "srun_args": [f"--mpi={config.slurm.mpi}", "--export=ALL", *started.step],
             "additional_parameters": component_options(config, component, wanted),
         },
         options=extra_options(config, component, wanted),

@@ -27,6 +27,7 @@ from .fit import notice_s
 from .interpreter import in_container
 from .launch import Launch
 from .pmi import GONE
+from .set_up import set_up_lines
 
 STEP = "step"
 """File in the log folder with the number of the step that the ranks are."""
@@ -39,9 +40,11 @@ def het_script(launch: Launch) -> str:
     config, run, groups = launch.config, launch.run, launch.request.groups
     logs, started = run.logs(launch.attempt), start_command(config, run.path)
     # Slurm's commands are outside a container, and so is the owner.
-    owner = sys.executable if in_container(config) else launch.python
+    python = sys.executable if in_container(config) else launch.python
     slurm = ["--slurm", f"--requeues={config.slurm.requeues}"]
     slurm += ["--requeue"] if config.slurm.preempted == "requeue" else []
+    owner = shlex.join([python, "-m", "libra_hpc.owner.owner", *launch.owner_arguments, *slurm])
+    local = [f'export TMPDIR="{config.compute.local_dir}"'] if config.compute.local_dir else []
     ours = {GONE: str(run.gone(launch.attempt)), OUTPUT: str(OUTPUT_FD)}
     template = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
@@ -58,9 +61,8 @@ def het_script(launch: Launch) -> str:
             *([f"--dependency=afterany:{launch.after}"] if launch.after else []),
             *launch.request.mail,
         ],
-        setup=config.compute.setup,
+        set_up=set_up_lines(config, {**launch.variables, **ours}, f'exec {owner} --unprepared "$cause"', local),
         local_dir=config.compute.local_dir,
-        exports=[f"{name}={_value(value)}" for name, value in sorted({**launch.variables, **ours}.items())],
         het_groups=",".join(str(index) for index in range(len(groups))) if len(groups) > 1 else "",
         container=shlex.join(started.step),
         mpi=shlex.quote(config.slurm.mpi),
@@ -68,13 +70,8 @@ def het_script(launch: Launch) -> str:
         command=shlex.join([*started.prefix, launch.python, *RANK_STARTER, *launch.agent_arguments]),
         output=OUTPUT_FD,
         step=shlex.quote(str(logs / STEP)),
-        owner=shlex.join([owner, "-m", "libra_hpc.owner.owner", *launch.owner_arguments, *slurm]),
+        owner=owner,
     )
-
-
-def _value(text: str) -> str:
-    """The right side of a shell assignment; one that begins with ``=`` is quoted, because ``==`` looks like a test."""
-    return f"'{text}'" if text.startswith("=") and shlex.quote(text) == text else shlex.quote(text)
 
 
 class StartCommand(NamedTuple):

@@ -103,6 +103,12 @@ CASES = {
     # The job has ended.
     "is complete": (job("COMPLETED"), snapshot("completed"), ended("completed"), ("completed", SAVED, True)),
     "is complete, and its job failed afterwards": (job("FAILED"), None, ended("completed"), ("completed", SAVED, True)),
+    "its script left before the ranks": (
+        job("COMPLETED", exit_code=0),
+        None,
+        None,
+        ("failed", "its job ended without a result", True),
+    ),
     "has failed": (job("FAILED"), snapshot("failed"), ended("failed", 5.0, "why"), ("failed", "why", True)),
     "the script failed": (job("FAILED", "NonZeroExitCode", exit_code=3), None, None, ("failed", "exit code 3", True)),
     "its owner was killed": (job("FAILED", OWNER_LOST, exit_code=1), RUNS, None, "failed"),

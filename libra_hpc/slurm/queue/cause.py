@@ -13,11 +13,13 @@ from pathlib import Path
 
 TAIL_BYTES = 64 * 1024
 """Read from the end of each log.  A traceback takes a few kB; 100 logs of this size are read within a second."""
+SET_UP_ENDED = "the set-up of the job ended at"
+"""First words of what the batch script prints when its set-up lines fail."""
 LONGEST = 200
 """Most characters of a line that are shown."""
 SYMPTOM = re.compile(
     r"^$|; see |\bsee the agents' logs|did not meet|exit code|job script failed|a node failed|was lost|ended with \d"
-    r"|ended \d+ times|killed by signal|no sign of life|out of memory$"
+    r"|without a result|ended \d+ times|killed by signal|no sign of life|out of memory$"
 )
 """Sentences that do not say why."""
 NAMED = re.compile(r"\bsee (/\S+\.log)\b")
@@ -25,6 +27,7 @@ OUTPUTS = ("slurm.out", "launcher.log", "agent-*.log")
 _OWN = re.compile(r"^(?:the run (?:was )?\w+:|libra-hpc:|repeat:|restart:|requeue:|exit codes by rank:)")
 """Lines of the launcher that repeat the result."""
 TELLING = (
+    re.compile(rf"^{SET_UP_ENDED} "),
     re.compile(r"^(?:slurmstepd|srun|slurmd)[^:]*: error: .*(?:oom[-_ ]?kill|out of memory)", re.IGNORECASE),
     re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Refused|Unreachable)(?:: .*)?$"),
     re.compile(

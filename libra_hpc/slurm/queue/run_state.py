@@ -70,7 +70,8 @@ OWNER_LOST = "the run's owner was killed"
 LIMITS = ("QOS", "Assoc", "MaxGRES", "MaxCpu")
 """Beginnings of reasons that name a limit of the account or the QOS."""
 ENDED: dict[JobState, tuple[State, str]] = {
-    JobState.COMPLETED: ("completed", ""),
+    # Whoever completes a run says so in its result.
+    JobState.COMPLETED: ("failed", "its job ended without a result"),
     JobState.CANCELLED: ("cancelled", ""),
     JobState.TIMEOUT: ("time_limit", "the time limit is over"),
     JobState.PREEMPTED: ("preempted", "a job of higher priority took its nodes"),

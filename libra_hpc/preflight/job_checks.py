@@ -1,0 +1,114 @@
+"""Checks of what a run file asks of its job: sizes within sane bounds, set-up lines that bash can read, variables.
+
+A value beyond a bound is a slip of the pen.  The queue would take it, and the run would end hours later.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from libra_hpc.config.node_groups import COMPONENTS, memory_mb
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError, invalid
+from libra_hpc.models.capacity import blocks_of
+from libra_hpc.models.shapes import DTYPE_BYTES, shape_from_config
+
+from .gpu_memory import rollout_nodes
+
+MOST_NODES = 10_000
+MOST_TRAJECTORIES = 1_000_000
+"""Of a step; one takes at least a kilobyte of the rollout leader's memory."""
+LARGEST_CACHE_MB = 2**20
+"""1 TiB: no device has as much."""
+LEAST_MEM_MB = 100.0
+"""An agent alone takes 100 MB."""
+MIB = 2**20
+OWN = {"TMPDIR": "compute.local_dir", "CUDA_VISIBLE_DEVICES": "components.*.gpus"}
+"""Variables that the job gets from other keys."""
+STARTED_WITH = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "LIBRA_HPC_")
+"""Prefixes of variables with which Slurm, MPI and the run's owner start a rank."""
+FREE = ("LIBRA_HPC_INTERPRETED",)
+"""One for users all the same."""
+BASH_S = 10.0
+
+
+def sane_sizes(config: RunConfig) -> Iterator[UserError]:
+    """Sizes that no run has."""
+    parts = {name: getattr(config.components, name) for name in COMPONENTS}
+    for name, part in parts.items():
+        if part.nodes > MOST_NODES:
+            yield invalid(f"components.{name}.nodes", part.nodes, "more than any cluster has", f"0 to {MOST_NODES}")
+        elif part.nodes and part.mem and 0.0 < memory_mb(part.mem) < LEAST_MEM_MB:
+            why = f"an agent alone takes {LEAST_MEM_MB:.0f} MB"
+            yield invalid(f"components.{name}.mem", part.mem, why, "a size such as 16G, or 0 (all of the node)")
+    batch = config.algorithm.prompts_per_step * config.algorithm.group_size
+    if batch > MOST_TRAJECTORIES:
+        key = "prompts_per_step" if config.algorithm.prompts_per_step > config.algorithm.group_size else "group_size"
+        why = f"a step would have {batch:,} trajectories"
+        valid = f"at most {MOST_TRAJECTORIES:,} for prompts_per_step * group_size"
+        yield invalid(f"algorithm.{key}", getattr(config.algorithm, key), why, valid)
+    if config.rollout.kv_cache_mb > LARGEST_CACHE_MB:
+        why = "more than any device has"
+        yield invalid("rollout.kv_cache_mb", config.rollout.kv_cache_mb, why, "0 (what the device has), or MiB of one")
+
+
+def cache_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
+    """Without GPUs, whose memory is checked elsewhere: the KV cache holds one trajectory, and the node holds it."""
+    rollout = config.rollout
+    given = rollout.kv_cache_mb
+    if not given or config.slurm.device == "cuda":
+        return
+    shape = msgspec.structs.replace(
+        shape_from_config(dict(model), "model.path"), dtype_bytes=DTYPE_BYTES[config.model.dtype]
+    )
+    tokens = blocks_of(rollout.max_model_len, rollout.block_size) * rollout.block_size
+    for name in ("hybrid", "rollout"):
+        for tp in sorted({rollout.on_node(node)[0] for node in rollout_nodes(config, name)}):
+            need = -(-tokens * shape.kv_bytes_per_device(tp) // MIB)
+            if given < need:
+                why = f"one trajectory of rollout.max_model_len = {rollout.max_model_len} tokens needs {need} MiB"
+                yield invalid("rollout.kv_cache_mb", given, why, f"at least {need}, or 0 (what vLLM takes by default)")
+        mem = getattr(config.components, name).mem
+        if config.slurm.executor != "local" and mem and 0.0 < memory_mb(mem) < given and rollout_nodes(config, name):
+            valid = f"at most {memory_mb(mem):.0f}"
+            yield invalid("rollout.kv_cache_mb", given, f"components.{name}.mem = {mem!r} is less", valid)
+
+
+def own_variables(config: RunConfig) -> Iterator[UserError]:
+    """``compute.env`` leaves alone what the job sets itself."""
+    for name, value in config.compute.env.items():
+        field = f"compute.env.{name}"
+        if name in OWN:
+            yield invalid(field, value, "the job sets it itself", OWN[name])
+        elif name.startswith(STARTED_WITH) and name not in FREE:
+            yield invalid(field, value, "Slurm, MPI and libra-hpc set variables of this name", "another name")
+
+
+def set_up_parses(config: RunConfig) -> Iterator[UserError]:
+    """bash can read ``compute.setup``; nothing of it is executed."""
+    setup = config.compute.setup
+    if not setup:
+        return
+    # A shell option that a line sets does not count yet, and extended patterns need one.
+    done = subprocess.run(
+        ["bash", "--norc", "-O", "extglob", "-n"],
+        input="\n".join(setup) + "\n",
+        env={**os.environ, "LC_ALL": "C"},
+        capture_output=True,
+        text=True,
+        timeout=BASH_S,
+    )
+    valid = "lines that `bash -n` accepts"
+    if found := re.search(r"^bash: (?:line (\d+): )?(?:warning: )?(.*)", done.stderr):
+        # The end of the text is a line more, or has no number.
+        index = min(int(found[1] or len(setup)), len(setup)) - 1
+        yield invalid(f"compute.setup[{index}]", setup[index], found[2].replace("`", "'"), valid)
+    elif (len(setup[-1]) - len(setup[-1].rstrip("\\"))) % 2:
+        why = "its last backslash would join it with the script's next line"
+        yield invalid(f"compute.setup[{len(setup) - 1}]", setup[-1], why, valid)

@@ -1,0 +1,83 @@
+"""The part of a batch script before its program: the site's set-up lines and the variables, strict (pure).
+
+- A command of ``compute.setup`` fails, or leaves the script -> the script ends with that command as the cause.
+- A value names a variable that is not set on the node -> the same.
+- A signal ends the set-up -> the script ends, and Slurm knows why.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import invalid
+from libra_hpc.slurm.queue.cause import SET_UP_ENDED
+
+_VARIABLE = re.compile(r"\$(?:(\$)|\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
+"""``$NAME``, ``${NAME}``, and ``$$`` for a dollar sign.  Every other dollar sign stands for itself."""
+STRICT = """\
+# The first command below that fails, or leaves the script, ends the start and is named as its cause.
+set -eo pipefail
+set_up_command=
+set_up_ended() {{
+  code=$?
+  trap - DEBUG EXIT
+  # By a signal: Slurm has the reason.
+  case $code in 138 | 143) exit "$code" ;; esac
+  cause="{failed} '$set_up_command' with exit code $code (compute.setup, compute.env)"
+  echo "$cause" >&2
+  {end}
+}}
+trap 'set_up_command=$BASH_COMMAND' DEBUG
+trap set_up_ended EXIT
+trap 'trap - EXIT; exit 143' TERM
+trap 'trap - EXIT; exit 138' USR1"""
+BODY = """\
+# Without -u: `module` and `conda activate` read variables that are not set.
+set +u"""
+
+
+def set_up_lines(
+    config: RunConfig, variables: Mapping[str, str], end: str = "exit 1", first: Sequence[str] = ()
+) -> list[str]:
+    """Lines of bash: ``compute.setup``, then the exports ``first`` and those of ``variables``.
+
+    ``end``: a command that ends the script after a failure, whose cause is in ``$cause``.
+    """
+    setup = config.compute.setup
+    exports = [*first, *(f"export {name}={shell_text(value)}" for name, value in sorted(variables.items()))]
+    if not setup and not any("$" in line for line in exports):
+        return exports
+    body = [*BODY.splitlines(), *setup, "set -u"] if setup else ["set -u"]
+    strict = STRICT.format(failed=SET_UP_ENDED, end=end).splitlines()
+    return [*strict, *body, *exports, "trap - DEBUG EXIT TERM USR1"]
+
+
+def shell_text(text: str) -> str:
+    """A value as bash reads it: its variables are expanded there, all else stands for itself."""
+    if not _VARIABLE.search(text):
+        quoted = shlex.quote(text)
+        # ``==`` looks like a test.
+        return f"'{text}'" if text.startswith("=") and quoted == text else quoted
+    made, place = [], 0
+    for found in _VARIABLE.finditer(text):
+        made.append(re.sub(r'([\\"$`])', r"\\\1", text[place : found.start()]))
+        made.append(r"\$" if found[1] else f"${{{found[2] or found[3]}}}")
+        place = found.end()
+    made.append(re.sub(r'([\\"$`])', r"\\\1", text[place:]))
+    return f'"{"".join(made)}"'
+
+
+def expanded(variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """``variables`` as `set_up_lines` exports them, for a start without a script; raises `UserError` for a variable
+    that is not set."""
+    known = dict(environ)
+    for name, text in sorted(variables.items()):
+        for found in _VARIABLE.finditer(text):
+            wanted = found[2] or found[3]
+            if wanted and wanted not in known:
+                raise invalid(f"compute.env.{name}", text, f"${wanted} is not set here", "variables that are set")
+        known[name] = _VARIABLE.sub(lambda found: "$" if found[1] else known[found[2] or found[3]], text)
+    return {name: known[name] for name in variables}
