@@ -1,0 +1,62 @@
+"""A policy that breaks: a dry run in which all samples fail alike from some prompt on."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.facts.rundir import read_lines
+from libra_hpc.policies.learning.guards import HOLD, READ
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
+from libra_hpc.traces import own_format
+
+from .harness import PROMPTS, SIMULATED, Chaos, sound
+
+pytestmark = [pytest.mark.timeout(300)]
+SAMPLES = 4
+BREAKS = 31
+"""The first step of the broken policy."""
+STEPS = 120
+
+
+def workload(file: Path) -> Path:
+    """Trajectories of one short turn, in the order of the prompts."""
+    turns = (TurnRecord(new_tokens=0, gen_tokens=32),)
+    records = (
+        TrajectoryRecord(f"p{prompt}", sample, 64, turns, reward=float(sample > 0) if sound else 0.0)
+        for prompt in range(PROMPTS * STEPS)
+        for sound in [prompt < PROMPTS * (BREAKS - 1)]
+        for sample in range(SAMPLES)
+    )
+    file.write_bytes(own_format.encode(records))
+    return file
+
+
+@pytest.mark.parametrize(
+    "planner_is_lost", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.chaos)]
+)
+def test_a_run_whose_policy_breaks_is_paused_and_goes_back(tmp_path: Path, planner_is_lost: bool) -> None:
+    trace = workload(tmp_path / "trace.jsonl")
+    text = SIMULATED.replace('presets = ["search"]', f'trace = "{trace}"')
+    case = Chaos(tmp_path, text=text.replace("restarts = 3", "restarts = 3\nrequeues = 9"), steps=STEPS, hybrid=0)
+    run = case.submit()
+    if planner_is_lost:
+        case.wait(lambda: case.events("learning_notice"), "the notice")
+        case.signal_agent(0, signal.SIGKILL)
+    sound(case, "paused")
+    last = case.steps()[-1]
+    assert BREAKS + HOLD < last < BREAKS + 3 * HOLD
+    assert all(line.keys() >= set(READ) for line in read_lines(run.metrics))
+    good = max(step for step, _ in run.complete_checkpoints() if step < last - 2 * 5)
+    assert BREAKS - 10 <= good <= BREAKS, "older than the newest two"
+    assert "equal rewards: nothing is learned" in case.message()
+    assert case.message().endswith(f"with `--from-step {good}` from the last good checkpoint")
+    for screen in ("list", "summary", "status"):
+        shown = " ".join(case.cli(screen, *([] if screen == "list" else [run.name])).stdout.split())
+        assert "paused" in shown, screen
+        assert "the reward fell" in shown, screen
+    assert not case.events("job_requeued")
+    case.resume("--from-step", str(good), "-o", f"run.steps={last - 5}")
+    assert case.steps() == list(range(1, last - 4))
