@@ -23,8 +23,6 @@ SILENCE = "silence of the engine"
 class LateEngine(NamedTuple):
     engine: str
     reason: str
-    hopeless: str = ""
-    """Why the run is to fail; empty: another engine may do better."""
 
 
 class EngineWatch:
@@ -67,7 +65,8 @@ class EngineWatch:
         for pending in self._deadlines.pending(now):
             engine: str = pending.key[0]  # type: ignore[index]
             if engine not in found:
-                found[engine] = LateEngine(engine, pending.sentence, self._deadlines.exceeded(pending.key))
+                found[engine] = LateEngine(engine, pending.sentence)
+                self._deadlines.exceeded(pending.key)
         for engine in found:
             self.gone(engine)
         return list(found.values())

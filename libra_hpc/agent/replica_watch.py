@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Hashable
 from typing import Any
 
-from libra_hpc.process.deadlines import GIVE_UP, LATE_SHARE, DeadlineLimits, Deadlines, Pending
+from libra_hpc.process.deadlines import LATE_SHARE, DeadlineLimits, Deadlines, Pending
 from libra_hpc.protocol.trainer import (
     Export,
     Exported,
@@ -42,6 +42,9 @@ PEERS = 3.0
 
 Half: it may be ended before the slow one; double: a lost message holds the run so much longer.
 """
+GIVE_UP = 4
+"""Storage operations in a row that did not end within ``storage_s``.  Half: two stalls of a file system restart all;
+double: two hours without a saved state."""
 FRESH_S = 5.0
 """Signs of life come every second; an older one proves nothing about now."""
 START, WRITE, PHASE = "start", "write of a checkpoint", "storage phase"
@@ -72,7 +75,6 @@ class ReplicaWatch:
         self._storage_at: float | None = None
         """Until when storage time was taken off the orders; None: no process is in such a phase."""
         self._given_up = 0
-        """Storage operations in a row that did not end within ``storage_s``."""
         self._orders: deque[tuple[str, Hashable]] = deque()
         """Orders without an answer; the replica carries out the first."""
         self._alive: dict[int, tuple[str, float]] = {}
@@ -142,15 +144,14 @@ class ReplicaWatch:
             self._storage_at = None
 
     def give_up(self, now: float) -> str:
-        """Why the run is to fail, if so: the replica is ended because it is hung."""
-        failures = [self._deadlines.exceeded(pending.key) for pending in self._deadlines.pending(now, 0.0)]
-        if stored := self._stored(now):
-            self._given_up += 1
-            if self._given_up >= GIVE_UP:
-                why = f"{self._given_up} times in a row; raise deadlines.storage_s if the file system needs longer"
-                failures.append(f"{stored[0]}, {why}")
+        """The replica is ended because it is hung; returns why all ranks are to restart, if so."""
+        for pending in self._deadlines.pending(now, 0.0):
+            self._deadlines.exceeded(pending.key)
+        stored = self._stored(now)
+        self._given_up += bool(stored)
         self.clear()
-        return next(filter(None, failures), "")
+        often = f"{self._given_up} times in a row; raise deadlines.storage_s if the file system needs longer"
+        return f"{stored[0]}, {often}" if stored and self._given_up >= GIVE_UP else ""
 
     def clear(self) -> None:
         self._deadlines.clear()

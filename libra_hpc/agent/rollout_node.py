@@ -145,7 +145,7 @@ class RolloutNode(EngineNode[VllmEngine]):
                 engine.state = "ending"
                 # A process may outlive its SIGKILL, and its turns need not wait for that.
                 self._tell(engine, hung.reason)
-                ends.append(engine.end_hung(hung.reason, hung.hopeless))
+                ends.append(engine.end_hung(hung.reason))
         await asyncio.gather(*ends)
         for engine in self._engines.values():
             engine.stuck(now)

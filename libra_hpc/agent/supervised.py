@@ -2,7 +2,8 @@
 
 - It is late -> event ``slow``; it hangs -> event ``hung``, stacks into its logs, SIGKILL (`Supervised.end_hung`).
 - A process lives `KILL_S` after that (a call into a device or file system) -> ``hung`` again every `REPEAT_S`.
-- It ends more often than `RestartBudget` allows, or `MAX_STARTS` times before it was ready -> `Fatal`.
+- It ends more often than `RestartBudget` allows, or `MAX_STARTS` times before it was ready -> all ranks restart; the
+  same once more at the same step fails the run.
 
 It outlives its processes: what is restarted keeps its name and its budget. Times are monotonic seconds.
 """
@@ -139,12 +140,10 @@ class Supervised:
     def slow(self, reason: str) -> None:
         self._context.log("slow", rank=self._context.rank, part=self.name, reason=reason)
 
-    async def end_hung(self, reason: str, hopeless: str) -> None:
-        """End it with its stacks; ``hopeless``: why the run is to fail, else empty."""
+    async def end_hung(self, reason: str) -> None:
+        """End it with its stacks."""
         self.hung = reason
         self._log_hung(reason)
-        if hopeless:
-            self.fail(f"{self.title}: {reason}; {hopeless}")
         self._killed_at = time.monotonic()
         await asyncio.gather(*(child.end_hung() for child in self.children))
 
@@ -165,21 +164,21 @@ class Supervised:
         return reason
 
     def ends_too_often(self, reason: str, now: float) -> bool:
-        """Note an end; True, and the run fails, when it has ended too often for another start."""
+        """Note an end; True, and all ranks restart, when it has ended too often for another start."""
         if not self.budget.spend(now):
             often = f"{self.budget.spent} times in {self.budget.window_s:.0f} s"
         elif self.starts >= MAX_STARTS:
             often = f"{self.starts} times before it was ready"
         else:
             return False
-        self.fail(f"{self.title} ended {often}, the last time because {reason}")
+        self.restart_all(f"{self.title} ended {often}, the last time because {reason}", defect=True)
         return True
 
-    def fail(self, reason: str, restart: bool = False) -> None:
-        """End the run, or ``restart`` all ranks, with a sentence that names the log."""
+    def restart_all(self, reason: str, defect: bool = False) -> None:
+        """Restart all ranks, with a sentence that names the log; ``defect`` as in `Fatal`."""
         name = next(filter(None, [self._blamed, *(child.name for child in self.children)]), self.name)
         log = self._context.logs / f"{name}.log"
-        self._context.send(0, Fatal(self._context.rank, f"{reason}; see {log}", restart))
+        self._context.send(0, Fatal(self._context.rank, f"{reason}; see {log}", restart=True, defect=defect))
 
     def _log_hung(self, reason: str) -> None:
         self._context.log("hung", rank=self._context.rank, part=self.name, reason=reason)

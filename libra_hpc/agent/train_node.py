@@ -153,7 +153,9 @@ class TrainNode(EngineNode[Supervised]):
         for reason in self._watch.late(now):
             self._trainer.slow(reason)
         if (reason := self._watch.hung(now)) and not self._stopping:
-            await self._trainer.end_hung(reason, self._watch.give_up(now))
+            if often := self._watch.give_up(now):
+                self._trainer.restart_all(often)
+            await self._trainer.end_hung(reason)
         if not self._stopping and (reason := self._trainer.stuck(now)):
             # A process that SIGKILL does not end counts as ended.
             self._ended(reason)
@@ -259,7 +261,7 @@ class TrainNode(EngineNode[Supervised]):
             # It may be why they ended: the next start takes the checkpoint.
             self.keeper.discard(context.start.snapshot)
         if not self._elastic and len(context.layout.core) > 1:
-            trainer.fail(reason, restart=True)
+            trainer.restart_all(reason)
         elif not trainer.ends_too_often(reason, time.monotonic()):
             for rank in (0, context.layout.train_leader):
                 context.send(rank, lost)

@@ -35,7 +35,7 @@ from libra_hpc.state.store import patiently
 from .ending import RunEnding
 from .guard_watch import ENDS, GuardWatch
 from .ladder import Ladder, Movement
-from .late_steps import late_step, waits_for
+from .late_steps import waits_for
 from .live_planning import LivePlanning
 from .liveness import LostNode, discount, read_gone
 from .nodes import NodePool
@@ -92,6 +92,8 @@ class Coordinator:
         self._ending = RunEnding(self._config.run.steps)
         self._given = start_of()
         self._stepped_at = now
+        self._late = ""
+        """What a late step waits for, as a sentence."""
         self._gone: dict[int, int] = {}
         self._job_id = ""
         self._asked_to_stop = False
@@ -280,18 +282,26 @@ class Coordinator:
 
     def _check_progress(self, now: float) -> None:
         seen, nodes, notices = self._observations, self._nodes, self._records.notices(now)
+        self._late = ""
         if nodes.pool is None or self._ending.over:
             return
+        limits, least_s = self._config.deadlines, 0.0
+        if seen.patient:
+            least_s = max(limits.first_s, self._config.task.failed_patience_s)
+        if self._limit.saving_since is not None:
+            least_s = max(least_s, limits.storage_s)
         run = Movement(
-            (self._step, seen.tokens(), tuple(node.state for node in nodes.pool.nodes.values())),
-            self._stopping or bool(self._records.fault) or seen.bounded(now),
+            (self._step, seen.tokens()),
+            tuple(node.state for node in nodes.pool.nodes.values()),
+            self._stopping or bool(self._records.fault),
             self._step,
             series.column(seen.lines, "step_s"),
             nodes.droppable,
             starting=nodes.starting,
-            least_s=0.0 if self._limit.saving_since is None else self._config.deadlines.storage_s,
+            least_s=least_s,
             waits_for=waits_for(nodes.pool, seen.report, notices),
         )
+        self._late = self._ladder.late(run, now - self._stepped_at)
         rung = self._ladder.evaluate(run, now)
         if rung is None:
             return
@@ -420,17 +430,10 @@ class Coordinator:
         if self.state != "restarting":
             self._repartitioner.give_up(f"the run is over: {self.state}, {ending.message}.")
 
-    def _late(self, now: float, notices: list[str]) -> str:
-        if self._nodes.pool is None or self._finished.is_set():
-            return ""
-        seen = self._observations
-        steps = series.column(seen.lines, "step_s")
-        return late_step(now - self._stepped_at, steps, self._nodes.pool, report=seen.report, notices=notices)
-
     def _write_status(self) -> None:
         now = time.time()
-        notices = [*self._records.notices(now), *self._nodes.quarantined]
-        message = self._ending.message or self._repartitioner.message or self._late(now, notices)
+        notices = [*self._nodes.quarantined, *self._records.notices(now)]
+        message = self._ending.message or self._repartitioner.message or self._late
         nodes = self._nodes
         status = compose_status(
             self._context,

@@ -2,25 +2,29 @@
 
 Every part has deadlines of its own, which end a process that hangs.  This is for what they do not see, or do not cure.
 
-1. No step for longer than usual -> the status names what is waited for (`late_steps`).
+1. No step for half a limit -> the status names what is waited for (`late_steps`).
 2. No progress for `DROP` limits -> the nodes with the oldest weights are dropped, once a step, and begin as new ones.
 3. For `RESTART` limits -> all ranks restart from the newest state.
 4. All of ``slurm.restarts`` are used -> the run fails with the sentence (`libra_hpc.owner.decision`).
 
-Progress is a step, a generated or computed token, or a node that changes its state.  The limit is that of a step; a
-node that starts has ``first_s``, a state that is written ``storage_s``.  Paused admission has a limit of its own.
+Progress is a step, a generated or computed token, or a node that changes its state; a state that comes back counts
+`RETURNS` times a step.  The limit is that of a step; it is longer while a node starts or a tool runs (``first_s``), or
+a state is written (``storage_s``).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from libra_hpc.process.deadlines import DeadlineLimits
+from libra_hpc.process.deadlines import LATE_SHARE, DeadlineLimits
 
 DROP, RESTART = 2.0, 3.0
 """Limits.  A part ends its hung process after one.  Half: that has no time to help; double: a run stands for an hour
 after steps of three minutes."""
+RETURNS = 4
+"""The limit of a part doubles each time it hangs.  Half: what needs more time is ended; double: 16 times as long."""
 
 
 class Rung(NamedTuple):
@@ -37,6 +41,8 @@ class Movement(NamedTuple):
 
     mark: Hashable
     """Differs when something has progressed."""
+    states: Hashable
+    """Of all nodes."""
     excused: bool
     """Another limit counts at the moment."""
     step: int
@@ -56,6 +62,9 @@ class Ladder:
         self._settings = settings
         self._mark: Hashable = None
         self._since = now
+        self._states: Hashable = None
+        self._seen: Counter[Hashable] = Counter()
+        """States, since the last step."""
         self._step = -1
         self._dropped: frozenset[int] = frozenset()
         """Since that step."""
@@ -64,11 +73,20 @@ class Ladder:
         """This process was stopped."""
         self._since += seconds
 
+    def late(self, run: Movement, waited_s: float) -> str:
+        """A sentence once no step was committed for too long, ``waited_s``; else empty."""
+        limit = self._limit(run._replace(starting=frozenset(), least_s=0.0))
+        return f"no step for {waited_s:.0f} s: {run.waits_for}" if waited_s > LATE_SHARE * limit else ""
+
     def evaluate(self, run: Movement, now: float) -> Rung | None:
         """What to do now; None: nothing."""
         if run.step != self._step:
-            self._step, self._dropped = run.step, frozenset()
-        if run.excused or run.mark != self._mark:
+            self._step, self._dropped, self._seen = run.step, frozenset(), Counter()
+        changed = run.states != self._states
+        if changed:
+            self._states = run.states
+            self._seen[run.states] += 1
+        if run.excused or run.mark != self._mark or (changed and self._seen[run.states] <= RETURNS):
             self._mark, self._since = run.mark, now
             return None
         waited_s, limit = now - self._since, self._limit(run)

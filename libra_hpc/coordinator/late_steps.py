@@ -1,8 +1,7 @@
 """Why a run makes no progress: pure, from the pool, the last rollout report, and recent notices.
 
-- No step within `FACTOR` times the median of the last ones, and within `FLOOR_S` -> the status names what is waited
-  for.
-- A part gave notice lately (a slow engine, a storage fault, paused admission) -> the newest notice is that reason.
+- A part gave notice lately (a slow engine, a storage fault, paused admission) -> the newest notice is the reason.
+- Else -> what the trainers or the rollout wait for.
 """
 
 from __future__ import annotations
@@ -15,10 +14,6 @@ from libra_hpc.facts.events import EVENTS, in_words
 from libra_hpc.policies.pool import states
 from libra_hpc.protocol.agents import RolloutReport
 
-FLOOR_S = 30.0
-"""No step is late before."""
-FACTOR = 5.0
-"""Times the median step."""
 NOTICE_S = 120.0
 """An older notice explains nothing any more, unless it is repeated."""
 NOTICES = 8
@@ -40,21 +35,8 @@ class Notices:
         return [sentence for t, sentence in reversed(self._notices) if now - t <= NOTICE_S]
 
 
-def late_step(
-    waited_s: float,
-    step_seconds: Sequence[float],
-    pool: states.Pool,
-    report: RolloutReport | None,
-    notices: Sequence[str],
-) -> str:
-    """One sentence once no step was committed for too long, else nothing.  ``step_seconds``: of the last steps."""
-    usual = sorted(step_seconds)[len(step_seconds) // 2] if step_seconds else 0.0
-    if waited_s < max(FLOOR_S, FACTOR * usual):
-        return ""
-    return f"no step for {waited_s:.0f} s: {waits_for(pool, report, notices)}"
-
-
 def waits_for(pool: states.Pool, report: RolloutReport | None, notices: Sequence[str]) -> str:
+    """What a step that does not come waits for."""
     if notices:
         return notices[0]
     if not states.trainers(pool):

@@ -76,13 +76,9 @@ class NodePool:
     @property
     def unsettled(self) -> str:
         """A node that neither trains nor rolls out, as a sentence; empty when there is none."""
-        assert self.pool is not None
-        busy = [
-            node
-            for node in self.pool.nodes.values()
-            if node.state not in (states.NodeState.TRAIN, states.NodeState.ROLLOUT)
-        ]
-        return f"node {busy[0].rank} is in state {busy[0].state}" if busy else ""
+        nodes = self.pool.nodes.values() if self.pool else ()
+        settled = (states.NodeState.TRAIN, states.NodeState.ROLLOUT)
+        return next((f"node {n.rank} is in state {n.state}" for n in nodes if n.state not in settled), "")
 
     def start(self, hybrid_role: EngineKind) -> None:
         layout = self._context.layout

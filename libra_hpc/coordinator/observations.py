@@ -23,8 +23,6 @@ from libra_hpc.protocol.plan import (
 
 STEPS = 256
 """Entries of each window: a few minutes of a fast run, and all that the planner's change detection needs."""
-FRESH_S = 10.0
-"""A rollout report comes every second."""
 WINDOWS = 256
 TRAJECTORIES = 4096
 
@@ -98,10 +96,10 @@ class Observations:
         """(generated, prefilled) by the engines so far."""
         return (self.report.generated_tokens, self.report.prefilled_tokens) if self.report else (0, 0)
 
-    def bounded(self, now: float) -> bool:
+    @property
+    def patient(self) -> bool:
         """Whether the rollout waits for what has a limit of its own: a tool, or the end of a pause."""
-        report = self.report
-        return report is not None and now - self._report_at < FRESH_S and bool(report.tools_running or report.paused)
+        return self.report is not None and bool(self.report.tools_running or self.report.paused)
 
     @property
     def trainer_wait(self) -> float:

@@ -34,16 +34,12 @@ class Records:
         self._fence = context.fence
         self._facts = FactsWriter(context.run, context.attempt, self._fence.check)
         self._notices = Notices()
-        self._fault = self._lease_fault = ""
+        self._lease_fault = self.fault = ""
+        """``fault``: why the run directory takes no writes; empty: it does."""
 
     @property
     def recorded(self) -> int:
         return self._facts.recorded
-
-    @property
-    def fault(self) -> str:
-        """Why the run directory takes no writes; empty: it does."""
-        return self._fault
 
     def event(self, kind: str, **fields: Any) -> None:
         self.record(kind, time.time(), fields)
@@ -66,25 +62,25 @@ class Records:
 
         Returns why it has taken none for longer than it may, else nothing.
         """
-        if self._facts.fault != self._fault:
-            self._fault = self._facts.fault
-            reason = self._fault or "the run directory takes writes again"
-            self.event("storage_fault" if self._fault else "storage_ok", reason=reason)
+        if self._facts.fault != self.fault:
+            self.fault = self._facts.fault
+            reason = self.fault or "the run directory takes writes again"
+            self.event("storage_fault" if self.fault else "storage_ok", reason=reason)
         if self._fence.fault != self._lease_fault:
             self._lease_fault = self._fence.fault
             if self._lease_fault:
                 self.event("lease_fault", reason=self._lease_fault)
         fault_s = self._facts.fault_s(time.monotonic())
         return (
-            f"the run directory has taken no writes for {fault_s:.0f} s: {self._fault}"
+            f"the run directory has taken no writes for {fault_s:.0f} s: {self.fault}"
             if fault_s > self._patience_s
             else ""
         )
 
     def notices(self, now: float) -> list[str]:
         found = self._notices.recent(now)
-        if self._fault:
-            found.insert(0, f"storage fault: {self._fault}; {self._facts.waiting} lines wait in memory")
+        if self.fault:
+            found.insert(0, f"storage fault: {self.fault}; {self._facts.waiting} lines wait in memory")
         elif (slow_s := self._facts.slow_s(time.monotonic())) > 5.0:
             found.insert(0, f"the run directory's file system has not answered for {slow_s:.0f} s")
         return found

@@ -5,7 +5,7 @@
 - Half of the limit has passed -> *late*: report it.
 - All of it has passed -> *overdue*: dump stacks, end the process, start another.
 - Overdue and given up (`exceeded`) -> the limit of its name doubles until one ends.
-- `GIVE_UP` in a row -> the run fails.
+- Nothing in the run progresses meanwhile -> `libra_hpc.coordinator.ladder`.
 - The waiting process itself was stopped -> `discount` the stall.
 
 Pure: times are seconds of any monotonic clock.
@@ -20,13 +20,6 @@ from typing import NamedTuple, Protocol
 WINDOW = 32
 """Durations remembered under a name.  Half: a slow phase is forgotten sooner; double: a deadline stays long after
 it."""
-GIVE_UP = 4
-"""Operations of a name given up in a row; the last had 8 times the first limit.
-
-Half: two slow starts end a run; double: nodes idle for days (128 times 900 s) before the run fails.
-"""
-
-
 LATE_SHARE = 0.5
 """Of a limit; then an operation is late."""
 STALL_S = 2.0
@@ -106,21 +99,15 @@ class Deadlines:
             self._durations.setdefault(found.name, deque(maxlen=WINDOW)).append(max(0.0, now - found.at))
             self._exceeded.pop(found.name, None)
 
-    def exceeded(self, key: Hashable) -> str:
-        """Give up an overdue operation; returns why the run is to fail, if so.
+    def exceeded(self, key: Hashable) -> None:
+        """Give up an overdue operation.
 
         Operations that began under the same limit count once: the engines of a node start together.
         """
         found = self.forget(key)
-        if found is None:
-            return ""
-        before = self._exceeded.get(found.name, 0)
-        count, limit = min(found.level, before) + 1, max(self.limit(found.name), found.own_s)
-        self._exceeded[found.name] = max(before, count)
-        if count < GIVE_UP:
-            return ""
-        times = f"{found.name} did not end {count} times in a row, the last time within {limit:.0f} s"
-        return f"{times}; raise deadlines.first_s if it needs longer"
+        if found is not None:
+            before = self._exceeded.get(found.name, 0)
+            self._exceeded[found.name] = max(before, min(found.level, before) + 1)
 
     def forget(self, key: Hashable) -> _Begun | None:
         """Wait for it no more; its duration does not count."""

@@ -82,8 +82,8 @@ def test_nothing_is_expected_of_an_engine_that_is_gone_and_stalls_of_the_agent_d
     assert engines.hung(11_061.0)[0].engine == "a"
 
 
-def test_engines_that_exceed_a_limit_together_count_once_and_the_fourth_time_is_hopeless() -> None:
-    engines, now, hopeless = watch(), 0.0, []
+def test_engines_that_exceed_a_limit_together_count_once() -> None:
+    engines, now = watch(), 0.0
     for limit_s in (900.0, 1800.0, 3600.0, 7200.0):
         for name in ("a", "b"):
             engines.began(name, START, now)
@@ -91,6 +91,3 @@ def test_engines_that_exceed_a_limit_together_count_once_and_the_fourth_time_is_
         now += limit_s + 1.0
         found = engines.hung(now)
         assert [hung.engine for hung in found] == ["a", "b"]
-        hopeless.append(found[0].hopeless)
-    assert hopeless[:3] == [""] * 3
-    assert hopeless[3].startswith("start of the engine did not end 4 times in a row, the last time within 7200 s; ")

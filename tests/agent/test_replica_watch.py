@@ -151,19 +151,6 @@ def test_the_write_of_a_checkpoint_is_an_operation_beside_the_next_orders() -> N
     assert watch.hung(1000.0) == ""
 
 
-def test_a_limit_that_never_suffices_ends_the_run_instead_of_one_replica_after_the_other() -> None:
-    watch, now, reasons = ReplicaWatch(SETTINGS, STORAGE_S), 0.0, []
-    for limit_s in (600.0, 1200.0, 2400.0, 4800.0):
-        watch.started(now)
-        assert watch.hung(now + limit_s) == ""
-        now += limit_s + 1.0
-        assert "start has not ended" in watch.hung(now)
-        reasons.append(watch.give_up(now))
-        assert watch.hung(1e9) == ""
-    assert reasons[:3] == [""] * 3
-    assert reasons[3].startswith("start did not end 4 times in a row, the last time within 4800 s; raise deadlines.")
-
-
 def test_a_write_that_is_slower_than_usual_is_late_and_only_storage_s_ends_it() -> None:
     watch = joined()
     watch.asked(SaveCheckpoint("", 1), 0.0)

@@ -18,7 +18,6 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.process import deadlines
 from libra_hpc.process.child import Child
 from libra_hpc.protocol.agents import Fatal, FromReplica, Log, Publish, SnapshotChunk, SnapshotStored, Welcome
 from libra_hpc.protocol.engine_state import EngineState
@@ -229,26 +228,6 @@ def test_the_train_leader_hears_that_a_replica_writes_its_state_and_nothing_of_o
     assert [alive.phase for alive in scene.answers(WorkerHeartbeat)] == ["snapshot", "checkpoint"], (
         "once for the replica"
     )
-
-
-def test_a_limit_that_never_suffices_fails_the_run_and_names_its_key(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deadlines, "GIVE_UP", 1)
-    scene = Scene(here)
-
-    async def script() -> None:
-        pid = await scene.ready()
-        scene.node.on_message(Join(1, 0, 2, str(here / "g1")))
-        await asyncio.sleep(0.5)
-        os.kill(pid, signal.SIGSTOP)
-        await scene.until(lambda: scene.of(Fatal))
-
-    scene.play(script)
-    reason = scene.of(Fatal)[0].reason
-    assert reason.startswith("engine t1: process 0 has given no sign of life for ")
-    assert "join did not end 1 times in a row, the last time within 60 s; " in reason
-    assert "deadlines.first_s" in reason
 
 
 def test_the_replica_answers_once_also_when_only_the_process_that_writes_fails(here: Path) -> None:

@@ -18,7 +18,7 @@ from .test_lost_nodes import now
 __all__ = ["now"]
 IDLE = RolloutReport()
 SETTINGS = DeadlineSettings(floor_s=60.0, first_s=900.0, factor=10.0)
-STANDS = Movement("same", False, 9, (5.0,), {}, waits_for="3 turns run")
+STANDS = Movement("same", "same", False, 9, (5.0,), {}, waits_for="3 turns run")
 
 
 def stand(run: Movement, seconds: int = 200) -> list[tuple[int, Rung]]:
@@ -60,7 +60,7 @@ def test_a_dropped_node_that_does_not_start_delays_nothing() -> None:
     ladder, held = Ladder(SETTINGS, 0.0), STANDS._replace(versions={4: 7})
     ladder.evaluate(held, 0.0)
     assert ladder.evaluate(held, 121.0) is not None
-    away = STANDS._replace(mark="lost", starting=frozenset({4}))
+    away = STANDS._replace(states="lost", starting=frozenset({4}))
     assert [bool(ladder.evaluate(away, at)) for at in (122.0, 302.0, 303.0)] == [False, False, True]
 
 
@@ -110,11 +110,29 @@ def test_a_run_that_stands_still_drops_the_node_with_old_weights_and_then_restar
 @pytest.mark.parametrize(
     "report", [RolloutReport(tools_running=1), RolloutReport(paused="the judge is down")], ids=["tools", "pause"]
 )
-def test_what_has_a_limit_of_its_own_is_no_standstill(tmp_path: Path, now: list[float], report: RolloutReport) -> None:
+def test_what_has_a_limit_of_its_own_is_a_standstill_much_later(
+    tmp_path: Path, now: list[float], report: RolloutReport
+) -> None:
     scene = standing(tmp_path, 6)
-    seconds(scene, now, 400, report)
+    seconds(scene, now, 1800, report)
     assert scene.coordinator.state == "running"
     assert not scene.orders(RankLost)
+    seconds(scene, now, 2, report)
+    assert scene.orders(RankLost)
+
+
+def test_a_part_that_hangs_again_and_again_is_no_progress_in_the_end() -> None:
+    ladder, found = Ladder(SETTINGS, 0.0), []
+    for at in range(1200):
+        rung = ladder.evaluate(STANDS._replace(states="starting" if at % 100 > 60 else "train"), float(at))
+        found += [at] if rung is not None else []
+    assert found == [361 + 181, 361 + 2 * 181, 361 + 3 * 181, 361 + 4 * 181]
+
+
+def test_a_late_step_names_what_is_waited_for() -> None:
+    ladder = Ladder(SETTINGS, 0.0)
+    starts = STANDS._replace(starting=frozenset({4}))
+    assert [ladder.late(starts, waited) for waited in (30.0, 31.0)] == ["", "no step for 31 s: 3 turns run"]
 
 
 def test_tokens_are_progress(tmp_path: Path, now: list[float]) -> None:

@@ -79,8 +79,8 @@ class Hosts(Owner):
             one.limit_logs()
         for pending in self._deadlines.pending(now):
             host = int(str(pending.key))
-            hopeless = self._deadlines.exceeded(host)
-            self._task(self._hosts[host].end_hung(f"The {pending.sentence}.", hopeless))
+            self._deadlines.exceeded(host)
+            self._task(self._hosts[host].end_hung(f"The {pending.sentence}."))
         for pending in self._deadlines.late(now):
             self._hosts[int(str(pending.key))].slow(f"The {pending.sentence}.")
 
