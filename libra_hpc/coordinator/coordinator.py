@@ -295,7 +295,7 @@ class Coordinator:
             tuple(node.state for node in nodes.pool.nodes.values()),
             self._stopping or bool(self._records.fault),
             self._step,
-            series.column(seen.lines, "step_s"),
+            series.column(seen.lines, "step_s")[1:],  # the first has the start of the engines in it
             nodes.droppable,
             starting=nodes.starting,
             least_s=least_s,
