@@ -137,7 +137,8 @@ class DeadlinesSection(Section):
     factor: float = Field(10.0, gt=1)
     """Deadline of a measured operation, as a multiple of the longest of its last durations."""
     restarts: int = Field(5, ge=1)
-    """Most restarts of one engine, replica or environment host within five minutes. One more fails the run."""
+    """Most restarts of one engine, replica or environment host within five minutes. One more restarts all
+    ranks."""
     storage_s: Seconds = Field(900.0, gt=0)
     """How long writes to the run directory may fail; then the run saves if it can, and stops. Also how long one read or
     write of a saved state may take, and how long a start waits for one that cannot be read."""
