@@ -182,8 +182,8 @@ def _to_train(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
 
 def _drained(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
     _require(node.draining, node, "drained")
-    if any(n.state is NodeState.LOST for n in _unit(pool, node)):
-        # It cannot train without the others.
+    if any(n.role != "train" for n in _unit(pool, node)):
+        # It cannot train without the others, of which one was lost; it may be back already.
         back = _put(pool, node, state=NodeState.TO_ROLLOUT, role="rollout", draining=False)
         return back, (StartEngine(node.rank, "rollout"),)
     orders = StandbyEngine(node.rank, "rollout"), StartEngine(node.rank, "train", node.world)

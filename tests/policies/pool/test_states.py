@@ -227,6 +227,13 @@ def test_a_lost_node_sends_the_other_one_of_its_replica_to_roll_out() -> None:
     assert [e for e in effects if isinstance(e, StartEngine)] == [StartEngine(rank, "train", 1) for rank in (3, 4)]
 
 
+def test_a_node_that_drains_while_the_other_one_is_lost_and_comes_back_rolls_out_with_it() -> None:
+    moved = MoveOrdered(3, "rollout"), MemberOf(1, 3), ready(3, "rollout"), ready(4, "rollout")
+    pool, _ = play(together(), *moved)
+    pool, effects = play(pool, MoveOrdered(3, "train"), RankLost(3), RankBack(3), TurnsDrained(4))
+    assert [e for e in effects if isinstance(e, StartEngine)] == [StartEngine(rank, "rollout") for rank in (3, 4)]
+
+
 ranks = st.integers(1, 5)
 kinds = st.sampled_from(["train", "rollout"])
 disturbances: st.SearchStrategy[Event] = st.one_of(
