@@ -286,7 +286,7 @@ class Coordinator:
         if nodes.pool is None or self._ending.over:
             return
         limits, least_s = self._config.deadlines, 0.0
-        if seen.patient:
+        if seen.patient and nodes.receivers:  # without an engine nothing else has a limit
             least_s = max(limits.first_s, self._config.task.failed_patience_s)
         if self._limit.saving_since is not None:
             least_s = max(least_s, limits.storage_s)
