@@ -118,6 +118,41 @@ asyncio.run = lambda main: run(both(main))
 """A callback in an agent raises some seconds after its start, once."""
 
 
+EARLY = """
+import pathlib
+if not (done := pathlib.Path({done!r})).exists():
+    done.touch()
+    sys.stderr.write("RuntimeError: no room for this agent\\n")
+    sys.stderr.flush()
+    os._exit(1)
+"""
+
+
+def test_an_agent_that_dies_before_the_ranks_have_met_ends_that_start_with_the_cause(tmp_path: Path) -> None:
+    case = Chaos(tmp_path, steps=6)
+    run = case.submit(*patched(tmp_path, EARLY.format(done=str(tmp_path / "done")), ROLLOUT))
+    sound(case)
+    cause = "repeat: start 1: the agents did not meet; agent-4: RuntimeError: no room for this agent"
+    assert cause in (run.logs(1) / "launcher.log").read_text()
+    assert [event["attempt"] for event in case.events("job_started")] == [1]
+
+
+def test_of_two_that_resume_a_run_at_the_same_time_one_starts(tmp_path: Path) -> None:
+    case = Chaos(tmp_path, steps=6)
+    run = case.submit()
+    sound(case)
+    program = Path(sys.executable).with_name("libra-hpc")
+    command = [str(program), "submit", "--resume", str(run.path), "-o", "run.steps=10"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
+    said = [one.communicate(timeout=120)[0] for one in both]
+    assert sorted(one.returncode for one in both) == [0, 2], said
+    case.values["steps"] = 10
+    case.wait(lambda: case.steps()[-1:] == [10], "the last step")
+    case.wait(lambda: local.state(run).state.ended, "its owner has ended")
+    sound(case)
+    assert len(case.events("job_started")) == 2
+
+
 @pytest.mark.chaos
 def test_a_defect_of_an_agent_costs_a_restart(tmp_path: Path) -> None:
     case = Chaos(tmp_path, steps=60)

@@ -108,6 +108,19 @@ def test_a_torn_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> 
     assert [event["step"] for event in case.events("job_started")] == [0, 10]
 
 
+def test_a_run_without_any_whole_checkpoint_is_not_begun_again_unasked(tmp_path: Path) -> None:
+    case = Chaos(tmp_path, steps=6)
+    run = case.submit()
+    sound(case)
+    lines = run.metrics.read_bytes()
+    for _, folder in run.complete_checkpoints():
+        (folder / "manifest.json").write_text("{}")
+    refused = case.cli("submit", "--resume", run.name, "--wait", "-o", "run.steps=8", check=False)
+    assert refused.returncode == 1, refused.stdout + refused.stderr
+    assert "--from-step 0" in case.message(), case.message()
+    assert run.metrics.read_bytes() == lines
+
+
 def test_a_run_goes_back_to_a_checkpoint_that_its_user_names(tmp_path: Path) -> None:
     case = Chaos(tmp_path, steps=12)
     run = case.submit()
