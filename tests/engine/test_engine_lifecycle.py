@@ -185,7 +185,9 @@ with OfflineEngine(msgspec.convert(job["config"], EngineConfig)) as engine:
             turns += 1
             if turns < 2:
                 engine.submit(Generate(str(turns), pack_i32(context), 3, temperature=0.0))
-    engine.update_weights(msgspec.convert(job["update"], UpdateWeights))
+    update = msgspec.convert(job["update"], UpdateWeights)
+    engine.engine.check(update)
+    engine.engine.apply(update)
     (swapped,) = engine.generate([Generate("s", pack_i32(job["context"]), 6, temperature=0.0)])
 print(json.dumps({
     "finish": [done.finish for done in batch],
