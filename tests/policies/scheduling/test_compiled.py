@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -151,7 +152,7 @@ def test_a_copy_has_the_same_state_and_is_independent() -> None:
             estimator.insert(finished(100 + 37 * i, f"p{i // 4}", f"t{i}", version=i // 20, **seen))
 
     learn(0)
-    copy = estimator.everything.copied()
+    copy = deepcopy(estimator.everything)
     before = state_of(estimator.everything)
     assert len(before) > 600
     assert state_of(copy) == before

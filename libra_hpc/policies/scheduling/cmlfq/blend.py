@@ -96,26 +96,6 @@ class Blend:
         if self._stale >= SOLVE_EVERY or (self.count <= SOLVE_EVERY and self._stale >= 16):
             self._solve()
 
-    def copied(self) -> Blend:
-        """An independent copy."""
-        other = Blend(len(self.weights))
-        other._matrix, other._vector = [row[:] for row in self._matrix], self._vector[:]
-        other._actual, other._expected, other._scale, other._stale = (
-            self._actual,
-            self._expected,
-            self._scale,
-            self._stale,
-        )
-        # Shared: a solution replaces the weights, and nothing changes them in place.
-        other.weights, other.log_smear, other.count, other.p50, other.p90 = (
-            self.weights,
-            self.log_smear,
-            self.count,
-            self.p50,
-            self.p90,
-        )
-        return other
-
     def _solve(self) -> None:
         self._stale = 0
         scale = self._scale

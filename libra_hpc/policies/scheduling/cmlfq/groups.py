@@ -54,15 +54,6 @@ class TaskStats:
             errors[i] = ERROR_DECAY * errors[i] + miss * miss
         self.k = K_PROMPT[errors.index(min(errors))]
 
-    def copied(self) -> TaskStats:
-        """An independent copy."""
-        other = TaskStats()
-        other.tables = (self.tables[0].copied(), self.tables[1].copied())
-        other.errors, other.k, other.tokens_per_turn = self.errors[:], self.k, self.tokens_per_turn
-        other.plain, other.full, other.gate = self.plain.copied(), self.full.copied(), self.gate.copied()
-        other.effects = {symbol: node.copied() for symbol, node in self.effects.items()}
-        return other
-
 
 class PromptGroup:
     """Statistics of one prompt."""

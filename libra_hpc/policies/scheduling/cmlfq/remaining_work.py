@@ -15,6 +15,7 @@ While there is one task, its statistics are those of all tasks.
 from __future__ import annotations
 
 from collections import OrderedDict
+from copy import deepcopy
 from math import exp, inf, log
 from typing import Final
 
@@ -273,7 +274,7 @@ class RemainingWorkEstimator:
             else:
                 if len(self._tasks) == 1:
                     # From the second task on, the statistics of all tasks are separate.
-                    self.everything = self.everything.copied()
+                    self.everything = deepcopy(self.everything)
                 stats = TaskStats()
             self._tasks[name] = stats
         return stats

@@ -40,17 +40,6 @@ class Gate:
         self.trials += 1
         self.open = self.trials >= TRIALS and self.with_signals < OPEN_BELOW * self.without_signals
 
-    def copied(self) -> Gate:
-        """An independent copy."""
-        other = Gate()
-        other.with_signals, other.without_signals, other.trials, other.open = (
-            self.with_signals,
-            self.without_signals,
-            self.trials,
-            self.open,
-        )
-        return other
-
 
 class SignalEffect:
     """Mean residual after a symbol, shrunk by its evidence."""
@@ -72,9 +61,3 @@ class SignalEffect:
         self.count = count = self.count + 1.0
         self._sum += residual
         self.effect = self._sum / (count + CREDIBILITY_K)
-
-    def copied(self) -> SignalEffect:
-        """An independent copy."""
-        other = SignalEffect()
-        other.effect, other.count, other._sum, other._version = self.effect, self.count, self._sum, self._version
-        return other

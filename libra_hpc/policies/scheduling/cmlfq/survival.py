@@ -95,16 +95,6 @@ class Survival:
         if self._stale >= min(REBUILD_MOST, max(REBUILD, self.ends // REBUILD_MOST)) or self.ends < REBUILD:
             self._rebuild()
 
-    def copied(self) -> Survival:
-        """An independent copy."""
-        other = Survival()
-        other._risk, other._deaths = self._risk[:], self._deaths[:]
-        other._stale, other._version, other.ends, other.started = self._stale, self._version, self.ends, self.started
-        # Shared: a rebuild replaces these lists, and nothing changes them in place.
-        other.rest, other.log_rest, other.log_total = self.rest, self.log_rest, self.log_total
-        other.below, other.weight, other.known = self.below, self.weight, self.known
-        return other
-
     def _rebuild(self) -> None:
         self._stale = 0
         deaths, risks = self._deaths, self._risk
