@@ -14,7 +14,7 @@ from tests.cluster.runs import ENGINE_MARKS, Case
 
 from .harness import PROMPTS, nothing_left
 
-pytestmark = [mark for mark in ENGINE_MARKS if mark.name != "cluster"]
+pytestmark = ENGINE_MARKS
 
 TASK = f"{Path(__file__).with_name('odd_task.py')}:OddKeyChain"
 

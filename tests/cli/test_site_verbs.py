@@ -45,6 +45,7 @@ def test_doctor_without_slurm_says_so_and_goes_on(cli: Cli, tmp_path: Path, monk
 
 
 @pytest.mark.engine
+@pytest.mark.vllm
 @pytest.mark.timeout(600)
 def test_two_nodes_are_tried_with_mpi_collectives_and_an_engine(
     cluster: ClusterInfo, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,7 +19,6 @@ from libra_hpc.facts.rundir import RunDir, read_lines
 
 BATCH = 4
 ENGINE_MARKS = [
-    pytest.mark.cluster,
     pytest.mark.vllm,
     pytest.mark.timeout(600),
     pytest.mark.skipif(

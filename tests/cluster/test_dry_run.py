@@ -14,7 +14,7 @@ from libra_hpc.state import state_folders as folders
 
 from .runs import Case, sampled_once, trained_once
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 RUN_FILE = """
 [run]

@@ -6,13 +6,9 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
-
 from tests.chaos.harness import SIMULATED, Chaos
 
 from .runs import trained_once
-
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 def test_the_planner_shares_the_first_train_node(slurm_env: Mapping[str, str], tmp_path: Path) -> None:

@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
 
 from .test_dry_run import DryRun
-
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 ALONE = {
     "planner.enabled": "false",

@@ -297,7 +297,7 @@ def test_every_token_of_every_step_is_in_the_log(engine: EngineUnderTest) -> Non
     # The log is written after the report is sent.
     wait_until(lambda: len(read_steps(path)[1]) >= last.steps, "the last step in the log")
     header, steps = read_steps(path, skip=begun.steps)
-    assert (header.tp, header.kv_tokens, header.max_num_seqs) == (1, 16 * 2**20 // (2 * 2 * 64 * 4), 4)
+    assert (header.tp, header.kv_tokens, header.max_num_seqs) == (1, 2 * 2**20 // (2 * 2 * 64 * 4), 4)
     assert (header.block_size, header.max_num_batched_tokens >= 1024) == (32, True)
     assert len(steps) == last.steps - begun.steps
     assert sum(step.prefill for step in steps) == last.prefill_tokens - begun.prefill_tokens

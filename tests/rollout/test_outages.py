@@ -147,9 +147,3 @@ def test_an_outage_pauses_and_ends_with_its_first_success(seconds: float, most_g
     assert run.finished >= 0.97 * usual(1500.0 - lost_s)
     attempts = sum(kind == "trajectory_failed" for kind, _ in run.events)
     assert attempts < 2 * SLOTS * GROUP
-
-
-def test_an_outage_without_end_fails_the_run() -> None:
-    run = Rollout(never, outage=(100.0, 1e9)).play(3000.0)
-    assert "failed_patience_s = 600" in run.ended[0]
-    assert "boom" in run.ended[0]
