@@ -1,9 +1,9 @@
-"""Model folders (tokenizers only), and sandboxes bound to one event loop."""
+"""Model folders (tokenizers only), and sandboxes."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from libra_hpc.tasks.policy import write_tokenizer
 
 from .leader import host_settings
 
-InSandbox = Callable[..., Any]
+OpenSandbox = Callable[..., AbstractAsyncContextManager[Sandbox]]
 
 
 @pytest.fixture(scope="session")
@@ -32,21 +32,17 @@ def arithmetic_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def in_sandbox(tmp_path: Path) -> InSandbox:
-    """``in_sandbox(body, tools, **limits)`` runs ``await body(sandbox)`` on a new loop and closes the sandbox."""
+def sandbox(tmp_path: Path) -> OpenSandbox:
+    """``async with sandbox(tools, **limits) as box``: a started sandbox that leaves nothing in its folder."""
 
-    def run(
-        body: Callable[[Sandbox], Awaitable[Any]], tools: Mapping[str, Callable[..., Any]] | None = None, **limits: Any
-    ) -> Any:
-        async def inside() -> Any:
-            sandbox = Sandbox(tools or {}, host_settings(task="test", model="", **limits), tmp_path)
-            try:
-                await sandbox.start()
-                return await body(sandbox)
-            finally:
-                sandbox.close()
-                assert list(tmp_path.iterdir()) == []
+    @asynccontextmanager
+    async def opened(tools: Mapping[str, Callable[..., Any]] | None = None, **limits: Any) -> AsyncIterator[Sandbox]:
+        box = Sandbox(tools or {}, host_settings(task="test", model="", **limits), tmp_path)
+        try:
+            await box.start()
+            yield box
+        finally:
+            box.close()
+            assert list(tmp_path.iterdir()) == []
 
-        return asyncio.run(inside())
-
-    return run
+    return opened

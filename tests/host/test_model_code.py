@@ -8,25 +8,21 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.host.contain import COMPUTE
-from libra_hpc.host.sandbox import Sandbox
 from libra_hpc.tasks.base import ToolResult
-from tests.host.conftest import InSandbox
+from tests.host.conftest import OpenSandbox
 
 LIMITS = {"tool_timeout_s": 1.0, "tool_memory_mb": 256, "tool_output_bytes": 2000}
 
 
-def run_all(in_sandbox: InSandbox, codes: list[str], timeout_s: float = 30.0) -> list[ToolResult]:
-    async def body(box: Sandbox) -> list[ToolResult]:
+async def run_all(sandbox: OpenSandbox, codes: list[str], timeout_s: float = 30.0) -> list[ToolResult]:
+    async with sandbox(**{**LIMITS, "tool_timeout_s": timeout_s}) as box:
         return [await box.python(code) for code in codes]
 
-    results: list[ToolResult] = in_sandbox(body, **{**LIMITS, "tool_timeout_s": timeout_s})
-    return results
 
-
-def test_prints_are_the_value(in_sandbox: InSandbox) -> None:
+async def test_prints_are_the_value(sandbox: OpenSandbox) -> None:
     modules = "import math, re, itertools, fractions\nprint(math.comb(5, 2), fractions.Fraction(6, 4))"
     codes = ["print(2 + 3)", modules, "x = 1", "import sys; print('a'); sys.exit()"]
-    results = run_all(in_sandbox, codes)
+    results = await run_all(sandbox, codes)
     assert [(r.outcome, r.value) for r in results] == [("ok", "5\n"), ("ok", "10 3/2\n"), ("ok", ""), ("ok", "a\n")]
 
 
@@ -43,15 +39,15 @@ def test_prints_are_the_value(in_sandbox: InSandbox) -> None:
         ("while True: print('spam')", None),
     ],
 )
-def test_exit_code_of_the_program(in_sandbox: InSandbox, code: str, exit_code: int | None) -> None:
-    result = run_all(in_sandbox, [code], 1.0 if exit_code is None else 30.0)[0]
+async def test_exit_code_of_the_program(sandbox: OpenSandbox, code: str, exit_code: int | None) -> None:
+    result = (await run_all(sandbox, [code], 1.0 if exit_code is None else 30.0))[0]
     assert result.exit_code == exit_code
     assert (result.outcome == "ok") == (exit_code == 0)
 
 
-def test_calls_share_no_state(in_sandbox: InSandbox) -> None:
-    results = run_all(
-        in_sandbox, ["import math; math.pi = 3; leak = 1", "import math; print(math.pi == 3, 'leak' in globals())"]
+async def test_calls_share_no_state(sandbox: OpenSandbox) -> None:
+    results = await run_all(
+        sandbox, ["import math; math.pi = 3; leak = 1", "import math; print(math.pi == 3, 'leak' in globals())"]
     )
     assert results[1].value == "False False\n"
 
@@ -84,19 +80,19 @@ def test_calls_share_no_state(in_sandbox: InSandbox) -> None:
         ("import libra_hpc.tasks.keychain", "error", "ModuleNotFoundError"),
     ],
 )
-def test_everything_else_fails_as_a_value(in_sandbox: InSandbox, code: str, outcome: str, text: str) -> None:
-    bad, good = run_all(in_sandbox, [code, "print('next')"], 1.0 if outcome == "timeout" else 30.0)
+async def test_everything_else_fails_as_a_value(sandbox: OpenSandbox, code: str, outcome: str, text: str) -> None:
+    bad, good = await run_all(sandbox, [code, "print('next')"], 1.0 if outcome == "timeout" else 30.0)
     assert (bad.outcome, text in bad.value) == (outcome, True), bad
     assert len(bad.value.encode()) <= LIMITS["tool_output_bytes"]
     assert (good.outcome, good.value) == ("ok", "next\n")
 
 
-def test_no_descriptor_but_its_own_output(in_sandbox: InSandbox) -> None:
+async def test_no_descriptor_but_its_own_output(sandbox: OpenSandbox) -> None:
     code = "import os\nfor fd in range(3, 500):\n    try: os.fstat(fd); print(fd)\n    except OSError: pass"
-    assert run_all(in_sandbox, [code])[0].value == ""
+    assert (await run_all(sandbox, [code]))[0].value == ""
 
 
-def test_raw_system_calls_outside_the_list_are_denied(in_sandbox: InSandbox) -> None:
+async def test_raw_system_calls_outside_the_list_are_denied(sandbox: OpenSandbox) -> None:
     # prctl could undo the parent-death signal, fcntl(F_SETOWN) could signal others, ptrace and process_vm_readv could
     # read memory, io_uring could open files.
     numbers = {"x86_64": (157, 72, 101, 310, 425, 0x40000000), "aarch64": (167, 25, 117, 270, 425)}[os.uname().machine]
@@ -104,26 +100,24 @@ def test_raw_system_calls_outside_the_list_are_denied(in_sandbox: InSandbox) -> 
         f"import ctypes\nlibc = ctypes.PyDLL(None, use_errno=True)\nfor n in {numbers}: print(libc.syscall(n, 0, 0, 0,"
         " 0), ctypes.get_errno())"
     )
-    assert run_all(in_sandbox, [code])[0].value == "-1 1\n" * len(numbers)
+    assert (await run_all(sandbox, [code]))[0].value == "-1 1\n" * len(numbers)
     assert not set(numbers) & set(COMPUTE[os.uname().machine][1])
 
 
-def test_runs_without_root_and_without_environment(in_sandbox: InSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_runs_without_root_and_without_environment(sandbox: OpenSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "do not leak")
-    result = run_all(in_sandbox, ["import os; print(os.getuid() != 0, sorted(os.environ))"])[0]
+    (result,) = await run_all(sandbox, ["import os; print(os.getuid() != 0, sorted(os.environ))"])
     assert result.value == "True ['LC_ALL', 'TMPDIR']\n"
 
 
-def test_answer_cannot_be_forged(in_sandbox: InSandbox) -> None:
+async def test_answer_cannot_be_forged(sandbox: OpenSandbox) -> None:
     # What looks like a frame of the tool process is only text that was printed.
-    result = run_all(in_sandbox, [r"print('\x14\x00\x00\x00ToolDone ok 42')"])[0]
+    result = (await run_all(sandbox, [r"print('\x14\x00\x00\x00ToolDone ok 42')"]))[0]
     assert result.value == "\x14\x00\x00\x00ToolDone ok 42\n"
 
 
-def test_timed_out_code_leaves_no_process(in_sandbox: InSandbox) -> None:
-    async def body(box: Sandbox) -> list[str]:
+async def test_timed_out_code_leaves_no_process(sandbox: OpenSandbox) -> None:
+    async with sandbox(**LIMITS) as box:
         await box.python("while True: pass")
         pid = box.pids[-1]
-        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-    assert in_sandbox(body, **LIMITS) == []
+        assert Path(f"/proc/{pid}/task/{pid}/children").read_text() == ""

@@ -1,5 +1,5 @@
 """Tasks are tested in the sandbox of an environment host."""
 
-from tests.host.conftest import arithmetic_folder, in_sandbox, keychain_folder
+from tests.host.conftest import arithmetic_folder, keychain_folder, sandbox
 
-__all__ = ["arithmetic_folder", "in_sandbox", "keychain_folder"]
+__all__ = ["arithmetic_folder", "keychain_folder", "sandbox"]

@@ -14,7 +14,7 @@ from libra_hpc.host.sandbox import Sandbox
 from libra_hpc.tasks.arithmetic import INSTRUCTIONS, Arithmetic, calculate, demonstration_batch
 from libra_hpc.tasks.base import Turn
 from libra_hpc.tasks.tokenizer import TaskTokenizer
-from tests.host.conftest import InSandbox
+from tests.host.conftest import OpenSandbox
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_stop_ids_are_the_closing_tags(task: Arithmetic) -> None:
     assert {task.tokenizer.decode([i]) for i in task.open(0, 0, 0.0).stop_ids} == {"</calc>", "</python>", "</answer>"}
 
 
-def test_scripted_policies_end_to_end(in_sandbox: InSandbox, task: Arithmetic) -> None:
+async def test_scripted_policies_end_to_end(sandbox: OpenSandbox, task: Arithmetic) -> None:
     tokenizer = task.tokenizer
 
     async def solve(box: Sandbox, index: int, tag: str) -> tuple[Turn, Turn]:
@@ -94,11 +94,9 @@ def test_scripted_policies_end_to_end(in_sandbox: InSandbox, task: Arithmetic) -
         assert end.info == {"solved": 0.0, "turns": 6, "calls": 4, "failed_calls": 3}
         return seen
 
-    async def body(box: Sandbox) -> tuple[list[tuple[Turn, Turn]], list[tuple[str, str]]]:
+    async with sandbox(task.tools, tool_timeout_s=1.0) as box:
         solved = await asyncio.gather(*(solve(box, i, tag) for i in range(10) for tag in ("calc", "python")))
-        return list(solved), await fail(box)
-
-    solved, failed = in_sandbox(body, task.tools, tool_timeout_s=1.0)
+        failed = await fail(box)
     for called, end in solved:
         assert called.signal is not None
         assert (called.signal.outcome, called.signal.payload_tokens) == ("ok", len(called.tokens))
@@ -111,11 +109,10 @@ def test_scripted_policies_end_to_end(in_sandbox: InSandbox, task: Arithmetic) -
     assert failed[3][1] == failed[4][1] == "<result>error: no complete <calc>, <python> or <answer></result>\n"
 
 
-def test_wrong_answer_gets_the_scorers_reward(in_sandbox: InSandbox, task: Arithmetic) -> None:
-    async def body(box: Sandbox) -> float:
-        return (await task.open(0, 0, 0.0).step(task.tokenizer.encode("<answer>123456</answer>"), box)).reward
-
-    assert in_sandbox(body, task.tools) < 0.1
+async def test_wrong_answer_gets_the_scorers_reward(sandbox: OpenSandbox, task: Arithmetic) -> None:
+    async with sandbox(task.tools) as box:
+        turn = await task.open(0, 0, 0.0).step(task.tokenizer.encode("<answer>123456</answer>"), box)
+    assert turn.reward < 0.1
 
 
 def test_demonstrations_teach_the_protocol(task: Arithmetic) -> None:
