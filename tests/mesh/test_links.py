@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -28,21 +29,17 @@ def worlds(size: int = 2) -> list[World]:
     return [World(rank, endpoints, SECRET, listener) for rank, listener in enumerate(listeners)]
 
 
-def play(script: Callable[[list[World], list[tuple[int, bytes, bytes]]], Awaitable[None]]) -> None:
-    """Run ``script(worlds, received)`` while rank 1 accepts."""
-
-    async def main() -> None:
-        ranks, received = worlds(), list[tuple[int, bytes, bytes]]()
-        serving = asyncio.create_task(
-            accept(ranks[1], lambda rank, frame, blob: received.append((rank, frame, bytes(blob))))
-        )
-        await asyncio.wait_for(script(ranks, received), 30.0)
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        for world in ranks:
-            world.listener.close()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[list[World], list[tuple[int, bytes, bytes]]]]:
+    """Two ranks, and what the second one has received: (rank, frame, blob)."""
+    ranks, received = worlds(), list[tuple[int, bytes, bytes]]()
+    task = asyncio.create_task(accept(ranks[1], lambda rank, frame, blob: received.append((rank, frame, bytes(blob)))))
+    async with asyncio.timeout(30.0):
+        yield ranks, received
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    for world in ranks:
+        world.listener.close()
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -50,13 +47,13 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_frames_and_blobs_of_every_size_arrive_in_order() -> None:
+async def test_frames_and_blobs_of_every_size_arrive_in_order() -> None:
     sent = [
         (bytes([i]) * size, bytes([i]) * blob)
         for i, (size, blob) in enumerate([(1, 0), (70_000, 0), (3, 5), (0, 9_000_000), (200, 0), (65_536, 65_536)])
     ]
 
-    async def script(ranks: list[World], received: list[tuple[int, bytes, bytes]]) -> None:
+    async with serving() as (ranks, received):
         link, taken = Outgoing(ranks[0], 1, lambda rank: None), list[bool]()
         for frame, blob in sent:
             link.put(frame, memoryview(blob), taken.append)
@@ -65,11 +62,9 @@ def test_frames_and_blobs_of_every_size_arrive_in_order() -> None:
         assert received == [(0, frame, blob) for frame, blob in sent]
         assert (taken, link.pending) == ([True] * len(sent), 0)
 
-    play(script)
 
-
-def test_a_caller_without_the_secret_is_turned_away_and_harms_nobody() -> None:
-    async def script(ranks: list[World], received: list[tuple[int, bytes, bytes]]) -> None:
+async def test_a_caller_without_the_secret_is_turned_away_and_harms_nobody() -> None:
+    async with serving() as (ranks, received):
         broken: list[int] = []
         stranger = World(0, ranks[0].endpoints, secrets.token_bytes(32), ranks[0].listener)
         Outgoing(stranger, 1, broken.append).put(b"evil", memoryview(b""), None)
@@ -82,23 +77,17 @@ def test_a_caller_without_the_secret_is_turned_away_and_harms_nobody() -> None:
         await until(lambda: received)
         assert (received, broken) == ([(0, b"good", b"")], [1])
 
-    play(script)
 
-
-def test_a_frame_beyond_all_sizes_ends_the_connection() -> None:
-    async def script(ranks: list[World], received: list[tuple[int, bytes, bytes]]) -> None:
+async def test_a_frame_beyond_all_sizes_ends_the_connection() -> None:
+    async with serving() as (ranks, _):
         stream = await links._connect(ranks[0], 1)
         await asyncio.get_running_loop().sock_sendall(stream, HEADER.pack((1 << 32) - 1, 0))
         assert await asyncio.get_running_loop().sock_recv(stream, 1) == b""
         stream.close()
 
-    play(script)
 
-
-def test_what_waits_for_a_rank_that_is_gone_is_dropped_and_reported_once_and_a_new_one_is_reached_after_reopen() -> (
-    None
-):
-    async def main() -> None:
+async def test_what_waits_for_a_rank_that_is_gone_is_dropped_and_a_new_one_is_reached_after_reopen() -> None:
+    async with asyncio.timeout(30.0):
         ranks = worlds()
         port = ranks[1].endpoints[1].port
         ranks[1].listener.close()
@@ -112,21 +101,19 @@ def test_what_waits_for_a_rank_that_is_gone_is_dropped_and_reported_once_and_a_n
         received: list[bytes] = []
         listener = socket.create_server(("127.0.0.1", port))
         listener.setblocking(False)
-        serving = asyncio.create_task(
+        served = asyncio.create_task(
             accept(World(1, ranks[1].endpoints, SECRET, listener), lambda rank, frame, blob: received.append(frame))
         )
         link.reopen()
         link.put(b"4", memoryview(b""), taken.append)
         await until(lambda: received)
         assert (received, taken) == ([b"4"], [False] * 3 + [True])
-        serving.cancel()
+        served.cancel()
         listener.close()
 
-    asyncio.run(asyncio.wait_for(main(), 30.0))
 
-
-def test_a_stream_that_broke_in_the_middle_carries_nothing_more_until_reopened() -> None:
-    async def script(ranks: list[World], received: list[tuple[int, bytes, bytes]]) -> None:
+async def test_a_stream_that_broke_in_the_middle_carries_nothing_more_until_reopened() -> None:
+    async with serving() as (ranks, received):
         broken, taken = list[int](), list[bool]()
         link = Outgoing(ranks[0], 1, broken.append)
         link.put(b"1", memoryview(b""), taken.append)
@@ -141,15 +128,13 @@ def test_a_stream_that_broke_in_the_middle_carries_nothing_more_until_reopened()
         await until(lambda: len(received) == 2)
         assert ([frame for _, frame, _ in received], taken) == ([b"1", b"4"], [True, False, False, True])
 
-    play(script)
 
-
-def test_a_rank_stays_unreachable_after_it_is_tried_again_until_it_is_remembered(
+async def test_a_rank_stays_unreachable_after_it_is_tried_again_until_it_is_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mesh_module, "SETTLE_S", 0.0)
 
-    async def script(ranks: list[World], received: list[tuple[int, bytes, bytes]]) -> None:
+    async with serving() as (ranks, received):
         mesh, taken = Mesh(ranks[0], lambda *_: None), list[bool]()
         mesh.send(1, RankLost(1), b"", taken.append)
         await until(lambda: received)
@@ -164,5 +149,3 @@ def test_a_rank_stays_unreachable_after_it_is_tried_again_until_it_is_remembered
         assert (mesh.unreachable(), taken) == ((1,), [True, False, True]), "what was lost is still to be reported"
         mesh.remember(1)
         assert mesh.unreachable() == ()
-
-    play(script)
