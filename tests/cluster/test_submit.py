@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,7 +22,9 @@ from libra_hpc.slurm import submit
 from libra_hpc.slurm.launch import Launch, job_request
 from libra_hpc.slurm.queue import query
 from libra_hpc.slurm.queue.command import call
+from libra_hpc.slurm.queue.job_record import read_job
 from libra_hpc.slurm.queue.query import JobInfo, JobState
+from libra_hpc.slurm.queue.run_state import RunRecords, run_state
 
 pytestmark = [
     pytest.mark.cluster,
@@ -82,11 +87,13 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir.create(tmp_path / "runs 100%j", "t")
 
 
-def queue(run: RunDir, env: dict[str, str], how: str, attempt: int = 1) -> str:
+def queue(
+    run: RunDir, env: dict[str, str], how: str, attempt: int = 1, changes: Mapping[str, Any] = MappingProxyType({})
+) -> str:
     arguments = [str(run.path.parent.parent / "world.py"), str(run.path), how]
     return submit.submit(
         Launch(
-            job_request(RunConfig.model_validate(CONFIG)),
+            job_request(RunConfig.model_validate({**CONFIG, **changes})),
             run,
             attempt,
             environment={"NOTE": "it's 100%"},
@@ -133,6 +140,45 @@ def test_one_world_over_four_components_survives_a_lost_rank(run: RunDir, slurm_
     assert len({record["SLURMD_NODENAME"] for record in found}) == 5
     assert [record["CUDA_VISIBLE_DEVICES"] for record in found] == [None, "0,1,2,3,4,5,6,7", "0,1", "0,1", None]
     assert [component.offset for component in info.components] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("export", ["ALL", "NONE"])
+def test_a_run_starts_where_a_shell_is_strict_and_where_sbatch_passes_no_variables_on(
+    export: str, run: RunDir, slurm_env: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "strict.sh").write_text("set -u\n")
+    # Where Slurm is no part of the system, its commands come from the set-up.
+    commands = [f"export {name}={shlex.quote(slurm_env[name])}" for name in ("PATH", "LD_LIBRARY_PATH")]
+    changes = {
+        "slurm": {"extra": [f"--export={export}"]},
+        "compute": {
+            "setup": [*commands, f"export BASH_ENV={tmp_path}/strict.sh", "module() { true; }", "module load cuda"],
+            "local_dir": f"{tmp_path}/$SLURM_JOB_ID",
+        },
+    }
+    queue(run, {**slurm_env, "BASH_ENV": f"{tmp_path}/strict.sh"}, "lose", changes=changes)
+    info = wait_end(run, slurm_env)
+    assert info.state is JobState.COMPLETED, (run.logs(1) / "slurm.out").read_text()
+    found = records(run)
+    assert {(record["size"], record["NOTE"]) for record in found} == {(5, "it's 100%")}
+    assert (tmp_path / info.job_id).is_dir()
+
+
+def test_a_set_up_line_that_fails_ends_the_run_with_its_cause(run: RunDir, slurm_env: dict[str, str]) -> None:
+    queue(run, slurm_env, "wait", changes={"compute": {"setup": ["module load cuda"]}})
+    info = wait_end(run, slurm_env)
+    cause = "the set-up of the job ended at 'module load cuda' with exit code 127 (compute.setup, compute.env)"
+    assert (info.state, info.exit_code) == (JobState.FAILED, 1)
+    assert run.read_json(run.result)["message"] == cause
+    assert cause in (run.logs(1) / "slurm.out").read_text().splitlines()
+
+
+def test_a_job_that_leaves_its_script_is_not_completed(run: RunDir, slurm_env: dict[str, str]) -> None:
+    queue(run, slurm_env, "wait", changes={"compute": {"setup": ["trap - EXIT", "exit 0"]}})
+    info = wait_end(run, slurm_env)
+    assert info.state is JobState.COMPLETED
+    found = run_state(RunRecords(read_job(run), None, None), info, time.time())
+    assert (found.state, found.reason) == ("failed", "its job ended without a result")
 
 
 def test_what_is_left_on_the_heap_does_not_disturb_the_start(run: RunDir, slurm_env: dict[str, str]) -> None:
