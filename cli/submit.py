@@ -93,8 +93,9 @@ def submit(
     parsable: Annotated[bool, typer.Option("--parsable", help="Print the job id only.")] = False,
     json: JsonOption = False,
 ) -> None:
+    run_file, sbatch = told_apart(run_file, sbatch or [], resume)
     config, before = configured(run_file, resume, with_options(override, executor, engine))
-    config = with_job_options(config, sbatch or [], until_done)
+    config = with_job_options(config, sbatch, until_done)
     if before is not None:
         check_step(before.run, from_step)
         refuse_if_complete(before.run, config, from_step)
@@ -127,6 +128,13 @@ def submit(
         announce(checked, run, queued, number, json=json)
     if wait:
         finish(run, queued, quiet=parsable or json)
+
+
+def told_apart(run_file: Path | None, sbatch: list[str], resume: str | None) -> tuple[Path | None, list[str]]:
+    """Run file and options of sbatch: with ``--resume`` the first option after ``--`` stands where a run file would."""
+    if resume is not None and run_file is not None and str(run_file).startswith("-"):
+        return None, [str(run_file), *sbatch]
+    return run_file, sbatch
 
 
 class Attempt(NamedTuple):

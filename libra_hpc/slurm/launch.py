@@ -17,20 +17,8 @@ from libra_hpc.facts.rundir import RunDir
 
 from .fit import with_resources
 from .interpreter import compute_python
+from .sbatch_options import joined
 
-_KEYS = {
-    "run.name": "--job-name -J",
-    "components.*.nodes": "--nodes -N",
-    "components.*.cpus": "--cpus-per-task -c",
-    "components.*.mem": "--mem --mem-per-cpu --mem-per-gpu",
-    "components.*.partition": "--partition -p",
-    "slurm.time_limit": "--time -t",
-    "slurm.preempted": "--requeue --no-requeue",
-    "no such option": "--signal --output -o --error -e --open-mode --ntasks -n --ntasks-per-node --array -a --parsable"
-    " --wrap --wait -W --test-only --kill-on-invalid-dep --no-kill -k --chdir -D",
-}
-RESERVED = {option: key for key, options in _KEYS.items() for option in options.split()}
-"""sbatch options that the script needs as they are, and the key that sets them where there is one."""
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 """Would end a line of a script, or hide a part of it from who reads it."""
 
@@ -198,25 +186,14 @@ def _options(config: RunConfig, group: HetGroup) -> list[str]:
 
 def extra_options(config: RunConfig, name: str, component: Component) -> list[str]:
     """The sbatch options that the run file gives verbatim for a component; raises `UserError` for a reserved one."""
-    return [_extra(field, option) for field, option in given_options(config, {name: component})]
+    given = {"slurm.extra": config.slurm.extra, f"components.{name}.extra": component.extra}
+    return [option for field, words in given.items() for option in joined(field, words)]
 
 
 def given_options(config: RunConfig, components: Mapping[str, Component]) -> Iterator[tuple[str, str]]:
     """Field and text of every sbatch option that the run file gives verbatim for these components."""
     extras = {"slurm.extra": config.slurm.extra, **{f"components.{n}.extra": c.extra for n, c in components.items()}}
     return ((f"{field}[{i}]", option) for field, options in extras.items() for i, option in enumerate(options))
-
-
-def _extra(field: str, option: str) -> str:
-    """An sbatch option that was given verbatim, unless it would undo one that the job needs."""
-    name = next(iter(option.partition("=")[0].split()), "")
-    if not name.startswith("-") or not option.isprintable():
-        raise invalid(field, option, "not an sbatch option", "one option such as '--exclusive'")
-    if any(character.isspace() for character in option):
-        raise invalid(field, option, "it has a space", f"{name}=VALUE")
-    if name in RESERVED:
-        raise invalid(field, option, f"libra-hpc sets {name} itself", RESERVED[name])
-    return option
 
 
 def _word(field: str, value: str) -> str:

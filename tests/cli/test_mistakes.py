@@ -100,6 +100,21 @@ CASES = [
         "components.train.extra=['-Q', '--time=3']",
         "components.train.extra[1] = '--time=3': libra-hpc sets --time itself; valid: slurm.time_limit.",
     ),
+    *(
+        (f"slurm.extra=['{word}']", f"slurm.extra[0] = '{word}': {why}; valid: {key}.")
+        for word, why, key in (
+            ("-t10", "libra-hpc sets -t itself", "slurm.time_limit"),
+            ("-Jname", "libra-hpc sets -J itself", "run.name"),
+            ("-c4", "libra-hpc sets -c itself", "components.*.cpus"),
+            ("-Qvt10", "libra-hpc sets -t itself", "slurm.time_limit"),
+            ("--sig=B:TERM", "short for --signal, and libra-hpc sets --signal itself", "no such option"),
+            ("--outp=x", "short for --output, and libra-hpc sets --output itself", "no such option"),
+            ("--tim=3", "short for --time, and libra-hpc sets --time itself", "slurm.time_limit"),
+            ("--help", "libra-hpc sets --help itself", "no such option"),
+        )
+    ),
+    ("slurm.extra=['-Q', 'x']", "slurm.extra[1] = 'x': not an sbatch option"),
+    ("slurm.extra=['--exclusive', 'x']", "slurm.extra[1] = 'x': not an sbatch option"),
     ("slurm.mail=me at site", "slurm.mail = 'me at site': not usable"),
     ("slurm.mail_on=['DONE']", "mail_on.0 = 'DONE': unknown value; valid: BEGIN, END, FAIL, REQUEUE, TIME_LIMIT, ALL."),
     ("slurm.gpu_option=--gres=gpu", "slurm.gpu_option = '--gres=gpu': malformed"),
@@ -311,6 +326,7 @@ def test_a_site_profile_that_is_missing_or_a_folder(
         ("submit run.toml --wiat", "No such option: --wiat (Possible options: --wait)."),
         ("submit run.toml -o", "Option '-o' requires an argument."),
         ("submit run.toml --engine fake", "run.engine = 'fake': unknown value; valid: real, simulated."),
+        ("submit run.toml -- -t 10", "slurm.extra[0] = '-t': libra-hpc sets -t itself; valid: slurm.time_limit."),
         ("submit run.toml -- exclusive", "slurm.extra[0] = 'exclusive': not an sbatch option"),
         ("submit", "either a run file or --resume"),
         ("submit run.toml --resume quick-001", "either a run file or --resume"),

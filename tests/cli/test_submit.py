@@ -297,3 +297,10 @@ def test_what_only_sbatch_knows_names_its_field_and_leaves_nothing(
         outcome = cli("submit", "run.toml", *small, "-o", f"slurm.extra=['--nice=1', '{option}']")
         assert sentence in one_line(outcome)
         assert not any((site / "runs").glob("*"))
+
+
+def test_options_of_sbatch_may_follow_a_run_that_is_resumed(submitted: RunDir, queue: Queue, cli: Cli) -> None:
+    queue.answer = JobInfo("4711", JobState.FAILED)
+    assert cli("submit", "--resume", "quick-001", "--", "--exclude", "a800-3", "-Q").code == 0
+    assert queue.submitted[-1] == ("quick-001", 2)
+    assert submitted.read_json(submitted.config)["slurm"]["extra"] == ["--exclude", "a800-3", "-Q"]

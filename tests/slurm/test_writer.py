@@ -305,3 +305,22 @@ def test_an_option_that_would_undo_the_scripts_own_is_refused(option: str, why: 
         script({**FULL, "slurm": {"extra": [option]}})
     with pytest.raises(UserError, match=r"components\.train\.extra\[0\]"):
         script({"components": {"train": {"extra": [option]}}})
+
+
+def test_options_are_read_as_getopt_reads_them() -> None:
+    words = [
+        "--exclude",
+        "a800-3",
+        "-x",
+        "a",
+        "-wb",
+        "-Qv",
+        "-C",
+        "nvlink",
+        "--exclusive",
+        "--mem-bind=local",
+        "--nice",
+    ]
+    text = script({"slurm": {"extra": words}})
+    for option in ("--exclude=a800-3", "-xa", "-wb", "-Qv", "-Cnvlink", "--exclusive", "--mem-bind=local", "--nice"):
+        assert text.count(f"#SBATCH {option}\n") == text.count("# rollout: ") + text.count("hetjob")
