@@ -28,9 +28,11 @@ class ComputeSection(Section):
     """Folders that the container sees, for instance ``/shared`` or ``/data:/mnt``. The run directory is always
     among them."""
     setup: Annotated[list[ShellLine], Valid("a list of shell lines")] = []
-    """Shell lines that the batch script executes before the agents start, for instance ``module load cuda/12.8``."""
+    """Shell lines that the batch script executes before the agents start, for instance ``module load cuda/12.8``. The
+    first command that fails ends the start, and is the cause in `libra-hpc status`."""
     env: Annotated[dict[VariableName, ShellLine], Valid("a table of variables, NAME = 'text'")] = {}
-    """Variables of every agent and its engines, for instance ``NCCL_IB_HCA = "mlx5"``."""
+    """Variables of every agent and its engines, for instance ``NCCL_IB_HCA = "mlx5"``. ``$NAME`` and ``${NAME}`` are
+    expanded where the job starts, ``$$`` is a dollar sign: ``HF_HOME = "/lustre/$USER/hf"``."""
     shm_share: float = Field(0.5, gt=0, le=1)
     """Share of a node's memory that /dev/shm has; Linux gives it half."""
     local_dir: str = Field("", pattern=r"^(/[A-Za-z0-9_./${}-]*)?$")
