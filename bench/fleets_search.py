@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple
 
+from bench.controlled_simulation import ControlledSimulation
 from bench.fleets_rows import Fleet, engines_of, longest_context, quantile_thresholds, setting_of, settings_of, work
 from bench.policies.admission import Admission, Admitted, KvShare
 from bench.policies.cmlfq_cost import CmlfqCost
@@ -29,7 +30,7 @@ from libra_hpc.errors import OperationError, UserError
 from libra_hpc.policies.scheduling.protocol import Policy
 from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.policies.scheduling.rules.libra import Libra
-from libra_hpc.simulator.simulate import Simulation, simulate
+from libra_hpc.simulator.simulate import simulate
 
 OURS = "cmlfq"
 PLAIN = ("sticky", "least_loaded")
@@ -100,14 +101,14 @@ def seconds(job: Job) -> float:
     if admission is not None:
         policy = Admitted(policy, admission)
 
-    def watch(simulation: Simulation, now: float) -> None:
+    def watch(simulation: ControlledSimulation, now: float) -> None:
         if now > limit * (row.batches + 1):
             raise _LostError
 
     try:
         for batch in before:
             simulate(batch, engines, policy, settings)
-        result = Simulation(found, engines, policy, settings, controller=watch, controller_s=30.0).run()
+        result = ControlledSimulation(found, engines, policy, settings, controller=watch, controller_s=30.0).run()
     except (UserError, OperationError, _LostError):
         return math.inf
     if not row.batches:

@@ -21,13 +21,13 @@ from typing import Any
 
 import msgspec
 
+from bench.controlled_simulation import ControlledSimulation
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.policies.scheduling.protocol import Policy
 from libra_hpc.protocol.plan import NodeFact, SwitchFact
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
-from libra_hpc.simulator.simulate import Simulation
 
 EFFICIENCY = (1.0, 0.965, 0.94, 0.925, 0.90, 0.87, 0.855, 0.845, 0.82, 0.80, 0.785, 0.77)
 """Speed of n nodes over n times the speed of one, as in data-parallel scaling."""
@@ -138,7 +138,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class ReplanPool:
-    """Nodes of one `Simulation`; call `advance` every few seconds."""
+    """Nodes of one `ControlledSimulation`; call `advance` every few seconds."""
 
     def __init__(self, site: Site, train: int) -> None:
         self.site = site
@@ -158,7 +158,7 @@ class ReplanPool:
 
     def simulation(
         self, work: Sequence[TrajectoryRecord], policy: Policy, truth: StepTruth, **control: Any
-    ) -> Simulation:
+    ) -> ControlledSimulation:
         """A run on these nodes; ``control``: the simulation's controller, which calls `advance`, and its period."""
         site, engines = self.site, self._serving_engines()
         settings = SimulationSettings(
@@ -170,7 +170,7 @@ class ReplanPool:
             report_s=REPORT_S,
             train_nodes=self.count("train"),
         )
-        return Simulation(work, engines, policy, settings, training=truth, **control)
+        return ControlledSimulation(work, engines, policy, settings, training=truth, **control)
 
     def count(self, role: str) -> int:
         return sum(node.role == role for node in self.nodes)
@@ -190,7 +190,7 @@ class ReplanPool:
         self._names[rank] = [f"n{rank}.{self._started}" + (f".{i}" if count > 1 else "") for i in range(count)]
         return [EngineSpec(name, tp, self.site.steps(tp)) for name in self._names[rank]]
 
-    def order(self, sim: Simulation, direction: str, rank: int, now: float) -> None:
+    def order(self, sim: ControlledSimulation, direction: str, rank: int, now: float) -> None:
         node = _Moving(rank, direction, now)
         self._moving.append(node)
         self.ordered.append((now, direction, rank))
@@ -209,12 +209,12 @@ class ReplanPool:
         sim.training.nodes -= 1
         node.step = 0 if sim.training.idle else len(sim.training.steps)
 
-    def repartition(self, sim: Simulation, layout: Layout) -> None:
+    def repartition(self, sim: ControlledSimulation, layout: Layout) -> None:
         """Restart all ranks at the next step boundary; no node may be moving."""
         self._next, self._back_at = layout, inf
         sim.hold_training(True)
 
-    def advance(self, sim: Simulation, now: float) -> None:
+    def advance(self, sim: ControlledSimulation, now: float) -> None:
         """Advance every moving node whose time has come."""
         if self._next is not None:
             self._repartition(sim, self._next, now)
@@ -235,7 +235,7 @@ class ReplanPool:
                 is_train, took_s = node.direction == "to_train", now - node.ordered
                 self.switches.append(SwitchFact(now, "to_train" if is_train else "to_rollout", took_s))
 
-    def _repartition(self, sim: Simulation, layout: Layout, now: float) -> None:
+    def _repartition(self, sim: ControlledSimulation, layout: Layout, now: float) -> None:
         if self._back_at == inf and sim.training.idle:
             self._back_at = now + self.site.restart_s
             self._place(layout, layout.core[0], now)

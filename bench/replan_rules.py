@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from bench.controlled_simulation import ControlledSimulation
 from bench.replan_pool import Grouped, Layout, ReplanPool, Site, StepTruth
 from bench.replan_view import View, Watched
 from libra_hpc.config.load import validate, with_values
@@ -35,7 +36,6 @@ from libra_hpc.policies.costs.rollout_time import RolloutOptions
 from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.simulator.simulate import Simulation
 
 ACT_S = 10.0
 """Seconds between two calls of a rule."""
@@ -78,12 +78,12 @@ class Played(msgspec.Struct, frozen=True):
 class Rule(Protocol):
     """Moves nodes of a pool."""
 
-    def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+    def act(self, pool: ReplanPool, sim: ControlledSimulation, view: View, now: float) -> None:
         """Called every `ACT_S` seconds."""
 
 
 class Static:
-    def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+    def act(self, pool: ReplanPool, sim: ControlledSimulation, view: View, now: float) -> None:
         """Nothing."""
 
 
@@ -98,7 +98,7 @@ class Live:
         self._interval_s = settings.interval_s
         self._next = 0.0
 
-    def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+    def act(self, pool: ReplanPool, sim: ControlledSimulation, view: View, now: float) -> None:
         if pool.moving or now < self._next:
             return
         self._next = now + self._interval_s
@@ -108,7 +108,7 @@ class Live:
             self.decisions.append(decision)
             self.obey(decision, pool, sim=sim, view=view, now=now)
 
-    def obey(self, decision: PlanDecision, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+    def obey(self, decision: PlanDecision, pool: ReplanPool, sim: ControlledSimulation, view: View, now: float) -> None:
         for rank in decision.nodes:
             pool.order(sim, decision.action, rank, now)
 
@@ -125,7 +125,7 @@ class Tiers(Live):
         self._site, self._config, self._starts = site, run_file(site, settings), 0
         super().__init__(settings, site, self._begun())
 
-    def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+    def act(self, pool: ReplanPool, sim: ControlledSimulation, view: View, now: float) -> None:
         if len(pool.repartitioned) > self._starts:
             self._starts = len(pool.repartitioned)
             view.restart(sim)
@@ -133,7 +133,7 @@ class Tiers(Live):
             self.planner.repartition_after = now + EVERY_S
         super().act(pool, sim, view, now)
 
-    def obey(self, decision: PlanDecision, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+    def obey(self, decision: PlanDecision, pool: ReplanPool, sim: ControlledSimulation, view: View, now: float) -> None:
         if decision.action != "repartition":
             super().obey(decision, pool, sim=sim, view=view, now=now)
             return
@@ -177,7 +177,7 @@ class Schedule:
     def __init__(self, splits: Sequence[int], lead: int) -> None:
         self._splits, self._lead = splits, lead
 
-    def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+    def act(self, pool: ReplanPool, sim: ControlledSimulation, view: View, now: float) -> None:
         if pool.moving:
             return
         step = min(len(sim.training.steps) + self._lead, len(self._splits) - 1)
@@ -216,7 +216,7 @@ class VerlLike:
         self._leaving = False
         self._asked_at = self._gone_at = 0.0
 
-    def act(self, pool: ReplanPool, sim: Simulation, view: View, now: float) -> None:
+    def act(self, pool: ReplanPool, sim: ControlledSimulation, view: View, now: float) -> None:
         stage, required = sim.training, pool.site.prompts
         surplus = stage.finished - required * len(stage.steps)
         if self._leaving:
@@ -234,7 +234,7 @@ class VerlLike:
         if stage.idle and not self._active and gap > 0.0 and gap * self._per_sample > cost:
             self._activate(pool, sim)
 
-    def _learn(self, sim: Simulation, done: int, required: int, surplus: int) -> None:
+    def _learn(self, sim: ControlledSimulation, done: int, required: int, surplus: int) -> None:
         """Update ratio and seconds per sample after a step."""
         steps = sim.training.steps
         waited = steps[done - 1].start_at - (steps[done - 2].end_at if done > 1 else 0.0)
@@ -246,7 +246,7 @@ class VerlLike:
         else:
             self.ratio -= LEAST
 
-    def _activate(self, pool: ReplanPool, sim: Simulation) -> None:
+    def _activate(self, pool: ReplanPool, sim: ControlledSimulation) -> None:
         sim.hold_training(True)
         for node in pool.nodes:
             if node.component == "hybrid" and node.role == "train":
@@ -254,7 +254,7 @@ class VerlLike:
                     self._active.append(spec.name)
                     sim.join(spec, SWITCH_S / 2.0)
 
-    def _deactivate(self, sim: Simulation, now: float) -> None:
+    def _deactivate(self, sim: ControlledSimulation, now: float) -> None:
         self._leaving, self._asked_at, self._gone_at, self._away = True, now, now, len(self._active)
 
         def gone() -> None:
@@ -264,7 +264,7 @@ class VerlLike:
         for name in self._active:
             sim.drain(name, gone)
 
-    def _return(self, sim: Simulation, now: float) -> None:
+    def _return(self, sim: ControlledSimulation, now: float) -> None:
         """Train again once the last engine is gone and its memory swapped."""
         if self._away or now < self._gone_at + SWITCH_S / 2.0:
             return
@@ -279,7 +279,7 @@ def play(site: Site, work: Sequence[TrajectoryRecord], rule: Rule, train: int, s
     steps = len(work) // (site.prompts * site.group)
     view = View(pool, watched, truth, steps)
 
-    def control(sim: Simulation, now: float) -> None:
+    def control(sim: ControlledSimulation, now: float) -> None:
         pool.advance(sim, now)
         view.close_window(sim, now)
         rule.act(pool, sim, view, now)

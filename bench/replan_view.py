@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import deque
 from itertools import pairwise
 
+from bench.controlled_simulation import ControlledSimulation
 from bench.replan_pool import ReplanPool, StepTruth
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, Policy, TurnView
 from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, QueueFact, RolloutWindowFact, TrainStepFact, TrajectoryFact
-from libra_hpc.simulator.simulate import Simulation
 
 STEPS, WINDOWS, TRAJECTORIES = 256, 256, 4096
 RECENT = 4
@@ -35,7 +35,7 @@ class Watched:
         """Index of a group in the order of admission."""
         return self._places.setdefault(prompt_id, len(self._places))
 
-    def groups(self, sim: Simulation, decode_s: float) -> tuple[GroupFact, ...]:
+    def groups(self, sim: ControlledSimulation, decode_s: float) -> tuple[GroupFact, ...]:
         """Admitted, unfinished groups; a running turn counts a token every ``decode_s`` seconds since it was sent."""
         found: dict[int, list[int]] = {}
         for run in sim.open_trajectories():
@@ -93,7 +93,7 @@ class View:
         self._blocked: deque[bool] = deque(maxlen=16)
         self._first = 0
 
-    def restart(self, sim: Simulation) -> None:
+    def restart(self, sim: ControlledSimulation) -> None:
         """Drop all measurements, as rank 0 does at a restart."""
         self._windows.clear()
         self._blocked.clear()
@@ -101,7 +101,7 @@ class View:
         self._serving = []
         self._first = len(sim.training.steps)
 
-    def close_window(self, sim: Simulation, now: float) -> None:
+    def close_window(self, sim: ControlledSimulation, now: float) -> None:
         serving = [name for name in self._pool.serving() if name in sim.engines]
         counters = {}
         for name in serving:
@@ -127,7 +127,7 @@ class View:
         self._at, self._serving, self._counters = now, serving, counters
         self._blocked.append(sim.training.blocked)
 
-    def snapshot(self, sim: Simulation) -> PlanSnapshot:
+    def snapshot(self, sim: ControlledSimulation) -> PlanSnapshot:
         site, stage, pool = self._pool.site, sim.training, self._pool
         done = [s for s in stage.steps if s.end_at > 0.0]
         first = max(self._first, len(done) - STEPS)

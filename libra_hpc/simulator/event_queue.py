@@ -10,7 +10,7 @@ Events at one moment are handled in this order, first come, first served among e
 from __future__ import annotations
 
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 ARRIVAL, ROUTING, STEP = 0, 1, 2
@@ -29,6 +29,11 @@ class Events:
         """Call ``act(argument)`` at time ``at`` >= `now`."""
         self.count += 1
         heappush(self._heap, (at, rank, number, self.count, act, argument))
+
+    def drop(self, *acts: Callable[[Any], None], argument: Any = None) -> None:
+        """Drop the events that would call one of ``acts``, all of them or those with this argument."""
+        self._heap = [e for e in self._heap if e[4] not in acts or (argument is not None and e[5] is not argument)]
+        heapify(self._heap)
 
     def next(self) -> bool:
         """Handle the next event; False when there is none."""

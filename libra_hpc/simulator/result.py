@@ -66,8 +66,6 @@ class SimulationResult(msgspec.Struct, frozen=True):
     trajectories: int
     turns: int
     generated_tokens: int
-    discarded_tokens: int
-    """Generated for trajectories that were restarted."""
     prefilled_tokens: int
     """Computed in prefill, repetitions included."""
     cached_tokens: int
@@ -112,9 +110,9 @@ class Recorder:
         self.wait_s: list[float] = []
         self.completion_s: list[float] = []
         self.finish_s: list[float] = []
-        self.generated = self.discarded = self.redirected = self.moves = self.tp_moves = self.turn_migrations = (
-            self.waits
-        ) = self.decisions = 0
+        self.generated = self.redirected = self.moves = self.tp_moves = self.turn_migrations = self.waits = (
+            self.decisions
+        ) = 0
         self._by_level: dict[int, int] = {}
         self._sampled: list[tuple[float, TurnView, Decision]] = []
         self._stride = 1
@@ -166,7 +164,6 @@ class Recorder:
             trajectories=len(self.finish_s),
             turns=len(self.turn_s),
             generated_tokens=self.generated,
-            discarded_tokens=self.discarded,
             prefilled_tokens=self._prefilled,
             cached_tokens=self._cached,
             reprefilled_tokens=sum(self._again.values()),

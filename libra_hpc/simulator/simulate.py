@@ -5,12 +5,11 @@ This module is what the rollout leader and the coordinator are in a live run:
 * the gate admits a group -> its trajectories start
 * a turn is ready -> the policy routes it to an engine (`agents`); its answer goes to the tool; the next turn is ready
 * a batch is complete -> it is trained (`training_stage`); then all engines apply new weights
-* every ``controller_s`` seconds -> ``controller(simulation, now)``, which may call the methods under "for a controller"
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
@@ -31,8 +30,6 @@ from .training_stage import TrainingStage
 STALLED_S = 3600.0
 """Simulated seconds that turns may wait with nothing running; after that the policy would wait for ever."""
 
-Controller = Callable[["Simulation", float], None]
-
 
 class Simulation:
     """One simulated rollout stage.  Raises `UserError` for input that cannot be simulated."""
@@ -44,8 +41,6 @@ class Simulation:
         policy: Policy,
         settings: SimulationSettings,
         training: Training | None = None,
-        controller: Controller | None = None,
-        controller_s: float = 5.0,
     ) -> None:
         check(work, engines, settings)
         self.settings = settings
@@ -71,15 +66,10 @@ class Simulation:
         )
         self.engines = self._agents.engines
         self._sent: dict[str, SentTurn] = {}
-        self._open: dict[str, SimulatedTrajectory] = {}
         self._routing = self._ticking = self._watching = False
         self._active_at = 0.0
-        self._joining = 0
-        self._controller, self._controller_s = controller, controller_s
         for spec in engines:
             self._agents.up(spec, self.training.version)
-        if controller is not None:
-            self._at(controller_s, self._control, None)
         self._at(0.0, self._admit, None)
 
     def run(self) -> SimulationResult:
@@ -96,54 +86,6 @@ class Simulation:
     def now(self) -> float:
         return self._events.now
 
-    # --- for a controller
-
-    def drain(self, name: str, then: Callable[[], None] = lambda: None) -> None:
-        """An engine gets no more turns and leaves when its last one has ended; ``then`` is called at that moment."""
-        self._agents.drain(name, then)
-
-    def join(self, spec: EngineSpec, delay_s: float = 0.0) -> None:
-        """A new engine accepts turns after a delay, with the newest weights."""
-        self._joining += 1
-        self._at(self.now + delay_s, self._joined, spec)
-
-    def restart(self, specs: Sequence[EngineSpec], delay_s: float) -> None:
-        """Restart all ranks: the engines are gone at once, the new ones are up after ``delay_s``.
-
-        Unfinished trajectories begin again from their prompts; finished ones count, as in a live run.  The caller
-        holds training meanwhile.
-        """
-        self._agents.stop()
-        self.recorder.discarded += sum(sent.request.generated for sent in self._sent.values())
-        self._sent.clear()
-        waiting = self.open_trajectories()
-        for trajectory in waiting:
-            self.recorder.discarded += trajectory.attained
-            trajectory.begin()
-            self._queue.forget(trajectory.name, trajectory.spec.prompt_id, self.now)
-            trajectory.place = "queue"
-        self._joining += 1
-        self._at(
-            self.now + delay_s, self._restarted, (specs, [(trajectory, trajectory.epoch) for trajectory in waiting])
-        )
-
-    def hold_training(self, held: bool) -> None:
-        self.training.held = held
-        if not held:
-            self._train()
-
-    @property
-    def waiting(self) -> int:
-        return len(self._queue)
-
-    @property
-    def in_flight(self) -> int:
-        return self._agents.in_flight
-
-    def open_trajectories(self) -> list[SimulatedTrajectory]:
-        """Trajectories that started and have not ended, in order of admission."""
-        return list(self._open.values())
-
     # --- events
 
     def _kick(self) -> None:
@@ -154,12 +96,6 @@ class Simulation:
     def _freed(self) -> None:
         if len(self._queue):
             self._kick()
-
-    def _control(self, _: None) -> None:
-        assert self._controller is not None
-        self._controller(self, self.now)
-        self._check_stall()
-        self._at(self.now + self._controller_s, self._control, None)
 
     def _tick(self, _: None) -> None:
         self._ticking = False
@@ -172,13 +108,9 @@ class Simulation:
         for group in self.training.admit():
             for trajectory in self._groups[group]:
                 trajectory.opened_at = self.now
-                self._open[trajectory.name] = trajectory
-                self._ready((trajectory, trajectory.epoch))
+                self._ready(trajectory)
 
-    def _ready(self, item: tuple[SimulatedTrajectory, int]) -> None:
-        trajectory, epoch = item
-        if trajectory.epoch != epoch:
-            return
+    def _ready(self, trajectory: SimulatedTrajectory) -> None:
         trajectory.ready(self.now)
         self._queue.ready(trajectory.view(self.settings), self.now)
         self._kick()
@@ -211,24 +143,20 @@ class Simulation:
         del self._sent[trajectory.name]
         if sent.request.left:
             trajectory.interrupted(sent.request.generated, sent.request.high, trajectory.version)
-            self._ready((trajectory, trajectory.epoch))
+            self._ready(trajectory)
             return
         self.recorder.turn_s.append(now - trajectory.asked_at)
         tool_s = trajectory.answered(sent.request.high, trajectory.version)
         trajectory.place = "tool"
         after = self._end if trajectory.last else self._ready
         if tool_s > 0.0:
-            self._at(now + tool_s, after, (trajectory, trajectory.epoch))
+            self._at(now + tool_s, after, trajectory)
         else:
-            after((trajectory, trajectory.epoch))
+            after(trajectory)
 
-    def _end(self, item: tuple[SimulatedTrajectory, int]) -> None:
-        trajectory, epoch = item
-        if trajectory.epoch != epoch:
-            return
+    def _end(self, trajectory: SimulatedTrajectory) -> None:
         now, recorder = self.now, self.recorder
         trajectory.place = "done"
-        del self._open[trajectory.name]
         recorder.generated += trajectory.attained
         recorder.finish_s.append(now)
         recorder.completion_s.append(now - trajectory.opened_at)
@@ -249,7 +177,7 @@ class Simulation:
         self._watching = False
         for move in self._queue.rebalance(self._running(), self.now):
             self._agents.abort(self._sent[move.trajectory])
-        if self.in_flight:
+        if self._agents.in_flight:
             self._watch()
 
     def _running(self) -> Iterator[Running]:
@@ -272,31 +200,19 @@ class Simulation:
         self._train()
 
     def _applied(self) -> None:
-        if self.engines:
-            self.training.applied(min(engine.version for engine in self.engines.values()))
-            self._admit()
-            self._kick()
-
-    def _joined(self, spec: EngineSpec) -> None:
-        self._joining -= 1
-        self._active_at = self.now
-        self._agents.up(spec, self.training.version)
+        self.training.applied(min(engine.version for engine in self.engines.values()))
+        self._admit()
         self._kick()
-
-    def _restarted(self, item: tuple[Sequence[EngineSpec], list[tuple[SimulatedTrajectory, int]]]) -> None:
-        specs, waiting = item
-        self._joining += len(specs) - 1
-        for spec in specs:
-            self._joined(spec)
-        for each in waiting:
-            self._ready(each)
-        self._applied()
 
     # --- stalls
 
+    def _progresses(self) -> bool:
+        if self._agents.in_flight or not self.training.idle:
+            return True
+        return any(trajectory.place == "tool" for trajectory in self._trajectories.values())
+
     def _check_stall(self) -> None:
-        running = self.in_flight or self._joining or not self.training.idle
-        if running or any(trajectory.place == "tool" for trajectory in self._trajectories.values()):
+        if self._progresses():
             self._active_at = self.now
         elif self.now - self._active_at > STALLED_S:
             raise self._stalled()
@@ -316,6 +232,4 @@ def simulate(
     training: Training | None = None,
 ) -> SimulationResult:
     """Simulate ``work`` on ``engines`` under ``policy``; raises as `Simulation` does."""
-    return Simulation(
-        work=work, engines=engines, policy=policy, settings=settings or SimulationSettings(), training=training
-    ).run()
+    return Simulation(work, engines, policy, settings or SimulationSettings(), training).run()

@@ -1,6 +1,6 @@
 """What the node agents are in a live run: turns go to simulated engines, answers and load reports come back.
 
-Engines join, leave and apply weights here too.  `Simulation` receives answers, new weights and free slots by callbacks.
+Engines apply weights here too.  `Simulation` receives answers, new weights and free slots by callbacks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .simulated_trajectory import SentTurn, SimulatedTrajectory
 class Agents:
     """The engines of a simulation and the turns in flight.
 
-    Callbacks: ``answered(sent)`` for every turn that ends, ``applied()`` when an engine has new weights or is gone,
-    ``freed()`` when a report frees a slot.
+    Callbacks: ``answered(sent)`` for every turn that ends, ``applied()`` when an engine has new weights, ``freed()``
+    when a report frees a slot.
     """
 
     def __init__(
@@ -44,13 +44,10 @@ class Agents:
         self._at = events.at
         self._count = 0
         self._requests: dict[SimulatedRequest, SentTurn] = {}
-        self._leaving: dict[str, Callable[[], None]] = {}
 
     @property
     def in_flight(self) -> int:
         return len(self._requests)
-
-    # --- engines come and go
 
     def up(self, spec: EngineSpec, version: int) -> None:
         self._count += 1
@@ -73,31 +70,19 @@ class Agents:
             host_tokens=spec.host.tokens if spec.host else 0,
         )
 
-    def drain(self, name: str, then: Callable[[], None]) -> None:
-        """An engine gets no more turns and leaves when its last one has ended; ``then`` is called at that moment."""
-        self._board.set_open(name, False)
-        self._leaving[name] = then
-        self._maybe_gone(name)
+    def down(self, name: str) -> None:
+        """An engine is gone; it has no turn that is not answered, or none that will be."""
+        self._board.down(name)
+        engine = self.engines.pop(name)
+        self._recorder.gone(engine, self._events.now)
+        self._events.drop(self._step, argument=engine)
 
     def stop(self) -> None:
         """All engines are gone at once; turns in flight are never answered."""
         self._requests.clear()
-        self._leaving.clear()
-        for name, engine in self.engines.items():
-            self._board.down(name)
-            self._recorder.gone(engine, self._events.now)
-        self.engines.clear()
-
-    def _maybe_gone(self, name: str) -> None:
-        if self._board.engines[name].inflight:
-            return
-        then = self._leaving.pop(name)
-        self._board.down(name)
-        self._recorder.gone(self.engines.pop(name), self._events.now)
-        self._applied()
-        then()
-
-    # --- turns
+        self._events.drop(self._arrive, self._answer)
+        for name in list(self.engines):
+            self.down(name)
 
     def send(self, trajectory: SimulatedTrajectory, turn: TurnView, decision: Decision) -> SentTurn:
         """Send a routed turn to its engine; raises `OperationError` when no engine can hold it to its end."""
@@ -172,8 +157,6 @@ class Agents:
             self._at(at, self._step, engine, rank=STEP, number=engine.number)
 
     def _arrive(self, sent: SentTurn) -> None:
-        if sent.request not in self._requests:
-            return
         if sent.request.aborted:
             self._answer(sent)
             return
@@ -181,7 +164,7 @@ class Agents:
 
     def _step(self, engine: Engine) -> None:
         now, board = self._events.now, self._board
-        if engine.next_at != now or self.engines.get(engine.name) is not engine:
+        if engine.next_at != now:
             return
         version = engine.version
         done = engine.advance(now)
@@ -205,10 +188,6 @@ class Agents:
                 self._freed()
 
     def _answer(self, sent: SentTurn) -> None:
-        name = sent.engine.name
-        if self._requests.pop(sent.request, None) is None:
-            return
-        self._board.answered(name, sent.turn.context_tokens)
-        if name in self._leaving:
-            self._maybe_gone(name)
+        del self._requests[sent.request]
+        self._board.answered(sent.engine.name, sent.turn.context_tokens)
         self._answered(sent)

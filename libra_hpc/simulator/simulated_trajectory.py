@@ -23,7 +23,6 @@ class SimulatedTrajectory:
         "attained",
         "context",
         "engine",
-        "epoch",
         "group",
         "high",
         "name",
@@ -42,15 +41,14 @@ class SimulatedTrajectory:
         self.name, self.spec, self.group = name, spec, group
         self.shared = spec.prompt_tokens
         """Prompt tokens shared by all samples of the group."""
-        self.epoch = self.version = self.high = 0
+        self.version = self.high = 0
         self.opened_at = self.ready_at = self.asked_at = 0.0
         self.place = ""
         """``queue``, ``engine``, ``tool``, ``done``; empty before admission."""
         self.begin()
 
     def begin(self) -> None:
-        """Start before the first turn, first or again.  Older events carry an older `epoch`."""
-        self.epoch += 1
+        """Start before the first turn, first or again."""
         self.turn = self.attained = self.partial = 0
         self.context = self.spec.prompt_tokens + self.spec.turns[0].new_tokens
         self.signals: tuple[Signal, ...] = ()

@@ -42,7 +42,6 @@ class TrainingStage:
         self.version = 0
         self.nodes = settings.train_nodes
         """Training nodes: the second argument of the training function."""
-        self.held = False
         self.steps: list[SimulatedStep] = []
         self._groups = groups
         self._order: Sequence[str] = list(groups)
@@ -117,7 +116,7 @@ class TrainingStage:
 
     def begin(self, now: float) -> float | None:
         """Start the next step when the trainer is free and a batch waits; returns its seconds."""
-        if self._busy or self.held or not self._waiting:
+        if self._busy or not self._waiting:
             return None
         record = self._waiting.pop(0)
         record.start_at = now

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from bench.controlled_simulation import ControlledSimulation
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
 from libra_hpc.policies.scheduling.slow_engines import SlowEngine, SlowEngines
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
-from libra_hpc.simulator.simulate import Simulation
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.profiles import R2E
 
@@ -33,7 +33,7 @@ def test_work_leaves_an_engine_that_becomes_three_times_slower_gradually() -> No
     shares: dict[float, float] = {}
     seen: list[SlowEngine] = []
 
-    def watch(sim: Simulation, now: float) -> None:
+    def watch(sim: ControlledSimulation, now: float) -> None:
         if now >= SLOW_AT:
             degrading.factor = FACTOR
         views = sim.board.engines
@@ -42,7 +42,9 @@ def test_work_leaves_an_engine_that_becomes_three_times_slower_gradually() -> No
         seen[:] = slow.update(sim.board, now) or seen
 
     work = generate(R2E, Dials(trajectories=192, seed=1))
-    Simulation(work, engines, CausalMlfq(), SimulationSettings(), controller=watch, controller_s=EVERY_S).run()
+    ControlledSimulation(
+        work, engines, CausalMlfq(), SimulationSettings(), controller=watch, controller_s=EVERY_S
+    ).run()
 
     def mean(begin: float, end: float) -> float:
         found = [share for at, share in shares.items() if begin <= at < end]

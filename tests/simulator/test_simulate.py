@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import pytest
 
+from bench.controlled_simulation import ControlledSimulation
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
@@ -15,7 +16,7 @@ from libra_hpc.policies.scheduling.turn_migration import Running, TurnMigration
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulator.result import SimulationResult
 from libra_hpc.simulator.settings import SimulationSettings, trajectory_ids
-from libra_hpc.simulator.simulate import Simulation, simulate
+from libra_hpc.simulator.simulate import simulate
 from libra_hpc.simulator.simulated_trajectory import SimulatedTrajectory
 
 from .toys import Exchange, Linear, Restless, Spread, single, spec, turn
@@ -134,7 +135,7 @@ def test_an_interrupted_turn_goes_on_elsewhere_with_what_it_has_and_ends_sooner(
     # its last token once more.
     assert result.makespan_s == 5.0 + 12.5
     assert policy.seen == [(5.0, "p/0", 4)], "known up to the last report"
-    assert (result.generated_tokens, result.discarded_tokens) == (30, 0)
+    assert result.generated_tokens == 30
     assert [engine.generated_tokens for engine in result.engines] == [5, 25]
     assert (result.moves, result.tp_moves, result.turn_migrations, result.reprefilled_by) == (1, 1, 1, {"move": 12})
     assert (result.turns, result.decisions, result.turn_latency.p50) == (1, 2, 17.5)
@@ -216,7 +217,9 @@ def test_an_engine_leaves_after_its_turns_and_another_joins() -> None:
     work = [TrajectoryRecord(f"p{i}", 0, 4, (turn(10), turn(10, new=1, tool=None))) for i in range(2)]
     exchange = Exchange("a", spec("c", Linear(400, tp=2)), delay_s=15.0)
     engines = [spec("a", Linear(400)), spec("b", Linear(400))]
-    result = Simulation(work, engines, Spread(), with_(max_inflight=1), controller=exchange, controller_s=5.0).run()
+    result = ControlledSimulation(
+        work, engines, Spread(), with_(max_inflight=1), controller=exchange, controller_s=5.0
+    ).run()
     # a ends its turn at 10 and leaves.  b goes on with its own until 20; the other one waits for it: c would come at
     # 25.
     assert result.finish_s == [20.0, 30.0]
@@ -227,13 +230,13 @@ def test_an_engine_leaves_after_its_turns_and_another_joins() -> None:
 def test_a_controller_sees_counters_and_moves_engines() -> None:
     seen = []
 
-    def controller(sim: Simulation, now: float) -> None:
+    def controller(sim: ControlledSimulation, now: float) -> None:
         seen.append((now, sim.in_flight, sim.waiting, len(sim.open_trajectories())))
         if now == 4.0:
             sim.join(spec("b", Linear(400)))
 
     work = [single(f"p{i}", 4, 10) for i in range(2)]
-    result = Simulation(
+    result = ControlledSimulation(
         work, [spec("a", Linear(400))], Spread(), with_(max_inflight=1), controller=controller, controller_s=4.0
     ).run()
     assert seen == [(4.0, 1, 1, 2), (8.0, 2, 0, 2), (12.0, 1, 0, 1)]
@@ -242,12 +245,10 @@ def test_a_controller_sees_counters_and_moves_engines() -> None:
 
 def test_of_a_trajectory_that_restarts_only_the_prompt_was_computed() -> None:
     run = SimulatedTrajectory("p/0", TrajectoryRecord("p", 0, 8, (turn(20), turn(5, new=3))), "p")
-    before = run.epoch
     run.answered(27, 0)
     assert (run.context, run.attained, run.high) == (31, 20, 27)
     run.begin()
     assert (run.context, run.attained, run.turn, run.signals, run.high) == (8, 0, 0, (), 8)
-    assert run.epoch > before
 
 
 def test_a_turn_goes_where_it_fits() -> None:

@@ -10,6 +10,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.controlled_simulation import ControlledSimulation
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulator.result import SimulationResult
 from libra_hpc.simulator.settings import SimulationSettings
@@ -76,7 +77,9 @@ def run(
     if rules.exchange is not None:
         at_s, delay_s = rules.exchange
         exchange = Exchange("b", spec("c", Linear(400, 2**-4, 2**-18, 2**-9)), delay_s)
-        sim = Simulation(work, engines, policy(), rules.settings, controller=exchange, controller_s=at_s + 0.125)
+        sim = ControlledSimulation(
+            work, engines, policy(), rules.settings, controller=exchange, controller_s=at_s + 0.125
+        )
     return sim, sim.run()
 
 
@@ -112,7 +115,7 @@ def test_nothing_is_lost_nothing_counted_twice_and_stretches_equal_single_steps(
     assert result.finish_s[-1] <= result.makespan_s
     assert all(step.staleness <= rules.settings.eta for step in result.steps)
     assert all(one.snapshot().kv_use == 0.0 for one in sim.engines.values()), "no request has KV blocks any more"
-    assert sim.in_flight == sim.waiting == 0
+    assert sim._agents.in_flight == len(sim._queue) == 0
     slow, stepped = run(work, rules.stepwise(), capacity, policy)
     assert result == stepped
     assert policy is Restless or sim._events.count <= slow._events.count

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from bench.controlled_simulation import ControlledSimulation
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
@@ -16,7 +17,6 @@ from libra_hpc.simulator.engine.host_cache import HostCache
 from libra_hpc.simulator.engine.simulated_engine import IDLE, Engine
 from libra_hpc.simulator.engine.simulated_request import SimulatedRequest
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
-from libra_hpc.simulator.simulate import Simulation
 
 
 class Linear:
@@ -94,7 +94,7 @@ class Exchange:
         self._leave, self._join, self._delay_s = leave, join, delay_s
         self._ordered = False
 
-    def __call__(self, sim: Simulation, now: float) -> None:
+    def __call__(self, sim: ControlledSimulation, now: float) -> None:
         if not self._ordered:
             self._ordered = True
             sim.drain(self._leave, lambda: sim.join(self._join, self._delay_s))
