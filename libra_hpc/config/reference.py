@@ -1,6 +1,6 @@
-"""Generate the reference of all keys of a run file from the schema: valid values, default, unit, description.
+"""The reference of all keys of a run file, from the schema: valid values, default, unit, description.
 
-`libra-hpc config explain` prints it; ``python -m libra_hpc.config.reference > docs/configuration.md`` writes the page.
+`libra-hpc config explain` prints it, and docs/configuration.md has all of it (`tests.docs.keys_page`).
 """
 
 from __future__ import annotations
@@ -23,35 +23,6 @@ from .section import Unit
 from .site import ALLOWED
 
 WIDTH = 80
-EXAMPLE = "rollout.max_model_len"
-_PAGE = """\
-# Which keys can a run file have?
-
-```
-libra-hpc config explain [SECTION | SECTION.KEY] [--run RUN.toml] [--json]
-```
-
-explains all keys, those of a section, or one. With `--run` it adds the present
-value in a run file or a run, and where the value comes from. For example:
-
-```console
-$ libra-hpc config explain {name}
-{example}
-```
-
-- A run file is TOML. A key that is left out has its default.
-- An unknown key is an error, and so is a value of another type.
-- `-o section.key=value` replaces one value for one command.
-- Some keys may stand in a site profile as well (site.md).
-- `libra-hpc config show RUN.toml` prints the file with all defaults as JSON.
-  With `--toml` it prints a run file without the defaults, and with `--sources`
-  where each value comes from. A run is shown as well: `config show RUN`.
-- `libra-hpc check RUN.toml` checks the file, its model, its task and the
-  cluster.
-
-This page is written by `python -m libra_hpc.config.reference`.
-
-{tables}"""
 
 
 class ConfigKey(NamedTuple):
@@ -137,11 +108,6 @@ def as_records(found: Sequence[KeyTable], present: Mapping[str, Present] | None 
     ]
 
 
-def page() -> str:
-    """The text of ``docs/configuration.md``."""
-    return _PAGE.format(name=EXAMPLE, example=as_text(select(EXAMPLE)).rstrip(), tables=as_text(tables()))
-
-
 def _walk(section: BaseModel, name: str) -> Iterator[KeyTable]:
     """The section's own keys as a table, then the tables below it."""
     values = {key: getattr(section, key) for key in type(section).model_fields}
@@ -201,7 +167,3 @@ def _entry(key: ConfigKey, present: str) -> str:
         )
         for indent, line in [*lines, *([("  ", present)] if present else [])]
     )
-
-
-if __name__ == "__main__":
-    print(page(), end="")

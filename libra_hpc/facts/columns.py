@@ -4,7 +4,7 @@
 - `LIVE` -> measured about once a second, keys of ``status.json``.
 - `COUNTED` -> counted in the events of a run.
 
-``status``, ``summary``, the report, ``compare`` and ``docs/columns.md`` (`columns_page`) are made from these tables.
+``status``, ``summary``, the report, ``compare`` and ``docs/columns.md`` are made from these tables.
 """
 
 from __future__ import annotations

@@ -10,16 +10,17 @@ import pytest
 from libra_hpc.config import reference
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
+from tests.docs import keys_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
-COMMAND = "python -m libra_hpc.config.reference > docs/configuration.md"
+COMMAND = "python -m tests.docs.keys_page > docs/configuration.md"
 LONGEST = 25
 """Words of a sentence."""
 RECORDS = reference.as_records(reference.tables())
 
 
 def test_the_page_in_docs_is_the_one_the_schema_makes() -> None:
-    assert PAGE.read_text(encoding="utf-8") == reference.page(), f"the schema has changed; run: {COMMAND}"
+    assert PAGE.read_text(encoding="utf-8") == keys_page.page(), f"the schema has changed; run: {COMMAND}"
 
 
 def test_every_key_of_a_run_is_in_the_reference_with_its_default() -> None:
@@ -41,7 +42,7 @@ def test_every_key_is_described_in_sentences_of_at_most_25_words(record: dict[st
 
 
 def test_the_page_is_readable_in_a_terminal() -> None:
-    assert max(len(line) for line in reference.page().splitlines()) <= reference.WIDTH
+    assert max(len(line) for line in keys_page.page().splitlines()) <= reference.WIDTH
 
 
 def test_a_section_or_one_key_can_be_selected() -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import libra_hpc
 from libra_hpc.config.run import RunConfig
-from libra_hpc.facts import columns, columns_page
+from libra_hpc.facts import columns
 from libra_hpc.facts.columns import Number
 from libra_hpc.facts.comparison import compare
 from libra_hpc.facts.events import EVENTS
@@ -26,6 +26,7 @@ from libra_hpc.facts.view import render
 from libra_hpc.pictures.report_page import Standing, page
 from libra_hpc.protocol.agents import TrainingDone
 from tests.coordinator.test_coordinator import Scene, run_until_over
+from tests.docs import columns_page
 from tests.protocol.step_reports import step_report
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +87,7 @@ def test_every_name_is_declared_once() -> None:
 
 
 def test_the_page_in_docs_is_the_one_the_tables_make() -> None:
-    command = "python -m libra_hpc.facts.columns_page > docs/columns.md"
+    command = "python -m tests.docs.columns_page > docs/columns.md"
     assert (ROOT / "docs/columns.md").read_text() == columns_page.page(), f"the tables have changed; run: {command}"
 
 

@@ -1,13 +1,13 @@
-"""The page of all numbers and events: ``python -m libra_hpc.facts.columns_page > docs/columns.md``."""
+"""The page of all numbers and events: ``python -m tests.docs.columns_page > docs/columns.md``."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
 
-from . import columns
-from .columns import Number
-from .events import EVENTS, EventKind
+from libra_hpc.facts import columns
+from libra_hpc.facts.columns import Number
+from libra_hpc.facts.events import EVENTS, EventKind
 
 WIDTH = 100
 _PAGE = """\
@@ -22,7 +22,7 @@ grep '"kind":"engine_lost"' RUN/events.jsonl         # events of one kind
 `metrics.jsonl` has one line per optimizer step, `events.jsonl` one per event. Both only grow, and are readable while
 the run goes on. *Status*, *summary*, *report* and *compare* name the screens that show a number.
 
-This page is written by `python -m libra_hpc.facts.columns_page`.
+This page is written by `python -m tests.docs.columns_page`.
 
 ## Columns of metrics.jsonl
 

@@ -1,0 +1,44 @@
+"""The page of all keys of a run file: ``python -m tests.docs.keys_page > docs/configuration.md``."""
+
+from __future__ import annotations
+
+from libra_hpc.config.reference import as_text, select, tables
+
+EXAMPLE = "rollout.max_model_len"
+_PAGE = """\
+# Which keys can a run file have?
+
+```
+libra-hpc config explain [SECTION | SECTION.KEY] [--run RUN.toml] [--json]
+```
+
+explains all keys, those of a section, or one. With `--run` it adds the present
+value in a run file or a run, and where the value comes from. For example:
+
+```console
+$ libra-hpc config explain {name}
+{example}
+```
+
+- A run file is TOML. A key that is left out has its default.
+- An unknown key is an error, and so is a value of another type.
+- `-o section.key=value` replaces one value for one command.
+- Some keys may stand in a site profile as well (site.md).
+- `libra-hpc config show RUN.toml` prints the file with all defaults as JSON.
+  With `--toml` it prints a run file without the defaults, and with `--sources`
+  where each value comes from. A run is shown as well: `config show RUN`.
+- `libra-hpc check RUN.toml` checks the file, its model, its task and the
+  cluster.
+
+This page is written by `python -m tests.docs.keys_page`.
+
+{tables}"""
+
+
+def page() -> str:
+    """The text of ``docs/configuration.md``."""
+    return _PAGE.format(name=EXAMPLE, example=as_text(select(EXAMPLE)).rstrip(), tables=as_text(tables()))
+
+
+if __name__ == "__main__":
+    print(page(), end="")
