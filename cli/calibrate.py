@@ -12,9 +12,7 @@ from typing import Annotated, Any, cast
 
 import msgspec
 import typer
-from rich import box
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from libra_hpc.engine.measure_engines import measure_engines
 from libra_hpc.engine.measure_steps import earlier, merged
@@ -29,7 +27,7 @@ from libra_hpc.models.step_times.measured import Calibration, Fit, MeasuredTimes
 from .calibrate_train import train
 from .check import site_config
 from .job_wait import on_a_node
-from .output import PlainConsole, print_json, print_line, show
+from .output import PlainConsole, print_json, print_line, show, table
 from .runs import JsonOption, RunsOption, find_run
 
 DEVICES = ("cpu", "cuda")
@@ -187,22 +185,13 @@ def print_fits(out: Path, found: Calibration, fits: dict[int, Fit]) -> None:
 def show_fits(out: Path, found: Calibration, fits: dict[int, Fit]) -> None:
     """Print the fitted step times as a table."""
     print_line(f"{out}: {len(found.points):,} steps of {found.model} on {found.device}")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("TP")
-    for heading in (
-        "steps",
-        "KV tokens",
-        "error p50",
-        "p90",
-        *(f"{count} x {context}, ms" for count, context in EXAMPLES),
-        "prefill 1k, ms",
-    ):
-        table.add_column(heading, justify="right")
+    examples = (f"{count} x {context}, ms>~" for count, context in EXAMPLES)
+    made = table("TP~", "steps>~", "KV tokens>~", "error p50>~", "p90>~", *examples, "prefill 1k, ms>~")
     for tp, fit in fits.items():
         times = MeasuredTimes(fit, tp, found.kv_capacity[tp], "")
         cells = [f"{1e3 * times.step_s(count, count * context):.2f}" for count, context in EXAMPLES]
         errors = (f"{fit.median_error:.1%}", f"{fit.p90_error:.1%}")
-        table.add_row(
+        made.add_row(
             str(tp),
             f"{fit.points:,}",
             f"{found.kv_capacity[tp]:,}",
@@ -210,7 +199,7 @@ def show_fits(out: Path, found: Calibration, fits: dict[int, Fit]) -> None:
             *cells,
             f"{1e3 * times.step_s(0, 0, 1024):.1f}",
         )
-    show(table)
+    show(made)
     print_line(
         f"use it with: libra-hpc simulate TRACE --calibration {out} --device {found.device} --model {found.model}"
     )

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich import box
-from rich.table import Table
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
@@ -22,7 +20,7 @@ from libra_hpc.trainer.measure import measure_training
 
 from .check import site_config
 from .job_wait import on_a_node
-from .output import busy, print_json, print_line, show
+from .output import busy, print_json, print_line, show, table
 from .runs import JsonOption
 
 START_MINUTES = 20
@@ -90,13 +88,11 @@ def train(
 def show_speed(out: Path, speed: TrainSpeed) -> None:
     """Print the measured batches as a table."""
     print_line(f"{out}: {speed.model} as {speed.layout} on {speed.device}")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("trajectories", "tokens each", "steps", "measured, s", "predicted, s", "factor"):
-        table.add_column(heading, justify="right")
+    made = table("trajectories>~", "tokens each>~", "steps>~", "measured, s>~", "predicted, s>~", "factor>~")
     for s in speed.samples:
         cells = (f"{s.seconds:.3g}", f"{s.predicted:.3g}", f"{s.seconds / s.predicted:.3g}")
-        table.add_row(f"{s.trajectories:,}", f"{s.context:,}", str(s.steps), *cells)
-    show(table)
+        made.add_row(f"{s.trajectories:,}", f"{s.context:,}", str(s.steps), *cells)
+    show(made)
     print_line(f"{speed.tokens_s:,.0f} tokens/s, {speed.mfu:.2%} MFU, factor {speed.factor:.3g}")
     print_line(f"use it with: libra-hpc plan RUN.toml --train-speed {out}")
 

@@ -6,7 +6,6 @@ import shutil
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from libra_hpc.agent.node_probe import probe
 from libra_hpc.config.run import RunConfig
@@ -19,7 +18,7 @@ from libra_hpc.slurm.site_commands import slurm_environment
 from . import jobs
 from .check import site_config
 from .job_wait import job_folder, wait_for
-from .output import print_json, print_line, print_note, show
+from .output import print_json, print_line, print_note, show, table
 from .runs import JsonOption
 
 TIME_LIMIT = "00:10:00"
@@ -48,12 +47,10 @@ def doctor(
     if json:
         print_json({"good": not bad, "site_files": files, "findings": [finding._asdict() for finding in found]})
     else:
-        table = Table(box=None, pad_edge=False)
-        for column in ("", "what", "found", "to do"):
-            table.add_column(column, overflow="fold")
+        made = table("~", "what~", "found~", "to do~", box=None)
         for finding in found:
-            table.add_row(MARKS[finding.state], finding.subject, finding.found, finding.fix)
-        show(table)
+            made.add_row(MARKS[finding.state], finding.subject, finding.found, finding.fix)
+        show(made)
         print_line(f"site profile: {', '.join(files) or 'none (libra-hpc init writes one)'}")
     if bad:
         raise typer.Exit(1)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from libra_hpc.preflight.gpu_memory import MemoryNeed
+
+from .output import narrow_table
 
 COLUMNS = 80
 """Width of the table: a terminal of usual width shows it whole."""
@@ -16,9 +17,7 @@ COLUMNS = 80
 
 def memory_table(found: Sequence[MemoryNeed]) -> Table:
     """A row for each, with its terms from large to small."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), width=COLUMNS)
-    for name, justify in (("memory, GB", "left"), ("needs", "right"), ("has", "right"), ("terms", "left")):
-        table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
+    table = narrow_table("memory, GB~", "needs>~", "has>~", "terms~", width=COLUMNS)
     for row in found:
         largest = sorted(row.terms.items(), key=lambda term: -term[1])
         terms = ", ".join(f"{name} {_gb(size)}" for name, size in largest if size)

@@ -59,14 +59,22 @@ def show(what: RenderableType) -> None:
 
 
 def table(*columns: str, **options: Any) -> Table:
-    """A table; ``name>`` is a column at the right, ``name~`` one that may take several lines, ``name>~`` both."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, **options)
+    """A table; ``name>`` is a column at the right, ``name~`` one that may take several lines, ``name>~`` both.
+
+    ``options``: of `rich.table.Table`.
+    """
+    made = Table(**{"box": box.SIMPLE_HEAD, "pad_edge": False, **options})
     for name in columns:
         marks = name[len(name.rstrip(">~")) :]
         folds: OverflowMethod = "fold" if "~" in marks else "ellipsis"
         justify: JustifyMethod = "right" if ">" in marks else "left"
         made.add_column(name.rstrip(">~"), justify=justify, overflow=folds, no_wrap="~" not in marks)
     return made
+
+
+def narrow_table(*columns: str, **options: Any) -> Table:
+    """As `table`, with one space between columns."""
+    return table(*columns, padding=(0, 1, 0, 0), **options)
 
 
 def busy(what: str) -> Status:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -15,7 +14,7 @@ from libra_hpc.policies.costs.training_time import TrainTime
 from libra_hpc.policies.search.best_plan import PlanResult, RunPlan
 from libra_hpc.policies.search.scaling_curve import ScalingPoint
 
-from .output import print_line, show
+from .output import narrow_table, print_line, show
 
 NEAREST = 3
 """Excluded choices that are printed without ``--explain``."""
@@ -66,16 +65,16 @@ def header(asked: PlanRequest, *, sized: bool = True) -> None:
 def plans(asked: PlanRequest, result: PlanResult) -> Table:
     """One row per number of training nodes, best first."""
     simulated = bool(result.plans[0].simulated)
-    table = _table(
-        ("nodes", "right"),
-        ("train as", "left"),
-        ("train", "right"),
-        ("rollout as", "left"),
-        ("rollout", "right"),
-        ("batch", "right"),
-        *([("model", "right")] if simulated else []),
-        ("tokens/s", "right"),
-        ("GB", "right"),
+    table = narrow_table(
+        "nodes>~",
+        "train as~",
+        "train>~",
+        "rollout as~",
+        "rollout>~",
+        "batch>~",
+        *(["model>~"] if simulated else []),
+        "tokens/s>~",
+        "GB>~",
     )
     for plan in result.plans:
         cells = [
@@ -173,7 +172,7 @@ def nearest(result: PlanResult) -> None:
 def terms(result: PlanResult) -> Table:
     """Where the training time of the best plan goes."""
     time = result.plans[0].train.time
-    table = _table(("training of the best plan", "left"), ("time", "right"), ("share", "right"))
+    table = narrow_table("training of the best plan~", "time>~", "share>~")
     for name in TrainTime.__struct_fields__:
         if name in TERMS and getattr(time, name) > 0:
             table.add_row(TERMS[name], _s(getattr(time, name)), f"{getattr(time, name) / time.total:.0%}")
@@ -187,7 +186,7 @@ def memory(asked: PlanRequest, result: PlanResult) -> Table:
     """Memory of a training device in the best plan."""
     best = result.plans[0]
     needs, usable = best.train.memory, USABLE * asked.pools[best.pool].device.memory_bytes
-    table = _table(("memory of a training GPU", "left"), ("GB", "right"))
+    table = narrow_table("memory of a training GPU~", "GB>~")
     for name, size in needs.terms().items():
         table.add_row(name, _gb(size))
     table.add_row(f"all, of {usable / 1e9:.0f} usable", _gb(needs.total), style="bold")
@@ -197,12 +196,8 @@ def memory(asked: PlanRequest, result: PlanResult) -> Table:
 def segments(asked: PlanRequest, result: PlanResult) -> Table:
     """The engines of the best plan, and the lengths of their trajectories."""
     lengths = asked.batch.lengths
-    table = _table(
-        ("rollout of the best plan", "left"),
-        ("generated tokens", "right"),
-        ("trajectories", "right"),
-        ("share of tokens", "right"),
-        ("time", "right"),
+    table = narrow_table(
+        "rollout of the best plan~", "generated tokens>~", "trajectories>~", "share of tokens>~", "time>~"
     )
     for s in result.plans[0].rollout.segments:
         bins = lengths.bins[s.first : s.last + 1]
@@ -221,7 +216,7 @@ def segments(asked: PlanRequest, result: PlanResult) -> Table:
 
 def excluded(result: PlanResult) -> Table:
     """Everything that does not fit, nearest first."""
-    table = _table(("does not fit", "left"), ("because", "left"))
+    table = narrow_table("does not fit~", "because~")
     for entry in result.excluded:
         table.add_row(entry.what, entry.limit.reason)
     return table
@@ -229,16 +224,7 @@ def excluded(result: PlanResult) -> Table:
 
 def curve(points: Sequence[ScalingPoint], at: int | None) -> Table:
     """The scaling curve; ``at`` is the index of its knee."""
-    table = _table(
-        ("GPUs", "right"),
-        ("nodes", "right"),
-        ("train as", "left"),
-        ("rollout as", "left"),
-        ("batch", "right"),
-        ("tokens/s", "right"),
-        ("per GPU", "right"),
-        ("", "left"),
-    )
+    table = narrow_table("GPUs>~", "nodes>~", "train as~", "rollout as~", "batch>~", "tokens/s>~", "per GPU>~", "~")
     best = max(p.plan.tokens_s / p.devices for p in points if p.plan is not None)
     for i, point in enumerate(points):
         if point.plan is None:
@@ -299,10 +285,3 @@ def _gb(size: float) -> str:
 def _source(text: str) -> str:
     """A source of step times without its TP degree."""
     return re.sub(r" on \d+ x ", " on ", text)
-
-
-def _table(*columns: tuple[str, str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name, justify in columns:
-        table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
-    return table
