@@ -75,16 +75,15 @@ def trajectory_ids(work: Sequence[TrajectoryRecord]) -> list[str]:
 
 
 def check(work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], settings: SimulationSettings) -> None:
-    """Raise `UserError` for what cannot be simulated."""
+    """Raise `UserError` for what cannot be simulated.
+
+    What the readers of traces and the options of `libra-hpc simulate` refuse is not looked for again.
+    """
     if not work:
         raise UserError("The workload is empty: there is no trajectory to simulate.")
     if not engines:
         raise UserError("There is no engine to simulate.")
-    _check_settings(settings)
-    names: set[str] = set()
     for engine in engines:
-        if engine.tp < 1:
-            raise invalid(f"engine {engine.name}: tp", engine.tp, "too small", "an integer >= 1")
         if engine.steps.kv_capacity < 2 * settings.block_size:
             raise invalid(
                 f"engine {engine.name}: KV capacity",
@@ -92,12 +91,10 @@ def check(work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], setti
                 "too small",
                 f"at least 2 blocks of {settings.block_size} tokens",
             )
-        if engine.name in names:
-            raise invalid("engine", engine.name, "two engines have this name", "one name per engine")
-        names.add(engine.name)
     room = max(engine.steps.kv_capacity // settings.block_size for engine in engines)
     for name, spec in zip(trajectory_ids(work), work, strict=True):
-        _check_trajectory(name, spec)
+        if spec.prompt_tokens + spec.turns[0].new_tokens < 1:
+            raise UserError(f"Trajectory {name} has an empty prompt.")
         if settings.max_model_len and spec.context > settings.max_model_len:
             raise UserError(
                 f"Trajectory {name} is {spec.context} tokens long; max_model_len (`--max-context`) is"
@@ -109,49 +106,3 @@ def check(work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], setti
                 f"Trajectory {name} is {spec.context} tokens long; the KV cache of the largest engine holds one of at"
                 f" most {most}."
             )
-
-
-def _check_trajectory(name: str, spec: TrajectoryRecord) -> None:
-    if not spec.turns:
-        raise UserError(f"Trajectory {name} has no turns.")
-    if spec.prompt_tokens + spec.turns[0].new_tokens < 1:
-        raise UserError(f"Trajectory {name} has an empty prompt.")
-    for number, turn in enumerate(spec.turns):
-        if turn.gen_tokens < 1:
-            raise invalid(
-                f"trajectory {name}, turn {number}: gen_tokens", turn.gen_tokens, "too small", "an integer >= 1"
-            )
-        if turn.new_tokens < 0 or turn.tool_s < 0.0:
-            raise UserError(
-                f"Trajectory {name}, turn {number}: new_tokens = {turn.new_tokens} and tool_s = {turn.tool_s} must not"
-                " be negative."
-            )
-
-
-def _check_settings(settings: SimulationSettings) -> None:
-    for field in ("max_inflight", "max_num_seqs", "block_size", "max_stretch"):
-        if getattr(settings, field) < 1:
-            raise invalid(field, getattr(settings, field), "too small", "an integer >= 1")
-    for field in (
-        "send_s",
-        "answer_s",
-        "batch_groups",
-        "eta",
-        "max_open_groups",
-        "train_s",
-        "sync_s",
-        "max_model_len",
-        "train_nodes",
-    ):
-        if getattr(settings, field) < 0:
-            raise invalid(field, getattr(settings, field), "negative", "a number >= 0")
-    for field in ("tick_s", "report_s"):
-        if getattr(settings, field) <= 0.0:
-            raise invalid(field, getattr(settings, field), "too small", "a number > 0")
-    if settings.max_num_batched_tokens < settings.max_num_seqs:
-        raise invalid(
-            "max_num_batched_tokens",
-            settings.max_num_batched_tokens,
-            "smaller than max_num_seqs",
-            f"an integer >= {settings.max_num_seqs}",
-        )
