@@ -99,7 +99,6 @@ def simulate(
         train_s=train_s,
         sync_s=sync_s,
         seed=seed,
-        max_num_batched_tokens=max(DEFAULTS.max_num_batched_tokens, max_num_seqs),
         max_model_len=max_context,
     )
     slots, most = max_num_seqs * len(fleet.engines), most_at_once(work, settings)

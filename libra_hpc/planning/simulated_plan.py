@@ -103,7 +103,6 @@ def simulated_plans(
         max_inflight=asked.max_inflight,
         max_num_seqs=asked.options.max_num_seqs,
         max_model_len=asked.options.max_model_len,
-        max_num_batched_tokens=max(SimulationSettings().max_num_batched_tokens, asked.options.max_num_seqs),
     )
 
     lengths, plain = asked.batch.lengths, next((p for p in chosen if not p.mixed), chosen[0]).rollout

@@ -31,7 +31,7 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether caps below ``max_inflight`` follow the engines' reports."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 8192
-    """Most tokens of one engine step, decoded and prefilled (vLLM's default on large GPUs)."""
+    """Most tokens of one engine step, decoded and prefilled (vLLM's default on large GPUs); at least one a sequence."""
     block_size: int = 32
     max_model_len: int = 0
     """Longest context in tokens, which policies see; 0: unknown, the engines' KV caches are the limit."""
