@@ -66,7 +66,7 @@ ASKED: dict[type, type] = {SaveFailed: Saved, ExportFailed: Exported, SnapshotFa
 
 
 def merged(answers: Mapping[int, FromWorker]) -> FromWorker:
-    """The answer of a node: local rank 0's, but for a checkpoint and a snapshot, of which every process has a part."""
+    """The answer of a node: local rank 0's, but for what every process has a part of."""
     for answer in answers.values():
         if isinstance(answer, SaveFailed | SnapshotFailed):
             return answer
@@ -75,6 +75,9 @@ def merged(answers: Mapping[int, FromWorker]) -> FromWorker:
         parts = [answer for answer in answers.values() if isinstance(answer, Saved)]
         files = {name: entry for part in parts for name, entry in part.files.items()}
         return Saved(first.folder, first.step, max(part.seconds for part in parts), files)
+    if isinstance(first, Joined):
+        received = sum(answer.received_bytes for answer in answers.values() if isinstance(answer, Joined))
+        return msgspec.structs.replace(first, received_bytes=received)
     return first
 
 

@@ -115,6 +115,7 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
     generation: int
     step: int
     received_bytes: int
+    """Of weights, by one process; a node's answer has the sum."""
     seconds: float
     attempt: int = 0
     """That of the `Join`."""

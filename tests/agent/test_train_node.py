@@ -337,13 +337,13 @@ def test_a_core_of_several_nodes_restarts_as_a_whole(here: Path) -> None:
 
 
 def test_a_hybrid_node_joins_from_the_weights_that_it_has_for_rollout(here: Path) -> None:
-    core, scene = Scene(here), Scene(here / "hybrid", rank=2)
+    core, scene = Scene(here, tp=2), Scene(here / "hybrid", tp=2, rank=2)
 
     async def script() -> None:
         await core.node.start()
         await core.until(lambda: core.states("ready"))
         await scene.ready()
-        (worker,) = workers(scene, 2)
+        worker, _ = workers(scene, 2)
         assert (worker.elastic, worker.core_dp, worker.start_dir) == (True, 1, "")
         for number, weights in enumerate((None, WeightFile(0, here / "w", 1, 0)), 1):
             scene.weights = weights
@@ -356,5 +356,5 @@ def test_a_hybrid_node_joins_from_the_weights_that_it_has_for_rollout(here: Path
 
     scene.play(script)
     received = [joined.received_bytes for joined in scene.answers(Joined)]
-    assert received[0] > 1e9
+    assert received[0] == pytest.approx(2 * 8.19e9, rel=0.01), "half of the weights by each process"
     assert received[1] == 0
