@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from .sources import ROOT, imports, name, sources
@@ -68,3 +70,9 @@ def test_no_arrow_runs_upwards() -> None:
     for room, row in rooms().items():
         assert row.imports <= seen, f"{room} stands above {sorted(row.imports - seen)} in the table"
         seen.add(room)
+
+
+def test_a_wheel_has_every_room() -> None:
+    folders = {".".join(path.parent.parts) for path in map(Path, map(name, sources("libra_hpc")))}
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert folders <= set(packages)
