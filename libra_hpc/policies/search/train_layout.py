@@ -6,6 +6,7 @@ time. One whose longest trajectory takes longer is left out.
 
 - A layout that does not fit in memory -> excluded, with the reason.
 - ``elastic``: so many hybrid nodes can train beside the core: they are a whole number of replicas, which fit on them.
+- Seconds that differ by less than `ROUNDING` are equal: the layout with fewer context ranks is taken.
 - Micro-batches are powers of two, from the mean trajectory on.
 """
 
@@ -22,6 +23,9 @@ from libra_hpc.policies.costs.training_time import TrainCost, TrainTime
 
 MOST_MICRO_TOKENS = 65536
 """Largest micro-batch, unless one trajectory is longer: kernels are efficient long before."""
+
+ROUNDING = 1e-3
+"""Of predicted seconds. Half, double: hardly seen. `plan` prints three or four digits, and the models err by more."""
 
 
 class TrainSpace(msgspec.Struct, frozen=True):
@@ -118,23 +122,28 @@ class TrainSearch:
         return sorted(found, key=lambda e: e.limit.over)
 
     def _search(self, devices: int, elastic: int) -> TrainChoice | None:
-        least, best = math.inf, None
+        # Whatever takes up to this time may be as good as the fastest.
+        most, found = math.inf, list[tuple[TrainTime, TrainLayout]]()
         never: set[int] = set()
         for index, layout in self._spread(devices, self._able):
             seconds, shard = self._shards[index]
-            if seconds / devices >= least:
+            if seconds / devices >= most:
                 break
-            if seconds / shard.replica * self._cost.longest_share >= least:
+            if seconds / shard.replica * self._cost.longest_share >= most:
                 continue
             if self._never(index):
                 never.add(index)
             elif self._fits(index, layout) and (not elastic or self._fits_beside(layout, elastic)):
                 time = self._cost.time(layout)
-                if time.total < least:
-                    least, best = time.total, (layout, time)
+                most = min(most, time.total * (1.0 + ROUNDING))
+                found.append((time, layout))
         if never:
             self._able = [index for index in self._able if index not in never]
-        return None if best is None else TrainChoice(*best, self._cost.memory(best[0]))
+        equal = [(time, layout) for time, layout in found if time.total <= most]
+        if not equal:
+            return None
+        time, layout = min(equal, key=lambda one: (one[1].cp, one[0].total))
+        return TrainChoice(layout, time, self._cost.memory(layout))
 
     def _spread(self, devices: int, indices: Sequence[int]) -> Iterator[tuple[int, TrainLayout]]:
         """Layouts of exactly ``devices`` devices with the index of their shard, in the order of the bound."""

@@ -24,7 +24,7 @@ from libra_hpc.policies.search import node_count
 from libra_hpc.policies.search.best_plan import DevicePool, PlanSearch
 from libra_hpc.policies.search.even_rollout_layout import EvenRolloutSearch
 from libra_hpc.policies.search.rollout_layout import ReplicaClass, RolloutLayout, RolloutSearch, assign
-from libra_hpc.policies.search.train_layout import Hybrid, TrainSearch, TrainSpace
+from libra_hpc.policies.search.train_layout import ROUNDING, Hybrid, TrainSearch, TrainSpace
 from tests.policies.control.plant_costs import A800, QWEN, FakeSteps, agentic, batch_of, costs, fake
 
 SMALL = TrainSpace(tp=(1, 2, 4, 8), pp=(1, 2), cp=(1,))
@@ -230,7 +230,19 @@ def test_every_training_layout_and_engine_degree_was_compared(name: str, nodes: 
     """Dense models and mixtures of experts, with every degree of parallelism and the tabulated step times."""
     shape, batch, pools = model_shape(name), agentic(256, eta), [DevicePool(A800, nodes, 8)]
     wanted = enumerated(batch, pools, sorted_lengths=False, shape=shape, space=TrainSpace(), steps=lookup)
-    assert PlanSearch(shape, pools, batch).run().plans[0].seconds == pytest.approx(wanted, rel=1e-6)
+    assert PlanSearch(shape, pools, batch).run().plans[0].seconds == pytest.approx(wanted, rel=ROUNDING)
+
+
+def test_of_layouts_as_fast_as_each_other_the_one_with_fewer_context_ranks_is_taken() -> None:
+    cost = TrainCost(model_shape("qwen3-30b-a3b"), A800, 8, agentic(256))
+    search = TrainSearch(cost, 8)
+    able = {one: cost.time(one).total for one in search.candidates(16) if cost.limit(one) is None}
+    fastest, best = min(able, key=able.__getitem__), search.best(16)
+    assert best is not None
+    assert (fastest.cp, best.layout.cp) == (4, 2)
+    equal = {one: seconds for one, seconds in able.items() if seconds <= able[fastest] * (1.0 + ROUNDING)}
+    fewest = min(one.cp for one in equal)
+    assert best.time.total == min(seconds for one, seconds in equal.items() if one.cp == fewest)
 
 
 @pytest.mark.parametrize("eta", [0, 1])
@@ -318,7 +330,7 @@ def test_hybrid_nodes_are_whole_replicas_that_fit_without_the_core(hybrid: Hybri
             beside = search.runs_beside(one, hybrid.world) and trainer.limit(own) is None
             if trainer.limit(one) is None and (beside or not row.hybrid):
                 able.append(trainer.time(one).total)
-        assert row.train.time.total == pytest.approx(min(able))
+        assert row.train.time.total == pytest.approx(min(able), rel=ROUNDING)
         assert row.hybrid in (0, wanted)
         assert row.hybrid % hybrid.world == 0
     if not hybrid.most and not hybrid.rest:
