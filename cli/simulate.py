@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 from rich import box
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -108,7 +110,7 @@ def simulate(
             f" (--max-num-seqs {max_num_seqs})"
         )
     with busy("simulating") as status:
-        done = compare(work, fleet.engines, names, settings, started=lambda name: status.update(f"simulating {name}"))
+        done = compare(work, fleet.engines, names, settings, progress=partial(simulating, status, len(work)))
     shortest = min(one.result.makespan_s for one in done.values())
     if plot is not None:
         from libra_hpc.pictures.simulation_picture import draw
@@ -147,6 +149,11 @@ def simulate(
     )
     show(table(done, shortest))
     print_line(LEGEND)
+
+
+def simulating(status: Status, whole: int, name: str, ended: int) -> None:
+    """Show in the spinner how far the simulation of a policy is."""
+    status.update(f"simulating {name}: {ended:,} of {whole:,} trajectories")
 
 
 def named_policies(text: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -39,17 +40,16 @@ def compare(
     engines: Sequence[EngineSpec],
     policies: Sequence[str],
     settings: SimulationSettings,
-    started: Callable[[str], None] = lambda name: None,
+    progress: Callable[[str, int], None] = lambda name, ended: None,
     before: Sequence[Sequence[TrajectoryRecord]] = (),
 ) -> dict[str, Compared]:
-    """Simulate every policy, by its name in a run file; calls ``started(name)`` before each.
+    """Simulate every policy, by its name in a run file; ``progress(name, trajectories that have ended)``.
 
     A policy that does not foresee is first trained on the batches ``before``, in order.  Raises `UserError` for what
     cannot be simulated.
     """
     done: dict[str, Compared] = {}
     for name in policies:
-        started(name)
         found = policy_class(name, FIELD)
         if isinstance(found, Foresees):
             policy = found.foreseeing(work, engines, settings)
@@ -58,6 +58,6 @@ def compare(
             for earlier in before:
                 simulate(earlier, engines, policy, settings)
         begin = time.perf_counter()
-        result = simulate(work, engines, policy, settings)
+        result = simulate(work, engines, policy, settings, progress=partial(progress, name))
         done[name] = Compared(result, time.perf_counter() - begin)
     return done

@@ -9,7 +9,7 @@ This module is what the rollout leader and the coordinator are in a live run:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
@@ -27,8 +27,13 @@ from .simulated_agents import Agents
 from .simulated_trajectory import SentTurn, SimulatedTrajectory, grouped
 from .training_stage import TrainingStage
 
+REPORTED = 5000
+"""Events between two reports of progress: a fifth of a second."""
 STALLED_S = 3600.0
 """Simulated seconds that turns may wait with nothing running; after that the policy would wait for ever."""
+
+Progress = Callable[[int], None]
+"""(trajectories that have ended) -> None."""
 
 
 class Simulation:
@@ -72,12 +77,16 @@ class Simulation:
             self._agents.up(spec, self.training.version)
         self._at(0.0, self._admit, None)
 
-    def run(self) -> SimulationResult:
+    def run(self, progress: Progress = lambda ended: None) -> SimulationResult:
         """Simulate to the end.  Raises `OperationError` when turns would wait for ever."""
-        training, following = self.training, self._events.next
+        training, following, ended = self.training, self._events.next, self.recorder.finish_s
         while not training.done:
-            if not following():
-                raise self._stalled()
+            progress(len(ended))
+            for _ in range(REPORTED):
+                if training.done:
+                    break
+                if not following():
+                    raise self._stalled()
         for engine in self.engines.values():
             self.recorder.gone(engine, self.now)
         return self.recorder.result(self._policy.name, self.now, self.training.steps)
@@ -230,6 +239,7 @@ def simulate(
     policy: Policy,
     settings: SimulationSettings | None = None,
     training: Training | None = None,
+    progress: Progress = lambda ended: None,
 ) -> SimulationResult:
     """Simulate ``work`` on ``engines`` under ``policy``; raises as `Simulation` does."""
-    return Simulation(work, engines, policy, settings or SimulationSettings(), training).run()
+    return Simulation(work, engines, policy, settings or SimulationSettings(), training).run(progress)
