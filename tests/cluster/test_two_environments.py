@@ -21,6 +21,8 @@ import pytest
 from libra_hpc_envs.install import STAMP, fingerprint, requirements
 
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
+from libra_hpc.tasks.policy import write_tokenizer
+from tests.preflight.test_checks import write_model
 
 pytestmark = [
     pytest.mark.cluster,
@@ -107,11 +109,8 @@ def checkout(tmp_path: Path) -> Path:
         (folder / name).symlink_to(ROOT / name)
     login_environment(folder / ".venv")
     compute_environment(folder / ".venv-cuda")
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(QWEN3_14B))
-    # The checks of a real run look for these by name.
-    for name in ("tokenizer.json", "model.safetensors"):
-        (folder / "model" / name).write_text("{}")
+    # The checks of a real run read the headers of its weights, and play a task with its tokenizer.
+    write_tokenizer(write_model(folder / "model", QWEN3_14B), "arithmetic")
     return folder
 
 
