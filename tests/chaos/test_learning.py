@@ -50,7 +50,7 @@ def test_a_run_whose_policy_breaks_is_paused_and_goes_back(tmp_path: Path, plann
     assert BREAKS + HOLD < last < BREAKS + 3 * HOLD
     assert all(line.keys() >= set(READ) for line in read_lines(run.metrics))
     good = max(step for step, _ in run.complete_checkpoints() if step < last - 2 * 5)
-    assert BREAKS - 10 <= good <= BREAKS, "older than the newest two"
+    assert BREAKS - 15 <= good < BREAKS, "older than the newest two"
     assert "equal rewards: nothing is learned" in case.message()
     assert case.message().endswith(f"with `--from-step {good}` from the last good checkpoint")
     for screen in ("list", "summary", "status"):
