@@ -160,7 +160,7 @@ def test_damaged_files_leave_the_old_weights_serving(
     assert "crc32" in engine.refuse(new.update(next(versions), crc32=1))
     short = tmp_path / "short.safetensors"
     short.write_bytes(new.weights.read_bytes()[:-4])
-    assert "complete" in engine.refuse(UpdateWeights(str(short), next(versions), zlib.crc32(short.read_bytes())))
+    assert "by its header" in engine.refuse(UpdateWeights(str(short), next(versions), zlib.crc32(short.read_bytes())))
     assert "No such file" in engine.refuse(new.update(next(versions), path=str(tmp_path / "absent")))
     (done,) = engine.generate(request)
     assert done.versions == ((version, 8),)
