@@ -140,8 +140,7 @@ class CheckpointSection(Section):
     every: Steps = Field(50, ge=0)
     """Steps between checkpoints; 0: only at the end."""
     keep: int = Field(2, ge=1)
-    """Number of newest checkpoints that are retained. With `algorithm.guard` also the newest one that is at least 20
-    steps old."""
+    """Number of newest checkpoints that are retained."""
     experience: bool = True
     """Write finished trajectories to the recovery log, so that a restart trains them: about 9 bytes a token, for up
     to 2 (eta + 1) batches. Unfinished ones are sampled again after a crash, so up to eta + 1 batches lean towards

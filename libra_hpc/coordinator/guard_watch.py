@@ -14,14 +14,12 @@ from typing import Literal
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir, read_lines
-from libra_hpc.policies.learning.guards import WINDOW, GuardDecision, LearningGuards
+from libra_hpc.policies.learning.guards import GuardDecision, LearningGuards
 from libra_hpc.protocol.ranks_stop import Why
 from libra_hpc.state.store import newest_until, patiently, states, unreadable
 
 ENDS: dict[str, Why] = {"pause": "paused", "stop": "broken"}
 """Why the ranks end, by what the guards decided."""
-BEHIND = 2 * WINDOW
-"""Steps.  Half: a sudden break is noticed once its last good checkpoint is gone; double: an older one is kept."""
 NOTICE = "learning notice"
 """How the notices of `learning_notice` begin."""
 
@@ -31,7 +29,7 @@ class GuardWatch:
 
     def __init__(self, guard: Literal["off", "notice", "pause", "stop"]) -> None:
         self._off, self._action = guard == "off", "notice" if guard == "off" else guard
-        self._guards, self._phase, self._step = LearningGuards(self._action), "", 0
+        self._guards, self._phase = LearningGuards(self._action), ""
         self.decided: GuardDecision | None = None
         """Because of which the run ends."""
 
@@ -39,7 +37,6 @@ class GuardWatch:
         """Judge a step; None: nothing new."""
         if self._off or self.decided is not None:
             return None
-        self._step = int(line["step"])
         if (phase := series.phase(line)) != self._phase:
             self._guards, self._phase = LearningGuards(self._action), phase
         decision = self._guards.observe(line)
@@ -49,20 +46,13 @@ class GuardWatch:
 
     @property
     def good_step(self) -> int:
-        """The newest checkpoint up to this step has to stay; -1: none has to.
-
-        A break is noticed some `WINDOW` steps late, and what is good is another `WINDOW` older.
-        """
-        if self._off:
-            return -1
-        if self.decided is not None:
-            return self.decided.good_step
-        held = self._guards.good_step
-        return max(-1, self._step - BEHIND) if held is None else held
+        """The newest checkpoint up to this step has to stay; -1: none has to."""
+        step = self._guards.good_step if self.decided is None else self.decided.good_step
+        return -1 if step is None else step
 
     def shown(self, notices: Sequence[str]) -> list[str]:
         """The notices of the status: what holds is shown as long as it does."""
-        if self._guards.good_step is None or self.decided is not None:
+        if self.good_step < 0 or self.decided is not None:
             return list(notices)
         at = self._guards.acts_at
         follows = "" if at is None else f"; unless that ends, the run {self._action}s at step {at}"

@@ -12,7 +12,7 @@ import pytest
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.coordinator.coordinator import Coordinator
-from libra_hpc.coordinator.guard_watch import BEHIND, GuardWatch, read_guards
+from libra_hpc.coordinator.guard_watch import GuardWatch, read_guards
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import decode_status
 from libra_hpc.policies.learning.guards import HOLD
@@ -72,7 +72,7 @@ def test_a_broken_policy_ends_the_run_with_the_cause_and_the_way_on(
     assert 50 <= notices[0]["good_step"] < 60
 
 
-def test_the_trainers_keep_a_checkpoint_that_is_still_good_when_a_break_is_noticed(tmp_path: Path) -> None:
+def test_the_trainers_keep_the_good_checkpoint_from_the_first_notice_on(tmp_path: Path) -> None:
     scene = scene_with(tmp_path, "pause")
     last = play(scene, iter(range(1, 200)))
     wanted = [order.good_step for rank, order in scene.orders(Roles) if rank == 1]
@@ -147,14 +147,14 @@ def test_a_restart_between_notice_and_pause_changes_nothing(tmp_path: Path) -> N
 def test_steps_after_the_one_to_which_a_run_went_back_do_not_count(tmp_path: Path) -> None:
     at = first_action(tmp_path)
     watch = read_guards(RunConfig(), written(tmp_path, at, (1, 0), (2, 50)), 2, 50)
-    assert (watch.decided, watch.good_step) == (None, 50 - BEHIND)
+    assert (watch.decided, watch.good_step) == (None, -1)
 
 
 def test_who_resumes_a_paused_run_gets_no_second_pause_for_the_same_fall(tmp_path: Path) -> None:
     at = first_action(tmp_path)
     for starts in ([(1, 0)], [(1, 0), (2, at + 1)]):
         watch = read_guards(RunConfig(), written(tmp_path, at + 1, *starts), 2, at + 1)
-        assert (watch.decided, watch.good_step) == (None, at + 1 - BEHIND)
+        assert (watch.decided, watch.good_step) == (None, -1)
         found = [watch.observe({"step": step, **values(step)}) for step in range(at + 2, at + 80)]
         assert {decision.action for decision in found if decision} == {"notice"}, "nothing is learned"
 
