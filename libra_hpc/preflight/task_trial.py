@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import UserError
+from libra_hpc.errors import UserError, error_text
 from libra_hpc.files import cache_folder
 from libra_hpc.host.settings import host_settings, write_private
 from libra_hpc.planning.remembered import digest
@@ -59,6 +59,8 @@ def _played(config: RunConfig, python: str) -> list[str]:
             )
         except subprocess.TimeoutExpired:
             return [f"task.name = {config.task.name!r}: its trial took longer than {TRIAL_S:.0f} s; {SKIP}"]
+        except OSError as error:
+            return [f"task.name = {config.task.name!r}: its trial did not run ({error_text(error)})"]
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     if done.returncode == UserError.exit_code and lines[-1].startswith(MARK):
         raise UserError(f"{lines[-1].removeprefix(MARK).rstrip('.')}; {SKIP}.")

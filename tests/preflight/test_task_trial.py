@@ -103,3 +103,8 @@ def test_a_trial_that_passed_is_played_again_once_a_file_of_the_task_changes(
     os.unlink(tmp_path / "helper.py")
     assert try_task(run) == []
     assert try_task(run.changed(task={"options": {"size": 2}})) == ["played"]
+
+
+def test_an_interpreter_that_cannot_be_started_is_left_to_its_own_check(run: RunConfig, tmp_path: Path) -> None:
+    (warning,) = try_task(run.changed(compute={"python": str(tmp_path)}))
+    assert "its trial did not run (Permission denied)" in warning
