@@ -106,6 +106,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         compute={"python": python},
         model={"path": model},
         task={"name": absolute(config.task.name)},
+        algorithm={"advantage": absolute(config.algorithm.advantage), "loss": absolute(config.algorithm.loss)},
         rollout={"warm_start": warm_start, "policy": absolute(config.rollout.policy)},
         planner=_absolute(config.planner),
         simulated=_absolute(config.simulated),

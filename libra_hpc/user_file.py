@@ -1,4 +1,4 @@
-"""Classes of a user's Python file, named as ``path/to/file.py:ClassName``."""
+"""Classes and functions of a user's Python file, named as ``path/to/file.py:ClassName``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import importlib.util
 import inspect
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from .errors import invalid
 
-FORM = "path/to/file.py:ClassName"
+FORM, FUNCTION_FORM = "path/to/file.py:ClassName", "path/to/file.py:function"
 FILE_MODULE = "libra_hpc_user_file_"
 """Prefix of the module name of a user's file."""
 
@@ -45,15 +45,32 @@ def load_file(path: str | Path) -> ModuleType:
 
 def load_class(field: str, name: str, what: str, fits: Callable[[type], bool]) -> type[Any]:
     """The class of that name; raises `UserError` unless its file imports and it ``fits``, which makes it a ``what``."""
-    path, class_name = name.rsplit(":", 1)
-    if not Path(path).is_file():
-        raise invalid(field, name, f"no file {path!r}", FORM)
-    try:
-        module = load_file(path)
-    except Exception as error:
-        raise invalid(field, name, f"{path} does not import ({type(error).__name__}: {error})") from error
+    module, class_name = _module(field, name)
     found = getattr(module, class_name, None)
     if inspect.isclass(found) and fits(found):
         return found
     fitting = [n for n, c in vars(module).items() if inspect.isclass(c) and fits(c) and not inspect.isabstract(c)]
     raise invalid(field, class_name, f"{module.__file__} has no such {what}", fitting)
+
+
+def load_function(field: str, name: str, known: Iterable[str] = ()) -> Callable[..., Any]:
+    """The function of that name; raises `UserError` unless it is one. ``known``: names that need no file."""
+    if ":" not in name:
+        raise invalid(field, name, "unknown", [*known, FUNCTION_FORM])
+    module, wanted = _module(field, name)
+    found = getattr(module, wanted, None)
+    if inspect.isfunction(found):
+        return found
+    functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+    raise invalid(field, wanted, f"{module.__file__} has no such function", functions)
+
+
+def _module(field: str, name: str) -> tuple[ModuleType, str]:
+    """The file's module, and the name within it."""
+    path, wanted = name.rsplit(":", 1)
+    if not Path(path).is_file():
+        raise invalid(field, name, f"no file {path!r}", FORM)
+    try:
+        return load_file(path), wanted
+    except Exception as error:
+        raise invalid(field, name, f"{path} does not import ({type(error).__name__}: {error})") from error

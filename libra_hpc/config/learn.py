@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from .section import Bytes, Mebibytes, Seconds, Section, Steps, Tokens
+from .section import Bytes, Mebibytes, Seconds, Section, Steps, Tokens, Valid, one_or_each
 
 Recompute = Literal["none", "selective", "full"]
+ADVANTAGES, LOSSES = ("group_std", "group_mean", "rloo"), ("ppo", "gspo", "cispo")
+"""Names of ``algorithm.advantage`` and ``algorithm.loss``."""
 
 
 def _named(value: Any) -> Any:
     """Run files of before "selective" have true or false."""
     return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+
+
+Share = Annotated[float, Field(gt=0, lt=1)]
+Clip = Annotated[
+    Annotated[Share, Tag("one")] | Annotated[list[Share], Field(min_length=2, max_length=2), Tag("each")],
+    Discriminator(one_or_each),
+    Valid("a number > 0 and < 1, or two of them: below and above a ratio of 1"),
+]
 
 
 class ModelSection(Section):
@@ -65,8 +75,18 @@ class AlgorithmSection(Section):
     batch_order: Literal["data", "finish"] = "data"
     """``data``: prompts are trained in the data's order; every batch is an unbiased draw. ``finish``: first finished,
     first trained, within eta; less waiting for slow groups, but every other batch leans towards short ones."""
-    clip: float = Field(0.2, gt=0, lt=1)
-    """PPO clipping range of the ratio pi_theta / pi_proximal."""
+    advantage: str = "group_std"
+    """Advantages within a group: ``group_std`` (GRPO: reward less the mean, over the standard deviation),
+    ``group_mean`` (Dr. GRPO: not divided), ``rloo`` (less the mean of the others), or ``path/to/file.py:function``,
+    which gets the rewards and returns as many numbers."""
+    loss: str = "ppo"
+    """Loss of a token: ``ppo`` (its own ratio is clipped; GRPO, DAPO), ``gspo`` (the ratio of its sequence), ``cispo``
+    (the ratio is a bounded weight), or ``path/to/file.py:function`` like those of ``libra_hpc/trainer/losses.py``."""
+    aggregate: Literal["token", "sequence", "constant"] = "token"
+    """What weighs the same in a minibatch: ``token``; ``sequence``: each trajectory's mean; ``constant``: sums over
+    trajectories of ``rollout.max_model_len`` tokens each (Dr. GRPO)."""
+    clip: Clip = 0.2
+    """Clip range of the ratio pi_theta / pi_proximal around 1; ``[0.2, 0.28]``: below and above it."""
     is_truncation: float = Field(2.0, ge=1)
     """Upper bound of the truncated importance weight pi_proximal / pi_behaviour."""
     minibatches: int = Field(1, ge=1)
@@ -79,6 +99,12 @@ class AlgorithmSection(Section):
     """What follows when learning breaks (docs/faults.md). A notice comes first. ``pause``: 15 steps later the run saves
     and ends as paused. ``stop``: it saves and fails. ``notice``: it goes on. ``off``: nothing is compared. A good
     checkpoint is retained meanwhile."""
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """Below and above a ratio of 1."""
+        low, high = self.clip if isinstance(self.clip, list) else (self.clip, self.clip)
+        return low, high
 
 
 class OptimizerSection(Section):

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from .section import Mebibytes, Seconds, Section, Tokens, Valid
+from .section import Mebibytes, Seconds, Section, Tokens, Valid, one_or_each
 
 Count = Annotated[int, Field(ge=1)]
 
 
-def _one_or_each(value: Any) -> str:
-    return "each" if isinstance(value, list) else "one"
-
-
 PerNode = Annotated[
     Annotated[Count, Tag("one")] | Annotated[list[Count], Tag("each")],
-    Discriminator(_one_or_each),
+    Discriminator(one_or_each),
     Valid("an integer >= 1, or a list of them with one for each hybrid and rollout node"),
 ]
 """One number for all nodes with engines, or a list in rank order: hybrid nodes first, then rollout nodes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -26,6 +26,11 @@ class Valid:
     """Valid values in words, where those from the type are not clear."""
 
     words: str
+
+
+def one_or_each(value: Any) -> str:
+    """The tag of a field that takes a value or a list."""
+    return "each" if isinstance(value, list) else "one"
 
 
 Seconds = Annotated[float, Unit("seconds")]

@@ -149,11 +149,13 @@ STEP = (
 """From the train leader."""
 
 TRAINING = (
-    Number("loss", "", "Mean over the loss tokens of all replicas"),
+    Number("loss", "", "Of all replicas, over what `algorithm.aggregate` names"),
     Number("grad_norm", "", "Norm of the gradient before clipping"),
     Number("entropy", "nats", "Mean entropy at the loss tokens"),
     Number("ratio_mean", "", "Mean of pi_theta / pi_behaviour"),
     Number("ratio_truncated", "0..1", "Share of tokens whose importance weight was truncated"),
+    Number("clipped", "0..1", "Share of tokens whose ratio pi_theta / pi_proximal was clipped"),
+    Number("behaviour_kl", "nats", "Estimate (k3) of the KL divergence of pi_theta from pi_behaviour"),
     Number("logprob_gap", "nats", "Mean of |log pi_theta_old - log pi_behaviour| in the first minibatch"),
     Number("skipped", "", "Minibatches whose update was left out because it was not finite"),
     Number("loss_tokens", "tokens", "Generated tokens trained on").shown(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from libra_hpc.config.learn import ADVANTAGES, LOSSES
 from libra_hpc.config.node_groups import stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
@@ -26,7 +27,7 @@ from libra_hpc.slurm.queue.query import slurm_seconds
 from .field_names import naming
 from .gpu_memory import GpuMemory, check_cpus, check_memory, rollout_nodes
 from .job_checks import cache_fits, own_variables, sane_sizes, set_up_parses
-from .named_files import check_run_dir, check_task, read_model_config
+from .named_files import check_function, check_run_dir, check_task, read_model_config
 from .train_worlds import (
     context_ranks_have_tokens,
     experts_fit,
@@ -74,6 +75,8 @@ def check_files(config: RunConfig) -> None:
     """Raise the first mistake in the files that a run file names: run directory, task, and the policy's folder."""
     _raise_first(set_up_parses(config))
     check_run_dir(config)
+    check_function("algorithm.advantage", config.algorithm.advantage, ADVANTAGES)
+    check_function("algorithm.loss", config.algorithm.loss, LOSSES)
     if config.rollout.warm_start:
         check_warm_start(config.rollout.warm_start)
     if config.run.engine == "real":

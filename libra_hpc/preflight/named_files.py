@@ -13,7 +13,7 @@ from typing import Any
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, error_text, invalid, nearest
 from libra_hpc.tasks.task_registry import BUILTIN
-from libra_hpc.user_file import FORM
+from libra_hpc.user_file import FORM, FUNCTION_FORM
 
 MODEL_FILES = {"config.json": ["config.json"], "tokenizer": ["tokenizer.json"], "safetensors": ["*.safetensors"]}
 """Parts of a policy folder, and file patterns of which at least one must match."""
@@ -78,6 +78,27 @@ def check_run_dir(config: RunConfig) -> None:
         )
 
 
+def check_function(field: str, name: str, known: Iterable[str]) -> None:
+    """Raise `UserError` unless ``name`` is in ``known``, or ``file.py:function``; the file is parsed, never run."""
+    if name in known:
+        return
+    path, separator, wanted = name.rpartition(":")
+    if not separator:
+        raise invalid(field, name, "unknown", [*known, FUNCTION_FORM])
+    functions = [node.name for node in _parsed(field, name, path).body if isinstance(node, ast.FunctionDef)]
+    if wanted not in functions:
+        raise invalid(field, name, f"{path} has no function {wanted!r}", functions or FUNCTION_FORM)
+
+
+def _parsed(field: str, name: str, path: str) -> ast.Module:
+    try:
+        return ast.parse(Path(path).read_text(encoding="utf-8"), path)
+    except OSError as error:
+        raise invalid(field, name, f"{path} cannot be read ({error.strerror})", FORM) from error
+    except (SyntaxError, ValueError) as error:
+        raise invalid(field, name, f"{path} is not valid Python ({error})", FORM) from error
+
+
 def check_task(name: str, options: Iterable[str] = ()) -> None:
     """Raise `UserError` unless ``name`` is a built-in task or ``file.py:Class``, and its constructor takes ``options``.
 
@@ -92,12 +113,7 @@ def check_task(name: str, options: Iterable[str] = ()) -> None:
         assert spec is not None
         assert spec.origin is not None
         path = spec.origin
-    try:
-        tree = ast.parse(Path(path).read_text(encoding="utf-8"), path)
-    except OSError as error:
-        raise invalid("task.name", name, f"{path} cannot be read ({error.strerror})", FORM) from error
-    except (SyntaxError, ValueError) as error:
-        raise invalid("task.name", name, f"{path} is not valid Python ({error})", FORM) from error
+    tree = _parsed("task.name", name, path)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if wanted not in classes:
         known = f"valid: {', '.join(classes)}{nearest(wanted, classes)}" if classes else "it defines none"

@@ -235,7 +235,7 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """All trajectories of one prompt, advantages already normalised within the group."""
+    """All trajectories of one prompt, with their advantages within the group."""
 
     index: int
     samples: tuple[Sample, ...]

@@ -61,14 +61,14 @@ class TrainStep(msgspec.Struct, tag=True, frozen=True):
     """Train on one global batch: one optimizer step per minibatch, gradients summed over the generation.
 
     Every member gets its own samples, all nodes of the core the same ones: they spread them over their data-parallel
-    ranks. ``step``, ``generation`` and ``total_tokens`` are the same for all. The latter are the loss tokens of each
-    *global* minibatch, by which its gradient is divided.
+    ranks. ``step``, ``generation`` and ``divisors`` are the same for all. By the latter the gradient of each *global*
+    minibatch is divided; 0: it has no loss token.
     """
 
     step: int
     generation: int
     minibatches: tuple[tuple[Sample, ...], ...]
-    total_tokens: tuple[int, ...]
+    divisors: tuple[int, ...]
 
 
 class Export(msgspec.Struct, tag=True, frozen=True):
@@ -132,6 +132,10 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     """Mean of pi_theta / pi_behaviour over loss tokens."""
     ratio_truncated: float
     """Share of loss tokens with a truncated importance weight."""
+    clipped: float
+    """Share of loss tokens whose ratio pi_theta / pi_proximal is clipped."""
+    behaviour_kl: float
+    """Mean k3 estimate of KL(pi_theta || pi_behaviour) over loss tokens."""
     logprob_gap: float
     """Mean |log pi_theta_old - log pi_behaviour| over loss tokens of the first minibatch."""
     entropy: float

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
 
 from libra_hpc.facts.columns import COLUMNS
+from libra_hpc.policies.learning.advantages import Advantage, mean_and_std
 from libra_hpc.protocol.agents import Group
 
 from .trajectory import Trajectory
 
 TASK_PREFIX = "task_"
 """Before a number of the task that has the name of a column of `metrics.jsonl`."""
-ADVANTAGE_EPS = 1e-4
-"""Bounds the advantages of a group of nearly equal rewards; rewards are of order one."""
 
 
 class GroupState:
@@ -38,28 +36,11 @@ class GroupState:
         """Whether all rewards are equal: the group has no gradient."""
         return len({trajectory.reward for trajectory in self.done}) == 1
 
-    def to_group(self) -> Group:
-        """The group for the trainer, advantages normalised within it."""
+    def to_group(self, advantage: Advantage) -> Group:
+        """The group for the trainer."""
         self.done.sort(key=lambda t: t.sample)
-        values = advantages([t.reward for t in self.done])
+        values = advantage([t.reward for t in self.done])
         return Group(self.index, tuple(t.sample_for_training(a) for t, a in zip(self.done, values, strict=True)))
-
-
-def advantages(rewards: Sequence[float]) -> list[float]:
-    """Group-normalised advantages (GRPO, arXiv 2402.03300, section 4.1.2): (r - mean) / (std + `ADVANTAGE_EPS`).
-
-    Exactly zero when all rewards of the group are equal.
-    """
-    if max(rewards) == min(rewards):
-        return [0.0] * len(rewards)
-    mean, std = mean_and_std(rewards)
-    return [(r - mean) / (std + ADVANTAGE_EPS) for r in rewards]
-
-
-def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
-    """Of a non-empty sequence, as the whole population."""
-    mean = sum(values) / len(values)
-    return mean, sqrt(sum((value - mean) ** 2 for value in values) / len(values))
 
 
 def quantile(values: Sequence[float], q: float) -> float:

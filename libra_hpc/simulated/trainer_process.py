@@ -107,7 +107,7 @@ class Trainer(WorkerLoop):
         compute_s, reduce_s = self._time.compute_s(map(tokens_of, own)), self._time.reduce_s(self._ranks)
         self._take(compute_s + reduce_s, begin)
         skipped = sum(not all(math.isfinite(sample.advantage) for sample in part) for part in message.minibatches)
-        updates = sum(total > 0 for total in message.total_tokens) - skipped
+        updates = sum(total > 0 for total in message.divisors) - skipped
         self._state = folders.TrainerState(message.step, self._state.updates + updates)
         return StepDone(
             step=message.step,
@@ -116,6 +116,8 @@ class Trainer(WorkerLoop):
             grad_norm=0.0,
             ratio_mean=1.0,
             ratio_truncated=0.0,
+            clipped=0.0,
+            behaviour_kl=0.0,
             logprob_gap=0.0,
             entropy=0.0,
             tokens=sum(map(tokens_of, samples)),

@@ -20,6 +20,8 @@ def train_metrics(replies: list[StepDone], tokens: int, wall_s: float, export_s:
         "entropy": core.entropy,
         "ratio_mean": core.ratio_mean,
         "ratio_truncated": core.ratio_truncated,
+        "clipped": core.clipped,
+        "behaviour_kl": core.behaviour_kl,
         "logprob_gap": core.logprob_gap,
     }
     return {

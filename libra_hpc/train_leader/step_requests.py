@@ -39,8 +39,8 @@ class StepRequests(Generations):
         self._core_dp, self._elastic_dp = core_world(config).dp, elastic_world(config).dp
         self._attention = attention_work(config)
         self._skipped_in_row = 0
-        self._totals: list[int] = []
-        """Loss tokens of the last step's minibatches that have any."""
+        self._minibatches = 0
+        """Of the last step, those with loss tokens."""
 
     @property
     def replicas(self) -> int:
@@ -58,8 +58,16 @@ class StepRequests(Generations):
         algorithm = self._algorithm
         # With a KL term, samples without advantage have a gradient too.
         skip = algorithm.skip_zero_advantage and algorithm.kl_coef == 0.0
-        shards, totals = shard(batch.groups, self.replicas, algorithm.minibatches, skip, self._attention)
-        self._totals = [total for total in totals if total]
+        shards, divisors = shard(
+            batch.groups,
+            self.replicas,
+            algorithm.minibatches,
+            skip,
+            self._attention,
+            algorithm.aggregate,
+            self._config.rollout.max_model_len,
+        )
+        self._minibatches = sum(map(bool, divisors))
         self._clear_replies()
         members = self.members
         # Each world spreads its samples over its data-parallel ranks itself.
@@ -67,7 +75,7 @@ class StepRequests(Generations):
         for world in self._worlds(members):
             own = tuple(tuple(chain.from_iterable(parts)) for parts in zip(*shards[first:last], strict=True))
             for rank in world:
-                self._send(rank, ToReplica(TrainStep(batch.step, self.generation, own, totals)))
+                self._send(rank, ToReplica(TrainStep(batch.step, self.generation, own, divisors)))
             first, last = last, last + self._elastic_dp
         await self._until(
             lambda: bool(self._failed) or all(isinstance(self._replies.get(rank), StepDone) for rank in members)
@@ -78,7 +86,7 @@ class StepRequests(Generations):
         return not self._failed
 
     def _note_skipped(self, step: int, done: StepDone) -> None:
-        minibatches = len(self._totals)
+        minibatches = self._minibatches
         self._skipped_in_row = self._skipped_in_row + 1 if done.skipped and done.skipped == minibatches else 0
         if done.skipped:
             reason = f"the gradient or the loss of {done.skipped} of {minibatches} minibatches was not finite"

@@ -1,17 +1,17 @@
 """The GRPO objective as pure functions of log-probabilities.
 
 Policies: pi; proximal, the weights at the start of the step; behaviour, from which the rollout engine sampled. Per
-loss token, with group-normalised advantage A::
+loss token, with the advantage A of its trajectory::
 
-    r    = pi / proximal                               1 at a step's first update, but carries the gradient
     w    = min(proximal / behaviour, is_truncation)    no gradient
-    loss = -w * min(r * A, clamp(r, 1 - clip, 1 + clip) * A) + kl_coef * k3
+    loss = v * (w * named(pi / proximal, A) + kl_coef * k3)
     k3   = behaviour / pi - 1 - log(behaviour / pi)    unbiased, non-negative estimate of KL(pi || behaviour)
 
-Functions return sums; the caller divides by the loss tokens of the global minibatch, so all tokens weigh the same.
+``named`` is one of `losses`. v is 1, or where sequences weigh the same 1 / (loss tokens of the sequence). Functions
+return sums; the caller divides by `libra_hpc.trainer.shards.divisor`.
 
-Sources: ratio arXiv 1707.06347; advantages arXiv 2402.03300; decoupled proximal policy arXiv 2110.00641; truncated
-weights arXiv 1802.01561; k3 Schulman 2020, "Approximating KL divergence".
+Sources: decoupled proximal policy arXiv 2110.00641; truncated weights arXiv 1802.01561; k3 Schulman 2020,
+"Approximating KL divergence".
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+
+from .losses import Loss, LossTokens
 
 
 class Terms(NamedTuple):
@@ -30,33 +32,39 @@ class Terms(NamedTuple):
     """Of pi / behaviour."""
     truncated: torch.Tensor
     """Number of tokens with a truncated weight w."""
+    clipped: torch.Tensor
+    """Number of tokens whose ratio pi / proximal is clipped."""
     gap: torch.Tensor
     """Of |log proximal - log behaviour|."""
+    kl: torch.Tensor
+    """Of k3."""
 
 
 def grpo_terms(
-    logprobs: torch.Tensor,
-    proximal: torch.Tensor,
-    behaviour: torch.Tensor,
-    advantages: torch.Tensor,
+    tokens: LossTokens,
+    named: Loss,
     *,
-    clip: float,
+    clip: tuple[float, float],
     is_truncation: float,
     kl_coef: float,
+    by_sequence: bool = False,
 ) -> Terms:
-    """The objective over ``m`` loss tokens; tensors are float32[m], gradients flow through ``logprobs`` alone."""
-    proximal = proximal.detach()
-    ratio = torch.exp(logprobs - proximal)
-    importance = torch.exp(proximal - behaviour)
-    weight = importance.clamp(max=is_truncation)
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
-    loss = -(weight * surrogate)
+    """The objective over ``m`` loss tokens; ``clip``: below and above a ratio of 1."""
+    logprobs, behaviour = tokens.logprobs, tokens.behaviour
+    importance = torch.exp(tokens.proximal - behaviour)
+    per_token, clipped = named(tokens, *clip)
+    loss = importance.clamp(max=is_truncation) * per_token
+    log_inverse = behaviour - logprobs
+    k3 = torch.exp(log_inverse) - 1.0 - log_inverse
     if kl_coef > 0:
-        log_inverse = behaviour - logprobs
-        loss = loss + kl_coef * (torch.exp(log_inverse) - 1.0 - log_inverse)
+        loss = loss + kl_coef * k3
+    if by_sequence:
+        loss = loss / tokens.lengths[tokens.sequences]
     return Terms(
         loss=loss.sum(),
         ratio=torch.exp(logprobs.detach() - behaviour).sum(),
         truncated=(importance > is_truncation).sum(),
-        gap=(proximal - behaviour).abs().sum(),
+        clipped=clipped.sum(),
+        gap=(tokens.proximal - behaviour).abs().sum(),
+        kl=k3.detach().sum(),
     )

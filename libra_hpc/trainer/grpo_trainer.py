@@ -17,16 +17,18 @@ import torch.distributed as dist
 
 from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
 from libra_hpc.trainer.model.head import Head
+from libra_hpc.trainer.model.mcore import parallel_state
 from libra_hpc.trainer.model.packing import Pack, decode, pack
 
 from .elastic import ElasticReplicas
 from .grpo import grpo_terms
 from .link import BatchRejected, PeerLost
+from .losses import LossTokens, loss_named
 from .settings import AlgorithmSettings
 from .shards import spread
 from .train_engine import LARGEST_NORM, TrainEngine
 
-LOSS, RATIO, TRUNCATED, GAP, ENTROPY, TOKENS = range(6)
+LOSS, RATIO, TRUNCATED, CLIPPED, KL, GAP, ENTROPY, TOKENS = range(8)
 """Places in the vector of sums that is reduced with the gradients."""
 
 
@@ -44,11 +46,13 @@ class GrpoTrainer:
         """``micro_tokens``, ``attention``: as in `libra_hpc.trainer.settings.WorkerConfig`."""
         self._attention = attention
         self._engine, self._replicas, self._settings, self._micro_tokens = engine, replicas, settings, micro_tokens
-        self._sums = torch.zeros(6, dtype=torch.float32, device=engine.device)
+        self._sums = torch.zeros(8, dtype=torch.float32, device=engine.device)
         self._tokens = self._loss_tokens = 0
         """Of the present step, all ranks of this world together."""
         self._agreed = self._replayed = 0
         """Choices of experts of the present step, all ranks of this world together."""
+        self._loss = loss_named(settings.loss)
+        self._context = parallel_state.get_context_parallel_group() if engine.split.cp > 1 else None
         engine.reduce = replicas.reduce
 
     def step(self, message: TrainStep) -> StepDone:
@@ -66,9 +70,9 @@ class GrpoTrainer:
         sums: list[tuple[list[float], int]] = []
         skipped = self._tokens = self._loss_tokens = self._agreed = self._replayed = 0
         proximal = self._proximal(batches) if len(batches) > 1 else [None]
-        last = max((i for i, total in enumerate(message.total_tokens) if total), default=0)
+        last = max((i for i, total in enumerate(message.divisors) if total), default=0)
         try:
-            for i, (packs, total) in enumerate(zip(batches, message.total_tokens, strict=True)):
+            for i, (packs, total) in enumerate(zip(batches, message.divisors, strict=True)):
                 if total == 0:
                     continue
                 found, gradient_norm = self._accumulate(packs, proximal[i])
@@ -97,6 +101,8 @@ class GrpoTrainer:
             grad_norm=norm,
             ratio_mean=means[RATIO],
             ratio_truncated=means[TRUNCATED],
+            clipped=means[CLIPPED],
+            behaviour_kl=means[KL],
             logprob_gap=means[GAP],
             entropy=means[ENTROPY],
             tokens=self._tokens,
@@ -160,18 +166,34 @@ class GrpoTrainer:
         def loss(head: Head, batch: Pack) -> torch.Tensor:
             logprobs, entropy = head.likelihood(batch.targets, settings.temperature)
             terms = grpo_terms(
-                logprobs,
-                logprobs if old is None else next(old),
-                batch.behaviour,
-                batch.advantages,
+                LossTokens(
+                    logprobs,
+                    logprobs.detach() if old is None else next(old).detach(),
+                    batch.behaviour,
+                    batch.advantages,
+                    batch.sequences,
+                    batch.lengths,
+                    self._context,
+                ),
+                self._loss,
                 clip=settings.clip,
                 is_truncation=settings.is_truncation,
                 kl_coef=settings.kl_coef,
+                by_sequence=settings.by_sequence,
             )
             # Unlike a copy from the host, this does not wait for the device.
             count = logprobs.new_full((), len(logprobs))
             self._sums += torch.stack(
-                [terms.loss.detach(), terms.ratio, terms.truncated.float(), terms.gap, entropy, count]
+                [
+                    terms.loss.detach(),
+                    terms.ratio,
+                    terms.truncated.float(),
+                    terms.clipped.float(),
+                    terms.kl,
+                    terms.gap,
+                    entropy,
+                    count,
+                ]
             )
             return terms.loss
 
@@ -208,10 +230,10 @@ class GrpoTrainer:
 
 
 def _means(sums: list[tuple[list[float], int]]) -> dict[int, float]:
-    """Metrics by place, from the sums and global loss tokens of each update; zeros without an update."""
+    """Metrics by place, from the sums and the divisor of each update; zeros without an update."""
     count = max(1.0, sum(s[TOKENS] for s, _ in sums))
-    means = {place: sum(s[place] for s, _ in sums) / count for place in (RATIO, TRUNCATED, ENTROPY)}
+    means = {place: sum(s[place] for s, _ in sums) / count for place in (RATIO, TRUNCATED, CLIPPED, KL, ENTROPY)}
     means[LOSS] = sum(s[LOSS] / total for s, total in sums) / max(1, len(sums))
-    first = sums[0][0] if sums else [0.0] * 6
+    first = sums[0][0] if sums else [0.0] * 8
     means[GAP] = first[GAP] / max(1.0, first[TOKENS])
     return means

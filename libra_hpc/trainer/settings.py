@@ -35,7 +35,12 @@ class OptimizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 class AlgorithmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """GRPO, see `libra_hpc.trainer.grpo`."""
 
-    clip: float
+    loss: str
+    """A name of `libra_hpc.trainer.losses`, or ``file.py:f``."""
+    clip: tuple[float, float]
+    """Below and above a ratio of 1."""
+    by_sequence: bool
+    """Sequences weigh the same, not tokens."""
     is_truncation: float
     kl_coef: float
     temperature: float
@@ -98,7 +103,9 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
 def algorithm_settings(config: RunConfig) -> AlgorithmSettings:
     algorithm = config.algorithm
     return AlgorithmSettings(
-        clip=algorithm.clip,
+        loss=algorithm.loss,
+        clip=algorithm.clip_range,
+        by_sequence=algorithm.aggregate == "sequence",
         is_truncation=algorithm.is_truncation,
         kl_coef=algorithm.kl_coef,
         temperature=config.rollout.temperature,

@@ -2,7 +2,7 @@
 
 - Groups are cut into ``minibatches`` contiguous parts, one optimizer step each.
 - A part's samples go to the replicas by longest processing time first: their work differs by at most one sample's.
-- The loss is divided by the generated tokens of *all* samples of the part. Samples with zero advantage need no
+- The loss is divided by what *all* samples of the part have together (`divisor`). Samples with zero advantage need no
   forward pass; leaving them out changes nothing.
 """
 
@@ -24,28 +24,45 @@ def loss_tokens_of(sample: Sample) -> int:
     return sample.loss_mask.count(1)
 
 
+def divisor(samples: Iterable[Sample], aggregate: str, longest: int) -> int:
+    """By which a minibatch's summed loss is divided: its loss tokens, or its trajectories that have any.
+
+    ``constant``: these times ``longest`` tokens (arXiv 2503.20783).
+    """
+    counts = [loss_tokens_of(sample) for sample in samples]
+    if aggregate == "token":
+        return sum(counts)
+    return sum(map(bool, counts)) * (longest if aggregate == "constant" else 1)
+
+
 Shards = list[tuple[tuple[Sample, ...], ...]]
 
 
 def shard(
-    groups: Sequence[Group], replicas: int, minibatches: int, skip_zero_advantage: bool, attention: float = 0.0
+    groups: Sequence[Group],
+    replicas: int,
+    minibatches: int,
+    skip_zero_advantage: bool,
+    attention: float = 0.0,
+    aggregate: str = "token",
+    longest: int = 1,
 ) -> tuple[Shards, tuple[int, ...]]:
-    """Return (per replica: its samples of every minibatch, loss tokens of every global minibatch).
+    """Return (per replica: its samples of every minibatch, divisor of every global minibatch).
 
     Depends on the arguments alone: a step that is redone with the same members has the same shards.
     """
     parts = min(minibatches, len(groups)) or 1
     shards: list[list[tuple[Sample, ...]]] = [[] for _ in range(replicas)]
-    totals: list[int] = []
+    divisors: list[int] = []
     for part in range(parts):
         begin, end = part * len(groups) // parts, (part + 1) * len(groups) // parts
         samples = [sample for group in groups[begin:end] for sample in group.samples]
-        totals.append(sum(map(loss_tokens_of, samples)))
+        divisors.append(divisor(samples, aggregate, longest))
         if skip_zero_advantage:
             samples = [sample for sample in samples if sample.advantage != 0.0]
         for own, chosen in zip(shards, spread(samples, replicas, attention), strict=True):
             own.append(chosen)
-    return [tuple(minibatch) for minibatch in shards], tuple(totals)
+    return [tuple(minibatch) for minibatch in shards], tuple(divisors)
 
 
 def spread(samples: Iterable[Sample], ranks: int, attention: float = 0.0) -> list[tuple[Sample, ...]]:

@@ -21,7 +21,7 @@ from libra_hpc.protocol.trainer import (
 SETTINGS = DeadlineSettings(floor_s=60.0, first_s=600.0, factor=10.0)
 STORAGE_S = 600.0
 JOIN, STEP = Join(1, 0, 2, "/meet"), TrainStep(1, 1, (), ())
-DONE = StepDone(1, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0, 0.0, 0.0)
+DONE = StepDone(1, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0, 0.0, 0.0)
 
 
 def trained(seconds: float = 1.0) -> ReplicaWatch:

@@ -65,10 +65,10 @@ def test_a_line_break_in_an_override_sets_no_second_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("[algorithm]\netta = 1\n", "algorithm.etta = 1: unknown key in [algorithm]; valid: batch_order, clip, eta, "),
+        ("[algorithm]\netta = 1\n", "algorithm.etta = 1: unknown key in [algorithm]; valid: advantage, aggregate, "),
         ("[algorithm]\netta = 1\n", "(did you mean 'eta'?)"),
         ("[components.trian]\nnodes = 1\n", "(did you mean 'train'?)"),
-        ("[algorithm]\nclip = 1.0\n", "algorithm.clip = 1.0: out of range; valid: a number > 0 and < 1."),
+        ("[algorithm]\nclip = 1.0\n", "algorithm.clip = 1.0: out of range; valid: a number > 0 and < 1"),
         ("[algorithm]\neta = '1'\n", "algorithm.eta = '1': wrong type; valid: an integer >= 0."),
         ("[slurm]\nexecutor = 'slrum'\n", "valid: auto, slurm, local (did you mean 'slurm'?)"),
         ("[slurm]\nextra = [1]\n", "slurm.extra.0 = 1: wrong type; valid: a list of strings."),

@@ -8,11 +8,11 @@ from libra_hpc.protocol.trainer import StepDone
 from libra_hpc.train_leader.step_metrics import train_metrics
 from tests.protocol.step_reports import batch_stats
 
-MEANS = {"entropy", "ratio_mean", "ratio_truncated", "logprob_gap"}
+MEANS = {"entropy", "ratio_mean", "ratio_truncated", "logprob_gap", "clipped", "behaviour_kl"}
 
 
 def done(loss_tokens: int) -> StepDone:
-    return StepDone(1, 1, 0.1, 0.2, 1.0, 0.0, 0.02, 0.5, 900, loss_tokens, 1.0, 0.1, 0.1)
+    return StepDone(1, 1, 0.1, 0.2, 1.0, 0.0, 0.1, 0.001, 0.02, 0.5, 900, loss_tokens, 1.0, 0.1, 0.1)
 
 
 def test_the_guards_find_what_they_read() -> None:

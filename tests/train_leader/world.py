@@ -56,11 +56,11 @@ class Replica:
                     for member in members:
                         member.history = list(truth.history)
                         self.world.reply(member.rank, wire.Joined(generation, len(member.history), 0, 0.0, attempt))
-            case wire.TrainStep(step=step, generation=generation, minibatches=minibatches, total_tokens=totals):
+            case wire.TrainStep(step=step, generation=generation, minibatches=minibatches, divisors=totals):
                 assert step == len(self.history) + 1
                 self.history.append(f"step{step}")
                 self.world.trained.append((self.rank, step, sorted(s.uid for m in minibatches for s in m), totals))
-                numbers = (0.1, 1.0, 1.0, 0.0, 0.0, 0.5, 8, 4, 0.1, 0.0, 0.0)
+                numbers = (0.1, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.5, 8, 4, 0.1, 0.0, 0.0)
                 self.world.reply(self.rank, wire.StepDone(step, generation, *numbers, self.skipped))
             case wire.Export(version=version):
                 self.bad_exports -= 1

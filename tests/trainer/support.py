@@ -25,7 +25,7 @@ from libra_hpc.trainer.grpo_trainer import GrpoTrainer
 from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.saved.shard_files import ShardFiles
 from libra_hpc.trainer.saved.state_writer import Answer, StateWriter
-from libra_hpc.trainer.settings import OptimizerSettings, write_config
+from libra_hpc.trainer.settings import AlgorithmSettings, OptimizerSettings, write_config
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace, from_hf, to_hf
 
@@ -104,13 +104,17 @@ def train_step(step: int, generation: int, *, replica: int = 0, replicas: int = 
 
 
 def build(
-    model_dir: Path, split: ReplicaPlace, dtype: torch.dtype = torch.float32, optimizer: OptimizerSettings = OPTIMIZER
+    model_dir: Path,
+    split: ReplicaPlace,
+    dtype: torch.dtype = torch.float32,
+    optimizer: OptimizerSettings = OPTIMIZER,
+    settings: AlgorithmSettings = ALGORITHM,
 ) -> tuple[TrainEngine, GrpoTrainer]:
     """An engine and trainer in this process, alone in generation 0, with the model's weights."""
     engine = TrainEngine(read_shape(model_dir), torch.device("cpu"), dtype, split, optimizer)
     checkpoint.load_policy(engine, model_dir)
     replicas = ElasticReplicas(engine, 60.0, 60.0)
-    trainer = GrpoTrainer(engine, replicas, ALGORITHM, MICRO_TOKENS)
+    trainer = GrpoTrainer(engine, replicas, settings, MICRO_TOKENS)
     replicas.join(Join(0, 0, 1, ""))
     return engine, trainer
 

@@ -90,7 +90,7 @@ def test_a_replica_that_cannot_join_or_train_reports_it_and_stays_usable(tmp_pat
     good = train_step(1, 3)
     broken = good.minibatches[0][0]
     short = type(broken)(broken.uid, broken.tokens, broken.loss_mask[:-1], broken.logprobs, broken.advantage)
-    failed = replica.ask(TrainStep(1, 3, ((short,),), good.total_tokens), StepFailed)
+    failed = replica.ask(TrainStep(1, 3, ((short,),), good.divisors), StepFailed)
     assert broken.uid in failed.error
     join_all([replica], 4, tmp_path / "g4")
     (done,) = step_all([replica], 1, 4)

@@ -36,7 +36,7 @@ def spoiled(message: TrainStep, minibatch: int, spoil: Any = bad_advantage) -> T
     """The same step, its first sample not finite."""
     minibatches = list(message.minibatches)
     minibatches[minibatch] = (spoil(minibatches[minibatch][0]), *minibatches[minibatch][1:])
-    return TrainStep(message.step, message.generation, tuple(minibatches), message.total_tokens)
+    return TrainStep(message.step, message.generation, tuple(minibatches), message.divisors)
 
 
 def assert_finite(done: StepDone) -> None:
@@ -92,7 +92,7 @@ def test_only_the_bad_minibatch_is_skipped(tmp_path: Path, world: ReplicaPlace) 
     assert done.grad_norm > 0.0
     assert_finite(done)
     other, reference = build(tmp_path / "model", world)
-    alone = reference.step(TrainStep(1, 0, good.minibatches[1:], good.total_tokens[1:]))
+    alone = reference.step(TrainStep(1, 0, good.minibatches[1:], good.divisors[1:]))
     assert done.loss == alone.loss
     assert all(torch.equal(now, want) for now, want in zip(engine.state.tensors(), other.state.tensors(), strict=True))
 

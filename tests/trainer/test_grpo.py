@@ -13,11 +13,18 @@ import torch
 
 from libra_hpc.errors import UserError
 from libra_hpc.trainer.grpo import grpo_terms
+from libra_hpc.trainer.losses import LossTokens, ppo
 from libra_hpc.trainer.sft import Demonstration, warm_start
 
 from .support import VOCAB, make_model
 
-objective = partial(grpo_terms, clip=0.2, is_truncation=2.0, kl_coef=0.1)
+objective = partial(grpo_terms, named=ppo, clip=(0.2, 0.2), is_truncation=2.0, kl_coef=0.1)
+
+
+def _tokens(*values: torch.Tensor) -> LossTokens:
+    """Of one sequence."""
+    count = len(values[0])
+    return LossTokens(*values, torch.zeros(count, dtype=torch.int64), torch.tensor([float(count)]))
 
 
 def _inputs(n: int = 40, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -38,7 +45,7 @@ def _by_hand(lp: float, prox: float, behaviour: float, advantage: float) -> floa
 
 def test_loss_and_metrics_equal_a_scalar_reference() -> None:
     arguments = _inputs()
-    terms = objective(*arguments)
+    terms = objective(_tokens(*arguments))
     rows = list(zip(*(a.tolist() for a in arguments), strict=True))
     assert float(terms.loss) == pytest.approx(sum(_by_hand(*row) for row in rows), rel=1e-5)
     assert float(terms.ratio) == pytest.approx(sum(math.exp(lp - b) for lp, _, b, _ in rows), rel=1e-5)
@@ -48,14 +55,14 @@ def test_loss_and_metrics_equal_a_scalar_reference() -> None:
 
 def test_gradient_equals_finite_differences() -> None:
     logprobs, *rest = _inputs(dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda x: objective(x, *rest).loss, logprobs.requires_grad_())
+    assert torch.autograd.gradcheck(lambda x: objective(_tokens(x, *rest)).loss, logprobs.requires_grad_())
 
 
 def test_no_gradient_where_the_advantage_is_zero_or_the_ratio_is_clipped() -> None:
     lp = torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True)
     proximal = torch.tensor([-1.1, -2.0, -0.2, -2.0])  # ratios 1.1, 2.7, 0.45, 2.7
     advantages = torch.tensor([0.0, 1.0, -1.0, -1.0])
-    grpo_terms(lp, proximal, proximal.clone(), advantages, clip=0.2, is_truncation=2.0, kl_coef=0.0).loss.backward()  # type: ignore[no-untyped-call]
+    objective(_tokens(lp, proximal, proximal.clone(), advantages), kl_coef=0.0).loss.backward()  # type: ignore[no-untyped-call]
     assert lp.grad is not None
     assert lp.grad[:3].tolist() == [0.0, 0.0, 0.0]
     assert lp.grad[3] > 0  # an unlikely-making advantage is never clipped from above
@@ -64,7 +71,7 @@ def test_no_gradient_where_the_advantage_is_zero_or_the_ratio_is_clipped() -> No
 def test_the_importance_weight_is_truncated_and_carries_no_gradient() -> None:
     lp = torch.tensor([-1.0, -1.0], requires_grad=True)
     behaviour = torch.tensor([-1.5, -6.0])  # weights 1.65 and 148
-    terms = grpo_terms(lp, lp, behaviour, torch.ones(2), clip=0.2, is_truncation=2.0, kl_coef=0.0)
+    terms = objective(_tokens(lp, lp.detach(), behaviour, torch.ones(2)), kl_coef=0.0)
     terms.loss.backward()  # type: ignore[no-untyped-call]
     assert lp.grad is not None
     assert lp.grad.tolist() == pytest.approx([-math.exp(0.5), -2.0])

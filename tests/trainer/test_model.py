@@ -156,7 +156,7 @@ def test_a_minibatch_without_loss_tokens_is_skipped(tmp_path: Path, world: Repli
     make_model("qwen2", tmp_path / "model")
     engine, trainer = build(tmp_path / "model", world)
     message = train_step(1, 0)
-    done = trainer.step(type(message)(1, 0, ((), message.minibatches[0]), (0, message.total_tokens[0])))
+    done = trainer.step(type(message)(1, 0, ((), message.minibatches[0]), (0, message.divisors[0])))
     assert (engine.state.step, engine.state.updates) == (1, 1)
     assert done.grad_norm > 0
 

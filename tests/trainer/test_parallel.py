@@ -9,10 +9,22 @@ from typing import Any
 import pytest
 import torch
 
+from libra_hpc.protocol.trainer import StepDone
 from libra_hpc.trainer.model.packing import Pack, decode, pack
 from libra_hpc.weights.names import ReplicaPlace
 
-from .support import Layout, assert_equals_one_process, make_model, samples
+from .settings import algorithm
+from .support import (
+    Layout,
+    Replica,
+    assert_equals_one_process,
+    assert_same_step,
+    build,
+    join_all,
+    make_model,
+    samples,
+    train_step,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -98,3 +110,22 @@ def test_a_world_with_context_ranks_equals_one_process(
 ) -> None:
     make_model(kind, tmp_path / "model")
     assert_equals_one_process(tmp_path, world, layout, recompute=recompute)
+
+
+@pytest.mark.engine
+def test_a_loss_over_sequences_equals_one_process_where_context_ranks_share_them(
+    tmp_path: Path, world: ReplicaPlace
+) -> None:
+    make_model("qwen3", tmp_path / "model")
+    settings = algorithm(loss="gspo", by_sequence=True, clip=(0.001, 0.002))
+    _, trainer = build(tmp_path / "model", world, settings=settings)
+    replica = Replica(tmp_path, "split", tmp_path / "model", cp=2, algorithm=settings)
+    replica.ready()
+    join_all([replica], 0, tmp_path / "meet")
+    message = train_step(1, 0, minibatches=3)
+    alone = trainer.step(message)
+    replica.send(message)
+    done = replica.receive(StepDone)
+    assert_same_step(done, alone, 2e-6)
+    assert done.clipped == alone.clipped > 0
+    assert replica.close() == [0, 0]

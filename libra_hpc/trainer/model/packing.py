@@ -107,6 +107,10 @@ class Pack(NamedTuple):
     """float32[m]"""
     advantages: torch.Tensor
     """float32[m]"""
+    sequences: torch.Tensor
+    """int64[m], place of a loss token's sequence in the pack"""
+    lengths: torch.Tensor
+    """float32[s], loss tokens of each sequence on all context ranks"""
     filled: int
     """Tokens without padding, which fills a pack up to equal shares of the ranks."""
 
@@ -188,7 +192,9 @@ def _assemble(group: list[Example], device: torch.device, place: ReplicaPlace) -
     where = row_of[targets_at - 1]
     mine = where >= 0
     behaviour = torch.cat([torch.empty(0), *(s.logprobs[s.mask] for s in group)])
-    advantages = torch.cat([torch.empty(0), *(torch.full((int(s.mask.sum()),), s.advantage) for s in group)])
+    counts = torch.tensor([int(s.mask.sum()) for s in group], dtype=torch.int64)
+    sequences = torch.arange(len(group)).repeat_interleave(counts)
+    advantages = torch.tensor([s.advantage for s in group])[sequences]
     bounds = _bounds(lengths, device)
     blocks, tails = _attention(lengths, own, device)
     longest = max(lengths)
@@ -211,6 +217,8 @@ def _assemble(group: list[Example], device: torch.device, place: ReplicaPlace) -
         targets=tokens[targets_at[mine]].to(device),
         behaviour=behaviour[mine].to(device),
         advantages=advantages[mine].to(device),
+        sequences=sequences[mine].to(device),
+        lengths=counts.float().to(device),
         filled=int((rows < count).sum()),
     )
 

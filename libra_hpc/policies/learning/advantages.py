@@ -1,0 +1,60 @@
+"""Advantages of a group by name: the rewards of a prompt's trajectories -> one number each.
+
+A run file may name ``file.py:f``. Where all rewards are equal every advantage is 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from math import sqrt
+
+from libra_hpc.config.learn import ADVANTAGES
+from libra_hpc.user_file import load_function
+
+STD_EPS = 1e-4
+"""Bounds the advantages of a group of nearly equal rewards; rewards are of order one."""
+
+Advantage = Callable[[Sequence[float]], Sequence[float]]
+
+
+def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
+    """Of a non-empty sequence, as the whole population."""
+    mean = sum(values) / len(values)
+    return mean, sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+
+
+def group_std(rewards: Sequence[float]) -> list[float]:
+    """(r - mean) / (std + `STD_EPS`), GRPO: arXiv 2402.03300, section 4.1.2."""
+    mean, std = mean_and_std(rewards)
+    return [(r - mean) / (std + STD_EPS) for r in rewards]
+
+
+def group_mean(rewards: Sequence[float]) -> list[float]:
+    """R - mean, Dr. GRPO: easy and hard prompts are not scaled up (arXiv 2503.20783, section 3.1)."""
+    mean, _ = mean_and_std(rewards)
+    return [r - mean for r in rewards]
+
+
+def rloo(rewards: Sequence[float]) -> list[float]:
+    """R - mean of the others, an unbiased baseline (arXiv 2402.14740, equation 7); one alone has none."""
+    scale = len(rewards) / max(1, len(rewards) - 1)
+    return [scale * value for value in group_mean(rewards)]
+
+
+_NAMED = dict(zip(ADVANTAGES, (group_std, group_mean, rloo), strict=True))
+
+
+def advantage_named(name: str) -> Advantage:
+    """Raises `UserError` for a name that is neither of `ADVANTAGES` nor a function of a file."""
+    found: Advantage = _NAMED[name] if name in _NAMED else load_function("algorithm.advantage", name, ADVANTAGES)
+
+    def checked(rewards: Sequence[float]) -> list[float]:
+        if max(rewards) == min(rewards):
+            return [0.0] * len(rewards)
+        values = [float(value) for value in found(rewards)]
+        if len(values) != len(rewards) or not all(map(math.isfinite, values)):
+            raise ValueError(f"{name} made {values} of the rewards {list(rewards)}: one finite number each is needed")
+        return values
+
+    return checked

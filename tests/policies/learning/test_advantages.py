@@ -1,0 +1,36 @@
+"""Advantages of a group against numbers by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.config.learn import ADVANTAGES
+from libra_hpc.policies.learning.advantages import STD_EPS, advantage_named
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("group_std", [1.5 / (0.75**0.5 + STD_EPS), *[-0.5 / (0.75**0.5 + STD_EPS)] * 3]),
+        ("group_mean", [1.5, -0.5, -0.5, -0.5]),
+        ("rloo", [2.0, -2 / 3, -2 / 3, -2 / 3]),
+    ],
+)
+def test_by_hand(name: str, expected: list[float]) -> None:
+    assert advantage_named(name)([2.0, 0.0, 0.0, 0.0]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_group_of_equal_rewards_has_none(name: str) -> None:
+    assert advantage_named(name)([0.3, 0.3, 0.3]) == [0.0, 0.0, 0.0]
+    assert advantage_named(name)([7.0]) == [0.0]
+
+
+def test_a_function_of_a_file_gives_one_number_for_each_reward(tmp_path: Path) -> None:
+    file = tmp_path / "my.py"
+    file.write_text("def best(rs): return [float(r == max(rs)) for r in rs]\ndef few(rewards): return [1]\n")
+    assert advantage_named(f"{file}:best")([0.1, 0.9]) == [0.0, 1.0]
+    with pytest.raises(ValueError, match="one finite number each"):
+        advantage_named(f"{file}:few")([0.1, 0.9])
