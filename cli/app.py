@@ -64,6 +64,7 @@ VERBS = {
     "sweep": Verb("Queue a run for every combination of some values.", "sweep.sweep"),
     "compare": Verb("Show runs side by side: settings, reward, speed; draws compare.png.", "compare.compare"),
     "summary": Verb("Show reward, speed, moves of nodes and failures of a run; writes summary.png.", "summary.summary"),
+    "show": Verb("Print what the policy said: trajectories of a step, with tool results and rewards.", "show.show"),
     "report": Verb(
         "Write one page about a run for others: plots, decisions, failures, configuration.", "report.report"
     ),

@@ -26,6 +26,9 @@ class RunSection(Section):
     share: Literal["private", "group", "all"] = "private"
     """Who may read the run directory: ``private`` its owner (mode 0700), ``group`` the owner's group (0750), ``all``
     everybody (0755)."""
+    transcripts_gb: float = Field(4.0, ge=0, allow_inf_nan=False)
+    """Room (GB) for transcripts, what the policy said (`libra-hpc show`); beyond it the oldest steps are removed. 0:
+    none are written."""
     engine: Literal["real", "simulated"] = "real"
     """``real``: GPUs or CPUs do the work. ``simulated``: engines, trainers and tools are simulated
     (``[simulated]``); every other process is real."""

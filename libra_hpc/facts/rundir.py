@@ -1,7 +1,8 @@
 """File names of a run directory, and reading and writing of its JSON files.
 
 - From the user and the launcher: the run file, its resolved form, what was queued, orders.
-- From rank 0: events, metrics, status, result.  From the rollout leader: trajectories, decisions, experience.
+- From rank 0: events, metrics, status, result.  From the rollout leader: trajectories, decisions, and
+  the folders of transcripts and experience.
 - ``logs/attempt-N/*.log``: one file per process.  Folders are complete once renamed into place.
 
 Readers skip a torn last line of a ``.jsonl`` file.
@@ -75,6 +76,8 @@ class RunDir:
     """One line per finished trajectory."""
     decisions = _Part("decisions.jsonl")
     """One line per scheduling decision: the turn, its engine, and the reason."""
+    transcripts = _Part("transcripts")
+    """Folder of the trajectories that each step was trained on (`libra_hpc.rollout.transcripts`)."""
     experience = _Part("experience")
     """Folder of the recovery log (`libra_hpc.rollout.recovery.recovery_log`)."""
     status = _Part("status.json")

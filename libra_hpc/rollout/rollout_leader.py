@@ -212,6 +212,7 @@ class RolloutLeader:
             step, groups = due
             stats = batch_stats(groups, step - 1, engines.busy_per_token(), len(engines.engines))
             composed = tuple(group.to_group(self._advantage) for group in groups)
+            self._around.composed(step, [trajectory for group in groups for trajectory in group.done], composed)
             self._send(self._train_leader, Batch(step, composed, stats, self._order.take_given_up()))
 
     # --- engines

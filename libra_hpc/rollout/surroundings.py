@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from libra_hpc.protocol.agents import MeshMessage
+from libra_hpc.protocol.agents import Group, MeshMessage
 from libra_hpc.protocol.env import ToHost
 
 from .run_lines import Routed, TrajectoryEnd
@@ -25,6 +25,9 @@ class Surroundings(Protocol):
 
     def ended(self, end: TrajectoryEnd) -> None:
         """Record a finished trajectory."""
+
+    def composed(self, step: int, trajectories: list[Trajectory], groups: tuple[Group, ...]) -> None:
+        """Record what a step is trained on."""
 
     def routed(self, routed: Routed) -> None:
         """Record a turn that was sent to an engine."""

@@ -18,6 +18,7 @@ import pytest
 from libra_hpc.facts import series
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.process.agent_folders import kept_folder
+from libra_hpc.rollout import transcripts
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
 from libra_hpc.state.store import states
 
@@ -70,6 +71,10 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     (learned,) = case.events("scheduler_warm_start")
     assert learned["trajectories"] >= 16 * reached[0], "the resumed attempt's scheduler knows what the first one saw"
     assert max(line["staleness_max"] for line in read_lines(run.metrics)) <= 1
+    for line, path in zip(read_lines(run.metrics), transcripts.steps(run.transcripts).values(), strict=True):
+        said = [turn.gen_tokens for record in transcripts.read(path) for turn in record.turns]
+        assert sum(said) == line["gen_tokens"], "what a step was trained on is in its transcripts"
+    assert "-- policy (" in case.cli("show", str(run.path), "--best", "1").stdout
     again = case.events("job_started")[1]["t"]
     finished = [line for line in series.trajectories(run) if line["finished_at"] < again and line["index"] in untrained]
     kept = case.events("experience_kept")

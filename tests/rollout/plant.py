@@ -12,7 +12,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, Policy, TurnView
 from libra_hpc.protocol import agents as wire
-from libra_hpc.protocol.agents import Batch, Turns
+from libra_hpc.protocol.agents import Batch, Group, Turns
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.engine import Abort, Generate, Generated
 from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
@@ -119,6 +119,7 @@ class Plant:
         self.sent: list[Any] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.lines: list[dict[str, Any]] = []
+        self.composed: list[tuple[int, list[Trajectory], tuple[Group, ...]]] = []
         self.ended: list[Trajectory] = []
         self.decisions: list[dict[str, Any]] = []
         self.turns, self.version, self.tool = turns, 0, 5
@@ -151,6 +152,7 @@ class Plant:
                 send=self.send,
                 to_host=lambda host, message: self.host.append(message),
                 ended=self.on_ended,
+                composed=lambda *batch: self.composed.append(batch),
                 routed=lambda routed: self.decisions.append(decision_line(routed)),
                 log=lambda kind, **fields: self.events.append((kind, fields)),
             ),

@@ -27,6 +27,7 @@ from libra_hpc.state.store import patiently
 from .hosts import Hosts
 from .origin import digest
 from .storage import KEEP_LINES, Storage
+from .transcript_log import TranscriptLog
 
 REPORT_S = 1.0
 """Between two reports."""
@@ -55,6 +56,7 @@ class RolloutService:
         self._trajectories: Journal[TrajectoryEnd | Restart] = Journal(context.run.trajectories, line, KEEP_LINES)
         self._decisions: Journal[Routed] = Journal(context.run.decisions, decision_line)
         self._storage = Storage(self._trajectories, self._decisions, context.log)
+        self._transcripts = TranscriptLog(context.run.transcripts, config, context.log)
         self._recovery_log = (
             RecoveryLog(context.run.experience, self._saved, time.monotonic) if config.checkpoint.experience else None
         )
@@ -146,6 +148,9 @@ class RolloutService:
     def to_host(self, host: int, message: ToHost) -> None:
         self._hosts.send(host, message)
 
+    def composed(self, step: int, trajectories: list[Trajectory], groups: tuple[wire.Group, ...]) -> None:
+        self._transcripts.add(step, trajectories, groups)
+
     def ended(self, end: TrajectoryEnd) -> None:
         self._trajectories.add(end)
         self._unwritten.append(end.trajectory)
@@ -153,6 +158,7 @@ class RolloutService:
     async def _flush(self) -> None:
         new, self._unwritten = self._unwritten, []
         await self._storage.flush(self._recovery_log, new)
+        await self._transcripts.flush()
 
     async def stop(self) -> None:
         self._stopping = True

@@ -1,0 +1,92 @@
+"""`libra-hpc show`: what the policy said, from the transcripts of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from libra_hpc.config.load import load_resolved
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError, invalid
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.rollout import transcripts
+from libra_hpc.rollout.transcripts import Transcript
+
+from .output import print_json, print_line, print_note
+from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run
+
+
+def show(
+    run: RunArgument = None,
+    step: Annotated[int | None, typer.Option("--step", min=1, metavar="N", help="Default: the newest.")] = None,
+    worst: Annotated[int, typer.Option("--worst", min=0, metavar="K", help="The K of least reward.")] = 0,
+    best: Annotated[int, typer.Option("--best", min=0, metavar="K", help="The K of most reward.")] = 0,
+    prompt: Annotated[str | None, typer.Option("--prompt", metavar="ID", help="Those of this prompt.")] = None,
+    chars: Annotated[
+        int, typer.Option("--chars", min=0, metavar="N", help="Longest part before its middle is left out; 0: all.")
+    ] = 2000,
+    as_json: JsonOption = False,
+    runs: RunsOption = Path(RUNS),
+) -> None:
+    found = find_run(run, runs)
+    records = list(transcripts.read(_file(found, step)))
+    if prompt is not None:
+        known = sorted({record.prompt_id for record in records})
+        records = [record for record in records if record.prompt_id == prompt]
+        if not records:
+            raise invalid("--prompt", prompt, f"step {step or 'newest'} has no such prompt", known)
+    ordered = sorted(records, key=lambda record: record.reward)
+    if worst or best:
+        records = ordered[:worst] + ordered[max(worst, len(ordered) - best) :]
+    elif prompt is None:
+        records = ordered[:1]
+        print_note(f"the least reward of {len(ordered)} trajectories; others: --worst, --best, --prompt")
+    decode = _decoder(load_resolved(found.config))
+    for record in records:
+        if as_json:
+            parts = [{"who": who, "text": decode(ids)} for who, ids in record.segments()]
+            print_json({**msgspec.to_builtins(record), "text": parts})
+        else:
+            _print(record, decode, chars)
+
+
+def _file(run: RunDir, step: int | None) -> Path:
+    have = transcripts.steps(run.transcripts)
+    if not have:
+        raise UserError(f"{run.name} has no transcripts (run.transcripts_gb = 0, a dry run, or no step yet).")
+    if step is not None and step not in have:
+        raise invalid("--step", step, "no transcripts of it", f"{min(have)} to {max(have)}")
+    return have[max(have) if step is None else step]
+
+
+def _decoder(config: RunConfig) -> Callable[[Sequence[int]], str]:
+    """Token ids -> text; without the policy's tokenizer here, how many they are."""
+    try:
+        from libra_hpc.tasks.tokenizer import TaskTokenizer
+
+        return TaskTokenizer(config.model.path).decode
+    except (ImportError, UserError) as error:
+        print_note(f"only lengths are shown: {error}")
+        return lambda ids: f"({len(ids)} tokens)"
+
+
+def _print(record: Transcript, decode: Callable[[Sequence[int]], str], chars: int) -> None:
+    generated = sum(turn.gen_tokens for turn in record.turns)
+    versions = sorted({version for version, _ in record.versions})
+    weights = f"{versions[0]}-{versions[-1]}" if len(versions) > 1 else "".join(map(str, versions))
+    print_line(
+        f"== step {record.step}, {record.prompt_id}, sample {record.uid.partition('.')[2]}: reward {record.reward:.3g},"
+        f" advantage {record.advantage:+.2f}, {len(record.turns)} turns, {generated} tokens, weights {weights}"
+    )
+    if record.info:
+        print_line("   " + ", ".join(f"{key} {value:.3g}" for key, value in record.info.items()))
+    for who, ids in record.segments():
+        text = decode(ids)
+        if chars and len(text) > chars:
+            half = chars // 2
+            text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
+        print_line(f"-- {who} ({len(ids)})\n{text}")

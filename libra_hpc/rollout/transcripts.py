@@ -1,0 +1,122 @@
+"""What the policy said: ``transcripts/step-N.jsonl.zst`` has the trajectories that step N was trained on.
+
+One Zstandard frame per trajectory, each one line of JSON (`Transcript`); a file is complete when it is there. A step
+that is trained again replaces its file. Beyond the run's budget the oldest files go, so that the newest are kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import zstandard
+
+from libra_hpc.files import write_atomic
+from libra_hpc.protocol.agents import Group
+from libra_hpc.protocol.trace import TurnRecord
+
+from .trajectory import Trajectory
+
+_NAME = re.compile(r"^step-(\d+)\.jsonl\.zst$")
+LEVEL = 3
+"""Of compression: a token id takes about two bytes; 9 saves a tenth for five times the time."""
+
+
+class Transcript(msgspec.Struct, frozen=True):
+    """A trajectory as it was trained."""
+
+    step: int
+    uid: str
+    """``index.sample``, as in the trainer's samples."""
+    prompt_id: str
+    task: str
+    reward: float
+    advantage: float
+    info: dict[str, float]
+    versions: tuple[tuple[int, int], ...]
+    """(weight version, tokens generated under it), in order."""
+    prompt_tokens: int
+    turns: tuple[TurnRecord, ...]
+    """The context is the prompt, then of each turn ``new_tokens`` of the environment and ``gen_tokens``."""
+    tokens: tuple[int, ...]
+
+    def segments(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(who, token ids) in order: ``prompt``, ``policy``, and what a turn's ``new_tokens`` came from."""
+        at = self.prompt_tokens
+        yield "prompt", self.tokens[:at]
+        tool = ""
+        for turn in self.turns:
+            if turn.new_tokens:
+                yield tool or "environment", self.tokens[at : at + turn.new_tokens]
+                at += turn.new_tokens
+            yield "policy", self.tokens[at : at + turn.gen_tokens]
+            at += turn.gen_tokens
+            tool = f"{turn.tool}, {turn.outcome or 'ok'}, {turn.tool_s:.1f} s" if turn.tool else ""
+
+
+def transcript(step: int, task: str, trajectory: Trajectory, advantage: float) -> Transcript:
+    return Transcript(
+        step=step,
+        uid=f"{trajectory.index}.{trajectory.sample}",
+        prompt_id=trajectory.prompt_id,
+        task=task,
+        reward=trajectory.reward,
+        advantage=advantage,
+        info=trajectory.info,
+        versions=tuple(trajectory.versions),
+        prompt_tokens=trajectory.prompt_tokens,
+        turns=tuple(trajectory.turns),
+        tokens=tuple(trajectory.context),
+    )
+
+
+def steps(folder: Path) -> dict[int, Path]:
+    """Transcripts by step, in order."""
+    found = {int(match[1]): path for path in folder.glob("step-*") if (match := _NAME.match(path.name))}
+    return dict(sorted(found.items()))
+
+
+def read(path: Path) -> Iterator[Transcript]:
+    """The whole records of a file; a frame that was cut off ends it."""
+    with path.open("rb") as handle, zstandard.ZstdDecompressor().stream_reader(handle, read_across_frames=True) as text:
+        rest = b""
+        while True:
+            try:
+                part = text.read(1 << 20)
+            except zstandard.ZstdError:
+                part = b""
+            *lines, rest = (rest + part).split(b"\n")
+            yield from map(msgspec.json.Decoder(Transcript).decode, lines)
+            if not part:
+                return
+
+
+class TranscriptWriter:
+    """Writes into ``folder``, at most ``budget`` bytes; the methods may take as long as the file system."""
+
+    def __init__(self, folder: Path, task: str, budget: int) -> None:
+        self._folder, self._task, self._budget = folder, task, budget
+        self._sizes = {step: path.stat().st_size for step, path in steps(folder).items()}
+
+    def write(self, step: int, trajectories: Sequence[Trajectory], groups: Iterable[Group]) -> int:
+        """Write a step's file; returns how many older files were removed for it.  Raises `OSError`."""
+        advantages = {sample.uid: sample.advantage for group in groups for sample in group.samples}
+        compress, encode = zstandard.ZstdCompressor(level=LEVEL).compress, msgspec.json.Encoder().encode
+        records = [transcript(step, self._task, t, advantages[f"{t.index}.{t.sample}"]) for t in trajectories]
+        data = b"".join(compress(encode(record) + b"\n") for record in records)
+        self._folder.mkdir(exist_ok=True)
+        removed = 0
+        self._sizes.pop(step, None)
+        while self._sizes and sum(self._sizes.values()) + len(data) > self._budget:
+            oldest = min(self._sizes)
+            self._path(oldest).unlink(missing_ok=True)
+            del self._sizes[oldest]
+            removed += 1
+        write_atomic(self._path(step), data)
+        self._sizes[step] = len(data)
+        return removed
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:06d}.jsonl.zst"
