@@ -84,7 +84,7 @@ class Component(Section):
     nodes: int = Field(1, ge=0)
     """Nodes; 0 leaves the component out. A planner of 0 nodes runs on the first train node, beside its agent."""
     partition: str = ""
-    """Slurm partition; empty: the cluster's default."""
+    """Slurm partition; empty: the cluster's default. ``"a,b"``: Slurm takes the one in which the job starts first."""
     gpus: int = Field(0, ge=0)
     """GPUs per node."""
     gpu_type: str = ""
@@ -95,13 +95,13 @@ class Component(Section):
     """Memory per node, as Slurm writes it; without a unit MiB, and 0 is all memory of the node. Empty: the memory of
     the node that belongs to its GPUs, and 2G without GPUs."""
     constraint: str = ""
-    """Node features that sbatch asks for (``--constraint``); empty: none."""
+    """Node features that sbatch asks for (``--constraint``); empty or ``none``: none."""
     reservation: str = ""
-    """Reservation to use; empty: none."""
+    """Reservation to use; empty or ``none``: none."""
     account: str = ""
-    """Slurm account that is charged for these nodes; empty: ``slurm.account``."""
+    """Slurm account that is charged for these nodes; empty: ``slurm.account``, ``none``: no option."""
     qos: str = ""
-    """Quality of service of these nodes; empty: ``slurm.qos``."""
+    """Quality of service of these nodes; empty: ``slurm.qos``, ``none``: no option."""
     extra: list[str] = []
     """Further sbatch options, verbatim, for these nodes."""
 

@@ -26,6 +26,7 @@ from libra_hpc.errors import invalid
 from libra_hpc.models.host_memory import HostRoom, NodeMemory, NodeWork, node_memory
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape
 from libra_hpc.planning.request import GIB, MIB, node_work
+from libra_hpc.slurm.fit import usable
 from libra_hpc.slurm.queue.query import Partition
 
 from .gpu_memory import MemoryNeed
@@ -153,8 +154,8 @@ def _given(component: Component) -> float:
 
 
 def _node_bytes(component: Component, partitions: Sequence[Partition]) -> float | None:
-    found = next((p for p in partitions if (p.name == component.partition if component.partition else p.default)), None)
-    return found.memory_mb * float(MIB) if found is not None and found.memory_mb else None
+    """Of the smallest node that Slurm may choose."""
+    return min((p.memory_mb for p in usable(component, partitions)), default=0) * float(MIB) or None
 
 
 def _size(folder: Path) -> float | None:

@@ -139,12 +139,12 @@ def gpus(facts: SlurmFacts) -> Finding:
 def site_partitions(config: RunConfig, facts: SlurmFacts) -> list[Finding]:
     """The partitions that the site profile names exist and are up."""
     up = {part.name for part in facts.partitions if part.state == "up"}
-    parts = config.components
-    named = {name: getattr(parts, name).partition for name in COMPONENTS}
+    named = {name: getattr(config.components, name).partition.split(",") for name in COMPONENTS}
     return [
-        Finding(f"partition of {name}", "bad", f"{wanted}: no such partition that is up", f"one of {sorted(up)}")
+        Finding(f"partition of {name}", "bad", f"{one}: no such partition that is up", f"one of {sorted(up)}")
         for name, wanted in named.items()
-        if wanted and wanted not in up
+        for one in wanted
+        if one and one not in up
     ]
 
 

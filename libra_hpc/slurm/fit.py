@@ -24,25 +24,26 @@ def with_resources(config: RunConfig, partitions: Sequence[Partition]) -> RunCon
     GPUs bring their share of the node; where its partition is not known, a CPU each and all of the node's memory.
     Nodes without GPUs get `PLAIN_CPUS` and `PLAIN_MEM`.
     """
-    known, default = _by_name(partitions)
     filled = {}
     for name in COMPONENTS:
         component: Component = getattr(config.components, name)
-        partition = known.get(component.partition or default)
         cpus, mem = (component.gpus, "0") if component.gpus else (PLAIN_CPUS, PLAIN_MEM)
-        if partition is not None and component.gpus and (there := _gpus(component, partition)):
-            share = min(1.0, component.gpus / there)
-            cpus = max(1, int(partition.cpus * share))
-            mem = "0" if share == 1.0 else f"{int(partition.memory_mb * share)}M"
+        allowed = [(part, there) for part in usable(component, partitions) if (there := _gpus(component, part))]
+        if component.gpus and allowed:
+            shares = [(part, min(1.0, component.gpus / there)) for part, there in allowed]
+            # Of several partitions Slurm takes any, so the request fits a node of each.
+            cpus = min(max(1, int(part.cpus * share)) for part, share in shares)
+            whole = all(share == 1.0 for _, share in shares)
+            mem = "0" if whole else f"{min(int(part.memory_mb * share) for part, share in shares)}M"
         update = {"cpus": component.cpus or cpus, "mem": component.mem or mem}
         filled[name] = component.model_copy(update=update)
     return config.model_copy(update={"components": config.components.model_copy(update=filled)})
 
 
-def _by_name(partitions: Sequence[Partition]) -> tuple[dict[str, Partition], str]:
-    """Partitions by name, and the name of the default one; empty where there is none."""
-    default = next((partition.name for partition in partitions if partition.default), "")
-    return {partition.name: partition for partition in partitions}, default
+def usable(component: Component, partitions: Sequence[Partition]) -> list[Partition]:
+    """Those of the cluster's partitions that the component names, or the default one."""
+    named = component.partition.split(",")
+    return [part for part in partitions if (part.name in named if component.partition else part.default)]
 
 
 def _gpus(component: Component, partition: Partition) -> int:
@@ -59,32 +60,50 @@ def check_fit(config: RunConfig, partitions: Sequence[Partition]) -> None:
         raise invalid("slurm.time_limit", slurm.time_limit, why, "a longer time")
     for name, component, _ in het_groups(config):
         field = f"components.{name}"
-        partition = _partition(field, component, partitions)
-        _check_node(field, component, partition)
-        # Components of one job never share a node.
-        before = used.get(partition.name, 0)
-        used[partition.name] = before + component.nodes
-        if used[partition.name] > partition.nodes:
-            others = f" and components before it take {before}" if before else ""
-            why = f"partition {partition.name} has {partition.nodes} nodes{others}"
-            raise invalid(f"{field}.nodes", component.nodes, why, f"at most {partition.nodes - before}")
-        if limit is not None and partition.max_seconds is not None and limit > partition.max_seconds:
-            why = f"partition {partition.name} allows {partition.max_seconds // 60} minutes"
-            raise invalid("slurm.time_limit", slurm.time_limit, why, "a shorter time")
+        found = _partitions(field, component, partitions)
+        refusals = []
+        for partition in found:
+            # Components of one job never share a node.
+            before = used.get(partition.name, 0) if len(found) == 1 else 0
+            try:
+                _check_node(field, component, partition)
+                _check_size(field, component, partition, before)
+                _check_limit(slurm, limit, partition)
+            except UserError as refusal:
+                refusals.append(refusal)
+        # Of several partitions one is enough.
+        if len(refusals) == len(found):
+            raise refusals[0]
+        if len(found) == 1:
+            used[found[0].name] = used.get(found[0].name, 0) + component.nodes
 
 
-def _partition(field: str, component: Component, partitions: Sequence[Partition]) -> Partition:
-    """The partition of a component; raises `UserError` for one that is not there, or not up."""
-    known, default = _by_name(partitions)
-    if not component.partition and not default:
-        raise invalid(f"{field}.partition", "", "this cluster has no default partition", sorted(known))
-    partition = known.get(component.partition or default)
-    if partition is None:
-        raise invalid(f"{field}.partition", component.partition, "no such partition", sorted(known))
-    if partition.state != "up":
+def _partitions(field: str, component: Component, partitions: Sequence[Partition]) -> list[Partition]:
+    """Partitions of a component that are up; raises `UserError` for one that is not there, and where none is up."""
+    known = sorted(partition.name for partition in partitions)
+    for name in component.partition.split(","):
+        if component.partition and name not in known:
+            raise invalid(f"{field}.partition", name, "no such partition", known)
+    found = usable(component, partitions)
+    if not found:
+        raise invalid(f"{field}.partition", "", "this cluster has no default partition", known)
+    if all(partition.state != "up" for partition in found):
         up = sorted(p.name for p in partitions if p.state == "up")
-        raise invalid(f"{field}.partition", partition.name, f"the partition is {partition.state}", up)
-    return partition
+        raise invalid(f"{field}.partition", found[0].name, f"the partition is {found[0].state}", up)
+    return [partition for partition in found if partition.state == "up"]
+
+
+def _check_size(field: str, component: Component, partition: Partition, before: int) -> None:
+    if before + component.nodes > partition.nodes:
+        others = f" and components before it take {before}" if before else ""
+        why = f"partition {partition.name} has {partition.nodes} nodes{others}"
+        raise invalid(f"{field}.nodes", component.nodes, why, f"at most {partition.nodes - before}")
+
+
+def _check_limit(slurm: SlurmSection, limit: int | None, partition: Partition) -> None:
+    if limit is not None and partition.max_seconds is not None and limit > partition.max_seconds:
+        why = f"partition {partition.name} allows {partition.max_seconds // 60} minutes"
+        raise invalid("slurm.time_limit", slurm.time_limit, why, "a shorter time")
 
 
 def notice_s(slurm: SlurmSection) -> float:

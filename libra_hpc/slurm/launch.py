@@ -22,6 +22,11 @@ from .sbatch_options import joined
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 """Would end a line of a script, or hide a part of it from who reads it."""
 
+NO_OPTION = "none"
+"""A component's value that leaves out what stands above it, in the site profile or in ``[slurm]``."""
+OPTIONAL = ("constraint", "reservation", "account", "qos")
+"""sbatch options, and keys of a component, that may be `NO_OPTION`."""
+
 
 class NodeRequest(NamedTuple):
     """Nodes that are requested together."""
@@ -151,13 +156,10 @@ def agent_variables(config: RunConfig, further: Mapping[str, str]) -> dict[str, 
 def component_options(config: RunConfig, name: str, component: Component) -> dict[str, str]:
     """Where the nodes of a component come from and who pays for them: sbatch options without their dashes."""
     slurm, field = config.slurm, f"components.{name}"
-    options = {
-        "partition": _word(f"{field}.partition", component.partition),
-        "constraint": _word(f"{field}.constraint", component.constraint),
-        "reservation": _word(f"{field}.reservation", component.reservation),
-        "account": _word(f"{field}.account", component.account) or _word("slurm.account", slurm.account),
-        "qos": _word(f"{field}.qos", component.qos) or _word("slurm.qos", slurm.qos),
-    }
+    options = {key: _word(f"{field}.{key}", getattr(component, key)) for key in ("partition", *OPTIONAL)}
+    for key in ("account", "qos"):
+        options[key] = options[key] or _word(f"slurm.{key}", getattr(slurm, key))
+    options |= {key: "" for key in OPTIONAL if options[key] == NO_OPTION}
     if component.gpus:
         kind = _word(f"{field}.gpu_type", component.gpu_type)
         spelling = _word("slurm.gpu_option", slurm.gpu_option).removeprefix("--")

@@ -30,7 +30,7 @@ def facts(**changes: Any) -> SlurmFacts:
 
 
 def test_a_good_site_has_only_good_findings() -> None:
-    config = validate({"components": {"train": {"partition": "a800"}}})
+    config = validate({"components": {"train": {"partition": "a800,cpu"}}})
     found = [doctor.controller(facts(), {}), doctor.version(facts()), doctor.heterogeneous(facts())]
     found += [doctor.plugin(config, facts()), doctor.accounting(facts()), doctor.gpus(facts())]
     assert {finding.state for finding in found} == {"good"}
@@ -49,7 +49,7 @@ def test_a_good_site_has_only_good_findings() -> None:
         (doctor.accounting(facts(settings={"MinJobAge": "60 sec"})), "warning", "60 sec"),
         (doctor.gpus(facts(partitions=[CPU])), "warning", "slurm.device"),
         (
-            doctor.site_partitions(validate({"components": {"train": {"partition": "old"}}}), facts())[0],
+            doctor.site_partitions(validate({"components": {"train": {"partition": "a800,old"}}}), facts())[0],
             "bad",
             "['a800', 'cpu']",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,6 +88,28 @@ def test_a_job_that_fits_a_busy_cluster() -> None:
 def test_what_never_fits(components: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         fit(components)
+
+
+def test_of_several_partitions_one_is_enough_and_the_request_fits_each() -> None:
+    small = replace(CLUSTER[0], name="h20", default=False, nodes=9, cpus=48, memory_mb=400000, gpus={"h20": 16})
+    cluster = [*CLUSTER, small]
+
+    def config(**train: Any) -> RunConfig:
+        return RunConfig.model_validate({"components": {"train": train, "rollout": {"partition": "cpu"}}})
+
+    check_fit(config(partition="a800,h20", nodes=9), cluster)
+    check_fit(config(partition="old,h20", gpus=16), cluster)
+    check_fit(config(partition="cpu,a800", gpus=1), cluster)
+    train = with_resources(config(partition="a800,h20", gpus=8), cluster).components.train
+    assert (train.cpus, train.mem) == (24, "200000M")
+    for wrong, message in (
+        (config(partition="a800,b"), r"partition = 'b': no such partition; valid: a800, cpu, h20, old"),
+        (config(partition="a800,"), r"partition = '': no such partition"),
+        (config(partition="a800,h20", nodes=10), r"nodes = 10: partition a800 has 4 nodes; valid: at most 4"),
+        (config(partition="old"), r"partition = 'old': the partition is down"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_fit(wrong, cluster)
 
 
 def test_time_limit() -> None:

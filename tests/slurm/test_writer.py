@@ -264,6 +264,15 @@ def test_facts_of_a_site_reach_the_script() -> None:
     assert any('mkdir -p "$TMPDIR"; [ "$SLURM_PROCID" != 0 ]' in line for line in lines)
 
 
+def test_a_component_may_leave_out_what_stands_above_it() -> None:
+    planner = {"nodes": 1, "partition": "cpu,debug", "qos": "none", "account": "none", "constraint": "none"}
+    text = script({"slurm": {"qos": "long", "account": "rl"}, "components": {**FULL["components"], "planner": planner}})
+    first, second, _ = text.split("#SBATCH hetjob")
+    assert "#SBATCH --partition=cpu,debug\n" in first
+    assert "none" not in first.partition("# planner")[2]
+    assert {"#SBATCH --qos=long", "#SBATCH --account=rl"} <= set(second.splitlines())
+
+
 def test_a_container_is_started_by_apptainer_or_by_slurm() -> None:
     cuda = {**SITE, "slurm": {"device": "cuda"}}
     wrap = "apptainer exec --nv --bind=/shared --bind=/data:/mnt '--bind=/data/my runs/demo-001' /shared/libra.sif"
