@@ -66,6 +66,8 @@ class SlurmSection(Section):
     restarts: int = Field(3, ge=0)
     """Most restarts of all ranks from the newest checkpoint, inside the allocation, after the planner or a leader
     died."""
+    login_shell: bool = False
+    """Whether the batch script runs in a login shell (``bash -l``), for sites that define ``module`` there alone."""
     gpu_option: str = Field("--gres=gpu:{type}:{gpus}", pattern=r"^--[a-z-]+=\S*\{gpus\}\S*$")
     """How the cluster spells a request for GPUs of a node; ``{type}`` is left out with its colon where a component
     has no ``gpu_type``."""

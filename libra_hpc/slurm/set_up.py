@@ -17,6 +17,13 @@ from libra_hpc.slurm.queue.cause import SET_UP_ENDED
 
 _VARIABLE = re.compile(r"\$(?:(\$)|\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 """``$NAME``, ``${NAME}``, and ``$$`` for a dollar sign.  Every other dollar sign stands for itself."""
+CACHES = {
+    "CUDA_CACHE_PATH": "cuda",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "VLLM_CACHE_ROOT": "vllm",
+}
+"""Variables of compilers, and their folders on the node's own disk.  By default all nodes share those of the home."""
 STRICT = """\
 # The first command below that fails, or leaves the script, ends the start and is named as its cause.
 set -eo pipefail
@@ -34,6 +41,7 @@ trap 'set_up_command=$BASH_COMMAND' DEBUG
 trap set_up_ended EXIT
 trap 'trap - EXIT; exit 143' TERM
 trap 'trap - EXIT; exit 138' USR1"""
+LOGIN_SHELL = 'shopt -q login_shell || exec bash -l "$0" "$@"  # It reads /etc/profile and the like.'
 BODY = """\
 # Without -u: `module` and `conda activate` read variables that are not set.
 set +u"""
@@ -46,13 +54,20 @@ def set_up_lines(
 
     ``end``: a command that ends the script after a failure, whose cause is in ``$cause``.
     """
-    setup = config.compute.setup
+    setup, login = config.compute.setup, [LOGIN_SHELL] if config.slurm.login_shell else []
     exports = [*first, *(f"export {name}={shell_text(value)}" for name, value in sorted(variables.items()))]
     if not setup and not any("$" in line for line in exports):
-        return exports
+        return [*login, *exports]
     body = [*BODY.splitlines(), *setup, "set -u"] if setup else ["set -u"]
     strict = STRICT.format(failed=SET_UP_ENDED, end=end).splitlines()
-    return [*strict, *body, *exports, "trap - DEBUG EXIT TERM USR1"]
+    return [*login, *strict, *body, *exports, "trap - DEBUG EXIT TERM USR1"]
+
+
+def local_exports(config: RunConfig) -> list[str]:
+    """Lines that put temporary files and caches into ``compute.local_dir``; a cache that has a place keeps it."""
+    local = config.compute.local_dir
+    caches = (f'export {name}="${{{name}:-$TMPDIR/cache/{folder}}}"' for name, folder in CACHES.items())
+    return [f'export TMPDIR="{local}"', *caches] if local else []
 
 
 def shell_text(text: str) -> str:

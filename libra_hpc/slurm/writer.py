@@ -27,7 +27,7 @@ from .fit import notice_s
 from .interpreter import in_container
 from .launch import Launch
 from .pmi import GONE
-from .set_up import set_up_lines
+from .set_up import local_exports, set_up_lines
 
 STEP = "step"
 """File in the log folder with the number of the step that the ranks are."""
@@ -44,7 +44,6 @@ def het_script(launch: Launch) -> str:
     slurm = ["--slurm", f"--requeues={config.slurm.requeues}"]
     slurm += ["--requeue"] if config.slurm.preempted == "requeue" else []
     owner = shlex.join([python, "-m", "libra_hpc.owner.owner", *launch.owner_arguments, *slurm])
-    local = [f'export TMPDIR="{config.compute.local_dir}"'] if config.compute.local_dir else []
     ours = {GONE: str(run.gone(launch.attempt)), OUTPUT: str(OUTPUT_FD)}
     template = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
@@ -61,7 +60,9 @@ def het_script(launch: Launch) -> str:
             *([f"--dependency=afterany:{launch.after}"] if launch.after else []),
             *launch.request.mail,
         ],
-        set_up=set_up_lines(config, {**launch.variables, **ours}, f'exec {owner} --unprepared "$cause"', local),
+        set_up=set_up_lines(
+            config, {**launch.variables, **ours}, f'exec {owner} --unprepared "$cause"', local_exports(config)
+        ),
         local_dir=config.compute.local_dir,
         het_groups=",".join(str(index) for index in range(len(groups))) if len(groups) > 1 else "",
         container=shlex.join(started.step),

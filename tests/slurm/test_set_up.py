@@ -114,6 +114,26 @@ def test_variables_in_values_are_those_of_the_node(tmp_path: Path) -> None:
     assert found["PRICE"] == '5$ "`$x`" \\ 100% $(id)'
 
 
+def test_caches_of_compilers_are_on_the_nodes_disk_unless_they_have_a_place(tmp_path: Path) -> None:
+    compute = {"env": {"VLLM_CACHE_ROOT": "/lustre/vllm"}, "local_dir": "/scratch/$USER"}
+    _, done = start(tmp_path, compute, USER="ada", CUDA_CACHE_PATH="/home/cuda")
+    assert done.returncode == 0, done.stderr
+    found = (tmp_path / "a run" / "environment").read_text().splitlines()
+    inductor, triton = (f"/scratch/ada/cache/{name}" for name in ("inductor", "triton"))
+    wanted = {f"TORCHINDUCTOR_CACHE_DIR={inductor}", f"TRITON_CACHE_DIR={triton}"}
+    assert {*wanted, "VLLM_CACHE_ROOT=/lustre/vllm", "CUDA_CACHE_PATH=/home/cuda"} <= set(found)
+
+
+def test_a_login_shell_reads_the_profile_of_the_site(tmp_path: Path) -> None:
+    (tmp_path / ".bash_profile").write_text("module() { echo module $1; }\n")
+    config = {"slurm": {"login_shell": True}, "compute": {"setup": ['module "$1"']}}
+    script = tmp_path / "script"
+    script.write_text("\n".join(set_up_lines(RunConfig.model_validate(config), {})))
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    done = subprocess.run(["bash", script, "load"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "module load\n"), done.stderr
+
+
 def test_a_variable_that_is_not_set_ends_the_start(tmp_path: Path) -> None:
     run, done = start(tmp_path, {"env": {"HF_HOME": "/lustre/$NOBODY/hf"}})
     assert done.returncode == 1

@@ -27,7 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no container": {**SITE, "compute": {**SITE["compute"], "container": "none"}},
     "planner beside the first train node": {**FULL, "components": {**FULL["components"], "planner": {"nodes": 0}}},
     "one node": {"components": {"one_node": True, "train": {"gpus": 4}, "rollout": {"gpus": 4}}},
-    "an interface": {**FULL, "slurm": {"interface": "ib0"}},
+    "an interface, a login shell": {**FULL, "slurm": {"interface": "ib0", "login_shell": True}},
 }
 
 
