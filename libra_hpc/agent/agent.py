@@ -53,6 +53,7 @@ from libra_hpc.state.snapshot_keeper import held
 from libra_hpc.train_leader.train_leader import TrainLeader
 from libra_hpc.train_leader.train_leader_setup import clear_rendezvous, make_train_leader, rendezvous_folder
 
+from .commands import choose_adapters
 from .coordinator_watch import CoordinatorWatch
 from .rollout_node import RolloutNode
 from .routes import Routes, add_engines, add_rollout_service, add_train_leader
@@ -383,6 +384,7 @@ def main() -> None:
     try:
         config = load_resolved(run.config)
         layout = RankLayout.of(config)
+        choose_adapters(config)
     except (UserError, OperationError) as error:
         problem = str(error)
     try:

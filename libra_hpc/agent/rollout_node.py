@@ -19,7 +19,7 @@ import msgspec
 
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child
-from libra_hpc.process.visible_devices import engine_environment
+from libra_hpc.process.visible_devices import VARIABLE, engine_environment
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine import (
     EngineFailed,
@@ -202,11 +202,11 @@ class RolloutNode(EngineNode[VllmEngine]):
         config = await asyncio.to_thread(engine_config, context, engine.name, tp=self._tp, newest=self._receiver.newest)
         path = context.private / f"{engine.name}.json"
         path.write_bytes(msgspec.json.encode(config))
-        argv = engine_command(context.config, context.component, path)
         first = list(self._engines).index(engine.name) * self._tp
         environment = engine_environment(
             os.environ, config.device, first=first, count=self._tp, threads=rollout.threads
         )
+        argv = engine_command(context.config, context.component, path, environment[VARIABLE])
         engine.state, engine.ready, engine.updating, engine.reported = "starting", None, -1, None
         self._watch.began(engine.name, START, time.monotonic())
         await engine.start([ChildCommand(engine.name, argv, environment)])
