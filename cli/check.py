@@ -100,10 +100,13 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         python = str(Path(python).expanduser().absolute())
     elif compute.container == "none" and python:
         python = shutil.which(python) or python
+    image = compute.image
+    if compute.container == "apptainer" and image and "://" not in image:
+        image = str(Path(image).expanduser().absolute())
     folder = _run_folder(config.run.dir)
     return config.changed(
         run={"dir": str(folder)},
-        compute={"python": python},
+        compute={"python": python, "image": image},
         model={"path": model},
         task={"name": absolute(config.task.name)},
         algorithm={"advantage": absolute(config.algorithm.advantage), "loss": absolute(config.algorithm.loss)},

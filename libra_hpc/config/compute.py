@@ -23,10 +23,11 @@ class ComputeSection(Section):
     container: Literal["none", "apptainer", "pyxis"] = "none"
     """What starts the interpreter inside ``image``: ``apptainer exec``, or Slurm's Pyxis plugin."""
     image: str = ""
-    """Container image: a file for Apptainer, a file or ``registry#name`` for Pyxis."""
+    """Container image: a file for Apptainer, a file or ``registry#name`` for Pyxis, which unpacks it once for each run
+    and node. ``envs`` has recipes (docs/site.md)."""
     binds: Annotated[list[Folder], Valid("a list of folders, each FOLDER or FOLDER:PLACE")] = []
-    """Folders that the container sees, for instance ``/shared`` or ``/data:/mnt``. The run directory is always
-    among them."""
+    """Further folders that the container sees, for instance ``/shared`` or ``/data:/mnt``. It always sees /dev/shm,
+    ``local_dir``, and the folders of the run, its model, its task and other files of the run file."""
     setup: Annotated[list[ShellLine], Valid("a list of shell lines")] = []
     """Shell lines that the batch script executes before the agents start, for instance ``module load cuda/12.8``. The
     first command that fails ends the start, and is the cause in `libra-hpc status`."""
@@ -36,6 +37,6 @@ class ComputeSection(Section):
     shm_share: float = Field(0.5, gt=0, le=1)
     """Share of a node's memory that /dev/shm has; Linux gives it half."""
     local_dir: str = Field("", pattern=r"^(/[A-Za-z0-9_./${}-]*)?$")
-    """Node-local folder for temporary files (``TMPDIR``) and caches of compilers (Triton, inductor, vLLM, CUDA), for instance
-    ``/scratch/$USER``, made where it does not exist; empty: the cluster's. One that outlives the job saves the next one
-    minutes of compilation."""
+    """Node-local folder for temporary files (``TMPDIR``) and caches of compilers (Triton, inductor, vLLM, CUDA), for
+    instance ``/scratch/$USER``, made where it does not exist; empty: the cluster's. One that outlives the job saves the
+    next one minutes of compilation."""

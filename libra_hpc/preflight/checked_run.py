@@ -29,6 +29,7 @@ from libra_hpc.slurm.launch import JobRequest, Launch, job_request
 from libra_hpc.slurm.plugins import check_plugin, mpi_plugins
 from libra_hpc.slurm.queue.command import WAYS_OUT
 from libra_hpc.slurm.queue.query import Partition, partitions
+from libra_hpc.slurm.script.container import check_container
 from libra_hpc.slurm.site_commands import slurm_environment
 
 from .checks import check_files, check_run
@@ -77,6 +78,7 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
     environment = _slurm(config, required=slurm_required)
     known: list[Partition] = []
     check_plugin(config, [] if environment is None else mpi_plugins(environment))
+    warnings += check_container(config, environment)
     if environment is not None:
         known = partitions(environment)
         config = with_resources(config, known)

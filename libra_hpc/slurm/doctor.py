@@ -17,6 +17,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.slurm.queue.command import call
 from libra_hpc.slurm.queue.query import Partition, partitions, settings
+from libra_hpc.slurm.script.container import check_container
 
 from .interpreter import check_python, compute_python
 from .plugins import PYPI, mpi_plugins
@@ -63,7 +64,7 @@ def examine(config: RunConfig, env: Mapping[str, str] | None, why: str = "") -> 
             return [*found, Finding("controller", "bad", str(error).rstrip("."), "try again when Slurm answers")]
         found += [controller(facts, env), version(facts), heterogeneous(facts), plugin(config, facts)]
         found += [accounting(facts), gpus(facts), *site_partitions(config, facts)]
-    image = container(config)
+    image = container(config, env)
     # Without an image no interpreter can be looked for.
     python = [] if any(finding.state == "bad" for finding in image) else [interpreter(config)]
     return [*found, *python, *image, folder(Path(config.run.dir))]
@@ -159,16 +160,16 @@ def interpreter(config: RunConfig) -> Finding:
     return Finding("interpreter", "good", compute_python(config))
 
 
-def container(config: RunConfig) -> list[Finding]:
-    """The container's image and what starts it."""
+def container(config: RunConfig, env: Mapping[str, str] | None) -> list[Finding]:
+    """The container's image, what starts it, and what it binds."""
     compute = config.compute
-    if compute.container == "none":
-        return []
-    if not compute.image:
-        return [Finding("container", "bad", "compute.image is empty", "compute.image = FILE")]
-    if compute.container == "apptainer" and not os.path.exists(compute.image):
-        return [Finding("container", "warning", f"{compute.image} is not visible from here", "a shared folder")]
-    return [Finding("container", "good", f"{compute.container}: {compute.image}")]
+    try:
+        warnings = check_container(config, env)
+    except UserError as error:
+        return [Finding("container", "bad", str(error).rstrip("."), "docs/site.md")]
+    unseen = [Finding("container", "warning", warning, "a shared folder") for warning in warnings]
+    found = [Finding("container", "good", f"{compute.container}: {compute.image}")]
+    return unseen or (found if compute.container != "none" else [])
 
 
 def folder(path: Path) -> Finding:

@@ -10,13 +10,14 @@ from typing import Any
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.slurm.queue.query import partitions
+from libra_hpc.slurm.script.container import start_command
 
 from .fit import with_resources
 from .interpreter import compute_python
 from .launch import agent_variables, check_lines, component_options, extra_options
 from .set_up import set_up_lines
 from .single import Handle, run_single
-from .writer import RANK_STARTER, start_command
+from .writer import RANK_STARTER
 
 
 def answered(function: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
@@ -46,7 +47,7 @@ def submit_on_nodes(
     check_lines(config)
     config = with_resources(config, partitions(env))
     wanted = getattr(config.components, component).model_copy(update={"nodes": nodes})
-    started = start_command(config, folder)
+    started = start_command(config, folder, named=False)
     python = shlex.join([*started.prefix, compute_python(config), *RANK_STARTER])
     return run_single(
         function,

@@ -15,13 +15,11 @@ import math
 import shlex
 import sys
 from importlib import resources
-from pathlib import Path
-from typing import NamedTuple
 
 import jinja2
 
-from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.ranks_stop import OUTPUT, OUTPUT_FD
+from libra_hpc.slurm.script.container import start_command
 
 from .fit import notice_s
 from .interpreter import in_container
@@ -38,7 +36,7 @@ RANK_STARTER = ("-m", "libra_hpc.slurm.pmi")
 def het_script(launch: Launch) -> str:
     """The sbatch script of a launch."""
     config, run, groups = launch.config, launch.run, launch.request.groups
-    logs, started = run.logs(launch.attempt), start_command(config, run.path)
+    logs, started = run.logs(launch.attempt), start_command(config, run.path, named=True)
     # Slurm's commands are outside a container, and so is the owner.
     python = sys.executable if in_container(config) else launch.python
     slurm = ["--slurm", f"--requeues={config.slurm.requeues}"]
@@ -73,27 +71,3 @@ def het_script(launch: Launch) -> str:
         step=shlex.quote(str(logs / STEP)),
         owner=owner,
     )
-
-
-class StartCommand(NamedTuple):
-    """What stands before the interpreter of the compute nodes."""
-
-    prefix: list[str]
-    """In every rank."""
-    step: list[str]
-    """Options of the step that starts the ranks."""
-
-
-def start_command(config: RunConfig, run: Path) -> StartCommand:
-    """How the interpreter starts on the nodes: as it is, or inside the container of ``[compute]``."""
-    compute = config.compute
-    if compute.container == "none":
-        return StartCommand([], [])
-    binds = [*compute.binds, str(run)]
-    if compute.container == "apptainer":
-        gpus = ["--nv"] if config.slurm.device == "cuda" else []
-        prefix = ["apptainer", "exec", *gpus, *(f"--bind={bind}" for bind in binds), compute.image]
-        return StartCommand(prefix, [])
-    mounts = ",".join(bind if ":" in bind else f"{bind}:{bind}" for bind in binds)
-    options = [f"--container-image={compute.image}", f"--container-mounts={mounts}"]
-    return StartCommand([], options)

@@ -123,6 +123,8 @@ CASES = [
     ("slurm.interface=ib 0", "slurm.interface = 'ib 0': malformed"),
     ("compute.local_dir=scratch", "compute.local_dir = 'scratch': malformed"),
     ("compute.container=apptainer", "compute.image = '': compute.container is 'apptainer'; valid: a container image."),
+    ("compute.container=apptainer; compute.image=absent.sif", " is here and has no 'absent.sif'; valid: a file or "),
+    ("compute.container=apptainer; compute.image=run.toml", "compute.container = 'apptainer': it is not on PATH here"),
     ("compute.container=docker", "'docker': unknown value; valid: none, apptainer, pyxis."),
     ("compute.python=/tmp", "compute.python = '/tmp': not an executable file"),
     (

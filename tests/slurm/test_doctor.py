@@ -24,6 +24,8 @@ SETTINGS = {
     "AccountingStorageType": "accounting_storage/slurmdbd",
 }
 
+FAR = {"container": "apptainer", "image": "/nowhere/libra.sif", "setup": ["module load apptainer"]}
+
 
 def facts(**changes: Any) -> SlurmFacts:
     return SlurmFacts("slurm 23.11.4", SETTINGS, ["pmi2", "pmix"], [A800, CPU, OLD])._replace(**changes)
@@ -54,12 +56,8 @@ def test_a_good_site_has_only_good_findings() -> None:
             "['a800', 'cpu']",
         ),
         (doctor.interpreter(validate({"compute": {"python": "relative/python"}})), "bad", "absolute path"),
-        (doctor.container(validate({"compute": {"container": "pyxis"}}))[0], "bad", "compute.image"),
-        (
-            doctor.container(validate({"compute": {"container": "apptainer", "image": "/nowhere.sif"}}))[0],
-            "warning",
-            "/nowhere.sif",
-        ),
+        (doctor.container(validate({"compute": {"container": "pyxis"}}), None)[0], "bad", "compute.image"),
+        (doctor.container(validate({"compute": FAR}), None)[0], "warning", "/nowhere/libra.sif"),
     ],
 )
 def test_every_fault_is_named_with_a_way_out(finding: Finding, state: str, words: str) -> None:

@@ -138,5 +138,3 @@ def test_inside_a_container_the_interpreter_is_the_images_and_not_looked_for_her
     assert compute_python(named) == "/opt/bin/python"
     local = RunConfig.model_validate({"compute": compute, "slurm": {"executor": "local"}})
     assert compute_python(local) == sys.executable
-    with pytest.raises(UserError, match=r"compute\.image = ''.*compute\.container is 'pyxis'"):
-        check_python(RunConfig.model_validate({"compute": {"container": "pyxis"}}))

@@ -275,15 +275,16 @@ def test_a_component_may_leave_out_what_stands_above_it() -> None:
 
 def test_a_container_is_started_by_apptainer_or_by_slurm() -> None:
     cuda = {**SITE, "slurm": {"device": "cuda"}}
-    wrap = "apptainer exec --nv --bind=/shared --bind=/data:/mnt '--bind=/data/my runs/demo-001' /shared/libra.sif"
+    binds = "--bind=/shared --bind=/data:/mnt --bind=/scratch --bind=/dev/shm '--bind=/data/my runs/demo-001'"
+    wrap = f"apptainer exec --nv {binds} /shared/libra.sif"
     text = script(cuda, interpreter="python3")
     assert f"{wrap} python3 -m libra_hpc.slurm.pmi" in text
     assert f"exec {sys.executable} -m libra_hpc.owner.owner" in text, "it needs Slurm's commands"
     assert "--nv" not in script(SITE)
     pyxis = {**SITE, "compute": {**SITE["compute"], "container": "pyxis"}}
     text = script(pyxis, interpreter="python3")
-    options = "--container-image=/shared/libra.sif '--container-mounts=/shared:/shared,/data:/mnt,"
-    assert f"--het-group=0,1,2 {options}" in text
+    assert " --container-image=/shared/libra.sif --container-name=libra-hpc-" in text
+    assert " '--container-mounts=/shared:/shared,/data:/mnt,/scratch:/scratch," in text
 
 
 def test_a_planner_beside_the_first_train_node_takes_no_node() -> None:

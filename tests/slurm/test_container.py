@@ -1,0 +1,119 @@
+"""Runs in a container: what is bound, what is started, and what is refused before the queue."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError
+from libra_hpc.slurm.script.container import binds, check_container, start_command
+
+from .test_writer import FULL, script
+
+GOLDEN = Path(__file__).with_name("golden")
+BASE: dict[str, Any] = {"image": "/shared/images/libra.sif", "python": "python3", "local_dir": "/scratch/$USER"}
+CONTAINERS = {
+    "apptainer": {**FULL, "slurm": {"device": "cuda"}, "compute": {**BASE, "container": "apptainer"}},
+    "pyxis": {**FULL, "compute": {**BASE, "container": "pyxis", "image": "nvcr.io#rl/libra:0.1", "binds": ["/data"]}},
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_golden_text_of_a_container(kind: str) -> None:
+    text = script(CONTAINERS[kind], interpreter="").replace(sys.executable, "/login/bin/python")
+    assert text == (GOLDEN / f"{kind}.sbatch").read_text()
+
+
+def configured(**sections: Any) -> RunConfig:
+    compute = {"container": "apptainer", "image": "/shared/libra.sif", **sections.pop("compute", {})}
+    return RunConfig.model_validate({"compute": compute, **sections})
+
+
+def test_folders_of_the_run_file_are_bound_unless_a_bind_shows_them(tmp_path: Path) -> None:
+    (tmp_path / "hub" / "blobs").mkdir(parents=True)
+    model = tmp_path / "hub" / "snapshots" / "model"
+    model.mkdir(parents=True)
+    (model / "model.safetensors").symlink_to("../../blobs/a1")
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "mine.py").write_text("")
+    (tmp_path / "linked.py").symlink_to(tmp_path / "tasks" / "mine.py")
+    sections = {
+        "model": {"path": str(model)},
+        "task": {"name": f"{tmp_path}/linked.py:Mine"},
+        "rollout": {"policy": f"{model}/policy.py:Own"},
+    }
+    run = Path("/data/runs/demo-001")
+    # The task's own folder holds all others.
+    assert set(binds(configured(**sections), run)) == {"/dev/shm", str(tmp_path), str(run)}
+    sections["task"] = {"name": f"{tmp_path}/tasks/mine.py:Mine"}
+    compute = {"binds": ["/data", f"{tmp_path}:/mnt"], "local_dir": "/local/scratch/j$SLURM_JOB_ID"}
+    wanted = {"/data", f"{tmp_path}:/mnt", "/dev/shm", "/local/scratch"}
+    wanted |= {str(tmp_path / folder) for folder in ("tasks", "hub/blobs", "hub/snapshots/model")}
+    assert set(binds(configured(**sections, compute=compute), run)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("local_dir", "run", "message"),
+    [
+        ("/$USER/x", "/data/demo-001", "compute.local_dir = '/': the container cannot bind '/'"),
+        ("", "/data/a,b/demo-001", "run.dir = '/data/a,b/demo-001': the container cannot bind '/data/a,b/demo-001'"),
+    ],
+)
+def test_a_folder_that_cannot_be_bound_is_named(local_dir: str, run: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        start_command(configured(compute={"local_dir": local_dir}), Path(run), named=True)
+
+
+def test_pyxis_unpacks_an_image_once_for_a_run_and_again_where_the_image_is_another(tmp_path: Path) -> None:
+    image = tmp_path / "libra.sqsh"
+    image.write_bytes(b"1")
+
+    def name(run: str, *, named: bool = True) -> list[str]:
+        config = configured(compute={"container": "pyxis", "image": str(image)})
+        step = start_command(config, Path(run), named=named).step
+        return [option for option in step if option.startswith("--container-name=libra-hpc-")]
+
+    first = name("/data/demo-001")
+    assert len(first) == 1
+    assert first == name("/data/demo-001")
+    assert first != name("/data/demo-002"), "an image of another run has that one's binds"
+    image.write_bytes(b"22")
+    assert first != name("/data/demo-001")
+    assert not name("/data/demo-001", named=False)
+
+
+def test_what_is_missing_is_refused_before_the_queue(tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    environ = {"PATH": f"{programs}:{os.environ['PATH']}"}
+    here = {"image": str(tmp_path / "libra.sif"), "binds": [str(tmp_path), f"{tmp_path}/absent:/mnt"]}
+
+    def refused(message: str, **compute: Any) -> None:
+        with pytest.raises(UserError, match=message):
+            check_container(configured(compute={**here, **compute}), environ)
+
+    refused(r"compute\.image = '': compute\.container is 'apptainer'", image="")
+    refused(r"compute\.image = 'docker://x': .* apptainer pull libra\.sif docker://x", image="docker://x")
+    refused(rf"compute\.binds\[1\] = '{tmp_path}/absent': {tmp_path} is here and has no 'absent'")
+    refused(rf"compute\.image = '{here['image']}': {tmp_path} is here and has no 'libra\.sif'", binds=[])
+    Path(here["image"]).touch()
+    refused(r"compute\.container = 'apptainer': it is not on PATH here, and compute\.setup has no line", binds=[])
+    assert check_container(configured(compute={**here, "binds": [], "setup": ["module load apptainer"]}), environ) == []
+    for name, answer in (("apptainer", ""), ("srun", "--container=BUNDLE")):
+        (programs / name).write_text(f"#!/bin/sh\necho '{answer}'\n")
+        (programs / name).chmod(0o755)
+    far = ["/nowhere/data", "/nowhere2"]
+    unseen = [
+        f"compute.binds[{i}] = {path!r} is not visible from here, so it was not checked" for i, path in enumerate(far)
+    ]
+    assert check_container(configured(compute={**here, "binds": far}), environ) == unseen
+    refused(r"compute\.container = 'pyxis': srun lacks Pyxis here", container="pyxis", binds=[])
+    (programs / "srun").write_text("#!/bin/sh\necho '      --container-image=PATH   [pyxis] the image'\n")
+    assert check_container(configured(compute={"container": "pyxis", "image": "nvcr.io#a/b:1"}), environ) == []
+    local = configured(compute={"image": ""}, slurm={"executor": "local"})
+    assert check_container(local, environ) == []
