@@ -13,18 +13,17 @@ from rich.table import Table
 from rich.text import Text
 
 from libra_hpc.config.grid import short_keys
-from libra_hpc.errors import UserError, invalid, nearest
+from libra_hpc.errors import UserError, invalid
 from libra_hpc.facts import series
 from libra_hpc.facts.columns import as_json, cell, compared
 from libra_hpc.facts.comparison import SEED, Comparison, MetricCurve
 from libra_hpc.facts.comparison import compare as side_by_side
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.summary import duration, state_text
-from libra_hpc.facts.sweep_record import members, read_member
 
-from .list_runs import all_rows
+from . import jobs
 from .output import busy, print_json, print_line, print_note, show, table
-from .runs import RUNS, JsonOption, RunsOption, all_runs, find_run
+from .runs import RUNS, JsonOption, RunsOption, find_run, of_sweep
 
 PICTURE = Path("compare.png")
 LEGEND = (
@@ -56,7 +55,8 @@ def compare(
     with busy("reading the runs"):
         check_metric(metric, found)
         comparison, curves = side_by_side(found, metric)
-        states = [str(row["state"]) for row in all_rows(found)]
+        known = jobs.states(found)
+        states = [known[str(run.path)].state for run in found]
     picture = draw(comparison, curves, sweep or "runs side by side", out)
     if json:
         facts = msgspec.to_builtins(comparison)
@@ -78,13 +78,7 @@ def chosen(wanted: Sequence[str], sweep: str, parent: Path) -> list[RunDir]:
     if bool(wanted) == bool(sweep):
         raise UserError("compare needs either two or more runs or --sweep NAME, and not both.")
     if sweep:
-        known = all_runs(parent)
-        found = [run for run, _ in members(known, sweep)]
-        if not found:
-            names = sorted({member.sweep for run in known if (member := read_member(run)) is not None})
-            valid = f"valid: {', '.join(names)}{nearest(sweep, names)}" if names else "there are none"
-            raise UserError(f"--sweep = {sweep!r}: no sweep of that name has runs below {parent}/; {valid}.")
-        return found
+        return of_sweep(sweep, parent)
     unique = {run.path.resolve(): run for run in (find_run(name, parent) for name in wanted)}
     if len(unique) < 2:
         raise UserError(f"compare needs two runs or more; {wanted[0]!r} is one.")

@@ -1,75 +1,238 @@
-"""`libra-hpc list`: list the runs of a folder, with one question to the queue."""
+"""`libra-hpc list`: list runs of all folders, with one question to the queue.
+
+- Without ``--runs``: the register and the runs folder of the working directory.
+- ``--scan DIR``: register the runs below DIR, and forget those of DIR that are gone.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple, get_args
 
+import msgspec
+import typer
 from rich.text import Text
 
+from libra_hpc.errors import invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.series import first_and_last
-from libra_hpc.facts.summary import duration, state_text
+from libra_hpc.facts.status import read_status
+from libra_hpc.facts.summary import state_text
 from libra_hpc.facts.sweep_record import read_member
-from libra_hpc.slurm.queue.run_state import RunState
+from libra_hpc.slurm.queue.run_state import RunState, State
 
-from . import jobs
-from .output import busy, console, print_json, print_note, show, table
-from .runs import RUNS, JsonOption, RunsOption, all_runs, identity, read_status, rewards
+from . import jobs, register
+from .output import busy, console, print_json, print_note, show
+from .run_table import RunRow, show_runs
+from .runs import RUNS, JsonOption, all_runs, created, identity, in_order, registered_runs, rewards
+
+Registered = Mapping[Path, register.RegisteredRun]
 
 PLAIN = ("running", "completed")
 """States without a reason to show, unless something is wrong."""
+STATES = get_args(State)
+SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "submitted": lambda fact: fact["submitted_at"],
+    "updated": lambda fact: fact["updated_at"] or 0.0,
+    "reward": lambda fact: -math.inf if fact["reward"] is None else fact["reward"],
+    "step": lambda fact: fact["step"] or 0,
+    "run": lambda fact: fact["run"],
+}
+"""What ``--sort`` sorts by, the greatest last: there it is next to the prompt."""
+UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+"""Seconds by the letter of ``--since``."""
+COLUMNS = ("run", "job", "state", "attempt>", "step>", "reward>", "updated", "tags")
+DISPENSABLE = ("attempt", "updated", "job")
 
 
-def list_runs(json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
+def list_runs(
+    json: JsonOption = False,
+    runs: Annotated[
+        Path | None, typer.Option("--runs", metavar="DIR", help="Only runs in DIR; default: all registered, and runs/.")
+    ] = None,
+    state: Annotated[
+        list[str], typer.Option("--state", metavar="STATE", help="Only runs in this state; repeatable.")
+    ] = [],  # noqa: B006
+    tag: Annotated[list[str], typer.Option("--tag", metavar="TAG", help="Only runs with this tag; repeatable.")] = [],  # noqa: B006
+    since: Annotated[
+        str, typer.Option("--since", metavar="WHEN", help="Only runs submitted or updated since: 12h, 7d, 2026-01-31.")
+    ] = "",
+    sort: Annotated[
+        str, typer.Option("--sort", metavar="|".join(SORTS), help="What to sort by, the greatest last.")
+    ] = "submitted",
+    scan: Annotated[
+        Path | None, typer.Option("--scan", metavar="DIR", help="First register all runs below DIR.")
+    ] = None,
+) -> None:
+    if sort not in SORTS:
+        raise invalid("--sort", sort, "unknown value", list(SORTS))
+    wanted = RunFilter.of(state, tag, since)
+    if scan is not None:
+        with busy(f"looking for runs below {scan}"):
+            print_note(scanned(scan))
+    known = register.registered()
     with busy("asking the queue"):
-        rows = all_rows(all_runs(runs))
+        found = everywhere() if runs is None else all_runs(runs)
+        rows = wanted.rows(found, known)
+    rows.sort(key=SORTS[sort])
     if json:
         print_json(rows)
-        return
-    if not rows:
-        print_note(f"no runs below {runs}/")
-        return
-    # The run of a sweep has a long name.
-    shown = table("run~", "job", "state", "attempt>", "step>", "reward>", "updated>")
-    section = ""
-    for fact in sorted(rows, key=lambda fact: fact["sweep"]):
-        if fact["sweep"] != section:
-            section = fact["sweep"]
-            shown.add_section()
-            shown.add_row(Text(f"sweep {section}", style="bold"))
-        step = "-" if fact["step"] is None else f"{fact['step']}/{fact['steps']}"
-        reward = "-" if fact["reward"] is None else f"{fact['reward_first']:.3f} → {fact['reward']:.3f}"
-        updated = "-" if fact["updated_at"] is None else f"{duration(max(time.time() - fact['updated_at'], 0.0))} ago"
-        state = state_text(fact["state"])
-        shown.add_row(fact["run"], fact["job_id"] or "-", state, str(fact["attempt"] or "-"), step, reward, updated)
-    show(shown)
-    for fact in rows:
-        if fact["reason"] and fact["state"] not in PLAIN:
-            line = Text.assemble((f" {fact['run']}: ", "dim"), fact["reason"])
-            line.truncate(console().width, overflow="ellipsis")
-            show(line)
+    elif rows:
+        show_rows(rows, grouped=sort == "submitted")
+    elif found:
+        print_note(f"none of {len(found)} runs matches")
+    else:
+        print_note(f"no runs below {RUNS}/ and none in the register" if runs is None else f"no runs below {runs}/")
+    if runs is None:
+        note_gone(known)
 
 
-def all_rows(found: Sequence[RunDir]) -> list[dict[str, Any]]:
-    """Facts of several runs, with one question to the queue."""
-    states = jobs.states(found)
-    return [row(run, states[str(run.path)]) for run in found]
+class RunFilter(NamedTuple):
+    """Which runs a list has."""
+
+    states: Sequence[str]
+    """Empty: all."""
+    tags: set[str]
+    """A run has all of them."""
+    after: float
+    """Epoch seconds of the last submission or status."""
+
+    @classmethod
+    def of(cls, states: Sequence[str], tags: Sequence[str], since: str) -> RunFilter:
+        """From options; raises `UserError`."""
+        return cls([checked_state(one) for one in states], set(tags), time_of(since, time.time()) if since else 0.0)
+
+    def rows(self, found: Sequence[RunDir], known: Registered) -> list[dict[str, Any]]:
+        """Facts of the runs that are wanted; the queue is asked once, and about no others."""
+        chosen = [run for run in found if last_change(run) >= self.after]
+        if self.tags:
+            chosen = [run for run in chosen if (one := known.get(register.real(run))) and self.tags <= set(one.tags)]
+        states = jobs.states(chosen)
+        rows = [row(run, states[str(run.path)], known.get(register.real(run))) for run in chosen]
+        return [row for row in rows if not self.states or row["state"] in self.states]
 
 
-def row(run: RunDir, state: RunState) -> dict[str, Any]:
+def note_gone(known: Iterable[Path]) -> None:
+    """Name registered runs whose folder is gone in one line."""
+    gone = [str(path) for path in known if not os.path.isfile(path / "config.json")]
+    if gone:
+        more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
+        print_note(f"gone: {', '.join(gone[:3])}{more}; `libra-hpc list --scan DIR` forgets those below DIR")
+
+
+def checked_state(state: str) -> str:
+    """A state as the facts have it; raises `UserError` for an unknown one."""
+    word = state.replace(" ", "_").replace("-", "_")
+    if word not in STATES:
+        raise invalid("--state", state, "no state of a run", STATES)
+    return word
+
+
+def time_of(since: str, now: float) -> float:
+    """Epoch seconds of ``--since``; raises `UserError` for anything else."""
+    number, unit = since[:-1], since[-1:]
+    if number.isascii() and number.isdigit() and unit in UNITS:
+        return now - int(number) * UNITS[unit]
+    try:
+        return datetime.fromisoformat(since).timestamp()
+    except (ValueError, OverflowError):
+        valid = "a number with m, h, d or w, such as 7d, or a date such as 2026-01-31"
+        raise invalid("--since", since, "malformed", valid) from None
+
+
+def scanned(parent: Path) -> str:
+    """Register the runs below ``parent`` and forget those that are gone; returns what was found, in words."""
+    if not parent.is_dir():
+        raise invalid("--scan", str(parent), "no such folder", "a folder above run folders")
+    known, top, there = register.registered(), Path(os.path.realpath(parent)), list(runs_below(parent))
+    new = [run for run in there if run not in known]
+    lost = [run for run in known if run not in there and run.is_relative_to(top)]
+    register.add([(run, "run", "") for run in new] + [(run, "forget", "") for run in lost])
+    return f"{len(there)} runs below {parent}: {len(new)} are new in the register, {len(lost)} gone ones are forgotten"
+
+
+def runs_below(parent: Path) -> Iterator[Path]:
+    """Folders of runs, however deep; a run has no runs within."""
+    for folder, inner, files in os.walk(os.path.realpath(parent)):
+        # A folder of a model has a config.json, too.
+        if "config.json" in files and "run.toml" in files:
+            inner.clear()
+            yield Path(folder)
+        inner[:] = [name for name in inner if not name.startswith(".")]
+
+
+def everywhere() -> list[RunDir]:
+    """Runs of the register and of the working directory's runs folder, the oldest first."""
+    found = {register.real(run): run for run in [*registered_runs(), *all_runs(Path(RUNS))]}
+    return in_order(found.values())
+
+
+def last_change(run: RunDir) -> float:
+    """Epoch seconds of the last submission or status."""
+    try:
+        return max(created(run), run.status.stat().st_mtime)
+    except OSError:
+        return created(run)
+
+
+def row(run: RunDir, state: RunState, known: register.RegisteredRun | None) -> dict[str, Any]:
     """Facts of one run: its state, and from its folder how far it is."""
-    status = read_status(run)
-    member = read_member(run)
+    # Also of an earlier attempt: a resume that never started takes nothing back.
+    status, member = read_status(run, 0), read_member(run)
     first, last = (None, None) if status is None else first_and_last(rewards(run), status.steps)
     return {
         **identity(run, state),
+        **msgspec.to_builtins(known or register.RegisteredRun()),
         "sweep": "" if member is None else member.sweep,
+        "submitted_at": created(run),
         "step": None if status is None else status.step,
         "steps": None if status is None else status.steps,
         "reward_first": first,
         "reward": last,
         "updated_at": None if status is None else status.updated_at,
     }
+
+
+def show_rows(rows: Sequence[dict[str, Any]], *, grouped: bool) -> None:
+    """The table, and below it reasons and notes."""
+    now = time.time()
+    shown = [RunRow(folder_of(fact), fact["sweep"], cells_of(fact, now)) for fact in rows]
+    own = os.path.realpath(RUNS)
+    show_runs(shown if grouped else [row._replace(folder=own, sweep="") for row in shown], COLUMNS, DISPENSABLE)
+    for fact in rows:
+        reason = "" if fact["state"] in PLAIN else fact["reason"]
+        for text in filter(None, (reason, *(note["text"] for note in fact["notes"][-1:]))):
+            line = Text.assemble((f" {fact['run']}: ", "dim"), text)
+            line.truncate(console().width, overflow="ellipsis")
+            show(line)
+
+
+def folder_of(fact: dict[str, Any]) -> str:
+    return os.path.realpath(Path(fact["path"]).parent)
+
+
+def cells_of(fact: dict[str, Any], now: float) -> dict[str, str | Text]:
+    """The texts of a row of `COLUMNS`."""
+    return {
+        "run": fact["run"],
+        "job": fact["job_id"] or "-",
+        "state": state_text(fact["state"]),
+        "attempt": str(fact["attempt"]) if fact["attempt"] > 1 else "-",
+        "step": "-" if fact["step"] is None else f"{fact['step']}/{fact['steps']}",
+        "reward": "-" if fact["reward"] is None else f"{fact['reward_first']:.3f} → {fact['reward']:.3f}",
+        "updated": "-" if fact["updated_at"] is None else age(now - fact["updated_at"]),
+        "tags": " ".join(fact["tags"]),
+    }
+
+
+def age(seconds: float) -> str:
+    """Seconds as one number with its unit: ``42 s``, ``7 min``, ``31 h``, ``5 d``."""
+    for name, unit in (("s", 1.0), ("min", 60.0), ("h", 3600.0)):
+        if seconds < 100.0 * unit:
+            return f"{max(seconds, 0.0) / unit:.0f} {name} ago"
+    return f"{seconds / UNITS['d']:.0f} d ago"

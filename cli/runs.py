@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,9 +16,10 @@ from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import FINAL, Status, as_ended
 from libra_hpc.facts.status import read_status as last_status
+from libra_hpc.facts.sweep_record import members, read_member
 from libra_hpc.slurm.queue.run_state import RunState
 
-from . import jobs
+from . import jobs, register
 
 RUNS = "runs"
 """Default of ``run.dir``."""
@@ -52,14 +54,18 @@ def all_runs(parent: Path) -> list[RunDir]:
     if not parent.is_dir():
         return []
     # os.path, unlike Path, skips the private run of another user without an error.
-    found = [RunDir(path) for path in parent.iterdir() if os.path.isfile(path / "config.json")]
-    return sorted(found, key=lambda run: (_created(run), run.name))
+    return in_order(RunDir(path) for path in parent.iterdir() if os.path.isfile(path / "config.json"))
+
+
+def in_order(runs: Iterable[RunDir]) -> list[RunDir]:
+    """The oldest first."""
+    return sorted(runs, key=lambda run: (created(run), run.name))
 
 
 def find_run(wanted: str | None, parent: Path) -> RunDir:
     """The run that a user names, None: the latest; raises `UserError` naming the existing runs.
 
-    The id of a job that Slurm still knows finds a run in any folder.
+    A name in the register, and the id of a job that Slurm still knows, find a run in any folder.
     """
     if wanted and os.path.isfile(Path(wanted) / "config.json"):
         return RunDir(wanted)
@@ -77,14 +83,40 @@ def find_run(wanted: str | None, parent: Path) -> RunDir:
     for run in reversed(runs):
         if wanted in (run.name, job_id(run)):
             return run
+    if known := _registered(wanted):
+        return known
     elsewhere = jobs.run_folder(wanted)
     if elsewhere is not None and os.path.isfile(elsewhere / "config.json"):
         return RunDir(elsewhere)
     names = [run.name for run in runs]
-    known = f"valid: {', '.join(names[-8:])}" if names else "there are none"
+    valid = f"valid: {', '.join(names[-8:])}" if names else "there are none"
     raise UserError(
-        f"RUN = {wanted!r}: no run of that name, folder or job id below {parent}/; {known}{nearest(wanted, names)}."
+        f"RUN = {wanted!r}: no run of that name, folder or job id below {parent}/; {valid}{nearest(wanted, names)}."
     )
+
+
+def _registered(wanted: str) -> RunDir | None:
+    """The run of that name or job id in the register; raises `UserError` where there are several."""
+    found = [run for run in registered_runs() if wanted in (run.name, job_id(run))]
+    if len(found) > 1:
+        raise invalid("RUN", wanted, "several runs have this name", (str(run.path) for run in found))
+    return found[0] if found else None
+
+
+def registered_runs() -> list[RunDir]:
+    """Runs of the register whose folder is there."""
+    return [RunDir(path) for path in register.registered() if os.path.isfile(path / "config.json")]
+
+
+def of_sweep(sweep: str, parent: Path) -> list[RunDir]:
+    """The runs of a sweep below ``parent``, the oldest first; raises `UserError` naming the sweeps that there are."""
+    known = all_runs(parent)
+    found = [run for run, _ in members(known, sweep)]
+    if not found:
+        names = sorted({member.sweep for run in known if (member := read_member(run)) is not None})
+        valid = f"valid: {', '.join(names)}{nearest(sweep, names)}" if names else "there are none"
+        raise UserError(f"--sweep = {sweep!r}: no sweep of that name has runs below {parent}/; {valid}.")
+    return found
 
 
 def job_id(run: RunDir) -> str:
@@ -120,6 +152,7 @@ def rewards(run: RunDir) -> list[float]:
     return [value for value in series.column(series.steps(run), "reward") if math.isfinite(value)]
 
 
-def _created(run: RunDir) -> float:
+def created(run: RunDir) -> float:
+    """Epoch seconds of the last submission; of a run that was never queued, when it was made."""
     submitted: Any = run.read_json(run.job).get("submitted_at")
     return float(submitted) if isinstance(submitted, (int, float)) else run.config.stat().st_mtime

@@ -12,7 +12,7 @@ import typer
 from libra_hpc.facts.columns import as_json
 from libra_hpc.facts.view import render
 
-from . import jobs
+from . import jobs, register
 from .follow import follow, job_line
 from .output import print_json, print_line, show
 from .runs import (
@@ -44,7 +44,8 @@ def status(
     state, snapshot = jobs.state(found), read_status(found)
     if json:
         shown = None if snapshot is None else as_json(with_state(snapshot, state))
-        print_json({**identity(found, state), "status": shown})
+        known = msgspec.to_builtins(register.of_run(found))
+        print_json({**identity(found, state), **known, "status": shown})
         return
     if snapshot is not None:
         show(render(with_state(snapshot, state), now=time.time(), rewards=rewards(found)))
@@ -55,3 +56,5 @@ def status(
         # The screen has the reason.
         line = state if snapshot is None else msgspec.structs.replace(state, reason="")
         print_line(f"{found.name}: {job_line(job_id(found) + where, line)}; files in {found.path}")
+    if remark := register.of_run(found).words:
+        print_line(f"{found.name}: {remark}")

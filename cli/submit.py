@@ -25,7 +25,7 @@ from libra_hpc.owner.claim import HeldLease, LeaseRefused, acquire
 from libra_hpc.planning.initial import plan_record
 from libra_hpc.preflight.checked_run import CheckedRun
 
-from . import jobs
+from . import jobs, register
 from .check import check_all, load, warn, with_absolute_paths
 from .config_show import OverrideOption
 from .follow import follow, wait_silently
@@ -222,11 +222,13 @@ def queue(checked: CheckedRun, run: RunDir, number: int, after: str = "", from_s
         run.write_json(run.config, checked.config.model_dump())
         if checked.plan is not None:
             run.write_json(run.plan, plan_record(checked.plan))
-        return jobs.queue(checked.launch(run, number, after, from_step), checked.environment)
+        queued = jobs.queue(checked.launch(run, number, after, from_step), checked.environment)
     except (UserError, OperationError):
         if number == 1:
             jobs.discard(run)
         raise
+    register.remember(run)
+    return queued
 
 
 def share(run: RunDir, before: RunConfig, config: RunConfig) -> None:
