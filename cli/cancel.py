@@ -1,14 +1,15 @@
-"""`libra-hpc cancel`: have a run save and stop, or end its job at once."""
+"""`libra-hpc cancel`: have a run, or all of a sweep, save and stop, or end the jobs at once."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from libra_hpc.errors import error_text
+from libra_hpc.errors import UserError, error_text
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import write_atomic
 from libra_hpc.slurm.queue.run_state import RunState
@@ -16,7 +17,7 @@ from libra_hpc.slurm.queue.run_state import RunState
 from . import jobs
 from .follow import job_line
 from .output import busy, print_json, print_line, print_note
-from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run, job_id
+from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run, job_id, of_sweep
 
 POLL_S = 0.5
 ASK_S = 15.0
@@ -30,50 +31,96 @@ PATIENCE_S = 660.0
 def cancel(
     run: RunArgument = None,
     now: Annotated[bool, typer.Option("--now", help="End the job at once; a checkpoint has 4 s.")] = False,
+    sweep: Annotated[str, typer.Option("--sweep", metavar="NAME", help="All runs of a sweep.")] = "",
     json: JsonOption = False,
     runs: RunsOption = Path(RUNS),
 ) -> None:
-    found = find_run(run, runs)
-    queue, job = jobs.JobQueue(), job_id(found)
-    state, message = jobs.state(found, queue), ""
-    if not state.over and not now and state.state == "silent":
-        print_note(f"job {job} is not asked to save: {state.reason}")
-    elif not state.over and not now and state.state == "running":
-        message = ask(found, job, queue)
-        if message and not jobs.state(found, queue).over:
-            # Slurm, or the run itself, has queued it again.
-            jobs.cancel(found)
-    cancelled = not state.over and (bool(message) or jobs.cancel(found))
+    if run and sweep:
+        raise UserError("cancel needs either a run or --sweep NAME, and not both.")
+    found = of_sweep(sweep, runs) if sweep else [find_run(run, runs)]
+    facts = []
+    for one in end_all(found, now=now):
+        facts.append(one.facts())
+        if not json:
+            print_line(one.words())
     if json:
-        facts = {"cancelled": cancelled, "state": "cancelled" if cancelled else state.state, "message": message}
-        print_json({"run": found.name, "job_id": job, **facts})
-    else:
-        _show(found, job, state, cancelled=cancelled, message=message)
+        print_json({"sweep": sweep, "runs": facts} if sweep else facts[0])
 
 
-def _show(found: RunDir, job: str, state: RunState, *, cancelled: bool, message: str) -> None:
-    """What became of the run, in one line."""
-    if state.state == "never_queued":
-        print_line(f"{found.name}: was never queued")
-    elif not cancelled:
-        print_line(f"{found.name}: {job_line(job, state)}; nothing to cancel")
-    else:
-        resume = f"`libra-hpc submit --resume {found.name}`"
-        further = f"{resume} continues" if found.latest_checkpoint() else "it has no checkpoint"
-        print_line(f"{found.name}: job {job} cancelled; {f'{message}; ' if message else ''}{further}")
+class Cancelled(NamedTuple):
+    """What became of one run."""
+
+    run: RunDir
+    job: str
+    before: RunState
+    message: str
+    """What the run answered; empty where it was not asked, or did not answer."""
+    cancelled: bool
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON."""
+        state = "cancelled" if self.cancelled else self.before.state
+        facts = {"cancelled": self.cancelled, "state": state, "message": self.message}
+        return {"run": self.run.name, "job_id": self.job, **facts}
+
+    def words(self) -> str:
+        """As a line."""
+        name, job = self.run.name, self.job
+        if self.before.state == "never_queued":
+            return f"{name}: was never queued"
+        if not self.cancelled:
+            return f"{name}: {job_line(job, self.before)}; nothing to cancel"
+        resume = f"`libra-hpc submit --resume {name}`"
+        further = f"{resume} continues" if self.run.latest_checkpoint() else "it has no checkpoint"
+        return f"{name}: job {job} cancelled; {f'{self.message}; ' if self.message else ''}{further}"
 
 
-def ask(run: RunDir, job: str, queue: jobs.JobQueue) -> str:
-    """Ask for a checkpoint and the end, and wait for both; what the run answers, empty when it does not.
+def end_all(runs: Sequence[RunDir], *, now: bool) -> Iterator[Cancelled]:
+    """Cancel jobs: first those that wait, the last one first, because with ``sweep --most`` it waits for another's end.
 
-    An interrupt leaves the request standing.
+    The running ones save at the same time.
     """
+    queue = jobs.JobQueue()
+    states = jobs.states(runs) if len(runs) > 1 else {str(runs[0].path): jobs.state(runs[0], queue)}
+    saving = [] if now else [run for run in runs if states[str(run.path)].state == "running"]
+    for run in reversed(runs):
+        if run in saving:
+            continue
+        state, job = states[str(run.path)], job_id(run)
+        if state.state == "silent" and not now:
+            print_note(f"job {job} is not asked to save: {state.reason}")
+        yield Cancelled(run, job, state, "", not state.over and jobs.cancel(run))
+    asked = {run: request(run) for run in saving}
+    for run, reachable in asked.items():
+        state, job = states[str(run.path)], job_id(run)
+        message = answer(run, job, queue) if reachable else ""
+        yield Cancelled(run, job, state, message, ends(run, queue, message))
+
+
+def ends(run: RunDir, queue: jobs.JobQueue, message: str) -> bool:
+    """Cancel the job of a run that was asked, unless it has ended; False where no job is left to cancel."""
+    if message and jobs.state(run, queue).over:
+        return True
+    # Slurm, or the run itself, may have queued it again.
+    return jobs.cancel(run) or bool(message)
+
+
+def request(run: RunDir) -> bool:
+    """Ask a run to save and stop; False where its folder takes no request."""
     try:
         write_atomic(run.stop, b"{}\n")
     except OSError as error:
         print_note(f"the run cannot be asked to save: {run.stop}: {error_text(error)}")
-        return ""
-    print_note(f"job {job} saves at its next step boundary; Ctrl-C leaves it to that, --now ends it at once")
+        return False
+    print_note(f"job {job_id(run)} saves at its next step boundary; Ctrl-C leaves it to that, --now ends it at once")
+    return True
+
+
+def answer(run: RunDir, job: str, queue: jobs.JobQueue) -> str:
+    """Wait for the end of a run that was asked to save; what it answers, empty when it does not.
+
+    An interrupt leaves the request standing.
+    """
     deadline, asked_at = time.monotonic() + PATIENCE_S, time.monotonic()
     with busy("saving"):
         while time.monotonic() < deadline:

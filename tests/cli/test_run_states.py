@@ -13,12 +13,13 @@ from libra_hpc_cli.follow import LONGEST_POLL_S, LOST_S, Follower
 from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.sweep_record import SweepMember, write_member
 from libra_hpc.slurm.queue import query
 from libra_hpc.slurm.queue.query import JobInfo, JobState
 from libra_hpc.slurm.queue.run_state import SILENT_S, NoAnswer
 from tests.facts import synthetic
 
-from .conftest import Cli, Queue, write_status
+from .conftest import Cli, Queue, one_line, write_status
 
 
 def make_run(parent: Path, job_id: str = "4711") -> RunDir:
@@ -144,6 +145,42 @@ def test_a_run_that_is_queued_again_while_it_stops_is_cancelled_all_the_same(
     monkeypatch.setattr("libra_hpc_cli.cancel.print_note", rank_0)
     assert "job 4711 cancelled; saved" in cli("cancel").out
     assert queue.cancelled == ["quick-001"]
+
+
+def test_a_sweep_is_cancelled_from_its_last_waiting_run_on_and_its_running_ones_save_together(
+    site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"quick-{number:03d}" for number in range(1, 7)]
+    runs = [make_run(site / "runs", str(number)) for number in range(1, 7)]
+    for run in runs[:5]:
+        write_member(run, SweepMember("eta", {}))
+    waits, trains = JobInfo("1", JobState.PENDING, "Dependency"), JobInfo("1", JobState.RUNNING)
+    for run in runs[:2]:
+        write_status(run)
+    runs[2].write_json(runs[2].result, {"state": "completed", "message": "", "attempt": 1, "t": 2.0})
+    answers = dict(zip(names, (trains, trains, NoAnswer(), waits, waits, waits), strict=True))
+    monkeypatch.setattr(queue, "ask", lambda run: answers[run.name])
+    stops: list[list[bool]] = []
+
+    def rank_0(run: RunDir, *_: object) -> str:
+        stops.append([one.stop.exists() for one in runs])
+        answers[run.name] = JobInfo("1", JobState.CANCELLED)
+        return "saved"
+
+    monkeypatch.setattr("libra_hpc_cli.cancel.answer", rank_0)
+    outcome = cli("cancel", "--sweep", "eta")
+    assert queue.cancelled == ["quick-005", "quick-004"]
+    assert stops == [[True, True, False, False, False, False]] * 2
+    lines = outcome.out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [names[place] for place in (4, 3, 2, 0, 1)]
+    assert "job 2 cancelled; saved" in lines[-1]
+    assert "nothing to cancel" in lines[2]
+    printed = json.loads(cli("cancel", "--sweep", "eta", "--json").out)
+    assert (printed["sweep"], len(printed["runs"])) == ("eta", 5)
+    assert "--sweep = 'et': no sweep of that name has runs below runs/; valid: eta" in one_line(
+        cli("cancel", "--sweep", "et")
+    )
+    assert "either a run or --sweep NAME" in one_line(cli("cancel", "quick-001", "--sweep", "eta"))
 
 
 def test_nothing_is_cancelled_where_slurm_has_no_record_of_the_job(
