@@ -18,6 +18,7 @@ import typer
 from libra_hpc.config.load import apply_override, load_resolved, validate, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
+from libra_hpc.facts import user_files
 from libra_hpc.facts.rundir import MODES, RunDir
 from libra_hpc.facts.summary import render_summary, summarise
 from libra_hpc.files import write_atomic
@@ -220,6 +221,8 @@ def queue(checked: CheckedRun, run: RunDir, number: int, after: str = "", from_s
     """Queue one attempt and record the plan behind its split; a refused first attempt leaves no run directory."""
     try:
         run.write_json(run.config, checked.config.model_dump())
+        for sentence in user_files.keep(run, checked.config, number):
+            print_note(f"warning: {sentence}")
         if checked.plan is not None:
             run.write_json(run.plan, plan_record(checked.plan))
         queued = jobs.queue(checked.launch(run, number, after, from_step), checked.environment)

@@ -132,6 +132,10 @@ class RunDir:
         """Log folder of one attempt."""
         return self.path / "logs" / f"attempt-{attempt}"
 
+    def user_files(self, attempt: int) -> Path:
+        """Copies of the user's Python files of an attempt, by the key that names them."""
+        return self.path / "files" / f"attempt-{attempt}"
+
     def met(self, attempt: int) -> Path:
         """Exists once the agents of an attempt have met in one world."""
         return self.logs(attempt) / "met"

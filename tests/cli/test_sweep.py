@@ -44,7 +44,10 @@ def test_a_sweep_queues_every_combination_under_its_own_name(site: Path, queue: 
 @pytest.mark.parametrize(
     ("over", "message"),
     [
-        (["run.sed=0,1"], "unknown key in [run]; valid: dir, engine, name, seed, share, steps, transcripts_gb (did you mean 'seed'?)"),
+        (
+            ["run.sed=0,1"],
+            "unknown key in [run]; valid: dir, engine, name, seed, share, steps, transcripts_gb (did you mean 'seed'?)",
+        ),
         (["run.seed=0,x"], "With run.seed=x: run.seed = 'x': wrong type"),
         (["run.seed=0,1", "rollout.tp=1,3"], "With run.seed=0, rollout.tp=3: "),
         (["run.seed=" + ",".join(map(str, range(9))), "algorithm.eta=0,1,2,3"], "36 runs (9 x 4), more than 32"),
