@@ -1,6 +1,7 @@
 """The task interface: a user adds an environment as ONE class (`examples/my_task.py`).
 
-- A `Task` is constructed once per environment host process; `Task.open` starts an `Episode`.
+- A `Task` is constructed once per environment host process; `Task.open` makes an `Episode`, `Episode.start` awaits what
+  takes time, and `Episode.close` is called once at its end.
 - `Episode.step` answers each turn with token ids, which are appended to the context without re-tokenisation.
 - Tools are module-level functions in `Task.tools`, run in sandboxed processes. Every failure is a value
   (`ToolResult`).
@@ -11,9 +12,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 
@@ -21,7 +22,12 @@ from libra_hpc.protocol.env import Signal
 
 from .tokenizer import TaskTokenizer
 
-__all__ = ["Episode", "Signal", "Task", "TaskTokenizer", "ToolResult", "Tools", "Turn"]
+__all__ = ["Episode", "PolicyTurn", "Signal", "Task", "TaskTokenizer", "ToolResult", "Tools", "Turn", "Why"]
+
+Why = Literal["done", "failed", "dropped", "shutdown"]
+"""How an episode ended: with a reward (truncated ones too); by an error of its own; aborted, or sampled again elsewhere;
+with its host.
+"""
 
 
 class ToolResult(msgspec.Struct, frozen=True):
@@ -40,7 +46,7 @@ class ToolResult(msgspec.Struct, frozen=True):
 class Tools(Protocol):
     """The sandbox, for an episode."""
 
-    async def call(self, name: str, *args: Any) -> ToolResult:
+    async def call(self, name: str, *args: Any, **named: Any) -> ToolResult:
         """Run the declared tool ``name`` on plain msgpack values (None, bool, int, float, str, bytes, list, dict).
 
         Raises `KeyError` for an undeclared name, a mistake in the task.
@@ -51,13 +57,28 @@ class Tools(Protocol):
 
 
 @dataclass(frozen=True)
+class PolicyTurn:
+    """One turn of the policy."""
+
+    tokens: list[int]
+    stop: Literal["stop", "length"] = "stop"
+    """Why it ended: ``tokens`` ends with a stop id; or ``max_tokens`` or the context's room cut it."""
+    room: int = 2**31 - 1
+    """Tokens that the context still has room for, behind this turn: the answer and one token of the next turn must fit,
+    else the trajectory is truncated.
+    """
+    versions: tuple[tuple[int, int], ...] = ()
+    """(weight version, tokens generated under it), in order."""
+
+
+@dataclass(frozen=True)
 class Turn:
     """The environment's answer to one turn of the policy."""
 
     tokens: list[int] = field(default_factory=list)
     """Appended to the context; ignored when done."""
-    signal: Signal | None = None
-    """What the tool call reports about the remaining work (`tool_outcome.signal_of` makes one); None without a call."""
+    signals: Sequence[Signal] = ()
+    """What each tool call of the turn reports about the remaining work (`tool_outcome.signal_of` makes one)."""
     done: bool = False
     reward: float = 0.0
     """Read only when done."""
@@ -66,23 +87,37 @@ class Turn:
 
 
 class Episode(ABC):
-    """One trajectory's environment; `step` calls of one episode never overlap, those of several share one thread."""
+    """One trajectory's environment; calls of one episode never overlap, those of several share one thread."""
 
     prompt_id: str
     """Unique per prompt, equal for its samples, over the whole run."""
     prompt: list[int]
+    """Read, as the limits below, when `start` has returned."""
     max_tokens: int
     """Most generated tokens of one turn."""
     stop_ids: tuple[int, ...]
     """Token ids that end a turn; they are part of it."""
 
+    async def start(self, tools: Tools) -> None:
+        """Await what takes time before the first turn: a container, a first request. Limits are those of `step`."""
+
     @abstractmethod
-    async def step(self, tokens: list[int], tools: Tools) -> Turn:
-        """Answer one turn; ``tokens`` ends with a stop id unless ``max_tokens`` cut it.
+    async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
+        """Answer one turn.
 
         An exception, a step beyond its limit, a reward that is not finite or invalid token ids drop this trajectory.
         Put long computations into a tool: here they block all other episodes.
         """
+
+    async def truncated(self, tools: Tools) -> Turn:
+        """Reward and ``info`` of a trajectory that ends because its context has no room for another turn.
+
+        Every turn went to `step` before, whose last answer did not fit. ``info`` gets ``truncated`` = 1.
+        """
+        return Turn(done=True)
+
+    async def close(self, why: Why) -> None:
+        """Free what the episode holds: called once at every end while the host lives, if `start` was called."""
 
 
 class Task(ABC):
@@ -101,7 +136,7 @@ class Task(ABC):
 
     @abstractmethod
     def open(self, index: int, sample: int, progress: float) -> Episode:
-        """Start sample ``sample`` of prompt ``index`` (>= 0, any size) of the data order.
+        """Make sample ``sample`` of prompt ``index`` (>= 0, any size) of the data order; what waits is in `Episode.start`.
 
         The result must depend on (seed, options, arguments) alone, the prompt not on ``sample``. ``progress`` in [0,
         1] is the run's; all samples of a prompt get the same value.

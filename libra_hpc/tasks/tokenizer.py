@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -18,7 +19,9 @@ class TaskTokenizer:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        path = Path(folder) / "tokenizer.json"
+        self.folder = Path(folder)
+        """The policy's Hugging Face folder: ``config.json``, ``tokenizer.json``, templates."""
+        path = self.folder / "tokenizer.json"
         if not path.is_file():
             raise invalid(
                 "model.path", str(folder), "has no tokenizer.json", "a Hugging Face folder with a fast tokenizer"
@@ -32,19 +35,33 @@ class TaskTokenizer:
                 f"its tokenizer.json cannot be read ({error})",
                 "a Hugging Face folder with a fast tokenizer",
             ) from error
-        self.eos_id = self._special(Path(folder) / "tokenizer_config.json", "eos_token")
+        self._config = self._settings()
+        self.eos_id = self._special("eos_token")
         """End-of-sequence id; None when the folder has none."""
 
-    def _special(self, config: Path, name: str) -> int | None:
-        if not config.is_file():
-            return None
+    @property
+    def chat_template(self) -> str | None:
+        """The policy's Jinja template for messages; None when the folder has none."""
+        file = self.folder / "chat_template.jinja"
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        found = self._config.get("chat_template")
+        if isinstance(found, list):  # several, by name
+            found = {one["name"]: one["template"] for one in found}.get("default")
+        return found if isinstance(found, str) else None
+
+    def _settings(self) -> dict[str, Any]:
+        path = self.folder / "tokenizer_config.json"
         try:
-            found = json.loads(config.read_bytes())
+            found = json.loads(path.read_bytes()) if path.is_file() else {}
         except (ValueError, RecursionError) as error:
             raise invalid(
-                "model.path", str(config), f"is not valid JSON ({error})", "a Hugging Face folder with a fast tokenizer"
+                "model.path", str(path), f"is not valid JSON ({error})", "a Hugging Face folder with a fast tokenizer"
             ) from error
-        token = found.get(name) if isinstance(found, dict) else None
+        return found if isinstance(found, dict) else {}
+
+    def _special(self, name: str) -> int | None:
+        token = self._config.get(name)
         if isinstance(token, dict):
             token = token.get("content")
         return self.id_of(token) if isinstance(token, str) else None
