@@ -62,6 +62,15 @@ class TaskSection(Section):
     """How long that may last. Then the run fails with the most frequent error."""
 
 
+class ChatSection(Section):
+    """``[chat]``: tasks of messages and tools (`ChatTask`)."""
+
+    thinking: Literal["keep"] = "keep"
+    """``keep``: what the policy thought stays in the context, so a trajectory is one sequence."""
+    max_bad_calls: int = Field(3, ge=0)
+    """Tool calls of one episode that reach no tool, past which it ends: unknown name, bad JSON, wrong arguments."""
+
+
 class AlgorithmSection(Section):
     """``[algorithm]``: GRPO and its asynchronous bound."""
 

@@ -7,7 +7,15 @@ from typing import Any, Literal
 
 from .compute import ComputeSection
 from .job import ComponentsSection, DeadlinesSection, RunSection, SlurmSection
-from .learn import AlgorithmSection, CheckpointSection, ModelSection, OptimizerSection, TaskSection, TrainSection
+from .learn import (
+    AlgorithmSection,
+    ChatSection,
+    CheckpointSection,
+    ModelSection,
+    OptimizerSection,
+    TaskSection,
+    TrainSection,
+)
 from .rollout import PlannerSection, RolloutSection
 from .section import Section
 from .simulated import SimulatedSection
@@ -22,6 +30,7 @@ class RunConfig(Section):
     components: ComponentsSection = ComponentsSection()
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()
+    chat: ChatSection = ChatSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     optimizer: OptimizerSection = OptimizerSection()
     train: TrainSection = TrainSection()

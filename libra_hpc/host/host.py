@@ -200,7 +200,7 @@ class Host(asyncio.Protocol):
 
 async def serve(path: str, config: HostConfig) -> int:
     """Connect, serve until the socket closes, return the exit code; raises `UserError` and `OperationError` before."""
-    task = build_task(config.task, config.options, config.seed, TaskTokenizer(config.model))
+    task = build_task(config.task, config.options, config.seed, TaskTokenizer(config.model), chat=config.chat)
     # Children up to here are the task's own; what a tool leaves behind is killed with this process.
     become_subreaper()
     limits = tool_limits(task, config.tool_timeout_s)

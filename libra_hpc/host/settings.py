@@ -23,6 +23,8 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     model: str
     """Hugging Face folder whose ``tokenizer.json`` the task uses."""
     options: dict[str, Any]
+    chat: dict[str, Any]
+    """The run file's ``[chat]`` table."""
     seed: int
     """Of the data order, unless ``options`` has a ``seed``."""
     tool_timeout_s: float
@@ -44,6 +46,7 @@ def host_config(config: RunConfig) -> HostConfig:
         task=task.name,
         model=config.model.path,
         options=task.options,
+        chat=config.chat.model_dump(),
         seed=config.run.seed,
         tool_timeout_s=task.tool_timeout_s,
         tool_memory_mb=task.tool_memory_mb,

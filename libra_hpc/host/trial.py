@@ -38,7 +38,7 @@ async def play(path: str, config: HostConfig) -> int:
     config = msgspec.structs.replace(config, tool_processes=1)
     tokenizer = TaskTokenizer(config.model)
     try:
-        task = build_task(config.task, config.options, config.seed, tokenizer)
+        task = build_task(config.task, config.options, config.seed, tokenizer, chat=config.chat)
     except UserError:
         raise
     except (Exception, SystemExit) as error:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -22,7 +22,18 @@ from libra_hpc.protocol.env import Signal
 
 from .tokenizer import TaskTokenizer
 
-__all__ = ["Episode", "PolicyTurn", "Signal", "Task", "TaskTokenizer", "ToolResult", "Tools", "Turn", "Why"]
+__all__ = [
+    "Episode",
+    "PolicyTurn",
+    "Signal",
+    "Task",
+    "TaskMaker",
+    "TaskTokenizer",
+    "ToolResult",
+    "Tools",
+    "Turn",
+    "Why",
+]
 
 Why = Literal["done", "failed", "dropped", "shutdown"]
 """How an episode ended: with a reward (truncated ones too); by an error of its own; aborted, or sampled again elsewhere;
@@ -123,11 +134,11 @@ class Episode(ABC):
 class Task(ABC):
     """An environment; ``[task.options]`` of the run file are keyword arguments of its constructor, after ``seed``."""
 
-    tools: ClassVar[Mapping[str, Callable[..., Any]]] = {}
+    tools: Mapping[str, Callable[..., Any]] = {}
     """Tools by name: module-level functions of plain msgpack values. Processes that a call starts end with the call."""
-    tool_limits: ClassVar[Mapping[str, float]] = {}
+    tool_limits: Mapping[str, float] = {}
     """Seconds per call of tools that need longer than ``task.tool_timeout_s``."""
-    step_limit_s: ClassVar[float] = 0.0
+    step_limit_s: float = 0.0
     """Seconds per step outside tool calls, if longer than ``deadlines.first_s``; then the step is cancelled."""
 
     def __init__(self, tokenizer: TaskTokenizer, *, seed: int = 0) -> None:
@@ -141,3 +152,11 @@ class Task(ABC):
         The result must depend on (seed, options, arguments) alone, the prompt not on ``sample``. ``progress`` in [0,
         1] is the run's; all samples of a prompt get the same value.
         """
+
+
+class TaskMaker(ABC):
+    """Another class that a run file may name, with the same constructor: it makes the task."""
+
+    @abstractmethod
+    def make(self, settings: Mapping[str, Any]) -> Task:
+        """``settings`` is the run file's ``[chat]`` table."""

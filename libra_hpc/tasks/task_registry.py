@@ -11,7 +11,7 @@ from libra_hpc.errors import invalid
 from libra_hpc.user_file import FORM, load_class
 
 if TYPE_CHECKING:
-    from .base import Task
+    from .base import Task, TaskMaker
     from .tokenizer import TaskTokenizer
 
 BUILTIN = {
@@ -21,12 +21,12 @@ BUILTIN = {
 """Built-in tasks: name -> (module, class)."""
 
 
-def task_class(name: str) -> type[Task]:
+def task_class(name: str) -> type[Task] | type[TaskMaker]:
     """Find a task's class; raises `UserError` for an unknown name, a bad file, or a class that is no task."""
-    from .base import Task
+    from .base import Task, TaskMaker
 
     if ":" in name:
-        found = load_class("task.name", name, "Task class", lambda one: issubclass(one, Task))
+        found = load_class("task.name", name, "Task class", lambda one: issubclass(one, (Task, TaskMaker)))
     elif name in BUILTIN:
         module_name, class_name = BUILTIN[name]
         found = getattr(importlib.import_module(module_name), class_name)
@@ -39,7 +39,7 @@ def task_class(name: str) -> type[Task]:
     return found
 
 
-def check_options(found: type[Task], options: Mapping[str, Any]) -> None:
+def check_options(found: type[Task] | type[TaskMaker], options: Mapping[str, Any]) -> None:
     """Raise `UserError` for an option that the constructor lacks."""
     parameters = inspect.signature(found).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -50,11 +50,16 @@ def check_options(found: type[Task], options: Mapping[str, Any]) -> None:
             raise invalid("task.options", key, f"{found.__name__} has no such option", valid)
 
 
-def build_task(name: str, options: Mapping[str, Any], seed: int, tokenizer: TaskTokenizer) -> Task:
+def build_task(
+    name: str, options: Mapping[str, Any], seed: int, tokenizer: TaskTokenizer, *, chat: Mapping[str, Any] | None = None
+) -> Task:
     """Construct a task; ``options`` may have a ``seed``. Raises `UserError` for bad names or options."""
+    from .base import TaskMaker
+
     found = task_class(name)
     check_options(found, options)
     try:
-        return found(tokenizer, **{"seed": seed, **options})
+        made = found(tokenizer, **{"seed": seed, **options})  # type: ignore[call-arg]
+        return made.make(chat or {}) if isinstance(made, TaskMaker) else made
     except (TypeError, ValueError, AttributeError) as error:
         raise invalid("task.options", dict(options), f"{found.__name__} does not accept them ({error})") from error

@@ -35,9 +35,21 @@ class TaskTokenizer:
                 f"its tokenizer.json cannot be read ({error})",
                 "a Hugging Face folder with a fast tokenizer",
             ) from error
-        self._config = self._settings()
+        self._config = self._read("tokenizer_config.json")
         self.eos_id = self._special("eos_token")
         """End-of-sequence id; None when the folder has none."""
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that end a generation: `eos_id` and those of ``generation_config.json``."""
+        found = self._read("generation_config.json").get("eos_token_id")
+        ids = found if isinstance(found, list) else [found]
+        return tuple(dict.fromkeys(one for one in (self.eos_id, *ids) if isinstance(one, int)))
+
+    @property
+    def added_ids(self) -> dict[int, bool]:
+        """Ids of the tokens beside the vocabulary, which no neighbour merges with; True: special."""
+        return {one: token.special for one, token in self._tokenizer.get_added_tokens_decoder().items()}
 
     @property
     def chat_template(self) -> str | None:
@@ -50,8 +62,14 @@ class TaskTokenizer:
             found = {one["name"]: one["template"] for one in found}.get("default")
         return found if isinstance(found, str) else None
 
-    def _settings(self) -> dict[str, Any]:
-        path = self.folder / "tokenizer_config.json"
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Text of the special tokens by name (``bos_token``, ...), for templates."""
+        found = {name: one.get("content") if isinstance(one, dict) else one for name, one in self._config.items()}
+        return {name: text for name, text in found.items() if name.endswith("_token") and isinstance(text, str)}
+
+    def _read(self, name: str) -> dict[str, Any]:
+        path = self.folder / name
         try:
             found = json.loads(path.read_bytes()) if path.is_file() else {}
         except (ValueError, RecursionError) as error:
@@ -61,10 +79,8 @@ class TaskTokenizer:
         return found if isinstance(found, dict) else {}
 
     def _special(self, name: str) -> int | None:
-        token = self._config.get(name)
-        if isinstance(token, dict):
-            token = token.get("content")
-        return self.id_of(token) if isinstance(token, str) else None
+        token = self.special_tokens.get(name)
+        return None if token is None else self.id_of(token)
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

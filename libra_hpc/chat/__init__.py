@@ -1,0 +1,1 @@
+"""Chat tasks: messages and tool calls over exact tokens."""

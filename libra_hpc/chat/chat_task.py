@@ -1,0 +1,241 @@
+"""A task of messages and tools: `ChatTask`, and how its episodes speak tokens.
+
+- The prompt is rendered once, by the policy's own template. Then the context only grows: by what was sampled, and by
+  what the template writes after it (`dialects.py`).
+- Tool calls of one turn run in parallel and are answered in order.
+- Unknown tool, bad JSON, missing argument -> an answer to the policy, counted; past ``chat.max_bad_calls`` it ends.
+- No call -> `ChatTask.answer` goes on, or the episode ends. At its end, truncated or not, `ChatTask.reward` is asked.
+- Any other exception drops the trajectory and is reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from libra_hpc.protocol.env import Signal
+from libra_hpc.tasks.base import Episode, PolicyTurn, Task, TaskMaker, ToolResult, Tools, Turn, Why
+from libra_hpc.tasks.chat_template import Message
+from libra_hpc.tasks.tokenizer import TaskTokenizer
+from libra_hpc.tasks.tool_outcome import signal_of
+
+from .dialects import TAIL, Reply, ToolCall
+from .selftest import choose_dialect
+from .tool_methods import BAD_CALL, MARK, BadCall, answer_text, find_tool, tool_methods
+
+
+def tool(function: Any = None, *, timeout_s: float | None = None) -> Any:
+    """Make ``async def name(self, box, argument: TYPE, ...) -> str`` of a `ChatTask` a tool: ``@tool``, ``@tool(...)``.
+
+    Its docstring is what the policy reads. `ValueError` is an answer too, for arguments that make no sense.
+    ``timeout_s`` is the most seconds of a call, waits for a free tool process included.
+    """
+    if function is None:
+        return partial(tool, timeout_s=timeout_s)
+    setattr(function, MARK, timeout_s)
+    return function
+
+
+@dataclass
+class Chat:
+    """A conversation so far."""
+
+    messages: list[Message]
+    """In OpenAI's form; thinking is ``reasoning_content``."""
+    turns: int = 0
+    """Of the policy."""
+    tool_calls: int = 0
+    bad_calls: int = 0
+    """Calls that reached no tool."""
+    stop: str = ""
+    """Why it ended: ``answer`` | ``length`` (``max_tokens`` cut the last turn) | ``turns`` | ``bad_calls`` |
+    ``truncated`` (no room in the context); empty before.
+    """
+    reply: Reply = field(default_factory=lambda: Reply(""))
+    """The policy's last turn."""
+
+    @property
+    def text(self) -> str:
+        """Of the policy's last turn, without thinking and calls."""
+        return self.reply.text
+
+
+class ChatTask(TaskMaker):
+    """Write `row` and `reward`, tools if any; `open`, `answer` and `close` may await. ``box`` runs code (`Tools`)."""
+
+    tools: Mapping[str, Callable[..., Any]] = {}
+    """Functions for ``box.call``: see `Task`."""
+    tool_limits: Mapping[str, float] = {}
+    step_limit_s: float = 0.0
+    max_turns: int = 16
+    max_tokens: int = 1024
+    """Most generated tokens of one turn."""
+
+    def __init__(self, tokenizer: TaskTokenizer, *, seed: int = 0) -> None:
+        self.tokenizer, self.seed = tokenizer, seed
+
+    @abstractmethod
+    def row(self, index: int) -> Any:
+        """Row ``index`` (>= 0, any size) of the data order: the same for all samples of a prompt."""
+
+    async def open(self, row: Any, box: Tools) -> str | list[Message]:
+        """The prompt: text of the user, or messages. The default is ``row["prompt"]``."""
+        prompt: str | list[Message] = row["prompt"]
+        return prompt
+
+    async def answer(self, row: Any, chat: Chat, box: Tools) -> str | None:
+        """The user's answer to a turn without calls; None ends the episode."""
+        return None
+
+    @abstractmethod
+    async def reward(self, row: Any, chat: Chat, box: Tools) -> float | dict[str, float]:
+        """Of a conversation that ended. Parts are columns of `metrics.jsonl`; the reward is the part ``reward``, else
+        their sum.
+        """
+
+    async def close(self, row: Any, box: Tools) -> None:
+        """Free what `open` took: called once at every end."""
+
+    def make(self, settings: Mapping[str, Any]) -> Task:
+        return ChatEnvironment(self, int(settings.get("max_bad_calls", 3)))
+
+
+class ChatEnvironment(Task):
+    """A `ChatTask` as the host serves it; raises `UserError` when the policy's template cannot be followed exactly."""
+
+    def __init__(self, made: ChatTask, max_bad_calls: int) -> None:
+        super().__init__(made.tokenizer, seed=made.seed)
+        self.made, self.max_bad_calls = made, max_bad_calls
+        self.tools, self.tool_limits = made.tools, made.tool_limits
+        self.methods = tool_methods(type(made))
+        self.step_limit_s = max(made.step_limit_s, *(one.timeout_s for one in self.methods.values()), 0.0)
+        self.schemas = [one.schema for one in self.methods.values()]
+        self.choice = choose_dialect(made.tokenizer, bool(self.methods))
+        print(self.choice, file=sys.stderr)
+
+    def open(self, index: int, sample: int, progress: float) -> Episode:
+        prompt_id = f"{type(self.made).__name__}-{self.seed}-{index}"
+        return ChatEpisode(self, self.made.row(index), prompt_id)
+
+
+class ChatEpisode(Episode):
+    """One conversation."""
+
+    def __init__(self, environment: ChatEnvironment, row: Any, prompt_id: str) -> None:
+        self.prompt_id, self._row, self._environment, self._made = prompt_id, row, environment, environment.made
+        self._dialect = environment.choice.dialect
+        self.max_tokens, self.stop_ids = self._made.max_tokens, self._dialect.stop_ids
+        self._box: Tools
+
+    async def start(self, tools: Tools) -> None:
+        self._box = tools
+        opened = await self._made.open(self._row, tools)
+        self.chat = Chat([{"role": "user", "content": opened}] if isinstance(opened, str) else list(opened))
+        self.prompt = self._dialect.first(self.chat.messages, self._environment.schemas)
+        self._tail = self.prompt[-TAIL:]
+
+    async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
+        chat, schemas = self.chat, self._environment.schemas
+        chat.reply = self._dialect.parse(self._tail, turn.tokens, schemas)
+        chat.turns += 1
+        chat.messages.append(_spoken(chat.reply, chat.tool_calls))
+        answers, called = await self._answers(turn, tools)
+        chat.messages += answers
+        if chat.stop:
+            return await self._end(tools)
+        delta = self._dialect.delta(self._tail, turn.tokens, answers, schemas)
+        self._tail = [*self._tail, *turn.tokens, *delta][-TAIL:]
+        return Turn(delta, _signals(called, len(delta)))
+
+    async def truncated(self, tools: Tools) -> Turn:
+        self.chat.stop = "truncated"
+        return await self._end(tools)
+
+    async def close(self, why: Why) -> None:
+        await self._made.close(self._row, self._box)
+
+    async def _answers(self, turn: PolicyTurn, box: Tools) -> tuple[list[Message], list[tuple[str, ToolResult]]]:
+        """Messages that follow a turn, and what its calls returned by the name of the tool; sets ``chat.stop``."""
+        chat, answers, called = self.chat, list[Message](), list[tuple[str, ToolResult]]()
+        if chat.reply.calls:
+            called = await self._call(chat.reply.calls, box)
+            for one, (_, result) in zip(chat.reply.calls, called, strict=True):
+                identity = {"tool_call_id": _call_id(chat.tool_calls), "name": one.name or "tool"}
+                answers.append({"role": "tool", **identity, "content": answer_text(result)})
+                chat.tool_calls += 1
+        elif turn.stop == "length":
+            chat.stop = "length"
+        else:
+            said = await self._made.answer(self._row, chat, box)
+            chat.stop = "answer" if said is None else ""
+            answers += [] if said is None else [{"role": "user", "content": said}]
+        if chat.bad_calls > self._environment.max_bad_calls:
+            chat.stop = "bad_calls"
+        elif chat.turns >= self._made.max_turns:
+            chat.stop = chat.stop or "turns"
+        return answers, called
+
+    async def _call(self, calls: Sequence[ToolCall], box: Tools) -> list[tuple[str, ToolResult]]:
+        """Run the calls of one turn in parallel; raises the first exception that is the task's."""
+        running: list[Any] = []
+        for call in calls:
+            try:
+                method, arguments = find_tool(self._environment.methods, call)
+            except BadCall as error:
+                self.chat.bad_calls += 1
+                running.append(_refused(f"error: {error}"))
+            else:
+                running.append(method.run(self._made, box, arguments))
+        results: list[Any] = await asyncio.gather(*running, return_exceptions=True)  # none is left behind
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        names = [call.name if call.name in self._environment.methods else BAD_CALL for call in calls]
+        return list(zip(names, results, strict=True))
+
+    async def _end(self, box: Tools) -> Turn:
+        found = await self._made.reward(self._row, self.chat, box)
+        parts = dict(found) if isinstance(found, Mapping) else {"reward": found}
+        reward = parts.pop("reward") if "reward" in parts else sum(parts.values())
+        chat = self.chat
+        counts = {"turns": chat.turns, "tool_calls": chat.tool_calls, "bad_calls": chat.bad_calls}
+        return Turn(done=True, reward=reward, info={**counts, **parts})
+
+
+async def _refused(text: str) -> ToolResult:
+    return ToolResult("error", text, 0.0)
+
+
+def _call_id(number: int) -> str:
+    return f"call{number:05d}"
+
+
+def _spoken(reply: Reply, first_call: int) -> Message:
+    """The message of a turn; calls that could not be read keep their text as arguments."""
+    message: Message = {"role": "assistant", "content": reply.text}
+    if reply.thinking:
+        message["reasoning_content"] = reply.thinking
+    if reply.calls:
+        message["tool_calls"] = [
+            {
+                "id": _call_id(first_call + number),
+                "type": "function",
+                "function": {"name": one.name, "arguments": one.raw if one.error else one.arguments},
+            }
+            for number, one in enumerate(reply.calls)
+        ]
+    return message
+
+
+def _signals(called: Sequence[tuple[str, ToolResult]], tokens: int) -> list[Signal]:
+    """One signal for each call; the delta's tokens are shared by the length of the answers."""
+    lengths = [len(answer_text(result)) + 1 for _, result in called]
+    return [
+        signal_of(name, result, tokens * length // sum(lengths))
+        for (name, result), length in zip(called, lengths, strict=True)
+    ]

@@ -1,0 +1,224 @@
+"""How one model's chat is written and read in tokens; a turn of the policy is never rendered.
+
+- `Dialect.first`: the prompt of a conversation, as the model's own template writes it.
+- `Dialect.parse`: what the policy said in one turn: text, thinking, tool calls.
+- `Dialect.delta`: what follows a turn: the end of a turn that was cut, new messages, the start of the next turn.
+
+`LibraryDialect` asks `renderers`; `TemplateDialect` serves models which that lacks, by the difference of two renderings
+of the template around a dummy turn. `selftest.py` proves both before the first episode.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+from renderers.base import ParsedResponse, ParsedToolCall, Renderer, create_renderer
+from renderers.configs import config_from_name
+from renderers.parsing import parse_llama_3, parse_qwen3
+
+from libra_hpc.errors import invalid
+from libra_hpc.tasks.chat_template import ChatTemplate, Message
+from libra_hpc.tasks.tokenizer import TaskTokenizer
+
+TAIL = 64
+"""Tokens of the context before a turn that `parse` and `delta` see: enough for the start of the assistant's turn, so
+neither costs more in a long context.
+"""
+DUMMY = "libra4dummy7turn"
+"""Content of the dummy turn; no template changes or splits it."""
+DUMMY_ID = "call00000"
+"""Id of the dummy turn's call: nine letters and digits, as Mistral's templates want."""
+ERRORS = {
+    "invalid_json": "the tool call is no valid JSON",
+    "unclosed_block": "the tool call has no end",
+    "missing_name": "the tool call has no name",
+}
+"""In words, by the parser's status; others are "malformed"."""
+
+
+class BridgeError(Exception):
+    """The context is not what was sampled plus what was added."""
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """One attempt of the policy to call a tool."""
+
+    name: str
+    arguments: Any
+    """As written: mostly a mapping."""
+    raw: str
+    error: str = ""
+    """Why it cannot be read; empty: it can."""
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """What the policy said in one turn."""
+
+    text: str
+    thinking: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
+class Dialect(Protocol):
+    """See the module; ``tools`` are JSON schemas in OpenAI's form, ``tail`` the last tokens of the context before."""
+
+    name: str
+    stop_ids: tuple[int, ...]
+
+    def first(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]: ...
+
+    def parse(self, tail: list[int], sampled: list[int], tools: Sequence[dict[str, Any]]) -> Reply: ...
+
+    def delta(
+        self, tail: list[int], sampled: list[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> list[int]: ...
+
+
+class TemplateDialect:
+    """By the template alone; raises `UserError` for one whose turns have no single token as their end."""
+
+    name = "template"
+
+    def __init__(self, tokenizer: TaskTokenizer, template: ChatTemplate) -> None:
+        self._tokenizer, self.template, self._library_tokenizer = tokenizer, template, LibraryTokenizer(tokenizer)
+        text = tokenizer.chat_template or ""
+        rendered = template.render([{"role": "user", "content": "x"}, {"role": "assistant", "content": DUMMY}])
+        end = tokenizer.encode(rendered.partition(DUMMY)[2])[:1]
+        self._end = tokenizer.decode(end)
+        ends = {*end, *tokenizer.end_ids}
+        if not end or end[0] not in tokenizer.added_ids:
+            why = f"its chat template ends the assistant's turn with {self._end!r}, which is no token of its own"
+            raise invalid("model.path", str(tokenizer.folder), why)
+        self.stop_ids = tuple(sorted(ends))
+        self._call_ids = [tokenizer.id_of(mark) for mark in ("<tool_call>", "</tool_call>")]
+        self._hermes = None not in self._call_ids and "<tool_call>" in text
+        self._json_body = '"parameters"' in text
+        self._think_end = tokenizer.id_of("</think>")
+
+    @property
+    def reads_calls(self) -> bool:
+        return self._hermes or self._json_body
+
+    def first(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+        return self._tokenizer.encode(self.template.render(messages, tools))
+
+    def parse(self, tail: list[int], sampled: list[int], tools: Sequence[dict[str, Any]]) -> Reply:
+        stops = set(self.stop_ids)
+        if self._hermes:
+            start, end = self._call_ids
+            found = parse_qwen3(
+                self._library_tokenizer,
+                sampled,
+                stop_ids=stops,
+                tool_call_id=start,
+                tool_call_end_id=end,
+                reasoning_end_id=self._think_end,
+                prefilled_thinking=self._tokenizer.decode(tail).rstrip().endswith("<think>"),
+            )
+        elif tools:
+            found = parse_llama_3(self._library_tokenizer, sampled, stop_ids=stops)
+        else:
+            found = ParsedResponse(self._tokenizer.decode([one for one in sampled if one not in stops]).strip())
+        return reply_of(found)
+
+    def delta(
+        self, tail: list[int], sampled: list[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> list[int]:
+        text = self.delta_text([{"role": "user", "content": "x"}], messages, tools)
+        ended = sampled[-1:] and sampled[-1] in self.stop_ids
+        return self._tokenizer.encode(text if ended else self._end + text)
+
+    def delta_text(
+        self, before: Sequence[Message], messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> str:
+        """What the template writes after the end of a dummy turn that follows ``before``."""
+        text = self.template.render([*before, dummy_turn(messages), *messages], tools)
+        _, found, after = text.partition(DUMMY)
+        _, ended, delta = after.partition(self._end)
+        if not found or not ended:
+            raise BridgeError(
+                f"the chat template does not write a turn of the assistant before {messages[0]['role']!r}"
+            )
+        return delta
+
+
+class LibraryDialect:
+    """By one of the library's renderers; raises `AssertionError` when the tokenizer lacks its tokens."""
+
+    def __init__(self, name: str, tokenizer: TaskTokenizer, fallback: TemplateDialect) -> None:
+        self.name, self._fallback = name, fallback
+        config = config_from_name(name)
+        assert config is not None
+        kept = type(config).model_validate({"thinking_retention": "all"})
+        self._renderer: Renderer = create_renderer(LibraryTokenizer(tokenizer), kept)
+        self.stop_ids = tuple(sorted({*self._renderer.get_stop_token_ids(), *tokenizer.end_ids}))
+
+    def first(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+        return self._renderer.render_ids(list(messages), tools=list(tools) or None, add_generation_prompt=True)
+
+    def parse(self, tail: list[int], sampled: list[int], tools: Sequence[dict[str, Any]]) -> Reply:
+        return reply_of(self._renderer.parse_response(sampled, prompt_ids=tail, tools=list(tools) or None))
+
+    def delta(
+        self, tail: list[int], sampled: list[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> list[int]:
+        found = self._renderer.bridge_to_next_turn(tail, sampled, list(messages), tools=list(tools) or None)
+        if found is None:  # the turn ended inside of its thinking, for example
+            return self._fallback.delta(tail, sampled, messages, tools)
+        before = [*tail, *sampled]
+        if found.token_ids[: len(before)] != before:
+            raise BridgeError(f"renderer {self.name!r} changes tokens of a sampled turn")
+        return found.token_ids[len(before) :]
+
+
+class LibraryTokenizer:
+    """The policy's tokenizer, as `renderers` calls it."""
+
+    unk_token_id = None
+
+    def __init__(self, tokenizer: TaskTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.name_or_path = str(tokenizer.folder)
+        self.eos_token_id = tokenizer.eos_id
+        self.all_special_ids = [one for one, special in tokenizer.added_ids.items() if special]
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        special = set(self.all_special_ids) if skip_special_tokens else set()
+        return self._tokenizer.decode([one for one in ids if one not in special])
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        return self._tokenizer.id_of(token)
+
+
+def dummy_turn(answers: Sequence[Message]) -> Message:
+    """A turn of the assistant that ``answers`` may follow: one that calls a tool, if they are a tool's."""
+    if answers[0]["role"] != "tool":
+        return {"role": "assistant", "content": DUMMY}
+    function = {"name": answers[0].get("name", "tool"), "arguments": {"x": DUMMY}}
+    calls = [{"id": answers[0].get("tool_call_id", DUMMY_ID), "type": "function", "function": function}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def reply_of(found: ParsedResponse) -> Reply:
+    before, ended, after = found.content.rpartition("</think>")
+    thinking = found.reasoning_content or before.replace("<think>", "", 1).strip()
+    return Reply(after.strip() if ended else found.content, thinking, tuple(map(_call, found.tool_calls)))
+
+
+def _call(found: ParsedToolCall) -> ToolCall:
+    name, arguments, status = found.name or "", found.arguments, str(found.status)
+    error = "" if status in {"ok", "unknown_tool"} else ERRORS.get(status, "the tool call is malformed")
+    if isinstance(arguments, str) and not error:
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            error = ERRORS["invalid_json"]
+    if not isinstance(name, str):
+        name, error = "", ERRORS["missing_name"]
+    return ToolCall(name, arguments, found.raw, error)

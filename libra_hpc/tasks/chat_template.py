@@ -1,0 +1,81 @@
+"""The policy's own chat template: from messages to text, as transformers renders it, without transformers.
+
+A template cannot see the clock (`strftime_now` is missing): one that writes a date falls back to its fixed one, so the
+same messages give the same prompt on every day, and a replay of turns does too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from libra_hpc.errors import invalid
+
+from .tokenizer import TaskTokenizer
+
+Message = dict[str, Any]
+"""One message in OpenAI's form: ``role``, ``content``, and what ``assistant`` and ``tool`` have besides."""
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks the assistant's part for training; it renders as its content."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """A compiled template; raises `UserError` when the folder has none, or a broken one."""
+
+    def __init__(self, tokenizer: TaskTokenizer) -> None:
+        text = tokenizer.chat_template
+        self._folder, self._special = str(tokenizer.folder), tokenizer.special_tokens
+        if text is None:
+            valid = "an instruct model, with chat_template.jinja or a chat_template in tokenizer_config.json"
+            raise invalid("model.path", self._folder, "the model has no chat template, which the task needs", valid)
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _json
+        environment.globals["raise_exception"] = _refuse
+        try:
+            self._template = environment.from_string(text)
+        except TemplateError as error:
+            raise invalid("model.path", self._folder, f"its chat template does not compile ({error})") from error
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, generate: bool = True
+    ) -> str:
+        """Text of ``messages``; ``generate`` adds the start of the assistant's next turn. Raises `UserError`."""
+        try:
+            return self._template.render(
+                messages=messages, tools=list(tools) or None, add_generation_prompt=generate, **self._special
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            why = f"its chat template refuses these messages ({type(error).__name__}: {error})"
+            raise invalid("model.path", self._folder, why) from error
+
+
+def render_prompt(tokenizer: TaskTokenizer, messages: Sequence[Message]) -> list[int]:
+    """Token ids of a prompt; compiles the template at each call (a task of many prompts holds a `ChatTemplate`)."""
+    return tokenizer.encode(ChatTemplate(tokenizer).render(messages))
+
+
+def _json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """JSON as transformers writes it: jinja's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)

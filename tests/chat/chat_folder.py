@@ -1,0 +1,99 @@
+"""A chat model's folder without weights, made on the spot: a BPE of our own pages, and a ChatML template with tools.
+
+The template says what Qwen3's says, in other code; ``plain`` leaves out thinking, as Qwen2.5's does.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+ROOT = Path(__file__).parents[2]
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+"""Tokens of their own that decode to text."""
+
+HEAD = """
+{%- set system = messages[0].content if messages[0].role == 'system' else '' %}
+{%- if tools %}
+<|im_start|>system
+{{ system + '\\n\\n' if system or messages[0].role == 'system' }}# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{%- for tool in tools %}
+{{ '\\n' + tool | tojson }}
+{%- endfor %}
+{{ '\\n' }}</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>
+{% elif messages[0].role == 'system' %}
+<|im_start|>system
+{{ system }}<|im_end|>
+{% endif %}
+"""
+THINKING = """
+{%- set last = namespace(user=messages | length - 1) %}
+{%- for message in messages %}
+{%- if message.role == 'user' and not (message.content.startswith('<tool_response>') and
+message.content.endswith('</tool_response>')) %}{% set last.user = loop.index0 %}{% endif %}
+{%- endfor %}
+"""
+BODY = """
+{%- for message in messages %}
+{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if last is defined and loop.index0 > last.user and (loop.last or message.reasoning_content) %}
+{{- '<think>\\n' + (message.reasoning_content or '').strip('\\n') + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n' if message.content or not loop.first }}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}
+{{- '<|im_start|>user' if loop.previtem.role != 'tool' }}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{{- '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' }}
+{%- endif %}
+{%- endfor %}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt }}
+"""
+TEMPLATES = {"qwen3": HEAD + THINKING + BODY, "plain": HEAD + BODY}
+
+
+@functools.cache
+def chat_tokenizer(size: int = 1500) -> Tokenizer:
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    pages = [page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))]
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=sorted(alphabet), show_progress=False)
+    tokenizer.train_from_iterator(pages, trainer)
+    tokenizer.add_special_tokens([AddedToken(one, normalized=False, special=True) for one in SPECIAL])
+    tokenizer.add_tokens([AddedToken(one, normalized=False, special=False) for one in MARKS])
+    return tokenizer
+
+
+def write_chat_folder(folder: Path, template: str = "qwen3", model_type: str = "qwen3") -> Path:
+    """``template``: a name of `TEMPLATES`, or the text of another."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chat_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATES.get(template, template))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "pad_token": SPECIAL[0]}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1502, 1500]}))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return folder
