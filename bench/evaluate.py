@@ -34,6 +34,7 @@ from libra_hpc.protocol.env import (
     HostReady,
     OpenEpisode,
     StepEpisode,
+    TruncateEpisode,
     from_host,
     to_host,
 )
@@ -48,6 +49,7 @@ class _Open:
         self.context.frombytes(message.tokens)
         self.max_tokens, self.stop_ids = message.max_tokens, message.stop_ids
         self.turns = self.generated = 0
+        self.truncated = 0.0
 
 
 class Evaluation:
@@ -106,9 +108,12 @@ class Evaluation:
                 self._turn(episode)
             case EpisodeStepped(episode=episode, done=True, reward=reward, info=info):
                 state = self._open.pop(episode)
-                self._results.append(
-                    {**info, "reward": reward, "turns": float(state.turns), "generated": float(state.generated)}
-                )
+                counts = {
+                    "turns": float(state.turns),
+                    "generated": float(state.generated),
+                    "truncated": state.truncated,
+                }
+                self._results.append({**info, "reward": reward, **counts})
             case EpisodeStepped(episode=episode, tokens=tokens):
                 context = self._open[episode].context
                 context.frombytes(tokens[: context.itemsize * (self._config.rollout.max_model_len - len(context))])
@@ -120,10 +125,9 @@ class Evaluation:
         state = self._open[episode]
         room = min(state.max_tokens, self._config.rollout.max_model_len - len(state.context))
         if room <= 0:
-            del self._open[episode]
-            self._results.append(
-                {"reward": 0.0, "truncated": 1.0, "turns": float(state.turns), "generated": float(state.generated)}
-            )
+            assert self._host is not None
+            state.truncated = 1.0
+            self._host.send(TruncateEpisode(episode))
             return
         self._engine.submit(
             Generate(
@@ -145,7 +149,8 @@ class Evaluation:
         state.context.extend(tokens)
         state.turns += 1
         state.generated += len(tokens)
-        self._host.send(StepEpisode(done.rid, pack_i32(tokens)))
+        room = self._config.rollout.max_model_len - len(state.context)
+        self._host.send(StepEpisode(done.rid, pack_i32(tokens), room, done.versions))
 
     def _exited(self, child: Child, code: int) -> None:
         self._failed = self._failed or ("" if child.stopping else f"environment host ended with {code}")

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from libra_hpc.protocol.trace import TrajectoryRecord, signal_of
-from libra_hpc.tasks.base import Episode, Task, TaskTokenizer, Tools, Turn
+from libra_hpc.protocol.trace import TrajectoryRecord, signals_of
+from libra_hpc.tasks.base import Episode, PolicyTurn, Task, TaskTokenizer, Tools, Turn
 
 TOKENS = (3, 96)
 """Range of the random token ids, within the vocabulary of any tiny policy."""
@@ -48,18 +48,18 @@ class ReplayedEpisode(Episode):
         self.max_tokens = max(turn.gen_tokens for turn in spec.turns)
         self.stop_ids = ()
 
-    async def step(self, tokens: list[int], tools: Tools) -> Turn:
-        spec = self._spec
-        turn = spec.turns[self._turn]
-        if len(tokens) != turn.gen_tokens:
+    async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
+        spec, tokens = self._spec, turn.tokens
+        played = spec.turns[self._turn]
+        if len(tokens) != played.gen_tokens:
             raise ValueError(
-                f"turn {self._turn} of {spec.prompt_id}/{spec.sample} has {len(tokens)} tokens, not {turn.gen_tokens}"
+                f"turn {self._turn} of {spec.prompt_id}/{spec.sample} has {len(tokens)} tokens, not {played.gen_tokens}"
             )
         self._turn += 1
-        if turn.tool_s:
-            await asyncio.sleep(turn.tool_s)
+        if played.tool_s:
+            await asyncio.sleep(played.tool_s)
         done = self._turn == len(spec.turns)
         count = 0 if done else spec.turns[self._turn].new_tokens
-        signal = None if turn.tool is None else signal_of(turn, count)
+        signals = signals_of(played, count)
         added = random_tokens(count, self._seed, spec.prompt_id, spec.sample, self._turn)
-        return Turn(added, signal, done, reward=0.0)
+        return Turn(added, signals, done, reward=0.0)

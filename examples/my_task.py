@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import re
 
-from libra_hpc.tasks.base import Episode, Task, TaskTokenizer, Tools, Turn
+from libra_hpc.tasks.base import Episode, PolicyTurn, Task, TaskTokenizer, Tools, Turn
 from libra_hpc.tasks.tool_outcome import signal_of
 
 
@@ -36,10 +36,10 @@ class Guess(Episode):
         self.stop_ids = tuple(i for i in (task.tokenizer.id_of("\n"), task.tokenizer.eos_id) if i is not None)
         self.task, self.hidden, self.turns = task, hidden, 0
 
-    async def step(self, tokens: list[int], tools: Tools) -> Turn:
+    async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
         """The policy wrote a line: weigh it, and say more or end the game."""
         self.turns += 1
-        number = re.search(r"\d{1,9}", self.task.tokenizer.decode(tokens))
+        number = re.search(r"\d{1,9}", self.task.tokenizer.decode(turn.tokens))
         if number is None:
             return Turn(done=True, reward=0.0, info={"turns": self.turns})
         result = await tools.call("weigh", self.hidden, int(number[0]))
@@ -48,7 +48,7 @@ class Guess(Episode):
         if self.turns == self.task.max_turns:
             return Turn(done=True, reward=0.0, info={"turns": self.turns})
         answer = self.task.tokenizer.encode(f"{result.value}\n")
-        return Turn(answer, signal_of("weigh", result, len(answer)))
+        return Turn(answer, [signal_of("weigh", result, len(answer))])
 
 
 class GuessNumber(Task):

@@ -45,18 +45,21 @@ def opened(name: str, episode: Episode) -> bytes:
 def stepped(name: str, turn: Turn) -> bytes:
     if not isinstance(turn, Turn):
         raise BadAnswer(f"step returned {shown(turn)}, not a Turn")
-    seconds = getattr(turn.signal, "seconds", 0.0)
-    if isinstance(seconds, float) and not math.isfinite(seconds):
-        raise BadAnswer(f"signal.seconds is {seconds}, not a finite number")
+    if not isinstance(turn.signals, list | tuple):
+        raise BadAnswer(f"signals is {shown(turn.signals)}, not a list of Signal")
+    signals = tuple(turn.signals)
+    for signal in signals:
+        seconds = getattr(signal, "seconds", 0.0)
+        if isinstance(seconds, float) and not math.isfinite(seconds):
+            raise BadAnswer(f"signal.seconds is {seconds}, not a finite number")
     if not turn.done:
         tokens = _ids("tokens", turn.tokens)
-        message = EpisodeStepped(episode=name, tokens=tokens, signal=turn.signal, done=False, reward=0.0, info={})
-        return _frame(message)
+        return _frame(EpisodeStepped(episode=name, tokens=tokens, signals=signals, done=False, reward=0.0, info={}))
     if not isinstance(turn.info, Mapping):
         raise BadAnswer(f"info is {shown(turn.info)}, not a dict of numbers")
     info = {key: _number(f"info[{shown(key)}]", value) for key, value in turn.info.items()}
     reward = _number("reward", turn.reward)
-    return _frame(EpisodeStepped(episode=name, tokens=b"", signal=turn.signal, done=True, reward=reward, info=info))
+    return _frame(EpisodeStepped(episode=name, tokens=b"", signals=signals, done=True, reward=reward, info=info))
 
 
 def shown(value: object) -> str:

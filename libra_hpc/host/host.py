@@ -4,7 +4,8 @@ It connects to its starter's Unix-domain socket, constructs the task, sends `Hos
 `libra_hpc.protocol.env` for all episodes on one asyncio loop.
 
 - The task's code raises, overruns a step (`step.py`) or returns an invalid answer (`answers.py`) -> `EpisodeFailed`.
-- The socket closes -> the host exits, and kills its tool processes and what they started.
+- An episode ends, however -> its `close` is called once (`live_episode.py`).
+- The socket closes -> all episodes are closed, then the host exits, and kills its tool processes and what they started.
 - The host is killed -> the kernel kills its tool processes; what those started falls to the starter, a subreaper
   (`libra_hpc.process.reaper`).
 
@@ -21,6 +22,7 @@ import math
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,27 +41,31 @@ from libra_hpc.protocol.env import (
     OpenEpisode,
     StepEpisode,
     ToHost,
+    TruncateEpisode,
     from_host,
     to_host,
 )
-from libra_hpc.tasks.base import Episode, Task, Tools, Turn
+from libra_hpc.tasks.base import Episode, PolicyTurn, Task, Tools, Turn, Why
 from libra_hpc.tasks.task_registry import build_task
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
 from . import answers
 from .contain import hide_memory
 from .declared import busy_limit, step_limit, tool_limits
+from .live_episode import LiveEpisode
 from .sandbox import Sandbox
 from .settings import HostConfig
-from .step import Step, StepTimeout
+from .step import StepTimeout
 
 C = TypeVar("C")
 
 ERROR_CHARS = 500
 """Most characters of `EpisodeFailed.error`; the traceback goes to stderr."""
 
-CANCEL_S = 0.5
-"""Seconds for cancelled steps to end, at the end of the host."""
+LEAVE_S, CANCEL_S = 3.0, 0.5
+"""Seconds for all episodes to close at the end of the host, which its starter kills 5 s after the socket closed
+(`libra_hpc.process.child`); then for cancelled work to end.
+"""
 
 ALIVE_S = 1.0
 """Seconds between two `HostHeartbeat`."""
@@ -72,8 +78,8 @@ class Host(asyncio.Protocol):
 
     def __init__(self, name: str, task: Task, tools: Tools, step_limit_s: float = 0.0) -> None:
         self._name, self._task, self._tools, self._step_limit_s = name, task, tools, step_limit_s
-        self._episodes: dict[str, Episode] = {}
-        self._steps: dict[str, Step] = {}
+        self._episodes: dict[str, LiveEpisode] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._frames = FrameBuffer()
         self._out: list[bytes] = []
         self._loop = asyncio.get_running_loop()
@@ -101,25 +107,32 @@ class Host(asyncio.Protocol):
         self._close(0)
 
     def _close(self, code: int) -> None:
-        for step in self._steps.values():
-            step.cancel()
+        for name in list(self._episodes):
+            self._end(name, "shutdown")
         if not self.closed.done():
             self.closed.set_result(code)
 
     def _handle(self, message: ToHost) -> None:
-        if isinstance(message, StepEpisode):
-            self._step(message)
-        elif isinstance(message, OpenEpisode):
-            self._open(message)
-        else:
-            self._forget(message.episode)
+        match message:
+            case OpenEpisode():
+                self._open(message)
+            case StepEpisode():
+                self._step(message)
+            case TruncateEpisode(episode=name):
+                self._run(name, lambda episode, tools: episode.truncated(tools), truncated=True)
+            case _:
+                self._end(message.episode, "dropped")
 
     def _send(self, frame: bytes) -> None:
         if not self._out:
             self._loop.call_soon(self._flush)
         self._out.append(frame)
+        self._progress()
+
+    def _progress(self) -> None:
+        """Each of many slow openings or steps in one loop iteration is progress."""
         if self._loop.time() - self._alive_at > ALIVE_S:
-            self._send_alive()  # each of many slow openings or steps in one loop iteration is progress
+            self._send_alive()
 
     def _flush(self) -> None:
         data, self._out = b"".join(self._out), []
@@ -136,7 +149,7 @@ class Host(asyncio.Protocol):
             self._loop.call_later(ALIVE_S, self._alive)
 
     def _fail(self, episode: str, error: str, kind: str = "raised") -> None:
-        self._forget(episode)
+        self._end(episode, "failed")
         text = error[:ERROR_CHARS].encode(errors="replace").decode()
         self._send(from_host.frame(EpisodeFailed(episode, text, kind)))
 
@@ -157,45 +170,75 @@ class Host(asyncio.Protocol):
             return
         try:
             episode = self._task.open(message.index, message.sample, message.progress)
-            frame = answers.opened(name, episode)
         except (Exception, SystemExit) as error:
             self._raised(name, error)
             return
-        self._episodes[name] = episode
-        self._send(frame)
-
-    def _forget(self, name: str) -> None:
-        self._episodes.pop(name, None)
-        step = self._steps.pop(name, None)
-        if step is not None:
-            step.cancel()
-
-    def _step(self, message: StepEpisode) -> None:
-        name = message.episode
-        if name in self._steps:
-            self._fail(name, "a step of this episode is still running")
-        elif name not in self._episodes:
-            self._fail(name, "no such episode is open")
+        live = self._episodes[name] = LiveEpisode(episode, self._tools, self._step_limit_s)
+        if type(episode).start is Episode.start:
+            self._opened(name, None)
         else:
-            episode, over = self._episodes[name], partial(self._stepped, name)
-            self._steps[name] = Step(
-                episode, unpack_i32(message.tokens), self._tools, limit_s=self._step_limit_s, over=over
-            )
+            live.run(episode.start, partial(self._opened, name))
+            self._progress()
 
-    def _stepped(self, name: str, outcome: Turn | BaseException) -> None:
-        del self._steps[name]
+    def _opened(self, name: str, outcome: BaseException | None) -> None:
+        live = self._episodes[name]
         if isinstance(outcome, BaseException):
             self._raised(name, outcome)
             return
         try:
+            frame = answers.opened(name, live.episode)
+        except Exception as error:
+            self._raised(name, error)
+            return
+        live.ready = True
+        self._send(frame)
+
+    def _end(self, name: str, why: Why) -> None:
+        """Close an episode, if it is open."""
+        live = self._episodes.pop(name, None)
+        if live is not None:
+            closing = live.end(why)
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def left(self) -> None:
+        """Wait until all episodes are closed, at most `LEAVE_S`."""
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=LEAVE_S)
+
+    def _step(self, message: StepEpisode) -> None:
+        live = self._episodes.get(message.episode)
+        tokens = unpack_i32(message.tokens)
+        stopped = live is not None and live.ready and tokens[-1:] and tokens[-1] in live.episode.stop_ids
+        turn = PolicyTurn(tokens, "stop" if stopped else "length", message.room, message.versions)
+        self._run(message.episode, lambda episode, tools: episode.step(turn, tools))
+
+    def _run(
+        self, name: str, work: Callable[[Episode, Tools], Coroutine[Any, Any, Turn]], truncated: bool = False
+    ) -> None:
+        live = self._episodes.get(name)
+        if live is None or not live.ready:
+            self._fail(name, "no such episode is open")
+        elif live.busy:
+            self._fail(name, "a step of this episode is still running")
+        else:
+            live.run(partial(work, live.episode), partial(self._stepped, name, truncated))
+
+    def _stepped(self, name: str, truncated: bool, outcome: Turn | BaseException) -> None:
+        if isinstance(outcome, BaseException):
+            self._raised(name, outcome)
+            return
+        try:
+            if truncated and isinstance(outcome, Turn):
+                outcome = replace(outcome, done=True)
             frame = answers.stepped(name, outcome)
             done = bool(outcome.done)
         except Exception as error:
             self._raised(name, error)
             return
-        if done:
-            del self._episodes[name]
         self._send(frame)
+        if done:
+            self._end(name, "done")
 
 
 async def serve(path: str, config: HostConfig) -> int:
@@ -210,7 +253,9 @@ async def serve(path: str, config: HostConfig) -> int:
         await tools.start()
         host = Host(config.task, task, tools, step_limit(task, config.step_limit_s))
         await asyncio.get_running_loop().create_unix_connection(lambda: host, path)
-        return await host.closed
+        code = await host.closed
+        await host.left()
+        return code
     finally:
         tools.close()
 

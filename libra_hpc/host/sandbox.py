@@ -285,11 +285,11 @@ class Sandbox:
             assert self._tools.started is not None
             await self._tools.started
 
-    async def call(self, name: str, *args: Any) -> ToolResult:
+    async def call(self, name: str, *args: Any, **named: Any) -> ToolResult:
         if name not in self._limits:
             raise KeyError(f"the task declares no tool {name!r}")
         call = _draw()
-        return await self._result(self._tools, call, to_tool.frame(Call(call, name, args)), self._limits[name])
+        return await self._result(self._tools, call, to_tool.frame(Call(call, name, args, named)), self._limits[name])
 
     async def python(self, code: str) -> ToolResult:
         call = _draw()

@@ -1,26 +1,29 @@
-"""One step of an episode under a deadline.
+"""One call of an episode's code (start, step, truncated) under a deadline.
 
-- What the step itself awaits counts: a judge on the network, a sleep, a lock.
+- What the call itself awaits counts: a judge on the network, a sleep, a lock.
 - Tool calls do not count: each has its own limit, and may wait for a free process before.
 - The event loop was blocked -> the step gets that time again: nothing it waits for could be read.
-- Beyond the limit -> the step ends at once, even when it ignores its cancellation.
+- Beyond the limit -> the call ends at once, even when it ignores its cancellation.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from libra_hpc.tasks.base import Episode, ToolResult, Tools, Turn
+from libra_hpc.tasks.base import ToolResult, Tools
 
 STALL_S = 1.0
 """Seconds by which a timer is late when the loop was blocked."""
 
 
-Over = Callable[[Turn | BaseException], None]
+Work = Callable[[Tools], Coroutine[Any, Any, Any]]
+"""A call of an episode's code."""
+Over = Callable[[Any], None]
+"""Gets what a call returned, or its exception."""
 
 
 class StepTimeout(Exception):
@@ -28,16 +31,16 @@ class StepTimeout(Exception):
 
 
 class Step:
-    """Runs ``episode.step`` and calls ``over`` once, with its `Turn` or the exception; not after `cancel`."""
+    """Runs ``work`` and calls ``over`` once, with its result or the exception; not after `cancel`."""
 
-    def __init__(self, episode: Episode, tokens: list[int], tools: Tools, limit_s: float, over: Over) -> None:
+    def __init__(self, work: Work, tools: Tools, limit_s: float, over: Over) -> None:
         self._loop = asyncio.get_running_loop()
         self._over: Over | None = over
         self._limit_s = self._left_s = limit_s
         self._calls = 0
         """Tool calls in flight."""
         self._timer: asyncio.TimerHandle | None = None
-        self._coroutine = self._run(episode, tokens, _StepTools(self, tools))
+        self._coroutine = self._run(work, _StepTools(self, tools))
         self._task = self._loop.create_task(self._coroutine)
         self._resume()
 
@@ -57,15 +60,19 @@ class Step:
             self._calls -= 1
             self._resume()
 
-    async def _run(self, episode: Episode, tokens: list[int], tools: Tools) -> None:
-        outcome: Turn | BaseException
+    async def over(self, most_s: float) -> None:
+        """Wait, at most so long, until its code runs no more: a cancelled call may clean up."""
+        await asyncio.wait({self._task}, timeout=most_s)
+
+    async def _run(self, work: Work, tools: Tools) -> None:
+        outcome: Any
         try:
-            outcome = await episode.step(tokens, tools)
+            outcome = await work(tools)
         except (Exception, asyncio.CancelledError, SystemExit) as error:
             outcome = error  # also the task's own cancellation: the trajectory needs an answer
         self._end(outcome)
 
-    def _end(self, outcome: Turn | BaseException) -> None:
+    def _end(self, outcome: Any) -> None:
         over, self._over = self._over, None
         self._pause()
         if over is not None:
@@ -111,9 +118,9 @@ class _StepTools:
     def __init__(self, step: Step, tools: Tools) -> None:
         self._step, self._tools = step, tools
 
-    async def call(self, name: str, *args: Any) -> ToolResult:
+    async def call(self, name: str, *args: Any, **named: Any) -> ToolResult:
         with self._step.outside():
-            return await self._tools.call(name, *args)
+            return await self._tools.call(name, *args, **named)
 
     async def python(self, code: str) -> ToolResult:
         with self._step.outside():

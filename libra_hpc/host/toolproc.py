@@ -87,6 +87,7 @@ class Call(msgspec.Struct, tag=True, frozen=True):
     """Random, so that other writers to the link cannot forge an answer."""
     name: str
     args: tuple[Any, ...]
+    named: dict[str, Any]
 
 
 class RunCode(msgspec.Struct, tag=True, frozen=True):
@@ -131,7 +132,7 @@ def find(tool: ToolRef) -> Callable[..., Any]:
 def run_tool(function: Callable[..., Any], request: Call, most: int) -> bytes:
     call = request.call
     try:
-        value = function(*request.args)
+        value = function(*request.args, **request.named)
         frame = from_tool.frame(ToolDone("ok", cut(value, most) if isinstance(value, str) else value, call=call))
         if len(frame) > most + FRAME_BYTES:
             text = f"the answer of {len(frame)} bytes exceeds the limit of {most}"

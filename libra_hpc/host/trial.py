@@ -1,7 +1,7 @@
 """Plays the start of one episode before a job is queued: ``python -m libra_hpc.host.trial``, as `libra_hpc.host.host`.
 
-- The task is built, sample 0 of prompt 0 opened, and at most `TURNS` turns of a single stop token are answered.
-- It cannot be built or opened, or a step is no coroutine -> a user's mistake, exit code 2.
+- The task is built, sample 0 of prompt 0 opened and started, and at most `TURNS` turns of one stop token are answered.
+- It cannot be built, opened or started, or a method is no coroutine -> a user's mistake, exit code 2.
 - A step raises or answers what cannot be used -> a sentence on stdout: other turns may end better.
 
 Tools run in the sandbox of an environment host, in the folder of the socket, to which nobody connects.
@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.tasks.base import Episode, Task, Turn
+from libra_hpc.tasks.base import Episode, PolicyTurn, Task
 from libra_hpc.tasks.task_registry import build_task
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
@@ -25,9 +26,9 @@ from . import answers
 from .contain import hide_memory
 from .declared import step_limit, tool_limits
 from .host import main
+from .live_episode import LiveEpisode
 from .sandbox import Sandbox
 from .settings import HostConfig
-from .step import Step
 
 TURNS = 2
 """The first may end the episode; the second follows an answer of the environment."""
@@ -46,15 +47,11 @@ async def play(path: str, config: HostConfig) -> int:
     tools = Sandbox(task.tools, config, folder=Path(path).parent, limits=tool_limits(task, config.tool_timeout_s))
     try:
         await tools.start()
-        episode = _open(config, task)
-        stop = episode.stop_ids[:1] or (tokenizer.eos_id or 0,)
-        for _ in range(TURNS):
-            outcome = await _step(episode, list(stop), tools, step_limit(task, config.step_limit_s))
-            if isinstance(outcome, BaseException):
-                print(f"a turn of one stop token fails: {type(outcome).__name__}: {outcome}")
-                break
-            if outcome.done:
-                break
+        live = LiveEpisode(_open(config, task), tools, step_limit(task, config.step_limit_s))
+        try:
+            await _turns(config, live, tokenizer.eos_id or 0)
+        finally:
+            await live.end("dropped")
     finally:
         tools.close()
     return 0
@@ -63,25 +60,35 @@ async def play(path: str, config: HostConfig) -> int:
 def _open(config: HostConfig, task: Task) -> Episode:
     try:
         episode = task.open(0, 0, 0.0)
-        answers.opened("trial", episode)
     except (Exception, SystemExit) as error:
         raise _mistake(config, "its open fails", error) from error
-    if not inspect.iscoroutinefunction(episode.step):
-        why = f"the step of {type(episode).__name__} is no coroutine function"
-        raise invalid("task.name", config.task, why, "`async def step(self, tokens, tools)`")
+    for call in (episode.start, episode.step, episode.truncated, episode.close):
+        if not inspect.iscoroutinefunction(call):
+            why = f"the {call.__name__} of {type(episode).__name__} is no coroutine function"
+            raise invalid("task.name", config.task, why, f"`async def {call.__name__}(self, ...)`")
     return episode
 
 
-async def _step(episode: Episode, tokens: list[int], tools: Sandbox, limit_s: float) -> Turn | BaseException:
-    ended: asyncio.Future[Turn | BaseException] = asyncio.get_running_loop().create_future()
-    Step(episode, tokens, tools, limit_s, over=ended.set_result)
-    outcome = await ended
+async def _turns(config: HostConfig, live: LiveEpisode, eos: int) -> None:
+    outcome = await live.result(live.episode.start)
     try:
-        if isinstance(outcome, Turn):
+        if isinstance(outcome, BaseException):
+            raise outcome
+        answers.opened("trial", live.episode)
+    except (Exception, SystemExit) as error:
+        raise _mistake(config, "its start fails", error) from error
+    stop = live.episode.stop_ids[:1] or (eos,)
+    for _ in range(TURNS):
+        outcome = await live.result(partial(live.episode.step, PolicyTurn(list(stop))))
+        try:
+            if isinstance(outcome, BaseException):
+                raise outcome
             answers.stepped("trial", outcome)
-    except ValueError as error:
-        return error
-    return outcome
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            print(f"a turn of one stop token fails: {type(error).__name__}: {error}")
+            return
+        if outcome.done:
+            return
 
 
 def _mistake(config: HostConfig, what: str, error: BaseException) -> UserError:

@@ -42,6 +42,16 @@ class StepEpisode(msgspec.Struct, tag=True, frozen=True):
 
     episode: str
     tokens: bytes
+    room: int
+    """Tokens that the context still has room for, behind this turn."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """(weight version, tokens generated under it), in order."""
+
+
+class TruncateEpisode(msgspec.Struct, tag=True, frozen=True):
+    """The context has no room for another turn: ask for the reward of what there is."""
+
+    episode: str
 
 
 class CloseEpisode(msgspec.Struct, tag=True, frozen=True):
@@ -68,7 +78,8 @@ class EpisodeStepped(msgspec.Struct, tag=True, frozen=True):
     episode: str
     tokens: bytes
     """int32, what the environment adds to the context (empty when done)."""
-    signal: Signal | None
+    signals: tuple[Signal, ...]
+    """One for each tool call of the turn."""
     done: bool
     reward: float
     info: dict[str, float]
@@ -104,7 +115,7 @@ class HostHeartbeat(msgspec.Struct, tag=True, frozen=True):
     """Sent once a second by the host's event loop; missing while the task's code blocks it."""
 
 
-ToHost = Union[OpenEpisode, StepEpisode, CloseEpisode]
+ToHost = Union[OpenEpisode, StepEpisode, TruncateEpisode, CloseEpisode]
 FromHost = Union[HostReady, HostHeartbeat, EpisodeOpened, EpisodeStepped, EpisodeFailed]
 
 to_host: Codec[ToHost] = Codec(ToHost)

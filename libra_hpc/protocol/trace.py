@@ -17,13 +17,13 @@ import msgspec
 
 from .env import Signal
 
-OPTIONAL_FIELDS = ("exit_code", "passed", "failed")
+OPTIONAL_FIELDS = ("exit_code", "passed", "failed", "parallel")
 """Fields that a line has only when the tool reported them."""
 
 
 class TurnRecord(msgspec.Struct, frozen=True):
     """One turn: the environment adds ``new_tokens``, the policy generates ``gen_tokens`` and calls ``tool`` (last
-    turn: None).
+    turn: None), the slowest of parallel calls.
     """
 
     new_tokens: int
@@ -37,6 +37,8 @@ class TurnRecord(msgspec.Struct, frozen=True):
     exit_code: int | None = None
     passed: int | None = None
     failed: int | None = None
+    parallel: tuple[Signal, ...] | None = None
+    """Reports of the turn's other tool calls."""
 
     def line(self) -> dict[str, Any]:
         """The turn as a line of the file has it."""
@@ -69,31 +71,36 @@ class TrajectoryRecord(msgspec.Struct, frozen=True):
         return self.prompt_tokens + sum(turn.new_tokens + turn.gen_tokens for turn in self.turns)
 
 
-def signal_of(turn: TurnRecord, payload_tokens: int) -> Signal:
-    """The report of the tool at the end of ``turn``, whose answer adds ``payload_tokens``; an unknown outcome is
-    ``ok``.
+def signals_of(turn: TurnRecord, payload_tokens: int) -> list[Signal]:
+    """The reports of the tools at the end of ``turn``, whose answer adds ``payload_tokens``, the slowest first.
+
+    An unknown outcome is ``ok``.
     """
-    return Signal(
-        tool=turn.tool or "",
+    if turn.tool is None:
+        return []
+    others = turn.parallel or ()
+    slowest = Signal(
+        tool=turn.tool,
         outcome=turn.outcome or "ok",
-        payload_tokens=payload_tokens,
+        payload_tokens=max(0, payload_tokens - sum(other.payload_tokens for other in others)),
         seconds=turn.tool_s,
         exit_code=turn.exit_code,
         passed=turn.passed,
         failed=turn.failed,
     )
+    return [slowest, *others]
 
 
-def signals_of(turns: Sequence[TurnRecord]) -> tuple[list[Signal], list[int]]:
+def all_signals(turns: Sequence[TurnRecord]) -> tuple[list[Signal], list[int]]:
     """The reports of the tools between the turns, and the tokens generated before each."""
     signals: list[Signal] = []
     at: list[int] = []
     attained = 0
     for turn, following in pairwise(turns):
         attained += turn.gen_tokens
-        if turn.tool is not None:
-            signals.append(signal_of(turn, following.new_tokens))
-            at.append(attained)
+        found = signals_of(turn, following.new_tokens)
+        signals += found
+        at += [attained] * len(found)
     return signals, at
 
 

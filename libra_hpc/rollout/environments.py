@@ -3,7 +3,8 @@
 - Host lost, or unfinished trajectory recovered -> replay its turns in a new episode (`replay`); a turn that runs at an
   engine goes on meanwhile.
 - Answer longer than the rest of the context (``max_model_len``) -> clip it to the rest.
-- No room for a token behind the answer -> the trajectory ends as ``truncated``, with reward 0.
+- No room for a token behind the answer -> the trajectory ends as ``truncated``, with the reward that its task gives.
+- Host restarts -> episodes are opened at the other hosts.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from libra_hpc.protocol.env import (
     HostReady,
     OpenEpisode,
     StepEpisode,
+    TruncateEpisode,
 )
 
+from .group_state import TRUNCATED
 from .replay import TurnReplay
 from .surroundings import Surroundings, TrajectoryOwner
-from .trajectory import Trajectory, unusable_reward
+from .trajectory import TOKEN_BYTES, Trajectory, unusable_reward
 
-TOKEN_BYTES = 4
-"""Of an int32 token id."""
 MOST_NUMBERS, NAME_CHARS = 64, 100
 """Names in ``info`` that become columns of every step, and their characters."""
 GRACE_S = 10.0
@@ -42,6 +43,8 @@ class Environments:
         self._replays: dict[str, TurnReplay] = {}
         """Replays in progress, by episode."""
         self._up = [False] * config.task.hosts
+        self._started = False
+        """Whether all hosts were ready at once: before, the first one would get the work of all."""
         self._group_size, self._max_model_len = config.algorithm.group_size, config.rollout.max_model_len
         self._send, self._clock, self._owner = surroundings.to_host, surroundings.clock, owner
         self._log = surroundings.log
@@ -53,19 +56,21 @@ class Environments:
 
     @property
     def up(self) -> bool:
-        return all(self._up)
+        """Whether an episode can be opened."""
+        return self._started and any(self._up)
 
     @property
     def missing(self) -> str:
-        """Names a host that is not ready, as a sentence; empty when all are."""
+        """Names a host that is not ready, as a sentence; empty when an episode can be opened."""
         return "" if self.up else f"Environment host {self._up.index(False)} is not ready."
 
     def open(self, trajectory: Trajectory) -> None:
         """Open its episode; a trajectory beyond its prompt gets a replay."""
         self.episodes[trajectory.episode] = trajectory
-        trajectory.host = (trajectory.index * self._group_size + trajectory.sample) % len(self._up)
+        hosts = [host for host, up in enumerate(self._up) if up] or range(len(self._up))
+        trajectory.host = hosts[(trajectory.index * self._group_size + trajectory.sample) % len(hosts)]
         if trajectory.prompt_tokens:
-            self._replays[trajectory.episode] = TurnReplay(trajectory)
+            self._replays[trajectory.episode] = TurnReplay(trajectory, self._max_model_len)
         self._ask(
             trajectory,
             OpenEpisode(
@@ -79,10 +84,16 @@ class Environments:
     def answer(self, trajectory: Trajectory) -> None:
         """Send its complete turn to the environment, once a replay in progress has ended."""
         trajectory.place, trajectory.stepped_at = "tool", self._clock()
-        if trajectory.episode not in self._replays:
-            self._ask(trajectory, StepEpisode(trajectory.episode, pack_i32(trajectory.turn)))
+        if trajectory.episode in self._replays:
+            return
+        if trajectory.truncated:
+            self._ask(trajectory, TruncateEpisode(trajectory.episode))
+            return
+        room = self._max_model_len - len(trajectory.context)
+        turn = StepEpisode(trajectory.episode, pack_i32(trajectory.turn), room, trajectory.turns[-1].versions)
+        self._ask(trajectory, turn)
 
-    def _ask(self, trajectory: Trajectory, message: OpenEpisode | StepEpisode) -> None:
+    def _ask(self, trajectory: Trajectory, message: OpenEpisode | StepEpisode | TruncateEpisode) -> None:
         self._pending[trajectory.episode] = (self._clock(), self._limits[trajectory.host] + GRACE_S)
         self._send(trajectory.host, message)
 
@@ -118,6 +129,7 @@ class Environments:
     def on_message(self, host: int, message: Any) -> None:
         if isinstance(message, HostReady):
             self._up[host] = True
+            self._started |= all(self._up)
             self._limits[host] = message.step_limit_s or self._limits[host]
             self._pending |= {
                 episode: (self._clock(), self._limits[host] + GRACE_S)
@@ -173,8 +185,8 @@ class Environments:
         if not same:
             self.close(trajectory)
             self._owner.restart(trajectory, "its environment did not answer as it had when its turns were replayed")
-        elif (tokens := replay.next()) is not None:
-            self._ask(trajectory, StepEpisode(trajectory.episode, tokens))
+        elif (turn := replay.next()) is not None:
+            self._ask(trajectory, turn)
         else:
             del self._replays[trajectory.episode]
             if trajectory.place == "tool":
@@ -183,21 +195,21 @@ class Environments:
                 self._owner.turn_wanted(trajectory)
 
     def _stepped(self, trajectory: Trajectory, message: EpisodeStepped) -> None:
-        if message.signal is not None:
-            trajectory.add_signal(message.signal)
+        if not trajectory.truncated:
+            trajectory.add_signals(message.signals)
         if message.done:
             if error := unusable_reward(message.reward, message.info):
                 self._owner.failed(trajectory, "reward", error)
                 return
-            trajectory.reward, trajectory.info = message.reward, self._numbers(message.info)
+            info = message.info | {TRUNCATED: 1.0} if trajectory.truncated else message.info
+            trajectory.reward, trajectory.info = message.reward, self._numbers(info)
             self._owner.finish(trajectory)
             return
         room = TOKEN_BYTES * (self._max_model_len - len(trajectory.context))
         trajectory.add_environment(message.tokens[:room])
         if len(message.tokens) >= room:
-            self.close(trajectory)
-            trajectory.clipped, trajectory.info = (len(message.tokens) - room) // TOKEN_BYTES, {"truncated": 1.0}
-            self._owner.finish(trajectory)
+            trajectory.clipped, trajectory.truncated = (len(message.tokens) - room) // TOKEN_BYTES, True
+            self.answer(trajectory)
             return
         self._owner.turn_wanted(trajectory)
 

@@ -12,6 +12,8 @@ from .trajectory import Trajectory
 
 TASK_PREFIX = "task_"
 """Before a number of the task that has the name of a column of `metrics.jsonl`."""
+TRUNCATED = "truncated"
+"""Number of a trajectory whose context had no room for another turn: 1.0. Others have 0.0 without saying so."""
 
 
 class GroupState:
@@ -88,10 +90,11 @@ def _of_turns(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _own_numbers(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means of the task's own numbers; a trajectory without one counts as 0.0."""
+    """Means of the tasks' own numbers, each over the trajectories that have it."""
     taken = {column.name for column in COLUMNS}
     means: dict[str, float] = {}
     for key in sorted({key for t in trajectories for key in t.info}):
         name = f"{TASK_PREFIX}{key}" if key in taken else key
-        means[name] = sum(t.info.get(key, 0.0) for t in trajectories) / len(trajectories)
+        values = [t.info.get(key, 0.0) for t in trajectories if key in t.info or key == TRUNCATED]
+        means[name] = sum(values) / len(values)
     return means

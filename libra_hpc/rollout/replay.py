@@ -9,16 +9,16 @@ of the same prompt and sample gets the recorded turns one after the other.
 
 from __future__ import annotations
 
-from libra_hpc.protocol.env import EpisodeOpened, EpisodeStepped
+from libra_hpc.protocol.env import EpisodeOpened, EpisodeStepped, StepEpisode
 
-from .trajectory import Trajectory
+from .trajectory import TOKEN_BYTES, Trajectory
 
 
 class TurnReplay:
     """The replay of one trajectory's turns that have an answer now; the trajectory may grow meanwhile."""
 
-    def __init__(self, past: Trajectory) -> None:
-        self._past = past
+    def __init__(self, past: Trajectory, max_model_len: int) -> None:
+        self._past, self._max_model_len = past, max_model_len
         self._turns = len(past.turns) - 1
         """Turns to replay: each has an answer in the record."""
         self._turn = 0
@@ -30,11 +30,14 @@ class TurnReplay:
         past = self._past
         return message.prompt_id == past.prompt_id and message.tokens == past.context[: past.prompt_tokens].tobytes()
 
-    def next(self) -> bytes | None:
-        """Tokens (int32) of the next turn; None when the replay is complete."""
+    def next(self) -> StepEpisode | None:
+        """The next turn; None when the replay is complete."""
         if self._turn == self._turns:
             return None
-        return self._past.context[self._at : self._at + self._past.turns[self._turn].gen_tokens].tobytes()
+        turn = self._past.turns[self._turn]
+        end = self._at + turn.gen_tokens
+        tokens = self._past.context[self._at : end].tobytes()
+        return StepEpisode(self._past.episode, tokens, self._max_model_len - end, turn.versions)
 
     def answered(self, message: EpisodeStepped) -> bool:
         """Whether the turn that `next` gave was answered as in the record."""
@@ -42,4 +45,6 @@ class TurnReplay:
         start = self._at + past.turns[self._turn].gen_tokens
         self._turn += 1
         self._at = start + past.turns[self._turn].new_tokens
-        return not message.done and message.tokens == past.context[start : self._at].tobytes()
+        clipped = past.truncated and self._turn == len(past.turns) - 1
+        tokens = message.tokens[: TOKEN_BYTES * (self._at - start)] if clipped else message.tokens
+        return not message.done and tokens == past.context[start : self._at].tobytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec.structs import replace
@@ -26,6 +27,9 @@ class ServedTurn(TurnRecord, frozen=True):
     evicted: int = 0
     """Of ``recomputed``: by the same engine under the same weights, so its KV cache had lost them."""
 
+
+TOKEN_BYTES = 4
+"""Of an int32 token id."""
 
 Place = Literal["waiting", "engine", "tool", "before", "done"]
 """In the dispatcher's queue; at an engine; at its environment; recovered before (the rest of) a turn; finished."""
@@ -54,6 +58,8 @@ class Trajectory:
         self.place: Place = "tool"
         self.clipped = 0
         """Tokens of the last answer that the context had no room for."""
+        self.truncated = False
+        """Whether the context has no room for another turn."""
         self.computed = 0
         """Context tokens that an engine has computed since all ranks started."""
         self.replays = 0
@@ -115,18 +121,23 @@ class Trajectory:
             turn, recomputed=turn.recomputed + again, evicted=turn.evicted + (again if stayed else 0)
         )
 
-    def add_signal(self, signal: Signal) -> None:
+    def add_signals(self, signals: Sequence[Signal]) -> None:
+        """Record the tool calls of its last turn, the slowest first."""
+        if not signals:
+            return
+        slowest, *others = sorted(signals, key=lambda signal: -signal.seconds)
         self.turns[-1] = replace(
             self.turns[-1],
-            tool=signal.tool,
-            outcome=signal.outcome,
-            tool_s=signal.seconds,
-            exit_code=signal.exit_code,
-            passed=signal.passed,
-            failed=signal.failed,
+            tool=slowest.tool,
+            outcome=slowest.outcome,
+            tool_s=slowest.seconds,
+            exit_code=slowest.exit_code,
+            passed=slowest.passed,
+            failed=slowest.failed,
+            parallel=tuple(others) or None,
         )
-        self.signals.append(signal)
-        self.at_signal.append(self.attained)
+        self.signals += (slowest, *others)
+        self.at_signal += [self.attained] * len(signals)
 
     def view(self, task: str, max_context: int) -> TurnView:
         """The turn that needs an engine now, for the scheduler."""

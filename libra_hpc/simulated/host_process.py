@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from libra_hpc.host.host import Host, main
-from libra_hpc.protocol.trace import TrajectoryRecord, signal_of
-from libra_hpc.tasks.base import Episode, Task, ToolResult, Tools, Turn
+from libra_hpc.protocol.trace import TrajectoryRecord, signals_of
+from libra_hpc.tasks.base import Episode, PolicyTurn, Task, ToolResult, Tools, Turn
 
 from .settings import Workload
 from .tokens import STOP, answer, prompt
@@ -47,26 +47,26 @@ class _Replayed(Episode):
         self.max_tokens = max(turn.gen_tokens for turn in spec.turns)
         self.stop_ids = (STOP,)
 
-    async def step(self, tokens: list[int], tools: Tools) -> Turn:
+    async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
         turns, number = self._spec.turns, self._next
-        turn = turns[number]
+        spec = turns[number]
         self._next += 1
-        if len(tokens) < turn.gen_tokens:
-            return Turn(done=True, info={"truncated": 1.0})
+        if len(turn.tokens) < spec.gen_tokens:
+            return Turn(done=True, info={"solved": 0.0, "truncated": 1.0})
         if self._next == len(turns):
             reward = self._spec.reward or 0.0
             return Turn(done=True, reward=reward, info={"solved": reward, "truncated": 0.0})
-        seconds = turn.tool_s / self._speedup
+        seconds = spec.tool_s / self._speedup
         await asyncio.sleep(seconds)
         following = turns[self._next]
         ids = answer(max(1, following.new_tokens), following.gen_tokens)
-        return Turn(ids, signal_of(msgspec.structs.replace(turn, tool_s=seconds), len(ids)))
+        return Turn(ids, signals_of(msgspec.structs.replace(spec, tool_s=seconds), len(ids)))
 
 
 class _NoTools:
     """No tools: a replayed tool is its seconds, its outcome and the size of its answer."""
 
-    async def call(self, name: str, *args: Any) -> ToolResult:
+    async def call(self, name: str, *args: Any, **named: Any) -> ToolResult:
         raise KeyError(name)
 
     async def python(self, code: str) -> ToolResult:
@@ -77,7 +77,9 @@ async def serve(path: str, workload: Workload) -> int:
     """Connect, serve until the socket closes, and return the exit code."""
     host = Host("simulated", WorkloadTask(workload), _NoTools())
     await asyncio.get_running_loop().create_unix_connection(lambda: host, path)
-    return await host.closed
+    code = await host.closed
+    await host.left()
+    return code
 
 
 if __name__ == "__main__":

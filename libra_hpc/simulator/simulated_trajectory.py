@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from libra_hpc.policies.scheduling.protocol import Finished, TurnView
 from libra_hpc.protocol.env import Signal
-from libra_hpc.protocol.trace import TrajectoryRecord, signal_of
+from libra_hpc.protocol.trace import TrajectoryRecord, signals_of
 from libra_hpc.simulator.engine.simulated_engine import Engine
 from libra_hpc.simulator.engine.simulated_request import SimulatedRequest
 
@@ -97,9 +97,9 @@ class SimulatedTrajectory:
         self.turn += 1
         last = self.turn == len(turns)
         if turn.tool is not None:
-            payload = 0 if last else turns[self.turn].new_tokens
-            self.signals = (*self.signals, signal_of(turn, payload))
-            self.at_signal = (*self.at_signal, self.attained)
+            found = signals_of(turn, 0 if last else turns[self.turn].new_tokens)
+            self.signals = (*self.signals, *found)
+            self.at_signal = (*self.at_signal, *[self.attained] * len(found))
         if not last:
             self.context += turns[self.turn].new_tokens
         return turn.tool_s

@@ -16,14 +16,14 @@ import ast
 import operator
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.protocol.env import Signal
 
-from .base import Episode, Task, ToolResult, Tools, Turn
+from .base import Episode, PolicyTurn, Task, ToolResult, Tools, Turn
 from .tokenizer import TaskTokenizer
 from .tool_outcome import signal_of
 
@@ -116,12 +116,12 @@ class ArithmeticEpisode(Episode):
         self._task, self._entry = task, entry
         self._turns = self._calls = self._failed = 0
 
-    async def step(self, tokens: list[int], tools: Tools) -> Turn:
+    async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
         self._turns += 1
-        found = _ACTION.search(self._task.tokenizer.decode(tokens))
+        found = _ACTION.search(self._task.tokenizer.decode(turn.tokens))
         if found is not None and found[1] == "answer":
             return self._end(float(self._task.score(found[2].strip(), self._entry)))
-        signal = None
+        signals: list[Signal] = []
         if found is None:
             text = "error: no complete <calc>, <python> or <answer>"
         else:
@@ -131,19 +131,22 @@ class ArithmeticEpisode(Episode):
         answer = self._task.tokenizer.encode(f"<result>{text}</result>\n")
         if found is not None:
             self._failed += result.outcome != "ok"
-            signal = signal_of(found[1], result, len(answer))
+            signals = [signal_of(found[1], result, len(answer))]
         if self._turns >= self._task.max_turns:
-            return self._end(0.0, signal)
-        return Turn(answer, signal)
+            return self._end(0.0, signals)
+        return Turn(answer, signals)
 
-    def _end(self, reward: float, signal: Signal | None = None) -> Turn:
+    async def truncated(self, tools: Tools) -> Turn:
+        return self._end(0.0)
+
+    def _end(self, reward: float, signals: Sequence[Signal] = ()) -> Turn:
         info = {
             "solved": float(reward == 1.0),
             "turns": self._turns,
             "calls": self._calls,
             "failed_calls": self._failed,
         }
-        return Turn(signal=signal, done=True, reward=reward, info=info)
+        return Turn(signals=signals, done=True, reward=reward, info=info)
 
 
 def _shown(result: ToolResult) -> str:

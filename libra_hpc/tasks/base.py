@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 Why = Literal["done", "failed", "dropped", "shutdown"]
-"""How an episode ended: with a reward (truncated ones too); by an error of its own; aborted, or sampled again elsewhere;
+"""How an episode ended: with a reward, truncated or not; by an error of its own; aborted, or sampled again elsewhere;
 with its host.
 """
 
@@ -111,6 +111,7 @@ class Episode(ABC):
 
     async def start(self, tools: Tools) -> None:
         """Await what takes time before the first turn: a container, a first request. Limits are those of `step`."""
+        return None
 
     @abstractmethod
     async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
@@ -128,7 +129,8 @@ class Episode(ABC):
         return Turn(done=True)
 
     async def close(self, why: Why) -> None:
-        """Free what the episode holds: called once at every end while the host lives, if `start` was called."""
+        """Free what the episode holds: called once at every end while the host lives, if `Task.open` returned it."""
+        return None
 
 
 class Task(ABC):
@@ -147,7 +149,7 @@ class Task(ABC):
 
     @abstractmethod
     def open(self, index: int, sample: int, progress: float) -> Episode:
-        """Make sample ``sample`` of prompt ``index`` (>= 0, any size) of the data order; what waits is in `Episode.start`.
+        """Make sample ``sample`` of prompt ``index`` (>= 0, any size) of the data order; `Episode.start` may wait.
 
         The result must depend on (seed, options, arguments) alone, the prompt not on ``sample``. ``progress`` in [0,
         1] is the run's; all samples of a prompt get the same value.

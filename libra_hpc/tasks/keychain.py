@@ -21,7 +21,7 @@ from typing import Any
 from libra_hpc.errors import invalid
 from libra_hpc.protocol.env import Signal
 
-from .base import Episode, Task, Tools, Turn
+from .base import Episode, PolicyTurn, Task, Tools, Turn
 from .tokenizer import TaskTokenizer
 from .tool_outcome import signal_of
 
@@ -179,8 +179,8 @@ class KeyChainEpisode(Episode):
         self._asked: dict[int, int] = {}
         self._turns = self._waste = 0
 
-    async def step(self, tokens: list[int], tools: Tools) -> Turn:
-        words = self._words
+    async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
+        words, tokens = self._words, turn.tokens
         self._turns += 1
         if len(tokens) == 3 and tokens[0] == words.ans and tokens[1] in words.value_of and tokens[2] == words.newline:
             return self._end(words.value_of[tokens[1]] == self._world.value)
@@ -188,27 +188,29 @@ class KeyChainEpisode(Episode):
             answer = await self._get(words.key_of[tokens[1]], tools)
         else:
             self._waste += 1
-            answer = Turn(words.answer(["err"]), Signal("get", "error", 2, 0.0))
+            answer = Turn(words.answer(["err"]), [Signal("get", "error", 2, 0.0)])
         if self._turns >= 2 * self._world.need + 4:
             self._waste += 1
-            return self._end(False, answer.signal)
+            return self._end(False, answer.signals)
         return answer
 
-    async def _get(self, key: int, tools: Tools) -> Turn:
+    async def truncated(self, tools: Tools) -> Turn:
+        return self._end(False)
 
+    async def _get(self, key: int, tools: Tools) -> Turn:
         right = key == self._guide.key
         question = self._world.hops, self._world.value, key, self._asked.get(key, 0)
         result = await tools.call("get", *question)
         if result.outcome != "ok":  # the sandbox failed, not the policy: only the turn is lost
-            return Turn(self._words.answer(["err"]), signal_of("get", result, 2))
+            return Turn(self._words.answer(["err"]), [signal_of("get", result, 2)])
         self._asked[key] = self._asked.get(key, 0) + 1
         self._waste += not right
         outcome = str(result.value[0])
         self._guide.record(key, outcome)
         answer = self._words.answer(result.value)
-        return Turn(answer, Signal("get", "ok" if outcome == "=" else outcome, len(answer), result.seconds))
+        return Turn(answer, [Signal("get", "ok" if outcome == "=" else outcome, len(answer), result.seconds)])
 
-    def _end(self, solved: bool, signal: Signal | None = None) -> Turn:
+    def _end(self, solved: bool, signals: Sequence[Signal] = ()) -> Turn:
         reward = 1.0 if solved else PROGRESS_REWARD * self._guide.resolved / len(self._world.hops)
         info = {
             "solved": float(solved),
@@ -217,7 +219,7 @@ class KeyChainEpisode(Episode):
             "hops": len(self._world.hops),
             "after_drift": float(self._after),
         }
-        return Turn(signal=signal, done=True, reward=reward - min(WASTE_CAP, WASTE_COST * self._waste), info=info)
+        return Turn(signals=signals, done=True, reward=reward - min(WASTE_CAP, WASTE_COST * self._waste), info=info)
 
 
 class KeyChain(Task):

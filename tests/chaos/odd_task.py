@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.tasks.base import Episode, TaskTokenizer, Tools, Turn
+from libra_hpc.tasks.base import Episode, PolicyTurn, TaskTokenizer, Tools, Turn
 from libra_hpc.tasks.keychain import KeyChain
 
 
@@ -21,7 +21,7 @@ class OddEpisode(Episode):
         self.prompt_id, self.prompt = inner.prompt_id, inner.prompt
         self.max_tokens, self.stop_ids = inner.max_tokens, inner.stop_ids
 
-    async def step(self, tokens: list[int], tools: Tools) -> Turn:
+    async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
         """The real answer, or what the fault makes of it."""
         fault = self._task.fault(*self._place)
         if fault == "raise":
@@ -32,12 +32,13 @@ class OddEpisode(Episode):
             time.sleep(10_000.0)
         if fault == "long":
             return Turn(tokens=[self.prompt[0]] * 1_600_000)
-        turn = await self._inner.step(tokens, tools)
-        if fault == "nan" and turn.done:
-            return replace(turn, reward=math.nan)
-        if turn.done:
-            return replace(turn, info={**turn.info, "reward": 99.0, **({"rare": 1.0} if self._place[1] == 0 else {})})
-        return turn
+        answer = await self._inner.step(turn, tools)
+        if fault == "nan" and answer.done:
+            return replace(answer, reward=math.nan)
+        if answer.done:
+            rare = {"rare": 1.0} if self._place[1] == 0 else {}
+            return replace(answer, info={**answer.info, "reward": 99.0, **rare})
+        return answer
 
 
 class OddKeyChain(KeyChain):

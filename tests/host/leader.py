@@ -20,6 +20,9 @@ from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped,
 ANSWER_S = 60.0
 """Seconds of silence after which a host is broken."""
 
+ROOM = 1000
+"""Tokens that the context of an episode has room for, where no test is about it."""
+
 T = TypeVar("T")
 
 
@@ -96,7 +99,7 @@ class Leader:
         return self.expect(EpisodeOpened)
 
     def step(self, episode: str, tokens: list[int]) -> EpisodeStepped | EpisodeFailed:
-        self.send(StepEpisode(episode, pack_i32(tokens)))
+        self.send(StepEpisode(episode, pack_i32(tokens), ROOM))
         message = self.receive()
         assert isinstance(message, EpisodeStepped | EpisodeFailed)
         return message
@@ -118,7 +121,7 @@ def play(
             continue
         turn = policy(message.episode, context[message.episode])
         context[message.episode] += turn
-        leader.send(StepEpisode(message.episode, pack_i32(turn)))
+        leader.send(StepEpisode(message.episode, pack_i32(turn), ROOM))
     return ends
 
 

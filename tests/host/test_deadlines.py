@@ -11,7 +11,7 @@ import pytest
 from libra_hpc.host.settings import HostConfig
 from libra_hpc.protocol.codec import pack_i32, unpack_i32
 from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped, HostHeartbeat, OpenEpisode, StepEpisode
-from tests.host.leader import Leader, host_settings
+from tests.host.leader import ROOM, Leader, host_settings
 
 PATIENT = f"{Path(__file__).with_name('user_tasks.py')}:Patient"
 
@@ -42,7 +42,7 @@ def test_a_tool_with_a_limit_of_its_own_outlasts_others_and_the_step(keychain_fo
         leader.open("a")
         leader.open("b")
         # Both wait for the one tool process, together longer than a step may take itself.
-        leader.send(StepEpisode("a", pack_i32([2])), StepEpisode("b", pack_i32([3])))
+        leader.send(StepEpisode("a", pack_i32([2]), ROOM), StepEpisode("b", pack_i32([3]), ROOM))
         found = {message.episode: message for message in (leader.expect(EpisodeStepped) for _ in range(2))}
         assert unpack_i32(found["a"].tokens) == [len("ok")] * 2
         assert unpack_i32(found["b"].tokens) == [len("timeout")]

@@ -22,7 +22,7 @@ from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, OpenEpisode, StepEpisode
 from libra_hpc.tasks.keychain import Guide, KeyChain, Words
 from libra_hpc.tasks.tokenizer import TaskTokenizer
-from tests.host.leader import Leader, host_settings, play
+from tests.host.leader import ROOM, Leader, host_settings, play
 
 from .test_sandbox import gone
 
@@ -128,7 +128,7 @@ def test_exceptions_of_a_task_drop_one_episode_each(keychain_folder: Path) -> No
 def test_slow_tool_blocks_no_other_episode(keychain_folder: Path) -> None:
     with Leader(host_settings(task=FRAGILE, model=str(keychain_folder), tool_timeout_s=2.0)) as leader:
         leader.open("slow")
-        leader.send(StepEpisode("slow", pack_i32([3])))
+        leader.send(StepEpisode("slow", pack_i32([3]), ROOM))
         for i in range(50):
             leader.open(f"fast{i}")
             assert isinstance(leader.step(f"fast{i}", [4]), EpisodeStepped)
@@ -142,11 +142,11 @@ def test_protocol_misuse_fails_the_episode_named(keychain_folder: Path) -> None:
         leader.send(OpenEpisode("a", 1, 0, 0.0))
         assert leader.expect(EpisodeFailed).error == "this episode is already open"
         leader.open("b")
-        leader.send(StepEpisode("b", pack_i32([3])), StepEpisode("b", pack_i32([4])))
+        leader.send(StepEpisode("b", pack_i32([3]), ROOM), StepEpisode("b", pack_i32([4]), ROOM))
         assert leader.expect(EpisodeFailed).error == "a step of this episode is still running"
         leader.send(CloseEpisode("never opened"))
         leader.open("c")
-        leader.send(StepEpisode("c", pack_i32([3])), CloseEpisode("c"), OpenEpisode("c", 2, 0, 0.0))
+        leader.send(StepEpisode("c", pack_i32([3]), ROOM), CloseEpisode("c"), OpenEpisode("c", 2, 0, 0.0))
         assert [leader.receive().__class__ for _ in range(1)] == [EpisodeOpened]
         assert isinstance(leader.step("c", [4]), EpisodeStepped)
 
@@ -163,7 +163,7 @@ def test_unreadable_frame_ends_the_host(keychain_folder: Path) -> None:
 def test_tools_end_with_the_socket(keychain_folder: Path) -> None:
     with Leader(host_settings(task=FRAGILE, model=str(keychain_folder), tool_processes=2)) as leader:
         leader.open("a")
-        leader.send(StepEpisode("a", pack_i32([3])))
+        leader.send(StepEpisode("a", pack_i32([3]), ROOM))
         leader.open("b")
         pids = descendants(leader.process.pid)
         assert len(pids) == 2
@@ -178,7 +178,7 @@ def test_killed_host_leaves_no_orphan(arithmetic_folder: Path) -> None:
     tokenizer = TaskTokenizer(arithmetic_folder)
     with Leader(host_settings(task="arithmetic", model=str(arithmetic_folder), tool_timeout_s=300)) as leader:
         leader.open("a")
-        leader.send(StepEpisode("a", pack_i32(tokenizer.encode("<python>while True: pass</python>"))))
+        leader.send(StepEpisode("a", pack_i32(tokenizer.encode("<python>while True: pass</python>")), ROOM))
         pids: list[int] = []
         while len(pids) < 3:  # the calculator, the process that runs code, and the code itself
             assert leader.process.poll() is None
@@ -205,7 +205,7 @@ def test_a_daemon_of_a_killed_host_comes_to_who_started_it(
     config = host_settings(task=FRAGILE, model=str(keychain_folder), options={"path": str(path)}, tool_timeout_s=300.0)
     with Leader(config) as leader:
         leader.open("a")
-        leader.send(StepEpisode("a", pack_i32([5])))
+        leader.send(StepEpisode("a", pack_i32([5]), ROOM))
         while not path.exists():
             assert leader.process.poll() is None
             time.sleep(0.01)

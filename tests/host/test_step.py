@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from libra_hpc.host import answers
 from libra_hpc.host import step as steps
 from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped, OpenEpisode
-from libra_hpc.tasks.base import Episode, ToolResult, Tools, Turn
+from libra_hpc.tasks.base import Episode, PolicyTurn, ToolResult, Tools, Turn
 from tests.host.leader import Leader, host_settings
 from tests.host.user_tasks import ODD
 
@@ -20,13 +21,13 @@ from tests.host.user_tasks import ODD
 class Quick(Episode):
     """Waits a moment."""
 
-    async def step(self, tokens: list[int], tools: Tools) -> Turn:
+    async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
         await asyncio.sleep(0.05)
         return Turn([7])
 
 
 class NoTools:
-    async def call(self, name: str, *args: Any) -> ToolResult:
+    async def call(self, name: str, *args: Any, **named: Any) -> ToolResult:
         raise KeyError(name)
 
     async def python(self, code: str) -> ToolResult:
@@ -40,7 +41,7 @@ def outcome(limit_s: float, stall_s: float) -> Turn | BaseException:
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[Turn | BaseException] = loop.create_future()
         loop.call_later(0.01, time.sleep, stall_s)
-        step = steps.Step(Quick(), [1], NoTools(), limit_s, ended.set_result)
+        step = steps.Step(partial(Quick().step, PolicyTurn([1])), NoTools(), limit_s, ended.set_result)
         found = await ended
         step.cancel()
         return found

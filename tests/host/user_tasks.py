@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from libra_hpc.tasks.base import Episode, Signal, Task, TaskTokenizer, Tools, Turn
+from libra_hpc.tasks.base import Episode, PolicyTurn, Signal, Task, TaskTokenizer, Tools, Turn, Why
 from tests.host.sample_tools import detach
 
 
@@ -29,18 +29,18 @@ class Scripted(Episode):
     def __init__(self, path: str = "") -> None:
         self.path = path
 
-    async def step(self, tokens: list[int], tools: Tools) -> Turn:
-        if tokens[0] == 0:
+    async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
+        if turn.tokens[0] == 0:
             raise RuntimeError("the task is broken")
-        if tokens[0] == 1:
+        if turn.tokens[0] == 1:
             return Turn([5], done=True, reward=float("nan"), info={"bad": "text"})  # type: ignore[dict-item]
-        if tokens[0] == 2:
+        if turn.tokens[0] == 2:
             await tools.call("no such tool")
-        if tokens[0] == 3:
+        if turn.tokens[0] == 3:
             return Turn([len((await tools.call("doze", 600.0)).outcome)])
-        if tokens[0] == 4:
+        if turn.tokens[0] == 4:
             return Turn([6], done=True, reward=0.25, info={"turns": 2})
-        if tokens[0] == 5:
+        if turn.tokens[0] == 5:
             return Turn([len((await tools.call("hold", self.path)).outcome)])
         return Turn([7, 8])
 
@@ -71,23 +71,23 @@ class Waiting(Episode):
 
     prompt_id, prompt, max_tokens, stop_ids = "p", [1, 2], 4, (9,)
 
-    async def step(self, tokens: list[int], tools: Tools) -> Turn:
-        if tokens[0] == 0:
+    async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
+        if turn.tokens[0] == 0:
             await asyncio.sleep(600)
-        while tokens[0] == 1:  # a loop of retries that takes its cancellation for an error of the judge
+        while turn.tokens[0] == 1:  # a loop of retries that takes its cancellation for an error of the judge
             try:
                 await asyncio.sleep(600)
             except BaseException:
                 continue
-        if tokens[0] == 2:
+        if turn.tokens[0] == 2:
             results = await asyncio.gather(tools.call("nap", 1.0), tools.call("nap", 0.0))
             return Turn([len(result.outcome) for result in results])
-        if tokens[0] == 3:
+        if turn.tokens[0] == 3:
             return Turn([len((await tools.call("doze", 600.0)).outcome)])
-        if tokens[0] == 4:
+        if turn.tokens[0] == 4:
             asyncio.current_task().cancel()  # type: ignore[union-attr]
             await asyncio.sleep(600)
-        if tokens[0] == 5:
+        if turn.tokens[0] == 5:
             sys.exit(3)
         return Turn([7])
 
@@ -130,7 +130,7 @@ class Given(Episode):
         self.prompt, self.max_tokens = prompt, max_tokens  # type: ignore[assignment]
         self.answer = answer
 
-    async def step(self, tokens: list[int], tools: Tools) -> Turn:
+    async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
         return self.answer  # type: ignore[return-value]
 
 
@@ -172,8 +172,8 @@ ODD = (
     Mistake("answer", "BadAnswer: tokens = [1.5] holds something else than integers", turn([1.5])),
     Mistake("answer", "BadAnswer: tokens = [1, 2147483648] holds something else than integers", turn([1, 2**31])),
     Mistake("answer", "BadAnswer: tokens holds -1, and token ids are integers from 0", turn([5, -1])),
-    Mistake("answer", f"BadAnswer: {FORM}", turn([1], signal(3))),
-    Mistake("answer", "BadAnswer: signal.seconds is inf, not a finite number", turn([1], signal("t", INF))),
+    Mistake("answer", f"BadAnswer: {FORM}", turn([1], [signal(3)])),
+    Mistake("answer", "BadAnswer: signal.seconds is inf, not a finite number", turn([1], [signal("t", INF)])),
     Mistake("answer", "BadAnswer: prompt is 'words', not a list of token ids", prompt="words"),
     Mistake("answer", "BadAnswer: prompt is empty", prompt=[]),
     Mistake("answer", "BadAnswer: max_tokens is 0, not an integer >= 1", max_tokens=0),
@@ -184,7 +184,7 @@ class Odd(Task):
     """Prompt ``index`` is the index-th of `ODD`; beyond them a valid episode."""
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
-        valid = Mistake("", "", Turn([5], signal("t")))
+        valid = Mistake("", "", Turn([5], [signal("t")]))
         return Given(*(ODD[index] if index < len(ODD) else valid)[2:])
 
 
@@ -195,3 +195,56 @@ class NoTool(Task):
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
         return Scripted()
+
+
+class Diary(Episode):
+    """Writes its ends to a file; 1 never starts, 2 cannot start, 3 cannot close."""
+
+    prompt_id, max_tokens, stop_ids = "p", 4, (9,)
+
+    def __init__(self, path: str, index: int) -> None:
+        self.path, self.index = path, index
+
+    def note(self, text: str) -> None:
+        with open(self.path, "a") as file:
+            file.write(f"{self.index} {text}\n")
+
+    async def start(self, tools: Tools) -> None:
+        if self.index == 1:
+            await asyncio.sleep(600)
+        if self.index == 2:
+            raise OSError("no container")
+        self.prompt = [len((await tools.call("doze", seconds=0.0)).value)]
+
+    async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
+        if turn.tokens[0] == 0:
+            raise RuntimeError("the task is broken")
+        if turn.tokens[0] == 1:
+            try:
+                await asyncio.sleep(600)
+            finally:
+                await asyncio.sleep(0.05)
+                self.note("cleaned up")
+        return Turn(done=turn.tokens[0] == 4, reward=1.0, info={"room": turn.room, "stop": float(turn.stop == "stop")})
+
+    async def truncated(self, tools: Tools) -> Turn:
+        return Turn(reward=0.5)
+
+    async def close(self, why: Why) -> None:
+        await asyncio.sleep(0.01)
+        self.note(why)
+        if self.index == 3:
+            raise OSError("the container is gone")
+
+
+class Kept(Task):
+    """Its episodes hold something that they must free."""
+
+    tools = {"doze": doze}
+
+    def __init__(self, tokenizer: TaskTokenizer, *, seed: int = 0, path: str) -> None:
+        super().__init__(tokenizer, seed=seed)
+        self.path = path
+
+    def open(self, index: int, sample: int, progress: float) -> Episode:
+        return Diary(self.path, index)

@@ -21,9 +21,9 @@ from libra_hpc.tasks.base import Episode, Task, Turn
 class Play(Episode):
     prompt_id, prompt, max_tokens, stop_ids = "p", [1, 2], 4, (3,)
     turns = 0
-    async def step(self, tokens, tools):
+    async def step(self, turn, tools):
         self.turns += 1
-        assert tokens == [3]
+        assert turn.tokens == [3]
         assert (await tools.call("double", 2)).value == 4
         return Turn([1]) if self.turns == 1 else Turn(done=True, reward=1.0)
 
@@ -47,15 +47,20 @@ REFUSED = {
     "no task": ("class Mine(Task)", "class Mine", "has no such Task class"),
     "its constructor": ("        super()", "        open('absent')\n        super()", "(FileNotFoundError: [Errno 2] "),
     "its open": ("        return Play()", "        return 1 / 0", "its open fails (ZeroDivisionError: division"),
-    "an empty prompt": ("[1, 2]", "[]", "its open fails (BadAnswer: prompt is empty"),
+    "its start": (
+        "    turns = 0",
+        "    turns = 0\n    async def start(self, tools):\n        1 / 0",
+        "its start fails (ZeroDivisionError: division",
+    ),
+    "an empty prompt": ("[1, 2]", "[]", "its start fails (BadAnswer: prompt is empty"),
     "a plain step": (
-        "    async def step",
-        "    step = print\n    async def other",
+        "    async def step(self, turn, tools)",
+        "    def step(self, turn, tools):\n        pass\n    async def other(self, turn, tools)",
         "is no coroutine function; valid: `async def step",
     ),
 }
 WARNED = {
-    "a step": ("        assert tokens", "        1 / 0\n        assert tokens", "fails: ZeroDivisionError"),
+    "a step": ("        assert turn", "        1 / 0\n        assert turn", "fails: ZeroDivisionError"),
     "a reward": ("reward=1.0", "reward=float('nan')", "fails: BadReward: reward is nan"),
     "a slow task": ("        super()", "        __import__('time').sleep(60)\n        super()", "took longer than 3 s"),
 }

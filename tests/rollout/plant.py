@@ -25,6 +25,7 @@ from libra_hpc.protocol.env import (
     OpenEpisode,
     Signal,
     StepEpisode,
+    TruncateEpisode,
 )
 from libra_hpc.rollout.rollout_leader import RolloutLeader
 from libra_hpc.rollout.run_lines import TrajectoryEnd, decision_line, trace_line
@@ -107,10 +108,12 @@ class Plant:
         policy: Policy | None = None,
         prompts: int = 2,
         group: int = 2,
+        hosts: int = 1,
         broken: Broken = lambda message: None,
     ) -> None:
         self.now, self.cut = 1000.0, max_model_len < 100
         self.broken = broken
+        self.truncated_reward, self.truncated_info = 0.0, dict[str, float]()
         self.engines: dict[str, int] = {}
         self.inbox: list[tuple[str, Generate]] = []
         self.aborts: list[tuple[str, Abort]] = []
@@ -133,7 +136,7 @@ class Plant:
         }
         sections: dict[str, dict[str, Any]] = {
             "run": {"steps": steps},
-            "task": {"name": "toy"},
+            "task": {"name": "toy", "hosts": hosts},
             "algorithm": algorithm,
             "rollout": {"max_model_len": max_model_len, "max_inflight": 4},
         }
@@ -266,18 +269,18 @@ class Plant:
 
     def end_step(
         self,
-        message: StepEpisode,
+        message: StepEpisode | TruncateEpisode,
         tokens: list[int] | None = None,
         *,
         done: bool = True,
         reward: float = 1.0,
         info: dict[str, float] | None = None,
-        signal: Signal | None = None,
+        signals: tuple[Signal, ...] = (),
     ) -> None:
         stepped = EpisodeStepped(
             episode=message.episode,
             tokens=pack_i32(tokens or []),
-            signal=signal,
+            signals=signals,
             done=done,
             reward=reward,
             info=info or {},
@@ -308,9 +311,11 @@ class Plant:
                     reward = float(int(episode.split(".")[1]) % 2 == 0)
                     signal = Signal("tool", "ok", 1, 0.01, exit_code=1, passed=None if done else 3)
                     answer, info = ([], {"solved": reward}) if done else ([self.tool], {})
-                    self.end_step(message, answer, done=done, reward=reward, info=info, signal=signal)
+                    self.end_step(message, answer, done=done, reward=reward, info=info, signals=(signal,))
                     if done:
                         self.finished.append(episode)
+                case TruncateEpisode():
+                    self.end_step(message, reward=self.truncated_reward, info=self.truncated_info)
                 case CloseEpisode():
                     pass
 

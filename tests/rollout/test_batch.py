@@ -28,12 +28,12 @@ def finished(index: int, sample: int, info: dict[str, float]) -> Trajectory:
     return trajectory
 
 
-def test_a_number_that_one_trajectory_lacks_counts_as_zero_there() -> None:
+def test_a_number_is_a_mean_over_the_trajectories_that_have_it_and_truncation_over_all() -> None:
     group = GroupState(
         0, 4, [finished(0, 0, {"solved": 1.0}), *(finished(0, sample, {"truncated": 1.0}) for sample in (1, 2, 3))]
     )
     stats = batch_stats([group], 0)
-    assert (stats["solved"], stats["truncated"]) == (0.25, 0.75)
+    assert (stats["solved"], stats["truncated"]) == (1.0, 0.75)
 
 
 def test_a_number_of_the_task_never_overwrites_a_column() -> None:

@@ -31,7 +31,7 @@ def trajectory_of(turns: int) -> Trajectory:
             generated("r", [7, 8], finish="stop", logprobs=[-1, -2], versions=((number, 2),)), "e0"
         )
         if number < turns - 1:
-            trajectory.add_signal(Signal("pytest", "error", 3, 0.25, exit_code=1, passed=number, failed=2))
+            trajectory.add_signals([Signal("pytest", "error", 3, 0.25, exit_code=1, passed=number, failed=2)])
             trajectory.add_environment(pack_i32([9] * 3))
     return trajectory
 

@@ -109,7 +109,7 @@ def test_a_recovered_trajectory_trains_and_counts_as_the_original(run: Run) -> N
 @pytest.mark.parametrize("place", ["waiting", "engine", "tool"])
 def test_an_unfinished_trajectory_comes_back_as_it_was(place: Place, run: Run) -> None:
     original = trajectory_of(4, 1, (1, 2))
-    original.add_signal(Signal("get", "miss", 3, 0.5, exit_code=1, failed=2))
+    original.add_signals([Signal("get", "miss", 3, 0.5, exit_code=1, failed=2)])
     if place != "tool":
         original.add_environment(pack_i32([9] * 3))
     original.place = place

@@ -10,7 +10,7 @@ import pytest
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
 from libra_hpc.protocol.codec import pack_f32, unpack_i32
-from libra_hpc.protocol.env import EpisodeFailed, OpenEpisode, StepEpisode
+from libra_hpc.protocol.env import EpisodeFailed, HostReady, OpenEpisode, StepEpisode, TruncateEpisode
 from tests.rollout.plant import STOP, Emptiest, Plant, engine_stats, sampling
 
 
@@ -147,6 +147,48 @@ async def test_a_context_that_would_outgrow_the_engines_ends_by_length() -> None
     assert [line["clipped"] for line in plant.lines] == [1] * 4
 
 
+async def test_the_task_gives_reward_and_numbers_of_a_truncated_trajectory() -> None:
+    plant = Plant(turns=50, max_model_len=20).start()
+    plant.truncated_reward, plant.truncated_info = 0.5, {"solved": 0.25}
+    stats = (await plant.batch()).stats
+    assert (stats["truncated"], stats["reward"], stats["solved"]) == (1.0, 0.5, 0.25)
+    assert [line["info"] for line in plant.lines] == [{"solved": 0.25, "truncated": 1.0}] * 4
+    assert len(plant.lines[0]["turns"]) == len(plant.ended[0].signals) + 1, "the end of the context is no tool call"
+
+
+async def test_a_truncated_trajectory_whose_host_dies_is_replayed_and_asked_again() -> None:
+    plant = Plant(turns=50, max_model_len=20).start()
+    plant.truncated_reward = 0.5
+    await plant.run(lambda: any(isinstance(message, TruncateEpisode) for message in plant.host))
+    plant.kill_host()
+    assert (await plant.batch()).stats["reward"] == 0.5
+    assert {trajectory.attempt for trajectory in plant.ended} == {0}, "none is sampled again"
+    assert not plant.kinds("resubmitted")
+
+
+async def test_an_episode_learns_the_room_behind_its_turn_and_the_versions_of_its_tokens() -> None:
+    plant = await sampling(turns=3)
+    plant.serve(1)
+    step = plant.take_step()
+    assert (step.room, step.versions) == (1000 - 3 - 3, ((0, 3),))
+
+
+async def test_a_restarting_host_stops_no_admission_and_the_first_start_waits_for_all() -> None:
+    plant = Plant(hosts=2, turns=1)
+    plant.start()
+    await plant.settle()
+    assert not plant.inbox, "one of two hosts would get the work of both"
+    assert plant.leader.report().paused == "Environment host 1 is not ready."
+    plant.leader.on_host(1, HostReady("toy"))
+    await plant.settle()
+    assert {t.host for t in plant.leader._environments.episodes.values()} == {0, 1}
+    plant.leader.on_host_down(1, "killed")
+    batch = await plant.batch()
+    plant.commit(batch)
+    await plant.batch(2)
+    assert {t.host for t in plant.ended} == {0}
+
+
 async def test_an_answer_too_long_for_the_context_is_clipped_and_its_tokens_counted() -> None:
     plant = await sampling(turns=3, max_model_len=40)
     plant.serve(1)
@@ -174,6 +216,8 @@ async def test_no_context_ever_exceeds_the_longest_one_whatever_the_environment_
                 elif isinstance(message, StepEpisode):
                     answer = [5] * pick.choice((0, 1, 3, longest, 1000))
                     plant.end_step(message, answer, done=pick.random() < 0.2)
+                elif isinstance(message, TruncateEpisode):
+                    plant.end_step(message)
             await asyncio.sleep(0)
             for engine, request in tuple(plant.inbox):
                 assert 0 < request.max_tokens <= longest - len(unpack_i32(request.prompt))

@@ -171,12 +171,12 @@ def test_a_host_replays_a_trace_and_starts_again_at_its_end(tmp_path: Path) -> N
         found = [(each.prompt_id, len(each.tokens) // 4, each.max_tokens) for each in opened]
         assert found == [("p", 20, 7), ("q", 30, 6)]
         assert tokens.read(opened[0].tokens) == tokens.SimulatedContext(0, 20, 3, 20, 5)
-        link.send(env.StepEpisode("e", tokens.generated(5, complete=True)))
+        link.send(env.StepEpisode("e", tokens.generated(5, complete=True), 100))
         stepped = link.until(env.EpisodeStepped)
-        assert stepped.signal == env.Signal("test", "error", 9, 2.0 / 10_000.0, 1, 3, 4)
+        assert stepped.signals == (env.Signal("test", "error", 9, 2.0 / 10_000.0, 1, 3, 4),)
         assert (len(unpack_i32(stepped.tokens)), stepped.done) == (9, False)
         last_turns = tokens.generated(7, complete=True), tokens.generated(2, complete=False)
-        link.send(*(env.StepEpisode(name, turn) for name, turn in zip("ef", last_turns, strict=True)))
+        link.send(*(env.StepEpisode(name, turn, 100) for name, turn in zip("ef", last_turns, strict=True)))
         ended = {each.episode: each for each in (link.until(env.EpisodeStepped) for _ in range(2))}
         assert (ended["e"].done, ended["e"].reward) == (True, 1.0)
         assert (ended["f"].done, ended["f"].info) == (True, {"truncated": 1.0})

@@ -32,6 +32,7 @@ from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
 from libra_hpc.simulator.simulate import simulate
+from libra_hpc.tasks.base import PolicyTurn
 
 SEND_S, ANSWER_S, ENV_S, STEP_S = 0.003, 0.003, 0.004, 0.01
 SETUP = Setup(model=Path("none"))
@@ -172,15 +173,15 @@ def test_a_replayed_episode_is_its_specification(tmp_path: Path) -> None:
 
     async def run(episode: Any, spec: TrajectoryRecord) -> None:
         for number, turn in enumerate(spec.turns):
-            answer = await episode.step([7] * turn.gen_tokens, cast(Any, None))
+            answer = await episode.step(PolicyTurn([7] * turn.gen_tokens), cast(Any, None))
             last = number + 1 == len(spec.turns)
             assert answer.done is last
             if not last:
-                assert len(answer.tokens) == spec.turns[number + 1].new_tokens == answer.signal.payload_tokens
-                assert answer.signal.seconds == turn.tool_s
+                assert len(answer.tokens) == spec.turns[number + 1].new_tokens == answer.signals[0].payload_tokens
+                assert answer.signals[0].seconds == turn.tool_s
 
     quick = [msgspec.structs.replace(turn, tool_s=0.0) for turn in work[0].turns]
     spec = msgspec.structs.replace(work[0], turns=tuple(quick))
     asyncio.run(run(ReplayedEpisode(spec, 5), spec))
     with pytest.raises(ValueError, match="has 1 tokens"):
-        asyncio.run(first.step([7] * (1 + (work[0].turns[0].gen_tokens == 1)), cast(Any, None)))
+        asyncio.run(first.step(PolicyTurn([7] * (1 + (work[0].turns[0].gen_tokens == 1))), cast(Any, None)))

@@ -12,7 +12,7 @@ import pytest
 from libra_hpc.errors import UserError
 from libra_hpc.host.sandbox import Sandbox
 from libra_hpc.tasks.arithmetic import INSTRUCTIONS, Arithmetic, calculate, demonstration_batch
-from libra_hpc.tasks.base import Turn
+from libra_hpc.tasks.base import PolicyTurn, Turn
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from tests.host.conftest import OpenSandbox
 
@@ -73,23 +73,26 @@ def test_stop_ids_are_the_closing_tags(task: Arithmetic) -> None:
 async def test_scripted_policies_end_to_end(sandbox: OpenSandbox, task: Arithmetic) -> None:
     tokenizer = task.tokenizer
 
+    def said(text: str) -> PolicyTurn:
+        return PolicyTurn(tokenizer.encode(text))
+
     async def solve(box: Sandbox, index: int, tag: str) -> tuple[Turn, Turn]:
         episode = task.open(index, 0, 0.0)
         question = tokenizer.decode(episode.prompt)
         expression = question.removeprefix("Calculate ").removesuffix(".\n")
         code = expression if tag == "calc" else f"print({expression})"
-        called = await episode.step(tokenizer.encode(f"Let me see. <{tag}>{code}</{tag}>"), box)
+        called = await episode.step(said(f"Let me see. <{tag}>{code}</{tag}>"), box)
         result = tokenizer.decode(called.tokens).removeprefix("<result>").removesuffix("</result>\n")
-        return called, await episode.step(tokenizer.encode(f"<answer> {result} </answer>"), box)
+        return called, await episode.step(said(f"<answer> {result} </answer>"), box)
 
     async def fail(box: Sandbox) -> list[tuple[str, str]]:
         episode = task.open(0, 0, 0.0)
         seen = []
         calls = ("<calc>import os</calc>", "<python>1/0</python>", "<python>while True: pass</python>")
         for text in (*calls, "no call at all", "<calc>1"):
-            turn = await episode.step(tokenizer.encode(text), box)
-            seen.append((turn.signal.outcome if turn.signal else "", tokenizer.decode(turn.tokens)))
-        end = await episode.step(tokenizer.encode("<calc>1+1</calc>"), box)
+            turn = await episode.step(said(text), box)
+            seen.append((turn.signals[0].outcome if turn.signals else "", tokenizer.decode(turn.tokens)))
+        end = await episode.step(said("<calc>1+1</calc>"), box)
         assert (end.done, end.reward) == (True, 0.0)
         assert end.info == {"solved": 0.0, "turns": 6, "calls": 4, "failed_calls": 3}
         return seen
@@ -98,10 +101,10 @@ async def test_scripted_policies_end_to_end(sandbox: OpenSandbox, task: Arithmet
         solved = await asyncio.gather(*(solve(box, i, tag) for i in range(10) for tag in ("calc", "python")))
         failed = await fail(box)
     for called, end in solved:
-        assert called.signal is not None
-        assert (called.signal.outcome, called.signal.payload_tokens) == ("ok", len(called.tokens))
+        (signal,) = called.signals
+        assert (signal.outcome, signal.payload_tokens) == ("ok", len(called.tokens))
         assert (end.done, end.reward, end.info["solved"], end.info["turns"]) == (True, 1.0, 1.0, 2)
-    assert {called.signal.tool for called, _ in solved if called.signal} == {"calc", "python"}
+    assert {called.signals[0].tool for called, _ in solved} == {"calc", "python"}
     assert [outcome for outcome, _ in failed] == ["error", "error", "timeout", "", ""]
     assert failed[0][1] == "<result>error: ValueError: not an expression</result>\n"
     assert "ZeroDivisionError" in failed[1][1]
@@ -111,7 +114,7 @@ async def test_scripted_policies_end_to_end(sandbox: OpenSandbox, task: Arithmet
 
 async def test_wrong_answer_gets_the_scorers_reward(sandbox: OpenSandbox, task: Arithmetic) -> None:
     async with sandbox(task.tools) as box:
-        turn = await task.open(0, 0, 0.0).step(task.tokenizer.encode("<answer>123456</answer>"), box)
+        turn = await task.open(0, 0, 0.0).step(PolicyTurn(task.tokenizer.encode("<answer>123456</answer>")), box)
     assert turn.reward < 0.1
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from libra_hpc.errors import UserError
 from libra_hpc.tasks import keychain
-from libra_hpc.tasks.base import ToolResult, Turn
+from libra_hpc.tasks.base import PolicyTurn, ToolResult, Turn
 from libra_hpc.tasks.keychain import Guide, HiddenChain, KeyChain, KeyChainEpisode, Mix, Words, draw, vocabulary
 from libra_hpc.tasks.keychain_demos import LONG_SHARE, demonstration_batch
 from libra_hpc.tasks.tokenizer import TaskTokenizer
@@ -24,7 +24,7 @@ class InProcessTools:
     def __init__(self, *failures: str) -> None:
         self.failures = list(failures)
 
-    async def call(self, name: str, *args: Any) -> ToolResult:
+    async def call(self, name: str, *args: Any, **named: Any) -> ToolResult:
         assert name == "get"
         if self.failures and (outcome := self.failures.pop(0)) != "ok":
             return ToolResult(outcome, "broken", 0.5)
@@ -46,14 +46,14 @@ class Player:
         self.context = list(episode.prompt)
 
     def turn(self, *tokens: int) -> Turn:
-        turn = asyncio.run(self.episode.step(list(tokens), self.tools))
+        turn = asyncio.run(self.episode.step(PolicyTurn(list(tokens)), self.tools))
         self.context += [*tokens, *turn.tokens]
         return turn
 
     def get(self, key: int) -> Turn:
         turn = self.turn(self.words.get, self.words.keys[key], self.words.newline)
-        if turn.signal is not None:
-            self.guide.record(key, {"ok": "="}.get(turn.signal.outcome, turn.signal.outcome))
+        for signal in turn.signals:
+            self.guide.record(key, {"ok": "="}.get(signal.outcome, signal.outcome))
         return turn
 
     def answer(self, value: int) -> Turn:
@@ -134,14 +134,22 @@ def test_every_outcome_of_the_tool(task: KeyChain) -> None:
     (first, spare, _, _), (dead, alternative, _, _) = player.world.hops
     unknown = next(k for k in range(64) if k not in (first, spare, dead, alternative))
     seen = [player.get(key) for key in (first, first, first, spare, unknown, dead, dead, alternative)]
-    assert [t.signal.outcome for t in seen if t.signal] == ["flaky", "ok", "ok", "miss", "miss", "dead", "dead", "val"]
-    assert [t.signal.payload_tokens for t in seen if t.signal] == [2, 5, 5, 2, 2, 2, 2, 3]
+    assert [signal.outcome for t in seen for signal in t.signals] == [
+        "flaky",
+        "ok",
+        "ok",
+        "miss",
+        "miss",
+        "dead",
+        "dead",
+        "val",
+    ]
+    assert [signal.payload_tokens for t in seen for signal in t.signals] == [2, 5, 5, 2, 2, 2, 2, 3]
     text = [task.tokenizer.decode(t.tokens) for t in seen]
     assert text[1] == f"= k{dead} | k{alternative} \n"
     assert text[7] == f"val v{player.world.value} \n"
     malformed = player.turn(player.words.get, player.words.get, player.words.get, player.words.get)
-    assert malformed.signal is not None
-    assert (task.tokenizer.decode(malformed.tokens), malformed.signal.outcome) == ("err \n", "error")
+    assert (task.tokenizer.decode(malformed.tokens), malformed.signals[0].outcome) == ("err \n", "error")
     # Waste: asking hop 0 again, the spare of a living key, an unknown key, the dead key twice, and the malformed line.
     end = player.answer(player.world.value)
     assert end.info["waste"] == 5
@@ -154,7 +162,7 @@ def test_failing_sandbox_costs_a_turn_and_nothing_else(task: KeyChain, outcome: 
     seen = []
     while (key := player.guide.key) is not None:
         seen.append(player.get(key))
-    assert outcome in [t.signal.outcome for t in seen if t.signal]
+    assert outcome in [signal.outcome for t in seen for signal in t.signals]
     end = player.answer(player.world.value)
     assert (end.reward, end.info["waste"], end.info["turns"]) == (1.0, 0, player.world.need + 1)
 

@@ -14,7 +14,7 @@ import msgspec
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.policies.scheduling.protocol import Finished
-from libra_hpc.protocol.trace import TrajectoryRecord, live_lines, signals_of
+from libra_hpc.protocol.trace import TrajectoryRecord, all_signals, live_lines
 
 MAX_RECORDS = 20_000
 """Most trajectories to learn from; older evidence has decayed."""
@@ -81,7 +81,7 @@ def _read(raw: bytes, task: str) -> Finished | None:
         return None
     if not line.turns:
         return None
-    signals, at = signals_of(line.turns)
+    signals, at = all_signals(line.turns)
     return Finished(
         trajectory=f"{line.prompt_id}/{line.index}-{line.sample}-{line.attempt}",
         prompt_id=line.prompt_id,

@@ -22,7 +22,7 @@ from typing import Literal
 import msgspec
 
 from libra_hpc.protocol.codec import Codec
-from libra_hpc.protocol.trace import signals_of
+from libra_hpc.protocol.trace import all_signals
 from libra_hpc.rollout.trajectory import ServedTurn, Trajectory, unusable_reward
 
 TRAINED, DAMAGED = "trained", "damaged"
@@ -99,8 +99,9 @@ class SavedTrajectory(msgspec.Struct, frozen=True, array_like=True):
         )
         t.place = self.place
         if self.place != "done":
+            t.truncated = self.place == "tool" and not self.turns[-1].gen_tokens
             t.turn = list(t.context[len(t.context) - t.turns[-1].gen_tokens :])
-            t.signals, t.at_signal = signals_of(t.turns)
+            t.signals, t.at_signal = all_signals(t.turns)
         return t
 
 

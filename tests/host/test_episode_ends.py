@@ -1,0 +1,103 @@
+"""What an episode learns of its beginning and its end: `start` is awaited, `close` comes once at every end."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.protocol.codec import pack_i32
+from libra_hpc.protocol.env import (
+    CloseEpisode,
+    EpisodeFailed,
+    EpisodeOpened,
+    EpisodeStepped,
+    OpenEpisode,
+    StepEpisode,
+    TruncateEpisode,
+)
+from tests.host.leader import ANSWER_S, ROOM, Leader, host_settings
+
+KEPT = f"{Path(__file__).with_name('user_tasks.py')}:Kept"
+
+
+@pytest.fixture
+def diary(tmp_path: Path) -> Path:
+    return tmp_path / "diary"
+
+
+def kept(folder: Path, diary: Path) -> Leader:
+    return Leader(host_settings(task=KEPT, model=str(folder), options={"path": str(diary)}))
+
+
+def wait_for(diary: Path, lines: list[str]) -> None:
+    until = time.monotonic() + ANSWER_S
+    while not diary.exists() or diary.read_text().split("\n")[:-1] != lines:
+        assert time.monotonic() < until, diary.read_text()
+        time.sleep(0.01)
+
+
+def test_an_episode_that_starts_slowly_blocks_no_other_and_start_may_make_the_prompt(
+    keychain_folder: Path, diary: Path
+) -> None:
+    with kept(keychain_folder, diary) as leader:
+        leader.send(OpenEpisode("slow", 1, 0, 0.0))
+        assert leader.open("a", 10).tokens == pack_i32([len("rested")]), "the tool took its argument by name"
+        failed = leader.step("slow", [9])
+        assert isinstance(failed, EpisodeFailed)
+        assert failed.error == "no such episode is open"
+
+
+def test_every_end_closes_the_episode_once(keychain_folder: Path, diary: Path) -> None:
+    with kept(keychain_folder, diary) as leader:
+        leader.open("done", 10)
+        done = leader.step("done", [4])
+        assert isinstance(done, EpisodeStepped)
+        assert done.info == {"room": ROOM, "stop": 0.0}
+        wait_for(diary, ["10 done"])
+        leader.send(CloseEpisode("done"))
+
+        leader.open("failed", 11)
+        assert isinstance(leader.step("failed", [0]), EpisodeFailed)
+        wait_for(diary, ["10 done", "11 failed"])
+        leader.send(OpenEpisode("no start", 2, 0, 0.0))
+        assert leader.expect(EpisodeFailed).error == "OSError: no container"
+        wait_for(diary, ["10 done", "11 failed", "2 failed"])
+
+        leader.open("dropped", 12)
+        leader.send(StepEpisode("dropped", pack_i32([1]), ROOM))
+        leader.open("meanwhile", 14)
+        leader.send(CloseEpisode("dropped"))
+        wait_for(diary, ["10 done", "11 failed", "2 failed", "12 cleaned up", "12 dropped"])
+
+        leader.open("truncated", 13)
+        leader.send(TruncateEpisode("truncated"))
+        end = leader.expect(EpisodeStepped)
+        assert (end.done, end.reward) == (True, 0.5)
+        leader.open("no close", 3)
+        leader.step("no close", [4])
+        leader.send(OpenEpisode("slow", 1, 0, 0.0))
+        for index in range(20, 30):
+            leader.open(f"{index}", index)
+    assert leader.process.returncode == 0
+    lines = Counter(diary.read_text().split("\n")[:-1])
+    assert set(lines.values()) == {1}
+    assert {"13 done", "3 done", *(f"{index} shutdown" for index in (1, 14, *range(20, 30)))} < set(lines)
+    assert len(lines) == 5 + 14
+
+
+def test_the_stop_reason_of_a_turn_is_its_stop_id(keychain_folder: Path, diary: Path) -> None:
+    with kept(keychain_folder, diary) as leader:
+        leader.open("a", 10)
+        stepped = leader.step("a", [4, 9])
+        assert isinstance(stepped, EpisodeStepped)
+        assert stepped.info["stop"] == 1.0
+
+
+def test_a_host_that_has_no_such_episode_opened_answers_so(keychain_folder: Path, diary: Path) -> None:
+    with kept(keychain_folder, diary) as leader:
+        leader.send(TruncateEpisode("never opened"))
+        assert leader.expect(EpisodeFailed).error == "no such episode is open"
+        assert isinstance(leader.open("a", 10), EpisodeOpened)
