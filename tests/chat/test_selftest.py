@@ -104,5 +104,5 @@ def test_a_model_without_or_with_a_broken_template_is_one_sentence(tmp_path: Pat
         render_prompt(TaskTokenizer(tmp_path), [USER])
     with pytest.raises(UserError, match="its chat template does not compile"):
         choice_of(tmp_path, "{% if %}")
-    with pytest.raises(UserError, match="refuses these messages .*only robots"):
+    with pytest.raises(UserError, match=r"refuses these messages .*only robots"):
         choice_of(tmp_path, "{{ raise_exception('only robots') }}")
