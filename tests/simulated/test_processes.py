@@ -179,7 +179,7 @@ def test_a_host_replays_a_trace_and_starts_again_at_its_end(tmp_path: Path) -> N
         link.send(*(env.StepEpisode(name, turn, 100) for name, turn in zip("ef", last_turns, strict=True)))
         ended = {each.episode: each for each in (link.until(env.EpisodeStepped) for _ in range(2))}
         assert (ended["e"].done, ended["e"].reward) == (True, 1.0)
-        assert (ended["f"].done, ended["f"].info) == (True, {"truncated": 1.0})
+        assert (ended["f"].done, ended["f"].info) == (True, {"solved": 0.0, "truncated": 1.0})
         assert link.close() == 0
 
 
