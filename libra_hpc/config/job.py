@@ -1,4 +1,4 @@
-"""Sections of the run file about the job: identity, Slurm, node components, deadlines."""
+"""Sections of the run file about the job: identity, Slurm, node components, deadlines, trackers."""
 
 from __future__ import annotations
 
@@ -147,3 +147,22 @@ class DeadlinesSection(Section):
     storage_s: Seconds = Field(900.0, gt=0)
     """How long writes to the run directory may fail; then the run saves if it can, and stops. Also how long one read or
     write of a saved state may take, and how long a start waits for one that cannot be read."""
+
+
+class WandbSection(Section):
+    """``[track.wandb]``: Weights & Biases."""
+
+    project: str = ""
+    """Name of the project; empty: not used."""
+    entity: str = ""
+    """User or team; empty: the default of the account."""
+    mode: Literal["offline", "online"] = "offline"
+    """``offline``: files below ``track/wandb`` of the run directory, for ``wandb sync`` where there is internet."""
+
+
+class TrackSection(Section):
+    """``[track]``: where metrics go beside ``metrics.jsonl``. Needs ``pip install 'libra-hpc[track]'``."""
+
+    tensorboard: bool = False
+    """Write TensorBoard files below ``track/tensorboard`` of the run directory."""
+    wandb: WandbSection = WandbSection()

@@ -1,0 +1,1 @@
+"""Metrics of a run, sent to trackers while it runs."""

@@ -1,0 +1,106 @@
+"""Sends the metrics of a run to its trackers, from the file that the run writes.
+
+``python -m libra_hpc.tracking.sidecar RUN``, until SIGTERM or the death of the process that started it. It may be
+killed and started again at any time, also after the run: `Sent` says which steps each tracker has. A tracker that fails
+is left alone for `RETRY_S`; the run never waits for one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from libra_hpc.config.load import load_resolved
+from libra_hpc.errors import UserError
+from libra_hpc.facts.rundir import RunDir
+
+from .metrics_tail import MetricsTail
+from .trackers import Tracker, trackers
+
+POLL_S, RETRY_S = 2.0, 60.0
+
+
+class Sent:
+    """The last step that each tracker has, in ``track/sent.json``."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run, self._path = run, run.path / "track" / "sent.json"
+        self.steps: dict[str, int] = {key: int(value) for key, value in run.read_json(self._path).items()}
+
+    def record(self, name: str, step: int) -> None:
+        if self.steps.get(name) != step:
+            self.steps[name] = step
+            self._path.parent.mkdir(exist_ok=True)
+            self._run.write_json(self._path, self.steps)
+
+
+class Feed:
+    """One tracker and what it has of the metrics."""
+
+    def __init__(self, tracker: Tracker, run: RunDir, sent: Sent) -> None:
+        self._tracker, self._run, self._sent = tracker, run, sent
+        self._last = sent.steps.get(tracker.name, 0)
+        self._tail = MetricsTail(run.metrics, self._last)
+
+    def pass_on(self) -> None:
+        """Send what is new; after an exception of the tracker the next call begins with the step that failed."""
+        try:
+            for entry in self._tail.new():
+                if entry.again:
+                    self._last = entry.step if self._tracker.again(entry.step) else self._last
+                elif entry.step > self._last:
+                    self._tracker.send(entry.step, entry.values)
+                    self._last = entry.step
+        except Exception:
+            self._tail = MetricsTail(self._run.metrics, self._last)
+            raise
+        finally:
+            self._tracker.flush()
+            self._sent.record(self._tracker.name, self._last)
+
+
+def follow(run: RunDir, over: Callable[[], bool], sleep: Callable[[float], object] = time.sleep) -> list[str]:
+    """Send until ``over()``; returns the names of the trackers.  Raises `UserError` where a library is missing."""
+    config, sent = load_resolved(run.config), Sent(run)
+    feeds = {tracker.name: (tracker, Feed(tracker, run, sent)) for tracker in trackers(run, config, sent.steps)}
+    wait_until = dict.fromkeys(feeds, 0.0)
+    while feeds:
+        # What is written before the end is read after it.
+        last = over()
+        for name, (_, feed) in feeds.items():
+            if time.monotonic() < wait_until[name] and not last:
+                continue
+            try:
+                feed.pass_on()
+            except Exception as error:  # of a library that we do not know
+                print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                wait_until[name] = time.monotonic() + RETRY_S
+        if last:
+            break
+        sleep(POLL_S)
+    for tracker, _ in feeds.values():
+        tracker.close()
+    return list(feeds)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="Send the metrics of a run to its trackers until it has ended.")
+    parser.add_argument("run", help="run directory")
+    run = RunDir(parser.parse_args(arguments).run)
+    ended, parent = threading.Event(), os.getppid()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    try:
+        follow(run, lambda: ended.is_set() or os.getppid() != parent, ended.wait)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,139 @@
+"""Trackers get every step once, whatever happens to the sidecar, and the steps that a restart trains again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_hpc.config.load import validate
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.tracking import sidecar
+from libra_hpc.tracking.metrics_tail import MetricsTail
+
+
+def line(step: int, reward: float = 0.0) -> str:
+    return json.dumps({"step": step, "t": 1000.0 + step, "reward": reward}) + "\n"
+
+
+def test_steps_come_once_a_torn_line_waits_and_a_restart_goes_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path)
+
+    def new() -> list[tuple[int, bool]]:
+        return [(entry.step, entry.again) for entry in tail.new()]
+
+    assert new() == []
+    path.write_text(line(1) + line(2) + line(3)[:9])
+    assert new() == [(1, False), (2, False)]
+    path.write_text(line(1) + line(2) + line(3))
+    assert new() == [(3, False)]
+    path.write_text(line(1))
+    assert new() == [(1, True)]
+    path.write_text(line(1) + line(2, 0.5) + line(3, 0.5) + line(4))
+    assert new() == [(2, False), (3, False), (4, False)]
+    # Cut back and grown again between two looks.
+    path.write_text(line(1) + line(2, 0.5) + line(3, 0.7) + line(4, 0.7) + line(5))
+    assert new() == [(2, True), (3, False), (4, False), (5, False)]
+    assert [entry.step for entry in MetricsTail(path, sent=4).new()] == [5]
+
+
+class Fragile:
+    """A tracker whose library fails."""
+
+    name = "fragile"
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.fails_at = 3
+
+    def send(self, step: int, values: Mapping[str, float]) -> None:
+        if step == self.fails_at:
+            raise ConnectionError("no route to host")
+        self.steps.append(step)
+
+    def again(self, step: int) -> bool:
+        return False
+
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_a_tracker_that_fails_misses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, fragile = RunDir.create(tmp_path, "t"), Fragile()
+    run.write_json(run.config, validate({}).model_dump())
+    run.metrics.write_text("".join(map(line, range(1, 6))))
+    monkeypatch.setattr(sidecar, "trackers", lambda *_: [fragile])
+    sidecar.follow(run, lambda: True)
+    assert fragile.steps == [1, 2]
+    assert "fragile: ConnectionError: no route to host" in capsys.readouterr().err
+    fragile.fails_at = -1
+    sidecar.follow(run, lambda: True)
+    assert fragile.steps == [1, 2, 3, 4, 5]
+    # Its steps only grow: what a restart trains again stays as it was sent.
+    run.metrics.write_text("".join(map(line, range(1, 4))) + line(4, 1.0) + line(5, 1.0) + line(6))
+    sidecar.follow(run, lambda: True)
+    assert fragile.steps == [1, 2, 3, 4, 5, 6]
+
+
+def tensorboard(run: RunDir) -> dict[int, float]:
+    """Reward by step as TensorBoard shows it: an event of a later file purges what it says."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    shown: dict[int, float] = {}
+    for path in sorted((run.path / "track" / "tensorboard").glob("events*"), key=lambda path: path.stat().st_mtime_ns):
+        data = path.read_bytes()
+        while len(data) >= 12:
+            size = int.from_bytes(data[:8], "little")
+            event = Event.FromString(data[12 : 12 + size])
+            if event.session_log.status == 1:
+                shown = {step: reward for step, reward in shown.items() if step < event.step}
+            for value in event.summary.value:
+                if value.tag == "reward":
+                    shown[event.step] = value.simple_value
+            data = data[16 + size :]
+    return shown
+
+
+def test_a_killed_sidecar_goes_on_and_tensorboard_has_each_step(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    run = RunDir.create(tmp_path, "t")
+    run.write_json(run.config, validate({"track": {"tensorboard": True}}).model_dump())
+
+    def start() -> subprocess.Popen[Any]:
+        return subprocess.Popen([sys.executable, "-m", "libra_hpc.tracking.sidecar", str(run.path)])
+
+    def reached(step: int) -> None:
+        deadline = time.monotonic() + 60
+        while sidecar.Sent(run).steps.get("tensorboard", 0) < step:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    run.metrics.write_text("".join(map(line, range(1, 4))))
+    process = start()
+    reached(3)
+    process.kill()
+    process.wait()
+    # Killed between sending and recording it: step 3 is sent again, and shown once.
+    run.write_json(run.path / "track" / "sent.json", {"tensorboard": 2})
+    process = start()
+    reached(3)
+    run.metrics.write_text(line(1) + line(2, 0.5))
+    reached_back = time.monotonic() + 60
+    while sidecar.Sent(run).steps["tensorboard"] != 2:
+        assert time.monotonic() < reached_back
+        time.sleep(0.05)
+    run.metrics.write_text(line(1) + line(2, 0.5) + line(3, 0.25))
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 0
+    assert tensorboard(run) == {1: 0.0, 2: 0.5, 3: 0.25}
