@@ -103,9 +103,11 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     image = compute.image
     if compute.container == "apptainer" and image and "://" not in image:
         image = str(Path(image).expanduser().absolute())
+    template = config.slurm.template
     folder = _run_folder(config.run.dir)
     return config.changed(
         run={"dir": str(folder)},
+        slurm={"template": str(Path(template).expanduser().absolute()) if template else ""},
         compute={"python": python, "image": image},
         model={"path": model},
         task={"name": absolute(config.task.name)},

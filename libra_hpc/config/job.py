@@ -68,6 +68,9 @@ class SlurmSection(Section):
     died."""
     login_shell: bool = False
     """Whether the batch script runs in a login shell (``bash -l``), for sites that define ``module`` there alone."""
+    template: str = ""
+    """A site's own template of the batch script, a copy of ``sbatch/run.sbatch.j2`` with further lines (docs/site.md);
+    empty: the built-in one."""
     gpu_option: str = Field("--gres=gpu:{type}:{gpus}", pattern=r"^--[a-z-]+=\S*\{gpus\}\S*$")
     """How the cluster spells a request for GPUs of a node; ``{type}`` is left out with its colon where a component
     has no ``gpu_type``."""

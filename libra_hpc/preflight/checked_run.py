@@ -4,7 +4,7 @@
 2. The split, where the planner chooses it (`planning.initial`).
 3. Fields, model and GPU memory (`checks`); the interpreter of the nodes.
 4. With Slurm: MPI plugin, CPUs and memory of the nodes, and whether the job can ever start (`slurm.fit`).
-5. Host memory, and the sbatch options (`slurm.launch`).
+5. Host memory, the sbatch options (`slurm.launch`), and a site's template of the script.
 
 Nothing is written or queued.
 """
@@ -31,6 +31,7 @@ from libra_hpc.slurm.queue.command import WAYS_OUT
 from libra_hpc.slurm.queue.query import Partition, partitions
 from libra_hpc.slurm.script.container import check_container
 from libra_hpc.slurm.site_commands import slurm_environment
+from libra_hpc.slurm.writer import het_script
 
 from .checks import check_files, check_run
 from .field_names import naming
@@ -86,7 +87,10 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
     hosts = [] if shape is None else host_needs(config, shape, known)
     warnings += check_hosts(hosts)
     memory = [*gpus.needs, *(need for host in hosts for need in host.needs)]
-    return CheckedRun(job_request(config), plan, environment, memory, warnings)
+    request = job_request(config)
+    if config.slurm.template and config.slurm.executor != "local":
+        het_script(Launch(request, RunDir(config.run.dir), 1))
+    return CheckedRun(request, plan, environment, memory, warnings)
 
 
 def known_rooms(config: RunConfig) -> Mapping[str, HostRoom]:

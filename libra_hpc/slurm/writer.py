@@ -14,13 +14,11 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from importlib import resources
-
-import jinja2
 
 from libra_hpc.process.code_stamp import STAMP, code_stamp
 from libra_hpc.protocol.ranks_stop import OUTPUT, OUTPUT_FD
 from libra_hpc.slurm.script.container import start_command
+from libra_hpc.slurm.script.template import script_text
 
 from .fit import notice_s
 from .interpreter import in_container
@@ -35,7 +33,7 @@ RANK_STARTER = ("-m", "libra_hpc.slurm.pmi")
 
 
 def het_script(launch: Launch) -> str:
-    """The sbatch script of a launch."""
+    """The sbatch script of a launch; raises `UserError` for a template that cannot make one."""
     config, run, groups = launch.config, launch.run, launch.request.groups
     logs, started = run.logs(launch.attempt), start_command(config, run.path, named=True)
     # Slurm's commands are outside a container, and so is the owner.
@@ -45,10 +43,8 @@ def het_script(launch: Launch) -> str:
     owner = shlex.join([python, "-m", "libra_hpc.owner.owner", *launch.owner_arguments, *slurm])
     ours = {GONE: str(run.gone(launch.attempt)), OUTPUT: str(OUTPUT_FD)}
     ours |= {STAMP: code_stamp()} if in_container(config) else {}
-    template = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    ).from_string(resources.files("libra_hpc_sbatch").joinpath("run.sbatch.j2").read_text())
-    return template.render(
+    return script_text(
+        config.slurm.template,
         groups=groups,
         common=[
             f"--job-name={config.run.name}",
