@@ -25,7 +25,7 @@ import msgspec
 
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child
-from libra_hpc.process.visible_devices import VARIABLE, engine_environment
+from libra_hpc.process.visible_devices import VARIABLE, engine_environment, own_devices
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState, StateName
 from libra_hpc.protocol.trainer import (
@@ -208,7 +208,7 @@ class TrainNode(EngineNode[Supervised]):
             name = f"{self._trainer.name}.{worker.device_index}"
             path = context.private / f"{name}.json"
             write_config(worker, path)
-            gpu = environment[VARIABLE].split(",")[worker.device_index] if environment[VARIABLE] else ""
+            gpu = own_devices(environment, worker.device_index, 1) if environment[VARIABLE] else ""
             argv = trainer_command(config, context.component, path, gpu)
             commands.append(ChildCommand(name, argv, environment))
         await self._trainer.start(commands)

@@ -84,8 +84,9 @@ def folders(config: RunConfig, run: Path) -> Iterator[tuple[str, Path]]:
     yield "run.dir", run
     yield "compute.local_dir", SHARED_MEMORY
     if local := config.compute.local_dir:
-        # The part that is the same for all users and jobs is there before the first rank makes the rest.
-        yield "compute.local_dir", Path(local.partition("$")[0].rpartition("/")[0] or "/" if "$" in local else local)
+        # The folder above what the first rank may have to make.
+        above = local.partition("$")[0].rpartition("/")[0]
+        yield "compute.local_dir", Path(above or ("/" if "$" in local else local))
     flat = values(config)
     for key in PATHS:
         text = flat.get(key) or ""
