@@ -6,6 +6,7 @@
 - A kill -> loses the records after the last flush, and perhaps tears the last line, which readers skip.
 - A write fails -> `fault` has the reason, the newest ``keep`` lines wait in memory, and every `flush` tries again.
 - More than ``keep`` lines wait -> the oldest are dropped and counted in `dropped`.
+- The file is longer than ``most`` bytes -> it becomes `NAME.old`, and the `NAME.old` of before is gone.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class LineLog:
 
     def append(self, lines: bytes) -> None:
         """Append whole lines."""
-        end = os.fstat(self._handle.fileno()).st_size
+        end = self.size
         if self._torn and end and os.pread(self._handle.fileno(), 1, end - 1) != b"\n":
             lines = b"\n" + lines
         self._torn = True
@@ -76,6 +77,11 @@ class LineLog:
             raise
         self._torn = False
 
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return os.fstat(self._handle.fileno()).st_size
+
     def close(self) -> None:
         """Close the file."""
         self._handle.close()
@@ -87,8 +93,10 @@ class Journal(Generic[Record]):
     Raises no `OSError`.
     """
 
-    def __init__(self, path: Path, render: Callable[[Record], dict[str, Any]], keep: int = 0) -> None:
-        self._path, self._render, self._keep = path, render, keep
+    def __init__(
+        self, path: Path, render: Callable[[Record], dict[str, Any]], keep: int = 0, most: int | None = None
+    ) -> None:
+        self._path, self._render, self._keep, self._most = path, render, keep, most
         self._log: LineLog | None = None
         self._records: list[Record] = []
         self._lines: list[bytes] = []
@@ -98,6 +106,8 @@ class Journal(Generic[Record]):
         """Reason of the last failed write; empty when the last one succeeded."""
         self.dropped = 0
         """Lines that are in no file."""
+        self.cut = False
+        """Whether a `NAME.old` was replaced."""
 
     def add(self, record: Record) -> None:
         """Hold a record for the next `flush`."""
@@ -124,10 +134,9 @@ class Journal(Generic[Record]):
     def _write(self, records: list[Record]) -> None:
         self._lines += [line_of(self._render(record)) for record in records]
         try:
-            if self._log is None:
-                self._log = LineLog(self._path)
+            log = self._opened()
             while self._lines:
-                self._log.append(b"".join(self._lines[:LINES]))
+                log.append(b"".join(self._lines[:LINES]))
                 del self._lines[:LINES]
         except OSError as error:
             self.fault = error_text(error)
@@ -136,3 +145,15 @@ class Journal(Generic[Record]):
             self._lines = self._lines[excess:]
             return
         self.fault = ""
+
+    def _opened(self) -> LineLog:
+        """The file; one that is too long is moved aside."""
+        if self._log is None:
+            self._log = LineLog(self._path)
+        if self._most is not None and self._log.size > self._most:
+            old = self._path.with_name(f"{self._path.name}.old")
+            self.cut = self.cut or old.exists()
+            self._path.replace(old)
+            self._log.close()
+            self._log = LineLog(self._path)
+        return self._log

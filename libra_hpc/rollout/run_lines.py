@@ -65,7 +65,7 @@ def decision_line(routed: Routed) -> dict[str, Any]:
         "level": decision.level,
         "priority": decision.priority,
         "reason": decision.reason,
-        "numbers": dict(decision.numbers),
+        "numbers": {name: round(v, 6) if isinstance(v, float) else v for name, v in decision.numbers.items()},
         "context_tokens": turn.context_tokens,
         "waited_s": round(routed.waited_s, 6),
     }

@@ -25,6 +25,24 @@ from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.traces.read import read_trace
 
 
+def test_decisions_beyond_two_files_are_dropped_and_that_is_logged_once(tmp_path: Path) -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+
+    async def main() -> None:
+        trajectories: Journal[int] = Journal(tmp_path / "t.jsonl", lambda n: {"n": n}, 100)
+        decisions: Journal[int] = Journal(tmp_path / "d.jsonl", lambda n: {"n": n}, most=0)
+        storage = Storage(trajectories, decisions, lambda kind, **fields: events.append((kind, fields)))
+        for n in range(5):
+            decisions.add(n)
+            await storage.flush(None, [])
+            assert len(events) == (n >= 2)
+        await storage.close()
+
+    asyncio.run(main())
+    reason = "decisions.jsonl and decisions.jsonl.old have the newest, at most 64 MiB"
+    assert events == [("decisions_dropped", {"reason": reason})]
+
+
 def test_a_full_disk_costs_decisions_and_is_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
     full = True

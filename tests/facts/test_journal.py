@@ -48,6 +48,41 @@ async def test_a_torn_last_line_of_an_earlier_attempt_costs_that_line_only(tmp_p
     assert numbers(path) == [1, 3]
 
 
+async def test_a_file_that_is_too_long_is_moved_aside_and_the_one_before_is_dropped(tmp_path: Path) -> None:
+    path, old = tmp_path / "a.jsonl", tmp_path / "a.jsonl.old"
+    journal: Journal[int] = Journal(path, lambda n: {"n": n}, most=20)
+    cut = []
+    for n in range(9):
+        journal.add(n)
+        await journal.flush()
+        cut.append(journal.cut)
+    await journal.close()
+    assert (numbers(old), numbers(path)) == ([3, 4, 5], [6, 7, 8])
+    assert cut == [False] * 6 + [True] * 3
+    # A later start goes on with both files.
+    journal = Journal(path, lambda n: {"n": n}, most=20)
+    journal.add(9)
+    await journal.close()
+    assert (numbers(old), numbers(path)) == ([6, 7, 8], [9])
+    assert journal.cut
+
+
+async def test_a_file_that_cannot_be_moved_aside_is_a_fault_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"n": 1}\n')
+    journal: Journal[int] = Journal(path, lambda n: {"n": n}, most=0)
+    (tmp_path / "a.jsonl.old").mkdir()
+    journal.add(2)
+    await journal.flush()
+    assert (journal.fault, journal.dropped, numbers(path)) == ("Is a directory", 1, [1])
+    (tmp_path / "a.jsonl.old").rmdir()
+    journal.add(3)
+    await journal.close()
+    assert (journal.fault, numbers(path)) == ("", [3])
+
+
 def numbers(path: Path) -> list[int]:
     return [line["n"] for line in read_lines(path)]
 

@@ -26,7 +26,7 @@ from libra_hpc.state.store import patiently
 
 from .hosts import Hosts
 from .origin import digest
-from .storage import KEEP_LINES, Storage
+from .storage import DECISIONS_BYTES, KEEP_LINES, Storage
 from .transcript_log import TranscriptLog
 
 REPORT_S = 1.0
@@ -54,7 +54,7 @@ class RolloutService:
         self._context = context
         config = context.config
         self._trajectories: Journal[TrajectoryEnd | Restart] = Journal(context.run.trajectories, line, KEEP_LINES)
-        self._decisions: Journal[Routed] = Journal(context.run.decisions, decision_line)
+        self._decisions: Journal[Routed] = Journal(context.run.decisions, decision_line, most=DECISIONS_BYTES)
         self._storage = Storage(self._trajectories, self._decisions, context.log)
         self._transcripts = TranscriptLog(context.run.transcripts, config, context.log)
         self._recovery_log = (

@@ -1,7 +1,7 @@
 """Files of the rollout leader on a full or failing disk: what is dropped first, and which events that writes.
 
 - Trajectories cannot be written -> their lines wait in memory; decisions are dropped, which leaves the room to them.
-- Decisions cannot be written -> dropped; ``decisions_dropped``, once.
+- Decisions cannot be written, or are more than two files of `DECISIONS_BYTES` -> dropped; ``decisions_dropped``, once.
 - A file fails, or works again -> ``storage_fault`` with the reason, ``storage_ok`` with the number of lost lines.
 
 Nothing raises into the loop of the leader.
@@ -17,6 +17,10 @@ from libra_hpc.rollout.recovery.recovery_log import RecoveryLog
 
 KEEP_LINES = 20_000
 """Trajectories' lines that wait for room: some 40 MB."""
+DECISIONS_BYTES = 32 << 20
+"""Length of `decisions.jsonl` at which it becomes `decisions.jsonl.old`: some 90,000 turns of 350 bytes, half of them
+the reason in words and numbers. Half: a batch of long episodes may not fit; double: most of a run beside its weights.
+"""
 
 
 class Storage:
@@ -34,9 +38,10 @@ class Storage:
         if self.trajectories.fault:
             self.decisions.drop()
         await self.decisions.flush()
-        if self.decisions.dropped and not self._drop_logged:
+        if (self.decisions.dropped or self.decisions.cut) and not self._drop_logged:
             self._drop_logged = True
-            self._log("decisions_dropped", reason=self.trajectories.fault or self.decisions.fault)
+            kept = f"decisions.jsonl and decisions.jsonl.old have the newest, at most {2 * DECISIONS_BYTES >> 20} MiB"
+            self._log("decisions_dropped", reason=self.trajectories.fault or self.decisions.fault or kept)
         if recovery_log is not None:
             await recovery_log.write(new)
             self._log_fault("experience", recovery_log.failed, 0)
