@@ -28,8 +28,9 @@ from libra_hpc.slurm.queue.run_state import RunState, State
 
 from . import jobs, register
 from .output import busy, console, print_json, print_note, show
+from .register import RegisterLine
 from .run_table import RunRow, show_runs
-from .runs import RUNS, JsonOption, all_runs, created, identity, in_order, registered_runs, rewards
+from .runs import RUNS, AnyRunsOption, JsonOption, created, everywhere, identity, rewards
 
 Registered = Mapping[Path, register.RegisteredRun]
 
@@ -52,9 +53,7 @@ DISPENSABLE = ("attempt", "updated", "job")
 
 def list_runs(
     json: JsonOption = False,
-    runs: Annotated[
-        Path | None, typer.Option("--runs", metavar="DIR", help="Only runs in DIR; default: all registered, and runs/.")
-    ] = None,
+    runs: AnyRunsOption = None,
     state: Annotated[
         list[str], typer.Option("--state", metavar="STATE", help="Only runs in this state; repeatable.")
     ] = [],  # noqa: B006
@@ -77,7 +76,7 @@ def list_runs(
             print_note(scanned(scan))
     known = register.registered()
     with busy("asking the queue"):
-        found = everywhere() if runs is None else all_runs(runs)
+        found = everywhere(runs)
         rows = wanted.rows(found, known)
     rows.sort(key=SORTS[sort])
     if json:
@@ -152,7 +151,7 @@ def scanned(parent: Path) -> str:
     known, top, there = register.registered(), Path(os.path.realpath(parent)), list(runs_below(parent))
     new = [run for run in there if run not in known]
     lost = [run for run in known if run not in there and run.is_relative_to(top)]
-    register.add([(run, "run", "") for run in new] + [(run, "forget", "") for run in lost])
+    register.add(RegisterLine(str(run), "forget" if run in lost else "run") for run in (*new, *lost))
     return f"{len(there)} runs below {parent}: {len(new)} are new in the register, {len(lost)} gone ones are forgotten"
 
 
@@ -164,12 +163,6 @@ def runs_below(parent: Path) -> Iterator[Path]:
             inner.clear()
             yield Path(folder)
         inner[:] = [name for name in inner if not name.startswith(".")]
-
-
-def everywhere() -> list[RunDir]:
-    """Runs of the register and of the working directory's runs folder, the oldest first."""
-    found = {register.real(run): run for run in [*registered_runs(), *all_runs(Path(RUNS))]}
-    return in_order(found.values())
 
 
 def last_change(run: RunDir) -> float:

@@ -14,6 +14,7 @@ from libra_hpc.errors import invalid
 
 from . import register
 from .output import plain, print_json, print_line
+from .register import RegisterLine
 from .runs import RUNS, JsonOption, RunsOption, find_run, run_names
 
 NOTE_LENGTH = 500
@@ -32,13 +33,12 @@ def note(
     runs: RunsOption = Path(RUNS),
 ) -> None:
     found = find_run(run, runs)
-    facts: list[tuple[register.Kind, str]] = []
-    if text is not None:
-        facts.append(("note", checked_text(text)))
-    facts += [("untag", checked_tag("--untag", one)) for one in untag]
-    facts += [("tag", checked_tag("--tag", one)) for one in tag]
+    path = str(register.real(found))
+    facts = [] if text is None else [RegisterLine(path, "note", checked_text(text))]
+    facts += [RegisterLine(path, "untag", checked_tag("--untag", one)) for one in untag]
+    facts += [RegisterLine(path, "tag", checked_tag("--tag", one)) for one in tag]
     if facts:
-        register.add((register.real(found), kind, value) for kind, value in facts)
+        register.add(facts)
     known = register.of_run(found)
     if json:
         print_json({"run": found.name, "path": str(found.path), **msgspec.to_builtins(known)})

@@ -29,13 +29,13 @@ Kind = Literal["run", "note", "tag", "untag", "forget"]
 class RegisterLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """One fact of a run; every kind but ``forget`` registers it."""
 
-    t: float
-    """Epoch seconds."""
     run: str
     """Its folder, without symbolic links."""
     kind: Kind = "run"
     text: str = ""
     """The note or the tag."""
+    t: float = msgspec.field(default_factory=time.time)
+    """Epoch seconds."""
 
 
 class RunNote(msgspec.Struct, frozen=True):
@@ -98,12 +98,11 @@ def real(run: RunDir) -> Path:
     return Path(os.path.realpath(run.path))
 
 
-def add(facts: Iterable[tuple[Path, Kind, str]]) -> None:
-    """Append facts of runs; raises `OperationError` when the register cannot be written."""
+def add(facts: Iterable[RegisterLine]) -> None:
+    """Append facts; raises `OperationError` when the register cannot be written."""
     path = place()
     if path is None:
         raise UserError(f"{VARIABLE} = {NONE!r}: there is no register to write to; valid: a file, or unset.")
-    lines = [msgspec.json.encode(RegisterLine(time.time(), str(run), kind, text)) + b"\n" for run, kind, text in facts]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
@@ -111,22 +110,28 @@ def add(facts: Iterable[tuple[Path, Kind, str]]) -> None:
             end = os.fstat(handle).st_size
             if end and os.pread(handle, 1, end - 1) != b"\n":
                 os.write(handle, b"\n")
-            for line in lines:
-                os.write(handle, line)
+            for fact in facts:
+                os.write(handle, msgspec.json.encode(fact) + b"\n")
         finally:
             os.close(handle)
     except OSError as error:
         raise OperationError(f"The register of runs {path} cannot be written: {error_text(error)}.") from error
 
 
-def remember(run: RunDir) -> None:
-    """Register a run that was queued, unless it is; a register that cannot be written is only a note."""
-    if place() is None or real(run) in registered():
+def note_down(facts: Iterable[RegisterLine]) -> None:
+    """As `add`, for a verb that can do without: a register that cannot be written is only a note."""
+    if place() is None:
         return
     try:
-        add([(real(run), "run", "")])
+        add(facts)
     except OperationError as error:
-        print_note(f"`libra-hpc list` finds this run in its folder only: {error}")
+        print_note(f"`libra-hpc list` finds runs in their folders only: {error}")
+
+
+def remember(run: RunDir) -> None:
+    """Register a run that was queued, unless it is."""
+    if real(run) not in registered():
+        note_down([RegisterLine(str(real(run)))])
 
 
 def _lines() -> Iterator[RegisterLine]:

@@ -63,7 +63,7 @@ def _table(rows: Sequence[RunRow], columns: Sequence[str]) -> Table:
 
 
 def _show_blocks(rows: Sequence[RunRow], columns: Sequence[str]) -> None:
-    """Two lines a run; only numbers have the name of their column."""
+    """Names in lines of their own; only numbers have the name of their column."""
     first, *others = columns
     for sweep, group in groupby(rows, key=lambda row: row.sweep):
         if sweep:
@@ -76,4 +76,15 @@ def _show_blocks(rows: Sequence[RunRow], columns: Sequence[str]) -> None:
                 for name, text in known.items()
                 if str(text) not in MISSING
             ]
-            show(Text.assemble("   ", Text("  ").join(texts)))
+            _show_words(texts, console().width)
+
+
+def _show_words(texts: Sequence[Text], width: int) -> None:
+    """Indented lines of texts, of which none is broken."""
+    line = Text(" ")
+    for text in texts:
+        if len(line.plain) > 1 and line.cell_len + 2 + text.cell_len > width:
+            show(line)
+            line = Text(" ")
+        line = Text.assemble(line, "  ", text)
+    show(line)

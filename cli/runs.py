@@ -46,6 +46,9 @@ RunArgument = Annotated[
     ),
 ]
 RunsOption = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Parent of run folders.")]
+AnyRunsOption = Annotated[
+    Path | None, typer.Option("--runs", metavar="DIR", help="Only runs in DIR; default: all registered, and runs/.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -53,8 +56,9 @@ def all_runs(parent: Path) -> list[RunDir]:
     """Runs below ``parent``, oldest first."""
     if not parent.is_dir():
         return []
-    # os.path, unlike Path, skips the private run of another user without an error.
-    return in_order(RunDir(path) for path in parent.iterdir() if os.path.isfile(path / "config.json"))
+    # os.path, unlike Path, skips the private run of another user without an error.  A hidden one is being removed.
+    named = (path for path in parent.iterdir() if not path.name.startswith("."))
+    return in_order(RunDir(path) for path in named if os.path.isfile(path / "config.json"))
 
 
 def in_order(runs: Iterable[RunDir]) -> list[RunDir]:
@@ -101,6 +105,14 @@ def _registered(wanted: str) -> RunDir | None:
     if len(found) > 1:
         raise invalid("RUN", wanted, "several runs have this name", (str(run.path) for run in found))
     return found[0] if found else None
+
+
+def everywhere(parent: Path | None = None) -> list[RunDir]:
+    """Runs of the register and of the working directory's runs folder, or those below ``parent``, the oldest first."""
+    if parent is not None:
+        return all_runs(parent)
+    found = {register.real(run): run for run in [*registered_runs(), *all_runs(Path(RUNS))]}
+    return in_order(found.values())
 
 
 def registered_runs() -> list[RunDir]:

@@ -147,6 +147,8 @@ class Attempt(NamedTuple):
 
     @classmethod
     def last(cls, run: RunDir) -> Attempt:
+        if run.archive.exists():
+            raise invalid("--resume", run.name, f"{run.path} is an archive, without checkpoints", "a run that has them")
         return cls(run, attempt(run), load_resolved(run.config))
 
     def resumed(self, overrides: Sequence[str]) -> RunConfig:

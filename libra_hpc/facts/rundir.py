@@ -94,6 +94,8 @@ class RunDir:
     """Reward, stage times and node roles over time."""
     report = _Part("report.html")
     """One page about the run for others."""
+    archive = _Part("archive.json")
+    """Of an archive: which run it is of, and what of it was left out."""
     rendezvous = _Part("rendezvous")
     """torch FileStore files, one per membership generation."""
     snapshots = _Part("snapshots")

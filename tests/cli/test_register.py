@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from libra_hpc_cli import register
+from libra_hpc_cli.register import RegisterLine
 
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.sweep_record import SweepMember, write_member
@@ -87,7 +88,7 @@ def test_a_damaged_register_is_read_as_far_as_it_goes(own: Path, cli: Cli) -> No
 def test_several_shells_append_whole_lines(own: Path) -> None:
     folders = [Path(f"/runs/run-{number:03d}") for number in range(100)]
     with ThreadPoolExecutor(8) as shells:
-        list(shells.map(lambda folder: register.add([(folder, "note", "x" * 400)]), folders))
+        list(shells.map(lambda folder: register.add([RegisterLine(str(folder), "note", "x" * 400)]), folders))
     assert set(register.registered()) == set(folders)
     assert all(known.words == "x" * 400 for known in register.registered().values())
 
@@ -96,7 +97,7 @@ def test_a_register_that_cannot_be_written_stops_only_notes(own: Path, site: Pat
     own.parent.write_text("no folder")
     outcome = cli("submit", "run.toml")
     assert outcome.code == 0
-    assert "`libra-hpc list` finds this run in its folder only: The register of runs" in outcome.err
+    assert "`libra-hpc list` finds runs in their folders only: The register of runs" in outcome.err
     assert listed(cli) == ["quick-001"]
     outcome = cli("note", "quick-001", "good")
     assert (outcome.code, "cannot be written" in outcome.err) == (1, True)
