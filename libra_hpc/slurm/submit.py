@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from libra_hpc.config.node_groups import COMPONENTS
+from libra_hpc.config.job import Component, SlurmSection
+from libra_hpc.config.node_groups import het_groups
+from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, SlurmUnreachable, UserError, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import write_atomic
@@ -28,11 +30,30 @@ USER_MISTAKES = (
     "not be satisfied",
     "can not be satisfied",
     "unrecognized",
+    "permitted",
+    "permission denied",
     "exceed",
     "violates",
     "limit",
 )
 """Words of sbatch's refusals that mean a mistake in the request, not a fault of the cluster."""
+
+REFUSED = (
+    ("feature", "components.*.constraint", "--constraint -C"),
+    ("node configuration", "components.*.constraint", "--constraint -C --nodelist -w --exclude -x --gres"),
+    ("reservation", "components.*.reservation", "--reservation"),
+    ("license", "", "--licenses -L"),
+    ("dependency", "", "--dependency -d"),
+    ("qos", "components.*.qos slurm.qos", "--qos -q"),
+    ("account", "components.*.account slurm.account", "--account -A"),
+    ("generic resource", "components.*.gpu_type components.*.gpus", "--gres"),
+    ("time limit", "slurm.time_limit", "--time-min"),
+    ("partition", "components.*.partition", ""),
+    ("memory", "components.*.mem", ""),
+    ("cpu count", "components.*.cpus", ""),
+    ("node count", "components.*.nodes", ""),
+)
+"""Words of a refusal, the keys that it may mean, and the verbatim options that do the same."""
 
 
 def submit(launch: Launch, env: Mapping[str, str]) -> str:
@@ -62,6 +83,40 @@ def expected_start(launch: Launch, env: Mapping[str, str]) -> float | None:
     times = re.findall(r"to start at (\S+)", answer)
     # The last component to start starts the job.
     return max((datetime.fromisoformat(text).timestamp() for text in times), default=None)
+
+
+def refused_field(config: RunConfig, reason: str) -> tuple[str, str] | None:
+    """Key and value of the run file that sbatch refuses with ``reason``; None where its words fit none."""
+    components = {group.name: group.component for group in het_groups(config)}
+    options = list(given_options(config, components))
+    for field, option in options:
+        if option.split("=")[0] in reason:
+            return field, option
+    for words, keys, same in REFUSED:
+        if words not in reason.lower():
+            continue
+        for field, option in options:
+            if option.startswith(tuple(same.split()) or ("none",)):
+                return field, option
+        given = _given(config, components, keys.split())
+        if given:
+            # Slurm does not say of which component.
+            return (next(iter(given.values())) if len(given) == 1 else keys.split()[0]), ", ".join(given)
+        if keys:
+            return keys.split()[-1], ""
+    return None
+
+
+def _given(config: RunConfig, components: Mapping[str, Component], keys: Sequence[str]) -> dict[str, str]:
+    """The first of these keys that has each value."""
+    found: dict[str, str] = {}
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        parts: Mapping[str, Component | SlurmSection] = components if section == "components.*" else {"": config.slurm}
+        for part, holder in parts.items():
+            if value := str(getattr(holder, name) or ""):
+                found.setdefault(value, key.replace("*", part))
+    return found
 
 
 def cancel(target: RunDir | str, env: Mapping[str, str] | None = None) -> bool:
@@ -117,9 +172,8 @@ def _sbatch(options: list[str], launch: Launch, env: Mapping[str, str]) -> str:
     except SlurmRefused as refusal:
         reason = str(refusal)
         if any(word in reason.lower() for word in USER_MISTAKES):
-            components = {name: getattr(launch.config.components, name) for name in COMPONENTS}
-            for field, option in given_options(launch.config, components):
-                if option.split("=")[0] in reason:
-                    raise invalid(field, option, f"Slurm refuses it ({reason})") from None
-            raise UserError(f"Slurm refuses the job of run {name!r}: {reason}.") from None
+            field, value = refused_field(launch.config, reason) or (f"Slurm refuses the job of run {name!r}", None)
+            if value is None:
+                raise UserError(f"{field}: {reason}.") from None
+            raise invalid(field, value, f"Slurm refuses it ({reason})") from None
         raise OperationError(f"Slurm did not take the job of run {name!r}: {reason}.") from None

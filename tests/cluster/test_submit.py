@@ -220,7 +220,7 @@ def test_notice_cancel_and_the_next_attempt(run: RunDir, slurm_env: dict[str, st
 
 def test_what_only_slurm_knows_is_refused_in_its_words(run: RunDir, slurm_env: dict[str, str]) -> None:
     config = RunConfig.model_validate({"components": {"rollout": {"constraint": "nvlink"}}})
-    with pytest.raises(UserError, match=r"Slurm refuses the job of run 'run': .*feature"):
+    with pytest.raises(UserError, match=r"components\.rollout\.constraint = 'nvlink': Slurm refuses it \(.*feature"):
         submit.submit(Launch(job_request(config), run, 1), slurm_env)
 
 
