@@ -54,7 +54,7 @@ from .contain import hide_memory
 from .declared import busy_limit, step_limit, tool_limits
 from .live_episode import LiveEpisode
 from .sandbox import Sandbox
-from .settings import HostConfig
+from .settings import MARK, HostConfig
 from .step import StepTimeout
 
 C = TypeVar("C")
@@ -288,10 +288,10 @@ def main(module: str, kind: type[C], serve: Callable[[str, C], Coroutine[Any, An
             return _run(serve(options.socket, config))
     except (msgspec.DecodeError, OSError) as error:
         mistake = invalid("--config", options.config, error_text(error), f"a file with a {kind.__name__} as JSON")
-        print(f"libra-hpc: {mistake}", file=sys.stderr)
+        print(f"{MARK}{mistake}", file=sys.stderr)
         return UserError.exit_code
     except (UserError, OperationError) as error:
-        print(f"libra-hpc: {error}", file=sys.stderr)
+        print(f"{MARK}{error}", file=sys.stderr)
         return error.exit_code
     return 0
 

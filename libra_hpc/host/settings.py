@@ -15,6 +15,9 @@ import msgspec
 
 from libra_hpc.config.run import RunConfig
 
+MARK = "libra-hpc: "
+"""Before a line that a host process has for its starter; the task may print others."""
+
 
 class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One environment host; ``tool_*`` are those of the run file's ``[task]`` table, where the defaults stand."""

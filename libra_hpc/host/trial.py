@@ -28,7 +28,7 @@ from .declared import step_limit, tool_limits
 from .host import main
 from .live_episode import LiveEpisode
 from .sandbox import Sandbox
-from .settings import HostConfig
+from .settings import MARK, HostConfig
 
 TURNS = 2
 """The first may end the episode; the second follows an answer of the environment."""
@@ -44,7 +44,11 @@ async def play(path: str, config: HostConfig) -> int:
         raise
     except (Exception, SystemExit) as error:
         raise _mistake(config, "the task cannot be built", error) from error
-    tools = Sandbox(task.tools, config, folder=Path(path).parent, limits=tool_limits(task, config.tool_timeout_s))
+    try:
+        limits = tool_limits(task, config.tool_timeout_s)
+        tools = Sandbox(task.tools, config, folder=Path(path).parent, limits=limits)
+    except (TypeError, AttributeError) as error:
+        raise _mistake(config, "its tools are no table of functions", error) from error
     try:
         await tools.start()
         live = LiveEpisode(_open(config, task), tools, step_limit(task, config.step_limit_s))
@@ -85,7 +89,10 @@ async def _turns(config: HostConfig, live: LiveEpisode, eos: int) -> None:
                 raise outcome
             answers.stepped("trial", outcome)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            print(f"a turn of one stop token fails: {type(error).__name__}: {error}")
+            # A reward with a cause is no number at all.
+            if isinstance(error, answers.BadAnswer) or (isinstance(error, answers.BadReward) and error.__cause__):
+                raise _mistake(config, "its step fails", error) from error
+            print(f"{MARK}a turn of one stop token fails: {type(error).__name__}: {error}")
             return
         if outcome.done:
             return

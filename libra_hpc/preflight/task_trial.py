@@ -17,15 +17,13 @@ from pathlib import Path
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, error_text
 from libra_hpc.files import cache_folder
-from libra_hpc.host.settings import host_settings, write_private
+from libra_hpc.host.settings import MARK, host_settings, write_private
 from libra_hpc.planning.remembered import digest
 from libra_hpc.slurm.interpreter import compute_python, in_container
 
 TRIAL_S = 10.0
 """Building a task that reads its data takes seconds.  Double: every `check` of a slow task waits so long."""
 SKIP = "task.trial = false skips this trial"
-MARK = "libra-hpc: "
-"""How a process of ours names a mistake."""
 
 
 def try_task(config: RunConfig) -> list[str]:
@@ -62,8 +60,9 @@ def _played(config: RunConfig, python: str) -> list[str]:
         except OSError as error:
             return [f"task.name = {config.task.name!r}: its trial did not run ({error_text(error)})"]
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    if done.returncode == UserError.exit_code and lines[-1].startswith(MARK):
-        raise UserError(f"{lines[-1].removeprefix(MARK).rstrip('.')}; {SKIP}.")
+    own = [line.removeprefix(MARK) for line in (*done.stdout.splitlines(), *lines) if line.startswith(MARK)]
+    if done.returncode == UserError.exit_code and own:
+        raise UserError(f"{own[-1].rstrip('.')}; {SKIP}.")
     if done.returncode:
         return [f"task.name = {config.task.name!r}: its trial did not run ({lines[-1]})"]
-    return [f"task.name = {config.task.name!r}: {line}" for line in done.stdout.splitlines()[-1:]]
+    return [f"task.name = {config.task.name!r}: {line}" for line in own]
