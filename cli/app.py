@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -177,7 +178,9 @@ def sentence(error: typer.TyperException, arguments: Sequence[str]) -> str:
         given, mark, after = name.partition("=")
         if isinstance(error, typer.BadParameter) and given in options:
             return f"{given} = {(after if mark else value)!r}: {error.message[:1].lower()}{error.message[1:]}"
-    what, mark, name = error.format_message().partition(". Did you mean ")
+    what, mark, name = re.sub(r"^Invalid value for '([^']+)'", r"\1", error.format_message()).partition(
+        ". Did you mean "
+    )
     return f"{what} (did you mean {name})" if mark else what
 
 

@@ -134,5 +134,5 @@ def _absolute(section: PlannerSection | SimulatedSection) -> dict[str, str]:
     return {
         name: str(Path(path).absolute())
         for name, path in named.items()
-        if path and (name != "model" or Path(path).exists())
+        if path and (name != "model" or os.path.exists(path))
     }

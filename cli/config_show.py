@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -118,7 +119,7 @@ def explain(
 def resolve(wanted: str, overrides: list[str]) -> Resolved:
     """The configuration of a run file over the site profile, or of a run; raises `UserError`."""
     path = Path(wanted)
-    if path.is_file() or path.suffix == ".toml":
+    if os.path.isfile(path) or path.suffix == ".toml":
         profile = site_profile()
         config = load_run_file(path, overrides, profile.values)
         return Resolved(config, run_file_sources(path, overrides, profile))

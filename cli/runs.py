@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from libra_hpc.errors import UserError, invalid, nearest
+from libra_hpc.errors import UserError, error_text, invalid, nearest
 from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import FINAL, Status, as_ended
@@ -54,11 +54,15 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def all_runs(parent: Path) -> list[RunDir]:
     """Runs below ``parent``, oldest first."""
-    if not parent.is_dir():
+    try:
+        names = os.listdir(parent)
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise invalid("--runs", str(parent), error_text(error), "a folder that you may read") from error
     # os.path, unlike Path, skips the private run of another user without an error.  A hidden one is being removed.
-    named = (path for path in parent.iterdir() if not path.name.startswith("."))
-    return in_order(RunDir(path) for path in named if os.path.isfile(path / "config.json"))
+    named = (name for name in names if not name.startswith("."))
+    return in_order(RunDir(parent / name) for name in named if os.path.isfile(parent / name / "config.json"))
 
 
 def in_order(runs: Iterable[RunDir]) -> list[RunDir]:
@@ -71,7 +75,8 @@ def find_run(wanted: str | None, parent: Path) -> RunDir:
 
     A name in the register, and the id of a job that Slurm still knows, find a run in any folder.
     """
-    if wanted and os.path.isfile(Path(wanted) / "config.json"):
+    # A model's folder has a config.json too.
+    if wanted and os.path.isfile(Path(wanted) / "config.json") and not os.path.isfile(Path(wanted) / "tokenizer.json"):
         return RunDir(wanted)
     if wanted and os.path.isdir(wanted) and not os.access(wanted, os.X_OK):
         valid = "a run of your own, or one shared with run.share"

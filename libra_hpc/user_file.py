@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
 import zlib
 from collections.abc import Callable, Iterable
@@ -68,7 +69,7 @@ def load_function(field: str, name: str, known: Iterable[str] = ()) -> Callable[
 def _module(field: str, name: str) -> tuple[ModuleType, str]:
     """The file's module, and the name within it."""
     path, wanted = name.rsplit(":", 1)
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise invalid(field, name, f"no file {path!r}", FORM)
     try:
         return load_file(path), wanted

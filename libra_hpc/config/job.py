@@ -71,7 +71,9 @@ class SlurmSection(Section):
     template: str = ""
     """A site's own template of the batch script, a copy of ``sbatch/run.sbatch.j2`` with further lines (docs/site.md);
     empty: the built-in one."""
-    gpu_option: str = Field("--gres=gpu:{type}:{gpus}", pattern=r"^--[a-z-]+=\S*\{gpus\}\S*$")
+    gpu_option: str = Field(
+        "--gres=gpu:{type}:{gpus}", pattern=r"^--[a-z-]+=[^\s{}]*(\{type\}[^\s{}]*)?\{gpus\}[^\s{}]*$"
+    )
     """How the cluster spells a request for GPUs of a node; ``{type}`` is left out with its colon where a component
     has no ``gpu_type``."""
     mail: str = ""
@@ -86,7 +88,7 @@ class Component(Section):
     """One component of the heterogeneous job. ``planner`` is rank 0 on one node, ``train`` nodes train, ``rollout``
     nodes generate, ``hybrid`` nodes move between both."""
 
-    nodes: int = Field(1, ge=0)
+    nodes: int = Field(1, ge=0, le=10_000)
     """Nodes; 0 leaves the component out. A planner of 0 nodes runs on the first train node, beside its agent."""
     partition: str = ""
     """Slurm partition; empty: the cluster's default. ``"a,b"``: Slurm takes the one in which the job starts first."""
@@ -114,7 +116,7 @@ class Component(Section):
 class HybridComponent(Component):
     """As the other components, and left out unless the run file asks for it."""
 
-    nodes: int = Field(0, ge=0)
+    nodes: int = Field(0, ge=0, le=10_000)
     """Nodes; 0 leaves the component out. A run file that has the section without this key has one."""
     nodes_per_replica: int = Field(1, ge=1)
     """Nodes that train as one world, because one cannot hold a replica. They move together."""

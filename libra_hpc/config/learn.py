@@ -51,9 +51,9 @@ class TaskSection(Section):
     """Address-space limit of a tool process."""
     tool_output_bytes: Bytes = Field(65536, ge=64)
     """Longest output of a tool; the rest is cut off."""
-    hosts: int = Field(1, ge=1)
+    hosts: int = Field(1, ge=1, le=1024)
     """Environment host processes, all on the rollout leader's node."""
-    tool_processes: int = Field(1, ge=1)
+    tool_processes: int = Field(1, ge=1, le=1024)
     """Sandboxed tool processes per host."""
     max_failed_share: float = Field(0.2, gt=0, lt=1)
     """Share of the open prompts that fail, above which no prompt is admitted until an attempt succeeds. A prompt fails
@@ -119,7 +119,7 @@ class AlgorithmSection(Section):
 class OptimizerSection(Section):
     """``[optimizer]``: AdamW."""
 
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(1e-6, gt=0, le=1)
     """Learning rate after the warm-up."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """Decay of the mean of gradients."""
@@ -152,16 +152,16 @@ class TrainSection(Section):
     """Expert parallelism: the experts of a layer are spread over this many data-parallel or context ranks."""
     etp: int = Field(0, ge=0)
     """Tensor parallelism of an expert: 1 or ``tp``. 0: ``tp``."""
-    processes: int = Field(0, ge=0)
+    processes: int = Field(0, ge=0, le=1024)
     """Training processes of a node. 0: one for each GPU that whole replicas take; without GPUs those of one replica."""
-    micro_tokens: Tokens = Field(8192, ge=64)
+    micro_tokens: Tokens = Field(8192, ge=64, le=2**24)
     """Most tokens of one packed micro-batch."""
     recompute: Annotated[Recompute, BeforeValidator(_named)] = "none"
     """What a layer computes again in the backward pass instead of storing it. ``"selective"``: norms, the MLP's gated
     product and attention's padding, which saves a third of a layer's memory for a few per cent more work. ``"full"``:
     all but the layer's input, which leaves a twentieth for a third more work. ``true`` and ``false`` are ``"full"`` and
     ``"none"``. ``components.split = "auto"`` chooses it where it is not given."""
-    threads: int = Field(1, ge=1)
+    threads: int = Field(1, ge=1, le=1024)
     """CPU threads per worker process."""
     snapshot_every: Steps = Field(4, ge=0)
     """Steps between snapshots in /dev/shm; 0: none. With one core training node a killed worker starts from one and

@@ -8,13 +8,13 @@ from pydantic import Discriminator, Field, Tag
 
 from .section import Mebibytes, Seconds, Section, Tokens, Valid, one_or_each
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=1024)]
 
 
 PerNode = Annotated[
     Annotated[Count, Tag("one")] | Annotated[list[Count], Tag("each")],
     Discriminator(one_or_each),
-    Valid("an integer >= 1, or a list of them with one for each hybrid and rollout node"),
+    Valid("an integer from 1 to 1024, or a list of them with one for each hybrid and rollout node"),
 ]
 """One number for all nodes with engines, or a list in rank order: hybrid nodes first, then rollout nodes."""
 
@@ -34,23 +34,23 @@ class RolloutSection(Section):
     policy: str = "cmlfq"
     """Scheduling policy that chooses the engine of every turn: cmlfq, least_loaded, libra, sticky, or
     ``path/to/file.py:ClassName``; `libra-hpc simulate` compares them."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, le=100)
     """Sampling temperature."""
     max_model_len: Tokens = Field(4096, ge=16)
     """Longest context of a trajectory. A longer episode ends by length."""
-    max_num_seqs: int = Field(64, ge=1)
+    max_num_seqs: int = Field(64, ge=1, le=65536)
     """Most sequences an engine runs at once."""
-    max_inflight: int = Field(96, ge=1)
+    max_inflight: int = Field(96, ge=1, le=65536)
     """Most turns of one engine at once. Somewhat more than ``max_num_seqs`` replaces a finished turn without a round
     trip."""
-    kv_cache_mb: Mebibytes = Field(0, ge=0)
+    kv_cache_mb: Mebibytes = Field(0, ge=0, le=2**20)
     """KV cache per device; 0: what vLLM takes by default, 90 % of the device."""
     kv_host_gb_per_gpu: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Host memory (GiB) per GPU for KV caches that the GPU evicted. They come back over PCIe instead of being computed
     again. Needs ``slurm.device = "cuda"``; 0: none."""
     block_size: Tokens = Field(32, ge=8)
     """Length of a KV block, the unit of prefix reuse."""
-    threads: int = Field(1, ge=1)
+    threads: int = Field(1, ge=1, le=1024)
     """CPU threads per engine process."""
     record_steps: bool = False
     """Record every engine step in the run's log folder. `libra-hpc calibrate engine --run` fits step times to these

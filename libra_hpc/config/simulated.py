@@ -13,7 +13,7 @@ class SimulatedSection(Section):
     """``[simulated]``: simulated engines, trainers and tools; read only when ``run.engine`` is ``simulated``.
     Seconds are simulated ones."""
 
-    speedup: float = Field(10.0, gt=0)
+    speedup: float = Field(10.0, gt=0, le=1e6)
     """Simulated seconds per second of the wall clock. Real work (messages, scheduling) counts this many times, so the
     machine bounds it."""
     device: str = ""

@@ -63,7 +63,9 @@ async def play(path: str, config: HostConfig) -> int:
 
 def _open(config: HostConfig, task: Task) -> Episode:
     try:
-        episode = task.open(0, 0, 0.0)
+        episode: object = task.open(0, 0, 0.0)
+        if not isinstance(episode, Episode):
+            raise TypeError(f"open returned a {type(episode).__name__}, not an Episode")
     except (Exception, SystemExit) as error:
         raise _mistake(config, "its open fails", error) from error
     for call in (episode.start, episode.step, episode.truncated, episode.close):

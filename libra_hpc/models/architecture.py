@@ -79,7 +79,7 @@ def read_shape(model_dir: Path) -> Architecture:
     check_trained(config)
     config = with_defaults(config)
     heads = int(config["num_attention_heads"])
-    experts = int(config.get("num_experts") or 0)
+    experts = int(config["num_experts"]) if config["model_type"] == "qwen3_moe" else 0
     return Architecture(
         family=str(config["model_type"]),
         layers=int(config["num_hidden_layers"]),

@@ -94,7 +94,7 @@ def devices() -> dict[str, Device]:
 def _read(path: Path) -> dict[str, Device]:
     try:
         raw = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise invalid("device file", str(path), error_text(error), "a TOML file with one table per device") from error
     return {name.lower(): _entry(path, name.lower(), fields) for name, fields in raw.items()}
 

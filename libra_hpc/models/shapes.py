@@ -6,6 +6,7 @@ A shape comes from a short name (`models.toml`) or a Hugging Face ``config.json`
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,8 @@ from .supported import FAMILIES, MIXTURE, Widths, has_qkv_bias, refusals, slidin
 BUILTIN = Path(__file__).with_name("models.toml")
 ARCHITECTURES = tuple(FAMILIES)
 """Values of ``model_type`` for `model_shape`."""
+LARGEST_COUNT = 10_000_000
+"""Of layers, channels and tokens; the largest vocabulary has 300,000."""
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -134,9 +137,9 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
     if found is not None:
         return found
     path = Path(text).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):
         path = path / "config.json"
-    if not path.exists():
+    if not os.path.exists(path):
         if path.is_absolute():
             raise invalid("model", text, "no such folder", "a folder or file with a Hugging Face config")
         raise invalid(
@@ -215,10 +218,10 @@ def _count(config: dict[str, Any], name: str, key: str, default: int | None = No
     value = config.get(key)
     if value is None:
         if default is None:
-            raise UserError(f"{name}: the model's config has no {key!r}; valid: an integer >= 1.")
+            raise UserError(f"{name}: the model's config has no {key!r}; valid: an integer from 1 to {LARGEST_COUNT}.")
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise invalid(f"{name}: {key}", value, "is no count", "an integer >= 1")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_COUNT:
+        raise invalid(f"{name}: {key}", value, "is no count", f"an integer from 1 to {LARGEST_COUNT}")
     return value
 
 

@@ -167,6 +167,7 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
         why = family.untrained if family else "this version cannot train this architecture"
         yield Refusal("model_type", kind, why, TRAINED)
         return
+    yield from _numbers(config)
     yield from _variants(with_defaults(config), family)
     yield from _rope(with_defaults(config), family)
 
@@ -252,6 +253,13 @@ def _variants(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
             "the trainer reads weights of bfloat16, float16 or float32",
             "no such key",
         )
+
+
+def _numbers(config: Mapping[str, Any]) -> Iterator[Refusal]:
+    for key in ("rms_norm_eps", "max_position_embeddings"):
+        value = config.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            yield Refusal(key, value, "is no size", "a number > 0")
 
 
 def _rope(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:

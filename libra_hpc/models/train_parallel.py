@@ -77,7 +77,10 @@ def expert_fault(experts: int, width: int, degrees: Degrees, ranks: int) -> Faul
     """Why ``experts`` of MLP width ``width`` cannot be spread over the ``ranks`` processes of a stage."""
     tp, ep, etp = degrees.tp, degrees.ep, degrees.etp or degrees.tp
     if not experts:
-        return None if ep == 1 else Fault("train.ep", ep, "the model has no experts", "1")
+        none = "the model has no experts"
+        if ep == 1 and etp != tp:
+            return Fault("train.etp", etp, none, f"0 or {tp}")
+        return None if ep == 1 else Fault("train.ep", ep, none, "1")
     if experts % ep:
         why = f"it does not divide the model's {experts} experts"
         return Fault("train.ep", ep, why, f"divisors of {experts}")

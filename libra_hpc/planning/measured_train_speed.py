@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -116,7 +117,7 @@ def with_train_speed(asked: PlanRequest, path: str) -> PlanRequest:
 
 def measured_factor(path: Path) -> MeasuredFactor:
     """The factor of a file or of a run directory; raises `UserError`."""
-    if not path.is_dir():
+    if not os.path.isdir(path):
         speed = load_speed(path)
         return MeasuredFactor(speed.factor, speed.device, f"{path.name}: {speed.model} as {speed.layout}")
     return _of_run(RunDir(path))

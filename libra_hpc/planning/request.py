@@ -6,6 +6,7 @@ from assumed shares of the longest context (`Assumed`), and the answer states wh
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -291,7 +292,7 @@ def _device(name: str, devices_file: Path | None, field: str) -> Device:
 
 def _trace_file(path: str) -> Path:
     """The file of ``planner.trace``: itself, or the trajectories of a run directory."""
-    return RunDir(path).trajectories if Path(path).is_dir() else Path(path)
+    return RunDir(path).trajectories if os.path.isdir(path) else Path(path)
 
 
 def _lengths(

@@ -24,10 +24,10 @@ from libra_hpc.rollout.recovery.history import check_warm_start
 from libra_hpc.simulated.dry_run import check_simulated, pace
 from libra_hpc.slurm.queue.query import slurm_seconds
 
-from .field_names import naming
+from .field_names import naming, reading
 from .gpu_memory import GpuMemory, check_cpus, check_memory, rollout_nodes
 from .job_checks import cache_fits, own_variables, sane_sizes, set_up_parses
-from .named_files import check_function, check_run_dir, check_task, read_model_config
+from .named_files import check_function, check_planner_files, check_run_dir, check_task, read_model_config
 from .train_worlds import (
     context_ranks_have_tokens,
     experts_fit,
@@ -74,15 +74,19 @@ class CheckedModel(NamedTuple):
 def check_files(config: RunConfig) -> None:
     """Raise the first mistake in the files that a run file names: run directory, task, and the policy's folder."""
     _raise_first(set_up_parses(config))
-    check_run_dir(config)
+    with reading("run.dir", config.run.dir):
+        check_run_dir(config)
+    if path := config.rollout.warm_start:
+        with reading("rollout.warm_start", path):
+            check_warm_start(path)
+    check_planner_files(config)
     check_function("algorithm.advantage", config.algorithm.advantage, ADVANTAGES)
     check_function("algorithm.loss", config.algorithm.loss, LOSSES)
-    if config.rollout.warm_start:
-        check_warm_start(config.rollout.warm_start)
     if config.run.engine == "real":
         check_task(config.task.name, config.task.options)
-        _raise_first(trainable(config, read_model_config(config)))
-        check_weights(config.model.path)
+        with reading("model.path", config.model.path):
+            _raise_first(trainable(config, read_model_config(config)))
+            check_weights(config.model.path)
 
 
 def check_run(config: RunConfig) -> CheckedModel:

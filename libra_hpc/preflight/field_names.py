@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import UserError
+from libra_hpc.errors import UserError, error_text, invalid
+
+
+@contextmanager
+def reading(field: str, path: str) -> Iterator[None]:
+    """What the file system refuses is a mistake in ``field``."""
+    try:
+        yield
+    except OSError as error:
+        raise invalid(field, path, error_text(error), "a path that you may read") from error
 
 
 @contextmanager
@@ -39,6 +48,7 @@ def _keys(config: RunConfig) -> dict[str, str]:
         "model": given("model", "model.path"),
         "calibration file": "simulated.calibration",
         "preset": "simulated.presets",
+        "max_context": "rollout.max_model_len",
     }
 
 

@@ -21,13 +21,12 @@ from libra_hpc.models.shapes import DTYPE_BYTES, shape_from_config
 
 from .gpu_memory import rollout_nodes
 
-MOST_NODES = 10_000
 MOST_TRAJECTORIES = 1_000_000
 """Of a step; one takes at least a kilobyte of the rollout leader's memory."""
-LARGEST_CACHE_MB = 2**20
-"""1 TiB: no device has as much."""
 LEAST_MEM_MB = 100.0
 """An agent alone takes 100 MB."""
+GPU_BLOCK = 16
+"""Tokens; FlashAttention reads the KV cache in such pieces."""
 MIB = 2**20
 OWN = {"TMPDIR": "compute.local_dir", "CUDA_VISIBLE_DEVICES": "components.*.gpus"}
 """Variables that the job gets from other keys."""
@@ -42,9 +41,7 @@ def sane_sizes(config: RunConfig) -> Iterator[UserError]:
     """Sizes that no run has."""
     parts = {name: getattr(config.components, name) for name in COMPONENTS}
     for name, part in parts.items():
-        if part.nodes > MOST_NODES:
-            yield invalid(f"components.{name}.nodes", part.nodes, "more than any cluster has", f"0 to {MOST_NODES}")
-        elif part.nodes and part.mem and 0.0 < memory_mb(part.mem) < LEAST_MEM_MB:
+        if part.nodes and part.mem and 0.0 < memory_mb(part.mem) < LEAST_MEM_MB:
             why = f"an agent alone takes {LEAST_MEM_MB:.0f} MB"
             yield invalid(f"components.{name}.mem", part.mem, why, "a size such as 16G, or 0 (all of the node)")
     batch = config.algorithm.prompts_per_step * config.algorithm.group_size
@@ -53,9 +50,13 @@ def sane_sizes(config: RunConfig) -> Iterator[UserError]:
         why = f"a step would have {batch:,} trajectories"
         valid = f"at most {MOST_TRAJECTORIES:,} for prompts_per_step * group_size"
         yield invalid(f"algorithm.{key}", getattr(config.algorithm, key), why, valid)
-    if config.rollout.kv_cache_mb > LARGEST_CACHE_MB:
-        why = "more than any device has"
-        yield invalid("rollout.kv_cache_mb", config.rollout.kv_cache_mb, why, "0 (what the device has), or MiB of one")
+    most, group = config.rollout.max_trajectories, config.algorithm.group_size
+    if 0 < most < group:
+        why = f"a prompt alone has algorithm.group_size = {group}"
+        yield invalid("rollout.max_trajectories", most, why, f"0, or at least {group}")
+    if config.slurm.device == "cuda" and config.run.engine == "real" and config.rollout.block_size % GPU_BLOCK:
+        why = "vLLM's attention on GPUs has other blocks"
+        yield invalid("rollout.block_size", config.rollout.block_size, why, f"multiples of {GPU_BLOCK}")
 
 
 def cache_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:

@@ -12,8 +12,12 @@ from typing import Any
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, error_text, invalid, nearest
+from libra_hpc.models.devices import device, devices
+from libra_hpc.models.shapes import model_shape
 from libra_hpc.tasks.task_registry import BUILTIN
 from libra_hpc.user_file import FORM, FUNCTION_FORM
+
+from .field_names import naming
 
 MODEL_FILES = {"config.json": ["config.json"], "tokenizer": ["tokenizer.json"], "safetensors": ["*.safetensors"]}
 """Parts of a policy folder, and file patterns of which at least one must match."""
@@ -30,6 +34,8 @@ def read_model_config(config: RunConfig) -> dict[str, Any]:
         raise invalid(
             "model.path", path, "no such folder", "a Hugging Face folder with config.json, safetensors and a tokenizer"
         )
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise invalid("model.path", path, "Permission denied", "a folder that you may read")
     for what, patterns in MODEL_FILES.items():
         if not any(next(folder.glob(pattern), None) for pattern in patterns):
             valid = f"a folder with {' or '.join(patterns)}"
@@ -97,6 +103,21 @@ def _parsed(field: str, name: str, path: str) -> ast.Module:
         raise invalid(field, name, f"{path} cannot be read ({error.strerror})", FORM) from error
     except (SyntaxError, ValueError) as error:
         raise invalid(field, name, f"{path} is not valid Python ({error})", FORM) from error
+
+
+def check_planner_files(config: RunConfig) -> None:
+    """Raise `UserError` for what ``[planner]`` names and is not there; with an explicit split nothing else reads it."""
+    own = config.planner
+    for key in ("trace", "train_speed", "devices"):
+        path = getattr(own, key)
+        if path and not os.path.exists(path):
+            raise invalid(f"planner.{key}", path, "no such file", "a file, or a run directory")
+    if config.run.engine == "real":
+        with naming(config):
+            if own.device or own.devices:
+                device(own.device or next(iter(devices())), own.devices or None)
+            if own.model:
+                model_shape(own.model)
 
 
 def check_task(name: str, options: Iterable[str] = ()) -> None:

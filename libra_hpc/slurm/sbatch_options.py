@@ -14,6 +14,7 @@ _KEYS = {
     "run.name": "--job-name -J",
     "components.*.nodes": "--nodes -N",
     "components.*.cpus": "--cpus-per-task -c",
+    "components.*.gpus": "--gpus -G --gpus-per-node --gpus-per-task --gpus-per-socket",
     "components.*.mem": "--mem --mem-per-cpu --mem-per-gpu",
     "components.*.partition": "--partition -p",
     "slurm.time_limit": "--time -t",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -86,9 +87,12 @@ def write_trace(path: Path, trajectories: Iterable[TrajectoryRecord]) -> None:
 
 
 def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return [path]
-    files = sorted(file for file in path.iterdir() if file.name.endswith((".json", ".json.gz")))
+    try:
+        files = sorted(path / name for name in os.listdir(path) if name.endswith((".json", ".json.gz")))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}).") from error
     if not files:
         raise UserError(f"{path}: the folder has no trace; valid: a file, or a folder of *.json of kv-cache-tester.")
     return files

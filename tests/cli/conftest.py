@@ -27,6 +27,8 @@ PARTITIONS = [
     Partition("a800", True, "up", nodes=4, idle=4, cpus=64, memory_mb=1_000_000, gpus={"a800": 8}, max_seconds=86400),
     Partition("cpu", False, "up", nodes=2, idle=2, cpus=64, memory_mb=256_000, gpus={}, max_seconds=None),
 ]
+RUN = '[run]\nname = "quick"\n[components.hybrid]\nnodes = 1\n[model]\npath = "model"\n'
+"""A good run file."""
 
 
 class Outcome(msgspec.Struct):
@@ -108,8 +110,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: Queue) -> Path:
     """Working folder with ``model/`` and ``run.toml``."""
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "model")
-    text = '[run]\nname = "quick"\n[components.hybrid]\nnodes = 1\n[model]\npath = "model"\n'
-    (tmp_path / "run.toml").write_text(text)
+    (tmp_path / "run.toml").write_text(RUN)
     return tmp_path
 
 

@@ -62,39 +62,9 @@ def test_a_line_break_in_an_override_sets_no_second_key(tmp_path: Path) -> None:
         load_run_file(write(tmp_path, ""), ["algorithm.eta=1\nvalue2 = 3"])
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("[algorithm]\netta = 1\n", "algorithm.etta = 1: unknown key in [algorithm]; valid: advantage, aggregate, "),
-        ("[algorithm]\netta = 1\n", "(did you mean 'eta'?)"),
-        ("[components.trian]\nnodes = 1\n", "(did you mean 'train'?)"),
-        ("[algorithm]\nclip = 1.0\n", "algorithm.clip = 1.0: out of range; valid: a number > 0 and < 1"),
-        ("[algorithm]\neta = '1'\n", "algorithm.eta = '1': wrong type; valid: an integer >= 0."),
-        ("[slurm]\nexecutor = 'slrum'\n", "valid: auto, slurm, local (did you mean 'slurm'?)"),
-        ("[slurm]\nextra = [1]\n", "slurm.extra.0 = 1: wrong type; valid: a list of strings."),
-        ("[optimizer]\nlr = inf\n", "optimizer.lr = inf: not a finite number."),
-        ("[slurm]\ninterface = 'ib0 eth0'\n", "slurm.interface = 'ib0 eth0': malformed; valid: a string matching"),
-        ("[slurm]\nrestarts = -1\n", "slurm.restarts = -1: out of range; valid: an integer >= 0."),
-        ("[run]\nshare = 'public'\n", "run.share = 'public': unknown value; valid: private, group, all."),
-        ("[run]\nname = 'a b'\n", "run.name = 'a b': malformed; valid: a string matching"),
-        (
-            "[rollout]\ntp = 0\n",
-            "out of range; valid: an integer >= 1, or a list of them with one for each hybrid and rollout node.",
-        ),
-        ("[rollout]\ntp = [1, 0]\n", "rollout.tp.1 = 0: out of range"),
-        ("[rollout]\nengines_per_node = ['1']\n", "rollout.engines_per_node.0 = '1': wrong type"),
-        ("[rollout]\ntp = 'both'\n", "rollout.tp = 'both': wrong type; valid: an integer >= 1, or a list"),
-        # The misspelt key is reported although another field is wrong too.
-        ("[algorithm]\neta = -1\nclp = 0.2\n", "algorithm.clp = 0.2: unknown key"),
-    ],
-)
-def test_mistakes_are_one_precise_sentence(tmp_path: Path, text: str, sentence: str) -> None:
-    with pytest.raises(UserError) as caught:
-        load_run_file(write(tmp_path, text))
-    message = str(caught.value)
-    assert sentence in message
-    assert message.endswith(".")
-    assert "\n" not in message
+def test_an_unknown_key_is_reported_although_another_field_is_wrong_too(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^algorithm\.clp = 0\.2: unknown key"):
+        load_run_file(write(tmp_path, "[algorithm]\neta = -1\nclp = 0.2\n"))
 
 
 @pytest.mark.parametrize("override", ["algorithm.eta", "eta=2", "=2", "algorithm..eta=2"])

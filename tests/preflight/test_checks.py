@@ -111,8 +111,8 @@ def test_problems_name_field_value_and_limit(values: dict[str, Any], sentence: s
             {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
             "type = 'dynamic': the trainer has no such rotary embedding; valid: default, linear, llama3, yarn.",
         ),
-        ({"hidden_size": None}, "the model's config has no 'hidden_size'; valid: an integer >= 1."),
-        ({"num_hidden_layers": "six"}, "num_hidden_layers = 'six': is no count; valid: an integer >= 1."),
+        ({"hidden_size": None}, "the model's config has no 'hidden_size'; valid: an integer from 1 to 10000000."),
+        ({"num_hidden_layers": "six"}, "num_hidden_layers = 'six': is no count; valid: an integer from 1 to 10000000."),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused_before_its_parallelism(

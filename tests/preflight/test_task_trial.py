@@ -37,28 +37,6 @@ class Mine(Task):
     def open(self, index, sample, progress):
         return Play()
 """
-REFUSED = {
-    "an import": (
-        "class Play",
-        "import no_such_package\nclass Play",
-        "does not import (ModuleNotFoundError: No module named",
-    ),
-    "an exit at import": ("class Play", "raise SystemExit('no data')\nclass Play", "cannot be built (SystemExit: no"),
-    "no task": ("class Mine(Task)", "class Mine", "has no such Task class"),
-    "its constructor": ("        super()", "        open('absent')\n        super()", "(FileNotFoundError: [Errno 2] "),
-    "its open": ("        return Play()", "        return 1 / 0", "its open fails (ZeroDivisionError: division"),
-    "its start": (
-        "    turns = 0",
-        "    turns = 0\n    async def start(self, tools):\n        1 / 0",
-        "its start fails (ZeroDivisionError: division",
-    ),
-    "an empty prompt": ("[1, 2]", "[]", "its start fails (BadAnswer: prompt is empty"),
-    "a plain step": (
-        "    async def step(self, turn, tools)",
-        "    def step(self, turn, tools):\n        pass\n    async def other(self, turn, tools)",
-        "is no coroutine function; valid: `async def step",
-    ),
-}
 WARNED = {
     "a step": ("        assert turn", "        1 / 0\n        assert turn", "fails: ZeroDivisionError"),
     "a reward": ("reward=1.0", "reward=float('nan')", "fails: BadReward: reward is nan"),
@@ -76,15 +54,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     return configured(model={"path": str(model)}, task={"name": f"{tmp_path / 'mine.py'}:Mine"})
 
 
-@pytest.mark.parametrize(("old", "new", "sentence"), REFUSED.values(), ids=REFUSED)
-def test_a_task_that_cannot_play_is_refused(run: RunConfig, tmp_path: Path, old: str, new: str, sentence: str) -> None:
-    (tmp_path / "mine.py").write_text(GOOD.replace(old, new, 1))
-    with pytest.raises(UserError) as refused:
+def test_a_task_that_cannot_play_is_refused_unless_its_trial_is_skipped(run: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(GOOD.replace("return Play()", "return 1 / 0"))
+    with pytest.raises(UserError, match=r"^task\.name = .*its open fails .*; task\.trial = false skips this trial\.$"):
         try_task(run)
-    assert sentence in str(refused.value)
-    assert str(refused.value).startswith("task.name = ")
-    assert "; task.trial = false skips this trial." in str(refused.value)
     assert try_task(run.changed(task={"trial": False})) == []
+
+
+def test_a_task_may_print(run: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(GOOD.replace("        super()", "        print('loaded')\n        super()"))
+    assert try_task(run) == []
 
 
 @pytest.mark.parametrize(("old", "new", "sentence"), WARNED.values(), ids=WARNED)
