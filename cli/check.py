@@ -94,6 +94,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     """``config`` for a job that starts in another folder."""
     model = str(Path(config.model.path).absolute()) if config.model.path else ""
     warm_start = str(Path(config.rollout.warm_start).absolute()) if config.rollout.warm_start else ""
+    data = str(Path(config.task.data).absolute()) if config.task.data else ""
     compute = config.compute
     python = compute.python
     if compute.container == "none" and os.sep in python:
@@ -110,7 +111,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         slurm={"template": str(Path(template).expanduser().absolute()) if template else ""},
         compute={"python": python, "image": image},
         model={"path": model},
-        task={"name": absolute(config.task.name)},
+        task={"name": absolute(config.task.name), "data": data, "reward": absolute(config.task.reward)},
         algorithm={"advantage": absolute(config.algorithm.advantage), "loss": absolute(config.algorithm.loss)},
         rollout={"warm_start": warm_start, "policy": absolute(config.rollout.policy)},
         planner=_absolute(config.planner),

@@ -26,8 +26,10 @@ def absolute(name: str) -> str:
 
 
 def load_file(path: str | Path) -> ModuleType:
-    """Import a Python file once, as a module named by its absolute path."""
+    """Import a Python file once, as a module named by its absolute path; modules of its folder can be imported."""
     file = Path(path).resolve()
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # last: a random.py beside it replaces none that others import
     name = f"{FILE_MODULE}{zlib.crc32(str(file).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from .section import Bytes, Mebibytes, Seconds, Section, Steps, Tokens, Valid, one_or_each
 
@@ -39,7 +39,14 @@ class TaskSection(Section):
     """``[task]``: the environment."""
 
     name: str = "keychain"
-    """A built-in task, or ``path/to/file.py:ClassName``."""
+    """A built-in task, or ``path/to/file.py:ClassName``; with ``data`` alone it is ``data``."""
+    data: str = ""
+    """Rows to train on: a JSONL or Parquet file, or a folder of one split of Hugging Face `datasets`. All but JSONL
+    needs the extra ``libra-hpc[parquet]``."""
+    prompt: str = ""
+    """Column of the prompt, text or a list of messages; empty: ``prompt``."""
+    reward: str = ""
+    """Reward function, ``path/to/file.py:function``: ``def score(row, text)`` returns a number, or a dict of parts."""
     options: dict[str, Any] = {}
     """Arguments of the task's constructor, by name."""
     trial: bool = True
@@ -60,6 +67,17 @@ class TaskSection(Section):
     once every sample of it did: the environment raises, times out or answers what cannot be used."""
     failed_patience_s: Seconds = Field(600.0, gt=0)
     """How long that may last. Then the run fails with the most frequent error."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, values: Any) -> Any:
+        return {"name": "data", **values} if isinstance(values, dict) and values.get("data") else values
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the task's constructor."""
+        given = {"data": self.data, "prompt": self.prompt, "reward": self.reward}
+        return {**{name: value for name, value in given.items() if value}, **self.options}
 
 
 class ChatSection(Section):

@@ -48,7 +48,7 @@ def host_config(config: RunConfig) -> HostConfig:
     return HostConfig(
         task=task.name,
         model=config.model.path,
-        options=task.options,
+        options=task.arguments,
         chat=config.chat.model_dump(),
         seed=config.run.seed,
         tool_timeout_s=task.tool_timeout_s,

@@ -44,6 +44,7 @@ async def play(path: str, config: HostConfig) -> int:
         raise
     except (Exception, SystemExit) as error:
         raise _mistake(config, "the task cannot be built", error) from error
+    task.check()
     try:
         limits = tool_limits(task, config.tool_timeout_s)
         tools = Sandbox(task.tools, config, folder=Path(path).parent, limits=limits)
@@ -90,6 +91,8 @@ async def _turns(config: HostConfig, live: LiveEpisode, eos: int) -> None:
             if isinstance(outcome, BaseException):
                 raise outcome
             answers.stepped("trial", outcome)
+        except UserError:
+            raise  # of a reward function: no text may break it
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             # A reward with a cause is no number at all.
             if isinstance(error, answers.BadAnswer) or (isinstance(error, answers.BadReward) and error.__cause__):

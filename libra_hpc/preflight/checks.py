@@ -83,7 +83,7 @@ def check_files(config: RunConfig) -> None:
     check_function("algorithm.advantage", config.algorithm.advantage, ADVANTAGES)
     check_function("algorithm.loss", config.algorithm.loss, LOSSES)
     if config.run.engine == "real":
-        check_task(config.task.name, config.task.options)
+        check_task(config.task)
         with reading("model.path", config.model.path):
             _raise_first(trainable(config, read_model_config(config)))
             check_weights(config.model.path)

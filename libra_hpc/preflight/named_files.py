@@ -10,15 +10,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from libra_hpc.config.learn import TaskSection
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, error_text, invalid, nearest
 from libra_hpc.models.devices import device, devices
 from libra_hpc.models.shapes import model_shape
-from libra_hpc.tasks.task_registry import BUILTIN
+from libra_hpc.tasks.task_registry import TASKS
 from libra_hpc.user_file import FORM, FUNCTION_FORM
 
 from .field_names import naming
 
+DATA_FORM = "a JSONL or Parquet file, or a folder of one split"
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 MODEL_FILES = {"config.json": ["config.json"], "tokenizer": ["tokenizer.json"], "safetensors": ["*.safetensors"]}
 """Parts of a policy folder, and file patterns of which at least one must match."""
 
@@ -91,7 +94,7 @@ def check_function(field: str, name: str, known: Iterable[str]) -> None:
     path, separator, wanted = name.rpartition(":")
     if not separator:
         raise invalid(field, name, "unknown", [*known, FUNCTION_FORM])
-    functions = [node.name for node in _parsed(field, name, path).body if isinstance(node, ast.FunctionDef)]
+    functions = [node.name for node in _parsed(field, name, path).body if isinstance(node, FUNCTIONS)]
     if wanted not in functions:
         raise invalid(field, name, f"{path} has no function {wanted!r}", functions or FUNCTION_FORM)
 
@@ -120,29 +123,40 @@ def check_planner_files(config: RunConfig) -> None:
                 model_shape(own.model)
 
 
-def check_task(name: str, options: Iterable[str] = ()) -> None:
-    """Raise `UserError` unless ``name`` is a built-in task or ``file.py:Class``, and its constructor takes ``options``.
+def check_task(task: TaskSection) -> None:
+    """Raise `UserError` unless the task is there, and its constructor takes the options, and its data are there.
 
-    The file is parsed, never run: its imports need not be installed where runs are submitted.
+    Files of Python are parsed, never run: their imports need not be installed where runs are submitted.
     """
-    path, separator, wanted = name.rpartition(":")
+    path, separator, wanted = task.name.rpartition(":")
     if not separator:
-        if name not in BUILTIN:
-            raise invalid("task.name", name, "unknown task", [*BUILTIN, FORM])
-        module, wanted = BUILTIN[name]
+        if task.name not in TASKS:
+            raise invalid("task.name", task.name, "unknown task", [*TASKS, FORM])
+        module, wanted = TASKS[task.name]
         spec = importlib.util.find_spec(module)
         assert spec is not None
         assert spec.origin is not None
         path = spec.origin
-    tree = _parsed("task.name", name, path)
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    classes = {node.name: node for node in _parsed("task.name", task.name, path).body if isinstance(node, ast.ClassDef)}
     if wanted not in classes:
         known = f"valid: {', '.join(classes)}{nearest(wanted, classes)}" if classes else "it defines none"
-        raise UserError(f"task.name = {name!r}: {path} defines no class {wanted!r}; {known}.")
+        raise UserError(f"task.name = {task.name!r}: {path} defines no class {wanted!r}; {known}.")
     taken = _constructor_options(classes[wanted])
-    for option in options:
+    for option in task.arguments:
         if taken is not None and option not in taken:
-            raise invalid("task.options", option, f"{wanted} has no such option", taken)
+            field = "task.options" if option in task.options else "task"
+            raise invalid(field, option, f"{wanted} has no such option", taken)
+    _check_data(task)
+
+
+def _check_data(task: TaskSection) -> None:
+    for name, given, form in (("data", task.data, DATA_FORM), ("reward", task.reward, FUNCTION_FORM)):
+        if task.name == "data" and not given:
+            raise invalid(f"task.{name}", given, "not given", form)
+    if task.data and not Path(task.data).exists():
+        raise invalid("task.data", task.data, "no such file or folder", DATA_FORM)
+    if task.reward:
+        check_function("task.reward", task.reward, ())
 
 
 def _constructor_options(task: ast.ClassDef) -> list[str] | None:

@@ -3,7 +3,7 @@
 - The nodes' interpreter is here -> it plays, for at most `TRIAL_S`.  A mistake is refused with its sentence.
 - The interpreter is inside a container or not visible here, or ``task.trial = false`` -> nothing is played.
 - A step fails, the trial takes longer, or it cannot run here -> a warning: the nodes may differ.
-- It passed before with these settings, this tokenizer and the Python files of the task's folder -> it passes.
+- It passed before with these settings, tokenizer, data and Python files of the task's folder -> it passes.
 """
 
 from __future__ import annotations
@@ -41,8 +41,11 @@ def try_task(config: RunConfig) -> list[str]:
 
 
 def _digest(config: RunConfig, python: str) -> str:
-    own = Path(config.task.name.rpartition(":")[0]).parent.glob("*.py") if ":" in config.task.name else ()
-    files = (Path(config.model.path) / "tokenizer.json", *sorted(own))
+    task = config.task
+    folders = {Path(name.rpartition(":")[0]).parent for name in (task.name, task.reward) if ":" in name}
+    own = sorted(file for folder in folders for file in folder.glob("*.py"))
+    data = [Path(task.data), *sorted(Path(task.data).glob("*"))] if task.data else []
+    files = (*Path(config.model.path).glob("*.json*"), Path(config.model.path) / "chat_template.jinja", *own, *data)
     return digest((host_settings(config).decode(), python), files)
 
 

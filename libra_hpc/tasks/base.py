@@ -96,6 +96,13 @@ class Turn:
     info: dict[str, float] = field(default_factory=dict)
     """Numbers for `metrics.jsonl`, read only when done."""
 
+    @classmethod
+    def end(cls, reward: float | Mapping[str, float], signals: Sequence[Signal] = (), **info: float) -> Turn:
+        """The end of an episode. Parts of a reward are numbers too; it is the part ``reward``, else their sum."""
+        parts = dict(reward) if isinstance(reward, Mapping) else {"reward": reward}
+        total = parts.pop("reward") if "reward" in parts else sum(parts.values())
+        return cls(signals=signals, done=True, reward=total, info={**info, **parts})
+
 
 class Episode(ABC):
     """One trajectory's environment; calls of one episode never overlap, those of several share one thread."""
@@ -154,6 +161,10 @@ class Task(ABC):
         The result must depend on (seed, options, arguments) alone, the prompt not on ``sample``. ``progress`` in [0,
         1] is the run's; all samples of a prompt get the same value.
         """
+
+    def check(self) -> None:
+        """Raise `UserError` for data that cannot be used: `libra-hpc check` asks, before anything is queued."""
+        return None
 
 
 class TaskMaker(ABC):

@@ -18,7 +18,9 @@ BUILTIN = {
     "arithmetic": ("libra_hpc.tasks.arithmetic", "Arithmetic"),
     "keychain": ("libra_hpc.tasks.keychain", "KeyChain"),
 }
-"""Built-in tasks: name -> (module, class)."""
+"""Built-in environments, each of which a tiny policy can learn: name -> (module, class)."""
+TASKS = {**BUILTIN, "data": ("libra_hpc.tasks.data_task", "DataTask")}
+"""Names of a run file that need no file."""
 
 
 def task_class(name: str) -> type[Task] | type[TaskMaker]:
@@ -27,11 +29,11 @@ def task_class(name: str) -> type[Task] | type[TaskMaker]:
 
     if ":" in name:
         found = load_class("task.name", name, "Task class", lambda one: issubclass(one, (Task, TaskMaker)))
-    elif name in BUILTIN:
-        module_name, class_name = BUILTIN[name]
+    elif name in TASKS:
+        module_name, class_name = TASKS[name]
         found = getattr(importlib.import_module(module_name), class_name)
     else:
-        raise invalid("task.name", name, "no such task", [*BUILTIN, FORM])
+        raise invalid("task.name", name, "no such task", [*TASKS, FORM])
     if inspect.isabstract(found):
         raise invalid(
             "task.name", name, f"{found.__name__!r} does not define {', '.join(sorted(found.__abstractmethods__))}"

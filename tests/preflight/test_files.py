@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from libra_hpc.config.learn import TaskSection
 from libra_hpc.errors import UserError
 from libra_hpc.preflight import named_files
 from libra_hpc.preflight.checks import check_files
@@ -28,29 +30,56 @@ def test_incomplete_model_folders(tmp_path: Path, without: str) -> None:
 def test_task_files_are_parsed_and_never_run(tmp_path: Path) -> None:
     task = tmp_path / "task.py"
     task.write_text("raise SystemExit('imported')\nclass Mine: pass\n")
-    named_files.check_task(f"{task}:Mine")
+    named_files.check_task(TaskSection(name=f"{task}:Mine"))
     with pytest.raises(UserError, match=r"defines no class 'Mien'; valid: Mine \(did you mean 'Mine'\?\)"):
-        named_files.check_task(f"{task}:Mien")
+        named_files.check_task(TaskSection(name=f"{task}:Mien"))
     mine, other = "self, tokenizer, turns, *, seed=0", "self, tokenizer, **options"
     task.write_text(f"class Mine:\n def __init__({mine}): pass\nclass Any:\n def __init__({other}): pass\n")
-    named_files.check_task(f"{task}:Mine", ["turns", "seed"])
-    named_files.check_task(f"{task}:Any", ["whatever"])
+    named_files.check_task(TaskSection(name=f"{task}:Mine", options=dict.fromkeys(["turns", "seed"])))
+    named_files.check_task(TaskSection(name=f"{task}:Any", options=dict.fromkeys(["whatever"])))
     sentence = r"task\.options = 'trns': Mine has no such option; valid: turns, seed \(did you mean 'turns'\?\)"
     with pytest.raises(UserError, match=sentence):
-        named_files.check_task(f"{task}:Mine", ["trns"])
+        named_files.check_task(TaskSection(name=f"{task}:Mine", options=dict.fromkeys(["trns"])))
     task.write_text("class Mine(:\n")
     with pytest.raises(UserError, match="is not valid Python"):
-        named_files.check_task(f"{task}:Mine")
+        named_files.check_task(TaskSection(name=f"{task}:Mine"))
     with pytest.raises(UserError, match=r"unknown task; valid: .*\(did you mean 'keychain'\?\)"):
-        named_files.check_task("keychian")
+        named_files.check_task(TaskSection(name="keychian"))
+
+
+def test_data_and_reward_of_a_run_file_are_there(tmp_path: Path) -> None:
+    rows, score = tmp_path / "rows.jsonl", tmp_path / "my.py"
+    rows.write_text("{}")
+    score.write_text("raise SystemExit('imported')\nasync def judge(row, text): pass\nclass Mine: pass\n")
+
+    def check(**changes: Any) -> None:
+        named_files.check_task(TaskSection(**{"data": str(rows), "reward": f"{score}:judge", **changes}))
+
+    check()
+    for changes, why in (
+        ({"data": "/nope.jsonl"}, "task.data = '/nope.jsonl': no such file or folder"),
+        ({"data": "", "name": "data"}, "task.data = '': not given; valid: a JSONL"),
+        ({"reward": ""}, "task.reward = '': not given; valid: path/to/file.py:function"),
+        ({"reward": "judge"}, "task.reward = 'judge': unknown; valid: path/to/file.py:function"),
+        ({"reward": "/nope.py:f"}, "task.reward = '/nope.py:f': /nope.py cannot be read"),
+        ({"reward": f"{score}:juge"}, "has no function 'juge'; valid: judge."),
+        ({"name": f"{score}:Mine", "options": {}}, ""),
+        ({"name": "keychain"}, "task = 'data': KeyChain has no such option"),
+    ):
+        if not why:
+            check(**changes)
+            continue
+        with pytest.raises(UserError) as found:
+            check(**changes)
+        assert why in str(found.value)
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))
 def test_options_of_a_builtin_task_are_those_its_constructor_names(name: str) -> None:
     taken = list(inspect.signature(task_class(name)).parameters)[1:]
-    named_files.check_task(name, taken)
+    named_files.check_task(TaskSection(name=name, options=dict.fromkeys(taken)))
     with pytest.raises(UserError, match=f"has no such option; valid: {', '.join(taken)}"):
-        named_files.check_task(name, ["chess"])
+        named_files.check_task(TaskSection(name=name, options={"chess": 1}))
 
 
 def test_run_directory_checks_make_nothing(tmp_path: Path) -> None:

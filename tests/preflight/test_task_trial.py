@@ -92,3 +92,25 @@ def test_a_trial_that_passed_is_played_again_once_a_file_of_the_task_changes(
 def test_an_interpreter_that_cannot_be_started_is_left_to_its_own_check(run: RunConfig, tmp_path: Path) -> None:
     (warning,) = try_task(run.changed(compute={"python": str(tmp_path)}))
     assert "its trial did not run (Permission denied)" in warning
+
+
+def of_rows(run: RunConfig, folder: Path, score: str, *rows: str) -> RunConfig:
+    """The run with data and a reward function."""
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    (folder / "scores.py").write_text(f"def score(row, text):\n    return {score}\n")
+    data = {"data": str(folder / "rows.jsonl"), "reward": f"{folder / 'scores.py'}:score"}
+    return run.changed(task={"name": "data", **data})
+
+
+def test_data_and_reward_are_tried_on_a_row(run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_trial, "TRIAL_S", 60.0)
+    good = '{"prompt": "p", "n": 2}'
+    assert try_task(of_rows(run, tmp_path, "float(row['n'] == len(text))", good)) == []
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: task\.prompt = 'prompt': the column is missing; valid: n"):
+        try_task(of_rows(run, tmp_path, "1.0", good, '{"n": 3}'))
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: not a JSON object"):
+        try_task(of_rows(run, tmp_path, "1.0", good, '{"n": '))
+    with pytest.raises(UserError, match=r"score': it fails \(KeyError: 'm'\) for rows-0\.0 and the text ''"):
+        try_task(of_rows(run, tmp_path, "row['m']", good))
+    with pytest.raises(UserError, match="it returned None, which is no number"):
+        try_task(of_rows(run, tmp_path, "None", good))

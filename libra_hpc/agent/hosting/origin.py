@@ -1,7 +1,8 @@
 """What the trajectories of a start are made from, as a digest: trajectories go on between starts with the same one.
 
 - Part of it: the settings of the environment hosts (task, options, seed, limits of tools; in a dry run the workload).
-- Part of it: the user's task file, the run's number of prompts, which tasks see as progress.
+- Part of it: the user's files of task and reward, and how many bytes the data have.
+- Part of it: the run's number of prompts, which tasks see as progress.
 - Part of it: model, temperature, group size, longest context.
 - Not part of it: the layout of the ranks, the engines and the learning algorithm.
 """
@@ -36,7 +37,12 @@ def digest(config: RunConfig) -> str:
         model.dtype,
     ]
     found = hashlib.sha256(msgspec.json.encode(parts))
-    file = Path(config.task.name.rsplit(":", 1)[0])
-    if ":" in config.task.name and file.is_file():
-        found.update(file.read_bytes())
+    for name in (config.task.name, config.task.reward):
+        file = Path(name.rpartition(":")[0])
+        if ":" in name and file.is_file():
+            found.update(file.read_bytes())
+    if config.task.data:
+        data = Path(config.task.data)
+        files = sorted(data.iterdir()) if data.is_dir() else [data]
+        found.update(repr([file.stat().st_size for file in files]).encode())
     return found.hexdigest()[:16]
