@@ -84,6 +84,7 @@ VERBS = {
     "config": Verb(
         "Show the merged configuration of a run with the source of each value; explain keys.", "config_show.app"
     ),
+    "task": Verb("Try a task: one episode, with the turns of a script or of a policy.", "task_try.app"),
     "trace": Verb("Recorded trajectories: inspect, generate, convert.", "trace.app"),
 }
 """In the order of the help.  Only the verb that is called is imported: cold, all of them take a second."""

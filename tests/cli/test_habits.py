@@ -99,6 +99,7 @@ GROUPS = {
     "calibrate": "engine train",
     "config": "show explain",
     "cluster": "up env down status",
+    "task": "try",
     "trace": "inspect convert generate",
 }
 VERBS = [name for name in app.VERBS if name not in GROUPS]
@@ -169,4 +170,4 @@ def test_a_terminal_without_unicode_is_no_traceback(submitted: RunDir) -> None:
 
 
 def test_a_misspelt_verb_ends_with_one_mark(cli: Cli) -> None:
-    assert cli("staus").err == "error: No such command 'staus' (did you mean 'status'?).\n"
+    assert cli("statuss").err == "error: No such command 'statuss' (did you mean 'status'?).\n"

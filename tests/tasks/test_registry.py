@@ -30,7 +30,10 @@ def test_names_become_classes() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("keychains", r"'keychains': no such task; valid: arithmetic, keychain, data, path/to/file.py:ClassName \(did you"),
+        (
+            "keychains",
+            r"'keychains': no such task; valid: arithmetic, keychain, data, path/to/file.py:ClassName \(did you",
+        ),
         ("missing.py:Task", r"no file 'missing.py'"),
         (f"{EXAMPLE}:GuesNumber", r"= 'GuesNumber': .*my_task.py has no such Task class; valid: GuessNumber \(did you"),
         (f"{EXAMPLE}:weigh", r"task.name = 'weigh': .* has no such Task class"),

@@ -1,0 +1,105 @@
+"""One episode of a task outside a run, for its author: prompt, turns, tool calls and end are told as they come.
+
+It has the sandbox, limits and checks of an environment host. Raises `OperationError` when the task's code fails.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from libra_hpc.errors import OperationError, UserError
+from libra_hpc.tasks.base import PolicyTurn, ToolResult, Turn, Why
+from libra_hpc.tasks.task_registry import build_task
+from libra_hpc.tasks.tokenizer import TaskTokenizer
+
+from . import answers
+from .declared import step_limit, tool_limits
+from .live_episode import LiveEpisode
+from .sandbox import Sandbox
+from .settings import HostConfig
+from .step import Work
+
+Writer = Callable[[list[int], int, tuple[int, ...]], list[int] | None]
+"""(context, most tokens, stop ids) -> the policy's next turn; None when it has no more."""
+Tell = Callable[[str, str], None]
+"""Gets who and what: ``prompt``, ``policy``, ``tool`` or ``environment``, and a text."""
+
+
+async def play_one(config: HostConfig, index: int, max_model_len: int, write: Writer, tell: Tell) -> Turn | None:
+    """Play prompt ``index`` of the data order; returns the end, None when ``write`` had no turn before."""
+    tokenizer = TaskTokenizer(config.model)
+    task = build_task(config.task, config.options, config.seed, tokenizer, chat=config.chat)
+    with tempfile.TemporaryDirectory(prefix="libra-try-") as folder:
+        limits = tool_limits(task, config.tool_timeout_s)
+        tools = Sandbox(task.tools, config, folder=folder, limits=limits)
+        try:
+            await tools.start()
+            limit_s = step_limit(task, config.step_limit_s)
+            live = LiveEpisode(task.open(index, 0, 0.0), _ToldTools(tools, tell), limit_s)
+            why: Why = "failed"
+            try:
+                end = await _Played(live, tokenizer, write, tell).play(max_model_len)
+                why = "dropped" if end is None else "done"
+            finally:
+                await live.end(why)
+            return end
+        finally:
+            tools.close()
+
+
+class _Played:
+    def __init__(self, live: LiveEpisode, tokenizer: TaskTokenizer, write: Writer, tell: Tell) -> None:
+        self._live, self._decode, self._write, self._tell = live, tokenizer.decode, write, tell
+
+    async def play(self, max_model_len: int) -> Turn | None:
+        episode = self._live.episode
+        await self._called(episode.start)
+        answers.opened("", episode)
+        context = list(episode.prompt)
+        self._tell("prompt", self._decode(context))
+        while (room := max_model_len - len(context)) > 0:
+            tokens = self._write(context, min(episode.max_tokens, room), episode.stop_ids)
+            if tokens is None:
+                return None
+            self._tell("policy", self._decode(tokens))
+            stopped = tokens[-1:] and tokens[-1] in episode.stop_ids
+            said = PolicyTurn(tokens, "stop" if stopped else "length", room - len(tokens))
+            turn: Turn = await self._called(partial(episode.step, said))
+            answers.stepped("", turn)
+            if turn.done:
+                return turn
+            self._tell("environment", self._decode(turn.tokens))
+            context += [*tokens, *turn.tokens]
+        turn = await self._called(episode.truncated)
+        answers.stepped("", turn)
+        return replace(turn, done=True, info={**turn.info, "truncated": 1.0})
+
+    async def _called(self, work: Work) -> Any:
+        outcome = await self._live.result(work)
+        if isinstance(outcome, BaseException) and not isinstance(outcome, UserError):
+            raise OperationError(f"The episode failed: {type(outcome).__name__}: {outcome}") from outcome
+        if isinstance(outcome, UserError):
+            raise outcome
+        return outcome
+
+
+class _ToldTools:
+    """`Tools` whose calls are told."""
+
+    def __init__(self, tools: Sandbox, tell: Tell) -> None:
+        self._tools, self._tell = tools, tell
+
+    async def call(self, name: str, *args: Any, **named: Any) -> ToolResult:
+        given = [*map(answers.shown, args), *(f"{key}={answers.shown(value)}" for key, value in named.items())]
+        return self._told(f"{name}({', '.join(given)})", await self._tools.call(name, *args, **named))
+
+    async def python(self, code: str) -> ToolResult:
+        return self._told(f"python:\n{code}\n", await self._tools.python(code))
+
+    def _told(self, call: str, result: ToolResult) -> ToolResult:
+        self._tell("tool", f"{call} -> {result.outcome} after {result.seconds:.3f} s: {result.value}")
+        return result
