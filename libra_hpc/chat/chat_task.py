@@ -32,8 +32,9 @@ from .tool_methods import BAD_CALL, MARK, BadCall, answer_text, find_tool, tool_
 def tool(function: Any = None, *, timeout_s: float | None = None) -> Any:
     """Make ``async def name(self, box, argument: TYPE, ...) -> str`` of a `ChatTask` a tool: ``@tool``, ``@tool(...)``.
 
-    Its docstring is what the policy reads. `ValueError` is an answer too, for arguments that make no sense.
-    ``timeout_s`` is the most seconds of a call, waits for a free tool process included.
+    ``row``, ``box`` and ``chat`` are the episode's, and may be left out. The docstring is what the policy reads.
+    `ValueError` is an answer too, for arguments that make no sense. ``timeout_s`` is the most seconds of a call, waits
+    for a free tool process included.
     """
     if function is None:
         return partial(tool, timeout_s=timeout_s)
@@ -130,7 +131,7 @@ class ChatEpisode(Episode):
         self.prompt_id, self._row, self._environment, self._made = prompt_id, row, environment, environment.made
         self._dialect = environment.choice.dialect
         self.max_tokens, self.stop_ids = self._made.max_tokens, self._dialect.stop_ids
-        self._box: Tools
+        self._box: Tools | None = None
 
     async def start(self, tools: Tools) -> None:
         self._box = tools
@@ -157,7 +158,8 @@ class ChatEpisode(Episode):
         return await self._end(tools)
 
     async def close(self, why: Why) -> None:
-        await self._made.close(self._row, self._box)
+        if self._box is not None:
+            await self._made.close(self._row, self._box)
 
     async def _answers(self, turn: PolicyTurn, box: Tools) -> tuple[list[Message], list[tuple[str, ToolResult]]]:
         """Messages that follow a turn, and what its calls returned by the name of the tool; sets ``chat.stop``."""
@@ -190,7 +192,8 @@ class ChatEpisode(Episode):
                 self.chat.bad_calls += 1
                 running.append(_refused(f"error: {error}"))
             else:
-                running.append(method.run(self._made, box, arguments))
+                given = {"row": self._row, "box": box, "chat": self.chat}
+                running.append(method.run(self._made, given, arguments))
         results: list[Any] = await asyncio.gather(*running, return_exceptions=True)  # none is left behind
         for result in results:
             if isinstance(result, BaseException):

@@ -17,6 +17,8 @@ from .dialects import ToolCall
 
 MARK = "libra_hpc_tool_timeout_s"
 """Attribute of a method that is a tool."""
+GIVEN = ("row", "box", "chat")
+"""Arguments that the episode gives, by name; all others are the policy's."""
 BAD_CALL = "bad_call"
 """Name, in signals, of calls that reach no tool: what the policy wrote would be a name of its own each time."""
 
@@ -33,8 +35,9 @@ class ToolMethod:
         if not inspect.iscoroutinefunction(function):
             raise _mistake(owner, name, "it is no coroutine function")
         try:
-            taken = list(inspect.signature(function, eval_str=True).parameters.values())[2:]
-            fields = [_field(one) for one in taken]
+            taken = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+            self._given = [one.name for one in taken if one.name in GIVEN]
+            fields = [_field(one) for one in taken if one.name not in GIVEN]
             self._arguments = msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
             parts = msgspec.json.schema_components([self._arguments])[1]
         except (TypeError, NameError, ValueError) as error:
@@ -63,13 +66,13 @@ class ToolMethod:
             raise BadCall(str(error)) from error
         return {name: getattr(found, name) for name in self._arguments.__struct_fields__}
 
-    async def run(self, task: Any, box: Any, arguments: Mapping[str, Any]) -> ToolResult:
-        """Call the method. `ValueError`, and no answer in time, are answers; any other exception is the task's."""
+    async def run(self, task: Any, given: Mapping[str, Any], arguments: Mapping[str, Any]) -> ToolResult:
+        """Call the method of ``task``. `ValueError` and no answer in time are answers, others are the task's defects."""
         started = time.perf_counter()
         outcome, value = "ok", None
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
-                value = await self._function(task, box, **arguments)
+                value = await self._function(task, **{name: given[name] for name in self._given}, **arguments)
         except ValueError as error:
             outcome, value = "error", f"error: {error}"
         except TimeoutError:
@@ -110,5 +113,5 @@ def _field(one: inspect.Parameter) -> tuple[Any, ...]:
 
 
 def _mistake(owner: str, name: str, why: str) -> Exception:
-    valid = "async def NAME(self, box, argument: TYPE, ...) -> str"
+    valid = "async def NAME(self, box, ARGUMENT: TYPE, ...) -> str"
     return invalid("task.name", f"{owner}.{name}", f"not a tool ({why})", valid)

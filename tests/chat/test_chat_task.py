@@ -54,15 +54,16 @@ class Desk(ChatTask):
         return "awake"
 
     @tool
-    async def halve(self, box: Any, number: int, times: int = 1) -> dict[str, float]:
+    async def halve(self, number: int, times: int = 1) -> dict[str, float]:
         """Halve."""
         if number % 2:
             raise ValueError(f"{number} is odd")
         return {"half": number / 2**times}
 
     @tool
-    async def shell(self, box: Any) -> ToolResult:
+    async def shell(self, chat: Chat, row: dict[str, str]) -> ToolResult:
         """Run."""
+        assert chat.messages[0]["content"] == row["prompt"]
         return ToolResult("error", "no such file", 1.5, exit_code=2)
 
     @tool
@@ -108,7 +109,8 @@ def contents(episode: ChatEpisode) -> list[str]:
 def test_the_policy_reads_name_docstring_and_types(tokenizer: TaskTokenizer) -> None:
     made = Desk(tokenizer).make({})
     assert isinstance(made, ChatEnvironment)
-    shown = {one["function"]["name"]: one["function"] for one in made.schemas}
+    schemas: list[Any] = made.schemas
+    shown = {one["function"]["name"]: one["function"] for one in schemas}
     assert list(shown) == ["meet", "sleep", "halve", "shell", "broken"]
     assert shown["meet"]["description"] == "Wait for another one.\n\nBoth must come."
     assert shown["meet"]["parameters"]["properties"] == {"name": {"type": "string", "description": "who"}}

@@ -90,7 +90,7 @@ def test_a_renderer_that_changes_a_sampled_turn_fails_the_trajectory(
     bridge = dialect._renderer.bridge_to_next_turn
 
     def trimming(before: list[int], sampled: list[int], *rest: object, **named: object) -> object:
-        return bridge(before, [one for one in sampled if one != said[1]], *rest, **named)  # type: ignore[arg-type]
+        return bridge(before, [one for one in sampled if one != said[1]], *rest, **named)
 
     monkeypatch.setattr(dialect._renderer, "bridge_to_next_turn", trimming)
     said = tokenizer.encode("One two three<|im_end|>")
