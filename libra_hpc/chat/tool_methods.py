@@ -67,7 +67,7 @@ class ToolMethod:
         return {name: getattr(found, name) for name in self._arguments.__struct_fields__}
 
     async def run(self, task: Any, given: Mapping[str, Any], arguments: Mapping[str, Any]) -> ToolResult:
-        """Call the method of ``task``. `ValueError` and no answer in time are answers, others are the task's defects."""
+        """Call the method of ``task``. `ValueError` and no answer in time are answers; others are defects."""
         started = time.perf_counter()
         outcome, value = "ok", None
         try:
