@@ -21,6 +21,7 @@ from typing import Any
 from libra_hpc.protocol.env import Signal
 from libra_hpc.tasks.base import Episode, PolicyTurn, Task, TaskMaker, ToolResult, Tools, Turn, Why
 from libra_hpc.tasks.chat_template import Message
+from libra_hpc.tasks.rows import Rows, open_rows, row_at
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from libra_hpc.tasks.tool_outcome import signal_of
 
@@ -67,7 +68,7 @@ class Chat:
 
 
 class ChatTask(TaskMaker):
-    """Write `row` and `reward`, tools if any; `open`, `answer` and `close` may await. ``box`` runs code (`Tools`)."""
+    """Write `reward`, tools if any, and `row` unless the run file has ``task.data``. ``box`` runs code (`Tools`)."""
 
     tools: Mapping[str, Callable[..., Any]] = {}
     """Functions for ``box.call``: see `Task`."""
@@ -77,16 +78,20 @@ class ChatTask(TaskMaker):
     max_tokens: int = 1024
     """Most generated tokens of one turn."""
 
-    def __init__(self, tokenizer: TaskTokenizer, *, seed: int = 0) -> None:
-        self.tokenizer, self.seed = tokenizer, seed
+    def __init__(self, tokenizer: TaskTokenizer, *, seed: int = 0, data: str = "", prompt: str = "prompt") -> None:
+        self.tokenizer, self.seed, self.prompt = tokenizer, seed, prompt
+        self.rows: Rows | None = open_rows(data) if data or type(self).row is ChatTask.row else None
 
-    @abstractmethod
     def row(self, index: int) -> Any:
-        """Row ``index`` (>= 0, any size) of the data order: the same for all samples of a prompt."""
+        """Row ``index`` (>= 0, any size) of the data order: the same for all samples of a prompt. By default those of
+        ``task.data``, in an order of its own in each epoch.
+        """
+        assert self.rows is not None
+        return self.rows[row_at(index, len(self.rows), self.seed)[1]]
 
     async def open(self, row: Any, box: Tools) -> str | list[Message]:
-        """The prompt: text of the user, or messages. The default is ``row["prompt"]``."""
-        prompt: str | list[Message] = row["prompt"]
+        """The prompt: text of the user, or messages. The default is the column ``task.prompt``."""
+        prompt: str | list[Message] = row[self.prompt]
         return prompt
 
     async def answer(self, row: Any, chat: Chat, box: Tools) -> str | None:
@@ -202,12 +207,9 @@ class ChatEpisode(Episode):
         return list(zip(names, results, strict=True))
 
     async def _end(self, box: Tools) -> Turn:
-        found = await self._made.reward(self._row, self.chat, box)
-        parts = dict(found) if isinstance(found, Mapping) else {"reward": found}
-        reward = parts.pop("reward") if "reward" in parts else sum(parts.values())
         chat = self.chat
-        counts = {"turns": chat.turns, "tool_calls": chat.tool_calls, "bad_calls": chat.bad_calls}
-        return Turn(done=True, reward=reward, info={**counts, **parts})
+        found = await self._made.reward(self._row, chat, box)
+        return Turn.end(found, turns=chat.turns, tool_calls=chat.tool_calls, bad_calls=chat.bad_calls)
 
 
 async def _refused(text: str) -> ToolResult:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -202,6 +204,31 @@ def test_a_turn_that_ends_inside_its_thinking_goes_on_exactly(tokenizer: TaskTok
     said = tokenizer.encode("<think>\nHm.<|im_end|>")
     delta = dialect.delta(tokenizer.encode("<|im_start|>assistant\n"), said, [{"role": "user", "content": "Well?"}], [])
     assert tokenizer.decode(delta) == "\n<|im_start|>user\nWell?<|im_end|>\n<|im_start|>assistant\n"
+
+
+class Rowed(ChatTask):
+    """Everything but the reward comes from the run file."""
+
+    async def reward(self, row: Any, chat: Chat, box: Any) -> float:
+        return float(row["answer"] in chat.text)
+
+
+def test_rows_and_prompts_are_those_of_the_run_file(tokenizer: TaskTokenizer, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"ask": f"q{i}", "answer": f"a{i}"}) + "\n" for i in range(5)))
+    environment = Rowed(tokenizer, seed=3, data=str(file), prompt="ask").make({})
+
+    async def reward(index: int, said: str) -> tuple[str, float]:
+        episode, box = environment.open(index, 0, 0.0), Box(random.Random(0))
+        await episode.start(box)
+        turn = await episode.step(PolicyTurn(tokenizer.encode(said + "<|im_end|>")), box)
+        return tokenizer.decode(episode.prompt), turn.reward
+
+    found = [asyncio.run(reward(index, "a0 a1")) for index in range(5)]
+    assert sorted(re.findall(r"user\n(q\d)<", prompt)[0] for prompt, _ in found) == [f"q{i}" for i in range(5)]
+    assert sum(reward for _, reward in found) == 2.0
+    with pytest.raises(UserError, match=r"task.data = '': not given"):
+        Rowed(tokenizer)
 
 
 def test_tools_that_cannot_be_described_are_a_mistake_in_one_sentence(tokenizer: TaskTokenizer) -> None:

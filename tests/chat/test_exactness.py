@@ -104,5 +104,6 @@ def test_a_context_is_what_was_sampled_and_what_the_template_writes(family: Fami
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("family", ["library", "template"], indirect=True)
 def test_ten_thousand_conversations_are_exact(family: Family) -> None:
-    print(play_many(family, 10_000))
+    play_many(family, 10_000)
