@@ -95,14 +95,11 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     model = str(Path(config.model.path).absolute()) if config.model.path else ""
     warm_start = str(Path(config.rollout.warm_start).absolute()) if config.rollout.warm_start else ""
     data = str(Path(config.task.data).absolute()) if config.task.data else ""
-    compute = config.compute
-    python = compute.python
-    if compute.container == "none" and os.sep in python:
-        python = str(Path(python).expanduser().absolute())
-    elif compute.container == "none" and python:
-        python = shutil.which(python) or python
-    image = compute.image
-    if compute.container == "apptainer" and image and "://" not in image:
+    python, command = config.compute.python, config.notify.command
+    if config.compute.container == "none":
+        python, command = _program(python), [*map(_program, command[:1]), *command[1:]]
+    image = config.compute.image
+    if config.compute.container == "apptainer" and image and "://" not in image:
         image = str(Path(image).expanduser().absolute())
     template = config.slurm.template
     folder = _run_folder(config.run.dir)
@@ -110,6 +107,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         run={"dir": str(folder)},
         slurm={"template": str(Path(template).expanduser().absolute()) if template else ""},
         compute={"python": python, "image": image},
+        notify={"command": command},
         model={"path": model},
         task={"name": absolute(config.task.name), "data": data, "reward": absolute(config.task.reward)},
         algorithm={"advantage": absolute(config.algorithm.advantage), "loss": absolute(config.algorithm.loss)},
@@ -117,6 +115,13 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         planner=_absolute(config.planner),
         simulated=_absolute(config.simulated),
     )
+
+
+def _program(given: str) -> str:
+    """The path of a program, where it is found."""
+    if os.sep in given:
+        return str(Path(given).expanduser().absolute())
+    return shutil.which(given) or given
 
 
 def _run_folder(given: str) -> Path:

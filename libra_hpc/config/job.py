@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -134,6 +134,16 @@ class ComponentsSection(Section):
     train: Component = Component()
     hybrid: HybridComponent = HybridComponent()
     rollout: Component = Component()
+
+
+class NotifySection(Section):
+    """``[notify]``: a command that tells somebody what became of a run."""
+
+    command: list[Annotated[str, Field(pattern=r"^[^\x00]+$")]] = []
+    """Program and arguments, run without a shell on the node of rank 0. It gets one argument more, the alert in one
+    line, and the event as JSON on stdin. After 10 s it is killed. Empty: nobody is told."""
+    on: list[Literal["completed", "failed", "guard", "stalled"]] = ["completed", "failed", "guard", "stalled"]
+    """What it tells: the end of the run, a guard of learning that notices or pauses, or a step that is late."""
 
 
 class DeadlinesSection(Section):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from .compute import ComputeSection
-from .job import ComponentsSection, DeadlinesSection, RunSection, SlurmSection, TrackSection
+from .job import ComponentsSection, DeadlinesSection, NotifySection, RunSection, SlurmSection, TrackSection
 from .learn import (
     AlgorithmSection,
     ChatSection,
@@ -38,6 +38,7 @@ class RunConfig(Section):
     planner: PlannerSection = PlannerSection()
     checkpoint: CheckpointSection = CheckpointSection()
     deadlines: DeadlinesSection = DeadlinesSection()
+    notify: NotifySection = NotifySection()
     track: TrackSection = TrackSection()
     simulated: SimulatedSection = SimulatedSection()
 

@@ -282,7 +282,7 @@ class Coordinator:
 
     def _check_progress(self, now: float) -> None:
         seen, nodes, notices = self._observations, self._nodes, self._records.notices(now)
-        self._late = ""
+        was_late, self._late = self._late, ""
         if nodes.pool is None or self._ending.over:
             return
         limits, least_s = self._config.deadlines, 0.0
@@ -302,6 +302,8 @@ class Coordinator:
             waits_for=waits_for(nodes.pool, seen.report, notices),
         )
         self._late = self._ladder.late(run, now - self._stepped_at)
+        if self._late and not was_late:
+            self._event("step_late", step=self._step, reason=self._late)
         rung = self._ladder.evaluate(run, now)
         if rung is None:
             return

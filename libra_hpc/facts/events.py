@@ -5,7 +5,8 @@ A line has ``t`` (epoch seconds), ``kind`` and the kind's own fields.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 
 class EventKind(NamedTuple):
@@ -18,10 +19,12 @@ class EventKind(NamedTuple):
     """Whether the report lists it under failures and restarts."""
     notice: bool = False
     """Whether its reason belongs on the status screen for a while."""
+    alert: str = ""
+    """Which alert of ``notify.on`` it is; ``end``: that of the run's state."""
 
 
-def _fault(kind: str, meaning: str, fields: str, notice: bool = False) -> EventKind:
-    return EventKind(kind, meaning, fields, fault=True, notice=notice)
+def _fault(kind: str, meaning: str, fields: str, notice: bool = False, alert: str = "") -> EventKind:
+    return EventKind(kind, meaning, fields, fault=True, notice=notice, alert=alert)
 
 
 RUN = (
@@ -32,8 +35,10 @@ RUN = (
     _fault(
         "stop_requested", "The run saves and stops: a signal, a request, its time limit, or a guard", "signal reason"
     ),
-    _fault("job_finished", "The attempt ended", "state message step"),
+    _fault("step_late", "No step was committed for half of its limit", "step reason", alert="stalled"),
+    _fault("job_finished", "The attempt ended", "state message step", alert="end"),
     EventKind("job_requeued", "Slurm queues the job again", "reason step"),
+    _fault("alert_failed", "The command of `[notify]` failed", "reason", notice=True),
 )
 NODES = (
     EventKind("node_state", "A node changed its state", "rank state was"),
@@ -94,7 +99,7 @@ ROLLOUT = (
 )
 TRAINING = (
     _fault("update_skipped", "An update that is not finite was left out", "step reason", notice=True),
-    _fault("learning_notice", "A guard of learning began to hold", "step good_step reason", notice=True),
+    _fault("learning_notice", "A guard of learning began to hold", "step good_step reason", notice=True, alert="guard"),
     _fault("export_failed", "Weights could not be exported", "step reason", notice=True),
     EventKind("weights_applied", "An engine samples from new weights", "rank engine version seconds"),
     _fault("weights_stalled", "Weights are late", "version received reason", notice=True),
@@ -120,3 +125,12 @@ EVENTS = {one.kind: one for one in (*RUN, *NODES, *PLANNER, *ENGINES, *ROLLOUT, 
 def in_words(kind: str) -> str:
     """``engine_lost`` as ``engine lost``."""
     return kind.replace("_", " ")
+
+
+def alert_of(event: Mapping[str, Any]) -> str:
+    """Which alert of ``notify.on`` an event is; empty: none."""
+    kind = EVENTS.get(event["kind"])
+    if kind is None or kind.alert != "end":
+        return "" if kind is None else kind.alert
+    # Only guards pause a run.
+    return {"completed": "completed", "failed": "failed", "paused": "guard"}.get(event["state"], "")

@@ -26,7 +26,7 @@ from libra_hpc.slurm.queue.query import slurm_seconds
 
 from .field_names import naming, reading
 from .gpu_memory import GpuMemory, check_cpus, check_memory, rollout_nodes
-from .job_checks import cache_fits, own_variables, sane_sizes, set_up_parses
+from .job_checks import alerts_can_be_sent, cache_fits, own_variables, sane_sizes, set_up_parses
 from .named_files import check_function, check_planner_files, check_run_dir, check_task, read_model_config
 from .train_worlds import (
     context_ranks_have_tokens,
@@ -74,6 +74,7 @@ class CheckedModel(NamedTuple):
 def check_files(config: RunConfig) -> None:
     """Raise the first mistake in the files that a run file names: run directory, task, and the policy's folder."""
     _raise_first(set_up_parses(config))
+    _raise_first(alerts_can_be_sent(config))
     with reading("run.dir", config.run.dir):
         check_run_dir(config)
     if path := config.rollout.warm_start:

@@ -223,6 +223,9 @@ RUN_FILE = [
     ("slurm.extra=['-G8']", "slurm.extra[0] = '-G8': libra-hpc sets -G itself; valid: components.*.gpus."),
     ("slurm.extra=['']", "slurm.extra[0] = '': not an sbatch option; valid: one option such as '--exclusive'."),
     ("slurm.mpi=PMI2", "slurm.mpi = 'PMI2': no Slurm has such an MPI plugin (PyPI's mpich needs pmi2, Open MPI pmix);"),
+    ("notify.command=['no-such-program']", "notify.command = 'no-such-program': no such command; valid: a list: an"),
+    ("notify.command=['./run.toml']", "run.toml': no executable file"),
+    ("notify.on=['paused']", "notify.on.0 = 'paused': unknown value; valid: completed, failed, guard, stalled."),
     ("slurm.mpi=pmix_v3", f"slurm.mpi = 'pmix_v3': {sys.executable} has PyPI's mpich, which needs 'pmi2':"),
     ("slurm.gpu_option=--gres=gpu:{typ}:{gpus}", "slurm.gpu_option = '--gres=gpu:{typ}:{gpus}': malformed; valid: a"),
     ("slurm.gpu_option=gres=gpu:{gpus}", "slurm.gpu_option = 'gres=gpu:{gpus}': malformed; valid: a string matching"),
@@ -587,11 +590,7 @@ TASKS = {
     "a constructor without options": ("self, tokenizer, *, seed=0, size=1", "self", "task.options = {}: Mine does not"),
     "an option that must be given": ("size=1", "size", "missing 1 required keyword-only argument: 'size'"),
     "its open": ("        return Play()", "        return 1 / 0", "its open fails (ZeroDivisionError: division"),
-    "an open without an episode": (
-        "return Play()",
-        "return None",
-        "its open fails (TypeError: open returned a None",
-    ),
+    "an open without an episode": ("return Play()", "return None", "its open fails (TypeError: open returned a None"),
     "an open that is async": (
         "    def open",
         "    async def open",
