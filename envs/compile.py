@@ -1,4 +1,4 @@
-"""Compile the scheduler with mypyc: ``python -m libra_hpc_envs.compile [--quiet]``, with the extra ``compile``.
+"""Compile scheduler and simulator with mypyc: ``python -m libra_hpc_envs.compile [--quiet]``, extra ``compile``.
 
 `libra_hpc.compiled` names the modules and finds the build.  The build is made in a temporary folder and renamed into
 place, so it is complete or absent; builds of other sources are removed.  Takes half a minute of one core.
@@ -72,14 +72,12 @@ def _build(scratch: Path) -> Path:
             f"the scheduler was not compiled: {missing} is not there; on Debian: apt-get install gcc python3-dev"
         )
     # A copy: mypy takes package names from folders, and rejects sources in site-packages.
-    shutil.copytree(
-        compiled.SOURCES.parents[1], scratch / "libra_hpc", ignore=shutil.ignore_patterns("__pycache__", "tables")
-    )
+    shutil.copytree(compiled.SOURCES, scratch / "libra_hpc", ignore=shutil.ignore_patterns("__pycache__", "tables"))
     print("compiling the scheduler (half a minute) ...", flush=True)
     before = Path.cwd()
     os.chdir(scratch)
     try:
-        sources = [f"libra_hpc/policies/scheduling/{name}.py" for name in compiled.MODULES]
+        sources = [f"libra_hpc/{name}.py" for name in compiled.MODULES]
         extensions = mypycify(
             ["--config-file=", "--ignore-missing-imports", f"--cache-dir={scratch}/cache", *sources],
             group_name=GROUP,
@@ -96,7 +94,7 @@ def _build(scratch: Path) -> Path:
         raise CompileError(f"the scheduler was not compiled: {type(error).__name__}: {error}") from error
     finally:
         os.chdir(before)
-    return scratch / "lib" / "libra_hpc" / "policies" / "scheduling"
+    return scratch / "lib" / "libra_hpc"
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
 - ``login``, ``cpu``: complete and pinned -> ``pip --no-deps``, so no dependency brings CUDA builds to a CPU machine.
 - ``cuda``: dependencies differ with the driver -> pip resolves them.
-- ``--extra compile`` -> the scheduler is compiled too (`compile.py`).
+- ``--extra compile`` -> scheduler and simulator are compiled too (`compile.py`).
 - The stamp in the environment matches the hash of pins, Python and checkout -> nothing is installed.
 
 Standard library only: this file runs before anything is installed.

@@ -1,13 +1,13 @@
-"""Finds the compiled modules of the scheduler, if there is a build of exactly these sources.
+"""Finds the compiled modules of scheduler and simulator, if there is a build of exactly these sources.
 
 mypyc compiles the typed modules to C; `libra_hpc_envs.compile` makes the build.  Decisions are the same to the last bit
 and take a third of the time.  A build is a folder of extension modules below the environment's prefix.  Its name has a
 hash of the sources and the interpreter, so a build may be missing but is never stale.
 
-- A build with that name exists -> `libra_hpc.policies.scheduling` imports from it.
+- A build with that name exists -> the packages of `MODULES` import from it.
 - It does not, or ``LIBRA_HPC_INTERPRETED`` is set (debuggers) -> the sources run.
 
-Imports the standard library only: it runs before the first module of `libra_hpc.policies.scheduling`.
+Imports the standard library only: it runs before the first of these modules.
 """
 
 from __future__ import annotations
@@ -19,24 +19,35 @@ import sysconfig
 from pathlib import Path
 
 MODULES = (
-    "linear",
-    "cmlfq/survival",
-    "cmlfq/blend",
-    "cmlfq/signal_effect",
-    "cmlfq/signals",
-    "cmlfq/groups",
-    "cmlfq/remaining_work",
-    "costs",
-    "concurrency",
-    "board",
-    "residency",
-    "engine_loads",
-    "cmlfq/cmlfq_reasons",
-    "cmlfq/causal_mlfq",
+    "policies/scheduling/linear",
+    "policies/scheduling/cmlfq/survival",
+    "policies/scheduling/cmlfq/blend",
+    "policies/scheduling/cmlfq/signal_effect",
+    "policies/scheduling/cmlfq/signals",
+    "policies/scheduling/cmlfq/groups",
+    "policies/scheduling/cmlfq/remaining_work",
+    "policies/scheduling/costs",
+    "policies/scheduling/concurrency",
+    "policies/scheduling/board",
+    "policies/scheduling/residency",
+    "policies/scheduling/engine_loads",
+    "policies/scheduling/cmlfq/cmlfq_reasons",
+    "policies/scheduling/cmlfq/causal_mlfq",
+    "policies/scheduling/dispatch",
+    "simulator/event_queue",
+    "simulator/stretch",
+    "simulator/timeline",
+    "simulator/engine/cache",
+    "simulator/engine/host_cache",
+    "simulator/engine/simulated_request",
+    "simulator/engine/engine_batch",
+    "simulator/engine/simulated_engine",
+    "simulator/simulated_trajectory",
+    "simulator/simulated_agents",
 )
-"""Modules of `libra_hpc.policies.scheduling`, as paths, that run for every turn or for every end of a trajectory."""
+"""Modules of `libra_hpc`, as paths, that run for every turn, end of a trajectory, or simulated step."""
 INTERPRETED = "LIBRA_HPC_INTERPRETED"
-SOURCES = Path(__file__).parent / "policies" / "scheduling"
+SOURCES = Path(__file__).parent
 BUILDS = Path(sys.prefix) / "share" / "libra-hpc"
 
 
@@ -56,7 +67,7 @@ def in_use() -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def use(path: list[str], part: str = "") -> None:
-    """Put the build, if any, first in ``path``: the ``__path__`` of the scheduler or of its ``part``."""
+def use(path: list[str], part: str) -> None:
+    """Put the build, if any, first in ``path``: the ``__path__`` of the package in the folder ``part``."""
     if (folder := in_use()) is not None:
         path.insert(0, str(folder / part))

@@ -2,4 +2,4 @@
 
 from libra_hpc import compiled
 
-compiled.use(__path__)
+compiled.use(__path__, "policies/scheduling")

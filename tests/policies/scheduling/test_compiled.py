@@ -86,8 +86,8 @@ def test_machine_code_decides_to_the_last_bit_what_the_sources_decide() -> None:
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the sources, and nothing built."""
-    folder = tmp_path / "libra_hpc" / "policies" / "scheduling"
-    shutil.copytree(compiled.SOURCES, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    folder = tmp_path / "libra_hpc"
+    shutil.copytree(compiled.SOURCES, folder, ignore=shutil.ignore_patterns("__pycache__", "tables"))
     monkeypatch.setattr(compiled, "SOURCES", folder)
     monkeypatch.setattr(compiled, "BUILDS", tmp_path / "builds")
     monkeypatch.delenv(compiled.INTERPRETED, raising=False)
@@ -96,17 +96,17 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_build_is_used_for_its_own_sources_only(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = ["own"]
-    compiled.use(path)
+    compiled.use(path, "simulator/engine")
     assert path == ["own"], "nothing is built"
     build = compiled.build_folder()
     build.mkdir(parents=True)
-    compiled.use(path)
-    assert path == [str(build), "own"]
+    compiled.use(path, "simulator/engine")
+    assert path == [str(build / "simulator/engine"), "own"]
     monkeypatch.setenv(compiled.INTERPRETED, "1")
-    compiled.use(path)
+    compiled.use(path, "simulator/engine")
     assert len(path) == 2
     monkeypatch.delenv(compiled.INTERPRETED)
-    with (sources / "cmlfq/remaining_work.py").open("a") as edited:
+    with (sources / "policies/scheduling/cmlfq/remaining_work.py").open("a") as edited:
         edited.write("\n")
     assert not compiled.in_use(), "a build of other sources"
 

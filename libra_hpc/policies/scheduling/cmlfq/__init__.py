@@ -2,4 +2,4 @@
 
 from libra_hpc import compiled
 
-compiled.use(__path__, "cmlfq")
+compiled.use(__path__, "policies/scheduling/cmlfq")
