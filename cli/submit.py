@@ -2,7 +2,7 @@
 
 - Every check (`check_all`) passes before anything is written or queued.
 - ``--dry-run`` -> print the script and stop.
-- ``--until-done`` -> the job is queued again after its time limit.
+- ``--until-done`` -> the job is queued again after its time limit; with ``--wait`` a new one, where Slurm broke it.
 - ``components.split = "auto"`` -> print the planner's table first.
 """
 
@@ -128,7 +128,7 @@ def submit(
     else:
         announce(checked, run, queued, number, json=json)
     if wait:
-        finish(run, queued, quiet=parsable or json)
+        finish(run, queued, quiet=parsable or json, again=until_done)
 
 
 def told_apart(run_file: Path | None, sbatch: list[str], resume: str | None) -> tuple[Path | None, list[str]]:
@@ -289,10 +289,34 @@ def claimed(run: RunDir) -> HeldLease:
         raise OperationError(f"{run.leases} cannot be written: {error.strerror}.") from error
 
 
-def finish(run: RunDir, queued: str, *, quiet: bool) -> None:
-    """Follow the run to its end, show its summary, and exit with 0 or 1; an interrupt leaves the job alone."""
+def go_on(run: RunDir, reached: int) -> tuple[str, int]:
+    """Cancel what is left of a broken job, and queue the next attempt.
+
+    Returns its job id and the step of its checkpoint; no id where that is not beyond ``reached``, or is not wanted.
+    """
+    before, newest = Attempt.last(run), run.latest_checkpoint()
+    saved = 0 if newest is None else newest[0]
+    if saved <= reached or before.config.slurm.preempted == "stop":
+        return "", reached
+    jobs.cancel(run)
+    checked = check_all(before.resumed(()), slurm_required=True)
+    with claimed(run):
+        return queue(checked, run, before.number + 1), saved
+
+
+def finish(run: RunDir, queued: str, *, quiet: bool, again: bool = False) -> None:
+    """Follow the run to its end, show its summary, and exit with 0 or 1; an interrupt leaves the job alone.
+
+    ``again``: where Slurm broke the job, the next attempt follows, unless the one before saved nothing.
+    """
+    follower, reached = wait_silently if quiet else follow, -1
     try:
-        state = wait_silently(run) if quiet else follow(run)
+        while (state := follower(run)).broken and again:
+            follows, reached = go_on(run, reached)
+            if not follows:
+                break
+            print_note(f"job {queued}: {state.reason}; job {follows} goes on from step {reached}")
+            queued = follows
     except KeyboardInterrupt:
         print_note(
             f"job {queued} goes on; `libra-hpc status {run.name} --watch` shows it, `libra-hpc cancel {run.name}`"

@@ -53,7 +53,7 @@ class SlurmSection(Section):
     """Most times that the job is queued again after its time limit, until ``run.steps`` are trained
     (`libra-hpc submit --until-done`). Preemptions count too. 0: it ends, because every start is charged."""
     preempted: Literal["requeue", "stop"] = "requeue"
-    """Whether a preempted job is queued again, or one whose first node failed."""
+    """Whether a job is queued again after a preemption, or when it lost a node that its ranks need."""
     account: str = ""
     """Slurm account that is charged; empty: the user's default."""
     qos: str = ""
@@ -71,6 +71,9 @@ class SlurmSection(Section):
     template: str = ""
     """A site's own template of the batch script, a copy of ``sbatch/run.sbatch.j2`` with further lines (docs/site.md);
     empty: the built-in one."""
+    spare: int = Field(0, ge=0)
+    """Nodes more than the components have. Each replaces one that Slurm sets down, whatever it did: all ranks restart
+    on the nodes that are left. Needs components that agree in partition, account, QOS, constraint and GPUs."""
     gpu_option: str = Field(
         "--gres=gpu:{type}:{gpus}", pattern=r"^--[a-z-]+=[^\s{}]*(\{type\}[^\s{}]*)?\{gpus\}[^\s{}]*$"
     )
@@ -85,7 +88,7 @@ class SlurmSection(Section):
 
 
 class Component(Section):
-    """One component of the heterogeneous job. ``planner`` is rank 0 on one node, ``train`` nodes train, ``rollout``
+    """One component of the job. ``planner`` is rank 0 on one node, ``train`` nodes train, ``rollout``
     nodes generate, ``hybrid`` nodes move between both."""
 
     nodes: int = Field(1, ge=0, le=10_000)

@@ -16,15 +16,26 @@ PLAIN_CPUS, PLAIN_MEM = 1, "2G"
 _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
+SHARED = ("partition", "constraint", "reservation", "account", "qos", "gpus", "gpu_type", "extra")
+"""Keys in which the components of a plain job agree."""
+
+
 class HetGroup(NamedTuple):
-    """Nodes of the heterogeneous job that are requested together."""
+    """Nodes that are requested together: all of a plain job, or a component of a heterogeneous one."""
 
     name: str
     """The component whose nodes these are."""
     component: Component
     """With the nodes of this group alone."""
     ranks: tuple[str, ...]
-    """What each of its nodes runs, one agent each: component names."""
+    """What runs there, one agent each, in rank order: component names."""
+    first: int = 1
+    """Agents on its first node; the others have one each."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that have work; further ones are spare."""
+        return len(self.ranks) - self.first + 1
 
 
 def stages(config: RunConfig) -> dict[str, Component]:
@@ -35,17 +46,40 @@ def stages(config: RunConfig) -> dict[str, Component]:
 def het_groups(config: RunConfig) -> list[HetGroup]:
     """The groups of the job, in rank order.
 
-    A planner without a node of its own is an agent more on the first train node, which then is a group by itself.
+    - A planner without a node of its own is an agent more on the first train node.
+    - All groups have two nodes or more -> a heterogeneous job: Slurm keeps it when it sets a node down.
+    - One has a single node, or a spare is asked for, and they agree in `SHARED` -> a plain job, which Slurm keeps, too.
     """
     parts = config.components
     if parts.one_node:
         return [_one_node(config)]
-    groups = [HetGroup(name, component, (name,)) for name in COMPONENTS if (component := getattr(parts, name)).nodes]
-    if parts.planner.nodes:
-        return groups
-    first = HetGroup("train", parts.train.model_copy(update={"nodes": 1}), ("planner", "train"))
-    rest = HetGroup("train", parts.train.model_copy(update={"nodes": parts.train.nodes - 1}), ("train",))
-    return [first, *([rest] if rest.component.nodes else []), *groups[1:]]
+    groups = [
+        HetGroup(name, component, (name,) * component.nodes)
+        for name in COMPONENTS
+        if (component := getattr(parts, name)).nodes
+    ]
+    if not parts.planner.nodes and groups:
+        groups[0] = HetGroup("train", parts.train, ("planner", *groups[0].ranks), first=2)
+    alone = config.slurm.spare > 0 or any(group.nodes == 1 for group in groups)
+    return [_plain(groups, config.slurm.spare)] if alone and not differing(config) else groups
+
+
+def differing(config: RunConfig) -> tuple[str, ...]:
+    """The keys of `SHARED` in which components with nodes differ."""
+    parts = [part for name in COMPONENTS if (part := getattr(config.components, name)).nodes]
+    return tuple(key for key in SHARED if any(getattr(part, key) != getattr(parts[0], key) for part in parts))
+
+
+def _plain(groups: list[HetGroup], spare: int) -> HetGroup:
+    """One group with the nodes of all, each with the most CPUs and memory that any of them asks for."""
+    head, parts = groups[0], [group.component for group in groups]
+    ranks = tuple(rank for group in groups for rank in group.ranks)
+    update = {
+        "nodes": len(ranks) - head.first + 1 + spare,
+        "cpus": max(part.cpus for part in parts),
+        "mem": max((part.mem for part in parts), key=lambda mem: memory_mb(mem or PLAIN_MEM) or float("inf")),
+    }
+    return HetGroup("train", head.component.model_copy(update=update), ranks, head.first)
 
 
 def _one_node(config: RunConfig) -> HetGroup:
@@ -61,7 +95,7 @@ def _one_node(config: RunConfig) -> HetGroup:
         "mem": f"{int(sum(memory))}M" if all(memory) else "0",
     }
     ranks = ["planner", *(name for name in STAGES for _ in range(getattr(parts, name).nodes))]
-    return HetGroup("train", parts.train.model_copy(update=update), tuple(ranks))
+    return HetGroup("train", parts.train.model_copy(update=update), tuple(ranks), first=len(ranks))
 
 
 def first_gpu(config: RunConfig, rank: int) -> int:
@@ -73,7 +107,7 @@ def first_gpu(config: RunConfig, rank: int) -> int:
 
 def rank_components(config: RunConfig) -> list[str]:
     """Component of every rank."""
-    return [rank for group in het_groups(config) for _ in range(group.component.nodes) for rank in group.ranks]
+    return [rank for group in het_groups(config) for rank in group.ranks]
 
 
 def memory_mb(text: str) -> float:

@@ -37,7 +37,7 @@ from .guard_watch import ENDS, GuardWatch
 from .ladder import Ladder, Movement
 from .late_steps import waits_for
 from .live_planning import LivePlanning
-from .liveness import LostNode, discount, read_gone
+from .liveness import Gone, LostNode, discount, read_gone
 from .nodes import NodePool
 from .observations import Observations
 from .records import Records
@@ -94,7 +94,7 @@ class Coordinator:
         self._stepped_at = now
         self._late = ""
         """What a late step waits for, as a sentence."""
-        self._gone: dict[int, int] = {}
+        self._gone: dict[int, Gone] = {}
         self._job_id = ""
         self._asked_to_stop = False
         self._last_step = 0
@@ -268,9 +268,8 @@ class Coordinator:
             missing = [rank for rank, node in self._nodes.contacts.items() if not node.host]
             if waited_s > HELLO_S or any(rank in self._gone for rank in missing):
                 self._ending.fatal(f"no sign of life from rank(s) {missing} after {waited_s:.0f} s", "lost")
-        for lost in self._nodes.find_lost(self._gone, now) if self._nodes.pool is not None else ():
-            if lost.rank in self._context.layout.vital:
-                self._recover(lost.rank, lost.reason)
+        if self._nodes.pool is not None:
+            self._check_lost(now)
         if self._ending.saving_for == "cancelled" and (orphaned := self._context.fence.orphaned()):
             self._ending.stop(orphaned, ORPHAN_S, now, "orphaned")
         self._ending.check(now)
@@ -279,6 +278,12 @@ class Coordinator:
         self._check_time_limit(now)
         self._check_progress(now)
         self._settle()
+
+    def _check_lost(self, now: float) -> None:
+        for lost in self._nodes.find_lost(self._gone, now):
+            replaced = lost.down and self._given.spare > 0 and self._ending.saving_for is None
+            if replaced or lost.rank in self._context.layout.vital:
+                self._recover(lost.rank, lost.reason)
 
     def _check_progress(self, now: float) -> None:
         seen, nodes, notices = self._observations, self._nodes, self._records.notices(now)
@@ -359,8 +364,9 @@ class Coordinator:
     def _recover(self, rank: int, reason: str) -> None:
         """A leader or a part of the core is lost: the ranks end, as soon as training has saved if it can."""
         layout = self._context.layout
-        roles = {layout.train_leader: "leads training", layout.rollout_leader: "leads rollout"}
-        sentence = f"node {rank}, which {roles.get(rank, 'has a part of the trainers')}, was lost ({reason})"
+        roles = dict.fromkeys(layout.core, "has a part of the trainers")
+        roles |= {layout.train_leader: "leads training", layout.rollout_leader: "leads rollout"}
+        sentence = f"node {rank}, which {roles.get(rank, 'a spare node replaces')}, was lost ({reason})"
         if rank in layout.core:
             self._ending.fatal(sentence, "lost")
         elif self._ending.save_and_restart(sentence, time.time()):

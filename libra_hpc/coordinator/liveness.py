@@ -50,19 +50,30 @@ class LostNode(NamedTuple):
     rank: int
     reason: str
     silent_s: float
+    down: bool = False
+    """Slurm has taken the node from the job."""
+
+
+class Gone(NamedTuple):
+    """What the launcher saw of an agent that ended."""
+
+    pid: int
+    why: str = ""
+    """Of a node that Slurm set down."""
 
 
 def lost_nodes(
-    nodes: Mapping[int, NodeContact], own: int, leaders: Collection[int], gone: Mapping[int, int], now: float
+    nodes: Mapping[int, NodeContact], own: int, leaders: Collection[int], gone: Mapping[int, Gone], now: float
 ) -> list[LostNode]:
-    """Nodes lost at epoch time ``now``; ``gone``: process ids by rank whose end the launcher saw."""
+    """Nodes lost at epoch time ``now``; ``gone``: what the launcher saw, by rank."""
     found = []
     for rank, node in nodes.items():
         if rank == own or not node.pid:
             continue
         silent_s = now - node.seen
-        if gone.get(rank) == node.pid:
-            found.append(LostNode(rank, "its agent's process ended", silent_s))
+        if rank in gone and gone[rank].pid == node.pid:
+            why = gone[rank].why
+            found.append(LostNode(rank, why or "its agent's process ended", silent_s, down=bool(why)))
         elif silent_s >= (LEADER_LOST_S if rank in leaders else HEARTBEAT_LOST_S):
             found.append(LostNode(rank, f"no heartbeat for {silent_s:.0f} s", silent_s))
     lost = {node.rank for node in found}
@@ -95,13 +106,14 @@ def discount(nodes: Mapping[int, NodeContact], slept_s: float, planned_s: float,
     return stall
 
 
-def read_gone(prefix: Path) -> dict[int, int]:
-    """Process ids by rank, from the files the launcher left; none where they cannot be read."""
+def read_gone(prefix: Path) -> dict[int, Gone]:
+    """Agents that ended, by rank, from the files the launcher left; none where they cannot be read."""
     found = {}
     with contextlib.suppress(OSError):
         for path in prefix.parent.glob(f"{prefix.name}*"):
             with contextlib.suppress(OSError):
-                number, text = path.name.removeprefix(prefix.name), path.read_text(errors="replace").strip()
-                if number.isdecimal() and text.isdecimal():
-                    found[int(number)] = int(text)
+                number = path.name.removeprefix(prefix.name)
+                pid, _, why = path.read_text(errors="replace").strip().partition("\n")
+                if number.isdecimal() and pid.isdecimal():
+                    found[int(number)] = Gone(int(pid), why)
     return found

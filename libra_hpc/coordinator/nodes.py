@@ -19,7 +19,7 @@ from libra_hpc.policies.pool.readmission import Readmission
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineKind
 
-from .liveness import LostNode, NodeContact, lost_nodes
+from .liveness import Gone, LostNode, NodeContact, lost_nodes
 
 
 class NodePool:
@@ -176,15 +176,20 @@ class NodePool:
         for rank in self.contacts:
             self._context.send(rank, message)
 
-    def find_lost(self, gone: Mapping[int, int], now: float) -> list[LostNode]:
-        """Find the nodes that are lost now and announce them; ``gone`` as in `lost_nodes`."""
+    def find_lost(self, gone: Mapping[int, Gone], now: float) -> list[LostNode]:
+        """Find the nodes that are lost now and announce them; ``gone`` as in `lost_nodes`.
+
+        One that fell silent before is found again while it is down: Slurm may notice minutes later, and a spare node
+        can replace it only then.
+        """
         assert self.pool is not None
         layout, found = self._context.layout, []
         for node in lost_nodes(self.contacts, self._context.rank, layout.vital, gone=gone, now=now):
-            if self.pool.nodes[node.rank].state is states.NodeState.LOST:
-                continue
-            self.lose(node, now)
-            found.append(node)
+            new = self.pool.nodes[node.rank].state is not states.NodeState.LOST
+            if new:
+                self.lose(node, now)
+            if new or (node.down and node.rank not in layout.vital):
+                found.append(node)
         return found
 
     def lose(self, node: LostNode, now: float) -> None:

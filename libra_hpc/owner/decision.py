@@ -7,6 +7,8 @@
 - A part was lost, rank 0 ended without a word, or an agent has a defect -> ``restart``, as often as allowed.
 - The same defect at the same step as before -> ``fail``.
 - The ranks did not meet -> ``repeat``, at most `START_TRIES` starts in a row.
+- A start would follow, but Slurm has taken nodes from the job -> ``requeue`` where ``slurm.preempted`` allows it.
+- Slurm takes the job apart: it queues components of one node again, and ends the others -> the same.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ class Limits(NamedTuple):
     """``slurm.restarts``."""
     requeues: int = 0
     """``slurm.requeues``."""
+    requeue: bool = False
+    """``slurm.preempted``: whether the job may be queued again for another reason than its time limit."""
 
 
 class RanksEnded(NamedTuple):
@@ -53,6 +57,10 @@ class RanksEnded(NamedTuple):
     """Why the ranks did not meet, or rank 0 ended, as far as logs tell."""
     step: int = 0
     """Of the newest checkpoint."""
+    short: str = ""
+    """Why the job has fewer nodes than its ranks need; empty where it has enough."""
+    broken: str = ""
+    """Why Slurm takes the job apart; empty where it does not."""
 
 
 class SoFar(NamedTuple):
@@ -85,6 +93,24 @@ class OwnerDecision(NamedTuple):
 
 def decide(ended: RanksEnded, so_far: SoFar, limits: Limits) -> OwnerDecision:
     """See the module docstring."""
+    decision = _in_this_job(ended, so_far, limits)
+    starts = decision.word in ("restart", "repeat")
+    if ended.broken and not ended.asked and (starts or decision.state in ("cancelled", "time_limit")):
+        lost, follows = ended.broken, "Slurm ends a job with a component of one node, so it is queued again"
+    elif ended.short and starts:
+        lost, follows = ended.short, "without a spare node the job is queued again"
+    else:
+        return decision
+    # A signal says nothing: that is how Slurm ends the job.
+    reason = decision.reason if starts else lost
+    reason = reason if lost in reason else f"{reason}; {lost}"
+    if limits.requeue:
+        return OwnerDecision("requeue", f"{reason}; {follows}", "cancelled")
+    return OwnerDecision("fail", f"{reason}; slurm.preempted is stop: continue with --resume")
+
+
+def _in_this_job(ended: RanksEnded, so_far: SoFar, limits: Limits) -> OwnerDecision:
+    """What follows where the job has all its nodes."""
     record = ended.record
     why, sentence = ("", "") if record is None else (record.why, record.sentence)
     if (final := STOPS.get(why)) is not None:

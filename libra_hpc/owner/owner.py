@@ -6,6 +6,7 @@
 - Rank 0 lives -> rank 0 writes status and events.  None lives -> the owner does, into blocks that it reserved.
 - A rank ends before all have met -> the others are killed after `EARLY_S`, and the start is repeated with its cause.
 - A rank outlives rank 0, or the record that it left, by `STRAGGLERS_S` -> SIGKILL.
+- Slurm takes the job apart -> SIGKILL at once: there is time to queue it again, and for no save.
 - This process is killed -> the ranks save and end (`Fence.orphaned`).
 """
 
@@ -17,6 +18,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from operator import sub
 from pathlib import Path
 from typing import Protocol
 
@@ -51,6 +53,8 @@ class Ranks(Protocol):
     size: int
     gone: set[int]
     """Those that have ended."""
+    down: dict[str, str]
+    """Nodes that Slurm has set down, with the sentence that names the reason."""
 
     def poll(self) -> bool: ...
     def signal(self, name: str) -> None: ...
@@ -78,7 +82,8 @@ class EndPatience:
 class RunOwner:
     def __init__(self, run: RunDir, options: argparse.Namespace, lease: HeldLease, signals: Sequence[str]) -> None:
         self._run, self._attempt, self._options, self._signals = run, options.attempt, options, signals
-        self._lease, self._limits = lease, Limits(options.restarts, options.requeues)
+        self._lease, self._limits = lease, Limits(options.restarts, options.requeues, options.requeue)
+        self._down: dict[str, str] = {}
         self._records = OwnerRecords(run, options.attempt)
         requeued = int(os.environ.get("SLURM_RESTART_COUNT") or 0) if options.slurm else 0
         self._so_far = SoFar(requeued=requeued, idle=self._records.idle())
@@ -141,12 +146,14 @@ class RunOwner:
         if not self._signals:
             self._records.clear()
             so_far, last = self._so_far, self._so_far.restarts >= self._limits.restarts
-            given = RanksStart(self._lease.nonce, self._lease.generation, so_far.restarts, self._reason, last)
+            spare = self._spare_nodes(slurm_step.job_now(os.environ) if self._options.slurm else [])
+            given = RanksStart(self._lease.nonce, self._lease.generation, so_far.restarts, self._reason, last, spare)
             os.environ[START] = msgspec.json.encode(given).decode()
             logs = self._run.logs(self._attempt)
             sizes = {path.name: path.stat().st_size for path in logs.glob("agent-*.log")}
             ranks = self._ranks(logs)
             met, first = self._watch(ranks)
+            self._down |= ranks.down
             codes = ranks.close()
             if not self._options.slurm:
                 say(f"exit codes by rank: {' '.join(map(str, codes))}")
@@ -154,6 +161,8 @@ class RunOwner:
             cause = telling_line([(name, tail(logs / f"{name}.log", sizes.get(f"{name}.log", 0)))])
         record = self._records.end()
         asked, step = self._records.position()
+        now = slurm_step.job_now(os.environ) if self._options.slurm else []
+        down = "; ".join(self._down.values())
         return RanksEnded(
             record=record,
             met=met,
@@ -161,8 +170,14 @@ class RunOwner:
             asked=asked,
             preempted=self._options.requeue and slurm_step.preempted(os.environ),
             cause=cause if record is None else "",
+            short=(down or "a node was lost") if self._spare_nodes(now) < 0 else "",
+            broken=down if slurm_step.taken_apart(now) else "",
             step=step,
         )
+
+    def _spare_nodes(self, now: Sequence[slurm_step.ComponentNow]) -> int:
+        """Nodes of the job that get no rank; negative where some are missing."""
+        return min(map(sub, (component.nodes for component in now), self._options.nodes), default=0)
 
     def _ranks(self, logs: Path) -> Ranks:
         if self._options.slurm:
@@ -172,7 +187,7 @@ class RunOwner:
     def _watch(self, ranks: Ranks) -> tuple[bool, int]:
         """Until all ranks have ended; returns whether they met, and the one whose end says most."""
         met, patience, passed_on, status_at = False, EndPatience(), 0, time.monotonic()
-        while ranks.poll():
+        while ranks.poll() and not self._gives_up(ranks):
             now = time.monotonic()
             for name in self._signals[passed_on:]:
                 ranks.signal(name)
@@ -191,6 +206,13 @@ class RunOwner:
                 self._records.status("" if recorded else "restarting", lost)
         return met or self._records.has(self._run.met(self._attempt)), patience.first
 
+    def _gives_up(self, ranks: Ranks) -> bool:
+        """Whether Slurm takes the job apart; then the ranks are killed, as this process soon is."""
+        apart = bool(ranks.down) and "TERM" in self._signals
+        if apart := apart and slurm_step.taken_apart(slurm_step.job_now(os.environ)):
+            ranks.kill()
+        return apart
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
@@ -202,6 +224,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--requeues", type=int, default=0, help="slurm.requeues")
     parser.add_argument("--slurm", action="store_true", help="the program is an srun command line, not that of a rank")
     parser.add_argument("--requeue", action="store_true", help="a preempted job is queued again")
+    parser.add_argument("--nodes", type=int, nargs="*", default=[], help="nodes that the ranks need, by component")
     parser.add_argument("--unprepared", default="", metavar="CAUSE", help="the ranks cannot start; nothing is started")
     parser.add_argument("argv", nargs="*")
     options = parser.parse_args(argv)

@@ -47,7 +47,12 @@ class OwnerRecords:
     def clear(self) -> None:
         """Remove what an earlier start left for the owner."""
         run, attempt = self._run, self._attempt
-        for path in (run.ended(attempt), run.met(attempt), *run.logs(attempt).glob("gone-*")):
+        for path in (
+            run.ended(attempt),
+            run.met(attempt),
+            *run.logs(attempt).glob("gone-*"),
+            *run.logs(attempt).glob("at-*"),
+        ):
             path.unlink(missing_ok=True)
 
     def has(self, path: Path) -> bool:

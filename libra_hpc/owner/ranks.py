@@ -115,7 +115,7 @@ class LocalRanks:
         self._space = KeyValueSpace(size, f"local-{os.getpid()}-{time.time_ns()}")
         self._logs, self._note = logs, note
         self._selector = selectors.DefaultSelector()
-        self.size, self.gone = size, set[int]()
+        self.size, self.gone, self.down = size, set[int](), dict[str, str]()
         started = [start_rank(rank, size, logs, argv) for rank in range(size)]
         self._processes = [process for process, _ in started]
         self._connections = [connection for _, connection in started]

@@ -2,6 +2,8 @@
 
 - A signal to the batch script -> the ranks, by ``srun``.
 - A rank ends -> `libra_hpc.slurm.pmi` writes a file `RunDir.gone`; all have -> ``srun`` ends.
+- Slurm sets a node down -> ``srun`` prints it, and its ranks get such a file with the reason: nobody is left there to
+  write one.
 - ``srun`` itself is never killed: its step would stay and hold the nodes.
 """
 
@@ -9,21 +11,31 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.files import write_atomic
 from libra_hpc.protocol.ranks_stop import JOB_END, KILL_WAIT
+from libra_hpc.slurm.pmi import AT
 from libra_hpc.slurm.writer import STEP
 
 POLL_S = 0.5
 """Most seconds between two checks for ended ranks."""
 KILL_AGAIN_S = 10.0
 """Between two SIGKILLs to a step: the first may come before Slurm has all its tasks."""
+CLOSE_S = 2.0
+"""For srun to end with the ranks of a job that Slurm takes apart; at all other times it has ended."""
 COMMAND_S = 60.0
 """For a command of Slurm, while its controller is busy."""
+QUEUED = ("PENDING", "COMPLETING", "REQUEUED")
+"""States of a component that is being queued again."""
+_FAILED = re.compile(r"srun: error: Node failure on (\S+)")
 
 
 class SlurmStep:
@@ -32,18 +44,37 @@ class SlurmStep:
     def __init__(self, run: RunDir, attempt: int, size: int, argv: Sequence[str]) -> None:
         self._gone, self._step = run.gone(attempt), run.logs(attempt) / STEP
         self._step.unlink(missing_ok=True)
-        self.size, self.gone = size, set[int]()
+        self.size, self.gone, self.down = size, set[int](), dict[str, str]()
         self._killed_at = float("-inf")
+        self._output, self._read = run.logs(attempt) / "slurm.out", 0
+        with contextlib.suppress(OSError):
+            self._read = self._output.stat().st_size
         self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
 
     def poll(self) -> bool:
         """Wait at most `POLL_S` and note new ends; returns whether any rank lives."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(POLL_S)
+        self._note_failures()
         with contextlib.suppress(OSError):
             names = [path.name.removeprefix(self._gone.name) for path in self._gone.parent.glob(f"{self._gone.name}*")]
             self.gone = {int(name) for name in names if name.isdecimal()}
         return self._process.poll() is None
+
+    def _note_failures(self) -> None:
+        """Note the ranks of nodes that srun has reported as failed since the last call."""
+        with contextlib.suppress(OSError), self._output.open("rb") as file:
+            file.seek(self._read)
+            text = file.read()
+            whole = text.rfind(b"\n") + 1
+            self._read += whole
+            for node in _FAILED.findall(text[:whole].decode(errors="replace")):
+                self.down[node] = f"Slurm set node {node} down{why_down(node)}"
+                for path in self._gone.parent.glob(f"{AT}*"):
+                    name, _, pid = path.read_text().partition(" ")
+                    if name == node:
+                        note = Path(f"{self._gone}{path.name.removeprefix(AT)}")
+                        write_atomic(note, f"{pid}\n{self.down[node]}".encode())
 
     def signal(self, name: str) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -59,9 +90,11 @@ class SlurmStep:
                         ask_slurm("scancel", "--signal=KILL", f"{job}.{step}")
 
     def close(self) -> list[int]:
-        """The exit code of srun, which is not 0 when any rank died."""
+        """The exit code of srun, which is not 0 when any rank died; -1 where it has not ended."""
         self._step.unlink(missing_ok=True)
-        return [self._process.wait()]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return [self._process.wait(CLOSE_S)]
+        return [-1]
 
 
 def ask_slurm(*argv: str) -> tuple[int, str]:
@@ -91,6 +124,33 @@ def job_facts(environ: Mapping[str, str]) -> dict[str, str]:
     return {JOB_END: end, KILL_WAIT: wait}
 
 
+def why_down(node: str) -> str:
+    """``: REASON, since TIME``, as Slurm has it of a node; empty where it has none."""
+    text = ask_slurm("scontrol", "show", "node", "--oneliner", node)[1]
+    found = re.search(r"\bReason=(.*?) \[[^]@]*@([^]]*)\]", text)
+    return f": {found[1]}, since {found[2].replace('T', ' ')}" if found else ""
+
+
+class ComponentNow(NamedTuple):
+    """What a component of this job has now."""
+
+    nodes: int
+    state: str
+    """Slurm's word."""
+
+
+def job_now(environ: Mapping[str, str]) -> list[ComponentNow]:
+    """The components of this job in order; empty where Slurm does not say."""
+    code, text = ask_slurm("scontrol", "show", "job", "--oneliner", environ.get("SLURM_JOB_ID", ""))
+    found = re.findall(r"\bJobState=([A-Z_]+).*\bNumNodes=(\d+)", text) if code == 0 else []
+    return [ComponentNow(int(nodes), state) for state, nodes in found]
+
+
+def taken_apart(job: Sequence[ComponentNow]) -> bool:
+    """Whether Slurm lets some components run, and others not: it keeps a component only where it has a node left."""
+    return len({component.state == "RUNNING" for component in job}) > 1
+
+
 def preempted(environ: Mapping[str, str]) -> bool:
     """Whether Slurm preempted the job.  One that then ends by itself is not queued again by Slurm."""
     words = ask_slurm("scontrol", "show", "job", "--oneliner", environ.get("SLURM_JOB_ID", ""))[1].split()
@@ -100,4 +160,7 @@ def preempted(environ: Mapping[str, str]) -> bool:
 def requeue(environ: Mapping[str, str]) -> str:
     """Queue the job again; returns why Slurm refuses, else nothing."""
     code, text = ask_slurm("scontrol", "requeue", environ.get("SLURM_JOB_ID", ""))
-    return "" if code == 0 else " ".join(text.split()) or f"scontrol ended with {code}"
+    # It refuses this for components that it has itself queued again, and does it for the others.
+    if code == 0 or all(component.state in QUEUED for component in job_now(environ) or [ComponentNow(0, "")]):
+        return ""
+    return " ".join(text.split()) or f"scontrol ended with {code}"

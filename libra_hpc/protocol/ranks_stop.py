@@ -60,6 +60,8 @@ class RanksStart(msgspec.Struct, frozen=True):
     """Why this is a restart; empty for a first start and after a repartition."""
     last: bool = False
     """No restart is left after this start."""
+    spare: int = 0
+    """Nodes of the job that have no rank; negative where some are missing."""
 
 
 class RanksStop(msgspec.Struct, frozen=True):

@@ -58,7 +58,10 @@ def check_fit(config: RunConfig, partitions: Sequence[Partition]) -> None:
     if limit is not None and limit <= slurm.notice_s > 0.0:
         why = f"the run begins to save slurm.notice_s = {slurm.notice_s:g} s before it"
         raise invalid("slurm.time_limit", slurm.time_limit, why, "a longer time")
-    for name, component, _ in het_groups(config):
+    parts = [(name, part) for name in COMPONENTS if (part := getattr(config.components, name)).nodes]
+    if config.components.one_node:
+        parts = [(group.name, group.component) for group in het_groups(config)]
+    for name, component in parts:
         field = f"components.{name}"
         found = _partitions(field, component, partitions)
         refusals = []
@@ -76,6 +79,10 @@ def check_fit(config: RunConfig, partitions: Sequence[Partition]) -> None:
             raise refusals[0]
         if len(found) == 1:
             used[found[0].name] = used.get(found[0].name, 0) + component.nodes
+    # Spare nodes are of the one partition that all components are in.
+    if slurm.spare and (spare := max(p.nodes - used.get(p.name, 0) for p in found)) < slurm.spare:
+        why = f"partition {found[0].name} has {found[0].nodes} nodes"
+        raise invalid("slurm.spare", slurm.spare, why, f"at most {spare}")
 
 
 def _partitions(field: str, component: Component, partitions: Sequence[Partition]) -> list[Partition]:

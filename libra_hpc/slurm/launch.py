@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from libra_hpc.config.job import Component
-from libra_hpc.config.node_groups import HetGroup, het_groups, rank_components
+from libra_hpc.config.node_groups import SHARED, HetGroup, differing, het_groups, rank_components
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.sources import values
 from libra_hpc.errors import invalid
@@ -32,10 +32,13 @@ class NodeRequest(NamedTuple):
     """Nodes that are requested together."""
 
     ranks: str
-    """What runs on each of them, in words."""
+    """What runs on them, in words."""
     nodes: int
     options: list[str]
     """Of sbatch."""
+    used: int
+    """Nodes that get an agent; the others are spare."""
+    tasks: int
 
 
 @dataclass(frozen=True)
@@ -55,17 +58,34 @@ def job_request(config: RunConfig) -> JobRequest:
     if config.slurm.executor == "local":
         return JobRequest(config, (), ())
     slurm = config.slurm
+    _check_spare(config)
     if slurm.requeues and slurm.preempted == "stop":
         why = f"Slurm queues the job again for slurm.requeues = {slurm.requeues} as it does for a preemption"
         raise invalid("slurm.preempted", "stop", why, "requeue, or slurm.requeues = 0")
     groups = [
-        NodeRequest(" and ".join(group.ranks), group.component.nodes, _options(config, group))
+        NodeRequest(
+            " and ".join(dict.fromkeys(group.ranks)),
+            group.component.nodes,
+            _options(config, group),
+            group.nodes,
+            len(group.ranks),
+        )
         for group in het_groups(with_resources(config, ()))
     ]
     _word("run.name", config.run.name)
     mail = _word("slurm.mail", slurm.mail)
     _word("slurm.mpi", slurm.mpi)
     return JobRequest(config, groups, [f"--mail-user={mail}", f"--mail-type={','.join(slurm.mail_on)}"] if mail else [])
+
+
+def _check_spare(config: RunConfig) -> None:
+    """Raise `UserError` for a spare node that could not replace every other one."""
+    spare, key = config.slurm.spare, next(iter(differing(config)), "")
+    if spare and config.components.one_node:
+        raise invalid("slurm.spare", spare, "one node carries all agents, and the job ends with it", "0")
+    if spare and key:
+        why = f"components differ in {key}, so no node can replace every other one"
+        raise invalid("slurm.spare", spare, why, f"0, or components that agree in {', '.join(SHARED)}")
 
 
 def check_lines(config: RunConfig) -> None:
@@ -172,7 +192,7 @@ def component_options(config: RunConfig, name: str, component: Component) -> dic
 
 def _options(config: RunConfig, group: HetGroup) -> list[str]:
     """sbatch options of one group of nodes."""
-    component, tasks = group.component, len(group.ranks)
+    component, tasks = group.component, group.first
     options = [
         f"--nodes={component.nodes}",
         f"--ntasks-per-node={tasks}",

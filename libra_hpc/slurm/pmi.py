@@ -35,6 +35,8 @@ VALUE_BYTES = 896
 MAXES = b"cmd=maxes "
 GONE = "LIBRA_HPC_GONE"
 """Environment variable of a rank: path of the files that note an end, less the rank."""
+AT = "at-"
+"""Files beside those, less the rank: its node's name and process id."""
 CHILDREN_LEAVE_S = 5.0
 """Seconds for children of a killed agent to end; until then they may still write into its folders."""
 
@@ -116,8 +118,17 @@ def note_end(rank: int, handle: int) -> None:
         remove_orphans()
 
 
+def note_place() -> None:
+    """Leave the node of this rank, for when Slurm sets it down and kills all that could note its end."""
+    number, node = os.environ.get("SLURM_PROCID", ""), os.environ.get("SLURMD_NODENAME", "")
+    if number and node and (prefix := os.environ.get(GONE, "")):
+        with contextlib.suppress(OSError), open(f"{os.path.dirname(prefix)}/{AT}{number}", "w") as file:
+            file.write(f"{node} {os.getpid()}")
+
+
 def main() -> NoReturn:
     """Command line: become the rank."""
+    note_place()
     interpose()
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 

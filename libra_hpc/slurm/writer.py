@@ -1,7 +1,7 @@
 """The batch script of a run: a pure function of a `Launch`.
 
-The script is one heterogeneous job with one component per kind of node and one task per node.  `srun` starts all node
-agents as one MPI world.  Options are checked (`launch`); other values are quoted here.
+The script is one job, heterogeneous with one component per kind of node, or plain (`het_groups`); one task per node.
+`srun` starts all node agents as one MPI world.  Options are checked (`launch`); other values are quoted here.
 
 - The time limit is near (`fit.notice_s`) -> the agents get SIGUSR1.
 - The job is cancelled or preempted -> the agents get SIGTERM.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+from collections.abc import Sequence
 
 from libra_hpc.process.code_stamp import STAMP, code_stamp
 from libra_hpc.protocol.ranks_stop import OUTPUT, OUTPUT_FD
@@ -22,7 +23,7 @@ from libra_hpc.slurm.script.template import script_text
 
 from .fit import notice_s
 from .interpreter import in_container
-from .launch import Launch
+from .launch import Launch, NodeRequest
 from .pmi import GONE
 from .set_up import local_exports, set_up_lines
 
@@ -40,6 +41,7 @@ def het_script(launch: Launch) -> str:
     python = sys.executable if in_container(config) else launch.python
     slurm = ["--slurm", f"--requeues={config.slurm.requeues}"]
     slurm += ["--requeue"] if config.slurm.preempted == "requeue" else []
+    slurm += ["--nodes", *(str(group.used) for group in groups)]
     owner = shlex.join([python, "-m", "libra_hpc.owner.owner", *launch.owner_arguments, *slurm])
     ours = {GONE: str(run.gone(launch.attempt)), OUTPUT: str(OUTPUT_FD)}
     ours |= {STAMP: code_stamp()} if in_container(config) else {}
@@ -60,12 +62,32 @@ def het_script(launch: Launch) -> str:
             config, {**launch.variables, **ours}, f'exec {owner} --unprepared "$cause"', local_exports(config)
         ),
         local_dir=config.compute.local_dir,
-        het_groups=",".join(str(index) for index in range(len(groups))) if len(groups) > 1 else "",
-        container=shlex.join(started.step),
-        mpi=shlex.quote(config.slurm.mpi),
+        parts=step_parts(groups),
+        # A lost rank or node ends nothing else (-K0 -W0 --no-kill).
+        step_options=[
+            "--export=ALL",
+            f"--mpi={shlex.quote(config.slurm.mpi)}",
+            *("--no-kill", "-K0", "-W0", "--mem=0", "--cpu-bind=none"),
+            *map(shlex.quote, started.step),
+        ],
         log_prefix=shlex.quote(str(logs / "agent-")),
         command=shlex.join([*started.prefix, launch.python, *RANK_STARTER, *launch.agent_arguments]),
         output=OUTPUT_FD,
         step=shlex.quote(str(logs / STEP)),
         owner=owner,
     )
+
+
+def step_parts(groups: Sequence[NodeRequest]) -> list[list[str]]:
+    """Options of each part of the step.  Tasks go in rank order over the nodes, the first of which gets what is left.
+
+    A heterogeneous job has the tasks of each component from its request; where only the first node has one more, the
+    first component is a part by itself.
+    """
+    counts = [f"--nodes={groups[0].used}", f"--ntasks={groups[0].tasks}", "--distribution=block"]
+    if len(groups) == 1:
+        return [counts]
+    everyone = [str(index) for index in range(len(groups))]
+    if groups[0].used in (1, groups[0].tasks):
+        return [["--het-group=" + ",".join(everyone)]]
+    return [["--het-group=0", *counts], ["--het-group=" + ",".join(everyone[1:])]]

@@ -16,8 +16,8 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.owner.claim import acquire
 from libra_hpc.preflight import checked_run
 from libra_hpc.slurm.queue.command import WAYS_OUT
-from libra_hpc.slurm.queue.query import JobInfo, JobState
-from libra_hpc.slurm.queue.run_state import NoAnswer
+from libra_hpc.slurm.queue.query import HetComponent, JobInfo, JobState
+from libra_hpc.slurm.queue.run_state import SILENT_S, NoAnswer
 from tests.facts import synthetic
 
 from .conftest import Cli, Outcome, Queue, Sleep, one_line, write_status
@@ -70,7 +70,7 @@ def test_a_refused_submission_leaves_nothing_behind(
 
 def test_options_behind_two_dashes_are_sbatchs(site: Path, queue: Queue, cli: Cli) -> None:
     shown = cli("submit", "run.toml", "--executor", "slurm", "--dry-run", "--", "--exclusive", "--nice=10")
-    assert shown.out.count("#SBATCH --exclusive\n#SBATCH --nice=10") == 4
+    assert shown.out.count("#SBATCH --exclusive\n#SBATCH --nice=10") == shown.out.count("#SBATCH --nodes=")
     refused = cli("submit", "run.toml", "other.toml")
     assert refused.code == 2
     assert "slurm.extra[0] = 'other.toml': not an sbatch option" in refused.err
@@ -246,6 +246,30 @@ def test_a_requeued_run_is_waited_for_and_listed_as_such(submitted: RunDir, queu
     now[0] += 5.0
     queue.answer = JobInfo("4711", JobState.CANCELLED)
     assert (follower.refresh().state, follower.state.over) == ("cancelled", True)
+
+
+def test_until_done_goes_on_where_slurm_broke_the_job(
+    site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner died with the node of the planner, and the other components wait for ever."""
+    parts = [HetComponent(0, "4711", JobState.PENDING, ""), HetComponent(1, "4712", JobState.FAILED, "")]
+    broken = JobInfo("4711", JobState.PENDING, "Resources", components=tuple(parts))
+
+    def ask(run: RunDir) -> JobInfo:
+        if len(queue.submitted) == 1:
+            write_status(run, age_s=SILENT_S + 1.0)
+            return broken
+        return JobInfo("4711", JobState.CANCELLED)
+
+    monkeypatch.setattr(queue, "ask", ask)
+    outcome = cli("submit", "run.toml", "--until-done", "--wait")
+    assert queue.submitted == [("quick-001", 1), ("quick-001", 2)]
+    assert queue.cancelled == ["quick-001"]
+    assert "Slurm has ended a part of its job" in outcome.err
+    assert "job 4711 goes on" in outcome.err
+    monkeypatch.setattr(queue, "submitted", [])
+    assert "error: the run failed: Slurm has ended a part" in cli("submit", "run.toml", "--wait").err
+    assert queue.submitted == [("quick-002", 1)], "without --until-done nothing follows"
 
 
 def test_check_finds_the_same_mistakes_and_prints_the_layout(site: Path, cli: Cli) -> None:

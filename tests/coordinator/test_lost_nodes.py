@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from libra_hpc.coordinator import coordinator as module
-from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, NodeContact, discount, lost_nodes
+from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, Gone, NodeContact, discount, lost_nodes
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.facts.status import decode_status
 from libra_hpc.protocol.agents import (
@@ -63,6 +64,24 @@ def test_a_silent_node_is_lost_and_taken_back_as_a_new_one_when_it_is_heard_agai
     assert scene.orders(Roles)[-1][1].states[2] == "starting"
 
 
+def test_a_spare_node_replaces_one_that_slurm_sets_down_even_if_it_fell_silent_before(
+    tmp_path: Path, now: list[float]
+) -> None:
+    for spare in (0, 1):
+        scene = Scene(tmp_path / str(spare))
+        scene.hello()
+        scene.coordinator._given = msgspec.structs.replace(scene.coordinator._given, spare=spare)
+        silence(scene, 2, now, HEARTBEAT_LOST_S + 1)
+        scene.coordinator._gone = {2: Gone(1)}
+        silence(scene, 2, now, 1.0)
+        assert not scene.orders(StopTraining), "the run goes on without a node that may come back"
+        scene.coordinator._gone = {2: Gone(1, "Slurm set node a800-2 down")}
+        for _ in range(2):
+            silence(scene, 2, now, 1.0)
+        assert [m.reason for _, m in scene.orders(StopTraining)] == ["recovery"] * spare
+        assert len([m for rank, m in scene.orders(RankLost) if rank == 1]) == 1
+
+
 def test_a_node_that_is_lost_again_and_again_is_quarantined_and_named(tmp_path: Path, now: list[float]) -> None:
     scene = Scene(tmp_path)
     scene.hello()
@@ -88,10 +107,10 @@ def test_a_node_that_is_lost_again_and_again_is_quarantined_and_named(tmp_path: 
 def test_a_node_whose_end_the_launcher_saw_is_lost_at_once(tmp_path: Path, now: list[float]) -> None:
     scene = Scene(tmp_path)
     scene.hello()
-    scene.coordinator._gone = {2: 4711, 3: 4711}
+    scene.coordinator._gone = {2: Gone(4711), 3: Gone(4711)}
     scene.coordinator._check(now[0])
     assert not scene.orders(RankLost), "the end of an earlier process of that rank"
-    scene.coordinator._gone = {2: 1}
+    scene.coordinator._gone = {2: Gone(1)}
     scene.coordinator._check(now[0])
     assert {m.rank for _, m in scene.orders(RankLost)} == {2}
 
@@ -153,10 +172,16 @@ def test_a_broken_connection_between_two_that_live_costs_the_one_that_leads_noth
     assert lost(3, 2) == [(2, "its connection to node 3 broke")]
     assert lost(2, 0) == [(2, "its connection to node 0 broke")], "rank 0 is never given up"
     assert lost(1, 0) == [(1, "its connection to node 0 broke")]
-    assert sorted(lost(1, 2, gone={3: 13})) == [(2, "its connection to node 1 broke"), (3, "its agent's process ended")]
-    assert lost(3, 2, gone={3: 13}) == [(3, "its agent's process ended")], "the last words of one that died are no news"
+    assert sorted(lost(1, 2, gone={3: Gone(13)})) == [
+        (2, "its connection to node 1 broke"),
+        (3, "its agent's process ended"),
+    ]
+    assert lost(3, 2, gone={3: Gone(13)}) == [(3, "its agent's process ended")], (
+        "the last words of one that died are no news"
+    )
     assert lost(1, 2, now=1016.0) == [], "nor are those of one that fell silent"
-    assert lost(1, 2, gone={2: 12}) == [(2, "its agent's process ended")]
+    assert lost(1, 2, gone={2: Gone(12)}) == [(2, "its agent's process ended")]
+    assert lost(1, 2, gone={2: Gone(12, "Slurm set node a800-3 down")}) == [(2, "Slurm set node a800-3 down")]
     assert lost(1, 2, now=1004.0) == [], "a node that was just taken back is not judged by the old connection"
 
 

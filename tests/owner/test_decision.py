@@ -10,7 +10,9 @@ from libra_hpc.owner.decision import START_TRIES, Limits, RanksEnded, SoFar, dec
 from libra_hpc.protocol.ranks_stop import RanksStop, Why
 
 LIMITS = Limits(restarts=3, requeues=5)
+ALLOWED = Limits(restarts=3, requeues=5, requeue=True)
 LOST = "node 1 was lost"
+DOWN = "Slurm set node a800-3 down: a broken fan, since 2026-11-24 09:26:36"
 SAID = {"lost": LOST, "defect": "node 3: MemoryError", "fatal": "node 2: engine r2.0 ended 5 times"}
 DEFECT = RanksStop("defect", SAID["defect"], 40)
 
@@ -62,6 +64,23 @@ CASES: dict[str, tuple[RanksEnded, SoFar, Limits, str, str]] = {
     "the same defect at the same step": (left("defect"), SoFar(defect=DEFECT), LIMITS, "fail", "failed"),
     "the same defect later": (left("defect", 41), SoFar(defect=DEFECT), LIMITS, "restart", ""),
     "no meeting": (left(None, met=False), SoFar(), LIMITS, "repeat", ""),
+    # Slurm has taken a node from the job.
+    "a lost leader, and too few nodes": (left("lost", short=DOWN), SoFar(), ALLOWED, "requeue", "cancelled"),
+    "no meeting, and too few nodes": (left(None, met=False, short=DOWN), SoFar(), ALLOWED, "requeue", "cancelled"),
+    "a repartition, and too few nodes": (left("repartition", short=DOWN), SoFar(), ALLOWED, "requeue", "cancelled"),
+    "too few nodes, and no requeue": (left("lost", short=DOWN), SoFar(), LIMITS, "fail", "failed"),
+    "too few nodes, and all restarts used": (left("lost", short=DOWN), SoFar(restarts=3), ALLOWED, "fail", "failed"),
+    "the last step, and too few nodes": (left("completed", short=DOWN), SoFar(), ALLOWED, "stop", "completed"),
+    "cancelled, and too few nodes": (left(None, signal="TERM", short=DOWN), SoFar(), ALLOWED, "stop", "cancelled"),
+    # Slurm has queued a component of one node again, and ends the others.
+    "a broken job": (left(None, signal="TERM", broken=DOWN), SoFar(), ALLOWED, "requeue", "cancelled"),
+    "a broken job, seen before its signal": (left("lost", broken=DOWN), SoFar(), ALLOWED, "requeue", "cancelled"),
+    "a broken job that was saved": (left("cancelled", 40, broken=DOWN), SoFar(), ALLOWED, "requeue", "cancelled"),
+    "a broken job at its time limit": (left("time_limit", broken=DOWN), SoFar(), ALLOWED, "requeue", "cancelled"),
+    "a broken job, and no requeue": (left(None, signal="TERM", broken=DOWN), SoFar(), LIMITS, "fail", "failed"),
+    "a broken job that is to stop": (left("cancelled", asked=True, broken=DOWN), SoFar(), ALLOWED, "stop", "cancelled"),
+    "a broken job with the last step": (left("completed", broken=DOWN), SoFar(), ALLOWED, "stop", "completed"),
+    "a broken job with a defective run": (left("fatal", broken=DOWN), SoFar(), ALLOWED, "fail", "failed"),
     "no meeting again": (left(None, met=False), SoFar(tries=START_TRIES), LIMITS, "fail", "failed"),
 }
 
@@ -93,6 +112,10 @@ def test_sentences() -> None:
     same = decide(left("defect"), SoFar(defect=DEFECT), LIMITS)
     assert same.reason == "node 3: MemoryError, a second time at step 40"
     assert decide(left("time_limit"), SoFar(requeued=1), LIMITS).reason == "time limit at step 40; requeue 2 of 5"
+    few = decide(left("lost", short=DOWN), SoFar(), ALLOWED)
+    assert few.reason == f"{LOST}; {DOWN}; without a spare node the job is queued again"
+    ends = decide(left(None, signal="TERM", broken=DOWN), SoFar(), ALLOWED)
+    assert ends.reason == f"{DOWN}; Slurm ends a job with a component of one node, so it is queued again"
     used = decide(left("time_limit"), SoFar(requeued=5), LIMITS)
     why = "time limit at step 40, and all 5 of slurm.requeues are used"
     assert used.message == f"step 40 is saved; not queued again: {why}"

@@ -10,11 +10,13 @@ import pytest
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import FINAL, Status
 from libra_hpc.slurm.queue.job_record import JobRecord
-from libra_hpc.slurm.queue.query import JobInfo, JobState
+from libra_hpc.slurm.queue.query import HetComponent, JobInfo, JobState
 from libra_hpc.slurm.queue.run_state import (
     ENDED,
     LEAVES_S,
+    NEVER_WHOLE,
     OWNER_LOST,
+    SCRIPT_KILLED,
     SILENT_S,
     NoAnswer,
     RunEnd,
@@ -47,6 +49,14 @@ def job(state: str, reason: str = "", started_s: float | None = 450.0, **more: i
 
 RUNS, OLD, WAITS = snapshot("running"), snapshot("running", SILENT_S + 5.0), job("PENDING", "Resources", None)
 SAVED = "step 41 is saved"
+
+
+def parts(*states: str) -> JobInfo:
+    """A heterogeneous job whose first component waits."""
+    components = (HetComponent(offset, f"47{offset}", JobState[state], "") for offset, state in enumerate(states))
+    return JobInfo("4711", JobState.PENDING, "Resources", components=tuple(components))
+
+
 CASES = {
     # The job waits.
     "waits": (WAITS, None, None, ("pending", "waiting for free nodes", False)),
@@ -55,6 +65,10 @@ CASES = {
     "waits again after its time limit": (WAITS, snapshot("time_limit"), ended("time_limit"), "requeued"),
     "waits again, its nodes were lost": (WAITS, OLD, None, ("requeued", "waiting for free nodes", False)),
     "waits again, it never wrote": (job("PENDING", "BeginTime", None, restarts=1), None, None, "requeued"),
+    # Slurm has ended a component, and the others can never start.
+    "is dead": (parts("FAILED", "PENDING"), OLD, None, ("failed", NEVER_WHOLE, True)),
+    "waits as a whole": (parts("PENDING", "PENDING"), OLD, None, "requeued"),
+    "a component is ending before it is queued again": (parts("RUNNING", "PENDING"), OLD, None, "requeued"),
     # The job runs.
     "has just started": (job("RUNNING"), None, None, ("starting", "its agents are starting", False)),
     "the agents meet": (job("RUNNING"), snapshot("starting", message="waiting for the nodes"), None, "starting"),
@@ -111,6 +125,12 @@ CASES = {
     ),
     "has failed": (job("FAILED"), snapshot("failed"), ended("failed", 5.0, "why"), ("failed", "why", True)),
     "the script failed": (job("FAILED", "NonZeroExitCode", exit_code=3), None, None, ("failed", "exit code 3", True)),
+    "Slurm killed its script": (
+        job("FAILED", SCRIPT_KILLED, exit_code=137),
+        OLD,
+        None,
+        ("failed", "its script was killed by signal 9", True),
+    ),
     "its owner was killed": (job("FAILED", OWNER_LOST, exit_code=1), RUNS, None, "failed"),
     "its owner was killed, and its ranks said so": (
         job("FAILED", OWNER_LOST),
@@ -162,6 +182,18 @@ def test_the_state_of_a_run_is(case: str) -> None:
         assert found.state == expected
     else:
         assert (found.state, found.reason, found.over) == expected
+
+
+def test_a_job_is_broken_only_where_its_run_has_begun_and_could_not_say_how_it_ends() -> None:
+    def broken(answer: JobInfo, status: Status | None, result: RunEnd | None = None) -> bool:
+        return run_state(RunRecords(JOB, status, result), answer, NOW).broken
+
+    killed, apart = job("FAILED", SCRIPT_KILLED), parts("PENDING", "FAILED")
+    assert [broken(killed, OLD), broken(apart, OLD), broken(job("NODE_FAIL"), OLD)] == [True, True, True]
+    assert not broken(killed, None), "it would be killed again"
+    assert not broken(apart, RUNS), "its owner may still queue a new job"
+    assert not broken(killed, OLD, ended("cancelled"))
+    assert not broken(job("FAILED", "NonZeroExitCode", exit_code=3), OLD)
 
 
 def test_a_run_without_a_job_was_never_queued_whatever_the_queue_answers() -> None:

@@ -14,7 +14,7 @@ from libra_hpc.slurm.launch import Launch, job_request
 from libra_hpc.slurm.writer import het_script
 
 from .test_examples import FILES, resolved
-from .test_writer import FULL, SITE, script
+from .test_writer import FULL, LAYOUTS, SITE, script
 
 ROOT = Path(__file__).parents[2]
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
@@ -27,6 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no container": {**SITE, "compute": {**SITE["compute"], "container": "none"}},
     "planner beside the first train node": {**FULL, "components": {**FULL["components"], "planner": {"nodes": 0}}},
     "one node": {"components": {"one_node": True, "train": {"gpus": 4}, "rollout": {"gpus": 4}}},
+    **LAYOUTS,
     "an interface, a login shell": {**FULL, "slurm": {"interface": "ib0", "login_shell": True}},
 }
 

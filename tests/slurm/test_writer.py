@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from libra_hpc.config.node_groups import rank_components
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
@@ -44,6 +45,59 @@ def script(config: dict[str, Any], **changes: Any) -> str:
 
 def test_golden_text() -> None:
     assert script(FULL) == Path(__file__).with_name("golden.sbatch").read_text()
+
+
+A800: dict[str, Any] = {"partition": "a800", "gpus": 8, "gpu_type": "a800", "cpus": 64, "mem": "900G"}
+
+
+def six_nodes(train: int, hybrid: int, rollout: int, planner: int = 0, **slurm: Any) -> dict[str, Any]:
+    """Nodes of one kind, and a planner beside the first train node or on a CPU node."""
+    counts = {"train": train, "hybrid": hybrid, "rollout": rollout}
+    parts = {name: {**A800, "nodes": nodes} for name, nodes in counts.items()}
+    return {
+        "slurm": {"time_limit": "2-00:00:00", **slurm},
+        "components": {"planner": {"nodes": planner, "partition": "cpu"}, **parts},
+    }
+
+
+LAYOUTS = {
+    "heterogeneous": six_nodes(2, 2, 2),
+    "plain": six_nodes(3, 2, 1),
+    "cpu-planner": six_nodes(2, 2, 2, planner=1),
+    "spare": six_nodes(2, 2, 2, spare=1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_golden_layouts_of_six_nodes(layout: str) -> None:
+    assert script(LAYOUTS[layout]) == (Path(__file__).parent / "golden" / f"{layout}.sbatch").read_text()
+
+
+def test_a_job_is_plain_only_where_a_component_has_one_node_and_all_agree() -> None:
+    def plain(config: dict[str, Any]) -> bool:
+        return "#SBATCH hetjob" not in script(config)
+
+    assert plain(six_nodes(3, 2, 1))
+    assert not plain(six_nodes(2, 2, 2)), "Slurm keeps each component when it loses a node"
+    for key, value in (("partition", "other"), ("account", "rl"), ("qos", "long"), ("constraint", "nvlink")):
+        config = six_nodes(3, 2, 1)
+        config["components"]["rollout"][key] = value
+        assert not plain(config), key
+
+
+def test_nodes_of_a_plain_job_have_what_the_largest_of_its_agents_needs() -> None:
+    config = six_nodes(3, 2, 1)
+    config["components"]["rollout"] |= {"cpus": 32, "mem": "0"}
+    assert "--cpus-per-task=32\n#SBATCH --mem=0\n" in script(config), "two tasks share the first node"
+    assert rank_components(RunConfig.model_validate(config)) == ["planner", *["train"] * 3, *["hybrid"] * 2, "rollout"]
+
+
+def test_a_spare_node_must_be_able_to_replace_every_other_one() -> None:
+    differing = r"slurm\.spare = 1: components differ in partition, so no node can replace every other one; valid: 0"
+    with pytest.raises(UserError, match=differing):
+        script(six_nodes(2, 2, 2, planner=1, spare=1))
+    with pytest.raises(UserError, match=r"slurm\.spare = 1: one node carries all agents"):
+        script({"slurm": {"spare": 1}, "components": {"one_node": True}})
 
 
 def test_the_run_file_names_the_interpreter_of_the_nodes() -> None:
@@ -283,7 +337,7 @@ def test_a_container_is_started_by_apptainer_or_by_slurm() -> None:
     assert "--nv" not in script(SITE)
     pyxis = {**SITE, "compute": {**SITE["compute"], "container": "pyxis"}}
     text = script(pyxis, interpreter="python3")
-    assert " --container-image=/shared/libra.sif --container-name=libra-hpc-" in text
+    assert " --cpu-bind=none --container-image=/shared/libra.sif --container-name=libra-hpc-" in text
     assert " '--container-mounts=/shared:/shared,/data:/mnt,/scratch:/scratch," in text
 
 
@@ -292,12 +346,11 @@ def test_a_planner_beside_the_first_train_node_takes_no_node() -> None:
     launch = Launch(job_request(RunConfig.model_validate({"components": parts})), RunDir("/data/demo-001"), 1)
     assert launch.ranks == 4
     text = het_script(launch)
-    first, second, third = text.split("#SBATCH hetjob")
-    assert "# planner and train: 1 node" in first
+    first, second = text.split("#SBATCH hetjob")
+    assert "# planner and train: 2 nodes\n#SBATCH --nodes=2\n" in first
     assert "--ntasks-per-node=2\n#SBATCH --cpus-per-task=8\n#SBATCH --mem=64G" in first
     assert "--gres=gpu:a800:8" in first
-    assert "# train: 1 node\n#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=1\n" in second
-    assert "# rollout: 1 node" in third
+    assert "# rollout: 1 node" in second
 
 
 @pytest.mark.parametrize(
@@ -333,4 +386,4 @@ def test_options_are_read_as_getopt_reads_them() -> None:
     ]
     text = script({"slurm": {"extra": words}})
     for option in ("--exclude=a800-3", "-xa", "-wb", "-Qv", "-Cnvlink", "--exclusive", "--mem-bind=local", "--nice"):
-        assert text.count(f"#SBATCH {option}\n") == text.count("# rollout: ") + text.count("hetjob")
+        assert text.count(f"#SBATCH {option}\n") == text.count("#SBATCH --nodes=")

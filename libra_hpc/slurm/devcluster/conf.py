@@ -111,7 +111,8 @@ def slurm_conf(site: ClusterFacts, tools: SlurmTools) -> str:
         "DefMemPerCPU=1000",
         "GresTypes=gpu",
         "SlurmdParameters=config_overrides",
-        "ReturnToService=2",
+        # As at most sites: a node that somebody set down stays down, one that only did not answer comes back.
+        "ReturnToService=1",
         # Refuse at once what no partition could ever start.
         "EnforcePartLimits=ALL",
         # Only the backfill scheduler starts heterogeneous jobs, so it runs every second.

@@ -35,7 +35,7 @@ TELLING = (
     ),
     # An agent whose coordinator is gone notes an effect.
     re.compile(r"^\S+ \S+ (?:ERROR|CRITICAL) [\w.]+: (?!the coordinator)"),
-    re.compile(r"DUE TO NODE FAILURE|DUE TO TIME LIMIT"),
+    re.compile(r"DUE TO NODE FAILURE|DUE TO TIME LIMIT|^srun: error: Node failure on "),
     re.compile(r"^(?:slurmstepd|srun|slurmd)[^:]*: error: (?!.*(?:Exited with exit code|Terminat|aborted|CANCELLED))"),
     re.compile(r"^(?:bash|/\S+): .*error|^(?:Segmentation fault|Bus error|Illegal instruction)", re.IGNORECASE),
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
@@ -100,6 +100,12 @@ class JobInfo:
     script: str = ""
     """Path of the batch script; empty: not known."""
     components: tuple[HetComponent, ...] = ()
+
+    @property
+    def dead(self) -> bool:
+        """Whether a component has ended while another waits: a heterogeneous job starts only as a whole."""
+        states = [component.state for component in self.components]
+        return JobState.PENDING in states and any(state.ended for state in states)
 
     def of(self, run: str) -> bool:
         """Whether it can be the job of the run of that name: ids of two clusters may be equal."""
@@ -199,13 +205,15 @@ def own_jobs(env: Mapping[str, str]) -> dict[str, JobInfo]:
 def parse_queue(text: str) -> dict[str, JobInfo]:
     """Jobs from lines ``id|state|reason|start|end|script``; of a heterogeneous one (``id+0``, ``id+1``) the first
     component speaks."""
-    found = {}
+    found, parts = dict[str, JobInfo](), dict[str, list[HetComponent]]()
     for line in text.splitlines():
         fields = line.strip().split("|", 5)
         if len(fields) != 6:
             continue
         name, state_text, reason, start, end, script = fields
         job_id, plus, component = name.partition("+")
+        if component.isdecimal():
+            parts.setdefault(job_id, []).append(HetComponent(int(component), name, job_state(state_text), ""))
         if not plus or component == "0":
             state = job_state(state_text)
             found[job_id] = JobInfo(
@@ -217,7 +225,7 @@ def parse_queue(text: str) -> dict[str, JobInfo]:
                 end_time=_epoch(end) if state.ended else None,
                 script=_text(script),
             )
-    return found
+    return {job_id: replace(info, components=tuple(parts.get(job_id, ()))) for job_id, info in found.items()}
 
 
 def job(env: Mapping[str, str], job_id: str) -> JobInfo:

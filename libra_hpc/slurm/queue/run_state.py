@@ -3,6 +3,8 @@
 - No job was recorded -> never_queued.
 - The job waits -> pending; it ran before -> requeued.
 - The job runs -> starting, running, or silent by the age of status.json; a stopped run's job is given `LEAVES_S`.
+- A component of the job has ended while another waits -> failed: Slurm starts only whole jobs.  Its owner has
+  `SILENT_S` to queue it again.
 - The job has ended -> the state in result.json; without one Slurm's own.  What Slurm alone sees is added to a stop:
   time_limit, preempted.
 - Slurm has no record of the job, or does not answer -> the state in result.json, else that of a fresh status.json,
@@ -67,6 +69,12 @@ PENDING = {
 """Slurm's reasons for waiting in plain words; one that is not here is shown as it is."""
 OWNER_LOST = "the run's owner was killed"
 """Reason of a local run that ended without a result."""
+NEVER_WHOLE = (
+    "Slurm has ended a part of its job and can never start the rest; `libra-hpc cancel` it and continue with --resume"
+)
+"""Reason of a run whose heterogeneous job lost a component of one node."""
+SCRIPT_KILLED = "JobLaunchFailure"
+"""Slurm's reason for a job whose script was killed by a signal, as Slurm does where the script's node is set down."""
 LIMITS = ("QOS", "Assoc", "MaxGRES", "MaxCpu")
 """Beginnings of reasons that name a limit of the account or the QOS."""
 ENDED: dict[JobState, tuple[State, str]] = {
@@ -91,6 +99,8 @@ class RunState(msgspec.Struct, frozen=True):
     """Epoch seconds; None: not known."""
     over: bool = False
     """Nothing goes on with it by itself."""
+    broken: bool = False
+    """Slurm has ended its job, or a part of it, in the middle of the run, and never starts it again."""
 
     @property
     def words(self) -> str:
@@ -152,6 +162,10 @@ def run_state(records: RunRecords, answer: JobInfo | NoAnswer, now: float) -> Ru
         return _by_records(records, records.job, answer.reason, now)
     if answer.state is JobState.UNKNOWN:
         return _by_records(records, records.job, "Slurm has no record of its job", now)
+    if answer.dead and now - records.at > SILENT_S:
+        lost = "" if records.status is None else records.status.message
+        reason = "; ".join(filter(None, [lost, NEVER_WHOLE]))
+        return RunState("failed", reason, records.at or None, over=True, broken=True)
     if answer.state is JobState.PENDING:
         return _waiting(records, records.job, answer)
     return _running(records, answer, now) if answer.state is JobState.RUNNING else _ended(records, answer)
@@ -211,14 +225,20 @@ def _ended(records: RunRecords, answer: JobInfo) -> RunState:
         if end.state == "cancelled" and state in ("time_limit", "preempted"):
             return RunState(state, end.message or reason, end.at, over=True)
         return RunState(end.state, end.message, end.at, over=True)
+    broken = records.status is not None and (answer.reason == SCRIPT_KILLED or answer.state is JobState.NODE_FAIL)
+    return RunState(state, _reason(records, answer, reason), answer.end_time, over=True, broken=broken)
+
+
+def _reason(records: RunRecords, answer: JobInfo, usual: str) -> str:
+    """Why a job ended that left no result."""
     if answer.state is JobState.CANCELLED:
         # Slurm's own reason is the one for which the job was still waiting.
         never = answer.reason == "DependencyNeverSatisfied"
-        reason = PENDING[answer.reason] if never else "" if records.status is not None else "before it started"
-    elif answer.state is JobState.FAILED and answer.reason == "OutOfMemory":
-        reason = "out of memory"
-    elif answer.reason == OWNER_LOST:
-        reason = f"{OWNER_LOST}; continue with --resume"
-    elif answer.state is JobState.FAILED and answer.exit_code:
-        reason = f"exit code {answer.exit_code}"
-    return RunState(state, reason, answer.end_time, over=True)
+        return PENDING[answer.reason] if never else "" if records.status is not None else "before it started"
+    if answer.state is JobState.FAILED and answer.reason == "OutOfMemory":
+        return "out of memory"
+    if answer.reason == OWNER_LOST:
+        return f"{OWNER_LOST}; continue with --resume"
+    if answer.reason == SCRIPT_KILLED:
+        return "its script was killed by signal 9"
+    return f"exit code {answer.exit_code}" if answer.state is JobState.FAILED and answer.exit_code else usual

@@ -1,0 +1,252 @@
+"""Nodes that Slurm itself sets down, in every layout and role: the run goes on, and names node and reason.
+
+The table at the end has the seconds from DOWN to the next step, or from the start of the new script where the node of
+the script itself was lost.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.slurm.devcluster.cluster import Cluster, ClusterInfo
+from libra_hpc.slurm.devcluster.conf import NODES
+from libra_hpc.slurm.queue import query
+from libra_hpc.slurm.queue.command import call
+
+from .harness import SIMULATED, Chaos, sound
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+REASON = "a broken fan"
+TWO = SIMULATED.replace('train = {{ partition = "a800", gpus', 'train = {{ partition = "a800", nodes = 2, gpus')
+BESIDE = TWO.replace('planner = {{ partition = "cpu", mem = "2G" }}', "planner = {{ nodes = 0 }}")
+ROLES = {"planner": 0, "first train": 1, "second train": 2, "hybrid": 3, "first rollout": -2, "second rollout": -1}
+
+
+class Layout(NamedTuple):
+    """A run of five or six nodes of one kind."""
+
+    text: str
+    spare: int = 0
+    hybrid: int = 1
+    components: int = 1
+    """Of the job; one: it is a plain one."""
+
+
+LAYOUTS = {
+    "plain": Layout(BESIDE),
+    "spare": Layout(BESIDE, spare=1),
+    "pairs": Layout(BESIDE, hybrid=2, components=3),
+    "cpu planner": Layout(TWO, components=4),
+}
+
+
+class OnNodes(Chaos):
+    """A run on nodes that Slurm may set down."""
+
+    def __init__(self, folder: Path, env: dict[str, str], layout: str, until_done: bool = False, **values: Any) -> None:
+        self.layout, self.env = LAYOUTS[layout], env
+        text = self.layout.text.replace("[slurm]", f"[slurm]\nspare = {self.layout.spare}")
+        super().__init__(folder, "slurm", text, **{"steps": 120, "hybrid": self.layout.hybrid, **values})
+        self.waits: subprocess.Popen[bytes] | None = None
+        run = self.submit_and_wait() if until_done else self.submit()
+        assert run.script.read_text().count("#SBATCH hetjob") == self.layout.components - 1
+        self.reach(6)
+
+    def submit_and_wait(self) -> RunDir:
+        """Somebody on the login node waits until the run is done."""
+        command = [
+            str(Path(sys.executable).with_name("libra-hpc")),
+            "submit",
+            str(self.run_file),
+            "--until-done",
+            "--wait",
+        ]
+        with (self.folder / "wait.log").open("wb") as log:
+            self.waits = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT)
+        self.run = run = RunDir(self.folder / "runs" / "t-001")
+        self.wait(run.job.exists, "the job")
+        return run
+
+    @property
+    def info(self) -> query.JobInfo:
+        assert self.run is not None
+        return query.job(self.env, str(self.run.read_json(self.run.job)["job_id"]))
+
+    def node(self, rank: int) -> str:
+        """The node of a rank; a negative one counts from the last."""
+        assert self.run is not None
+        places = sorted(self.run.logs(1).glob("at-*"), key=lambda path: int(path.name.removeprefix("at-")))
+        return places[rank].read_text().split()[0]
+
+    def set_down(self, node: str) -> None:
+        call(["scontrol", "update", f"NodeName={node}", "State=DOWN", f"Reason={REASON}"], self.env)
+        self.fault_at = time.time()
+
+    def crash(self, node: str) -> None:
+        """Everything on the node is killed, as by a loss of power; and Slurm sees it."""
+        home = f"{self.env['SLURM_CONF']}\0".encode()
+        own = Cluster().info()
+        assert own is not None
+        victims = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (folder / "environ").read_bytes()
+                parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                stepd = b"slurmstepd" in Path(f"/proc/{parent}/cmdline").read_bytes()
+            except OSError:
+                continue
+            if f"SLURMD_NODENAME={node}\0".encode() in words and home in words:
+                victims += [int(parent)] * stepd + [int(folder.name)]
+        # The daemons first: none of them reports the end of another.
+        victims.sort(key=lambda pid: "slurmstepd" not in Path(f"/proc/{pid}/cmdline").read_text())
+        for victim in [own.pids[f"slurmd {node}"], *victims]:
+            try:
+                os.kill(victim, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.set_down(node)
+
+    def bring_up(self, node: str) -> None:
+        """Somebody repairs the node."""
+        call(["scontrol", "update", f"NodeName={node}", "State=RESUME"], self.env)
+
+    def goes_on(self, steps: int = 3) -> None:
+        before = len(self.steps())
+        self.wait(lambda: len(self.steps()) >= before + steps, "steps after the fault")
+
+    def starts_again(self) -> None:
+        """The job, or its successor, starts; time counts from there."""
+        self.wait(lambda: len(self.events("job_started")) > 1, "the next start of the job, after this one has ended")
+
+    def counts_from_the_script(self) -> None:
+        started = self.info.start_time
+        assert started is not None
+        assert self.fault_at is not None
+        assert started >= int(self.fault_at)
+        self.fault_at = started
+
+
+@pytest.fixture(autouse=True)
+def nodes_up(cluster: ClusterInfo, slurm_env: dict[str, str]) -> Iterator[None]:
+    yield
+    listing = call(["squeue", "--me", "--noheader", "--format=%i"], slurm_env).split()
+    if listing:
+        call(["scancel", *sorted({name.partition("+")[0] for name in listing})], slurm_env)
+    Cluster(cluster.home).up()
+    for node in NODES:
+        subprocess.run(
+            ["scontrol", "update", f"NodeName={node}", "State=RESUME"], env=slurm_env, capture_output=True, check=False
+        )
+
+
+def named(case: OnNodes, node: str) -> None:
+    """The loss is named with node and reason where a user looks."""
+    assert case.run is not None
+    sentence = f"Slurm set node {node} down: {REASON}, since {datetime.now().year}"
+    assert any(sentence in str(event.get("reason", "")) for event in case.events("node_lost")), case.events("node_lost")
+    case.cli("report", str(case.run.path))
+    for shown in (case.cli("status", str(case.run.path)).stdout, case.run.report.read_text()):
+        assert node in shown
+
+
+def follows(layout: str, role: str) -> str:
+    """What the loss of a node leads to."""
+    if layout == "cpu planner":
+        return "requeue"
+    if role == "first train":
+        return "killed"
+    if layout == "spare":
+        return "restart"
+    return "on" if role in ("hybrid", "second rollout") else "requeue"
+
+
+CASES = [(layout, role) for layout in ("plain", "spare", "pairs") for role in ROLES if role != "planner"]
+"""There the planner is on the first train node, and so is the script."""
+CASES += [("cpu planner", role) for role in ("planner", "second train", "second rollout")]
+QUICK = [("pairs", "second rollout")]
+"""In the usual suite: the layout of the A800 example, which no other test starts."""
+
+
+def marked(case: tuple[str, str]) -> Any:
+    marks = () if case in QUICK else (pytest.mark.chaos,)
+    return pytest.param(*case, marks=marks, id=" ".join(case).replace(" ", "_"))
+
+
+@pytest.mark.parametrize(("layout", "role"), map(marked, CASES))
+def test_slurm_sets_down(slurm_env: dict[str, str], tmp_path: Path, layout: str, role: str) -> None:
+    way = follows(layout, role)
+    case = OnNodes(tmp_path, slurm_env, layout, until_done=way == "killed")
+    node = case.node(ROLES[role])
+    case.set_down(node)
+    if way == "on":
+        case.goes_on()
+        named(case, node)
+        assert not case.events("restart")
+    elif way == "restart":
+        case.wait(lambda: case.events("recovered"), "the restart")
+        assert node in case.events("recovered")[0]["reason"]
+        assert not case.events("job_requeued")
+        case.goes_on()
+        assert node not in {case.node(rank) for rank in range(6)}
+    else:
+        if way == "requeue":
+            case.wait(lambda: case.events("job_requeued"), "the requeue, after this start has ended")
+            assert f"Slurm set node {node} down: {REASON}" in case.events("job_requeued")[0]["reason"]
+            assert f"node {node} down: {REASON}" in case.cli("list", "--json").stdout
+        if layout == "pairs":
+            # The cluster has no seventh node.
+            case.bring_up(node)
+        case.starts_again()
+        if way == "killed":
+            case.counts_from_the_script()
+        case.goes_on()
+    sound(case)
+    if case.waits is not None:
+        assert case.waits.wait(60) == 0
+        assert f"Node failure on {node}" in (tmp_path / "wait.log").read_text()
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("layout", ["plain", "cpu planner"], ids=["plain", "cpu_planner"])
+def test_the_node_of_the_script_loses_power(slurm_env: dict[str, str], tmp_path: Path, layout: str) -> None:
+    case = OnNodes(tmp_path, slurm_env, layout, until_done=True)
+    case.crash(case.node(0))
+    case.starts_again()
+    case.counts_from_the_script()
+    case.goes_on()
+    sound(case)
+
+
+@pytest.mark.chaos
+def test_a_drained_node_changes_nothing(slurm_env: dict[str, str], tmp_path: Path) -> None:
+    case = OnNodes(tmp_path, slurm_env, "plain")
+    node = case.node(ROLES["second rollout"])
+    call(["scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={REASON}"], slurm_env)
+    case.fault_at = time.time()
+    sound(case)
+    assert not case.events("node_lost")
+
+
+@pytest.mark.chaos
+def test_slurmd_of_a_node_is_killed(cluster: ClusterInfo, slurm_env: dict[str, str], tmp_path: Path) -> None:
+    """Its agent lives; Slurm sets the node down after ``SlurmdTimeout``."""
+    case = OnNodes(tmp_path, slurm_env, "plain", steps=400)
+    node = case.node(ROLES["second rollout"])
+    os.kill(cluster.pids[f"slurmd {node}"], signal.SIGKILL)
+    case.wait(lambda: case.events("node_lost"), "the lost node")
+    case.fault_at = time.time()
+    assert f"Slurm set node {node} down: Not responding" in case.events("node_lost")[0]["reason"]
+    case.goes_on()
+    sound(case)

@@ -1,0 +1,65 @@
+"""What the owner learns of its job from Slurm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.coordinator.liveness import Gone, read_gone
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.owner import slurm_step as module
+from libra_hpc.owner.slurm_step import ComponentNow, SlurmStep, job_now, requeue, taken_apart
+
+LINE = "JobId={} HetJobId=7 JobName=t UserId=me(1) JobState={} Reason=None NumNodes={} NumCPUs=64 NumTasks=1\n"
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, *components: tuple[str, str], code: int = 0) -> list[str]:
+    """Slurm has these states and node counts, and ends every command with ``code``; returns the commands."""
+    asked = []
+
+    def ask(*argv: str) -> tuple[int, str]:
+        asked.append(argv[1])
+        if argv[1] == "requeue":
+            return code, "Job is pending execution for job 7\n"
+        return 0, "".join(LINE.format(7 + offset, *component) for offset, component in enumerate(components))
+
+    monkeypatch.setattr(module, "ask_slurm", ask)
+    return asked
+
+
+def test_a_job_is_taken_apart_where_slurm_lets_only_some_components_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, ("COMPLETING", "1"), ("RUNNING", "2"), ("RUNNING", "1"))
+    now = job_now({"SLURM_JOB_ID": "7"})
+    assert now == [ComponentNow(1, "COMPLETING"), ComponentNow(2, "RUNNING"), ComponentNow(1, "RUNNING")]
+    assert taken_apart(now)
+    for states in (("RUNNING",), ("RUNNING", "RUNNING"), ("COMPLETING", "COMPLETING"), ()):
+        assert not taken_apart([ComponentNow(1, state) for state in states]), states
+
+
+def test_the_ranks_of_a_node_that_srun_reports_are_gone_with_the_reason_that_slurm_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, node = RunDir(tmp_path), "NodeName=a800-1 State=DOWN Reason=a broken fan [root@2026-11-24T09:26:36]\n"
+    logs = run.logs(1)
+    logs.mkdir(parents=True)
+    for rank, place in enumerate(("a800-0 40", "a800-1 41", "a800-10 42")):
+        (logs / f"at-{rank}").write_text(place)
+    output = logs / "slurm.out"
+    output.write_text("srun: error: Node failure on a800-0\n")
+    monkeypatch.setattr(module, "ask_slurm", lambda *argv: (0, node))
+    step = SlurmStep(run, 1, 3, ["sh", "-c", f"echo 'srun: error: Node failure on a800-1' >>{output}"])
+    while step.poll():
+        pass
+    why = "Slurm set node a800-1 down: a broken fan, since 2026-11-24 09:26:36"
+    assert step.down == {"a800-1": why}, "what an earlier start printed is no news"
+    assert read_gone(run.gone(1)) == {1: Gone(41, why)}
+    assert step.gone == {1}
+
+
+def test_a_refusal_for_components_that_slurm_has_queued_itself_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answer(monkeypatch, ("COMPLETING", "1"), ("PENDING", "2-2"), code=1)
+    assert requeue({"SLURM_JOB_ID": "7"}) == ""
+    assert asked == ["requeue", "show"]
+    answer(monkeypatch, ("PENDING", "1"), ("RUNNING", "2"), code=1)
+    assert requeue({"SLURM_JOB_ID": "7"}) == "Job is pending execution for job 7"
