@@ -302,6 +302,7 @@ class Coordinator:
             self._step,
             series.column(seen.lines, "step_s")[1:],  # the first has the start of the engines in it
             nodes.droppable,
+            nodes.silent_s(now),
             starting=nodes.starting,
             least_s=least_s,
             waits_for=waits_for(nodes.pool, seen.report, notices),

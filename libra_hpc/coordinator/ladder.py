@@ -3,7 +3,8 @@
 Every part has deadlines of its own, which end a process that hangs.  This is for what they do not see, or do not cure.
 
 1. No step for half a limit -> the status names what is waited for (`late_steps`).
-2. No progress for `DROP` limits -> the nodes with the oldest weights are dropped, once a step, and begin as new ones.
+2. No progress for `DROP` limits -> the nodes that have been silent for a limit, or else those with the oldest weights,
+   are dropped, once a step, and begin as new ones.
 3. For `RESTART` limits -> all ranks restart from the newest state.
 4. All of ``slurm.restarts`` are used -> the run fails with the sentence (`libra_hpc.owner.decision`).
 
@@ -50,6 +51,8 @@ class Movement(NamedTuple):
     """Of the last steps."""
     versions: Mapping[int, int]
     """Step of the weights of each node that may be dropped."""
+    silent_s: Mapping[int, float] = {}
+    """Since the last message of each node that may be dropped."""
     starting: frozenset[int] = frozenset()
     """Nodes that start or move."""
     least_s: float = 0.0
@@ -91,11 +94,10 @@ class Ladder:
             return None
         waited_s, limit = now - self._since, self._limit(run)
         nothing = f"nothing progressed for {waited_s:.0f} s (limit {limit:.0f} s): {run.waits_for}"
-        oldest = min(run.versions.values(), default=run.step)
-        if waited_s > DROP * limit and oldest < run.step and not self._dropped:
-            self._dropped = frozenset(rank for rank, version in run.versions.items() if version == oldest)
-            weights = f"{nothing}; its weights are of step {oldest}, not {run.step}"
-            return Rung("drop", tuple(sorted(self._dropped)), weights)
+        if waited_s > DROP * limit and not self._dropped:
+            self._dropped, why = _holding_up(run, limit)
+            if self._dropped:
+                return Rung("drop", tuple(sorted(self._dropped)), f"{nothing}; {why}")
         if waited_s > RESTART * limit:
             self._since = now
             return Rung("restart", (), nothing)
@@ -107,3 +109,13 @@ class Ladder:
         # A dropped node that does not start holds nobody up.
         starting = settings.first_s if run.starting - self._dropped else 0.0
         return max(settings.floor_s, measured, starting, run.least_s)
+
+
+def _holding_up(run: Movement, limit_s: float) -> tuple[frozenset[int], str]:
+    """The nodes that the others wait for, and why they are to blame."""
+    silent = {rank: seconds for rank, seconds in run.silent_s.items() if seconds > limit_s}
+    if silent:
+        return frozenset(silent), f"it has been silent for {max(silent.values()):.0f} s"
+    oldest = min(run.versions.values(), default=run.step)
+    ranks = frozenset(rank for rank, version in run.versions.items() if version == oldest < run.step)
+    return ranks, f"its weights are of step {oldest}, not {run.step}"

@@ -66,6 +66,12 @@ class NodePool:
         beats = {rank: self.contacts[rank].beat for rank in set(self.receivers).difference(self._context.layout.vital)}
         return {rank: beat.version for rank, beat in beats.items() if beat is not None}
 
+    def silent_s(self, now: float) -> dict[int, float]:
+        """Seconds since the last message of each node that the run has, and can do without."""
+        nodes = self.pool.nodes.values() if self.pool else ()
+        ranks = {node.rank for node in nodes if node.state is not states.NodeState.LOST}
+        return {rank: now - self.contacts[rank].seen for rank in ranks.difference(self._context.layout.vital)}
+
     @property
     def starting(self) -> frozenset[int]:
         """Nodes that start, or change their role."""

@@ -41,6 +41,15 @@ def test_nodes_with_old_weights_are_dropped_once_before_all_restart() -> None:
     assert restarted.reason == "nothing progressed for 181 s (limit 60 s): 3 turns run"
 
 
+def test_a_silent_node_is_dropped_before_one_with_old_weights() -> None:
+    silent = {2: 0.5, 3: 1.0, 5: 70.0}
+    (dropped_at, dropped), _ = stand(STANDS._replace(versions={2: 9, 3: 7, 5: 9}, silent_s=silent))
+    assert (dropped_at, *dropped[:2]) == (121, "drop", (5,))
+    assert dropped.reason.endswith("; it has been silent for 70 s")
+    (_, dropped), _ = stand(STANDS._replace(versions={2: 9, 3: 7, 5: 9}, silent_s={2: 0.5, 3: 1.0, 5: 60.0}))
+    assert dropped.ranks == (3,)
+
+
 @pytest.mark.parametrize(
     ("run", "restart_at"),
     [
