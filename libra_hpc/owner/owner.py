@@ -35,6 +35,7 @@ from .decision import PLANNER_LOST, Limits, OwnerDecision, RanksEnded, SoFar, de
 from .owner_records import OwnerRecords, say
 from .ranks import LocalRanks
 from .slurm_step import SlurmStep
+from .tracking_child import TrackingChild
 
 STRAGGLERS_S = 90.0
 """Training may save for 60 s once rank 0 is gone, and an agent needs up to 15 s to end its engines."""
@@ -85,6 +86,7 @@ class RunOwner:
         self._lease, self._limits = lease, Limits(options.restarts, options.requeues, options.requeue)
         self._down: dict[str, str] = {}
         self._records = OwnerRecords(run, options.attempt)
+        self._tracking = TrackingChild(run, options.attempt)
         requeued = int(os.environ.get("SLURM_RESTART_COUNT") or 0) if options.slurm else 0
         self._so_far = SoFar(requeued=requeued, idle=self._records.idle())
         self._reason = self._message = ""
@@ -135,6 +137,7 @@ class RunOwner:
             message = f"{message}; not queued again: {refused}"
             self._records.result(decision.state, message, step)
         remove_kept(self._run.path)
+        self._tracking.close()
         self._records.close()
         self._lease.release()
         say(f"the run {ENDED.get(decision.state, decision.state)}: {message}")
@@ -189,6 +192,7 @@ class RunOwner:
         met, patience, passed_on, status_at = False, EndPatience(), 0, time.monotonic()
         while ranks.poll() and not self._gives_up(ranks):
             now = time.monotonic()
+            self._tracking.keep(now)
             for name in self._signals[passed_on:]:
                 ranks.signal(name)
                 passed_on += 1
