@@ -27,6 +27,7 @@ from libra_hpc.facts.columns import as_json
 from libra_hpc.facts.rundir import PRIVATE, RunDir
 from libra_hpc.facts.summary import summarise
 from libra_hpc.files import write_atomic
+from libra_hpc.owner.claim import HeldLease
 
 from . import jobs, register
 from .disk_use import PARTS, in_words, use
@@ -38,8 +39,6 @@ ARCHIVES = "archive"
 """Folder of archives beside the runs, by default."""
 POLICIES = ("none", "last", "best")
 KEEP = ("logs", "trajectories", "decisions")
-LEASE_S = 2.0
-"""For an owner that has written the result to release the lease."""
 
 
 def archive(
@@ -72,6 +71,8 @@ def archive(
     place = new_place(found, found.path.parent / ARCHIVES if to is None else to)
     step, weights = chosen_policy(found, policy or "none")
     with held(found) if remove else contextlib.nullcontext():
+        # Somebody may have resumed it just before.
+        refuse_if_alive(found)
         with busy("archiving"):
             before = use(found)["total"]
             facts = {"run": found.name, "from": str(found.path), "before": before, "policy_step": step}
@@ -179,20 +180,11 @@ def write_views(run: RunDir, place: RunDir) -> None:
             print_note(f"no picture: {error}")
 
 
-@contextlib.contextmanager
-def held(run: RunDir) -> Iterator[None]:
-    """Hold the run's lease, so that nobody resumes it; raises `UserError` while somebody has it."""
-    from libra_hpc.owner.claim import LeaseRefused, acquire
+def held(run: RunDir) -> HeldLease:
+    """The run's lease; imports what queues runs, which an archive alone needs not."""
+    from .submit import claimed
 
-    try:
-        lease = acquire(run.leases, LEASE_S)
-    except LeaseRefused as refused:
-        raise invalid("RUN", run.name, str(refused), "a run that has ended") from None
-    except OSError as error:
-        raise OperationError(f"{run.path} cannot be removed: {error_text(error)}.") from error
-    with lease:
-        refuse_if_alive(run)
-        yield
+    return claimed(run, "RUN")
 
 
 def removed(run: RunDir, place: RunDir) -> None:

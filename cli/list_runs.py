@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, get_args
 
 import msgspec
 import typer
@@ -70,14 +70,14 @@ def list_runs(
 ) -> None:
     if sort not in SORTS:
         raise invalid("--sort", sort, "unknown value", list(SORTS))
-    wanted = RunFilter.of(state, tag, since)
+    states, after = [checked_state(one) for one in state], time_of(since, time.time()) if since else 0.0
     if scan is not None:
         with busy(f"looking for runs below {scan}"):
             print_note(scanned(scan))
     known = register.registered()
     with busy("asking the queue"):
         found = everywhere(runs)
-        rows = wanted.rows(found, known)
+        rows = chosen_rows(found, known, states=states, tags=set(tag), after=after)
     rows.sort(key=SORTS[sort])
     if json:
         print_json(rows)
@@ -91,29 +91,18 @@ def list_runs(
         note_gone(known)
 
 
-class RunFilter(NamedTuple):
-    """Which runs a list has."""
+def chosen_rows(
+    found: Sequence[RunDir], known: Registered, *, states: Sequence[str], tags: set[str], after: float
+) -> list[dict[str, Any]]:
+    """Facts of the runs in one of ``states`` (empty: all), with all ``tags``, and a change since ``after``.
 
-    states: Sequence[str]
-    """Empty: all."""
-    tags: set[str]
-    """A run has all of them."""
-    after: float
-    """Epoch seconds of the last submission or status."""
-
-    @classmethod
-    def of(cls, states: Sequence[str], tags: Sequence[str], since: str) -> RunFilter:
-        """From options; raises `UserError`."""
-        return cls([checked_state(one) for one in states], set(tags), time_of(since, time.time()) if since else 0.0)
-
-    def rows(self, found: Sequence[RunDir], known: Registered) -> list[dict[str, Any]]:
-        """Facts of the runs that are wanted; the queue is asked once, and about no others."""
-        chosen = [run for run in found if last_change(run) >= self.after]
-        if self.tags:
-            chosen = [run for run in chosen if (one := known.get(register.real(run))) and self.tags <= set(one.tags)]
-        states = jobs.states(chosen)
-        rows = [row(run, states[str(run.path)], known.get(register.real(run))) for run in chosen]
-        return [row for row in rows if not self.states or row["state"] in self.states]
+    The queue is asked once, and about no run that lacks tags or a change.
+    """
+    chosen = [(run, known.get(register.real(run), register.RegisteredRun())) for run in found]
+    chosen = [(run, one) for run, one in chosen if last_change(run) >= after and tags <= set(one.tags)]
+    answers = jobs.states([run for run, _ in chosen])
+    rows = [row(run, answers[str(run.path)], one) for run, one in chosen]
+    return [row for row in rows if not states or row["state"] in states]
 
 
 def note_gone(known: Iterable[Path]) -> None:
@@ -173,14 +162,14 @@ def last_change(run: RunDir) -> float:
         return created(run)
 
 
-def row(run: RunDir, state: RunState, known: register.RegisteredRun | None) -> dict[str, Any]:
+def row(run: RunDir, state: RunState, known: register.RegisteredRun) -> dict[str, Any]:
     """Facts of one run: its state, and from its folder how far it is."""
     # Also of an earlier attempt: a resume that never started takes nothing back.
     status, member = read_status(run, 0), read_member(run)
     first, last = (None, None) if status is None else first_and_last(rewards(run), status.steps)
     return {
         **identity(run, state),
-        **msgspec.to_builtins(known or register.RegisteredRun()),
+        **msgspec.to_builtins(known),
         "sweep": "" if member is None else member.sweep,
         "submitted_at": created(run),
         "step": None if status is None else status.step,

@@ -279,12 +279,12 @@ def refuse_if_active(run: RunDir) -> None:
         )
 
 
-def claimed(run: RunDir) -> HeldLease:
-    """The lease of a run that is resumed; raises `UserError` while somebody else has it."""
+def claimed(run: RunDir, field: str = "--resume") -> HeldLease:
+    """The lease of a run, so that nobody else resumes it; raises `UserError` while somebody else has it."""
     try:
         return acquire(run.leases, LEAVES_S)
     except LeaseRefused as refused:
-        raise invalid("--resume", run.name, str(refused), "a run that has ended") from None
+        raise invalid(field, run.name, str(refused), "a run that has ended") from None
     except OSError as error:
         raise OperationError(f"{run.leases} cannot be written: {error.strerror}.") from error
 
