@@ -113,9 +113,9 @@ def chosen_policy(run: RunDir, which: str) -> tuple[int | None, Path | None]:
         return None, None
     found = {step: folder / "policy" for step, folder in run.complete_checkpoints()}
     rows = series.steps(run)
-    if (run.policy / "config.json").exists():
-        # The last checkpoint's, copied.
-        found[max(found, default=rows[-1]["step"] if rows else 0)] = run.policy
+    if not found and (run.policy / "config.json").exists():
+        # Only then: it is of the last completed attempt, and a resume may have gone on since.
+        found[rows[-1]["step"] if rows else 0] = run.policy
     if not found:
         raise invalid("--policy", which, f"{run.name} has no checkpoint and no exported policy", "none")
     smoothed = series.smooth(series.column(rows, "reward")) if which == "best" else []

@@ -37,7 +37,7 @@ def run(site: Path, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> RunDir:
         weights(run.checkpoint(step) / "policy", f"step {step}")
         (run.checkpoint(step) / "state.json").write_text("{}")
         (run.checkpoint(step) / "optimizer").write_bytes(bytes(1000))
-    weights(run.policy, "step 60")
+    weights(run.policy, "of an earlier end")
     for path in (run.decisions, run.decisions.with_name("decisions.jsonl.old"), run.logs(1) / "agent-0.log"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(100))
@@ -89,6 +89,13 @@ def test_the_policy_that_is_kept_is_the_last_or_that_of_the_best_reward(
     outcome = cli("archive", "quick-001", "--policy", which, "--to", "safe")
     assert f"in {run.path.parents[1]}/safe/quick-001 with the policy of step {kept}; {run.path} stays" in outcome.out
     assert (Path("safe/quick-001/policy") / "model.safetensors").read_text() == f"step {kept}"
+
+
+def test_without_checkpoints_the_exported_policy_is_kept(run: RunDir, cli: Cli) -> None:
+    shutil.rmtree(run.checkpoints)
+    assert "with the policy of step 60" in cli("archive", "quick-001", "--policy", "best").out
+    place = RunDir(run.path.parent / "archive" / "quick-001")
+    assert (place.policy / "model.safetensors").read_text() == "of an earlier end"
 
 
 def test_parts_are_kept_when_asked_for(run: RunDir, cli: Cli) -> None:
@@ -222,8 +229,8 @@ def test_du_counts_each_file_once_and_names_the_largest_run_last(run: RunDir, si
     assert [row["run"] for row in rows] == ["small-001", "quick-001"]
     parts = rows[1]
     assert (parts["decisions"], parts["logs"]) == (200, 100)
-    assert parts["checkpoints"] + parts["exports"] == 2 * (1000 + 4 + 7) + 9
-    assert parts["total"] == sum(path.stat().st_size for path in run.path.rglob("*") if path.is_file()) - 7
+    assert parts["checkpoints"] + parts["exports"] == 2 * (1000 + 4 + 7) + 2 + len("of an earlier end")
+    assert parts["total"] == sum(path.stat().st_size for path in run.path.rglob("*") if path.is_file()) - 17
     assert parts["total"] == sum(parts[part] for part in (*disk_use.PARTS, "rest"))
     assert [row["run"] for row in json.loads(cli("du", "quick-001", "--json").out)] == ["quick-001"]
     assert cli("du").out.endswith(f"{disk_use.in_words(sum(row['total'] for row in rows))} in 2 runs\n")
