@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from libra_hpc.facts.columns import as_json
+from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.view import render
 
 from . import jobs, register
@@ -29,6 +30,14 @@ from .runs import (
 )
 
 
+def facts(run: RunDir) -> dict[str, Any]:
+    """Which run it is, how it stands, and the last snapshot of its status, as JSON."""
+    state, snapshot = jobs.state(run), read_status(run)
+    known = msgspec.to_builtins(register.of_run(run))
+    shown = None if snapshot is None else as_json(with_state(snapshot, state))
+    return {**identity(run, state), **known, "status": shown}
+
+
 def status(
     run: RunArgument = None,
     json: JsonOption = False,
@@ -41,12 +50,10 @@ def status(
         if follow(found).state != "completed":
             raise typer.Exit(1)
         return
-    state, snapshot = jobs.state(found), read_status(found)
     if json:
-        shown = None if snapshot is None else as_json(with_state(snapshot, state))
-        known = msgspec.to_builtins(register.of_run(found))
-        print_json({**identity(found, state), **known, "status": shown})
+        print_json(facts(found))
         return
+    state, snapshot = jobs.state(found), read_status(found)
     if snapshot is not None:
         show(render(with_state(snapshot, state), now=time.time(), rewards=rewards(found)))
     if state.state == "never_queued":

@@ -97,11 +97,7 @@ def submit(
     run_file, sbatch = told_apart(run_file, sbatch or [], resume)
     config, before = configured(run_file, resume, with_options(override, executor, engine))
     config = with_job_options(config, sbatch, until_done)
-    if before is not None:
-        check_step(before.run, from_step)
-        refuse_if_complete(before.run, config, from_step)
-    elif from_step is not None:
-        raise invalid("--from-step", from_step, "a new run starts at step 0", "only with --resume RUN")
+    check_start(config, before, from_step)
     checked = check_all(config, slurm_required=not dry_run)
     warn(checked.warnings)
     if checked.plan is not None and not (parsable or json):
@@ -111,18 +107,7 @@ def submit(
         folder = RunDir(Path(config.run.dir) / f"{config.run.name}-NNN") if before is None else before.run
         print_line(jobs.script(checked.launch(folder, number, from_step=from_step)).rstrip("\n"))
         return
-    if before is None:
-        assert run_file is not None
-        run = create(checked.config, run_file)
-        queued = queue(checked, run, number, from_step=from_step)
-    else:
-        run = before.run
-        refuse_if_active(run)
-        # Of two that resume the run at once, one has the lease; the other then finds its job.
-        with claimed(run):
-            refuse_if_active(run)
-            share(run, before.config, checked.config)
-            queued = queue(checked, run, number, from_step=from_step)
+    run, queued = enqueue(checked, run_file, before, from_step)
     if parsable:
         print_line(queued)
     else:
@@ -205,6 +190,32 @@ def with_options(overrides: Sequence[str], executor: str | None, engine: str | N
     """``overrides``, and those that the options `ExecutorOption` and `EngineOption` stand for."""
     options = {"slurm.executor": executor, "run.engine": engine}
     return [*overrides, *(f"{key}={value}" for key, value in options.items() if value)]
+
+
+def check_start(config: RunConfig, before: Attempt | None, from_step: int | None) -> None:
+    """Raise `UserError` where there is nothing to train, or nothing to start from."""
+    if before is not None:
+        check_step(before.run, from_step)
+        refuse_if_complete(before.run, config, from_step)
+    elif from_step is not None:
+        raise invalid("--from-step", from_step, "a new run starts at step 0", "only with --resume RUN")
+
+
+def enqueue(
+    checked: CheckedRun, run_file: Path | None, before: Attempt | None, from_step: int | None = None
+) -> tuple[RunDir, str]:
+    """Queue a new run, or the next attempt of one; returns it and its job id."""
+    if before is None:
+        assert run_file is not None
+        run = create(checked.config, run_file)
+        return run, queue(checked, run, 1, from_step=from_step)
+    run = before.run
+    refuse_if_active(run)
+    # Of two that resume the run at once, one has the lease; the other then finds its job.
+    with claimed(run):
+        refuse_if_active(run)
+        share(run, before.config, checked.config)
+        return run, queue(checked, run, before.number + 1, from_step=from_step)
 
 
 def create(config: RunConfig, run_file: Path) -> RunDir:
