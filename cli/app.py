@@ -5,6 +5,7 @@ Exit codes: 0 good; 1 the operation failed; 2 wrong usage or run file; 3 Slurm u
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import re
@@ -88,6 +89,10 @@ VERBS = {
     "trace": Verb("Recorded trajectories: inspect, generate, convert.", "trace.app"),
 }
 """In the order of the help.  Only the verb that is called is imported: cold, all of them take a second."""
+ASCII = "libra-hpc"
+"""Name of `in_ascii` among Python's ways to handle an error of encoding."""
+SIMILAR = str.maketrans("━─▁▂▃▄▅▆▇█→…", "#-_.:-=+*#>.")
+"""Characters of bars, curves and screens, and one of ASCII for each, so that columns stay in line."""
 COMPLETING = "_LIBRA_HPC_COMPLETE"
 """Variable with which a shell asks for completions; what has been typed is in the next two."""
 TYPED = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
@@ -185,12 +190,18 @@ def sentence(error: typer.TyperException, arguments: Sequence[str]) -> str:
     return f"{what} (did you mean {name})" if mark else what
 
 
+def in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """What a terminal gets for characters that it cannot show."""
+    assert isinstance(error, UnicodeEncodeError)
+    return error.object[error.start : error.end].translate(SIMILAR).encode("ascii", "replace").decode(), error.end
+
+
 def main() -> None:
     """Console script."""
+    codecs.register_error(ASCII, in_ascii)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A terminal that cannot show a character gets a question mark for it.
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors=ASCII)
     try:
         code = run(sys.argv[1:])
         sys.stdout.flush()

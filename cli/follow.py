@@ -21,7 +21,7 @@ from rich.text import Text
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import Status, because
 from libra_hpc.facts.summary import duration
-from libra_hpc.facts.view import WIDTH, render
+from libra_hpc.facts.view import WIDTH, StatusScreen
 from libra_hpc.slurm.queue.query import JobInfo
 from libra_hpc.slurm.queue.run_state import NoAnswer, RunState
 
@@ -88,10 +88,12 @@ class Follower:
         over = self._lost_since is not None and now - self._lost_since >= LOST_S
         return msgspec.structs.replace(state, over=True) if over else state
 
-    def screen(self) -> RenderableType:
-        """The panel of the present state."""
+    def screen(self, lines: int) -> RenderableType:
+        """The panel of the present state, for a terminal with so many lines."""
         if self.status is not None:
-            return render(with_state(self.status, self.state), now=self._clock(), rewards=rewards(self.run))
+            return StatusScreen(
+                with_state(self.status, self.state), now=self._clock(), rewards=rewards(self.run), lines=lines
+            )
         return Panel(Text(self.waiting()), title=Text(self.run.name, style="bold"), title_align="left", width=WIDTH)
 
     def line(self) -> str:
@@ -150,11 +152,12 @@ def message_of(status: Status | None) -> str:
 
 def _panel(follower: Follower, until: Until) -> RunState:
     state = follower.refresh()
-    with Live(follower.screen(), console=console(), auto_refresh=False) as live:
+    terminal = console()
+    with Live(follower.screen(terminal.height), console=terminal, auto_refresh=False) as live:
         while not state.over and not until(follower.status):
             time.sleep(REFRESH_S)
             state = follower.refresh()
-            live.update(follower.screen(), refresh=True)
+            live.update(follower.screen(terminal.height), refresh=True)
     return state
 
 

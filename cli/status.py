@@ -11,7 +11,7 @@ import typer
 
 from libra_hpc.facts.columns import as_json
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.facts.view import render
+from libra_hpc.facts.view import StatusScreen
 
 from . import jobs, register
 from .follow import follow, job_line
@@ -55,7 +55,7 @@ def status(
         return
     state, snapshot = jobs.state(found), read_status(found)
     if snapshot is not None:
-        show(render(with_state(snapshot, state), now=time.time(), rewards=rewards(found)))
+        show(StatusScreen(with_state(snapshot, state), now=time.time(), rewards=rewards(found)))
     if state.state == "never_queued":
         print_line(f"{found.name}: was never queued; files in {found.path}")
     elif snapshot is None or state.state != "running":

@@ -1,4 +1,4 @@
-"""The live screen: one `Status` snapshot as a rich renderable of 100 columns.
+"""The live screen: one `Status` snapshot as a rich renderable of 80 or 100 columns.
 
 From top to bottom: progress, reward and staleness, speed of both stages, load of the engines, nodes, and the planner's
 last decision.
@@ -7,7 +7,9 @@ last decision.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from itertools import pairwise
 
 from rich import box
@@ -47,36 +49,64 @@ ROLE_STYLES = {
 ENGINE_STYLES = {"ready": "green", "starting": "yellow", "standby": "dim", "lost": "bold red"}
 
 
-def render(status: Status, *, now: float, rewards: Sequence[float] = ()) -> RenderableType:
-    """Render a snapshot; ``now`` is epoch seconds, ``rewards`` the reward of each step of all attempts."""
-    over = status.state in FINAL
-    if over:
-        status = as_ended(status)
-    rows = {label: ", ".join(map(str, cells)) for label, cells in rows_of("status", status.numbers).items()}
-    parts: list[RenderableType] = [
-        _progress(status, over=over, now=now),
-        Text(),
-        _learning(status, rewards, rows.pop("staleness", "-")),
-        Text(),
-        _side_by_side(status),
-        Text(),
-        _nodes(status.nodes),
-        Text(),
-        _footer(status, rows, over=over, now=now),
-    ]
-    job = f"job {status.job_id}" if status.job_id else "no job"
-    title = Text.assemble(
-        (status.run, "bold"), f"  {job}" + (f", attempt {status.attempt}" if status.attempt > 1 else "")
-    )
-    state = Text.assemble(" ", state_text(status.state), " ")
-    return Panel(
-        Group(*parts),
-        title=Text.assemble(title, "  ", state),
-        title_align="left",
-        box=box.ROUNDED,
-        padding=(1, 2),
-        width=WIDTH,
-    )
+class Detail(IntEnum):
+    """What a small terminal leaves out, one after the other."""
+
+    NOTHING = 0
+    SPACE = 1
+    """Blank lines, and the names of engines."""
+    ESTIMATES = 2
+    COUNTS = 3
+    REASON = 4
+    """All but the first line of the planner's decision."""
+    BUCKETS = 5
+    NODES = 6
+    """They have one row a role."""
+
+
+class StatusScreen:
+    """A snapshot with the most details that fit in ``lines`` of a terminal; 0: as many as it needs.
+
+    ``now`` is epoch seconds, ``rewards`` the reward of each step of all attempts.
+    """
+
+    def __init__(self, status: Status, *, now: float, rewards: Sequence[float] = (), lines: int = 0) -> None:
+        self._over = status.state in FINAL
+        self._status = as_ended(status) if self._over else status
+        self._now, self._rewards, self._lines = now, rewards, lines
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for left_out in Detail if self._lines else list(Detail)[:1]:
+            found = self._panel(left_out)
+            if len(console.render_lines(found, options)) <= self._lines:
+                break
+        yield found
+
+    def _panel(self, left_out: Detail) -> Panel:
+        status, over, now = self._status, self._over, self._now
+        rows = {label: ", ".join(map(str, cells)) for label, cells in rows_of("status", status.numbers).items()}
+        parts: list[RenderableType] = [
+            _progress(status, over=over, now=now),
+            _learning(status, self._rewards, rows.pop("staleness", "-")),
+            _side_by_side(status, left_out),
+            _nodes(status.nodes, left_out) if left_out < Detail.NODES else _roles(status.nodes),
+            _footer(status, rows if left_out < Detail.COUNTS else {}, over, left_out, now),
+        ]
+        if left_out < Detail.SPACE:
+            parts = [part for each in parts for part in (each, Text())][:-1]
+        job = f"job {status.job_id}" if status.job_id else "no job"
+        title = Text.assemble(
+            (status.run, "bold"), f"  {job}" + (f", attempt {status.attempt}" if status.attempt > 1 else "")
+        )
+        state = Text.assemble(" ", state_text(status.state), " ")
+        return Panel(
+            Group(*parts),
+            title=Text.assemble(title, "  ", state),
+            title_align="left",
+            box=box.ROUNDED,
+            padding=(1 if left_out < Detail.SPACE else 0, 2),
+            width=WIDTH,
+        )
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
@@ -144,10 +174,12 @@ def _learning(status: Status, rewards: Sequence[float], staleness: str) -> SideB
     return SideBySide(reward, limits)
 
 
-def _side_by_side(status: Status) -> SideBySide:
+def _side_by_side(status: Status, left_out: Detail) -> RenderableType:
     stages = _table("stage", ("nodes", "right"), ("tokens/s", "right"), ("s/batch", "right"), "busy")
     for name, stage in (("train", status.train), ("rollout", status.rollout)):
         stages.add_row(Text(name, style=ROLE_STYLES[name]), *_stage(stage))
+    if left_out >= Detail.BUCKETS:
+        return stages
     buckets = _table("bucket", ("engines", "right"), ("turns", "right"), ("open", "right"), "KV cache")
     for bucket in status.buckets:
         cells = (str(bucket.engines), str(bucket.inflight), str(bucket.trajectories), _bar(bucket.kv_use, "cyan"))
@@ -160,7 +192,7 @@ def _stage(stage: StageStatus) -> tuple[RenderableType, ...]:
     return str(stage.nodes), f"{stage.tokens_per_s:,.0f}", seconds, _bar(stage.busy, "magenta")
 
 
-def _nodes(nodes: Sequence[NodeStatus]) -> Table:
+def _nodes(nodes: Sequence[NodeStatus], left_out: Detail) -> Table:
     table = _table(
         ("rank", "right"), "host", "component", "role", "engines", ("weights", "right"), ("heartbeat", "right")
     )
@@ -172,19 +204,13 @@ def _nodes(nodes: Sequence[NodeStatus]) -> Table:
         beat = Text(f"{node.heartbeat_age_s:.1f} s", style="red" if node.heartbeat_age_s > STALE_HEARTBEAT_S else "")
         if node.role == "ended":
             beat = Text("-")
-        engines = Text(", ").join(
-            [
-                Text.assemble(name, " ", (state, ENGINE_STYLES.get(state, "")))
-                for name, state in sorted(node.engines.items())
-            ]
-        )
-        role = Text(node.role.replace("to_", "→ "), style=ROLE_STYLES.get(node.role, ""))
+        engines = _counted([node]) if left_out >= Detail.SPACE else _named(node)
         version = f"v{node.version}" if node.version >= 0 else "-"
         table.add_row(
             str(node.rank),
             node.host,
             node.component,
-            role,
+            _role(node.role),
             engines or Text("-", style="dim"),
             version,
             beat,
@@ -193,18 +219,45 @@ def _nodes(nodes: Sequence[NodeStatus]) -> Table:
     return table
 
 
-def _footer(status: Status, rows: Mapping[str, str], *, over: bool, now: float) -> Table:
+def _role(role: str) -> Text:
+    return Text(role.replace("to_", "→ "), style=ROLE_STYLES.get(role, ""))
+
+
+def _named(node: NodeStatus) -> Text:
+    """Every engine of a node with its state."""
+    states = sorted(node.engines.items())
+    return Text(", ").join([Text.assemble(name, " ", (state, ENGINE_STYLES.get(state, ""))) for name, state in states])
+
+
+def _counted(nodes: Sequence[NodeStatus]) -> Text:
+    """How many engines of some nodes are in each state."""
+    states = Counter(state for node in nodes for state in node.engines.values())
+    counts = sorted(states.items())
+    return Text(", ").join([Text.assemble(f"{n} ", (state, ENGINE_STYLES.get(state, ""))) for state, n in counts])
+
+
+def _roles(nodes: Sequence[NodeStatus]) -> Table:
+    table = _table("role", ("nodes", "right"), "engines", ("oldest heartbeat", "right"))
+    for role in dict.fromkeys(node.role for node in nodes):
+        found = [node for node in nodes if node.role == role]
+        oldest = max(node.heartbeat_age_s for node in found)
+        table.add_row(_role(role), str(len(found)), _counted(found), f"{oldest:.1f} s")
+    return table
+
+
+def _footer(status: Status, rows: Mapping[str, str], over: bool, left_out: Detail, now: float) -> Table:
     grid = label_grid()
     for label, text in rows.items():
         grid.add_row(label, text)
     if status.failures:
         grid.add_row("failed", Text(failed_line(status.failures), style="red" if status.paused else "yellow"))
     _add_warnings(grid, "slow", () if over else status.slow)
-    if status.estimate is not None:
-        grid.add_row("estimate", estimate_line(status.estimate))
-    if status.accuracy is not None:
-        grid.add_row("step time", accuracy_line(status.accuracy))
-    grid.add_row("planner", _decision(status.decision, now=status.updated_at if over else now))
+    if left_out < Detail.ESTIMATES:
+        _add_estimates(grid, status)
+    decision = _decision(status.decision, now=status.updated_at if over else now)
+    if left_out >= Detail.REASON:
+        decision.no_wrap, decision.overflow = True, "ellipsis"
+    grid.add_row("planner", decision)
     if status.repartitioned:
         grid.add_row("repartition", Text(status.repartitioned))
     if status.message:
@@ -214,6 +267,13 @@ def _footer(status: Status, rows: Mapping[str, str], *, over: bool, now: float) 
         silent = f"no news for {duration(now - status.updated_at)}: the job may be suspended or gone"
         grid.add_row("stale", Text(silent, style="red"))
     return grid
+
+
+def _add_estimates(grid: Table, status: Status) -> None:
+    if status.estimate is not None:
+        grid.add_row("estimate", estimate_line(status.estimate))
+    if status.accuracy is not None:
+        grid.add_row("step time", accuracy_line(status.accuracy))
 
 
 def _add_warnings(grid: Table, label: str, sentences: Sequence[str]) -> None:
@@ -236,7 +296,7 @@ def _decision(decision: DecisionStatus | None, *, now: float) -> Text:
 def _bar(share: float, style: str) -> Text:
     share = min(max(share, 0.0), 1.0)
     full = round(share * BAR_WIDTH)
-    return Text.assemble(("━" * full, style), ("━" * (BAR_WIDTH - full), "bright_black"), f" {share:4.0%}")
+    return Text.assemble(("━" * full, style), ("─" * (BAR_WIDTH - full), "bright_black"), f" {share:4.0%}")
 
 
 def _table(*columns: str | tuple[str, str]) -> Table:

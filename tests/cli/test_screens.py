@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import re
 import sys
+import termios
+import time
 from pathlib import Path
 
 import msgspec
@@ -12,13 +16,14 @@ import pytest
 from libra_hpc_cli import app, output, split
 
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.facts.status import encode_status
+from libra_hpc.facts.status import NodeStatus, encode_status
 from libra_hpc.files import write_atomic
 from libra_hpc.models.shapes import model_shape
+from libra_hpc.slurm.queue.query import JobInfo, JobState
 from tests.facts import synthetic
 from tests.slurm.test_examples import EXAMPLES, model_folder
 
-from .conftest import Cli, Queue
+from .conftest import Cli, Queue, Sleep, write_status
 
 COLUMNS = 80
 SCREENS = [
@@ -114,3 +119,48 @@ def test_a_terminal_that_knows_ascii_alone_gets_every_screen(words: list[str], m
         app.main()
     assert ended.value.code in (0, 1)
     assert stream.tell() > 0
+
+
+THREE = ["planner", "train", "rollout"]
+SIX = ["planner", "train", "to_train", "to_rollout", "rollout", "lost"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("roles", [THREE, SIX, ["planner", *["rollout", "train"] * 30]])
+def test_a_watched_run_fits_a_terminal_of_80x24(
+    site: Path, queue: Queue, sleep: Sleep, roles: list[str], encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = synthetic.make_run(site / "runs")
+    run.result.unlink()
+    run.write_json(run.job, {"job_id": "4711", "executor": "slurm", "attempt": 1, "submitted_at": 1.0})
+    queue.answer = JobInfo("4711", JobState.RUNNING, start_time=1.0)
+    ready = {f"v.{number}": "ready" for number in range(8)}
+    nodes = [
+        NodeStatus(n, f"a800-{n:02d}", "hybrid", role, ready if n else {}, 41, 0.1) for n, role in enumerate(roles)
+    ]
+    changed = {"nodes": nodes, "updated_at": time.time(), "message": "starting engines"}
+    status = msgspec.structs.replace(synthetic.make_status(run), **changed)
+    write_atomic(run.status, encode_status(status))
+    sleep(lambda seconds: write_status(run, "completed"))
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    monkeypatch.setattr(sys, "argv", ["libra-hpc", "status", "quick-001", "--watch"])
+    monkeypatch.setenv("TERM", "xterm")
+    with open(theirs, "w", encoding=encoding) as stream, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit):
+            app.main()
+    written = b""
+    with open(ours, "rb", buffering=0) as terminal, contextlib.suppress(OSError):
+        while found := terminal.read(1 << 16):
+            written += found
+    # Before the cursor goes up to write over it.
+    first = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", written.decode(encoding).split("\x1b[1A")[0]).splitlines()
+    assert len(first) <= 24
+    assert {len(line) for line in first} == {80}
+    text = "\n".join(first)
+    assert "?" not in text
+    for role in roles:
+        assert f" {role.replace('to_', '→ ' if encoding == 'utf-8' else '> ')} " in text
+    assert re.search("planner +node 2 . train .* training 1.42 s a batch", text)
+    assert (" rank " in text) == (len(roles) < 20)

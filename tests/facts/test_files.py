@@ -40,7 +40,7 @@ def screen(
     status: Status, width: int = 100, *, later: float = 0.0, rewards: Sequence[float] = (), room: int = 0
 ) -> str:
     """The screen of ``width`` columns."""
-    text = text_of(view.render(status, now=status.updated_at + later, rewards=list(rewards)), room or width)
+    text = text_of(view.StatusScreen(status, now=status.updated_at + later, rewards=list(rewards)), room or width)
     assert max(len(line) for line in text.splitlines()) <= width
     assert "…" not in text
     return text
