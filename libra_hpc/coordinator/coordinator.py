@@ -383,7 +383,7 @@ class Coordinator:
         estimate = self._planning.estimate(int(metrics["train_nodes"]))
         own = {
             "rollout_nodes": len(self._nodes.receivers),
-            "rollout_tokens_per_s": self._observations.rollout_speed()[0],
+            "rollout_tokens_per_s": self._observations.step_speed(now),
             "expected_s": None if estimate is None else estimate.batch_s,
         }
         line = {"t": now, "step": report.step, **metrics, **own}

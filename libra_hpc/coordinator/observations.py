@@ -25,6 +25,8 @@ STEPS = 256
 """Entries of each window: a few minutes of a fast run, and all that the planner's change detection needs."""
 WINDOWS = 256
 TRAJECTORIES = 4096
+LAST = 10
+"""Windows of the present speed, about as many seconds."""
 
 
 class Observations:
@@ -42,10 +44,13 @@ class Observations:
         self._report_at = 0.0
         self._report_nodes: tuple[int, ...] = ()
         self._finished = 0
+        self._stepped: tuple[float, int] | None = None
+        """When the last step was committed, else the first report came, and the tokens generated until then."""
 
     def on_step(self, line: Record, now: float) -> None:
         """A line of ``metrics.jsonl``."""
         self.lines.append(line)
+        self._stepped = now, self.tokens()[0]
         self.trained += int(line["trajectories"])
         if line.get("train_s", 0.0) > 0.0:
             fact = TrainStepFact(
@@ -75,6 +80,7 @@ class Observations:
             )
             self.windows.append(window)
         self.report, self._report_at, self._report_nodes = report, now, nodes
+        self._stepped = self._stepped or (now, report.generated_tokens)
         for generated, context, turns, tool_s, group, prompt in report.lengths:
             trajectory = TrajectoryFact(
                 index=self._finished,
@@ -144,9 +150,17 @@ class Observations:
 
     def rollout_speed(self) -> tuple[float, float, float]:
         """(generated tokens per second, node-seconds per global batch, busy share) over the last windows."""
-        recent = list(self.windows)[-10:]
+        recent = list(self.windows)[-LAST:]
         tokens_per_batch = self.lines[-1]["gen_tokens"] if self.lines else 0.0
         seconds, tokens = sum(w.seconds for w in recent), sum(w.generated_tokens for w in recent)
         busy = sum(w.busy * w.seconds for w in recent)
         per_token = busy / tokens if tokens else 0.0
         return (tokens / seconds if seconds else 0.0, per_token * tokens_per_batch, busy / seconds if seconds else 0.0)
+
+    def step_speed(self, now: float) -> float:
+        """Generated tokens per second of the step that is committed now; of the last windows where it was short.
+
+        A long step may end long after its rollout: at the end of a run nothing else is rolled out.
+        """
+        at, generated = self._stepped or (now, 0)
+        return (self.tokens()[0] - generated) / (now - at) if now - at > LAST else self.rollout_speed()[0]

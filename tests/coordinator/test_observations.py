@@ -35,3 +35,15 @@ def test_the_planner_sees_prompts_and_groups_under_way() -> None:
     (trajectory,) = snapshot.trajectories
     assert (trajectory.generated, trajectory.context, trajectory.group, trajectory.prompt) == (90, 140, 7, 50)
     assert snapshot.groups == (GroupFact(8, 60, 1, 3, 200),)
+
+
+def test_a_long_step_has_the_speed_of_its_whole_rollout() -> None:
+    seen = Observations()
+    assert seen.step_speed(0.0) == 0.0
+    for second, generated in enumerate((0, 300, 600, *[600] * 21)):
+        seen.on_rollout(report(0.0, generated), (3, 4), float(second))
+    assert (seen.rollout_speed()[0], seen.step_speed(24.0)) == (0.0, 25.0)
+    seen.on_step({"trajectories": 8, "gen_tokens": 600}, 24.0)
+    for second, generated in ((24, 600), (25, 700)):
+        seen.on_rollout(report(0.0, generated), (3, 4), float(second))
+    assert seen.step_speed(25.0) == seen.rollout_speed()[0] == 10.0, "of the last windows"
