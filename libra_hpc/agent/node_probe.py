@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_hpc.slurm.doctor import Finding
+from libra_hpc.slurm.queue.cause import telling_line
 
 PACKAGES = ("torch", "megatron.core", "vllm")
 REDUCED_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}
@@ -68,10 +69,10 @@ def _asked(subject: str, question: Callable[[], tuple[str, str]]) -> Finding:
     return Finding(subject, "warning" if fix else "good", said, fix)
 
 
-def _child(code: str, *arguments: str) -> str:
+def _child(program: str, *arguments: str) -> str:
     """Last line that a Python process of its own prints: what crashes there, crashes alone."""
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, "-c", program, *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -79,7 +80,8 @@ def _child(code: str, *arguments: str) -> str:
     )
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
     if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}: {lines[-1] if lines else 'no output'}")
+        code = f"exit code {done.returncode}"
+        raise RuntimeError(telling_line([(code, lines)]) or f"{code}: {lines[-1] if lines else 'no output'}")
     return lines[-1] if lines else ""
 
 

@@ -35,6 +35,14 @@ CASES = {
         {"slurm.out": "slurmstepd: error: *** JOB 12 ON a CANCELLED AT 2026-11-20 DUE TO NODE FAILURE ***\n"},
         "slurm: *** JOB 12 ON a CANCELLED AT 2026-11-20 DUE TO NODE FAILURE ***",
     ),
+    "validation": (
+        {
+            "agent-1.log": "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+            "  Value error, no such model [type=value_error, input_value=ArgsKwargs((),), input_type=ArgsKwargs]\n"
+            "    For further information visit https://errors.pydantic.dev/2.12/v/value_error\n"
+        },
+        "agent-1: Value error, no such model",
+    ),
     "plugin": ({"slurm.out": "srun: error: Couldn't find the plugin\n" + SLURM}, "slurm: Couldn't find the plugin"),
     "killed": (
         {

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from libra_hpc.agent import node_probe
 from libra_hpc.config.load import validate
 from libra_hpc.slurm import doctor
 from libra_hpc.slurm.doctor import Finding, SlurmFacts
@@ -90,3 +91,20 @@ def test_the_embedded_cluster_is_a_good_site(slurm_env: Mapping[str, str], tmp_p
     found = doctor.examine(validate({"run": {"dir": str(tmp_path / "runs")}}), slurm_env)
     assert not [finding for finding in found if finding.state == "bad" and finding.subject != "interpreter"], found
     assert {"controller", "scheduler", "MPI plugin", "GPUs", "run.dir"} <= {finding.subject for finding in found}
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (
+            "import pydantic\nclass M(pydantic.BaseModel):\n    x: int\nM(x='a')",
+            "exit code 1: Input should be a valid integer, unable to parse string as an integer",
+        ),
+        ("raise SystemExit(3)", "exit code 3: no output"),
+        ("import sys; print('odd', file=sys.stderr); sys.exit(4)", "exit code 4: odd"),
+    ],
+)
+def test_a_child_that_fails_is_named_by_its_cause(program: str, said: str) -> None:
+    with pytest.raises(RuntimeError) as error:
+        node_probe._child(program)
+    assert str(error.value) == said

@@ -26,9 +26,12 @@ NAMED = re.compile(r"\bsee (/\S+\.log)\b")
 OUTPUTS = ("slurm.out", "launcher.log", "agent-*.log")
 _OWN = re.compile(r"^(?:the run (?:was )?\w+:|libra-hpc:|repeat:|restart:|requeue:|exit codes by rank:)")
 """Lines of the launcher that repeat the result."""
+VALIDATION = re.compile(r" \[type=\w+, input_value=.*$")
+"""End of pydantic's sentence, which stands between the name of the exception and an address."""
 TELLING = (
     re.compile(rf"^{SET_UP_ENDED} "),
     re.compile(r"^(?:slurmstepd|srun|slurmd)[^:]*: error: .*(?:oom[-_ ]?kill|out of memory)", re.IGNORECASE),
+    VALIDATION,
     re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Refused|Unreachable)(?:: .*)?$"),
     re.compile(
         r"No module named|command not found|No such file or directory|Permission denied|No space left on device"
@@ -63,7 +66,7 @@ def telling_line(logs: Sequence[tuple[str, Sequence[str]]]) -> str:
             for line in reversed(lines):
                 text = line.strip()
                 if kind.search(text) and not _OWN.search(text):
-                    return f"{name}: {_short(_PREFIX.sub('', text))}"
+                    return f"{name}: {_short(VALIDATION.sub('', _PREFIX.sub('', text)))}"
     return ""
 
 
