@@ -273,8 +273,12 @@ def refuse_if_complete(run: RunDir, config: RunConfig, from_step: int | None = N
         if from_step >= config.run.steps:
             raise invalid("--from-step", from_step, f"run.steps = {config.run.steps} leaves nothing to train")
         return
-    if newest is not None and newest[0] >= config.run.steps and run.read_json(run.result).get("state") == "completed":
-        why = f"the run is complete at step {newest[0]}"
+    if newest is None or newest[0] < config.run.steps:
+        return
+    completed = run.read_json(run.result).get("state") == "completed"
+    # Where the last step is saved, the policy may still have to be exported.
+    if completed or newest[0] > config.run.steps:
+        why = f"the run is complete at step {newest[0]}" if completed else f"step {newest[0]} is trained and saved"
         raise invalid("run.steps", config.run.steps, why, f"a larger number, for instance -o run.steps={2 * newest[0]}")
 
 

@@ -202,3 +202,23 @@ def test_a_complete_run_is_resumed_only_for_more_steps(submitted: RunDir, queue:
     refused = one_line(cli("submit", "--resume", "quick-001"))
     assert "run.steps = 100: the run is complete at step 100; valid: a larger number" in refused
     assert cli("submit", "--resume", "quick-001", "-o", "run.steps=120").code == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "steps", "sentence"),
+    [
+        ("failed", 10, "run.steps = 10: step 40 is trained and saved; valid: a larger number, for instance -o run.ste"),
+        ("completed", 40, "run.steps = 40: the run is complete at step 40; valid: a larger number"),
+        ("failed", 40, ""),
+    ],
+)
+def test_a_run_is_not_resumed_for_steps_that_it_has_trained(
+    state: str, steps: int, sentence: str, submitted: RunDir, queue: Queue, cli: Cli
+) -> None:
+    folder = submitted.checkpoints / "step-000040"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+    submitted.write_json(submitted.result, {"state": state, "message": ""})
+    queue.answer = JobInfo("4711", JobState.FAILED)
+    outcome = cli("submit", "--resume", "quick-001", "-o", f"run.steps={steps}")
+    assert sentence in one_line(outcome) if sentence else outcome.code == 0
