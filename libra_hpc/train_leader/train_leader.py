@@ -168,6 +168,9 @@ class TrainLeader(StepRequests):
             self._failed = self._failed or f"replica {rank}: {message.error}"
 
     def _on_export_failed(self, message: ExportFailed) -> None:
+        if message.version < self.step:
+            # A newer version follows, which replaces it.
+            return
         self._log("export_failed", step=message.version, reason=message.reason)
         now = self._clock()
         self._exports.lost(message.version)

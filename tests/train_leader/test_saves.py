@@ -205,3 +205,16 @@ async def test_an_export_that_fails_is_asked_for_again_and_five_failures_end_the
     assert [p.version for p in world.of(Publish)] == [0] * 2
     assert [event["step"] for event in world.logs("export_failed")] == [0] * 3 + [1] * 5
     assert fatal.reason == "the weights of step 1 could not be written for the rollout engines: no room"
+
+
+async def test_an_export_that_a_newer_one_replaces_is_no_failure() -> None:
+    world = World().start(1)
+    await until(lambda: world.of(Publish))
+    world.leader.on_batch(batch(1))
+    await until(lambda: len(world.of(Publish)) == 2)
+    for _ in range(9):
+        world.leader.on_reply(1, ExportFailed(0, "its file was removed"))
+    world.leader.on_batch(batch(2))
+    await until(lambda: len(world.of(Publish)) == 3)
+    assert [p.version for p in world.of(Publish)] == [0, 1, 2]
+    assert not world.logs("export_failed")
