@@ -11,6 +11,7 @@ import typer
 from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.files import cache_folder
 from libra_hpc.slurm.devcluster.cluster import Cluster, ClusterInfo
+from libra_hpc.slurm.devcluster.packages import runs_from
 from libra_hpc.slurm.site_commands import slurm_environment
 
 from .output import busy, print_json, print_line, print_note
@@ -62,7 +63,9 @@ def down(
         return
     # Only folders with our files: an environment variable may point anywhere.
     for folder, mark in ((cluster.home, cluster.conf), (cache_folder(), cache_folder() / "slurm.lock")):
-        if mark.exists():
+        if mark.exists() and runs_from(folder):
+            print_line(f"kept {folder}: another embedded Slurm runs from it")
+        elif mark.exists():
             shutil.rmtree(folder)
             print_line(f"removed {folder}")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -282,3 +284,22 @@ def test_a_queue_that_does_not_answer_is_said(
     run.write_json(run.job, {"job_id": "4711", "executor": "slurm", "attempt": 1, "submitted_at": 1.0})
     assert jobs.states([run])[str(run.path)].reason == "No Slurm controller answers"
     assert "as their folders have them: No Slurm controller answers." in capsys.readouterr().err
+
+
+def test_removing_a_cluster_keeps_packages_that_another_runs_from(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("LIBRA_HPC_CACHE", str(cache))
+    monkeypatch.setenv("LIBRA_HPC_CLUSTER", str(tmp_path / "cluster"))
+    cache.mkdir()
+    (cache / "slurm.lock").touch()
+    daemon = cache / "slurmd"
+    shutil.copy(shutil.which("sleep") or "", daemon)
+    with subprocess.Popen([daemon, "60"]) as process:
+        kept = cli("cluster", "down", "--remove").out
+        process.kill()
+    assert f"kept {cache}: another embedded Slurm runs from it" in kept
+    assert daemon.exists()
+    assert f"removed {cache}" in cli("cluster", "down", "--remove").out
+    assert not cache.exists()

@@ -105,6 +105,16 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+def runs_from(folder: Path) -> bool:
+    """Whether a process of this user, on this machine, runs a program below ``folder``."""
+    folder = folder.resolve()
+    for link in Path("/proc").glob("[0-9]*/exe"):
+        with contextlib.suppress(OSError):
+            if link.readlink().is_relative_to(folder):
+                return True
+    return False
+
+
 def apt_environment(work: Path, status: Path = Path("/var/lib/dpkg/status")) -> dict[str, str]:
     """Variables with which `apt-get` needs no root: lists and archives are below ``work / "apt"``.
 
