@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ import pytest
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
+from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process.code_stamp import code_stamp
+from libra_hpc.slurm.launch import Launch, job_request
 from libra_hpc.slurm.script.container import binds, check_container, start_command
+from libra_hpc.slurm.writer import het_script
 
 from .test_writer import FULL, script
 
@@ -125,3 +129,43 @@ def test_what_is_missing_is_refused_before_the_queue(tmp_path: Path) -> None:
     assert check_container(configured(compute={"container": "pyxis", "image": "nvcr.io#a/b:1"}), environ) == []
     local = configured(compute={"image": ""}, slurm={"executor": "local"})
     assert check_container(local, environ) == []
+
+
+SRUN = """#!/bin/bash
+echo "$*" >"$RUN/srun"
+while [ "$1" != bash ]; do shift; done
+SLURM_PROCID=0 SLURM_STEP_ID=3 exec "$@"
+"""
+APPTAINER = """#!/bin/bash
+[ "$1" = exec ] || exit 9
+echo "$(ulimit -Sn) $(ulimit -Hn) $TRITON_CACHE_DIR" >"$RUN/inside"
+while [ "$1" != "$IMAGE" ]; do shift; done
+shift
+exec "$@"
+"""
+RANK = """
+import os, pathlib, json
+logs = pathlib.Path(os.environ["RUN"], "logs/attempt-1")
+(logs / "met").touch()
+(logs / "ended.json").write_text(json.dumps({"why": "completed", "sentence": "step 9 is saved", "step": 9}))
+"""
+
+
+def test_a_rank_starts_through_the_runtime_where_nothing_is_exported_and_set_up_is_strict(tmp_path: Path) -> None:
+    run, image = RunDir(tmp_path / "a run"), tmp_path / "libra.sif"
+    run.logs(1).mkdir(parents=True)
+    for name, text in (("srun", SRUN), ("apptainer", APPTAINER)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    compute = {"image": str(image), "setup": ["set -u"], "local_dir": f"{tmp_path}/local/$USER"}
+    compute |= {"env": {"IMAGE": str(image)}, "python": sys.executable}
+    text = het_script(Launch(job_request(configured(compute=compute)), run, 1, arguments=["-c", RANK]))
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": str(run.path), "USER": "ada"}
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -S -n 256\n{text}"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "--export=ALL " in (run.path / "srun").read_text()
+    soft, hard, cache = (run.path / "inside").read_text().split()
+    assert (soft, cache) == (hard, f"{tmp_path}/local/ada/cache/triton")
+    assert (tmp_path / "local" / "ada").is_dir()
