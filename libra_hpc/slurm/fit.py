@@ -62,23 +62,7 @@ def check_fit(config: RunConfig, partitions: Sequence[Partition]) -> None:
     if config.components.one_node:
         parts = [(group.name, group.component) for group in het_groups(config)]
     for name, component in parts:
-        field = f"components.{name}"
-        found = _partitions(field, component, partitions)
-        refusals = []
-        for partition in found:
-            # Components of one job never share a node.
-            before = used.get(partition.name, 0) if len(found) == 1 else 0
-            try:
-                _check_node(field, component, partition)
-                _check_size(field, component, partition, before)
-                _check_limit(slurm, limit, partition)
-            except UserError as refusal:
-                refusals.append(refusal)
-        # Of several partitions one is enough.
-        if len(refusals) == len(found):
-            raise refusals[0]
-        if len(found) == 1:
-            used[found[0].name] = used.get(found[0].name, 0) + component.nodes
+        found = _check_component(config, name, component, partitions, used)
     # Spare nodes are of the one partition that all components are in.
     if slurm.spare and (spare := max(p.nodes - used.get(p.name, 0) for p in found)) < slurm.spare:
         why = f"partition {found[0].name} has {found[0].nodes} nodes"
@@ -100,6 +84,27 @@ def _partitions(field: str, component: Component, partitions: Sequence[Partition
     return [partition for partition in found if partition.state == "up"]
 
 
+def _check_component(
+    config: RunConfig, name: str, component: Component, partitions: Sequence[Partition], used: dict[str, int]
+) -> list[Partition]:
+    """The partitions that Slurm may choose; adds its nodes to ``used``.  Raises `UserError` where it fits none."""
+    field = f"components.{name}"
+    found, refusals = _partitions(field, component, partitions), []
+    for partition in found:
+        try:
+            _check_node(field, component, partition)
+            # Components of one job never share a node.
+            _check_size(field, component, partition, used.get(partition.name, 0) if len(found) == 1 else 0)
+            _check_limit(config.slurm, partition)
+        except UserError as refusal:
+            refusals.append(refusal)
+    if len(refusals) == len(found):
+        raise refusals[0]
+    if len(found) == 1:
+        used[found[0].name] = used.get(found[0].name, 0) + component.nodes
+    return found
+
+
 def _check_size(field: str, component: Component, partition: Partition, before: int) -> None:
     if before + component.nodes > partition.nodes:
         others = f" and components before it take {before}" if before else ""
@@ -107,7 +112,8 @@ def _check_size(field: str, component: Component, partition: Partition, before: 
         raise invalid(f"{field}.nodes", component.nodes, why, f"at most {partition.nodes - before}")
 
 
-def _check_limit(slurm: SlurmSection, limit: int | None, partition: Partition) -> None:
+def _check_limit(slurm: SlurmSection, partition: Partition) -> None:
+    limit = slurm_seconds(slurm.time_limit)
     if limit is not None and partition.max_seconds is not None and limit > partition.max_seconds:
         why = f"partition {partition.name} allows {partition.max_seconds // 60} minutes"
         raise invalid("slurm.time_limit", slurm.time_limit, why, "a shorter time")
