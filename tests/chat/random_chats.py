@@ -6,6 +6,7 @@ the tokenizer would not have chosen; or it is cut.
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from typing import Any
@@ -105,7 +106,12 @@ def sample_turn(draw: random.Random, tokenizer: TaskTokenizer, end: int) -> Poli
 
 def pieces(draw: random.Random, tokenizer: TaskTokenizer, one: int) -> list[int]:
     """The token, or sometimes the tokens of its characters."""
+    return [one] if draw.random() < 0.7 else characters(tokenizer, one)
+
+
+@functools.cache
+def characters(tokenizer: TaskTokenizer, one: int) -> list[int]:
     text = tokenizer.decode([one])
-    if one in tokenizer.added_ids or draw.random() < 0.7 or not text.isascii():
+    if one in tokenizer.added_ids or not text.isascii():
         return [one]
     return [part for character in text for part in tokenizer.encode(character)]

@@ -44,7 +44,8 @@ async def play(family: Family, index: int) -> Counter[str]:
     episode, box = family.environment.open(index, 0, 0.0), Box(draw)
     assert isinstance(episode, ChatEpisode)
     await episode.start(box)
-    context, wanted = list(episode.prompt), tokenizer.encode(rendered(family, episode, []))
+    before = rendered(family, episode, [])
+    context, wanted = list(episode.prompt), tokenizer.encode(before)
     count["odd"] += differing(context, wanted)
     spoken: list[str] = []
     while True:
@@ -55,7 +56,6 @@ async def play(family: Family, index: int) -> Counter[str]:
         if answer.done:
             break
         context += [*turn.tokens, *answer.tokens]
-        before = rendered(family, episode, spoken)
         spoken.append(tokenizer.decode(turn.tokens).removesuffix("<|im_end|>"))
         after = rendered(family, episode, spoken)
         start = len(before) + len(spoken[-1]) + (0 if turn.stop == "length" else len("<|im_end|>"))
@@ -63,6 +63,7 @@ async def play(family: Family, index: int) -> Counter[str]:
         wanted += [*turn.tokens, *tokenizer.encode(after[start:])]
         count["odd"] += differing(context, wanted)
         count["positions"] += len(answer.tokens)
+        before = after
     count[f"stop: {episode.chat.stop}"] += 1
     count["bad calls"] += episode.chat.bad_calls
     await episode.close("done")
