@@ -41,12 +41,12 @@ class Guess(Episode):
         self.turns += 1
         number = re.search(r"\d{1,9}", self.task.tokenizer.decode(turn.tokens))
         if number is None:
-            return Turn(done=True, reward=0.0, info={"turns": self.turns})
+            return Turn.end(0.0, turns=self.turns)
         result = await tools.call("weigh", self.hidden, int(number[0]))
         if result.value == "equal":
-            return Turn(done=True, reward=1.0 / self.turns, info={"turns": self.turns})
+            return Turn.end(1.0 / self.turns, turns=self.turns)
         if self.turns == self.task.max_turns:
-            return Turn(done=True, reward=0.0, info={"turns": self.turns})
+            return Turn.end(0.0, turns=self.turns)
         answer = self.task.tokenizer.encode(f"{result.value}\n")
         return Turn(answer, [signal_of("weigh", result, len(answer))])
 

@@ -33,6 +33,7 @@ async def play_one(config: HostConfig, index: int, max_model_len: int, write: Wr
     """Play prompt ``index`` of the data order; returns the end, None when ``write`` had no turn before."""
     tokenizer = TaskTokenizer(config.model)
     task = build_task(config.task, config.options, config.seed, tokenizer, chat=config.chat)
+    task.check()
     with tempfile.TemporaryDirectory(prefix="libra-try-") as folder:
         limits = tool_limits(task, config.tool_timeout_s)
         tools = Sandbox(task.tools, config, folder=folder, limits=limits)
