@@ -21,7 +21,7 @@ from tests.rollout.plant import generated
 
 
 def trajectory_of(turns: int) -> Trajectory:
-    """``turns`` turns of 2 tokens under rising weight versions; each but the last calls a tool that adds 3 tokens."""
+    """``turns`` turns of 2 tokens under rising weight versions; each but the last calls two tools that add 3 tokens."""
     trajectory = Trajectory(index=4, sample=1, attempt=0, host=0, now=10.0)
     trajectory.prompt_id = "p"
     trajectory.add_environment(pack_i32([1] * 5))
@@ -31,7 +31,8 @@ def trajectory_of(turns: int) -> Trajectory:
             generated("r", [7, 8], finish="stop", logprobs=[-1, -2], versions=((number, 2),)), "e0"
         )
         if number < turns - 1:
-            trajectory.add_signals([Signal("pytest", "error", 3, 0.25, exit_code=1, passed=number, failed=2)])
+            slow = Signal("pytest", "error", 2, 0.25, exit_code=1, passed=number, failed=2)
+            trajectory.add_signals([Signal("grep", "ok", 1, 0.125), slow])
             trajectory.add_environment(pack_i32([9] * 3))
     return trajectory
 
@@ -46,6 +47,8 @@ def test_a_line_teaches_what_the_trajectory_did(tmp_path: Path) -> None:
             original.finished("code"), trajectory=""
         )
     assert found[1].version == 2
+    assert [signal.tool for signal in found[1].signals] == ["pytest", "grep"] * 2, "the slowest call first"
+    assert found[1].at_signal == (2, 2, 4, 4)
 
 
 def test_the_replay_of_a_line_gives_the_same_signals(tmp_path: Path) -> None:

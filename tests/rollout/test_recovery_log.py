@@ -106,6 +106,15 @@ def test_a_recovered_trajectory_trains_and_counts_as_the_original(run: Run) -> N
     }
 
 
+def test_a_trajectory_whose_context_was_full_is_still_truncated(run: Run) -> None:
+    original = trajectory_of(4, 1, (1, 2))
+    original.add_environment(pack_i32([9] * 3))
+    original.place = "tool"
+    run.start()
+    run.add(original)
+    assert GroupState(4, 2, run.start(at(2)).groups[4]).begun[1].truncated
+
+
 @pytest.mark.parametrize("place", ["waiting", "engine", "tool"])
 def test_an_unfinished_trajectory_comes_back_as_it_was(place: Place, run: Run) -> None:
     original = trajectory_of(4, 1, (1, 2))
@@ -136,6 +145,7 @@ def test_an_unfinished_trajectory_comes_back_as_it_was(place: Place, run: Run) -
         "episode",
     ):
         assert getattr(back, name) == getattr(original, name), name
+    assert not back.truncated
     if place != "tool":
         assert (back.signals, back.at_signal) == (original.signals, original.at_signal)
 
