@@ -19,6 +19,7 @@ from libra_hpc.errors import invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.preflight import checked_run
 from libra_hpc.preflight.checked_run import CheckedRun
+from libra_hpc.preflight.named_files import check_planner_files
 from libra_hpc.preflight.train_worlds import describe_worlds
 from libra_hpc.slurm.submit import expected_start as job_start
 from libra_hpc.user_file import absolute
@@ -81,7 +82,10 @@ def warn(warnings: Sequence[str]) -> None:
 
 def load(run_file: Path, overrides: Sequence[str]) -> RunConfig:
     """Load a run file over the site profile, with every path made absolute."""
-    return with_absolute_paths(load_run_file(run_file, overrides, site_profile().values))
+    config = with_absolute_paths(load_run_file(run_file, overrides, site_profile().values))
+    # Not for a run that is resumed: it has its split, and may outlive the files behind it.
+    check_planner_files(config)
+    return config
 
 
 def site_config(changes: Mapping[str, object] | None = None) -> RunConfig:

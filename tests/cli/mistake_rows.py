@@ -387,6 +387,8 @@ PROFILES = {
     "a wrong type": ("[slurm]\nmpi = 3\n", "slurm.mpi = 3: wrong type; valid: a string."),
     "an unknown key": ("[compute]\nimg = 'x'\n", "compute.img = 'x': unknown key in [compute]; valid: "),
     "no TOML": ("[slurm\n", "site.toml:1: not valid TOML"),
+    "a bind of two": ("[compute]\nbinds = ['a,b']\n", "compute.binds.0 = 'a,b': malformed"),
+    "a variable's name": ("[compute.env]\n'A B' = 'x'\n", "compute.env = 'A B': malformed name; valid: a table of"),
     "an unknown partition": ("[components.train]\npartition = 'a80'\n", "components.train.partition = 'a80': no such"),
 }
 COMMANDS = [

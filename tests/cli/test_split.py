@@ -16,7 +16,7 @@ from tests.preflight.test_checks import write_model
 from tests.slurm.test_examples import model_folder
 
 from .conftest import Cli, Queue, one_line
-from .test_mistakes import overrides
+from .mistake_rows import overrides
 
 RUN = """
 [run]

@@ -21,7 +21,7 @@ from libra_hpc.slurm.queue.run_state import SILENT_S, NoAnswer
 from tests.facts import synthetic
 
 from .conftest import Cli, Outcome, Queue, Sleep, one_line, write_status
-from .test_mistakes import GPU_NODES
+from .mistake_rows import GPU_NODES
 
 
 def test_submit_writes_the_run_directory_and_prints_id_and_folder(site: Path, queue: Queue, cli: Cli) -> None:

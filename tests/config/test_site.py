@@ -46,28 +46,6 @@ def test_without_a_profile_nothing_changes(tmp_path: Path) -> None:
     assert site_profile({"LIBRA_HPC_SITE": "none"}) == ({}, {})
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("[algorithm]\neta = 2\n", "algorithm.eta: not a fact of a site; valid sections: components.hybrid, "),
-        ("[components.train]\nnodes = 2\n", "train.nodes: not a fact of a site; valid in [components.train]:"),
-        ("[compute]\npyton = 'x'\n", "compute.pyton = 'x': unknown key in [compute]; valid: "),
-        ("[compute]\nbinds = ['a,b']\n", "compute.binds.0 = 'a,b': malformed"),
-        ("[compute.env]\n'A B' = 'x'\n", "compute.env = 'A B': malformed name; valid: a table of variables"),
-        ("[slurm]\ngpu_option = '--gres=gpu'\n", "slurm.gpu_option = '--gres=gpu': malformed"),
-    ],
-)
-def test_a_mistake_names_the_file_and_the_key(tmp_path: Path, text: str, sentence: str) -> None:
-    (tmp_path / "own.toml").write_text(text)
-    with pytest.raises(UserError) as caught:
-        site_profile({})
-    assert str(caught.value).startswith(f"site profile {tmp_path / 'own.toml'}: ")
-    assert sentence in str(caught.value)
-
-
-def test_a_profile_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
+def test_a_profile_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no such file; valid: a site profile, or 'none'"):
         site_profile({"LIBRA_HPC_SITE": str(tmp_path / "absent.toml")})
-    (tmp_path / "own.toml").write_text("[slurm\n")
-    with pytest.raises(UserError, match=r"own.toml:1: not valid TOML"):
-        site_profile({})

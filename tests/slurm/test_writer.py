@@ -353,23 +353,6 @@ def test_a_planner_beside_the_first_train_node_takes_no_node() -> None:
     assert "# rollout: 1 node" in second
 
 
-@pytest.mark.parametrize(
-    ("option", "why"),
-    [
-        ("--signal=TERM@10", "libra-hpc sets --signal itself"),
-        ("--mem=1G", r"libra-hpc sets --mem itself; valid: components\.\*\.mem"),
-        ("-o", "libra-hpc sets -o itself"),
-        ("--constraint nvlink", "it has a space; valid: --constraint=VALUE"),
-        ("", "not an sbatch option"),
-    ],
-)
-def test_an_option_that_would_undo_the_scripts_own_is_refused(option: str, why: str) -> None:
-    with pytest.raises(UserError, match=why):
-        script({**FULL, "slurm": {"extra": [option]}})
-    with pytest.raises(UserError, match=r"components\.train\.extra\[0\]"):
-        script({"components": {"train": {"extra": [option]}}})
-
-
 def test_options_are_read_as_getopt_reads_them() -> None:
     words = [
         "--exclude",
