@@ -78,7 +78,9 @@ def test_options_behind_two_dashes_are_sbatchs(site: Path, queue: Queue, cli: Cl
 
 
 def test_resume_keeps_folder_and_configuration_and_counts_attempts(site: Path, queue: Queue, cli: Cli) -> None:
-    cli("submit", "run.toml", "-o", "algorithm.eta=3")
+    (site / "planned.jsonl").touch()
+    cli("submit", "run.toml", "-o", "algorithm.eta=3", "-o", "planner.trace=planned.jsonl")
+    (site / "planned.jsonl").unlink()
     queue.answer = JobInfo("4711", JobState.FAILED)
     assert cli("submit", "--resume", "quick-001", "-o", "run.steps=200").code == 0
     assert queue.submitted == [("quick-001", 1), ("quick-001", 2)]

@@ -120,7 +120,7 @@ def test_generated_work_fills_the_run_and_a_trace_is_grouped(tmp_path: Path) -> 
         ({"train": {"tp": 1, "ep": 2}}, r"train\.ep = 2: the model has no experts"),
         ({"rollout": {"tp": 4}}, r"rollout\.tp = 4: rollout\.tp \* rollout\.engines_per_node needs 16 GPUs"),
         ({"rollout": {"max_model_len": 1_000_000}}, r"max_model_len = 1000000: the KV cache of qwen3-14b on 2 x a800"),
-        ({"rollout": {"max_model_len": 8000}}, r"max_context = 8000: the longest prompt leaves no room"),
+        ({"rollout": {"max_model_len": 8000}}, r"rollout.max_model_len = 8000: the longest prompt leaves no room"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_queued(
