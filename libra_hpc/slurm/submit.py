@@ -31,7 +31,8 @@ USER_MISTAKES = (
     "can not be satisfied",
     "unrecognized",
     "permitted",
-    "permission denied",
+    "denied",
+    "dependency problem",
     "exceed",
     "violates",
     "limit",
@@ -51,6 +52,7 @@ REFUSED = (
     ("partition", "components.*.partition", ""),
     ("memory", "components.*.mem", ""),
     ("cpu count", "components.*.cpus", ""),
+    ("processors", "components.*.cpus", ""),
     ("node count", "components.*.nodes", ""),
 )
 """Words of a refusal, the keys that it may mean, and the verbatim options that do the same."""

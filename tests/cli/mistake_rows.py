@@ -628,7 +628,8 @@ REFUSED = [
     ("slurm.extra=['--licenses=matlab']", "Invalid license specification", "slurm.extra[0] = '--licenses=matlab': "),
     ("slurm.extra=['-Lmatlab']", "Invalid license specification", "slurm.extra[0] = '-Lmatlab': Slurm refuses it ("),
     ("slurm.extra=['--exclusve']", "unrecognized option '--exclusve'", "slurm.extra[0] = '--exclusve': Slurm refuses"),
-    ("slurm.extra=['-d', 'afterok:x']", "Job dependency problem: invalid", "slurm.extra[0] = '-d': Slurm refuses it"),
+    ("components.train.reservation=a", "Access denied to requested reservation", "components.train.reservation = 'a'"),
+    ("slurm.extra=['-d', 'afterok:x']", "Job dependency problem", "slurm.extra[0] = '-d': Slurm refuses it"),
     ("slurm.account=guest", "Invalid account or account/partition combination specified", "slurm.account = 'guest': S"),
     ("components.train.account=guest", "Invalid account or account/partition combination", "components.train.account"),
     (
