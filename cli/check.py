@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from libra_hpc.config.learn import TaskTable
 from libra_hpc.config.load import load_run_file, validate, with_values
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.config.run import RunConfig
@@ -98,7 +99,6 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     """``config`` for a job that starts in another folder."""
     model = str(Path(config.model.path).absolute()) if config.model.path else ""
     warm_start = str(Path(config.rollout.warm_start).absolute()) if config.rollout.warm_start else ""
-    data = str(Path(config.task.data).absolute()) if config.task.data else ""
     python, command = config.compute.python, config.notify.command
     if config.compute.container == "none":
         python, command = _program(python), [*map(_program, command[:1]), *command[1:]]
@@ -107,18 +107,25 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         image = str(Path(image).expanduser().absolute())
     template = config.slurm.template
     folder = _run_folder(config.run.dir)
+    parts = [one.model_copy(update={"task": absolute(one.task), **_own_files(one)}) for one in config.task.train]
     return config.changed(
         run={"dir": str(folder)},
         slurm={"template": str(Path(template).expanduser().absolute()) if template else ""},
         compute={"python": python, "image": image},
         notify={"command": command},
         model={"path": model},
-        task={"name": absolute(config.task.name), "data": data, "reward": absolute(config.task.reward)},
+        task={"name": absolute(config.task.name), "train": parts, **_own_files(config.task)},
         algorithm={"advantage": absolute(config.algorithm.advantage), "loss": absolute(config.algorithm.loss)},
         rollout={"warm_start": warm_start, "policy": absolute(config.rollout.policy)},
         planner=_absolute(config.planner),
         simulated=_absolute(config.simulated),
     )
+
+
+def _own_files(task: TaskTable) -> dict[str, str]:
+    """Data and reward of a task, with absolute paths."""
+    data = str(Path(task.data).absolute()) if task.data else ""
+    return {"data": data, "reward": absolute(task.reward)}
 
 
 def _program(given: str) -> str:

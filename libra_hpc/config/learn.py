@@ -19,6 +19,8 @@ def _named(value: Any) -> Any:
 
 
 Share = Annotated[float, Field(gt=0, lt=1)]
+MIXTURE = "mixture"
+"""The task that several tasks are together."""
 Clip = Annotated[
     Annotated[Share, Tag("one")] | Annotated[list[Share], Field(min_length=2, max_length=2), Tag("each")],
     Discriminator(one_or_each),
@@ -35,11 +37,9 @@ class ModelSection(Section):
     """Number format of weights and activations in training and rollout."""
 
 
-class TaskSection(Section):
-    """``[task]``: the environment."""
+class TaskTable(Section):
+    """What one task is made of."""
 
-    name: str = "keychain"
-    """A built-in task, or ``path/to/file.py:ClassName``; with ``data`` alone it is ``data``."""
     data: str = ""
     """Rows to train on: a JSONL or Parquet file, or a folder of one split of Hugging Face `datasets`. All but JSONL
     needs the extra ``libra-hpc[parquet]``."""
@@ -49,6 +49,32 @@ class TaskSection(Section):
     """Reward function, ``path/to/file.py:function``: ``def score(row, text)`` returns a number, or a dict of parts."""
     options: dict[str, Any] = {}
     """Arguments of the task's constructor, by name."""
+
+    @property
+    def own_arguments(self) -> dict[str, Any]:
+        """Arguments of the task's constructor."""
+        given = {"data": self.data, "prompt": self.prompt, "reward": self.reward}
+        return {**{name: value for name, value in given.items() if value}, **self.options}
+
+
+class TrainPart(TaskTable):
+    """``[[task.train]]``: one of several tasks of a run."""
+
+    name: str = Field("", pattern=r"^[A-Za-z0-9_.-]*$")
+    """What it is called, also in columns such as ``name/reward``."""
+    task: str = "data"
+    """A built-in task, or ``path/to/file.py:ClassName``."""
+    weight: int = Field(1, ge=1, le=1000)
+    """Prompts of it among ``sum of weights`` prompts in a row of the data order; exactly so many."""
+
+
+class TaskSection(TaskTable):
+    """``[task]``: the environment."""
+
+    name: str = "keychain"
+    """A built-in task, or ``path/to/file.py:ClassName``; with ``data`` alone it is ``data``."""
+    train: list[TrainPart] = []
+    """Several tasks instead of one, each a table ``[[task.train]]``."""
     trial: bool = True
     """Play the start of one episode where the job is submitted, before it is queued. false: for a task that needs what
     only the nodes have."""
@@ -71,13 +97,29 @@ class TaskSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _named(cls, values: Any) -> Any:
-        return {"name": "data", **values} if isinstance(values, dict) and values.get("data") else values
+        if not isinstance(values, dict):
+            return values
+        implied = MIXTURE if values.get("train") else "data" if values.get("data") else ""
+        return {"name": implied, **values} if implied else values
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of the task's constructor."""
-        given = {"data": self.data, "prompt": self.prompt, "reward": self.reward}
-        return {**{name: value for name, value in given.items() if value}, **self.options}
+        """Arguments of the task's constructor, of a mixture its parts."""
+        if not self.train:
+            return self.own_arguments
+        return {
+            "parts": [
+                {"name": one.name, "task": one.task, "weight": one.weight, "options": one.own_arguments}
+                for one in self.train
+            ]
+        }
+
+    @property
+    def tables(self) -> dict[str, tuple[str, TaskTable]]:
+        """By the key that names its class, every task: that name and its table."""
+        if not self.train:
+            return {"task.name": (self.name, self)}
+        return {f"task.train.{place}.task": (one.task, one) for place, one in enumerate(self.train)}
 
 
 class ChatSection(Section):

@@ -258,6 +258,8 @@ def _kind(field: FieldInfo) -> str:
     """The type of a field in words."""
     kind = field.annotation
     origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if origin is list and section_of(field):
+        return "a list of tables"
     if origin is list:
         return f"a list of {'strings' if options[0] is str else ', '.join(_choices(field)) or 'values'}"
     if origin in (Union, types.UnionType):
@@ -279,14 +281,25 @@ def _bounds(field: FieldInfo) -> Iterator[tuple[str, float]]:
 
 
 def _section(names: Sequence[str]) -> type[BaseModel] | None:
-    """The pydantic model of a dotted section name."""
+    """The pydantic model of a dotted section name, of a table of a list too."""
     model: type[BaseModel] = RunConfig
     for name in names:
+        if name.isdecimal():
+            continue
         field = model.model_fields.get(name)
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+        inner = None if field is None else section_of(field)
+        if inner is None:
             return None
-        model = field.annotation
+        model = inner
     return model
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The model of a field that is a table, or a list of tables."""
+    kind = field.annotation
+    if typing.get_origin(kind) is list:
+        kind = typing.get_args(kind)[0]
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def _field(names: Sequence[str]) -> FieldInfo | None:

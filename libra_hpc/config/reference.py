@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from libra_hpc.errors import UserError, nearest
 
 from .job import Component
-from .load import describe
+from .load import describe, section_of
 from .run import RunConfig
 from .section import Unit
 from .site import ALLOWED
@@ -119,6 +119,8 @@ def _walk(section: BaseModel, name: str) -> Iterator[KeyTable]:
     for key, value in values.items():
         if isinstance(value, BaseModel):
             yield from _walk(value, f"{name}.{key}" if name else key)
+        elif item := section_of(type(section).model_fields[key]):
+            yield from _walk(item(), f"{name}.{key}")
 
 
 def _key(section: str, name: str, field: FieldInfo, default: Any) -> ConfigKey:

@@ -27,7 +27,7 @@ from libra_hpc.slurm.queue.query import slurm_seconds
 from .field_names import naming, reading
 from .gpu_memory import GpuMemory, check_cpus, check_memory, rollout_nodes
 from .job_checks import alerts_can_be_sent, cache_fits, own_variables, sane_sizes, set_up_parses
-from .named_files import check_function, check_run_dir, check_task, read_model_config
+from .named_files import check_function, check_run_dir, check_tasks, read_model_config
 from .train_worlds import (
     context_ranks_have_tokens,
     experts_fit,
@@ -83,7 +83,7 @@ def check_files(config: RunConfig) -> None:
     check_function("algorithm.advantage", config.algorithm.advantage, ADVANTAGES)
     check_function("algorithm.loss", config.algorithm.loss, LOSSES)
     if config.run.engine == "real":
-        check_task(config.task)
+        check_tasks(config.task)
         with reading("model.path", config.model.path):
             _raise_first(trainable(config, read_model_config(config)))
             check_weights(config.model.path)

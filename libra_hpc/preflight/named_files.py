@@ -6,11 +6,12 @@ import ast
 import importlib.util
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.config.learn import TaskSection
+from libra_hpc.config.learn import MIXTURE, TaskSection, TaskTable
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, error_text, invalid, nearest
 from libra_hpc.models.devices import device, devices
@@ -123,40 +124,54 @@ def check_planner_files(config: RunConfig) -> None:
                 model_shape(own.model)
 
 
-def check_task(task: TaskSection) -> None:
-    """Raise `UserError` unless the task is there, and its constructor takes the options, and its data are there.
+def check_tasks(task: TaskSection) -> None:
+    """Raise `UserError` unless each task is there, its constructor takes the options, and its data are there.
 
     Files of Python are parsed, never run: their imports need not be installed where runs are submitted.
     """
-    path, separator, wanted = task.name.rpartition(":")
+    if task.train and (task.name != MIXTURE or task.own_arguments):
+        given = next(iter(task.own_arguments), "name")
+        raise invalid(f"task.{given}", getattr(task, given), "is beside [[task.train]]", "keys of [[task.train]] alone")
+    names = Counter(one.name for one in task.train)
+    for place, one in enumerate(task.train):
+        if not one.name or names[one.name] > 1:
+            raise invalid(f"task.train.{place}.name", one.name, "is not unique" if one.name else "not given", "a name")
+    for key, (name, table) in task.tables.items():
+        _check_task(key, name, table)
+
+
+def _check_task(key: str, name: str, task: TaskTable) -> None:
+    """``key`` names its class, ``name``."""
+    section = key.rpartition(".")[0]
+    path, separator, wanted = name.rpartition(":")
     if not separator:
-        if task.name not in TASKS:
-            raise invalid("task.name", task.name, "unknown task", [*TASKS, FORM])
-        module, wanted = TASKS[task.name]
+        if name not in TASKS:
+            raise invalid(key, name, "unknown task", [*TASKS, FORM])
+        module, wanted = TASKS[name]
         spec = importlib.util.find_spec(module)
         assert spec is not None
         assert spec.origin is not None
         path = spec.origin
-    classes = {node.name: node for node in _parsed("task.name", task.name, path).body if isinstance(node, ast.ClassDef)}
+    classes = {node.name: node for node in _parsed(key, name, path).body if isinstance(node, ast.ClassDef)}
     if wanted not in classes:
         known = f"valid: {', '.join(classes)}{nearest(wanted, classes)}" if classes else "it defines none"
-        raise UserError(f"task.name = {task.name!r}: {path} defines no class {wanted!r}; {known}.")
+        raise UserError(f"{key} = {name!r}: {path} defines no class {wanted!r}; {known}.")
     taken = _constructor_options(classes[wanted])
-    for option in task.arguments:
+    for option in task.own_arguments:
         if taken is not None and option not in taken:
-            field = "task.options" if option in task.options else "task"
+            field = f"{section}.options" if option in task.options else section
             raise invalid(field, option, f"{wanted} has no such option", taken)
-    _check_data(task)
+    _check_data(section, name, task)
 
 
-def _check_data(task: TaskSection) -> None:
-    for name, given, form in (("data", task.data, DATA_FORM), ("reward", task.reward, FUNCTION_FORM)):
-        if task.name == "data" and not given:
-            raise invalid(f"task.{name}", given, "not given", form)
+def _check_data(section: str, name: str, task: TaskTable) -> None:
+    for field, given, form in (("data", task.data, DATA_FORM), ("reward", task.reward, FUNCTION_FORM)):
+        if name == "data" and not given:
+            raise invalid(f"{section}.{field}", given, "not given", form)
     if task.data and not Path(task.data).exists():
-        raise invalid("task.data", task.data, "no such file or folder", DATA_FORM)
+        raise invalid(f"{section}.data", task.data, "no such file or folder", DATA_FORM)
     if task.reward:
-        check_function("task.reward", task.reward, ())
+        check_function(f"{section}.reward", task.reward, ())
 
 
 def _constructor_options(task: ast.ClassDef) -> list[str] | None:

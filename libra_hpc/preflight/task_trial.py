@@ -42,9 +42,12 @@ def try_task(config: RunConfig) -> list[str]:
 
 def _digest(config: RunConfig, python: str) -> str:
     task = config.task
-    folders = {Path(name.rpartition(":")[0]).parent for name in (task.name, task.reward) if ":" in name}
+    tables = task.tables.values()
+    functions = [name for kind, table in tables for name in (kind, table.reward) if ":" in name]
+    folders = {Path(name.rpartition(":")[0]).parent for name in functions}
     own = sorted(file for folder in folders for file in folder.glob("*.py"))
-    data = [Path(task.data), *sorted(Path(task.data).glob("*"))] if task.data else []
+    sets = [Path(table.data) for _, table in tables if table.data]
+    data = [file for one in sets for file in (one, *sorted(one.glob("*")))]
     files = (*Path(config.model.path).glob("*.json*"), Path(config.model.path) / "chat_template.jinja", *own, *data)
     return digest((host_settings(config).decode(), python), files)
 

@@ -52,9 +52,13 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def batch_stats(
-    groups: Sequence[GroupState], trainer_version: int, busy_per_token_s: float = 0.0, engines: int = 1
+    groups: Sequence[GroupState],
+    trainer_version: int,
+    busy_per_token_s: float = 0.0,
+    engines: int = 1,
+    parts: Sequence[str] = (),
 ) -> dict[str, float]:
-    """Statistics of a batch, every group of which has a finished trajectory."""
+    """Statistics of a batch, every group of which has a finished trajectory; ``parts``: tasks of a mixture."""
     trajectories = [t for group in groups for t in group.done]
     reward, reward_std = mean_and_std([t.reward for t in trajectories])
     staleness = [trainer_version - t.first_version for t in trajectories]
@@ -74,8 +78,26 @@ def batch_stats(
         "failed": sum(group.failed for group in groups),
         "retried": sum(group.retried for group in groups),
         "rollout_s": sum(generated) * busy_per_token_s / max(1, engines),
-        **_own_numbers(trajectories),
+        **_own_numbers([t for t in trajectories if t.part not in parts]),
+        **_of_parts(trajectories, parts),
     }
+
+
+def _of_parts(trajectories: Sequence[Trajectory], parts: Sequence[str]) -> dict[str, float]:
+    """Numbers of each task of a mixture over its own trajectories; a batch without any has none of them."""
+    found: dict[str, float] = {}
+    for part in parts:
+        own = [t for t in trajectories if t.part == part]
+        if own:
+            numbers = {
+                "reward": sum(t.reward for t in own) / len(own),
+                "turns": sum(len(t.turns) for t in own) / len(own),
+                "gen_tokens": sum(t.attained for t in own) / len(own),
+                "trajectories": float(len(own)),
+                **_own_numbers(own),
+            }
+            found |= {f"{part}/{key}": value for key, value in numbers.items()}
+    return found
 
 
 def _of_turns(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -52,6 +52,7 @@ class RolloutLeader:
         book = FailureBook(config.task.max_failed_share, config.task.failed_patience_s)
         self._attempts = Attempts(book, self._log, lambda why: self._send(0, Fatal(rank, why)))
         self._advantage = advantage_named(config.algorithm.advantage)
+        self._parts = [one.name for one in config.task.train]
         self._scheduled = False
         self._lengths: list[Length] = []
 
@@ -210,7 +211,7 @@ class RolloutLeader:
         engines = self._turns.engines
         while self._order is not None and (due := self._order.next_batch()):
             step, groups = due
-            stats = batch_stats(groups, step - 1, engines.busy_per_token(), len(engines.engines))
+            stats = batch_stats(groups, step - 1, engines.busy_per_token(), len(engines.engines), self._parts)
             composed = tuple(group.to_group(self._advantage) for group in groups)
             self._around.composed(step, [trajectory for group in groups for trajectory in group.done], composed)
             self._send(self._train_leader, Batch(step, composed, stats, self._order.take_given_up()))

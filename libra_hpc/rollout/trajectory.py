@@ -74,6 +74,11 @@ class Trajectory:
         self.reward = 0.0
         self.info: dict[str, float] = {}
 
+    @property
+    def part(self) -> str:
+        """In a mixture, the task that its prompt belongs to."""
+        return self.prompt_id.partition("/")[0]
+
     def room(self, max_model_len: int) -> int:
         """Tokens that the turn may still generate."""
         return min(self.max_tokens - len(self.turn), max_model_len - len(self.context))

@@ -47,6 +47,7 @@ class TurnRouter:
         surroundings: Surroundings,
         owner: TrajectoryOwner,
     ) -> None:
+        self._mixed = bool(config.task.train)
         self._task, self._rollout, self._episodes = config.task.name, config.rollout, episodes
         self._around, self._owner, self._clock = surroundings, owner, surroundings.clock
         board = Board(config.rollout.max_inflight)
@@ -77,7 +78,7 @@ class TurnRouter:
         self._owner.schedule_pass()
 
     def _view(self, trajectory: Trajectory) -> TurnView:
-        return trajectory.view(self._task, self._rollout.max_model_len)
+        return trajectory.view(trajectory.part if self._mixed else self._task, self._rollout.max_model_len)
 
     def dispatch(self) -> None:
         """Send the turns that the policy gives an engine, in one message per node."""
@@ -123,7 +124,7 @@ class TurnRouter:
         self._queue.forget(trajectory.episode, trajectory.prompt_id, now)
 
     def finished(self, trajectory: Trajectory, now: float) -> None:
-        self._queue.finished(trajectory.finished(self._task), now)
+        self._queue.finished(trajectory.finished(trajectory.part if self._mixed else self._task), now)
 
     # --- answers in
 

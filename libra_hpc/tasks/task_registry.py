@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from libra_hpc.config.learn import MIXTURE
 from libra_hpc.errors import invalid
 from libra_hpc.user_file import FORM, load_class
 
@@ -20,6 +21,7 @@ BUILTIN = {
 }
 """Built-in environments, each of which a tiny policy can learn: name -> (module, class)."""
 TASKS = {**BUILTIN, "data": ("libra_hpc.tasks.data_task", "DataTask")}
+_CLASSES = {**TASKS, MIXTURE: ("libra_hpc.tasks.mixture", "Mixture")}
 """Names of a run file that need no file."""
 
 
@@ -29,8 +31,8 @@ def task_class(name: str) -> type[Task] | type[TaskMaker]:
 
     if ":" in name:
         found = load_class("task.name", name, "Task class", lambda one: issubclass(one, (Task, TaskMaker)))
-    elif name in TASKS:
-        module_name, class_name = TASKS[name]
+    elif name in _CLASSES:
+        module_name, class_name = _CLASSES[name]
         found = getattr(importlib.import_module(module_name), class_name)
     else:
         raise invalid("task.name", name, "no such task", [*TASKS, FORM])

@@ -30,21 +30,21 @@ def test_incomplete_model_folders(tmp_path: Path, without: str) -> None:
 def test_task_files_are_parsed_and_never_run(tmp_path: Path) -> None:
     task = tmp_path / "task.py"
     task.write_text("raise SystemExit('imported')\nclass Mine: pass\n")
-    named_files.check_task(TaskSection(name=f"{task}:Mine"))
+    named_files.check_tasks(TaskSection(name=f"{task}:Mine"))
     with pytest.raises(UserError, match=r"defines no class 'Mien'; valid: Mine \(did you mean 'Mine'\?\)"):
-        named_files.check_task(TaskSection(name=f"{task}:Mien"))
+        named_files.check_tasks(TaskSection(name=f"{task}:Mien"))
     mine, other = "self, tokenizer, turns, *, seed=0", "self, tokenizer, **options"
     task.write_text(f"class Mine:\n def __init__({mine}): pass\nclass Any:\n def __init__({other}): pass\n")
-    named_files.check_task(TaskSection(name=f"{task}:Mine", options=dict.fromkeys(["turns", "seed"])))
-    named_files.check_task(TaskSection(name=f"{task}:Any", options=dict.fromkeys(["whatever"])))
+    named_files.check_tasks(TaskSection(name=f"{task}:Mine", options=dict.fromkeys(["turns", "seed"])))
+    named_files.check_tasks(TaskSection(name=f"{task}:Any", options=dict.fromkeys(["whatever"])))
     sentence = r"task\.options = 'trns': Mine has no such option; valid: turns, seed \(did you mean 'turns'\?\)"
     with pytest.raises(UserError, match=sentence):
-        named_files.check_task(TaskSection(name=f"{task}:Mine", options=dict.fromkeys(["trns"])))
+        named_files.check_tasks(TaskSection(name=f"{task}:Mine", options=dict.fromkeys(["trns"])))
     task.write_text("class Mine(:\n")
     with pytest.raises(UserError, match="is not valid Python"):
-        named_files.check_task(TaskSection(name=f"{task}:Mine"))
+        named_files.check_tasks(TaskSection(name=f"{task}:Mine"))
     with pytest.raises(UserError, match=r"unknown task; valid: .*\(did you mean 'keychain'\?\)"):
-        named_files.check_task(TaskSection(name="keychian"))
+        named_files.check_tasks(TaskSection(name="keychian"))
 
 
 def test_data_and_reward_of_a_run_file_are_there(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_data_and_reward_of_a_run_file_are_there(tmp_path: Path) -> None:
     score.write_text("raise SystemExit('imported')\nasync def judge(row, text): pass\nclass Mine: pass\n")
 
     def check(**changes: Any) -> None:
-        named_files.check_task(TaskSection(**{"data": str(rows), "reward": f"{score}:judge", **changes}))
+        named_files.check_tasks(TaskSection(**{"data": str(rows), "reward": f"{score}:judge", **changes}))
 
     check()
     for changes, why in (
@@ -77,9 +77,9 @@ def test_data_and_reward_of_a_run_file_are_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(BUILTIN))
 def test_options_of_a_builtin_task_are_those_its_constructor_names(name: str) -> None:
     taken = list(inspect.signature(task_class(name)).parameters)[1:]
-    named_files.check_task(TaskSection(name=name, options=dict.fromkeys(taken)))
+    named_files.check_tasks(TaskSection(name=name, options=dict.fromkeys(taken)))
     with pytest.raises(UserError, match=f"has no such option; valid: {', '.join(taken)}"):
-        named_files.check_task(TaskSection(name=name, options={"chess": 1}))
+        named_files.check_tasks(TaskSection(name=name, options={"chess": 1}))
 
 
 def test_run_directory_checks_make_nothing(tmp_path: Path) -> None:

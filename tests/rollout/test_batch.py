@@ -44,6 +44,24 @@ def test_a_number_of_the_task_never_overwrites_a_column() -> None:
     assert {f"task_{name}": 7.0 for name in names}.items() <= stats.items()
 
 
+def test_a_mixture_has_numbers_of_each_task_over_its_own_trajectories() -> None:
+    groups = [GroupState(index, 2, [finished(index, sample, {}) for sample in (0, 1)]) for index in (0, 1)]
+    for group, part in zip(groups, ("easy", "hard"), strict=True):
+        for trajectory in group.done:
+            trajectory.prompt_id, trajectory.info = f"{part}/7", {"solved": float(part == "easy")}
+            trajectory.reward = 1.0 if part == "easy" else float(trajectory.sample)
+    stats = batch_stats(groups, 0, parts=["easy", "hard", "absent"])
+    assert stats["reward"] == 0.75
+    assert {name: stats[name] for name in ("easy/reward", "hard/reward", "easy/solved", "hard/solved")} == {
+        "easy/reward": 1.0,
+        "hard/reward": 0.5,
+        "easy/solved": 1.0,
+        "hard/solved": 0.0,
+    }
+    assert (stats["hard/turns"], stats["hard/trajectories"]) == (1.0, 2.0)
+    assert not any(name.startswith("absent/") or name == "solved" for name in stats)
+
+
 def answer(cached: int, version: int = 0) -> Generated:
     """Ten tokens, after ``cached`` tokens of the context were found in the KV cache."""
     return msgspec.structs.replace(

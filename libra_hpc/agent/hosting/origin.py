@@ -37,12 +37,13 @@ def digest(config: RunConfig) -> str:
         model.dtype,
     ]
     found = hashlib.sha256(msgspec.json.encode(parts))
-    for name in (config.task.name, config.task.reward):
-        file = Path(name.rpartition(":")[0])
-        if ":" in name and file.is_file():
-            found.update(file.read_bytes())
-    if config.task.data:
-        data = Path(config.task.data)
-        files = sorted(data.iterdir()) if data.is_dir() else [data]
-        found.update(repr([file.stat().st_size for file in files]).encode())
+    for kind, table in config.task.tables.values():
+        for name in (kind, table.reward):
+            file = Path(name.rpartition(":")[0])
+            if ":" in name and file.is_file():
+                found.update(file.read_bytes())
+        if table.data:
+            data = Path(table.data)
+            files = sorted(data.iterdir()) if data.is_dir() else [data]
+            found.update(repr([file.stat().st_size for file in files]).encode())
     return found.hexdigest()[:16]

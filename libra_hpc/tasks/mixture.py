@@ -1,0 +1,116 @@
+"""``mixture``: several tasks in one run, the run file's ``[[task.train]]`` tables.
+
+Prompt ``i`` of the data order belongs to a fixed task, so that every ``sum(weights)`` prompts in a row have exactly
+``weight`` of each, spread evenly. Each task sees a data order of its own, without gaps. The id of a prompt begins with
+the name of its task and a slash.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import gcd
+from typing import Any
+
+from libra_hpc.errors import UserError
+
+from .base import Episode, PolicyTurn, Task, TaskMaker, ToolResult, Tools, Turn, Why
+from .task_registry import build_task
+from .tokenizer import TaskTokenizer
+
+SLASH = "/"
+"""Between the name of a task and that of a prompt or tool of it."""
+
+
+def task_order(weights: Sequence[int]) -> tuple[int, ...]:
+    """Places of the tasks in one round of prompts, each as often as its weight; no task waits longer than it must."""
+    shares = [weight // gcd(*weights) for weight in weights]
+    due, order = [0] * len(shares), []
+    for _ in range(sum(shares)):
+        due = [have + share for have, share in zip(due, shares, strict=True)]
+        chosen = due.index(max(due))
+        due[chosen] -= sum(shares)
+        order.append(chosen)
+    return tuple(order)
+
+
+class Mixture(TaskMaker):
+    """``parts``: of each task its ``name``, ``task``, ``options`` and ``weight``."""
+
+    def __init__(self, tokenizer: TaskTokenizer, *, seed: int = 0, parts: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._tokenizer, self._seed, self._parts = tokenizer, seed, parts
+
+    def make(self, settings: Mapping[str, Any]) -> Task:
+        tasks: dict[str, Task] = {}
+        for part in self._parts:
+            name = part["name"]
+            try:
+                tasks[name] = build_task(part["task"], part["options"], self._seed, self._tokenizer, chat=settings)
+            except UserError as error:
+                raise UserError(f"task.train {name!r}: {error}") from error
+        return MixedTask(self._tokenizer, self._seed, tasks, [part["weight"] for part in self._parts])
+
+
+class MixedTask(Task):
+    """See the module docstring."""
+
+    def __init__(self, tokenizer: TaskTokenizer, seed: int, tasks: Mapping[str, Task], weights: Sequence[int]) -> None:
+        super().__init__(tokenizer, seed=seed)
+        self._names, self._tasks, self._order = list(tasks), list(tasks.values()), task_order(weights)
+        self._in_round = Counter(self._order)
+        named = [(f"{name}{SLASH}", task) for name, task in tasks.items()]
+        self.tools = {f"{before}{key}": tool for before, task in named for key, tool in task.tools.items()}
+        self.tool_limits = {f"{before}{key}": s for before, task in named for key, s in task.tool_limits.items()}
+        self.step_limit_s = max(task.step_limit_s for task in self._tasks)
+
+    def open(self, index: int, sample: int, progress: float) -> Episode:
+        rounds, place = divmod(index, len(self._order))
+        chosen = self._order[place]
+        own = rounds * self._in_round[chosen] + self._order[:place].count(chosen)
+        return MixedEpisode(self._tasks[chosen].open(own, sample, progress), f"{self._names[chosen]}{SLASH}")
+
+    def check(self) -> None:
+        for task in self._tasks:
+            task.check()
+
+
+class MixedEpisode(Episode):
+    """An episode of one of the tasks; ``before`` stands before the names of its prompt and tools."""
+
+    def __init__(self, episode: Episode, before: str) -> None:
+        self._episode, self._before = episode, before
+        self._copy()
+
+    def _copy(self) -> None:
+        """What the host reads of an episode, as far as it is there."""
+        for name in ("prompt", "max_tokens", "stop_ids"):
+            if hasattr(self._episode, name):
+                setattr(self, name, getattr(self._episode, name))
+        if hasattr(self._episode, "prompt_id"):
+            self.prompt_id = f"{self._before}{self._episode.prompt_id}"
+
+    async def start(self, tools: Tools) -> None:
+        await self._episode.start(OwnTools(tools, self._before))
+        self._copy()
+
+    async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
+        return await self._episode.step(turn, OwnTools(tools, self._before))
+
+    async def truncated(self, tools: Tools) -> Turn:
+        return await self._episode.truncated(OwnTools(tools, self._before))
+
+    async def close(self, why: Why) -> None:
+        await self._episode.close(why)
+
+
+class OwnTools:
+    """The sandbox, as one of the tasks sees it."""
+
+    def __init__(self, tools: Tools, before: str) -> None:
+        self._tools, self._before = tools, before
+
+    async def call(self, name: str, *args: Any, **named: Any) -> ToolResult:
+        return await self._tools.call(f"{self._before}{name}", *args, **named)
+
+    async def python(self, code: str) -> ToolResult:
+        return await self._tools.python(code)
