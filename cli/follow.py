@@ -105,11 +105,13 @@ class Follower:
         if status.step == 0 and not self.state.over:
             engines = [engine for node in status.nodes for engine in node.engines.values()]
             return f"{elapsed:>8}  {self.state.words}  {engines.count('ready')} of {len(engines)} engines ready"
-        speeds = f"train {status.train.tokens_per_s:,.0f} tok/s, rollout {status.rollout.tokens_per_s:,.0f} tok/s"
+        now = f"train {status.train.tokens_per_s:,.0f} tok/s, rollout {status.rollout.tokens_per_s:,.0f} tok/s  "
+        # Of the last seconds, in which a run that ends rolls out nothing; its summary has the speeds of its steps.
+        speeds = "" if self.state.over else now
         nodes = f"nodes {status.train.nodes}+{status.rollout.nodes}"
         known = rewards(self.run)
         reward = f"reward {known[-1]:.3f}" if known else "reward -"
-        return f"{elapsed:>8}  {self.state.words}  step {status.step}/{status.steps}  {reward}  {speeds}  {nodes}"
+        return f"{elapsed:>8}  {self.state.words}  step {status.step}/{status.steps}  {reward}  {speeds}{nodes}"
 
     def waiting(self) -> str:
         """State of a job without a snapshot, as one line."""

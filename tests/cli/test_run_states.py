@@ -246,3 +246,16 @@ def test_the_reasons_of_a_list_fit_80_columns(
     assert max(map(len, lines)) <= 80
     assert lines[-1].startswith(" quick-001: node 1: a reason a reason")
     assert lines[-1].endswith("…")
+
+
+def test_the_line_of_a_run_that_is_over_has_no_present_speeds(site: Path, queue: Queue) -> None:
+    run = make_run(site / "runs")
+    write_status(run, "running", step=41)
+    queue.answer = JobInfo("4711", JobState.RUNNING, start_time=1.0)
+    follower = Follower(run)
+    follower.refresh()
+    assert follower.line().endswith("train 912 tok/s, rollout 2,346 tok/s  nodes 1+2")
+    write_status(run, "completed", step=60)
+    follower.refresh()
+    assert "completed  step 60/60  " in follower.line()
+    assert "tok/s" not in follower.line()
