@@ -6,6 +6,7 @@ Exit codes: 0 good; 1 the operation failed; 2 wrong usage or run file; 3 Slurm u
 from __future__ import annotations
 
 import codecs
+import gc
 import io
 import os
 import re
@@ -199,6 +200,8 @@ def in_ascii(error: UnicodeError) -> tuple[str, int]:
 def main() -> None:
     """Console script."""
     codecs.register_error(ASCII, in_ascii)
+    # Imports and simulations make hundreds of thousands of objects that stay: looking for garbage took a tenth.
+    gc.set_threshold(100_000)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=ASCII)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +19,7 @@ from rich.text import Text
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.policies.scheduling.registry import policy_class, policy_names
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.simulator.compare import FIELD, Compared, compare
+from libra_hpc.simulator.compare import FIELD, Compared, compare_at_once
 from libra_hpc.simulator.engine.simulated_engines import build_engines
 from libra_hpc.simulator.settings import SimulationSettings
 from libra_hpc.traces.cut import cut_at
@@ -30,6 +30,8 @@ from .runs import JsonOption
 from .trace import FileArgument, FormatOption, LimitOption, SkipOption, load
 
 DEFAULTS = SimulationSettings()
+FIRST_LINE_S, LINE_S = 1.0, 10.0
+"""Seconds before the first line of progress, and between lines, where stderr is no terminal."""
 LEGEND = """p50, p95, p99: from a trajectory's start to its end; moves: turns on another
 engine than before; re-prefill: tokens computed again; idle: share of the GPUs'
 time; x best: makespan over the shortest one"""
@@ -110,7 +112,7 @@ def simulate(
             f" (--max-num-seqs {max_num_seqs})"
         )
     with busy("simulating") as status:
-        done = compare(work, fleet.engines, names, settings, progress=partial(simulating, status, len(work)))
+        done = compare_at_once(work, fleet.engines, names, settings, Shown(status, len(names) * len(work)))
     shortest = min(one.result.makespan_s for one in done.values())
     if plot is not None:
         from libra_hpc.pictures.simulation_picture import draw
@@ -151,9 +153,21 @@ def simulate(
     print_line(LEGEND)
 
 
-def simulating(status: Status, whole: int, name: str, ended: int) -> None:
-    """Show in the spinner how far the simulation of a policy is."""
-    status.update(f"simulating {name}: {ended:,} of {whole:,} trajectories")
+class Shown:
+    """How far the simulations of all policies are: in the spinner; without a terminal a line now and then."""
+
+    def __init__(self, status: Status, whole: int) -> None:
+        self._status, self._whole = status, whole
+        self._ended: dict[str, int] = {}
+        self._line_at = time.monotonic() + FIRST_LINE_S
+
+    def __call__(self, name: str, ended: int) -> None:
+        self._ended[name] = ended
+        text = f"simulating: {sum(self._ended.values()):,} of {self._whole:,} trajectories"
+        self._status.update(text)
+        if not self._status.console.is_terminal and time.monotonic() >= self._line_at:
+            self._line_at = time.monotonic() + LINE_S
+            print_note(text)
 
 
 def named_policies(text: str) -> list[str]:
