@@ -27,7 +27,7 @@ from libra_hpc.slurm.queue.query import slurm_seconds
 from .field_names import naming, reading
 from .gpu_memory import GpuMemory, check_cpus, check_memory, rollout_nodes
 from .job_checks import alerts_can_be_sent, cache_fits, own_variables, sane_sizes, set_up_parses
-from .named_files import check_function, check_run_dir, check_tasks, read_model_config
+from .named_files import check_function, check_run_dir, check_tasks, check_vocabulary, read_model_config
 from .train_worlds import (
     context_ranks_have_tokens,
     experts_fit,
@@ -85,7 +85,9 @@ def check_files(config: RunConfig) -> None:
     if config.run.engine == "real":
         check_tasks(config.task)
         with reading("model.path", config.model.path):
-            _raise_first(trainable(config, read_model_config(config)))
+            model = read_model_config(config)
+            check_vocabulary(config.model.path, model)
+            _raise_first(trainable(config, model))
             check_weights(config.model.path)
 
 

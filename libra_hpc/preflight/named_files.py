@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,15 @@ def read_model_config(config: RunConfig) -> dict[str, Any]:
         raise invalid("model.path", path, f"its config.json is not valid JSON ({error_text(error)})") from error
     if not isinstance(model, dict):
         raise invalid("model.path", path, "its config.json is not a JSON object")
-    ids, rows = largest_token(folder / "tokenizer.json") + 1, model.get("vocab_size")
+    return model
+
+
+def check_vocabulary(folder: str, model: Mapping[str, Any]) -> None:
+    """Raise `UserError` for a tokenizer with ids beyond the vocabulary of ``model``, the config.json."""
+    ids, rows = largest_token(Path(folder) / "tokenizer.json") + 1, model.get("vocab_size")
     if isinstance(rows, int) and ids > rows:
         what = f"its tokenizer has ids up to {ids - 1:,}, and its config.json a vocab_size of {rows:,}"
-        raise invalid("model.path", path, what, "a tokenizer within the model's vocabulary")
-    return model
+        raise invalid("model.path", folder, what, "a tokenizer within the model's vocabulary")
 
 
 def largest_token(path: Path) -> int:
