@@ -16,7 +16,7 @@ from libra_hpc.process.lease import lease_file, newest_lease
 from libra_hpc.slurm import local
 from libra_hpc.slurm.queue.job_record import read_job
 
-from .harness import Chaos, nothing_left, patched, sound
+from .harness import Chaos, nothing_left, patched, processes, sound
 from .test_agents import PLANNER, ROLLOUT
 from .test_storage import disk, fill
 
@@ -81,7 +81,8 @@ def test_a_world_that_finds_another_owner_stops_and_writes_nothing_more(tmp_path
     sizes = [path.stat().st_mtime_ns for path in files]
     checkpoints = [path for _, path in run.complete_checkpoints()]
     os.kill(owner, signal.SIGCONT)
-    nothing_left(run)
+    # What was kept for the next start stays for the other, until it is an orphan.
+    case.wait(lambda: not processes(run), "all its processes have ended")
     assert [path.stat().st_mtime_ns for path in files] == sizes
     assert [path for _, path in run.complete_checkpoints()] == checkpoints
     assert not run.result.exists()

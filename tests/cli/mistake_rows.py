@@ -177,7 +177,10 @@ RUN_FILE = [
     ("components.train.node=1", "components.train.node = 1: unknown key in [components.train]; valid: account,"),
     ("components.splt=auto", "components.splt = 'auto': unknown key in [components]; valid: hybrid, one_node,"),
     ("model.pth=model", "model.pth = 'model': unknown key in [model]; valid: dtype, path (did you mean 'path'?)."),
-    ("task.nme=x", "task.nme = 'x': unknown key in [task]; valid: data, failed_patience_s, hosts, max_failed_share, name,"),
+    (
+        "task.nme=x",
+        "task.nme = 'x': unknown key in [task]; valid: data, failed_patience_s, hosts, max_failed_share, name,",
+    ),
     ("optimizer.lrr=1", "optimizer.lrr = 1: unknown key in [optimizer]; valid: beta1, beta2, eps, grad_clip, lr,"),
     ("train.tpp=1", "train.tpp = 1: unknown key in [train]; valid: cp, ep, etp, micro_tokens, pp, processes,"),
     ("rollout.tpp=1", "rollout.tpp = 1: unknown key in [rollout]; valid: block_size, engines_per_node, kv_cache_mb,"),
