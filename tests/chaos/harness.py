@@ -63,7 +63,7 @@ class Chaos(Case):
         values = {"steps": 40, "hybrid": 1, "rollout": 2, "hybrid_start": "rollout", "runs": folder / "runs", **values}
         self.values = values
         self.fault_at: float | None = None
-        """Epoch seconds; the table then has the time from there to the next step."""
+        """Epoch seconds; the table then counts from there."""
         self.run_file.write_text(text.format(**values))
 
     def reach(self, step: int) -> None:
@@ -108,19 +108,17 @@ def patched(folder: Path, code: str, *ranks: int) -> list[str]:
 
 
 Row = tuple[str, float, str]
-"""A test, the seconds of its run without a step, at most or after its fault, and how the run ended."""
+"""A test, the seconds of its run without a step, at most, and how the run ended."""
 ROWS: list[Row] = []
 
 
-def standstill(run: RunDir) -> float:
-    """The longest time between two steps, in seconds; 0.0 with fewer."""
+def standstill(run: RunDir, since: float | None = None) -> float:
+    """The longest time without a step, in seconds; between two of them, or with the one from ``since`` to the first
+    that follows."""
     times = [float(line["t"]) for line in read_lines(run.metrics)]
+    if since is not None:
+        times = [since, *(time for time in times if time > since)]
     return max((b - a for a, b in pairwise(times)), default=0.0)
-
-
-def next_step(run: RunDir, since: float) -> float:
-    """Seconds from then to the first step afterwards."""
-    return min(float(line["t"]) for line in read_lines(run.metrics) if line["t"] > since) - since
 
 
 def sound(case: Chaos, state: str = "completed") -> None:
@@ -143,8 +141,7 @@ def sound(case: Chaos, state: str = "completed") -> None:
     assert case.message(), "the end has a reason"
     nothing_left(run)
     name = os.environ["PYTEST_CURRENT_TEST"].partition("::test_")[2].partition(" ")[0]
-    seconds = standstill(run) if case.fault_at is None else next_step(run, case.fault_at)
-    ROWS.append((name.replace("_", " "), seconds, state))
+    ROWS.append((name.replace("_", " "), standstill(run, case.fault_at), state))
 
 
 def nothing_left(run: RunDir) -> None:

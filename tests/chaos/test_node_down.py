@@ -1,6 +1,6 @@
 """Nodes that Slurm itself sets down, in every layout and role: the run goes on, and names node and reason.
 
-The table at the end has the seconds from DOWN to the next step, or from the start of the new script where the node of
+The table at the end has the seconds without a step from DOWN on, or from the start of the new script where the node of
 the script itself was lost.
 """
 
@@ -204,7 +204,10 @@ def test_slurm_sets_down(slurm_env: dict[str, str], tmp_path: Path, layout: str,
         if way == "requeue":
             case.wait(lambda: case.events("job_requeued"), "the requeue, after this start has ended")
             assert f"Slurm set node {node} down: {REASON}" in case.events("job_requeued")[0]["reason"]
-            assert f"node {node} down: {REASON}" in case.cli("list", "--json").stdout
+            words = f"node {node} down: {REASON}"
+            case.wait(
+                lambda: words in case.cli("list", "--json").stdout, "the reason in the list, after this has ended"
+            )
         if layout == "pairs":
             # The cluster has no seventh node.
             case.bring_up(node)
