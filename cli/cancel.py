@@ -89,7 +89,7 @@ def end_all(runs: Sequence[RunDir], *, now: bool) -> Iterator[Cancelled]:
         state, job = states[str(run.path)], job_id(run)
         if state.state == "silent" and not now:
             print_note(f"job {job} is not asked to save: {state.reason}")
-        yield Cancelled(run, job, state, "", not state.over and jobs.cancel(run))
+        yield Cancelled(run, job, state, "", (state.broken or not state.over) and jobs.cancel(run))
     asked = {run: request(run) for run in saving}
     for run, reachable in asked.items():
         state, job = states[str(run.path)], job_id(run)

@@ -283,8 +283,13 @@ def refuse_if_complete(run: RunDir, config: RunConfig, from_step: int | None = N
 
 
 def refuse_if_active(run: RunDir) -> None:
-    """Raise `UserError` while an earlier attempt may still run: two jobs would overwrite each other's files."""
+    """Raise `UserError` while an earlier attempt may still run: two jobs would overwrite each other's files.
+
+    What is left of a broken job is cancelled.
+    """
     state = jobs.state(run)
+    if state.broken:
+        jobs.cancel(run)
     if not state.over and state.state != "unknown":
         raise invalid(
             "--resume",
@@ -305,7 +310,7 @@ def claimed(run: RunDir, field: str = "--resume") -> HeldLease:
 
 
 def go_on(run: RunDir, reached: int) -> tuple[str, int]:
-    """Cancel what is left of a broken job, and queue the next attempt.
+    """Queue the next attempt of a broken job's run.
 
     Returns its job id and the step of its checkpoint; no id where that is not beyond ``reached``, or is not wanted.
     """
@@ -313,9 +318,9 @@ def go_on(run: RunDir, reached: int) -> tuple[str, int]:
     saved = 0 if newest is None else newest[0]
     if saved <= reached or before.config.slurm.preempted == "stop":
         return "", reached
-    jobs.cancel(run)
     checked = check_all(before.resumed(()), slurm_required=True)
     with claimed(run):
+        refuse_if_active(run)
         return queue(checked, run, before.number + 1), saved
 
 

@@ -266,12 +266,13 @@ def test_until_done_goes_on_where_slurm_broke_the_job(
     monkeypatch.setattr(queue, "ask", ask)
     outcome = cli("submit", "run.toml", "--until-done", "--wait")
     assert queue.submitted == [("quick-001", 1), ("quick-001", 2)]
-    assert queue.cancelled == ["quick-001"]
+    assert queue.cancelled == ["quick-001"], "what was left of the first job"
     assert "Slurm has ended a part of its job" in outcome.err
     assert "job 4711 goes on" in outcome.err
     monkeypatch.setattr(queue, "submitted", [])
     assert "error: the run failed: Slurm has ended a part" in cli("submit", "run.toml", "--wait").err
     assert queue.submitted == [("quick-002", 1)], "without --until-done nothing follows"
+    assert cli("cancel", "quick-002").out.startswith("quick-002: job 4711 cancelled; ")
 
 
 def test_check_finds_the_same_mistakes_and_prints_the_layout(site: Path, cli: Cli) -> None:

@@ -161,3 +161,19 @@ def test_a_job_of_another_runs_script_is_not_that_of_the_run() -> None:
     assert info.script == "/my runs/a-001/job.sbatch"
     assert (info.of("a-001"), info.of("a-002")) == (True, False)
     assert parse_job("41", HET.format("RUNNING", "None", "0:0")).of("a-002"), "not known"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lost"),
+    [
+        ("a800-[0-4]", False),
+        ("a800-[1-4]", True),
+        ("a800-[1-3,10],b7", True),
+        ("b7,a800-[00-04]", True),
+        ("a800-0", False),
+    ],
+)
+def test_a_job_that_runs_without_the_node_of_its_script_is_known_by_its_nodes(nodes: str, lost: bool) -> None:
+    line = f"JobId=41 JobName=t JobState=RUNNING Reason=None NodeList={nodes} BatchHost=a800-0 NumNodes=5"
+    assert parse_job("41", line).script_lost is lost
+    assert not parse_job("41", line.replace("RUNNING", "PENDING")).script_lost

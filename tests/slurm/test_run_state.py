@@ -190,6 +190,13 @@ def test_a_job_is_broken_only_where_its_run_has_begun_and_could_not_say_how_it_e
 
     killed, apart = job("FAILED", SCRIPT_KILLED), parts("PENDING", "FAILED")
     assert [broken(killed, OLD), broken(apart, OLD), broken(job("NODE_FAIL"), OLD)] == [True, True, True]
+    left, late = parts("PENDING", "RUNNING"), snapshot("running", SILENT_S + LEAVES_S + 1.0)
+    assert broken(left, late), "nobody reported the end of its script"
+    assert not broken(left, OLD), "it may be ending"
+    assert not broken(parts("PENDING", "PENDING"), late)
+    alone = job("RUNNING", script_lost=True)
+    assert broken(alone, OLD)
+    assert not broken(alone, RUNS), "its ranks may still save"
     assert not broken(killed, None), "it would be killed again"
     assert not broken(apart, RUNS), "its owner may still queue a new job"
     assert not broken(killed, OLD, ended("cancelled"))

@@ -100,12 +100,8 @@ class JobInfo:
     script: str = ""
     """Path of the batch script; empty: not known."""
     components: tuple[HetComponent, ...] = ()
-
-    @property
-    def dead(self) -> bool:
-        """Whether a component has ended while another waits: a heterogeneous job starts only as a whole."""
-        states = [component.state for component in self.components]
-        return JobState.PENDING in states and any(state.ended for state in states)
+    script_lost: bool = False
+    """It runs on without the node of its script."""
 
     def of(self, run: str) -> bool:
         """Whether it can be the job of the run of that name: ids of two clusters may be equal."""
@@ -298,7 +294,18 @@ def parse_job(job_id: str, text: str) -> JobInfo:
         restarts=int(leader.get("Restarts", "0")),
         script=_text(leader.get("Command")),
         components=components,
+        script_lost=state is JobState.RUNNING and _left(leader.get("BatchHost", ""), leader.get("NodeList", "")),
     )
+
+
+def _left(node: str, nodes: str) -> bool:
+    """Whether Slurm has taken ``node`` from a job that now has ``nodes``, as in ``a800-[0-2,5],b7``."""
+    names = set[str]()
+    for prefix, ranges, suffix in re.findall(r"([^,\[]+)(?:\[([^\]]*)\])?([^,\[]*)", nodes):
+        for low, high in re.findall(r"(\d+)(?:-(\d+))?", ranges):
+            names.update(f"{prefix}{n:0{len(low)}}{suffix}" for n in range(int(low), int(high or low) + 1))
+        names.update([] if ranges else [f"{prefix}{suffix}"])
+    return bool(node and names) and node not in names
 
 
 def parse_accounts(job_id: str, text: str) -> JobInfo:

@@ -3,8 +3,9 @@
 - No job was recorded -> never_queued.
 - The job waits -> pending; it ran before -> requeued.
 - The job runs -> starting, running, or silent by the age of status.json; a stopped run's job is given `LEAVES_S`.
-- A component of the job has ended while another waits -> failed: Slurm starts only whole jobs.  Its owner has
+- A component of the job waits and another does not -> failed, because Slurm starts only whole jobs; its owner has
   `SILENT_S` to queue it again.
+- The job runs on without the node of its script -> failed once it is silent.
 - The job has ended -> the state in result.json; without one Slurm's own.  What Slurm alone sees is added to a stop:
   time_limit, preempted.
 - Slurm has no record of the job, or does not answer -> the state in result.json, else that of a fresh status.json,
@@ -69,10 +70,10 @@ PENDING = {
 """Slurm's reasons for waiting in plain words; one that is not here is shown as it is."""
 OWNER_LOST = "the run's owner was killed"
 """Reason of a local run that ended without a result."""
-NEVER_WHOLE = (
-    "Slurm has ended a part of its job and can never start the rest; `libra-hpc cancel` it and continue with --resume"
-)
+NEVER_WHOLE = "Slurm has ended a part of its job and can never start the rest; continue with --resume"
 """Reason of a run whose heterogeneous job lost a component of one node."""
+SCRIPT_LOST = "the node of its script was lost, and the job does nothing until its time limit; continue with --resume"
+"""Reason of a run whose job Slurm lets run without a script, because nobody was left there to report its end."""
 SCRIPT_KILLED = "JobLaunchFailure"
 """Slurm's reason for a job whose script was killed by a signal, as Slurm does where the script's node is set down."""
 LIMITS = ("QOS", "Assoc", "MaxGRES", "MaxCpu")
@@ -162,13 +163,23 @@ def run_state(records: RunRecords, answer: JobInfo | NoAnswer, now: float) -> Ru
         return _by_records(records, records.job, answer.reason, now)
     if answer.state is JobState.UNKNOWN:
         return _by_records(records, records.job, "Slurm has no record of its job", now)
-    if answer.dead and now - records.at > SILENT_S:
+    if _never_whole(answer, now - records.at):
         lost = "" if records.status is None else records.status.message
         reason = "; ".join(filter(None, [lost, NEVER_WHOLE]))
         return RunState("failed", reason, records.at or None, over=True, broken=True)
     if answer.state is JobState.PENDING:
         return _waiting(records, records.job, answer)
     return _running(records, answer, now) if answer.state is JobState.RUNNING else _ended(records, answer)
+
+
+def _never_whole(answer: JobInfo, silent_s: float) -> bool:
+    """Whether a heterogeneous job can never start, because a component waits and another does not.
+
+    One that neither waits nor has ended may be ending, to be queued again.
+    """
+    states = {component.state for component in answer.components}
+    ended = any(state.ended for state in states)
+    return JobState.PENDING in states and len(states) > 1 and silent_s > SILENT_S + (0.0 if ended else LEAVES_S)
 
 
 def pending_words(reason: str) -> str:
@@ -205,6 +216,8 @@ def _running(records: RunRecords, answer: JobInfo, now: float) -> RunState:
         if records.result is not None and (records.settled or now - end.at >= LEAVES_S):
             return RunState(end.state, end.message, end.at, over=True)
         return RunState("running", "; ".join(filter(None, [end.message, "its job is ending"])), end.at)
+    if answer.script_lost and status is not None and now - status.updated_at > SILENT_S:
+        return RunState("failed", SCRIPT_LOST, status.updated_at, over=True, broken=True)
     if status is None or status.state in FINAL or started > status.updated_at:
         return RunState("starting", "its agents are starting", answer.start_time)
     return _by_status(status, now)
