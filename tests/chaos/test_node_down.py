@@ -245,7 +245,7 @@ def test_a_drained_node_changes_nothing(slurm_env: dict[str, str], tmp_path: Pat
 @pytest.mark.chaos
 def test_slurmd_of_a_node_is_killed(cluster: ClusterInfo, slurm_env: dict[str, str], tmp_path: Path) -> None:
     """Its agent lives; Slurm sets the node down after ``SlurmdTimeout``."""
-    case = OnNodes(tmp_path, slurm_env, "plain", steps=400)
+    case = OnNodes(tmp_path, slurm_env, "plain", steps=1600)
     node = case.node(ROLES["second rollout"])
     os.kill(cluster.pids[f"slurmd {node}"], signal.SIGKILL)
     case.wait(lambda: case.events("node_lost"), "the lost node")
