@@ -97,8 +97,6 @@ class OnNodes(Chaos):
     def crash(self, node: str) -> None:
         """Everything on the node is killed, as by a loss of power; and Slurm sees it."""
         home = f"{self.env['SLURM_CONF']}\0".encode()
-        own = Cluster().info()
-        assert own is not None
         victims = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -111,7 +109,7 @@ class OnNodes(Chaos):
                 victims += [int(parent)] * stepd + [int(folder.name)]
         # The daemons first: none of them reports the end of another.
         victims.sort(key=lambda pid: "slurmstepd" not in Path(f"/proc/{pid}/cmdline").read_text())
-        for victim in [own.pids[f"slurmd {node}"], *victims]:
+        for victim in [daemons()[f"slurmd {node}"], *victims]:
             try:
                 os.kill(victim, signal.SIGKILL)
             except ProcessLookupError:
@@ -136,6 +134,13 @@ class OnNodes(Chaos):
         assert self.fault_at is not None
         assert started >= int(self.fault_at)
         self.fault_at = started
+
+
+def daemons() -> dict[str, int]:
+    """Process ids by name; those of the session's beginning may have been restarted."""
+    found = Cluster().info()
+    assert found is not None
+    return found.pids
 
 
 @pytest.fixture(autouse=True)
@@ -243,11 +248,11 @@ def test_a_drained_node_changes_nothing(slurm_env: dict[str, str], tmp_path: Pat
 
 
 @pytest.mark.chaos
-def test_slurmd_of_a_node_is_killed(cluster: ClusterInfo, slurm_env: dict[str, str], tmp_path: Path) -> None:
+def test_slurmd_of_a_node_is_killed(slurm_env: dict[str, str], tmp_path: Path) -> None:
     """Its agent lives; Slurm sets the node down after ``SlurmdTimeout``."""
     case = OnNodes(tmp_path, slurm_env, "plain", steps=1600)
     node = case.node(ROLES["second rollout"])
-    os.kill(cluster.pids[f"slurmd {node}"], signal.SIGKILL)
+    os.kill(daemons()[f"slurmd {node}"], signal.SIGKILL)
     case.wait(lambda: case.events("node_lost"), "the lost node")
     case.fault_at = time.time()
     assert f"Slurm set node {node} down: Not responding" in case.events("node_lost")[0]["reason"]
