@@ -47,9 +47,9 @@ FINALISTS, SEEDS = 3, 3
 FIRST = 12
 """Most plans that are simulated."""
 TURNS = 120_000
-"""Turns to simulate, in all: some twelve seconds of one core. Large batches take one seed and `FINALISTS` plans."""
+"""Turns to simulate, in all: three seconds, interpreted twelve. Large batches take one seed and `FINALISTS` plans."""
 LARGEST = 100_000
-"""Turns of a batch beyond which nothing is simulated: three plans would take more than a minute."""
+"""Turns of a batch beyond which nothing is simulated: three plans would take more than a minute if interpreted."""
 
 Progress = Callable[[int, int], None]
 """(batches simulated, batches to simulate) -> None."""

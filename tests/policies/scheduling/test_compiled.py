@@ -1,4 +1,4 @@
-"""The compiled scheduler decides what its sources decide, and is never used for other sources."""
+"""Compiled scheduler and simulator do what their sources do, and are never used for other sources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from libra_hpc.protocol.env import Signal
 from .boards import MISS, OK, finished
 
 DECIDE = """
-import hashlib, json
+import hashlib, json, msgspec
+import libra_hpc.simulator.engine.simulated_engine
 import libra_hpc.policies.scheduling.cmlfq.remaining_work
 from libra_hpc.protocol.engine_state import EngineStats
 from libra_hpc.policies.scheduling.board import Board
@@ -54,13 +55,22 @@ for round in range(6):
         task = ("one", "two")[round % 2]
         left = (done.generated_tokens, 20, done.at_signal, done.signals, round)
         policy.finished(type(done)(done.trajectory, done.prompt_id, 0, task, *left), now)
-compiled = libra_hpc.policies.scheduling.cmlfq.remaining_work.__file__.endswith(".so")
+from libra_hpc.simulator.engine.simulated_engines import build_engines
+from libra_hpc.simulator.settings import SimulationSettings
+from libra_hpc.simulator.simulate import simulate
+from libra_hpc.traces.generate import Dials, generate
+work = generate("r2e", Dials(trajectories=64))
+rules = SimulationSettings(batch_groups=2, eta=1, train_s=9.0, sync_s=2.0)
+engines = build_engines("2xTP1,1xTP2", 0, "a800", "qwen3-14b", host_gb=4.0).engines
+seen.update(msgspec.json.encode(simulate(work, engines, CausalMlfq(), rules)))
+modules = libra_hpc.policies.scheduling.cmlfq.remaining_work, libra_hpc.simulator.engine.simulated_engine
+compiled = all(module.__file__.endswith(".so") for module in modules)
 print(json.dumps([compiled, policy.estimator.learned, len(policy.estimator), seen.hexdigest()]))
 """
 
 
 def decide(**environment: str) -> list[object]:
-    """Whether machine code ran, and a digest of 600 decisions for two tasks."""
+    """Whether machine code ran, and a digest of 600 decisions for two tasks and of a simulation."""
     env = {name: value for name, value in os.environ.items() if name != compiled.INTERPRETED} | environment
     done = subprocess.run(
         [sys.executable, "-c", DECIDE],
