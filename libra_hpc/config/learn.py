@@ -158,6 +158,12 @@ class AlgorithmSection(Section):
     """Clip range of the ratio pi_theta / pi_proximal around 1; ``[0.2, 0.28]``: below and above it."""
     is_truncation: float = Field(2.0, ge=1)
     """Upper bound of the truncated importance weight pi_proximal / pi_behaviour."""
+    truncated: Literal["score", "zero", "mask"] = "score"
+    """Trajectories whose context was full: ``score``: the task's reward counts; ``zero``: reward 0; ``mask``: they are
+    neither trained on nor in their group's mean."""
+    overlong_soft: Tokens = Field(0, ge=0)
+    """Last tokens of ``rollout.max_model_len`` over which up to 1 is taken from the reward, linearly (DAPO); 0: none.
+    Columns have the reward without it."""
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per global batch."""
     kl_coef: float = Field(0.0, ge=0)

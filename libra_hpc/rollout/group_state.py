@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from libra_hpc.facts.columns import COLUMNS
-from libra_hpc.policies.learning.advantages import Advantage, mean_and_std
+from libra_hpc.policies.learning.advantages import Advantage, LengthRules, mean_and_std
 from libra_hpc.protocol.agents import Group
 
 from .trajectory import Trajectory
 
 TASK_PREFIX = "task_"
 """Before a number of the task that has the name of a column of `metrics.jsonl`."""
+ANY_LENGTH = LengthRules()
 TRUNCATED = "truncated"
 """Number of a trajectory whose context had no room for another turn: 1.0. Others have 0.0 without saying so."""
 
@@ -38,11 +39,13 @@ class GroupState:
         """Whether all rewards are equal: the group has no gradient."""
         return len({trajectory.reward for trajectory in self.done}) == 1
 
-    def to_group(self, advantage: Advantage) -> Group:
-        """The group for the trainer."""
+    def to_group(self, advantage: Advantage, rules: LengthRules = ANY_LENGTH) -> Group:
+        """The group for the trainer, without the trajectories that do not count."""
         self.done.sort(key=lambda t: t.sample)
-        values = advantage([t.reward for t in self.done])
-        return Group(self.index, tuple(t.sample_for_training(a) for t, a in zip(self.done, values, strict=True)))
+        shaped = [rules.shaped(t.reward, len(t.context), t.info.get(TRUNCATED) == 1.0) for t in self.done]
+        counted = [(t, reward) for t, reward in zip(self.done, shaped, strict=True) if reward is not None]
+        values = advantage([reward for _, reward in counted]) if counted else ()
+        return Group(self.index, tuple(t.sample_for_training(a) for (t, _), a in zip(counted, values, strict=True)))
 
 
 def quantile(values: Sequence[float], q: float) -> float:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.policies.learning.advantages import advantage_named
+from libra_hpc.policies.learning.advantages import LengthRules, advantage_named
 from libra_hpc.policies.scheduling.protocol import Policy
 from libra_hpc.policies.scheduling.staleness import StalenessGate
 from libra_hpc.protocol.agents import Batch, Fatal, Length, RolloutReport
@@ -52,6 +52,8 @@ class RolloutLeader:
         book = FailureBook(config.task.max_failed_share, config.task.failed_patience_s)
         self._attempts = Attempts(book, self._log, lambda why: self._send(0, Fatal(rank, why)))
         self._advantage = advantage_named(config.algorithm.advantage)
+        rollout, algorithm = config.rollout, config.algorithm
+        self._rules = LengthRules(algorithm.truncated, algorithm.overlong_soft, rollout.max_model_len)
         self._parts = [one.name for one in config.task.train]
         self._scheduled = False
         self._lengths: list[Length] = []
@@ -212,7 +214,7 @@ class RolloutLeader:
         while self._order is not None and (due := self._order.next_batch()):
             step, groups = due
             stats = batch_stats(groups, step - 1, engines.busy_per_token(), len(engines.engines), self._parts)
-            composed = tuple(group.to_group(self._advantage) for group in groups)
+            composed = tuple(group.to_group(self._advantage, self._rules) for group in groups)
             self._around.composed(step, [trajectory for group in groups for trajectory in group.done], composed)
             self._send(self._train_leader, Batch(step, composed, stats, self._order.take_given_up()))
 

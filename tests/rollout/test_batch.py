@@ -10,6 +10,7 @@ import msgspec
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.columns import COLUMNS
 from libra_hpc.facts.rundir import read_lines
+from libra_hpc.policies.learning.advantages import LengthRules, group_mean
 from libra_hpc.protocol.agents import OpenGroup, StepReport, TrainingDone
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine import Generated
@@ -60,6 +61,16 @@ def test_a_mixture_has_numbers_of_each_task_over_its_own_trajectories() -> None:
     }
     assert (stats["hard/turns"], stats["hard/trajectories"]) == (1.0, 2.0)
     assert not any(name.startswith("absent/") or name == "solved" for name in stats)
+
+
+def test_a_masked_trajectory_is_not_trained_on_and_not_in_the_mean() -> None:
+    done = [finished(0, sample, {"truncated": float(sample == 1)}) for sample in range(3)]
+    for trajectory, reward in zip(done, (1.0, 9.0, 0.0), strict=True):
+        trajectory.reward = reward
+    group = GroupState(0, 3, done).to_group(group_mean, LengthRules("mask"))
+    assert [(sample.uid, sample.advantage) for sample in group.samples] == [("0.0", 0.5), ("0.2", -0.5)]
+    nothing = GroupState(0, 1, [finished(0, 0, {"truncated": 1.0})]).to_group(group_mean, LengthRules("mask"))
+    assert nothing.samples == ()
 
 
 def answer(cached: int, version: int = 0) -> Generated:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from math import sqrt
+from typing import Literal, NamedTuple
 
 from libra_hpc.config.learn import ADVANTAGES
 from libra_hpc.user_file import load_function
@@ -58,3 +59,19 @@ def advantage_named(name: str) -> Advantage:
         return values
 
     return checked
+
+
+class LengthRules(NamedTuple):
+    """What long trajectories cost."""
+
+    truncated: Literal["score", "zero", "mask"] = "score"
+    soft: int = 0
+    longest: int = 1
+    """Tokens of a full context, over the last ``soft`` of which the reward falls."""
+
+    def shaped(self, reward: float, tokens: int, truncated: bool) -> float | None:
+        """The reward that counts for a context of ``tokens``; None: the trajectory does not (arXiv 2503.14476, 3.4)."""
+        if truncated and self.truncated == "mask":
+            return None
+        over = (tokens - self.longest + self.soft) / self.soft if self.soft else 0.0
+        return (0.0 if truncated and self.truncated == "zero" else reward) - min(1.0, max(0.0, over))

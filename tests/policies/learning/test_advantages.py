@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.config.learn import ADVANTAGES
-from libra_hpc.policies.learning.advantages import STD_EPS, advantage_named
+from libra_hpc.policies.learning.advantages import STD_EPS, LengthRules, advantage_named
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,19 @@ def test_a_function_of_a_file_gives_one_number_for_each_reward(tmp_path: Path) -
     assert advantage_named(f"{file}:best")([0.1, 0.9]) == [0.0, 1.0]
     with pytest.raises(ValueError, match="one finite number each"):
         advantage_named(f"{file}:few")([0.1, 0.9])
+
+
+@pytest.mark.parametrize(
+    ("rules", "tokens", "truncated", "counts"),
+    [
+        (LengthRules(), 100, True, 0.7),
+        (LengthRules("zero"), 100, True, 0.0),
+        (LengthRules("zero"), 100, False, 0.7),
+        (LengthRules("mask"), 100, True, None),
+        (LengthRules("score", 20, 100), 80, False, 0.7),
+        (LengthRules("score", 20, 100), 85, False, 0.45),
+        (LengthRules("score", 20, 100), 130, True, -0.3),
+    ],
+)
+def test_what_long_trajectories_cost(rules: LengthRules, tokens: int, truncated: bool, counts: float | None) -> None:
+    assert rules.shaped(0.7, tokens, truncated) == (None if counts is None else pytest.approx(counts))
