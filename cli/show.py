@@ -25,6 +25,7 @@ def show(
     step: Annotated[int | None, typer.Option("--step", min=1, metavar="N", help="Default: the newest.")] = None,
     worst: Annotated[int, typer.Option("--worst", min=0, metavar="K", help="The K of least reward.")] = 0,
     best: Annotated[int, typer.Option("--best", min=0, metavar="K", help="The K of most reward.")] = 0,
+    task: Annotated[str | None, typer.Option("--task", metavar="NAME", help="Those of this task of several.")] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", metavar="ID", help="Those of this prompt.")] = None,
     chars: Annotated[
         int, typer.Option("--chars", min=0, metavar="N", help="Longest part before its middle is left out; 0: all.")
@@ -34,11 +35,11 @@ def show(
 ) -> None:
     found = find_run(run, runs)
     records = list(transcripts.read(_file(found, step)))
-    if prompt is not None:
-        known = sorted({record.prompt_id for record in records})
-        records = [record for record in records if record.prompt_id == prompt]
-        if not records:
-            raise invalid("--prompt", prompt, f"step {step or 'newest'} has no such prompt", known)
+    for option, wanted, part in (("task", task, "task"), ("prompt", prompt, "prompt_id")):
+        known = sorted({getattr(record, part) for record in records})
+        if wanted is not None and wanted not in known:
+            raise invalid(f"--{option}", wanted, f"the step has no such {option}", known)
+        records = [record for record in records if wanted in (None, getattr(record, part))]
     ordered = sorted(records, key=lambda record: record.reward)
     if worst or best:
         records = ordered[:worst] + ordered[max(worst, len(ordered) - best) :]

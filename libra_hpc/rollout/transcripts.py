@@ -97,6 +97,7 @@ class TranscriptWriter:
     """Writes into ``folder``, at most ``budget`` bytes; the methods may take as long as the file system."""
 
     def __init__(self, folder: Path, task: str, budget: int) -> None:
+        """``task``: of all trajectories; empty: of each its part of the mixture."""
         self._folder, self._task, self._budget = folder, task, budget
         self._sizes = {step: path.stat().st_size for step, path in steps(folder).items()}
 
@@ -104,7 +105,8 @@ class TranscriptWriter:
         """Write a step's file; returns how many older files were removed for it.  Raises `OSError`."""
         advantages = {sample.uid: sample.advantage for group in groups for sample in group.samples}
         compress, encode = zstandard.ZstdCompressor(level=LEVEL).compress, msgspec.json.Encoder().encode
-        records = [transcript(step, self._task, t, advantages[f"{t.index}.{t.sample}"]) for t in trajectories]
+        counted = [(t, advantages.get(f"{t.index}.{t.sample}", 0.0)) for t in trajectories]
+        records = [transcript(step, self._task or t.part, t, advantage) for t, advantage in counted]
         data = b"".join(compress(encode(record) + b"\n") for record in records)
         self._folder.mkdir(exist_ok=True)
         removed = 0

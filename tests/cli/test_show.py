@@ -47,4 +47,5 @@ def test_mistakes_are_one_sentence(submitted: RunDir, cli: Cli) -> None:
     group = _group([0.0])
     TranscriptWriter(submitted.transcripts, "toy", 10**6).write(4, group.done, [group.to_group(group_mean)])
     assert "--step = 5: no transcripts of it; valid: 4 to 4." in one_line(cli("show", "--step", "5"))
-    assert "toy-7" in one_line(cli("show", "--prompt", "toy-8"))
+    assert "--prompt = 'toy-8': the step has no such prompt; valid: toy-7" in one_line(cli("show", "--prompt", "toy-8"))
+    assert "--task = 'top': the step has no such task; valid: toy" in one_line(cli("show", "--task", "top"))

@@ -25,7 +25,8 @@ class TranscriptLog:
         budget = int(config.run.transcripts_gb * GB)
         # Simulated engines say nothing.
         self._wanted = budget > 0 and config.run.engine == "real"
-        self._folder, self._task, self._budget, self._log = folder, config.task.name, budget, log
+        self._folder, self._budget, self._log = folder, budget, log
+        self._task = "" if config.task.train else config.task.name
         self._writer: TranscriptWriter | None = None
         self._waiting: deque[tuple[int, list[Trajectory], tuple[Group, ...]]] = deque(maxlen=MOST_WAITING)
         self._removed, self._fault = False, ""
