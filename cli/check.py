@@ -108,13 +108,14 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     template = config.slurm.template
     folder = _run_folder(config.run.dir)
     parts = [one.model_copy(update={"task": absolute(one.task), **_own_files(one)}) for one in config.task.train]
+    evals = [one.model_copy(update={"task": absolute(one.task), **_own_files(one)}) for one in config.task.eval]
     return config.changed(
         run={"dir": str(folder)},
         slurm={"template": str(Path(template).expanduser().absolute()) if template else ""},
         compute={"python": python, "image": image},
         notify={"command": command},
         model={"path": model},
-        task={"name": absolute(config.task.name), "train": parts, **_own_files(config.task)},
+        task={"name": absolute(config.task.name), "train": parts, "eval": evals, **_own_files(config.task)},
         algorithm={"advantage": absolute(config.algorithm.advantage), "loss": absolute(config.algorithm.loss)},
         rollout={"warm_start": warm_start, "policy": absolute(config.rollout.policy)},
         planner=_absolute(config.planner),

@@ -13,8 +13,8 @@ from libra_hpc.config.load import load_resolved
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.rollout import transcripts
-from libra_hpc.rollout.transcripts import Transcript
+from libra_hpc.rollout.records import transcripts
+from libra_hpc.rollout.records.transcripts import Transcript
 
 from .output import print_json, print_line, print_note
 from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run

@@ -57,15 +57,31 @@ class TaskTable(Section):
         return {**{name: value for name, value in given.items() if value}, **self.options}
 
 
-class TrainPart(TaskTable):
-    """``[[task.train]]``: one of several tasks of a run."""
+class NamedTask(TaskTable):
+    """One of several tasks of a run."""
 
     name: str = Field("", pattern=r"^[A-Za-z0-9_.-]*$")
     """What it is called, also in columns such as ``name/reward``."""
     task: str = "data"
     """A built-in task, or ``path/to/file.py:ClassName``."""
+
+
+class TrainPart(NamedTask):
+    """``[[task.train]]``: one of several tasks of a run."""
+
     weight: int = Field(1, ge=1, le=1000)
     """Prompts of it among ``sum of weights`` prompts in a row of the data order; exactly so many."""
+
+
+class EvalPart(NamedTask):
+    """``[[task.eval]]``: an evaluation during the run, on prompts of its own."""
+
+    every: Steps = Field(20, ge=1)
+    """Steps between two evaluations; one is before the first step."""
+    prompts: int = Field(64, ge=1, le=1_000_000)
+    """Prompts of an evaluation, the first ones of its data order."""
+    samples: int = Field(1, ge=1, le=1024)
+    """Trajectories of each prompt."""
 
 
 class TaskSection(TaskTable):
@@ -75,6 +91,8 @@ class TaskSection(TaskTable):
     """A built-in task, or ``path/to/file.py:ClassName``; with ``data`` alone it is ``data``."""
     train: list[TrainPart] = []
     """Several tasks instead of one, each a table ``[[task.train]]``."""
+    eval: list[EvalPart] = []
+    """Evaluations during the run, each a table ``[[task.eval]]``."""
     trial: bool = True
     """Play the start of one episode where the job is submitted, before it is queued. false: for a task that needs what
     only the nodes have."""
@@ -103,23 +121,30 @@ class TaskSection(TaskTable):
         return {"name": implied, **values} if implied else values
 
     @property
+    def host_task(self) -> str:
+        """The task that hosts construct, by name."""
+        return MIXTURE if self.train or self.eval else self.name
+
+    @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of the task's constructor, of a mixture its parts."""
-        if not self.train:
+        """Arguments of the constructor of `host_task`, of a mixture its parts."""
+        if self.host_task != MIXTURE:
             return self.own_arguments
-        return {
-            "parts": [
-                {"name": one.name, "task": one.task, "weight": one.weight, "options": one.own_arguments}
-                for one in self.train
-            ]
-        }
+        alone = [{"name": "", "task": self.name, "weight": 1, "options": self.own_arguments}]
+        parts = [
+            {"name": one.name, "task": one.task, "weight": one.weight, "options": one.own_arguments}
+            for one in self.train
+        ]
+        evals = [{"name": one.name, "task": one.task, "options": one.own_arguments} for one in self.eval]
+        return {"parts": parts or alone, "evals": evals}
 
     @property
     def tables(self) -> dict[str, tuple[str, TaskTable]]:
         """By the key that names its class, every task: that name and its table."""
-        if not self.train:
-            return {"task.name": (self.name, self)}
-        return {f"task.train.{place}.task": (one.task, one) for place, one in enumerate(self.train)}
+        found: dict[str, tuple[str, TaskTable]] = {} if self.train else {"task.name": (self.name, self)}
+        for section, parts in (("train", self.train), ("eval", self.eval)):
+            found |= {f"task.{section}.{place}.task": (one.task, one) for place, one in enumerate(parts)}
+        return found
 
 
 class ChatSection(Section):

@@ -77,7 +77,9 @@ class RunDir:
     decisions = _Part("decisions.jsonl")
     """One line per scheduling decision: the turn, its engine, and the reason."""
     transcripts = _Part("transcripts")
-    """Folder of the trajectories that each step was trained on (`libra_hpc.rollout.transcripts`)."""
+    """Folder of the trajectories that each step was trained on (`libra_hpc.rollout.records.transcripts`)."""
+    evaluations = _Part("evaluations.jsonl")
+    """One line per evaluation (`libra_hpc.rollout.evaluation.result_line`)."""
     experience = _Part("experience")
     """Folder of the recovery log (`libra_hpc.rollout.recovery.recovery_log`)."""
     status = _Part("status.json")

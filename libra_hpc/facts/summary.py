@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from rich import box
@@ -18,7 +19,7 @@ from . import series
 from .columns import Value, declared, rows_of, values_of
 from .estimate import StepAccuracy, accuracy_line, step_accuracy
 from .failed import FailedAttempts, failed_in, failed_line
-from .rundir import RunDir
+from .rundir import RunDir, read_lines
 from .series import PhaseReward, first_and_last, phase_rewards, planned_steps
 from .status import because
 
@@ -62,6 +63,46 @@ class LayoutSummary(msgspec.Struct, frozen=True):
     """Median step time since, up to the next layout."""
 
 
+class EvaluationResult(msgspec.Struct, frozen=True):
+    """The newest evaluation of a task, beside its first."""
+
+    task: str
+    step: int
+    first: float | None
+    """Mean reward of the first one; None: every trajectory failed."""
+    mean: float | None
+    stderr: float | None
+    best_of: float | None
+    """Mean of each prompt's best sample."""
+    samples: int
+    failed: int
+
+    def words(self) -> str:
+        """As a line."""
+        if self.mean is None:
+            return f"{self.task} at step {self.step}: all trajectories failed"
+        first = f"{self.first:.3f} -> " if self.first is not None else ""
+        best = f", best of {self.samples} {self.best_of:.3f}" if self.samples > 1 else ""
+        failed = f", {self.failed} failed" if self.failed else ""
+        return f"{self.task} {first}{self.mean:.3f} +- {self.stderr:.3f} at step {self.step}{best}{failed}"
+
+
+def evaluation_results(run: RunDir) -> list[EvaluationResult]:
+    """Of each task, in the order of their first lines."""
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for line in read_lines(run.evaluations):
+        lines.setdefault(line["task"], []).append(line)
+    found = []
+    for task, own in lines.items():
+        last = max(own, key=lambda line: line["step"])
+        first = own[0].get("mean") if len(own) > 1 else None
+        mean, stderr, best_of = (last.get(name) for name in ("mean", "stderr", "best_of"))
+        found.append(
+            EvaluationResult(task, last["step"], first, mean, stderr, best_of, last["samples"], last["failed"])
+        )
+    return found
+
+
 class Summary(msgspec.Struct, frozen=True):
     """Totals of a run over all its attempts.  Times in seconds; None: not measured."""
 
@@ -84,6 +125,8 @@ class Summary(msgspec.Struct, frozen=True):
     layouts: list[LayoutSummary]
     failures: list[FailedAttempts]
     """Failed attempts of trajectories by kind, the most frequent first."""
+    evaluations: list[EvaluationResult]
+    """The newest of each task."""
     checkpoints: list[int]
     policy: str | None
     """Folder of the exported policy."""
@@ -110,6 +153,7 @@ def summarise(run: RunDir) -> Summary:
         moves=_moves(run, steps, log, start),
         layouts=_layouts(steps, log),
         failures=failed_in(log, run.read_json(run.status)),
+        evaluations=evaluation_results(run),
         checkpoints=sorted(
             {e["step"] for e in log if e["kind"] == "checkpoint_saved" and isinstance(e.get("step"), int)}
         ),
@@ -187,6 +231,8 @@ def render_summary(summary: Summary) -> RenderableType:
         facts.add_row(label, ", ".join(map(str, cells)))
     if summary.accuracy is not None:
         facts.add_row("step time", accuracy_line(summary.accuracy))
+    for result in summary.evaluations:
+        facts.add_row("evaluation", result.words())
     if summary.failures:
         facts.add_row("failed", failed_line(summary.failures))
     for change in summary.layouts:

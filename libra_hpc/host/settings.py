@@ -46,7 +46,7 @@ def host_config(config: RunConfig) -> HostConfig:
     """Settings of a run's hosts: the one place that reads the run's configuration for them."""
     task = config.task
     return HostConfig(
-        task=task.name,
+        task=task.host_task,
         model=config.model.path,
         options=task.arguments,
         chat=config.chat.model_dump(),

@@ -7,11 +7,11 @@ import importlib.util
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.config.learn import MIXTURE, TaskSection, TaskTable
+from libra_hpc.config.learn import MIXTURE, NamedTask, TaskSection, TaskTable
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, error_text, invalid, nearest
 from libra_hpc.models.devices import device, devices
@@ -136,12 +136,23 @@ def check_tasks(task: TaskSection) -> None:
     if task.train and (task.name != MIXTURE or task.own_arguments):
         given = next(iter(task.own_arguments), "name")
         raise invalid(f"task.{given}", getattr(task, given), "is beside [[task.train]]", "keys of [[task.train]] alone")
-    names = Counter(one.name for one in task.train)
-    for place, one in enumerate(task.train):
-        if not one.name or names[one.name] > 1:
-            raise invalid(f"task.train.{place}.name", one.name, "is not unique" if one.name else "not given", "a name")
+    _check_names(task)
     for key, (name, table) in task.tables.items():
         _check_task(key, name, table)
+
+
+def _check_names(task: TaskSection) -> None:
+    """Raise `UserError` unless all have names of their own, and evaluations rows of their own."""
+    names = Counter(one.name for one in (*task.train, *task.eval))
+    trained = {Path(one.data).resolve() for one in (task, *task.train) if one.data}
+    sections: dict[str, Sequence[NamedTask]] = {"train": task.train, "eval": task.eval}
+    for section, parts in sections.items():
+        for place, one in enumerate(parts):
+            key = f"task.{section}.{place}"
+            if not one.name or names[one.name] > 1:
+                raise invalid(f"{key}.name", one.name, "is not unique" if one.name else "not given", "a name")
+            if section == "eval" and one.data and Path(one.data).resolve() in trained:
+                raise invalid(f"{key}.data", one.data, "these rows are trained on", "rows of its own")
 
 
 def _check_task(key: str, name: str, task: TaskTable) -> None:

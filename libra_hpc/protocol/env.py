@@ -8,6 +8,14 @@ import msgspec
 
 from .codec import Codec
 
+EVALUATIONS, PROMPTS = 1 << 60, 1 << 32
+"""First number of a prompt of an evaluation; numbers of each evaluation."""
+
+
+def evaluation_index(place: int, prompt: int) -> int:
+    """The number of a prompt of the evaluation in that place of ``task.eval``."""
+    return EVALUATIONS + place * PROMPTS + prompt
+
 
 class Signal(msgspec.Struct, frozen=True, array_like=True):
     """What a tool call reports about the remaining work: structure only, never content."""

@@ -24,10 +24,11 @@ from libra_hpc.policies.scheduling.staleness import StalenessGate
 from libra_hpc.protocol.agents import Batch, Fatal, Length, RolloutReport
 from libra_hpc.protocol.engine import Generated
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
-from libra_hpc.protocol.env import HostReady
+from libra_hpc.protocol.env import EVALUATIONS, HostReady
 
-from .attempts import Attempts
+from .attempts import ERROR_CHARS, Attempts
 from .environments import Environments
+from .evaluation import Evaluations
 from .failures import Failure, FailureBook
 from .group_state import batch_stats
 from .open_groups import length_of, open_groups
@@ -55,6 +56,7 @@ class RolloutLeader:
         rollout, algorithm = config.rollout, config.algorithm
         self._rules = LengthRules(algorithm.truncated, algorithm.overlong_soft, rollout.max_model_len)
         self._parts = [one.name for one in config.task.train]
+        self.evaluations = Evaluations(config.task.eval, surroundings.evaluated)
         self._scheduled = False
         self._lengths: list[Length] = []
 
@@ -100,7 +102,7 @@ class RolloutLeader:
         if self._order is None or not self._environments.up or not self._turns.engines.engines:
             self._attempts.book.unable(now)
             return
-        running = (trajectory.index for trajectory in self._environments.episodes.values())
+        running = (trajectory.index for trajectory in self._trained_episodes())
         most = self._attempts.evaluate(running, now)
         for group in self._order.admit(now, most):
             for sample in group.missing:
@@ -111,6 +113,11 @@ class RolloutLeader:
                     self._attempts.hold(trajectory, now)
         for trajectory in self._attempts.begin(now):
             self._begin(trajectory, now)
+        engines = self._turns.engines
+        if not self._turns.waiting and not self._attempts.book.paused:
+            capacity = self._config.rollout.max_inflight * len(engines.engines)
+            for trajectory in self.evaluations.begin(engines.inflight, capacity):
+                self._begin(trajectory, now)
 
     def _begin(self, trajectory: Trajectory, now: float) -> None:
         trajectory.started_at = trajectory.ready_at = now
@@ -119,7 +126,7 @@ class RolloutLeader:
     def progress(self, index: int) -> float:
         """Position of a prompt in the run, 0..1."""
         assert self._order is not None
-        return self._order.progress(index)
+        return self._order.progress(index) if index < EVALUATIONS else 0.0
 
     def schedule_pass(self) -> None:
         """Admit, compose and route once in this pass of the event loop."""
@@ -148,13 +155,18 @@ class RolloutLeader:
 
     def unfinished(self) -> list[Trajectory]:
         """Open trajectories with generated tokens: the next start of all ranks can go on with them."""
-        return [trajectory for trajectory in self._environments.episodes.values() if trajectory.attained]
+        return [trajectory for trajectory in self._trained_episodes() if trajectory.attained]
+
+    def _trained_episodes(self) -> list[Trajectory]:
+        """Open trajectories but those of evaluations."""
+        return [t for t in self._environments.episodes.values() if not t.evaluation]
 
     # --- trajectories
 
     def turn_wanted(self, trajectory: Trajectory) -> None:
         """Queue its next turn."""
-        self._attempts.book.advanced((trajectory.index, trajectory.sample))
+        if not trajectory.evaluation:
+            self._attempts.book.advanced((trajectory.index, trajectory.sample))
         self._turns.ready(trajectory)
 
     def turn_complete(self, trajectory: Trajectory) -> None:
@@ -172,7 +184,9 @@ class RolloutLeader:
         now = self._clock()
         self._drop(trajectory, now)
         self._turns.count_resubmitted(trajectory, reason)
-        self._begin(Trajectory(trajectory.index, trajectory.sample, trajectory.attempt + 1), now)
+        again = Trajectory(trajectory.index, trajectory.sample, trajectory.attempt + 1)
+        again.evaluation = trajectory.evaluation
+        self._begin(again, now)
 
     def failed(self, trajectory: Trajectory, kind: str, error: str) -> None:
         """End a failed attempt: try again later, or leave the trajectory out, or give up the whole prompt."""
@@ -180,6 +194,12 @@ class RolloutLeader:
         assert order is not None
         self._environments.close(trajectory)
         self._drop(trajectory, now)
+        if trajectory.evaluation:
+            self._log(
+                "evaluation_failed", task=trajectory.evaluation, prompt=trajectory.prompt_id, error=error[:ERROR_CHARS]
+            )
+            self.evaluations.failed(trajectory, now)
+            return
         prompt = trajectory.prompt_id or f"number {index} of the data order"
         if self._attempts.failed(trajectory, Failure(kind, self._config.task.name, prompt, error), now):
             order.groups[index].retried += 1
@@ -200,6 +220,11 @@ class RolloutLeader:
         self._environments.forget(trajectory)
         trajectory.place = "done"
         now = self._clock()
+        if trajectory.evaluation:
+            self._turns.finished(trajectory, now)
+            self.evaluations.finished(trajectory, now)
+            self.schedule_pass()
+            return
         self._attempts.book.succeeded((trajectory.index, trajectory.sample), trajectory.stepped_at)
         self._turns.finished(trajectory, now)
         self._lengths.append(length_of(trajectory))
@@ -250,6 +275,7 @@ class RolloutLeader:
         if self._order is not None and oldest is not None:
             self._order.applied(oldest)
             self._turns.engines.admit(self._order.gate.version)
+            self.evaluations.on_version(oldest, self._clock())
             self.schedule_pass()
 
     def on_engine_load(self, name: str, stats: EngineStats) -> None:
@@ -291,7 +317,7 @@ class RolloutLeader:
             decode_s=engines.decode_s(),
             buckets=engines.buckets(episodes),
             lengths=lengths,
-            open_groups=open_groups(episodes, now, engines.decode_s()),
+            open_groups=open_groups(self._trained_episodes(), now, engines.decode_s()),
             failures=book.counts,
             slow=engines.slow(),
             paused=paused or ("" if engines.engines else "No engine accepts turns."),

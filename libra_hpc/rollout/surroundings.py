@@ -29,6 +29,9 @@ class Surroundings(Protocol):
     def composed(self, step: int, trajectories: list[Trajectory], groups: tuple[Group, ...]) -> None:
         """Record what a step is trained on."""
 
+    def evaluated(self, line: dict[str, Any]) -> None:
+        """Record the result of an evaluation."""
+
     def routed(self, routed: Routed) -> None:
         """Record a turn that was sent to an engine."""
 

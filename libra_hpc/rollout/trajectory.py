@@ -44,7 +44,7 @@ class Trajectory:
     def __init__(self, index: int, sample: int, attempt: int, host: int = 0, now: float = 0.0) -> None:
         self.index, self.sample, self.attempt, self.host = index, sample, attempt, host
         self.episode = f"{index}.{sample}.{attempt}"
-        self.prompt_id = ""
+        self.prompt_id = self.evaluation = ""
         self.context, self.mask, self.logprobs = array("i"), bytearray(), array("f")
         self.prompt_tokens = self.attained = self.max_tokens = self.errors = 0
         self.stop_ids: tuple[int, ...] = ()

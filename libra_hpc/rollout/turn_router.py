@@ -78,7 +78,11 @@ class TurnRouter:
         self._owner.schedule_pass()
 
     def _view(self, trajectory: Trajectory) -> TurnView:
-        return trajectory.view(trajectory.part if self._mixed else self._task, self._rollout.max_model_len)
+        return trajectory.view(self._named(trajectory), self._rollout.max_model_len)
+
+    def _named(self, trajectory: Trajectory) -> str:
+        """The task of a trajectory, for the policy."""
+        return trajectory.evaluation or (trajectory.part if self._mixed else self._task)
 
     def dispatch(self) -> None:
         """Send the turns that the policy gives an engine, in one message per node."""
@@ -124,7 +128,7 @@ class TurnRouter:
         self._queue.forget(trajectory.episode, trajectory.prompt_id, now)
 
     def finished(self, trajectory: Trajectory, now: float) -> None:
-        self._queue.finished(trajectory.finished(trajectory.part if self._mixed else self._task), now)
+        self._queue.finished(trajectory.finished(self._named(trajectory)), now)
 
     # --- answers in
 

@@ -2,7 +2,10 @@
 
 Prompt ``i`` of the data order belongs to a fixed task, so that every ``sum(weights)`` prompts in a row have exactly
 ``weight`` of each, spread evenly. Each task sees a data order of its own, without gaps. The id of a prompt begins with
-the name of its task and a slash.
+the name of its task and a slash; a task alone beside evaluations has no name.
+
+Evaluations (``[[task.eval]]``) are tasks too, whose prompts have numbers of their own
+(`libra_hpc.protocol.env.evaluation_index`).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from math import gcd
 from typing import Any
 
 from libra_hpc.errors import UserError
+from libra_hpc.protocol.env import EVALUATIONS, PROMPTS
 
 from .base import Episode, PolicyTurn, Task, TaskMaker, ToolResult, Tools, Turn, Why
 from .task_registry import build_task
@@ -35,43 +39,69 @@ def task_order(weights: Sequence[int]) -> tuple[int, ...]:
 
 
 class Mixture(TaskMaker):
-    """``parts``: of each task its ``name``, ``task``, ``options`` and ``weight``."""
+    """``parts``: of each task its ``name``, ``task``, ``options`` and ``weight``; ``evals``: the same, no weight."""
 
-    def __init__(self, tokenizer: TaskTokenizer, *, seed: int = 0, parts: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._tokenizer, self._seed, self._parts = tokenizer, seed, parts
+    def __init__(
+        self,
+        tokenizer: TaskTokenizer,
+        *,
+        seed: int = 0,
+        parts: Sequence[Mapping[str, Any]] = (),
+        evals: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self._tokenizer, self._seed, self._parts, self._evals = tokenizer, seed, parts, evals
 
     def make(self, settings: Mapping[str, Any]) -> Task:
-        tasks: dict[str, Task] = {}
-        for part in self._parts:
-            name = part["name"]
-            try:
-                tasks[name] = build_task(part["task"], part["options"], self._seed, self._tokenizer, chat=settings)
-            except UserError as error:
-                raise UserError(f"task.train {name!r}: {error}") from error
-        return MixedTask(self._tokenizer, self._seed, tasks, [part["weight"] for part in self._parts])
+        tasks, evals = (
+            {part["name"]: self._built(part, settings) for part in parts} for parts in (self._parts, self._evals)
+        )
+        return MixedTask(self._tokenizer, self._seed, tasks, [part["weight"] for part in self._parts], evals)
+
+    def _built(self, part: Mapping[str, Any], settings: Mapping[str, Any]) -> Task:
+        try:
+            return build_task(part["task"], part["options"], self._seed, self._tokenizer, chat=settings)
+        except UserError as error:
+            raise UserError(f"task {part['name']!r}: {error}" if part["name"] else str(error)) from error
 
 
 class MixedTask(Task):
     """See the module docstring."""
 
-    def __init__(self, tokenizer: TaskTokenizer, seed: int, tasks: Mapping[str, Task], weights: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: TaskTokenizer,
+        seed: int,
+        tasks: Mapping[str, Task],
+        weights: Sequence[int],
+        evals: Mapping[str, Task],
+    ) -> None:
         super().__init__(tokenizer, seed=seed)
-        self._names, self._tasks, self._order = list(tasks), list(tasks.values()), task_order(weights)
+        self._tasks, self._evals, self._order = _named(tasks), _named(evals), task_order(weights)
         self._in_round = Counter(self._order)
-        named = [(f"{name}{SLASH}", task) for name, task in tasks.items()]
+        named = [*self._tasks, *self._evals]
         self.tools = {f"{before}{key}": tool for before, task in named for key, tool in task.tools.items()}
         self.tool_limits = {f"{before}{key}": s for before, task in named for key, s in task.tool_limits.items()}
-        self.step_limit_s = max(task.step_limit_s for task in self._tasks)
+        self.step_limit_s = max(task.step_limit_s for _, task in named)
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
-        rounds, place = divmod(index, len(self._order))
-        chosen = self._order[place]
-        own = rounds * self._in_round[chosen] + self._order[:place].count(chosen)
-        return MixedEpisode(self._tasks[chosen].open(own, sample, progress), f"{self._names[chosen]}{SLASH}")
+        if index >= EVALUATIONS:
+            place, own = divmod(index - EVALUATIONS, PROMPTS)
+            before, task = self._evals[place]
+        else:
+            rounds, place = divmod(index, len(self._order))
+            chosen = self._order[place]
+            own = rounds * self._in_round[chosen] + self._order[:place].count(chosen)
+            before, task = self._tasks[chosen]
+        return MixedEpisode(task.open(own, sample, progress), before)
 
     def check(self) -> None:
-        for task in self._tasks:
+        for _, task in (*self._tasks, *self._evals):
             task.check()
+
+
+def _named(tasks: Mapping[str, Task]) -> list[tuple[str, Task]]:
+    """What stands before the names of each task, and the task."""
+    return [(f"{name}{SLASH}" if name else "", task) for name, task in tasks.items()]
 
 
 class MixedEpisode(Episode):

@@ -7,8 +7,8 @@ import json
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.policies.learning.advantages import group_mean
 from libra_hpc.rollout.group_state import GroupState
+from libra_hpc.rollout.records.transcripts import TranscriptWriter
 from libra_hpc.rollout.trajectory import Trajectory
-from libra_hpc.rollout.transcripts import TranscriptWriter
 from tests.rollout.plant import generated
 
 from .conftest import Cli, one_line

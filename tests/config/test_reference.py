@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.config import reference
-from libra_hpc.config.learn import TrainPart
+from libra_hpc.config.learn import EvalPart, TrainPart
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from tests.docs import keys_page
@@ -32,8 +32,9 @@ def test_every_key_of_a_run_is_in_the_reference_with_its_default() -> None:
                 assert {name: defaults.pop(f"{section}.{key}.{name}") for name in value} == value
             else:
                 assert defaults.pop(f"{section}.{key}") == value
-    for name, value in TrainPart().model_dump().items():
-        assert defaults.pop(f"task.train.{name}") == value
+    for section, part in (("train", TrainPart()), ("eval", EvalPart())):
+        for name, value in part.model_dump().items():
+            assert defaults.pop(f"task.{section}.{name}") == value
     assert defaults == {}
 
 

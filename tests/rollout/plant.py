@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from libra_hpc.config.learn import EvalPart
 from libra_hpc.config.run import RunConfig
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, Policy, TurnView
@@ -110,6 +111,7 @@ class Plant:
         group: int = 2,
         hosts: int = 1,
         broken: Broken = lambda message: None,
+        evals: Sequence[EvalPart] = (),
     ) -> None:
         self.now, self.cut = 1000.0, max_model_len < 100
         self.broken = broken
@@ -122,6 +124,7 @@ class Plant:
         self.sent: list[Any] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.lines: list[dict[str, Any]] = []
+        self.evaluated: list[dict[str, Any]] = []
         self.composed: list[tuple[int, list[Trajectory], tuple[Group, ...]]] = []
         self.ended: list[Trajectory] = []
         self.decisions: list[dict[str, Any]] = []
@@ -136,7 +139,7 @@ class Plant:
         }
         sections: dict[str, dict[str, Any]] = {
             "run": {"steps": steps},
-            "task": {"name": "toy", "hosts": hosts},
+            "task": {"name": "toy", "hosts": hosts, "eval": list(evals)},
             "algorithm": algorithm,
             "rollout": {"max_model_len": max_model_len, "max_inflight": 4},
         }
@@ -155,6 +158,7 @@ class Plant:
                 send=self.send,
                 to_host=lambda host, message: self.host.append(message),
                 ended=self.on_ended,
+                evaluated=self.evaluated.append,
                 composed=lambda *batch: self.composed.append(batch),
                 routed=lambda routed: self.decisions.append(decision_line(routed)),
                 log=lambda kind, **fields: self.events.append((kind, fields)),
@@ -303,7 +307,7 @@ class Plant:
             match message:
                 case OpenEpisode(episode=episode, index=index):
                     self.steps_of[episode] = 0
-                    self.open_episode(message, [1, 2, index])
+                    self.open_episode(message, [1, 2, index % 1000])
                 case StepEpisode(episode=episode, tokens=tokens):
                     assert unpack_i32(tokens)[-1] == STOP or self.cut
                     self.steps_of[episode] += 1

@@ -9,7 +9,7 @@ import pytest
 
 from libra_hpc.agent.hosting.transcript_log import TranscriptLog
 from libra_hpc.config.load import validate
-from libra_hpc.rollout import transcripts
+from libra_hpc.rollout.records import transcripts
 
 from .plant import Plant, sampling
 

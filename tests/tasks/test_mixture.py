@@ -11,6 +11,7 @@ import pytest
 from libra_hpc.config.load import validate
 from libra_hpc.errors import UserError
 from libra_hpc.preflight.named_files import check_tasks
+from libra_hpc.protocol.env import evaluation_index
 from libra_hpc.tasks.base import PolicyTurn, Task
 from libra_hpc.tasks.mixture import task_order
 from libra_hpc.tasks.task_registry import build_task
@@ -111,3 +112,26 @@ def test_a_mistake_names_the_table(parts: list[dict[str, Any]], sentence: str) -
 def test_one_task_and_several_are_not_given_together() -> None:
     with pytest.raises(UserError, match=r"^task\.data = 'x\.jsonl': is beside \[\[task\.train\]\]"):
         check_tasks(validate({"task": {"data": "x.jsonl", "train": [{"name": "a", "task": "keychain"}]}}).task)
+
+
+def test_an_evaluation_beside_one_task_has_rows_and_tools_of_its_own(tmp_path: Path, arithmetic_folder: Path) -> None:
+    (tmp_path / "scores.py").write_text(SCORES)
+    for name in ("train", "held"):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": "{name}", "n": 1}}\n')
+    rows = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "held")}
+    reward = f"{tmp_path}/scores.py:score"
+    given = {
+        "data": rows["train"],
+        "reward": reward,
+        "eval": [{"name": "held", "data": rows["held"], "reward": reward}],
+    }
+    task = validate({"task": given}).task
+    check_tasks(task)
+    built = build_task(task.host_task, task.arguments, 0, TaskTokenizer(arithmetic_folder))
+    assert built.tools.keys() == {"reward", "held/reward"}
+    opened = [built.open(index, 0, 0.0) for index in (0, evaluation_index(0, 0))]
+    assert [built.tokenizer.decode(one.prompt) for one in opened] == ["train", "held"]
+    assert [one.prompt_id for one in opened] == ["train-0.0", "held/held-0.0"]
+    given["eval"] = [{"name": "held", "data": rows["train"], "reward": reward}]
+    with pytest.raises(UserError, match=r"task\.eval\.0\.data = .*: these rows are trained on"):
+        check_tasks(validate({"task": given}).task)

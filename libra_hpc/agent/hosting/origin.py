@@ -25,6 +25,7 @@ def digest(config: RunConfig) -> str:
     """The digest, in hexadecimal.  The limit of a step decides whether a trajectory ends, not what it is made from."""
     environment = msgspec.json.decode(host_settings(config))
     environment.pop("step_limit_s", None)
+    environment.get("options", {}).pop("evals", None)
     algorithm, rollout, model = config.algorithm, config.rollout, config.model
     parts = [
         RECORDS,

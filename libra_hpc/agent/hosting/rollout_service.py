@@ -9,6 +9,7 @@ from typing import Any
 
 from libra_hpc.errors import error_text
 from libra_hpc.facts.journal import Journal
+from libra_hpc.facts.rundir import read_lines
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.protocol import agents as wire
@@ -55,6 +56,7 @@ class RolloutService:
         config = context.config
         self._trajectories: Journal[TrajectoryEnd | Restart] = Journal(context.run.trajectories, line, KEEP_LINES)
         self._decisions: Journal[Routed] = Journal(context.run.decisions, decision_line, most=DECISIONS_BYTES)
+        self._evaluations: Journal[dict[str, Any]] = Journal(context.run.evaluations, dict, KEEP_LINES)
         self._storage = Storage(self._trajectories, self._decisions, context.log)
         self._transcripts = TranscriptLog(context.run.transcripts, config, context.log)
         self._recovery_log = (
@@ -76,6 +78,9 @@ class RolloutService:
         start, recovered = self._context.start, await self._recover()
         await self._supersede(recovered)
         await self._learn()
+        self.leader.evaluations.restore(
+            await asyncio.to_thread(lambda: list(read_lines(self._context.run.evaluations)))
+        )
         self.leader.on_position(start.step, start.low, start.extra, recovered.groups)
         while not self._stopping:
             await asyncio.sleep(REPORT_S)
@@ -151,6 +156,9 @@ class RolloutService:
     def composed(self, step: int, trajectories: list[Trajectory], groups: tuple[wire.Group, ...]) -> None:
         self._transcripts.add(step, trajectories, groups)
 
+    def evaluated(self, line: dict[str, Any]) -> None:
+        self._evaluations.add(line)
+
     def ended(self, end: TrajectoryEnd) -> None:
         self._trajectories.add(end)
         self._unwritten.append(end.trajectory)
@@ -159,6 +167,7 @@ class RolloutService:
         new, self._unwritten = self._unwritten, []
         await self._storage.flush(self._recovery_log, new)
         await self._transcripts.flush()
+        await self._evaluations.flush()
 
     async def stop(self) -> None:
         self._stopping = True
@@ -172,6 +181,7 @@ class RolloutService:
         # What ended meanwhile: its line is in `trajectories.jsonl`, and the next start must not let it end once more.
         await self._flush()
         await self._storage.close()
+        await self._evaluations.close()
         if self._recovery_log is not None:
             await self._recovery_log.close()
 

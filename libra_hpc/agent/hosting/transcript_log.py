@@ -10,8 +10,8 @@ from pathlib import Path
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import error_text
 from libra_hpc.protocol.agents import Group
+from libra_hpc.rollout.records.transcripts import TranscriptWriter
 from libra_hpc.rollout.trajectory import Trajectory
-from libra_hpc.rollout.transcripts import TranscriptWriter
 
 GB = 1_000_000_000
 MOST_WAITING = 4

@@ -16,8 +16,7 @@ import zstandard
 from libra_hpc.files import write_atomic
 from libra_hpc.protocol.agents import Group
 from libra_hpc.protocol.trace import TurnRecord
-
-from .trajectory import Trajectory
+from libra_hpc.rollout.trajectory import Trajectory
 
 _NAME = re.compile(r"^step-(\d+)\.jsonl\.zst$")
 LEVEL = 3

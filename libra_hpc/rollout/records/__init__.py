@@ -1,0 +1,1 @@
+"""What the rollout leader writes for people."""

@@ -1,0 +1,25 @@
+"""Evaluations in the summary of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.summary import evaluation_results
+
+
+def test_the_newest_of_each_task_beside_its_first(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "t")
+    assert evaluation_results(run) == []
+    known = {"task": "aime", "samples": 4, "failed": 0, "stderr": 0.02, "best_of": 0.75}
+    lines = [
+        {**known, "step": 0, "mean": 0.1},
+        {**known, "step": 20, "mean": 0.375, "failed": 2},
+        {"task": "code", "step": 0, "samples": 1, "failed": 8},
+    ]
+    run.evaluations.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [result.words() for result in evaluation_results(run)] == [
+        "aime 0.100 -> 0.375 +- 0.020 at step 20, best of 4 0.750, 2 failed",
+        "code at step 0: all trajectories failed",
+    ]
