@@ -14,8 +14,8 @@ GPU_CHECK_DEVICE ?= cuda
 GPU_CHECK_FLAGS ?=
 CUDA_VENV ?= $(CURDIR)/build/venv-cuda
 PYTEST := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
-# Two workers, because tests wait more than they compute.  tests/conftest.py says which tests belong to one worker.
-WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
+# Three workers on two cores, because tests wait more than they compute: one has Slurm, one vLLM, one the rest (tests/conftest.py).
+WORKERS := -n 3 --dist loadgroup --no-loadscope-reorder
 ROOM ?=
 
 .PHONY: help venv dev run test test-all test-room chaos lint docs bench gpu-venv gpu-check clean

@@ -97,9 +97,8 @@ def evaluation_results(run: RunDir) -> list[EvaluationResult]:
         last = max(own, key=lambda line: line["step"])
         first = own[0].get("mean") if len(own) > 1 else None
         mean, stderr, best_of = (last.get(name) for name in ("mean", "stderr", "best_of"))
-        found.append(
-            EvaluationResult(task, last["step"], first, mean, stderr, best_of, last["samples"], last["failed"])
-        )
+        counts: tuple[int, int] = last["samples"], last["failed"]
+        found.append(EvaluationResult(task, last["step"], first, mean, stderr, best_of, *counts))
     return found
 
 

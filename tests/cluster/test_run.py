@@ -34,7 +34,7 @@ many steps."""
 @pytest.mark.slow
 def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy: Path, tmp_path: Path) -> None:
     case = Case(tmp_path, policy, "slurm", steps=STEPS, hybrid=0)
-    run = case.submit()
+    run = case.submit("-o", 'task.eval=[{name="held", task="keychain", every=5, prompts=4, samples=2}]')
     case.wait(lambda: len(case.steps()) >= 4, "first steps")
     case.kill_busy_engine(2)
     case.wait(lambda: case.events("engine_lost"), "the lost engine")
@@ -74,6 +74,9 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     for line, path in zip(read_lines(run.metrics), transcripts.steps(run.transcripts).values(), strict=True):
         said = [turn.gen_tokens for record in transcripts.read(path) for turn in record.turns]
         assert sum(said) == line["gen_tokens"], "what a step was trained on is in its transcripts"
+    evaluated = list(read_lines(run.evaluations))
+    assert len({line["step"] for line in evaluated}) == len(evaluated) >= 3
+    assert all((line["task"], line["failed"]) == ("held", 0) and line["gen_tokens"] > 0 for line in evaluated)
     assert "-- policy (" in case.cli("show", str(run.path), "--best", "1").stdout
     again = case.events("job_started")[1]["t"]
     finished = [line for line in series.trajectories(run) if line["finished_at"] < again and line["index"] in untrained]

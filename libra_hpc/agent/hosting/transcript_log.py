@@ -14,8 +14,8 @@ from libra_hpc.rollout.records.transcripts import TranscriptWriter
 from libra_hpc.rollout.trajectory import Trajectory
 
 GB = 1_000_000_000
-MOST_WAITING = 4
-"""Steps in memory while the file system does not answer; older ones are left out."""
+MOST_WAITING = 64
+"""Steps in memory: those of a second, or while the file system does not answer; older ones are left out."""
 
 
 class TranscriptLog:
