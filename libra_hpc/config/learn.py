@@ -267,6 +267,9 @@ class CheckpointSection(Section):
     """Steps between checkpoints; 0: only at the end."""
     keep: int = Field(2, ge=1)
     """Number of newest checkpoints that are retained."""
+    best: str = ""
+    """Name of an evaluation (``[[task.eval]]``): the checkpoint of its best mean is retained too. It is of exactly that
+    step where ``every`` here divides ``every`` there."""
     experience: bool = True
     """Write finished trajectories to the recovery log, so that a restart trains them: about 9 bytes a token, for up
     to 2 (eta + 1) batches. Unfinished ones are sampled again after a crash, so up to eta + 1 batches lean towards

@@ -84,6 +84,11 @@ def check_files(config: RunConfig) -> None:
     check_function("algorithm.loss", config.algorithm.loss, LOSSES)
     if config.run.engine == "real":
         check_tasks(config.task)
+        known = [one.name for one in config.task.eval]
+        if config.checkpoint.best and config.checkpoint.best not in known:
+            raise invalid(
+                "checkpoint.best", config.checkpoint.best, "no such evaluation", known or "a [[task.eval]] name"
+            )
         with reading("model.path", config.model.path):
             model = read_model_config(config)
             check_vocabulary(config.model.path, model)

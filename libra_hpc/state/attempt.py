@@ -202,15 +202,24 @@ def complete_checkpoint(
         raise
 
 
-def remove_old(run: RunDir, keep: int, good_step: int = -1) -> None:
-    """Remove all checkpoints but the newest ``keep``, and the newest one up to ``good_step``."""
+def remove_old(run: RunDir, keep: int, good_step: int = -1, best: str = "") -> None:
+    """Remove all checkpoints but the newest ``keep``, and the newest one up to each step that is spared.
+
+    These are ``good_step``, and that of the best mean of the evaluation ``best``.
+    """
     # The next checkpoint comes here again.
     with contextlib.suppress(OSError):
         found = states(run.checkpoints)
-        good = newest_until(found, good_step)
+        spared = [newest_until(found, step) for step in (good_step, best_step(run, best))]
         for state in found[keep:]:
-            if state != good:
+            if state not in spared:
                 shutil.rmtree(state.folder, ignore_errors=True)
+
+
+def best_step(run: RunDir, evaluation: str) -> int:
+    """Step of the weights with the best mean of an evaluation, the first of several; -1 without one."""
+    lines = [line for line in read_lines(run.evaluations) if line.get("task") == evaluation and "mean" in line]
+    return int(max(lines, key=lambda line: line["mean"])["step"]) if lines else -1
 
 
 def _welcome(state: SavedState | None) -> Welcome:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from functools import partial
 from pathlib import Path
 
 from libra_hpc.facts.rundir import RunDir
@@ -42,8 +43,9 @@ class CheckpointStore:
         if taken := await asyncio.to_thread(self._context.fence.check):
             raise OSError(taken)
         await asyncio.to_thread(complete_checkpoint, folder, self._run.checkpoint(position.step), manifest, position)
-        keep, good_step = self._context.config.checkpoint.keep, self._context.good_step
-        asyncio.get_running_loop().run_in_executor(None, remove_old, self._run, keep, good_step)
+        settings, good_step = self._context.config.checkpoint, self._context.good_step
+        remove = partial(remove_old, self._run, settings.keep, good_step, settings.best)
+        asyncio.get_running_loop().run_in_executor(None, remove)
 
     async def discard(self, folder: Path) -> None:
         """Remove what was written."""

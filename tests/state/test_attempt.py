@@ -221,5 +221,10 @@ def test_a_state_without_room_for_its_position_is_removed_and_a_complete_one_nev
     assert sorted(run.checkpoints.iterdir()) == [run.checkpoint(30), run.checkpoint(40)]
     remove_old(run, 2, good_step=5)
     assert sorted(run.checkpoints.iterdir()) == [run.checkpoint(30), run.checkpoint(40)], "none is as old"
-    remove_old(run, 1)
+    means = [(20, 0.2), (30, 0.9), (35, 0.9), (40, 0.1)]
+    lines = [{"task": "held", "step": step, "mean": mean} for step, mean in means]
+    run.evaluations.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"task": "held", "step": 45}]))
+    remove_old(run, 1, best="held")
+    assert sorted(run.checkpoints.iterdir()) == [run.checkpoint(30), run.checkpoint(40)], "the best of an evaluation"
+    remove_old(run, 1, best="other")
     assert list(run.checkpoints.iterdir()) == [run.checkpoint(40)]
