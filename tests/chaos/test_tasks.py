@@ -43,7 +43,7 @@ def test_bad_rewards_raised_errors_hanging_steps_and_huge_answers_cost_their_tra
     assert all(math.isfinite(value) for row in rows for value in row.values() if value is not None)
     assert all(-0.2 <= row["reward"] <= 1.0 for row in rows), "info overwrites no metric"
     assert rows[0]["task_reward"] == 99.0
-    assert rows[0]["rare"] == 0.25, "an average is over all trajectories"
+    assert rows[0]["rare"] == 1.0, "an average is over the trajectories that have the number"
     failures = {event["failure"] for event in case.events("trajectory_failed")}
     assert {"raised", "reward", "timeout"} <= failures
     assert case.events("hung"), "a step that blocks its host ends the host"

@@ -41,7 +41,9 @@ def start(folder: Path, compute: dict[str, Any], **environ: str) -> tuple[RunDir
     (folder / "module.sh").write_text(MODULE)
     text = het_script(Launch(job_request(RunConfig.model_validate({"compute": compute})), run, 1))
     path = f"{folder}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "RUN": str(run.path), "HERE": str(folder), **environ}
+    # torch sets one of the caches in the process of a test.
+    outer = {name: value for name, value in os.environ.items() if "_CACHE" not in name}
+    environment = {**outer, "PATH": path, "RUN": str(run.path), "HERE": str(folder), **environ}
     return run, subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=60)
 
 
