@@ -6,6 +6,7 @@ Each is a library of its own, which is installed only by those who want it (`pip
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -34,22 +35,35 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
+    """Writes event files itself: the library's own writer has a queue, which its flush does not wait for."""
+
     name = "tensorboard"
 
     def __init__(self, folder: Path, sent: int) -> None:
-        self._make, self._folder = _library("tensorboardX", self.name).SummaryWriter, folder
+        self._events = _library("tensorboardX.proto.event_pb2", self.name)
+        self._summary = _library("tensorboardX.proto.summary_pb2", self.name).Summary
+        self._make = _library("tensorboardX.event_file_writer", self.name).EventsWriter
+        self._folder, self._files = folder, 0
+        folder.mkdir(parents=True, exist_ok=True)
         # Whatever a killed process has sent beyond its record is shown from this one alone.
-        self._writer = self._make(str(folder), purge_step=sent + 1)
+        self._begin(sent)
+
+    def _begin(self, sent: int) -> None:
+        """A file of its own, which purges the steps behind ``sent``; files are named by the second."""
+        self._files += 1
+        self._writer = self._make(str(self._folder / "events"), f".{os.getpid()}.{self._files}")
+        log = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._writer.write_event(self._events.Event(wall_time=time.time(), step=sent + 1, session_log=log))
 
     def send(self, step: int, values: Mapping[str, float]) -> None:
-        wall_time = values.get("t")
-        for key, value in values.items():
-            if key not in ("step", "t"):
-                self._writer.add_scalar(key, value, step, walltime=wall_time)
+        numbers = {key: value for key, value in values.items() if key not in ("step", "t")}
+        shown = [self._summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
+        wall_time, summary = values.get("t", time.time()), self._summary(value=shown)
+        self._writer.write_event(self._events.Event(wall_time=wall_time, step=step, summary=summary))
 
     def again(self, step: int) -> bool:
         self._writer.close()
-        self._writer = self._make(str(self._folder), purge_step=step + 1)
+        self._begin(step)
         return True
 
     def flush(self) -> None:
@@ -97,8 +111,9 @@ def _library(module: str, name: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
+        library = module.partition(".")[0]
         raise UserError(
-            f"track.{name}: {module} is not installed where the run is tracked ({error}); `pip install {module}`"
+            f"track.{name}: {library} is not installed where the run is tracked ({error}); `pip install {library}`"
         ) from error
 
 
