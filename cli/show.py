@@ -78,7 +78,7 @@ def _decoder(config: RunConfig) -> Callable[[Sequence[int]], str]:
 def _print(record: Transcript, decode: Callable[[Sequence[int]], str], chars: int) -> None:
     generated = sum(turn.gen_tokens for turn in record.turns)
     versions = sorted({version for version, _ in record.versions})
-    weights = f"{versions[0]}-{versions[-1]}" if len(versions) > 1 else "".join(map(str, versions))
+    weights = "-".join(map(str, [*versions[:1], *versions[1:][-1:]]))
     print_line(
         f"== step {record.step}, {record.prompt_id}, sample {record.uid.partition('.')[2]}: reward {record.reward:.3g},"
         f" advantage {record.advantage:+.2f}, {len(record.turns)} turns, {generated} tokens, weights {weights}"

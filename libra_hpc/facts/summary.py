@@ -96,9 +96,8 @@ def evaluation_results(run: RunDir) -> list[EvaluationResult]:
     for task, own in lines.items():
         last = max(own, key=lambda line: line["step"])
         first = own[0].get("mean") if len(own) > 1 else None
-        mean, stderr, best_of = (last.get(name) for name in ("mean", "stderr", "best_of"))
-        counts: tuple[int, int] = last["samples"], last["failed"]
-        found.append(EvaluationResult(task, last["step"], first, mean, stderr, best_of, *counts))
+        numbers: list[Any] = [last.get(name) for name in ("mean", "stderr", "best_of", "samples", "failed")]
+        found.append(EvaluationResult(task, last["step"], first, *numbers))
     return found
 
 

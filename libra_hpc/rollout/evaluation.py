@@ -26,7 +26,7 @@ all of it: training's next turn would wait for one of theirs."""
 
 
 @dataclass
-class Exam:
+class OpenEvaluation:
     """One evaluation in progress."""
 
     place: int
@@ -34,20 +34,30 @@ class Exam:
     step: int
     """Of the weights that it began with."""
     began: float
-    to_begin: list[tuple[int, int]]
-    """(prompt, sample), the next one last."""
-    open: int = 0
+    begun: int = 0
+    """Trajectories that have begun, sample by sample of each prompt."""
     failed: int = 0
     done: list[Trajectory] = field(default_factory=list)
 
+    @property
+    def left(self) -> int:
+        """Trajectories that have not begun."""
+        return self.part.prompts * self.part.samples - self.begun
+
+    @property
+    def open(self) -> int:
+        """Trajectories that have begun and not ended."""
+        return self.begun - self.failed - len(self.done)
+
 
 class Evaluations:
-    """``last``: by task, the step of its newest line; ``write`` gets a line."""
+    """``write`` gets the line of an evaluation that has ended."""
 
     def __init__(self, parts: Sequence[EvalPart], write: Callable[[dict[str, Any]], None]) -> None:
         self._parts, self._write = parts, write
         self._last: dict[str, int] = {}
-        self._exams: dict[int, Exam] = {}
+        """By task, the step of its newest evaluation."""
+        self._open: dict[str, OpenEvaluation] = {}
 
     def restore(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Take what earlier starts have evaluated."""
@@ -58,80 +68,68 @@ class Evaluations:
         """All engines have the weights of ``step``, or newer ones."""
         for place, part in enumerate(self._parts):
             due = step // part.every * part.every
-            if place not in self._exams and self._last.get(part.name, -1) < due:
-                wanted = [(prompt, sample) for prompt in range(part.prompts) for sample in range(part.samples)]
-                self._exams[place] = Exam(place, part, step, now, wanted[::-1])
+            if part.name not in self._open and self._last.get(part.name, -1) < due:
+                self._open[part.name] = OpenEvaluation(place, part, step, now)
                 self._last[part.name] = step
 
     def begin(self, inflight: int, capacity: int) -> list[Trajectory]:
         """Trajectories that begin now, with ``inflight`` of ``capacity`` turns at engines."""
         begun: list[Trajectory] = []
-        busy = max(inflight, sum(exam.open for exam in self._exams.values()))
-        for exam in self._exams.values():
-            while exam.to_begin and busy + len(begun) < ROOM * capacity:
-                prompt, sample = exam.to_begin.pop()
-                exam.open += 1
-                begun.append(Trajectory(evaluation_index(exam.place, prompt), sample, 0))
-                begun[-1].evaluation = exam.part.name
+        busy = max(inflight, sum(one.open for one in self._open.values()))
+        for one in self._open.values():
+            while one.left and busy + len(begun) < ROOM * capacity:
+                prompt, sample = divmod(one.begun, one.part.samples)
+                one.begun += 1
+                begun.append(Trajectory(evaluation_index(one.place, prompt), sample, 0))
+                begun[-1].evaluation = one.part.name
         return begun
 
     def finished(self, trajectory: Trajectory, now: float) -> None:
-        exam = self._of(trajectory)
-        exam.done.append(trajectory)
-        self._ended(exam, now)
+        self._open[trajectory.evaluation].done.append(trajectory)
+        self._ended(trajectory.evaluation, now)
 
     def failed(self, trajectory: Trajectory, now: float) -> None:
-        exam = self._of(trajectory)
-        exam.failed += 1
-        self._ended(exam, now)
+        self._open[trajectory.evaluation].failed += 1
+        self._ended(trajectory.evaluation, now)
 
-    def _of(self, trajectory: Trajectory) -> Exam:
-        return next(exam for exam in self._exams.values() if exam.part.name == trajectory.evaluation)
-
-    def _ended(self, exam: Exam, now: float) -> None:
-        exam.open -= 1
-        if not exam.open and not exam.to_begin:
-            del self._exams[exam.place]
-            self._write(result_line(exam, now - exam.began))
+    def _ended(self, name: str, now: float) -> None:
+        one = self._open[name]
+        if not one.open and not one.left:
+            del self._open[name]
+            self._write(result_line(one, now - one.began))
 
 
-def result_line(exam: Exam, seconds: float) -> dict[str, Any]:
+def result_line(one: OpenEvaluation, seconds: float) -> dict[str, Any]:
     """The result of an evaluation; numbers of rewards are absent where every trajectory failed.
 
     ``stderr`` is that of the mean over prompts, whose samples are not independent. ``best_of``: the mean of each
     prompt's best sample, which for rewards of 0 and 1 is pass@k.
     """
     by_prompt: dict[int, list[float]] = {}
-    for trajectory in exam.done:
+    for trajectory in one.done:
         by_prompt.setdefault(trajectory.index, []).append(trajectory.reward)
-    means = [sum(rewards) / len(rewards) for rewards in by_prompt.values()]
+    means = [mean_and_std(rewards)[0] for rewards in by_prompt.values()]
     found: dict[str, Any] = {}
     if means:
         mean, std = mean_and_std(means)
-        names = sorted({name for t in exam.done for name in t.info})
+        names = sorted({name for t in one.done for name in t.info})
+        versions = [version for t in one.done for version, _ in t.versions]
         found = {
             "mean": mean,
             "stderr": std / sqrt(max(1, len(means) - 1)),
             "best_of": sum(map(max, by_prompt.values())) / len(by_prompt),
-            "turns": sum(len(t.turns) for t in exam.done) / len(exam.done),
-            "gen_tokens": sum(t.attained for t in exam.done),
-            "versions": [
-                min(version for t in exam.done for version, _ in t.versions),
-                max(version for t in exam.done for version, _ in t.versions),
-            ],
-            "info": {name: _mean([t.info[name] for t in exam.done if name in t.info]) for name in names},
+            "turns": sum(len(t.turns) for t in one.done) / len(one.done),
+            "gen_tokens": sum(t.attained for t in one.done),
+            "versions": [min(versions), max(versions)],
+            "info": {name: mean_and_std([t.info[name] for t in one.done if name in t.info])[0] for name in names},
         }
     return {
         "t": time.time(),
-        "task": exam.part.name,
-        "step": exam.step,
-        "prompts": exam.part.prompts,
-        "samples": exam.part.samples,
-        "failed": exam.failed,
+        "task": one.part.name,
+        "step": one.step,
+        "prompts": one.part.prompts,
+        "samples": one.part.samples,
+        "failed": one.failed,
         "seconds": seconds,
         **found,
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

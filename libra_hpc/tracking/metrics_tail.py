@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from libra_hpc.facts.rundir import parse
 
@@ -41,7 +41,7 @@ class MetricsTail:
                 known = len(self._known)
             else:
                 handle.seek(0)
-                self._end = 0
+                self._end, self._last = 0, b""
             for line in handle:
                 if not line.endswith(b"\n"):
                     return
@@ -74,5 +74,4 @@ class MetricsTail:
 
 def numbers(line: bytes) -> dict[str, float]:
     """The numbers of a line of metrics."""
-    found: dict[str, Any] = parse(line)
-    return {key: float(value) for key, value in found.items() if isinstance(value, int | float)}
+    return {key: float(value) for key, value in parse(line).items() if isinstance(value, int | float)}

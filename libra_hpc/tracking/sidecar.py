@@ -43,7 +43,7 @@ class Feed:
     """One tracker and what it has of the metrics."""
 
     def __init__(self, tracker: Tracker, run: RunDir, sent: Sent) -> None:
-        self._tracker, self._run, self._sent = tracker, run, sent
+        self.tracker, self._run, self._sent = tracker, run, sent
         self._last = sent.steps.get(tracker.name, 0)
         self._tail = MetricsTail(run.metrics, self._last)
 
@@ -52,27 +52,27 @@ class Feed:
         try:
             for entry in self._tail.new():
                 if entry.again:
-                    self._last = entry.step if self._tracker.again(entry.step) else self._last
+                    self._last = entry.step if self.tracker.again(entry.step) else self._last
                 elif entry.step > self._last:
-                    self._tracker.send(entry.step, entry.values)
+                    self.tracker.send(entry.step, entry.values)
                     self._last = entry.step
         except Exception:
             self._tail = MetricsTail(self._run.metrics, self._last)
             raise
         finally:
-            self._tracker.flush()
-            self._sent.record(self._tracker.name, self._last)
+            self.tracker.flush()
+            self._sent.record(self.tracker.name, self._last)
 
 
 def follow(run: RunDir, over: Callable[[], bool], sleep: Callable[[float], object] = time.sleep) -> list[str]:
     """Send until ``over()``; returns the names of the trackers.  Raises `UserError` where a library is missing."""
     config, sent = load_resolved(run.config), Sent(run)
-    feeds = {tracker.name: (tracker, Feed(tracker, run, sent)) for tracker in trackers(run, config, sent.steps)}
+    feeds = {tracker.name: Feed(tracker, run, sent) for tracker in trackers(run, config, sent.steps)}
     wait_until = dict.fromkeys(feeds, 0.0)
     while feeds:
         # What is written before the end is read after it.
         last = over()
-        for name, (_, feed) in feeds.items():
+        for name, feed in feeds.items():
             if time.monotonic() < wait_until[name] and not last:
                 continue
             try:
@@ -83,8 +83,8 @@ def follow(run: RunDir, over: Callable[[], bool], sleep: Callable[[float], objec
         if last:
             break
         sleep(POLL_S)
-    for tracker, _ in feeds.values():
-        tracker.close()
+    for feed in feeds.values():
+        feed.tracker.close()
     return list(feeds)
 
 

@@ -1,4 +1,4 @@
-"""TranscriptLog: what is written is what a step was trained on, within the room for it."""
+"""Transcripts: what is written is what a step was trained on, within the room for it."""
 
 from __future__ import annotations
 

@@ -78,9 +78,7 @@ class RolloutService:
         start, recovered = self._context.start, await self._recover()
         await self._supersede(recovered)
         await self._learn()
-        self.leader.evaluations.restore(
-            await asyncio.to_thread(lambda: list(read_lines(self._context.run.evaluations)))
-        )
+        self.leader.evaluations.restore(await asyncio.to_thread(list, read_lines(self._context.run.evaluations)))
         self.leader.on_position(start.step, start.low, start.extra, recovered.groups)
         while not self._stopping:
             await asyncio.sleep(REPORT_S)
@@ -168,6 +166,7 @@ class RolloutService:
         await self._storage.flush(self._recovery_log, new)
         await self._transcripts.flush()
         await self._evaluations.flush()
+        self._storage.faults.tell("evaluations.jsonl", self._evaluations.fault, self._evaluations.dropped)
 
     async def stop(self) -> None:
         self._stopping = True

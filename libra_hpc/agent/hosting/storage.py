@@ -23,10 +23,25 @@ the reason in words and numbers. Half: a batch of long episodes may not fit; dou
 """
 
 
+class StorageFaults:
+    """Events about parts of the run directory that cannot be written, or can again; ``log`` writes them."""
+
+    def __init__(self, log: Callable[..., None]) -> None:
+        self._log, self._failing = log, set[str]()
+
+    def tell(self, part: str, fault: str, dropped: int) -> None:
+        """``fault``: why the last write failed, empty: it did not; ``dropped``: what is in no file, in all."""
+        if fault and part not in self._failing:
+            self._failing.add(part)
+            self._log("storage_fault", part=part, reason=f"{part} cannot be written: {fault}")
+        elif not fault and part in self._failing:
+            self._failing.remove(part)
+            self._log("storage_ok", part=part, reason=f"{part} can be written again", dropped=dropped)
+
+
 class Storage:
     def __init__(self, trajectories: Journal[Any], decisions: Journal[Any], log: Callable[..., None]) -> None:
-        self.trajectories, self.decisions, self._log = trajectories, decisions, log
-        self._faults: dict[str, str] = {}
+        self.trajectories, self.decisions, self._log, self.faults = trajectories, decisions, log, StorageFaults(log)
         self._drop_logged = False
 
     async def flush(self, recovery_log: RecoveryLog | None, new: list[Any]) -> None:
@@ -44,20 +59,10 @@ class Storage:
             self._log("decisions_dropped", reason=self.trajectories.fault or self.decisions.fault or kept)
         if recovery_log is not None:
             await recovery_log.write(new)
-            self._log_fault("experience", recovery_log.failed, 0)
-        self._log_fault("trajectories.jsonl", self.trajectories.fault, self.trajectories.dropped)
-        self._log_fault("decisions.jsonl", self.decisions.fault, self.decisions.dropped)
+            self.faults.tell("experience", recovery_log.failed, 0)
+        self.faults.tell("trajectories.jsonl", self.trajectories.fault, self.trajectories.dropped)
+        self.faults.tell("decisions.jsonl", self.decisions.fault, self.decisions.dropped)
 
     async def close(self) -> None:
         await self.trajectories.close()
         await self.decisions.close()
-
-    def _log_fault(self, part: str, fault: str, dropped: int) -> None:
-        if fault and part not in self._faults:
-            self._log("storage_fault", part=part, reason=f"{part} cannot be written: {fault}")
-        elif not fault and part in self._faults:
-            self._log("storage_ok", part=part, reason=f"{part} can be written again", dropped=dropped)
-        if fault:
-            self._faults[part] = fault
-        else:
-            self._faults.pop(part, None)

@@ -1,10 +1,11 @@
-"""TranscriptLog of the rollout leader, written off its loop; a full disk costs transcripts, never a step."""
+"""Transcripts of the rollout leader, written off its loop; a full disk costs transcripts, never a step."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
@@ -13,9 +14,11 @@ from libra_hpc.protocol.agents import Group
 from libra_hpc.rollout.records.transcripts import TranscriptWriter
 from libra_hpc.rollout.trajectory import Trajectory
 
+from .storage import StorageFaults
+
 GB = 1_000_000_000
 MOST_WAITING = 64
-"""Steps in memory: those of a second, or while the file system does not answer; older ones are left out."""
+"""Steps in memory: those of a second, or while the file system does not answer; older ones are left out and told."""
 
 
 class TranscriptLog:
@@ -25,36 +28,31 @@ class TranscriptLog:
         budget = int(config.run.transcripts_gb * GB)
         # Simulated engines say nothing.
         self._wanted = budget > 0 and config.run.engine == "real"
-        self._folder, self._budget, self._log = folder, budget, log
-        self._task = "" if config.task.train else config.task.name
-        self._writer: TranscriptWriter | None = None
-        self._waiting: deque[tuple[int, list[Trajectory], tuple[Group, ...]]] = deque(maxlen=MOST_WAITING)
-        self._removed, self._fault = False, ""
+        # Made by the first write, because it reads the folder.
+        self._writer = cache(partial(TranscriptWriter, folder, "" if config.task.train else config.task.name, budget))
+        self._waiting: deque[tuple[int, list[Trajectory], tuple[Group, ...]]] = deque()
+        self._log, self._faults, self._dropped, self._removed = log, StorageFaults(log), 0, False
 
     def add(self, step: int, trajectories: list[Trajectory], groups: tuple[Group, ...]) -> None:
         """Record what a step is trained on; written by the next `flush`."""
         if self._wanted:
             self._waiting.append((step, trajectories, groups))
+        if len(self._waiting) > MOST_WAITING:
+            self._waiting.popleft()
+            self._dropped += 1
+            self._faults.tell("transcripts", "the file system does not answer", self._dropped)
 
     async def flush(self) -> None:
         """Write what waits; what cannot be written is left out, and the first failure is an event."""
         while self._waiting:
-            step, trajectories, groups = self._waiting.popleft()
+            batch = self._waiting.popleft()
             try:
-                removed = await asyncio.to_thread(self._write, step, trajectories, groups)
+                removed = await asyncio.to_thread(lambda batch: self._writer().write(*batch), batch)
             except OSError as error:
-                if not self._fault:
-                    self._fault = f"transcripts cannot be written: {error_text(error)}"
-                    self._log("storage_fault", part="transcripts", reason=self._fault)
+                self._dropped += 1
+                self._faults.tell("transcripts", error_text(error), self._dropped)
                 continue
-            if self._fault:
-                self._fault = ""
-                self._log("storage_ok", part="transcripts", reason="transcripts can be written again", dropped=0)
+            self._faults.tell("transcripts", "", self._dropped)
             if removed and not self._removed:
                 self._removed = True
-                self._log("transcripts_removed", step=step, reason="run.transcripts_gb is used")
-
-    def _write(self, step: int, trajectories: list[Trajectory], groups: tuple[Group, ...]) -> int:
-        if self._writer is None:
-            self._writer = TranscriptWriter(self._folder, self._task, self._budget)
-        return self._writer.write(step, trajectories, groups)
+                self._log("transcripts_removed", step=batch[0], reason="run.transcripts_gb is used")
