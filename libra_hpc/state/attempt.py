@@ -115,7 +115,8 @@ def newest_start(
     def decide() -> _Start:
         base = _from_step(run, attempt, from_step) or _newest_checkpoint(run)
         start, found = newer_snapshot(run, config, attempt, start=base.welcome, core=core, held=held)
-        if not start.step and from_step != 0 and (why := _saved_before(run)):
+        started = start.checkpoint or start.snapshot
+        if not started and from_step != 0 and (why := _saved_before(run)):
             damaged = "; ".join(str(fields["reason"]) for _, fields in base.events)
             again = f"`libra-hpc submit --resume {run.name} --from-step 0` starts from the beginning"
             raise OperationError(f"No state of {run.name} is whole, and {why}; {again}. {damaged}".rstrip())

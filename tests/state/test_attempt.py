@@ -95,6 +95,12 @@ def test_without_any_whole_state_a_start_is_refused_and_nothing_is_touched(tmp_p
         start(run, 3)
 
 
+def test_a_run_that_was_saved_before_its_first_step_goes_on_from_there(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    checkpoint(run, 0)
+    assert start(run) == (at(run, 0), [])
+
+
 def test_checkpoints_that_are_gone_are_missed(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.events.write_text('{"t": 1.0, "kind": "checkpoint_saved", "step": 5}\n')
