@@ -247,8 +247,8 @@ async def serve(path: str, config: HostConfig) -> int:
     # Children up to here are the task's own; what a tool leaves behind is killed with this process.
     become_subreaper()
     limits = tool_limits(task, config.tool_timeout_s)
-    # The folder of the socket: the starter removes it even when this process is killed.
-    tools = Sandbox(task.tools, config, folder=Path(path).parent, spared=children(), limits=limits)
+    # In the temporary folder, which the starter removes even when this process is killed.
+    tools = Sandbox(task.tools, config, spared=children(), limits=limits)
     try:
         await tools.start()
         host = Host(config.task, task, tools, step_limit(task, config.step_limit_s))

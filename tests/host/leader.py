@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import tempfile
@@ -45,7 +46,8 @@ class Leader:
         self._listener.settimeout(ANSWER_S)
         self.settings = self.folder / "host.json"
         write_private(self.settings, msgspec.json.encode(config))
-        self.process = subprocess.Popen([*host_command(self.settings), "--socket", path], stderr=subprocess.PIPE)
+        command, environment = host_command(self.settings), {**os.environ, "TMPDIR": str(self.folder)}
+        self.process = subprocess.Popen([*command, "--socket", path], stderr=subprocess.PIPE, env=environment)
         self._frames, self._pending = FrameBuffer(), list[bytes]()
         self.link: socket.socket | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 from pathlib import Path
@@ -21,6 +22,8 @@ from libra_hpc.protocol.env import (
 from tests.host.leader import ANSWER_S, ROOM, Leader, host_settings
 
 KEPT = f"{Path(__file__).with_name('user_tasks.py')}:Kept"
+
+LOGGED = KEPT.replace("Kept", "Logged")
 
 
 @pytest.fixture
@@ -101,3 +104,24 @@ def test_a_host_that_has_no_such_episode_opened_answers_so(keychain_folder: Path
         leader.send(TruncateEpisode("never opened"))
         assert leader.expect(EpisodeFailed).error == "no such episode is open"
         assert isinstance(leader.open("a", 10), EpisodeOpened)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_leader_that_is_gone_at_any_point_leaves_no_episode_open(
+    keychain_folder: Path, diary: Path, seed: int
+) -> None:
+    """It does not wait for answers, so episodes are closed while they start, step, or are closed."""
+    pick = random.Random(seed)
+    with Leader(host_settings(task=LOGGED, model=str(keychain_folder), options={"path": str(diary)})) as leader:
+        for number in range(pick.randrange(5, 60)):
+            name, turn = str(pick.randrange(number + 1)), pack_i32([pick.choice((0, 1, 4, 7))])
+            new = OpenEpisode(str(number), pick.choice((1, 2, 3, 10)) + 100 * number, 0, 0.0)
+            others = (StepEpisode(name, turn, ROOM), TruncateEpisode(name), CloseEpisode(name))
+            leader.send(new if pick.random() < 0.6 else pick.choice(others))
+            if pick.random() < 0.2:
+                time.sleep(0.01 * pick.random())
+    assert leader.process.returncode == 0
+    lines = Counter(line for line in diary.read_text().splitlines() if not line.endswith("cleaned up"))
+    began = {line.split()[0] for line in lines if line.endswith("open")}
+    ended = Counter(line.split()[0] for line in lines.elements() if not line.endswith("open"))
+    assert ended == Counter(dict.fromkeys(began, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
 import time
 from typing import Any, NamedTuple
 
@@ -198,21 +199,21 @@ class NoTool(Task):
 
 
 class Diary(Episode):
-    """Writes its ends to a file; 1 never starts, 2 cannot start, 3 cannot close."""
+    """Writes its ends to a file; 1, 101, ... never start, 2, 102, ... cannot start, 3, 103, ... cannot close."""
 
     prompt_id, max_tokens, stop_ids = "p", 4, (9,)
 
     def __init__(self, path: str, index: int) -> None:
-        self.path, self.index = path, index
+        self.path, self.index, self.kind = path, index, index % 100
 
     def note(self, text: str) -> None:
         with open(self.path, "a") as file:
             file.write(f"{self.index} {text}\n")
 
     async def start(self, tools: Tools) -> None:
-        if self.index == 1:
+        if self.kind == 1:
             await asyncio.sleep(600)
-        if self.index == 2:
+        if self.kind == 2:
             raise OSError("no container")
         self.prompt = [len((await tools.call("doze", seconds=0.0)).value)]
 
@@ -233,7 +234,7 @@ class Diary(Episode):
     async def close(self, why: Why) -> None:
         await asyncio.sleep(0.01)
         self.note(why)
-        if self.index == 3:
+        if self.kind == 3:
             raise OSError("the container is gone")
 
 
@@ -248,3 +249,35 @@ class Kept(Task):
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
         return Diary(self.path, index)
+
+
+class Litter(Diary):
+    """Starts a process in a session of its own, makes a temporary folder, and writes both down."""
+
+    async def start(self, tools: Tools) -> None:
+        process = await asyncio.create_subprocess_exec("sleep", "600", start_new_session=True)
+        self.note(f"process {process.pid}")
+        self.note(f"folder {tempfile.mkdtemp(prefix='of-a-task-')}")
+        self.prompt = [1]
+
+    async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
+        await tools.call("hold", self.path + f".daemon{self.index}")
+        return Turn(done=True)
+
+
+class Logged(Kept):
+    """Its diary has the beginning of each episode too."""
+
+    def open(self, index: int, sample: int, progress: float) -> Episode:
+        episode = Diary(self.path, index)
+        episode.note("open")
+        return episode
+
+
+class Littering(Logged):
+    """Its episodes leave processes and folders behind, unless somebody ends them."""
+
+    tools = {"doze": doze, "hold": hold}
+
+    def open(self, index: int, sample: int, progress: float) -> Episode:
+        return Litter(self.path, index)

@@ -4,14 +4,18 @@
 - Until a host has answered a step, a sign of life may take the first deadline: a task may load its data late.
 - After that the limit is the task's own longest step or tool (`HostReady.busy_s`) where that is longer than measured.
 - A host ended -> another follows after `RESTART_S` for every end in the window (`NO_START_S` where it did not start).
+- Temporary files of a host and its tools are in a folder of that process, which is removed when it ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
+from shutil import rmtree
 from typing import Any, Protocol
 
 from libra_hpc.agent.commands import host_command, host_settings
@@ -27,6 +31,10 @@ RESTART_S = 0.5
 """After one end in the window; two ends wait twice as long."""
 NO_START_S = 5.0
 """Where the system refuses a process or its log: a full disk has 75 s to get room before the budget is spent."""
+REMOVE_S, REMOVALS = 1.0, 8
+"""Seconds between two attempts to remove the folder of an ended host, and how many: what its tools left behind lives
+until the agent's next look (`libra_hpc.agent.agent.REAP_S`), and may write until then.
+"""
 START, LIFE = "start of environment host", "sign of life of environment host"
 
 
@@ -54,6 +62,7 @@ class Hosts(Owner):
         self._declared_s = [0.0] * count
         self._lost: dict[int, str] = {}
         """Hosts that ended and whose next one is not announced, with the reason."""
+        self._folders: dict[int, Path] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
 
@@ -89,9 +98,11 @@ class Hosts(Owner):
         context, name = self._context, f"host{host}"
         self._deadlines.begin(START, host, self._clock())
         settings = context.private / f"{name}.json"
-        command = ChildCommand(name, host_command(context.config, settings), dict(os.environ))
         try:
             write_private(settings, host_settings(context.config))
+            folder = self._folders[host] = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=context.private))
+            environment = {**os.environ, "TMPDIR": str(folder)}
+            command = ChildCommand(name, host_command(context.config, settings), environment)
             await self._hosts[host].start([command])
         except OSError as error:
             self._ended(host, f"environment host cannot be started: {error_text(error)}", NO_START_S)
@@ -119,6 +130,8 @@ class Hosts(Owner):
         self._deadlines.forget(host)
         self._lost[host] = reason
         self._context.log("host_lost", host=host, reason=reason)
+        if (folder := self._folders.pop(host, None)) is not None:
+            self._task(_remove(folder))
         supervised = self._hosts[host]
         supervised.starts = 0  # its ends count, in a start or not
         if not supervised.ends_too_often(reason, self._clock()):
@@ -139,3 +152,11 @@ class Hosts(Owner):
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _remove(folder: Path) -> None:
+    for _ in range(REMOVALS):
+        await asyncio.to_thread(rmtree, folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        await asyncio.sleep(REMOVE_S)
