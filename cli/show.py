@@ -34,7 +34,7 @@ def show(
     runs: RunsOption = Path(RUNS),
 ) -> None:
     found = find_run(run, runs)
-    records = list(transcripts.read(_file(found, step)))
+    records = list(transcripts.read(_file(found, step), print_note))
     for option, wanted, part in (("task", task, "task"), ("prompt", prompt, "prompt_id")):
         known = sorted({getattr(record, part) for record in records})
         if wanted is not None and wanted not in known:

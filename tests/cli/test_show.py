@@ -42,6 +42,17 @@ def test_the_worst_and_the_best_of_a_step(submitted: RunDir, cli: Cli) -> None:
     assert [part["who"] for part in record["text"]] == ["prompt", "policy"]
 
 
+def test_a_file_that_was_cut_off_is_shown_to_its_last_whole_trajectory(submitted: RunDir, cli: Cli) -> None:
+    group = _group([0.5, -1.0, 2.0])
+    TranscriptWriter(submitted.transcripts, "toy", 10**6).write(4, group.done, [group.to_group(group_mean)])
+    (path,) = submitted.transcripts.iterdir()
+    path.write_bytes(path.read_bytes()[:-9])
+    shown = cli("show", "--best", "1")
+    assert "reward 0.5" in shown.out
+    told = "step-000004.jsonl.zst is damaged behind 2 whole trajectories (the last one was cut off)"
+    assert told in " ".join(shown.err.split())
+
+
 def test_mistakes_are_one_sentence(submitted: RunDir, cli: Cli) -> None:
     assert "has no transcripts" in one_line(cli("show"))
     group = _group([0.0])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +41,63 @@ async def test_a_step_has_every_trajectory_with_its_tokens_and_advantage(tmp_pat
         assert policy == [token for token, own in zip(trajectory.context, trajectory.mask, strict=True) if own]
 
 
-async def test_a_file_that_was_cut_off_is_read_to_its_last_whole_record(tmp_path: Path) -> None:
+async def test_a_damaged_file_is_read_to_its_last_whole_record_and_that_is_told(tmp_path: Path) -> None:
     plant = await _trained()
     step, trajectories, groups = plant.composed[0]
     transcripts.TranscriptWriter(tmp_path, "toy", 10**6).write(step, trajectories, groups)
     path = transcripts.steps(tmp_path)[step]
     whole = path.read_bytes()
-    for size in (len(whole) - 1, len(whole) // 2, 3):
-        path.write_bytes(whole[:size])
-        assert len(list(transcripts.read(path))) < len(trajectories)
-    path.write_bytes(whole[:-1])
-    assert len(list(transcripts.read(path))) == len(trajectories) - 1
+    records = list(transcripts.read(path))
+    ends = [at for at in range(1, len(whole) + 1) if not _told(path, whole[:at])[1]]
+    assert len(ends) == len(trajectories), "a cut between two records is none"
+    assert ends[-1] == len(whole)
+    for size in range(1, len(whole)):
+        found, told = _told(path, whole[:size])
+        assert found == records[: sum(end <= size for end in ends)]
+        assert told == ([] if size in ends else [f"{path.name} is damaged behind {len(found)} whole trajectories"])
+        flipped = whole[:size] + bytes([whole[size] ^ 64]) + whole[size + 1 :]
+        found, told = _told(path, flipped)
+        assert found == records[: len(found)]
+        assert (len(told), len(found)) == (1, sum(end <= size for end in ends)) or found == records
+    assert len(_told(path, whole[: ends[-2]] + b"\0" * 4096)[1]) == 1, "zeros, as after a lost power supply"
+
+
+def _told(path: Path, data: bytes) -> tuple[list[transcripts.Transcript], list[str]]:
+    """What a file with this content holds, and what is told of it, without the cause."""
+    path.write_bytes(data)
+    told: list[str] = []
+    return list(transcripts.read(path, told.append)), [sentence.partition(" (")[0] for sentence in told]
+
+
+WRITES = """
+import pickle, sys
+from pathlib import Path
+from libra_hpc.rollout.records.transcripts import TranscriptWriter
+writer = TranscriptWriter(Path(sys.argv[1]), "toy", 10**9)
+_, trajectories, groups = pickle.loads(Path(sys.argv[2]).read_bytes())
+for step in range(1, 10**6):
+    writer.write(step, trajectories * 50, groups)
+    print(step, flush=True)
+"""
+
+
+async def test_a_writer_killed_at_any_point_leaves_whole_files_and_the_next_one_clears_up(tmp_path: Path) -> None:
+    plant, folder, batch = await _trained(), tmp_path / "transcripts", tmp_path / "batch"
+    batch.write_bytes(pickle.dumps(plant.composed[0]))
+    for attempt in range(5):
+        command = [sys.executable, "-c", WRITES, str(folder), str(batch)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "1\n"
+            time.sleep(0.013 * attempt)
+            writer.kill()
+    (folder / ".step-000007.jsonl.zst.4711").write_bytes(b"half")
+    told: list[str] = []
+    for path in transcripts.steps(folder).values():
+        assert len(list(transcripts.read(path, told.append))) == 50 * len(plant.composed[0][1])
+    assert not told
+    transcripts.TranscriptWriter(folder, "toy", 10**9)
+    assert not list(folder.glob(".step-*"))
 
 
 async def test_beyond_the_room_the_oldest_steps_go_and_a_full_disk_costs_no_step(

@@ -7,8 +7,9 @@ that is trained again replaces its file. Beyond the run's budget the oldest file
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import zstandard
@@ -21,6 +22,8 @@ from libra_hpc.rollout.trajectory import Trajectory
 _NAME = re.compile(r"^step-(\d+)\.jsonl\.zst$")
 LEVEL = 3
 """Of compression: a token id takes about two bytes; 9 saves a tenth for five times the time."""
+CHUNK_BYTES = 1 << 14
+"""Of one read: what is behind a frame is copied once for each frame of a chunk."""
 
 
 class Transcript(msgspec.Struct, frozen=True):
@@ -77,19 +80,30 @@ def steps(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def read(path: Path) -> Iterator[Transcript]:
-    """The whole records of a file; a frame that was cut off ends it."""
-    with path.open("rb") as handle, zstandard.ZstdDecompressor().stream_reader(handle, read_across_frames=True) as text:
-        rest = b""
-        while True:
-            try:
-                part = text.read(1 << 20)
-            except zstandard.ZstdError:
-                part = b""
-            *lines, rest = (rest + part).split(b"\n")
-            yield from map(msgspec.json.Decoder(Transcript).decode, lines)
-            if not part:
-                return
+def read(path: Path, torn: Callable[[str], None] = lambda why: None) -> Iterator[Transcript]:
+    """The whole records of a file; where one was cut off or damaged, ``torn`` gets a sentence and nothing follows."""
+    whole, decode = 0, msgspec.json.Decoder(Transcript).decode
+    with path.open("rb") as handle:
+        try:
+            for frame in _frames(handle):
+                yield decode(frame)
+                whole += 1
+        except (zstandard.ZstdError, msgspec.DecodeError) as error:
+            torn(f"{path.name} is damaged behind {whole} whole trajectories ({error})")
+
+
+def _frames(handle: BinaryIO) -> Iterator[bytes]:
+    """The content of each frame; raises `ZstdError` for one that is damaged or not whole."""
+    chunk = handle.read(CHUNK_BYTES)
+    while chunk:
+        frame, content = zstandard.ZstdDecompressor().decompressobj(), b""
+        while chunk and not frame.eof:
+            content += frame.decompress(chunk)
+            chunk = frame.unused_data if frame.eof else handle.read(CHUNK_BYTES)
+        if not frame.eof:
+            raise zstandard.ZstdError("the last one was cut off")
+        chunk = chunk or handle.read(CHUNK_BYTES)
+        yield content
 
 
 class TranscriptWriter:
@@ -99,11 +113,14 @@ class TranscriptWriter:
         """``task``: of all trajectories; empty: of each its part of the mixture."""
         self._folder, self._task, self._budget = folder, task, budget
         self._sizes = {step: path.stat().st_size for step, path in steps(folder).items()}
+        for unfinished in folder.glob(".step-*"):  # of a writer that was killed
+            unfinished.unlink(missing_ok=True)
 
     def write(self, step: int, trajectories: Sequence[Trajectory], groups: Iterable[Group]) -> int:
         """Write a step's file; returns how many older files were removed for it.  Raises `OSError`."""
         advantages = {sample.uid: sample.advantage for group in groups for sample in group.samples}
-        compress, encode = zstandard.ZstdCompressor(level=LEVEL).compress, msgspec.json.Encoder().encode
+        compress = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress
+        encode = msgspec.json.Encoder().encode
         counted = [(t, advantages.get(f"{t.index}.{t.sample}", 0.0)) for t in trajectories]
         records = [transcript(step, self._task or t.part, t, advantage) for t, advantage in counted]
         data = b"".join(compress(encode(record) + b"\n") for record in records)
