@@ -21,4 +21,4 @@ def track(run: RunArgument = None, runs: RunsOption = Path(RUNS)) -> None:
     with busy(f"sending the metrics of {found.name}"):
         names = sidecar.follow(found, lambda: jobs.state(found).over)
     for name in names:
-        print_line(f"{name}: step {sidecar.Sent(found).steps.get(name, 0)}  {found.path / 'track' / name}")
+        print_line(f"{name}: step {sidecar.Sent(found).last(name)[0]}  {found.path / 'track' / name}")

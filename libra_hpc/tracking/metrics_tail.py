@@ -15,14 +15,16 @@ class MetricsStep(NamedTuple):
 
     step: int
     values: dict[str, float]
+    line: int
+    """Checksum of the step's line."""
     again: bool = False
 
 
 class MetricsTail:
-    """Reads from the file's start; steps up to ``sent`` are known already."""
+    """Reads from the file's start; steps up to ``sent`` are known already, whose line had the checksum ``line``."""
 
-    def __init__(self, path: Path, sent: int = 0) -> None:
-        self._path, self._sent = path, sent
+    def __init__(self, path: Path, sent: int = 0, line: int = 0) -> None:
+        self._path, self._sent, self._line = path, sent, line
         self._known: list[tuple[int, int]] = []
         """(step, checksum of its line) of every line that was read, in order."""
         self._end, self._last = 0, b""
@@ -35,7 +37,11 @@ class MetricsTail:
         except FileNotFoundError:
             return
         with handle:
-            known = 0
+            if self._line and self._line not in map(zlib.crc32, handle):
+                # Cut back while nobody looked, nobody knows how far.
+                self._sent = 0
+                yield MetricsStep(0, {}, 0, again=True)
+            known = self._line = 0
             handle.seek(self._end - len(self._last))
             if handle.read(len(self._last)) == self._last:
                 known = len(self._known)
@@ -59,17 +65,17 @@ class MetricsTail:
                 self._known.append((step, mark))
                 if step > self._sent:
                     self._sent = step
-                    yield MetricsStep(step, values)
+                    yield MetricsStep(step, values, mark)
             if known < len(self._known):
                 yield from self._back(known)
 
     def _back(self, known: int) -> Iterator[MetricsStep]:
         """The file has other lines behind its first ``known``."""
         del self._known[known:]
-        before = self._known[-1][0] if self._known else 0
+        before, mark = self._known[-1] if self._known else (0, 0)
         if before < self._sent:
             self._sent = before
-            yield MetricsStep(before, {}, again=True)
+            yield MetricsStep(before, {}, mark, again=True)
 
 
 def numbers(line: bytes) -> dict[str, float]:

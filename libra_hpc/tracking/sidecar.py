@@ -26,17 +26,21 @@ POLL_S, RETRY_S = 2.0, 60.0
 
 
 class Sent:
-    """The last step that each tracker has, in ``track/sent.json``."""
+    """The last step that each tracker has and the checksum of its line, in ``track/sent.json``."""
 
     def __init__(self, run: RunDir) -> None:
         self._run, self._path = run, run.path / "track" / "sent.json"
-        self.steps: dict[str, int] = {key: int(value) for key, value in run.read_json(self._path).items()}
+        self._kept: dict[str, list[int]] = run.read_json(self._path)
 
-    def record(self, name: str, step: int) -> None:
-        if self.steps.get(name) != step:
-            self.steps[name] = step
+    def last(self, name: str) -> tuple[int, int]:
+        step, line = self._kept.get(name, (0, 0))
+        return step, line
+
+    def record(self, name: str, step: int, line: int) -> None:
+        if self.last(name) != (step, line):
+            self._kept[name] = [step, line]
             self._path.parent.mkdir(exist_ok=True)
-            self._run.write_json(self._path, self.steps)
+            self._run.write_json(self._path, self._kept)
 
 
 class Feed:
@@ -44,30 +48,32 @@ class Feed:
 
     def __init__(self, tracker: Tracker, run: RunDir, sent: Sent) -> None:
         self.tracker, self._run, self._sent = tracker, run, sent
-        self._last = sent.steps.get(tracker.name, 0)
-        self._tail = MetricsTail(run.metrics, self._last)
+        self._last = sent.last(tracker.name)
+        self._tail = MetricsTail(run.metrics, *self._last)
 
     def pass_on(self) -> None:
         """Send what is new; after an exception of the tracker the next call begins with the step that failed."""
         try:
             for entry in self._tail.new():
                 if entry.again:
-                    self._last = entry.step if self.tracker.again(entry.step) else self._last
-                elif entry.step > self._last:
+                    self._last = (entry.step, entry.line) if self.tracker.again(entry.step) else self._last
+                elif entry.step > self._last[0]:
                     self.tracker.send(entry.step, entry.values)
-                    self._last = entry.step
+                    self._last = entry.step, entry.line
         except Exception:
-            self._tail = MetricsTail(self._run.metrics, self._last)
+            self._tail = MetricsTail(self._run.metrics, *self._last)
             raise
         finally:
             self.tracker.flush()
-            self._sent.record(self.tracker.name, self._last)
+            self._sent.record(self.tracker.name, *self._last)
 
 
 def follow(run: RunDir, over: Callable[[], bool], sleep: Callable[[float], object] = time.sleep) -> list[str]:
     """Send until ``over()``; returns the names of the trackers.  Raises `UserError` where a library is missing."""
     config, sent = load_resolved(run.config), Sent(run)
-    feeds = {tracker.name: Feed(tracker, run, sent) for tracker in trackers(run, config, sent.steps)}
+    feeds = {
+        tracker.name: Feed(tracker, run, sent) for tracker in trackers(run, config, lambda name: sent.last(name)[0])
+    }
     wait_until = dict.fromkeys(feeds, 0.0)
     while feeds:
         # What is written before the end is read after it.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -117,11 +117,14 @@ def _library(module: str, name: str) -> Any:
         ) from error
 
 
-def trackers(run: RunDir, config: RunConfig, sent: Mapping[str, int]) -> list[Tracker]:
-    """Those that the run file asks for; raises `UserError` for one whose library is missing."""
+def trackers(run: RunDir, config: RunConfig, sent: Callable[[str], int]) -> list[Tracker]:
+    """Those that the run file asks for, which have the steps up to ``sent(name)``.
+
+    Raises `UserError` for one whose library is missing.
+    """
     found: list[Tracker] = []
     if config.track.tensorboard:
-        found.append(TensorBoard(run.path / "track" / TensorBoard.name, sent.get(TensorBoard.name, 0)))
+        found.append(TensorBoard(run.path / "track" / TensorBoard.name, sent(TensorBoard.name)))
     if config.track.wandb.project:
         # Its own messages would go between those of the run.
         os.environ.setdefault("WANDB_SILENT", "true")

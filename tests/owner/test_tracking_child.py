@@ -15,6 +15,7 @@ from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.owner import tracking_child
 from libra_hpc.owner.tracking_child import TrackingChild
+from libra_hpc.tracking.sidecar import Sent
 
 
 def tracked(folder: Path, wanted: bool = True) -> RunDir:
@@ -27,7 +28,7 @@ def tracked(folder: Path, wanted: bool = True) -> RunDir:
 
 def sent(run: RunDir, step: int) -> None:
     deadline = time.monotonic() + 60
-    while run.read_json(run.path / "track" / "sent.json").get("tensorboard") != step:
+    while Sent(run).last("tensorboard")[0] != step:
         assert time.monotonic() < deadline, (run.logs(1) / "track.log").read_text()
         time.sleep(0.05)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 
 from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.owner.tracking_child import RETRY_S, TrackingChild
 from libra_hpc.tracking import sidecar
 from libra_hpc.tracking.metrics_tail import MetricsTail
 
@@ -43,7 +46,12 @@ def test_steps_come_once_a_torn_line_waits_and_a_restart_goes_back(tmp_path: Pat
     # Cut back and grown again between two looks.
     path.write_text(line(1) + line(2, 0.5) + line(3, 0.7) + line(4, 0.7) + line(5))
     assert new() == [(2, True), (3, False), (4, False), (5, False)]
-    assert [entry.step for entry in MetricsTail(path, sent=4).new()] == [5]
+    first, *_, last = MetricsTail(path).new()
+    assert [entry.step for entry in MetricsTail(path, 1, first.line).new()] == [2, 3, 4, 5]
+    path.write_text(path.read_text().replace("0.7", "0.8"))
+    assert [entry.step for entry in MetricsTail(path, 4, last.line).new()] == [5]
+    path.write_text(line(1))
+    assert [(e.step, e.again) for e in MetricsTail(path, 5, last.line).new()] == [(0, True), (1, False)]
 
 
 class Fragile:
@@ -115,7 +123,7 @@ def test_a_killed_sidecar_goes_on_and_tensorboard_has_each_step(tmp_path: Path) 
 
     def reached(step: int) -> None:
         deadline = time.monotonic() + 60
-        while sidecar.Sent(run).steps.get("tensorboard", 0) < step:
+        while sidecar.Sent(run).last("tensorboard")[0] < step:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
@@ -125,15 +133,56 @@ def test_a_killed_sidecar_goes_on_and_tensorboard_has_each_step(tmp_path: Path) 
     process.kill()
     process.wait()
     # Killed between sending and recording it: step 3 is sent again, and shown once.
-    run.write_json(run.path / "track" / "sent.json", {"tensorboard": 2})
+    sidecar.Sent(run).record("tensorboard", 2, 0)
     process = start()
     reached(3)
     run.metrics.write_text(line(1) + line(2, 0.5))
     reached_back = time.monotonic() + 60
-    while sidecar.Sent(run).steps["tensorboard"] != 2:
+    while sidecar.Sent(run).last("tensorboard")[0] != 2:
         assert time.monotonic() < reached_back
         time.sleep(0.05)
     run.metrics.write_text(line(1) + line(2, 0.5) + line(3, 0.25))
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(60) == 0
     assert tensorboard(run) == {1: 0.0, 2: 0.5, 3: 0.25}
+
+
+def test_a_sidecar_killed_at_any_point_loses_no_step_and_shows_none_twice(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    run, pick = RunDir.create(tmp_path, "t"), random.Random(7)
+    run.logs(1).mkdir(parents=True)
+    run.write_json(run.config, validate({"track": {"tensorboard": True}}).model_dump())
+    lines: list[str] = []
+    child, now = TrackingChild(run, 1), 0.0
+    for start in range(4):
+        child.keep(now := now + RETRY_S)
+        process, seen = child._process, sidecar.Sent(run).last("tensorboard")[0]
+        assert process is not None
+        until, last = time.monotonic() + 60, pick.randrange(1, 3)
+        # One is killed while it starts, others when they have sent, or are just sending.
+        while start and last and time.monotonic() < until:
+            if pick.random() < 0.05:
+                del lines[max(0, len(lines) - pick.randrange(3)) :]
+                run.metrics.write_text("".join(lines))
+            lines.append(line(len(lines) + 1, pick.random()))
+            with run.metrics.open("a") as file:
+                for part in (lines[-1][:9], lines[-1][9:]):
+                    file.write(part)
+                    file.flush()
+                    time.sleep(0.002)
+            sent = sidecar.Sent(run).last("tensorboard")[0]
+            last, seen = last - (sent != seen), sent
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        child.keep(now)
+        assert child._process is None
+    child.keep(now + RETRY_S)
+    until = time.monotonic() + 60
+    while sidecar.Sent(run).last("tensorboard") != (len(lines), zlib.crc32(lines[-1].encode())):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    child.close()
+    assert not (run.logs(1) / "track.log").read_text()
+    rewards = {row["step"]: row["reward"] for row in map(json.loads, lines)}
+    assert len(rewards) > 20
+    assert tensorboard(run) == pytest.approx(rewards)
