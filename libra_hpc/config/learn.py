@@ -104,8 +104,8 @@ class TaskSection(TaskTable):
     """Longest output of a tool; the rest is cut off."""
     hosts: int = Field(1, ge=1, le=1024)
     """Environment host processes, all on the rollout leader's node."""
-    tool_processes: int = Field(1, ge=1, le=1024)
-    """Sandboxed tool processes per host."""
+    tool_processes: int = Field(4, ge=1, le=1024)
+    """Most sandboxed tool processes per host. One is started at once, others while calls wait."""
     max_failed_share: float = Field(0.2, gt=0, lt=1)
     """Share of the open prompts that fail, above which no prompt is admitted until an attempt succeeds. A prompt fails
     once every sample of it did: the environment raises, times out or answers what cannot be used."""

@@ -52,12 +52,12 @@ def stepped(name: str, turn: Turn) -> bytes:
         seconds = getattr(signal, "seconds", 0.0)
         if isinstance(seconds, float) and not math.isfinite(seconds):
             raise BadAnswer(f"signal.seconds is {seconds}, not a finite number")
-    if not turn.done:
-        tokens = _ids("tokens", turn.tokens)
-        return _frame(EpisodeStepped(episode=name, tokens=tokens, signals=signals, done=False, reward=0.0, info={}))
     if not isinstance(turn.info, Mapping):
         raise BadAnswer(f"info is {shown(turn.info)}, not a dict of numbers")
     info = {key: _number(f"info[{shown(key)}]", value) for key, value in turn.info.items()}
+    if not turn.done:
+        tokens = _ids("tokens", turn.tokens)
+        return _frame(EpisodeStepped(episode=name, tokens=tokens, signals=signals, done=False, reward=0.0, info=info))
     reward = _number("reward", turn.reward)
     return _frame(EpisodeStepped(episode=name, tokens=b"", signals=signals, done=True, reward=reward, info=info))
 

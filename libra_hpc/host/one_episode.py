@@ -60,7 +60,7 @@ class _Played:
         episode = self._live.episode
         await self._called(episode.start)
         answers.opened("", episode)
-        context = list(episode.prompt)
+        context, info = list(episode.prompt), dict[str, float]()
         self._tell("prompt", self._decode(context))
         while (room := max_model_len - len(context)) > 0:
             tokens = self._write(context, min(episode.max_tokens, room), episode.stop_ids)
@@ -71,13 +71,14 @@ class _Played:
             said = PolicyTurn(tokens, "stop" if stopped else "length", room - len(tokens))
             turn: Turn = await self._called(partial(episode.step, said))
             answers.stepped("", turn)
+            info |= turn.info
             if turn.done:
-                return turn
+                return replace(turn, info=info)
             self._tell("environment", self._decode(turn.tokens))
             context += [*tokens, *turn.tokens]
         turn = await self._called(episode.truncated)
         answers.stepped("", turn)
-        return replace(turn, done=True, info={**turn.info, "truncated": 1.0})
+        return replace(turn, done=True, info={**info, **turn.info, "truncated": 1.0})
 
     async def _called(self, work: Work) -> Any:
         outcome = await self._live.result(work)

@@ -1,6 +1,6 @@
 """The sandbox of an environment host: pools of tool processes, one call each at a time, on one asyncio loop.
 
-- A call waits for a free process of its pool, then has its time limit.
+- A call waits for a free process of its pool, then has its time limit. While calls wait the pool grows.
 - A process overruns, dies or answers nonsense -> it and all it started are killed, and the call ends as a
   `ToolResult`.
 - Declared tools and model-written code have separate pools, so that slow code delays no tool.
@@ -209,17 +209,20 @@ class _Pool:
         )
 
     def grow(self) -> None:
+        """Start the first process, or as many more as calls wait for."""
         if self.started is None:
             self.started = asyncio.get_running_loop().create_future()
-        while len(self.processes) < self.owner.config.tool_processes:
+        starting = sum(not process.ready for process in self.processes)
+        wanted = max(len(self._waiting) - starting, int(not self.processes))
+        for _ in range(min(wanted, self.owner.config.tool_processes - len(self.processes))):
             self.processes.append(_Process(self, self.owner.new_folder()))
 
     def submit(self, call: int, frame: bytes, limit_s: float) -> asyncio.Future[ToolDone]:
         job = _Job(call, frame, limit_s, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
-        if self.started is None:
-            self.grow()
         self._dispatch()
+        if self._waiting:
+            self.grow()
         return job.future
 
     def _dispatch(self) -> None:
@@ -279,7 +282,7 @@ class Sandbox:
         self._made = 0
 
     async def start(self) -> None:
-        """Start the declared tools' processes and wait for one; raises `OperationError` when none can start."""
+        """Start the first of the declared tools' processes; raises `OperationError` when it cannot."""
         if self._limits:
             self._tools.grow()
             assert self._tools.started is not None

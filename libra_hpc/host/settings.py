@@ -39,7 +39,7 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     step_limit_s: float
     """Most seconds of a step outside its tool calls, unless the task declares more; 0: no limit."""
     tool_processes: int
-    """Sandboxed tool processes; as many again for model-written code, when a task uses it."""
+    """Most sandboxed tool processes; as many again for model-written code, when a task uses it."""
 
 
 def host_config(config: RunConfig) -> HostConfig:

@@ -91,7 +91,7 @@ class EpisodeStepped(msgspec.Struct, tag=True, frozen=True):
     done: bool
     reward: float
     info: dict[str, float]
-    """The task's own numbers (solved, turns over budget, ...), when done."""
+    """The task's own numbers (solved, turns over budget, ...); one of a later turn replaces an earlier one."""
 
 
 class EpisodeFailed(msgspec.Struct, tag=True, frozen=True):

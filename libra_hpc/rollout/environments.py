@@ -197,12 +197,13 @@ class Environments:
     def _stepped(self, trajectory: Trajectory, message: EpisodeStepped) -> None:
         if not trajectory.truncated:
             trajectory.add_signals(message.signals)
+        if error := unusable_reward(message.reward, message.info):
+            self._owner.failed(trajectory, "reward", error)
+            return
+        info = message.info | {TRUNCATED: 1.0} if trajectory.truncated else message.info
+        trajectory.info = trajectory.info | self._numbers(info)
         if message.done:
-            if error := unusable_reward(message.reward, message.info):
-                self._owner.failed(trajectory, "reward", error)
-                return
-            info = message.info | {TRUNCATED: 1.0} if trajectory.truncated else message.info
-            trajectory.reward, trajectory.info = message.reward, self._numbers(info)
+            trajectory.reward = message.reward
             self._owner.finish(trajectory)
             return
         room = TOKEN_BYTES * (self._max_model_len - len(trajectory.context))

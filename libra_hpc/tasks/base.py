@@ -94,7 +94,7 @@ class Turn:
     reward: float = 0.0
     """Read only when done."""
     info: dict[str, float] = field(default_factory=dict)
-    """Numbers for `metrics.jsonl`, read only when done."""
+    """Numbers for `metrics.jsonl`: of any turn, so that a truncated trajectory has them; the last of a name counts."""
 
     @classmethod
     def end(cls, reward: float | Mapping[str, float], signals: Sequence[Signal] = (), **info: float) -> Turn:
@@ -129,7 +129,7 @@ class Episode(ABC):
         """
 
     async def truncated(self, tools: Tools) -> Turn:
-        """Reward and ``info`` of a trajectory that ends because its context has no room for another turn.
+        """Reward and more ``info`` of a trajectory that ends because its context has no room for another turn.
 
         Every turn went to `step` before, whose last answer did not fit. ``info`` gets ``truncated`` = 1.
         """

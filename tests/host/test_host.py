@@ -163,10 +163,10 @@ def test_unreadable_frame_ends_the_host(keychain_folder: Path) -> None:
 def test_tools_end_with_the_socket(keychain_folder: Path) -> None:
     with Leader(host_settings(task=FRAGILE, model=str(keychain_folder), tool_processes=2)) as leader:
         leader.open("a")
-        leader.send(StepEpisode("a", pack_i32([3]), ROOM))
         leader.open("b")
-        pids = descendants(leader.process.pid)
-        assert len(pids) == 2
+        leader.send(*(StepEpisode(name, pack_i32([3]), ROOM) for name in "ab"))
+        while len(pids := descendants(leader.process.pid)) < 2:
+            assert leader.process.poll() is None
         assert leader.link is not None
         leader.link.close()
         assert leader.process.wait(30) == 0

@@ -97,8 +97,22 @@ async def test_slow_call_holds_one_process_only(sandbox: OpenSandbox) -> None:
     assert [r.value for r in fast] == list(range(20))
 
 
+async def test_processes_are_started_while_calls_wait_and_no_more_than_allowed(sandbox: OpenSandbox) -> None:
+    async with sandbox(TOOLS, tool_processes=3, tool_timeout_s=600.0) as box:
+        assert len({(await box.call("pid")).value for _ in range(9)}) == len(box.pids) == 1
+        slow = [asyncio.create_task(box.call("sleep_for", 600)) for _ in range(2)]
+        assert (await box.call("pid")).outcome == "ok"
+        assert len(box.pids) == 3
+        slow.append(asyncio.create_task(box.call("sleep_for", 600)))
+        waiting = asyncio.create_task(box.call("pid"))
+        await asyncio.sleep(0.05)
+        assert (len(box.pids), waiting.done()) == (3, False)
+        for call in (*slow, waiting):
+            call.cancel()
+
+
 async def test_cancelled_call_does_not_lose_its_process(sandbox: OpenSandbox) -> None:
-    async with sandbox(TOOLS) as box:
+    async with sandbox(TOOLS, tool_processes=1) as box:
         before = (await box.call("pid")).value
         calls = [asyncio.create_task(box.call("sleep_for", seconds)) for seconds in (0.2, 600)]
         await asyncio.sleep(0.02)

@@ -192,11 +192,11 @@ async def test_a_restarting_host_stops_no_admission_and_the_first_start_waits_fo
 async def test_an_answer_too_long_for_the_context_is_clipped_and_its_tokens_counted() -> None:
     plant = await sampling(turns=3, max_model_len=40)
     plant.serve(1)
-    plant.end_step(plant.take_step(), [5] * 1_600_000, done=False, reward=0.0)
+    plant.end_step(plant.take_step(), [5] * 1_600_000, done=False, reward=0.0, info={"seen": 2.0})
     batch = await plant.batch()
     (line,) = [line for line in plant.lines if line["clipped"]]
     assert (line["clipped"], line["turns"][-1]["new_tokens"]) == (1_600_000 - 34, 34)
-    assert (line["info"], line["reward"]) == ({"truncated": 1.0}, 0.0)
+    assert (line["info"], line["reward"]) == ({"seen": 2.0, "truncated": 1.0}, 0.0)
     assert batch.stats["truncated"] == 0.25
     assert max(len(sample.tokens) for sample in plant.samples()) == 4 * 40
 
