@@ -43,13 +43,14 @@ def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOp
     if json:
         split = None if made is None else made.chosen
         facts = {"checked_against_slurm": asked, "warnings": warnings, "expected_start": start}
-        facts |= {"layout": describe_worlds(config)}
+        facts |= {"layout": describe_worlds(config), "facts": checked.facts}
         records = memory_table.as_records(checked.memory)
         print_json({"run_file": str(run_file), "good": True, **facts, "split": split, "memory": records})
         return
     if made is not None:
         show_split(made)
-    print_line(describe_worlds(config))
+    for line in (describe_worlds(config), *checked.facts):
+        print_line(line)
     if checked.memory:
         show(memory_table.memory_table(checked.memory))
     when = (

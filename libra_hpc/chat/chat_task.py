@@ -122,7 +122,8 @@ class ChatEnvironment(Task):
         self.step_limit_s = max(made.step_limit_s, *(one.timeout_s for one in self.methods.values()), 0.0)
         self.schemas = [one.schema for one in self.methods.values()]
         self.choice = choose_dialect(made.tokenizer, bool(self.methods))
-        print(self.choice, file=sys.stderr)
+        self.chats = (self.choice.found,)
+        print(f"chat: {self.choice.found}", file=sys.stderr)
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
         prompt_id = f"{type(self.made).__name__}-{self.seed}-{index}"

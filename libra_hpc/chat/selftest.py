@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-import msgspec
+from typing import Any, NamedTuple
 
 from libra_hpc.errors import UserError, invalid
+from libra_hpc.protocol.env import ChatChoice
 from libra_hpc.tasks.chat_template import ChatTemplate, Message
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
@@ -47,19 +46,11 @@ Comparison = tuple[str, Any, Any]
 """What is compared, as found and as wanted: text or token ids."""
 
 
-class Choice(msgspec.Struct, frozen=True):
+class Choice(NamedTuple):
     """The dialect of a model, and how it was found."""
 
     dialect: Dialect
-    model_type: str
-    template: str
-    """SHA-256 of the template's text."""
-    checks: int
-    """Comparisons that it passed."""
-
-    def __str__(self) -> str:
-        found = f"renderer {self.dialect.name!r} for model_type {self.model_type!r}"
-        return f"chat: {found}, template {self.template[:12]}, {self.checks} self-tests passed"
+    found: ChatChoice
 
 
 def choose_dialect(tokenizer: TaskTokenizer, with_tools: bool) -> Choice:
@@ -76,7 +67,7 @@ def choose_dialect(tokenizer: TaskTokenizer, with_tools: bool) -> Choice:
         except (AssertionError, BridgeError) as error:
             failures.append(f"{name}: {error}")
             continue
-        return Choice(dialect, model_type, template.digest, checks)
+        return Choice(dialect, ChatChoice(name, model_type, template.digest, checks))
     why = f"its chat template cannot be continued token by token ({'; '.join(failures)})"
     raise invalid("model.path", str(tokenizer.folder), why, "a template that only appends, as those of Qwen and Llama")
 

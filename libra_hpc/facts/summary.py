@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +14,8 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+
+from libra_hpc.protocol.env import ChatChoice
 
 from . import series
 from .columns import Value, declared, rows_of, values_of
@@ -125,6 +127,8 @@ class Summary(msgspec.Struct, frozen=True):
     """Failed attempts of trajectories by kind, the most frequent first."""
     evaluations: list[EvaluationResult]
     """The newest of each task."""
+    chats: list[str]
+    """How the policy's chat was written since the last start, as sentences."""
     checkpoints: list[int]
     policy: str | None
     """Folder of the exported policy."""
@@ -152,6 +156,7 @@ def summarise(run: RunDir) -> Summary:
         layouts=_layouts(steps, log),
         failures=failed_in(log, run.read_json(run.status)),
         evaluations=evaluation_results(run),
+        chats=_chats(log),
         checkpoints=sorted(
             {e["step"] for e in log if e["kind"] == "checkpoint_saved" and isinstance(e.get("step"), int)}
         ),
@@ -165,6 +170,12 @@ def _state(run: RunDir, log: Sequence[series.Record]) -> str:
     if finished:
         return str(finished[-1].get("state", "completed"))
     return str(run.read_json(run.status).get("state", "unknown"))
+
+
+def _chats(log: Sequence[series.Record]) -> list[str]:
+    last = max((event.get("attempt", 0) for event in log), default=0)
+    own = (event for event in log if event["kind"] == "chat_choice" and event.get("attempt", 0) == last)
+    return list(dict.fromkeys(str(msgspec.convert(event, ChatChoice)) for event in own))
 
 
 def _layouts(rows: Sequence[series.Record], log: Sequence[series.Record]) -> list[LayoutSummary]:
@@ -229,8 +240,8 @@ def render_summary(summary: Summary) -> RenderableType:
         facts.add_row(label, ", ".join(map(str, cells)))
     if summary.accuracy is not None:
         facts.add_row("step time", accuracy_line(summary.accuracy))
-    for result in summary.evaluations:
-        facts.add_row("evaluation", result.words())
+    for label, sentence in _sentences(summary):
+        facts.add_row(label, sentence)
     if summary.failures:
         facts.add_row("failed", failed_line(summary.failures))
     for change in summary.layouts:
@@ -246,6 +257,14 @@ def render_summary(summary: Summary) -> RenderableType:
             places.add_row(label, path)
     title = Text.assemble((summary.run, "bold"), " ", state_text(summary.state))
     return Group(Panel(Group(*parts), title=title, title_align="left", box=box.ROUNDED, padding=(1, 2)), places)
+
+
+def _sentences(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Labels and lines of what is there once or more."""
+    for chat in summary.chats:
+        yield "chat", chat
+    for result in summary.evaluations:
+        yield "evaluation", result.words()
 
 
 def label_grid() -> Table:

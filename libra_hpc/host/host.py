@@ -91,7 +91,7 @@ class Host(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
-        self._send(from_host.frame(HostReady(self._name, math.inf, busy_limit(self._task))))
+        self._send(from_host.frame(HostReady(self._name, math.inf, busy_limit(self._task), self._task.chats)))
         self._alive()
 
     def data_received(self, data: bytes) -> None:

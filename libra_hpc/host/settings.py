@@ -15,8 +15,8 @@ import msgspec
 
 from libra_hpc.config.run import RunConfig
 
-MARK = "libra-hpc: "
-"""Before a line that a host process has for its starter; the task may print others."""
+MARK, FOUND = "libra-hpc: ", "libra-hpc found: "
+"""Before a line that a host process has for its starter, a mistake or a fact; the task may print others."""
 
 
 class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

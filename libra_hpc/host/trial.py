@@ -2,6 +2,7 @@
 
 - The task is built, sample 0 of prompt 0 opened and started, and at most `TURNS` turns of one stop token are answered.
 - It cannot be built, opened or started, or a method is no coroutine -> a user's mistake, exit code 2.
+- It is a chat -> how the policy's chat is written, on stdout.
 - A step raises or answers what cannot be used -> a sentence on stdout: other turns may end better.
 
 Tools run in the sandbox of an environment host, in the folder of the socket, to which nobody connects.
@@ -28,7 +29,7 @@ from .declared import step_limit, tool_limits
 from .host import main
 from .live_episode import LiveEpisode
 from .sandbox import Sandbox
-from .settings import MARK, HostConfig
+from .settings import FOUND, MARK, HostConfig
 
 TURNS = 2
 """The first may end the episode; the second follows an answer of the environment."""
@@ -44,6 +45,8 @@ async def play(path: str, config: HostConfig) -> int:
         raise
     except (Exception, SystemExit) as error:
         raise _mistake(config, "the task cannot be built", error) from error
+    for chat in task.chats:
+        print(f"{FOUND}chat: {chat}")
     task.check()
     try:
         limits = tool_limits(task, config.tool_timeout_s)

@@ -52,6 +52,8 @@ class CheckedRun:
     memory: list[MemoryNeed]
     """GPUs first, then nodes with their /dev/shm."""
     warnings: list[str]
+    facts: list[str]
+    """What the trial of the task found, as sentences: how the policy's chat is written."""
 
     @property
     def config(self) -> RunConfig:
@@ -69,7 +71,8 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
     ``slurm_required``: raise `SlurmUnreachable` when a Slurm is needed and none answers.
     """
     check_files(config)
-    warnings, plan = [*check_python(config), *try_task(config)], None
+    warnings, plan, trial = check_python(config), None, try_task(config)
+    warnings += trial.warnings
     if config.components.split == "auto":
         with naming(config):
             plan = initial_plan(config, progress=progress, cache=cache_folder(), rooms=known_rooms(config))
@@ -90,7 +93,7 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
     request = job_request(config)
     if config.slurm.template and config.slurm.executor != "local":
         het_script(Launch(request, RunDir(config.run.dir), 1))
-    return CheckedRun(request, plan, environment, memory, warnings)
+    return CheckedRun(request, plan, environment, memory, warnings, trial.facts)
 
 
 def known_rooms(config: RunConfig) -> Mapping[str, HostRoom]:

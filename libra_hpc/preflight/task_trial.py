@@ -13,11 +13,12 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, error_text
-from libra_hpc.files import cache_folder
-from libra_hpc.host.settings import MARK, host_settings, write_private
+from libra_hpc.files import cache_folder, write_atomic
+from libra_hpc.host.settings import FOUND, MARK, host_settings, write_private
 from libra_hpc.planning.remembered import digest
 from libra_hpc.slurm.interpreter import compute_python, in_container
 
@@ -26,18 +27,27 @@ TRIAL_S = 10.0
 SKIP = "task.trial = false skips this trial"
 
 
-def try_task(config: RunConfig) -> list[str]:
-    """Raise `UserError` for a task that cannot play; returns warnings."""
+class TaskTrial(NamedTuple):
+    """What the trial of a task says, as sentences."""
+
+    warnings: list[str]
+    facts: list[str]
+
+
+def try_task(config: RunConfig) -> TaskTrial:
+    """Raise `UserError` for a task that cannot play."""
     python = compute_python(config)
     if config.run.engine != "real" or not config.task.trial or in_container(config) or not os.access(python, os.X_OK):
-        return []
+        return TaskTrial([], [])
     passed = cache_folder() / "trials" / _digest(config, python)
-    warnings = [] if passed.exists() else _played(config, python)
-    if not warnings:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return TaskTrial([], passed.read_text().splitlines())
+    found = _played(config, python)
+    if not found.warnings:
         with contextlib.suppress(OSError):
             passed.parent.mkdir(parents=True, exist_ok=True)
-            passed.touch()
-    return warnings
+            write_atomic(passed, "\n".join(found.facts).encode())
+    return found
 
 
 def _digest(config: RunConfig, python: str) -> str:
@@ -52,7 +62,7 @@ def _digest(config: RunConfig, python: str) -> str:
     return digest((host_settings(config).decode(), python), files)
 
 
-def _played(config: RunConfig, python: str) -> list[str]:
+def _played(config: RunConfig, python: str) -> TaskTrial:
     with tempfile.TemporaryDirectory(prefix="libra-trial-") as folder:
         settings = Path(folder) / "host.json"
         write_private(settings, host_settings(config))
@@ -62,13 +72,18 @@ def _played(config: RunConfig, python: str) -> list[str]:
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=TRIAL_S
             )
         except subprocess.TimeoutExpired:
-            return [f"task.name = {config.task.name!r}: its trial took longer than {TRIAL_S:.0f} s; {SKIP}"]
+            return _warned(config, f"its trial took longer than {TRIAL_S:.0f} s; {SKIP}")
         except OSError as error:
-            return [f"task.name = {config.task.name!r}: its trial did not run ({error_text(error)})"]
+            return _warned(config, f"its trial did not run ({error_text(error)})")
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     own = [line.removeprefix(MARK) for line in (*done.stdout.splitlines(), *lines) if line.startswith(MARK)]
     if done.returncode == UserError.exit_code and own:
         raise UserError(f"{own[-1].rstrip('.')}; {SKIP}.")
     if done.returncode:
-        return [f"task.name = {config.task.name!r}: its trial did not run ({lines[-1]})"]
-    return [f"task.name = {config.task.name!r}: {line}" for line in own]
+        return _warned(config, f"its trial did not run ({lines[-1]})")
+    facts = [line.removeprefix(FOUND) for line in done.stdout.splitlines() if line.startswith(FOUND)]
+    return _warned(config, *own)._replace(facts=facts)
+
+
+def _warned(config: RunConfig, *lines: str) -> TaskTrial:
+    return TaskTrial([f"task.name = {config.task.name!r}: {line}" for line in lines], [])

@@ -106,6 +106,22 @@ class EpisodeFailed(msgspec.Struct, tag=True, frozen=True):
     """
 
 
+class ChatChoice(msgspec.Struct, frozen=True):
+    """How the policy's chat is written, and how that was found."""
+
+    renderer: str
+    """Of the library `renderers`, or ``template``."""
+    model_type: str
+    template: str
+    """SHA-256 of the template's text."""
+    checks: int
+    """Comparisons of the self-test, all of which it passed."""
+
+    def __str__(self) -> str:
+        found = f"renderer {self.renderer!r} for model_type {self.model_type!r}"
+        return f"{found}, template {self.template[:12]}, {self.checks} self-tests passed"
+
+
 class HostReady(msgspec.Struct, tag=True, frozen=True):
     """The task is constructed."""
 
@@ -117,6 +133,8 @@ class HostReady(msgspec.Struct, tag=True, frozen=True):
     """
     busy_s: float = 0.0
     """Longest declared time of a step or tool: so long the task's code may delay `HostHeartbeat`."""
+    chats: tuple[ChatChoice, ...] = ()
+    """Of its chat tasks."""
 
 
 class HostHeartbeat(msgspec.Struct, tag=True, frozen=True):

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from libra_hpc.protocol.env import Signal
+from libra_hpc.protocol.env import ChatChoice, Signal
 
 from .tokenizer import TaskTokenizer
 
@@ -149,6 +149,8 @@ class Task(ABC):
     """Seconds per call of tools that need longer than ``task.tool_timeout_s``."""
     step_limit_s: float = 0.0
     """Seconds per step outside tool calls, if longer than ``deadlines.first_s``; then the step is cancelled."""
+    chats: tuple[ChatChoice, ...] = ()
+    """How a chat task writes the policy's chat: a fact of the run."""
 
     def __init__(self, tokenizer: TaskTokenizer, *, seed: int = 0) -> None:
         self.tokenizer = tokenizer

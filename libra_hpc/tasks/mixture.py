@@ -82,6 +82,7 @@ class MixedTask(Task):
         self.tools = {f"{before}{key}": tool for before, task in named for key, tool in task.tools.items()}
         self.tool_limits = {f"{before}{key}": s for before, task in named for key, s in task.tool_limits.items()}
         self.step_limit_s = max(task.step_limit_s for _, task in named)
+        self.chats = tuple(dict.fromkeys(chat for _, task in named for chat in task.chats))
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
         if index >= EVALUATIONS:

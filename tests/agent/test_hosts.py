@@ -18,7 +18,7 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.protocol.agents import Fatal, Log, Welcome
-from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeStepped, HostHeartbeat, HostReady
+from libra_hpc.protocol.env import ChatChoice, CloseEpisode, EpisodeFailed, EpisodeStepped, HostHeartbeat, HostReady
 
 
 class FakeChild:
@@ -136,6 +136,16 @@ async def test_a_host_without_a_sign_of_life_is_reported_slow_then_ended_and_fol
     await scene.watch(28.0)
     assert len(scene.events("hung")) == 1
     assert not scene.failed
+
+
+async def test_how_the_chat_is_written_is_an_event_once(scene: Scene) -> None:
+    await scene.hosts.start()
+    for template in ("ab", "ab", "cd"):
+        scene.send(HostReady("toy", chats=(ChatChoice("qwen3", "qwen3", template, 34),)), 1.0)
+    assert [(event["renderer"], event["template"]) for event in scene.events("chat_choice")] == [
+        ("qwen3", "ab"),
+        ("qwen3", "cd"),
+    ]
 
 
 async def test_a_slow_start_has_the_longer_deadline_and_any_message_is_a_sign_of_life(scene: Scene) -> None:

@@ -1,6 +1,7 @@
 """A chat model's folder without weights, made on the spot: a BPE of our own pages, and a ChatML template with tools.
 
-The template says what Qwen3's says, in other code; ``plain`` leaves out thinking, as Qwen2.5's does.
+The template says what Qwen3's says, in other code; ``plain`` leaves out thinking, as Qwen2.5's does; ``llama3`` says
+what Llama 3.1's says of tools in the first user message, and one call a turn.
 """
 
 from __future__ import annotations
@@ -71,7 +72,43 @@ BODY = """
 {%- endfor %}
 {{- '<|im_start|>assistant\\n' if add_generation_prompt }}
 """
-TEMPLATES = {"qwen3": HEAD + THINKING + BODY, "plain": HEAD + BODY}
+LLAMA = """
+{{- bos_token }}
+{%- set first = 1 if messages[0].role == 'system' else 0 %}
+{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}
+{%- if tools %}
+{{- 'Environment: ipython\n' }}
+{%- endif %}
+{{- 'Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n' }}
+{{- messages[0].content | trim if first }}
+{{- '<|eot_id|>' }}
+{%- for message in messages[first:] %}
+{%- set role = 'ipython' if message.role == 'tool' else message.role %}
+{{- '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}
+{%- if tools and loop.first %}
+{{- 'Given the following functions, please respond with a JSON for a function call with its proper arguments ' }}
+{{- 'that best answers the given prompt.\n\nRespond in the format {"name": function name, "parameters": ' }}
+{{- 'dictionary of argument name and its value}.Do not use variables.\n\n' }}
+{%- for tool in tools %}
+{{- tool | tojson(indent=4) + '\n\n' }}
+{%- endfor %}
+{%- endif %}
+{%- if message.tool_calls %}
+{%- if message.tool_calls | length != 1 %}{{- raise_exception('one call a turn') }}{%- endif %}
+{%- set call = message.tool_calls[0].function %}
+{{- '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}' }}
+{%- elif message.role == 'tool' %}
+{{- message.content | tojson }}
+{%- else %}
+{{- message.content | trim }}
+{%- endif %}
+{{- '<|eot_id|>' }}
+{%- endfor %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' if add_generation_prompt }}
+"""
+LLAMA_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>")
+LLAMA_ENDS = ("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>")
+TEMPLATES = {"qwen3": HEAD + THINKING + BODY, "plain": HEAD + BODY, "llama3": LLAMA}
 
 
 @functools.cache
@@ -91,9 +128,16 @@ def chat_tokenizer(size: int = 1500) -> Tokenizer:
 def write_chat_folder(folder: Path, template: str = "qwen3", model_type: str = "qwen3") -> Path:
     """``template``: a name of `TEMPLATES`, or the text of another."""
     folder.mkdir(parents=True, exist_ok=True)
-    chat_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATES.get(template, template))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "pad_token": SPECIAL[0]}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1502, 1500]}))
+    text = TEMPLATES.get(template, template)
+    tokenizer, ends, others = chat_tokenizer(), ("<|im_end|>", SPECIAL[0]), {"pad_token": SPECIAL[0]}
+    if LLAMA_TOKENS[1] in text:
+        tokenizer, ends, others = Tokenizer.from_str(tokenizer.to_str()), LLAMA_ENDS, {"bos_token": LLAMA_TOKENS[0]}
+        added = [AddedToken(one, normalized=False, special=True) for one in (*LLAMA_TOKENS, *LLAMA_ENDS)]
+        tokenizer.add_special_tokens(added)
+    ids = [tokenizer.token_to_id(one) for one in ends]
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(text)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": ends[0], **others}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     return folder

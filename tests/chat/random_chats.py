@@ -75,29 +75,40 @@ def words(draw: random.Random) -> str:
     return "".join(draw.choices(TEXTS, k=draw.randint(1, 6)))
 
 
-def written_call(draw: random.Random) -> str:
+def written_call(draw: random.Random, bare: bool = False) -> str:
+    """``bare``: JSON without marks, as Llama writes it; more of them are bad, since a turn has one."""
     good: dict[str, Any] = {
         "look": {"thing": words(draw), "times": draw.randint(0, 3)},
         "python": {"code": words(draw)},
     }
     bad: tuple[Any, ...] = ({}, {"thing": 3}, words(draw), [1], {"thing": words(draw), "force": True})
     name = draw.choice(("look", "python"))
-    arguments = good[name] if draw.random() < 0.85 else draw.choice(bad)
+    arguments = good[name] if draw.random() < (0.5 if bare else 0.85) else draw.choice(bad)
     shown = name if draw.random() < 0.95 else draw.choice(("fly", "", 7))
-    body = json.dumps({"name": shown, "arguments": arguments}, ensure_ascii=draw.random() < 0.5)
+    call = {"name": shown, "parameters" if bare else "arguments": arguments}
+    body = json.dumps(call, ensure_ascii=draw.random() < 0.5)
     if draw.random() < 0.1:
         body = draw.choice((body[: draw.randint(0, len(body))], words(draw)))
+    if bare:
+        return body
     return f"<tool_call>\n{body}\n" + ("</tool_call>" if draw.random() < 0.97 else "")
 
 
-def sample_turn(draw: random.Random, tokenizer: TaskTokenizer, end: int) -> PolicyTurn:
+def written_turn(draw: random.Random, bare: bool) -> str:
+    if bare and draw.random() < 0.8:
+        return written_call(draw, bare)
     text = ""
     if draw.random() < 0.5:
         text += f"<think>\n{words(draw)}\n" + ("</think>\n\n" if draw.random() < 0.9 else "")
     if draw.random() < 0.7:
         text += words(draw)
-    if draw.random() < 0.7:
+    if not bare and draw.random() < 0.7:
         text += "\n".join(written_call(draw) for _ in range(draw.randint(1, 3)))
+    return text
+
+
+def sample_turn(draw: random.Random, tokenizer: TaskTokenizer, end: int, bare: bool = False) -> PolicyTurn:
+    text = written_turn(draw, bare)
     ids = [part for one in tokenizer.encode(text) for part in pieces(draw, tokenizer, one)]
     if draw.random() < 0.1:
         return PolicyTurn(ids[: draw.randint(1, max(1, len(ids)))] or [5], "length")

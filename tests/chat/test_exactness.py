@@ -14,23 +14,33 @@ from libra_hpc.chat.chat_task import ChatEnvironment, ChatEpisode
 from libra_hpc.tasks.chat_template import ChatTemplate
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
-from .chat_folder import write_chat_folder
+from .chat_folder import TEMPLATES, write_chat_folder
 from .random_chats import Box, Look, sample_turn
 
-FAMILIES = {"library": ("qwen3", "qwen3"), "template": ("plain", "qwen2"), "template, thinking": ("qwen3", "other")}
-"""Template and ``model_type`` of each way to write a chat."""
+FAMILIES = {
+    "Qwen3": ("qwen3", "qwen3", "qwen3"),
+    "Qwen3 by its template": ("qwen3", "other", "template"),
+    "Qwen2.5": ("plain", "qwen2", "template"),
+    "Llama 3": ("llama3", "llama", "llama-3"),
+    "Llama 3.1": ("llama3", "other", "template"),
+}
+"""Template and ``model_type`` of each way to write a chat, and which renderer that is. gpt-oss is missing: the library
+downloads its vocabulary."""
+TRIMMED = "{{- message.content | trim }}"
+RAW = TEMPLATES["llama3"].replace(TRIMMED, "{{- message.content if message.role == 'assistant' else " + TRIMMED[4:])
 
 
 class Family:
     """An environment, and the template that writes the whole conversation with raw turns."""
 
-    def __init__(self, folder: Path, template: str, model_type: str) -> None:
+    def __init__(self, folder: Path, template: str, model_type: str, renderer: str) -> None:
         self.tokenizer = TaskTokenizer(write_chat_folder(folder / "policy", template, model_type))
         made = Look(self.tokenizer).make({"max_bad_calls": 4})
         assert isinstance(made, ChatEnvironment)
-        self.environment = made
-        self.whole = ChatTemplate(TaskTokenizer(write_chat_folder(folder / "whole", "plain")))
-        self.end = self.tokenizer.need("<|im_end|>")
+        assert made.choice.found.renderer == renderer
+        self.environment, self.bare = made, template == "llama3"
+        self.whole = ChatTemplate(TaskTokenizer(write_chat_folder(folder / "whole", RAW if self.bare else "plain")))
+        self.end = "<|eot_id|>" if self.bare else "<|im_end|>"
 
 
 @pytest.fixture(params=FAMILIES)
@@ -44,21 +54,22 @@ async def play(family: Family, index: int) -> Counter[str]:
     episode, box = family.environment.open(index, 0, 0.0), Box(draw)
     assert isinstance(episode, ChatEpisode)
     await episode.start(box)
+    end = tokenizer.need(family.end)
     before = rendered(family, episode, [])
     context, wanted = list(episode.prompt), tokenizer.encode(before)
     count["odd"] += differing(context, wanted)
     spoken: list[str] = []
     while True:
-        turn = sample_turn(draw, tokenizer, family.end)
+        turn = sample_turn(draw, tokenizer, end, family.bare)
         answer = await episode.step(turn, box)
         count["turns"] += 1
         count["calls"] += len(answer.signals)
         if answer.done:
             break
         context += [*turn.tokens, *answer.tokens]
-        spoken.append(tokenizer.decode(turn.tokens).removesuffix("<|im_end|>"))
+        spoken.append(tokenizer.decode(turn.tokens).removesuffix(family.end))
         after = rendered(family, episode, spoken)
-        start = len(before) + len(spoken[-1]) + (0 if turn.stop == "length" else len("<|im_end|>"))
+        start = len(before) + len(spoken[-1]) + (0 if turn.stop == "length" else len(family.end))
         assert after.startswith(before + spoken[-1])
         wanted += [*turn.tokens, *tokenizer.encode(after[start:])]
         count["odd"] += differing(context, wanted)
@@ -95,16 +106,15 @@ def play_many(family: Family, count: int) -> Counter[str]:
     found = asyncio.run(all_of_them())
     assert found["odd"] == 0, found
     assert min(found[f"stop: {why}"] for why in ("answer", "length", "turns", "bad_calls")) > count / 100, found
-    assert found["calls"] > 2 * found["bad calls"] > count, found
+    assert found["calls"] > 1.2 * found["bad calls"] > count, found
     return found
 
 
 def test_a_context_is_what_was_sampled_and_what_the_template_writes(family: Family) -> None:
-    play_many(family, 150)
+    play_many(family, 100)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("family", ["library", "template"], indirect=True)
 def test_ten_thousand_conversations_are_exact(family: Family) -> None:
     play_many(family, 10_000)

@@ -26,6 +26,8 @@ def test_the_library_is_taken_for_the_models_it_knows_else_the_template(tmp_path
     assert choice_of(tmp_path, "qwen3") == "qwen3"
     assert choice_of(tmp_path, "qwen3", "qwen2") == "template"
     assert choice_of(tmp_path, "qwen3", "llama") == "template"  # its renderer needs tokens that are missing
+    assert choice_of(tmp_path, "llama3", "llama") == "llama-3"
+    assert choice_of(tmp_path, TEMPLATES["llama3"].replace("Given the", "Use the"), "llama") == "template"
 
 
 @pytest.mark.parametrize(

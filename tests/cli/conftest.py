@@ -17,6 +17,7 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import FINAL, encode_status
 from libra_hpc.files import write_atomic
 from libra_hpc.preflight import checked_run
+from libra_hpc.preflight.task_trial import TaskTrial
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.queue.query import JobInfo, JobState, Partition
 from libra_hpc.slurm.queue.run_state import NoAnswer
@@ -94,7 +95,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     fake = Queue()
     monkeypatch.setattr(jobs, "environment", lambda executor: None if executor == "local" else {})
     monkeypatch.setattr(checked_run, "slurm_environment", dict)
-    monkeypatch.setattr(checked_run, "try_task", lambda config: [])
+    monkeypatch.setattr(checked_run, "try_task", lambda config: TaskTrial([], []))
     monkeypatch.setattr(checked_run, "partitions", lambda environment: PARTITIONS)
     monkeypatch.setattr(jobs, "queue", fake.queue)
     monkeypatch.setattr(jobs.JobQueue, "ask", lambda self, run: fake.ask(run))

@@ -15,6 +15,7 @@ from libra_hpc.errors import OperationError, SlurmUnreachable
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.owner.claim import acquire
 from libra_hpc.preflight import checked_run
+from libra_hpc.preflight.task_trial import TaskTrial
 from libra_hpc.slurm.queue.command import WAYS_OUT
 from libra_hpc.slurm.queue.query import HetComponent, JobInfo, JobState
 from libra_hpc.slurm.queue.run_state import SILENT_S, NoAnswer
@@ -275,15 +276,19 @@ def test_until_done_goes_on_where_slurm_broke_the_job(
     assert cli("cancel", "quick-002").out.startswith("quick-002: job 4711 cancelled; ")
 
 
-def test_check_finds_the_same_mistakes_and_prints_the_layout(site: Path, cli: Cli) -> None:
+def test_check_finds_the_same_mistakes_and_prints_what_it_found(
+    site: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layout = "core: 1 node x 1 process, TP1 PP1, 1 replica; hybrid: 1 node x 1 process, 1 replica"
     assert cli("check", "run.toml") == Outcome(0, f"{layout}\nrun.toml is good\n", "")
     facts = json.loads(cli("check", "run.toml", "--json").out)
     expected = {"checked_against_slurm": True, "warnings": [], "expected_start": None, "split": None, "memory": []}
-    expected |= {"layout": layout}
+    expected |= {"layout": layout, "facts": []}
     assert facts == {"run_file": "run.toml", "good": True, **expected}
     outcome = cli("check", "run.toml", "-o", "components.train.partition=a80")
     assert "no such partition" in one_line(outcome)
+    monkeypatch.setattr(checked_run, "try_task", lambda config: TaskTrial([], ["chat: renderer 'qwen3'"]))
+    assert cli("check", "run.toml").out == f"{layout}\nchat: renderer 'qwen3'\nrun.toml is good\n"
 
 
 def test_without_slurm_the_way_out_is_one_that_can_work(
@@ -295,7 +300,7 @@ def test_without_slurm_the_way_out_is_one_that_can_work(
     monkeypatch.undo()
     monkeypatch.chdir(site)
     monkeypatch.setattr(checked_run, "slurm_environment", unreachable)
-    monkeypatch.setattr(checked_run, "try_task", lambda config: [])
+    monkeypatch.setattr(checked_run, "try_task", lambda config: TaskTrial([], []))
     small = cli("submit", "run.toml")
     assert (small.code, small.out) == (3, "")
     assert "`libra-hpc cluster up`, or run without Slurm with `--executor local`." in small.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.preflight import task_trial
-from libra_hpc.preflight.task_trial import try_task
+from libra_hpc.preflight.task_trial import TaskTrial, try_task
 from libra_hpc.tasks.policy import write_tokenizer
+from tests.chat.chat_folder import ROOT, TEMPLATES, write_chat_folder
 
 from .test_checks import MODEL, configured, write_model
 
@@ -43,6 +45,8 @@ WARNED = {
     "a slow task": ("        super()", "        __import__('time').sleep(60)\n        super()", "took longer than 3 s"),
 }
 
+NOTHING, PLAYED = TaskTrial([], []), TaskTrial(["played"], [])
+
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
@@ -58,12 +62,12 @@ def test_a_task_that_cannot_play_is_refused_unless_its_trial_is_skipped(run: Run
     (tmp_path / "mine.py").write_text(GOOD.replace("return Play()", "return 1 / 0"))
     with pytest.raises(UserError, match=r"^task\.name = .*its open fails .*; task\.trial = false skips this trial\.$"):
         try_task(run)
-    assert try_task(run.changed(task={"trial": False})) == []
+    assert try_task(run.changed(task={"trial": False})) == NOTHING
 
 
 def test_a_task_may_print(run: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(GOOD.replace("        super()", "        print('loaded')\n        super()"))
-    assert try_task(run) == []
+    assert try_task(run) == NOTHING
 
 
 @pytest.mark.parametrize(("old", "new", "sentence"), WARNED.values(), ids=WARNED)
@@ -72,25 +76,25 @@ def test_what_other_turns_or_nodes_may_do_better_is_a_warning(
 ) -> None:
     monkeypatch.setattr(task_trial, "TRIAL_S", 3.0 if "sleep" in new else 60.0)
     (tmp_path / "mine.py").write_text(GOOD.replace(old, new, 1))
-    (warning,) = try_task(run)
+    (warning,) = try_task(run).warnings
     assert sentence in warning
 
 
 def test_a_trial_that_passed_is_played_again_once_a_file_of_the_task_changes(
     run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert try_task(run) == []
-    monkeypatch.setattr(task_trial, "_played", lambda config, python: ["played"])
-    assert try_task(run) == []
+    assert try_task(run) == NOTHING
+    monkeypatch.setattr(task_trial, "_played", lambda config, python: PLAYED)
+    assert try_task(run) == NOTHING
     (tmp_path / "helper.py").write_text("")
-    assert try_task(run) == ["played"]
+    assert try_task(run) == PLAYED
     os.unlink(tmp_path / "helper.py")
-    assert try_task(run) == []
-    assert try_task(run.changed(task={"options": {"size": 2}})) == ["played"]
+    assert try_task(run) == NOTHING
+    assert try_task(run.changed(task={"options": {"size": 2}})) == PLAYED
 
 
 def test_an_interpreter_that_cannot_be_started_is_left_to_its_own_check(run: RunConfig, tmp_path: Path) -> None:
-    (warning,) = try_task(run.changed(compute={"python": str(tmp_path)}))
+    (warning,) = try_task(run.changed(compute={"python": str(tmp_path)})).warnings
     assert "its trial did not run (Permission denied)" in warning
 
 
@@ -105,7 +109,7 @@ def of_rows(run: RunConfig, folder: Path, score: str, *rows: str) -> RunConfig:
 def test_data_and_reward_are_tried_on_a_row(run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_trial, "TRIAL_S", 60.0)
     good = '{"prompt": "p", "n": 2}'
-    assert try_task(of_rows(run, tmp_path, "float(row['n'] == len(text))", good)) == []
+    assert try_task(of_rows(run, tmp_path, "float(row['n'] == len(text))", good)) == NOTHING
     with pytest.raises(UserError, match=r"rows\.jsonl:2: task\.prompt = 'prompt': the column is missing; valid: n"):
         try_task(of_rows(run, tmp_path, "1.0", good, '{"n": 3}'))
     with pytest.raises(UserError, match=r"rows\.jsonl:2: not a JSON object"):
@@ -114,3 +118,23 @@ def test_data_and_reward_are_tried_on_a_row(run: RunConfig, tmp_path: Path, monk
         try_task(of_rows(run, tmp_path, "row['m']", good))
     with pytest.raises(UserError, match="it returned None, which is no number"):
         try_task(of_rows(run, tmp_path, "None", good))
+
+
+def test_how_the_chat_is_written_is_found_once_and_remembered(
+    run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_trial, "TRIAL_S", 60.0)
+    write_chat_folder(Path(run.model.path), "plain", "qwen2")
+    chat = run.changed(task={"name": f"{ROOT / 'examples' / 'my_chat_task.py'}:Shop"})
+    (fact,) = try_task(chat).facts
+    assert re.fullmatch(
+        r"chat: renderer 'template' for model_type 'qwen2', template \w{12}, 34 self-tests passed", fact
+    )
+    monkeypatch.setattr(task_trial, "_played", lambda config, python: PLAYED)
+    assert try_task(chat) == TaskTrial([], [fact])
+
+
+def test_a_chat_that_cannot_be_continued_exactly_is_one_sentence(run: RunConfig) -> None:
+    write_chat_folder(Path(run.model.path), TEMPLATES["plain"].replace("<tool_call>", "<call>"), "qwen2")
+    with pytest.raises(UserError, match=r"chat template cannot be continued token by token .*; task\.trial = false"):
+        try_task(run.changed(task={"name": f"{ROOT / 'examples' / 'my_chat_task.py'}:Shop"}))

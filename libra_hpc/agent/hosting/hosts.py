@@ -18,6 +18,8 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any, Protocol
 
+from msgspec import structs
+
 from libra_hpc.agent.commands import host_command, host_settings
 from libra_hpc.agent.supervised import ChildCommand, Owner, Supervised
 from libra_hpc.errors import error_text
@@ -25,7 +27,7 @@ from libra_hpc.host.settings import write_private
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child
 from libra_hpc.process.deadlines import Deadlines
-from libra_hpc.protocol.env import EpisodeStepped, HostHeartbeat, HostReady, ToHost, from_host, to_host
+from libra_hpc.protocol.env import ChatChoice, EpisodeStepped, HostHeartbeat, HostReady, ToHost, from_host, to_host
 
 RESTART_S = 0.5
 """After one end in the window; two ends wait twice as long."""
@@ -63,6 +65,8 @@ class Hosts(Owner):
         self._lost: dict[int, str] = {}
         """Hosts that ended and whose next one is not announced, with the reason."""
         self._folders: dict[int, Path] = {}
+        self._chats: set[ChatChoice] = set()
+        """Those of which there is an event."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
 
@@ -114,6 +118,10 @@ class Hosts(Owner):
         self._announce(host)
         if isinstance(message, HostReady):
             self._busy_s[host], self._declared_s[host] = max(self._first_s, message.busy_s), message.busy_s
+            for chat in message.chats:
+                if chat not in self._chats:
+                    self._chats.add(chat)
+                    self._context.log("chat_choice", **structs.asdict(chat))
         elif isinstance(message, EpisodeStepped):
             self._busy_s[host] = self._declared_s[host]
         # Only signs of life come at a fixed pace; an answer is one too, but its time is not measured.
