@@ -28,6 +28,7 @@ from libra_hpc.facts.rundir import PRIVATE, RunDir
 from libra_hpc.facts.summary import summarise
 from libra_hpc.files import write_atomic
 from libra_hpc.owner.claim import HeldLease
+from libra_hpc.state.attempt import best_step
 
 from . import jobs, register
 from .disk_use import PARTS, in_words, use
@@ -49,7 +50,11 @@ def archive(
     ] = None,
     policy: Annotated[
         str | None,
-        typer.Option("--policy", metavar="|".join(POLICIES), help="Keep this exported policy, too; best: by reward."),
+        typer.Option(
+            "--policy",
+            metavar="|".join(POLICIES),
+            help="Keep this exported policy, too; best: by checkpoint.best, or by reward.",
+        ),
     ] = None,
     keep: Annotated[
         list[str], typer.Option("--keep", metavar="|".join(KEEP), help="Keep this part, too; repeatable.")
@@ -108,7 +113,10 @@ def new_place(run: RunDir, parent: Path) -> RunDir:
 
 
 def chosen_policy(run: RunDir, which: str) -> tuple[int | None, Path | None]:
-    """Step and folder of the policy to keep: the last, or that with the best smoothed reward; None for none."""
+    """Step and folder of the policy to keep; None for none.
+
+    The best one is that of ``checkpoint.best``. Without one, it is that of the best smoothed reward in training.
+    """
     if which == "none":
         return None, None
     found = {step: folder / "policy" for step, folder in run.complete_checkpoints()}
@@ -118,6 +126,13 @@ def chosen_policy(run: RunDir, which: str) -> tuple[int | None, Path | None]:
         found[rows[-1]["step"] if rows else 0] = run.policy
     if not found:
         raise invalid("--policy", which, f"{run.name} has no checkpoint and no exported policy", "none")
+    evaluated = best_step(run, str(run.resolved().get("checkpoint", {}).get("best", ""))) if which == "best" else -1
+    if evaluated >= 0:
+        before = [step for step in found if step <= evaluated]
+        if not before:
+            why = f"the best evaluation is of step {evaluated}, and {run.name} has no checkpoint of it or before"
+            raise invalid("--policy", which, why, "last, none")
+        return max(before), found[max(before)]
     smoothed = series.smooth(series.column(rows, "reward")) if which == "best" else []
     rewards = {row["step"]: value for row, value in zip(rows, smoothed, strict=False) if math.isfinite(value)}
     step = max(found, key=lambda step: (rewards.get(step, -math.inf), step))

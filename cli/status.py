@@ -11,6 +11,7 @@ import typer
 
 from libra_hpc.facts.columns import as_json
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.summary import evaluation_results
 from libra_hpc.facts.view import StatusScreen
 
 from . import jobs, register
@@ -35,7 +36,8 @@ def facts(run: RunDir) -> dict[str, Any]:
     state, snapshot = jobs.state(run), read_status(run)
     known = msgspec.to_builtins(register.of_run(run))
     shown = None if snapshot is None else as_json(with_state(snapshot, state))
-    return {**identity(run, state), **known, "status": shown}
+    evaluations = msgspec.to_builtins(evaluation_results(run))
+    return {**identity(run, state), **known, "status": shown, "evaluations": evaluations}
 
 
 def status(
@@ -63,5 +65,7 @@ def status(
         # The screen has the reason.
         line = state if snapshot is None else msgspec.structs.replace(state, reason="")
         print_line(f"{found.name}: {job_line(job_id(found) + where, line)}; files in {found.path}")
+    for result in evaluation_results(found):
+        print_line(f"{found.name}: evaluation {result.words()}")
     if remark := register.of_run(found).words:
         print_line(f"{found.name}: {remark}")

@@ -76,6 +76,8 @@ class EvaluationResult(msgspec.Struct, frozen=True):
     stderr: float | None
     best_of: float | None
     """Mean of each prompt's best sample."""
+    pass_at: dict[str, float] | None
+    """Pass@k by k = 1, 2, 4, ...; None: rewards are not all 0 or 1."""
     samples: int
     failed: int
 
@@ -85,6 +87,8 @@ class EvaluationResult(msgspec.Struct, frozen=True):
             return f"{self.task} at step {self.step}: all trajectories failed"
         first = f"{self.first:.3f} -> " if self.first is not None else ""
         best = f", best of {self.samples} {self.best_of:.3f}" if self.samples > 1 else ""
+        if self.pass_at is not None:
+            best = "".join(f", pass@{k} {share:.3f}" for k, share in self.pass_at.items() if k != "1")
         failed = f", {self.failed} failed" if self.failed else ""
         return f"{self.task} {first}{self.mean:.3f} +- {self.stderr:.3f} at step {self.step}{best}{failed}"
 
@@ -98,7 +102,7 @@ def evaluation_results(run: RunDir) -> list[EvaluationResult]:
     for task, own in lines.items():
         last = max(own, key=lambda line: line["step"])
         first = own[0].get("mean") if len(own) > 1 else None
-        numbers: list[Any] = [last.get(name) for name in ("mean", "stderr", "best_of", "samples", "failed")]
+        numbers: list[Any] = [last.get(name) for name in ("mean", "stderr", "best_of", "pass_at", "samples", "failed")]
         found.append(EvaluationResult(task, last["step"], first, *numbers))
     return found
 

@@ -86,6 +86,7 @@ def page(run: RunDir, ending: Standing, now: float) -> str:
         averaged=math.ceil(len(rows) / MOST_POINTS),
         charts=[(chart, svg(chart)) for chart in drawn] if rows else [],
         phases=_phases(summary),
+        evaluations=[result.words() for result in summary.evaluations],
         decisions=decisions(log, summary),
         others=[moves(summary), changed_layouts(summary)],
         faults=faults(log),

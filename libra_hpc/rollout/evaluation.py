@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import sqrt
+from math import comb, sqrt
 from typing import Any
 
 from libra_hpc.config.learn import EvalPart
@@ -103,7 +103,7 @@ def result_line(one: OpenEvaluation, seconds: float) -> dict[str, Any]:
     """The result of an evaluation; numbers of rewards are absent where every trajectory failed.
 
     ``stderr`` is that of the mean over prompts, whose samples are not independent. ``best_of``: the mean of each
-    prompt's best sample, which for rewards of 0 and 1 is pass@k.
+    prompt's best sample. ``pass_at``: `pass_at`, where every reward is 0 or 1.
     """
     by_prompt: dict[int, list[float]] = {}
     for trajectory in one.done:
@@ -118,6 +118,7 @@ def result_line(one: OpenEvaluation, seconds: float) -> dict[str, Any]:
             "mean": mean,
             "stderr": std / sqrt(max(1, len(means) - 1)),
             "best_of": sum(map(max, by_prompt.values())) / len(by_prompt),
+            **pass_at(list(by_prompt.values())),
             "turns": sum(len(t.turns) for t in one.done) / len(one.done),
             "gen_tokens": sum(t.attained for t in one.done),
             "versions": [min(versions), max(versions)],
@@ -133,3 +134,19 @@ def result_line(one: OpenEvaluation, seconds: float) -> dict[str, Any]:
         "seconds": seconds,
         **found,
     }
+
+
+def pass_at(by_prompt: Sequence[Sequence[float]]) -> dict[str, dict[str, float]]:
+    """Pass@k for k = 1, 2, 4, ... of rewards by prompt, as ``{"pass_at": {"1": 0.5}}``; empty unless all are 0 or 1.
+
+    Reward 1 is solved. The mean over prompts of 1 - C(n - c, k) / C(n, k), for c of n samples solved, is unbiased (Chen
+    et al. 2021, arXiv 2107.03374). A failed sample is none: each k is over the prompts with k samples or more.
+    """
+    if any(reward not in (0.0, 1.0) for rewards in by_prompt for reward in rewards):
+        return {}
+    counts = [(len(rewards), round(sum(rewards))) for rewards in by_prompt]
+    found, k = {}, 1
+    while own := [1.0 - comb(n - solved, k) / comb(n, k) for n, solved in counts if n >= k]:
+        found[str(k)] = sum(own) / len(own)
+        k *= 2
+    return {"pass_at": found}

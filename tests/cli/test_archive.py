@@ -91,6 +91,25 @@ def test_the_policy_that_is_kept_is_the_last_or_that_of_the_best_reward(
     assert (Path("safe/quick-001/policy") / "model.safetensors").read_text() == f"step {kept}"
 
 
+def write_means(run: RunDir, means: dict[int, float]) -> None:
+    """Evaluations of the task of ``checkpoint.best``, by step."""
+    run.write_json(run.config, run.resolved() | {"checkpoint": {"best": "held"}})
+    known = {"task": "held", "stderr": 0.0, "best_of": 1.0, "samples": 1, "failed": 0}
+    lines = (json.dumps({**known, "step": step, "mean": mean}) for step, mean in means.items())
+    run.evaluations.write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize(("mean", "kept"), [(0.5, 20), (0.3, 60)])
+def test_the_best_policy_is_that_of_the_best_evaluation(mean: float, kept: int, run: RunDir, cli: Cli) -> None:
+    write_means(run, {0: 0.1, 25: mean, 60: 0.4})
+    assert f"with the policy of step {kept}" in cli("archive", "quick-001", "--policy", "best").out
+
+
+def test_a_best_evaluation_before_any_checkpoint_is_refused(run: RunDir, cli: Cli) -> None:
+    write_means(run, {0: 0.1})
+    assert "the best evaluation is of step 0" in one_line(cli("archive", "quick-001", "--policy", "best"))
+
+
 def test_without_checkpoints_the_exported_policy_is_kept(run: RunDir, cli: Cli) -> None:
     shutil.rmtree(run.checkpoints)
     assert "with the policy of step 60" in cli("archive", "quick-001", "--policy", "best").out

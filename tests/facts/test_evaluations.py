@@ -16,10 +16,12 @@ def test_the_newest_of_each_task_beside_its_first(tmp_path: Path) -> None:
     lines = [
         {**known, "step": 0, "mean": 0.1},
         {**known, "step": 20, "mean": 0.375, "failed": 2},
+        {**known, "task": "math", "step": 0, "mean": 0.5, "pass_at": {"1": 0.5, "2": 0.625, "4": 0.75}},
         {"task": "code", "step": 0, "samples": 1, "failed": 8},
     ]
     run.evaluations.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [result.words() for result in evaluation_results(run)] == [
         "aime 0.100 -> 0.375 +- 0.020 at step 20, best of 4 0.750, 2 failed",
+        "math 0.500 +- 0.020 at step 0, pass@2 0.625, pass@4 0.750",
         "code at step 0: all trajectories failed",
     ]

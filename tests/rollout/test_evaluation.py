@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import pytest
 
 from libra_hpc.config.learn import EvalPart
 from libra_hpc.protocol.env import EVALUATIONS, OpenEpisode, evaluation_index
-from libra_hpc.rollout.evaluation import ROOM, Evaluations
+from libra_hpc.rollout.evaluation import ROOM, Evaluations, pass_at
 
 from .plant import Plant
 
@@ -28,6 +29,7 @@ async def test_each_due_step_has_one_line_and_no_batch_has_its_trajectories() ->
     first = plant.evaluated[0]
     # Even samples have reward 1, odd ones 0.
     assert (first["mean"], first["stderr"], first["best_of"], first["failed"]) == (0.5, 0.0, 1.0, 0)
+    assert first["pass_at"] == {"1": 0.5, "2": 1.0}
     assert (first["turns"], first["info"]) == (2.0, {"solved": 0.5})
     assert first["gen_tokens"] == 3 * 2 * 2 * 3
     assert plant.evaluated[1]["versions"][0] == 2
@@ -93,3 +95,17 @@ def test_a_restart_evaluates_what_has_no_line(known: int, steps: list[int]) -> N
         for trajectory in evaluations.begin(0, 100):
             evaluations.failed(trajectory, 1.0)
     assert [line["step"] for line in lines] == steps
+
+
+def test_pass_at_k_is_the_mean_over_all_draws_of_k_samples() -> None:
+    rewards = [[1.0, 0.0, 0.0, 1.0, 0.0], [0.0] * 5, [1.0] * 5]
+    found = pass_at(rewards)["pass_at"]
+    assert list(found) == ["1", "2", "4"]
+    for k, share in found.items():
+        draws = [[max(draw) for draw in combinations(own, int(k))] for own in rewards]
+        assert share == pytest.approx(sum(sum(own) / len(own) for own in draws) / 3)
+
+
+def test_pass_at_k_takes_prompts_with_k_samples_and_rewards_of_0_and_1_only() -> None:
+    assert pass_at([[1.0], [0.0, 1.0, 0.0]]) == {"pass_at": {"1": pytest.approx(2 / 3), "2": pytest.approx(2 / 3)}}
+    assert pass_at([[1.0, 0.5], [0.0, 1.0]]) == {}
