@@ -16,8 +16,8 @@ from .runs import RUNS, RunArgument, RunsOption, find_run
 def track(run: RunArgument = None, runs: RunsOption = Path(RUNS)) -> None:
     found = find_run(run, runs)
     wanted = load_resolved(found.config).track
-    if not (wanted.tensorboard or wanted.wandb.project):
-        raise UserError(f"{found.name} has no tracker; set track.tensorboard = true or track.wandb.project.")
+    if not wanted.wanted:
+        raise UserError(f"{found.name} has no tracker; set track.tensorboard = true, or another key of [track].")
     with busy(f"sending the metrics of {found.name}"):
         names = sidecar.follow(found, lambda: jobs.state(found).over)
     for name in names:

@@ -19,7 +19,8 @@ MISTAKE = 2
 class TrackingChild:
     def __init__(self, run: RunDir, attempt: int) -> None:
         track: dict[str, Any] = run.read_json(run.config).get("track", {})
-        self._wanted = bool(track.get("tensorboard") or track.get("wandb", {}).get("project"))
+        kept = (track.get("wandb", {}).get("project"), track.get("mlflow", {}).get("uri"))
+        self._wanted = any((track.get("tensorboard"), track.get("prometheus_port"), *kept))
         self._run, self._log = run, run.logs(attempt) / "track.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._next_at = 0.0

@@ -76,8 +76,9 @@ def _check_packages(config: RunConfig, python: str, who: str) -> str:
     """Raise `UserError` where it is too old or lacks a package; returns its MPI."""
     field = f"compute.python = {config.compute.python!r}"
     wanted = CONTROL if config.run.engine == "simulated" else (*CONTROL, *ENGINES)
+    trackers = config.track.libraries
     try:
-        version, mpi, *missing = _found(python, wanted)
+        version, mpi, *lacks = _found(python, (*wanted, *trackers.values()))
     except (OSError, subprocess.SubprocessError) as error:
         why = f"{who} does not run ({_reason(error)})"
         raise invalid("compute.python", config.compute.python, why, "the absolute path of an interpreter") from error
@@ -85,9 +86,12 @@ def _check_packages(config: RunConfig, python: str, who: str) -> str:
     fix = f"{install} makes one, and compute.python = 'DIR/bin/python' names it"
     if tuple(map(int, version.split("."))) < OLDEST:
         raise UserError(f"{field}: {who} is Python {version} and {'.'.join(map(str, OLDEST))} is needed; {fix}.")
-    if missing:
+    if missing := [name for name in lacks if name in wanted]:
         names = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
         raise UserError(f"{field}: {who} lacks {names}, which the nodes need; {fix}.")
+    for key, library in trackers.items():
+        if library in lacks:
+            raise UserError(f"{key}: {who} lacks {library}; `{python} -m pip install {library}`, or leave {key} out.")
     return mpi
 
 

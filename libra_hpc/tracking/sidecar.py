@@ -48,7 +48,7 @@ class Feed:
 
     def __init__(self, tracker: Tracker, run: RunDir, sent: Sent) -> None:
         self.tracker, self._run, self._sent = tracker, run, sent
-        self._last = sent.last(tracker.name)
+        self._last = sent.last(tracker.name) if tracker.lasting else (0, 0)
         self._tail = MetricsTail(run.metrics, *self._last)
 
     def pass_on(self) -> None:
@@ -65,7 +65,8 @@ class Feed:
             raise
         finally:
             self.tracker.flush()
-            self._sent.record(self.tracker.name, *self._last)
+            if self.tracker.lasting:
+                self._sent.record(self.tracker.name, *self._last)
 
 
 def follow(run: RunDir, over: Callable[[], bool], sleep: Callable[[float], object] = time.sleep) -> list[str]:
@@ -81,17 +82,24 @@ def follow(run: RunDir, over: Callable[[], bool], sleep: Callable[[float], objec
         for name, feed in feeds.items():
             if time.monotonic() < wait_until[name] and not last:
                 continue
-            try:
-                feed.pass_on()
-            except Exception as error:  # of a library that we do not know
-                print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            if not _done(name, feed.pass_on):
                 wait_until[name] = time.monotonic() + RETRY_S
         if last:
             break
         sleep(POLL_S)
-    for feed in feeds.values():
-        feed.tracker.close()
+    for name, feed in feeds.items():
+        _done(name, feed.tracker.close)
     return list(feeds)
+
+
+def _done(name: str, call: Callable[[], None]) -> bool:
+    """Whether a call of a tracker raised nothing; what it raised is in the log."""
+    try:
+        call()
+    except Exception as error:  # of a library that we do not know
+        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return False
+    return True
 
 
 def main(arguments: Sequence[str]) -> int:

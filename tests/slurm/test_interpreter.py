@@ -13,10 +13,9 @@ from libra_hpc.slurm import interpreter
 from libra_hpc.slurm.interpreter import check_python, compute_python
 
 
-def configured(python: object, engine: str = "real", device: str = "cuda") -> RunConfig:
-    return RunConfig.model_validate(
-        {"compute": {"python": str(python)}, "slurm": {"device": device}, "run": {"engine": engine}}
-    )
+def configured(python: object, engine: str = "real", device: str = "cuda", **track: object) -> RunConfig:
+    compute, slurm = {"python": str(python)}, {"device": device}
+    return RunConfig.model_validate({"compute": compute, "slurm": slurm, "run": {"engine": engine}, "track": track})
 
 
 def program(path: Path, text: str) -> Path:
@@ -50,6 +49,21 @@ def test_missing_packages_are_named_with_the_way_to_get_them(bare: Path) -> None
     assert refused(configured(bare)) == expected
     assert "it lacks libra_hpc and mpi4py, which" in refused(configured(bare, "simulated"))
     assert "envs/install.py cpu " in refused(configured(bare, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("track", "lacks", "sentence"),
+    [
+        ({"wandb": {"project": "x"}}, "wandb", "track.wandb: it lacks wandb; `{} -m pip install wandb`, or leave"),
+        ({"tensorboard": True}, "tensorboardX", "track.tensorboard: it lacks tensorboardX; `{} -m pip install tens"),
+    ],
+)
+def test_a_tracker_whose_library_is_missing_is_refused(
+    tmp_path: Path, track: dict[str, object], lacks: str, sentence: str
+) -> None:
+    python = program(tmp_path / "python", f"echo libra-hpc finds 3.11 other {lacks}")
+    assert sentence.format(python) in refused(configured(python, "simulated", **track))
+    assert check_python(configured(python, "simulated", prometheus_port=9400)) == []
 
 
 def test_the_submitting_interpreter_is_named_where_none_is_given(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def test_steps_come_once_a_torn_line_waits_and_a_restart_goes_back(tmp_path: Pat
 class Fragile:
     """A tracker whose library fails."""
 
-    name = "fragile"
+    name, lasting = "fragile", True
 
     def __init__(self) -> None:
         self.steps: list[int] = []
