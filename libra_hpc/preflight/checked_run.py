@@ -1,6 +1,6 @@
 """The one validation of a run file: `check` returns a `CheckedRun`, which every later step takes as it is.
 
-1. The files that it names, the interpreter of the nodes, and the start of one episode (`task_trial`).
+1. The files that it names, the interpreter of the nodes, rows of evaluations, the start of one episode (`task_trial`).
 2. The split, where the planner chooses it (`planning.initial`).
 3. Fields, model and GPU memory (`checks`).
 4. With Slurm: MPI plugin, CPUs and memory of the nodes, and whether the job can ever start (`slurm.fit`).
@@ -37,6 +37,7 @@ from .checks import check_files, check_run
 from .field_names import naming
 from .gpu_memory import MemoryNeed
 from .host_memory_needs import check_hosts, has_hosts, host_needs, node_rooms
+from .row_overlap import check_overlap
 from .task_trial import try_task
 
 
@@ -71,7 +72,8 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
     ``slurm_required``: raise `SlurmUnreachable` when a Slurm is needed and none answers.
     """
     check_files(config)
-    warnings, plan, trial = check_python(config), None, try_task(config)
+    warnings = [*check_python(config), *check_overlap(config.task)]
+    plan, trial = None, try_task(config)
     warnings += trial.warnings
     if config.components.split == "auto":
         with naming(config):

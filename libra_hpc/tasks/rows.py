@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +32,9 @@ class Rows(Protocol):
 
     def __getitem__(self, number: int) -> Row:
         """Raises `UserError` for a row that cannot be read."""
+
+    def column(self, name: str) -> Iterator[Any]:
+        """A value of each row in order; None where it has none."""
 
     def place(self, number: int) -> str:
         """Where a row is, for messages."""
@@ -87,6 +91,9 @@ class _JsonlRows:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UserError(f"{self.place(number)}: not a JSON object ({str(error).rstrip('.')}).") from error
 
+    def column(self, name: str) -> Iterator[Any]:
+        return (self[number].get(name) for number in range(len(self)))
+
     def place(self, number: int) -> str:
         head = os.pread(self._file.fileno(), self._starts[number], 0)
         line = head.count(b"\n") + 1
@@ -112,6 +119,10 @@ class _ArrowRows:
     def __getitem__(self, number: int) -> Row:
         (row,) = self._table.slice(number, 1).to_pylist()
         return dict(row)
+
+    def column(self, name: str) -> Iterator[Any]:
+        for batch in self._table.select([name]).to_batches() if name in self._table.column_names else ():
+            yield from batch.column(0).to_pylist()
 
     def place(self, number: int) -> str:
         return f"{self._path}: row {number}"
