@@ -22,6 +22,8 @@ from .base import Episode, PolicyTurn, Task, TaskMaker, ToolResult, Tools, Turn,
 from .task_registry import build_task
 from .tokenizer import TaskTokenizer
 
+HELD_OUT = 1 << 16
+"""Distance of the seed of evaluations from the run's: a task that makes up its prompts makes others than it trains on."""
 SLASH = "/"
 """Between the name of a task and that of a prompt or tool of it."""
 
@@ -53,13 +55,14 @@ class Mixture(TaskMaker):
 
     def make(self, settings: Mapping[str, Any]) -> Task:
         tasks, evals = (
-            {part["name"]: self._built(part, settings) for part in parts} for parts in (self._parts, self._evals)
+            {part["name"]: self._built(part, self._seed + far, settings) for part in parts}
+            for parts, far in ((self._parts, 0), (self._evals, HELD_OUT))
         )
         return MixedTask(self._tokenizer, self._seed, tasks, [part["weight"] for part in self._parts], evals)
 
-    def _built(self, part: Mapping[str, Any], settings: Mapping[str, Any]) -> Task:
+    def _built(self, part: Mapping[str, Any], seed: int, settings: Mapping[str, Any]) -> Task:
         try:
-            return build_task(part["task"], part["options"], self._seed, self._tokenizer, chat=settings)
+            return build_task(part["task"], part["options"], seed, self._tokenizer, chat=settings)
         except UserError as error:
             raise UserError(f"task {part['name']!r}: {error}" if part["name"] else str(error)) from error
 

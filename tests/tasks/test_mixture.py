@@ -135,3 +135,12 @@ def test_an_evaluation_beside_one_task_has_rows_and_tools_of_its_own(tmp_path: P
     given["eval"] = [{"name": "held", "data": rows["train"], "reward": reward}]
     with pytest.raises(UserError, match=r"task\.eval\.0\.data = .*: these rows are trained on"):
         check_tasks(validate({"task": given}).task)
+
+
+def test_an_evaluation_of_a_task_that_makes_up_its_prompts_has_others_than_training(keychain_folder: Path) -> None:
+    task = validate({"task": {"name": "keychain", "eval": [{"name": "held", "task": "keychain"}]}}).task
+    built = build_task(task.host_task, task.arguments, 0, TaskTokenizer(keychain_folder))
+    trained, held = (
+        {tuple(built.open(first + index, 0, 0.0).prompt) for index in range(8)} for first in (0, evaluation_index(0, 0))
+    )
+    assert not trained & held
