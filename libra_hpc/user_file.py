@@ -21,8 +21,8 @@ FILE_MODULE = "libra_hpc_user_file_"
 
 def absolute(name: str) -> str:
     """A name for processes that start in another folder; one without a file is returned as it is."""
-    path, separator, class_name = name.rpartition(":")
-    return f"{Path(path).absolute()}:{class_name}" if separator else name
+    path, _, class_name = name.rpartition(":")
+    return f"{Path(path).absolute()}:{class_name}" if path.endswith(".py") else name
 
 
 def load_file(path: str | Path) -> ModuleType:

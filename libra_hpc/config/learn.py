@@ -21,6 +21,8 @@ def _named(value: Any) -> Any:
 Share = Annotated[float, Field(gt=0, lt=1)]
 MIXTURE = "mixture"
 """The task that several tasks are together."""
+GYM = "reasoning_gym"
+"""Before the colon in the name of a data set of `reasoning-gym`."""
 Clip = Annotated[
     Annotated[Share, Tag("one")] | Annotated[list[Share], Field(min_length=2, max_length=2), Tag("each")],
     Discriminator(one_or_each),
@@ -63,7 +65,7 @@ class NamedTask(TaskTable):
     name: str = Field("", pattern=r"^[A-Za-z0-9_.-]*$")
     """What it is called, also in columns such as ``name/reward``."""
     task: str = "data"
-    """A built-in task, or ``path/to/file.py:ClassName``."""
+    """A built-in task, ``reasoning_gym:NAME``, or ``path/to/file.py:ClassName``."""
 
 
 class TrainPart(NamedTask):
@@ -88,7 +90,7 @@ class TaskSection(TaskTable):
     """``[task]``: the environment."""
 
     name: str = "keychain"
-    """A built-in task, or ``path/to/file.py:ClassName``; with ``data`` alone it is ``data``."""
+    """A built-in task, ``reasoning_gym:NAME``, or ``path/to/file.py:ClassName``; with ``data`` alone it is ``data``."""
     train: list[TrainPart] = []
     """Several tasks instead of one, each a table ``[[task.train]]``."""
     eval: list[EvalPart] = []

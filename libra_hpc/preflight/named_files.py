@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.config.learn import MIXTURE, NamedTask, TaskSection, TaskTable
+from libra_hpc.config.learn import GYM, MIXTURE, NamedTask, TaskSection, TaskTable
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, error_text, invalid, nearest
 from libra_hpc.models.devices import device, devices
 from libra_hpc.models.shapes import model_shape
-from libra_hpc.tasks.task_registry import TASKS
+from libra_hpc.tasks.task_registry import GYM_TASK, TASKS
 from libra_hpc.user_file import FORM, FUNCTION_FORM
 
 from .field_names import naming
@@ -159,10 +159,10 @@ def _check_task(key: str, name: str, task: TaskTable) -> None:
     """``key`` names its class, ``name``."""
     section = key.rpartition(".")[0]
     path, separator, wanted = name.rpartition(":")
-    if not separator:
-        if name not in TASKS:
-            raise invalid(key, name, "unknown task", [*TASKS, FORM])
-        module, wanted = TASKS[name]
+    if not separator or path == GYM:
+        if not separator and name not in TASKS:
+            raise invalid(key, name, "unknown task", [*TASKS, f"{GYM}:NAME", FORM])
+        module, wanted = TASKS.get(name, GYM_TASK)
         spec = importlib.util.find_spec(module)
         assert spec is not None
         assert spec.origin is not None

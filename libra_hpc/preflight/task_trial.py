@@ -53,7 +53,7 @@ def try_task(config: RunConfig) -> TaskTrial:
 def _digest(config: RunConfig, python: str) -> str:
     task = config.task
     tables = task.tables.values()
-    functions = [name for kind, table in tables for name in (kind, table.reward) if ":" in name]
+    functions = [name for kind, table in tables for name in (kind, table.reward) if ".py:" in name]
     folders = {Path(name.rpartition(":")[0]).parent for name in functions}
     own = sorted(file for folder in folders for file in folder.glob("*.py"))
     sets = [Path(table.data) for _, table in tables if table.data]

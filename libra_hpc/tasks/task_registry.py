@@ -1,4 +1,4 @@
-"""From a task's name (built-in, or ``path/to/file.py:ClassName``) to its class; every mistake is one sentence."""
+"""From a task's name (built in, or with a colon: a file's class, a data set) to its class; a mistake is a sentence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from libra_hpc.config.learn import MIXTURE
+from libra_hpc.config.learn import GYM, MIXTURE
 from libra_hpc.errors import invalid
 from libra_hpc.user_file import FORM, load_class
 
@@ -23,13 +23,17 @@ BUILTIN = {
 TASKS = {**BUILTIN, "data": ("libra_hpc.tasks.data_task", "DataTask")}
 _CLASSES = {**TASKS, MIXTURE: ("libra_hpc.tasks.mixture", "Mixture")}
 """Names of a run file that need no file."""
+GYM_TASK = ("libra_hpc.chat.gym_task", "GymTask")
+"""Of the data sets of `reasoning-gym`."""
 
 
 def task_class(name: str) -> type[Task] | type[TaskMaker]:
     """Find a task's class; raises `UserError` for an unknown name, a bad file, or a class that is no task."""
     from .base import Task, TaskMaker
 
-    if ":" in name:
+    if name.startswith(f"{GYM}:"):
+        found = importlib.import_module(GYM_TASK[0]).gym_class(name)
+    elif ":" in name:
         found = load_class("task.name", name, "Task class", lambda one: issubclass(one, (Task, TaskMaker)))
     elif name in _CLASSES:
         module_name, class_name = _CLASSES[name]

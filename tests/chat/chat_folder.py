@@ -115,7 +115,8 @@ TEMPLATES = {"qwen3": HEAD + THINKING + BODY, "plain": HEAD + BODY, "llama3": LL
 def chat_tokenizer(size: int = 1500) -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits, text = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, text])  # each digit is a token, as in Qwen
     tokenizer.decoder = decoders.ByteLevel()
     pages = [page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))]
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=sorted(alphabet), show_progress=False)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import json
-import re
+import random
 from pathlib import Path
 
 import pytest
 
+from bench.chat_model import shopper
 from libra_hpc.protocol.env import EpisodeStepped
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from tests.host.leader import Leader, host_settings, play
@@ -18,22 +17,8 @@ from .chat_folder import write_chat_folder
 SHOP = f"{Path(__file__).parents[2] / 'examples' / 'my_chat_task.py'}:Shop"
 
 
-def shopper(tokenizer: TaskTokenizer, context: list[int]) -> list[int]:
-    """Looks up all prices in one turn, lets Python multiply, and repeats what it printed."""
-    text = tokenizer.decode(context)
-    order: dict[str, int] = ast.literal_eval(re.findall(r"cost: (\{.*?\})\?", text)[-1])
-    answers = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", text, re.DOTALL)
-    calls: list[dict[str, object]] = []
-    said = "<think>\nLet me see.\n</think>\n\n"
-    if not answers:
-        calls = [{"name": "price", "arguments": {"article": name}} for name in order]
-    elif len(answers) == len(order):
-        terms = " + ".join(f"{count} * {price}" for count, price in zip(order.values(), answers, strict=True))
-        calls = [{"name": "python", "arguments": {"code": f"print({terms})"}}]
-    else:
-        said += answers[-1].strip()
-    said += "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
-    return tokenizer.encode(said + "<|im_end|>")
+def said(tokenizer: TaskTokenizer, context: list[int]) -> list[int]:
+    return tokenizer.encode(shopper(tokenizer.decode(context), random.Random(0), False) + "<|im_end|>")
 
 
 @pytest.mark.parametrize("template", ["qwen3", "plain"])
@@ -41,7 +26,7 @@ def test_a_chat_with_two_tools_is_played_by_a_host(tmp_path: Path, template: str
     folder = write_chat_folder(tmp_path / "policy", template, "qwen3" if template == "qwen3" else "qwen2")
     tokenizer = TaskTokenizer(folder)
     with Leader(host_settings(task=SHOP, model=str(folder), options={"articles": 2})) as leader:
-        ends = play(leader, lambda name, context: shopper(tokenizer, context), {f"e{i}": i for i in range(8)})
+        ends = play(leader, lambda name, context: said(tokenizer, context), {f"e{i}": i for i in range(8)})
     assert {end.reward for end in ends.values()} == {1.0}
     assert [end.info for end in ends.values()] == [{"turns": 3.0, "tool_calls": 3.0, "bad_calls": 0.0}] * 8
 
