@@ -23,7 +23,7 @@ from .task_registry import build_task
 from .tokenizer import TaskTokenizer
 
 HELD_OUT = 1 << 16
-"""Distance of the seed of evaluations from the run's: a task that makes up its prompts makes others than it trains on."""
+"""Distance of the seed of evaluations from the run's: a task that makes up prompts makes others than it trains on."""
 SLASH = "/"
 """Between the name of a task and that of a prompt or tool of it."""
 
