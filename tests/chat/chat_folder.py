@@ -130,7 +130,8 @@ def write_chat_folder(folder: Path, template: str = "qwen3", model_type: str = "
     """``template``: a name of `TEMPLATES`, or the text of another."""
     folder.mkdir(parents=True, exist_ok=True)
     text = TEMPLATES.get(template, template)
-    tokenizer, ends, others = chat_tokenizer(), ("<|im_end|>", SPECIAL[0]), {"pad_token": SPECIAL[0]}
+    ends: tuple[str, ...] = ("<|im_end|>", SPECIAL[0])
+    tokenizer, others = chat_tokenizer(), {"pad_token": SPECIAL[0]}
     if LLAMA_TOKENS[1] in text:
         tokenizer, ends, others = Tokenizer.from_str(tokenizer.to_str()), LLAMA_ENDS, {"bos_token": LLAMA_TOKENS[0]}
         added = [AddedToken(one, normalized=False, special=True) for one in (*LLAMA_TOKENS, *LLAMA_ENDS)]
