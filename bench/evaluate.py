@@ -114,8 +114,10 @@ class Evaluation:
                     "truncated": state.truncated,
                 }
                 self._results.append({**info, "reward": reward, **counts})
-            case EpisodeStepped(episode=episode, tokens=tokens):
+            case EpisodeStepped(episode=episode, tokens=tokens, new_sample=fresh):
                 context = self._open[episode].context
+                if fresh:
+                    del context[:]
                 context.frombytes(tokens[: context.itemsize * (self._config.rollout.max_model_len - len(context))])
                 self._turn(episode)
             case EpisodeFailed(error=error):

@@ -59,7 +59,7 @@ class ReplayedEpisode(Episode):
         if played.tool_s:
             await asyncio.sleep(played.tool_s)
         done = self._turn == len(spec.turns)
-        count = 0 if done else spec.turns[self._turn].new_tokens
+        count, fresh = (0, False) if done else (spec.turns[self._turn].new_tokens, spec.turns[self._turn].new_sample)
         signals = signals_of(played, count)
         added = random_tokens(count, self._seed, spec.prompt_id, spec.sample, self._turn)
-        return Turn(added, signals, done, reward=0.0)
+        return Turn(added, signals, done, reward=0.0, new_sample=fresh)

@@ -120,7 +120,8 @@ BATCH = (
     Number("gen_tokens_p95", "tokens", "The same, 95th percentile"),
     Number("turns_p50", "", "Turns of a trajectory, median"),
     Number("turns_p95", "", "The same, 95th percentile"),
-    Number("context_p50", "tokens", "Final context of a trajectory, median"),
+    Number("context_p50", "tokens", "Longest context of a trajectory, median"),
+    Number("samples_per_trajectory", "", "Sequences that a trajectory is trained as, mean: 1 where contexts only grow"),
     Number(
         "recomputed_tokens",
         "tokens",

@@ -7,6 +7,8 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from libra_hpc.protocol.codec import LENGTH, FrameError, pack_i32
 from libra_hpc.protocol.env import EpisodeOpened, EpisodeStepped, FromHost, from_host
 from libra_hpc.tasks.base import Episode, Turn
@@ -57,7 +59,10 @@ def stepped(name: str, turn: Turn) -> bytes:
     info = {key: _number(f"info[{shown(key)}]", value) for key, value in turn.info.items()}
     if not turn.done:
         tokens = _ids("tokens", turn.tokens)
-        return _frame(EpisodeStepped(episode=name, tokens=tokens, signals=signals, done=False, reward=0.0, info=info))
+        if turn.new_sample and not tokens:
+            raise BadAnswer("tokens is empty, and a new sample needs at least one token before its first turn")
+        answer = EpisodeStepped(episode=name, tokens=tokens, signals=signals, done=False, reward=0.0, info=info)
+        return _frame(msgspec.structs.replace(answer, new_sample=turn.new_sample))
     reward = _number("reward", turn.reward)
     return _frame(EpisodeStepped(episode=name, tokens=b"", signals=signals, done=True, reward=reward, info=info))
 

@@ -26,7 +26,7 @@ from .step import Work
 Writer = Callable[[list[int], int, tuple[int, ...]], list[int] | None]
 """(context, most tokens, stop ids) -> the policy's next turn; None when it has no more."""
 Tell = Callable[[str, str], None]
-"""Gets who and what: ``prompt``, ``policy``, ``tool`` or ``environment``, and a text."""
+"""Gets who and what: ``prompt``, ``policy``, ``tool``, ``environment`` or ``new sample``, and a text."""
 
 
 async def play_one(config: HostConfig, index: int, max_model_len: int, write: Writer, tell: Tell) -> Turn | None:
@@ -74,8 +74,8 @@ class _Played:
             info |= turn.info
             if turn.done:
                 return replace(turn, info=info)
-            self._tell("environment", self._decode(turn.tokens))
-            context += [*tokens, *turn.tokens]
+            self._tell("new sample" if turn.new_sample else "environment", self._decode(turn.tokens))
+            context = turn.tokens if turn.new_sample else [*context, *tokens, *turn.tokens]
         turn = await self._called(episode.truncated)
         answers.stepped("", turn)
         return replace(turn, done=True, info={**info, **turn.info, "truncated": 1.0})

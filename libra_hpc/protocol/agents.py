@@ -304,7 +304,9 @@ class EngineVersion(msgspec.Struct, tag=True, frozen=True):
 
 
 Length = tuple[int, int, int, float, int, int]
-"""A finished trajectory: generated tokens, final context, turns, seconds in tools, prompt index, prompt tokens."""
+"""A finished trajectory: generated tokens, tokens of its samples, turns, seconds in tools, prompt index, prompt
+tokens.
+"""
 
 
 class OpenGroup(msgspec.Struct, array_like=True, frozen=True):

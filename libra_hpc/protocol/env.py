@@ -92,6 +92,8 @@ class EpisodeStepped(msgspec.Struct, tag=True, frozen=True):
     reward: float
     info: dict[str, float]
     """The task's own numbers (solved, turns over budget, ...); one of a later turn replaces an earlier one."""
+    new_sample: bool = False
+    """``tokens`` are the next turn's whole context: what was before is a finished sample of the trajectory."""
 
 
 class EpisodeFailed(msgspec.Struct, tag=True, frozen=True):

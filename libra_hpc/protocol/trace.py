@@ -17,8 +17,8 @@ import msgspec
 
 from .env import Signal
 
-OPTIONAL_FIELDS = ("exit_code", "passed", "failed", "parallel")
-"""Fields that a line has only when the tool reported them."""
+OPTIONAL_FIELDS = ("exit_code", "passed", "failed", "parallel", "new_sample")
+"""Fields that a line has only when the tool reported them, or the turn begins a sample."""
 
 
 class TurnRecord(msgspec.Struct, frozen=True):
@@ -39,13 +39,15 @@ class TurnRecord(msgspec.Struct, frozen=True):
     failed: int | None = None
     parallel: tuple[Signal, ...] | None = None
     """Reports of the turn's other tool calls."""
+    new_sample: bool = False
+    """Its context is ``new_tokens`` alone: what was before is a finished sample of the trajectory."""
 
     def line(self) -> dict[str, Any]:
         """The turn as a line of the file has it."""
         return {
             name: value
             for name, value in msgspec.structs.asdict(self).items()
-            if value is not None or name not in OPTIONAL_FIELDS
+            if (value is not None and value is not False) or name not in OPTIONAL_FIELDS
         }
 
 
@@ -67,8 +69,23 @@ class TrajectoryRecord(msgspec.Struct, frozen=True):
 
     @property
     def context(self) -> int:
-        """Tokens of the final context."""
-        return self.prompt_tokens + sum(turn.new_tokens + turn.gen_tokens for turn in self.turns)
+        """Tokens of the longest context."""
+        return max(sample_tokens(self.prompt_tokens, self.turns))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all samples, which is what training gets."""
+        return sum(sample_tokens(self.prompt_tokens, self.turns))
+
+
+def sample_tokens(prompt_tokens: int, turns: Sequence[TurnRecord]) -> list[int]:
+    """Tokens of each sample of a trajectory, at its end."""
+    found = [prompt_tokens]
+    for turn in turns:
+        if turn.new_sample:
+            found.append(0)
+        found[-1] += turn.new_tokens + turn.gen_tokens
+    return found
 
 
 def signals_of(turn: TurnRecord, payload_tokens: int) -> list[Signal]:
@@ -91,6 +108,11 @@ def signals_of(turn: TurnRecord, payload_tokens: int) -> list[Signal]:
     return [slowest, *others]
 
 
+def payload_of(following: TurnRecord) -> int:
+    """Tokens that tools added before a turn; unknown, and 0, where their answers are in the prompt of a sample."""
+    return 0 if following.new_sample else following.new_tokens
+
+
 def all_signals(turns: Sequence[TurnRecord]) -> tuple[list[Signal], list[int]]:
     """The reports of the tools between the turns, and the tokens generated before each."""
     signals: list[Signal] = []
@@ -98,7 +120,7 @@ def all_signals(turns: Sequence[TurnRecord]) -> tuple[list[Signal], list[int]]:
     attained = 0
     for turn, following in pairwise(turns):
         attained += turn.gen_tokens
-        found = signals_of(turn, following.new_tokens)
+        found = signals_of(turn, payload_of(following))
         signals += found
         at += [attained] * len(found)
     return signals, at

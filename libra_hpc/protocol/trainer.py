@@ -17,13 +17,14 @@ from .engine_state import EngineState
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """One finished trajectory of ``n`` tokens, as the trainer gets it.
+    """One sequence of ``n`` tokens of a finished trajectory, as the trainer gets it.
 
     ``loss_mask`` marks the tokens that the policy generated. ``logprobs`` are behaviour log-probabilities, 0.0
     elsewhere.
     """
 
     uid: str
+    """``index.sample.part``: number of the prompt, of the trajectory in its group, of the sample in its trajectory."""
     tokens: bytes
     """int32[n]"""
     loss_mask: bytes
@@ -36,6 +37,13 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 
     uint8 for fewer than 256 experts, else uint16; all bits set: unknown for this token.
     """
+    trajectory_tokens: int = 0
+    """Loss tokens of all samples of its trajectory; 0: it is the only one."""
+
+    @property
+    def trajectory(self) -> str:
+        """``index.sample``"""
+        return self.uid.rpartition(".")[0]
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):

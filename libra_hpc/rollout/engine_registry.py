@@ -78,7 +78,7 @@ class EngineRegistry:
 
     def send(self, name: str, rid: str, trajectory: Trajectory) -> None:
         """Record a turn that the dispatcher has put on the board as in flight."""
-        self.engines[name].inflight[rid] = Held(trajectory, len(trajectory.context), self._board.engines[name].steps)
+        self.engines[name].inflight[rid] = Held(trajectory, trajectory.context_tokens, self._board.engines[name].steps)
         self.turns.sent((name, rid), self._clock())
 
     def take(self, name: str, rid: str, counts: bool = True) -> Trajectory | None:

@@ -89,7 +89,7 @@ class Environments:
         if trajectory.truncated:
             self._ask(trajectory, TruncateEpisode(trajectory.episode))
             return
-        room = self._max_model_len - len(trajectory.context)
+        room = self._max_model_len - trajectory.context_tokens
         turn = StepEpisode(trajectory.episode, pack_i32(trajectory.turn), room, trajectory.turns[-1].versions)
         self._ask(trajectory, turn)
 
@@ -152,7 +152,7 @@ class Environments:
                     return
                 trajectory.prompt_id = message.prompt_id
                 trajectory.add_environment(message.tokens)
-                trajectory.prompt_tokens = len(trajectory.context)
+                trajectory.prompt_tokens = trajectory.context_tokens
                 if trajectory.room(self._max_model_len) > 0 and trajectory.prompt_tokens > 0:
                     self._owner.turn_wanted(trajectory)
                 else:
@@ -206,8 +206,9 @@ class Environments:
             trajectory.reward = message.reward
             self._owner.finish(trajectory)
             return
-        room = TOKEN_BYTES * (self._max_model_len - len(trajectory.context))
-        trajectory.add_environment(message.tokens[:room])
+        before = 0 if message.new_sample else trajectory.context_tokens
+        room = TOKEN_BYTES * (self._max_model_len - before)
+        trajectory.add_environment(message.tokens[:room], message.new_sample)
         if len(message.tokens) >= room:
             trajectory.clipped, trajectory.truncated = (len(message.tokens) - room) // TOKEN_BYTES, True
             self.answer(trajectory)

@@ -42,10 +42,11 @@ class GroupState:
     def to_group(self, advantage: Advantage, rules: LengthRules = ANY_LENGTH) -> Group:
         """The group for the trainer, without the trajectories that do not count."""
         self.done.sort(key=lambda t: t.sample)
-        shaped = [rules.shaped(t.reward, len(t.context), t.info.get(TRUNCATED) == 1.0) for t in self.done]
+        shaped = [rules.shaped(t.reward, max(t.sample_tokens), t.info.get(TRUNCATED) == 1.0) for t in self.done]
         counted = [(t, reward) for t, reward in zip(self.done, shaped, strict=True) if reward is not None]
         values = advantage([reward for _, reward in counted]) if counted else ()
-        return Group(self.index, tuple(t.sample_for_training(a) for (t, _), a in zip(counted, values, strict=True)))
+        pairs = zip(counted, values, strict=True)
+        return Group(self.index, tuple(sample for (t, _), a in pairs for sample in t.samples_for_training(a)))
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -77,7 +78,7 @@ def batch_stats(
         "gen_tokens_p50": quantile(generated, 0.5),
         "gen_tokens_p95": quantile(generated, 0.95),
         **_of_turns(trajectories),
-        "context_p50": quantile([len(t.context) for t in trajectories], 0.5),
+        "context_p50": quantile([max(t.sample_tokens) for t in trajectories], 0.5),
         "failed": sum(group.failed for group in groups),
         "retried": sum(group.retried for group in groups),
         "rollout_s": sum(generated) * busy_per_token_s / max(1, engines),
@@ -111,6 +112,7 @@ def _of_turns(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "turns_p95": quantile(counts, 0.95),
         "recomputed_tokens": sum(turn.recomputed for turn in turns),
         "evicted_tokens": sum(turn.evicted for turn in turns),
+        "samples_per_trajectory": 1.0 + sum(turn.new_sample for turn in turns) / len(trajectories),
     }
 
 

@@ -14,7 +14,7 @@ def length_of(trajectory: Trajectory) -> Length:
     tools = sum(turn.tool_s for turn in trajectory.turns)
     return (
         trajectory.attained,
-        len(trajectory.context),
+        len(trajectory.tokens),
         len(trajectory.turns),
         tools,
         trajectory.index,

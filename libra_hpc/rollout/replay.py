@@ -22,13 +22,13 @@ class TurnReplay:
         self._turns = len(past.turns) - 1
         """Turns to replay: each has an answer in the record."""
         self._turn = 0
-        self._at = past.prompt_tokens
-        """Position of the next turn in the context."""
+        self._begin, self._at = 0, past.prompt_tokens
+        """Positions of the next turn's sample, and of the turn, in the trajectory's tokens."""
 
     def opened(self, message: EpisodeOpened) -> bool:
         """Whether the new episode begins as the record does."""
         past = self._past
-        return message.prompt_id == past.prompt_id and message.tokens == past.context[: past.prompt_tokens].tobytes()
+        return message.prompt_id == past.prompt_id and message.tokens == past.tokens[: past.prompt_tokens].tobytes()
 
     def next(self) -> StepEpisode | None:
         """The next turn; None when the replay is complete."""
@@ -36,15 +36,19 @@ class TurnReplay:
             return None
         turn = self._past.turns[self._turn]
         end = self._at + turn.gen_tokens
-        tokens = self._past.context[self._at : end].tobytes()
-        return StepEpisode(self._past.episode, tokens, self._max_model_len - end, turn.versions)
+        tokens = self._past.tokens[self._at : end].tobytes()
+        return StepEpisode(self._past.episode, tokens, self._max_model_len - (end - self._begin), turn.versions)
 
     def answered(self, message: EpisodeStepped) -> bool:
         """Whether the turn that `next` gave was answered as in the record."""
         past = self._past
         start = self._at + past.turns[self._turn].gen_tokens
         self._turn += 1
-        self._at = start + past.turns[self._turn].new_tokens
+        following = past.turns[self._turn]
+        self._at = start + following.new_tokens
+        if following.new_sample:
+            self._begin = start
         clipped = past.truncated and self._turn == len(past.turns) - 1
         tokens = message.tokens[: TOKEN_BYTES * (self._at - start)] if clipped else message.tokens
-        return not message.done and tokens == past.context[start : self._at].tobytes()
+        same = tokens == past.tokens[start : self._at].tobytes() and message.new_sample == following.new_sample
+        return same and not message.done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 from msgspec.structs import replace
@@ -36,16 +37,19 @@ Place = Literal["waiting", "engine", "tool", "before", "done"]
 
 
 class Trajectory:
-    """Mutable state of one sample of a group.
+    """Mutable state of one trajectory of a group: its samples, the newest of which grows.
 
-    `context` (int32), `mask` (uint8; 1: the policy generated the token) and `logprobs` (float32) are of one length.
+    `tokens` (int32), `mask` (uint8; 1: the policy generated the token) and `logprobs` (float32) are of one length, and
+    have all its samples, one after the other.
     """
 
     def __init__(self, index: int, sample: int, attempt: int, host: int = 0, now: float = 0.0) -> None:
         self.index, self.sample, self.attempt, self.host = index, sample, attempt, host
         self.episode = f"{index}.{sample}.{attempt}"
         self.prompt_id = self.evaluation = ""
-        self.context, self.mask, self.logprobs = array("i"), bytearray(), array("f")
+        self.tokens, self.mask, self.logprobs = array("i"), bytearray(), array("f")
+        self.begins = [0]
+        """Where each sample begins in `tokens`; the newest one is the context."""
         self.prompt_tokens = self.attained = self.max_tokens = self.errors = 0
         self.stop_ids: tuple[int, ...] = ()
         self.turn: list[int] = []
@@ -61,7 +65,7 @@ class Trajectory:
         self.truncated = False
         """Whether the context has no room for another turn."""
         self.computed = 0
-        """Context tokens that an engine has computed since all ranks started."""
+        """Tokens of the context that an engine has computed since all ranks started."""
         self.replays = 0
         """Losses of its host that its own turn may have caused."""
         self.overdue = 0
@@ -79,25 +83,48 @@ class Trajectory:
         """In a mixture, the task that its prompt belongs to."""
         return self.prompt_id.partition("/")[0]
 
+    @property
+    def context(self) -> array[int]:
+        return self.tokens[self.begins[-1] :]
+
+    @property
+    def context_tokens(self) -> int:
+        return len(self.tokens) - self.begins[-1]
+
+    @property
+    def sample_tokens(self) -> list[int]:
+        """Tokens of each sample."""
+        return [end - begin for begin, end in pairwise([*self.begins, len(self.tokens)])]
+
     def room(self, max_model_len: int) -> int:
         """Tokens that the turn may still generate."""
-        return min(self.max_tokens - len(self.turn), max_model_len - len(self.context))
+        return min(self.max_tokens - len(self.turn), max_model_len - self.context_tokens)
 
-    def add_environment(self, tokens: bytes) -> None:
-        """Append the prompt or an answer of a tool (int32 bytes), and open the next turn."""
-        count = len(tokens) // self.context.itemsize
-        self.context.frombytes(tokens)
+    def add_environment(self, tokens: bytes, new_sample: bool = False) -> None:
+        """Append the prompt or an answer of a tool (int32 bytes), or begin a sample, and open the next turn."""
+        if new_sample:
+            self._begin_sample(tokens)
+        count = len(tokens) // TOKEN_BYTES
+        self.tokens.frombytes(tokens)
         self.mask.extend(bytes(count))
         self.logprobs.extend([0.0] * count)
         self.turn = []
-        self.turns.append(ServedTurn(count if self.turns else 0, 0))
+        self.turns.append(ServedTurn(count if self.turns else 0, 0, new_sample=new_sample))
+
+    def _begin_sample(self, tokens: bytes) -> None:
+        before, after = self.context, array("i", tokens)
+        same = next((at for at, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
+        self.computed = min(self.computed, same, len(before))
+        if 2 * self.computed < len(after):
+            self.engine = ""  # its engine has little of the context cached
+        self.begins.append(len(self.tokens))
 
     def add_generated(self, generated: Generated, engine: str, block_size: int = 1) -> None:
         """Append (a part of) a turn; an engine finds only whole blocks of ``block_size`` tokens in its KV cache."""
         tokens = array("i", generated.tokens)
         if tokens:
             self._count_recomputed(generated, engine, block_size)
-        self.context.extend(tokens)
+        self.tokens.extend(tokens)
         self.mask.extend(b"\x01" * len(tokens))
         self.logprobs.frombytes(generated.logprobs)
         self.turn.extend(tokens)
@@ -113,7 +140,7 @@ class Trajectory:
             self.first_version = version if self.first_version < 0 else min(self.first_version, version)
         if tokens:
             # The last token enters the cache only with the next one.
-            self.computed = len(self.context) - 1
+            self.computed = self.context_tokens - 1
 
     def _count_recomputed(self, generated: Generated, engine: str, block_size: int) -> None:
         again = max(0, self.computed // block_size * block_size - generated.cached_tokens)
@@ -151,7 +178,7 @@ class Trajectory:
             prompt_id=self.prompt_id,
             sample=self.sample,
             task=task,
-            context_tokens=len(self.context),
+            context_tokens=self.context_tokens,
             attained_tokens=self.attained,
             turns=len(self.turns) - 1,
             ready_at=self.ready_at,
@@ -171,17 +198,26 @@ class Trajectory:
             at_signal=tuple(self.at_signal),
             signals=tuple(self.signals),
             version=self.versions[-1][0] if self.versions else 0,
-            context_tokens=len(self.context),
+            context_tokens=max(self.sample_tokens),
         )
 
-    def sample_for_training(self, advantage: float) -> Sample:
-        return Sample(
-            uid=f"{self.index}.{self.sample}",
-            tokens=self.context.tobytes(),
-            loss_mask=bytes(self.mask),
-            logprobs=self.logprobs.tobytes(),
-            advantage=advantage,
-        )
+    def samples_for_training(self, advantage: float) -> list[Sample]:
+        """Its samples in which something was generated, with one advantage."""
+        found = list[Sample]()
+        for part, (begin, end) in enumerate(pairwise([*self.begins, len(self.tokens)])):
+            own = slice(begin, end)
+            if any(self.mask[own]):
+                found.append(
+                    Sample(
+                        uid=f"{self.index}.{self.sample}.{part}",
+                        tokens=self.tokens[own].tobytes(),
+                        loss_mask=bytes(self.mask[own]),
+                        logprobs=self.logprobs[own].tobytes(),
+                        advantage=advantage,
+                        trajectory_tokens=self.attained,
+                    )
+                )
+        return found
 
 
 LARGEST_REWARD = 3.4e38

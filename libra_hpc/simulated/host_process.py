@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from libra_hpc.host.host import Host, main
-from libra_hpc.protocol.trace import TrajectoryRecord, signals_of
+from libra_hpc.protocol.trace import TrajectoryRecord, payload_of, signals_of
 from libra_hpc.tasks.base import Episode, PolicyTurn, Task, ToolResult, Tools, Turn
 
 from .settings import Workload
@@ -40,7 +40,7 @@ class WorkloadTask(Task):
 
 class _Replayed(Episode):
     def __init__(self, spec: TrajectoryRecord, number: int, sample: int, speedup: float) -> None:
-        self._spec, self._speedup, self._next = spec, speedup, 0
+        self._spec, self._speedup, self._next, self._place = spec, speedup, 0, (number, sample)
         self.prompt_id = spec.prompt_id
         first = spec.turns[0]
         self.prompt = prompt(number, sample, spec.prompt_tokens + first.new_tokens, first.gen_tokens)
@@ -59,8 +59,12 @@ class _Replayed(Episode):
         seconds = spec.tool_s / self._speedup
         await asyncio.sleep(seconds)
         following = turns[self._next]
-        ids = answer(max(1, following.new_tokens), following.gen_tokens)
-        return Turn(ids, signals_of(msgspec.structs.replace(spec, tool_s=seconds), len(ids)))
+        signals = signals_of(msgspec.structs.replace(spec, tool_s=seconds), max(1, payload_of(following)))
+        if following.new_sample:
+            ids = prompt(*self._place, following.new_tokens, following.gen_tokens)
+        else:
+            ids = answer(max(1, following.new_tokens), following.gen_tokens)
+        return Turn(ids, signals, new_sample=following.new_sample)
 
 
 class _NoTools:

@@ -96,10 +96,11 @@ class Agents:
             recorder.turn_migrations += trajectory.partial > 0
             last = self.engines.get(turn.engine)
             recorder.tp_moves += last is not None and last.tp != engine.tp
+        later = f"/{trajectory.name}/{trajectory.sample}" if trajectory.sample else ""
         request = SimulatedRequest(
-            trajectory=trajectory.name,
-            prompt=turn.prompt_id,
-            prompt_blocks=trajectory.shared // settings.block_size,
+            trajectory=trajectory.name + later,
+            prompt=turn.prompt_id + later,
+            prompt_blocks=0 if later else trajectory.shared // settings.block_size,
             tokens=turn.context_tokens,
             left=trajectory.left,
             priority=decision.priority,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from libra_hpc.policies.scheduling.protocol import Finished, TurnView
 from libra_hpc.protocol.env import Signal
-from libra_hpc.protocol.trace import TrajectoryRecord, signals_of
+from libra_hpc.protocol.trace import TrajectoryRecord, payload_of, signals_of
 from libra_hpc.simulator.engine.simulated_engine import Engine
 from libra_hpc.simulator.engine.simulated_request import SimulatedRequest
 
@@ -30,6 +30,7 @@ class SimulatedTrajectory:
         "partial",
         "place",
         "ready_at",
+        "sample",
         "shared",
         "signals",
         "spec",
@@ -49,7 +50,7 @@ class SimulatedTrajectory:
 
     def begin(self) -> None:
         """Start before the first turn, first or again."""
-        self.turn = self.attained = self.partial = 0
+        self.turn = self.attained = self.partial = self.sample = 0
         self.context = self.spec.prompt_tokens + self.spec.turns[0].new_tokens
         self.signals: tuple[Signal, ...] = ()
         self.at_signal: tuple[int, ...] = ()
@@ -97,10 +98,14 @@ class SimulatedTrajectory:
         self.turn += 1
         last = self.turn == len(turns)
         if turn.tool is not None:
-            found = signals_of(turn, 0 if last else turns[self.turn].new_tokens)
+            found = signals_of(turn, 0 if last else payload_of(turns[self.turn]))
             self.signals = (*self.signals, *found)
             self.at_signal = (*self.at_signal, *[self.attained] * len(found))
         if not last:
+            if turns[self.turn].new_sample:
+                self.sample += 1
+                self.context = self.high = 0
+                self.engine = ""  # as if it shared nothing with the sample before
             self.context += turns[self.turn].new_tokens
         return turn.tool_s
 
@@ -120,7 +125,7 @@ class SimulatedTrajectory:
             at_signal=self.at_signal,
             signals=self.signals,
             version=self.version,
-            context_tokens=self.context,
+            context_tokens=spec.context,
         )
 
 

@@ -99,7 +99,7 @@ class TrainingStage:
         if self._gate is not None:
             self._gate.finish(group)
             while names := self._gate.batch():
-                tokens = sum(trajectory.context for name in names for trajectory in self._groups[name])
+                tokens = sum(trajectory.spec.tokens for name in names for trajectory in self._groups[name])
                 step = len(self.steps) + len(self._waiting) + 1
                 generated = sum(trajectory.attained for name in names for trajectory in self._groups[name])
                 self._waiting.append(

@@ -2,7 +2,8 @@
 
 - A `Task` is constructed once per environment host process; `Task.open` makes an `Episode`, `Episode.start` awaits what
   takes time, and `Episode.close` is called once at its end.
-- `Episode.step` answers each turn with token ids, which are appended to the context without re-tokenisation.
+- `Episode.step` answers each turn with token ids, which are appended to the context without re-tokenisation, or are a
+  new context: a trajectory is one *sample* or more, with one reward (`Turn.new_sample`).
 - Tools are module-level functions in `Task.tools`, run in sandboxed processes. Every failure is a value
   (`ToolResult`).
 - An episode that repeats its answers token for token survives the loss of its process and job: its turns are replayed
@@ -87,7 +88,7 @@ class Turn:
     """The environment's answer to one turn of the policy."""
 
     tokens: list[int] = field(default_factory=list)
-    """Appended to the context; ignored when done."""
+    """Appended to the context, or the next turn's whole context (``new_sample``); ignored when done."""
     signals: Sequence[Signal] = ()
     """What each tool call of the turn reports about the remaining work (`tool_outcome.signal_of` makes one)."""
     done: bool = False
@@ -95,6 +96,11 @@ class Turn:
     """Read only when done."""
     info: dict[str, float] = field(default_factory=dict)
     """Numbers for `metrics.jsonl`: of any turn, so that a truncated trajectory has them; the last of a name counts."""
+    new_sample: bool = False
+    """End the sample: ``tokens`` begin the next one of the same trajectory. All of them get its advantage, each on the
+    tokens that were sampled in it; earlier turns in ``tokens`` are prompt there. For a template that drops old
+    thinking; compaction, when `PolicyTurn.room` is short; a sub-agent's own context, and after it the caller's again.
+    """
 
     @classmethod
     def end(cls, reward: float | Mapping[str, float], signals: Sequence[Signal] = (), **info: float) -> Turn:

@@ -14,6 +14,8 @@ from msgspec.structs import replace
 
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 
+from .record import without_tool
+
 
 class Cut(NamedTuple):
     """Trajectories within the limit, and how many were longer."""
@@ -42,12 +44,12 @@ def _within(one: TrajectoryRecord, max_context: int) -> tuple[TurnRecord, ...]:
     turns: list[TurnRecord] = []
     room = max_context - one.prompt_tokens
     for turn in one.turns:
-        room -= turn.new_tokens
+        room = (max_context if turn.new_sample else room) - turn.new_tokens
         if room < 1:
             break
         turns.append(replace(turn, gen_tokens=min(turn.gen_tokens, room)))
         room -= turn.gen_tokens
     if turns:
         # Nothing follows the tool of the last turn.
-        turns[-1] = TurnRecord(turns[-1].new_tokens, turns[-1].gen_tokens)
+        turns[-1] = without_tool(turns[-1])
     return tuple(turns)

@@ -61,7 +61,7 @@ def describe(trajectories: Sequence[TrajectoryRecord]) -> Description:
         generated_per_turn=_some(map(attrgetter("gen_tokens"), turns)),
         prompt_tokens=_some(map(attrgetter("prompt_tokens"), trajectories)),
         context=_some(map(attrgetter("context"), trajectories)),
-        payload=spread(turn.new_tokens for one in trajectories for turn in one.turns[1:]),
+        payload=spread(turn.new_tokens for one in trajectories for turn in one.turns[1:] if not turn.new_sample),
         tool_s=spread(turn.tool_s for turn in calls),
         tail_share=tail_share(generated),
         tools=_tools(calls),

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from libra_hpc.protocol.trace import TrajectoryRecord
+from libra_hpc.protocol.trace import TrajectoryRecord, payload_of
 
 from .trace_stats import OneWay, centred, one_way, pearson
 
@@ -136,7 +136,7 @@ def _points(trajectories: Sequence[TrajectoryRecord]) -> Iterator[_Point]:
             attained += turn.gen_tokens
             streak = streak + 1 if turn.outcome not in (None, "ok") else 0
             if index < last:
-                payload = one.turns[index + 1].new_tokens
+                payload = payload_of(one.turns[index + 1])
                 yield _Point(
                     turn=index,
                     left=math.log(generated - attained),

@@ -35,8 +35,10 @@ def trajectory(
         raise ValueError(
             f"turns[0].new_tokens = {turns[0].new_tokens}: the context of the first turn is prompt_tokens; valid: 0"
         )
+    if turns[0].new_sample:
+        raise ValueError("turns[0].new_sample = true: the first sample begins with the prompt; valid: false")
     for index, turn in enumerate(turns):
-        at_least(f"turns[{index}].new_tokens", turn.new_tokens, 0)
+        at_least(f"turns[{index}].new_tokens", turn.new_tokens, int(turn.new_sample))
         at_least(f"turns[{index}].gen_tokens", turn.gen_tokens, 1)
         if not (math.isfinite(turn.tool_s) and turn.tool_s >= 0):
             raise ValueError(f"turns[{index}].tool_s = {turn.tool_s:g}: out of range; valid: seconds >= 0")
@@ -45,10 +47,15 @@ def trajectory(
                 at_least(f"turns[{index}].{name}", count, 0)
     last = turns[-1]
     if last.tool is not None or last.outcome is not None or last.tool_s:
-        turns = (*turns[:-1], TurnRecord(last.new_tokens, last.gen_tokens))
+        turns = (*turns[:-1], without_tool(last))
     return TrajectoryRecord(
         prompt_id=prompt_id, sample=sample, prompt_tokens=prompt_tokens, turns=tuple(turns), reward=reward
     )
+
+
+def without_tool(turn: TurnRecord) -> TurnRecord:
+    """The turn as a trajectory's last one."""
+    return TurnRecord(turn.new_tokens, turn.gen_tokens, new_sample=turn.new_sample)
 
 
 def why(error: ValueError | RecursionError) -> str:

@@ -7,8 +7,8 @@ loss token, with the advantage A of its trajectory::
     loss = v * (w * named(pi / proximal, A) + kl_coef * k3)
     k3   = behaviour / pi - 1 - log(behaviour / pi)    unbiased, non-negative estimate of KL(pi || behaviour)
 
-``named`` is one of `losses`. v is 1, or where sequences weigh the same 1 / (loss tokens of the sequence). Functions
-return sums; the caller divides by `libra_hpc.trainer.shards.divisor`.
+``named`` is one of `losses`. v is 1, or where trajectories weigh the same 1 / (loss tokens of the trajectory, in all
+its samples). Functions return sums; the caller divides by `libra_hpc.trainer.shards.divisor`.
 
 Sources: decoupled proximal policy arXiv 2110.00641; truncated weights arXiv 1802.01561; k3 Schulman 2020,
 "Approximating KL divergence".
@@ -59,7 +59,7 @@ def grpo_terms(
     if kl_coef > 0:
         loss = loss + kl_coef * k3
     if by_sequence:
-        loss = loss / tokens.lengths[tokens.sequences]
+        loss = loss / tokens.trajectories[tokens.sequences]
     return Terms(
         loss=loss.sum(),
         ratio=torch.exp(logprobs.detach() - behaviour).sum(),

@@ -173,6 +173,7 @@ class GrpoTrainer:
                     batch.advantages,
                     batch.sequences,
                     batch.lengths,
+                    batch.trajectories,
                     self._context,
                 ),
                 self._loss,

@@ -31,6 +31,8 @@ class LossTokens(NamedTuple):
     """int64[m], place of a token's sequence in the pack."""
     lengths: torch.Tensor
     """float32[s], loss tokens of each sequence on all context ranks; 0 for one without."""
+    trajectories: torch.Tensor
+    """float32[s], loss tokens of each sequence's trajectory, which may have several."""
     context: dist.ProcessGroup | None = None
     """The context ranks; None: this process has all tokens."""
 

@@ -29,10 +29,10 @@ def divisor(samples: Iterable[Sample], aggregate: str, longest: int) -> int:
 
     ``constant``: these times ``longest`` tokens (arXiv 2503.20783).
     """
-    counts = [loss_tokens_of(sample) for sample in samples]
+    counts = [(sample.trajectory, loss_tokens_of(sample)) for sample in samples]
     if aggregate == "token":
-        return sum(counts)
-    return sum(map(bool, counts)) * (longest if aggregate == "constant" else 1)
+        return sum(count for _, count in counts)
+    return len({name for name, count in counts if count}) * (longest if aggregate == "constant" else 1)
 
 
 Shards = list[tuple[tuple[Sample, ...], ...]]

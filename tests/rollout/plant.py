@@ -95,7 +95,7 @@ def engine_stats(*, generated: int, prefilled: int, steps: int) -> EngineStats:
 
 class Plant:
     """Engines answer each turn with [7, 8, STOP]; an episode ends after ``turns`` turns with reward 1 for even
-    samples."""
+    samples, and begins a new sample of four tokens after each ``fresh`` ones."""
 
     def __init__(
         self,
@@ -111,10 +111,11 @@ class Plant:
         group: int = 2,
         hosts: int = 1,
         broken: Broken = lambda message: None,
+        fresh: int = 0,
         evals: Sequence[EvalPart] = (),
     ) -> None:
         self.now, self.cut = 1000.0, max_model_len < 100
-        self.broken = broken
+        self.broken, self.fresh = broken, fresh
         self.truncated_reward, self.truncated_info = 0.0, dict[str, float]()
         self.engines: dict[str, int] = {}
         self.inbox: list[tuple[str, Generate]] = []
@@ -280,6 +281,7 @@ class Plant:
         reward: float = 1.0,
         info: dict[str, float] | None = None,
         signals: tuple[Signal, ...] = (),
+        new_sample: bool = False,
     ) -> None:
         stepped = EpisodeStepped(
             episode=message.episode,
@@ -288,6 +290,7 @@ class Plant:
             done=done,
             reward=reward,
             info=info or {},
+            new_sample=new_sample,
         )
         self.leader.on_host(0, stepped)
 
@@ -308,6 +311,9 @@ class Plant:
                 case OpenEpisode(episode=episode, index=index):
                     self.steps_of[episode] = 0
                     self.open_episode(message, [1, 2, index % 1000])
+                case StepEpisode(episode=episode, tokens=tokens) if self._begins_sample(episode):
+                    self.steps_of[episode] += 1
+                    self.end_step(message, [1, 2, int(episode.split(".")[0]) % 1000, 6], done=False, new_sample=True)
                 case StepEpisode(episode=episode, tokens=tokens):
                     assert unpack_i32(tokens)[-1] == STOP or self.cut
                     self.steps_of[episode] += 1
@@ -322,6 +328,10 @@ class Plant:
                     self.end_step(message, reward=self.truncated_reward, info=self.truncated_info)
                 case CloseEpisode():
                     pass
+
+    def _begins_sample(self, episode: str) -> bool:
+        done = self.steps_of[episode] + 1
+        return self.fresh > 0 and done < self.turns and not done % self.fresh
 
     # --- time
 

@@ -25,6 +25,7 @@ from tests.train_leader.world import World, batch
 def finished(index: int, sample: int, info: dict[str, float]) -> Trajectory:
     trajectory = Trajectory(index, sample, 0)
     trajectory.add_environment(pack_i32([1, 2]))
+    trajectory.add_generated(generated("", [7], finish="stop"), "e0")
     trajectory.place, trajectory.info, trajectory.first_version = "done", info, 0
     return trajectory
 
@@ -68,7 +69,7 @@ def test_a_masked_trajectory_is_not_trained_on_and_not_in_the_mean() -> None:
     for trajectory, reward in zip(done, (1.0, 9.0, 0.0), strict=True):
         trajectory.reward = reward
     group = GroupState(0, 3, done).to_group(group_mean, LengthRules("mask"))
-    assert [(sample.uid, sample.advantage) for sample in group.samples] == [("0.0", 0.5), ("0.2", -0.5)]
+    assert [(sample.uid, sample.advantage) for sample in group.samples] == [("0.0.0", 0.5), ("0.2.0", -0.5)]
     nothing = GroupState(0, 1, [finished(0, 0, {"truncated": 1.0})]).to_group(group_mean, LengthRules("mask"))
     assert nothing.samples == ()
 

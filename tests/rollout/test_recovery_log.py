@@ -30,15 +30,15 @@ from tests.rollout.plant import generated
 ETA = 2
 
 
-def trajectory_of(index: int, sample: int = 0, versions: Sequence[int] = (0,)) -> Trajectory:
-    """A turn of two tokens under each version; tools add three tokens between turns."""
+def trajectory_of(index: int, sample: int = 0, versions: Sequence[int] = (0,), fresh: bool = False) -> Trajectory:
+    """A turn of two tokens under each version, three of a tool between turns; ``fresh``: the last begins a sample."""
     trajectory = Trajectory(index=index, sample=sample, attempt=0, host=0, now=10.0)
     trajectory.prompt_id = f"p{index}"
     trajectory.add_environment(pack_i32([1, 2, index]))
     trajectory.prompt_tokens = 3
     for turn, version in enumerate(versions):
         if turn:
-            trajectory.add_environment(pack_i32([9] * 3))
+            trajectory.add_environment(pack_i32([9] * 3), fresh and turn == len(versions) - 1)
         trajectory.add_generated(
             generated("r", [7, turn], finish="stop", logprobs=[-1.5, -2.0], versions=((version, 2),)), "e0"
         )
@@ -86,7 +86,7 @@ def samples_of(recovered: Recovered) -> list[tuple[int, int]]:
 
 
 def test_a_recovered_trajectory_trains_and_counts_as_the_original(run: Run) -> None:
-    originals = [trajectory_of(4, 0, (1, 2)), trajectory_of(4, 1, (2, 2, 3))]
+    originals = [trajectory_of(4, 0, (1, 2)), trajectory_of(4, 1, (2, 2, 3), fresh=True)]
     run.start()
     run.add(*originals)
     recovered = run.start(at(3, 2))
@@ -115,12 +115,13 @@ def test_a_trajectory_whose_context_was_full_is_still_truncated(run: Run) -> Non
     assert GroupState(4, 2, run.start(at(2)).groups[4]).begun[1].truncated
 
 
+@pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("place", ["waiting", "engine", "tool"])
-def test_an_unfinished_trajectory_comes_back_as_it_was(place: Place, run: Run) -> None:
-    original = trajectory_of(4, 1, (1, 2))
+def test_an_unfinished_trajectory_comes_back_as_it_was(place: Place, fresh: bool, run: Run) -> None:
+    original = trajectory_of(4, 1, (1, 2), fresh=True)
     original.add_signals([Signal("get", "miss", 3, 0.5, exit_code=1, failed=2)])
     if place != "tool":
-        original.add_environment(pack_i32([9] * 3))
+        original.add_environment(pack_i32([9] * 3), fresh)
     original.place = place
     run.start()
     run.add(original, trajectory_of(4, 0))
@@ -133,7 +134,8 @@ def test_an_unfinished_trajectory_comes_back_as_it_was(place: Place, run: Run) -
     assert back.place == ("tool" if place == "tool" else "before")
     assert back.turn == ([7, 1] if place == "tool" else [])
     for name in (
-        "context",
+        "tokens",
+        "begins",
         "mask",
         "logprobs",
         "turns",
@@ -146,7 +148,7 @@ def test_an_unfinished_trajectory_comes_back_as_it_was(place: Place, run: Run) -
     ):
         assert getattr(back, name) == getattr(original, name), name
     assert not back.truncated
-    if place != "tool":
+    if place != "tool" and not fresh:
         assert (back.signals, back.at_signal) == (original.signals, original.at_signal)
 
 

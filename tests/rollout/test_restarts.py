@@ -27,7 +27,7 @@ async def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest(
     total = Counter[str]()
     for seed in range(12):
         pick = random.Random(seed)
-        eta, in_order, steps = seed % 3, seed % 2 == 1, 9
+        eta, in_order, fresh, steps = seed % 3, seed % 2 == 1, seed // 4, 9
         starts, found, batches = [RecordedStart(0, "same")], list[tuple[int, SavedTrajectory]](), dict[int, Batch]()
         step = 0
         while step < steps:
@@ -40,9 +40,9 @@ async def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest(
                 (record, drop_reason(record, start, starts, position=position, eta=eta)) for start, record in found
             )
             begun_before = {
-                t: t.context.tobytes() for members in recovered.groups.values() for t in members if t.place != "done"
+                t: t.tokens.tobytes() for members in recovered.groups.values() for t in members if t.place != "done"
             }
-            plant = Plant(eta=eta, steps=steps, in_order=in_order)
+            plant = Plant(eta=eta, steps=steps, in_order=in_order, turns=3 if fresh else 2, fresh=fresh)
             plant.start(trained.low, tuple(trained.extra), step, recovered.groups)
             begun, last = step, min(steps, step + pick.randrange(1, 4))
             while step < last:
@@ -56,17 +56,20 @@ async def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest(
                 await plant.settle()
                 plant.serve(pick.randrange(20), pick)
                 await plant.settle()
-            groups = {g.index: {s.uid: s for s in g.samples} for batch in plant.batches for g in batch.groups}
+            groups: dict[int, dict[str, bytes]] = {}
+            for sample in (sample for batch in plant.batches for group in batch.groups for sample in group.samples):
+                whole = groups.setdefault(int(sample.uid.split(".")[0]), {})
+                whole[sample.trajectory] = whole.get(sample.trajectory, b"") + sample.tokens
             for index, members in recovered.groups.items():
                 for member in members:
                     if member in begun_before:
                         total["gone on with"] += index in groups
                         if index in groups:
-                            assert groups[index][f"{index}.{member.sample}"].tokens.startswith(begun_before[member])
+                            assert groups[index][f"{index}.{member.sample}"].startswith(begun_before[member])
                         continue
                     assert f"{index}.{member.sample}.0" not in plant.steps_of, "it is not sampled again"
                     if index in groups:
-                        assert groups[index][f"{index}.{member.sample}"].tokens == member.context.tobytes()
+                        assert groups[index][f"{index}.{member.sample}"] == member.tokens.tobytes()
                     total["recovered"] += 1
             assert not plant.kinds("experience_refused")
             assert len({(line["index"], line["sample"]) for line in plant.lines}) == len(plant.lines)

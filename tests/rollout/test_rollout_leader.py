@@ -215,7 +215,8 @@ async def test_no_context_ever_exceeds_the_longest_one_whatever_the_environment_
                     plant.open_episode(message, [1] * pick.choice(lengths), pick.randrange(1, 9))
                 elif isinstance(message, StepEpisode):
                     answer = [5] * pick.choice((0, 1, 3, longest, 1000))
-                    plant.end_step(message, answer, done=pick.random() < 0.2)
+                    fresh = bool(answer) and pick.random() < 0.3
+                    plant.end_step(message, answer, done=pick.random() < 0.2, new_sample=fresh)
                 elif isinstance(message, TruncateEpisode):
                     plant.end_step(message)
             await asyncio.sleep(0)
@@ -225,7 +226,8 @@ async def test_no_context_ever_exceeds_the_longest_one_whatever_the_environment_
                 plant.answer(engine, request, [7] * tokens, pick.choice(("stop", "length", "abort")))
             plant.now += 1.0
             plant.leader.report()
-            assert all(len(t.context) <= longest for t in (*plant.leader._environments.episodes.values(), *plant.ended))
+            every = (*plant.leader._environments.episodes.values(), *plant.ended)
+            assert all(max(t.sample_tokens) <= longest for t in every)
         assert plant.batches
         clipped += sum(line["clipped"] > 0 for line in plant.lines)
         assert {e["failure"] for e in plant.kinds("trajectory_failed")} <= {"answer"}

@@ -18,27 +18,29 @@ from libra_hpc.rollout.records import transcripts
 from .plant import Plant, sampling
 
 
-async def _trained(steps: int = 1) -> Plant:
-    plant = await sampling(steps=8)
+async def _trained(steps: int = 1, **options: Any) -> Plant:
+    plant = await sampling(steps=8, **options)
     for _ in range(steps):
         batch = await plant.batch(len(plant.batches) + 1)
         plant.commit(batch)
     return plant
 
 
-async def test_a_step_has_every_trajectory_with_its_tokens_and_advantage(tmp_path: Path) -> None:
-    plant = await _trained()
+@pytest.mark.parametrize("fresh", [0, 1])
+async def test_a_step_has_every_trajectory_with_its_tokens_and_advantage(tmp_path: Path, fresh: int) -> None:
+    plant = await _trained(fresh=fresh)
     (step, trajectories, groups), *_ = plant.composed
     transcripts.TranscriptWriter(tmp_path, "toy", 10**6).write(step, trajectories, groups)
     records = list(transcripts.read(transcripts.steps(tmp_path)[step]))
     assert [record.uid for record in records] == [f"{t.index}.{t.sample}" for t in trajectories]
-    samples = {sample.uid: sample for group in groups for sample in group.samples}
+    samples = {sample.trajectory: sample for group in groups for sample in group.samples}
     for record, trajectory in zip(records, trajectories, strict=True):
         assert record.advantage == samples[record.uid].advantage
         segments = list(record.segments())
-        assert [token for _, ids in segments for token in ids] == list(trajectory.context)
+        assert [token for _, ids in segments for token in ids] == list(trajectory.tokens)
+        assert [ids for who, ids in segments if who == "new sample"] == [(1, 2, trajectory.index, 6)] * fresh
         policy = [token for who, ids in segments if who == "policy" for token in ids]
-        assert policy == [token for token, own in zip(trajectory.context, trajectory.mask, strict=True) if own]
+        assert policy == [token for token, own in zip(trajectory.tokens, trajectory.mask, strict=True) if own]
 
 
 async def test_a_damaged_file_is_read_to_its_last_whole_record_and_that_is_told(tmp_path: Path) -> None:

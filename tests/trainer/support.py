@@ -26,6 +26,7 @@ from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.saved.shard_files import ShardFiles
 from libra_hpc.trainer.saved.state_writer import Answer, StateWriter
 from libra_hpc.trainer.settings import AlgorithmSettings, OptimizerSettings, write_config
+from libra_hpc.trainer.shards import divisor
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace, from_hf, to_hf
 
@@ -89,6 +90,23 @@ def samples(seed: int, count: int = 10) -> list[Sample]:
         advantage = 0.0 if i % 5 == 4 else float(torch.randn((), generator=generator))
         out.append(Sample(f"{seed}-{i}", pack_i32(tokens), bytes(mask), pack_f32(logprobs.tolist()), advantage))
     return out
+
+
+def in_threes(step: TrainStep) -> TrainStep:
+    """The step with three samples of a minibatch in each trajectory, each of which weighs the same."""
+
+    def joined(batch: tuple[Sample, ...]) -> tuple[Sample, ...]:
+        counts = [loss_tokens([*batch[at - at % 3 :][:3]]) for at in range(len(batch))]
+        return tuple(
+            msgspec.structs.replace(
+                sample, uid=f"0.{at // 3}.{at % 3}", advantage=batch[at - at % 3].advantage, trajectory_tokens=count
+            )
+            for at, (sample, count) in enumerate(zip(batch, counts, strict=True))
+        )
+
+    batches = tuple(map(joined, step.minibatches))
+    divisors = tuple(divisor(batch, "sequence", 1) for batch in batches)
+    return msgspec.structs.replace(step, minibatches=batches, divisors=divisors)
 
 
 def loss_tokens(batch: list[Sample]) -> int:

@@ -24,7 +24,7 @@ objective = partial(grpo_terms, named=ppo, clip=(0.2, 0.2), is_truncation=2.0, k
 def _tokens(*values: torch.Tensor) -> LossTokens:
     """Of one sequence."""
     count = len(values[0])
-    return LossTokens(*values, torch.zeros(count, dtype=torch.int64), torch.tensor([float(count)]))
+    return LossTokens(*values, torch.zeros(count, dtype=torch.int64), *[torch.tensor([float(count)])] * 2)
 
 
 def _inputs(n: int = 40, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:

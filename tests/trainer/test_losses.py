@@ -26,7 +26,7 @@ def _tokens() -> LossTokens:
     behaviour = proximal + 0.2 * torch.randn(count, generator=generator)
     sequences = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     advantages = torch.tensor(ADVANTAGES)[sequences]
-    return LossTokens(logprobs, proximal, behaviour, advantages, sequences, torch.tensor(LENGTHS).float())
+    return LossTokens(logprobs, proximal, behaviour, advantages, sequences, *[torch.tensor(LENGTHS).float()] * 2)
 
 
 def _by_hand(name: str) -> tuple[list[float], list[float], int]:
@@ -65,14 +65,16 @@ def test_a_loss_and_its_gradient_equal_scalars(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_by_sequence_each_trajectory_weighs_the_same(name: str) -> None:
-    tokens = _tokens()
+@pytest.mark.parametrize("trajectories", [(3, 1, 4), (10, 6, 10)])
+def test_by_sequence_each_trajectory_weighs_the_same(name: str, trajectories: tuple[int, ...]) -> None:
+    """The second: the first and the last are samples of one trajectory, others of which are in other packs."""
+    tokens = _tokens()._replace(trajectories=torch.tensor(trajectories).float())
     terms = grpo_terms(tokens, loss_named(name), clip=(LOW, HIGH), is_truncation=9.0, kl_coef=0.0, by_sequence=True)
     losses, _, _ = _by_hand(name)
     weights = torch.exp(tokens.proximal - tokens.behaviour).tolist()
     means, at = 0.0, 0
-    for length in LENGTHS:
-        means += sum(w * x for w, x in zip(weights[at : at + length], losses[at : at + length], strict=True)) / length
+    for length, count in zip(LENGTHS, trajectories, strict=True):
+        means += sum(w * x for w, x in zip(weights[at : at + length], losses[at : at + length], strict=True)) / count
         at += length
     assert terms.loss.item() == pytest.approx(means, rel=1e-5)
 

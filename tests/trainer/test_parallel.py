@@ -20,6 +20,7 @@ from .support import (
     assert_equals_one_process,
     assert_same_step,
     build,
+    in_threes,
     join_all,
     make_model,
     samples,
@@ -122,7 +123,7 @@ def test_a_loss_over_sequences_equals_one_process_where_context_ranks_share_them
     replica = Replica(tmp_path, "split", tmp_path / "model", cp=2, algorithm=settings)
     replica.ready()
     join_all([replica], 0, tmp_path / "meet")
-    message = train_step(1, 0, minibatches=3)
+    message = in_threes(train_step(1, 0, minibatches=3))
     alone = trainer.step(message)
     replica.send(message)
     done = replica.receive(StepDone)

@@ -10,7 +10,7 @@ from libra_hpc.protocol.agents import Group
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.trainer.exchange import GroupMembers, join_transfers, owned, step_transfers
-from libra_hpc.trainer.shards import loss_tokens_of, shard, tokens_of
+from libra_hpc.trainer.shards import divisor, loss_tokens_of, shard, tokens_of
 
 
 def make(index: int, lengths: list[int], advantages: list[float]) -> Group:
@@ -49,6 +49,14 @@ def test_token_counts_differ_by_at_most_one_sample(spec: list[list[tuple[int, fl
     shards, _ = shard(batch, replicas, 1, skip_zero_advantage=True)
     loads = [sum(tokens_of(s) for s in replica[0]) for replica in shards]
     assert max(loads) - min(loads) <= max(tokens_of(s) for g in batch for s in g.samples)
+
+
+def test_the_divisor_counts_a_trajectory_once_however_many_samples_it_has() -> None:
+    def part(uid: str, loss: int) -> Sample:
+        return Sample(uid, pack_i32([0] * (loss + 2)), bytes(2) + b"\1" * loss, pack_f32([0.0] * (loss + 2)), 1.0)
+
+    samples = [part("0.0.0", 3), part("0.0.1", 2), part("0.0.2", 0), part("0.1.0", 4), part("1.0.0", 0)]
+    assert [divisor(samples, name, 50) for name in ("token", "sequence", "constant")] == [9, 2, 100]
 
 
 SIZES = (1000, 3, 129)

@@ -33,7 +33,9 @@ class TurnView(msgspec.Struct, frozen=True):
     ready_at: float
     """When it became ready, on the clock of ``now``."""
     engine: str
-    """Engine of the last turn, where the prefix may still be cached; empty at admission."""
+    """Engine of the last turn, where the prefix may still be cached; empty at admission, and where a new sample shares
+    less than half of its context with the one before.
+    """
     signals: tuple[Signal, ...]
     max_context: int = 0
     """Context tokens at which the trajectory ends; 0 if unknown."""
@@ -76,7 +78,7 @@ class Finished(msgspec.Struct, frozen=True):
     signals: tuple[Signal, ...]
     version: int
     context_tokens: int = 0
-    """Whole context at the end."""
+    """Of its longest context."""
 
 
 class Policy(Protocol):

@@ -31,7 +31,7 @@ class Transcript(msgspec.Struct, frozen=True):
 
     step: int
     uid: str
-    """``index.sample``, as in the trainer's samples."""
+    """``index.sample``; the trainer's samples have their number besides."""
     prompt_id: str
     task: str
     reward: float
@@ -41,17 +41,23 @@ class Transcript(msgspec.Struct, frozen=True):
     """(weight version, tokens generated under it), in order."""
     prompt_tokens: int
     turns: tuple[TurnRecord, ...]
-    """The context is the prompt, then of each turn ``new_tokens`` of the environment and ``gen_tokens``."""
+    """The tokens are the prompt, then of each turn ``new_tokens`` of the environment and ``gen_tokens``; those of its
+    samples follow one another.
+    """
     tokens: tuple[int, ...]
 
     def segments(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(who, token ids) in order: ``prompt``, ``policy``, and what a turn's ``new_tokens`` came from."""
+        """(who, token ids) in order: ``prompt``, ``policy``, and what a turn's ``new_tokens`` came from.
+
+        The prompt of another sample is ``new sample``.
+        """
         at = self.prompt_tokens
         yield "prompt", self.tokens[:at]
         tool = ""
         for turn in self.turns:
             if turn.new_tokens:
-                yield tool or "environment", self.tokens[at : at + turn.new_tokens]
+                who = "new sample" if turn.new_sample else tool or "environment"
+                yield who, self.tokens[at : at + turn.new_tokens]
                 at += turn.new_tokens
             yield "policy", self.tokens[at : at + turn.gen_tokens]
             at += turn.gen_tokens
@@ -70,7 +76,7 @@ def transcript(step: int, task: str, trajectory: Trajectory, advantage: float) -
         versions=tuple(trajectory.versions),
         prompt_tokens=trajectory.prompt_tokens,
         turns=tuple(trajectory.turns),
-        tokens=tuple(trajectory.context),
+        tokens=tuple(trajectory.tokens),
     )
 
 
@@ -118,9 +124,10 @@ class TranscriptWriter:
 
     def write(self, step: int, trajectories: Sequence[Trajectory], groups: Iterable[Group]) -> int:
         """Write a step's file; returns how many older files were removed for it.  Raises `OSError`."""
-        advantages = {sample.uid: sample.advantage for group in groups for sample in group.samples}
         compress = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress
         encode = msgspec.json.Encoder().encode
+        samples = [sample for group in groups for sample in group.samples]
+        advantages = {sample.trajectory: sample.advantage for sample in samples}
         counted = [(t, advantages.get(f"{t.index}.{t.sample}", 0.0)) for t in trajectories]
         records = [transcript(step, self._task or t.part, t, advantage) for t, advantage in counted]
         data = b"".join(compress(encode(record) + b"\n") for record in records)

@@ -17,19 +17,20 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Literal
 
 import msgspec
 
 from libra_hpc.protocol.codec import Codec
-from libra_hpc.protocol.trace import all_signals
+from libra_hpc.protocol.trace import all_signals, sample_tokens
 from libra_hpc.rollout.trajectory import ServedTurn, Trajectory, unusable_reward
 
 TRAINED, DAMAGED = "trained", "damaged"
 
 
 class SavedTrajectory(msgspec.Struct, frozen=True, array_like=True):
-    """The record of one trajectory; arrays as in `libra_hpc.protocol.trainer.Sample`."""
+    """The record of one trajectory; arrays as in `libra_hpc.protocol.trainer.Sample`, those of its samples joined."""
 
     index: int
     sample: int
@@ -55,7 +56,7 @@ class SavedTrajectory(msgspec.Struct, frozen=True, array_like=True):
             attempt=t.attempt,
             prompt_id=t.prompt_id,
             prompt_tokens=t.prompt_tokens,
-            tokens=t.context.tobytes(),
+            tokens=t.tokens.tobytes(),
             mask=bytes(t.mask),
             logprobs=t.logprobs.tobytes(),
             reward=t.reward,
@@ -74,6 +75,7 @@ class SavedTrajectory(msgspec.Struct, frozen=True, array_like=True):
             and generated == sum(count for _, count in self.versions) == sum(turn.gen_tokens for turn in turns) > 0
             and self.prompt_tokens + sum(turn.new_tokens for turn in turns) == len(self.mask) - generated
             and min(min(turn.gen_tokens, turn.new_tokens) for turn in turns) >= 0 < self.prompt_tokens
+            and not turns[0].new_sample
             and math.isfinite(sum(array("f", self.logprobs)))
             and not unusable_reward(self.reward, self.info)
         )
@@ -90,17 +92,18 @@ class SavedTrajectory(msgspec.Struct, frozen=True, array_like=True):
         """What training needs, or what is needed to go on; the scheduler learns from ``trajectories.jsonl``."""
         t = Trajectory(self.index, self.sample, self.attempt)
         t.prompt_id, t.prompt_tokens, t.reward, t.info = self.prompt_id, self.prompt_tokens, self.reward, self.info
-        t.context, t.mask, t.logprobs = array("i", self.tokens), bytearray(self.mask), array("f", self.logprobs)
+        t.tokens, t.mask, t.logprobs = array("i", self.tokens), bytearray(self.mask), array("f", self.logprobs)
         t.turns, t.versions, t.first_version, t.attained = (
             list(self.turns),
             list(self.versions),
             self.oldest,
             self.mask.count(1),
         )
+        t.begins = list(accumulate(sample_tokens(self.prompt_tokens, self.turns)[:-1], initial=0))
         t.place = self.place
         if self.place != "done":
             t.truncated = self.place == "tool" and not self.turns[-1].gen_tokens
-            t.turn = list(t.context[len(t.context) - t.turns[-1].gen_tokens :])
+            t.turn = list(t.tokens[len(t.tokens) - t.turns[-1].gen_tokens :])
             t.signals, t.at_signal = all_signals(t.turns)
         return t
 
@@ -158,7 +161,7 @@ class Recovered(msgspec.Struct, frozen=True):
             "trajectories": len(finished),
             "groups": len(per_group),
             "whole_groups": sum(count == group_size for count in per_group.values()),
-            "tokens": sum(len(trajectory.context) for trajectory in finished),
+            "tokens": sum(len(trajectory.tokens) for trajectory in finished),
             "generated_tokens": sum(trajectory.attained for trajectory in finished),
             "unfinished": len(begun),
             "unfinished_tokens": sum(trajectory.attained for trajectory in begun),

@@ -45,6 +45,8 @@ class Example(NamedTuple):
     advantage: float
     experts: torch.Tensor | None = None
     """int64[n, layers, k], the experts that the rollout engine chose; `NO_CHOICE` where it returned none."""
+    trajectory_tokens: int = 0
+    """As in `Sample`."""
 
 
 class Block(NamedTuple):
@@ -111,6 +113,8 @@ class Pack(NamedTuple):
     """int64[m], place of a loss token's sequence in the pack"""
     lengths: torch.Tensor
     """float32[s], loss tokens of each sequence on all context ranks"""
+    trajectories: torch.Tensor
+    """float32[s], loss tokens of each sequence's trajectory, in all its samples"""
     filled: int
     """Tokens without padding, which fills a pack up to equal shares of the ranks."""
 
@@ -124,7 +128,8 @@ def decode(sample: Sample, shape: Architecture | None = None) -> Example:
     mask = torch.frombuffer(bytearray(sample.loss_mask), dtype=torch.uint8).bool()
     logprobs = torch.frombuffer(bytearray(sample.logprobs), dtype=torch.float32)
     one = example(sample.uid, tokens=tokens, mask=mask, logprobs=logprobs, advantage=sample.advantage)
-    return one._replace(experts=_experts(sample, len(tokens), shape)) if shape and sample.experts else one
+    experts = _experts(sample, len(tokens), shape) if shape and sample.experts else None
+    return one._replace(experts=experts, trajectory_tokens=sample.trajectory_tokens)
 
 
 def _experts(sample: Sample, count: int, shape: Architecture) -> torch.Tensor:
@@ -219,6 +224,7 @@ def _assemble(group: list[Example], device: torch.device, place: ReplicaPlace) -
         advantages=advantages[mine].to(device),
         sequences=sequences[mine].to(device),
         lengths=counts.float().to(device),
+        trajectories=torch.tensor([float(s.trajectory_tokens or s.mask.sum()) for s in group]).to(device),
         filled=int((rows < count).sum()),
     )
 

@@ -1,0 +1,127 @@
+"""A trajectory of several samples: what its engines, its environment, the trainer and the metrics get of it."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import msgspec
+import pytest
+
+from libra_hpc.policies.learning.advantages import LengthRules, group_mean
+from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
+from libra_hpc.protocol.env import StepEpisode
+from libra_hpc.protocol.trace import TrajectoryRecord
+from libra_hpc.rollout.group_state import GroupState
+from libra_hpc.rollout.trajectory import Trajectory
+
+from .plant import STOP, Plant, generated, sampling
+
+SAID = [7, 8, STOP]
+
+
+async def test_a_trajectory_of_three_samples_is_one_reward_three_sequences_and_one_trajectory_of_the_batch() -> None:
+    plant = Plant(turns=5, fresh=2).start()
+    batch = await plant.batch()
+    assert batch.stats["samples_per_trajectory"] == 3.0
+    assert (batch.stats["trajectories"], batch.stats["turns_p50"], batch.stats["gen_tokens"]) == (4.0, 5.0, 4 * 15)
+    assert (batch.stats["reward"], batch.stats["context_p50"]) == (0.5, 11.0)
+    for group in batch.groups:
+        first, later, last = [1, 2, group.index, *SAID, 5, *SAID], [1, 2, group.index, 6, *SAID, 5, *SAID], 7
+        for number, sample in enumerate(group.samples):
+            which, part = divmod(number, 3)
+            assert sample.uid == f"{group.index}.{which}.{part}"
+            assert sample.trajectory == f"{group.index}.{which}"
+            tokens = unpack_i32(sample.tokens)
+            assert tokens == (first, later, later[:last])[part]
+            assert sample.loss_mask == bytes(token in SAID for token in tokens)
+            logprobs = array("f", sample.logprobs).tolist()
+            assert [value for value in logprobs if value] == [-1.0, -2.0, -3.0] * (2 if part < 2 else 1)
+            assert sample.trajectory_tokens == 15
+        advantages = [sample.advantage for sample in group.samples]
+        assert advantages == [advantages[0]] * 3 + [-advantages[0]] * 3
+        assert advantages[0] > 0.9
+    record = msgspec.convert(plant.lines[0], TrajectoryRecord, strict=False)
+    assert (record.context, record.tokens) == (11, 10 + 11 + 7)
+    assert [turn.get("new_sample", False) for turn in plant.lines[0]["turns"]] == [False, False, True, False, True]
+
+
+async def test_the_turn_after_sees_the_new_context_alone_and_its_room() -> None:
+    plant = await sampling(4, turns=3, fresh=1, max_model_len=100)
+    rooms: list[int] = []
+    for _ in range(3):
+        prompts = [unpack_i32(request.prompt) for _, request in plant.inbox]
+        plant.serve()
+        rooms += [message.room for message in plant.host if isinstance(message, StepEpisode)]
+        await plant.settle()
+    assert rooms == [100 - 6] * 4 + [100 - 7] * 8
+    assert all(prompt in ([1, 2, 0, 6], [1, 2, 1, 6]) for prompt in prompts)
+
+
+@pytest.mark.parametrize(("shared", "engine", "computed"), [(40, "e1", 40), (29, "e1", 29), (10, "", 10), (0, "", 0)])
+def test_a_sample_that_shares_little_with_the_one_before_is_bound_to_no_engine(
+    shared: int, engine: str, computed: int
+) -> None:
+    trajectory = Trajectory(0, 0, 0)
+    trajectory.add_environment(pack_i32(range(60)))
+    trajectory.add_generated(generated("", [7] * 3, finish="stop"), "e1")
+    trajectory.engine = "e1"
+    trajectory.add_environment(pack_i32([*range(shared), *[999] * (50 - shared)]), new_sample=True)
+    assert (trajectory.engine, trajectory.computed, trajectory.context_tokens) == (engine, computed, 50)
+    # What is not shared was never computed: it counts as no repetition.
+    trajectory.add_generated(generated("", [7], finish="stop"), "e1")
+    assert trajectory.turns[-1].recomputed == shared
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_a_lost_host_is_replayed_through_all_samples(seed: int) -> None:
+    want = (await Plant(turns=5, fresh=2).start().batch()).groups
+    pick, plant = random.Random(seed), Plant(turns=5, fresh=2).start()
+    for _ in range(40):
+        await plant.settle()
+        if pick.random() < 0.3:
+            plant.kill_host()
+        plant.serve(pick.randrange(3), pick)
+    batch = await plant.batch()
+    assert [sample for group in batch.groups for sample in group.samples] == [s for g in want for s in g.samples]
+
+
+async def test_a_replay_that_appends_what_was_a_new_sample_is_sampled_again() -> None:
+    plant = await sampling(4, turns=4, fresh=1)
+    plant.serve()
+    await plant.settle()
+    plant.kill_host()
+    await plant.settle()
+    assert not plant.kinds("resubmitted"), "the same answers were given"
+    plant.fresh, plant.tool = 0, 6
+    plant.kill_host()
+    await plant.settle()
+    assert {"its environment did not answer as it had when its turns were replayed"} == {
+        event["reason"] for event in plant.kinds("resubmitted")
+    }
+
+
+async def test_a_new_sample_without_room_for_a_turn_truncates_the_trajectory_and_is_not_trained_on() -> None:
+    plant = await sampling(4, max_model_len=40)
+    plant.truncated_reward = 3.0
+    plant.serve(1)
+    plant.end_step(plant.take_step(), [5] * 90, done=False, new_sample=True)
+    batch = await plant.batch()
+    (line,) = [line for line in plant.lines if line["clipped"]]
+    assert (line["clipped"], line["reward"], line["info"]) == (50, 3.0, {"truncated": 1.0})
+    assert batch.stats["samples_per_trajectory"] == 1.25
+    assert sorted(sample.uid.rpartition(".")[2] for sample in plant.samples()) == ["0"] * 4
+
+
+def test_the_longest_sample_counts_for_the_length_of_a_trajectory() -> None:
+    done = []
+    for sample in range(2):
+        trajectory = Trajectory(0, sample, 0)
+        for count in (10, 90 if sample else 10, 10):
+            trajectory.add_environment(pack_i32([1] * count), new_sample=bool(trajectory.turns))
+            trajectory.add_generated(generated("", [7], finish="stop"), "e0")
+        trajectory.place, trajectory.reward = "done", 1.0
+        done.append(trajectory)
+    group = GroupState(0, 2, done).to_group(group_mean, LengthRules(soft=20, longest=100))
+    assert [round(sample.advantage, 3) for sample in group.samples] == [0.275] * 3 + [-0.275] * 3
+    assert sum(len(sample.logprobs) for sample in group.samples) == len(pack_f32([0.0] * (33 + 113)))

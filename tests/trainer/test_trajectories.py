@@ -1,0 +1,69 @@
+"""Trajectories of three samples, trained in several packs, against the loss computed by hand from transformers."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from libra_hpc.protocol.codec import unpack_i32
+from libra_hpc.protocol.trainer import Sample
+from libra_hpc.trainer.shards import divisor
+from libra_hpc.weights.names import ReplicaPlace
+
+from .settings import algorithm
+from .support import build, in_threes, loss_tokens, make_model, train_step
+from .test_moe import LAYERS, TOP_K, replayed, routed
+
+TEMPERATURE, LONGEST = 0.8, 64
+
+
+def by_hand(model: Any, samples: tuple[Sample, ...], aggregate: str) -> torch.Tensor:
+    """The objective, written out trajectory by trajectory; its gradient is the surrogate's."""
+    sums, sizes = [], []
+    for _, parts in groupby(samples, key=lambda sample: sample.uid.split(".")[:2]):
+        total, count = torch.zeros(()), 0
+        for sample in parts:
+            tokens = torch.tensor(unpack_i32(sample.tokens))
+            own = torch.tensor(list(sample.loss_mask)).bool()[1:]
+            scores = model(tokens[None]).logits[0, :-1] / TEMPERATURE
+            logprobs = scores.log_softmax(-1).gather(1, tokens[1:, None])[:, 0][own]
+            behaviour = torch.frombuffer(bytearray(sample.logprobs), dtype=torch.float32)[1:][own]
+            weight = (logprobs.detach() - behaviour).exp().clamp(max=2.0)
+            ratio = (logprobs - logprobs.detach()).exp()
+            total = total - (weight * sample.advantage * ratio).sum()
+            count += int(own.sum())
+        sums.append(total)
+        sizes.append(count)
+    if aggregate == "sequence":
+        return sum(total / count for total, count in zip(sums, sizes, strict=True)) / len(sums)  # type: ignore[return-value]
+    return sum(sums) / (sum(sizes) if aggregate == "token" else len(sums) * LONGEST)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_a_trajectory_of_three_samples_weighs_as_one(
+    tmp_path: Path, world: ReplicaPlace, kind: str, aggregate: str
+) -> None:
+    model = make_model(kind, tmp_path / "model")
+    step = in_threes(train_step(1, 0))
+    (batch,) = step.minibatches
+    step = msgspec.structs.replace(step, divisors=(divisor(batch, aggregate, LONGEST),))
+    if kind == "qwen3_moe":
+        with torch.no_grad():
+            chosen = [routed(model, unpack_i32(sample.tokens)) for sample in batch]
+        step = replayed(step, lambda number, tokens: chosen[number])
+    settings = algorithm(temperature=TEMPERATURE, by_sequence=aggregate == "sequence")
+    _, trainer = build(tmp_path / "model", world, settings=settings)
+    done = trainer.step(step)
+    want = by_hand(model, batch, aggregate)
+    want.backward()  # type: ignore[no-untyped-call]
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    assert (done.loss, done.grad_norm) == pytest.approx((want.item(), norm.item()), rel=1e-4)
+    assert done.loss_tokens == loss_tokens([*batch])
+    if kind == "qwen3_moe":
+        assert done.replayed == done.agreed == done.tokens * LAYERS * TOP_K
