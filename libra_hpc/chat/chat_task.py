@@ -2,6 +2,8 @@
 
 - The prompt is rendered once, by the policy's own template. Then the context only grows: by what was sampled, and by
   what the template writes after it (`dialects.py`).
+- ``chat.thinking = "template"``, and the template drops thinking that the context has -> the conversation is rendered
+  again, as the prompt of a new sample.
 - Tool calls of one turn run in parallel and are answered in order.
 - Unknown tool, bad JSON, missing argument -> an answer to the policy, counted; past ``chat.max_bad_calls`` it ends.
 - No call -> `ChatTask.answer` goes on, or the episode ends. At its end, truncated or not, `ChatTask.reward` is asked.
@@ -18,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from libra_hpc.errors import UserError
 from libra_hpc.protocol.env import Signal
 from libra_hpc.tasks.base import Episode, PolicyTurn, Task, TaskMaker, ToolResult, Tools, Turn, Why
 from libra_hpc.tasks.chat_template import Message
@@ -108,15 +111,17 @@ class ChatTask(TaskMaker):
         """Free what `open` took: called once at every end."""
 
     def make(self, settings: Mapping[str, Any]) -> Task:
-        return ChatEnvironment(self, int(settings.get("max_bad_calls", 3)))
+        return ChatEnvironment(
+            self, int(settings.get("max_bad_calls", 3)), drops_thinking=settings.get("thinking") == "template"
+        )
 
 
 class ChatEnvironment(Task):
     """A `ChatTask` as the host serves it; raises `UserError` when the policy's template cannot be followed exactly."""
 
-    def __init__(self, made: ChatTask, max_bad_calls: int) -> None:
+    def __init__(self, made: ChatTask, max_bad_calls: int, drops_thinking: bool = False) -> None:
         super().__init__(made.tokenizer, seed=made.seed)
-        self.made, self.max_bad_calls = made, max_bad_calls
+        self.made, self.max_bad_calls, self.drops_thinking = made, max_bad_calls, drops_thinking
         self.tools, self.tool_limits = made.tools, made.tool_limits
         self.methods = tool_methods(type(made))
         self.step_limit_s = max(made.step_limit_s, *(one.timeout_s for one in self.methods.values()), 0.0)
@@ -138,6 +143,8 @@ class ChatEpisode(Episode):
         self._dialect = environment.choice.dialect
         self.max_tokens, self.stop_ids = self._made.max_tokens, self._dialect.stop_ids
         self._box: Tools | None = None
+        self._thinking: list[int] = []
+        """Numbers of the messages whose thinking the context has."""
 
     async def start(self, tools: Tools) -> None:
         self._box = tools
@@ -150,14 +157,32 @@ class ChatEpisode(Episode):
         chat, schemas = self.chat, self._environment.schemas
         chat.reply = self._dialect.parse(self._tail, turn.tokens, schemas)
         chat.turns += 1
+        if chat.reply.thinking:
+            self._thinking.append(len(chat.messages))
         chat.messages.append(_spoken(chat.reply, chat.tool_calls))
         answers, called = await self._answers(turn, tools)
         chat.messages += answers
         if chat.stop:
             return await self._end(tools)
+        if self._environment.drops_thinking and (prompt := self._rendered_again()):
+            self._tail = prompt[-TAIL:]
+            return Turn(prompt, _signals(called, 0), new_sample=True)
         delta = self._dialect.delta(self._tail, turn.tokens, answers, schemas)
         self._tail = [*self._tail, *turn.tokens, *delta][-TAIL:]
         return Turn(delta, _signals(called, len(delta)))
+
+    def _rendered_again(self) -> list[int]:
+        """The conversation as the template writes it now, if that drops thinking of the context; else empty."""
+        plain, messages, schemas = self._environment.choice.plain, self.chat.messages, self._environment.schemas
+        try:
+            kept = plain.keeps(messages, schemas, self._thinking) if self._thinking else []
+            if kept == self._thinking:
+                return []
+            prompt = plain.first(messages, schemas)
+        except UserError:
+            return []  # it refuses what the policy wrote, an odd call for example: the context grows as it is
+        self._thinking = kept
+        return prompt
 
     async def truncated(self, tools: Tools) -> Turn:
         self.chat.stop = "truncated"

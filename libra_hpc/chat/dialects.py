@@ -105,6 +105,16 @@ class TemplateDialect:
     def first(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         return self._tokenizer.encode(self.template.render(messages, tools))
 
+    def keeps(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], thinking: Sequence[int]) -> list[int]:
+        """Of the messages with these numbers, those whose thinking the template still writes."""
+        marks = {number: f"{DUMMY}n{number}n" for number in thinking}
+        marked = [
+            {**one, "reasoning_content": marks[number]} if number in marks else one
+            for number, one in enumerate(messages)
+        ]
+        text = self.template.render(marked, tools)
+        return [number for number, mark in marks.items() if mark in text]
+
     def parse(self, tail: list[int], sampled: list[int], tools: Sequence[dict[str, Any]]) -> Reply:
         stops = set(self.stop_ids)
         if self._hermes:

@@ -51,6 +51,8 @@ class Choice(NamedTuple):
 
     dialect: Dialect
     found: ChatChoice
+    plain: TemplateDialect
+    """The template itself."""
 
 
 def choose_dialect(tokenizer: TaskTokenizer, with_tools: bool) -> Choice:
@@ -67,7 +69,7 @@ def choose_dialect(tokenizer: TaskTokenizer, with_tools: bool) -> Choice:
         except (AssertionError, BridgeError) as error:
             failures.append(f"{name}: {error}")
             continue
-        return Choice(dialect, ChatChoice(name, model_type, template.digest, checks))
+        return Choice(dialect, ChatChoice(name, model_type, template.digest, checks), plain)
     why = f"its chat template cannot be continued token by token ({'; '.join(failures)})"
     raise invalid("model.path", str(tokenizer.folder), why, "a template that only appends, as those of Qwen and Llama")
 

@@ -152,8 +152,9 @@ class TaskSection(TaskTable):
 class ChatSection(Section):
     """``[chat]``: tasks of messages and tools (`ChatTask`)."""
 
-    thinking: Literal["keep"] = "keep"
-    """``keep``: what the policy thought stays in the context, so a trajectory is one sequence."""
+    thinking: Literal["keep", "template"] = "keep"
+    """``keep``: what the policy thought stays in the context, so a trajectory is one sequence. ``template``: where the
+    model's own template drops old thinking, the next turn's context is rendered again: a trajectory is several."""
     max_bad_calls: int = Field(3, ge=0)
     """Tool calls of one episode that reach no tool, past which it ends: unknown name, bad JSON, wrong arguments."""
 
@@ -179,8 +180,8 @@ class AlgorithmSection(Section):
     """Loss of a token: ``ppo`` (its own ratio is clipped; GRPO, DAPO), ``gspo`` (the ratio of its sequence), ``cispo``
     (the ratio is a bounded weight), or ``path/to/file.py:function`` like those of ``libra_hpc/trainer/losses.py``."""
     aggregate: Literal["token", "sequence", "constant"] = "token"
-    """What weighs the same in a minibatch: ``token``; ``sequence``: each trajectory's mean; ``constant``: sums over
-    trajectories of ``rollout.max_model_len`` tokens each (Dr. GRPO)."""
+    """What weighs the same in a minibatch: ``token``; ``sequence``: each trajectory's mean over the tokens of all its
+    samples; ``constant``: sums over trajectories of ``rollout.max_model_len`` tokens each (Dr. GRPO)."""
     clip: Clip = 0.2
     """Clip range of the ratio pi_theta / pi_proximal around 1; ``[0.2, 0.28]``: below and above it."""
     is_truncation: float = Field(2.0, ge=1)

@@ -17,7 +17,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.tasks.base import PolicyTurn, ToolResult, Turn
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
-from .chat_folder import write_chat_folder
+from .chat_folder import TEMPLATES, write_chat_folder
 from .random_chats import Box
 
 
@@ -84,12 +84,19 @@ def call(name: str, arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def play(tokenizer: TaskTokenizer, *said: str, bad: int = 3, cut: bool = False) -> tuple[ChatEpisode, list[Turn], Desk]:
+def play(
+    tokenizer: TaskTokenizer,
+    *said: str,
+    bad: int = 3,
+    cut: bool = False,
+    thinking: str = "keep",
+    desk: type[Desk] = Desk,
+) -> tuple[ChatEpisode, list[Turn], Desk]:
     """Play one episode with these turns; ``cut`` cuts the last one."""
 
     async def run() -> tuple[ChatEpisode, list[Turn], Desk]:
-        made = Desk(tokenizer)
-        episode = made.make({"max_bad_calls": bad}).open(7, 0, 0.0)
+        made = desk(tokenizer)
+        episode = made.make({"max_bad_calls": bad, "thinking": thinking}).open(7, 0, 0.0)
         assert isinstance(episode, ChatEpisode)
         box = Box(random.Random(0))
         await episode.start(box)
@@ -204,6 +211,55 @@ def test_a_turn_that_ends_inside_its_thinking_goes_on_exactly(tokenizer: TaskTok
     said = tokenizer.encode("<think>\nHm.<|im_end|>")
     delta = dialect.delta(tokenizer.encode("<|im_start|>assistant\n"), said, [{"role": "user", "content": "Well?"}], [])
     assert tokenizer.decode(delta) == "\n<|im_start|>user\nWell?<|im_end|>\n<|im_start|>assistant\n"
+
+
+class Talk(Desk):
+    """Its user goes on asking."""
+
+    async def answer(self, row: Any, chat: Chat, box: Any) -> str | None:
+        return "And then?"
+
+
+THOUGHT = "<think>\nHm.\n</think>\n\n"
+NEXT = "<|im_end|>\n<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_thinking_that_the_template_drops_begins_a_sample_without_it(tokenizer: TaskTokenizer) -> None:
+    said = ["One.", f"{THOUGHT}{call('shell', {})}", f"{THOUGHT}Two.", "Three.", f"{THOUGHT}Four."]
+    for thinking in ("keep", "template"):
+        episode, turns, _ = play(tokenizer, *said, thinking=thinking, desk=Talk)
+        begins = [False, False, thinking == "template", False]
+        assert [turn.new_sample for turn in turns[:4]] == begins, (
+            "a tool's answer drops nothing, nor does a turn without"
+        )
+        prompt = tokenizer.decode(turns[2].tokens)
+        assert prompt.endswith(f"Two.{NEXT}") == (thinking == "template")
+        assert "Hm." not in prompt
+        assert tokenizer.decode(turns[3].tokens) == NEXT.removeprefix("<|im_end|>")
+    assert tokenizer.decode(turns[2].tokens).startswith(tokenizer.decode(episode.prompt) + "One.")
+    (signal,) = turns[1].signals
+    assert signal.payload_tokens == len(turns[1].tokens), "where the context grows, it is the answer's"
+
+
+def test_a_turn_that_ends_inside_its_thinking_is_rendered_as_the_template_does(tokenizer: TaskTokenizer) -> None:
+    for thinking in ("keep", "template"):
+        _, turns, _ = play(tokenizer, "<think>\nHm.", "Two.", thinking=thinking, desk=Talk)
+        text = tokenizer.decode(turns[0].tokens)
+        assert text.endswith(NEXT.removeprefix("<|im_end|>"))
+        assert "Hm." not in text
+
+
+def test_a_template_that_refuses_the_conversation_lets_the_context_grow(tmp_path: Path) -> None:
+    strict = TEMPLATES["qwen3"].replace(
+        "{%- for call in message.tool_calls or [] %}",
+        "{%- if message.tool_calls and message.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
+        "{%- for call in message.tool_calls or [] %}",
+    )
+    strict_tokenizer = TaskTokenizer(write_chat_folder(tmp_path, strict))
+    said = [f"{THOUGHT}{call('shell', {}) * 2}", f"{THOUGHT}Two."]
+    _, turns, _ = play(strict_tokenizer, *said, thinking="template", desk=Talk)
+    assert [turn.new_sample for turn in turns] == [False, False]
+    assert strict_tokenizer.decode(turns[1].tokens) == NEXT.removeprefix("<|im_end|>")
 
 
 class Rowed(ChatTask):

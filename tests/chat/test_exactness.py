@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.chat.chat_task import ChatEnvironment, ChatEpisode
+from libra_hpc.errors import UserError
 from libra_hpc.tasks.chat_template import ChatTemplate
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
@@ -33,14 +34,28 @@ RAW = TEMPLATES["llama3"].replace(TRIMMED, "{{- message.content if message.role 
 class Family:
     """An environment, and the template that writes the whole conversation with raw turns."""
 
-    def __init__(self, folder: Path, template: str, model_type: str, renderer: str) -> None:
+    def __init__(self, folder: Path, template: str, model_type: str, renderer: str, thinking: str = "keep") -> None:
         self.tokenizer = TaskTokenizer(write_chat_folder(folder / "policy", template, model_type))
-        made = Look(self.tokenizer).make({"max_bad_calls": 4})
+        made = Look(self.tokenizer).make({"max_bad_calls": 4, "thinking": thinking})
         assert isinstance(made, ChatEnvironment)
         assert made.choice.found.renderer == renderer
-        self.environment, self.bare = made, template == "llama3"
+        self.environment, self.bare, self.thinking = made, template == "llama3", thinking
+        self.keeps_to_the_next_user = template == "qwen3"
+        """Else the template never writes what the policy thought."""
+        self.own = ChatTemplate(self.tokenizer)
         self.whole = ChatTemplate(TaskTokenizer(write_chat_folder(folder / "whole", RAW if self.bare else "plain")))
         self.end = "<|eot_id|>" if self.bare else "<|im_end|>"
+
+    def drops_thinking(self, episode: ChatEpisode, begun: int) -> bool:
+        """Whether the template drops what was thought since message ``begun``, where the sample begins."""
+        messages = episode.chat.messages
+        try:
+            self.own.render(messages, self.environment.schemas)
+        except UserError:
+            return False
+        thought = any(one.get("reasoning_content") for one in messages[begun:])
+        asked = messages[-1]["role"] == "user"
+        return self.thinking == "template" and thought and (asked or not self.keeps_to_the_next_user)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -59,6 +74,7 @@ async def play(family: Family, index: int) -> Counter[str]:
     context, wanted = list(episode.prompt), tokenizer.encode(before)
     count["odd"] += differing(context, wanted)
     spoken: list[str] = []
+    begun = 0
     while True:
         turn = sample_turn(draw, tokenizer, end, family.bare)
         answer = await episode.step(turn, box)
@@ -66,12 +82,18 @@ async def play(family: Family, index: int) -> Counter[str]:
         count["calls"] += len(answer.signals)
         if answer.done:
             break
-        context += [*turn.tokens, *answer.tokens]
+        drops = family.drops_thinking(episode, begun)
+        count["odd"] += drops != answer.new_sample
+        context = answer.tokens[:] if answer.new_sample else [*context, *turn.tokens, *answer.tokens]
         spoken.append(tokenizer.decode(turn.tokens).removesuffix(family.end))
         after = rendered(family, episode, spoken)
         start = len(before) + len(spoken[-1]) + (0 if turn.stop == "length" else len(family.end))
         assert after.startswith(before + spoken[-1])
         wanted += [*turn.tokens, *tokenizer.encode(after[start:])]
+        if drops:
+            begun = len(episode.chat.messages)
+            wanted = tokenizer.encode(family.own.render(episode.chat.messages, family.environment.schemas))
+            count["new samples"] += 1
         count["odd"] += differing(context, wanted)
         count["positions"] += len(answer.tokens)
         before = after
@@ -118,3 +140,15 @@ def test_a_context_is_what_was_sampled_and_what_the_template_writes(family: Fami
 @pytest.mark.timeout(1800)
 def test_ten_thousand_conversations_are_exact(family: Family) -> None:
     play_many(family, 10_000)
+
+
+def test_where_the_template_drops_thinking_each_sample_is_exact(tmp_path: Path) -> None:
+    for name, told in FAMILIES.items():
+        found = play_many(Family(tmp_path / name, *told, thinking="template"), 120)
+        assert found["new samples"] > 12, found
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("name", FAMILIES)
+def test_three_thousand_conversations_in_samples_are_exact(tmp_path: Path, name: str) -> None:
+    play_many(Family(tmp_path, *FAMILIES[name], thinking="template"), 3000)

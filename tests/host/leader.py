@@ -117,7 +117,8 @@ def play(
     while len(ends) < len(episodes):
         message: Any = leader.receive()
         assert isinstance(message, EpisodeOpened | EpisodeStepped), message
-        context[message.episode] = context.get(message.episode, []) + _ids(message.tokens)
+        before = [] if isinstance(message, EpisodeStepped) and message.new_sample else context.get(message.episode, [])
+        context[message.episode] = before + _ids(message.tokens)
         if isinstance(message, EpisodeStepped) and message.done:
             ends[message.episode] = message
             continue

@@ -108,6 +108,7 @@ def test_exceptions_of_a_task_drop_one_episode_each(keychain_folder: Path) -> No
             (0, "RuntimeError: the task is broken"),
             (1, "BadReward"),
             (2, "the task declares no tool 'no such tool'"),
+            (7, "BadAnswer: tokens is empty, and a new sample needs at least one token"),
         ):
             leader.open("e")
             failed = leader.step("e", [first])
@@ -119,7 +120,10 @@ def test_exceptions_of_a_task_drop_one_episode_each(keychain_folder: Path) -> No
         assert leader.open("e").stop_ids == (9,)
         going = leader.step("e", [9])
         assert isinstance(going, EpisodeStepped)
-        assert (going.done, going.tokens) == (False, pack_i32([7, 8]))
+        assert (going.done, going.tokens, going.new_sample) == (False, pack_i32([7, 8]), False)
+        other = leader.step("e", [6])
+        assert isinstance(other, EpisodeStepped)
+        assert (other.done, other.tokens, other.new_sample) == (False, pack_i32([1, 3]), True)
         end = leader.step("e", [4])
         assert isinstance(end, EpisodeStepped)
         assert (end.done, end.reward, end.info, end.tokens) == (True, 0.25, {"turns": 2.0}, b"")

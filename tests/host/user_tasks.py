@@ -43,6 +43,8 @@ class Scripted(Episode):
             return Turn([6], done=True, reward=0.25, info={"turns": 2})
         if turn.tokens[0] == 5:
             return Turn([len((await tools.call("hold", self.path)).outcome)])
+        if turn.tokens[0] in (6, 7):
+            return Turn([1, 3] if turn.tokens[0] == 6 else [], new_sample=True)
         return Turn([7, 8])
 
 

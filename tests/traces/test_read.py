@@ -76,6 +76,7 @@ BAD = [
     (line(prompt_tokens=-1), "prompt_tokens = -1: negative"),
     (one_turn(8, 1), "turns[0].new_tokens = 8: the context of the first turn is prompt_tokens"),
     (one_turn(0, 1, tool_s=-1), "turns[0].tool_s = -1: out of range"),
+    (one_turn(0, 1, new_sample=True), "turns[0].new_sample = true: the first sample begins with the prompt"),
     (line(sample="x"), "expected `int`, got `str` - at `$.sample`"),
     ({"prompt_id": "p", "turns": []}, "object missing required field `sample`"),
 ]
