@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from libra_hpc.host.host import Host, main
-from libra_hpc.protocol.trace import TrajectoryRecord, payload_of, signals_of
+from libra_hpc.protocol.trace import TrajectoryRecord, signals_of
 from libra_hpc.tasks.base import Episode, PolicyTurn, Task, ToolResult, Tools, Turn
 
 from .settings import Workload
@@ -59,11 +59,11 @@ class _Replayed(Episode):
         seconds = spec.tool_s / self._speedup
         await asyncio.sleep(seconds)
         following = turns[self._next]
-        signals = signals_of(msgspec.structs.replace(spec, tool_s=seconds), max(1, payload_of(following)))
         if following.new_sample:
             ids = prompt(*self._place, following.new_tokens, following.gen_tokens)
         else:
             ids = answer(max(1, following.new_tokens), following.gen_tokens)
+        signals = signals_of(msgspec.structs.replace(spec, tool_s=seconds), 0 if following.new_sample else len(ids))
         return Turn(ids, signals, new_sample=following.new_sample)
 
 

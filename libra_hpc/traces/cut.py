@@ -49,6 +49,8 @@ def _within(one: TrajectoryRecord, max_context: int) -> tuple[TurnRecord, ...]:
             break
         turns.append(replace(turn, gen_tokens=min(turn.gen_tokens, room)))
         room -= turn.gen_tokens
+        if room < 0:
+            break
     if turns:
         # Nothing follows the tool of the last turn.
         turns[-1] = without_tool(turns[-1])

@@ -183,6 +183,18 @@ def test_a_host_replays_a_trace_and_starts_again_at_its_end(tmp_path: Path) -> N
         assert link.close() == 0
 
 
+def test_a_host_replays_the_samples_of_a_trajectory(tmp_path: Path) -> None:
+    turns = (TurnRecord(0, 5, "test", "ok", 2.0), TurnRecord(12, 7, new_sample=True))
+    write_trace(tmp_path / "t.jsonl", [TrajectoryRecord("p", 0, 20, turns, 1.0)])
+    with host_link(tmp_path, trace="t.jsonl") as link:
+        link.until(env.HostReady)
+        link.send(env.OpenEpisode("e", 0, 3, 0.0), env.StepEpisode("e", tokens.generated(5, complete=True), 100))
+        stepped = link.until(env.EpisodeStepped)
+        assert (stepped.new_sample, stepped.signals[0].payload_tokens) == (True, 0)
+        assert tokens.read(stepped.tokens) == tokens.SimulatedContext(0, 12, 3, 12, 7), "a context of its own"
+        assert link.close() == 0
+
+
 def test_generated_work_is_the_run_s_and_presets_follow_one_another(tmp_path: Path) -> None:
     with host_link(tmp_path, presets=["search", "math"]) as link:
         link.until(env.HostReady)

@@ -251,6 +251,20 @@ def test_of_a_trajectory_that_restarts_only_the_prompt_was_computed() -> None:
     assert (run.context, run.attained, run.turn, run.signals, run.high) == (8, 0, 0, (), 8)
 
 
+def test_a_new_sample_is_a_context_of_its_own_and_all_samples_are_trained() -> None:
+    turns = (turn(20), turn(5, new=3), msgspec.structs.replace(turn(6, new=10), new_sample=True))
+    spec_of = TrajectoryRecord("p", 0, 8, turns)
+    assert (spec_of.context, spec_of.tokens) == (36, 52)
+    run = SimulatedTrajectory("p/0", spec_of, "p")
+    run.answered(27, 0)
+    run.answered(35, 0)
+    assert (run.context, run.attained, run.high, run.engine) == (10, 25, 0, "")
+    settings = with_(max_inflight=1, batch_groups=1, max_model_len=36)
+    result = simulate([spec_of], [spec("a", Linear(400))], Spread(), settings)
+    assert (result.generated_tokens, [step.tokens for step in result.steps]) == (31, [52])
+    assert result.prefilled_tokens + result.cached_tokens == 8 + (8 + 20 + 3) + 10
+
+
 def test_a_turn_goes_where_it_fits() -> None:
     engines = [spec("small", Linear(40)), spec("large", Linear(100))]
     result = simulate([single("p", 40, 20)], engines, Always(lambda turn: "small"), NOW)

@@ -29,7 +29,12 @@ def workloads(draw: st.DrawFn) -> list[TrajectoryRecord]:
         for sample in range(draw(st.integers(1, 6))):
             turns = tuple(
                 TurnRecord(
-                    draw(st.integers(0, 12)) if i else 0, draw(st.integers(1, 8)) * 5, "tool", "ok", draw(EIGHTH)
+                    new := draw(st.integers(0, 12)) if i else 0,
+                    draw(st.integers(1, 8)) * 5,
+                    "tool",
+                    "ok",
+                    draw(EIGHTH),
+                    new_sample=new > 0 and draw(st.booleans()),
                 )
                 for i in range(draw(st.integers(1, 4)))
             )

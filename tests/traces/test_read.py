@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from libra_hpc.errors import UserError
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
+from libra_hpc.traces import own_format
 from libra_hpc.traces.cut import cut_at
 from libra_hpc.traces.read import read_trace, write_trace
 
@@ -236,6 +238,20 @@ def test_kv_cache_tester_files_of_several_sessions(tmp_path: Path) -> None:
 
 CALLS = (TurnRecord(0, 50, tool="bash", tool_s=1.0), TurnRecord(30, 40, tool="bash"), TurnRecord(200, 10))
 LONG = TrajectoryRecord("p", 0, 100, CALLS, reward=1.0)
+
+
+def test_a_trajectory_of_several_samples_survives_its_file_and_each_ends_at_the_limit(tmp_path: Path) -> None:
+    two = TrajectoryRecord("p", 0, 100, (*CALLS[:2], TurnRecord(60, 90, new_sample=True)), reward=1.0)
+    assert (two.context, two.tokens) == (220, 370)
+    (tmp_path / "a.jsonl").write_bytes(own_format.encode([two]))
+    assert b'"new_sample":true' in (tmp_path / "a.jsonl").read_bytes()
+    (read,) = read_trace(tmp_path / "a.jsonl").trajectories
+    assert read == two
+    assert cut_at([two], 220).shortened == 0
+    long = msgspec.structs.replace(two, turns=(*CALLS[:1], TurnRecord(60, 190, new_sample=True)))
+    for one, limit, left in ((two, 200, [50, 20]), (two, 149, [49]), (long, 240, [50, 180])):
+        (cut,) = cut_at([one], limit).trajectories
+        assert [turn.gen_tokens for turn in cut.turns] == left
 
 
 def test_a_trajectory_within_the_limit_stays_as_it_is() -> None:
