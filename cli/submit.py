@@ -17,7 +17,7 @@ import typer
 
 from libra_hpc.config.load import apply_override, load_resolved, validate, with_values
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import OperationError, UserError, invalid
+from libra_hpc.errors import OperationError, UserError, error_text, invalid
 from libra_hpc.facts import user_files
 from libra_hpc.facts.rundir import MODES, RunDir
 from libra_hpc.facts.summary import render_summary, summarise
@@ -220,10 +220,13 @@ def enqueue(
 
 def create(config: RunConfig, run_file: Path) -> RunDir:
     """Make the run directory with the run file as written."""
+    run = None
     try:
         run = RunDir.create(Path(config.run.dir), config.run.name, MODES[config.run.share])
         write_atomic(run.toml, run_file.read_bytes())
     except OSError as error:
+        if run is not None:
+            jobs.discard(run)
         raise invalid(
             "run.dir", config.run.dir, f"no run directory can be made there ({error.strerror})", "a writable folder"
         ) from error
@@ -239,9 +242,12 @@ def queue(checked: CheckedRun, run: RunDir, number: int, after: str = "", from_s
         if checked.plan is not None:
             run.write_json(run.plan, plan_record(checked.plan))
         queued = jobs.queue(checked.launch(run, number, after, from_step), checked.environment)
-    except (UserError, OperationError):
+    except (UserError, OperationError, OSError) as error:
         if number == 1:
             jobs.discard(run)
+        if isinstance(error, OSError):
+            why = f"{error.filename or 'a file of the run'} cannot be read or written ({error_text(error)})"
+            raise invalid("run.dir", checked.config.run.dir, why, "a writable folder with room") from error
         raise
     register.remember(run)
     return queued

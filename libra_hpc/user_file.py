@@ -19,6 +19,12 @@ FILE_MODULE = "libra_hpc_user_file_"
 """Prefix of the module name of a user's file."""
 
 
+def file_of(name: str) -> Path | None:
+    """The file of a name; None for a name of the library."""
+    path, separator, _ = name.rpartition(":")
+    return Path(path) if separator else None
+
+
 def absolute(name: str) -> str:
     """A name for processes that start in another folder; one without a file is returned as it is."""
     path, _, class_name = name.rpartition(":")

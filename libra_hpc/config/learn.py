@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from libra_hpc.user_file import file_of
 
 from .section import Bytes, Mebibytes, Seconds, Section, Steps, Tokens, Valid, one_or_each
 
@@ -147,6 +150,12 @@ class TaskSection(TaskTable):
         for section, parts in (("train", self.train), ("eval", self.eval)):
             found |= {f"task.{section}.{place}.task": (one.task, one) for place, one in enumerate(parts)}
         return found
+
+    @property
+    def code_files(self) -> list[Path]:
+        """Python files of the classes and reward functions of every task."""
+        names = (name for kind, table in self.tables.values() for name in (kind, table.reward))
+        return [file for name in names if (file := file_of(name)) is not None]
 
 
 class ChatSection(Section):

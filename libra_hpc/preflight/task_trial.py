@@ -52,11 +52,8 @@ def try_task(config: RunConfig) -> TaskTrial:
 
 def _digest(config: RunConfig, python: str) -> str:
     task = config.task
-    tables = task.tables.values()
-    functions = [name for kind, table in tables for name in (kind, table.reward) if ".py:" in name]
-    folders = {Path(name.rpartition(":")[0]).parent for name in functions}
-    own = sorted(file for folder in folders for file in folder.glob("*.py"))
-    sets = [Path(table.data) for _, table in tables if table.data]
+    own = sorted(file for folder in {file.parent for file in task.code_files} for file in folder.glob("*.py"))
+    sets = [Path(table.data) for _, table in task.tables.values() if table.data]
     data = [file for one in sets for file in (one, *sorted(one.glob("*")))]
     files = (*Path(config.model.path).glob("*.json*"), Path(config.model.path) / "chat_template.jinja", *own, *data)
     return digest((host_settings(config).decode(), python), files)

@@ -47,7 +47,13 @@ def start(launch: Launch) -> str:
     ]
     pid = os.posix_spawn(sys.executable, argv, env, file_actions=actions, setsid=True)
     job_id = f"local-{pid}"
-    write_job(run, JobRecord("local", job_id, attempt, time.time(), pid=pid, started=start_ticks(pid) or 0))
+    try:
+        write_job(run, JobRecord("local", job_id, attempt, time.time(), pid=pid, started=start_ticks(pid) or 0))
+    except OSError:
+        # Nobody could find it, or cancel it.
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
     return job_id
 
 

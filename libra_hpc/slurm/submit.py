@@ -73,7 +73,12 @@ def submit(launch: Launch, env: Mapping[str, str]) -> str:
     job_id = answer.strip().split(";")[0]
     if not job_id.isdigit():
         raise OperationError(f"sbatch answered {answer.strip()!r} instead of a job id.")
-    write_job(launch.run, JobRecord("slurm", job_id, launch.attempt, time.time(), cluster=cluster))
+    try:
+        write_job(launch.run, JobRecord("slurm", job_id, launch.attempt, time.time(), cluster=cluster))
+    except OSError:
+        # Nobody could find it, or cancel it.
+        cancel(job_id, env)
+        raise
     return job_id
 
 

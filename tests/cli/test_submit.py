@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import pytest
 from libra_hpc_cli import follow, jobs, submit
 
 from libra_hpc.errors import OperationError, SlurmUnreachable
+from libra_hpc.facts import user_files
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.owner.claim import acquire
 from libra_hpc.preflight import checked_run
@@ -66,6 +68,23 @@ def test_a_refused_submission_leaves_nothing_behind(
     monkeypatch.setattr(jobs, "queue", refuse)
     outcome = cli("submit", "run.toml")
     assert outcome == Outcome(1, "", "error: Invalid account or account/partition combination specified.\n")
+    assert list((site / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["write_atomic", "keep", "queue"])
+def test_a_full_disk_while_a_run_is_queued_is_one_sentence_and_leaves_nothing_behind(
+    site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def full(*_: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device", "/runs/quick-001/files/my.py")
+
+    module = {"keep": user_files, "queue": jobs, "write_atomic": submit}[where]
+    monkeypatch.setattr(module, where, full)
+    line = one_line(cli("submit", "run.toml"))
+    made = "no run directory can be made there" if module is submit else "/runs/quick-001/files/my.py cannot be"
+    assert f"{made} " in line
+    assert "(No space left on device); valid: a writable folder" in line
+    assert line.startswith(f"error: run.dir = '{site / 'runs'}': ")
     assert list((site / "runs").iterdir()) == []
 
 

@@ -55,6 +55,9 @@ def test_folders_of_the_run_file_are_bound_unless_a_bind_shows_them(tmp_path: Pa
     run = Path("/data/runs/demo-001")
     # The task's own folder holds all others.
     assert set(binds(configured(**sections), run)) == {"/dev/shm", str(tmp_path), str(run)}
+    part = {"name": "a", "task": "/lib/a.py:A", "data": "/data/a.jsonl", "reward": "/own/score.py:score"}
+    mixed = {"train": [part], "eval": [{**part, "data": "/held/out.parquet"}]}
+    assert set(binds(configured(**{**sections, "task": mixed}), run)) >= {"/lib", "/data", "/own", "/held"}
     sections["task"] = {"name": f"{tmp_path}/tasks/mine.py:Mine"}
     compute = {"binds": ["/data", f"{tmp_path}:/mnt"], "local_dir": "/local/scratch/j$SLURM_JOB_ID"}
     wanted = {"/data", f"{tmp_path}:/mnt", "/dev/shm", "/local/scratch"}

@@ -38,11 +38,9 @@ def digest(config: RunConfig) -> str:
         model.dtype,
     ]
     found = hashlib.sha256(msgspec.json.encode(parts))
-    for kind, table in config.task.tables.values():
-        for name in (kind, table.reward):
-            file = Path(name.rpartition(":")[0])
-            if ":" in name and file.is_file():
-                found.update(file.read_bytes())
+    for file in filter(Path.is_file, config.task.code_files):
+        found.update(file.read_bytes())
+    for _, table in config.task.tables.values():
         if table.data:
             data = Path(table.data)
             files = sorted(data.iterdir()) if data.is_dir() else [data]

@@ -20,6 +20,7 @@ from libra_hpc.config.load import PATHS
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.sources import values
 from libra_hpc.errors import invalid
+from libra_hpc.user_file import file_of
 
 SHARED_MEMORY = Path("/dev/shm")
 """Weight files and snapshots are there, and outlive a start of the ranks."""
@@ -88,9 +89,12 @@ def folders(config: RunConfig, run: Path) -> Iterator[tuple[str, Path]]:
         above = local.partition("$")[0].rpartition("/")[0]
         yield "compute.local_dir", Path(above or ("/" if "$" in local else local))
     flat = values(config)
-    for key in PATHS:
-        text = flat.get(key) or ""
-        path = Path(text.rpartition(":")[0] if key in ("task.name", "rollout.policy") else text)
+    named = {key: flat.get(key) or "" for key in PATHS}
+    for key, (kind, table) in config.task.tables.items():
+        place = key.rpartition(".")[0]
+        named |= {key: kind, f"{place}.data": table.data, f"{place}.reward": table.reward}
+    for key, text in named.items():
+        path = file_of(text) or Path(text)
         if key in NOT_ON_NODES or not path.is_absolute():
             continue
         for folder in _seen_from(path) if path.is_dir() else {path.parent, path.resolve().parent}:

@@ -1,0 +1,61 @@
+"""A job that cannot be written down is not left behind: nobody could find or cancel it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.slurm import local, submit
+from libra_hpc.slurm.launch import Launch, job_request
+from libra_hpc.slurm.queue.query import JobInfo, JobState
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    config = RunConfig.model_validate({"run": {"dir": str(tmp_path), "engine": "simulated"}})
+    return Launch(job_request(config), RunDir.create(tmp_path, "t"), 1, arguments=["-c", "import time; time.sleep(60)"])
+
+
+def full(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_queued_job_is_cancelled(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(submit, "write_job", full)
+    monkeypatch.setattr(submit, "cluster_name", lambda env: "test")
+    monkeypatch.setattr(submit, "job", lambda env, job_id: JobInfo(job_id, JobState.PENDING))
+    monkeypatch.setattr(submit, "call", lambda argv, *_, **__: asked.append(argv) or "4711")
+    with pytest.raises(OSError, match="No space left"):
+        submit.submit(launch, {})
+    assert [argv[0] for argv in asked] == ["sbatch", "scancel"]
+    assert asked[1] == ["scancel", "4711"]
+
+
+def test_a_local_run_is_ended(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def refuse(run: RunDir, record: Any) -> None:
+        started.append(record.pid)
+        full()
+
+    monkeypatch.setattr(local, "write_job", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        local.start(launch)
+    until = time.monotonic() + 60
+    while any(group_of(int(path.name)) == started[0] for path in Path("/proc").glob("[0-9]*")):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def group_of(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return -1
