@@ -1,7 +1,7 @@
 """The one validation of a run file: `check` returns a `CheckedRun`, which every later step takes as it is.
 
-1. The files that it names, the interpreter of the nodes, rows of evaluations, the start of one episode (`task_trial`).
-2. The split, where the planner chooses it (`planning.initial`).
+1. The files that it names, the interpreter of the nodes, and rows of evaluations.
+2. The split, where the planner chooses it (`planning.initial`); meanwhile the start of one episode (`task_trial`).
 3. Fields, model and GPU memory (`checks`).
 4. With Slurm: MPI plugin, CPUs and memory of the nodes, and whether the job can ever start (`slurm.fit`).
 5. Host memory, the sbatch options (`slurm.launch`), and a site's template of the script.
@@ -72,15 +72,15 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
     ``slurm_required``: raise `SlurmUnreachable` when a Slurm is needed and none answers.
     """
     check_files(config)
-    warnings = [*check_python(config), *check_overlap(config.task)]
-    plan, trial = None, try_task(config)
-    warnings += trial.warnings
-    if config.components.split == "auto":
-        with naming(config):
-            plan = initial_plan(config, progress=progress, cache=cache_folder(), rooms=known_rooms(config))
-        config = plan.config
-    shape, gpus = check_run(config)
-    warnings += gpus.warnings
+    warnings, plan = [*check_python(config), *check_overlap(config.task)], None
+    with try_task(config) as outcome:
+        if config.components.split == "auto":
+            with naming(config):
+                plan = initial_plan(config, progress=progress, cache=cache_folder(), rooms=known_rooms(config))
+            config = plan.config
+        shape, gpus = check_run(config)
+        trial = outcome()
+    warnings += [*trial.warnings, *gpus.warnings]
     environment = _slurm(config, required=slurm_required)
     known: list[Partition] = []
     check_plugin(config, [] if environment is None else mpi_plugins(environment))

@@ -1,6 +1,7 @@
 """The task of a run file plays the start of one episode before anything is queued (`libra_hpc.host.trial`).
 
-- The nodes' interpreter is here -> it plays, for at most `TRIAL_S`.  A mistake is refused with its sentence.
+- The nodes' interpreter is here -> it plays beside the search for a split, at most `TRIAL_S` longer than that.  A
+  mistake is refused with its sentence.
 - The interpreter is inside a container or not visible here, or ``task.trial = false`` -> nothing is played.
 - A step fails, the trial takes longer, or it cannot run here -> a warning: the nodes may differ.
 - It passed before with these settings, tokenizer, data and Python files of the task's folder -> it passes.
@@ -12,6 +13,7 @@ import contextlib
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,20 +36,38 @@ class TaskTrial(NamedTuple):
     facts: list[str]
 
 
-def try_task(config: RunConfig) -> TaskTrial:
-    """Raise `UserError` for a task that cannot play."""
+@contextlib.contextmanager
+def try_task(config: RunConfig) -> Iterator[Callable[[], TaskTrial]]:
+    """Play it beside other checks.
+
+    The function given waits for the end, and raises `UserError` for a task that cannot play.
+    """
     python = compute_python(config)
     if config.run.engine != "real" or not config.task.trial or in_container(config) or not os.access(python, os.X_OK):
-        return TaskTrial([], [])
+        yield lambda: TaskTrial([], [])
+        return
     passed = cache_folder() / "trials" / _digest(config, python)
-    with contextlib.suppress(OSError, UnicodeDecodeError):
+    if (known := _remembered(passed)) is not None:
+        yield lambda: known
+        return
+    with _playing(config, python) as ended:
+
+        def outcome() -> TaskTrial:
+            found = ended()
+            if not found.warnings:
+                with contextlib.suppress(OSError):
+                    passed.parent.mkdir(parents=True, exist_ok=True)
+                    write_atomic(passed, "\n".join(found.facts).encode())
+            return found
+
+        yield outcome
+
+
+def _remembered(passed: Path) -> TaskTrial | None:
+    try:
         return TaskTrial([], passed.read_text().splitlines())
-    found = _played(config, python)
-    if not found.warnings:
-        with contextlib.suppress(OSError):
-            passed.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(passed, "\n".join(found.facts).encode())
-    return found
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _digest(config: RunConfig, python: str) -> str:
@@ -59,26 +79,39 @@ def _digest(config: RunConfig, python: str) -> str:
     return digest((host_settings(config).decode(), python), files)
 
 
-def _played(config: RunConfig, python: str) -> TaskTrial:
+@contextlib.contextmanager
+def _playing(config: RunConfig, python: str) -> Iterator[Callable[[], TaskTrial]]:
+    """A process that plays, and how to wait for its outcome; it ends here at the latest."""
     with tempfile.TemporaryDirectory(prefix="libra-trial-") as folder:
         settings = Path(folder) / "host.json"
         write_private(settings, host_settings(config))
         command = [python, "-m", "libra_hpc.host.trial", "--socket", f"{folder}/none", "--config", str(settings)]
+        none, pipe = subprocess.DEVNULL, subprocess.PIPE
         try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=TRIAL_S
-            )
-        except subprocess.TimeoutExpired:
-            return _warned(config, f"its trial took longer than {TRIAL_S:.0f} s; {SKIP}")
+            process = subprocess.Popen(command, stdin=none, stdout=pipe, stderr=pipe, text=True, errors="replace")
         except OSError as error:
-            return _warned(config, f"its trial did not run ({error_text(error)})")
-    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    own = [line.removeprefix(MARK) for line in (*done.stdout.splitlines(), *lines) if line.startswith(MARK)]
-    if done.returncode == UserError.exit_code and own:
+            warned = _warned(config, f"its trial did not run ({error_text(error)})")
+            yield lambda: warned
+            return
+        with process:
+            try:
+                yield lambda: _outcome(config, process)
+            finally:
+                process.kill()
+
+
+def _outcome(config: RunConfig, process: subprocess.Popen[str]) -> TaskTrial:
+    try:
+        stdout, stderr = process.communicate(timeout=TRIAL_S)
+    except subprocess.TimeoutExpired:
+        return _warned(config, f"its trial took longer than {TRIAL_S:.0f} s; {SKIP}")
+    lines = stderr.strip().splitlines() or [f"exit code {process.returncode}"]
+    own = [line.removeprefix(MARK) for line in (*stdout.splitlines(), *lines) if line.startswith(MARK)]
+    if process.returncode == UserError.exit_code and own:
         raise UserError(f"{own[-1].rstrip('.')}; {SKIP}.")
-    if done.returncode:
+    if process.returncode:
         return _warned(config, f"its trial did not run ({lines[-1]})")
-    facts = [line.removeprefix(FOUND) for line in done.stdout.splitlines() if line.startswith(FOUND)]
+    facts = [line.removeprefix(FOUND) for line in stdout.splitlines() if line.startswith(FOUND)]
     return _warned(config, *own)._replace(facts=facts)
 
 

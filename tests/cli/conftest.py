@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,7 +96,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     fake = Queue()
     monkeypatch.setattr(jobs, "environment", lambda executor: None if executor == "local" else {})
     monkeypatch.setattr(checked_run, "slurm_environment", dict)
-    monkeypatch.setattr(checked_run, "try_task", lambda config: TaskTrial([], []))
+    monkeypatch.setattr(checked_run, "try_task", lambda config: nullcontext(lambda: TaskTrial([], [])))
     monkeypatch.setattr(checked_run, "partitions", lambda environment: PARTITIONS)
     monkeypatch.setattr(jobs, "queue", fake.queue)
     monkeypatch.setattr(jobs.JobQueue, "ask", lambda self, run: fake.ask(run))

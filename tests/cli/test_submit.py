@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -306,7 +307,9 @@ def test_check_finds_the_same_mistakes_and_prints_what_it_found(
     assert facts == {"run_file": "run.toml", "good": True, **expected}
     outcome = cli("check", "run.toml", "-o", "components.train.partition=a80")
     assert "no such partition" in one_line(outcome)
-    monkeypatch.setattr(checked_run, "try_task", lambda config: TaskTrial([], ["chat: renderer 'qwen3'"]))
+    monkeypatch.setattr(
+        checked_run, "try_task", lambda config: nullcontext(lambda: TaskTrial([], ["chat: renderer 'qwen3'"]))
+    )
     assert cli("check", "run.toml").out == f"{layout}\nchat: renderer 'qwen3'\nrun.toml is good\n"
 
 
@@ -319,7 +322,7 @@ def test_without_slurm_the_way_out_is_one_that_can_work(
     monkeypatch.undo()
     monkeypatch.chdir(site)
     monkeypatch.setattr(checked_run, "slurm_environment", unreachable)
-    monkeypatch.setattr(checked_run, "try_task", lambda config: TaskTrial([], []))
+    monkeypatch.setattr(checked_run, "try_task", lambda config: nullcontext(lambda: TaskTrial([], [])))
     small = cli("submit", "run.toml")
     assert (small.code, small.out) == (3, "")
     assert "`libra-hpc cluster up`, or run without Slurm with `--executor local`." in small.err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,12 @@ WARNED = {
     "a slow task": ("        super()", "        __import__('time').sleep(60)\n        super()", "took longer than 3 s"),
 }
 
+
+def tried(config: RunConfig) -> TaskTrial:
+    with try_task(config) as outcome:
+        return outcome()
+
+
 NOTHING, PLAYED = TaskTrial([], []), TaskTrial(["played"], [])
 
 
@@ -61,13 +68,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 def test_a_task_that_cannot_play_is_refused_unless_its_trial_is_skipped(run: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(GOOD.replace("return Play()", "return 1 / 0"))
     with pytest.raises(UserError, match=r"^task\.name = .*its open fails .*; task\.trial = false skips this trial\.$"):
-        try_task(run)
-    assert try_task(run.changed(task={"trial": False})) == NOTHING
+        tried(run)
+    assert tried(run.changed(task={"trial": False})) == NOTHING
 
 
 def test_a_task_may_print(run: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(GOOD.replace("        super()", "        print('loaded')\n        super()"))
-    assert try_task(run) == NOTHING
+    assert tried(run) == NOTHING
 
 
 @pytest.mark.parametrize(("old", "new", "sentence"), WARNED.values(), ids=WARNED)
@@ -76,25 +83,25 @@ def test_what_other_turns_or_nodes_may_do_better_is_a_warning(
 ) -> None:
     monkeypatch.setattr(task_trial, "TRIAL_S", 3.0 if "sleep" in new else 60.0)
     (tmp_path / "mine.py").write_text(GOOD.replace(old, new, 1))
-    (warning,) = try_task(run).warnings
+    (warning,) = tried(run).warnings
     assert sentence in warning
 
 
 def test_a_trial_that_passed_is_played_again_once_a_file_of_the_task_changes(
     run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert try_task(run) == NOTHING
-    monkeypatch.setattr(task_trial, "_played", lambda config, python: PLAYED)
-    assert try_task(run) == NOTHING
+    assert tried(run) == NOTHING
+    monkeypatch.setattr(task_trial, "_playing", lambda config, python: nullcontext(lambda: PLAYED))
+    assert tried(run) == NOTHING
     (tmp_path / "helper.py").write_text("")
-    assert try_task(run) == PLAYED
+    assert tried(run) == PLAYED
     os.unlink(tmp_path / "helper.py")
-    assert try_task(run) == NOTHING
-    assert try_task(run.changed(task={"options": {"size": 2}})) == PLAYED
+    assert tried(run) == NOTHING
+    assert tried(run.changed(task={"options": {"size": 2}})) == PLAYED
 
 
 def test_an_interpreter_that_cannot_be_started_is_left_to_its_own_check(run: RunConfig, tmp_path: Path) -> None:
-    (warning,) = try_task(run.changed(compute={"python": str(tmp_path)})).warnings
+    (warning,) = tried(run.changed(compute={"python": str(tmp_path)})).warnings
     assert "its trial did not run (Permission denied)" in warning
 
 
@@ -109,15 +116,15 @@ def of_rows(run: RunConfig, folder: Path, score: str, *rows: str) -> RunConfig:
 def test_data_and_reward_are_tried_on_a_row(run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_trial, "TRIAL_S", 60.0)
     good = '{"prompt": "p", "n": 2}'
-    assert try_task(of_rows(run, tmp_path, "float(row['n'] == len(text))", good)) == NOTHING
+    assert tried(of_rows(run, tmp_path, "float(row['n'] == len(text))", good)) == NOTHING
     with pytest.raises(UserError, match=r"rows\.jsonl:2: task\.prompt = 'prompt': the column is missing; valid: n"):
-        try_task(of_rows(run, tmp_path, "1.0", good, '{"n": 3}'))
+        tried(of_rows(run, tmp_path, "1.0", good, '{"n": 3}'))
     with pytest.raises(UserError, match=r"rows\.jsonl:2: not a JSON object"):
-        try_task(of_rows(run, tmp_path, "1.0", good, '{"n": '))
+        tried(of_rows(run, tmp_path, "1.0", good, '{"n": '))
     with pytest.raises(UserError, match=r"score': it fails \(KeyError: 'm'\) for rows-0\.0 and the text ''"):
-        try_task(of_rows(run, tmp_path, "row['m']", good))
+        tried(of_rows(run, tmp_path, "row['m']", good))
     with pytest.raises(UserError, match="it returned None, which is no number"):
-        try_task(of_rows(run, tmp_path, "None", good))
+        tried(of_rows(run, tmp_path, "None", good))
 
 
 def test_how_the_chat_is_written_is_found_once_and_remembered(
@@ -126,15 +133,15 @@ def test_how_the_chat_is_written_is_found_once_and_remembered(
     monkeypatch.setattr(task_trial, "TRIAL_S", 60.0)
     write_chat_folder(Path(run.model.path), "plain", "qwen2")
     chat = run.changed(task={"name": f"{ROOT / 'examples' / 'my_chat_task.py'}:Shop"})
-    (fact,) = try_task(chat).facts
+    (fact,) = tried(chat).facts
     assert re.fullmatch(
         r"chat: renderer 'template' for model_type 'qwen2', template \w{12}, 34 self-tests passed", fact
     )
-    monkeypatch.setattr(task_trial, "_played", lambda config, python: PLAYED)
-    assert try_task(chat) == TaskTrial([], [fact])
+    monkeypatch.setattr(task_trial, "_playing", lambda config, python: nullcontext(lambda: PLAYED))
+    assert tried(chat) == TaskTrial([], [fact])
 
 
 def test_a_chat_that_cannot_be_continued_exactly_is_one_sentence(run: RunConfig) -> None:
     write_chat_folder(Path(run.model.path), TEMPLATES["plain"].replace("<tool_call>", "<call>"), "qwen2")
     with pytest.raises(UserError, match=r"chat template cannot be continued token by token .*; task\.trial = false"):
-        try_task(run.changed(task={"name": f"{ROOT / 'examples' / 'my_chat_task.py'}:Shop"}))
+        tried(run.changed(task={"name": f"{ROOT / 'examples' / 'my_chat_task.py'}:Shop"}))
