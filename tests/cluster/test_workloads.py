@@ -1,0 +1,81 @@
+"""The workloads of the pages as one run on real parts: rows and a reward function, chats with tools, reasoning-gym."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.facts.rundir import read_lines
+from libra_hpc.rollout.records import transcripts
+
+from .runs import ENGINE_MARKS, Case
+
+pytestmark = ENGINE_MARKS
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = 3
+TASKS = f"""
+[[task.train]]
+name = "shop"
+task = "{EXAMPLES}/my_chat_task.py:Shop"
+options = {{ articles = 2 }}
+[[task.train]]
+name = "sums"
+task = "{EXAMPLES}/my_gym_task.py:Sums"
+[[task.train]]
+name = "rows"
+data = "{EXAMPLES}/my_data.jsonl"
+prompt = "problem"
+reward = "{EXAMPLES}/my_reward.py:score"
+options = {{ max_tokens = 24 }}
+[[task.train]]
+name = "legs"
+task = "reasoning_gym:leg_counting"
+options = {{ max_tokens = 24 }}
+[[task.eval]]
+name = "held"
+task = "{EXAMPLES}/my_gym_task.py:Sums"
+prompts = 4
+"""
+WARM_START = """
+from pathlib import Path
+from bench.chat_model import Lesson, make_chat_model, shopper, summer
+shop, sums = "{0}/my_chat_task.py:Shop", "{0}/my_gym_task.py:Sums"
+lessons = [Lesson(shop, {{"articles": 2}}, shopper), Lesson(sums, {{}}, summer)]
+make_chat_model(Path("{1}"), lessons, steps=120)
+"""
+
+
+@pytest.fixture
+def chat_policy(tmp_path: Path) -> Path:
+    """A chat model that has just learned how a tool is called."""
+    folder = tmp_path / "policy"
+    root = EXAMPLES.parent
+    subprocess.run([sys.executable, "-c", WARM_START.format(EXAMPLES, folder)], check=True, cwd=root)
+    return folder
+
+
+def test_what_a_mixture_of_workloads_samples_is_what_it_trains(chat_policy: Path, tmp_path: Path) -> None:
+    case = Case(tmp_path, chat_policy, "local", steps=STEPS, hybrid=0)
+    text = case.run_file.read_text().replace("[task.options]\np_more = 0.5\nnotes = 0\n", "")
+    case.run_file.write_text(text + TASKS)
+    run = case.submit()
+    assert case.ended() == "completed", case.logs()
+
+    lines = list(read_lines(run.metrics))
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line, path in zip(lines, transcripts.steps(run.transcripts).values(), strict=True):
+        records = list(transcripts.read(path))
+        assert Counter(one.task for one in records) == dict.fromkeys(("shop", "sums", "rows", "legs"), 4)
+        said = [len(ids) for one in records for who, ids in one.segments() if who == "policy"]
+        assert sum(said) == line["gen_tokens"] == line["loss_tokens"], "tokens trained are the tokens sampled"
+        assert line["logprob_gap"] < 1e-3, "in the context in which they were sampled"
+        assert {"shop/reward", "sums/tool_calls", "rows/brief", "legs/turns"} <= line.keys()
+    assert sum(line["shop/tool_calls"] for line in lines) > 0
+    texts = case.cli("show", str(run.path), "--step", "1", "--task", "shop").stdout
+    assert "What does this cost" in texts
+    (evaluated,) = read_lines(run.evaluations)
+    assert (evaluated["task"], evaluated["step"], evaluated["prompts"], evaluated["failed"]) == ("held", 0, 4, 0)
