@@ -75,7 +75,7 @@ class _Played:
             if turn.done:
                 return replace(turn, info=info)
             self._tell("new sample" if turn.new_sample else "environment", self._decode(turn.tokens))
-            context = turn.tokens if turn.new_sample else [*context, *tokens, *turn.tokens]
+            context = [*turn.tokens] if turn.new_sample else [*context, *tokens, *turn.tokens]
         turn = await self._called(episode.truncated)
         answers.stepped("", turn)
         return replace(turn, done=True, info={**info, **turn.info, "truncated": 1.0})

@@ -143,12 +143,13 @@ def test_ten_thousand_conversations_are_exact(family: Family) -> None:
 
 
 def test_where_the_template_drops_thinking_each_sample_is_exact(tmp_path: Path) -> None:
-    for name, told in FAMILIES.items():
-        found = play_many(Family(tmp_path / name, *told, thinking="template"), 120)
+    for name in ("Qwen3", "Qwen2.5"):
+        found = play_many(Family(tmp_path / name, *FAMILIES[name], thinking="template"), 120)
         assert found["new samples"] > 12, found
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_three_thousand_conversations_in_samples_are_exact(tmp_path: Path, name: str) -> None:
     play_many(Family(tmp_path, *FAMILIES[name], thinking="template"), 3000)
