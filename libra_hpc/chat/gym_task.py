@@ -69,5 +69,5 @@ def _data_set(name: str, options: dict[str, Any]) -> Any:
         raise invalid("task.name", name, "reasoning-gym has no such data set", sorted(DATASETS))
     try:
         return create_dataset(name, **options)
-    except (AssertionError, TypeError) as error:
+    except (AssertionError, TypeError, ValueError) as error:
         raise invalid("task.options", options, f"reasoning-gym's {name} refuses them ({error})") from error
