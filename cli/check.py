@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from libra_hpc.config.learn import TaskTable
+from libra_hpc.config.learn import INITIAL, TaskTable
 from libra_hpc.config.load import load_run_file, validate, with_values
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.config.run import RunConfig
@@ -107,7 +107,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     if config.compute.container == "apptainer" and image and "://" not in image:
         image = str(Path(image).expanduser().absolute())
     template = config.slurm.template
-    folder = _run_folder(config.run.dir)
+    folder, reference = _run_folder(config.run.dir), config.algorithm.reference
     parts = [one.model_copy(update={"task": absolute(one.task), **_own_files(one)}) for one in config.task.train]
     evals = [one.model_copy(update={"task": absolute(one.task), **_own_files(one)}) for one in config.task.eval]
     return config.changed(
@@ -117,7 +117,11 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         notify={"command": command},
         model={"path": model},
         task={"name": absolute(config.task.name), "train": parts, "eval": evals, **_own_files(config.task)},
-        algorithm={"advantage": absolute(config.algorithm.advantage), "loss": absolute(config.algorithm.loss)},
+        algorithm={
+            "advantage": absolute(config.algorithm.advantage),
+            "loss": absolute(config.algorithm.loss),
+            "reference": reference if reference == INITIAL else str(Path(reference).absolute()),
+        },
         rollout={"warm_start": warm_start, "policy": absolute(config.rollout.policy)},
         planner=_absolute(config.planner),
         simulated=_absolute(config.simulated),

@@ -22,6 +22,8 @@ def _named(value: Any) -> Any:
 
 
 Share = Annotated[float, Field(gt=0, lt=1)]
+INITIAL = "initial"
+"""The reference policy that the run starts from."""
 MIXTURE = "mixture"
 """The task that several tasks are together."""
 GYM = "reasoning_gym"
@@ -205,8 +207,14 @@ class AlgorithmSection(Section):
     """Optimizer steps per global batch."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL estimate between the policy and the behaviour policy in the loss; 0: none."""
+    reference: str = INITIAL
+    """Reference policy, frozen: ``initial`` (the weights of ``model.path``, also in a resumed run), or a Hugging Face
+    folder of a model of the same shape."""
+    reference_kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL estimate between the policy and the reference policy in the loss; 0: there is none. Else each
+    training world holds its weights in host memory, and a step has one forward pass more."""
     skip_zero_advantage: bool = True
-    """Leave out groups whose rewards are all equal (their gradient is zero)."""
+    """Leave out groups whose rewards are all equal (their gradient is zero, but for that of a KL term)."""
     guard: Literal["off", "notice", "pause", "stop"] = "pause"
     """What follows when learning breaks (docs/faults.md). A notice comes first. ``pause``: 15 steps later the run saves
     and ends as paused. ``stop``: it saves and fails. ``notice``: it goes on. ``off``: nothing is compared. A good
@@ -217,6 +225,17 @@ class AlgorithmSection(Section):
         """Below and above a ratio of 1."""
         low, high = self.clip if isinstance(self.clip, list) else (self.clip, self.clip)
         return low, high
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the trainer holds a reference policy."""
+        return self.reference_kl_coef > 0
+
+    def reference_folder(self, initial: str) -> str:
+        """Of the reference policy, where the policy starts from ``initial``; empty: there is none."""
+        if not self.has_reference:
+            return ""
+        return initial if self.reference == INITIAL else self.reference
 
 
 class OptimizerSection(Section):

@@ -46,7 +46,7 @@ NAME_BYTES, PATH_BYTES = 255, 4000
 """Longest name of a file, and longest path, on all common file systems."""
 PATHS = (
     *("run.dir", "model.path", "task.name", "rollout.policy", "rollout.warm_start", "compute.python", "compute.image"),
-    *("algorithm.advantage", "algorithm.loss", "task.data", "task.reward"),
+    *("algorithm.advantage", "algorithm.loss", "algorithm.reference", "task.data", "task.reward"),
     *(f"planner.{key}" for key in ("trace", "train_speed", "devices", "model")),
     *(f"simulated.{key}" for key in ("trace", "calibration", "devices", "model")),
     "slurm.template",

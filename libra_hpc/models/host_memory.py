@@ -5,6 +5,7 @@
   nodes the same of the node before it. None of the four can go earlier: a node may die before the last copy of the
   next snapshot is whole, and then the one before needs the parts of all others and the copy of its part.
 - Checkpoint copy: the optimizer's state of a core node, which a thread writes, also as a snapshot.
+- Reference policy: weights that each training world holds once, divided over its nodes.
 - KV tier, environments: what the run file gives them.
 
 Standbys of training and of vLLM keep nothing in host memory.
@@ -33,6 +34,10 @@ class NodeWork(msgspec.Struct, frozen=True):
     """Whether the core keeps them."""
     core_nodes: int = 0
     """Nodes that share the training state, for one of them; 0: not of the core."""
+    reference: bool = False
+    """Whether it holds its part of a reference policy."""
+    elastic_nodes: int = 1
+    """Nodes of its world, where it trains outside the core."""
     kv_bytes: float = 0.0
     """For KV caches that the GPUs evicted."""
     environment_bytes: float = 0.0
@@ -55,6 +60,7 @@ class NodeMemory(msgspec.Struct, frozen=True):
     weight_files: float
     snapshots: float
     checkpoint_copy: float
+    reference_policy: float
     kv_tier: float
     environments: float
     processes: float
@@ -110,6 +116,7 @@ def node_memory(shape: ModelShape, work: NodeWork) -> NodeMemory:
         weight_files=float(versions * shape.weight_bytes),
         snapshots=snapshot_bytes(shape, work.core_nodes) if work.snapshots else 0.0,
         checkpoint_copy=shape.params * STATE_BYTES / work.core_nodes if work.core_nodes else 0.0,
+        reference_policy=shape.weight_bytes / (work.core_nodes or work.elastic_nodes) if work.reference else 0.0,
         kv_tier=work.kv_bytes if work.rolls else 0.0,
         environments=work.environment_bytes,
         processes=PROCESS_BYTES,

@@ -2,6 +2,7 @@
 
 - State: weights, float32 gradients, AdamW's moments, and a float32 copy of weights of another type: 18 bytes per bf16
   parameter. All copies of a parameter in the core share the last 12; an elastic replica lacks them.
+- A reference policy is in host memory (`host_memory`), and for its pass in the place of the gradients.
 - Several minibatches: a step that fails returns to a copy of the optimizer's state, taken before it.
 - Activations: what a layer retains for its backward pass (`activation_bytes_per_token`); context parallelism divides
   it, but for gathered keys and values. With full recomputation, a layer retains its input, and one at a time the rest.

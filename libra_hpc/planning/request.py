@@ -166,7 +166,7 @@ def request(
             lengths=sketch(observed, trajectories),
             eta=algorithm.eta,
             minibatches=algorithm.minibatches,
-            forwards=int(algorithm.minibatches > 1) + int(algorithm.kl_coef > 0),
+            forwards=int(algorithm.minibatches > 1) + int(algorithm.has_reference),
         ),
         options=RolloutOptions(
             max_num_seqs=rollout.max_num_seqs,
@@ -183,7 +183,9 @@ def request(
         policy=rollout.policy,
         hosts=HostUse(
             core=node_work(config, "train"),
-            rolls=node_work(config, "rollout"),
+            rolls=msgspec.structs.replace(
+                node_work(config, "rollout"), reference=algorithm.has_reference and config.components.hybrid.nodes > 0
+            ),
             optional="snapshot_every" not in config.train.model_fields_set,
         ),
         max_inflight=rollout.max_inflight,
@@ -198,6 +200,8 @@ def node_work(config: RunConfig, name: str) -> NodeWork:
     if name == "rollout" and "tool_memory_mb" in task.model_fields_set:
         environments = float(task.hosts * task.tool_processes * task.tool_memory_mb * MIB)
     return NodeWork(
+        reference=config.algorithm.has_reference and name != "rollout",
+        elastic_nodes=config.components.hybrid.nodes_per_replica,
         rolls=name != "train",
         snapshots=name == "train" and config.train.snapshot_every > 0,
         core_nodes=config.components.train.nodes if name == "train" else 0,

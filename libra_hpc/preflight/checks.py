@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from libra_hpc.config.learn import ADVANTAGES, LOSSES
+from libra_hpc.config.learn import ADVANTAGES, INITIAL, LOSSES
 from libra_hpc.config.node_groups import stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
@@ -35,7 +35,7 @@ from .train_worlds import (
     trains_simulated,
     worlds_are_whole,
 )
-from .weight_files import check_weights
+from .weight_files import REFERENCE, check_reference, check_weights
 
 LEAST_NOTICE_S = 30.0
 """Seconds of ``slurm.notice_s``: Slurm looks at time limits twice a minute."""
@@ -94,6 +94,9 @@ def check_files(config: RunConfig) -> None:
             check_vocabulary(config.model.path, model)
             _raise_first(trainable(config, model))
             check_weights(config.model.path)
+        if config.algorithm.has_reference and config.algorithm.reference != INITIAL:
+            with reading(REFERENCE, config.algorithm.reference):
+                check_reference(config.algorithm.reference, config.model.path)
 
 
 def check_run(config: RunConfig) -> CheckedModel:

@@ -11,31 +11,46 @@ from pathlib import Path
 
 import msgspec
 
+from libra_hpc.config.learn import INITIAL
 from libra_hpc.errors import error_text, invalid
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import hf_shapes, tensor_fault
 from libra_hpc.weights.weightfile import WeightFileError, folder_shapes
 
 INDEX = "model.safetensors.index.json"
+REFERENCE = "algorithm.reference"
 VALID = "a folder whose *.safetensors are the weights of its config.json"
+
+
+def check_reference(path: str, model: str) -> None:
+    """Raise `UserError` unless the folder ``algorithm.reference`` has weights of the shape of ``model``."""
+    if not Path(path).is_dir():
+        raise invalid(REFERENCE, path, "no such folder", f"{INITIAL}, or {VALID}")
+    _check(REFERENCE, path, Path(model))
 
 
 def check_weights(path: str) -> None:
     """Raise `UserError` unless the weight files of ``model.path`` are whole and those of its config.json."""
+    _check("model.path", path, Path(path))
+
+
+def _check(field: str, path: str, model: Path) -> None:
+    """Raise `UserError` unless the weight files of ``path`` are whole and those of the config.json of ``model``."""
     folder = Path(path)
-    missing = [name for name in _indexed(folder / INDEX) if not (folder / name).is_file()]
+    missing = [name for name in _indexed(field, folder / INDEX) if not (folder / name).is_file()]
     if missing:
-        raise invalid("model.path", path, f"{INDEX} names {missing[0]}, which is not there", VALID)
+        raise invalid(field, path, f"{INDEX} names {missing[0]}, which is not there", VALID)
     try:
         found = folder_shapes(folder)
     except WeightFileError as error:
-        raise invalid("model.path", path, str(error).removeprefix(f"{folder}/").rstrip("."), VALID) from error
-    shape = read_shape(folder)
+        raise invalid(field, path, str(error).removeprefix(f"{folder}/").rstrip("."), VALID) from error
+    shape = read_shape(model)
     # A layer has tensors: with more layers than there are tensors some are missing anyway.
     wanted = hf_shapes(msgspec.structs.replace(shape, layers=min(shape.layers, len(found))))
     if fault := tensor_fault(found, wanted, shape.tied):
         keys = f"num_hidden_layers = {shape.layers}, hidden_size = {shape.hidden}, vocab_size = {shape.vocab}"
-        raise invalid("model.path", path, f"by its config.json ({keys}) {fault}", VALID)
+        owner = "its config.json" if model == folder else "the config.json of model.path"
+        raise invalid(field, path, f"by {owner} ({keys}) {fault}", VALID)
 
 
 class _Index(msgspec.Struct):
@@ -43,11 +58,11 @@ class _Index(msgspec.Struct):
     """Tensor -> file."""
 
 
-def _indexed(index: Path) -> list[str]:
+def _indexed(field: str, index: Path) -> list[str]:
     """Files that an index names, in order; none without an index. Raises `UserError` for a malformed one."""
     try:
         return sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError) as error:
-        raise invalid("model.path", str(index.parent), f"its {INDEX} cannot be read ({error_text(error)})") from error
+        raise invalid(field, str(index.parent), f"its {INDEX} cannot be read ({error_text(error)})") from error

@@ -160,6 +160,8 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     """Choices of experts (token, layer, place) that were replayed from the rollout, over all ranks and passes."""
     agreed: int = 0
     """Of ``replayed``: the router would have made them too."""
+    reference_kl: float | None = None
+    """Mean k3 estimate of KL(pi_theta || pi_reference) over loss tokens; None without a reference policy."""
 
 
 class Exported(msgspec.Struct, tag=True, frozen=True):

@@ -24,6 +24,8 @@ def train_metrics(replies: list[StepDone], tokens: int, wall_s: float, export_s:
         "behaviour_kl": core.behaviour_kl,
         "logprob_gap": core.logprob_gap,
     }
+    if core.reference_kl is not None:
+        means["reference_kl"] = core.reference_kl
     return {
         "loss": core.loss,
         "grad_norm": core.grad_norm,

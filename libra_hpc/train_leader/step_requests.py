@@ -57,7 +57,7 @@ class StepRequests(Generations):
         """Run one step on every member; False on failure, the membership is then due."""
         algorithm = self._algorithm
         # With a KL term, samples without advantage have a gradient too.
-        skip = algorithm.skip_zero_advantage and algorithm.kl_coef == 0.0
+        skip = algorithm.skip_zero_advantage and algorithm.kl_coef == algorithm.reference_kl_coef == 0.0
         shards, divisors = shard(
             batch.groups,
             self.replicas,

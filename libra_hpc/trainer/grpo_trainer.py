@@ -24,11 +24,12 @@ from .elastic import ElasticReplicas
 from .grpo import grpo_terms
 from .link import BatchRejected, PeerLost
 from .losses import LossTokens, loss_named
+from .saved.reference_policy import ReferencePolicy
 from .settings import AlgorithmSettings
 from .shards import spread
 from .train_engine import LARGEST_NORM, TrainEngine
 
-LOSS, RATIO, TRUNCATED, CLIPPED, KL, GAP, ENTROPY, TOKENS = range(8)
+LOSS, RATIO, TRUNCATED, CLIPPED, KL, REFERENCE_KL, GAP, ENTROPY, TOKENS = range(9)
 """Places in the vector of sums that is reduced with the gradients."""
 
 
@@ -42,11 +43,12 @@ class GrpoTrainer:
         settings: AlgorithmSettings,
         micro_tokens: int,
         attention: float = 0.0,
+        reference: ReferencePolicy | None = None,
     ) -> None:
         """``micro_tokens``, ``attention``: as in `libra_hpc.trainer.settings.WorkerConfig`."""
-        self._attention = attention
+        self._attention, self._reference = attention, reference
         self._engine, self._replicas, self._settings, self._micro_tokens = engine, replicas, settings, micro_tokens
-        self._sums = torch.zeros(8, dtype=torch.float32, device=engine.device)
+        self._sums = torch.zeros(TOKENS + 1, dtype=torch.float32, device=engine.device)
         self._tokens = self._loss_tokens = 0
         """Of the present step, all ranks of this world together."""
         self._agreed = self._replayed = 0
@@ -69,13 +71,13 @@ class GrpoTrainer:
         optimizer_s = norm = 0.0
         sums: list[tuple[list[float], int]] = []
         skipped = self._tokens = self._loss_tokens = self._agreed = self._replayed = 0
-        proximal = self._proximal(batches) if len(batches) > 1 else [None]
+        proximal, reference = self._proximal(batches), self._reference_logprobs(batches)
         last = max((i for i, total in enumerate(message.divisors) if total), default=0)
         try:
             for i, (packs, total) in enumerate(zip(batches, message.divisors, strict=True)):
                 if total == 0:
                     continue
-                found, gradient_norm = self._accumulate(packs, proximal[i])
+                found, gradient_norm = self._accumulate(packs, proximal[i], reference[i])
                 # The sums are equal in all replicas with an optimizer, and so is this decision.
                 if self._engine.elastic:
                     pass
@@ -113,6 +115,7 @@ class GrpoTrainer:
             skipped=skipped,
             replayed=self._replayed,
             agreed=self._agreed,
+            reference_kl=None if self._reference is None else means[REFERENCE_KL],
         )
 
     def _batches(self, message: TrainStep) -> list[list[Pack]]:
@@ -145,6 +148,20 @@ class GrpoTrainer:
         return pack(examples, self._micro_tokens, self._engine.device, place)
 
     def _proximal(self, batches: list[list[Pack]]) -> list[list[torch.Tensor] | None]:
+        """Of the weights before the step; none where the first update is the only one."""
+        return self._logprobs(batches) if len(batches) > 1 else [None]
+
+    def _reference_logprobs(self, batches: list[list[Pack]]) -> list[list[torch.Tensor] | None]:
+        if self._reference is None:
+            return [None] * len(batches)
+        with self._reference.weights():
+            found = self._logprobs(batches)
+        # Its routers' choices say nothing of the policy.
+        self._engine.take_routing_counts()
+        return found
+
+    def _logprobs(self, batches: list[list[Pack]]) -> list[list[torch.Tensor] | None]:
+        """Of every pack's loss tokens under the weights that the model has now; none before the last stage."""
         out: list[list[torch.Tensor] | None] = []
         for packs in batches:
             found: list[torch.Tensor] = []
@@ -157,10 +174,13 @@ class GrpoTrainer:
             out.append(found)
         return out
 
-    def _accumulate(self, packs: list[Pack], proximal: list[torch.Tensor] | None) -> tuple[list[float], float]:
+    def _accumulate(
+        self, packs: list[Pack], proximal: list[torch.Tensor] | None, reference: list[torch.Tensor] | None
+    ) -> tuple[list[float], float]:
         """Gradients of a minibatch; returns the sums over the whole minibatch, and the norm of the gradient."""
         self._sums.zero_()
         old: Iterator[torch.Tensor] | None = None if proximal is None else iter(proximal)
+        frozen: Iterator[torch.Tensor] | None = None if reference is None else iter(reference)
         settings = self._settings
 
         def loss(head: Head, batch: Pack) -> torch.Tensor:
@@ -180,6 +200,8 @@ class GrpoTrainer:
                 clip=settings.clip,
                 is_truncation=settings.is_truncation,
                 kl_coef=settings.kl_coef,
+                reference=None if frozen is None else next(frozen),
+                reference_kl_coef=settings.reference_kl_coef,
                 by_sequence=settings.by_sequence,
             )
             # Unlike a copy from the host, this does not wait for the device.
@@ -191,6 +213,7 @@ class GrpoTrainer:
                     terms.truncated.float(),
                     terms.clipped.float(),
                     terms.kl,
+                    terms.reference_kl,
                     terms.gap,
                     entropy,
                     count,
@@ -233,8 +256,9 @@ class GrpoTrainer:
 def _means(sums: list[tuple[list[float], int]]) -> dict[int, float]:
     """Metrics by place, from the sums and the divisor of each update; zeros without an update."""
     count = max(1.0, sum(s[TOKENS] for s, _ in sums))
-    means = {place: sum(s[place] for s, _ in sums) / count for place in (RATIO, TRUNCATED, CLIPPED, KL, ENTROPY)}
+    over_tokens = (RATIO, TRUNCATED, CLIPPED, KL, REFERENCE_KL, ENTROPY)
+    means = {place: sum(s[place] for s, _ in sums) / count for place in over_tokens}
     means[LOSS] = sum(s[LOSS] / total for s, total in sums) / max(1, len(sums))
-    first = sums[0][0] if sums else [0.0] * 8
+    first = sums[0][0] if sums else [0.0] * (TOKENS + 1)
     means[GAP] = first[GAP] / max(1.0, first[TOKENS])
     return means

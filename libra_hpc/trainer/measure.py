@@ -160,7 +160,7 @@ def worker_config(config: RunConfig, rank: int, folder: Path) -> WorkerConfig:
         rank=rank,
         # No update moves the random weights far from where they are finite.
         optimizer=msgspec.structs.replace(optimizer_settings(config), lr=1e-9),
-        algorithm=msgspec.structs.replace(algorithm_settings(config), kl_coef=0.0),
+        algorithm=msgspec.structs.replace(algorithm_settings(config), kl_coef=0.0, reference=""),
         micro_tokens=config.train.micro_tokens,
         recompute=config.train.recompute,
         threads=config.train.threads,

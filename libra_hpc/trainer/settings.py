@@ -43,6 +43,9 @@ class AlgorithmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """Sequences weigh the same, not tokens."""
     is_truncation: float
     kl_coef: float
+    reference: str
+    """Folder of the reference policy; empty: there is none."""
+    reference_kl_coef: float
     temperature: float
     """Sampling temperature of the rollout: log-probabilities are those of ``softmax(logits / temperature)``."""
 
@@ -108,6 +111,8 @@ def algorithm_settings(config: RunConfig) -> AlgorithmSettings:
         by_sequence=algorithm.aggregate == "sequence",
         is_truncation=algorithm.is_truncation,
         kl_coef=algorithm.kl_coef,
+        reference=algorithm.reference_folder(config.model.path),
+        reference_kl_coef=algorithm.reference_kl_coef,
         temperature=config.rollout.temperature,
     )
 

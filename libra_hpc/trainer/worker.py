@@ -33,6 +33,7 @@ from .elastic import ElasticReplicas
 from .grpo_trainer import GrpoTrainer
 from .link import COMPUTE, LOAD, WAITING, Pulse, WorkerLoop, WorkerSocket
 from .saved import checkpoint, snapshot
+from .saved.reference_policy import ReferencePolicy
 from .settings import WorkerConfig, read_config
 from .train_engine import NO_STEP, TrainEngine, init_world
 
@@ -86,10 +87,21 @@ class Worker(WorkerLoop):
             elastic_dp=config.elastic_dp,
         )
         self._trainer = GrpoTrainer(
-            self._engine, self._replicas, config.algorithm, config.micro_tokens, config.attention
+            self._engine,
+            self._replicas,
+            config.algorithm,
+            config.micro_tokens,
+            config.attention,
+            self._reference(config.algorithm.reference, pulse),
         )
         self._writer = StateWriter(self._engine, model_dir, socket.send)
         socket.send(EngineState(-1, "train", "ready", version=self._engine.state.step))
+
+    def _reference(self, folder: str, pulse: Pulse) -> ReferencePolicy | None:
+        if not folder:
+            return None
+        with pulse.phase(LOAD):
+            return ReferencePolicy(self._engine, Path(folder))
 
     @property
     def step(self) -> int:

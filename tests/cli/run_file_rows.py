@@ -127,6 +127,8 @@ RUN_FILE = [
     ("model.path=torn", "torn': its config.json is not valid JSON"),
     ("model.path=gpt2", "model_type = 'gpt2': this version cannot train this architecture; valid: glm4, llama,"),
     ("model.path=moe", "model_type = 'mixtral': a mixture of experts"),
+    ("algorithm.reference_kl_coef=0.1; algorithm.reference=nowhere", "nowhere': no such folder; valid: initial, or a "),
+    ("algorithm.reference_kl_coef=0.1; algorithm.reference=player", "player': by the config.json of model.path (num_"),
     ("rollout.warm_start=nowhere", "nowhere does not exist; valid: a run directory, or a"),
     # The job: sizes beyond sane bounds, set-up lines, variables.
     ("slurm.time_limit=0:05", "slurm.time_limit = '0:05': 5 s, and Slurm looks at limits twice a minute; valid: min"),
@@ -238,6 +240,7 @@ RUN_FILE = [
     ("task.name=:Task", "mistakes0 cannot be read (Is a directory); valid: path/to/file.py:ClassName."),
     ("algorithm.clip=1", "algorithm.clip = 1: out of range; valid: a number > 0 and < 1"),
     ("algorithm.is_truncation=0.5", "algorithm.is_truncation = 0.5: out of range; valid: a number >= 1."),
+    ("algorithm.reference_kl_coef=-1", "algorithm.reference_kl_coef = -1: out of range; valid: a number >= 0."),
     ("algorithm.kl_coef=-1", "algorithm.kl_coef = -1: out of range; valid: a number >= 0."),
     ("algorithm.skip_zero_advantage=1", "algorithm.skip_zero_advantage = 1: wrong type; valid: true or false."),
     ("optimizer.lr=100", "optimizer.lr = 100: out of range; valid: a number > 0 and <= 1."),

@@ -48,6 +48,15 @@ def test_a_node_has_the_files_that_the_runtime_keeps() -> None:
     assert rolls.terms().keys() == {"weight files", "kv tier", "environments", "processes"}
 
 
+def test_every_training_world_holds_one_reference_policy() -> None:
+    parts = {**nodes(hybrid=4), "train": {**NODE, "nodes": 2}}
+    parts["hybrid"] = {**parts["hybrid"], "nodes_per_replica": 4}
+    found = host_needs(configured(components=parts, algorithm={"reference_kl_coef": 0.001}), MODEL)
+    sizes = [need.terms.get("reference policy", 0.0) for need in found]
+    assert sizes == [MODEL.params, MODEL.params / 2, 0.0], "2 bytes each, over two and four nodes; none for rollout"
+    assert not any("reference policy" in need.terms for need in host_needs(configured(components=parts), MODEL))
+
+
 def test_core_nodes_keep_snapshots() -> None:
     (train, hybrid, _) = host_needs(configured(components=nodes()), MODEL)
     assert "snapshots" in train.terms

@@ -23,6 +23,7 @@ from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.elastic import ElasticReplicas
 from libra_hpc.trainer.grpo_trainer import GrpoTrainer
 from libra_hpc.trainer.saved import checkpoint
+from libra_hpc.trainer.saved.reference_policy import ReferencePolicy
 from libra_hpc.trainer.saved.shard_files import ShardFiles
 from libra_hpc.trainer.saved.state_writer import Answer, StateWriter
 from libra_hpc.trainer.settings import AlgorithmSettings, OptimizerSettings, write_config
@@ -132,7 +133,8 @@ def build(
     engine = TrainEngine(read_shape(model_dir), torch.device("cpu"), dtype, split, optimizer)
     checkpoint.load_policy(engine, model_dir)
     replicas = ElasticReplicas(engine, 60.0, 60.0)
-    trainer = GrpoTrainer(engine, replicas, settings, MICRO_TOKENS)
+    frozen = ReferencePolicy(engine, Path(settings.reference)) if settings.reference else None
+    trainer = GrpoTrainer(engine, replicas, settings, MICRO_TOKENS, reference=frozen)
     replicas.join(Join(0, 0, 1, ""))
     return engine, trainer
 
@@ -149,10 +151,10 @@ def save(engine: TrainEngine, model_dir: Path, folder: Path) -> Saved:
 
 
 def fixed_run(
-    model_dir: Path, split: ReplicaPlace, steps: int, minibatches: int = 1
+    model_dir: Path, split: ReplicaPlace, steps: int, minibatches: int = 1, settings: AlgorithmSettings = ALGORITHM
 ) -> tuple[list[StepDone], dict[str, torch.Tensor]]:
     """The reference, one replica without parallelism: every step's report, and the final state."""
-    engine, trainer = build(model_dir, split)
+    engine, trainer = build(model_dir, split, settings=settings)
     done = [trainer.step(train_step(step, 0, minibatches=minibatches)) for step in range(1, steps + 1)]
     folder = model_dir.parent / f"reference-{model_dir.name}-{steps}-{minibatches}"
     save(engine, model_dir, folder)

@@ -53,6 +53,18 @@ def test_loss_and_metrics_equal_a_scalar_reference() -> None:
     assert float(terms.gap) == pytest.approx(sum(abs(p - b) for _, p, b, _ in rows), rel=1e-5)
 
 
+def test_the_reference_adds_its_own_kl_estimate() -> None:
+    arguments = _inputs()
+    reference = arguments[1] - 0.3
+    found = objective(_tokens(*arguments), reference=reference, reference_kl_coef=0.05)
+    without = objective(_tokens(*arguments))
+    pairs = zip(arguments[0].tolist(), reference.tolist(), strict=True)
+    by_hand = sum(math.exp(ref - lp) - 1 - (ref - lp) for lp, ref in pairs)
+    assert float(found.reference_kl) == pytest.approx(by_hand, rel=1e-5)
+    assert float(found.loss) == pytest.approx(float(without.loss) + 0.05 * by_hand, rel=1e-5)
+    assert float(without.reference_kl) == 0.0
+
+
 def test_gradient_equals_finite_differences() -> None:
     logprobs, *rest = _inputs(dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda x: objective(_tokens(x, *rest)).loss, logprobs.requires_grad_())

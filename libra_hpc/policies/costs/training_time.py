@@ -65,7 +65,7 @@ class BatchWork(msgspec.Struct, frozen=True):
     """Optimizer steps per global batch."""
     forwards: int = 0
     """Log-probability passes before the update: one for the proximal policy with several minibatches, one for a
-    reference."""
+    reference. Its weights come from host memory in below a second, not counted."""
 
     @property
     def tokens(self) -> float:

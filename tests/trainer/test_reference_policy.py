@@ -1,0 +1,138 @@
+"""The reference policy: the loss against plain torch, every layout against one process, and a resumed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from libra_hpc.protocol.codec import unpack_f32, unpack_i32
+from libra_hpc.protocol.trainer import Standby
+from libra_hpc.trainer.saved import checkpoint
+from libra_hpc.trainer.settings import AlgorithmSettings
+from libra_hpc.weights.names import ReplicaPlace
+
+from . import support
+from .settings import algorithm
+from .support import (
+    Layout,
+    Replica,
+    assert_same_state,
+    assert_same_step,
+    build,
+    fixed_run,
+    join_all,
+    make_model,
+    read_tensors,
+    save,
+    step_all,
+    train_step,
+)
+
+COEF = 0.3
+
+
+def with_reference(folder: Path) -> AlgorithmSettings:
+    return algorithm(temperature=0.8, reference=str(folder), reference_kl_coef=COEF)
+
+
+def test_gradient_and_column_equal_plain_torch(tmp_path: Path, world: ReplicaPlace) -> None:
+    policy, settings = make_model("qwen3", tmp_path / "model", tied=True), with_reference(tmp_path / "other")
+    other = make_model("qwen3", tmp_path / "other", tied=True)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.9)
+    other.save_pretrained(tmp_path / "other")
+    _, trainer = build(tmp_path / "model", world, settings=settings)
+    total, kl = torch.zeros(()), 0.0
+    batch = list(train_step(1, 0).minibatches[0])
+    for sample in batch:
+        tokens = torch.tensor(unpack_i32(sample.tokens))
+        where = torch.tensor(list(sample.loss_mask)).nonzero()[:, 0]
+        lp, frozen = (
+            torch.log_softmax(model(tokens[None]).logits[0] / 0.8, -1)[where - 1, tokens[where]]
+            for model in (policy, other)
+        )
+        behaviour = torch.tensor(unpack_f32(sample.logprobs))[where]
+        weight = (lp.detach() - behaviour).exp().clamp(max=settings.is_truncation)
+        k3 = (frozen.detach() - lp).exp() - 1 - (frozen.detach() - lp)
+        total = total + (-weight * (lp - lp.detach()).exp() * sample.advantage + COEF * k3).sum()
+        kl += float(k3.detach().sum())
+    count = support.loss_tokens(batch)
+    (total / count).backward()  # type: ignore[no-untyped-call]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in policy.parameters() if p.grad is not None])
+    packs = [trainer._pack(tuple(batch))]
+    (before,) = trainer._reference_logprobs(packs)
+    done = trainer.step(train_step(1, 0))
+    assert done.loss == pytest.approx(float(total.detach()) / count, abs=2e-6)
+    assert done.grad_norm == pytest.approx(float(norm), rel=2e-5)
+    assert done.reference_kl == pytest.approx(kl / count, rel=1e-5)
+    assert kl > 0.1
+    trainer.step(train_step(2, 0, minibatches=2))
+    (after,) = trainer._reference_logprobs(packs)
+    assert before
+    assert after
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "no update changes it"
+
+
+def test_a_resumed_run_has_the_reference_of_its_start(tmp_path: Path, world: ReplicaPlace) -> None:
+    make_model("qwen2", tmp_path / "model")
+    settings = with_reference(tmp_path / "model")
+    want, final = fixed_run(tmp_path / "model", world, 4, settings=settings)
+    assert want[0].reference_kl == pytest.approx(0.0, abs=1e-6)
+    assert all(after.reference_kl and after.reference_kl > 1e-6 for after in want[1:])
+    engine, trainer = build(tmp_path / "model", world, settings=settings)
+    for step in (1, 2):
+        trainer.step(train_step(step, 0))
+    save(engine, tmp_path / "model", tmp_path / "saved")
+
+    again, resumed = build(tmp_path / "model", world, settings=settings)
+    checkpoint.load_state(again, tmp_path / "saved")
+    for step in (3, 4):
+        assert resumed.step(train_step(step, 0)).reference_kl == pytest.approx(want[step - 1].reference_kl, rel=1e-4)
+    save(again, tmp_path / "model", tmp_path / "end")
+    assert_same_state(read_tensors(tmp_path / "end"), final)
+
+
+def test_without_a_reference_there_is_no_column(tmp_path: Path, world: ReplicaPlace) -> None:
+    make_model("qwen2", tmp_path / "model")
+    _, trainer = build(tmp_path / "model", world)
+    assert trainer.step(train_step(1, 0)).reference_kl is None
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("kind", "layout", "elastic_dp"),
+    [("qwen2", Layout(tp=2, pp=2), 1), ("qwen3", Layout(cp=2), 2), ("qwen3_moe", Layout(dp=2, ep=2), 2)],
+    ids=str,
+)
+def test_every_layout_and_elastic_replicas_equal_one_process(
+    tmp_path: Path, world: ReplicaPlace, kind: str, layout: Layout, elastic_dp: int
+) -> None:
+    make_model(kind, tmp_path / "model", tied=kind == "qwen2")
+    settings = with_reference(tmp_path / "model")
+    core = Replica(tmp_path, "core", tmp_path / "model", **layout._asdict(), algorithm=settings, elastic_dp=elastic_dp)
+    other = layout._replace(dp=elastic_dp)._asdict()
+    elastic = Replica(
+        *(tmp_path, "elastic", tmp_path / "model"),
+        **other,
+        algorithm=settings,
+        elastic=True,
+        core_dp=layout.dp,
+        elastic_dp=elastic_dp,
+    )
+    want, final = fixed_run(tmp_path / "model", world, 3, settings=settings)
+    for replica in (core, elastic):
+        replica.ready()
+    join_all([core, elastic], 0, tmp_path / "meet")
+    for step, alone in enumerate(want, 1):
+        if step == 3:
+            # The memory that the reference borrows was given back meanwhile.
+            elastic.send(Standby())
+            join_all([core, elastic], step, tmp_path / "again")
+        done = step_all([core, elastic], step, 3 * (step // 3))[0]
+        assert_same_step(done, alone, 5e-6)
+        assert done.reference_kl == pytest.approx(alone.reference_kl, rel=1e-3, abs=1e-7)
+    assert_same_state(core.tensors(3), final)
+    assert core.close() == [0] * layout.ranks
