@@ -109,7 +109,8 @@ KEPT_TOKENS = ("generated_tokens", "unfinished_tokens")
 BATCH = (
     Number("reward", "", "Mean reward of the trajectories").shown(LIVELY, last),
     Number("reward_std", "", "Standard deviation of these rewards"),
-    Number("equal_groups", "0..1", "Share of groups whose rewards are all equal: they have no gradient"),
+    Number("equal_groups", "0..1", "Share of groups, replaced ones too, whose rewards are all equal: no gradient"),
+    Number("replaced_groups", "", "Groups of equal rewards that others replaced (`algorithm.refill`)"),
     Number("trajectories", "", "Trajectories of the batch"),
     Number(
         "staleness_mean", VERSIONS, "Versions between the first sampled token and the training, mean over trajectories"
@@ -132,7 +133,7 @@ BATCH = (
     ),
     Number("failed", "", "Trajectories left out after repeated failures"),
     Number("retried", "", "Failed attempts that another attempt followed"),
-    Number("rollout_s", "s", "Time in which the present engines generate such a batch"),
+    Number("rollout_s", "s", "Time in which the present engines generate such a batch, replaced groups too"),
 )
 """From the rollout leader (`Batch.stats`), beside the means of the task's own numbers."""
 

@@ -249,7 +249,7 @@ class Batch(msgspec.Struct, tag=True, frozen=True):
     stats: dict[str, float]
     """`libra_hpc.facts.columns.BATCH`, and the means of the task's own numbers."""
     given_up: tuple[int, ...] = ()
-    """Prompts whose samples all failed: they count as trained with this batch."""
+    """Prompts whose samples all failed, or whose groups others replaced: they count as trained with this batch."""
 
 
 class Committed(msgspec.Struct, tag=True, frozen=True):

@@ -39,11 +39,15 @@ class GroupState:
         """Whether all rewards are equal: the group has no gradient."""
         return len({trajectory.reward for trajectory in self.done}) == 1
 
-    def to_group(self, advantage: Advantage, rules: LengthRules = ANY_LENGTH) -> Group:
-        """The group for the trainer, without the trajectories that do not count."""
+    def counted(self, rules: LengthRules) -> list[tuple[Trajectory, float]]:
+        """The trajectories that count, by sample, with their rewards as the advantages see them."""
         self.done.sort(key=lambda t: t.sample)
         shaped = [rules.shaped(t.reward, max(t.sample_tokens), t.info.get(TRUNCATED) == 1.0) for t in self.done]
-        counted = [(t, reward) for t, reward in zip(self.done, shaped, strict=True) if reward is not None]
+        return [(t, reward) for t, reward in zip(self.done, shaped, strict=True) if reward is not None]
+
+    def to_group(self, advantage: Advantage, rules: LengthRules = ANY_LENGTH) -> Group:
+        """The group for the trainer, without the trajectories that do not count."""
+        counted = self.counted(rules)
         values = advantage([reward for _, reward in counted]) if counted else ()
         pairs = zip(counted, values, strict=True)
         return Group(self.index, tuple(sample for (t, _), a in pairs for sample in t.samples_for_training(a)))
@@ -61,8 +65,12 @@ def batch_stats(
     busy_per_token_s: float = 0.0,
     engines: int = 1,
     parts: Sequence[str] = (),
+    replaced: int = 0,
 ) -> dict[str, float]:
-    """Statistics of a batch, every group of which has a finished trajectory; ``parts``: tasks of a mixture."""
+    """Statistics of a batch, every group of which has a finished trajectory.
+
+    ``parts``: tasks of a mixture; ``replaced``: groups of equal rewards that these took the places of.
+    """
     trajectories = [t for group in groups for t in group.done]
     reward, reward_std = mean_and_std([t.reward for t in trajectories])
     staleness = [trainer_version - t.first_version for t in trajectories]
@@ -70,7 +78,8 @@ def batch_stats(
     return {
         "reward": reward,
         "reward_std": reward_std,
-        "equal_groups": sum(group.equal for group in groups) / len(groups),
+        "equal_groups": (sum(group.equal for group in groups) + replaced) / (len(groups) + replaced),
+        "replaced_groups": replaced,
         "trajectories": len(trajectories),
         "staleness_mean": sum(staleness) / len(staleness),
         "staleness_max": max(staleness),
@@ -81,7 +90,8 @@ def batch_stats(
         "context_p50": quantile([max(t.sample_tokens) for t in trajectories], 0.5),
         "failed": sum(group.failed for group in groups),
         "retried": sum(group.retried for group in groups),
-        "rollout_s": sum(generated) * busy_per_token_s / max(1, engines),
+        # Replaced groups are taken to be as long.
+        "rollout_s": sum(generated) * (1 + replaced / len(groups)) * busy_per_token_s / max(1, engines),
         **_own_numbers([t for t in trajectories if t.part not in parts]),
         **_of_parts(trajectories, parts),
     }

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from libra_hpc.policies.learning.advantages import LengthRules, Refill
 from libra_hpc.policies.scheduling.staleness import StalenessGate
 
-from .group_state import GroupState
+from .group_state import ANY_LENGTH, GroupState
 from .trajectory import Trajectory
 
 
@@ -20,6 +21,7 @@ class PromptOrder:
     ``recovered``: trajectories of earlier starts, by prompt. Times: seconds of any monotonic clock.
 
     - Prompt whose samples all fail -> give it up; the next one takes its place, so that every step has its batch.
+    - Group whose rewards are all equal -> with ``refill`` likewise; a recovered one goes again by the same rule.
     - Recovered trajectories -> admit them in their prompt's place, and run only the rest of the group.
     """
 
@@ -33,7 +35,11 @@ class PromptOrder:
         group_size: int,
         recovered: Mapping[int, Sequence[Trajectory]],
         log: Callable[..., None],
+        refill: Refill = Refill(),  # noqa: B008
+        rules: LengthRules = ANY_LENGTH,
     ) -> None:
+        """``refill``: which groups others replace; ``rules``: which rewards count for that."""
+        self._refill, self._rules = refill, rules
         self.gate = gate
         self._recovered, self._log = dict(recovered), log
         self._next_index, self._trained, self._group_size = low, set(extra), group_size
@@ -41,6 +47,8 @@ class PromptOrder:
         self._left = (steps - step) * gate.size
         """Groups still to admit."""
         self._given_up: list[int] = []
+        self._replaced = 0
+        """Groups of equal rewards that gave their places to others since the last batch."""
         self._next_step = step + 1
         self.groups: dict[int, GroupState] = {}
         """Admitted and not yet reported as trained, by prompt index."""
@@ -75,7 +83,7 @@ class PromptOrder:
         self.gate.admit(str(index), version)
         group = self.groups[index] = GroupState(index, self._group_size, recovered)
         if not group.missing:
-            self.gate.finish(str(index))
+            self._complete(group)
         return group
 
     def progress(self, index: int) -> float:
@@ -88,17 +96,32 @@ class PromptOrder:
         group.open -= 1
         group.failed += failed
         if group.open == 0 and not group.done:
-            self.gate.withdraw(str(index))
-            del self.groups[index]
-            self._left += 1
-            self._given_up.append(index)
+            self._give_up(index)
             return False
         if group.open == 0:
-            self.gate.finish(str(index))
+            self._complete(group)
         return True
 
+    def _complete(self, group: GroupState) -> None:
+        if self._refill.replaces([reward for _, reward in group.counted(self._rules)], self._replaced):
+            self._replaced += 1
+            self._give_up(group.index)
+        else:
+            self.gate.finish(str(group.index))
+
+    def _give_up(self, index: int) -> None:
+        self.gate.withdraw(str(index))
+        del self.groups[index]
+        self._left += 1
+        self._given_up.append(index)
+
+    def take_replaced(self) -> int:
+        """Groups replaced since the last call, for the batch that is composed now."""
+        replaced, self._replaced = self._replaced, 0
+        return replaced
+
     def take_given_up(self) -> tuple[int, ...]:
-        """Prompts given up since the last call, in their order."""
+        """Prompts given up or replaced since the last call, in their order."""
         given_up, self._given_up = tuple(sorted(self._given_up)), []
         return given_up
 

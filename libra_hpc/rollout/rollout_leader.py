@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.policies.learning.advantages import LengthRules, advantage_named
+from libra_hpc.policies.learning.advantages import LengthRules, Refill, advantage_named
 from libra_hpc.policies.scheduling.protocol import Policy
 from libra_hpc.policies.scheduling.staleness import StalenessGate
 from libra_hpc.protocol.agents import Batch, Fatal, Length, RolloutReport
@@ -90,6 +90,8 @@ class RolloutLeader:
             group_size=algorithm.group_size,
             recovered=recovered or {},
             log=self._log,
+            refill=Refill(algorithm.refill_batches * algorithm.prompts_per_step if algorithm.refill else 0),
+            rules=self._rules,
         )
         self.schedule_pass()
 
@@ -238,7 +240,14 @@ class RolloutLeader:
         engines = self._turns.engines
         while self._order is not None and (due := self._order.next_batch()):
             step, groups = due
-            stats = batch_stats(groups, step - 1, engines.busy_per_token(), len(engines.engines), self._parts)
+            stats = batch_stats(
+                groups,
+                step - 1,
+                engines.busy_per_token(),
+                len(engines.engines),
+                self._parts,
+                self._order.take_replaced(),
+            )
             composed = tuple(group.to_group(self._advantage, self._rules) for group in groups)
             self._around.composed(step, [trajectory for group in groups for trajectory in group.done], composed)
             self._send(self._train_leader, Batch(step, composed, stats, self._order.take_given_up()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,7 +95,8 @@ def engine_stats(*, generated: int, prefilled: int, steps: int) -> EngineStats:
 
 class Plant:
     """Engines answer each turn with [7, 8, STOP]; an episode ends after ``turns`` turns with reward 1 for even
-    samples, and begins a new sample of four tokens after each ``fresh`` ones."""
+    samples, and begins a new sample of four tokens after each ``fresh`` ones. Of prompts in ``equal`` all have 1;
+    others replace them in up to ``refill_batches`` batches a step."""
 
     def __init__(
         self,
@@ -113,9 +114,11 @@ class Plant:
         broken: Broken = lambda message: None,
         fresh: int = 0,
         evals: Sequence[EvalPart] = (),
+        equal: Collection[int] = (),
+        refill_batches: int = 0,
     ) -> None:
         self.now, self.cut = 1000.0, max_model_len < 100
-        self.broken, self.fresh = broken, fresh
+        self.broken, self.fresh, self.equal = broken, fresh, equal
         self.truncated_reward, self.truncated_info = 0.0, dict[str, float]()
         self.engines: dict[str, int] = {}
         self.inbox: list[tuple[str, Generate]] = []
@@ -137,6 +140,8 @@ class Plant:
             "group_size": group,
             "eta": eta,
             "batch_order": "data" if in_order else "finish",
+            "refill": refill_batches > 0,
+            "refill_batches": refill_batches,
         }
         sections: dict[str, dict[str, Any]] = {
             "run": {"steps": steps},
@@ -318,7 +323,8 @@ class Plant:
                     assert unpack_i32(tokens)[-1] == STOP or self.cut
                     self.steps_of[episode] += 1
                     done = self.steps_of[episode] >= self.turns
-                    reward = float(int(episode.split(".")[1]) % 2 == 0)
+                    prompt, sample, *_ = map(int, episode.split("."))
+                    reward = float(prompt in self.equal or sample % 2 == 0)
                     signal = Signal("tool", "ok", 1, 0.01, exit_code=1, passed=None if done else 3)
                     answer, info = ([], {"solved": reward}) if done else ([self.tool], {})
                     self.end_step(message, answer, done=done, reward=reward, info=info, signals=(signal,))
@@ -375,7 +381,7 @@ class Plant:
 
     def commit(self, batch: Batch) -> None:
         self.version = batch.step
-        self.leader.on_committed(tuple(group.index for group in batch.groups))
+        self.leader.on_committed((*(group.index for group in batch.groups), *batch.given_up))
         for engine in self.engines:
             self.engines[engine] = self.version
             self.leader.on_engine_version(engine, self.version)

@@ -36,6 +36,8 @@ def test_a_number_is_a_mean_over_the_trajectories_that_have_it_and_truncation_ov
     )
     stats = batch_stats([group], 0)
     assert (stats["solved"], stats["truncated"]) == (1.0, 0.75)
+    work = [batch_stats([group], 0, 0.5, 2, replaced=replaced)["rollout_s"] for replaced in (0, 2)]
+    assert work[1] == 3 * work[0] > 0, "two more groups were generated for it"
 
 
 def test_a_number_of_the_task_never_overwrites_a_column() -> None:

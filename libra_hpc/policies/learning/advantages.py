@@ -61,6 +61,17 @@ def advantage_named(name: str) -> Advantage:
     return checked
 
 
+class Refill(NamedTuple):
+    """Which groups others replace before a batch is complete: dynamic sampling (DAPO, arXiv 2503.14476, 3.2)."""
+
+    most: int = 0
+    """Groups replaced for one batch; 0: none."""
+
+    def replaces(self, rewards: Sequence[float], replaced: int) -> bool:
+        """Whether a group goes, of these rewards that count, after ``replaced`` others of its batch."""
+        return replaced < self.most and len(set(rewards)) < 2
+
+
 class LengthRules(NamedTuple):
     """What long trajectories cost."""
 

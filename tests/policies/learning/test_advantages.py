@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.config.learn import ADVANTAGES
-from libra_hpc.policies.learning.advantages import STD_EPS, LengthRules, advantage_named
+from libra_hpc.policies.learning.advantages import STD_EPS, LengthRules, Refill, advantage_named
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,17 @@ def test_by_hand(name: str, expected: list[float]) -> None:
 def test_a_group_of_equal_rewards_has_none(name: str) -> None:
     assert advantage_named(name)([0.3, 0.3, 0.3]) == [0.0, 0.0, 0.0]
     assert advantage_named(name)([7.0]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "replaced", "goes"),
+    [([1.0, 1.0], 0, True), ([1.0, 0.0], 0, False), ([], 3, True), ([0.0, 0.0], 4, False), ([0.5], 3, True)],
+)
+def test_groups_without_a_gradient_are_replaced_up_to_the_bound(
+    rewards: list[float], replaced: int, goes: bool
+) -> None:
+    assert Refill(4).replaces(rewards, replaced) is goes
+    assert not Refill().replaces(rewards, replaced)
 
 
 def test_a_function_of_a_file_gives_one_number_for_each_reward(tmp_path: Path) -> None:

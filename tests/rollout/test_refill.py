@@ -1,0 +1,98 @@
+"""Groups of equal rewards give their places to the next prompts: bound, staleness, columns and restarts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from libra_hpc.protocol.agents import Batch
+from libra_hpc.rollout.recovery.recovered import RecordedStart, SavedTrajectory, TrainedPrompts, drop_reason, gather
+from libra_hpc.state.data_order import DataOrder
+from tests.rollout.plant import Plant
+
+
+def trained(batch: Batch) -> list[int]:
+    return [group.index for group in batch.groups]
+
+
+async def test_a_batch_has_only_groups_with_a_gradient_and_counts_the_others() -> None:
+    plant = Plant(equal={0, 2, 3}, refill_batches=2, in_order=True).start()
+    batch = await plant.batch()
+    assert trained(batch) == [1, 4]
+    assert batch.given_up == (0, 2, 3), "they count as trained with it"
+    assert (batch.stats["replaced_groups"], batch.stats["equal_groups"]) == (3, 3 / 5)
+    assert batch.stats["reward_std"] == 0.5
+    assert not plant.kinds("prompt_given_up"), "nothing has failed"
+    plant.commit(batch)
+    second = await plant.batch(2)
+    assert trained(second) == [5, 6]
+    assert (second.given_up, second.stats["replaced_groups"]) == ((), 0)
+
+
+async def test_past_the_bound_groups_of_equal_rewards_are_part_of_the_batch() -> None:
+    plant = Plant(equal=range(100), refill_batches=2, in_order=True).start()
+    batch = await plant.batch()
+    assert batch.stats["replaced_groups"] == len(batch.given_up) == 4
+    assert batch.stats["equal_groups"] == 1.0
+    assert len(batch.groups) == 2
+
+
+async def test_without_refill_they_are_part_of_it() -> None:
+    batch = await Plant(equal={0}, in_order=True).start().batch()
+    assert (trained(batch), batch.given_up, batch.stats["equal_groups"]) == ([0, 1], (), 0.5)
+
+
+async def test_a_group_whose_last_trajectory_fails_is_replaced_and_not_given_up() -> None:
+    plant = Plant(
+        equal={0}, refill_batches=2, in_order=True, broken=lambda m: "no" if m.episode.startswith("0.1.") else None
+    ).start()
+    batch = await plant.batch_within(60.0)
+    assert (trained(batch), batch.given_up) == ([1, 2], (0,))
+    assert not plant.kinds("prompt_given_up")
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_over_restarts_each_prompt_is_trained_or_replaced_once_within_the_bound(seed: int) -> None:
+    pick = random.Random(seed)
+    eta, steps = seed % 3, 9
+    equal = {index for index in range(200) if pick.random() < 0.4}
+    starts, found, batches = [RecordedStart(0, "same")], list[tuple[int, SavedTrajectory]](), dict[int, Batch]()
+    step = again = 0
+    while step < steps:
+        order = DataOrder()
+        for at in range(1, step + 1):
+            order.trained((*trained(batches[at]), *batches[at].given_up))
+        position = TrainedPrompts(step, order.low, frozenset(order.extra))
+        recovered = gather(
+            (record, drop_reason(record, start, starts, position=position, eta=eta)) for start, record in found
+        )
+        plant = Plant(eta=eta, steps=steps, in_order=seed % 2 == 1, equal=equal, refill_batches=8)
+        plant.start(order.low, tuple(order.extra), step, recovered.groups)
+        begun, last = step, min(steps, step + pick.randrange(1, 4))
+        while step < last:
+            batch = await plant.batch(step - begun + 1, pick)
+            assert batch.step == step + 1
+            assert batch.stats["staleness_max"] <= eta
+            assert equal.isdisjoint(trained(batch))
+            assert equal.issuperset(batch.given_up)
+            batches[batch.step] = batch
+            plant.commit(batch)
+            step += 1
+            await plant.settle()
+            plant.serve(pick.randrange(20), pick)
+            await plant.settle()
+        # A replaced group of an earlier start is replaced again, and not sampled again.
+        refused = {event["index"] for event in plant.kinds("experience_refused")}
+        for index, members in recovered.groups.items():
+            if index in equal and index not in refused and len(members) == 2:
+                again += all(member.place == "done" for member in members)
+                assert not any(f"{index}.{m.sample}.0" in plant.steps_of for m in members if m.place == "done")
+        found += [(len(starts) - 1, SavedTrajectory.of(trajectory)) for trajectory in plant.ended]
+        step = max(begun, step - pick.randrange(2)) if step < steps else step
+        starts.append(RecordedStart(step, "same"))
+    counted = [index for batch in batches.values() for index in (*trained(batch), *batch.given_up)]
+    assert len(counted) == len(set(counted)), "each row counts once"
+    assert set(range(max(map(max, map(trained, batches.values()))))).issubset(counted), "and none is left out"
+    assert sum(len(batch.groups) for batch in batches.values()) == 2 * steps
+    assert again or eta == 0
