@@ -6,6 +6,7 @@ Sliding windows of steps, rollout, trajectories and moves.
 from __future__ import annotations
 
 from collections import deque
+from statistics import fmean
 from typing import Literal
 
 from libra_hpc.facts.series import Record
@@ -123,6 +124,7 @@ class Observations:
             GroupFact(g.index, g.prompt_tokens, waiting=g.waiting, running=g.running, generated=g.generated)
             for g in report.open_groups
         )
+        replaced = [line.get("replaced_groups", 0.0) for line in list(self.lines)[-16:]]
         return PlanSnapshot(
             nodes=nodes,
             steps=tuple(self.steps),
@@ -135,6 +137,7 @@ class Observations:
             eta=eta,
             steps_left=steps_left,
             groups=groups,
+            sampled_groups=1.0 + (fmean(replaced) / prompts_per_step if replaced else 0.0),
         )
 
     def train_speed(self) -> tuple[float, float, float]:

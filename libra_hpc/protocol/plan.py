@@ -114,6 +114,13 @@ class PlanSnapshot(msgspec.Struct, frozen=True):
     """Steps until the run ends: the horizon in which a move must pay."""
     groups: tuple[GroupFact, ...] = ()
     """Admitted unfinished groups, by index; empty: unknown."""
+    sampled_groups: float = 1.0
+    """Groups sampled for each one that is trained: more than 1 where groups of equal rewards are replaced."""
+
+    @property
+    def sampled(self) -> float:
+        """Trajectories sampled for one global batch."""
+        return self.prompts_per_step * self.group_size * self.sampled_groups
 
 
 class Candidate(msgspec.Struct, frozen=True):

@@ -35,6 +35,11 @@ def test_the_planner_sees_prompts_and_groups_under_way() -> None:
     (trajectory,) = snapshot.trajectories
     assert (trajectory.generated, trajectory.context, trajectory.group, trajectory.prompt) == (90, 140, 7, 50)
     assert snapshot.groups == (GroupFact(8, 60, 1, 3, 200),)
+    assert (snapshot.sampled_groups, snapshot.sampled) == (1.0, 16.0)
+    times = {"step_s": 1.0, "wait_s": 0.0}
+    for replaced in (0.0, 4.0):
+        seen.on_step({"trajectories": 16, "replaced_groups": replaced, **times}, 24.0)
+    assert seen.snapshot((), 4, 4, 1, 100).sampled == 24.0, "two groups more a step"
 
 
 def test_a_long_step_has_the_speed_of_its_whole_rollout() -> None:

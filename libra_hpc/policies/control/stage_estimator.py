@@ -192,7 +192,7 @@ class StageEstimator:
             fixed=base.fixed,
             straggler=0.0,
             train_tokens=tokens,
-            rollout_tokens=size * sum(t.generated for t in work.done) / len(work.done),
+            rollout_tokens=snapshot.sampled * sum(t.generated for t in work.done) / len(work.done),
             from_in_flight=True,
             scatter=batch_scatter(snapshot, work.done),
         )

@@ -139,7 +139,7 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float =
     age = (steps[-1].at - steps[0].at) / 2.0
     train = fixed + (train - fixed) * train_trend.past(age)
     straggler = _straggler(snapshot, done, windows)
-    work = fmean(t.generated for t in done) * snapshot.prompts_per_step * snapshot.group_size
+    work = fmean(t.generated for t in done) * snapshot.sampled
     rate = sum(w.generated_tokens for w in windows) / sum(w.seconds * w.nodes * w.busy for w in windows)
     rollout = max(straggler, work / (split.rollout * rate))
     error = sampling_error([float(t.generated) for t in done], snapshot.group_size)
@@ -216,8 +216,8 @@ def with_new_lengths(
     done = [t for t in snapshot.trajectories if t.at > since]
     if rollout is None or len(done) < MIN_GROUPS * snapshot.group_size:
         return None
-    size = snapshot.prompts_per_step * snapshot.group_size
-    tokens, work = fmean(t.context for t in done) * size, fmean(t.generated for t in done) * size
+    tokens = fmean(t.context for t in done) * snapshot.prompts_per_step * snapshot.group_size
+    work = fmean(t.generated for t in done) * snapshot.sampled
     return before._replace(
         times=Times(before.train_seconds(tokens), rollout, before.times.eta),
         train_error=max(error, before.train_error),

@@ -56,6 +56,14 @@ def test_waiting_does_not_enter_own_work() -> None:
     assert throttled.times.rollout == pytest.approx(alone.times.rollout, rel=0.1)
 
 
+def test_replaced_groups_are_work_of_the_rollout_alone() -> None:
+    snapshot = Plant(ideal(3.0, 2.0), noise=0.05).batches(60).snapshot(100)
+    plain, refilled = _measure(snapshot), _measure(replace(snapshot, sampled_groups=1.5))
+    assert refilled.times.rollout == pytest.approx(1.5 * plain.times.rollout)
+    assert refilled.rollout_tokens == pytest.approx(1.5 * plain.rollout_tokens)
+    assert refilled.times.train == plain.times.train
+
+
 def test_the_fixed_part_of_a_step_is_found_and_does_not_shrink() -> None:
     # 0.5 s fixed + 0.5 s in proportion to the tokens of the batch, which vary by the lengths of 8 prompts.
     measured = _measured(Plant(lambda n, m, mean: (0.5 + 0.5 * mean / 50.0 / n, 0.1), noise=0.01))
