@@ -7,12 +7,13 @@ import re
 import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from libra_hpc.config.edit import edited
 from libra_hpc.config.load import load_run_file, validate, with_values
 from libra_hpc.errors import UserError
-from libra_hpc.models.host_memory import NodeWork, node_memory
+from libra_hpc.models.host_memory import HostRoom, NodeWork, node_memory
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.planning.request import request
 from libra_hpc.planning.row_values import row_values
@@ -192,3 +193,17 @@ def test_values_keep_their_place_and_comment() -> None:
 @pytest.mark.parametrize("text", ["a = { x = 1 }\n", "a.x = 1\n", "[[a]]\nx = 1\n"])
 def test_other_forms_are_left_to_a_whole_new_text(text: str) -> None:
     assert edited(text, {"a.x": 2}) is None
+
+
+def test_a_plan_counts_the_reference_policys_memory_and_its_pass() -> None:
+    model = "qwen3-14b"
+    plain = validate(run_file(model={"path": model}))
+    config = plain.changed(algorithm={"reference_kl_coef": 0.001})
+    before, asked, shape = request(plain), request(config), model_shape(model)
+    assert (before.batch.forwards, asked.batch.forwards) == (0, 1)
+    (pool,) = before.pools
+    core = msgspec.structs.replace(before.hosts.core, snapshots=False, core_nodes=pool.nodes - 1)
+    rooms = dict.fromkeys(("train", "hybrid", "rollout"), HostRoom(node_memory(shape, core).total))
+    assert request(plain, rooms=rooms).search().run().plans[0].nodes == pool.nodes - 1
+    with pytest.raises(UserError, match="of host memory a node"):
+        request(config, rooms=rooms).search().run()
