@@ -119,8 +119,8 @@ async def test_a_line_has_every_column(tmp_path: Path) -> None:
     scene.deliver((1, report), (1, TrainingDone(1)))
     await asyncio.wait_for(scene.coordinator.run(), 30)
     (line,) = read_lines(scene.run.metrics)
-    # Nothing is replayed without experts.
-    assert set(line) == {column.name for column in COLUMNS} - {"router_agreement"}
+    # Nothing is replayed without experts, and there is no reference policy.
+    assert set(line) == {column.name for column in COLUMNS} - {"router_agreement", "reference_kl"}
     assert report.metrics.items() <= line.items()
 
 
