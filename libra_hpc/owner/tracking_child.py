@@ -33,7 +33,10 @@ class TrackingChild:
         if not self._wanted or self._process is not None or now < self._next_at:
             return
         self._next_at = now + RETRY_S
-        command = [sys.executable, "-m", "libra_hpc.tracking.sidecar", str(self._run.path)]
+        self._start()
+
+    def _start(self, *options: str) -> None:
+        command = [sys.executable, "-m", "libra_hpc.tracking.sidecar", str(self._run.path), *options]
         try:
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -41,12 +44,21 @@ class TrackingChild:
             return  # a full disk; the next try is later
 
     def close(self) -> None:
-        """Have it send what is left, and end."""
+        """Have it send what is left, and end; another does so for one that is dead, or too young to obey."""
+        if self._process is not None:
+            self._process.terminate()
+            self._wanted = self._wanted and self._ended() < 0
+        if self._wanted:
+            self._start("--once")
+            self._ended()
+
+    def _ended(self) -> int:
+        """Wait for the end; returns the exit code, 0 without a process."""
         if self._process is None:
-            return
-        self._process.terminate()
+            return 0
         try:
-            self._process.wait(ENDS_S)
+            return self._process.wait(ENDS_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+            return 0

@@ -1,8 +1,8 @@
 """Sends the metrics of a run to its trackers, from the file that the run writes.
 
-``python -m libra_hpc.tracking.sidecar RUN``, until SIGTERM or the death of the process that started it. It may be
-killed and started again at any time, also after the run: `Sent` says which steps each tracker has. A tracker that fails
-is left alone for `RETRY_S`; the run never waits for one.
+``python -m libra_hpc.tracking.sidecar RUN [--once]``, until SIGTERM or the death of the process that started it. It may
+be killed and started again at any time, also after the run: `Sent` says which steps each tracker has. A tracker that
+fails is left alone for `RETRY_S`; the run never waits for one.
 """
 
 from __future__ import annotations
@@ -105,11 +105,13 @@ def _done(name: str, call: Callable[[], None]) -> bool:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Send the metrics of a run to its trackers until it has ended.")
     parser.add_argument("run", help="run directory")
-    run = RunDir(parser.parse_args(arguments).run)
+    parser.add_argument("--once", action="store_true", help="send what is there, and end")
+    options = parser.parse_args(arguments)
+    run = RunDir(options.run)
     ended, parent = threading.Event(), os.getppid()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     try:
-        follow(run, lambda: ended.is_set() or os.getppid() != parent, ended.wait)
+        follow(run, lambda: options.once or ended.is_set() or os.getppid() != parent, ended.wait)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.facts.rundir import read_lines
+from tests.tracking.test_sidecar import tensorboard
+
 from .harness import Chaos, patched, sound
 
 pytestmark = [pytest.mark.timeout(300)]
@@ -38,6 +41,33 @@ def test_a_killed_leader_costs_a_restart_inside_the_job(tmp_path: Path, rank: in
     if rank != TRAIN_LEADER:
         # Training saves at the next step boundary; without its leader the ranks go back to the newest checkpoint.
         assert recovered["step"] >= 8
+
+
+@pytest.mark.chaos
+def test_trackers_have_each_step_once_whatever_is_killed(tmp_path: Path) -> None:
+    """Sidecar and environment host with each fault, the rollout leader's node once."""
+    case = Chaos(tmp_path, steps=60)
+    case.submit("-o", "track.tensorboard=true")
+    for step in (6, 16, 26):
+        case.reach(step)
+        assert case.run is not None
+        sidecar = f"-m\0libra_hpc.tracking.sidecar\0{case.run.path}\0"
+        found = [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if sidecar in cmdline(folder)]
+        for pid in (*found, case.child(ROLLOUT_LEADER, "libra_hpc.simulated.host_process")):
+            os.kill(pid, signal.SIGKILL)
+        if step == 16:
+            case.signal_agent(ROLLOUT_LEADER, signal.SIGKILL)
+            case.wait(lambda: case.events("recovered"), "the restart")
+    sound(case)
+    assert case.events("host_lost")
+    assert tensorboard(case.run) == pytest.approx({row["step"]: row["reward"] for row in read_lines(case.run.metrics)})
+
+
+def cmdline(folder: Path) -> str:
+    try:
+        return (folder / "cmdline").read_text()
+    except OSError:
+        return ""
 
 
 @pytest.mark.chaos

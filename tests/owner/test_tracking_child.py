@@ -52,6 +52,20 @@ def test_a_killed_process_comes_back_and_sends_the_last_steps(tmp_path: Path) ->
     assert not (run.logs(1) / "track.log").read_text()
 
 
+@pytest.mark.parametrize("dead", [True, False], ids=["dead", "just_started"])
+def test_the_last_steps_are_sent_though_the_process_cannot(tmp_path: Path, dead: bool) -> None:
+    run = tracked(tmp_path)
+    child = TrackingChild(run, 1)
+    child.keep(0.0)
+    if dead:
+        assert child._process is not None
+        child._process.kill()
+        child._process.wait()
+    child.keep(1.0)
+    child.close()
+    assert Sent(run).last("tensorboard")[0] == 2
+
+
 def test_nothing_starts_unasked_and_a_missing_library_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

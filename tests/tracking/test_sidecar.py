@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -177,10 +176,6 @@ def test_a_sidecar_killed_at_any_point_loses_no_step_and_shows_none_twice(tmp_pa
         child.keep(now)
         assert child._process is None
     child.keep(now + RETRY_S)
-    until = time.monotonic() + 60
-    while sidecar.Sent(run).last("tensorboard") != (len(lines), zlib.crc32(lines[-1].encode())):
-        assert time.monotonic() < until
-        time.sleep(0.05)
     child.close()
     assert not (run.logs(1) / "track.log").read_text()
     rewards = {row["step"]: row["reward"] for row in map(json.loads, lines)}
