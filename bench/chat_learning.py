@@ -10,7 +10,7 @@ Fixed before the first run:
 
 The warm start of seed 3 did not learn to copy digits: it is at 0.02, below the start that was fixed, and left out.
 
-    python -m bench.chat_learning [--seeds 0,1,2,4] [--steps 24] [--algorithms "grpo|dapo|gspo|cispo|no tool"]
+    python -m bench.chat_learning [--seeds 0,1,2,4] [--lr 6e-4] [--algorithms "grpo|dapo|gspo|cispo|no tool"]
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ SHARED = {
     "run.name": "chat",
     "slurm.device": "cpu",
     "model.dtype": "float32",
-    "optimizer.lr": 6e-4,
     "algorithm.minibatches": 2,
     "algorithm.guard": "off",
     "rollout.kv_cache_mb": 64,
@@ -65,9 +64,10 @@ def chat_policy(seed: int, steps: int) -> Path:
     return folder
 
 
-def train(folder: Path, model: Path, *, seed: int, steps: int, algorithm: str) -> RunDir:
+def train(folder: Path, model: Path, *, seed: int, algorithm: str, given: Options) -> RunDir:
     task = NO_TOOL if algorithm == "no tool" else TOOL
-    own = {"run.dir": folder, "run.seed": seed, "run.steps": steps, "model.path": model, "task.name": task}
+    own = {"run.dir": folder, "run.seed": seed, "run.steps": given.steps, "model.path": model}
+    own |= {"optimizer.lr": given.lr, "task.name": task}
     own |= {f"task.options.{name}": value for name, value in SIZES.items()}
     own |= {f"algorithm.{name}": value for name, value in ALGORITHMS[algorithm].items()}
     submit(KEYCHAIN, "--wait", "--executor", "local", overrides=SHARED | own)
@@ -90,7 +90,7 @@ def play(seed: int, algorithm: str, given: Options, known: dict[tuple[int, bool]
     """One run, and its policy before and after; ``known``: evaluations before, by seed and whether there is a tool."""
     model, key = chat_policy(seed, given.warm_steps), (seed, algorithm != "no tool")
     with tempfile.TemporaryDirectory(prefix="libra-chat-") as name:
-        run = train(Path(name), model, seed=seed, steps=given.steps, algorithm=algorithm)
+        run = train(Path(name), model, seed=seed, algorithm=algorithm, given=given)
         if key not in known:
             known[key] = evaluate(model, run)
         after = evaluate(run.policy, run)
@@ -116,14 +116,14 @@ def row(algorithm: str, found: list[dict[str, Any]]) -> list[Any]:
 
 
 def main() -> None:
-    given = options("chat_learning", __doc__, seeds=[0, 1, 2, 4], steps=24, warm_steps=1500, algorithms="")
+    given = options("chat_learning", __doc__, seeds=[0, 1, 2, 4], steps=24, lr=6e-4, warm_steps=1500, algorithms="")
     chosen = names(given, "--algorithms", given.algorithms, ALGORITHMS, ALGORITHMS)
     known: dict[tuple[int, bool], Any] = {}
     raw = [play(seed, algorithm, given, known) for seed in given.seeds for algorithm in chosen]
     rows = [row(algorithm, [one for one in raw if one["algorithm"] == algorithm]) for algorithm in chosen]
     notes = [
-        f"{given.steps} steps of 8 prompts x 8 samples, two minibatches a step, eta 1, lr 6e-4; {len(given.seeds)}"
-        f" seeds; {EPISODES} held-out problems at temperature 1, standard error at most 0.03.",
+        f"{given.steps} steps of 8 prompts x 8 samples, two minibatches a step, eta 1, lr {given.lr};"
+        f" {len(given.seeds)} seeds; {EPISODES} held-out problems at temperature 1, standard error at most 0.03.",
         "Goals: gain >= 0.2 in every seed with the tool, at most 0.05 without it.",
     ]
     report(given, "A chat model learns to use its tool", columns=COLUMNS, rows=rows, notes=notes, raw=raw)
