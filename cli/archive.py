@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json as json_text
-import math
 import os
 import shutil
 import time
@@ -28,7 +27,7 @@ from libra_hpc.facts.rundir import PRIVATE, RunDir
 from libra_hpc.facts.summary import summarise
 from libra_hpc.files import write_atomic
 from libra_hpc.owner.claim import HeldLease
-from libra_hpc.state.attempt import best_step
+from libra_hpc.state.saved_policies import BEST, LAST, chosen_policy
 
 from . import jobs, register
 from .disk_use import PARTS, in_words, use
@@ -38,7 +37,7 @@ from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run, job_id
 
 ARCHIVES = "archive"
 """Folder of archives beside the runs, by default."""
-POLICIES = ("none", "last", "best")
+POLICIES = ("none", LAST, BEST)
 KEEP = ("logs", "trajectories", "decisions")
 
 
@@ -74,7 +73,8 @@ def archive(
     found.resolved()
     refuse_if_alive(found)
     place = new_place(found, found.path.parent / ARCHIVES if to is None else to)
-    step, weights = chosen_policy(found, policy or "none")
+    kept = None if policy in (None, "none") else chosen_policy(found, "--policy", policy)
+    step, weights = kept or (None, None)
     with held(found) if remove else contextlib.nullcontext():
         # Somebody may have resumed it just before.
         refuse_if_alive(found)
@@ -110,33 +110,6 @@ def new_place(run: RunDir, parent: Path) -> RunDir:
     if place.path.exists():
         raise invalid("--to", str(parent), f"{place.path} exists", "a folder without an archive of this run")
     return place
-
-
-def chosen_policy(run: RunDir, which: str) -> tuple[int | None, Path | None]:
-    """Step and folder of the policy to keep; None for none.
-
-    The best one is that of ``checkpoint.best``. Without one, it is that of the best smoothed reward in training.
-    """
-    if which == "none":
-        return None, None
-    found = {step: folder / "policy" for step, folder in run.complete_checkpoints()}
-    rows = series.steps(run)
-    if not found and (run.policy / "config.json").exists():
-        # Only then: it is of the last completed attempt, and a resume may have gone on since.
-        found[rows[-1]["step"] if rows else 0] = run.policy
-    if not found:
-        raise invalid("--policy", which, f"{run.name} has no checkpoint and no exported policy", "none")
-    evaluated = best_step(run, str(run.resolved().get("checkpoint", {}).get("best", ""))) if which == "best" else -1
-    if evaluated >= 0:
-        before = [step for step in found if step <= evaluated]
-        if not before:
-            why = f"the best evaluation is of step {evaluated}, and {run.name} has no checkpoint of it or before"
-            raise invalid("--policy", which, why, "last, none")
-        return max(before), found[max(before)]
-    smoothed = series.smooth(series.column(rows, "reward")) if which == "best" else []
-    rewards = {row["step"]: value for row, value in zip(rows, smoothed, strict=False) if math.isfinite(value)}
-    step = max(found, key=lambda step: (rewards.get(step, -math.inf), step))
-    return step, found[step]
 
 
 def write(run: RunDir, place: RunDir, keep: list[str], weights: Path | None, facts: dict[str, Any]) -> None:

@@ -75,7 +75,7 @@ def find_run(wanted: str | None, parent: Path) -> RunDir:
 
     A name in the register, and the id of a job that Slurm still knows, find a run in any folder.
     """
-    if wanted and _is_run(Path(wanted)):
+    if wanted and is_run(Path(wanted)):
         return RunDir(wanted)
     if wanted and os.path.isdir(wanted) and not os.access(wanted, os.X_OK):
         valid = "a run of your own, or one shared with run.share"
@@ -94,7 +94,7 @@ def find_run(wanted: str | None, parent: Path) -> RunDir:
     if known := _registered(wanted):
         return known
     elsewhere = jobs.run_folder(wanted)
-    if elsewhere is not None and _is_run(elsewhere):
+    if elsewhere is not None and is_run(elsewhere):
         return RunDir(elsewhere)
     names = [run.name for run in runs]
     valid = f"valid: {', '.join(names[-8:])}" if names else "there are none"
@@ -103,7 +103,7 @@ def find_run(wanted: str | None, parent: Path) -> RunDir:
     )
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
     """Whether it is a run's folder: a model's has a config.json too."""
     return os.path.isfile(folder / "config.json") and not os.path.isfile(folder / "tokenizer.json")
 

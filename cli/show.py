@@ -22,7 +22,7 @@ from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run
 
 def show(
     run: RunArgument = None,
-    step: Annotated[int | None, typer.Option("--step", min=1, metavar="N", help="Default: the newest.")] = None,
+    step: Annotated[int | None, typer.Option("--step", min=0, metavar="N", help="Default: the newest.")] = None,
     worst: Annotated[int, typer.Option("--worst", min=0, metavar="K", help="The K of least reward.")] = 0,
     best: Annotated[int, typer.Option("--best", min=0, metavar="K", help="The K of most reward.")] = 0,
     task: Annotated[str | None, typer.Option("--task", metavar="NAME", help="Those of this task of several.")] = None,

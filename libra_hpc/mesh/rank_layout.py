@@ -35,7 +35,8 @@ class RankLayout(msgspec.Struct, frozen=True):
 
     @property
     def train_leader(self) -> int:
-        return self.core[0]
+        """Without trainers, in an evaluation, rank 0 answers in its place."""
+        return self.core[0] if self.core else 0
 
     @property
     def rollout_leader(self) -> int:

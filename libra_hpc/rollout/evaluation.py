@@ -51,9 +51,9 @@ class OpenEvaluation:
 
 
 class Evaluations:
-    """``write`` gets the line of an evaluation that has ended."""
+    """``write`` gets the line of an evaluation that has ended, and its trajectories."""
 
-    def __init__(self, parts: Sequence[EvalPart], write: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, parts: Sequence[EvalPart], write: Callable[[dict[str, Any], list[Trajectory]], None]) -> None:
         self._parts, self._write = parts, write
         self._last: dict[str, int] = {}
         """By task, the step of its newest evaluation."""
@@ -96,7 +96,7 @@ class Evaluations:
         one = self._open[name]
         if not one.open and not one.left:
             del self._open[name]
-            self._write(result_line(one, now - one.began))
+            self._write(result_line(one, now - one.began), one.done)
 
 
 def result_line(one: OpenEvaluation, seconds: float) -> dict[str, Any]:

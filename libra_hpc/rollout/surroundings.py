@@ -29,7 +29,7 @@ class Surroundings(Protocol):
     def composed(self, step: int, trajectories: list[Trajectory], groups: tuple[Group, ...]) -> None:
         """Record what a step is trained on."""
 
-    def evaluated(self, line: dict[str, Any]) -> None:
+    def evaluated(self, line: dict[str, Any], trajectories: list[Trajectory]) -> None:
         """Record the result of an evaluation."""
 
     def routed(self, routed: Routed) -> None:

@@ -54,7 +54,7 @@ def workload(config: RunConfig) -> Workload:
         sibling=simulated.sibling,
         outcome=simulated.outcome,
         drift=simulated.drift,
-        prompts=config.run.steps * algorithm.prompts_per_step,
+        prompts=max(1, config.run.steps * algorithm.prompts_per_step),  # a job that only evaluates trains none
         group=algorithm.group_size,
         max_context=config.rollout.max_model_len,
         seed=config.run.seed,

@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -91,20 +89,12 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(run.policy).config.num_hidden_layers == 2
-    command = [
-        sys.executable,
-        "-m",
-        "bench.evaluate",
-        "--policy",
-        str(run.policy),
-        "--config",
-        str(run.config),
-        "--episodes",
-        "24",
-    ]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-    assert found["episodes"] == 24, "vLLM serves the exported policy"
-    assert -0.2 <= found["reward"] <= 1.0
+    words = ("--task", "held", "--samples", "6", "--wait", "--json")
+    found = json.loads(case.cli("eval", str(run.path), *words).stdout)
+    assert found["step"] == STEPS
+    assert found["result"]["failed"] == 0, "vLLM serves the exported policy"
+    assert -0.2 <= found["result"]["mean"] <= 1.0
+    assert transcripts.steps(Path(found["path"]) / "transcripts").keys() == {STEPS}
     summary = json.loads(case.cli("summary", str(run.path), "--json").stdout)
     assert summary["steps"] == STEPS
     assert run.summary_picture.stat().st_size > 10_000

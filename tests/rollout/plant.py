@@ -164,7 +164,7 @@ class Plant:
                 send=self.send,
                 to_host=lambda host, message: self.host.append(message),
                 ended=self.on_ended,
-                evaluated=self.evaluated.append,
+                evaluated=lambda line, trajectories: self.evaluated.append(line),
                 composed=lambda *batch: self.composed.append(batch),
                 routed=lambda routed: self.decisions.append(decision_line(routed)),
                 log=lambda kind, **fields: self.events.append((kind, fields)),

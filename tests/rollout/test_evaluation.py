@@ -72,7 +72,7 @@ async def test_a_lost_host_costs_no_trajectory_of_an_evaluation() -> None:
 
 def test_trajectories_begin_only_where_engines_have_room() -> None:
     lines: list[dict[str, Any]] = []
-    evaluations = Evaluations([AIME], lines.append)
+    evaluations = Evaluations([AIME], lambda line, done: lines.append(line))
     assert evaluations.begin(0, 100) == []
     evaluations.on_version(0, 5.0)
     assert evaluations.begin(int(ROOM * 8), 8) == []
@@ -88,7 +88,7 @@ def test_trajectories_begin_only_where_engines_have_room() -> None:
 @pytest.mark.parametrize(("known", "steps"), [(-1, [0, 4]), (0, [4]), (2, [4]), (4, [])])
 def test_a_restart_evaluates_what_has_no_line(known: int, steps: list[int]) -> None:
     lines: list[dict[str, Any]] = []
-    evaluations = Evaluations([AIME], lines.append)
+    evaluations = Evaluations([AIME], lambda line, done: lines.append(line))
     evaluations.restore([{"task": "aime", "step": known}, {"task": "other", "step": 99}])
     for step in (0, 1, 4):
         evaluations.on_version(step, 0.0)

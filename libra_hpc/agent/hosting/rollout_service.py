@@ -154,8 +154,11 @@ class RolloutService:
     def composed(self, step: int, trajectories: list[Trajectory], groups: tuple[wire.Group, ...]) -> None:
         self._transcripts.add(step, trajectories, groups)
 
-    def evaluated(self, line: dict[str, Any]) -> None:
+    def evaluated(self, line: dict[str, Any], trajectories: list[Trajectory]) -> None:
         self._evaluations.add(line)
+        if not self._context.layout.core:
+            # Where nothing is trained, the transcripts are those of the evaluation.
+            self._transcripts.add(line["step"], trajectories, ())
 
     def ended(self, end: TrajectoryEnd) -> None:
         self._trajectories.add(end)

@@ -129,7 +129,7 @@ class TranscriptWriter:
         samples = [sample for group in groups for sample in group.samples]
         advantages = {sample.trajectory: sample.advantage for sample in samples}
         counted = [(t, advantages.get(f"{t.index}.{t.sample}", 0.0)) for t in trajectories]
-        records = [transcript(step, self._task or t.part, t, advantage) for t, advantage in counted]
+        records = [transcript(step, t.evaluation or self._task or t.part, t, advantage) for t, advantage in counted]
         data = b"".join(compress(encode(record) + b"\n") for record in records)
         self._folder.mkdir(exist_ok=True)
         removed = 0

@@ -1,0 +1,154 @@
+"""`libra-hpc eval`: evaluate a policy on a ``[[task.eval]]`` table, in a job of rollout nodes without trainers.
+
+- Task, engines and hosts are those of the run file; the policy is a checkpoint of the run, or any model folder.
+- Everything is checked before the job is queued; a mistake leaves no folder.
+- Its folder, below ``evaluations/`` of the run, has the result and the transcripts, and reads as a run's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from libra_hpc.agent.evaluation_job import evaluate as evaluate_here
+from libra_hpc.config.load import load_resolved
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import OperationError, UserError, invalid
+from libra_hpc.facts.rundir import MODES, RunDir
+from libra_hpc.facts.summary import evaluation_results
+from libra_hpc.preflight.checks import check_files
+from libra_hpc.preflight.task_trial import try_task
+from libra_hpc.slurm.interpreter import check_python
+from libra_hpc.slurm.node_job import answered, submit_on_nodes
+from libra_hpc.slurm.queue.job_record import JobRecord, write_job
+from libra_hpc.slurm.queue.query import cluster_name
+from libra_hpc.slurm.single import Handle, run_single
+from libra_hpc.slurm.site_commands import slurm_environment
+from libra_hpc.state.saved_policies import LAST, chosen_policy
+
+from .check import load, warn
+from .job_wait import wait_for
+from .output import busy, print_json, print_line
+from .runs import RUNS, JsonOption, RunsOption, find_run, is_run
+
+JOB = "libra-eval"
+
+
+def evaluate(
+    what: Annotated[
+        str, typer.Argument(metavar="RUN|FOLDER", help="A run, its name or job id; or a Hugging Face folder.")
+    ],
+    task: Annotated[str, typer.Option("--task", metavar="NAME", help="Name of a [[task.eval]] table.")],
+    samples: Annotated[
+        int | None, typer.Option("--samples", min=1, max=1024, metavar="N", help="Default: those of the table.")
+    ] = None,
+    step: Annotated[
+        str | None, typer.Option("--step", metavar="N|best|last", help="Checkpoint of the run; default: last.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", metavar="RUN.toml", help="Run file of task and engines; default: the run's."),
+    ] = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Rollout nodes of the job.")] = 1,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the result and print it.")] = False,
+    json: JsonOption = False,
+    runs: RunsOption = Path(RUNS),
+) -> None:
+    run = evaluated_run(what, step, file, runs)
+    config = load_resolved(run.config) if run is not None and file is None else load(file or Path(), ())
+    of_step, policy = (0, Path(what).absolute()) if run is None else chosen_policy(run, "--step", step or LAST)
+    config = evaluation_config(config, task, samples, policy, nodes)
+    with busy("checking"):
+        check_files(config)
+        warnings = check_python(config)
+        with try_task(config) as outcome:
+            warnings = [*warnings, *outcome().warnings]
+    warn(warnings)
+    place, handle = queued(config, Path(config.run.dir) if run is None else run.path / "evaluations", task, of_step)
+    facts: dict[str, Any] = {"task": task, "step": of_step, "policy": str(policy), "path": str(place.path)}
+    facts["job_id"] = handle.job_id
+    if wait:
+        facts["result"] = result_of(handle, place)
+    if json:
+        print_json(facts)
+    elif wait:
+        print_line(f"{evaluation_results(place)[0].words()}; files in {place.path}")
+    else:
+        print_line(f"job {handle.job_id} evaluates step {of_step} on {task}; its result will be in {place.evaluations}")
+
+
+def evaluated_run(what: str, step: str | None, file: Path | None, runs: Path) -> RunDir | None:
+    """The run that ``what`` names; None for a model folder. Raises `UserError` where that lacks what it needs."""
+    model = Path(what)
+    if is_run(model) or not (model / "config.json").is_file():
+        return find_run(what, runs)
+    if step is not None:
+        raise invalid("--step", step, f"{what} is a model folder", "a run, or no --step")
+    if file is None:
+        raise UserError(f"{what} is a model folder: --file RUN.toml names the task and the engines.")
+    return None
+
+
+def result_of(handle: Handle, place: RunDir) -> dict[str, Any]:
+    """Wait for the job; returns its line, raises `OperationError` where it has none."""
+    wait_for(handle)
+    error, line = handle.of_task(0) or (f"Job {handle.job_id} ended as {handle.state().value}.", {})
+    if error:
+        raise OperationError(f"{error.rstrip('.')}; its files are in {place.path}.")
+    found: dict[str, Any] = line
+    return found
+
+
+def evaluation_config(config: RunConfig, task: str, samples: int | None, policy: Path, nodes: int) -> RunConfig:
+    """The configuration of the job: one evaluation, of ``policy``, on rollout nodes alone."""
+    parts = [part for part in config.task.eval if part.name == task]
+    if not parts:
+        names = [part.name for part in config.task.eval]
+        raise invalid("--task", task, "no such [[task.eval]]", names or "a name of one; the run file has none")
+    part = parts[0].model_copy(update={"samples": samples or parts[0].samples})
+    tp, engines = config.rollout.on_node(config.components.hybrid.nodes)
+    one = config.components.rollout.model_copy(update={"nodes": nodes})
+    return config.changed(
+        model={"path": str(policy) if config.run.engine == "real" else config.model.path},
+        task={"eval": [part]},
+        checkpoint={"best": ""},
+        components={"rollout": one},
+        rollout={"tp": tp, "engines_per_node": engines},
+    )
+
+
+def queued(config: RunConfig, parent: Path, task: str, step: int) -> tuple[RunDir, Handle]:
+    """Make the folder of the evaluation and queue its job; a refused one leaves no folder."""
+    local = config.slurm.executor == "local"
+    env = dict(os.environ) if local else slurm_environment()
+    parent.mkdir(parents=True, exist_ok=True)
+    place = RunDir.create(parent, f"{task}-step-{step}", MODES[config.run.share])
+    try:
+        place.write_json(place.config, config.model_dump())
+        work, jobs = (evaluate_here, str(place.path), step), place.path / "job"
+        limit = config.slurm.time_limit
+        if local:
+            handle = run_single(answered, *work, env=env, name=JOB, folder=jobs, executor="local", time_limit=limit)
+        else:
+            handle = submit_on_nodes(
+                answered,
+                work,
+                config,
+                env,
+                component="rollout",
+                nodes=config.components.rollout.nodes,
+                name=JOB,
+                folder=jobs,
+                time_limit=limit,
+            )
+    except BaseException:
+        shutil.rmtree(place.path, ignore_errors=True)
+        raise
+    if not local:
+        write_job(place, JobRecord("slurm", handle.job_id, 1, time.time(), cluster=cluster_name(env)))
+    return place, handle

@@ -1,0 +1,157 @@
+"""An evaluation as a job of its own: engines and environment hosts of a run, without trainers and a coordinator.
+
+- Every node has engines, rank 0 also the rollout leader. It gives the few answers that a coordinator or trainer would.
+- An engine is lost -> it is started again, as often as in a run. A node is lost -> the others have its turns.
+- The result is written -> all ranks end. A part ends too often, or rank 0 is lost -> they end with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from typing import Any
+
+from libra_hpc.config.load import load_resolved
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import OperationError
+from libra_hpc.facts.journal import Journal
+from libra_hpc.facts.rundir import RunDir, read_lines
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.mesh.mesh import Mesh
+from libra_hpc.mesh.rank_layout import RankLayout, check_world
+from libra_hpc.mesh.world import World, meet
+from libra_hpc.process.agent_folders import make_folders, remove
+from libra_hpc.protocol import agents as wire
+from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.simulated.dry_run import in_wall_time
+
+from .commands import choose_adapters
+from .hosting.rollout_service import RolloutService
+from .rollout_node import RolloutNode
+from .routes import FOR_ROLLOUT_SERVICE, Routes
+
+WATCH_S = 1.0
+"""Between two looks for the result and for lost nodes."""
+GOODBYE_S = 5.0
+"""For the last messages to the other ranks."""
+KEEP_EVENTS = 10_000
+
+
+def evaluate(folder: str, step: int) -> dict[str, Any]:
+    """Carry out the evaluation of a folder, whose configuration names policy and task; one call on each node.
+
+    ``step``: of the weights. Returns the line of ``evaluations.jsonl``. Raises `OperationError` with the reason.
+    """
+    run = RunDir(folder)
+    config = load_resolved(run.config)
+    layout = RankLayout(("rollout",) * config.components.rollout.nodes)
+    choose_adapters(config)
+    world = meet(config.slurm.interface)
+    check_world(world.size, layout, os.environ)
+    run.logs(1).mkdir(parents=True, exist_ok=True)
+    return asyncio.run(EvaluationNode(world, layout, config, run, step).run())
+
+
+class EvaluationNode:
+    """One node of the job."""
+
+    def __init__(self, world: World, layout: RankLayout, config: RunConfig, run: RunDir, step: int) -> None:
+        self._mesh, self._run, self._routes = Mesh(world, self._on_message), run, Routes()
+        private, shared = make_folders()
+        # No step is left, so that no prompt of training is admitted; what earlier runs measured is not needed either.
+        own = in_wall_time(config).changed(run={"steps": step}, checkpoint={"experience": False})
+        self._context = AgentContext(
+            rank=world.rank,
+            layout=layout,
+            config=own.changed(rollout={"warm_start": ""}),
+            run=run,
+            attempt=1,
+            send=self._mesh.send,
+            start=wire.Welcome(step, "", 0, ()),
+            private=private,
+            shared_memory=shared,
+        )
+        self._engines = RolloutNode(self._context)
+        self._service = RolloutService(self._context) if world.rank == 0 else None
+        self._events: Journal[dict[str, Any]] = Journal(run.events, dict, KEEP_EVENTS)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._over = asyncio.Event()
+        self._why = ""
+        """Why it failed; empty: it did not."""
+        self._add_routes()
+
+    def _add_routes(self) -> None:
+        add, engines, send = self._routes.add, self._engines, self._mesh.send
+        add(wire.StartEngine, lambda order: self._spawn(engines.start()))
+        add(wire.Turns, engines.on_turns)
+        add(wire.WeightsCurrent, engines.on_current)
+        add(wire.StopAgent, lambda stop: self._end(stop.reason))
+        if self._service is not None:
+            for kind in FOR_ROLLOUT_SERVICE:
+                add(kind, self._service.on_message)
+            add(EngineState, self._on_engine_state)
+            add(wire.WeightsWanted, lambda asked: send(asked.rank, wire.WeightsCurrent(self._context.start.step)))
+            add(wire.Log, lambda record: self._events.add({"t": record.t, "kind": record.kind, **record.fields}))
+            add(wire.Fatal, lambda fatal: self._end(fatal.reason))
+
+    async def run(self) -> dict[str, Any]:
+        """Serve until the result is written; returns its line, which is empty where this is not rank 0."""
+        parts = [self._mesh.run(), self._engines.watch(), self._engines.start(), self._watch()]
+        for part in parts if self._service is None else [*parts, self._service.run()]:
+            self._spawn(part)
+        await self._over.wait()
+        for rank in range(1, self._mesh.size if self._service is not None else 1):
+            self._mesh.send(rank, wire.StopAgent(self._why))
+        await asyncio.gather(*(part.stop() for part in (self._service, self._engines) if part is not None))
+        await self._mesh.drain(GOODBYE_S)
+        for task in self._tasks:
+            task.cancel()
+        await self._events.flush()
+        await self._events.close()
+        remove(self._context.private)
+        remove(self._context.shared_memory)
+        lines = list(read_lines(self._run.evaluations)) if self._service is not None else [{}]
+        if self._why or not lines:
+            raise OperationError(self._why or f"{self._run.evaluations} cannot be written.")
+        return lines[-1]
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for rank in self._mesh.unreachable():
+                self._mesh.forget(rank)
+                if self._service is None and rank == 0:
+                    self._end("the node of rank 0 is lost")
+                if self._service is not None:
+                    self._context.log("node_lost", rank=rank, reason="its connection broke")
+                    self._service.leader.on_rank_lost(rank)
+            if self._service is not None:
+                await self._events.flush()
+                if await asyncio.to_thread(lambda: next(read_lines(self._run.evaluations), None)):
+                    self._end("")
+
+    def _on_engine_state(self, engine: EngineState) -> None:
+        assert self._service is not None
+        # A node also tells its coordinator that all its engines are ready; that message names none.
+        if engine.engine:
+            self._service.on_message(engine)
+        if engine.state == "lost":
+            self._mesh.send(engine.rank, wire.StartEngine(engine.rank, "rollout"))
+
+    def _on_message(self, source: int, message: Any, blob: bytes | bytearray) -> None:
+        self._routes.deliver(message, blob)
+
+    def _end(self, why: str) -> None:
+        self._why = self._why or why
+        self._over.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._end(f"{type(error).__name__}: {error}")

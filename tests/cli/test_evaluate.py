@@ -1,0 +1,90 @@
+"""`libra-hpc eval`: what is queued, and what is refused before that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from libra_hpc.config.load import load_resolved
+from libra_hpc.errors import UserError
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.preflight import checked_run
+
+from .conftest import Cli, one_line
+
+EVAL = """
+[rollout]
+tp = [1, 2]
+engines_per_node = [8, 4]
+[[task.eval]]
+name = "held"
+task = "keychain"
+samples = 4
+"""
+
+
+@pytest.fixture
+def run(submitted: RunDir, site: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run with an evaluation, and checkpoints of steps 20 and 60."""
+    (site / "run.toml").write_text((site / "run.toml").read_text() + EVAL)
+    assert cli("submit", "run.toml").code == 0
+    found = RunDir(site / "runs" / "quick-002")
+    for step in (20, 60):
+        (found.checkpoint(step) / "policy").parent.mkdir(parents=True)
+        (found.checkpoint(step) / "policy").symlink_to(site / "model")
+        (found.checkpoint(step) / "state.json").write_text("{}")
+    monkeypatch.setattr("libra_hpc_cli.evaluate.slurm_environment", dict)
+    monkeypatch.setattr("libra_hpc_cli.evaluate.try_task", checked_run.try_task)
+    monkeypatch.setattr("libra_hpc_cli.evaluate.cluster_name", lambda env: "c")
+    return found
+
+
+def test_the_job_has_the_checkpoint_the_task_and_rollout_nodes_alone(
+    run: RunDir, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[dict[str, Any]] = []
+
+    def submit(function: Any, arguments: Any, config: Any, env: Any, **named: Any) -> Any:
+        jobs.append(named)
+        return SimpleNamespace(job_id="77")
+
+    monkeypatch.setattr("libra_hpc_cli.evaluate.submit_on_nodes", submit)
+    done = cli("eval", run.name, "--task", "held", "--samples", "16", "--step", "20", "--nodes", "3", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert (found["step"], found["job_id"], found["policy"]) == (20, "77", str(run.checkpoint(20) / "policy"))
+    place = RunDir(found["path"])
+    assert place.path == run.path / "evaluations" / "held-step-20-001"
+    config = load_resolved(place.config)
+    assert [(part.name, part.samples) for part in config.task.eval] == [("held", 16)]
+    assert (config.rollout.tp, config.rollout.engines_per_node, config.components.rollout.nodes) == (2, 4, 3)
+    assert (jobs[0]["component"], jobs[0]["nodes"]) == ("rollout", 3)
+
+
+def test_a_job_that_slurm_refuses_leaves_no_folder(run: RunDir, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(*arguments: Any, **named: Any) -> Any:
+        raise UserError("Slurm refuses the job.")
+
+    monkeypatch.setattr("libra_hpc_cli.evaluate.submit_on_nodes", submit)
+    assert one_line(cli("eval", run.name, "--task", "held")) == "error: Slurm refuses the job."
+    assert not any((run.path / "evaluations").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("quick-002", "--task", "hld"), "--task = 'hld': no such [[task.eval]]; valid: held (did you mean 'held'?)."),
+        (("quick-002", "--task", "held", "--step", "30"), "has no policy of that step; valid: last, best, 20, 60."),
+        (("quick-001", "--task", "held"), "--step = 'last': quick-001 has no checkpoint and no exported policy;"),
+        (("model", "--task", "held"), "model is a model folder: --file RUN.toml names the task and the engines."),
+        (("model", "--task", "held", "--step", "2"), "--step = '2': model is a model folder; valid: a run, or no"),
+        (("none", "--task", "held"), "RUN = 'none': no run of that name, folder or job id below runs/;"),
+    ],
+)
+def test_what_is_missing_is_one_sentence(words: tuple[str, ...], sentence: str, run: RunDir, cli: Cli) -> None:
+    assert sentence in one_line(cli("eval", *words))
+    assert not (run.path / "evaluations").exists()

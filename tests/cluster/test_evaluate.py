@@ -1,0 +1,42 @@
+"""`libra-hpc eval` on the embedded Slurm: engines and hosts without trainers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.facts.rundir import RunDir, read_lines
+from libra_hpc.slurm.devcluster.cluster import ClusterInfo
+
+from .test_dry_run import DryRun
+
+pytestmark = pytest.mark.timeout(300)
+EVALUATION = """
+[[task.eval]]
+name = "held"
+task = "keychain"
+prompts = 12
+samples = 4
+"""
+
+
+def test_two_nodes_evaluate_a_model_folder_in_a_job_of_their_own(cluster: ClusterInfo, tmp_path: Path) -> None:
+    case, model = DryRun(tmp_path, "slurm", steps=4), tmp_path / "model"
+    text = case.run_file.read_text().replace("steps = 4", 'steps = 4\nengine = "simulated"')
+    case.run_file.write_text(text.replace("tp = [4, 8]", "tp = 8").replace("[2, 1]", "1") + EVALUATION)
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (model / name).write_text("{}")
+    words = ("--file", str(case.run_file), "--task", "held", "--samples", "8", "--nodes", "2", "--wait", "--json")
+    found = json.loads(case.cli("eval", str(model), *words).stdout)
+    place = RunDir(found["path"])
+    assert place.path.parent == tmp_path / "runs"
+    assert list(read_lines(place.evaluations)) == [found["result"]]
+    assert (found["result"]["step"], found["result"]["failed"], found["result"]["samples"]) == (0, 0, 8)
+    assert list(found["result"]["pass_at"]) == ["1", "2", "4", "8"]
+    engines = {line["engine"] for line in read_lines(place.decisions) if "engine" in line}
+    assert engines == {"r0.0", "r1.0"}, "both nodes have turns"
+    shown = case.cli("summary", str(place.path)).stdout
+    assert "held " in shown
