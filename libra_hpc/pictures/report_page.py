@@ -34,6 +34,8 @@ from .svg_chart import MOST_POINTS, svg
 
 SHORTEST_HIDDEN = 8
 """Characters of a hidden value from which it is hidden in all other texts too: ``math`` is no secret."""
+TRANSCRIPTS = 5
+"""Newest files of transcripts that the page links."""
 DIGITS = 3
 """Of a reward."""
 
@@ -86,6 +88,7 @@ def page(run: RunDir, ending: Standing, now: float) -> str:
         averaged=math.ceil(len(rows) / MOST_POINTS),
         charts=[(chart, svg(chart)) for chart in drawn] if rows else [],
         phases=_phases(summary),
+        transcripts=[(path.name, path.as_uri()) for path in sorted(run.transcripts.glob("step-*"))[-TRANSCRIPTS:]],
         evaluations=[result.words() for result in summary.evaluations],
         decisions=decisions(log, summary),
         others=[moves(summary), changed_layouts(summary)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,16 @@ def test_the_page_goes_where_it_should(site: Path, queue: Queue, cli: Cli) -> No
     assert not run.report.exists()
     refused = one_line(cli("report", "quick-001", "--html", "--out", "absent/page.html"))
     assert "--out = 'absent/page.html': the page cannot be written (No such file or directory); valid:" in refused
+
+
+def test_the_page_links_the_newest_transcripts(site: Path, queue: Queue, cli: Cli) -> None:
+    run = synthetic.make_run(site / "runs")
+    run.transcripts.mkdir()
+    for step in range(1, 13):
+        (run.transcripts / f"step-{step:06d}.jsonl.zst").touch()
+    cli("report", "quick-001")
+    linked = re.findall(r'<a href="file://([^"]*)">', run.report.read_text())
+    assert linked == [f"{run.transcripts}/step-{step:06d}.jsonl.zst" for step in range(8, 13)]
 
 
 def test_only_its_owner_reads_the_page_unless_asked_for_otherwise(site: Path, queue: Queue, cli: Cli) -> None:
