@@ -237,7 +237,7 @@ RUN_FILE = [
     ("task.tool_processes=1000000000", "task.tool_processes = 1000000000: out of range; valid: an integer >= 1 and <="),
     ("task.max_failed_share=1", "task.max_failed_share = 1: out of range; valid: a number > 0 and < 1."),
     ("task.trial=maybe", "task.trial = 'maybe': wrong type; valid: true or false."),
-    ("task.name=:Task", "mistakes0 cannot be read (Is a directory); valid: path/to/file.py:ClassName."),
+    ("task.name=:Task", "cannot be read (Is a directory); valid: path/to/file.py:ClassName."),
     ("algorithm.clip=1", "algorithm.clip = 1: out of range; valid: a number > 0 and < 1"),
     ("algorithm.is_truncation=0.5", "algorithm.is_truncation = 0.5: out of range; valid: a number >= 1."),
     ("algorithm.reference_kl_coef=-1", "algorithm.reference_kl_coef = -1: out of range; valid: a number >= 0."),
