@@ -1,0 +1,253 @@
+"""Offers: the weights of one version that one process owns, as a payload file and a manifest in shared memory.
+
+A piece holds values of a strided block of one Hugging Face tensor.  It overwrites, so applying it twice does no harm.
+The values come first, then which elements they are:
+
+- ``dense``: all of them, row-major.
+- ``bitmap``: one bit an element, lowest bit first.
+- ``gap8``, ``gap16``: elements skipped before each; the largest number skips as many and holds no value.
+
+A piece begins at a multiple of `ALIGNMENT`.  The manifest is renamed into place after the payload is whole.  It comes
+from another process, perhaps of another cluster: `decode_offer` believes nothing.  Needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from libra_hpc.errors import error_text
+from libra_hpc.files import write_atomic
+from libra_hpc.models.tensors import Shapes
+
+from .weightfile import WeightFileError
+
+Buffer = bytes | bytearray | memoryview | mmap.mmap
+Encoding = Literal["gap8", "gap16", "bitmap", "dense"]
+ALIGNMENT = 8
+"""Bytes."""
+VALUES: dict[str, npt.DTypeLike] = {"BF16": np.int16, "F32": np.int32}
+"""Integers with the bits of an element, by safetensors' name of the type."""
+GAPS: dict[str, npt.DTypeLike] = {"gap8": np.uint8, "gap16": np.uint16}
+WHOLE = -1
+"""The base of an offer that needs no version before it."""
+OWNER = re.compile(r"[A-Za-z0-9.]{1,32}")
+
+
+class TensorBlock(NamedTuple):
+    """``rows`` x ``cols`` elements of a tensor; (r, c) is at ``offset + r * stride + c`` of the flattened tensor."""
+
+    tensor: str
+    offset: int
+    rows: int
+    cols: int
+    stride: int
+
+
+class WeightPiece(msgspec.Struct, frozen=True, array_like=True):
+    block: TensorBlock
+    dtype: str
+    """``BF16`` or ``F32``; the latter is always dense."""
+    encoding: Encoding
+    changed: int
+    """Elements whose value is in it."""
+    at: int
+    """Where its bytes begin in the payload."""
+    size: int
+    crc32: int
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What turns ``base`` into ``version``, as far as ``owner`` has it; blocks do not overlap."""
+
+    version: int
+    base: int
+    """`WHOLE`: whole tensors."""
+    owner: str
+    """The process that wrote it, for example ``t0.1``: node and local rank."""
+    pieces: tuple[WeightPiece, ...]
+    size: int
+    """Bytes of the payload."""
+
+
+class Encoded(NamedTuple):
+    """A piece before it has a place in a payload."""
+
+    block: TensorBlock
+    dtype: str
+    encoding: Encoding
+    changed: int
+    data: tuple[npt.NDArray[Any], ...]
+    """Its bytes, in order: contiguous arrays."""
+
+
+def offer_path(folder: Path, version: int, owner: str) -> Path:
+    """The manifest's path."""
+    return folder / f"offer-{version:08d}-{owner}.manifest"
+
+
+def payload_path(manifest: Path) -> Path:
+    return manifest.with_suffix(".pieces")
+
+
+def write_offer(folder: Path, version: int, base: int, owner: str, encoded: Iterable[Encoded]) -> Offer:
+    """Write payload and manifest; an earlier offer of the name is replaced.  Raises `OSError` when there is no room.
+
+    Readers of a replaced payload keep the old file: it is removed, not written over.
+    """
+    manifest = offer_path(folder, version, owner)
+    manifest.unlink(missing_ok=True)
+    payload = payload_path(manifest)
+    payload.unlink(missing_ok=True)
+    pieces: list[WeightPiece] = []
+    at = 0
+    try:
+        with payload.open("xb") as file:
+            for block, dtype, encoding, changed, data in encoded:
+                at += file.write(bytes(-at % ALIGNMENT))
+                crc = size = 0
+                for part in data:
+                    view = part.data.cast("B")
+                    crc, size = zlib.crc32(view, crc), size + len(view)
+                    file.write(view)
+                pieces.append(WeightPiece(block, dtype, encoding, changed, at, size, crc))
+                at += size
+    except OSError:
+        payload.unlink(missing_ok=True)
+        raise
+    offer = Offer(version, base, owner, tuple(pieces), at)
+    write_atomic(manifest, msgspec.msgpack.encode(offer))
+    return offer
+
+
+def read_offer(path: Path) -> Offer:
+    """The offer of a manifest whose whole payload lies beside it; raises `WeightFileError`."""
+    try:
+        data = path.read_bytes()
+        size = payload_path(path).stat().st_size
+    except OSError as error:
+        raise WeightFileError(f"{path}: {error_text(error)}.") from error
+    offer = decode_offer(data, str(path))
+    if path.name != offer_path(path.parent, offer.version, offer.owner).name:
+        raise WeightFileError(f"{path}: it holds version {offer.version} of {offer.owner}.")
+    if size != offer.size:
+        raise WeightFileError(f"{path}: its payload has {size:,} bytes, expected {offer.size:,}.")
+    return offer
+
+
+def decode_offer(data: bytes, origin: str) -> Offer:
+    """The offer of a manifest's bytes; ``origin`` names them in errors.  Raises `WeightFileError`."""
+    try:
+        offer = msgspec.msgpack.decode(data, type=Offer)
+    except (ValueError, RecursionError) as error:
+        raise WeightFileError(f"{origin}: no whole manifest ({error_text(error)}).") from error
+    if not OWNER.fullmatch(offer.owner) or not WHOLE <= offer.base < offer.version:
+        raise WeightFileError(f"{origin}: version {offer.version} of {offer.owner!r} cannot change {offer.base}.")
+    end = 0
+    for piece in offer.pieces:
+        if fault := _piece_fault(piece, end, offer.base == WHOLE):
+            raise WeightFileError(f"{origin}: a piece of {piece.block.tensor} {fault}.")
+        end = piece.at + piece.size
+    if end != offer.size:
+        raise WeightFileError(f"{origin}: its pieces have {end:,} bytes, its payload {offer.size:,}.")
+    return offer
+
+
+def elements(block: TensorBlock) -> int:
+    return block.rows * block.cols
+
+
+def _piece_fault(piece: WeightPiece, end: int, whole: bool) -> str:
+    """Why a piece that follows one that ends at ``end`` cannot be; empty: it can."""
+    _, offset, rows, cols, stride = piece.block
+    count = elements(piece.block)
+    if offset < 0 or rows < 1 or cols < 1 or (rows > 1 and stride < cols):
+        return f"is no block: {rows} x {cols} elements from {offset} in steps of {stride}"
+    if piece.dtype not in VALUES:
+        return f"has type {piece.dtype!r}, not one of {', '.join(VALUES)}"
+    if piece.encoding != "dense" and (whole or piece.dtype == "F32"):
+        return f"is encoded as {piece.encoding}, and should be dense"
+    if not 0 < piece.changed <= count or (piece.encoding == "dense" and piece.changed != count):
+        return f"has {piece.changed:,} values for {count:,} elements"
+    if piece.at != end + -end % ALIGNMENT:
+        return f"begins at byte {piece.at:,}, and the one before it ends at {end:,}"
+    low, high = _sizes(piece)
+    return "" if low <= piece.size <= high else f"has {piece.size:,} bytes, which {piece.encoding} cannot have"
+
+
+def _sizes(piece: WeightPiece) -> tuple[int, int]:
+    """Fewest and most bytes of such a piece."""
+    values = piece.changed * np.dtype(VALUES[piece.dtype]).itemsize
+    if piece.encoding == "dense":
+        return values, values
+    if piece.encoding == "bitmap":
+        return (whole := values + math.ceil(elements(piece.block) / 8)), whole
+    gap = np.dtype(GAPS[piece.encoding])
+    fewest = values + piece.changed * gap.itemsize
+    return fewest, fewest + elements(piece.block) // np.iinfo(gap).max * gap.itemsize
+
+
+def offer_fault(offer: Offer, shapes: Shapes, dtype: str) -> str:
+    """How an offer does not fit a model with these tensors of one type, as a sentence; empty: it does."""
+    for block, found, *_ in (msgspec.structs.astuple(piece) for piece in offer.pieces):
+        if block.tensor not in shapes:
+            return f"{block.tensor} is no tensor of the model"
+        if found != dtype:
+            return f"{block.tensor} is {found}, expected {dtype}"
+        last = block.offset + (block.rows - 1) * block.stride + block.cols
+        if last > (size := math.prod(shapes[block.tensor])):
+            return f"a piece of {block.tensor} ends at element {last:,} of {size:,}"
+    return ""
+
+
+def piece_values(
+    piece: WeightPiece, payload: Buffer, verify: bool = True
+) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.int16 | np.int32]]:
+    """Positions within the block (row-major, ascending; None: all) and the bits of their values.
+
+    Values are a view of ``payload``, the offer's.  Raises `WeightFileError` if the bytes are not the owner's.
+    """
+    data = memoryview(payload).cast("B")[piece.at : piece.at + piece.size]
+    if verify and (len(data) != piece.size or zlib.crc32(data) != piece.crc32):
+        raise WeightFileError(f"A piece of {piece.block.tensor} has other bytes than its owner wrote.")
+    kind = np.dtype(VALUES[piece.dtype])
+    values = np.frombuffer(data, kind, piece.changed)
+    if piece.encoding == "dense":
+        return None, values
+    rest = data[values.nbytes :]
+    if piece.encoding == "bitmap":
+        bits = np.unpackbits(np.frombuffer(rest, np.uint8), count=elements(piece.block), bitorder="little")
+        index = np.flatnonzero(bits)
+    else:
+        index = positions(np.frombuffer(rest, GAPS[piece.encoding]))
+    # A forged piece may have a right checksum and still name elements outside of its block.
+    if len(index) != piece.changed or index[-1] >= elements(piece.block):
+        raise WeightFileError(f"A piece of {piece.block.tensor} has values outside of its block.")
+    return index, values
+
+
+def gaps(index: npt.NDArray[np.int64], kind: npt.DTypeLike) -> npt.NDArray[np.uint8 | np.uint16]:
+    """Ascending positions as gaps of an unsigned type."""
+    most = np.iinfo(kind).max
+    skipped = np.diff(index, prepend=-1) - 1
+    extra = skipped // most
+    if not extra.any():
+        return skipped.astype(kind)
+    out = np.full(len(index) + int(extra.sum()), most, kind)
+    out[np.cumsum(extra + 1) - 1] = skipped % most
+    return out
+
+
+def positions(gap: npt.NDArray[np.uint8 | np.uint16]) -> npt.NDArray[np.int64]:
+    """The inverse of `gaps`."""
+    ends = gap != np.iinfo(gap.dtype).max
+    return (np.cumsum(gap + ends.astype(np.int64)) - 1)[ends]
