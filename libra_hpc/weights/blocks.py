@@ -1,0 +1,283 @@
+"""Which elements of which Hugging Face tensors lie where, in a trainer's shard and in an engine's parameter: pure.
+
+Everything is a `Slice`: a rectangle of a tensor, and its place in a flattened parameter of one process.
+
+- Trainer: `own_slices` for the parameters of one rank, `within` for the part that its optimizer owns.
+- Engine: `engine_slices` for the parameters of one vLLM rank, which fuses q, k and v, gate and up, and experts.
+- `fault_of_trainer`, `fault_of_engine`: why the slices of all ranks are no partition; both run at every start.
+
+A rectangle has the tensor's width as its stride, and a tensor of one dimension is one row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
+from typing import NamedTuple
+
+import msgspec
+
+from libra_hpc.models.architecture import Architecture
+from libra_hpc.models.tensors import Entry, Shapes, hf_shapes, tensor_fault
+
+from .names import ReplicaPlace, cut, own_entries
+from .pieces import TensorBlock, elements
+
+PADDED_TO = 64
+"""vLLM's vocabulary has a multiple of as many rows; those beyond the tensor's are zero."""
+
+
+class Slice(NamedTuple):
+    """Element (r, c) of ``block`` is at ``offset + r * stride + c`` of the flattened ``parameter``."""
+
+    block: TensorBlock
+    parameter: str
+    offset: int
+    stride: int
+
+
+class _Rows(NamedTuple):
+    """Columns of some rows of a tensor, which are a parameter's rows from ``to`` on."""
+
+    tensor: str
+    begin: int
+    end: int
+    to: int
+    left: int = 0
+    right: int | None = None
+    """None: all columns."""
+
+
+def own_slices(shape: Architecture, place: ReplicaPlace) -> dict[str, list[Slice]]:
+    """By Megatron-Core parameter of this rank, in the order of its elements; none for what others offer.
+
+    Replicated parameters are those of tensor rank 0; the last stage's copy of a tied embedding is its original's.
+    """
+    shapes = hf_shapes(shape)
+    return {
+        name: _slices(name, _trained_rows(entry, shape, place, shapes), shapes)
+        for name, entry in own_entries(shape, place).items()
+        if not entry.copy and (entry.expert is not None or entry.dim is not None or not place.tp_rank)
+    }
+
+
+def within(slices: Iterable[Slice], begin: int, end: int) -> list[Slice]:
+    """What of a parameter's slices lies in its elements ``begin:end``; offsets count from ``begin``.
+
+    An end in the middle of a row makes up to three slices of one.
+    """
+    out = []
+    for (tensor, offset, rows, cols, width), parameter, at, _ in slices:
+        low, high = max(begin, at) - at, min(end, at + rows * cols) - at
+        while low < high:
+            row, left = divmod(low, cols)
+            whole = (high - low) // cols if not left else 0
+            count = whole * cols or min(high - low, cols - left)
+            block = TensorBlock(tensor, offset + row * width + left, whole or 1, cols if whole else count, width)
+            out.append(Slice(block, parameter, at + low - begin, block.cols))
+            low += count
+    return out
+
+
+def engine_slices(shape: Architecture, tp: int, rank: int) -> dict[str, list[Slice]]:
+    """By Hugging Face tensor: where each of its elements that this tensor-parallel rank of vLLM has lies.
+
+    With fewer key/value heads than ranks several ranks have the same head.
+    """
+    shapes = hf_shapes(shape)
+    out: dict[str, list[Slice]] = defaultdict(list)
+    for entry in own_entries(shape, ReplicaPlace(tp=1, tp_rank=0, pp=1, pp_rank=0)).values():
+        parameter, rows, base = _engine_rows(entry, shape, tp, rank, shapes)
+        for one in _slices(parameter, rows, shapes, base):
+            out[one.block.tensor].append(one)
+    return dict(out)
+
+
+def _slices(parameter: str, rows: Iterable[_Rows], shapes: Shapes, base: int = 0) -> list[Slice]:
+    """``base``: element of the parameter where its rows begin."""
+    out = []
+    for tensor, begin, end, to, left, right in rows:
+        if end <= begin:
+            continue
+        size = shapes[tensor]
+        if len(size) == 1:
+            count = end - begin
+            out.append(Slice(TensorBlock(tensor, begin, 1, count, size[0]), parameter, base + to, count))
+        else:
+            cols = (size[1] if right is None else right) - left
+            block = TensorBlock(tensor, begin * size[1] + left, end - begin, cols, size[1])
+            out.append(Slice(block, parameter, base + to * cols, cols))
+    return out
+
+
+def _span(count: int, parts: int, part: int) -> tuple[int, int]:
+    each = count // parts
+    return part * each, (part + 1) * each
+
+
+def _trained_rows(entry: Entry, shape: Architecture, place: ReplicaPlace, shapes: Shapes) -> Iterator[_Rows]:
+    parts, part = cut(entry, place)
+    first = shapes[entry.hf[0]]
+    if entry.layout == "gated":
+        ffn = first[0] // (3 - len(entry.hf))
+        begin, end = _span(ffn, parts, part)
+        for half, (tensor, at) in enumerate(_halves(entry, ffn)):
+            yield _Rows(tensor, at + begin, at + end, half * (end - begin))
+    elif entry.layout == "qkv":
+        yield from _groups(entry, shape, parts, part)
+    elif entry.dim == 1:
+        yield _Rows(entry.hf[0], 0, first[0], 0, *_span(first[1], parts, part))
+    else:
+        yield _Rows(entry.hf[0], *_span(first[0], parts, part), 0)
+
+
+def _halves(entry: Entry, ffn: int) -> Iterator[tuple[str, int]]:
+    """Tensor and first row of gate and of up."""
+    yield entry.hf[0], 0
+    yield entry.hf[-1], ffn if len(entry.hf) == 1 else 0
+
+
+def _heads(entry: Entry, shape: Architecture) -> Iterator[tuple[str, int, int]]:
+    """Tensor, first row and rows a group of q, k and v."""
+    q, kv = shape.heads // shape.groups * shape.head_dim, shape.head_dim
+    at = 0
+    for i, rows in enumerate((q, kv, kv)):
+        yield entry.hf[i if len(entry.hf) > 1 else 0], at if len(entry.hf) == 1 else 0, rows
+        at += rows * shape.groups
+
+
+def _groups(entry: Entry, shape: Architecture, parts: int, part: int) -> Iterator[_Rows]:
+    """Megatron-Core's rows: for each group its q heads, its k head, its v head; a cut may go through a head."""
+    kinds = list(_heads(entry, shape))
+    begin, end = _span(shape.groups * sum(rows for _, _, rows in kinds), parts, part)
+    at = 0
+    for group in range(shape.groups):
+        for tensor, first, rows in kinds:
+            low, high = max(begin, at), min(end, at + rows)
+            source = first + group * rows - at
+            yield _Rows(tensor, source + low, source + high, low - begin)
+            at += rows
+
+
+def _engine_rows(entry: Entry, shape: Architecture, tp: int, rank: int, shapes: Shapes) -> tuple[str, list[_Rows], int]:
+    """vLLM's parameter, its rows, and the element where they begin."""
+    name, first = entry.hf[0], shapes[entry.hf[0]]
+    prefix, _, tail = name.rpartition(".self_attn.") if entry.layout == "qkv" else name.rpartition(".mlp.")
+    if entry.layout == "qkv":
+        kind = tail.rpartition(".")[2]
+        return f"{prefix}.self_attn.qkv_proj.{kind}", list(_engine_heads(entry, shape, tp, rank)), 0
+    if entry.layout == "gated":
+        ffn = first[0] // (3 - len(entry.hf))
+        begin, end = _span(ffn, tp, rank)
+        halves = enumerate(_halves(entry, ffn))
+        rows = [_Rows(tensor, at + begin, at + end, half * (end - begin)) for half, (tensor, at) in halves]
+        if entry.expert is None:
+            return f"{prefix}.mlp.gate_up_proj.weight", rows, 0
+        base = entry.expert * 2 * (end - begin) * first[1]
+        return f"{prefix}.mlp.experts.routed_experts.w13_weight", rows, base
+    if entry.dim == 1:
+        left, right = _span(first[1], tp, rank)
+        rows = [_Rows(name, 0, first[0], 0, left, right)]
+        if entry.expert is None:
+            return name, rows, 0
+        return f"{prefix}.mlp.experts.routed_experts.w2_weight", rows, entry.expert * first[0] * (right - left)
+    if entry.dim is None:
+        return name, [_Rows(name, 0, first[0], 0)], 0
+    begin, end = _span(-(-first[0] // PADDED_TO) * PADDED_TO, tp, rank)
+    return name, [_Rows(name, begin, min(end, first[0]), 0)], 0
+
+
+def _engine_heads(entry: Entry, shape: Architecture, tp: int, rank: int) -> Iterator[_Rows]:
+    """Rows of ``qkv_proj``: the rank's q heads, its k heads, its v heads."""
+    to = 0
+    for i, (tensor, at, rows) in enumerate(_heads(entry, shape)):
+        if i == 0 or shape.groups >= tp:
+            begin, end = _span(shape.groups * rows, tp, rank)
+        else:
+            begin, end = _span(shape.groups * rows, shape.groups, rank * shape.groups // tp)
+        yield _Rows(tensor, at + begin, at + end, to)
+        to += end - begin
+
+
+def fault_of_trainer(shape: Architecture, place: ReplicaPlace) -> str:
+    """Why the ranks of a trainer like ``place`` do not offer every element of the model once; empty: they do.
+
+    One layer of each stage stands for its others, as they are alike. Processes with equal weights share them by their
+    optimizer: `within` cuts what is proven here.
+    """
+    names = {name for entry in _entries(shape, place) for name in entry.hf}
+    if fault := tensor_fault(dict.fromkeys(names, ()), dict.fromkeys(hf_shapes(shape), ()), False):
+        return fault
+    few = msgspec.structs.replace(shape, layers=place.pp)
+    found: dict[str, list[TensorBlock]] = defaultdict(list)
+    for rank in _stage_ranks(place):
+        entries = own_entries(few, rank)
+        for name, slices in own_slices(few, rank).items():
+            if rank.copy_rank if entries[name].expert is None else rank.expert_copy_rank:
+                continue
+            if fault := _gap(slices):
+                return fault
+            for one in slices:
+                found[one.block.tensor].append(one.block)
+    return _cover_fault(found, hf_shapes(few))
+
+
+def fault_of_engine(shape: Architecture, tp: int) -> str:
+    """Why the slices of an engine's ranks are not the whole model; empty: they are."""
+    few = msgspec.structs.replace(shape, layers=1)
+    found: dict[str, list[TensorBlock]] = defaultdict(list)
+    for rank in range(tp):
+        by_parameter: dict[str, list[Slice]] = defaultdict(list)
+        for tensor, slices in engine_slices(few, tp, rank).items():
+            found[tensor] += [one.block for one in slices if one.block not in found[tensor]]
+            for one in slices:
+                by_parameter[one.parameter].append(one)
+        for slices in by_parameter.values():
+            if fault := _gap(sorted(slices, key=lambda one: one.offset)):
+                return fault
+    return _cover_fault(found, hf_shapes(few))
+
+
+def _gap(slices: list[Slice]) -> str:
+    """Where slices in order do not follow each other without a gap."""
+    end = 0
+    for one in slices:
+        if one.offset != end:
+            return f"{one.parameter} has a slice at element {one.offset}, expected at {end}"
+        end += elements(one.block)
+    return ""
+
+
+def _stage_ranks(place: ReplicaPlace) -> Iterator[ReplicaPlace]:
+    ranks = product(range(place.pp), range(place.dp), range(place.cp), range(place.tp))
+    return (place._replace(pp_rank=pp, dp_rank=dp, cp_rank=cp, tp_rank=tp) for pp, dp, cp, tp in ranks)
+
+
+def _entries(shape: Architecture, place: ReplicaPlace) -> Iterator[Entry]:
+    """Of all ranks that are the first of a stage or of some experts."""
+    for rank in _stage_ranks(place):
+        if not rank.expert_copy_rank and not rank.etp_rank:
+            yield from own_entries(shape, rank).values()
+
+
+def _cover_fault(found: Mapping[str, list[TensorBlock]], shapes: Shapes) -> str:
+    """Why blocks are not each element of each tensor once; empty: they are."""
+    for tensor, size in shapes.items():
+        blocks, whole = found.get(tensor, []), math.prod(size)
+        for i, one in enumerate(blocks):
+            if one.offset < 0 or one.offset + (one.rows - 1) * one.stride + one.cols > whole:
+                return f"{one} ends beyond the {whole} elements of its tensor"
+            if other := next((other for other in blocks[:i] if _overlap(one, other)), None):
+                return f"{one} and {other} overlap"
+        if (covered := sum(map(elements, blocks))) != whole:
+            return f"{tensor} has {whole} elements, and the blocks {covered}"
+    return ""
+
+
+def _overlap(one: TensorBlock, other: TensorBlock) -> bool:
+    """Whether two rectangles of one tensor share an element."""
+    (row, col), (other_row, other_col) = divmod(one.offset, one.stride), divmod(other.offset, other.stride)
+    rows = row < other_row + other.rows and other_row < row + one.rows
+    return rows and col < other_col + other.cols and other_col < col + one.cols

@@ -1,0 +1,206 @@
+"""The map from a trainer's shards to an engine's parameters, for the product of layouts and all families; no processes.
+
+What is moved are numbers of elements, so that any wrong place shows.  The trainer's side is checked against `from_hf`,
+which real Megatron models of all families use; the engine's against a plain description of vLLM's parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from libra_hpc.models.architecture import Architecture
+from libra_hpc.models.supported import TRAINED
+from libra_hpc.models.tensors import hf_shapes
+from libra_hpc.weights import blocks
+from libra_hpc.weights.blocks import Slice, engine_slices, fault_of_engine, fault_of_trainer, own_slices, within
+from libra_hpc.weights.names import ReplicaPlace, from_hf, own_entries
+from libra_hpc.weights.pieces import TensorBlock
+
+ALONE = ReplicaPlace(tp=1, tp_rank=0, pp=1, pp_rank=0)
+KINDS = [(family, tied) for family in TRAINED for tied in (False, True)]
+WORLDS = [
+    ReplicaPlace(tp=tp, tp_rank=0, pp=pp, pp_rank=0, dp=dp, ep=ep, etp=etp)
+    for tp, pp, dp, ep, etp in itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 4), (1, 2, 4), (1, 2, 4))
+    if tp * dp % (ep * etp) == 0
+]
+
+
+def architecture(family: str, tied: bool, **keys: Any) -> Architecture:
+    moe = {"experts": 4, "experts_per_token": 2, "moe_ffn": 8} if family == "qwen3_moe" else {}
+    default: dict[str, Any] = {"layers": 3, "heads": 4, "groups": 2, "vocab": 68, **moe}
+    return Architecture(
+        family=family,
+        hidden=12,
+        head_dim=6,
+        ffn=16,
+        tied=tied,
+        norm_eps=1e-6,
+        rope={},
+        qkv_bias=family in ("qwen2", "glm4"),
+        max_positions=64,
+        **{**default, **keys},
+    )
+
+
+def numbered(shape: Architecture) -> dict[str, torch.Tensor]:
+    """Every element has a number of its own."""
+    out, at = {}, 1
+    for name, size in hf_shapes(shape).items():
+        out[name] = torch.arange(at, at + math.prod(size)).reshape(size)
+        at += math.prod(size)
+    return out
+
+
+def view(flat: torch.Tensor, block: TensorBlock) -> torch.Tensor:
+    return flat.as_strided((block.rows, block.cols), (block.stride, 1), block.offset)
+
+
+def moved(one: Slice, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a slice of a Hugging Face tensor to its place."""
+    there = target.as_strided((one.block.rows, one.block.cols), (one.stride, 1), one.offset)
+    there.copy_(view(source.reshape(-1), one.block))
+
+
+def ranks(world: ReplicaPlace) -> Iterator[ReplicaPlace]:
+    for pp, dp, tp in itertools.product(range(world.pp), range(world.dp), range(world.tp)):
+        yield world._replace(pp_rank=pp, dp_rank=dp, tp_rank=tp)
+
+
+@pytest.mark.parametrize(("family", "tied"), KINDS)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_rank_has_what_it_loads(family: str, tied: bool, tp: int) -> None:
+    """Also when a cut goes through a head: 2 groups on 4 ranks."""
+    shape = architecture(family, tied)
+    whole = numbered(shape)
+    for world in (one for one in WORLDS if one.tp == tp and one.dp == 2):
+        for rank in ranks(world):
+            entries = own_entries(shape, rank)
+            for name, slices in own_slices(shape, rank).items():
+                want = from_hf(entries[name], whole.__getitem__, shape, rank).reshape(-1)
+                found = torch.zeros_like(want)
+                for one in slices:
+                    moved(one, whole[one.block.tensor], found)
+                assert torch.equal(found, want), (world, name)
+
+
+@pytest.mark.parametrize(("family", "tied"), KINDS)
+def test_every_element_is_offered_once_whatever_the_layout(family: str, tied: bool) -> None:
+    """Cut by the optimizer as well, at places that no row or head respects."""
+    shape = architecture(family, tied)
+    sizes = hf_shapes(shape)
+    for world in WORLDS if shape.experts else [one for one in WORLDS if one.ep == one.etp == 1]:
+        assert fault_of_trainer(shape, world) == "", world
+        count = {name: torch.zeros(math.prod(size), dtype=torch.int8) for name, size in sizes.items()}
+        for rank in ranks(world):
+            entries = own_entries(shape, rank)
+            for name, slices in own_slices(shape, rank).items():
+                dense = entries[name].expert is None
+                owners, owner = (rank.copies, rank.copy_rank) if dense else (rank.expert_copies, rank.expert_copy_rank)
+                size = sum(one.block.rows * one.block.cols for one in slices)
+                own = within(slices, size * owner // owners, size * (owner + 1) // owners)
+                for one in own:
+                    view(count[one.block.tensor], one.block).add_(1)
+        assert all((tensor == 1).all() for tensor in count.values()), world
+
+
+def test_the_parts_of_a_shard_lie_where_they_say() -> None:
+    """Every begin and end of a parameter that has a column cut, and of one that has rows of several heads."""
+    shape = architecture("qwen3", False)
+    whole = numbered(shape)
+    place = ReplicaPlace(tp=4, tp_rank=1, pp=1, pp_rank=0)
+    entries = own_entries(shape, place)
+    for name in ("linear_proj", "linear_qkv"):
+        name = f"decoder.layers.1.self_attention.{name}.weight"
+        slices = own_slices(shape, place)[name]
+        want = from_hf(entries[name], whole.__getitem__, shape, place).reshape(-1)
+        for begin, end in itertools.combinations(range(len(want) + 1), 2):
+            parts = within(slices, begin, end)
+            at = 0
+            for one in parts:
+                assert (one.offset, one.stride) == (at, one.block.cols)
+                values = view(whole[one.block.tensor].reshape(-1), one.block).reshape(-1)
+                assert torch.equal(values, want[begin + at :][: len(values)])
+                at += len(values)
+            assert at == end - begin
+            if len(slices) == 1:
+                assert len(parts) <= 3
+
+
+def engine_parameters(shape: Architecture, whole: dict[str, torch.Tensor], tp: int, rank: int) -> dict[str, Any]:
+    """vLLM's parameters of a rank, by its own rules: shard, then concatenate; heads replicated; vocabulary padded."""
+    out: dict[str, Any] = {}
+
+    def part(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return tensor.chunk(tp, dim)[rank]
+
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}."
+        for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+            if shape.kind.fused_qkv:
+                q, kv = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+                parts = list(whole[f"{prefix}self_attn.qkv_proj.{kind}"].split([q, kv, kv]))
+            else:
+                parts = [whole[f"{prefix}self_attn.{x}_proj.{kind}"] for x in "qkv"]
+            of_groups = min(tp, shape.groups)
+            keys = [x.chunk(of_groups)[rank * of_groups // tp] for x in parts[1:]]
+            out[f"{prefix}self_attn.qkv_proj.{kind}"] = torch.cat([part(parts[0], 0), *keys])
+        out[f"{prefix}self_attn.o_proj.weight"] = part(whole[f"{prefix}self_attn.o_proj.weight"], 1)
+        mlp = f"{prefix}mlp."
+        if shape.experts:
+            each = [f"{mlp}experts.{expert}." for expert in range(shape.experts)]
+            gated = [torch.cat([part(whole[f"{name}{x}_proj.weight"], 0) for x in ("gate", "up")]) for name in each]
+            out[f"{mlp}experts.routed_experts.w13_weight"] = torch.stack(gated)
+            out[f"{mlp}experts.routed_experts.w2_weight"] = torch.stack(
+                [part(whole[f"{name}down_proj.weight"], 1) for name in each]
+            )
+        else:
+            if shape.kind.fused_mlp:
+                halves = list(whole[f"{mlp}gate_up_proj.weight"].chunk(2))
+            else:
+                halves = [whole[f"{mlp}{x}_proj.weight"] for x in ("gate", "up")]
+            out[f"{mlp}gate_up_proj.weight"] = torch.cat([part(x, 0) for x in halves])
+            out[f"{mlp}down_proj.weight"] = part(whole[f"{mlp}down_proj.weight"], 1)
+    for name in whole:
+        if "norm" in name or name.endswith("mlp.gate.weight"):
+            out[name] = whole[name]
+        elif name in ("model.embed_tokens.weight", "lm_head.weight"):
+            padded = torch.zeros(128, shape.hidden, dtype=torch.long)
+            padded[: shape.vocab] = whole[name]
+            out[name] = part(padded, 0)
+    return out
+
+
+@pytest.mark.parametrize(("family", "tied"), KINDS)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_an_engine_gets_its_parameters(family: str, tied: bool, tp: int) -> None:
+    shape = architecture(family, tied)
+    assert fault_of_engine(shape, tp) == ""
+    whole = numbered(shape)
+    for rank in range(tp):
+        want = engine_parameters(shape, whole, tp, rank)
+        found = {name: torch.zeros_like(tensor).reshape(-1) for name, tensor in want.items()}
+        for tensor, slices in engine_slices(shape, tp, rank).items():
+            for one in slices:
+                assert one.block.tensor == tensor
+                moved(one, whole[tensor], found[one.parameter])
+        for name, tensor in want.items():
+            assert torch.equal(found[name].reshape(tensor.shape), tensor), name
+
+
+def test_a_wrong_map_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, world = architecture("qwen3", False), ReplicaPlace(tp=2, tp_rank=0, pp=1, pp_rank=0)
+    right = blocks._span
+    monkeypatch.setattr(blocks, "_span", lambda count, parts, part: right(count, parts, 0))
+    assert "overlap" in fault_of_trainer(shape, world)
+    assert "has 816 elements, and the blocks 768" in fault_of_engine(shape, 2)
+    monkeypatch.setattr(blocks, "_span", lambda count, parts, part: right(count, parts, part + 1))
+    assert "beyond the" in fault_of_trainer(shape, world)
+    monkeypatch.setattr(blocks, "_span", right)
+    monkeypatch.setattr(blocks, "own_entries", lambda shape, place: dict(list(own_entries(shape, place).items())[1:]))
+    assert "missing: model.embed_tokens.weight" in fault_of_trainer(shape, world)
