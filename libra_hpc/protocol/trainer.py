@@ -90,6 +90,20 @@ class Export(msgspec.Struct, tag=True, frozen=True):
     version: int
 
 
+class OfferWeights(msgspec.Struct, tag=True, frozen=True):
+    """Write what this process owns of the weights, as an offer (`libra_hpc.weights.pieces`) in shared memory.
+
+    To every process of the core; each answers for itself and waits for no other.
+    """
+
+    folder: str
+    """Set by the node's agent; empty before."""
+    version: int
+    """That of the present step."""
+    base: int
+    """Version that every engine has or will have, the last one offered; -1: write whole tensors."""
+
+
 class SaveCheckpoint(msgspec.Struct, tag=True, frozen=True):
     """Write weights and optimizer state of the current step into ``folder``, which all of the core sees.
 
@@ -173,6 +187,30 @@ class Exported(msgspec.Struct, tag=True, frozen=True):
     seconds: float
 
 
+class Offered(msgspec.Struct, tag=True, frozen=True):
+    """This process's offer can be read."""
+
+    version: int
+    base: int
+    """-1: whole tensors, also when a delta was asked for (of float32 weights, or to another base)."""
+    owner: str
+    """The name in the offer's file."""
+    size: int
+    """Bytes."""
+    changed: int
+    """Elements with a value in it."""
+    total: int
+    """Elements that this process owns."""
+    seconds: float
+
+
+class OfferFailed(msgspec.Struct, tag=True, frozen=True):
+    """The offer could not be written (no room, for example); nothing of it remains."""
+
+    version: int
+    reason: str
+
+
 class StepFailed(msgspec.Struct, tag=True, frozen=True):
     """The step was not committed (a peer died); the state is that of ``step - 1``."""
 
@@ -249,12 +287,14 @@ class WorkerFailed(msgspec.Struct, tag=True, frozen=True):
     """Of the join that failed."""
 
 
-ToWorker = Union[Join, TrainStep, Export, SaveCheckpoint, TakeSnapshot, Standby, StopWorker]
+ToWorker = Union[Join, TrainStep, Export, OfferWeights, SaveCheckpoint, TakeSnapshot, Standby, StopWorker]
 FromWorker = Union[
     EngineState,
     Joined,
     StepDone,
     Exported,
+    Offered,
+    OfferFailed,
     StepFailed,
     SaveStarted,
     Saved,

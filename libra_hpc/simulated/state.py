@@ -16,10 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from libra_hpc.protocol.codec import pack_f32
 from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.link import PeerLost
+from libra_hpc.weights.pieces import WHOLE, Encoded, Offer, TensorBlock, write_offer
 
 TENSOR = "simulated.step"
 ELEMENTS = 4096
@@ -53,6 +55,15 @@ def export(path: Path, step: int) -> tuple[int, int]:
         partial.unlink(missing_ok=True)
         raise
     return zlib.crc32(data), len(data)
+
+
+def offer(folder: Path, step: int, rank: int) -> tuple[Offer, int]:
+    """The offer of a process, whole: the first has the tensor; and elements owned.  Raises `OSError`."""
+    own = ELEMENTS if not rank else 0
+    values = np.full(own, float(step), np.float32).view(np.int32)
+    block = TensorBlock(TENSOR, 0, 1, ELEMENTS, ELEMENTS)
+    pieces = [Encoded(block, "F32", "dense", own, (values,))] if own else []
+    return write_offer(folder, step, WHOLE, f"t{rank}", pieces), own
 
 
 def write(folder: Path, step: int, updates: int) -> folders.Manifest:

@@ -28,6 +28,7 @@ from libra_hpc.state.store import patiently, resolve
 from libra_hpc.trainer.link import LOAD, WAITING, BatchRejected, Pulse, WorkerLoop, WorkerSocket
 from libra_hpc.trainer.settings import WorkerConfig, read_config
 from libra_hpc.trainer.shards import loss_tokens_of, spread, tokens_of
+from libra_hpc.weights.pieces import Offer
 
 from . import state
 from .clock import wait
@@ -130,6 +131,9 @@ class Trainer(WorkerLoop):
 
     def export(self, path: Path) -> tuple[int, int]:
         return state.export(path, self.step) if self._config.rank == 0 else (0, 0)
+
+    def offer(self, folder: Path, version: int, base: int) -> tuple[Offer, int]:
+        return state.offer(folder, version, self._config.rank)
 
     def snapshot(self, folder: Path) -> None:
         self._end_write()

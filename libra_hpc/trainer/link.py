@@ -26,6 +26,9 @@ from libra_hpc.protocol.trainer import (
     FromWorker,
     Join,
     Joined,
+    Offered,
+    OfferFailed,
+    OfferWeights,
     SaveCheckpoint,
     SaveFailed,
     SaveStarted,
@@ -41,6 +44,7 @@ from libra_hpc.protocol.trainer import (
     from_worker,
     to_worker,
 )
+from libra_hpc.weights.pieces import Offer
 
 
 class WorkerSocket(EngineSocket[FromWorker]):
@@ -127,6 +131,10 @@ class WorkerLoop(ABC):
         """Write the weights of this step; returns crc32 and size of the file. Raises `OSError`."""
 
     @abstractmethod
+    def offer(self, folder: Path, version: int, base: int) -> tuple[Offer, int]:
+        """Write this process's offer of the present weights; returns it and the elements owned. Raises `OSError`."""
+
+    @abstractmethod
     def copy(self, folder: Path) -> Callable[[], None]:
         """Copy the state, for a checkpoint; returns what has a thread write it and answer. Raises `OSError`."""
 
@@ -165,6 +173,8 @@ class WorkerLoop(ABC):
                     return Exported(version, *self.export(Path(path)), time.monotonic() - begin)
                 except OSError as error:
                     return ExportFailed(version, str(error))
+            case OfferWeights():
+                return self._offer(message, begin)
             case TakeSnapshot(folder=folder, step=step):
                 try:
                     self._check_step(step, "copy")
@@ -177,6 +187,16 @@ class WorkerLoop(ABC):
             case Standby():
                 self.standby()
         return None
+
+    def _offer(self, message: OfferWeights, begin: float) -> FromWorker:
+        version = message.version
+        try:
+            self._check_step(version, "offer")
+            offer, total = self.offer(Path(message.folder), version, message.base)
+        except OSError as error:
+            return OfferFailed(version, str(error))
+        changed = sum(piece.changed for piece in offer.pieces)
+        return Offered(version, offer.base, offer.owner, offer.size, changed, total, time.monotonic() - begin)
 
     def _save(self, message: SaveCheckpoint, begin: float) -> FromWorker | None:
         write, failure = None, ""

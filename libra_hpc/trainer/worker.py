@@ -27,6 +27,7 @@ from libra_hpc.process.leave import leave
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import Join, StepDone, TrainStep, WorkerFailed
 from libra_hpc.trainer.saved.state_writer import StateWriter
+from libra_hpc.weights.pieces import Offer
 
 from .device import choose_device, file_store
 from .elastic import ElasticReplicas
@@ -34,6 +35,7 @@ from .grpo_trainer import GrpoTrainer
 from .link import COMPUTE, LOAD, WAITING, Pulse, WorkerLoop, WorkerSocket
 from .saved import checkpoint, snapshot
 from .saved.reference_policy import ReferencePolicy
+from .saved.weight_offers import WeightOffers
 from .settings import WorkerConfig, read_config
 from .train_engine import NO_STEP, TrainEngine, init_world
 
@@ -94,6 +96,7 @@ class Worker(WorkerLoop):
             config.attention,
             self._reference(config.algorithm.reference, pulse),
         )
+        self._offers = WeightOffers(self._engine, config.rank)
         self._writer = StateWriter(self._engine, model_dir, socket.send)
         socket.send(EngineState(-1, "train", "ready", version=self._engine.state.step))
 
@@ -130,6 +133,9 @@ class Worker(WorkerLoop):
         written = checkpoint.export(self._engine, path)
         self._writer.exported(self.step, path)
         return written
+
+    def offer(self, folder: Path, version: int, base: int) -> tuple[Offer, int]:
+        return self._offers.write(folder, version, base), self._offers.total
 
     def copy(self, folder: Path) -> Callable[[], None]:
         return self._writer.copy(folder)

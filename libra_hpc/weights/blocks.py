@@ -4,7 +4,7 @@ Everything is a `Slice`: a rectangle of a tensor, and its place in a flattened p
 
 - Trainer: `own_slices` for the parameters of one rank, `within` for the part that its optimizer owns.
 - Engine: `engine_slices` for the parameters of one vLLM rank, which fuses q, k and v, gate and up, and experts.
-- `fault_of_trainer`, `fault_of_engine`: why the slices of all ranks are no partition; both run at every start.
+- `trainer_fault`, `engine_fault`: why the slices of all ranks are no partition; both run at every start.
 
 A rectangle has the tensor's width as its stride, and a tensor of one dimension is one row.
 """
@@ -201,7 +201,7 @@ def _engine_heads(entry: Entry, shape: Architecture, tp: int, rank: int) -> Iter
         to += end - begin
 
 
-def fault_of_trainer(shape: Architecture, place: ReplicaPlace) -> str:
+def trainer_fault(shape: Architecture, place: ReplicaPlace) -> str:
     """Why the ranks of a trainer like ``place`` do not offer every element of the model once; empty: they do.
 
     One layer of each stage stands for its others, as they are alike. Processes with equal weights share them by their
@@ -224,7 +224,7 @@ def fault_of_trainer(shape: Architecture, place: ReplicaPlace) -> str:
     return _cover_fault(found, hf_shapes(few))
 
 
-def fault_of_engine(shape: Architecture, tp: int) -> str:
+def engine_fault(shape: Architecture, tp: int) -> str:
     """Why the slices of an engine's ranks are not the whole model; empty: they are."""
     few = msgspec.structs.replace(shape, layers=1)
     found: dict[str, list[TensorBlock]] = defaultdict(list)

@@ -235,7 +235,7 @@ def piece_values(
     return index, values
 
 
-def gaps(index: npt.NDArray[np.int64], kind: npt.DTypeLike) -> npt.NDArray[np.uint8 | np.uint16]:
+def gaps(index: npt.NDArray[np.int32 | np.int64], kind: npt.DTypeLike) -> npt.NDArray[np.uint8 | np.uint16]:
     """Ascending positions as gaps of an unsigned type."""
     most = np.iinfo(kind).max
     skipped = np.diff(index, prepend=-1) - 1

@@ -18,7 +18,7 @@ from libra_hpc.models.architecture import Architecture
 from libra_hpc.models.supported import TRAINED
 from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.weights import blocks
-from libra_hpc.weights.blocks import Slice, engine_slices, fault_of_engine, fault_of_trainer, own_slices, within
+from libra_hpc.weights.blocks import Slice, engine_fault, engine_slices, own_slices, trainer_fault, within
 from libra_hpc.weights.names import ReplicaPlace, from_hf, own_entries
 from libra_hpc.weights.pieces import TensorBlock
 
@@ -95,7 +95,7 @@ def test_every_element_is_offered_once_whatever_the_layout(family: str, tied: bo
     shape = architecture(family, tied)
     sizes = hf_shapes(shape)
     for world in WORLDS if shape.experts else [one for one in WORLDS if one.ep == one.etp == 1]:
-        assert fault_of_trainer(shape, world) == "", world
+        assert trainer_fault(shape, world) == "", world
         count = {name: torch.zeros(math.prod(size), dtype=torch.int8) for name, size in sizes.items()}
         for rank in ranks(world):
             entries = own_entries(shape, rank)
@@ -180,7 +180,7 @@ def engine_parameters(shape: Architecture, whole: dict[str, torch.Tensor], tp: i
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_an_engine_gets_its_parameters(family: str, tied: bool, tp: int) -> None:
     shape = architecture(family, tied)
-    assert fault_of_engine(shape, tp) == ""
+    assert engine_fault(shape, tp) == ""
     whole = numbered(shape)
     for rank in range(tp):
         want = engine_parameters(shape, whole, tp, rank)
@@ -197,10 +197,10 @@ def test_a_wrong_map_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, world = architecture("qwen3", False), ReplicaPlace(tp=2, tp_rank=0, pp=1, pp_rank=0)
     right = blocks._span
     monkeypatch.setattr(blocks, "_span", lambda count, parts, part: right(count, parts, 0))
-    assert "overlap" in fault_of_trainer(shape, world)
-    assert "has 816 elements, and the blocks 768" in fault_of_engine(shape, 2)
+    assert "overlap" in trainer_fault(shape, world)
+    assert "has 816 elements, and the blocks 768" in engine_fault(shape, 2)
     monkeypatch.setattr(blocks, "_span", lambda count, parts, part: right(count, parts, part + 1))
-    assert "beyond the" in fault_of_trainer(shape, world)
+    assert "beyond the" in trainer_fault(shape, world)
     monkeypatch.setattr(blocks, "_span", right)
     monkeypatch.setattr(blocks, "own_entries", lambda shape, place: dict(list(own_entries(shape, place).items())[1:]))
-    assert "missing: model.embed_tokens.weight" in fault_of_trainer(shape, world)
+    assert "missing: model.embed_tokens.weight" in trainer_fault(shape, world)

@@ -14,6 +14,8 @@ import torch
 
 from libra_hpc.trainer.adamw import distributed
 
+from .weight_changes import ShardWeights, WeightChanges
+
 
 class Shard(NamedTuple):
     """Elements ``begin:end`` of a flattened parameter of this rank; tensors are float32[end - begin]."""
@@ -58,6 +60,15 @@ class OptimizerState:
         self.shards = {name: found[name] for name in parameters if name in found}
         self.mixed = any(p.dtype is not torch.float32 for p in parameters.values())
         """Whether weights are in less than float32, with float32 masters beside them."""
+        self.changes = WeightChanges()
+        if self.mixed:
+            for one in self._optimizers:
+                owned = {names[id(parameter)] for parameter, _ in _owned(one)}
+                self.changes.record(one, {name: self._weights(name) for name in self.shards if name in owned})
+
+    def _weights(self, name: str) -> ShardWeights:
+        shard = self.shards[name]
+        return ShardWeights(self.parameters[name], shard.begin, shard.end, shard.master)
 
     def tensors_in_place(self) -> list[torch.Tensor]:
         """All float32 tensors as the optimizer holds them."""
@@ -73,6 +84,7 @@ class OptimizerState:
         if weight.shape != parameter.shape:
             raise ValueError(f"{name}: the file has {tuple(weight.shape)} for this rank, not {tuple(parameter.shape)}")
         parameter.copy_(weight)
+        self.changes.forget()
         if (shard := self.shards.get(name)) is not None:
             shard.master.data.copy_(weight.reshape(-1)[shard.begin : shard.end])
 

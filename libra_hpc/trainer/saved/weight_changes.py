@@ -1,0 +1,97 @@
+"""Which elements of this rank's shards changed since the last version that the engines got.
+
+The sharded optimizer rounds its float32 masters to the model's type and overwrites the older weights: there, and only
+there, the old value and the new one are both at hand, without a second copy of the weights.
+
+- A cast (an update, a restored state, weights derived from a loaded one) -> changed elements are marked; marks add up.
+- Marked elements are read when a version is offered, so their values are the newest.
+- A version was offered -> no marks, and this version is the base of the next.
+- Weights were set otherwise -> there is no base: the next version is offered whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from libra_hpc.weights.delta import Index, set_bits
+
+CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""Elements at a time, a multiple of 8: on a CPU old and new weights stay in its cache."""
+NO_BASE = -1
+
+
+class ShardWeights:
+    """A shard of a parameter: its weights in the model's type, a view, and its float32 master."""
+
+    def __init__(self, parameter: torch.nn.Parameter, begin: int, end: int, master: torch.Tensor) -> None:
+        self._parameter, self._begin, self._end = parameter, begin, end
+        self._master = master
+        self._bits = torch.zeros(-(-(end - begin) // 8), dtype=torch.uint8, device=master.device)
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return self._parameter.data.view(-1)[self._begin : self._end]
+
+    def cast(self, mark: bool) -> None:
+        weights, master, step = self.weights, self._master.data, CHUNK[self._master.device.type]
+        for begin in range(0, len(weights), step):
+            old = weights[begin : begin + step]
+            new = master[begin : begin + step].to(old.dtype)
+            if mark:
+                changed = _packed(new.view(torch.int16) != old.view(torch.int16))
+                self._bits[begin // 8 : begin // 8 + len(changed)] |= changed
+            old.copy_(new)
+
+    def clear(self) -> None:
+        self._bits.zero_()
+
+    def changed(self) -> tuple[Index, np.ndarray[Any, Any]]:
+        """Positions within the shard and the bits of their values."""
+        values = self.weights.view(torch.int16)
+        if self._bits.device.type == "cpu":
+            index = set_bits(self._bits.numpy())
+            return index, values.numpy()[index]
+        # Packed bits beyond the shard's end are 0.
+        places = torch.arange(8, dtype=torch.uint8, device=self._bits.device)
+        found = ((self._bits[:, None] >> places) & 1).view(-1).nonzero().view(-1)
+        return found.int().cpu().numpy(), values[found].cpu().numpy()
+
+
+def _packed(mask: torch.Tensor) -> torch.Tensor:
+    """One bit an element, lowest first."""
+    if mask.device.type == "cpu":
+        return torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
+    padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -len(mask) % 8)).view(-1, 8)
+    return (padded << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(1, dtype=torch.uint8)
+
+
+class WeightChanges:
+    """See the module docstring.  For a model in float32 nothing is rounded, and every version is whole."""
+
+    def __init__(self) -> None:
+        self.base = NO_BASE
+        """The version that was offered last; `NO_BASE`: what changed is unknown."""
+        self.shards: dict[str, ShardWeights] = {}
+
+    def record(self, optimizer: Any, shards: Mapping[str, ShardWeights]) -> None:
+        """Cast in the place of one of Megatron-Core's optimizers, which owns these shards."""
+        self.shards |= shards
+        optimizer._copy_main_params_to_model_params = partial(self._cast, shards)
+
+    @torch.no_grad()
+    def _cast(self, shards: Mapping[str, ShardWeights]) -> None:
+        for shard in shards.values():
+            shard.cast(self.base != NO_BASE)
+
+    def offered(self, version: int) -> None:
+        for shard in self.shards.values():
+            shard.clear()
+        self.base = version if self.shards else NO_BASE
+
+    def forget(self) -> None:
+        self.base = NO_BASE

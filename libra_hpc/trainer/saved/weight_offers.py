@@ -1,0 +1,78 @@
+"""Offers what this process owns of a new version of the weights, to whoever pulls it (`libra_hpc.weights.pieces`).
+
+- The version that changed is the one that was offered last -> what changed since.
+- Otherwise, and for weights in float32, of which nearly all change -> whole tensors.
+- A file cannot be written -> nothing of it remains, and what changed is offered the next time.
+
+No process waits for another: together the offers of all processes of the core are one version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from libra_hpc.trainer.train_engine import TrainEngine
+from libra_hpc.weights.blocks import Slice, own_slices, trainer_fault, within
+from libra_hpc.weights.delta import dense, encoding_for, sparse
+from libra_hpc.weights.pieces import WHOLE, Encoded, Offer, elements, write_offer
+from libra_hpc.weights.safetensors_writer import TYPES
+
+BITS = {4: torch.int32, 2: torch.int16}
+"""Integers by bytes of an element."""
+
+
+class WeightOffers:
+    """See the module docstring."""
+
+    def __init__(self, engine: TrainEngine, rank: int) -> None:
+        """Raises `RuntimeError` when the processes of this layout would not offer every element once."""
+        if not rank and (fault := trainer_fault(engine.shape, engine.split)):
+            raise RuntimeError(f"the map of the weights is wrong: {fault}")
+        self._state, self._owner = engine.state, f"t{rank}"
+        slices = own_slices(engine.shape, engine.split)
+        shards = {name: shard for name, shard in engine.state.shards.items() if name in slices}
+        self._plan = {name: within(slices[name], shard.begin, shard.end) for name, shard in shards.items()}
+        self.total = sum(elements(one.block) for own in self._plan.values() for one in own)
+        """Elements of which this process offers the values."""
+
+    def write(self, folder: Path, version: int, base: int) -> Offer:
+        """Write the offer of the present weights; raises `OSError` when there is no room."""
+        changes = self._state.changes
+        delta = WHOLE < base == changes.base
+        pieces = self._changed() if delta else self._whole()
+        offer = write_offer(folder, version, base if delta else WHOLE, self._owner, pieces)
+        changes.offered(version)
+        return offer
+
+    def _whole(self) -> Iterator[Encoded]:
+        for name, own in self._plan.items():
+            weights = self._weights(name)
+            yield from (_dense(one, weights) for one in own)
+
+    def _changed(self) -> Iterator[Encoded]:
+        for name, own in self._plan.items():
+            weights = self._weights(name)
+            index, values = self._state.changes.shards[name].changed()
+            ends = np.searchsorted(index, [one.offset + elements(one.block) for one in own])
+            begin = 0
+            for one, end in zip(own, ends, strict=True):
+                encoding = encoding_for(end - begin, elements(one.block))
+                if encoding == "dense":
+                    yield _dense(one, weights)
+                elif end > begin:
+                    places = index[begin:end] - np.int32(one.offset)
+                    yield sparse(one.block, TYPES[weights.dtype], encoding, places, values[begin:end])
+                begin = end
+
+    def _weights(self, name: str) -> torch.Tensor:
+        shard = self._state.shards[name]
+        return self._state.parameters[name].data.view(-1)[shard.begin : shard.end]
+
+
+def _dense(one: Slice, weights: torch.Tensor) -> Encoded:
+    values = weights[one.offset : one.offset + elements(one.block)].view(BITS[weights.itemsize])
+    return dense(one.block, TYPES[weights.dtype], values.cpu().numpy())

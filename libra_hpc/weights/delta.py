@@ -1,0 +1,72 @@
+"""Which elements of a block changed, as a piece: the encoding that is smallest at the block's density.
+
+Bytes relative to dense bf16: byte gaps 0.033 at 2.2 % changed, a bitmap 0.36 at 29 %.  `libra_hpc.weights.pieces`
+describes the encodings and reads them.  Needs no torch.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .pieces import GAPS, Encoded, Encoding, TensorBlock, elements, gaps
+
+Bits = npt.NDArray[np.uint8]
+"""One bit an element, lowest first."""
+Index = npt.NDArray[np.int32]
+"""Ascending positions."""
+DENSEST: dict[Encoding, float] = {"gap16": 0.0027, "gap8": 0.125, "bitmap": 0.8}
+"""Share of changed elements up to which an encoding is smallest, for values of 2 bytes; above all: dense."""
+
+
+def encoding_for(changed: int, count: int) -> Encoding:
+    return next((encoding for encoding, most in DENSEST.items() if changed <= most * count), "dense")
+
+
+def dense(block: TensorBlock, dtype: str, values: npt.NDArray[Any]) -> Encoded:
+    """``values``: bits of all elements of the block, row-major."""
+    return Encoded(block, dtype, "dense", len(values), (values,))
+
+
+def sparse(block: TensorBlock, dtype: str, encoding: Encoding, index: Index, values: npt.NDArray[Any]) -> Encoded:
+    """``index``: positions within the block; ``values``: bits of these elements alone."""
+    if encoding == "bitmap":
+        mask = np.zeros(elements(block), np.bool_)
+        mask[index] = True
+        return Encoded(block, dtype, encoding, len(index), (values, np.packbits(mask, bitorder="little")))
+    return Encoded(block, dtype, encoding, len(index), (values, gaps(index, GAPS[encoding])))
+
+
+def set_bits(bits: Bits) -> Index:
+    """Positions of the bits that are set, in one pass of machine code: numpy's takes 3 to 8 times as long."""
+    found: Index = _compiled()(bits)
+    return found
+
+
+@cache
+def _compiled() -> Any:
+    # Its import takes 0.7 s, and only a trainer with weights in bf16 needs it.
+    from numba import njit
+
+    return njit(cache=True, nogil=True)(_set_bits)
+
+
+def _set_bits(bits: Bits) -> Index:
+    count = 0
+    for byte in bits:
+        while byte:
+            byte &= byte - 1
+            count += 1
+    out = np.empty(count, np.int32)
+    count = 0
+    for at in range(len(bits)):
+        byte = bits[at]
+        if byte:
+            for bit in range(8):
+                if byte >> bit & 1:
+                    out[count] = at * 8 + bit
+                    count += 1
+    return out
