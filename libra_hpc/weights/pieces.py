@@ -226,7 +226,7 @@ def piece_values(
     rest = data[values.nbytes :]
     if piece.encoding == "bitmap":
         bits = np.unpackbits(np.frombuffer(rest, np.uint8), count=elements(piece.block), bitorder="little")
-        index = np.flatnonzero(bits)
+        index = np.flatnonzero(bits.view(np.bool_))
     else:
         index = positions(np.frombuffer(rest, GAPS[piece.encoding]))
     # A forged piece may have a right checksum and still name elements outside of its block.
@@ -238,13 +238,11 @@ def piece_values(
 def gaps(index: npt.NDArray[np.int32 | np.int64], kind: npt.DTypeLike) -> npt.NDArray[np.uint8 | np.uint16]:
     """Ascending positions as gaps of an unsigned type."""
     most = np.iinfo(kind).max
-    skipped = np.diff(index, prepend=-1) - 1
-    extra = skipped // most
-    if not extra.any():
-        return skipped.astype(kind)
-    out = np.full(len(index) + int(extra.sum()), most, kind)
-    out[np.cumsum(extra + 1) - 1] = skipped % most
-    return out
+    skipped = np.diff(index, prepend=index.dtype.type(-1)) - 1
+    # Few are this large, and a division of all would take most of the time.
+    large = np.flatnonzero(skipped >= most)
+    extra, skipped[large] = np.divmod(skipped[large], most)
+    return np.insert(skipped.astype(kind), np.repeat(large, extra), most) if len(large) else skipped.astype(kind)
 
 
 def positions(gap: npt.NDArray[np.uint8 | np.uint16]) -> npt.NDArray[np.int64]:

@@ -6,6 +6,7 @@ import zlib
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from libra_hpc.config.run import RunConfig
@@ -22,6 +23,7 @@ from libra_hpc.simulated.state import weight_file
 from libra_hpc.state import state_folders as folders
 from libra_hpc.traces.read import write_trace
 from libra_hpc.trainer.settings import write_config
+from libra_hpc.weights.pieces import offer_path, payload_path, piece_values, read_offer
 from tests.trainer.settings import worker_config
 
 from .link import Link, pace, workload
@@ -129,6 +131,12 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
         exported = first.until(train.Exported)
         data = (tmp_path / "w" / "export.safetensors").read_bytes()
         assert (exported.crc32, exported.size) == (zlib.crc32(data), len(data))
+        first.send(train.OfferWeights(str(tmp_path / "w"), 3, 2))
+        offered = first.until(train.Offered)
+        offer = read_offer(offer_path(tmp_path / "w", 3, offered.owner))
+        assert (offered.base, offered.size, offered.changed, offered.total) == (-1, 16384, 4096, 4096)
+        _, values = piece_values(offer.pieces[0], payload_path(offer_path(tmp_path / "w", 3, "t0")).read_bytes())
+        assert set(values.view(np.float32).tolist()) == {3.0}
         first.send(train.SaveCheckpoint(str(tmp_path / "step-3"), 3))
         first.until(train.Saved)
         first.send(train.SaveCheckpoint(str(tmp_path / "step-4"), 4))
