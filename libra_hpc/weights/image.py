@@ -1,0 +1,218 @@
+"""The image of a node: the newest weights as one safetensors file in shared memory, brought up to date in place.
+
+- `Image.apply` -> offers of one version are written into it, under an exclusive lock of the file.
+- A writer was killed half-way -> the same version again ends what it began: values overwrite.  Until then no reader
+  finds a version.
+- `reading` -> its version, which stays the same within the block; the kernel frees the lock of a dead reader.
+- `pin` -> a copy of one version, beside an image that goes on.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import mmap
+import os
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+
+from libra_hpc.errors import error_text
+from libra_hpc.files import write_atomic
+
+from .pieces import VALUES, WHOLE, Offer, WeightPiece, elements, offer_fault, piece_values
+from .weightfile import FLOATS, LENGTH, WeightFileError
+
+IMAGE_FILE = "image.safetensors"
+ALIGNMENT = 8
+"""The header is padded with spaces so that data begins at a multiple of it."""
+
+
+class _State(msgspec.Struct, frozen=True):
+    version: int = WHOLE
+    changing: int = WHOLE
+    """The version that is being written; as ``version``: none."""
+
+    @property
+    def whole(self) -> bool:
+        return 0 <= self.version == self.changing
+
+
+class Image:
+    """The writing end; one process of a node has it."""
+
+    def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:
+        """Open the image of ``folder``, or make it with all its pages.
+
+        Raises `WeightFileError` where there is no room, or the image of another model.
+        """
+        self.shapes, self.dtype = dict(shapes), dtype
+        self.path = folder / IMAGE_FILE
+        header, self._places = _header(self.shapes, dtype)
+        self.start = len(header)
+        """Byte where the first tensor begins."""
+        self._bytes = sum(map(math.prod, self.shapes.values())) * FLOATS[dtype]
+        if not self.path.exists():
+            self._create(header)
+        self._file = self.path.open("r+b")
+        if self._file.read(len(header)) != header or self._file.seek(0, 2) != self.start + self._bytes:
+            self._file.close()
+            raise WeightFileError(f"{self.path}: it is the image of another model.")
+        self._memory = mmap.mmap(self._file.fileno(), 0, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._elements = np.frombuffer(self._memory, VALUES[dtype], offset=self.start)
+
+    @property
+    def version(self) -> int:
+        """-1: it holds none yet, or its writer ended while it changed the first."""
+        return _state(self.path).version
+
+    def apply(self, version: int, offers: Sequence[tuple[Offer, Path]]) -> None:
+        """Bring it to ``version`` with the offers of all owners and their payloads.
+
+        Raises `WeightFileError` before anything is changed: for offers that are damaged, of another model, or change
+        another version than this one.  An offer that names elements outside of its block is found later: the image
+        then has no version until one arrives whole.
+        """
+        state = _state(self.path)
+        self._check(version, offers, state)
+        with _locked(self._file, fcntl.LOCK_EX), contextlib.ExitStack() as maps:
+            payloads = [(offer, maps.enter_context(_mapped(path, offer))) for offer, path in offers]
+            for offer, payload in payloads:
+                for piece in offer.pieces:
+                    if zlib.crc32(payload[piece.at : piece.at + piece.size]) != piece.crc32:
+                        where = f"version {version} of {offer.owner}"
+                        raise WeightFileError(f"A piece of {piece.block.tensor} in {where} has another checksum.")
+            self._note(_State(state.version, version))
+            for offer, payload in payloads:
+                for piece in offer.pieces:
+                    self._write(piece, payload)
+            self._note(_State(version, version))
+
+    def _create(self, header: bytes) -> None:
+        whole = self.start + self._bytes
+        partial = self.path.with_suffix(".part")
+        try:
+            with partial.open("w+b") as file:
+                # Writing to a mapped page that a full file system cannot give would kill the process.
+                os.posix_fallocate(file.fileno(), 0, whole)
+                file.write(header)
+            _state_path(self.path).unlink(missing_ok=True)
+            partial.replace(self.path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise WeightFileError(f"{self.path}: no image of {whole:,} bytes ({error_text(error)}).") from error
+
+    def _check(self, version: int, offers: Sequence[tuple[Offer, Path]], state: _State) -> None:
+        for offer, _ in offers:
+            if offer.version != version or offer.base != offers[0][0].base:
+                raise WeightFileError(f"{offer.owner} offers {offer.version} of {offer.base}, expected {version}.")
+            if fault := offer_fault(offer, self.shapes, self.dtype):
+                raise WeightFileError(f"{offer.owner} offers version {version}: {fault}.")
+        base = offers[0][0].base if offers else state.version
+        if base == WHOLE:
+            found = sum(elements(piece.block) for offer, _ in offers for piece in offer.pieces)
+            if found * FLOATS[self.dtype] != self._bytes:
+                raise WeightFileError(f"Version {version} has {found:,} elements, and the model another number.")
+        elif base != state.version or state.changing not in (state.version, version):
+            has = state.version if state.version == state.changing else f"a part of {state.changing}"
+            raise WeightFileError(f"{self.path}: it has {has}, and version {version} changes {base}.")
+
+    def _write(self, piece: WeightPiece, payload: memoryview) -> None:
+        index, values = piece_values(piece, payload, verify=False)
+        _, offset, rows, cols, stride = piece.block
+        first = self._places[piece.block.tensor] // self._elements.itemsize + offset
+        if index is None:
+            strides = (stride * self._elements.itemsize, self._elements.itemsize)
+            target = np.lib.stride_tricks.as_strided(self._elements[first:], (rows, cols), strides)
+            target[:] = values.reshape(rows, cols)
+        else:
+            row = index // cols
+            self._elements[first + row * (stride - cols) + index] = values
+
+    def _note(self, state: _State) -> None:
+        write_atomic(_state_path(self.path), msgspec.json.encode(state))
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[int]:
+    """The version of an image, which does not change within the block; raises `WeightFileError` where there is none."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise WeightFileError(f"{path}: {error_text(error)}.") from error
+    with file, _locked(file, fcntl.LOCK_SH):
+        state = _state(path)
+        if not state.whole:
+            raise WeightFileError(f"{path}: it holds no whole version.")
+        yield state.version
+
+
+def pin(image: Path, target: Path) -> int:
+    """Copy an image at its version to ``target``; returns the version.
+
+    Raises `WeightFileError` where there is none, and `OSError` where there is no room.
+    """
+    partial = target.with_suffix(".part")
+    try:
+        with reading(image) as version:
+            shutil.copyfile(image, partial)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return version
+
+
+def _header(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[bytes, dict[str, int]]:
+    """Everything before the first tensor, and where each tensor begins behind it."""
+    places: dict[str, int] = {}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, shape in shapes.items():
+        end = at + math.prod(shape) * FLOATS[dtype]
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        places[name], at = at, end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(LENGTH, "little") + text, places
+
+
+def _state_path(image: Path) -> Path:
+    return image.with_suffix(".state")
+
+
+def _state(image: Path) -> _State:
+    try:
+        return msgspec.json.decode(_state_path(image).read_bytes(), type=_State)
+    except FileNotFoundError:
+        return _State()
+
+
+@contextlib.contextmanager
+def _mapped(path: Path, offer: Offer) -> Iterator[memoryview]:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != offer.size:
+                raise WeightFileError(f"{path}: it has {size:,} bytes, expected {offer.size:,}.")
+            # An empty file cannot be mapped.  Arrays may still refer to the mapping, which ends with the last of them.
+            yield memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if size else b"")
+    except OSError as error:
+        raise WeightFileError(f"{path}: {error_text(error)}.") from error
+
+
+@contextlib.contextmanager
+def _locked(file: BinaryIO, kind: int) -> Iterator[None]:
+    fcntl.flock(file, kind)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)

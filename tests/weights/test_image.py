@@ -1,0 +1,235 @@
+"""The node's image: what it holds after updates, a killed writer, damaged offers; what a reader may rely on."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from libra_hpc.weights.image import IMAGE_FILE, Image, pin, reading
+from libra_hpc.weights.pieces import WHOLE, Encoded, Offer, TensorBlock, gaps, offer_path, payload_path, write_offer
+from libra_hpc.weights.weightfile import WeightFileError, file_shapes
+
+SHAPES = {"a.weight": (6, 8), "b.weight": (5,), "c.weight": (16, 4)}
+Offers = list[tuple[Offer, Path]]
+Values = dict[str, np.ndarray]
+
+
+def dense(tensor: str, offset: int, values: np.ndarray, stride: int = 0) -> Encoded:
+    """All of a block with these values."""
+    rows, cols = values.shape if values.ndim == 2 else (1, values.size)
+    block = TensorBlock(tensor, offset, rows, cols, stride or cols)
+    kind = "F32" if values.dtype == np.int32 else "BF16"
+    return Encoded(block, kind, "dense", values.size, (np.ascontiguousarray(values),))
+
+
+def whole(folder: Path, version: int, values: Values, base: int = WHOLE) -> Offers:
+    """A version of two owners: one has the left columns of ``a``, the other all else."""
+    a, b, c = values.values()
+    left = [dense("a.weight", 0, a[:, :3], 8)]
+    right = [dense("a.weight", 3, a[:, 3:], 8), dense("b.weight", 0, b), dense("c.weight", 0, c)]
+    return [offer(folder, version, base, "t0.0", left), offer(folder, version, base, "t0.1", right)]
+
+
+def offer(folder: Path, version: int, base: int, owner: str, encoded: list[Encoded]) -> tuple[Offer, Path]:
+    made = write_offer(folder, version, base, owner, encoded)
+    return made, payload_path(offer_path(folder, version, owner))
+
+
+def random_values(seed: int) -> Values:
+    rng = np.random.default_rng(seed)
+    return {name: rng.integers(1, 2**30, shape).astype(np.int32) for name, shape in SHAPES.items()}
+
+
+def held(path: Path) -> Values:
+    return {name: tensor.view(np.int32) for name, tensor in load_file(path).items()}
+
+
+def assert_holds(path: Path, version: int, values: Values) -> None:
+    with reading(path) as found:
+        assert found == version
+        image = held(path)
+    assert image.keys() == values.keys()
+    for name, expected in values.items():
+        np.testing.assert_array_equal(image[name], expected)
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Run in a forked process; its wait status."""
+    if not (pid := os.fork()):
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            os._exit(9)
+    return os.waitpid(pid, 0)[1]
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Image:
+    return Image(tmp_path, SHAPES, "F32")
+
+
+def test_it_is_a_safetensors_file_of_the_model_and_has_no_version_at_first(image: Image) -> None:
+    assert file_shapes(image.path) == SHAPES
+    assert image.version == -1
+    with pytest.raises(WeightFileError, match="no whole version"), reading(image.path):
+        pass
+
+
+def test_offers_of_all_owners_together_are_a_version(image: Image, tmp_path: Path) -> None:
+    for version in (3, 7):
+        values = random_values(version)
+        image.apply(version, whole(tmp_path, version, values))
+        assert_holds(image.path, version, values)
+
+
+@pytest.mark.parametrize("encoding", ["gap8", "gap16", "bitmap"])
+def test_changed_elements_alone_overwrite_a_block_of_a_tensor(tmp_path: Path, encoding: str) -> None:
+    shapes = {"a.weight": (6, 8)}
+    image = Image(tmp_path, shapes, "BF16")
+    old = np.arange(48, dtype=np.int16).reshape(6, 8)
+    image.apply(0, [offer(tmp_path, 0, WHOLE, "t0.0", [dense("a.weight", 0, old)])])
+    index, new = np.array([0, 4, 9]), np.array([-5, -6, -7], np.int16)
+    # Rows 2 to 4, columns 3 to 6: positions 0, 4 and 9 are (2, 3), (3, 3) and (4, 4).
+    block = TensorBlock("a.weight", 19, 3, 4, 8)
+    where = gaps(index, np.uint8 if encoding == "gap8" else np.uint16)
+    if encoding == "bitmap":
+        where = np.packbits(np.isin(np.arange(12), index), bitorder="little")
+    image.apply(1, [offer(tmp_path, 1, 0, "t0.0", [Encoded(block, "BF16", encoding, 3, (new, where))])])  # type: ignore[arg-type]
+    expected = old.copy()
+    expected[2, 3], expected[3, 3], expected[4, 4] = new
+    image = Image(tmp_path, shapes, "BF16")
+    assert image.version == 1
+    found = np.frombuffer(image.path.read_bytes()[image.start :], np.int16).reshape(6, 8)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_writer_killed_at_any_piece_leaves_no_mixture_and_the_next_one_ends_its_work(tmp_path: Path) -> None:
+    image = Image(tmp_path, SHAPES, "F32")
+    image.apply(0, whole(tmp_path, 0, random_values(0)))
+    pieces = 4
+    for point in range(2 * pieces):
+        version = point + 1
+        values = random_values(version)
+        offers = whole(tmp_path, version, values, base=version - 1)
+        status = in_child(functools.partial(die_at, tmp_path, offers, point))
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        with pytest.raises(WeightFileError, match="no whole version"), reading(image.path):
+            pass
+        rest = Image(tmp_path, SHAPES, "F32")
+        with pytest.raises(WeightFileError, match=f"part of {version}"):
+            rest.apply(version + 1, [offer(tmp_path, version + 1, version - 1, "t0.0", [])])
+        rest.apply(version, offers)
+        assert_holds(rest.path, version, values)
+
+
+def die_at(folder: Path, offers: Offers, point: int) -> None:
+    """Apply offers, and end at the beginning (even) or in the middle (odd) of a piece."""
+    image = Image(folder, SHAPES, "F32")
+    write, count = image._write, iter(range(1000))
+
+    def dying(piece: object, payload: object) -> None:
+        if next(count) == point // 2:
+            if point % 2:
+                block = piece.block  # type: ignore[attr-defined]
+                half = image._places[block.tensor] // 4 + block.offset
+                image._elements[half : half + block.cols // 2 + 1] = -1
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(piece, payload)  # type: ignore[arg-type]
+
+    image._write = dying  # type: ignore[method-assign, assignment]
+    image.apply(offers[0][0].version, offers)
+
+
+def test_a_writer_waits_for_readers_and_the_kernel_frees_the_lease_of_a_dead_one(image: Image, tmp_path: Path) -> None:
+    image.apply(0, whole(tmp_path, 0, random_values(0)))
+    with reading(image.path), image.path.open("rb") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def hold_and_die() -> None:
+        with reading(image.path):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert os.WTERMSIG(in_child(hold_and_die)) == signal.SIGKILL
+    values = random_values(1)
+    image.apply(1, whole(tmp_path, 1, values))
+    assert_holds(image.path, 1, values)
+
+
+def test_a_pinned_copy_stays_at_its_version_while_the_image_goes_on(image: Image, tmp_path: Path) -> None:
+    old = random_values(0)
+    image.apply(0, whole(tmp_path, 0, old))
+    assert pin(image.path, tmp_path / "policy.safetensors") == 0
+    image.apply(1, whole(tmp_path, 1, random_values(1)))
+    copy = held(tmp_path / "policy.safetensors")
+    assert all((copy[name] == old[name]).all() for name in SHAPES)
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[random.Random(1).randrange(len(data))] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (damage, "checksum"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes, expected"),
+        (lambda path: path.unlink(), "No such file"),
+    ],
+    ids=["flipped", "truncated", "absent"],
+)
+def test_a_spoilt_payload_changes_nothing(
+    image: Image, tmp_path: Path, spoil: Callable[[Path], object], says: str
+) -> None:
+    old = random_values(0)
+    image.apply(0, whole(tmp_path, 0, old))
+    offers = whole(tmp_path, 1, random_values(1))
+    spoil(offers[1][1])
+    with pytest.raises(WeightFileError, match=says):
+        image.apply(1, offers)
+    assert_holds(image.path, 0, old)
+
+
+def test_offers_of_another_base_model_type_or_number_of_owners_change_nothing(image: Image, tmp_path: Path) -> None:
+    old = random_values(0)
+    image.apply(0, whole(tmp_path, 0, old))
+    one = np.ones(1, np.int32)
+    absent, beyond = dense("x.weight", 0, one), dense("b.weight", 5, one)
+    half = dense("b.weight", 0, one.view(np.int16))
+    for encoded, says in ((absent, "no tensor of the model"), (beyond, "ends at element 6"), (half, "BF16")):
+        with pytest.raises(WeightFileError, match=says):
+            image.apply(1, [offer(tmp_path, 1, 0, "t0.0", [encoded])])
+    with pytest.raises(WeightFileError, match="it has 0, and version 6 changes 5"):
+        image.apply(6, [offer(tmp_path, 6, 5, "t0.0", [])])
+    with pytest.raises(WeightFileError, match="18 elements"):
+        image.apply(1, whole(tmp_path, 1, random_values(1))[:1])
+    assert_holds(image.path, 0, old)
+
+
+def test_the_image_of_another_model_is_refused_and_kept(image: Image, tmp_path: Path) -> None:
+    image.apply(0, whole(tmp_path, 0, random_values(0)))
+    with pytest.raises(WeightFileError, match="another model"):
+        Image(tmp_path, {**SHAPES, "b.weight": (6,)}, "F32")
+    assert_holds(tmp_path / IMAGE_FILE, 0, random_values(0))
+
+
+def test_no_room_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(WeightFileError, match=r"no image of [\d,]+ bytes \(.*No space left on device"):
+        Image(tmp_path, SHAPES, "F32")
+    assert list(tmp_path.iterdir()) == []
