@@ -33,6 +33,7 @@ from libra_hpc.weights.checksum import file_crc32
 from libra_hpc.weights.weightfile import WeightFileError, check_weight_file, folder_shapes
 
 from .settings import EngineConfig, engine_arguments
+from .staged_update import StagedUpdate
 from .stats import EngineCounters
 from .steplog import StepLog, StepLogHeader
 from .turns import TurnInFlight, TurnRejected, read_prompt
@@ -72,6 +73,7 @@ class RolloutEngine:
         assert isinstance(scheduler, Scheduler)
         self._scheduler = scheduler
         self._max_model_len = model.max_model_len
+        self._staged = StagedUpdate(self._client.collective_rpc)
         self._turns: dict[str, TurnInFlight] = {}
         self._ids: dict[str, str] = {}
         self._serial = 0
@@ -178,8 +180,18 @@ class RolloutEngine:
         return finished
 
     def check(self, update: UpdateWeights) -> None:
-        """Verify an update's file; may run in another thread. Raises `WeightFileError`."""
-        check_weight_file(update.path, update.crc32, self._expected, self._tied)
+        """Verify an update's file, or take the lease of an image; may run in another thread.
+
+        Raises `WeightFileError`.
+        """
+        if update.crc32 is None:
+            self._staged.take(update.path, self._expected, self._tied)
+        else:
+            check_weight_file(update.path, update.crc32, self._expected, self._tied)
+
+    def staged(self, update: UpdateWeights) -> bool:
+        """Whether an update that passed `check` can be applied; raises `WeightFileError` for one that cannot."""
+        return update.crc32 is not None or self._staged.ready()
 
     def settled(self) -> bool:
         """Whether weights may be swapped: no KV cache is on its way from host memory, also of an aborted request.
@@ -201,18 +213,25 @@ class RolloutEngine:
         the model half-loaded and the engine unusable.
         """
         if self._client.is_sleeping():
+            self._staged.drop()
             raise WeightFileError(f"{update.path}: the engine is asleep; wake it first.")
         started = time.monotonic()
+        recomputed = sum(request.num_computed_tokens for request in self._scheduler.running)
         for request in self._scheduler.running:
             self._turns[request.request_id].recomputed += 1
         # KV caches in host memory are of the old weights too.
         self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        self._load(update.path, update.version)
+        version = update.version
+        if update.crc32 is None:
+            version = self._staged.switch()
+            self._set_version(version)
+        else:
+            self._load(update.path, update.version)
         self._refuses = ""
         seconds = time.monotonic() - started
         self._counters.busy_s += seconds
         self._counters.update_s += seconds
-        return WeightsApplied(version=update.version, seconds=seconds)
+        return WeightsApplied(version, seconds, self._staged.seconds, recomputed)
 
     def sleep(self) -> list[Generated]:
         """Become a warm standby: abort all requests, free the device memory, refuse requests until woken."""
@@ -287,6 +306,9 @@ class RolloutEngine:
         self._client.collective_rpc("start_weight_update")
         self._client.collective_rpc("update_weights", args=({"path": path},))
         self._client.collective_rpc("finish_weight_update")
+        self._set_version(version)
+
+    def _set_version(self, version: int) -> None:
         self._client.set_weight_version(str(version))
         self._version = version
 

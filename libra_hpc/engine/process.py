@@ -2,7 +2,7 @@
 
 - Between two steps -> drain the socket without blocking, so that a request joins the next batch.
 - Idle -> block in ``select``, and report once a second.
-- Weight update -> verify the file in a thread while steps go on; apply it between two steps, in the order received.
+- Weight update -> verify and stage it while steps go on; apply it between two steps, in the order received.
 - `StopEngine`, closed socket or SIGTERM -> exit 0.
 - Failed step or half-applied update -> answer every request with ``error``, send a fatal `EngineFailed`, exit 1.
 - Agent lost while a step or the start-up hangs -> a watcher thread ends the process.
@@ -41,6 +41,7 @@ from libra_hpc.weights.weightfile import WeightFileError
 
 from .core import DuplicateRequest, RolloutEngine
 from .settings import EngineConfig
+from .staged_update import POLL_S
 from .stats import IDLE_INTERVAL_S, Pacer
 
 HANGUP_GRACE_S = 10.0
@@ -62,6 +63,10 @@ def serve(socket_path: str, config: EngineConfig) -> int:
         return 0
 
 
+_NOT_BEGUN: Future[None] = Future()
+"""The check of an update that waits for the one before it."""
+
+
 class _WorkerDied(Exception):
     pass
 
@@ -74,6 +79,7 @@ class _Loop:
         self._worker_died = threading.Event()
         self._updates: deque[tuple[UpdateWeights, Future[None]]] = deque()
         self._pacer = Pacer()
+        self._beat = 0.0
         self._engine: RolloutEngine | None = None
         self._checker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
 
@@ -131,28 +137,45 @@ class _Loop:
             aborted = engine.abort(message.rid)
             self._socket.send_many([aborted] if aborted else [])
         elif isinstance(message, UpdateWeights):
-            future = self._checker.submit(engine.check, message)
-            self._updates.append((message, future))
-            future.add_done_callback(self._wake)
+            self._updates.append((message, _NOT_BEGUN))
+            self._check_next(engine)
         elif isinstance(message, Sleep):
             self._socket.send_many(engine.sleep())
         elif isinstance(message, Wake):
             engine.wake()
 
     def _apply_checked(self, engine: RolloutEngine) -> bool:
-        due = bool(self._updates) and self._updates[0][1].done()
-        while self._updates and self._updates[0][1].done() and engine.settled():
-            update, checked = self._updates.popleft()
+        due = False
+        while self._updates and self._updates[0][1].done():
+            update, checked = self._updates[0]
             try:
                 checked.result()
+                if not engine.staged(update):
+                    break
+                due = True
+                if not engine.settled():
+                    break
                 self._socket.send(engine.apply(update))
             except WeightFileError as error:
                 self._socket.send(EngineFailed(what=str(error), fatal=False))
+            self._updates.popleft()
+            self._check_next(engine)
         return due
 
+    def _check_next(self, engine: RolloutEngine) -> None:
+        """Begin with the oldest update; only one holds an image's lease."""
+        if self._updates and self._updates[0][1] is _NOT_BEGUN:
+            update, _ = self._updates[0]
+            future = self._checker.submit(engine.check, update)
+            self._updates[0] = update, future
+            future.add_done_callback(self._wake)
+
     def _wait(self, engine: RolloutEngine) -> None:
-        if not any(select.select([self._socket.fileno(), self._wake_read], [], [], IDLE_INTERVAL_S)):
+        timeout = POLL_S if self._updates else IDLE_INTERVAL_S
+        idle = not any(select.select([self._socket.fileno(), self._wake_read], [], [], timeout))
+        if idle and (not self._updates or time.monotonic() - self._beat >= IDLE_INTERVAL_S):
             # Heartbeat.
+            self._beat = time.monotonic()
             self._socket.send(engine.stats())
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)

@@ -25,6 +25,7 @@ from vllm.platforms import current_platform
 from libra_hpc.process.reaper import die_with
 
 from .settings import TRANSFER_BACKEND
+from .staging import Staging
 
 
 @dataclass
@@ -76,7 +77,34 @@ class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):
 
 
 class WorkerExtension:
-    """vLLM's worker extension, empty: it makes every worker import this module."""
+    """vLLM's worker extension: these are methods of every worker; vLLM calls them by name."""
+
+    rank: int
+    vllm_config: Any
+    model_runner: Any
+    _weight_staging: Staging | None = None
+
+    def stage_weights(self, image: str) -> None:
+        """Begin to make a version ready, beside the steps."""
+        if self._weight_staging is None:
+            config = self.vllm_config
+            tp = config.parallel_config.tensor_parallel_size
+            model, folder, dtype = self.model_runner.get_model(), config.model_config.model, config.model_config.dtype
+            self._weight_staging = Staging(model, folder, dtype, (tp, self.rank % tp))
+        self._weight_staging.start(image)
+
+    def staged_weights(self) -> str | None:
+        """As `Staging.outcome`."""
+        assert self._weight_staging is not None
+        return self._weight_staging.outcome()
+
+    def switch_weights(self) -> None:
+        assert self._weight_staging is not None
+        self._weight_staging.switch()
+
+    def drop_weights(self) -> None:
+        assert self._weight_staging is not None
+        self._weight_staging.drop()
 
 
 def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -33,12 +33,16 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
-    """Load the HF-named safetensors at ``path`` between two engine steps; running requests are recomputed."""
+    """Take the HF-named safetensors at ``path`` between two engine steps.
+
+    What cannot be applied is answered by `EngineFailed`, and the old weights stay.
+    """
 
     path: str
     version: int
-    crc32: int
-    """zlib.crc32 of the whole file; on a mismatch the engine answers `EngineFailed` and keeps the old weights."""
+    crc32: int | None = None
+    """zlib.crc32 of the whole file.  None: ``path`` is the node's image (`libra_hpc.weights.image`), which has this
+    version or a newer one; it is made ready beside the steps."""
 
 
 class Sleep(msgspec.Struct, tag=True, frozen=True):
@@ -89,6 +93,11 @@ class WeightsApplied(msgspec.Struct, tag=True, frozen=True):
 
     version: int
     seconds: float
+    """Of the pause."""
+    stage_s: float = 0.0
+    """Before it, beside the steps."""
+    recomputed: int = 0
+    """Tokens of running requests whose KV was dropped."""
 
 
 class EngineFailed(msgspec.Struct, tag=True, frozen=True):

@@ -1,0 +1,75 @@
+"""A version on its way from the node's image into all workers of an engine, beside its steps.
+
+- `take` -> the lease of the image, so that all workers read one version; it is kept until the last has staged.
+- `ready` -> they begin, and are asked from time to time; one that cannot ends it for all, and old weights stay.
+- `switch` -> in a pause; only an error here leaves the engine unusable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from libra_hpc.models.tensors import Shapes, tensor_fault
+from libra_hpc.weights.image import reading
+from libra_hpc.weights.weightfile import WeightFileError, file_shapes
+
+POLL_S = 0.02
+"""Between two questions to the workers: an update may be as much late; a question to processes takes 0.2 ms."""
+
+
+class StagedUpdate:
+    """At most one version at a time; ``rpc`` calls a method of every worker by name."""
+
+    def __init__(self, rpc: Callable[..., list[Any]]) -> None:
+        self._rpc = rpc
+        self._lease = contextlib.ExitStack()
+        self._image, self._version = "", -1
+        self._began = self._asked = 0.0
+        self._working = False
+        self.seconds = 0.0
+        """From the lease to the last worker, of the version staged last."""
+
+    def take(self, image: str, expected: Shapes, tied: bool) -> None:
+        """Wait for the lease of an image; may run in another thread.  Raises `WeightFileError`."""
+        self._began = time.monotonic()
+        with contextlib.ExitStack() as lease:
+            self._version = lease.enter_context(reading(Path(image)))
+            if fault := tensor_fault(file_shapes(image), expected, tied):
+                raise WeightFileError(f"{image}: {fault}.")
+            self._image, self._lease = image, lease.pop_all()
+
+    def ready(self) -> bool:
+        """Whether all workers have staged the version taken; raises `WeightFileError` when one cannot."""
+        now = time.monotonic()
+        if not self._working:
+            self._rpc("stage_weights", args=(self._image,))
+            self._working, self._asked = True, now
+            return False
+        if now - self._asked < POLL_S:
+            return False
+        self._asked = now
+        outcomes = self._rpc("staged_weights")
+        if None in outcomes:
+            return False
+        self._lease.close()
+        self.seconds = now - self._began
+        if error := next(filter(None, outcomes), ""):
+            self.drop()
+            raise WeightFileError(error)
+        return True
+
+    def switch(self) -> int:
+        """Switch every worker; returns the version."""
+        self._rpc("switch_weights")
+        self._working = False
+        return self._version
+
+    def drop(self) -> None:
+        """Forget a version that no worker works at any more; none: nothing happens."""
+        if self._working:
+            self._rpc("drop_weights")
+            self._working = False

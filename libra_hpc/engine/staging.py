@@ -1,0 +1,155 @@
+"""New weights of one vLLM worker: made ready beside decoding, then switched in one pause.
+
+- `staged` reads the node's image and makes each parameter aside, in a thread.
+- CPU: linears and experts own packed copies of their weights.  They are packed aside too, so the pause only exchanges
+  references.
+- Other devices: CUDA graphs know the parameters by address, so the pause copies into them.
+- What was replaced is freed by a thread, one after the other: returning large memory stops all threads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+from libra_hpc.models.architecture import read_shape
+from libra_hpc.weights.blocks import Slice, engine_slices
+from libra_hpc.weights.weightfile import WeightFileError
+
+NICENESS = 10
+"""Of the thread that stages: decoding goes first where cores are few."""
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+EXPERTS = ("w13_weight", "w2_weight")
+
+
+class Swap(NamedTuple):
+    owner: Any
+    name: str
+    value: Any
+
+
+class Staging:
+    """One version on its way into a worker's model; `outcome` tells when it is ready."""
+
+    def __init__(self, model: torch.nn.Module, model_folder: str, dtype: torch.dtype, place: tuple[int, int]) -> None:
+        """``place``: tensor-parallel ranks and this one."""
+        shape = read_shape(Path(model_folder))
+        self._model, self._dtype, self._experts = model, dtype, shape.experts
+        self._places: dict[str, list[Slice]] = defaultdict(list)
+        for slices in engine_slices(shape, *place).values():
+            for one in slices:
+                self._places[one.parameter].append(one)
+        self._swaps: list[Swap] = []
+        self._thread: threading.Thread | None = None
+        self._error = ""
+
+    def start(self, image: str) -> None:
+        """Begin with a version; the caller holds the lease of the image until `outcome` is there."""
+        assert self._thread is None
+        self._thread = threading.Thread(target=self._run, args=(image,), daemon=True, name="stage")
+        self._thread.start()
+
+    def outcome(self) -> str | None:
+        """None while it works, empty when it is ready, else why it cannot be."""
+        assert self._thread is not None
+        return None if self._thread.is_alive() else self._error
+
+    def drop(self) -> None:
+        """Forget a version that is not to be switched to."""
+        self._swaps, self._thread, self._error = [], None, ""
+
+    def switch(self) -> None:
+        """Exchange old for new; between two steps."""
+        old = []
+        for owner, name, value in self._swaps:
+            if name == "data" and not owner.is_cpu:
+                owner.data.copy_(value, non_blocking=True)
+            else:
+                old.append(getattr(owner, name))
+                setattr(owner, name, value)
+        self.drop()
+        threading.Thread(target=_free, args=(old,), daemon=True, name="free").start()
+
+    def _run(self, image: str) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        try:
+            with safe_open(image, framework="pt") as file, torch.no_grad():
+                self._swaps = self._staged({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        except Exception as error:
+            self._error = f"{image}: {error}" if isinstance(error, WeightFileError) else f"{image}: {error!r}"
+
+    def _staged(self, tensors: dict[str, torch.Tensor]) -> list[Swap]:
+        swaps: list[Swap] = []
+        made: dict[int, torch.Tensor] = {}
+        for name, module in self._model.named_modules():
+            for kind, parameter in module.named_parameters(recurse=False):
+                # A tied head has the embedding's parameter, and a packed copy of its own.
+                value = made.get(id(parameter))
+                if value is None:
+                    value = made[id(parameter)] = self._value(f"{name}.{kind}", parameter, tensors)
+                    if parameter.numel() and kind not in EXPERTS:
+                        swaps.append(Swap(parameter, "data", value))
+                if kind == "weight" and "cpu_linear" in vars(module) and self._used(name):
+                    swaps.append(Swap(module, "cpu_linear", _packed(value, bool(parameter.numel()))))
+            if all(hasattr(module, kind) for kind in EXPERTS):
+                swaps += _experts(module, {kind: made[id(getattr(module, kind))] for kind in EXPERTS})
+        return swaps
+
+    def _used(self, name: str) -> bool:
+        """Whether a packed copy is ever multiplied with: that of an embedding is not, unless it is the head itself."""
+        return (
+            name != EMBEDDING
+            or not hasattr(self._model, HEAD)
+            or self._model.get_submodule(HEAD) is (self._model.get_submodule(EMBEDDING))
+        )
+
+    def _value(self, name: str, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """This rank's part of a parameter, as vLLM would load it, from whole tensors."""
+        places = self._places.get(name) or (self._places[f"{EMBEDDING}.weight"] if name == f"{HEAD}.weight" else [])
+        if not places:
+            raise WeightFileError(f"the map has no place for the engine's parameter {name}")
+        cols = places[0].stride
+        size = max(one.offset + (one.block.rows - 1) * one.stride + one.block.cols for one in places)
+        # A vocabulary is padded with zeros; a packed parameter is empty, and packed experts may be padded.
+        whole = parameter.numel() if size < parameter.numel() and name.rpartition(".")[2] not in EXPERTS else size
+        flat = torch.zeros(whole, dtype=self._dtype)
+        for (tensor, offset, rows, width, stride), _, to, step in places:
+            source = tensors[tensor].reshape(-1)[offset:]
+            target = flat.as_strided((rows, width), (step, 1), to)
+            target.copy_(source.as_strided((rows, width), (stride, 1), source.storage_offset()))
+        if name.rpartition(".")[2] in EXPERTS:
+            value = flat.view(self._experts, -1, cols)
+        else:
+            value = flat if parameter.ndim == 1 and parameter.numel() else flat.view(-1, cols)
+        if parameter.is_cpu:
+            return value.to(parameter.dtype)
+        return value.view(parameter.shape).to(parameter.dtype).pin_memory()
+
+
+def _packed(value: torch.Tensor, keep: bool) -> Any:
+    """What a CPU linear calls to multiply with ``value``."""
+    aside = torch.nn.Module()
+    aside.weight = torch.nn.Parameter(value, requires_grad=False)
+    dispatch_cpu_unquantized_gemm(aside, remove_weight=not keep)
+    return aside.cpu_linear
+
+
+def _experts(module: Any, values: dict[str, torch.Tensor]) -> list[Swap]:
+    aside = torch.nn.Module()
+    for kind, value in values.items():
+        aside.register_parameter(kind, torch.nn.Parameter(value, requires_grad=False))
+    if module.w2_weight.is_cpu:
+        module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(aside)
+    return [Swap(getattr(module, kind), "data", getattr(aside, kind).data) for kind in EXPERTS]
+
+
+def _free(old: list[Any]) -> None:
+    while old:
+        old.pop()

@@ -1,0 +1,143 @@
+"""Weights from the node's image: staged beside decoding in real engines, switched in one pause; what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from libra_hpc.models.architecture import read_shape
+from libra_hpc.models.tensors import hf_shapes
+from libra_hpc.protocol.engine import Generated, UpdateWeights, WeightsApplied
+from libra_hpc.weights.image import IMAGE_FILE, Image
+from libra_hpc.weights.pieces import WHOLE, Encoded, TensorBlock, offer_path, payload_path, write_offer
+from tests.trainer.support import make_model as make_family
+
+from .engine_harness import EngineUnderTest, Model, engine_config, logprobs_of, make_model, tokens_of, turn
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+SLOW = pytest.mark.slow
+PROMPTS = [[5, 17, 99, 3, 64, 21, 8], [1, 2, 3], list(range(10, 50))]
+
+
+def image_of(folder: Path, model: Model) -> Image:
+    return Image(folder, hf_shapes(read_shape(model.folder)), "F32")
+
+
+def bring(image: Image, version: int, tensors: dict[str, torch.Tensor], base: int = WHOLE) -> UpdateWeights:
+    """Write tensors into the image, as one owner's offer."""
+    encoded = []
+    for name in image.shapes:
+        values = tensors[name].contiguous().view(torch.int32).numpy().reshape(-1)
+        block = TensorBlock(name, 0, 1, values.size, values.size)
+        encoded.append(Encoded(block, "F32", "dense", values.size, (np.ascontiguousarray(values),)))
+    offer = write_offer(image.path.parent, version, base, "t0.0", encoded)
+    image.apply(version, [(offer, payload_path(offer_path(image.path.parent, version, "t0.0")))])
+    return UpdateWeights(str(image.path), version)
+
+
+def greedy(engine: EngineUnderTest) -> list[tuple[list[int], bytes]]:
+    """Tokens and the bits of their log-probabilities."""
+    done = engine.generate(*(turn(f"g{i}", prompt, 16, temperature=0.0) for i, prompt in enumerate(PROMPTS)))
+    return [(tokens_of(one), one.logprobs) for one in done]
+
+
+def dense(folder: Path, seed: int) -> Model:
+    return make_model(folder, seed)
+
+
+def tied(folder: Path, seed: int) -> Model:
+    return make_model(folder, seed, tied=True)
+
+
+def experts(folder: Path, seed: int) -> Model:
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "head_dim": 64, "moe_intermediate_size": 64}
+    reference = make_family("qwen3_moe", folder, bos_token_id=1, eos_token_id=2, vocab_size=128, **sizes)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in reference.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    reference.save_pretrained(folder)
+    return Model(folder, reference)
+
+
+@pytest.mark.parametrize(
+    ("family", "tp"),
+    [
+        (tied, 1),
+        (dense, 2),
+        pytest.param(experts, 1, marks=pytest.mark.slow),
+        pytest.param(experts, 2, marks=pytest.mark.slow),
+    ],
+    ids=["tied, tp 1", "untied, tp 2", "experts, tp 1", "experts, tp 2"],
+)
+def test_staged_weights_are_bit_for_bit_those_of_a_full_load(
+    family: Callable[[Path, int], Model], tp: int, folder: Path, tmp_path: Path
+) -> None:
+    old, new = family(tmp_path / "old", 1), family(tmp_path / "new", 2)
+    image = image_of(tmp_path, old)
+    engine = EngineUnderTest(folder, engine_config(old, tp=tp, version=1))
+    try:
+        engine.ready()
+        first = greedy(engine)
+        engine.apply(new.update(2))
+        expected = greedy(engine)
+        assert expected != first
+        engine.apply(old.update(3))
+        assert greedy(engine) == first
+        applied = engine.apply(bring(image, 4, load_file(new.weights)))
+        assert (applied.version, applied.stage_s > 0) == (4, True)
+        assert greedy(engine) == expected
+        engine.apply(bring(image, 5, load_file(old.weights), base=4))
+        assert greedy(engine) == first
+    finally:
+        engine.close()
+
+
+def test_decoding_goes_on_while_it_stages_and_every_token_names_its_version(
+    engine: EngineUnderTest, old: Model, new: Model, tmp_path: Path
+) -> None:
+    image = image_of(tmp_path, old)
+    engine.apply(old.update(20))
+    requests = [turn(f"f{i}", [7 + i] * (20 + i), 300) for i in range(4)]
+    engine.start(*requests)
+    engine.send(bring(image, 21, load_file(new.weights)))
+    messages = [engine.receive() for _ in range(5)]
+    (applied,) = [message for message in messages if isinstance(message, WeightsApplied)]
+    assert applied.recomputed > 0
+    mixed = 0
+    for request, done in itertools.product(requests, messages):
+        if isinstance(done, Generated) and done.rid == request.rid:
+            tokens, context = tokens_of(done), list(memoryview(request.prompt).cast("i"))
+            split = sum(count for version, count in done.versions if version == 20)
+            assert sum(count for _, count in done.versions) == 300
+            before, after = (model.logprobs(context + tokens, len(context)) for model in (old, new))
+            assert logprobs_of(done) == pytest.approx(before[:split] + after[split:], abs=1e-3)
+            mixed += 0 < split < 300
+    assert mixed
+
+
+def test_what_cannot_be_staged_leaves_the_old_weights_serving(
+    engine: EngineUnderTest, old: Model, new: Model, tmp_path: Path
+) -> None:
+    engine.apply(old.update(30))
+    served = greedy(engine)
+    absent = UpdateWeights(str(tmp_path / "absent" / IMAGE_FILE), 31)
+    assert "No such file" in engine.refuse(absent)
+    image = image_of(tmp_path, old)
+    assert "no whole version" in engine.refuse(UpdateWeights(str(image.path), 31))
+    (tmp_path / "wide").mkdir()
+    wide = make_model(tmp_path / "wide", seed=5, hidden=128)
+    other = image_of(tmp_path / "wide", wide)
+    assert "expected [128, 64]" in engine.refuse(bring(other, 31, load_file(wide.weights)))
+    assert greedy(engine) == served
+    # Refused updates hold no lease, and do not stop the next one.
+    update = bring(image, 32, load_file(new.weights))
+    assert engine.apply(update).version == 32
+    assert greedy(engine) != served
