@@ -48,6 +48,9 @@ class RolloutSection(Section):
     kv_host_gb_per_gpu: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Host memory (GiB) per GPU for KV caches that the GPU evicted. They come back over PCIe instead of being computed
     again. Needs ``slurm.device = "cuda"``; 0: none."""
+    kv_after_update: Literal["recompute", "keep"] = "recompute"
+    """KV caches when an engine gets new weights. ``recompute``: all are dropped, and running turns computed again.
+    ``keep``: running turns go on with theirs, and a prompt admitted later reuses none of older weights."""
     block_size: Tokens = Field(32, ge=8)
     """Length of a KV block, the unit of prefix reuse."""
     threads: int = Field(1, ge=1, le=1024)

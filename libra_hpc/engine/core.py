@@ -3,9 +3,9 @@
 vLLM's `InprocClient` is driven directly, below its text front end: prompts are token ids, and an aborted request must
 return what it has. Short turns are also faster this way than with ``LLM.generate``.
 
-A weight update does not drain. Running requests go back into the queue, and all KV and prefix caches are dropped. Each
-request is recomputed under the new weights before its next token. Every recorded log-probability is therefore that of
-one model over the whole context, named by its version.
+A weight update does not drain. By default running requests go back into the queue, and all KV and prefix caches are
+dropped. Each request is recomputed under the new weights before its next token. Every recorded log-probability is
+therefore that of one model over the whole context, named by its version. With ``kv_after_update = "keep"`` they go on.
 
 One thread only: two threads silently corrupt vLLM's per-process state.
 """
@@ -78,6 +78,7 @@ class RolloutEngine:
         self._ids: dict[str, str] = {}
         self._serial = 0
         self._counters = EngineCounters()
+        self._keeps = config.kv_after_update == "keep"
         self._refuses = ""
         self._unsettled = False
         self._version = config.version
@@ -153,7 +154,7 @@ class RolloutEngine:
                 pooling_params=None,
                 arrival_time=time.time(),
                 lora_request=None,
-                cache_salt=None,
+                cache_salt=self._salt(request),
                 data_parallel_rank=None,
                 priority=request.priority,
             )
@@ -216,11 +217,7 @@ class RolloutEngine:
             self._staged.drop()
             raise WeightFileError(f"{update.path}: the engine is asleep; wake it first.")
         started = time.monotonic()
-        recomputed = sum(request.num_computed_tokens for request in self._scheduler.running)
-        for request in self._scheduler.running:
-            self._turns[request.request_id].recomputed += 1
-        # KV caches in host memory are of the old weights too.
-        self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        recomputed = 0 if self._keeps else self._forget()
         version = update.version
         if update.crc32 is None:
             version = self._staged.switch()
@@ -307,6 +304,22 @@ class RolloutEngine:
         self._client.collective_rpc("update_weights", args=({"path": path},))
         self._client.collective_rpc("finish_weight_update")
         self._set_version(version)
+
+    def _salt(self, request: Generate) -> str | None:
+        """Requests with one salt find each other's KV caches; none has those of weights older than its salt."""
+        if not self._keeps:
+            return None
+        return str(self._version if request.admitted < 0 else min(request.admitted, self._version))
+
+    def _forget(self) -> int:
+        """Drop all KV caches; returns the tokens of running requests to compute again."""
+        recomputed = 0
+        for request in self._scheduler.running:
+            self._turns[request.request_id].recomputed += 1
+            recomputed += request.num_computed_tokens
+        # KV caches in host memory are of the old weights too.
+        self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        return recomputed
 
     def _set_version(self, version: int) -> None:
         self._client.set_weight_version(str(version))

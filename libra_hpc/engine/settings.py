@@ -63,6 +63,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """KV cache per device in MiB; 0: vLLM's default share of the device."""
     kv_host_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """Host memory per device in GiB for KV caches that the device has no room for; 0: none.  GPUs only."""
+    kv_after_update: Literal["recompute", "keep"] = "recompute"
+    """As in the run file."""
     block_size: Positive = 32
     """KV block in tokens."""
     threads: Positive
@@ -90,6 +92,7 @@ def config_for_run(
         max_num_seqs=rollout.max_num_seqs,
         kv_cache_mb=rollout.kv_cache_mb,
         kv_host_gb=rollout.kv_host_gb_per_gpu,
+        kv_after_update=rollout.kv_after_update,
         block_size=rollout.block_size,
         threads=rollout.threads,
         seed=seed,

@@ -24,6 +24,9 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     stop_ids: tuple[int, ...] = ()
     priority: int = 0
     """vLLM priority: lower is served first."""
+    admitted: int = -1
+    """Weight version at which its prompt was admitted. KV caches of older weights are not reused for it; -1: nor any
+    but those of the weights that the engine has."""
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

@@ -38,7 +38,7 @@ class Attempts:
         delay = self.book.failed(key, failure, now)
         self._log_failure(trajectory, failure, delay is None, now)
         if delay is not None:
-            self._waiting[key] = (now + delay, Trajectory(*key, trajectory.attempt + 1))
+            self._waiting[key] = (now + delay, trajectory.again())
         return delay is not None
 
     def hold(self, trajectory: Trajectory, now: float) -> None:

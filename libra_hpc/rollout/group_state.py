@@ -20,11 +20,11 @@ TRUNCATED = "truncated"
 class GroupState:
     """The trajectories of one prompt; complete when none is open.
 
-    ``recovered``: trajectories that an earlier start has finished or begun.
+    ``recovered``: trajectories that an earlier start has finished or begun; ``version``: weights at its admission.
     """
 
-    def __init__(self, index: int, samples: int, recovered: Sequence[Trajectory] = ()) -> None:
-        self.index = index
+    def __init__(self, index: int, samples: int, recovered: Sequence[Trajectory] = (), version: int = -1) -> None:
+        self.index, self.version = index, version
         self.done = [trajectory for trajectory in recovered if trajectory.place == "done"]
         finished = {trajectory.sample for trajectory in self.done}
         self.begun = {trajectory.sample: trajectory for trajectory in recovered if trajectory.sample not in finished}

@@ -81,7 +81,7 @@ class PromptOrder:
             self._log("experience_refused", index=index, trajectories=len(recovered))
             recovered, version = (), self.gate.version
         self.gate.admit(str(index), version)
-        group = self.groups[index] = GroupState(index, self._group_size, recovered)
+        group = self.groups[index] = GroupState(index, self._group_size, recovered, version)
         if not group.missing:
             self._complete(group)
         return group

@@ -109,6 +109,7 @@ class RolloutLeader:
         for group in self._order.admit(now, most):
             for sample in group.missing:
                 trajectory = group.begun.get(sample) or Trajectory(group.index, sample, 0)
+                trajectory.admitted = group.version
                 if most is None:
                     self._begin(trajectory, now)
                 else:
@@ -186,9 +187,7 @@ class RolloutLeader:
         now = self._clock()
         self._drop(trajectory, now)
         self._turns.count_resubmitted(trajectory, reason)
-        again = Trajectory(trajectory.index, trajectory.sample, trajectory.attempt + 1)
-        again.evaluation = trajectory.evaluation
-        self._begin(again, now)
+        self._begin(trajectory.again(), now)
 
     def failed(self, trajectory: Trajectory, kind: str, error: str) -> None:
         """End a failed attempt: try again later, or leave the trajectory out, or give up the whole prompt."""

@@ -58,6 +58,8 @@ class Trajectory:
         self.at_signal: list[int] = []
         self.versions: list[tuple[int, int]] = []
         self.first_version = -1
+        self.admitted = -1
+        """Weight version at the admission of its group; -1: of none."""
         self.engine = ""
         self.place: Place = "tool"
         self.clipped = 0
@@ -77,6 +79,12 @@ class Trajectory:
         """When the newest turn went to the environment; 0.0 before the first."""
         self.reward = 0.0
         self.info: dict[str, float] = {}
+
+    def again(self) -> Trajectory:
+        """Its next attempt."""
+        again = Trajectory(self.index, self.sample, self.attempt + 1)
+        again.evaluation, again.admitted = self.evaluation, self.admitted
+        return again
 
     @property
     def part(self) -> str:

@@ -99,6 +99,7 @@ class TurnRouter:
                 temperature=self._rollout.temperature,
                 stop_ids=trajectory.stop_ids,
                 priority=decision.priority,
+                admitted=trajectory.admitted,
             )
             outbox.setdefault(self.engines.engines[name].rank, []).append((name, request))
             self.engines.send(name, rid, trajectory)

@@ -58,6 +58,7 @@ def tied(folder: Path, seed: int) -> Model:
 
 def experts(folder: Path, seed: int) -> Model:
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "head_dim": 64, "moe_intermediate_size": 64}
+    sizes["max_position_embeddings"] = 1024
     reference = make_family("qwen3_moe", folder, bos_token_id=1, eos_token_id=2, vocab_size=128, **sizes)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(seed)
@@ -141,3 +142,41 @@ def test_what_cannot_be_staged_leaves_the_old_weights_serving(
     update = bring(image, 32, load_file(new.weights))
     assert engine.apply(update).version == 32
     assert greedy(engine) != served
+
+
+def test_kept_kv_serves_the_groups_of_its_weights_and_no_later_one(
+    old: Model, new: Model, folder: Path, tmp_path: Path
+) -> None:
+    image = image_of(tmp_path, old)
+    engine = EngineUnderTest(folder, engine_config(old, version=1, kv_after_update="keep"))
+    context = [11 + i % 90 for i in range(100)]
+
+    def cached(rid: str, admitted: int) -> Generated:
+        (done,) = engine.generate(turn(rid, context, 8, admitted=admitted))
+        return done
+
+    try:
+        engine.ready()
+        assert [cached(f"a{i}", 1).cached_tokens for i in range(2)] == [0, 96]
+        running = turn("long", context[:40], 700, admitted=1)
+        engine.start(running)
+        engine.send(bring(image, 2, load_file(new.weights)))
+        messages = [engine.receive() for _ in range(2)]
+        (applied,) = [message for message in messages if isinstance(message, WeightsApplied)]
+        (done,) = [message for message in messages if isinstance(message, Generated)]
+        assert applied.recomputed == 0
+        assert [version for version, _ in done.versions] == [1, 2]
+        # A group goes on with what it has; a later one begins anew, and then has the new weights alone.
+        assert cached("b", 1).cached_tokens == 96
+        for rid, found in (("c", 0), ("d", 96)):
+            later = cached(rid, 2)
+            assert later.cached_tokens == found
+            assert logprobs_of(later) == pytest.approx(new.logprobs(context + tokens_of(later), 100), abs=1e-3)
+        # An engine that lacks the version of the group does not pass its KV for one of that version.
+        assert cached("early", 3).cached_tokens == 96
+        engine.apply(bring(image, 3, load_file(old.weights), base=2))
+        assert cached("late", 3).cached_tokens == 0
+        # Evaluations and warm-ups belong to no group.
+        assert [cached(f"e{i}", -1).cached_tokens for i in range(2)] == [96, 96]
+    finally:
+        engine.close()

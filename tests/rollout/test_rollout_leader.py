@@ -9,7 +9,9 @@ import pytest
 
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
+from libra_hpc.protocol.agents import Turns
 from libra_hpc.protocol.codec import pack_f32, unpack_i32
+from libra_hpc.protocol.engine import Generate
 from libra_hpc.protocol.env import EpisodeFailed, HostReady, OpenEpisode, StepEpisode, TruncateEpisode
 from tests.rollout.plant import STOP, Emptiest, Plant, engine_stats, sampling
 
@@ -84,6 +86,21 @@ async def test_asynchronous_staleness_never_exceeds_eta_under_random_order(seed:
     assert not in_order or [sorted(trained[i : i + 2]) for i in range(0, 16, 2)] == [
         [i, i + 1] for i in range(0, 16, 2)
     ]
+
+
+async def test_every_turn_names_the_weights_at_the_admission_of_its_group() -> None:
+    plant = Plant(eta=1, steps=3).start()
+    seen: dict[int, set[int]] = {}
+    for step in (1, 2, 3):
+        before = len(plant.sent)
+        plant.commit(await plant.batch(step))
+        for message in plant.sent[before:]:
+            if isinstance(message, Turns):
+                for _, request in message.items:
+                    if isinstance(request, Generate):
+                        seen.setdefault(int(request.rid.partition(".")[0]), set()).add(request.admitted)
+    # Two prompts a step; with eta = 1 those of two steps are admitted at version 0.
+    assert seen == {index: {max(0, index // 2 - 1)} for index in range(6)}
 
 
 async def test_every_turn_sent_is_a_decision_with_reason_and_numbers() -> None:
