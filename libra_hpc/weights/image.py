@@ -135,8 +135,9 @@ class Image:
             target = np.lib.stride_tricks.as_strided(self._elements[first:], (rows, cols), strides)
             target[:] = values.reshape(rows, cols)
         else:
-            row = index // cols
-            self._elements[first + row * (stride - cols) + index] = values
+            if rows > 1 and stride > cols:
+                index = index + index // cols * (stride - cols)
+            self._elements[first:][index] = values
 
     def _note(self, state: _State) -> None:
         write_atomic(_state_path(self.path), msgspec.json.encode(state))
