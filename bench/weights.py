@@ -23,8 +23,9 @@ import numpy as np
 from bench.harness import Figures, Options, child, median, options, progress, report
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import hf_shapes
+from libra_hpc.weights.delta import dense, encoding_for, sparse
 from libra_hpc.weights.image import Image
-from libra_hpc.weights.pieces import WHOLE, Encoded, Encoding, TensorBlock, gaps, offer_path, payload_path, write_offer
+from libra_hpc.weights.pieces import WHOLE, Encoded, TensorBlock, offer_path, payload_path, write_offer
 
 CHANGED = (0.03, 0.29)
 """Shares of the elements: a usual step, and the largest of a normal one."""
@@ -58,15 +59,15 @@ def pieces(values: dict[str, np.ndarray], share: float, seed: int) -> Iterator[E
     rng = np.random.default_rng(seed)
     for name, bits in values.items():
         block = TensorBlock(name, 0, 1, bits.size, bits.size)
-        if share == 1.0:
-            yield Encoded(block, "BF16", "dense", bits.size, (bits,))
-            continue
         mask = rng.random(bits.size, np.float32) < share
         mask[0] = True
-        index = np.flatnonzero(mask)
-        encoding: Encoding = "gap8" if share < 0.125 else "bitmap"
-        where = gaps(index, np.uint8) if encoding == "gap8" else np.packbits(mask, bitorder="little")
-        yield Encoded(block, "BF16", encoding, len(index), (bits[index] ^ 1, where))
+        index = np.flatnonzero(mask).astype(np.int32)
+        encoding = encoding_for(len(index), bits.size)
+        yield (
+            dense(block, "BF16", bits)
+            if encoding == "dense"
+            else sparse(block, "BF16", encoding, index, bits[index] ^ np.int16(1))
+        )
 
 
 class Versions:

@@ -15,8 +15,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from libra_hpc.weights.delta import sparse
 from libra_hpc.weights.image import IMAGE_FILE, Image, pin, reading
-from libra_hpc.weights.pieces import WHOLE, Encoded, Offer, TensorBlock, gaps, offer_path, payload_path, write_offer
+from libra_hpc.weights.pieces import (
+    GAPS,
+    WHOLE,
+    Encoded,
+    Offer,
+    TensorBlock,
+    gaps,
+    offer_path,
+    payload_path,
+    write_offer,
+)
 from libra_hpc.weights.weightfile import WeightFileError, file_shapes
 
 SHAPES = {"a.weight": (6, 8), "b.weight": (5,), "c.weight": (16, 4)}
@@ -112,6 +123,33 @@ def test_changed_elements_alone_overwrite_a_block_of_a_tensor(tmp_path: Path, en
     assert image.version == 1
     found = np.frombuffer(image.path.read_bytes()[image.start :], np.int16).reshape(6, 8)
     np.testing.assert_array_equal(found, expected)
+
+
+def test_any_piece_overwrites_its_elements_alone_and_a_forged_one_leaves_no_version(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"a.weight": (40, 300)}
+    image = Image(tmp_path, shapes, "BF16")
+    expected = rng.integers(-99, 99, 40 * 300).astype(np.int16)
+    image.apply(0, [offer(tmp_path, 0, WHOLE, "t0.0", [dense("a.weight", 0, expected)])])
+    for version, encoding in enumerate((*GAPS, "bitmap") * 4, start=1):
+        rows, cols = int(rng.integers(1, 30)), int(rng.integers(1, 200))
+        block = TensorBlock("a.weight", int(rng.integers(0, 100)), rows, cols, 300)
+        index = np.flatnonzero(rng.random(rows * cols) < rng.choice([0.01, 0.3, 0.95])).astype(np.int32)
+        index = index if len(index) else np.zeros(1, np.int32)
+        values = rng.integers(-99, 99, len(index)).astype(np.int16)
+        piece = sparse(block, "BF16", encoding, index, values)  # type: ignore[arg-type]
+        image.apply(version, [offer(tmp_path, version, version - 1, "t0.0", [piece])])
+        expected[block.offset + index // cols * 300 + index % cols] = values
+        np.testing.assert_array_equal(np.frombuffer(image.path.read_bytes()[image.start :], np.int16), expected)
+    # Its sizes and its checksum are right, and its second value would lie behind the block.
+    beyond = sparse(TensorBlock("a.weight", 0, 2, 2, 300), "BF16", "gap8", np.array([3, 4]), np.ones(2, np.int16))
+    with pytest.raises(WeightFileError, match="outside of its block"):
+        image.apply(version + 1, [offer(tmp_path, version + 1, version, "t0.0", [beyond])])
+    with pytest.raises(WeightFileError, match="no whole version"), reading(image.path):
+        pass
+    image.apply(version + 2, [offer(tmp_path, version + 2, WHOLE, "t0.0", [dense("a.weight", 0, expected)])])
+    with reading(image.path) as found:
+        assert found == version + 2
 
 
 def test_a_writer_killed_at_any_piece_leaves_no_mixture_and_the_next_one_ends_its_work(tmp_path: Path) -> None:
