@@ -1,0 +1,111 @@
+"""Agent <-> carrier: the process of a node that moves new weights between nodes and holds the node's image.
+
+The train leader's `Publish` names the version, who offers it, and the chain of nodes that it passes. Agents hand it
+to their carriers as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+from .codec import Codec
+
+
+class CarrierConfig(msgspec.Struct, frozen=True):
+    """What a carrier is started with."""
+
+    rank: int
+    folder: str
+    """The node's shared memory."""
+    address: str
+    """To listen at; empty: all addresses."""
+    secret: bytes
+    """Of the run; other nodes prove that they have it."""
+    shapes: dict[str, tuple[int, ...]]
+    """Of the tensors of the image."""
+    dtype: str
+    """As in safetensors files."""
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """The carrier of a node: addresses in order of trial, all with one port."""
+
+    rank: int
+    addresses: tuple[str, ...]
+    port: int
+
+
+class Publish(msgspec.Struct, tag=True, frozen=True):
+    """Train leader -> every node of ``chain``, agent -> carrier: these offers are ``version``."""
+
+    version: int
+    base: int
+    """The version that it changes; -1: whole tensors, nothing is needed before."""
+    owners: tuple[tuple[str, int], ...]
+    """(name of the process, its node) of every offer."""
+    chain: tuple[Peer, ...]
+    """Each node pulls from the nearest one before it; the nodes of the owners come first."""
+
+
+class Engines(msgspec.Struct, tag=True, frozen=True):
+    """Agent -> carrier: every live engine of the node has ``version``, so its offer is of no use to them."""
+
+    version: int
+
+
+class CarrierReady(msgspec.Struct, tag=True, frozen=True):
+    """Carrier -> agent, once: it serves at ``port``."""
+
+    port: int
+
+
+class VersionHere(msgspec.Struct, tag=True, frozen=True):
+    """Carrier -> agent: all pieces of ``version`` are on this node and intact; ``files`` are the manifests."""
+
+    version: int
+    base: int
+    files: tuple[str, ...]
+    bytes: int
+    wire_s: float
+    """From the first request for it to its last byte; 0.0 for what was written on this node."""
+
+
+class ImageHere(msgspec.Struct, tag=True, frozen=True):
+    """Carrier -> agent: the image has ``version``."""
+
+    version: int
+    seconds: float
+    """For which it was written."""
+
+
+class PieceRefused(msgspec.Struct, tag=True, frozen=True):
+    """Carrier -> agent: a piece or manifest was not what was offered; it is asked for again at its owner."""
+
+    version: int
+    owner: str
+    reason: str
+
+
+class Stalled(msgspec.Struct, tag=True, frozen=True):
+    """Carrier -> agent: no node of the chain sends more of an offer; it asks them again."""
+
+    version: int
+    owner: str
+    received: int
+    reason: str
+
+
+class NotStored(msgspec.Struct, tag=True, frozen=True):
+    """Carrier -> agent: there is no room for an offer or the image; it tries again."""
+
+    version: int
+    reason: str
+
+
+ToCarrier = Union[Publish, Engines]
+FromCarrier = Union[CarrierReady, VersionHere, ImageHere, PieceRefused, Stalled, NotStored]
+
+to_carrier: Codec[ToCarrier] = Codec(ToCarrier)
+from_carrier: Codec[FromCarrier] = Codec(FromCarrier)

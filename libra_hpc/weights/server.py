@@ -1,0 +1,138 @@
+"""Serves the offers and the image of a node to other carriers: a thread for every caller.
+
+- The offer is arriving -> what there is of it is sent on, then what comes.
+- It is not here yet, or no more of it -> a sign of life every `WAITING_S`.
+- It will not be here -> ABSENT with the reason; the caller asks another node.
+- A caller without the secret, or one that does not read for `UNREAD_S` -> its connection is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from .offers import HeldOffer, OfferStore
+from .wire import (
+    ABSENT,
+    CRC32,
+    DATA,
+    FRAME_BYTES,
+    HEADER,
+    MANIFEST,
+    WAITING,
+    WAITING_S,
+    Absent,
+    Fetch,
+    WireError,
+    admit,
+    limit_pauses,
+    read_fetch,
+)
+
+UNREAD_S = 10.0
+"""For a caller to take any byte: a network that drops packets pauses for up to a few seconds."""
+UNKNOWN_S = 2.0
+"""For a version to be published here that a caller already asks for: both messages are sent at the same time."""
+IMAGE = "image"
+"""Owner of the offer that is a node's image, as whole tensors."""
+
+log = logging.getLogger("libra_hpc.carrier")
+
+
+class ImageSource(Protocol):
+    """The node's image as an offer."""
+
+    def offered(self, version: int) -> AbstractContextManager[HeldOffer]:
+        """The image at ``version`` (-1: at any), unchanged within the block; raises `Absent`."""
+
+
+class CarrierServer:
+    def __init__(self, listener: socket.socket, secret: bytes, store: OfferStore, image: ImageSource) -> None:
+        self._listener, self._secret, self._store, self._image = listener, secret, store, image
+
+    def start(self) -> None:
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                stream, address = self._listener.accept()
+            except OSError as error:
+                # Too many open files; others are served later.
+                log.warning("a caller was not accepted: %s", error)
+                time.sleep(WAITING_S)
+                continue
+            threading.Thread(target=self._serve, args=(stream, address), daemon=True).start()
+
+    def _serve(self, stream: socket.socket, address: object) -> None:
+        with stream:
+            try:
+                limit_pauses(stream, UNREAD_S, UNREAD_S)
+                admit(stream, self._secret)
+                while True:
+                    self._answer(stream, read_fetch(stream))
+            except WireError as error:
+                log.warning("the connection from %s was closed: %s", address, error)
+            except OSError:
+                pass  # the caller left, or does not read
+
+    def _answer(self, stream: socket.socket, fetch: Fetch) -> None:
+        try:
+            with self._found(stream, fetch) as offer:
+                if fetch.end < 0:
+                    manifest = CRC32.pack(zlib.crc32(offer.manifest)) + offer.manifest
+                    stream.sendall(HEADER.pack(MANIFEST, len(manifest)) + manifest)
+                elif 0 <= fetch.begin <= fetch.end <= offer.size:
+                    self._send_range(stream, offer, fetch.begin, fetch.end)
+                else:
+                    raise WireError(f"bytes {fetch.begin} to {fetch.end} of an offer of {offer.size}")
+        except Absent as absent:
+            reason = str(absent).encode()
+            stream.sendall(HEADER.pack(ABSENT, len(reason)) + reason)
+
+    @contextlib.contextmanager
+    def _found(self, stream: socket.socket, fetch: Fetch) -> Iterator[HeldOffer]:
+        if fetch.owner == IMAGE:
+            with self._image.offered(fetch.version) as offer:
+                yield offer
+            return
+        began = time.monotonic()
+        while True:
+            unknown_s = began + UNKNOWN_S - time.monotonic()
+            found = self._store.find(fetch.version, fetch.owner, WAITING_S, unknown_s)
+            if isinstance(found, HeldOffer):
+                break
+            if found:
+                raise Absent(found)
+            stream.sendall(HEADER.pack(WAITING, 0))
+        yield found
+
+    def _send_range(self, stream: socket.socket, offer: HeldOffer, begin: int, end: int) -> None:
+        while begin < end:
+            available = offer.available(begin, end, WAITING_S)
+            if available > begin:
+                count = min(available - begin, FRAME_BYTES)
+                stream.sendall(HEADER.pack(DATA, count), socket.MSG_MORE)
+                _send_file(stream, offer.file, offer.start + begin, count)
+                begin += count
+            elif offer.removed:
+                raise Absent(f"version {offer.version} of {offer.owner} was removed")
+            else:
+                stream.sendall(HEADER.pack(WAITING, 0))
+
+
+def _send_file(stream: socket.socket, file: int, offset: int, count: int) -> None:
+    """From the file's pages, without a copy; raises `OSError` when the caller does not read."""
+    while count:
+        sent = os.sendfile(stream.fileno(), file, offset, count)
+        if not sent:
+            raise ConnectionError("the file is shorter than it was")
+        offset, count = offset + sent, count - sent

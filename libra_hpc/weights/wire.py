@@ -1,0 +1,151 @@
+"""The wire between carriers: blocking TCP streams, one request at a time on each.
+
+A caller and a server prove to each other that they have the run's secret. Then the caller sends a `Fetch`, and the
+server answers with frames of `HEADER` and bytes:
+
+- MANIFEST: the manifest, whole, after its CRC32; DATA: the next bytes of the range that was asked for.
+- WAITING: it has no more yet, and lives; ABSENT: it does not have the offer, and why.
+
+A server sends what has arrived so far (cut-through). A broken connection is noticed at once, a stopped peer after
+`SILENT_S`: an answer has no longer pauses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+from collections.abc import Iterator
+
+import msgspec
+
+from libra_hpc.protocol.carrier import Peer
+
+MANIFEST, DATA, WAITING, ABSENT = range(4)
+HEADER = struct.Struct("<BI")
+RANK = struct.Struct("<I")
+LENGTH = CRC32 = struct.Struct("<I")
+NONCE_BYTES = 16
+PROOF_BYTES = hashlib.sha256().digest_size
+MOST_FETCH = 4096
+"""Bytes of a request; a longer one is not of this protocol."""
+MOST_MANIFEST = 256 << 20
+"""Bytes; 30B-A3B has 75,000 pieces of 100 bytes."""
+SILENT_S = 1.5
+"""Longest pause within an answer. Half: a busy node counts as stopped; double: a stopped one costs 3 s."""
+WAITING_S = 0.3
+"""Between two signs of life of a server that has no more bytes yet."""
+CONNECT_S = 1.5
+"""For one address to answer; within a cluster it takes a millisecond."""
+FRAME_BYTES = 4 << 20
+"""Most bytes of a frame: a millisecond of a fast network, and 80 ms of a slow one between two looks at the rest."""
+
+
+class WireError(Exception):
+    """The other end is not a carrier of this run, or does not keep to the protocol."""
+
+
+class Absent(Exception):
+    """The other end does not have what was asked for."""
+
+
+class Fetch(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes [begin, end) of an offer's payload; ``end`` = -1: its manifest."""
+
+    version: int
+    owner: str
+    begin: int = 0
+    end: int = -1
+
+
+def read(stream: socket.socket, count: int) -> bytes:
+    """Exactly ``count`` bytes; raises `ConnectionError` when the stream ends, `BlockingIOError` after `SILENT_S`."""
+    data = bytearray(count)
+    read_into(stream, memoryview(data))
+    return bytes(data)
+
+
+def read_into(stream: socket.socket, view: memoryview) -> None:
+    while view:
+        count = stream.recv_into(view)
+        if not count:
+            raise ConnectionError("the connection was closed")
+        view = view[count:]
+
+
+def limit_pauses(stream: socket.socket, receive_s: float, send_s: float) -> None:
+    """Longest pauses of blocking calls; the kernel keeps the time, so `os.sendfile` has them too."""
+    for option, seconds in ((socket.SO_RCVTIMEO, receive_s), (socket.SO_SNDTIMEO, send_s)):
+        stream.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def call(peer: Peer, own_rank: int, secret: bytes) -> socket.socket:
+    """A proven connection to a carrier; raises `OSError` or `WireError`."""
+    failure: Exception = ConnectionError(f"rank {peer.rank} has no address")
+    for address in peer.addresses:
+        try:
+            stream = socket.create_connection((address, peer.port), timeout=CONNECT_S)
+        except OSError as error:
+            failure = error
+            continue
+        try:
+            stream.settimeout(None)
+            limit_pauses(stream, SILENT_S, SILENT_S)
+            theirs, own = read(stream, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
+            stream.sendall(RANK.pack(own_rank) + own + _proof(secret, b"caller", theirs, own_rank))
+            if not hmac.compare_digest(read(stream, PROOF_BYTES), _proof(secret, b"server", own, own_rank)):
+                raise WireError(f"rank {peer.rank} does not have this run's secret")
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+    raise failure
+
+
+def admit(stream: socket.socket, secret: bytes) -> int:
+    """Challenge a caller and return its rank; raises `WireError` for one without the secret."""
+    own = secrets.token_bytes(NONCE_BYTES)
+    stream.sendall(own)
+    (rank,) = RANK.unpack(read(stream, RANK.size))
+    theirs, proof = read(stream, NONCE_BYTES), read(stream, PROOF_BYTES)
+    if not hmac.compare_digest(proof, _proof(secret, b"caller", own, rank)):
+        raise WireError("a caller without this run's secret was turned away")
+    stream.sendall(_proof(secret, b"server", theirs, rank))
+    return int(rank)
+
+
+def send_fetch(stream: socket.socket, fetch: Fetch) -> None:
+    body = msgspec.msgpack.encode(fetch)
+    stream.sendall(LENGTH.pack(len(body)) + body)
+
+
+def read_fetch(stream: socket.socket) -> Fetch:
+    """The caller's next request; raises `WireError` for anything else."""
+    (length,) = LENGTH.unpack(read(stream, LENGTH.size))
+    if length > MOST_FETCH:
+        raise WireError(f"a request of {length} bytes")
+    try:
+        return msgspec.msgpack.decode(read(stream, length), type=Fetch)
+    except msgspec.DecodeError as error:
+        raise WireError(f"a request that cannot be read ({error})") from error
+
+
+def frames(stream: socket.socket) -> Iterator[tuple[int, int]]:
+    """(kind, bytes that follow) of each frame; the caller reads those bytes before the next one.
+
+    Raises `Absent` with the server's reason.
+    """
+    while True:
+        kind, length = HEADER.unpack(read(stream, HEADER.size))
+        if kind == ABSENT:
+            raise Absent(read(stream, min(length, MOST_FETCH)).decode(errors="replace"))
+        if kind not in (MANIFEST, DATA, WAITING) or length > (MOST_MANIFEST if kind == MANIFEST else FRAME_BYTES):
+            raise WireError(f"a frame of kind {kind} and {length} bytes")
+        yield kind, length
+
+
+def _proof(secret: bytes, side: bytes, nonce: bytes, rank: int) -> bytes:
+    return hmac.digest(secret, b"weights " + side + nonce + RANK.pack(rank), "sha256")

@@ -1,0 +1,257 @@
+"""Carriers of several nodes: versions arrive whole and in order over slow, faulty and broken links."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from libra_hpc.protocol.carrier import ImageHere, NotStored, Peer, PieceRefused, Publish, Stalled, VersionHere
+from libra_hpc.weights.pieces import Encoded, TensorBlock, offer_path, payload_path, write_offer
+from libra_hpc.weights.pull import IDLE_S
+from libra_hpc.weights.wire import WireError, call
+from tests.weights.nodes import CarrierNode, FaultyLink, bits, node_folders
+
+ROWS, COLUMNS = 1024, 2048
+SHAPES: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (ROWS, COLUMNS), "lm_head.weight": (ROWS, COLUMNS)}
+"""8 MiB."""
+OWNER = "t0.0"
+
+
+class Chain:
+    """Node 0 writes offers; the others receive them in the order of their ranks."""
+
+    def __init__(self, stack: ExitStack, folder: Path, nodes: int) -> None:
+        self._stack, self._folder = stack, folder
+        self.nodes = [self.node(rank) for rank in range(nodes)]
+        self.links: dict[tuple[int, int], FaultyLink] = {}
+
+    def node(self, rank: int, **options: bytes) -> CarrierNode:
+        node = CarrierNode(self._folder / f"node{rank}-{time.monotonic_ns()}", rank, SHAPES, **options)
+        self._stack.callback(node.close)
+        return node
+
+    def link(self, caller: int, server: int, **faults: float) -> FaultyLink:
+        """What ``caller`` gets of ``server`` passes a link with these faults."""
+        link = FaultyLink(self.nodes[server].port, **faults)  # type: ignore[arg-type]
+        self._stack.callback(link.close)
+        self.links[caller, server] = link
+        return link
+
+    def peers(self, caller: int) -> tuple[Peer, ...]:
+        def port(node: CarrierNode) -> int:
+            return self.links[caller, node.rank].port if (caller, node.rank) in self.links else node.port
+
+        return tuple(Peer(node.rank, ("127.0.0.1",), port(node)) for node in self.nodes)
+
+    def write(self, version: int, base: int) -> None:
+        """Offer all weights (base -1), or every other row of the first tensor, and publish."""
+        data = bits(version, ROWS * COLUMNS)
+        if base < 0:
+            encoded = [(TensorBlock(name, 0, ROWS, COLUMNS, COLUMNS), data) for name in SHAPES]
+        else:
+            encoded = [
+                (TensorBlock("model.embed_tokens.weight", 0, ROWS // 2, COLUMNS, 2 * COLUMNS), data[: len(data) // 2])
+            ]
+        write_offer(
+            self.nodes[0].folder,
+            version,
+            base,
+            OWNER,
+            [Encoded(block, "BF16", "dense", values.size, (values,)) for block, values in encoded],
+        )
+        self.publish(version, base)
+
+    def publish(self, version: int, base: int, *ranks: int) -> None:
+        for node in self.nodes:
+            if not ranks or node.rank in ranks:
+                node.send(Publish(version, base, ((OWNER, 0),), self.peers(node.rank)))
+
+    def payload(self, rank: int, version: int) -> bytes:
+        return payload_path(offer_path(self.nodes[rank].folder, version, OWNER)).read_bytes()
+
+
+@pytest.fixture
+def chain() -> Iterator[Chain]:
+    with node_folders() as folder, ExitStack() as stack:
+        yield Chain(stack, folder, 3)
+
+
+def passed(link: FaultyLink, count: int) -> None:
+    while link.passed < count:
+        time.sleep(0.01)
+
+
+def here(version: int) -> Callable[[Any], bool]:
+    return lambda message: message.version >= version
+
+
+def test_versions_reach_every_node_whole_and_in_order(chain: Chain) -> None:
+    chain.write(0, -1)
+    for version in (1, 2, 3):
+        chain.write(version, version - 1)
+    for node in chain.nodes:
+        node.wait(ImageHere, here(3))
+        assert [message.version for message in node.all(VersionHere)] == [0, 1, 2, 3]
+        assert not node.all(PieceRefused)
+        assert not node.all(Stalled)
+    for version in (2, 3):
+        assert chain.payload(0, version) == chain.payload(1, version) == chain.payload(2, version)
+
+
+def test_a_node_sends_on_what_it_has_so_far(chain: Chain) -> None:
+    chain.link(1, 0, bytes_per_s=8e6)
+    onward = chain.link(2, 1)
+    chain.write(0, -1)
+    passed(onward, 4_000_000)
+
+    assert not chain.nodes[1].all(VersionHere)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_those_behind_a_lost_node_go_on_where_they_were_with_the_one_before_it(
+    chain: Chain, number: signal.Signals
+) -> None:
+    slow = chain.link(1, 0, bytes_per_s=8e6)
+    direct = chain.link(2, 0)
+    chain.write(0, -1)
+    passed(slow, 4_000_000)
+    lost = time.monotonic()
+    os.kill(chain.nodes[1].process.pid, number)
+
+    message = chain.nodes[2].wait(VersionHere)
+
+    assert chain.nodes[2].when(message) - lost < IDLE_S, "a broken or silent connection was noticed"
+    assert direct.passed < 6_000_000, "what had come of it was received again"
+    assert chain.payload(2, 0) == chain.payload(0, 0)
+
+
+def test_a_slow_node_holds_up_nobody_before_it(chain: Chain) -> None:
+    slow = chain.link(2, 1, bytes_per_s=8e6)
+    chain.write(0, -1)
+    chain.nodes[1].wait(VersionHere)
+
+    assert slow.passed < 6_000_000
+    chain.nodes[2].wait(VersionHere)
+
+
+def test_a_link_without_progress_is_given_up(chain: Chain) -> None:
+    chain.link(1, 0, hold_at=3_000_000)
+    chain.write(0, -1)
+    stalled = chain.nodes[1].wait(Stalled)
+
+    assert 0 < stalled.received < 3_000_000
+    assert "rank 0" in stalled.reason
+    assert chain.nodes[1].wait(VersionHere).version == 0, "asked again, the link had recovered"
+    assert chain.payload(1, 0) == chain.payload(0, 0)
+
+
+def test_a_flipped_bit_is_refused_by_name_and_comes_again_from_the_owner(chain: Chain) -> None:
+    chain.link(2, 1, flip_at=5_000_000)
+    chain.write(0, -1)
+    refused = chain.nodes[2].wait(PieceRefused)
+    chain.nodes[2].wait(VersionHere)
+
+    assert (refused.version, refused.owner) == (0, OWNER)
+    assert "lm_head.weight" in refused.reason
+    assert chain.payload(2, 0) == chain.payload(0, 0)
+    assert not chain.nodes[1].all(PieceRefused)
+
+
+def test_a_manifest_that_was_changed_on_the_way_is_refused_and_asked_for_again(chain: Chain) -> None:
+    chain.link(2, 1, flip_at=120)
+    chain.write(0, -1)
+    chain.nodes[2].wait(VersionHere)
+
+    assert "of rank 1: The manifest has another checksum" in chain.nodes[2].wait(PieceRefused).reason
+    assert chain.payload(2, 0) == chain.payload(0, 0)
+
+
+def test_a_foreign_offer_under_a_published_name_is_refused(chain: Chain) -> None:
+    chain.write(0, -1)
+    for node in chain.nodes:
+        node.wait(VersionHere)
+    chain.write(1, 0)
+    chain.nodes[1].wait(VersionHere, here(1))
+    # The owner of version 3 has a manifest of version 1 in its place.
+    source, target = (offer_path(chain.nodes[0].folder, version, OWNER) for version in (1, 3))
+    target.write_bytes(source.read_bytes())
+    payload_path(target).write_bytes(payload_path(source).read_bytes())
+    chain.publish(3, 1)
+
+    refused = chain.nodes[0].wait(PieceRefused)
+
+    assert refused.version == 3
+    assert "version 1 of" in refused.reason
+    assert all(message.version < 3 for node in chain.nodes for message in node.all(VersionHere))
+
+
+def test_who_does_not_have_the_secret_gets_and_serves_nothing(chain: Chain) -> None:
+    chain.write(0, -1)
+    chain.nodes[1].wait(VersionHere)
+    with pytest.raises((OSError, WireError)):
+        call(chain.nodes[0].peer, 1, b"another secret")
+    stranger = chain.node(3, secret=b"another secret")
+    message = Publish(0, -1, ((OWNER, 0),), (chain.nodes[0].peer, stranger.peer))
+    stranger.send(message)
+
+    assert "rank 0" in stranger.wait(Stalled).reason
+    assert not stranger.all(VersionHere)
+
+
+def test_versions_published_faster_than_the_link_all_arrive(chain: Chain) -> None:
+    chain.write(0, -1)
+    chain.nodes[2].wait(ImageHere)
+    chain.link(1, 0, bytes_per_s=16e6)
+    for version in range(1, 9):
+        chain.write(version, version - 1)
+        time.sleep(0.05)
+    chain.nodes[2].wait(ImageHere, here(8))
+
+    assert [message.version for message in chain.nodes[2].all(VersionHere)] == list(range(9))
+
+
+def test_a_node_that_joins_takes_the_image_of_another_and_then_what_changed(chain: Chain) -> None:
+    chain.write(0, -1)
+    chain.write(1, 0)
+    chain.nodes[1].wait(ImageHere, here(1))
+    chain.nodes[0].wait(ImageHere, here(1))
+    chain.nodes.append(joined := chain.node(3))
+    chain.publish(1, 0, 3)
+    joined.wait(ImageHere, here(1))
+    chain.write(2, 1)
+    joined.wait(ImageHere, here(2))
+
+    assert [(message.version, message.base) for message in joined.all(VersionHere)] == [(1, -1), (2, 1)]
+    chain.nodes[1].wait(ImageHere, here(2))
+    images = [np.fromfile(node.folder / "image.safetensors", np.int16) for node in (chain.nodes[1], joined)]
+    assert np.array_equal(images[0], images[1])
+
+
+def test_a_version_that_no_node_can_send_is_passed_over_for_one_that_needs_nothing(chain: Chain) -> None:
+    receiver = chain.nodes[2]
+    chain.publish(1, -1, 2)  # nobody wrote it
+    receiver.wait(Stalled)
+    chain.write(2, -1)
+    receiver.wait(ImageHere, here(2))
+
+    assert [message.version for message in receiver.all(VersionHere)] == [2]
+
+
+def test_a_full_shared_memory_is_one_sentence_and_the_version_comes_later(chain: Chain) -> None:
+    target = payload_path(offer_path(chain.nodes[1].folder, 0, OWNER))
+    target.mkdir()
+    (target / "in the way").touch()
+    chain.write(0, -1)
+    chain.nodes[1].wait(NotStored)
+    (target / "in the way").unlink()
+    target.rmdir()
+
+    assert chain.nodes[1].wait(VersionHere).version == 0
