@@ -26,7 +26,7 @@ from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.measured import StepPoint
 from libra_hpc.protocol.engine import UpdateWeights
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.trainer import Export, ExportFailed, Join, Joined, Standby, StepDone, TrainStep
+from libra_hpc.protocol.trainer import Join, Joined, OfferFailed, OfferWeights, Standby, StepDone, TrainStep
 from libra_hpc.trainer.measure import MeasurementReplica, random_samples
 from libra_hpc.weights.checksum import file_crc32
 
@@ -93,8 +93,8 @@ class SharedDevice:
 def to_standby(replica: MeasurementReplica) -> None:
     """Returns when the replica has freed its memory."""
     replica.send(Standby())
-    # A standby has no answer. There is no such version to export: the refusal comes right after the standby.
-    replica.ask(Export("", -2), ExportFailed)
+    # A standby has no answer. There is no such version to offer: the refusal comes right after the standby.
+    replica.ask(OfferWeights("", -2, -1), OfferFailed)
 
 
 def seconds_of(work: Callable[[], object]) -> float:

@@ -29,9 +29,11 @@ from libra_hpc.trainer.model.attention import Kernel, has_segments, rectangles
 from libra_hpc.trainer.model.attention_check import checked_segments
 from libra_hpc.trainer.model.megatron_model import attend_with
 from libra_hpc.trainer.saved import checkpoint
+from libra_hpc.trainer.saved.weight_offers import WeightOffers
 from libra_hpc.trainer.settings import algorithm_settings, optimizer_settings
 from libra_hpc.trainer.shards import loss_tokens_of, tokens_of
 from libra_hpc.trainer.train_engine import TrainEngine, init_world
+from libra_hpc.weights.pieces import WHOLE, offer_path, payload_path
 
 TIMED = 3
 """Steps of each batch whose median is taken, after one that warms up allocator and kernels."""
@@ -119,9 +121,10 @@ def training(setting: Setting, figures: Figures) -> None:
         seconds = timed(where, lambda: engine.update(1.0, 1.0))
         figures.add("update alone, s", seconds, step_time(shape, hardware, core_layout(1), 1, 2).optimizer)
         figures.add("update alone: memory beside the state, GB", (memory.peak() - state) / GB)
-        weights = scratch / "export.safetensors"
-        seconds_of = timed(where, lambda: checkpoint.export(engine, weights))
-        figures.add(f"export of {weights.stat().st_size / GB:.2f} GB, s", seconds_of)
+        offers = WeightOffers(engine, 0)
+        seconds_of = timed(where, lambda: offers.write(scratch, 1, WHOLE))
+        size = payload_path(offer_path(scratch, 1, "t0")).stat().st_size
+        figures.add(f"whole offer of {size / GB:.2f} GB, s", seconds_of)
         # Last, because an error of a kernel can make the process unusable.
         compare_kernels(engine, trainer, samples, figures, peak_s=time_of.mfu * time_of.total)
 

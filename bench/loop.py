@@ -20,6 +20,7 @@ import msgspec
 from bench.harness import Rates, child, median, options, policy, rate, report, spread
 from bench.rollout_side import PLANNER, TRAINER, LocalMesh, RolloutSide
 from libra_hpc.agent.hosting.rollout_service import RolloutService
+from libra_hpc.agent.node_carrier import NodeCarrier
 from libra_hpc.agent.train_node import TrainNode
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
@@ -89,7 +90,8 @@ class TrainRun:
         context = mesh.context(TRAINER, config, run)
         folder = run.path / "rendezvous"
         folder.mkdir()
-        self.node, self.leader = TrainNode(context), make_train_leader(context, folder)
+        carrier = NodeCarrier(context, lambda: None)
+        self.node, self.leader = TrainNode(context, carrier), make_train_leader(context, folder)
         self.points: Rates = []
         self.done = asyncio.Event()
         mesh.handlers = {PLANNER: self._coordinator, TRAINER: self._agent}
@@ -114,8 +116,8 @@ class TrainRun:
                 self.leader.on_snapshot_stored(message)
             case wire.KeepSnapshot():
                 self.node.keeper.keep(message)
-            case wire.Publish():
-                self.node.on_publish(message)
+            case wire.WeightsOffered():
+                self.leader.on_offered(message)
 
     async def run(self, batches: Sequence[wire.Batch]) -> None:
         task = asyncio.create_task(self.leader.run())

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from libra_hpc.agent.hosting.rollout_service import RolloutService
+from libra_hpc.agent.node_carrier import NodeCarrier
 from libra_hpc.agent.rollout_node import RolloutNode
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
@@ -49,7 +50,7 @@ class RolloutSide:
     def __init__(self, config: RunConfig, run: RunDir) -> None:
         self.mesh, self.folders = LocalMesh(), make_folders()
         self.context = self.mesh.context(NODE, config, run, self.folders)
-        self.node = RolloutNode(self.context)
+        self.node = RolloutNode(self.context, NodeCarrier(self.context, lambda: None))
         self.service: RolloutService | None = None
         self.batches: list[wire.Batch] = []
         self.mesh.handlers = {TRAINER: self._trainer, NODE: self._agent}

@@ -20,7 +20,6 @@ import shutil
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,6 +55,7 @@ from libra_hpc.train_leader.train_leader_setup import clear_rendezvous, make_tra
 
 from .commands import choose_adapters
 from .coordinator_watch import CoordinatorWatch
+from .node_carrier import NodeCarrier
 from .rollout_node import RolloutNode
 from .routes import Routes, add_engines, add_rollout_service, add_train_leader
 from .train_node import TrainNode
@@ -89,7 +89,7 @@ class Agent:
         self.config = in_wall_time(config)
         self.private, self.shared_memory = make_folders()
         self.kept = kept_folder(run.path, self.rank)
-        self._endpoints = world.endpoints
+        self._endpoints, self._secret = world.endpoints, world.secret
         self._restarts = False
         """Whether all ranks start again: snapshots stay."""
         self.context: AgentContext | None = None
@@ -98,6 +98,7 @@ class Agent:
         self.rollout_service: RolloutService | None = None
         self.rollout_node: RolloutNode | None = None
         self.train_node: TrainNode | None = None
+        self.carrier: NodeCarrier | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stop = asyncio.Event()
         self._watch = CoordinatorWatch(run.gone(attempt))
@@ -177,6 +178,8 @@ class Agent:
             shared_memory=self.shared_memory,
             kept=self.kept,
             fence=self._fence,
+            secret=self._secret,
+            addresses=self._endpoints[self.rank].addresses,
         )
         self.context = context
         if self.rank in self.layout.core:
@@ -186,11 +189,13 @@ class Agent:
             self._spawn(asyncio.to_thread(shutil.rmtree, self.kept, ignore_errors=True))
         self._spawn(self._keep_folders(context))
         if context.component != "planner":
-            self.rollout_node = rollout = RolloutNode(context)
-            self.train_node = TrainNode(context, lambda: rollout.weights)
-            add_engines(self._routes, self.rollout_node, self.train_node, self._spawn)
+            self.carrier = NodeCarrier(context, self._on_image)
+            self.rollout_node = RolloutNode(context, self.carrier)
+            self.train_node = TrainNode(context, self.carrier)
+            add_engines(self._routes, self.rollout_node, self.train_node, self.carrier, self._spawn)
             self._spawn(self.rollout_node.watch())
             self._spawn(self.train_node.watch())
+            self._spawn(self.carrier.watch())
             if self.rank == self.layout.train_leader:
                 self._rendezvous = rendezvous_folder(context)
                 self.train_leader = make_train_leader(context, self._rendezvous)
@@ -201,10 +206,12 @@ class Agent:
                 self.rollout_service = RolloutService(context)
                 add_rollout_service(self._routes, self.rollout_service)
                 self._spawn(self.rollout_service.run())
+            # Last: its first message goes to the train leader, which may be this node's.
+            self._spawn(self.carrier.start())
 
     async def _leave(self) -> None:
-        stops = [part.stop() for part in (self.rollout_service, self.rollout_node, self.train_node) if part is not None]
-        await asyncio.gather(*stops)
+        parts = (self.rollout_service, self.rollout_node, self.train_node, self.carrier)
+        await asyncio.gather(*(part.stop() for part in parts if part is not None))
         await self.mesh.drain(GOODBYE_S)
         for task in self._tasks:
             task.cancel()
@@ -218,7 +225,7 @@ class Agent:
 
     async def _heartbeats(self) -> None:
         while True:
-            nodes = [part for part in (self.rollout_node, self.train_node) if part is not None]
+            nodes = [part for part in (self.rollout_node, self.train_node, self.carrier) if part is not None]
             engines = {name: state for part in nodes for name, state in part.states.items()}
             pids = {name: pid for part in nodes for name, pid in part.pids.items()}
             version = -1
@@ -277,9 +284,15 @@ class Agent:
                 reason = f"{folder} was removed while the agent of rank {self.rank} ran"
                 own(folder)
                 context.log("folder_lost", rank=self.rank, reason=f"{reason}: made again")
-                if folder == self.shared_memory and self.rollout_node is not None and self.train_node is not None:
-                    self.rollout_node.on_files_lost(time.monotonic())
-                    self.train_node.on_files_lost(reason)
+                if folder == self.shared_memory and self.carrier is not None:
+                    await self.carrier.reset()
+                    self._on_image()
+                    if self.train_node is not None:
+                        self.train_node.on_offers_lost(reason)
+
+    def _on_image(self) -> None:
+        if self.rollout_node is not None:
+            self.rollout_node.on_image()
 
     def _on_defect(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """End the run for an exception that no task waits for; its traceback is in this agent's log."""
@@ -350,6 +363,7 @@ class Agent:
         self.mesh.forget(lost.rank)
         if self.train_leader is not None:
             self.train_leader.on_replica_down(lost.rank, "node lost")
+            self.train_leader.weights.lost(lost.rank)
         if self.rollout_service is not None:
             self.rollout_service.leader.on_rank_lost(lost.rank)
 
@@ -363,7 +377,8 @@ class Agent:
     async def _reset(self) -> None:
         """End the engines and begin as a new node: this one was declared lost and is readmitted."""
         log.warning("this node was declared lost: ending its engines and starting again")
-        await asyncio.gather(*(part.reset() for part in (self.rollout_node, self.train_node) if part is not None))
+        parts = (self.rollout_node, self.train_node, self.carrier)
+        await asyncio.gather(*(part.reset() for part in parts if part is not None))
         self.mesh.remember(0)
         self._hello()
 

@@ -8,11 +8,10 @@ from libra_hpc.engine.settings import EngineConfig, config_for_run
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.state.attempt import start_state
 from libra_hpc.state.state_folders import POLICY_DIR
-from libra_hpc.weights.flow import WeightFile
 
 
-def engine_config(context: AgentContext, name: str, tp: int, newest: WeightFile | None) -> EngineConfig:
-    """Settings of engine ``name``; ``newest`` is the newest weight file of this node.  Reads the run directory."""
+def engine_config(context: AgentContext, name: str, tp: int, image: Path | None, version: int) -> EngineConfig:
+    """Settings of engine ``name``; ``image`` is that of this node, if it has a version.  Reads the run directory."""
     config = context.config
     step, model = _saved_policy(context)
     return config_for_run(
@@ -21,8 +20,8 @@ def engine_config(context: AgentContext, name: str, tp: int, newest: WeightFile 
         seed=(config.run.seed * 100_003 + context.rank * 101 + context.attempt + 1_000_003 * step) % 2**31,
         tp=tp,
         step_log=str(context.logs / f"{name}.steps.jsonl") if config.rollout.record_steps else "",
-        version=step if newest is None else newest.version,
-        weights="" if newest is None else str(newest.path),
+        version=step if image is None else version,
+        weights="" if image is None else str(image),
     )
 
 

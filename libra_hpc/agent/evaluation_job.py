@@ -28,6 +28,7 @@ from libra_hpc.simulated.dry_run import in_wall_time
 
 from .commands import choose_adapters
 from .hosting.rollout_service import RolloutService
+from .node_carrier import NodeCarrier
 from .rollout_node import RolloutNode
 from .routes import FOR_ROLLOUT_SERVICE, Routes
 
@@ -72,7 +73,8 @@ class EvaluationNode:
             private=private,
             shared_memory=shared,
         )
-        self._engines = RolloutNode(self._context)
+        # No version follows that of the start: the carrier is never started.
+        self._engines = RolloutNode(self._context, NodeCarrier(self._context, lambda: None))
         self._service = RolloutService(self._context) if world.rank == 0 else None
         self._events: Journal[dict[str, Any]] = Journal(run.events, dict, KEEP_EVENTS)
         self._tasks: set[asyncio.Task[None]] = set()

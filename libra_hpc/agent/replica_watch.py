@@ -20,11 +20,11 @@ from typing import Any
 
 from libra_hpc.process.deadlines import LATE_SHARE, DeadlineLimits, Deadlines, Pending
 from libra_hpc.protocol.trainer import (
-    Export,
-    Exported,
-    ExportFailed,
     Join,
     Joined,
+    Offered,
+    OfferFailed,
+    OfferWeights,
     SaveCheckpoint,
     Saved,
     SaveFailed,
@@ -57,7 +57,7 @@ def order_key(message: Any) -> tuple[str, Hashable] | None:
             return "join", (number, attempt)
         case TrainStep(step=number) | StepDone(step=number) | StepFailed(step=number):
             return "train step", number
-        case Export(version=number) | Exported(version=number) | ExportFailed(version=number):
+        case OfferWeights(version=number) | Offered(version=number) | OfferFailed(version=number):
             return "export", number
         case SaveCheckpoint(step=number) | SaveStarted(step=number):
             return CHECKPOINT, number
@@ -109,7 +109,7 @@ class ReplicaWatch:
         while self._orders[0] != key:
             self._deadlines.forget(self._orders.popleft())
         self._orders.popleft()
-        if isinstance(message, StepFailed | ExportFailed | WorkerFailed):
+        if isinstance(message, StepFailed | OfferFailed | WorkerFailed):
             self._deadlines.forget(key)
         else:
             self._deadlines.end(key, now)

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import time
 from typing import Any
@@ -35,12 +34,11 @@ from libra_hpc.protocol.engine import (
     to_engine,
 )
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
-from libra_hpc.weights.flow import WeightFile
-from libra_hpc.weights.relay import Receiver
 
 from .commands import engine_command
 from .engine_start import engine_config
 from .engine_watch import START, WAKE, WEIGHTS, EngineWatch
+from .node_carrier import NodeCarrier
 from .supervised import ChildCommand, EngineNode, Supervised
 
 ASK_AGAIN_S = 1.0
@@ -62,20 +60,13 @@ class VllmEngine(Supervised):
 class RolloutNode(EngineNode[VllmEngine]):
     engine, outbound, inbound = VllmEngine, to_engine, from_engine
 
-    def __init__(self, context: AgentContext) -> None:
+    def __init__(self, context: AgentContext, carrier: NodeCarrier) -> None:
         rollout, node = context.config.rollout, context.layout.engine_node(context.rank)
         serves = context.component in ("hybrid", "rollout")
         self._tp, count = rollout.on_node(node) if serves else (1, 0)
         super().__init__(context, [f"r{context.rank}.{i}" for i in range(count)])
         self._watch = EngineWatch(context.config.deadlines)
-        self._receiver = Receiver(
-            context.shared_memory,
-            context.send,
-            complete=self._weights_complete,
-            request=lambda have: context.send(context.layout.train_leader, wire.WeightsWanted(context.rank, have)),
-            log=functools.partial(context.log, rank=context.rank),
-            deadlines=context.config.deadlines,
-        )
+        self._carrier = carrier
         self._again: asyncio.TimerHandle | None = None
         """The next request for weights that did not exist at the last one."""
         self._wanted = False
@@ -86,17 +77,12 @@ class RolloutNode(EngineNode[VllmEngine]):
         """Lowest version of the ready engines, -1 without one."""
         return min((e.version for e in self._engines.values() if e.state == "ready"), default=-1)
 
-    @property
-    def weights(self) -> WeightFile | None:
-        """The newest weights that this node has received."""
-        return self._receiver.newest
-
     async def start(self) -> None:
         async with self._changing:
             self._wanted, self._ordered_at = True, time.monotonic()
             for engine in self._engines.values():
                 if engine.state == "standby":
-                    # Waking leaves an engine without weights, so it needs a file even when the version it had is still
+                    # Waking leaves an engine without weights, so it needs them even when the version it had is still
                     # the newest.
                     engine.state, engine.version, engine.updating = "loading", -1, -1
                     engine.send(Wake())
@@ -127,15 +113,13 @@ class RolloutNode(EngineNode[VllmEngine]):
         """End every engine unreported: a lost node is readmitted."""
         async with self._changing:
             self._wanted, self._outbox = False, []
-            self._receiver.reset()
             for engine in self._engines.values():
                 self._watch.gone(engine.name)
                 engine.version = -1
             await asyncio.gather(*(engine.reset() for engine in self._engines.values()))
 
     async def check(self, now: float) -> None:
-        """End engines that hang and ask for weights that do not arrive."""
-        self._receiver.watch(now)
+        """End engines that hang."""
         for late in self._watch.late(now):
             self._engines[late.engine].slow(late.reason)
         ends = []
@@ -152,7 +136,6 @@ class RolloutNode(EngineNode[VllmEngine]):
 
     def discount(self, seconds: float) -> None:
         self._watch.discount(seconds)
-        self._receiver.discount(seconds)
 
     def on_turns(self, message: wire.Turns) -> None:
         for name, request in message.items:
@@ -162,21 +145,16 @@ class RolloutNode(EngineNode[VllmEngine]):
             elif isinstance(request, Generate):
                 self._answer(name, refusal(request.rid, "engine is not ready"))
 
-    def on_chunk(self, message: wire.WeightsChunk, blob: bytes | bytearray) -> None:
-        self._receiver.chunk(message, blob, time.monotonic())
-
-    def on_files_lost(self, now: float) -> None:
-        """The weight files were removed: ask for the newest weights that an engine lacks."""
-        self._receiver.reset()
-        waiting = [engine for engine in self._engines.values() if engine.state in ("ready", "loading")]
-        for engine in waiting:
-            engine.updating = -1
-        if waiting:
-            self._receiver.ask(min(engine.version for engine in waiting), now)
+    def on_image(self) -> None:
+        """The image has another version, or is lost."""
+        for engine in self._engines.values():
+            if engine.state in ("ready", "loading"):
+                if self._carrier.version < 0:
+                    engine.updating = -1
+                self._update(engine)
 
     def on_current(self, message: wire.WeightsCurrent) -> None:
         """The engines have the newest weights."""
-        self._receiver.answered()
         # The trainers may have a newer state than any checkpoint, and may not have exported it yet.
         version = max(message.version, self._context.start.step)
         for engine in self._engines.values():
@@ -199,7 +177,9 @@ class RolloutNode(EngineNode[VllmEngine]):
 
     async def _spawn(self, engine: VllmEngine) -> None:
         context, rollout = self._context, self._context.config.rollout
-        config = await asyncio.to_thread(engine_config, context, engine.name, tp=self._tp, newest=self._receiver.newest)
+        version = self._carrier.version
+        image = self._carrier.image if version >= 0 else None
+        config = await asyncio.to_thread(engine_config, context, engine.name, self._tp, image, version)
         path = context.private / f"{engine.name}.json"
         path.write_bytes(msgspec.json.encode(config))
         first = list(self._engines).index(engine.name) * self._tp
@@ -230,6 +210,7 @@ class RolloutNode(EngineNode[VllmEngine]):
                 self._watch.ended(engine.name, WEIGHTS, now)
                 if version < engine.updating:
                     self._watch.began(engine.name, WEIGHTS, now)
+                self._carrier.applied(min(e.version for e in self._engines.values() if e.state in ("ready", "loading")))
                 self._context.log(
                     "weights_applied", rank=self._context.rank, engine=engine.name, version=version, seconds=seconds
                 )
@@ -242,6 +223,8 @@ class RolloutNode(EngineNode[VllmEngine]):
                 engine.ready, engine.version, engine.state = message, message.version, "loading"
                 self._catch_up(engine)
             case EngineFailed(what=what, fatal=fatal):
+                # It may be the update, which then comes again.
+                engine.updating = engine.version
                 self._context.log("engine_error", rank=self._context.rank, engine=engine.name, reason=what, fatal=fatal)
         self._watch.sign(engine.name, now)
 
@@ -256,16 +239,19 @@ class RolloutNode(EngineNode[VllmEngine]):
 
     def _catch_up(self, engine: VllmEngine) -> None:
         """Bring one engine to the newest weights before it is announced."""
-        newest = self._receiver.newest
-        if newest is not None and newest.version > engine.version:
-            self._update(engine, newest)
-        else:
-            self._receiver.ask(engine.version, time.monotonic())
+        if not self._update(engine) and engine.updating <= engine.version:
+            context = self._context
+            context.send(context.layout.train_leader, wire.WeightsWanted(context.rank, engine.version))
 
-    def _update(self, engine: VllmEngine, file: WeightFile) -> None:
-        engine.updating = file.version
+    def _update(self, engine: VllmEngine) -> bool:
+        """Have an engine load the image, if that has a newer version than it has or gets."""
+        version = self._carrier.version
+        if version <= max(engine.version, engine.updating):
+            return False
+        engine.updating = version
         self._watch.began(engine.name, WEIGHTS, time.monotonic())
-        engine.send(UpdateWeights(str(file.path), file.version, file.crc32))
+        engine.send(UpdateWeights(str(self._carrier.image), version))
+        return True
 
     def _up(self, engine: VllmEngine) -> None:
         assert engine.ready is not None
@@ -284,11 +270,6 @@ class RolloutNode(EngineNode[VllmEngine]):
         if self._wanted and all(e.state == "ready" for e in self._engines.values()):
             seconds = time.monotonic() - self._ordered_at
             self._context.send(0, EngineState(self._context.rank, "rollout", "ready", seconds=seconds))
-
-    def _weights_complete(self, file: WeightFile) -> None:
-        for engine in self._engines.values():
-            if engine.state in ("ready", "loading"):
-                self._update(engine, file)
 
     def exited(self, engine: VllmEngine, child: Child, reason: str) -> None:
         was, engine.state, engine.version = engine.state, "lost", -1

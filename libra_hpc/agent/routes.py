@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 
 from libra_hpc.agent.hosting.rollout_service import RolloutService
 from libra_hpc.protocol import agents as wire
+from libra_hpc.protocol.carriers import Publish
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.train_leader.train_leader import TrainLeader
 
+from .node_carrier import NodeCarrier
 from .rollout_node import RolloutNode
 from .train_node import TrainNode
 
@@ -49,7 +51,9 @@ class Routes:
         return True
 
 
-def add_engines(routes: Routes, rollout: RolloutNode, train: TrainNode, spawn: Callable[[Any], object]) -> None:
+def add_engines(
+    routes: Routes, rollout: RolloutNode, train: TrainNode, carrier: NodeCarrier, spawn: Callable[[Any], object]
+) -> None:
     """Rows of a node with engines; ``spawn`` runs a coroutine as a task."""
 
     def start(order: wire.StartEngine) -> None:
@@ -62,10 +66,8 @@ def add_engines(routes: Routes, rollout: RolloutNode, train: TrainNode, spawn: C
     routes.add(wire.StandbyEngine, standby)
     routes.add(wire.StopTrainers, lambda order: spawn(train.reset()))
     routes.add(wire.Turns, rollout.on_turns)
-    routes.add_with_blob(wire.WeightsChunk, rollout.on_chunk)
     routes.add(wire.WeightsCurrent, rollout.on_current)
-    routes.add(wire.WeightsWanted, train.on_wanted)
-    routes.add(wire.Publish, train.on_publish)
+    routes.add(Publish, carrier.publish)
     routes.add(wire.KeepSnapshot, lambda order: train.keeper.keep(order))
     routes.add(wire.SnapshotWanted, lambda request: train.keeper.on_wanted(request))
     routes.add_with_blob(wire.SnapshotChunk, lambda message, blob: train.keeper.chunk(message, blob))
@@ -83,6 +85,10 @@ def add_train_leader(routes: Routes, leader: TrainLeader) -> None:
     routes.add(wire.FormGeneration, lambda order: leader.on_generation(order.generation, order.ranks))
     routes.add(wire.Batch, leader.on_batch)
     routes.add(wire.SnapshotStored, leader.on_snapshot_stored)
+    routes.add(wire.WeightsOffered, leader.on_offered)
+    routes.add(wire.CarrierStarted, leader.weights.on_carrier)
+    routes.add(wire.WeightsWanted, leader.weights.on_wanted)
+    routes.add(wire.WeightsHere, leader.weights.on_here)
     routes.add(wire.StopTraining, lambda order: leader.on_stop(order.reason, order.after))
     routes.add(EngineState, lost)
 

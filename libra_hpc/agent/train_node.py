@@ -9,7 +9,7 @@ On a node of the core they are its share of the core's world; on a hybrid node t
 - They were a part of the core -> all ranks restart: the rest of the state is elsewhere.
 - They were a part of a replica -> the coordinator has its other nodes begin again as well.
 - A snapshot is due -> every process writes its part, and the node keeps them (`SnapshotKeeper`).
-- A replica is to join -> its processes are told of the weights that this node has for rollout.
+- A replica is to join -> its processes are told of the image of this node.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -29,12 +28,12 @@ from libra_hpc.process.visible_devices import VARIABLE, engine_environment, own_
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState, StateName
 from libra_hpc.protocol.trainer import (
-    Export,
-    Exported,
-    ExportFailed,
     FromWorker,
     Join,
     Joined,
+    Offered,
+    OfferFailed,
+    OfferWeights,
     Saved,
     SaveFailed,
     SnapshotFailed,
@@ -53,22 +52,21 @@ from libra_hpc.state.snapshot_keeper import SnapshotKeeper
 from libra_hpc.state.snapshots import holders
 from libra_hpc.trainer.link import STORAGE
 from libra_hpc.trainer.settings import write_config
-from libra_hpc.weights.flow import WeightFile
-from libra_hpc.weights.relay import Publisher
 
 from .commands import trainer_command
+from .node_carrier import NodeCarrier
 from .replica_watch import ReplicaWatch
 from .supervised import ChildCommand, EngineNode, Supervised
 from .trainer_start import worker_configs
 
-ASKED: dict[type, type] = {SaveFailed: Saved, ExportFailed: Exported, SnapshotFailed: SnapshotTaken}
+ASKED: dict[type, type] = {SaveFailed: Saved, OfferFailed: Offered, SnapshotFailed: SnapshotTaken}
 """Answers that count as the same answer to one request."""
 
 
 def merged(answers: Mapping[int, FromWorker]) -> FromWorker:
     """The answer of a node: local rank 0's, but for what every process has a part of."""
     for answer in answers.values():
-        if isinstance(answer, SaveFailed | SnapshotFailed):
+        if isinstance(answer, SaveFailed | SnapshotFailed | OfferFailed):
             return answer
     first = answers[0]
     if isinstance(first, Saved):
@@ -84,10 +82,9 @@ def merged(answers: Mapping[int, FromWorker]) -> FromWorker:
 class TrainNode(EngineNode[Supervised]):
     engine, outbound, inbound = Supervised, to_worker, from_worker
 
-    def __init__(self, context: AgentContext, weights: Callable[[], WeightFile | None] = lambda: None) -> None:
-        """``weights`` are the newest ones that this node has for rollout."""
+    def __init__(self, context: AgentContext, carrier: NodeCarrier) -> None:
         super().__init__(context, [f"t{context.rank}"])
-        self._weights = weights
+        self._carrier = carrier
         self._elastic = context.rank not in context.layout.core
         (self._trainer,) = self._engines.values()
         self._ready: dict[int, EngineState] = {}
@@ -96,7 +93,6 @@ class TrainNode(EngineNode[Supervised]):
         """Starts of the processes so far, and the number of the present one among the nodes of its replica."""
         self._watch = ReplicaWatch(context.config.deadlines, context.config.deadlines.storage_s)
         self._stopping = False
-        self._publisher = Publisher(context.send)
         layout = context.layout
         self.keeper = SnapshotKeeper(
             context.snapshots,
@@ -106,7 +102,7 @@ class TrainNode(EngineNode[Supervised]):
             successor=holders(layout.core).get(context.rank),
             send=context.send,
         )
-        self.step = -1
+        self.step = self._offered = -1
 
     async def start(self, world: int = 0) -> None:
         """Start the processes, or wake them; ``world`` as in `EngineState`."""
@@ -141,12 +137,13 @@ class TrainNode(EngineNode[Supervised]):
             await self._trainer.reset()
 
     def on_message(self, message: ToWorker) -> None:
-        if isinstance(message, Export):
-            message = Export(str(self._export_path(message.version)), message.version)
+        if isinstance(message, OfferWeights):
+            message = msgspec.structs.replace(message, folder=str(self._context.shared_memory))
         elif isinstance(message, TakeSnapshot):
             message = self.keeper.order(message)
-        elif isinstance(message, Join) and self._elastic and (file := self._weights()) is not None:
-            message = msgspec.structs.replace(message, weights=str(file.path), version=file.version)
+        elif isinstance(message, Join) and self._elastic and self._carrier.version >= 0:
+            carrier = self._carrier
+            message = msgspec.structs.replace(message, weights=str(carrier.image), version=carrier.version)
         if self._trainer.state == "ready":
             self._watch.asked(message, time.monotonic())
         self._trainer.send(message)
@@ -166,27 +163,11 @@ class TrainNode(EngineNode[Supervised]):
     def discount(self, seconds: float) -> None:
         self._watch.discount(seconds)
 
-    def on_publish(self, message: wire.Publish) -> None:
-        try:
-            self._publisher.publish(message.version, self._export_path(message.version), message.crc32, message.ranks)
-        except FileNotFoundError as error:
-            self._export_lost(message.version, f"{error.filename} was removed")
-
-    def on_files_lost(self, reason: str) -> None:
-        """The exported weights were removed: the train leader has the newest written again."""
-        if self._publisher.version >= 0:
-            self._export_lost(self._publisher.version, reason)
-
-    def _export_lost(self, version: int, reason: str) -> None:
-        lost = ExportFailed(version, reason)
-        self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, lost))
-
-    def on_wanted(self, message: wire.WeightsWanted) -> None:
-        if not self._publisher.answer(message.rank, message.have):
-            self._context.send(message.rank, wire.WeightsCurrent(message.have))
-
-    def _export_path(self, version: int) -> Path:
-        return self._context.shared_memory / f"export-{version:08d}.safetensors"
+    def on_offers_lost(self, reason: str) -> None:
+        """The carrier of a node of the core lost the offers: the train leader has whole tensors offered again."""
+        if not self._elastic and self._offered >= 0:
+            lost = OfferFailed(self._offered, reason)
+            self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, lost))
 
     async def _spawn(self) -> None:
         context, config = self._context, self._context.config
@@ -247,6 +228,12 @@ class TrainNode(EngineNode[Supervised]):
                 return
             if isinstance(answer, StepDone | Joined):
                 self.step = answer.step
+            elif isinstance(answer, Offered):
+                self._offered = answer.version
+                offers = tuple(offer for offer in answers.values() if isinstance(offer, Offered))
+                context = self._context
+                context.send(context.layout.train_leader, wire.WeightsOffered(context.rank, offers))
+                return
             self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, answer))
 
     def exited(self, trainer: Supervised, child: Child, reason: str) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 
 import msgspec
 from vllm.engine.arg_utils import EngineArgs
@@ -27,10 +28,11 @@ from vllm.v1.executor import Executor
 
 from libra_hpc.models.capacity import GIB
 from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.tensors import tensor_fault
 from libra_hpc.protocol.engine import Generate, Generated, UpdateWeights, WeightsApplied, refusal
 from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
-from libra_hpc.weights.checksum import file_crc32
-from libra_hpc.weights.weightfile import WeightFileError, check_weight_file, folder_shapes
+from libra_hpc.weights.image import reading
+from libra_hpc.weights.weightfile import WeightFileError, check_weight_file, file_shapes, folder_shapes
 
 from .settings import EngineConfig, engine_arguments
 from .staged_update import StagedUpdate
@@ -84,8 +86,10 @@ class RolloutEngine:
         self._version = config.version
         self._client.set_weight_version(str(config.version))
         if config.weights:
-            self.check(UpdateWeights(config.weights, config.version, file_crc32(config.weights)))
-            self._load(config.weights, config.version)
+            if fault := tensor_fault(file_shapes(config.weights), self._expected, self._tied):
+                raise WeightFileError(f"{config.weights}: {fault}.")
+            with reading(Path(config.weights)) as version:
+                self._load(config.weights, version)
         self.capacity = EngineCapacity(
             tp=config.tp,
             max_model_len=self._max_model_len,

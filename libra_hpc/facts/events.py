@@ -104,9 +104,16 @@ TRAINING = (
     _fault("learning_notice", "A guard of learning began to hold", "step good_step reason", notice=True, alert="guard"),
     _fault("export_failed", "Weights could not be exported", "step reason", notice=True),
     EventKind("weights_applied", "An engine samples from new weights", "rank engine version seconds"),
-    _fault("weights_stalled", "Weights are late", "version received reason", notice=True),
-    _fault("weights_corrupt", "Weights arrived damaged and are asked for again", "version size retry_s", notice=True),
-    _fault("weights_not_stored", "A node could not store weights", "version reason retry_s", notice=True),
+    _fault(
+        "weights_stalled",
+        "No node sends more of the weights; they are asked again",
+        "rank version received reason",
+        notice=True,
+    ),
+    _fault(
+        "weights_corrupt", "Weights arrived damaged and are asked for again", "rank version owner reason", notice=True
+    ),
+    _fault("weights_not_stored", "A node could not store weights and tries again", "rank version reason", notice=True),
 )
 STORAGE = (
     EventKind("checkpoint_started", "Processes copy their state", "step"),

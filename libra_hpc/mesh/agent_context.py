@@ -32,11 +32,15 @@ class AgentContext:
     private: Path
     """Mode 0700, for sockets and engine settings; short, because a Unix socket's path may have 107 bytes."""
     shared_memory: Path
-    """Mode 0700, in /dev/shm where there is one: weight files."""
+    """Mode 0700, in /dev/shm where there is one: weights."""
     receivers: tuple[int, ...] = field(default=())
     """Ranks that get new weights, from the coordinator's last `Roles`."""
     good_step: int = -1
     """Of the same `Roles`."""
+    secret: bytes = b""
+    """Of this start; who connects to this node proves that it has it."""
+    addresses: tuple[str, ...] = ("127.0.0.1",)
+    """Of this node, in the order in which others try them."""
     kept: Path | None = None
     """As ``shared_memory``, but it outlives the agent when all ranks restart: snapshots. None: it does not."""
     fence: Fence = field(default_factory=lambda: Fence(Path()))

@@ -1,6 +1,6 @@
 """Host memory of one node, term by term, in bytes; files in /dev/shm count as memory of the job.
 
-- Weight files: engines read every version from /dev/shm, and the node that exports writes them there.
+- Weight files: the image of a node in /dev/shm, and the offers that change it.
 - Snapshots: the optimizer's state of a core node in /dev/shm, and the next one while it is written; with several core
   nodes the same of the node before it. None of the four can go earlier: a node may die before the last copy of the
   next snapshot is whole, and then the one before needs the parts of all others and the copy of its part.
@@ -19,7 +19,8 @@ from .memory import STATE_BYTES, Limit
 from .shapes import ModelShape
 
 WEIGHT_VERSIONS = 4
-"""Weight files on a node at once: the three that `libra_hpc.weights.relay` keeps, and the one being written."""
+"""Sizes of the weights on a node at once: the image, two versions of whole tensors that are kept for nodes behind this
+one (`libra_hpc.weights.offers`), and one that arrives."""
 SNAPSHOTS = 2
 """Parts of a node at once: of the complete snapshot, and of the one being written (`libra_hpc.state.snapshots`)."""
 PROCESS_BYTES = 4e9
@@ -110,7 +111,7 @@ def snapshot_bytes(shape: ModelShape, core_nodes: int) -> float:
 
 def node_memory(shape: ModelShape, work: NodeWork) -> NodeMemory:
     """Memory of a node with this work."""
-    # A checkpoint keeps the file of its version until it is copied.
+    # Trainers write their own offers beside those that arrive.
     versions = WEIGHT_VERSIONS + bool(work.core_nodes)
     return NodeMemory(
         weight_files=float(versions * shape.weight_bytes),

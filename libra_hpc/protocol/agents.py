@@ -11,10 +11,11 @@ from typing import Union
 
 import msgspec
 
+from .carriers import Peer, Publish
 from .codec import Codec
 from .engine import Abort, Generate, Generated
 from .engine_state import EngineKind, EngineState, EngineStats
-from .trainer import FromWorker, Sample, ToWorker
+from .trainer import FromWorker, Offered, Sample, ToWorker
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -361,42 +362,40 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
 # --- weights ---
 
 
-class Publish(msgspec.Struct, tag=True, frozen=True):
-    """Train leader -> its own node, which exports: this version is committed; send its file to these ranks."""
+class CarrierStarted(msgspec.Struct, tag=True, frozen=True):
+    """Agent -> train leader: the carrier of its node serves; it has no weights yet."""
 
-    version: int
-    crc32: int
-    ranks: tuple[int, ...]
+    peer: Peer
+
+
+class WeightsOffered(msgspec.Struct, tag=True, frozen=True):
+    """Train node -> train leader: every process of the node has written its offer of a version."""
+
+    rank: int
+    offers: tuple[Offered, ...]
 
 
 class WeightsWanted(msgspec.Struct, tag=True, frozen=True):
-    """Rollout node -> the train leader's node: send ``rank`` weights newer than ``have``, if any."""
+    """Rollout node -> train leader: `Publish` to ``rank`` again what is newer than ``have``, if anything is."""
 
     rank: int
     have: int
 
 
 class WeightsCurrent(msgspec.Struct, tag=True, frozen=True):
-    """Exporting train node -> rollout node: ``version`` is the newest there is."""
+    """Train leader -> rollout node: ``version`` is the newest there is."""
 
     version: int
 
 
-class WeightsChunk(msgspec.Struct, tag=True, frozen=True):
-    """One piece of a weight file; its bytes follow as the message's blob.
+class WeightsHere(msgspec.Struct, tag=True, frozen=True):
+    """Agent -> train leader: ``version`` is whole on its node."""
 
-    The receiver forwards it to the heads of the two halves of ``relay``: a binomial tree, in which a dead node
-    affects only its subtree. A chunk without bytes announces a version; a receiver without chunks asks for it
-    (`WeightsWanted`).
-    """
-
+    rank: int
     version: int
-    offset: int
-    size: int
-    """Bytes of the whole file."""
-    crc32: int
-    """Of the whole file."""
-    relay: tuple[int, ...]
+    bytes: int
+    wire_s: float
+    """As in `VersionHere`."""
 
 
 MeshMessage = Union[
@@ -434,10 +433,12 @@ MeshMessage = Union[
     EngineLoad,
     EngineVersion,
     RolloutReport,
+    CarrierStarted,
+    WeightsOffered,
     Publish,
     WeightsWanted,
     WeightsCurrent,
-    WeightsChunk,
+    WeightsHere,
 ]
 
 mesh: Codec[MeshMessage] = Codec(MeshMessage)

@@ -60,9 +60,9 @@ class Join(msgspec.Struct, tag=True, frozen=True):
     attempt: int = 0
     """Number of this order within the generation: answers to earlier ones are ignored."""
     weights: str = ""
-    """File of the weights that this node has for rollout, set by its agent; empty: none."""
+    """The image of this node (`libra_hpc.weights.image`), set by its agent; empty: none."""
     version: int = -1
-    """Their version."""
+    """Its version; by now it may have a newer one."""
 
 
 class TrainStep(msgspec.Struct, tag=True, frozen=True):
@@ -77,17 +77,6 @@ class TrainStep(msgspec.Struct, tag=True, frozen=True):
     generation: int
     minibatches: tuple[tuple[Sample, ...], ...]
     divisors: tuple[int, ...]
-
-
-class Export(msgspec.Struct, tag=True, frozen=True):
-    """Write the weights to ``path`` as one HF-named safetensors file (atomic rename) for the rollout engines.
-
-    Collective over the core, whose first process writes.
-    """
-
-    path: str
-    """Set by the node's agent (shared memory); empty before."""
-    version: int
 
 
 class OfferWeights(msgspec.Struct, tag=True, frozen=True):
@@ -178,15 +167,6 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     """Mean k3 estimate of KL(pi_theta || pi_reference) over loss tokens; None without a reference policy."""
 
 
-class Exported(msgspec.Struct, tag=True, frozen=True):
-    """The weight file is in place; ``crc32`` is zlib's, of the whole file."""
-
-    version: int
-    crc32: int
-    size: int
-    seconds: float
-
-
 class Offered(msgspec.Struct, tag=True, frozen=True):
     """This process's offer can be read."""
 
@@ -245,13 +225,6 @@ class SaveFailed(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-class ExportFailed(msgspec.Struct, tag=True, frozen=True):
-    """The weight file could not be written; nothing of it remains."""
-
-    version: int
-    reason: str
-
-
 class SnapshotTaken(msgspec.Struct, tag=True, frozen=True):
     """This process's part of the snapshot is in shared memory."""
 
@@ -287,19 +260,17 @@ class WorkerFailed(msgspec.Struct, tag=True, frozen=True):
     """Of the join that failed."""
 
 
-ToWorker = Union[Join, TrainStep, Export, OfferWeights, SaveCheckpoint, TakeSnapshot, Standby, StopWorker]
+ToWorker = Union[Join, TrainStep, OfferWeights, SaveCheckpoint, TakeSnapshot, Standby, StopWorker]
 FromWorker = Union[
     EngineState,
     Joined,
     StepDone,
-    Exported,
     Offered,
     OfferFailed,
     StepFailed,
     SaveStarted,
     Saved,
     SaveFailed,
-    ExportFailed,
     SnapshotTaken,
     SnapshotFailed,
     WorkerHeartbeat,

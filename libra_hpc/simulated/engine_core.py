@@ -2,14 +2,13 @@
 
 * Arguments are simulated seconds; messages have wall seconds, as everything in the live runtime.
 * `run_until` simulates each step at its own time, so a process that wakes late answers late but computes the same.
-* As in the real engine, a weight file is checked first, and an update empties the KV cache and pauses the engine.
+* As in the real engine, what is no image is refused, and an update empties the KV cache and pauses the engine.
 * An engine in standby, or woken without new weights, refuses turns.
 * Log-probabilities are 0.
 """
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 
 import msgspec
@@ -35,6 +34,8 @@ from libra_hpc.simulator.engine.host_cache import host_cache
 from libra_hpc.simulator.engine.simulated_engine import IDLE, Engine
 from libra_hpc.simulator.engine.simulated_request import SimulatedRequest
 from libra_hpc.simulator.settings import SimulationSettings
+from libra_hpc.weights.image import reading
+from libra_hpc.weights.weightfile import WeightFileError
 
 from . import tokens
 from .settings import Pace
@@ -155,13 +156,10 @@ class SimulatedEngine:
         if self._asleep:
             return [EngineFailed(f"{message.path}: the engine is asleep; wake it first.", fatal=False)]
         try:
-            found = zlib.crc32(Path(message.path).read_bytes())
-        except OSError as error:
-            return [EngineFailed(f"{message.path}: {error.strerror}.", fatal=False)]
-        if found != message.crc32:
-            return [
-                EngineFailed(f"{message.path}: crc32 is {found:#010x}, expected {message.crc32:#010x}.", fatal=False)
-            ]
+            with reading(Path(message.path)) as version:
+                message = UpdateWeights(message.path, version)
+        except WeightFileError as error:
+            return [EngineFailed(str(error), fatal=False)]
         if message.version == self._engine.version and not self._updates:
             return [WeightsApplied(message.version, 0.0)]
         self._updates.append(message)

@@ -32,6 +32,20 @@ ALIGN = 8
 """The header of a safetensors file is padded to a multiple of this many bytes."""
 
 
+def image_shapes() -> dict[str, tuple[int, ...]]:
+    """Of the tensors of the weights."""
+    return {TENSOR: (ELEMENTS,)}
+
+
+def offer(folder: Path, step: int, rank: int) -> tuple[Offer, int]:
+    """The offer of a process, whole: the first has the tensor; and elements owned.  Raises `OSError`."""
+    own = ELEMENTS if not rank else 0
+    values = np.full(own, float(step), np.float32).view(np.int32)
+    block = TensorBlock(TENSOR, 0, 1, ELEMENTS, ELEMENTS)
+    pieces = [Encoded(block, "F32", "dense", own, (values,))] if own else []
+    return write_offer(folder, step, WHOLE, f"t{rank}", pieces), own
+
+
 def weight_file(step: int) -> bytes:
     """Content of a safetensors file whose one tensor holds the step."""
     data = pack_f32([float(step)] * ELEMENTS)
@@ -55,15 +69,6 @@ def export(path: Path, step: int) -> tuple[int, int]:
         partial.unlink(missing_ok=True)
         raise
     return zlib.crc32(data), len(data)
-
-
-def offer(folder: Path, step: int, rank: int) -> tuple[Offer, int]:
-    """The offer of a process, whole: the first has the tensor; and elements owned.  Raises `OSError`."""
-    own = ELEMENTS if not rank else 0
-    values = np.full(own, float(step), np.float32).view(np.int32)
-    block = TensorBlock(TENSOR, 0, 1, ELEMENTS, ELEMENTS)
-    pieces = [Encoded(block, "F32", "dense", own, (values,))] if own else []
-    return write_offer(folder, step, WHOLE, f"t{rank}", pieces), own
 
 
 def write(folder: Path, step: int, updates: int) -> folders.Manifest:

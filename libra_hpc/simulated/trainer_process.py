@@ -129,9 +129,6 @@ class Trainer(WorkerLoop):
             skipped=skipped,
         )
 
-    def export(self, path: Path) -> tuple[int, int]:
-        return state.export(path, self.step) if self._config.rank == 0 else (0, 0)
-
     def offer(self, folder: Path, version: int, base: int) -> tuple[Offer, int]:
         return state.offer(folder, version, self._config.rank)
 

@@ -1,11 +1,27 @@
-"""Which weight version was requested from the core, and which is written.
+"""Which weight version the core was asked to offer, what its nodes have answered, and on which version it builds.
+
+- All nodes of the core have answered -> the version is published.
+- An answer is lost, a node failed, or the core was rebuilt -> the next offer has whole tensors: what the trainers
+  offered last is then not what all nodes have.
 
 Pure: times are seconds of any monotonic clock.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from libra_hpc.protocol.trainer import Offered
 from libra_hpc.state.retry import Retry
+
+
+class Published(NamedTuple):
+    """The newest version that was published."""
+
+    version: int
+    base: int
+    owners: tuple[tuple[str, int], ...]
+    """(name, node) of every offer."""
 
 
 class Exports:
@@ -14,11 +30,15 @@ class Exports:
     FAILURES = 5
     """Failures in a row that end the run: after 24 s without room."""
 
-    def __init__(self, version: int) -> None:
-        self._written = self._asked = version
+    def __init__(self, core: tuple[int, ...], version: int) -> None:
+        self._core = core
+        self._asked = self._written = version
+        self._answers: dict[int, tuple[Offered, ...]] = {}
         self._retry = Retry(self.FIRST_S, self.LONGEST_S)
+        self.base = -1
+        """The version on which the next offer builds; -1: none, it has whole tensors."""
         self.seconds = 0.0
-        """Of the last export."""
+        """Of the last offer."""
 
     def due(self, version: int, now: float) -> bool:
         """Whether this version must be requested now."""
@@ -28,24 +48,52 @@ class Exports:
         """As `due`; the version then counts as requested."""
         if not self.due(version, now):
             return False
-        self._asked = version
+        self._asked, self._answers = version, {}
         return True
 
     def ask_again(self) -> None:
-        """Drop the pending request: its receiver may be gone."""
-        self._asked = self._written
+        """Drop a pending request: whoever got it may be gone."""
+        if self._asked > self._written:
+            self._asked, self.base = self._written, -1
+
+    def core_lost(self) -> None:
+        """The trainers of the core begin again, without knowing what was offered."""
+        self.base = -1
+        self.ask_again()
 
     def lost(self, version: int) -> None:
-        """The file of a version is not there, or no longer."""
-        self._written = min(self._written, version - 1)
+        """The offers of a version are not there, or no longer."""
+        self._written, self.base = min(self._written, version - 1), -1
 
-    def written(self, version: int, seconds: float) -> None:
-        self._written, self.seconds = max(self._written, version), seconds
+    def expects(self, version: int) -> bool:
+        """Whether it is the version that was requested last; what becomes of any other is of no use."""
+        if version != self._asked:
+            self.base = -1
+        return version == self._asked
+
+    def answered(self, rank: int, offers: tuple[Offered, ...]) -> Published | None:
+        """A node of the core has written its offers; returns the version that is published with the last of them."""
+        if offers[0].version != self._asked or rank not in self._core:
+            return None
+        self._answers[rank] = offers
+        if len(self._answers) < len(self._core):
+            return None
+        every = [(offer, node) for node in self._core for offer in self._answers[node]]
+        if len({offer.base for offer, _ in every}) > 1:
+            # A process began again meanwhile.
+            self.base = -1
+            self.ask_again()
+            return None
+        self._written = self.base = offers[0].version
         self._retry.succeeded()
+        self.seconds = max(offer.seconds for offer, _ in every)
+        owners = tuple((offer.owner, node) for offer, node in every if offer.size or offer is every[0][0])
+        return Published(self._written, offers[0].base, owners)
 
     def failed(self, now: float) -> bool:
-        """An export failed; True at the last permitted failure."""
+        """An offer failed; True at the last permitted failure."""
         self._retry.failed(now)
+        self.base = -1
         self.ask_again()
         return self._retry.failures >= self.FAILURES
 

@@ -4,7 +4,7 @@ It runs in the agent of the first node of the core and holds no weights. One loo
 
 - At a step boundary -> the newest ordered generation is formed (`Join`).
 - A batch is there -> it is sharded over the members; every member answers `StepDone`.
-- A step is committed -> its weights are exported and published, its prompts reported as trained.
+- A step is committed -> its weights are offered and published, its prompts reported as trained.
 - A checkpoint is due -> the core copies its state and goes on training (`libra_hpc.train_leader.saves`).
 - A snapshot is due -> every node of the core takes its part (`libra_hpc.state.snapshots`).
 - A step failed and the core committed it -> it counts as committed; else it is done again on the same batch.
@@ -25,18 +25,17 @@ from libra_hpc.protocol.agents import (
     Committed,
     MemberJoined,
     MeshMessage,
-    Publish,
     SnapshotStored,
     StepReport,
     ToReplica,
     TrainingDone,
+    WeightsOffered,
 )
 from libra_hpc.protocol.trainer import (
-    Export,
-    Exported,
-    ExportFailed,
     FromWorker,
     Joined,
+    OfferFailed,
+    OfferWeights,
     SaveCheckpoint,
     Saved,
     SaveFailed,
@@ -52,6 +51,7 @@ from libra_hpc.state.snapshots import SnapshotIndex, Snapshots
 from libra_hpc.trainer.shards import loss_tokens_of, tokens_of
 
 from .exports import Exports
+from .publisher import WeightPublisher
 from .saves import Saves, Store
 from .step_metrics import train_metrics
 from .step_requests import StepRequests
@@ -113,13 +113,14 @@ class TrainLeader(StepRequests):
         self.retain = config.train.snapshot_every + 2
         """Committed batches retained for replay: more than the steps between two snapshots."""
         self.step, self.order = step, order
-        self._rollout_leader, self._receivers, self._fence = rollout_leader, receivers, fence
+        self._rollout_leader, self._fence = rollout_leader, fence
+        self.weights = WeightPublisher(core, receivers, send)
         self._state_step = step
         self._batches: dict[int, Batch] = {}
         self._stop_reason = ""
         self._last_commit = clock()
-        # The first weights are published too: an engine that wakes from standby needs a file before the first step.
-        self._exports = Exports(step - 1)
+        # The first weights are published too: an engine that wakes from standby needs them before the first step.
+        self._exports = Exports(core, step - 1)
         self._reports: list[StepReport] = []
         """Committed steps whose records are not known to be durable; a checkpoint carries them."""
         self._export_failure = ""
@@ -132,11 +133,7 @@ class TrainLeader(StepRequests):
         self._wake.set()
 
     def on_reply(self, rank: int, message: FromWorker) -> None:
-        """An answer of a node; answers to an older generation or attempt are ignored.
-
-        For files of the core its first node answers.
-        """
-        leads = rank == self._core[0]
+        """An answer of a node; answers to an older generation or attempt are ignored."""
         match message:
             case WorkerHeartbeat():
                 self._on_alive(rank, message)
@@ -149,14 +146,17 @@ class TrainLeader(StepRequests):
                 self._saves.on_started(message)
             case Saved() | SaveFailed():
                 self._saves.on_answer(rank, message)
-            case ExportFailed() if leads:
-                self._on_export_failed(message)
-            case Exported(version=version, crc32=crc32, seconds=seconds) if leads:
-                self._exports.written(version, seconds)
-                if version == self.step and not (self._fence and self._fence.taken):
-                    self._send(rank, Publish(version, crc32, self._receivers()))
+            case OfferFailed() if rank in self._core:
+                self._on_offer_failed(message)
             case WorkerFailed():
                 self._on_worker_error(rank, message)
+        self._wake.set()
+
+    def on_offered(self, message: WeightsOffered) -> None:
+        """A node of the core has written its offers."""
+        published = self._exports.answered(message.rank, message.offers)
+        if published is not None and not (self._fence and self._fence.taken):
+            self.weights.publish(published)
         self._wake.set()
 
     def _on_step_answer(self, rank: int, message: StepDone | StepFailed) -> None:
@@ -167,15 +167,15 @@ class TrainLeader(StepRequests):
         if isinstance(message, StepFailed):
             self._failed = self._failed or f"replica {rank}: {message.error}"
 
-    def _on_export_failed(self, message: ExportFailed) -> None:
-        if message.version < self.step:
-            # A newer version follows, which replaces it.
+    def _on_offer_failed(self, message: OfferFailed) -> None:
+        if not self._exports.expects(message.version):
+            # A newer version follows, or another node has failed as well.
             return
         self._log("export_failed", step=message.version, reason=message.reason)
         now = self._clock()
         self._exports.lost(message.version)
         if self._exports.failed(now):
-            what = f"the weights of step {message.version} could not be written for the rollout engines"
+            what = f"the weights of step {message.version} could not be offered to the rollout engines"
             self._export_failure = f"{what}: {message.reason}"
         else:
             asyncio.get_running_loop().call_later(self._exports.wait_s(now), self._wake.set)
@@ -192,6 +192,7 @@ class TrainLeader(StepRequests):
         if rank in self._core:
             self._saves.core_lost()
             self._snapshots.core_lost()
+            self._exports.core_lost()
 
     def on_snapshot_stored(self, message: SnapshotStored) -> None:
         self._snapshots.on_stored(message)
@@ -332,15 +333,15 @@ class TrainLeader(StepRequests):
         self._export()
 
     def _export(self) -> None:
-        """Have the newest weights written and published, once; only at a step boundary, where the core has them."""
+        """Have the newest weights offered and published, once; only at a step boundary, where the core has them."""
         if self._export_due() and self._exports.ask(self.step, self._clock()):
-            self._to_core(Export("", self.step))
+            self._to_core(OfferWeights("", self.step, self._exports.base))
 
     def _export_due(self) -> bool:
         here = not self._broken and self._state_step == self.step
         return here and self._exports.due(self.step, self._clock())
 
-    def _to_core(self, message: Export | SaveCheckpoint | TakeSnapshot) -> None:
+    def _to_core(self, message: OfferWeights | SaveCheckpoint | TakeSnapshot) -> None:
         for rank in self._core:
             self._send(rank, ToReplica(message))
 
@@ -369,7 +370,6 @@ class TrainLeader(StepRequests):
             elif asked:
                 return self._saves.failure
             else:
-                # The weights' file is copied where it is there.
                 self._export()
                 self._ask_to_save()
                 asked = True

@@ -20,9 +20,6 @@ from typing import Any
 
 from libra_hpc.protocol.codec import EngineSocket
 from libra_hpc.protocol.trainer import (
-    Export,
-    Exported,
-    ExportFailed,
     FromWorker,
     Join,
     Joined,
@@ -127,10 +124,6 @@ class WorkerLoop(ABC):
         """Commit a step; raises `PeerLost` or `BatchRejected`, with the state of before."""
 
     @abstractmethod
-    def export(self, path: Path) -> tuple[int, int]:
-        """Write the weights of this step; returns crc32 and size of the file. Raises `OSError`."""
-
-    @abstractmethod
     def offer(self, folder: Path, version: int, base: int) -> tuple[Offer, int]:
         """Write this process's offer of the present weights; returns it and the elements owned. Raises `OSError`."""
 
@@ -167,12 +160,6 @@ class WorkerLoop(ABC):
                     what = f"generation {generation} did not form: {lost}"
                     return WorkerFailed(what, fatal=False, generation=generation, attempt=attempt)
                 return Joined(generation, self.step, received, time.monotonic() - begin, attempt=attempt)
-            case Export(path=path, version=version):
-                try:
-                    self._check_step(version, "export")
-                    return Exported(version, *self.export(Path(path)), time.monotonic() - begin)
-                except OSError as error:
-                    return ExportFailed(version, str(error))
             case OfferWeights():
                 return self._offer(message, begin)
             case TakeSnapshot(folder=folder, step=step):

@@ -27,7 +27,9 @@ from libra_hpc.process.leave import leave
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import Join, StepDone, TrainStep, WorkerFailed
 from libra_hpc.trainer.saved.state_writer import StateWriter
+from libra_hpc.weights.image import reading
 from libra_hpc.weights.pieces import Offer
+from libra_hpc.weights.weightfile import WeightFileError
 
 from .device import choose_device, file_store
 from .elastic import ElasticReplicas
@@ -118,21 +120,18 @@ class Worker(WorkerLoop):
 
     def _load_weights(self, message: Join) -> None:
         """Take the weights that this node has for rollout; without them they come from their owners."""
+        image = Path(message.weights)
         try:
-            checkpoint.load_policy(self._engine, Path(message.weights))
-        except (OSError, ValueError, SafetensorError) as error:
+            with reading(image) as version:
+                checkpoint.load_policy(self._engine, image)
+        except (OSError, ValueError, SafetensorError, WeightFileError) as error:
             self._engine.state.commit(NO_STEP, 0)
             print(f"the weights in {message.weights} cannot be read: {error}", file=sys.stderr)
         else:
-            self._engine.state.commit(message.version, 0)
+            self._engine.state.commit(version, 0)
 
     def train(self, message: TrainStep) -> StepDone:
         return self._trainer.step(message)
-
-    def export(self, path: Path) -> tuple[int, int]:
-        written = checkpoint.export(self._engine, path)
-        self._writer.exported(self.step, path)
-        return written
 
     def offer(self, folder: Path, version: int, base: int) -> tuple[Offer, int]:
         return self._offers.write(folder, version, base), self._offers.total

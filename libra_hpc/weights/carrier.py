@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from mmap import PROT_READ, mmap
 from pathlib import Path
@@ -26,10 +27,11 @@ from zlib import crc32
 
 import msgspec
 
-from libra_hpc.errors import error_text
+from libra_hpc.models.architecture import read_shape
+from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave
-from libra_hpc.protocol.carrier import (
+from libra_hpc.protocol.carriers import (
     CarrierConfig,
     CarrierReady,
     Engines,
@@ -41,7 +43,7 @@ from libra_hpc.protocol.carrier import (
 )
 from libra_hpc.protocol.codec import EngineSocket
 
-from .image import Image, reading
+from .image import IMAGE_FILE, Image, reading
 from .offers import HeldOffer, OfferStore
 from .pieces import WHOLE, Offer, TensorBlock, WeightPiece, decode_offer
 from .pull import Puller
@@ -49,6 +51,8 @@ from .server import IMAGE, CarrierServer
 from .weightfile import FLOATS, WeightFileError
 from .wire import Absent
 
+RETRY_S, RETRY_MAX_S = 1.0, 10.0
+"""Pauses after an image that could not be written: somebody makes room in seconds at best."""
 CALLERS = 64
 """That may wait to be admitted."""
 
@@ -56,24 +60,48 @@ log = logging.getLogger("libra_hpc.carrier")
 
 
 class NodeImage:
-    """The node's image: versions are written into it in order, by one thread, while other nodes may read it."""
+    """The node's image: versions are written into it in order, by one thread, while other nodes may read it.
+
+    It outlives the process: another carrier goes on with it.
+    """
 
     def __init__(self, config: CarrierConfig) -> None:
         self._config = config
+        self._shapes = hf_shapes(read_shape(Path(config.model))) if config.model else config.shapes
         self._image: Image | None = None
         self._offered: tuple[int, HeldOffer] | None = None
         self._describing = threading.Lock()
+        if (Path(config.folder) / IMAGE_FILE).exists():
+            self._open()
+
+    @property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+        return sum(map(math.prod, self._shapes.values())) * FLOATS[self._config.dtype]
 
     @property
     def version(self) -> int:
         return -1 if self._image is None else self._image.version
 
-    def write(self, version: int, offers: list[HeldOffer]) -> None:
-        """Bring the image to ``version``; raises `OSError` where there is no room, and `WeightFileError`."""
+    @property
+    def whole(self) -> bool:
+        """Whether it can be read."""
         if self._image is None:
-            self._image = Image(Path(self._config.folder), self._config.shapes, self._config.dtype)
-        if version > self._image.version:
-            self._image.apply(version, [(decode_offer(held.manifest, held.owner), held.payload) for held in offers])
+            return False
+        with contextlib.suppress(WeightFileError), reading(self._image.path):
+            return True
+        return False
+
+    def write(self, version: int, offers: list[HeldOffer]) -> None:
+        """Bring the image to ``version``; raises `WeightFileError`, also where there is no room."""
+        image = self._open()
+        if version > image.version:
+            image.apply(version, [(decode_offer(held.manifest, held.owner), held.payload) for held in offers])
+
+    def _open(self) -> Image:
+        if self._image is None:
+            self._image = Image(Path(self._config.folder), self._shapes, self._config.dtype)
+        return self._image
 
     @contextlib.contextmanager
     def offered(self, version: int) -> Iterator[HeldOffer]:
@@ -95,7 +123,7 @@ class Carrier:
     def __init__(self, config: CarrierConfig, agent: EngineSocket[Any]) -> None:
         self._agent = agent
         self._image = NodeImage(config)
-        self._store = OfferStore(cap_bytes=_bytes_of(config))
+        self._store = OfferStore(cap_bytes=self._image.size)
         family = socket.AF_INET6 if ":" in config.address or not config.address else socket.AF_INET
         listener = socket.create_server(
             (config.address, 0), family=family, backlog=CALLERS, dualstack_ipv6=not config.address
@@ -118,7 +146,11 @@ class Carrier:
         self._server.start()
         for work in (self._puller.run, self._write_image):
             threading.Thread(target=_or_end, args=(work,), daemon=True).start()
+        self._puller.have = self._image.version
+        self._store.whole(self._puller.have)
         self._agent.send(CarrierReady(self._port))
+        if self._image.whole:
+            self._agent.send(ImageHere(self._puller.have, 0.0))
         while True:
             match self._agent.receive():
                 case Publish() as message:
@@ -128,15 +160,26 @@ class Carrier:
                     self._prune()
 
     def _write_image(self) -> None:
+        pending: deque[tuple[Publish, list[HeldOffer]]] = deque()
+        pause_s = RETRY_S
         while True:
-            message, offers = self._whole.get()
+            while not pending or not self._whole.empty():
+                pending.append(self._whole.get())
+            message, offers = pending[0]
             began = time.monotonic()
             try:
                 self._image.write(message.version, offers)
-            except (OSError, WeightFileError) as error:
-                # Engines take the offers; who needs an image asks another node.
-                self._agent.send(NotStored(message.version, f"the image: {error_text(error)}"))
+            except WeightFileError as error:
+                self._agent.send(NotStored(message.version, str(error)))
+                # Later versions change this one, unless one is whole.
+                whole = [number for number, (later, _) in enumerate(pending) if number and later.base == WHOLE]
+                for _ in range(whole[-1] if whole else 0):
+                    pending.popleft()
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, RETRY_MAX_S)
                 continue
+            pending.popleft()
+            pause_s = RETRY_S
             self._agent.send(ImageHere(message.version, time.monotonic() - began))
             self._prune()
 
@@ -160,10 +203,6 @@ def _as_offer(image: Image, version: int) -> HeldOffer:
             at += size
     offer = Offer(version, WHOLE, IMAGE, tuple(pieces), at)
     return HeldOffer(version, IMAGE, msgspec.msgpack.encode(offer), image.path, at, start=image.start)
-
-
-def _bytes_of(config: CarrierConfig) -> int:
-    return sum(map(math.prod, config.shapes.values())) * FLOATS[config.dtype]
 
 
 def _or_end(work: Any) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from libra_hpc.errors import error_text
 from libra_hpc.files import write_atomic
-from libra_hpc.protocol.carrier import NotStored, Peer, PieceRefused, Publish, Stalled, VersionHere
+from libra_hpc.protocol.carriers import NotStored, Peer, PieceRefused, Publish, Stalled, VersionHere
 
 from .offers import HeldOffer, OfferStore
 from .pieces import Offer, decode_offer, offer_path, payload_path
@@ -269,6 +269,8 @@ class Puller:
 
     def _fill(self, message: Publish, held: HeldOffer, offer: Offer, peers: list[Peer]) -> None:
         """Receive and verify the payload of an offer."""
+        if not offer.size:
+            return
         stop = threading.Event()
         with mmap(held.file, 0) as memory:
             view = memoryview(memory)
@@ -422,7 +424,8 @@ def _allocate(path: Path, offer: Offer, manifest: bytes, stripes: int) -> HeldOf
     try:
         with payload.open("wb") as file:
             # All pages now: a full file system is an error here, and the end of the process at a mapped page.
-            os.posix_fallocate(file.fileno(), 0, max(1, offer.size))
+            if offer.size:
+                os.posix_fallocate(file.fileno(), 0, offer.size)
     except OSError:
         payload.unlink(missing_ok=True)
         raise

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from libra_hpc.protocol.carrier import Peer
+from libra_hpc.protocol.carriers import Peer
 
 MANIFEST, DATA, WAITING, ABSENT = range(4)
 HEADER = struct.Struct("<BI")

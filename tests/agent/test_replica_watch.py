@@ -3,10 +3,10 @@ from __future__ import annotations
 from libra_hpc.agent.replica_watch import FRESH_S, ReplicaWatch
 from libra_hpc.process.deadlines import DeadlineSettings
 from libra_hpc.protocol.trainer import (
-    Export,
-    Exported,
     Join,
     Joined,
+    Offered,
+    OfferWeights,
     SaveCheckpoint,
     Saved,
     SaveFailed,
@@ -105,7 +105,7 @@ def joined() -> ReplicaWatch:
     watch = ReplicaWatch(SETTINGS, STORAGE_S)
     for order, answer in (
         (JOIN, Joined(1, 0, 0, 1.0)),
-        (Export("", 0), Exported(0, 0, 0, 1.0)),
+        (OfferWeights("", 0, -1), Offered(0, -1, "t", 0, 0, 0, 1.0)),
         (SaveCheckpoint("", 0), SaveStarted(0, 1.0)),
     ):
         watch.asked(order, 0.0)
@@ -117,7 +117,7 @@ def joined() -> ReplicaWatch:
 def test_an_order_counts_from_when_the_one_before_it_was_answered() -> None:
     watch = joined()
     watch.asked(SaveCheckpoint("", 1), 0.0)
-    for order in (Join(2, 0, 2, "/meet", 1), Join(2, 0, 2, "/meet", 2), Export("", 1)):
+    for order in (Join(2, 0, 2, "/meet", 1), Join(2, 0, 2, "/meet", 2), OfferWeights("", 1, 0)):
         watch.asked(order, 1.0)
     alive(watch, "checkpoint", 59.0)
     assert watch.hung(59.0) == ""
@@ -137,8 +137,8 @@ def test_the_write_of_a_checkpoint_is_an_operation_beside_the_next_orders() -> N
     watch.answered(SaveStarted(1, 1.0), 1.0)
     for second in range(2, 602):
         alive(watch, "compute", float(second))
-        watch.asked(Export("", second), float(second))
-        watch.answered(Exported(second, 0, 0, 0.0), float(second))
+        watch.asked(OfferWeights("", second, -1), float(second))
+        watch.answered(Offered(second, -1, "t", 0, 0, 0, 0.0), float(second))
         assert watch.hung(float(second)) == "", "storage_s alone judges it"
     alive(watch, "compute", 602.0)
     assert "write of a checkpoint has not ended after 601 s" in watch.hung(602.0)

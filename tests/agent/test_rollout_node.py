@@ -9,16 +9,16 @@ import shutil
 import signal
 import tempfile
 import time
-import zlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 
 from libra_hpc.agent import rollout_node, supervised
+from libra_hpc.agent.node_carrier import NodeCarrier
 from libra_hpc.agent.rollout_node import RolloutNode
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
@@ -31,6 +31,7 @@ from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine import Generate
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.simulated import tokens
+from tests.agent.weights_here import WrittenImage
 
 PATIENCE_S = 240.0
 """Longest wait before a test fails: a real engine takes over a minute to start on a busy machine."""
@@ -64,7 +65,12 @@ class Scene:
         self.context = AgentContext(
             NODE, layout, config, RunDir(folder), 1, self._send, wire.Welcome(0, "", 0, ()), *self.folders
         )
-        self.node = RolloutNode(self.context)
+        self.weights = WrittenImage(self.folders[1])
+        self.node = RolloutNode(self.context, cast(NodeCarrier, self.weights))
+
+    def write(self, version: int) -> None:
+        """The image has another version."""
+        self.weights.write(version, self.node.on_image)
 
     def _send(self, rank: int, message: Any, blob: bytes = b"", done: Callable[[bool], None] | None = None) -> None:
         self.sent.append(message)
@@ -212,8 +218,7 @@ def test_an_engine_with_weights_older_than_the_start_serves_only_once_it_has_new
             await made.node.start()
             await made.until(lambda: len(made.of(wire.WeightsWanted)) > 3, "it asks again")
             assert not made.served(), "the trainers have exported nothing yet"
-            data = b"weights"
-            made.node.on_chunk(wire.WeightsChunk(4, 0, len(data), zlib.crc32(data), ()), data)
+            made.write(4)
             await made.until(lambda: made.served(), "the engine is ready")
             assert made.served()[0].version == 4
 
@@ -240,20 +245,17 @@ def test_answers_to_several_engines_lead_to_one_round_of_requests(
     run(work())
 
 
-def test_a_node_whose_weight_files_were_removed_asks_for_what_its_engine_lacks(tmp_path: Path) -> None:
+def test_an_engine_that_could_not_read_the_image_gets_the_next_version(tmp_path: Path) -> None:
     async def work() -> None:
         async with scene(tmp_path) as made:
             await made.up()
-            data = b"weights"
-            made.newest = 1
-            shutil.rmtree(made.folders[1])
-            made.node.on_chunk(wire.WeightsChunk(1, 0, len(data), zlib.crc32(data), ()), data)
-            assert made.events("weights_not_stored")[0]["reason"] == "No such file or directory"
-            made.folders[1].mkdir()
-            made.node.on_files_lost(time.monotonic())
-            assert made.of(wire.WeightsWanted)[-1].have == 0
-            made.node.on_chunk(wire.WeightsChunk(1, 0, len(data), zlib.crc32(data), ()), data)
-            await made.until(lambda: made.node.version == 1, "the weights are applied")
+            made.write(1)
+            made.weights.image.unlink()
+            await made.until(lambda: made.events("engine_error"), "the engine refuses it")
+            assert made.node.version == 0
+            made.write(2)
+            await made.until(lambda: made.node.version == 2, "the weights are applied")
+            assert made.weights.told[-1] == 2
 
     run(work())
 
@@ -262,12 +264,10 @@ def test_an_engine_that_never_takes_new_weights_is_ended(tmp_path: Path) -> None
     async def work() -> None:
         async with scene(tmp_path) as made:
             await made.up()
-            data = b"weights"
             for version in (1, 2):
-                chunk = wire.WeightsChunk(version, 0, len(data), zlib.crc32(data), ())
                 if version == 2:
                     os.kill(made.pid(), signal.SIGSTOP)
-                made.node.on_chunk(chunk, data)
+                made.write(version)
                 if version == 1:
                     await made.until(lambda: made.node.version == 1, "the first weights are applied")
             await made.until(lambda: made.states("lost"), "the engine ends")
@@ -282,7 +282,7 @@ def test_a_standby_engine_that_does_not_wake_is_ended(tmp_path: Path) -> None:
     async def work() -> None:
         async with scene(tmp_path) as made:
             await made.up()
-            made.node.on_chunk(wire.WeightsChunk(1, 0, 1, zlib.crc32(b"w"), ()), b"w")
+            made.write(1)
             for count in (2, 3):
                 made.node.standby()
                 await made.up(count)
@@ -316,11 +316,11 @@ def test_an_engine_that_ends_more_often_than_the_run_file_allows_ends_the_run_wi
     run(work())
 
 
-def test_a_reset_node_has_no_process_no_weights_and_starts_again(tmp_path: Path) -> None:
+def test_a_reset_node_has_no_process_and_starts_again_with_its_image(tmp_path: Path) -> None:
     async def work() -> None:
         async with scene(tmp_path, engines=2) as made:
             await made.up(2)
-            made.node.on_chunk(wire.WeightsChunk(5, 0, 1, zlib.crc32(b"w"), ()), b"w")
+            made.write(5)
             await made.until(lambda: made.node.version == 5, "the weights are applied")
             before = set(made.node.pids.values())
             made.sent.clear()
@@ -328,9 +328,8 @@ def test_a_reset_node_has_no_process_no_weights_and_starts_again(tmp_path: Path)
             await made.node.reset()
             assert not any(Path(f"/proc/{pid}").exists() for pid in before)
             assert (made.node.states, made.node.pids, made.node.version) == ({}, {}, -1)
-            assert not list(made.folders[1].iterdir())
             await made.up(2)
-            assert {up.version for up in made.served()} == {0}
+            assert {up.version for up in made.served()} == {5}, "the image is still there"
             assert not made.states("lost")
             assert not made.gone()
 

@@ -8,12 +8,14 @@ from typing import Any, cast, get_args
 import pytest
 
 from libra_hpc.agent.hosting.rollout_service import RolloutService
+from libra_hpc.agent.node_carrier import NodeCarrier
 from libra_hpc.agent.rollout_node import RolloutNode
 from libra_hpc.agent.routes import Routes, add_engines, add_rollout_service, add_train_leader
 from libra_hpc.agent.train_node import TrainNode
 from libra_hpc.protocol import agents as wire
+from libra_hpc.protocol.carriers import Publish
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.trainer import Export, StepDone
+from libra_hpc.protocol.trainer import OfferWeights, StepDone
 from libra_hpc.train_leader.train_leader import TrainLeader
 
 
@@ -23,12 +25,12 @@ class Part:
     def __init__(self, name: str, calls: list[tuple[Any, ...]]) -> None:
         self._name, self._calls = name, calls
 
-    def __getattr__(self, method: str) -> Any:
-        def call(*arguments: Any) -> str:
-            self._calls.append((f"{self._name}.{method}", *arguments))
-            return f"{self._name} {method}"
+    def __getattr__(self, name: str) -> Part:
+        return Part(f"{self._name}.{name}", self._calls)
 
-        return call
+    def __call__(self, *arguments: Any) -> str:
+        self._calls.append((self._name, *arguments))
+        return self._name.replace(".", " ")
 
 
 class Scene:
@@ -42,7 +44,7 @@ class Scene:
             cast(RolloutService, self.part("service")),
         )
         self.routes = Routes()
-        add_engines(self.routes, node, train, self.spawn)
+        add_engines(self.routes, node, train, cast(NodeCarrier, self.part("carrier")), self.spawn)
         add_train_leader(self.routes, cast(TrainLeader, self.part("leader")))
         add_rollout_service(self.routes, service)
 
@@ -59,7 +61,11 @@ class Scene:
 
 
 WANTED = wire.WeightsWanted(3, 7)
-CHUNK = wire.WeightsChunk(1, 0, 4, 0, ())
+PUBLISH = Publish(1, 0, (), ())
+HERE = wire.WeightsHere(3, 7, 4, 0.5)
+OFFERED = wire.WeightsOffered(1, ())
+OFFER = OfferWeights("/w", 4, 3)
+CHUNK = wire.SnapshotChunk(1, "s", "f", 0)
 TURNS = wire.Turns(())
 DONE = wire.TurnsDone(())
 ENGINE = EngineState(4, "rollout", "lost", reason="why")
@@ -69,9 +75,12 @@ ENGINE = EngineState(4, "rollout", "lost", reason="why")
     ("message", "calls"),
     [
         (TURNS, [("node.on_turns", TURNS)]),
-        (CHUNK, [("node.on_chunk", CHUNK, b"blob")]),
-        (WANTED, [("train.on_wanted", WANTED)]),
-        (wire.ToReplica(Export("/w", 4)), [("train.on_message", Export("/w", 4))]),
+        (CHUNK, [("train.keeper.chunk", CHUNK, b"blob")]),
+        (PUBLISH, [("carrier.publish", PUBLISH)]),
+        (WANTED, [("leader.weights.on_wanted", WANTED)]),
+        (HERE, [("leader.weights.on_here", HERE)]),
+        (OFFERED, [("leader.on_offered", OFFERED)]),
+        (wire.ToReplica(OFFER), [("train.on_message", OFFER)]),
         (wire.StartEngine(4, "rollout"), [("node.start",), ("spawn", "node start")]),
         (wire.StartEngine(4, "train", 3), [("train.start", 3), ("spawn", "train start")]),
         (wire.StopTrainers(4), [("train.reset",), ("spawn", "train reset")]),

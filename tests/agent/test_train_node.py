@@ -7,25 +7,27 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from libra_hpc.agent import supervised
+from libra_hpc.agent.node_carrier import NodeCarrier
 from libra_hpc.agent.train_node import TrainNode
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.process.child import Child
-from libra_hpc.protocol.agents import Fatal, FromReplica, Log, Publish, SnapshotChunk, SnapshotStored, Welcome
+from libra_hpc.protocol.agents import Fatal, FromReplica, Log, SnapshotChunk, SnapshotStored, WeightsOffered, Welcome
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.trainer import Export, ExportFailed, Join, Joined, TakeSnapshot, WorkerHeartbeat
+from libra_hpc.protocol.trainer import Join, Joined, OfferFailed, OfferWeights, TakeSnapshot, WorkerHeartbeat
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.store import states
 from libra_hpc.trainer.settings import WorkerConfig, read_config
-from libra_hpc.weights.flow import WeightFile
+from libra_hpc.weights.pieces import offer_path, payload_path
+from tests.agent.weights_here import WrittenImage
 
 PATIENCE_S = 30.0
 
@@ -57,7 +59,6 @@ class Scene:
         self.shm = folder / "shm"
         self.shm.mkdir(parents=True)
         self.run = RunDir(folder / "run")
-        self.weights: WeightFile | None = None
         context = AgentContext(
             rank,
             RankLayout(("planner", *components)),
@@ -69,7 +70,8 @@ class Scene:
             folder,
             self.shm,
         )
-        self.node = TrainNode(context, lambda: self.weights)
+        self.weights = WrittenImage(self.shm)
+        self.node = TrainNode(context, cast(NodeCarrier, self.weights))
 
     def of(self, kind: type) -> list[Any]:
         return [message for message in self.sent if isinstance(message, kind)]
@@ -237,13 +239,12 @@ def test_the_replica_answers_once_also_when_only_the_process_that_writes_fails(h
         await scene.ready()
         scene.node.on_message(Join(1, 0, 1, str(here / "g1")))
         await scene.until(lambda: scene.answers(Joined))
-        export = scene.node._export_path(0)
-        export.with_name(f".{export.name}{folders.TEMPORARY}").mkdir()
-        scene.node.on_message(Export("", 0))
-        await scene.until(lambda: scene.answers(ExportFailed))
+        payload_path(offer_path(scene.shm, 0, "t0")).mkdir()
+        scene.node.on_message(OfferWeights("", 0, -1))
+        await scene.until(lambda: scene.answers(OfferFailed))
 
     scene.play(script)
-    assert len(scene.answers(ExportFailed)) == 1
+    assert len(scene.answers(OfferFailed)) == 1
 
 
 def workers(scene: Scene, rank: int) -> list[WorkerConfig]:
@@ -309,17 +310,21 @@ def test_a_snapshot_of_all_processes_is_a_part_and_its_copy_goes_to_the_next_nod
     assert scene.of(SnapshotChunk)
 
 
-def test_exported_weights_that_were_removed_are_reported_to_the_train_leader(here: Path) -> None:
+def test_offers_that_were_removed_are_reported_to_the_train_leader(here: Path) -> None:
     scene = Scene(here)
-    scene.node.on_files_lost("the folder was removed")
-    assert not scene.answers(ExportFailed), "nothing was exported"
-    scene.node.on_publish(Publish(3, 0, (2,)))
-    (gone,) = scene.answers(ExportFailed)
-    assert (gone.version, "export-00000003.safetensors was removed" in gone.reason) == (3, True)
-    (scene.shm / "export-00000003.safetensors").write_bytes(b"w")
-    scene.node.on_publish(Publish(3, 0, (2,)))
-    scene.node.on_files_lost("the folder was removed")
-    assert scene.answers(ExportFailed)[1:] == [ExportFailed(3, "the folder was removed")]
+
+    async def script() -> None:
+        await scene.ready()
+        scene.node.on_offers_lost("the folder was removed")
+        assert not scene.answers(OfferFailed), "nothing was offered"
+        scene.node.on_message(OfferWeights("", 0, -1))
+        await scene.until(lambda: scene.of(WeightsOffered))
+        scene.node.on_offers_lost("the folder was removed")
+
+    scene.play(script)
+    (offered,) = scene.of(WeightsOffered)
+    assert [offer.owner for offer in offered.offers] == ["t0"]
+    assert scene.answers(OfferFailed) == [OfferFailed(0, "the folder was removed")]
 
 
 def test_a_core_of_several_nodes_restarts_as_a_whole(here: Path) -> None:
@@ -345,8 +350,9 @@ def test_a_hybrid_node_joins_from_the_weights_that_it_has_for_rollout(here: Path
         await scene.ready()
         worker, _ = workers(scene, 2)
         assert (worker.elastic, worker.core_dp, worker.start_dir) == (True, 1, "")
-        for number, weights in enumerate((None, WeightFile(0, here / "w", 1, 0)), 1):
-            scene.weights = weights
+        for number in (1, 2):
+            if number == 2:
+                scene.weights.write(0, lambda: None)
             core.node.on_message(Join(number, 0, 2, str(here / f"g{number}")))
             scene.node.on_message(Join(number, 1, 2, str(here / f"g{number}")))
             await scene.until(lambda number=number: len(scene.answers(Joined)) == number)

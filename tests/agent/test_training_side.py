@@ -8,16 +8,18 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from libra_hpc.agent.node_carrier import NodeCarrier
 from libra_hpc.agent.train_node import TrainNode
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.protocol import agents as wire
+from libra_hpc.protocol.carriers import Peer, Publish
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import Sample
@@ -25,6 +27,7 @@ from libra_hpc.state.data_order import DataOrder
 from libra_hpc.state.state_folders import DataPosition, read_position, verify
 from libra_hpc.train_leader.train_leader import TrainLeader
 from libra_hpc.train_leader.train_leader_setup import CheckpointStore
+from tests.agent.weights_here import WrittenImage
 from tests.protocol.step_reports import batch_stats
 
 PATIENCE_S = 40.0
@@ -68,7 +71,7 @@ class Side:
             private.mkdir(), shm.mkdir()
             start = wire.Welcome(0, "", 0, ())
             context = AgentContext(rank, layout, config, self.run, 1, self.send, start, private, shm)
-            self.nodes[rank] = TrainNode(context)
+            self.nodes[rank] = TrainNode(context, cast(NodeCarrier, WrittenImage(shm)))
         self.leader = TrainLeader(
             config,
             (1,),
@@ -82,6 +85,7 @@ class Side:
             checkpoints=self.run.checkpoints,
             index=self,
         )
+        self.leader.weights.on_carrier(wire.CarrierStarted(Peer(1, ("127.0.0.1",), 1)))
         self.listed: list[int] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -113,7 +117,9 @@ class Side:
                 self.order()
             case wire.Committed():
                 self.committed.append(message)
-            case wire.Publish():
+            case wire.WeightsOffered():
+                self.leader.on_offered(message)
+            case Publish():
                 pass
             case _:
                 self.events.append(message)

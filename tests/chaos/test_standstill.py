@@ -16,9 +16,9 @@ pytestmark = [pytest.mark.timeout(300)]
 
 WITHHELD = """
 import pathlib
-from libra_hpc.weights import relay
-withheld, chunk = pathlib.Path({flag!r}), relay.Receiver.chunk
-relay.Receiver.chunk = lambda *message: None if withheld.exists() else chunk(*message)
+from libra_hpc.agent.node_carrier import NodeCarrier
+withheld, publish = pathlib.Path({flag!r}), NodeCarrier.publish
+NodeCarrier.publish = lambda *message: None if withheld.exists() else publish(*message)
 """
 """While a file exists, neither new weights nor word of them reaches an agent."""
 

@@ -13,7 +13,7 @@ from libra_hpc.models.shapes import model_shape
 from libra_hpc.preflight import host_memory_needs as preflight
 from libra_hpc.preflight.host_memory_needs import check_hosts, host_needs
 from libra_hpc.slurm.queue.query import Partition
-from libra_hpc.weights import relay
+from libra_hpc.weights.offers import KEEP_VERSIONS
 
 from .test_gpu_memory import NODE, configured
 
@@ -36,12 +36,12 @@ def checked(memory_gb: float | None, **sections: Any) -> list[str]:
 
 
 def test_a_node_has_the_files_that_the_runtime_keeps() -> None:
-    assert host_memory.WEIGHT_VERSIONS == relay.KEEP_VERSIONS + 2
+    assert host_memory.WEIGHT_VERSIONS == KEEP_VERSIONS + 2
     trains = node_memory(MODEL, NodeWork(snapshots=True, core_nodes=1))
     assert trains.snapshots == 24 * MODEL.params
     core = node_memory(MODEL, NodeWork(snapshots=True, core_nodes=4))
     assert core.snapshots == 12 * MODEL.params, "with the copies of another node's part"
-    assert core.weight_files == 10 * MODEL.params, "the file that a checkpoint copies"
+    assert core.weight_files == 10 * MODEL.params, "trainers write, too"
     assert core.checkpoint_copy == 3 * MODEL.params, "of the optimizer's state, a quarter"
     assert trains.shared.keys() == {"weight files", "snapshots"}
     rolls = node_memory(MODEL, NodeWork(rolls=True, kv_bytes=5.0, environment_bytes=7.0))

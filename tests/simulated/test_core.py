@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,9 @@ from libra_hpc.protocol.engine import EngineFailed, FromEngine, Generate, Genera
 from libra_hpc.protocol.engine_state import EngineStats
 from libra_hpc.simulated import tokens
 from libra_hpc.simulated.engine_core import SimulatedEngine
-from libra_hpc.simulated.state import weight_file
+from libra_hpc.simulated.state import image_shapes, offer
+from libra_hpc.weights.image import Image
+from libra_hpc.weights.pieces import offer_path, payload_path
 from tests.simulator.toys import Linear
 
 from .link import pace
@@ -47,9 +48,11 @@ def turn(rid: str, count: int, *, sample: int = 0, size: int = 16, max_tokens: i
 
 
 def update(folder: Path, version: int) -> UpdateWeights:
-    path = folder / f"{version}.safetensors"
-    path.write_bytes(weight_file(version))
-    return UpdateWeights(str(path), version, zlib.crc32(path.read_bytes()))
+    """An image of a version."""
+    image = Image(folder, image_shapes(), "F32")
+    made, _ = offer(folder, version, 0)
+    image.apply(version, [(made, payload_path(offer_path(folder, version, "t0")))])
+    return UpdateWeights(str(image.path), version)
 
 
 def answers(messages: list[FromEngine]) -> dict[str, Generated]:
@@ -131,9 +134,7 @@ def test_weights_change_between_two_steps(tmp_path: Path) -> None:
     assert done.versions == ((5, 4), (6, 6))
     assert done.run_s == (10 + 3) / SPEEDUP
     assert simulated.update(update(tmp_path, 6), LATE) == [WeightsApplied(6, 0.0)]
-    bad = UpdateWeights(str(tmp_path / "6.safetensors"), 7, 1)
-    assert [type(message) for message in simulated.update(bad, LATE)] == [EngineFailed]
-    missing = UpdateWeights(str(tmp_path / "none"), 7, 1)
+    missing = UpdateWeights(str(tmp_path / "none"), 7)
     assert [type(message) for message in simulated.update(missing, LATE)] == [EngineFailed]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 
 import msgspec
@@ -127,10 +126,7 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
         first.send(train.Join(3, 0, 2, str(tmp_path / "g3")), train.Join(4, 0, 1, str(tmp_path / "g4")))
         assert "1 of 2 members did not appear" in first.until(train.WorkerFailed).what
         assert first.until(train.Joined).generation == 4, "a newer generation ends the wait for one that cannot form"
-        first.send(train.Export(str(tmp_path / "w" / "export.safetensors"), 3))
-        exported = first.until(train.Exported)
-        data = (tmp_path / "w" / "export.safetensors").read_bytes()
-        assert (exported.crc32, exported.size) == (zlib.crc32(data), len(data))
+        (tmp_path / "w").mkdir(exist_ok=True)
         first.send(train.OfferWeights(str(tmp_path / "w"), 3, 2))
         offered = first.until(train.Offered)
         offer = read_offer(offer_path(tmp_path / "w", 3, offered.owner))

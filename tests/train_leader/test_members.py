@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from libra_hpc.protocol import trainer as wire
-from libra_hpc.protocol.agents import Committed, Fatal, Publish, StepReport, ToReplica
+from libra_hpc.protocol.agents import Committed, Fatal, StepReport, ToReplica
 from libra_hpc.protocol.trainer import Join, StepFailed, WorkerFailed
 from libra_hpc.train_leader import generations
 from tests.train_leader.world import World, batch, until
@@ -73,7 +73,7 @@ async def test_all_nodes_of_the_core_are_one_member_and_get_the_same_samples() -
     (first, second) = world.of(StepReport)
     assert first.metrics["replicas"] == 3
     assert first.metrics["trained_tokens"] == 2 * 8, "the core answers once"
-    assert [rank for rank, order in world.asked(wire.Export) if order.version == 1] == [1, 2]
+    assert [rank for rank, order in world.asked(wire.OfferWeights) if order.version == 1] == [1, 2]
     assert [rank for rank, _ in world.asked(wire.SaveCheckpoint)] == [1, 2]
     assert len(world.saved) == 1
     assert world.manifests == [{"1": (1, 2), "2": (1, 2)}], "the files of all nodes"
@@ -98,7 +98,7 @@ async def test_a_step_that_the_core_committed_is_saved_and_not_trained_again() -
     await until(lambda: len(world.trained) == 1)
     world.leader.on_replica_down(2, "killed after the all-reduce")
     world.leader.on_generation(2, (1,))
-    await until(lambda: world.saved and [p for p in world.of(Publish) if p.version == 1])
+    await until(lambda: world.saved and world.published()[1:])
     assert len(world.trained) == 1
     assert world.saved == [(1, 2, [])]
     assert [c.step for c in world.of(Committed)] == [1]

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from libra_hpc.protocol.agents import Committed, Fatal, Publish, StepReport, ToReplica, TrainingDone
-from libra_hpc.protocol.trainer import ExportFailed, SaveCheckpoint, Saved, TakeSnapshot
+from libra_hpc.protocol.agents import Committed, Fatal, StepReport, ToReplica, TrainingDone
+from libra_hpc.protocol.trainer import OfferFailed, SaveCheckpoint, Saved, TakeSnapshot
 from libra_hpc.train_leader import saves
 from libra_hpc.train_leader import train_leader as leader
 from tests.train_leader.world import World, batch, until
@@ -165,7 +165,7 @@ async def test_a_snapshot_is_taken_at_the_boundary_of_its_step_after_the_export(
     for number in (1, 2):
         await world.step(number)
         await until(lambda number=number: world.index.listed == [(s, 2 * s) for s in range(1, number + 1)])
-    assert orders(world) == ["Join", "Export", *["TrainStep", "Export", "TakeSnapshot"] * 2]
+    assert orders(world) == ["Join", "OfferWeights", *["TrainStep", "OfferWeights", "TakeSnapshot"] * 2]
     assert {rank for rank, _ in world.asked(TakeSnapshot)} == {1}, "the core alone has a state"
 
 
@@ -182,11 +182,11 @@ async def test_an_export_is_asked_for_at_a_step_boundary_never_while_a_step_runs
     await until(lambda: "TrainStep" in orders(world))
     world.now = 1.0
     await asyncio.sleep(0.05)
-    assert orders(world) == ["Join", "Export", "TrainStep"]
+    assert orders(world) == ["Join", "OfferWeights", "TrainStep"]
     replica.silent = False
     replica.take(world.of(ToReplica)[-1].message)
-    await until(lambda: world.of(Publish))
-    assert [p.version for p in world.of(Publish)] == [1]
+    await until(lambda: world.published())
+    assert world.published() == [(1, -1)]
 
 
 async def test_an_export_that_fails_is_asked_for_again_and_five_failures_end_the_run(
@@ -196,25 +196,25 @@ async def test_an_export_that_fails_is_asked_for_again_and_five_failures_end_the
     world = World().start(1)
     world.replicas[1].bad_exports = 2
     # Nothing else happens: with a staleness bound of 0 no batch comes before the version is out.
-    await until(lambda: world.of(Publish))
-    world.leader.on_reply(1, ExportFailed(0, "its folder was removed"))
-    await until(lambda: len(world.of(Publish)) == 2)
+    await until(lambda: world.published())
+    world.leader.on_reply(1, OfferFailed(0, "its folder was removed"))
+    await until(lambda: len(world.published()) == 2)
     world.replicas[1].bad_exports = 9
     world.leader.on_batch(batch(1))
     fatal = await world.fatal()
-    assert [p.version for p in world.of(Publish)] == [0] * 2
+    assert world.published() == [(0, -1)] * 2
     assert [event["step"] for event in world.logs("export_failed")] == [0] * 3 + [1] * 5
-    assert fatal.reason == "the weights of step 1 could not be written for the rollout engines: no room"
+    assert fatal.reason == "the weights of step 1 could not be offered to the rollout engines: no room"
 
 
 async def test_an_export_that_a_newer_one_replaces_is_no_failure() -> None:
     world = World().start(1)
-    await until(lambda: world.of(Publish))
+    await until(lambda: world.published())
     world.leader.on_batch(batch(1))
-    await until(lambda: len(world.of(Publish)) == 2)
+    await until(lambda: len(world.published()) == 2)
     for _ in range(9):
-        world.leader.on_reply(1, ExportFailed(0, "its file was removed"))
+        world.leader.on_reply(1, OfferFailed(0, "its file was removed"))
     world.leader.on_batch(batch(2))
-    await until(lambda: len(world.of(Publish)) == 3)
-    assert [p.version for p in world.of(Publish)] == [0, 1, 2]
+    await until(lambda: len(world.published()) == 3)
+    assert world.published() == [(0, -1), (1, 0), (2, -1)]
     assert not world.logs("export_failed")

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from libra_hpc.protocol.agents import Batch, Committed, Group, Publish, StepReport, TrainingDone
+from libra_hpc.protocol.agents import Batch, Committed, Group, StepReport, TrainingDone
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.state.data_order import DataOrder
@@ -22,7 +22,7 @@ async def test_trains_every_batch_once_and_finishes_with_a_checkpoint() -> None:
     await world.finish()
     assert [(rank, step) for rank, step, _, _ in world.trained] == [(1, 1), (1, 2), (1, 3)]
     assert [c.indices for c in world.of(Committed)] == [(0, 1), (2, 3), (4, 5)]
-    assert [p.version for p in world.of(Publish)] == [0, 1, 2, 3]
+    assert world.published() == [(0, -1), (1, 0), (2, 1), (3, 2)]
     assert world.saved == [(2, 4, []), (3, 6, [])]
     assert [r.metrics["reward"] for r in world.of(StepReport)] == [0.5, 0.5, 0.5]
 
@@ -30,7 +30,7 @@ async def test_trains_every_batch_once_and_finishes_with_a_checkpoint() -> None:
 async def test_a_rebuilt_core_that_is_behind_replays_the_retained_batches() -> None:
     world = World().start(1)
     await world.step(1, 2)
-    await until(lambda: len(world.of(Publish)) == 3)
+    await until(lambda: len(world.published()) == 3)
     world.leader.on_replica_down(1, "killed while idle")
     world.add(1, step=1)
     world.leader.on_generation(2, (1,))

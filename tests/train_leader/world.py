@@ -11,6 +11,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol import agents
 from libra_hpc.protocol import trainer as wire
 from libra_hpc.protocol.agents import Batch, Committed, Fatal, Group, Log, MemberJoined, ToReplica, TrainingDone
+from libra_hpc.protocol.carriers import Peer, Publish
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Join, Sample, SaveCheckpoint
 from libra_hpc.state.data_order import DataOrder
@@ -62,10 +63,14 @@ class Replica:
                 self.world.trained.append((self.rank, step, sorted(s.uid for m in minibatches for s in m), totals))
                 numbers = (0.1, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.5, 8, 4, 0.1, 0.0, 0.0)
                 self.world.reply(self.rank, wire.StepDone(step, generation, *numbers, self.skipped))
-            case wire.Export(version=version):
+            case wire.OfferWeights(version=version, base=base):
                 self.bad_exports -= 1
-                failed, done = wire.ExportFailed(version, "no room"), wire.Exported(version, 77, 100, 0.0)
-                self.world.reply(self.rank, failed if self.bad_exports >= 0 else done)
+                if self.bad_exports >= 0:
+                    self.world.reply(self.rank, wire.OfferFailed(version, "no room"))
+                else:
+                    done = wire.Offered(version, base, f"t{self.rank}.0", 100, 50, 50, 0.0)
+                    offered = agents.WeightsOffered(self.rank, (done,))
+                    asyncio.get_running_loop().call_soon(self.world.leader.on_offered, offered)
             case wire.TakeSnapshot(step=step):
                 if self.rank in self.world.core:
                     stored = agents.SnapshotStored(self.rank, self.rank, step)
@@ -134,6 +139,8 @@ class World:
         folders = {"rendezvous": Path("/rendezvous"), "checkpoints": Path("/checkpoints")}
         given = (config, core, step, DataOrder(2 * step), self.send, 3, lambda: (3,), self, lambda: self.now)
         self.leader = TrainLeader(*given, **folders, from_checkpoint=from_checkpoint, index=self.index)
+        for rank in (*core, 3):
+            self.leader.weights.on_carrier(agents.CarrierStarted(Peer(rank, ("127.0.0.1",), 7000 + rank)))
 
     async def complete(self, folder: Path, manifest: Manifest, position: DataPosition) -> None:
         self.carried.append([(record.step, record.metrics["reward"]) for record in position.reports])
@@ -191,6 +198,10 @@ class World:
     async def fatal(self) -> Fatal:
         await until(lambda: self.of(Fatal))
         return self.of(Fatal)[0]
+
+    def published(self, rank: int = 3) -> list[tuple[int, int]]:
+        """(version, base) of what was published to a node."""
+        return [(m.version, m.base) for to, m in self.sent if to == rank and isinstance(m, Publish)]
 
     def logs(self, kind: str) -> list[dict[str, Any]]:
         return [log.fields for log in self.of(Log) if log.kind == kind]

@@ -19,6 +19,7 @@ from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.packing import Pack, decode, pack
 from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.train_engine import TrainEngine
+from libra_hpc.weights.checksum import file_crc32
 from libra_hpc.weights.names import ReplicaPlace
 from tests.engine.engine_harness import EngineUnderTest, Model, engine_config, logprobs_of, make_model, tokens_of, turn
 
@@ -97,9 +98,9 @@ def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(
             "the step must change the policy, or the swap proves nothing"
         )
 
-        path = tmp_path / "export.safetensors"
-        crc, _ = checkpoint.export(trainer, path)
-        assert engine.apply(UpdateWeights(str(path), 1, crc)).version == 1
+        checkpoint.write_policy(trainer, model.folder, tmp_path / "out")
+        path = tmp_path / "out" / "model.safetensors"
+        assert engine.apply(UpdateWeights(str(path), 1, file_crc32(path))).version == 1
         second = engine.generate(
             *(turn(f"b{i}", prompt, 24, temperature=TEMPERATURE) for i, prompt in enumerate(PROMPTS))
         )

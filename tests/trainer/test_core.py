@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.protocol.trainer import Export, Exported, Join, Joined, StepDone, StepFailed, WorkerFailed
+from libra_hpc.models.architecture import read_shape
+from libra_hpc.models.tensors import hf_shapes
+from libra_hpc.protocol.trainer import Join, Joined, Offered, OfferWeights, StepDone, StepFailed, WorkerFailed
+from libra_hpc.weights.image import Image
 from libra_hpc.weights.names import ReplicaPlace
+from libra_hpc.weights.pieces import offer_path, payload_path, read_offer
 
 from .support import Layout, Replica, assert_same_state, assert_same_step, fixed_run, make_model, train_step
 
@@ -103,9 +107,11 @@ def test_replicas_without_optimizer_come_go_and_die_and_the_result_is_that_of_on
     assert joined.received_bytes > 0.4 * size / (tp * pp)
     reports += [run.step(2)]
     # A second one joins from the weights that its node has for rollout: nothing crosses the network.
-    exported = tmp_path / "weights.safetensors"
-    run.core.ask(Export(str(exported), 2), Exported)
-    (_, kept, local) = run.form(first, second, weights=str(exported), version=2)
+    offered = run.core.ask(OfferWeights(str(tmp_path), 2, -1), Offered)
+    path = offer_path(tmp_path, 2, offered.owner)
+    image = Image(tmp_path, hf_shapes(read_shape(model_dir)), read_offer(path).pieces[0].dtype)
+    image.apply(2, [(read_offer(path), payload_path(path))])
+    (_, kept, local) = run.form(first, second, weights=str(image.path), version=2)
     assert (kept.received_bytes, local.received_bytes, local.step) == (0, 0, 2)
     reports += [run.step(3), run.step(4)]
     run.form(second)

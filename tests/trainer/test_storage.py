@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.protocol.trainer import Export, Exported, ExportFailed, SaveFailed, SnapshotFailed, TakeSnapshot
+from libra_hpc.protocol.trainer import Offered, OfferFailed, OfferWeights, SaveFailed, SnapshotFailed, TakeSnapshot
 from libra_hpc.state import state_folders as folders
+from libra_hpc.weights.pieces import offer_path, read_offer
 
 from .support import Replica, join_all, make_model, step_all
 
@@ -49,7 +50,7 @@ def test_without_room_nothing_is_written_and_training_goes_on(tmp_path: Path, sm
     assert "small/step-000001/" in failed.reason.split(" needs ")[0]
     assert failed.reason.endswith(" bytes free")
     shutil.rmtree(small / "step-000001", ignore_errors=True)
-    assert "small" in replica.ask(Export(str(small / "e.safetensors"), 1), ExportFailed).reason
+    assert "small" in replica.ask(OfferWeights(str(small), 1, -1), OfferFailed).reason
     assert list(small.rglob("*")) == []
     assert replica.save(tmp_path / "step-000001", 1).step == 1
     assert folders.read_state(tmp_path / "step-000001").step == 1
@@ -65,33 +66,36 @@ def test_a_write_that_fails_half_way_leaves_nothing_and_works_again_later(tmp_pa
     replica.ready()
     join_all([replica], 1, tmp_path / "g1")
     step_all([replica], 1, 1)
-    folder, export = tmp_path / "step-000001", tmp_path / "e.safetensors"
+    folder, offers = tmp_path / "step-000001", tmp_path / "offers"
+    offers.mkdir()
     replica.save(folder, 1)
     pid = replica.processes[0].pid
     whole = resource.prlimit(pid, resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
     replica.save(tmp_path / "torn", 1, SaveFailed)
     shutil.rmtree(tmp_path / "torn")
-    replica.ask(Export(str(export), 1), ExportFailed)
+    replica.ask(OfferWeights(str(offers), 1, -1), OfferFailed)
     step_all([replica], 2, 1)
     replica.ask(TakeSnapshot(str(shm), 2), SnapshotFailed)
     assert sorted(path.name for path in tmp_path.iterdir() if "step" in path.name or "safetensors" in path.name) == [
         "step-000001"
     ]
+    assert not list(offers.iterdir())
     resource.prlimit(pid, resource.RLIMIT_FSIZE, whole)
-    assert replica.ask(Export(str(export), 2), Exported).size == export.stat().st_size
+    offered = replica.ask(OfferWeights(str(offers), 2, -1), Offered)
+    assert read_offer(offer_path(offers, 2, offered.owner)).size == offered.size
     replica.save(tmp_path / "step-000002", 2)
     assert replica.close() == [0]
 
 
-def test_other_weights_are_not_exported_and_another_step_is_not_saved(tmp_path: Path) -> None:
+def test_other_weights_are_not_offered_and_another_step_is_not_saved(tmp_path: Path) -> None:
     model_dir = tmp_path / "model"
     make_model("qwen2", model_dir)
     replica = Replica(tmp_path, "a", model_dir, tp=2)
     replica.ready()
     join_all([replica], 1, tmp_path / "g1")
     step_all([replica], 1, 1)
-    failed = replica.ask(Export(str(tmp_path / "e.safetensors"), 2), ExportFailed)
-    assert failed.reason == "this replica is at step 1, it cannot export step 2"
+    failed = replica.ask(OfferWeights(str(tmp_path), 2, -1), OfferFailed)
+    assert failed.reason == "this replica is at step 1, it cannot offer step 2"
     failed = replica.save(tmp_path / "step-000002", 2, SaveFailed)
     assert failed.reason == "this replica is at step 1, it cannot save step 2"
     assert not (tmp_path / "step-000002").exists()

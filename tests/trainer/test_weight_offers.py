@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from libra_hpc.protocol.trainer import Export, Exported, Offered, OfferFailed, OfferWeights
+from libra_hpc.protocol.trainer import Offered, OfferFailed, OfferWeights
 from libra_hpc.trainer.grpo_trainer import GrpoTrainer
 from libra_hpc.trainer.saved import checkpoint, snapshot
 from libra_hpc.trainer.saved.weight_offers import WeightOffers
@@ -74,8 +74,8 @@ class Offering:
         """Offer the present weights; they are applied and compared."""
         self.offers.write(self.base, version, self.published)
         self.published = version
-        checkpoint.export(self.engine, self.base / "gathered")
-        gathered = weights(self.base / "gathered")
+        checkpoint.write_policy(self.engine, self.base / "model", self.base / "gathered")
+        gathered = weights(self.base / "gathered" / "model.safetensors")
         self.node = self.node or {name: np.zeros_like(tensor) for name, tensor in gathered.items()}
         (offer,) = apply([offer_path(self.base, version, "t0")], self.node)
         assert equal(self.node, gathered)
@@ -196,8 +196,9 @@ def test_a_world_offers_each_element_once(tmp_path: Path, kind: str, keys: dict[
         replica.send(OfferWeights(str(tmp_path), version, version - 1))
         answers = [replica.receive_from(rank) for rank in range(layout.ranks)]
         assert all(isinstance(answer, Offered) and answer.version == version for answer in answers), answers
-        replica.ask(Export(str(tmp_path / "gathered"), version), Exported)
-        gathered = weights(tmp_path / "gathered")
+        folder = tmp_path / f"gathered-{version}"
+        replica.save(folder, version)
+        gathered = weights(folder / "policy" / "model.safetensors")
         node = node or {name: np.zeros_like(tensor) for name, tensor in gathered.items()}
         offers = apply([offer_path(tmp_path, version, answer.owner) for answer in answers], node)
         assert equal(node, gathered), version

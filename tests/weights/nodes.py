@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from libra_hpc.protocol.carrier import CarrierConfig, CarrierReady, Peer, Publish, from_carrier, to_carrier
+from libra_hpc.protocol.carriers import CarrierConfig, CarrierReady, Peer, Publish, from_carrier, to_carrier
 from libra_hpc.protocol.codec import FrameBuffer
 
 SECRET = secrets.token_bytes(32)
@@ -30,7 +30,7 @@ class CarrierNode:
     def __init__(self, folder: Path, rank: int, shapes: dict[str, tuple[int, ...]], secret: bytes = SECRET) -> None:
         self.rank, self.folder = rank, folder
         folder.mkdir()
-        config = CarrierConfig(rank, str(folder), "127.0.0.1", secret, shapes, "BF16")
+        config = CarrierConfig(rank, str(folder), "127.0.0.1", secret, "", shapes, "BF16")
         (folder / "carrier.json").write_bytes(msgspec.json.encode(config))
         path = folder / "socket"
         with socket.socket(socket.AF_UNIX) as listener:

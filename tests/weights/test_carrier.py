@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from libra_hpc.protocol.carrier import ImageHere, NotStored, Peer, PieceRefused, Publish, Stalled, VersionHere
+from libra_hpc.protocol.carriers import ImageHere, NotStored, Peer, PieceRefused, Publish, Stalled, VersionHere
 from libra_hpc.weights.pieces import Encoded, TensorBlock, offer_path, payload_path, write_offer
 from libra_hpc.weights.pull import IDLE_S
 from libra_hpc.weights.wire import WireError, call

@@ -1,4 +1,4 @@
-"""Export the weights of a world of trainers, and load a state of any layout.
+"""Write the policy of a world of trainers, and load a state of any layout.
 
 Weights have Hugging Face names, and one process writes them, tensor by tensor. Contents of a state's folder:
 `libra_hpc.state.state_folders`; how one is written: `libra_hpc.trainer.saved.state_writer`.
@@ -21,7 +21,6 @@ from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.store import patiently, resolve
 from libra_hpc.trainer.train_engine import TrainEngine
-from libra_hpc.weights.checksum import file_crc32
 from libra_hpc.weights.names import from_hf, gathered, own_entries
 from libra_hpc.weights.safetensors_writer import write_safetensors
 
@@ -35,28 +34,6 @@ Result = TypeVar("Result")
 
 Shapes = Mapping[str, tuple[int, ...]]
 Tensors = Iterable[tuple[str, torch.Tensor]]
-
-
-def export(engine: TrainEngine, path: Path) -> tuple[int, int]:
-    """Write the weights as one safetensors file (atomic rename); returns crc32 and bytes, (0, 0) on other ranks.
-
-    Collective. Raises `OSError` in all processes of the replica when there is no room; nothing is left behind.
-    """
-
-    def write(dtype: torch.dtype, shapes: Shapes, tensors: Tensors) -> tuple[int, int]:
-        partial = path.with_name(f".{path.name}{folders.TEMPORARY}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            folders.check_room(path.parent, _bytes(dtype, shapes))
-            write_safetensors(partial, dtype, shapes, tensors)
-            found = file_crc32(partial), partial.stat().st_size
-            os.replace(partial, path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
-        return found
-
-    return _gather(engine, write) or (0, 0)
 
 
 def write_policy(engine: TrainEngine, model_dir: Path, folder: Path) -> None:

@@ -3,8 +3,7 @@
 - `StateWriter.copy`, at a step boundary -> the shards are in host memory.
 - What it returns is called -> a thread writes the files, and training goes on.
 - `StateWriter.snapshot` -> both, for a snapshot.
-- The weights of this step were exported for rollout -> the first rank copies that file, which it keeps open. Otherwise
-  they are gathered and written before training goes on.
+- The policy is gathered and written before training goes on.
 - Another copy -> it waits for the end of the write before: there is one copy in host memory.
 
 The thread takes part in no collective. Its answer has the checksums of its files; who has those of all ranks completes
@@ -13,17 +12,13 @@ the checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
-import shutil
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 import torch
@@ -35,12 +30,10 @@ from libra_hpc.trainer.device import host_buffer, synchronize
 from libra_hpc.trainer.train_engine import TrainEngine
 
 from . import snapshot
-from .checkpoint import WEIGHTS_FILE, write_companions, write_policy
+from .checkpoint import write_policy
 from .shard_files import own_pieces, rank_file, write_pieces
 
 Answer = Saved | SaveFailed | SnapshotTaken | SnapshotFailed
-COPY_BYTES = 16 << 20
-"""Per read of the exported weights."""
 
 
 class HostCopy:
@@ -76,11 +69,6 @@ class StateWriter:
         self._rank = dist.get_rank()
         self._copy = HostCopy(engine)
         self._thread: threading.Thread | None = None
-        self._exported = (-1, Path())
-
-    def exported(self, version: int, path: Path) -> None:
-        """The weights of this version are in a file."""
-        self._exported = (version, path)
 
     def copy(self, folder: Path) -> Callable[[], None]:
         """Copy the state, for ``folder``; collective. Returns what has a thread write the files and answer.
@@ -89,21 +77,12 @@ class StateWriter:
         """
         began = time.monotonic()
         self.wait()
-        weights = self._open_weights()
-        try:
-            if not self._engine.agree(bool(self._rank) or weights is not None):
-                write_policy(self._engine, self._model_dir, folder / folders.POLICY_DIR)
-            state = folders.TrainerState(self._engine.state.step, self._engine.state.updates)
-            pieces = own_pieces(self._engine.state, self._engine.shape, self._engine.split)
-            copies = self._copy.take(pieces)
-        except OSError:
-            if weights is not None:
-                weights.close()
-            raise
+        write_policy(self._engine, self._model_dir, folder / folders.POLICY_DIR)
+        state = folders.TrainerState(self._engine.state.step, self._engine.state.updates)
+        copies = self._copy.take(own_pieces(self._engine.state, self._engine.shape, self._engine.split))
 
         def work() -> Answer:
-            with weights or contextlib.nullcontext():
-                files = self._write_files(folder, state, copies, weights)
+            files = self._write_files(folder, state, copies)
             return Saved(str(folder), state.step, time.monotonic() - began, files)
 
         return lambda: self._start(work, lambda reason: SaveFailed(str(folder), state.step, reason))
@@ -144,18 +123,8 @@ class StateWriter:
         if self._thread is not None:
             self._thread.join()
 
-    def _open_weights(self) -> BinaryIO | None:
-        """The exported file of the present step; open, it stays readable when newer versions replace it."""
-        version, path = self._exported
-        if self._rank or version != self._engine.state.step:
-            return None
-        try:
-            return path.open("rb")
-        except OSError:
-            return None
-
     def _write_files(
-        self, folder: Path, state: folders.TrainerState, pieces: Mapping[str, torch.Tensor], weights: BinaryIO | None
+        self, folder: Path, state: folders.TrainerState, pieces: Mapping[str, torch.Tensor]
     ) -> folders.Manifest:
         own = rank_file(folder, self._rank)
         own.parent.mkdir(parents=True, exist_ok=True)
@@ -163,9 +132,6 @@ class StateWriter:
         written = [own]
         if not self._rank:
             policy = folder / folders.POLICY_DIR
-            if weights is not None:
-                write_companions(self._model_dir, policy, next(iter(self._engine.state.parameters.values())).dtype)
-                _copy_file(weights, policy / WEIGHTS_FILE)
             counters = folder / folders.STATE_FILE
             counters.write_bytes(msgspec.json.encode(state))
             written += [*policy.iterdir(), counters]
@@ -178,11 +144,3 @@ def _reason(error: Exception) -> str:
         return str(error)
     traceback.print_exception(error, file=sys.stderr)
     return f"{type(error).__name__}: {error}"
-
-
-def _copy_file(source: BinaryIO, target: Path) -> None:
-    size = os.fstat(source.fileno()).st_size
-    folders.check_room(target, size)
-    with target.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, size)
-        shutil.copyfileobj(source, file, COPY_BYTES)

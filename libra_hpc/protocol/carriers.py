@@ -23,8 +23,9 @@ class CarrierConfig(msgspec.Struct, frozen=True):
     """To listen at; empty: all addresses."""
     secret: bytes
     """Of the run; other nodes prove that they have it."""
+    model: str
+    """Folder of the model, which has the shapes of the image's tensors; empty: they are ``shapes``."""
     shapes: dict[str, tuple[int, ...]]
-    """Of the tensors of the image."""
     dtype: str
     """As in safetensors files."""
 

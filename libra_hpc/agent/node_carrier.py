@@ -1,0 +1,134 @@
+"""The carrier of a node, as its agent's child: started with the agent, and again when it ends.
+
+- It serves -> the train leader learns where, and publishes the newest version to it.
+- Its image has a version -> the engines of the node get it.
+- It ended -> another one goes on with the image; nodes behind it go on with another node.
+- It ends more often than `RestartBudget` allows -> all ranks restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.process.child import Child
+from libra_hpc.protocol import agents as wire
+from libra_hpc.protocol.carriers import (
+    CarrierConfig,
+    CarrierReady,
+    Engines,
+    ImageHere,
+    NotStored,
+    Peer,
+    PieceRefused,
+    Publish,
+    Stalled,
+    VersionHere,
+    from_carrier,
+    to_carrier,
+)
+from libra_hpc.simulated.state import image_shapes
+from libra_hpc.weights.image import IMAGE_FILE
+
+from .supervised import ChildCommand, EngineNode, Supervised
+
+
+class NodeCarrier(EngineNode[Supervised]):
+    engine, outbound, inbound = Supervised, to_carrier, from_carrier
+
+    def __init__(self, context: AgentContext, changed: Callable[[], None]) -> None:
+        """``changed`` is called when the image has a newer version."""
+        super().__init__(context, [f"c{context.rank}"])
+        (self._carrier,) = self._engines.values()
+        self._changed = changed
+        self._stopping = False
+        self.version = -1
+        """Of the image; -1: there is none."""
+
+    @property
+    def image(self) -> Path:
+        return self._context.shared_memory / IMAGE_FILE
+
+    async def start(self) -> None:
+        async with self._changing:
+            context, name = self._context, self._carrier.name
+            path = context.private / f"{name}.json"
+            path.write_bytes(msgspec.json.encode(_settings(context)))
+            argv = [sys.executable, "-m", "libra_hpc.weights.carrier", "--config", str(path)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            self._carrier.state = "starting"
+            await self._carrier.start([ChildCommand(name, argv, environment)])
+
+    async def stop(self) -> None:
+        self._stopping = True
+        await self._carrier.stop()
+
+    async def reset(self) -> None:
+        """Begin with what the folder has: a lost node is readmitted, or the folder was made again."""
+        async with self._changing:
+            self.version = -1
+            await self._carrier.reset()
+        await self.start()
+
+    def publish(self, message: Publish) -> None:
+        self._carrier.send(message)
+
+    def applied(self, version: int) -> None:
+        """Every live engine of this node has the version."""
+        self._carrier.send(Engines(version))
+
+    def received(self, carrier: Supervised, process: int, message: Any) -> None:
+        context = self._context
+        match message:
+            case CarrierReady(port=port):
+                carrier.state, carrier.starts = "ready", 0
+                peer = Peer(context.rank, context.addresses, port)
+                context.send(context.layout.train_leader, wire.CarrierStarted(peer))
+            case VersionHere(version=version, bytes=size, wire_s=wire_s):
+                context.send(context.layout.train_leader, wire.WeightsHere(context.rank, version, size, wire_s))
+            case ImageHere(version=version):
+                self.version = version
+                self._changed()
+            case PieceRefused(version=version, owner=owner, reason=reason):
+                context.log("weights_corrupt", rank=context.rank, version=version, owner=owner, reason=reason)
+            case Stalled(version=version, received=received, reason=reason):
+                context.log("weights_stalled", rank=context.rank, version=version, received=received, reason=reason)
+            case NotStored(version=version, reason=reason):
+                context.log("weights_not_stored", rank=context.rank, version=version, reason=reason)
+
+    def exited(self, carrier: Supervised, child: Child, reason: str) -> None:
+        carrier.state = "lost"
+        if self._stopping:
+            return
+        self._context.log("engine_lost", rank=self._context.rank, engine=carrier.name, reason=reason)
+        if not carrier.ends_too_often(reason, time.monotonic()):
+            self._again = asyncio.get_running_loop().create_task(self.start())
+
+    async def check(self, now: float) -> None:
+        """It has no deadlines: what does not arrive, it says itself."""
+        self._carrier.stuck(now)
+
+    def discount(self, seconds: float) -> None:
+        """There are none to extend."""
+
+
+def _settings(context: AgentContext) -> CarrierConfig:
+    config = context.config
+    simulated = config.run.engine == "simulated"
+    return CarrierConfig(
+        rank=context.rank,
+        folder=str(context.shared_memory),
+        address=context.addresses[0] if len(context.addresses) == 1 else "",
+        secret=context.secret,
+        model="" if simulated else config.model.path,
+        shapes=image_shapes() if simulated else {},
+        dtype="F32" if simulated or config.model.dtype == "float32" else "BF16",
+    )

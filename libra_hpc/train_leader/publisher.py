@@ -1,0 +1,77 @@
+"""Publishes weight versions to the carriers of all nodes, in the order in which they pass them on.
+
+- The chain: the nodes of the core, then those that get new weights, those behind a slow link last.
+- The carriers of the core are not all there yet -> the version is published once they are.
+- A carrier started, or a node lacks a version -> the newest one is published to it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from libra_hpc.protocol.agents import CarrierStarted, MeshMessage, WeightsCurrent, WeightsHere, WeightsWanted
+from libra_hpc.protocol.carriers import Peer, Publish
+
+from .exports import Published
+
+SLOW = 2.0
+"""Times the quickest node's seconds per byte; half of it is the noise of busy nodes."""
+
+
+class WeightPublisher:
+    def __init__(
+        self, core: tuple[int, ...], receivers: Callable[[], Sequence[int]], send: Callable[[int, MeshMessage], None]
+    ) -> None:
+        """``receivers``: ranks that get new weights."""
+        self._core, self._receivers, self._send = core, receivers, send
+        self._carriers: dict[int, Peer] = {}
+        self._seconds: dict[int, float] = {}
+        """Per byte, of the last version that came to a node."""
+        self._newest: Published | None = None
+        self._waits = False
+
+    def publish(self, newest: Published) -> None:
+        self._newest = newest
+        self._waits = not all(rank in self._carriers for rank in self._core)
+        if not self._waits:
+            chain = self._chain()
+            for peer in chain:
+                self._send_to(peer.rank, newest, chain)
+
+    def on_carrier(self, message: CarrierStarted) -> None:
+        rank = message.peer.rank
+        self._carriers[rank] = message.peer
+        self._seconds.pop(rank, None)
+        if self._newest is None:
+            return
+        if self._waits:
+            self.publish(self._newest)
+        elif rank in self._core or rank in self._receivers():
+            self._send_to(rank, self._newest, self._chain())
+
+    def on_wanted(self, message: WeightsWanted) -> None:
+        newest = self._newest
+        if newest is None or newest.version <= message.have:
+            self._send(message.rank, WeightsCurrent(message.have))
+        elif not self._waits:
+            self._send_to(message.rank, newest, self._chain(message.rank))
+
+    def on_here(self, message: WeightsHere) -> None:
+        if message.bytes and message.wire_s:
+            self._seconds[message.rank] = message.wire_s / message.bytes
+
+    def lost(self, rank: int) -> None:
+        """A node was lost, and its carrier with it."""
+        self._carriers.pop(rank, None)
+        self._seconds.pop(rank, None)
+
+    def _chain(self, joins: int = -1) -> tuple[Peer, ...]:
+        quickest = min(self._seconds.values(), default=0.0)
+        others = [rank for rank in self._receivers() if rank not in self._core]
+        if joins >= 0 and joins not in (*self._core, *others):
+            others.append(joins)
+        others.sort(key=lambda rank: self._seconds.get(rank, 0.0) > SLOW * quickest)
+        return tuple(self._carriers[rank] for rank in (*self._core, *others) if rank in self._carriers)
+
+    def _send_to(self, rank: int, newest: Published, chain: tuple[Peer, ...]) -> None:
+        self._send(rank, Publish(newest.version, newest.base, newest.owners, chain))

@@ -1,0 +1,33 @@
+"""What a node's parts see of its carrier: an image that a test brings up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from libra_hpc.simulated.state import image_shapes, offer
+from libra_hpc.weights.image import IMAGE_FILE, Image
+from libra_hpc.weights.pieces import offer_path, payload_path
+
+
+class WrittenImage:
+    """Stands for `NodeCarrier`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.version = folder, -1
+        self.told: list[int] = []
+        """Versions that all engines were said to have."""
+
+    @property
+    def image(self) -> Path:
+        return self._folder / IMAGE_FILE
+
+    def write(self, version: int, changed: Callable[[], None]) -> None:
+        made, _ = offer(self._folder, version, 0)
+        path = payload_path(offer_path(self._folder, version, "t0"))
+        Image(self._folder, image_shapes(), "F32").apply(version, [(made, path)])
+        self.version = version
+        changed()
+
+    def applied(self, version: int) -> None:
+        self.told.append(version)

@@ -1,0 +1,90 @@
+"""To whom a version is published, and in which order it passes the nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from libra_hpc.protocol.agents import CarrierStarted, WeightsCurrent, WeightsHere, WeightsWanted
+from libra_hpc.protocol.carriers import Peer, Publish
+from libra_hpc.train_leader.exports import Published
+from libra_hpc.train_leader.publisher import WeightPublisher
+
+CORE, RECEIVERS = (1, 2), (2, 3, 4, 5)
+
+
+class Nodes:
+    def __init__(self, *carriers: int) -> None:
+        self.sent: list[tuple[int, Any]] = []
+        self.publisher = WeightPublisher(CORE, lambda: RECEIVERS, self.send)
+        for rank in carriers:
+            self.start(rank)
+
+    def send(self, rank: int, message: Any) -> None:
+        self.sent.append((rank, message))
+
+    def start(self, rank: int) -> None:
+        self.publisher.on_carrier(CarrierStarted(Peer(rank, ("h",), rank)))
+
+    def publish(self, version: int) -> None:
+        self.publisher.publish(Published(version, version - 1, (("t1.0", 1), ("t2.0", 2))))
+
+    def taken(self) -> list[tuple[int, Any]]:
+        sent, self.sent = self.sent, []
+        return sent
+
+    def chains(self) -> dict[int, list[int]]:
+        return {to: [peer.rank for peer in m.chain] for to, m in self.taken() if isinstance(m, Publish)}
+
+
+def test_a_version_passes_the_core_and_then_every_receiver_with_a_carrier() -> None:
+    nodes = Nodes(1, 2, 3, 5)
+    nodes.publish(0)
+    assert nodes.chains() == {rank: [1, 2, 3, 5] for rank in (1, 2, 3, 5)}
+
+
+def test_nothing_is_published_before_the_carriers_of_the_core_are_there() -> None:
+    nodes = Nodes(1, 3)
+    nodes.publish(0)
+    nodes.publisher.on_wanted(WeightsWanted(3, -1))
+    assert not nodes.taken()
+    nodes.start(2)
+    assert nodes.chains() == {rank: [1, 2, 3] for rank in (1, 2, 3)}
+
+
+def test_a_carrier_that_starts_later_gets_the_newest_version_at_its_place() -> None:
+    nodes = Nodes(1, 2, 5)
+    nodes.publish(0)
+    nodes.taken()
+    nodes.start(4)
+    nodes.start(9)
+    assert nodes.chains() == {4: [1, 2, 4, 5]}, "9 does not get weights"
+
+
+def test_a_node_that_wants_weights_gets_the_newest_or_hears_that_there_are_none() -> None:
+    nodes = Nodes(1, 2, 3, 8)
+    nodes.publisher.on_wanted(WeightsWanted(8, -1))
+    assert nodes.taken() == [(8, WeightsCurrent(-1))]
+    nodes.publish(4)
+    nodes.taken()
+    nodes.publisher.on_wanted(WeightsWanted(8, 3))
+    assert nodes.chains() == {8: [1, 2, 3, 8]}
+    nodes.publisher.on_wanted(WeightsWanted(8, 4))
+    assert nodes.taken() == [(8, WeightsCurrent(4))]
+
+
+def test_a_node_behind_a_slow_link_comes_last_until_it_is_as_quick_as_others() -> None:
+    nodes = Nodes(1, 2, 3, 4, 5)
+    for rank, seconds in ((3, 9.0), (4, 1.0), (5, 1.5)):
+        nodes.publisher.on_here(WeightsHere(rank, 0, 100, seconds))
+    nodes.publish(0)
+    assert nodes.chains()[1] == [1, 2, 4, 5, 3]
+    nodes.publisher.on_here(WeightsHere(3, 0, 100, 1.0))
+    nodes.publish(1)
+    assert nodes.chains()[1] == [1, 2, 3, 4, 5]
+
+
+def test_a_lost_node_is_in_no_chain() -> None:
+    nodes = Nodes(1, 2, 3, 4)
+    nodes.publisher.lost(3)
+    nodes.publish(0)
+    assert nodes.chains()[1] == [1, 2, 4]
