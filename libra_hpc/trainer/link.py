@@ -181,7 +181,7 @@ class WorkerLoop(ABC):
             self._check_step(version, "offer")
             offer, total = self.offer(Path(message.folder), version, message.base)
         except OSError as error:
-            return OfferFailed(version, str(error))
+            return OfferFailed(version, f"{message.folder}: {error.strerror}" if error.strerror else str(error))
         changed = sum(piece.changed for piece in offer.pieces)
         return Offered(version, offer.base, offer.owner, offer.size, changed, total, time.monotonic() - begin)
 

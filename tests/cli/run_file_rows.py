@@ -176,7 +176,7 @@ RUN_FILE = [
     ),
     ("optimizer.lrr=1", "optimizer.lrr = 1: unknown key in [optimizer]; valid: beta1, beta2, eps, grad_clip, lr,"),
     ("train.tpp=1", "train.tpp = 1: unknown key in [train]; valid: cp, ep, etp, micro_tokens, pp, processes,"),
-    ("rollout.tpp=1", "rollout.tpp = 1: unknown key in [rollout]; valid: block_size, engines_per_node, kv_cache_mb,"),
+    ("rollout.tpp=1", "rollout.tpp = 1: unknown key in [rollout]; valid: block_size, engines_per_node,"),
     ("planner.enable=true", "planner.enable = True: unknown key in [planner]; valid: device, devices, enabled,"),
     (
         "checkpoint.evry=3",

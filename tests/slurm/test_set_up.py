@@ -92,7 +92,8 @@ def test_what_sites_do_is_no_failure(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_that_ends_the_set_up_is_no_fault_of_its_lines(number: signal.Signals, tmp_path: Path) -> None:
-    wait = f"touch {tmp_path}/there; sleep 60"
+    # One process touches and sleeps: a signal between two commands would find no command to end.
+    wait = f"sh -c 'touch {tmp_path}/there; exec sleep 60'"
     lines = set_up_lines(RunConfig.model_validate({"compute": {"setup": [wait]}}), {}, f"touch {tmp_path}/blamed")
     process = subprocess.Popen(["bash", "-c", "\n".join(lines)], start_new_session=True)
     while not (tmp_path / "there").exists():
