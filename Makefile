@@ -26,7 +26,7 @@ help:
 	@echo "make test   the quick tests       make lint   ruff and mypy"
 	@echo "make test-all    the slow tests too"
 	@echo "make test-room ROOM=policies/scheduling    the tests of one room"
-	@echo "make chaos  every injected fault, the slow ones too"
+	@echo "make chaos  every injected fault, and what takes too long for test-all"
 	@echo "make docs   the examples in the pages, made by their commands"
 	@echo "make bench  the benchmarks        make clean  undo everything"
 	@echo "make gpu-check  a machine with a GPU, checked and measured in ten minutes (docs/gpu-check.md)"
@@ -54,6 +54,7 @@ test-room: dev
 
 chaos: dev
 	@$(PYTEST) tests/chaos -m "chaos or not chaos"
+	@$(PYTEST) tests --ignore=tests/chaos -m chaos
 
 lint: dev
 	@$(BIN)/ruff check .

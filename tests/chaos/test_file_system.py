@@ -20,6 +20,7 @@ def left_of(run: RunDir) -> tuple[list[str], bytes]:
     return sorted(os.listdir(run.checkpoints)), run.metrics.read_bytes()
 
 
+@pytest.mark.chaos
 def test_a_stale_file_handle_at_a_start_is_waited_for_and_costs_no_step(tmp_path: Path, faulty: FaultyFiles) -> None:
     case = Chaos(tmp_path, steps=12)
     run = case.submit()

@@ -33,7 +33,7 @@ def workload(file: Path) -> Path:
     return file
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_a_run_whose_policy_breaks_is_paused_and_goes_back(tmp_path: Path) -> None:
     trace = workload(tmp_path / "trace.jsonl")
     # Ten steps apart, so that one of the two newest checkpoints is good when the break is noticed.

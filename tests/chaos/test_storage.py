@@ -108,6 +108,7 @@ def test_a_torn_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> 
     assert [event["step"] for event in case.events("job_started")] == [0, 10]
 
 
+@pytest.mark.chaos
 def test_a_run_without_any_whole_checkpoint_is_not_begun_again_unasked(tmp_path: Path) -> None:
     case = Chaos(tmp_path, steps=6)
     run = case.submit()

@@ -27,7 +27,7 @@ def odd(folder: Path, policy: Path, steps: int, **options: object) -> Case:
     return case
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_bad_rewards_raised_errors_hanging_steps_and_huge_answers_cost_their_trajectories_alone(
     policy: Path, tmp_path: Path
 ) -> None:

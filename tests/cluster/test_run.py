@@ -187,7 +187,7 @@ def test_two_hybrid_nodes_are_one_replica_that_dies_and_begins_anew_as_one(
 LAYOUT = ("train.tp=2", "rollout.tp=2", "components.train.nodes=2", "components.rollout.nodes=1")
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_an_operator_lays_the_ranks_out_anew_inside_the_job(cluster: ClusterInfo, policy: Path, tmp_path: Path) -> None:
     case = Case(tmp_path, policy, "slurm", steps=16, hybrid=0, rollout=2)
     # What is kept may be a version old, and the first batch afterwards is to be compared to the digit.

@@ -22,7 +22,6 @@ from .engine_harness import EngineUnderTest, Model, engine_config, logprobs_of, 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-SLOW = pytest.mark.slow
 PROMPTS = [[5, 17, 99, 3, 64, 21, 8], [1, 2, 3], list(range(10, 50))]
 
 
@@ -73,7 +72,7 @@ def experts(folder: Path, seed: int) -> Model:
     [
         (tied, 1),
         (dense, 2),
-        pytest.param(experts, 1, marks=pytest.mark.slow),
+        pytest.param(experts, 1, marks=pytest.mark.chaos),
         pytest.param(experts, 2, marks=pytest.mark.slow),
     ],
     ids=["tied, tp 1", "untied, tp 2", "experts, tp 1", "experts, tp 2"],
