@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from libra_hpc.errors import error_text
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child
 from libra_hpc.protocol import agents as wire
@@ -38,7 +39,7 @@ from libra_hpc.protocol.carriers import (
 from libra_hpc.simulated.state import image_shapes
 from libra_hpc.weights.image import IMAGE_FILE
 
-from .supervised import ChildCommand, EngineNode, Supervised
+from .supervised import NO_START_S, ChildCommand, EngineNode, Supervised
 
 
 class NodeCarrier(EngineNode[Supervised]):
@@ -50,6 +51,7 @@ class NodeCarrier(EngineNode[Supervised]):
         (self._carrier,) = self._engines.values()
         self._changed = changed
         self._stopping = False
+        self._restarts: set[asyncio.Task[None]] = set()
         self.version = -1
         """Of the image; -1: there is none."""
 
@@ -57,15 +59,21 @@ class NodeCarrier(EngineNode[Supervised]):
     def image(self) -> Path:
         return self._context.shared_memory / IMAGE_FILE
 
-    async def start(self) -> None:
+    async def start(self, wait_s: float = 0.0) -> None:
+        await asyncio.sleep(wait_s)
         async with self._changing:
+            if self._stopping:
+                return
             context, name = self._context, self._carrier.name
             path = context.private / f"{name}.json"
-            path.write_bytes(msgspec.json.encode(_settings(context)))
             argv = [sys.executable, "-m", "libra_hpc.weights.carrier", "--config", str(path)]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             self._carrier.state = "starting"
-            await self._carrier.start([ChildCommand(name, argv, environment)])
+            try:
+                path.write_bytes(msgspec.json.encode(_settings(context)))
+                await self._carrier.start([ChildCommand(name, argv, environment)])
+            except OSError as error:
+                self._ended(f"carrier cannot be started: {error_text(error)}", NO_START_S)
 
     async def stop(self) -> None:
         self._stopping = True
@@ -105,12 +113,19 @@ class NodeCarrier(EngineNode[Supervised]):
                 context.log("weights_not_stored", rank=context.rank, version=version, reason=reason)
 
     def exited(self, carrier: Supervised, child: Child, reason: str) -> None:
+        self._ended(reason)
+
+    def _ended(self, reason: str, wait_s: float = 0.0) -> None:
+        carrier = self._carrier
         carrier.state = "lost"
         if self._stopping:
             return
         self._context.log("engine_lost", rank=self._context.rank, engine=carrier.name, reason=reason)
         if not carrier.ends_too_often(reason, time.monotonic()):
-            self._again = asyncio.get_running_loop().create_task(self.start())
+            # Held no longer than it runs: a defect of a finished task reaches the agent only then.
+            task = asyncio.get_running_loop().create_task(self.start(wait_s))
+            self._restarts.add(task)
+            task.add_done_callback(self._restarts.discard)
 
     async def check(self, now: float) -> None:
         """It has no deadlines: what does not arrive, it says itself."""

@@ -31,6 +31,9 @@ WATCH_S = 1.0
 """Between two checks of the deadlines; the shortest deadline is a minute."""
 KILL_S = 10.0
 """After SIGKILL; a process that still lives then waits inside the kernel, for a file system or a device."""
+NO_START_S = 5.0
+"""Until the next start where the system refuses a process or its log: a full disk has 75 s to get room before the
+budget is spent."""
 REPEAT_S = 60.0
 """Between two events about a process that does not end."""
 

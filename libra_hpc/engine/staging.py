@@ -20,7 +20,7 @@ from safetensors import safe_open
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from libra_hpc.models.architecture import read_shape
-from libra_hpc.weights.blocks import Slice, engine_slices
+from libra_hpc.weights.blocks import Slice, engine_fault, engine_slices
 from libra_hpc.weights.weightfile import WeightFileError
 
 NICENESS = 10
@@ -39,11 +39,13 @@ class Staging:
     """One version on its way into a worker's model; `outcome` tells when it is ready."""
 
     def __init__(self, model: torch.nn.Module, model_folder: str, dtype: torch.dtype, place: tuple[int, int]) -> None:
-        """``place``: tensor-parallel ranks and this one."""
-        shape = read_shape(Path(model_folder))
+        """``place``: tensor-parallel ranks and this one.  Raises `RuntimeError` where slices are no whole model."""
+        shape, (tp, rank) = read_shape(Path(model_folder)), place
+        if not rank and (fault := engine_fault(shape, tp)):
+            raise RuntimeError(f"the map of the engine's weights is wrong: {fault}")
         self._model, self._dtype, self._experts = model, dtype, shape.experts
         self._places: dict[str, list[Slice]] = defaultdict(list)
-        for slices in engine_slices(shape, *place).values():
+        for slices in engine_slices(shape, tp, rank).values():
             for one in slices:
                 self._places[one.parameter].append(one)
         self._swaps: list[Swap] = []

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from libra_hpc.agent.commands import host_command, host_settings
-from libra_hpc.agent.supervised import ChildCommand, Owner, Supervised
+from libra_hpc.agent.supervised import NO_START_S, ChildCommand, Owner, Supervised
 from libra_hpc.errors import error_text
 from libra_hpc.host.settings import write_private
 from libra_hpc.mesh.agent_context import AgentContext
@@ -31,8 +31,6 @@ from libra_hpc.protocol.env import ChatChoice, EpisodeStepped, HostHeartbeat, Ho
 
 RESTART_S = 0.5
 """After one end in the window; two ends wait twice as long."""
-NO_START_S = 5.0
-"""Where the system refuses a process or its log: a full disk has 75 s to get room before the budget is spent."""
 REMOVE_S, REMOVALS = 1.0, 8
 """Seconds between two attempts to remove the folder of an ended host, and how many: what its tools left behind lives
 until the agent's next look (`libra_hpc.agent.agent.REAP_S`), and may write until then.
