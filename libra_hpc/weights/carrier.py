@@ -45,7 +45,7 @@ from libra_hpc.protocol.codec import EngineSocket
 
 from .image import IMAGE_FILE, Image, reading
 from .offers import HeldOffer, OfferStore
-from .pieces import WHOLE, Offer, TensorBlock, WeightPiece, decode_offer
+from .pieces import WHOLE, Offer, TensorBlock, WeightPiece
 from .pull import Puller
 from .server import IMAGE, CarrierServer
 from .weightfile import FLOATS, WeightFileError
@@ -96,7 +96,7 @@ class NodeImage:
         """Bring the image to ``version``; raises `WeightFileError`, also where there is no room."""
         image = self._open()
         if version > image.version:
-            image.apply(version, [(decode_offer(held.manifest, held.owner), held.payload) for held in offers])
+            image.apply(version, [(held.offer, held.payload) for held in offers])
 
     def _open(self) -> Image:
         if self._image is None:
@@ -202,7 +202,7 @@ def _as_offer(image: Image, version: int) -> HeldOffer:
                 )
             at += size
     offer = Offer(version, WHOLE, IMAGE, tuple(pieces), at)
-    return HeldOffer(version, IMAGE, msgspec.msgpack.encode(offer), image.path, at, start=image.start)
+    return HeldOffer(offer, msgspec.msgpack.encode(offer), image.path, start=image.start)
 
 
 def _or_end(work: Any) -> None:

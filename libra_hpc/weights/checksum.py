@@ -1,4 +1,4 @@
-"""The checksum of a weight file: the exporter computes it, and an engine before it changes a parameter."""
+"""The checksum of a file: of those of a saved state, and of weights before an engine takes them."""
 
 from __future__ import annotations
 

@@ -6,12 +6,12 @@ describes the encodings and reads them.  Needs no torch.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from .machine_code import compiled
 from .pieces import GAPS, Encoded, Encoding, TensorBlock, elements, gaps
 
 Bits = npt.NDArray[np.uint8]
@@ -44,20 +44,8 @@ def set_bits(bits: Bits) -> Index:
     """Positions of the bits that are set, in one pass of machine code: numpy's takes 3 to 8 times as long."""
     count = int(np.bitwise_count(bits).sum())
     out: Index = np.empty(count + 1, np.int32)
-    _compiled()(bits, out)
+    compiled(_set_bits)(bits, out)
     return out[:count]
-
-
-@cache
-def _compiled() -> Any:
-    # Its import takes 0.7 s, and only a trainer with weights in bf16 needs it.
-    from numba import njit
-
-    try:
-        return njit(cache=True, nogil=True)(_set_bits)
-    except RuntimeError:
-        # No folder for the compiled function can be written.
-        return njit(nogil=True)(_set_bits)
 
 
 def _set_bits(bits: Bits, out: Index) -> None:

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import math
 import mmap
 import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,12 +28,11 @@ import numpy as np
 from libra_hpc.errors import error_text
 from libra_hpc.files import write_atomic
 
+from .machine_code import compiled
 from .pieces import GAPS, VALUES, WHOLE, Offer, WeightPiece, elements, offer_fault, piece_values
-from .weightfile import FLOATS, LENGTH, WeightFileError
+from .weightfile import FLOATS, WeightFileError, file_header
 
 IMAGE_FILE = "image.safetensors"
-ALIGNMENT = 8
-"""The header is padded with spaces so that data begins at a multiple of it."""
 
 
 class _State(msgspec.Struct, frozen=True):
@@ -58,7 +55,8 @@ class Image:
         """
         self.shapes, self.dtype = dict(shapes), dtype
         self.path = folder / IMAGE_FILE
-        header, self._places = _header(self.shapes, dtype)
+        header, places = file_header(self.shapes, dtype)
+        self._places = {name: begin for name, (begin, _) in places.items()}
         self.start = len(header)
         """Byte where the first tensor begins."""
         self._bytes = sum(map(math.prod, self.shapes.values())) * FLOATS[dtype]
@@ -142,7 +140,7 @@ class Image:
         one_row = rows == 1 or stride == cols
         gap = piece.encoding != "bitmap"
         width = elements(piece.block) if one_row else cols
-        if not _compiled()(target, values, marks, gap, (elements(piece.block), width, stride)):
+        if not compiled(_overwrite)(target, values, marks, gap, (elements(piece.block), width, stride)):
             raise WeightFileError(f"A piece of {piece.block.tensor} has values outside of its block.")
 
     def _note(self, state: _State) -> None:
@@ -178,14 +176,6 @@ def pin(image: Path, target: Path) -> int:
     return version
 
 
-@cache
-def _compiled() -> Any:
-    # Its import takes 0.7 s, and only a process that has such a piece needs it.
-    from numba import njit
-
-    return njit(cache=True, nogil=True)(_overwrite)
-
-
 def _overwrite(target: Any, values: Any, marks: Any, gaps: bool, block: tuple[int, int, int]) -> bool:
     """Put values where marks say, in one pass; False: one more or less, or outside.  ``block``: elements, columns,
     elements from row to row."""
@@ -211,20 +201,6 @@ def _overwrite(target: Any, values: Any, marks: Any, gaps: bool, block: tuple[in
             at += 1
             bits >>= 1
     return used == len(values)
-
-
-def _header(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[bytes, dict[str, int]]:
-    """Everything before the first tensor, and where each tensor begins behind it."""
-    places: dict[str, int] = {}
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, shape in shapes.items():
-        end = at + math.prod(shape) * FLOATS[dtype]
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
-        places[name], at = at, end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    return len(text).to_bytes(LENGTH, "little") + text, places
 
 
 def _state_path(image: Path) -> Path:

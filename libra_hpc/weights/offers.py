@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .pieces import payload_path
+from .pieces import Offer, payload_path
 
 KEEP_VERSIONS = 2
 """Newest versions that stay whatever the cap: a node behind this one may have begun with either."""
@@ -25,28 +25,22 @@ class HeldOffer:
     """One offer; threads that pull it call `arrived`, threads that serve it `available`."""
 
     def __init__(
-        self,
-        version: int,
-        owner: str,
-        manifest: bytes,
-        path: Path,
-        size: int,
-        *,
-        start: int = 0,
-        stripes: Sequence[int] = (),
+        self, offer: Offer, manifest: bytes, path: Path, *, start: int = 0, stripes: Sequence[int] = ()
     ) -> None:
-        """``path`` is the manifest's, or the image's; ``start``: where the payload begins in its file.
+        """``manifest``: of the offer, as it is served; ``path``: that of the manifest, or of the image.
 
-        ``stripes``: where each begins, for an offer that has yet to arrive; none: it is whole.
+        ``start``: where the payload begins in its file.  ``stripes``: where each begins, for an offer that has yet to
+        arrive; none: it is whole.
         """
-        self.version, self.owner, self.manifest, self.path, self.size = version, owner, manifest, path, size
+        self.offer, self.manifest, self.path = offer, manifest, path
+        self.version, self.owner, self.size = offer.version, offer.owner, offer.size
         self.payload = path if start else payload_path(path)
         self.start = start
         self.file = os.open(self.payload, os.O_RDWR)
         self.removed = False
         self._begins = list(stripes) or [0]
-        self._ends = [*self._begins[1:], size]
-        self._have = list(self._begins) if stripes else [size]
+        self._ends = [*self._begins[1:], offer.size]
+        self._have = list(self._begins) if stripes else [offer.size]
         self._grown = threading.Condition()
 
     def __del__(self) -> None:

@@ -201,8 +201,7 @@ class Puller:
         if owner != IMAGE and not peers:
             return self._own(message, owner)
         route = Route(peers, self._avoided)
-        manifest = self._manifest(message, Fetch(version, owner), route)
-        offer = decode_offer(manifest, owner)
+        manifest, offer = self._manifest(message, Fetch(version, owner), route)
         path = offer_path(self._folder, offer.version, owner)
         held = _allocate(path, offer, manifest, max(1, STRIPES // len(message.owners)))
         try:
@@ -222,7 +221,7 @@ class Puller:
             manifest = path.read_bytes()
             offer = decode_offer(manifest, str(path))
             self._check(offer, Fetch(message.version, owner), message)
-            held = HeldOffer(message.version, owner, manifest, path, offer.size)
+            held = HeldOffer(offer, manifest, path)
         except (OSError, WeightFileError) as error:
             self._report(PieceRefused(message.version, owner, error_text(error)))
             raise PassedOver from error
@@ -237,13 +236,14 @@ class Puller:
             found = f"version {offer.version} of {offer.owner} on {offer.base}"
             raise WeightFileError(f"A manifest of {found} came for version {version} of {fetch.owner} on {base}.")
 
-    def _manifest(self, message: Publish, fetch: Fetch, route: Route) -> bytes:
-        """The manifest from the first node that has it; raises `PassedOver`."""
+    def _manifest(self, message: Publish, fetch: Fetch, route: Route) -> tuple[bytes, Offer]:
+        """The manifest and what it says, from the first node that has it; raises `PassedOver`."""
         while True:
             try:
                 manifest = self._fetch_manifest(route.peer, fetch)
-                self._check(decode_offer(manifest, fetch.owner), fetch, message)
-                return manifest
+                offer = decode_offer(manifest, fetch.owner)
+                self._check(offer, fetch, message)
+                return manifest, offer
             except WeightFileError as error:
                 self._report(PieceRefused(message.version, fetch.owner, f"of rank {route.peer.rank}: {error}"))
                 route.failed(WireError(str(error)))
@@ -431,7 +431,7 @@ def _allocate(path: Path, offer: Offer, manifest: bytes, stripes: int) -> HeldOf
         raise
     count = max(1, min(stripes, offer.size // STRIPE_BYTES))
     begins = [offer.size * number // count for number in range(count)]
-    return HeldOffer(offer.version, offer.owner, manifest, path, offer.size, stripes=begins)
+    return HeldOffer(offer, manifest, path, stripes=begins)
 
 
 def _dealt(offer: Offer, stripes: Sequence[tuple[int, int]]) -> list[list[int]]:

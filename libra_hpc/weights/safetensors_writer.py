@@ -9,7 +9,6 @@ Source: the format's description, https://github.com/huggingface/safetensors.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from collections.abc import Iterable, Mapping
@@ -17,9 +16,9 @@ from pathlib import Path
 
 import torch
 
+from .weightfile import file_header
+
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-ALIGNMENT = 8
-"""The header is padded with spaces so that data begins at a multiple of it."""
 
 
 def write_safetensors(
@@ -30,22 +29,14 @@ def write_safetensors(
     ``tensors`` yields each name of ``shapes`` once, in any order, all of ``dtype``.  Raises `OSError` when the file
     system has no room for the file.
     """
-    size = torch.empty((), dtype=dtype).element_size()
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    places: dict[str, tuple[int, int]] = {}
-    end = 0
-    for name, shape in shapes.items():
-        places[name] = (end, end + size * torch.Size(shape).numel())
-        end = places[name][1]
-        entries[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": list(places[name])}
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % ALIGNMENT)
-    begin = ALIGNMENT + len(header)
+    header, places = file_header(shapes, TYPES[dtype])
+    begin = len(header)
+    end = max((end for _, end in places.values()), default=0)
     with path.open("w+b") as file:
         # Writing to a mapped page that a full file system cannot give would kill the process.
         os.posix_fallocate(file.fileno(), 0, begin + end)
         with mmap.mmap(file.fileno(), begin + end) as mapped:
-            mapped[:begin] = len(header).to_bytes(ALIGNMENT, "little") + header
+            mapped[:begin] = header
             for name, tensor in tensors:
                 low, high = places[name]
                 _fill(mapped, begin + low, high - low, tensor)

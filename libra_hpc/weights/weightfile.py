@@ -23,6 +23,8 @@ FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 """Bytes of an element."""
 LENGTH = 8
 """Bytes of the header's length, before the header."""
+ALIGNMENT = 8
+"""The header is padded with spaces so that data begins at a multiple of it."""
 LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
 METADATA = "__metadata__"
@@ -40,6 +42,19 @@ class _Tensor(msgspec.Struct):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
+
+
+def file_header(shapes: Shapes, dtype: str) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """Everything before the first tensor, and between which bytes behind it each tensor of ``dtype`` lies."""
+    entries: dict[str, object] = {METADATA: {"format": "pt"}}
+    places: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, shape in shapes.items():
+        places[name] = begin, end = end, end + math.prod(shape) * FLOATS[dtype]
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = msgspec.json.encode(entries)
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(LENGTH, "little") + text, places
 
 
 def file_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
