@@ -121,6 +121,8 @@ def _watch(folder: Path, generation: int, before: Lease | None) -> int:
         number, found = newest_lease(folder)
         if found is not None and found.released:
             return number
+        if found is None and number == generation:
+            continue  # read while it was being written
         if (number, found) != (generation, before):
             raise LeaseRefused("another process has just taken the run" if found is None else _whose(found))
     return generation

@@ -79,6 +79,18 @@ def test_another_machines_owner_is_watched(folder: Path) -> None:
     released.join()
 
 
+def test_a_lease_read_while_it_is_being_written_is_read_again(folder: Path) -> None:
+    write(folder, 1, of(4711, "far"))
+    torn = threading.Timer(0.1, lease_file(folder, 1).write_bytes, (b"{",))
+    torn.start()
+    written = threading.Timer(0.2, write, (folder, 1, of(4711, "far", renewed=1)))
+    written.start()
+    with pytest.raises(LeaseRefused, match="process 4711 on far owns the run since"):
+        acquire(folder)
+    torn.join()
+    written.join()
+
+
 def test_one_who_waits_gets_a_lease_that_is_released_meanwhile(folder: Path) -> None:
     held = acquire(folder)
     threading.Timer(0.2, held.release).start()
