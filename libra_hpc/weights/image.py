@@ -135,8 +135,9 @@ class Image:
             block[:] = values.reshape(rows, cols)
             return
         values = np.frombuffer(payload, target.dtype, piece.changed, piece.at)
-        marks = np.frombuffer(payload, GAPS.get(piece.encoding, np.uint8), offset=piece.at + values.nbytes)
-        marks = marks[: (piece.size - values.nbytes) // marks.itemsize]
+        marks = np.frombuffer(
+            payload[piece.at + values.nbytes : piece.at + piece.size], GAPS.get(piece.encoding, np.uint8)
+        )
         one_row = rows == 1 or stride == cols
         gap = piece.encoding != "bitmap"
         width = elements(piece.block) if one_row else cols

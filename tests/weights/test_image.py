@@ -152,6 +152,23 @@ def test_any_piece_overwrites_its_elements_alone_and_a_forged_one_leaves_no_vers
         assert found == version + 2
 
 
+def test_wide_gaps_before_a_piece_of_an_odd_number_of_bytes(tmp_path: Path) -> None:
+    shapes = {"a.weight": (1000,)}
+    image = Image(tmp_path, shapes, "BF16")
+    expected = np.zeros(1000, np.int16)
+    image.apply(0, [offer(tmp_path, 0, WHOLE, "t0.0", [dense("a.weight", 0, expected)])])
+    pieces = []
+    for encoding, offset in (("gap16", 0), ("gap8", 500)):
+        expected[offset + 7] = offset + 1
+        block = TensorBlock("a.weight", offset, 1, 500, 1000)
+        values = np.array([offset + 1], np.int16)
+        pieces.append(sparse(block, "BF16", encoding, np.array([7], np.int32), values))  # type: ignore[arg-type]
+    made = offer(tmp_path, 1, 0, "t0.0", pieces)
+    assert made[0].size % 2
+    image.apply(1, [made])
+    np.testing.assert_array_equal(np.frombuffer(image.path.read_bytes()[image.start :], np.int16), expected)
+
+
 def test_a_writer_killed_at_any_piece_leaves_no_mixture_and_the_next_one_ends_its_work(tmp_path: Path) -> None:
     image = Image(tmp_path, SHAPES, "F32")
     image.apply(0, whole(tmp_path, 0, random_values(0)))
