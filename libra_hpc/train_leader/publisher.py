@@ -2,11 +2,13 @@
 
 - The chain: the nodes of the core, then those that get new weights, those behind a slow link last.
 - The carriers of the core are not all there yet -> the version is published once they are.
-- A carrier started, or a node lacks a version -> the newest one is published to it again.
+- A carrier started -> it gets the newest versions again; one of the core has another port, so all others learn it.
+- A node lacks a version -> the newest one is published to it again.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from libra_hpc.protocol.agents import CarrierStarted, MeshMessage, WeightsCurrent, WeightsHere, WeightsWanted
@@ -16,6 +18,10 @@ from .exports import Published
 
 SLOW = 2.0
 """Times the quickest node's seconds per byte; half of it is the noise of busy nodes."""
+
+AGAIN = 4
+"""Newest versions that a carrier gets when it starts: what the one before it had not yet received or written into the
+image. Half: too few when updates are quick; double: nothing, as an image of another node is then as near."""
 
 
 class WeightPublisher:
@@ -27,31 +33,34 @@ class WeightPublisher:
         self._carriers: dict[int, Peer] = {}
         self._seconds: dict[int, float] = {}
         """Per byte, of the last version that came to a node."""
-        self._newest: Published | None = None
+        self._versions: deque[Published] = deque(maxlen=AGAIN)
         self._waits = False
 
     def publish(self, newest: Published) -> None:
-        self._newest = newest
+        if newest.base < 0:
+            self._versions.clear()
+        self._versions.append(newest)
         self._waits = not all(rank in self._carriers for rank in self._core)
         if not self._waits:
-            chain = self._chain()
-            for peer in chain:
-                self._send_to(peer.rank, newest, chain)
+            self._to_all([newest])
 
     def on_carrier(self, message: CarrierStarted) -> None:
-        rank = message.peer.rank
+        rank, versions = message.peer.rank, list(self._versions)
         self._carriers[rank] = message.peer
         self._seconds.pop(rank, None)
-        if self._newest is None:
-            return
         if self._waits:
-            self.publish(self._newest)
-        elif rank in self._core or rank in self._receivers():
-            self._send_to(rank, self._newest, self._chain())
+            self._waits = not all(rank in self._carriers for rank in self._core)
+            if not self._waits:
+                self._to_all(versions)
+        elif rank in self._core:
+            self._to_all(versions[-1:], but=rank)
+            self._send_to(rank, versions, self._chain())
+        elif rank in self._receivers():
+            self._send_to(rank, versions, self._chain())
 
     def on_wanted(self, message: WeightsWanted) -> None:
-        newest = self._newest
-        if newest is None or newest.version <= message.have:
+        newest = list(self._versions)[-1:]
+        if not newest or newest[0].version <= message.have:
             self._send(message.rank, WeightsCurrent(message.have))
         elif not self._waits:
             self._send_to(message.rank, newest, self._chain(message.rank))
@@ -73,5 +82,12 @@ class WeightPublisher:
         others.sort(key=lambda rank: self._seconds.get(rank, 0.0) > SLOW * quickest)
         return tuple(self._carriers[rank] for rank in (*self._core, *others) if rank in self._carriers)
 
-    def _send_to(self, rank: int, newest: Published, chain: tuple[Peer, ...]) -> None:
-        self._send(rank, Publish(newest.version, newest.base, newest.owners, chain))
+    def _to_all(self, versions: Sequence[Published], but: int = -1) -> None:
+        chain = self._chain()
+        for peer in chain:
+            if peer.rank != but:
+                self._send_to(peer.rank, versions, chain)
+
+    def _send_to(self, rank: int, versions: Sequence[Published], chain: tuple[Peer, ...]) -> None:
+        for version, base, owners in versions:
+            self._send(rank, Publish(version, base, owners, chain))

@@ -45,7 +45,7 @@ from libra_hpc.protocol.codec import EngineSocket
 
 from .image import IMAGE_FILE, Image, reading
 from .offers import HeldOffer, OfferStore
-from .pieces import WHOLE, Offer, TensorBlock, WeightPiece
+from .pieces import WHOLE, Offer, TensorBlock, WeightPiece, offer_paths, read_offer
 from .pull import Puller
 from .server import IMAGE, CarrierServer
 from .weightfile import FLOATS, WeightFileError
@@ -124,6 +124,7 @@ class Carrier:
         self._agent = agent
         self._image = NodeImage(config)
         self._store = OfferStore(cap_bytes=self._image.size)
+        self._adopt(Path(config.folder))
         family = socket.AF_INET6 if ":" in config.address or not config.address else socket.AF_INET
         listener = socket.create_server(
             (config.address, 0), family=family, backlog=CALLERS, dualstack_ipv6=not config.address
@@ -158,6 +159,12 @@ class Carrier:
                 case Engines(version=version):
                     self._engines = version
                     self._prune()
+
+    def _adopt(self, folder: Path) -> None:
+        """Serve the offers that an earlier carrier of this node had: others may have received a part of them."""
+        for path in offer_paths(folder):
+            with contextlib.suppress(OSError, WeightFileError):
+                self._store.add(HeldOffer(read_offer(path), path.read_bytes(), path))
 
     def _write_image(self) -> None:
         pending: deque[tuple[Publish, list[HeldOffer]]] = deque()

@@ -95,6 +95,11 @@ def offer_path(folder: Path, version: int, owner: str) -> Path:
     return folder / f"offer-{version:08d}-{owner}.manifest"
 
 
+def offer_paths(folder: Path) -> list[Path]:
+    """Manifests of all offers, oldest version first."""
+    return sorted(folder.glob("offer-*.manifest"))
+
+
 def payload_path(manifest: Path) -> Path:
     return manifest.with_suffix(".pieces")
 

@@ -59,8 +59,9 @@ class PassedOver(Exception):
 class Route:
     """Whom to ask for an offer, nearest first."""
 
-    def __init__(self, peers: Sequence[Peer], avoided: dict[int, float]) -> None:
-        self._avoided = avoided
+    def __init__(self, peers: Sequence[Peer], avoided: dict[int, float], newest: dict[int, Peer]) -> None:
+        """``newest``: by rank, where its carrier is now; one that ended has another port when it is there again."""
+        self._avoided, self._newest = avoided, newest
         now = time.monotonic()
         self._peers = sorted(peers, key=lambda peer: avoided.get(peer.rank, 0.0) > now)
         self._at = self._absent = 0
@@ -70,7 +71,8 @@ class Route:
 
     @property
     def peer(self) -> Peer:
-        return self._peers[self._at % len(self._peers)]
+        peer = self._peers[self._at % len(self._peers)]
+        return self._newest.get(peer.rank, peer)
 
     @property
     def exhausted(self) -> bool:
@@ -116,12 +118,17 @@ class Puller:
         self._queue: deque[Publish] = deque()
         self._published = threading.Condition()
         self._avoided: dict[int, float] = {}
+        self._newest: dict[int, Peer] = {}
         self._pool = ThreadPoolExecutor(thread_name_prefix="pull", max_workers=MOST_THREADS)
         self.have = -1
         """The newest version that is whole on this node."""
 
     def publish(self, message: Publish) -> None:
         self._store.expect(message.version)
+        for peer in message.chain:
+            if self._newest.get(peer.rank) != peer:
+                self._newest[peer.rank] = peer
+                self._avoided.pop(peer.rank, None)
         with self._published:
             self._queue.append(message)
             self._published.notify_all()
@@ -198,9 +205,12 @@ class Puller:
     def _offer(self, message: Publish, owner: str, peers: list[Peer]) -> HeldOffer:
         """One offer, whole and intact."""
         version = -1 if owner == IMAGE else message.version
-        if owner != IMAGE and not peers:
+        if not peers:
+            if owner == IMAGE:
+                self._report(Stalled(message.version, owner, 0, "no other node has an image"))
+                raise PassedOver
             return self._own(message, owner)
-        route = Route(peers, self._avoided)
+        route = Route(peers, self._avoided, self._newest)
         manifest, offer = self._manifest(message, Fetch(version, owner), route)
         path = offer_path(self._folder, offer.version, owner)
         held = _allocate(path, offer, manifest, max(1, STRIPES // len(message.owners)))
@@ -299,7 +309,7 @@ class Puller:
         self, message: Publish, held: HeldOffer, number: int, view: memoryview, peers: list[Peer], stop: threading.Event
     ) -> None:
         begin, end = held.stripes[number]
-        route = Route(peers, self._avoided)
+        route = Route(peers, self._avoided, self._newest)
         at = begin
 
         def grown(to: int) -> None:
@@ -366,7 +376,7 @@ class Puller:
     def _again(self, message: Publish, held: HeldOffer, begin: int, end: int, view: memoryview) -> None:
         """Receive a piece from its owner alone."""
         rank = dict(message.owners)[held.owner]
-        route = Route([peer for peer in message.chain if peer.rank == rank], self._avoided)
+        route = Route([peer for peer in message.chain if peer.rank == rank], self._avoided, self._newest)
         at = begin
 
         def grown(to: int) -> None:
@@ -393,7 +403,10 @@ class Puller:
     def _replaced(self, message: Publish) -> bool:
         """Whether a version was published that needs nothing of this one."""
         with self._published:
-            return any(later.version >= message.version and later.base <= self.have for later in self._queue)
+            return any(
+                (later.version, -later.base) > (message.version, -message.base) and later.base <= self.have
+                for later in self._queue
+            )
 
     def _wait(self, seconds: float) -> None:
         with self._published:

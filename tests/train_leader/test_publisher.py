@@ -28,6 +28,9 @@ class Nodes:
     def publish(self, version: int) -> None:
         self.publisher.publish(Published(version, version - 1, (("t1.0", 1), ("t2.0", 2))))
 
+    def versions(self, rank: int) -> list[int]:
+        return [m.version for to, m in self.sent if to == rank and isinstance(m, Publish)]
+
     def taken(self) -> list[tuple[int, Any]]:
         sent, self.sent = self.sent, []
         return sent
@@ -58,6 +61,28 @@ def test_a_carrier_that_starts_later_gets_the_newest_version_at_its_place() -> N
     nodes.start(4)
     nodes.start(9)
     assert nodes.chains() == {4: [1, 2, 4, 5]}, "9 does not get weights"
+
+
+def test_a_carrier_of_the_core_that_starts_again_is_found_by_all_and_gets_what_its_image_may_lack() -> None:
+    nodes = Nodes(1, 2, 3)
+    for version in range(6):
+        nodes.publish(version)
+    nodes.taken()
+    nodes.start(1)
+    assert {rank: nodes.versions(rank) for rank in (1, 2, 3)} == {1: [2, 3, 4, 5], 2: [5], 3: [5]}
+    nodes.taken()
+    nodes.publisher.publish(Published(6, -1, (("t1.0", 1),)))
+    nodes.taken()
+    nodes.start(3)
+    assert {rank: nodes.versions(rank) for rank in (1, 2, 3)} == {1: [], 2: [], 3: [6]}, "it needs nothing before"
+
+
+def test_versions_that_waited_for_a_carrier_of_the_core_are_all_published() -> None:
+    nodes = Nodes(1)
+    nodes.publish(0)
+    nodes.publish(1)
+    nodes.start(2)
+    assert nodes.versions(1) == nodes.versions(2) == [0, 1]
 
 
 def test_a_node_that_wants_weights_gets_the_newest_or_hears_that_there_are_none() -> None:

@@ -28,11 +28,13 @@ class CarrierNode:
     """A carrier process and the agent's end of its socket."""
 
     def __init__(self, folder: Path, rank: int, shapes: dict[str, tuple[int, ...]], secret: bytes = SECRET) -> None:
+        """In a folder that has files of an earlier one it goes on with them, as an agent's next carrier does."""
         self.rank, self.folder = rank, folder
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         config = CarrierConfig(rank, str(folder), "127.0.0.1", secret, "", shapes, "BF16")
         (folder / "carrier.json").write_bytes(msgspec.json.encode(config))
         path = folder / "socket"
+        path.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
             listener.listen()
