@@ -37,7 +37,7 @@ from libra_hpc.simulator.settings import SimulationSettings
 from libra_hpc.weights.image import reading
 from libra_hpc.weights.weightfile import WeightFileError
 
-from . import tokens
+from . import state, tokens
 from .settings import Pace
 
 FLOAT_BYTES = 4
@@ -158,6 +158,8 @@ class SimulatedEngine:
         try:
             with reading(Path(message.path)) as version:
                 message = UpdateWeights(message.path, version)
+                if not state.holds(Path(message.path), version):
+                    raise WeightFileError(f"{message.path}: its weights are not those of version {version}.")
         except WeightFileError as error:
             return [EngineFailed(str(error), fatal=False)]
         if message.version == self._engine.version and not self._updates:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from libra_hpc.protocol.codec import pack_f32
 from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.link import PeerLost
 from libra_hpc.weights.pieces import WHOLE, Encoded, Offer, TensorBlock, write_offer
@@ -26,6 +26,8 @@ from libra_hpc.weights.pieces import WHOLE, Encoded, Offer, TensorBlock, write_o
 TENSOR = "simulated.step"
 ELEMENTS = 4096
 """float32 elements of a weight file (16 KiB): its transfer takes no time."""
+PARTS = 4
+"""Of the tensor; a step changes one of them, so a node that lacks an update has other weights."""
 MEET_POLL_S = 0.01
 """Seconds between two checks of the rendezvous files."""
 ALIGN = 8
@@ -37,18 +39,36 @@ def image_shapes() -> dict[str, tuple[int, ...]]:
     return {TENSOR: (ELEMENTS,)}
 
 
-def offer(folder: Path, step: int, rank: int) -> tuple[Offer, int]:
-    """The offer of a process, whole: the first has the tensor; and elements owned.  Raises `OSError`."""
-    own = ELEMENTS if not rank else 0
-    values = np.full(own, float(step), np.float32).view(np.int32)
-    block = TensorBlock(TENSOR, 0, 1, ELEMENTS, ELEMENTS)
-    pieces = [Encoded(block, "F32", "dense", own, (values,))] if own else []
-    return write_offer(folder, step, WHOLE, f"t{rank}", pieces), own
+def weights(step: int) -> npt.NDArray[np.float32]:
+    """Those of a step: each part has the number of the step that changed it last."""
+    parts = np.arange(ELEMENTS, dtype=np.float32) // (ELEMENTS // PARTS)
+    return np.maximum(step - (step - parts) % PARTS, 0.0)
+
+
+def offer(folder: Path, step: int, base: int, rank: int) -> tuple[Offer, int]:
+    """The offer of a process; the first has the tensor; and elements owned.  Raises `OSError`.
+
+    ``base``: the step whose weights it changes; `WHOLE`: none.
+    """
+    values = weights(step).view(np.int32)
+    changed = np.flatnonzero(values != weights(base).view(np.int32)) if base != WHOLE else np.arange(ELEMENTS)
+    size = ELEMENTS // PARTS
+    pieces = [
+        Encoded(TensorBlock(TENSOR, at, 1, size, ELEMENTS), "F32", "dense", size, (values[at : at + size],))
+        for at in range(0, 0 if rank else ELEMENTS, size)
+        if at in changed
+    ]
+    return write_offer(folder, step, base, f"t{rank}", pieces), 0 if rank else ELEMENTS
+
+
+def holds(image: Path, step: int) -> bool:
+    """Whether an image has the weights of a step and no others."""
+    return image.read_bytes().endswith(weights(step).tobytes())
 
 
 def weight_file(step: int) -> bytes:
-    """Content of a safetensors file whose one tensor holds the step."""
-    data = pack_f32([float(step)] * ELEMENTS)
+    """Content of a safetensors file with the weights of a step."""
+    data = weights(step).tobytes()
     header = json.dumps({TENSOR: {"dtype": "F32", "shape": [ELEMENTS], "data_offsets": [0, len(data)]}}).encode()
     header += b" " * (-len(header) % ALIGN)
     return struct.pack("<Q", len(header)) + header + data

@@ -28,7 +28,7 @@ from libra_hpc.state.store import patiently, resolve
 from libra_hpc.trainer.link import LOAD, WAITING, BatchRejected, Pulse, WorkerLoop, WorkerSocket
 from libra_hpc.trainer.settings import WorkerConfig, read_config
 from libra_hpc.trainer.shards import loss_tokens_of, spread, tokens_of
-from libra_hpc.weights.pieces import Offer
+from libra_hpc.weights.pieces import WHOLE, Offer
 
 from . import state
 from .clock import wait
@@ -64,6 +64,8 @@ class Trainer(WorkerLoop):
             with self.pulse.phase(LOAD):
                 self._state = patiently(lambda: folders.read_state(resolve(Path(config.start_dir))))
         self._writer: threading.Thread | None = None
+        self._offered = WHOLE
+        """The version that was offered last; as a real trainer, it knows what changed since, and no more."""
         self._take(pace.start_s, begin)
         socket.send(EngineState(-1, "train", "ready", version=self.step))
 
@@ -130,7 +132,10 @@ class Trainer(WorkerLoop):
         )
 
     def offer(self, folder: Path, version: int, base: int) -> tuple[Offer, int]:
-        return state.offer(folder, version, self._config.rank)
+        base = base if base == self._offered else WHOLE
+        offered = state.offer(folder, version, base, self._config.rank)
+        self._offered = version
+        return offered
 
     def snapshot(self, folder: Path) -> None:
         self._end_write()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from libra_hpc.simulated.state import image_shapes, offer
 from libra_hpc.weights.image import IMAGE_FILE, Image
-from libra_hpc.weights.pieces import offer_path, payload_path
+from libra_hpc.weights.pieces import WHOLE, offer_path, payload_path
 
 
 class WrittenImage:
@@ -23,7 +23,7 @@ class WrittenImage:
         return self._folder / IMAGE_FILE
 
     def write(self, version: int, changed: Callable[[], None]) -> None:
-        made, _ = offer(self._folder, version, 0)
+        made, _ = offer(self._folder, version, WHOLE, 0)
         path = payload_path(offer_path(self._folder, version, "t0"))
         Image(self._folder, image_shapes(), "F32").apply(version, [(made, path)])
         self.version = version

@@ -27,6 +27,8 @@ CHILDREN = [
     (HYBRID, "libra_hpc.simulated.engine_process"),
     (ROLLOUT, "libra_hpc.simulated.engine_process"),
     (ROLLOUT_LEADER, "libra_hpc.simulated.host_process"),
+    (TRAIN_LEADER, "libra_hpc.weights.carrier"),
+    (ROLLOUT, "libra_hpc.weights.carrier"),
 ]
 STOPS_S = (1.0, 3.0, 8.0)
 """Below and above the shortest deadline of the run file."""

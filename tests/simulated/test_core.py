@@ -19,7 +19,7 @@ from libra_hpc.simulated import tokens
 from libra_hpc.simulated.engine_core import SimulatedEngine
 from libra_hpc.simulated.state import image_shapes, offer
 from libra_hpc.weights.image import Image
-from libra_hpc.weights.pieces import offer_path, payload_path
+from libra_hpc.weights.pieces import WHOLE, offer_path, payload_path
 from tests.simulator.toys import Linear
 
 from .link import pace
@@ -50,9 +50,18 @@ def turn(rid: str, count: int, *, sample: int = 0, size: int = 16, max_tokens: i
 def update(folder: Path, version: int) -> UpdateWeights:
     """An image of a version."""
     image = Image(folder, image_shapes(), "F32")
-    made, _ = offer(folder, version, 0)
+    made, _ = offer(folder, version, WHOLE, 0)
     image.apply(version, [(made, payload_path(offer_path(folder, version, "t0")))])
     return UpdateWeights(str(image.path), version)
+
+
+def test_an_image_with_other_weights_than_its_versions_is_refused(tmp_path: Path) -> None:
+    message = update(tmp_path, 3)
+    image = Path(message.path)
+    image.write_bytes(image.read_bytes()[:-1] + b"\1")
+    (refused,) = engine().update(message, 0.0)
+    assert isinstance(refused, EngineFailed)
+    assert "are not those of version 3" in refused.what
 
 
 def answers(messages: list[FromEngine]) -> dict[str, Generated]:

@@ -18,10 +18,11 @@ from libra_hpc.protocol.engine_state import EngineState, EngineStats
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulated import tokens
 from libra_hpc.simulated.settings import Pace
-from libra_hpc.simulated.state import weight_file
+from libra_hpc.simulated.state import ELEMENTS, image_shapes, offer, weight_file, weights
 from libra_hpc.state import state_folders as folders
 from libra_hpc.traces.read import write_trace
 from libra_hpc.trainer.settings import write_config
+from libra_hpc.weights.image import Image
 from libra_hpc.weights.pieces import offer_path, payload_path, piece_values, read_offer
 from tests.trainer.settings import worker_config
 
@@ -118,11 +119,11 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
             second.send(step(3, 2))
             assert "at step 3" in second.until(train.StepFailed).error
             second.send(train.Standby())
-            weights = train.Join(3, 1, 2, str(tmp_path / "again"), weights="w", version=3)
+            local = train.Join(3, 1, 2, str(tmp_path / "again"), weights="w", version=3)
             first.send(train.Join(3, 0, 2, str(tmp_path / "again")))
-            second.send(weights)
-            (_, local) = [link.until(train.Joined) for link in (first, second)]
-            assert (local.step, local.received_bytes) == (3, 0), "its node has the weights of step 3"
+            second.send(local)
+            (_, joined) = [link.until(train.Joined) for link in (first, second)]
+            assert (joined.step, joined.received_bytes) == (3, 0), "its node has the weights of step 3"
         first.send(train.Join(3, 0, 2, str(tmp_path / "g3")), train.Join(4, 0, 1, str(tmp_path / "g4")))
         assert "1 of 2 members did not appear" in first.until(train.WorkerFailed).what
         assert first.until(train.Joined).generation == 4, "a newer generation ends the wait for one that cannot form"
@@ -130,9 +131,10 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
         first.send(train.OfferWeights(str(tmp_path / "w"), 3, 2))
         offered = first.until(train.Offered)
         offer = read_offer(offer_path(tmp_path / "w", 3, offered.owner))
-        assert (offered.base, offered.size, offered.changed, offered.total) == (-1, 16384, 4096, 4096)
-        _, values = piece_values(offer.pieces[0], payload_path(offer_path(tmp_path / "w", 3, "t0")).read_bytes())
-        assert set(values.view(np.float32).tolist()) == {3.0}
+        assert (offered.base, offered.size, offered.changed, offered.total) == (-1, 16384, 4096, 4096), "its first one"
+        payload = payload_path(offer_path(tmp_path / "w", 3, "t0")).read_bytes()
+        values = np.concatenate([piece_values(piece, payload)[1] for piece in offer.pieces])
+        assert (values.view(np.float32) == weights(3)).all()
         first.send(train.SaveCheckpoint(str(tmp_path / "step-3"), 3))
         first.until(train.Saved)
         first.send(train.SaveCheckpoint(str(tmp_path / "step-4"), 4))
@@ -161,7 +163,17 @@ def test_weight_files_are_safetensors(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors")
     (tmp_path / "w.safetensors").write_bytes(weight_file(7))
     with safetensors.safe_open(tmp_path / "w.safetensors", framework="np") as file:
-        assert set(file.get_tensor("simulated.step").tolist()) == {7.0}
+        assert (file.get_tensor("simulated.step") == weights(7)).all()
+
+
+def test_changes_of_steps_put_together_are_the_weights_of_the_last(tmp_path: Path) -> None:
+    image = Image(tmp_path, image_shapes(), "F32")
+    for base, step in ((-1, 2), (2, 3), (3, 4), (4, 7), (7, 8), (8, 30), (30, 31)):
+        made, owned = offer(tmp_path, step, base, 0)
+        assert owned == ELEMENTS
+        assert made.size == ELEMENTS * 4 * (1 if base in (-1, 8) else (step - base) / 4)
+        image.apply(step, [(made, payload_path(offer_path(tmp_path, step, "t0")))])
+        assert (np.frombuffer(image.path.read_bytes()[image.start :], np.float32) == weights(step)).all()
 
 
 def test_a_host_replays_a_trace_and_starts_again_at_its_end(tmp_path: Path) -> None:
