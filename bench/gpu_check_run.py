@@ -34,7 +34,7 @@ OVERRIDES = {
     "optimizer.lr": 3e-4,
     "checkpoint.every": 5,
 }
-COLUMNS = {"step, s": "step_s", "  training, s": "train_wall_s", "  export of weights, s": "export_s"}
+COLUMNS = {"step, s": "step_s", "  training, s": "train_wall_s", "  new weights written, s": "diff_s"}
 """Figures of a step, and where `metrics.jsonl` has them."""
 WARM_START = 200
 """Supervised steps of the policy: it produces trajectories of several turns, and does not yet solve the task."""

@@ -54,6 +54,8 @@ class NodeCarrier(EngineNode[Supervised]):
         self._restarts: set[asyncio.Task[None]] = set()
         self.version = -1
         """Of the image; -1: there is none."""
+        self.wire_s = self.image_s = 0.0
+        """Of the version that came last, and of the image's last change."""
 
     @property
     def image(self) -> Path:
@@ -101,9 +103,10 @@ class NodeCarrier(EngineNode[Supervised]):
                 peer = Peer(context.rank, context.addresses, port)
                 context.send(context.layout.train_leader, wire.CarrierStarted(peer))
             case VersionHere(version=version, bytes=size, wire_s=wire_s):
+                self.wire_s = wire_s
                 context.send(context.layout.train_leader, wire.WeightsHere(context.rank, version, size, wire_s))
-            case ImageHere(version=version):
-                self.version = version
+            case ImageHere(version=version, seconds=seconds):
+                self.version, self.image_s = version, seconds
                 self._changed()
             case PieceRefused(version=version, owner=owner, reason=reason):
                 context.log("weights_corrupt", rank=context.rank, version=version, owner=owner, reason=reason)

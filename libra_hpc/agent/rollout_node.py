@@ -204,7 +204,7 @@ class RolloutNode(EngineNode[VllmEngine]):
                 if message != engine.reported:
                     engine.reported = message
                     self._context.send_to_rollout_leader(wire.EngineLoad(engine.name, message))
-            case WeightsApplied(version=version, seconds=seconds):
+            case WeightsApplied(version=version):
                 engine.version = version
                 self._watch.ended(engine.name, WAKE, now)
                 self._watch.ended(engine.name, WEIGHTS, now)
@@ -212,7 +212,13 @@ class RolloutNode(EngineNode[VllmEngine]):
                     self._watch.began(engine.name, WEIGHTS, now)
                 self._carrier.applied(min(e.version for e in self._engines.values() if e.state in ("ready", "loading")))
                 self._context.log(
-                    "weights_applied", rank=self._context.rank, engine=engine.name, version=version, seconds=seconds
+                    "weights_applied",
+                    rank=self._context.rank,
+                    engine=engine.name,
+                    **msgspec.structs.asdict(message),
+                    wire_s=self._carrier.wire_s,
+                    image_s=self._carrier.image_s,
+                    serving=engine.state == "ready",
                 )
                 if engine.state == "ready":
                     self._context.send_to_rollout_leader(wire.EngineVersion(self._context.rank, engine.name, version))

@@ -111,7 +111,9 @@ class Coordinator:
                 node.beat = message
             case wire.Log(kind=kind, t=t, fields=fields):
                 self._records.record(kind, t, fields)
-                if kind == "checkpoint_saved" and isinstance(seconds := fields.get("seconds"), float):
+                if kind == "weights_applied":
+                    self._observations.on_weights(fields, node.seen)
+                elif kind == "checkpoint_saved" and isinstance(seconds := fields.get("seconds"), float):
                     self._limit.on_save(seconds)
                 elif kind == "checkpoint_started":
                     self._limit.on_save_started(t)
@@ -385,6 +387,7 @@ class Coordinator:
             "rollout_nodes": len(self._nodes.receivers),
             "rollout_tokens_per_s": self._observations.step_speed(now),
             "expected_s": None if estimate is None else estimate.batch_s,
+            **self._observations.update_costs(),
         }
         line = {"t": now, "step": report.step, **metrics, **own}
         self._observations.on_step(line, now)

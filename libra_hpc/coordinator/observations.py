@@ -6,8 +6,9 @@ Sliding windows of steps, rollout, trajectories and moves.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 from libra_hpc.facts.series import Record
 from libra_hpc.protocol.agents import RolloutReport
@@ -45,6 +46,8 @@ class Observations:
         self._report_at = 0.0
         self._report_nodes: tuple[int, ...] = ()
         self._finished = 0
+        self._updates: list[Mapping[str, Any]] = []
+        """Weights that serving engines got since the last step."""
         self._stepped: tuple[float, int] | None = None
         """When the last step was committed, else the first report came, and the tokens generated until then."""
 
@@ -59,7 +62,8 @@ class Observations:
                 tokens=int(line["trained_tokens"]),
                 loss_tokens=int(line["loss_tokens"]),
                 nodes=int(line["train_nodes"]),
-                seconds=line["train_s"],
+                seconds=line["train_s"] + line.get("diff_s", 0.0),
+                diff_s=line.get("diff_s", 0.0),
             )
             self.steps.append(fact)
 
@@ -95,6 +99,23 @@ class Observations:
             )
             self.trajectories.append(trajectory)
             self._finished += 1
+
+    def on_weights(self, applied: Mapping[str, Any], now: float) -> None:
+        """An event ``weights_applied``; engines that did not serve before had no pause."""
+        if applied["serving"]:
+            commits = [line["t"] for line in self.lines if line["step"] == applied["version"]]
+            self._updates.append({**applied, "update_s": now - commits[-1]} if commits else applied)
+
+    def update_costs(self) -> dict[str, float]:
+        """What new weights cost the engines since the last call: of the slowest engine, and all tokens."""
+        updates, self._updates = self._updates, []
+        if not updates:
+            return {}
+        names = {"wire_s": "wire_s", "image_s": "image_s", "stage_s": "stage_s", "seconds": "pause_s"}
+        longest = {name: max(applied[field] for applied in updates) for field, name in names.items()}
+        known = [applied["update_s"] for applied in updates if "update_s" in applied]
+        dropped = sum(applied["recomputed"] for applied in updates)
+        return {**longest, "dropped_kv_tokens": dropped, **({"update_s": max(known)} if known else {})}
 
     def on_switch(self, direction: Literal["to_train", "to_rollout"], seconds: float, now: float) -> None:
         self.switches.append(SwitchFact(now, direction, seconds))
@@ -143,7 +164,7 @@ class Observations:
     def train_speed(self) -> tuple[float, float, float]:
         """(tokens per second of the stage's own time, seconds per global batch, busy share) over the last steps."""
         recent = list(self.steps)[-16:]
-        seconds, tokens = sum(s.seconds for s in recent), sum(s.tokens for s in recent)
+        seconds, tokens = sum(s.seconds - s.diff_s for s in recent), sum(s.tokens for s in recent)
         wall = sum(line["step_s"] for line in list(self.lines)[-16:])
         return (
             tokens / seconds if seconds else 0.0,

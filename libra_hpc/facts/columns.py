@@ -165,16 +165,45 @@ TRAINING = (
         ENDED, total, "tokens: {:,} of them generated"
     ),
     Number("trained_tokens", "tokens", "All tokens that went through the model"),
-    Number("train_s", "s", "Own work of the stage: compute, reduce, export; without waits for slower replicas"),
+    Number("train_s", "s", "Own work of the stage: compute, reduce, update; without waits for slower replicas"),
     Number("train_wall_s", "s", "From the batch's dispatch to its commit"),
     Number("reduce_s", "s", "Time in the reduction of gradients"),
-    Number("export_s", "s", "Time of the last weight export"),
     Number("train_tokens_per_s", "tokens/s", "`tokens` over `train_s`").shown(
         ENDED, mean, "train speed: {:,.0f} tokens/s"
     ),
     Number("router_agreement", "0..1", "Share of replayed choices of experts that the trainer would have made too"),
 )
 """From the train leader, of the replicas' answers; a step that was found committed lacks them."""
+
+OFFERED = (
+    Number("changed_share", "0..1", "Share of the weights' elements that changed in the step; 1: all were sent").shown(
+        LIVELY, last, "new weights: {:.1%} changed", quiet=True
+    ),
+    Number("weights_mb", "MB", "Of the pieces that each engine's node gets").shown(
+        LIVELY, last, "new weights: {:,.1f} MB", quiet=True
+    ),
+    Number("weights_dense_mb", "MB", "Of all weights").shown(LIVELY, last),
+    Number("diff_s", "s", "To write these pieces, of the slowest training process; not in `train_s`").shown(
+        LIVELY, last
+    ),
+)
+"""From the train leader, of the weights of the step before: new ones travel during the next step."""
+
+UPDATED = (
+    Number("wire_s", "s", "On the way to a node").shown(LIVELY, last),
+    Number("image_s", "s", "To write them into a node's image").shown(LIVELY, last),
+    Number("stage_s", "s", "To make them ready beside an engine's steps").shown(LIVELY, last),
+    Number("update_s", "s", "From the commit of their step until an engine has them").shown(
+        LIVELY, last, "new weights: {:.2f} s to engines", quiet=True
+    ),
+    Number("pause_s", "s", "Pause of an engine in which it switches to them").shown(
+        LIVELY, last, "new weights: pause {:.3f} s", quiet=True
+    ),
+    Number("dropped_kv_tokens", "tokens", "Of running requests, computed again because of them, in all engines").shown(
+        LIVELY, last
+    ),
+)
+"""From rank 0, of the weights that serving engines got during the step, the slowest of each; else they are lacking."""
 
 COORDINATOR = (
     Number("t", "epoch s", "Time at which rank 0 heard of the commit"),
@@ -187,7 +216,7 @@ COORDINATOR = (
 )
 """From rank 0, which writes the line."""
 
-COLUMNS = [*BATCH, *STEP, *TRAINING, *COORDINATOR]
+COLUMNS = [*BATCH, *STEP, *TRAINING, *OFFERED, *UPDATED, *COORDINATOR]
 """A task's own number must not take the name of one."""
 
 LIVE = [

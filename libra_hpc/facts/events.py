@@ -103,7 +103,11 @@ TRAINING = (
     _fault("update_skipped", "An update that is not finite was left out", "step reason", notice=True),
     _fault("learning_notice", "A guard of learning began to hold", "step good_step reason", notice=True, alert="guard"),
     _fault("export_failed", "Weights could not be exported", "step reason", notice=True),
-    EventKind("weights_applied", "An engine samples from new weights", "rank engine version seconds"),
+    EventKind(
+        "weights_applied",
+        "An engine samples from new weights; `seconds`: of its pause; `serving`: it had others",
+        "rank engine version seconds stage_s recomputed wire_s image_s serving",
+    ),
     _fault(
         "weights_stalled",
         "No node sends more of the weights; they are asked again",

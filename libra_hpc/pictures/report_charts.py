@@ -35,6 +35,7 @@ def charts(rows: Rows, log: Rows, *, starts: Sequence[RunStart], eta: int | None
         _nodes(log, clock, times, hybrid_start),
         _staleness(rows, steps, eta),
         _lengths(rows, steps),
+        _updates(rows, steps),
     ]
     return [chart for chart in drawn if any(math.isfinite(y) for line in chart.lines for y in line.ys)]
 
@@ -149,6 +150,26 @@ def _lengths(rows: Rows, marks: Sequence[Mark]) -> Chart:
         x_label="step",
         y_label="tokens",
         lines=[Line("median", "rollout", steps, middle), Line("95th percentile", "moving", steps, long)],
+        marks=marks,
+    )
+
+
+def _updates(rows: Rows, marks: Sequence[Mark]) -> Chart:
+    names = ("changed_share", "weights_mb", "weights_dense_mb", "pause_s")
+    changed, size, dense, pause = (series.mean(series.column(rows, name)) for name in names)
+    parts = (
+        ("until engines have them", "update_s", "rollout"),
+        ("diff", "diff_s", "train"),
+        ("wire", "wire_s", "note"),
+    )
+    steps = series.column(rows, "step")
+    return Chart(
+        title="New weights",
+        described=f"Of a version, mean: {changed:.1%} changed, {size:,.1f} of {dense:,.1f} MB, pause {pause:.3f} s.",
+        x_label="step",
+        y_label="seconds",
+        lines=[Line(name, color, steps, series.column(rows, key)) for name, key, color in parts]
+        + [Line("stage", "moving", steps, series.column(rows, "stage_s"))],
         marks=marks,
     )
 

@@ -29,7 +29,9 @@ class TrainStepFact(msgspec.Struct, frozen=True):
     nodes: int
     """Nodes that trained it."""
     seconds: float
-    """The stage's own work: compute, reduce and optimizer of the slowest replica, without waits for data."""
+    """The stage's own work: compute, reduce and optimizer of the slowest replica, without waits for data; and diff."""
+    diff_s: float = 0.0
+    """Of ``seconds``: to write what changed in the weights, whatever the number of nodes."""
 
 
 class RolloutWindowFact(msgspec.Struct, frozen=True):

@@ -37,8 +37,8 @@ class Exports:
         self._retry = Retry(self.FIRST_S, self.LONGEST_S)
         self.base = -1
         """The version on which the next offer builds; -1: none, it has whole tensors."""
-        self.seconds = 0.0
-        """Of the last offer."""
+        self.offers: tuple[Offered, ...] = ()
+        """Of the version that was published last."""
 
     def due(self, version: int, now: float) -> bool:
         """Whether this version must be requested now."""
@@ -86,7 +86,7 @@ class Exports:
             return None
         self._written = self.base = offers[0].version
         self._retry.succeeded()
-        self.seconds = max(offer.seconds for offer, _ in every)
+        self.offers = tuple(offer for offer, _ in every)
         owners = tuple((offer.owner, node) for offer, node in every if offer.size or offer is every[0][0])
         return Published(self._written, offers[0].base, owners)
 

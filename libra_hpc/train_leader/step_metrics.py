@@ -1,18 +1,20 @@
-"""The metrics of one step, made of the answers of the core and the replicas."""
+"""The metrics of one step, made of the answers of the core and the replicas, and of the weights before it."""
 
 from __future__ import annotations
 
-from libra_hpc.protocol.trainer import StepDone
+from collections.abc import Sequence
+
+from libra_hpc.protocol.trainer import Offered, StepDone
 
 
-def train_metrics(replies: list[StepDone], tokens: int, wall_s: float, export_s: float) -> dict[str, float]:
+def train_metrics(replies: list[StepDone], tokens: int, wall_s: float) -> dict[str, float]:
     """Combine the answers of the core, which is first, and of all replicas to a batch of ``tokens`` tokens.
 
     The stage's own work excludes waits for a slower peer. The slowest member waits least: its reduce time is the true
     one.
     """
     reduce_s = min(r.reduce_s for r in replies)
-    work = max(r.compute_s + r.optimizer_s for r in replies) + reduce_s + export_s
+    work = max(r.compute_s + r.optimizer_s for r in replies) + reduce_s
     # Loss, ratios and entropy travel with the gradients: the core has them of all.
     core = replies[0]
     replayed, loss_tokens = sum(r.replayed for r in replies), sum(r.loss_tokens for r in replies)
@@ -37,7 +39,19 @@ def train_metrics(replies: list[StepDone], tokens: int, wall_s: float, export_s:
         "train_s": work,
         "train_wall_s": wall_s,
         "reduce_s": reduce_s,
-        "export_s": export_s,
         "train_tokens_per_s": tokens / work if work > 0 else 0.0,
         **({"router_agreement": sum(r.agreed for r in replies) / replayed} if replayed else {}),
+    }
+
+
+def offer_metrics(offers: Sequence[Offered], version: int, element_bytes: int) -> dict[str, float]:
+    """What the offers of ``version`` have; nothing where they are of another one."""
+    if not offers or offers[0].version != version:
+        return {}
+    changed, total = sum(offer.changed for offer in offers), sum(offer.total for offer in offers)
+    return {
+        "changed_share": changed / total,
+        "weights_mb": sum(offer.size for offer in offers) / 1e6,
+        "weights_dense_mb": total * element_bytes / 1e6,
+        "diff_s": max(offer.seconds for offer in offers),
     }

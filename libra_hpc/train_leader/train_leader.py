@@ -53,7 +53,7 @@ from libra_hpc.trainer.shards import loss_tokens_of, tokens_of
 from .exports import Exports
 from .publisher import WeightPublisher
 from .saves import Saves, Store
-from .step_metrics import train_metrics
+from .step_metrics import offer_metrics, train_metrics
 from .step_requests import StepRequests
 
 LAST_RETRIES, LAST_PAUSE_S = 3, 3.0
@@ -88,6 +88,8 @@ class TrainLeader(StepRequests):
         super().__init__(config, core, send, clock, rendezvous=rendezvous)
         self._steps, self._checkpoint_every = config.run.steps, config.checkpoint.every
         self._storage_s = config.deadlines.storage_s
+        whole = config.run.engine == "simulated" or config.model.dtype == "float32"
+        self._element_bytes = 4 if whole else 2
         self._saves = Saves(
             core,
             step,
@@ -321,7 +323,8 @@ class TrainLeader(StepRequests):
             "step_s": now - self._last_commit,
             "version": self.step,
             # Without replies, the step was found committed in a member that joined.
-            **(train_metrics(replies, tokens, wall_s, self._exports.seconds) if replies else {}),
+            **(train_metrics(replies, tokens, wall_s) if replies else {}),
+            **offer_metrics(self._exports.offers, self.step - 1, self._element_bytes),
         }
         if replies:
             self._note_skipped(batch.step, replies[0])

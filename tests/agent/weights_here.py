@@ -17,6 +17,7 @@ class WrittenImage:
         self._folder, self.version = folder, -1
         self.told: list[int] = []
         """Versions that all engines were said to have."""
+        self.wire_s = self.image_s = 0.0
 
     @property
     def image(self) -> Path:

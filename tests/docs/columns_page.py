@@ -39,6 +39,15 @@ From the training processes. A step that was found committed in a process that j
 
 {training}
 
+From the processes of the core, of the weights of the step before, which travel during the step:
+
+{offered}
+
+From rank 0, of the weights that serving engines got during the step: the slowest engine's. A step without has none of
+them:
+
+{updated}
+
 From rank 0:
 
 {coordinator}
@@ -64,7 +73,7 @@ marked *notice* for two minutes.
 
 def page() -> str:
     """The text of ``docs/columns.md``."""
-    tables = ("BATCH", "STEP", "TRAINING", "COORDINATOR", "LIVE", "COUNTED")
+    tables = ("BATCH", "STEP", "TRAINING", "OFFERED", "UPDATED", "COORDINATOR", "LIVE", "COUNTED")
     parts = {name.lower(): "\n".join(map(_number, getattr(columns, name))) for name in tables}
     return _PAGE.format(**parts, events="\n".join(map(_event, EVENTS.values())))
 

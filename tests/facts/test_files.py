@@ -220,6 +220,7 @@ def test_the_screen_fits_100_columns_or_80_and_cuts_nothing_off(run: RunDir, sta
         assert fact in narrow, fact
 
 
+NEW_WEIGHTS = {"changed_share": 0.033, "weights_mb": 34.2, "weights_dense_mb": 690.1, "update_s": 0.58, "pause_s": 6e-4}
 SLOW = "engine r3.1 (node3) takes 2.4x its class' time per step since 12:03"
 SHORT_KV = {"waiting_for_room": 2, "recomputed_tokens": 81_920, "evicted_tokens": 65_536, "waiting_turns": 3}
 RECOMPUTED = "recomputed 81,920 context tokens, 65,536 of them evicted from a KV cache"
@@ -231,6 +232,7 @@ RECOMPUTED = "recomputed 81,920 context tokens, 65,536 of them evicted from a KV
         ({}, 0.0, ["reward 0.310 → 0.710", "12 raised (KeyError: 'x'), 3 timeout"], ["recomputed", "no news"]),
         ({"step": 0}, 0.0, ["reward - "], ["reward 0.310"]),
         (SHORT_KV, 0.0, ["3 turns waiting, 2 of them for KV cache, 4 tools running", RECOMPUTED], []),
+        (NEW_WEIGHTS, 0.0, ["new weights 3.3% changed, 34.2 MB, 0.58 s to engines, pause 0.001 s"], []),
         ({"slow": [SLOW]}, 0.0, [SLOW], []),
         ({"slow": [SLOW], "state": "completed"}, 0.0, [], [SLOW]),
         ({}, 3600.0, ["no news for 1:00:00"], []),
@@ -242,8 +244,8 @@ def test_the_screen_shows_what_matters_now(
     run: RunDir, changes: dict[str, Any], later: float, shown: list[str], hidden: list[str]
 ) -> None:
     status = synthetic.make_status(run)
-    if changes is SHORT_KV:
-        changes = {"numbers": status.numbers | SHORT_KV}
+    if changes in (SHORT_KV, NEW_WEIGHTS):
+        changes = {"numbers": status.numbers | changes}
     status = msgspec.structs.replace(status, **changes)
     text = flat(screen(status, 80, later=later, rewards=REWARDS if status.step else ()))
     for words in shown:

@@ -81,6 +81,10 @@ def _steps(steps: int) -> Iterator[dict[str, Any]]:
             "staleness_mean": 0.7 + 0.3 * rng.random(),
             "gen_tokens_p50": 400 + 200 * drifted + 30 * rng.random(),
             "gen_tokens_p95": 1500 + 600 * drifted + 200 * rng.random(),
+            "changed_share": 0.03,
+            "weights_mb": 800.0,
+            "weights_dense_mb": 16_400.0,
+            **{name: rng.random() for name in ("diff_s", "wire_s", "stage_s", "pause_s", "update_s")},
             "phase": f"long {HOSTILE}" if drifted else "short",
         } | {"tokens": 90_000, "loss_tokens": 20_000, "staleness_max": 2.0, "expected_s": 1.08 * STEP_S, **speeds}
 

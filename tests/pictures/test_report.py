@@ -96,7 +96,7 @@ def test_a_browser_shows_every_part_without_sideways_scrolling(width: int, measu
         *("Key figures", "Charts", "Decisions of the planner", "Failures and restarts", "Configuration", "Environment"),
     ]
     sizes = found["charts"]
-    assert len(sizes) == 6
+    assert len(sizes) == 7
     assert all(wide > 0.7 * min(width, 500) and high > 100 for wide, high in sizes)
     assert (found["nameless"], found["bare"]) == (0, 0)
     assert found["small"] >= 9.0, "a tick label must stay readable"

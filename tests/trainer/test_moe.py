@@ -130,7 +130,7 @@ def test_the_routing_of_the_rollout_is_replayed(tmp_path: Path, world: ReplicaPl
     assert abs(done.loss - want.loss) > 1e-3
     router = engine.named_parameters()["decoder.layers.1.mlp.router.weight"]
     assert router.main_grad.abs().max() > 0  # type: ignore[attr-defined]
-    metrics = train_metrics([done, msgspec.structs.replace(done, agreed=0)], tokens=1, wall_s=1.0, export_s=0.0)
+    metrics = train_metrics([done, msgspec.structs.replace(done, agreed=0)], tokens=1, wall_s=1.0)
     assert metrics["router_agreement"] == pytest.approx(done.agreed / done.replayed / 2)
 
 

@@ -93,7 +93,7 @@ class Estimate(NamedTuple):
     """Relative standard error of ``times.train``."""
     rollout_error: float
     fixed: float
-    """Seconds of a training step that more replicas do not shorten: optimizer, latency."""
+    """Seconds of a training step that more replicas do not shorten: optimizer, latency, and the offer of new weights."""
     straggler: float
     """Seconds below which no number of rollout nodes finishes a batch."""
     train_tokens: float
@@ -134,7 +134,7 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float =
             f" measured with {split.train} training and {split.rollout} rollout nodes since the last change"
         )
     train = median(s.seconds for s in steps)
-    fixed = min(_intercept(fitted), MAX_FIXED * train)
+    fixed = max(min(_intercept(fitted), MAX_FIXED * train), median(s.diff_s for s in steps))
     train_trend, rollout_trend = work_trend(snapshot, drifted)
     age = (steps[-1].at - steps[0].at) / 2.0
     train = fixed + (train - fixed) * train_trend.past(age)

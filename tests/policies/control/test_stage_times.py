@@ -64,6 +64,15 @@ def test_replaced_groups_are_work_of_the_rollout_alone() -> None:
     assert refilled.times.train == plain.times.train
 
 
+def test_new_weights_are_written_as_slowly_by_more_nodes() -> None:
+    snapshot = Plant(ideal(3.0, 2.0), noise=0.05).batches(60).snapshot(100)
+    slow = replace(snapshot, steps=tuple(replace(s, seconds=s.seconds + 4.0, diff_s=4.0) for s in snapshot.steps))
+    plain, measured = _measure(snapshot), _measure(slow)
+    assert measured.fixed == 4.0
+    more = [predict(estimate, Split(2, 1), Correction()).train for estimate in (plain, measured)]
+    assert more[1] == pytest.approx(more[0] + 4.0)
+
+
 def test_the_fixed_part_of_a_step_is_found_and_does_not_shrink() -> None:
     # 0.5 s fixed + 0.5 s in proportion to the tokens of the batch, which vary by the lengths of 8 prompts.
     measured = _measured(Plant(lambda n, m, mean: (0.5 + 0.5 * mean / 50.0 / n, 0.1), noise=0.01))
