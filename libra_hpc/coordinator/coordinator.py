@@ -111,9 +111,8 @@ class Coordinator:
                 node.beat = message
             case wire.Log(kind=kind, t=t, fields=fields):
                 self._records.record(kind, t, fields)
-                if kind == "weights_applied":
-                    self._observations.on_weights(fields, node.seen)
-                elif kind == "checkpoint_saved" and isinstance(seconds := fields.get("seconds"), float):
+                self._observations.on_event(kind, fields, node.seen)
+                if kind == "checkpoint_saved" and isinstance(seconds := fields.get("seconds"), float):
                     self._limit.on_save(seconds)
                 elif kind == "checkpoint_started":
                     self._limit.on_save_started(t)

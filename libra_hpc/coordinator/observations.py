@@ -100,9 +100,9 @@ class Observations:
             self.trajectories.append(trajectory)
             self._finished += 1
 
-    def on_weights(self, applied: Mapping[str, Any], now: float) -> None:
-        """An event ``weights_applied``; engines that did not serve before had no pause."""
-        if applied["serving"]:
+    def on_event(self, kind: str, applied: Mapping[str, Any], now: float) -> None:
+        """Of interest is ``weights_applied``, of engines that served before: others had no pause."""
+        if kind == "weights_applied" and applied["serving"]:
             commits = [line["t"] for line in self.lines if line["step"] == applied["version"]]
             self._updates.append({**applied, "update_s": now - commits[-1]} if commits else applied)
 

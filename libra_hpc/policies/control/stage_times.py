@@ -93,7 +93,7 @@ class Estimate(NamedTuple):
     """Relative standard error of ``times.train``."""
     rollout_error: float
     fixed: float
-    """Seconds of a training step that more replicas do not shorten: optimizer, latency, and the offer of new weights."""
+    """Seconds of a training step that more replicas do not shorten: optimizer, latency, offer of new weights."""
     straggler: float
     """Seconds below which no number of rollout nodes finishes a batch."""
     train_tokens: float
