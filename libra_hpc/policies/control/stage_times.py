@@ -134,7 +134,7 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float =
             f" measured with {split.train} training and {split.rollout} rollout nodes since the last change"
         )
     train = median(s.seconds for s in steps)
-    fixed = max(min(_intercept(fitted), MAX_FIXED * train), median(s.diff_s for s in steps))
+    fixed = min(_intercept(fitted), MAX_FIXED * train)
     train_trend, rollout_trend = work_trend(snapshot, drifted)
     age = (steps[-1].at - steps[0].at) / 2.0
     train = fixed + (train - fixed) * train_trend.past(age)
@@ -273,12 +273,12 @@ def learned_correction(before: Estimate, after: Estimate) -> Correction:
 
 
 def _intercept(steps: Sequence[TrainStepFact]) -> float:
-    sizes = sorted(s.tokens / s.nodes for s in steps)
+    known, sizes = median(s.diff_s for s in steps), sorted(s.tokens / s.nodes for s in steps)
     if sizes[(3 * len(sizes)) // 4] - sizes[len(sizes) // 4] < MIN_SPREAD * median(sizes):
-        return 0.0
+        return known
     points = [(s.tokens / s.nodes, s.seconds) for s in steps]
     slope = max(0.0, theil_sen_slope(points))
-    return max(0.0, median(seconds - slope * size for size, seconds in points))
+    return max(known, median(seconds - slope * size for size, seconds in points))
 
 
 def _straggler(snapshot: PlanSnapshot, done: Sequence[TrajectoryFact], windows: Sequence[RolloutWindowFact]) -> float:
