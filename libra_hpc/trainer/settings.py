@@ -1,19 +1,22 @@
 """Settings of a Megatron worker process: one JSON file, decoded into `WorkerConfig`.
 
-Needs no torch. Defaults of what a run file may set stand in `libra_hpc.config` alone.
+Needs neither torch nor pydantic: a dry run starts many workers on one machine. Defaults of what a run
+file may set stand in `libra_hpc.config` alone.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from libra_hpc.config.learn import Recompute
-from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
+from libra_hpc.models.memory import Recompute
 from libra_hpc.models.shapes import model_shape
+
+if TYPE_CHECKING:
+    from libra_hpc.config.run import RunConfig
 
 
 class OptimizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -50,6 +52,13 @@ def host_link(folder: Path, **fields: object) -> Link:
     (folder / "host.json").write_bytes(msgspec.json.encode(workload(**fields)))
     ends = {"inbound": env.from_host, "outbound": env.to_host}
     return Link(folder, "libra_hpc.simulated.host_process", "--config", "host.json", **ends)
+
+
+@pytest.mark.parametrize("name", ["engine_process", "trainer_process"])
+def test_a_simulated_process_imports_nothing_slow(name: str) -> None:
+    slow = "{'pydantic', 'torch', 'transformers', 'asyncio'}"
+    code = f"import sys, libra_hpc.simulated.{name}; print(sorted({slow} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_an_engine_serves_turns_and_ends_on_shutdown(tmp_path: Path) -> None:

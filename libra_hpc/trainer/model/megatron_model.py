@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from libra_hpc.config.learn import Recompute
 from libra_hpc.models.architecture import Architecture, stage_layers
+from libra_hpc.models.memory import Recompute
 from libra_hpc.weights.names import ReplicaPlace
 
 from . import compat, context, fusions, moe
