@@ -56,7 +56,7 @@ class Side:
                     "start_s": 0.0,
                     "step_s": 20.0,
                 },
-                "components": {"train": {"gpus": 8}, "hybrid": {"nodes": 2, "gpus": 8}, "rollout": {"gpus": 8}},
+                "components": {"train": {"gpus": 2}, "hybrid": {"nodes": 2, "gpus": 2}, "rollout": {"gpus": 2}},
             }
         )
         self.committed: list[wire.Committed] = []
