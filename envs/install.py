@@ -122,14 +122,24 @@ def pip(python: Path, *arguments: str) -> None:
 def install_cpu_torch(python: Path, pin: str) -> None:
     """Install the ``+cpu`` build from pip's configured sources, else from PyTorch's CPU index."""
     try:
-        pip(python, "--no-deps", pin)
+        pip(python, "--no-compile", "--no-deps", pin)
     except InstallError as configured:
         try:
-            pip(python, "--no-deps", "--index-url", CPU_TORCH_INDEX, pin)
+            pip(python, "--no-compile", "--no-deps", "--index-url", CPU_TORCH_INDEX, pin)
         except InstallError as upstream:
             raise InstallError(
                 f"{pin} is neither in pip's configured sources ({configured}) nor at {CPU_TORCH_INDEX} ({upstream})"
             ) from upstream
+
+
+def compile_bytes(python: Path) -> subprocess.Popen[bytes]:
+    """Start to write the ``.pyc`` files of what is installed, and of this checkout: processes that may write none
+    (``PYTHONDONTWRITEBYTECODE``, a folder of another user) would compile every module at each start."""
+    packages = python.parents[1] / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    folders = [packages, *(ROOT / name for name in ("libra_hpc", "cli", "envs", "sbatch"))]
+    command = [str(python), "-m", "compileall", "-q", "-j", "4", *map(str, folders)]
+    # A few packages have files for other versions of Python.
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def compile_scheduler(folder: Path, names: tuple[str, ...]) -> None:
@@ -156,14 +166,16 @@ def install(target: str, folder: Path, extras: tuple[str, ...]) -> str:
     stamp.unlink(missing_ok=True)
     pins = requirements(names)
     print(f"installing {len(pins)} packages ({', '.join(names)}) into {folder} ...", flush=True)
+    # `compile_bytes` does it on several cores.
     if target == "cuda":
-        pip(python, *pins)
+        pip(python, "--no-compile", *pins)
     else:
         for pin in (p for p in pins if p.endswith("+cpu")):
             install_cpu_torch(python, pin)
-        pip(python, "--no-deps", *(p for p in pins if not p.endswith("+cpu")))
+        pip(python, "--no-compile", "--no-deps", *(p for p in pins if not p.endswith("+cpu")))
     pip(python, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
-    compile_scheduler(folder, names)
+    with compile_bytes(python):
+        compile_scheduler(folder, names)
     smaller = [fingerprint(names[:count]) for count in range(len(SETS[target]), len(names) + 1)]
     stamp.write_text(json.dumps({"set": target, "extras": extras, "satisfies": smaller}, indent=1) + "\n")
     return f"{folder} is ready ({', '.join(names)}) after {time.monotonic() - started:.0f} s"

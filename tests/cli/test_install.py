@@ -118,6 +118,20 @@ def test_torch_is_tried_from_both_indexes_before_the_error(venv: Path) -> None:
         )
 
 
+def test_what_is_installed_is_compiled_also_where_processes_may_not(
+    venv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    packages = venv / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "module.py").write_text("")
+    (packages / "for_python_2.py").write_text("print 1")
+    python = venv / "bin" / "python"
+    python.symlink_to(sys.executable)
+    assert install.compile_bytes(python).wait() == 1
+    assert [path.name.split(".")[0] for path in packages.glob("__pycache__/*.pyc")] == ["module"]
+
+
 def test_errors_are_one_line_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "precious").write_text("")
     assert install.main(["login", "--venv", str(tmp_path)]) == 1
