@@ -13,7 +13,8 @@ GPU_CHECK_WITHOUT ?=
 GPU_CHECK_DEVICE ?= cuda
 GPU_CHECK_FLAGS ?=
 CUDA_VENV ?= $(CURDIR)/build/venv-cuda
-PYTEST := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+# Hundreds of processes are started, and each would compile what it imports where the environment forbids to keep that.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 # Three workers on two cores, because tests wait more than they compute: one has Slurm, one vLLM, one the rest (tests/conftest.py).
 WORKERS := -n 3 --dist loadgroup --no-loadscope-reorder
 ROOM ?=
