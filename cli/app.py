@@ -60,6 +60,7 @@ VERBS = {
     ),
     "logs": Verb("Print the end of a run's log files.", "logs.logs"),
     "cancel": Verb("Have a run save at its next step boundary and stop.", "cancel.cancel"),
+    "join": Verb("Give a running job more engines: idle nodes, from any allocation.", "join.join"),
     "repartition": Verb(
         "Repartition a running job: core nodes, TP and PP of training, engines of a node.", "repartition.repartition"
     ),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import faulthandler
 import logging
 import os
@@ -20,6 +21,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,13 +33,15 @@ from libra_hpc.config.node_groups import first_gpu
 from libra_hpc.config.run import RunConfig
 from libra_hpc.coordinator.coordinator import Coordinator
 from libra_hpc.coordinator.guard_watch import read_guards
+from libra_hpc.coordinator.nodes import NodePool
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import write_atomic
 from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.mesh.door import close_door, open_door
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.rank_layout import RankLayout, check_world
-from libra_hpc.mesh.world import NoWorld, World, meet
+from libra_hpc.mesh.world import Endpoint, NoWorld, World, meet
 from libra_hpc.process.agent_folders import hold, kept_folder, make_folders, own, owned, remove
 from libra_hpc.process.child import Child
 from libra_hpc.process.code_stamp import other_code
@@ -46,6 +50,8 @@ from libra_hpc.process.leave import leave
 from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.process.visible_devices import VARIABLE, own_devices
 from libra_hpc.protocol import agents as wire
+from libra_hpc.protocol.codec import FrameError
+from libra_hpc.protocol.joining import Admitted, DoorRecord, JoinWanted, NotAdmitted, door, is_guest
 from libra_hpc.protocol.ranks_stop import RanksStop, start_of
 from libra_hpc.simulated.dry_run import in_wall_time
 from libra_hpc.state.attempt import newest_start
@@ -66,6 +72,8 @@ FOLDERS_S = 1.0
 """Between two checks that this agent's folders are there."""
 REAP_S = 1.0
 """Between two searches for processes that were left behind."""
+DOOR_S = 10.0
+"""Between two tries to write how to join."""
 GOODBYE_S = 5.0
 """For the last messages of a leaving agent to reach the kernel."""
 
@@ -89,7 +97,7 @@ class Agent:
         self.config = in_wall_time(config)
         self.private, self.shared_memory = make_folders()
         self.kept = kept_folder(run.path, self.rank)
-        self._endpoints, self._secret = world.endpoints, world.secret
+        self._world, self._endpoints, self._secret = world, world.endpoints, world.secret
         self._restarts = False
         """Whether all ranks start again: snapshots stay."""
         self.context: AgentContext | None = None
@@ -107,6 +115,8 @@ class Agent:
         self._training: asyncio.Task[Any] | None = None
         self._early_signals: list[str] = []
         """Notices that came while rank 0 still read its checkpoint."""
+        self._door: DoorRecord | None = None
+        """Rank 0 only: how to join this start."""
         self._rendezvous: Path | None = None
         """Train leader only: its folder of rendezvous files."""
         self.mesh.on_rejected = self._on_rejected
@@ -114,6 +124,7 @@ class Agent:
         self._routes.add(wire.Welcome, self._enter)
         self._routes.add(wire.Roles, self._on_roles)
         self._routes.add(wire.RankLost, self._on_rank_lost)
+        self._routes.add(wire.GuestJoined, self._on_guest)
         self._routes.add(wire.RankBack, lambda back: self.mesh.remember(back.rank))
         self._routes.add(wire.Reset, lambda order: self._spawn(self._reset()))
         self._routes.add(wire.StopAgent, self._on_stop)
@@ -144,10 +155,11 @@ class Agent:
             assert self.context is not None
             guards = await asyncio.to_thread(read_guards, self.config, self.run_dir, self.attempt, start.step)
             self.coordinator = Coordinator(self.context, events, guards)
-            self.mesh.from_lost = self._on_lost_message
+            self.mesh.from_lost, self.mesh.admit = self._on_lost_message, self._admit
             for name in self._early_signals:
                 self.coordinator.on_signal(name)
             self._spawn(self.coordinator.run(), then=self._stop.set)
+            self._spawn(self._open_door(self.coordinator.nodes))
         self._spawn(self.mesh.run())
         self._spawn(self._reap())
         self._hello()
@@ -212,6 +224,9 @@ class Agent:
     async def _leave(self) -> None:
         parts = (self.rollout_service, self.rollout_node, self.train_node, self.carrier)
         await asyncio.gather(*(part.stop() for part in parts if part is not None))
+        if self._door is not None and not self._fence.taken:
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(close_door, self.run_dir, self._door)
         await self.mesh.drain(GOODBYE_S)
         for task in self._tasks:
             task.cancel()
@@ -222,6 +237,33 @@ class Agent:
         restarts = self._restarts or (self.coordinator is not None and self.coordinator.state == "restarting")
         if not restarts or self._given.last:
             remove(self.kept)
+
+    async def _open_door(self, nodes: NodePool) -> None:
+        """Let guests join, once all ranks are there."""
+        while self._door is None:
+            await asyncio.sleep(HEARTBEAT_S)
+            if nodes.pool is None:
+                continue
+            try:
+                self._door = await asyncio.to_thread(open_door, self.run_dir, self.config, self.attempt, self._world)
+                nodes.guests.open(self._door.next_rank)
+            except (OSError, UserError) as error:
+                assert self.context is not None
+                self.context.log("door_closed", reason=f"how to join cannot be written: {error}")
+                await asyncio.sleep(DOOR_S)
+
+    def _admit(self, frame: bytes) -> bytes:
+        """Answer an agent that wants to join."""
+        try:
+            wanted = door.decode(frame)
+        except FrameError:
+            wanted = None
+        if self.coordinator is None or not isinstance(wanted, JoinWanted):
+            return door.encode(NotAdmitted("the question of this agent cannot be read"))
+        rank = self.coordinator.nodes.guests.admit(wanted, time.time())
+        if isinstance(rank, str):
+            return door.encode(NotAdmitted(rank))
+        return door.encode(Admitted(rank, tuple((one.host, one.addresses, one.port) for one in self._endpoints)))
 
     async def _heartbeats(self) -> None:
         while True:
@@ -367,8 +409,16 @@ class Agent:
         if self.rollout_service is not None:
             self.rollout_service.leader.on_rank_lost(lost.rank)
 
+    def _on_guest(self, guest: wire.GuestJoined) -> None:
+        self.mesh.add_guest(guest.rank, Endpoint(guest.host, guest.addresses, guest.port))
+
     def _on_lost_message(self, rank: int, message: Any) -> None:
-        if isinstance(message, wire.Heartbeat) and self.coordinator is not None:
+        if is_guest(rank):
+            # It was given up while it lived; it may come again, as another one.
+            self.mesh.remember(rank)
+            self.mesh.send(rank, wire.StopAgent("it was given up", restart=True))
+            self.mesh.forget(rank)
+        elif isinstance(message, wire.Heartbeat) and self.coordinator is not None:
             nodes = self.coordinator.nodes
             if nodes.takes_back(rank):
                 self.mesh.remember(rank)
@@ -404,7 +454,12 @@ def main() -> None:
     except (UserError, OperationError) as error:
         problem = problem or str(error)
     try:
-        world = meet("" if problem else config.slurm.interface, problem, lambda rank: held(kept_folder(run.path, rank)))
+        world = meet(
+            "" if problem else config.slurm.interface,
+            problem,
+            lambda rank: held(kept_folder(run.path, rank)),
+            guests=not problem and config.borrow.spot.nodes > 0,
+        )
         check_world(world.size, layout, os.environ)
     except NoWorld as error:
         _refuse(run, arguments.attempt, error.rank, error)

@@ -61,9 +61,7 @@ class RolloutNode(EngineNode[VllmEngine]):
     engine, outbound, inbound = VllmEngine, to_engine, from_engine
 
     def __init__(self, context: AgentContext, carrier: NodeCarrier) -> None:
-        rollout, node = context.config.rollout, context.layout.engine_node(context.rank)
-        serves = context.component in ("hybrid", "rollout")
-        self._tp, count = rollout.on_node(node) if serves else (1, 0)
+        self._tp, count = context.engines
         super().__init__(context, [f"r{context.rank}.{i}" for i in range(count)])
         self._watch = EngineWatch(context.config.deadlines)
         self._carrier = carrier

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from .borrow import BorrowSection
 from .compute import ComputeSection
 from .job import ComponentsSection, DeadlinesSection, NotifySection, RunSection, SlurmSection, TrackSection
 from .learn import (
@@ -36,6 +37,7 @@ class RunConfig(Section):
     train: TrainSection = TrainSection()
     rollout: RolloutSection = RolloutSection()
     planner: PlannerSection = PlannerSection()
+    borrow: BorrowSection = BorrowSection()
     checkpoint: CheckpointSection = CheckpointSection()
     deadlines: DeadlinesSection = DeadlinesSection()
     notify: NotifySection = NotifySection()

@@ -28,16 +28,16 @@ from libra_hpc.policies.learning.guards import GuardDecision
 from libra_hpc.policies.pool import states
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.joining import is_guest
 from libra_hpc.protocol.ranks_stop import RanksStop, Why, start_of
 from libra_hpc.state.attempt import Event, copy_policy, source_of, start_state
 from libra_hpc.state.store import patiently
 
 from .ending import RunEnding
 from .guard_watch import ENDS, GuardWatch
-from .ladder import Ladder, Movement
-from .late_steps import waits_for
+from .ladder import Ladder, Movement, waits_for
 from .live_planning import LivePlanning
-from .liveness import Gone, LostNode, discount, read_gone
+from .liveness import Gone, LostNode, NodeContact, discount, read_gone
 from .nodes import NodePool
 from .observations import Observations
 from .records import Records
@@ -104,11 +104,22 @@ class Coordinator:
     # --- messages
 
     def on_message(self, source: int, message: Any) -> None:
-        node = self._nodes.contacts[source]
+        if is_guest(source):
+            self._nodes.on_guest(source, message)
+            if isinstance(message, wire.Log):
+                self._records.record(message.kind, message.t, message.fields)
+        else:
+            self._on_own(self._nodes.contacts[source], message)
+        self._settle()
+
+    def _on_own(self, node: NodeContact, message: Any) -> None:
+        """A message of a node of the run."""
         node.seen = time.time()
         match message:
             case wire.Heartbeat():
                 node.beat = message
+            case wire.TurnsDrained(rank=rank) if is_guest(rank):
+                self._nodes.guests.on_drained(rank)
             case wire.Log(kind=kind, t=t, fields=fields):
                 self._records.record(kind, t, fields)
                 self._observations.on_event(kind, fields, node.seen)
@@ -139,7 +150,6 @@ class Coordinator:
                 self._ending.finished(step, self._repartitioner.ordered)
             case wire.Fatal():
                 self._on_fatal(message)
-        self._settle()
 
     def _on_fatal(self, fatal: wire.Fatal) -> None:
         lost = fatal.restart or self._repartitioner.ordered
@@ -178,6 +188,7 @@ class Coordinator:
         """Order nothing any more once the run is over."""
         if self._ending.over:
             self._nodes.frozen = True
+            self._nodes.guests.closed = "it ends"
             self._finished.set()
 
     @property
@@ -240,7 +251,7 @@ class Coordinator:
         slept_s = period = min(STATUS_S, self._config.planner.interval_s)
         while not self._finished.is_set():
             now = time.time()
-            if stall := discount(self._nodes.contacts, slept_s, period, now):
+            if stall := discount({**self._nodes.contacts, **self._nodes.guests.contacts}, slept_s, period, now):
                 self._ladder.discount(stall)
                 self._event("own_stall", reason=f"rank 0 was stopped for {stall:.1f} s", seconds=stall)
             self._check(now)
@@ -271,6 +282,7 @@ class Coordinator:
                 self._ending.fatal(f"no sign of life from rank(s) {missing} after {waited_s:.0f} s", "lost")
         if self._nodes.pool is not None:
             self._check_lost(now)
+            self._nodes.check_guests(now)
         if self._ending.saving_for == "cancelled" and (orphaned := self._context.fence.orphaned()):
             self._ending.stop(orphaned, ORPHAN_S, now, "orphaned")
         self._ending.check(now)
@@ -417,7 +429,7 @@ class Coordinator:
             await asyncio.to_thread(self._leave)
             self._write_status()
             self._records.end(RanksStop(self._ending.why or "fatal", self._ending.message, self._step))
-        for rank in self._nodes.contacts:
+        for rank in (*self._nodes.contacts, *self._nodes.guests.contacts):
             if rank != self._context.rank:
                 self._context.send(rank, wire.StopAgent(self._ending.message, self.state == "restarting"))
         await self._records.close(f"the run is {self.state} at step {self._step}: {self._ending.message}")
@@ -450,6 +462,7 @@ class Coordinator:
             self._context,
             nodes.pool,
             nodes.contacts,
+            nodes.guests,
             self._observations,
             job_id=self._job_id,
             state=self.state,

@@ -2,7 +2,7 @@
 
 Every part has deadlines of its own, which end a process that hangs.  This is for what they do not see, or do not cure.
 
-1. No step for half a limit -> the status names what is waited for (`late_steps`).
+1. No step for half a limit -> the status names what is waited for (`waits_for`).
 2. No progress for `DROP` limits -> the nodes that have been silent for a limit, or else those with the oldest weights,
    are dropped, once a step, and begin as new ones.
 3. For `RESTART` limits -> all ranks restart from the newest state.
@@ -19,7 +19,9 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from libra_hpc.policies.pool import states
 from libra_hpc.process.deadlines import LATE_SHARE, DeadlineLimits
+from libra_hpc.protocol.agents import RolloutReport
 
 DROP, RESTART = 2.0, 3.0
 """Limits.  A part ends its hung process after one.  Half: that has no time to help; double: a run stands for an hour
@@ -119,3 +121,29 @@ def _holding_up(run: Movement, limit_s: float) -> tuple[frozenset[int], str]:
     oldest = min(run.versions.values(), default=run.step)
     ranks = frozenset(rank for rank, version in run.versions.items() if version == oldest < run.step)
     return ranks, f"its weights are of step {oldest}, not {run.step}"
+
+
+def waits_for(pool: states.Pool, report: RolloutReport | None, notices: Sequence[str]) -> str:
+    """What a step that does not come waits for: what the newest notice names, else the trainers or the rollout."""
+    if notices:
+        return notices[0]
+    if not states.trainers(pool):
+        return _nodes(pool, "train") or "no training replica is ready"
+    if not states.rollout_nodes(pool):
+        return _nodes(pool, "rollout") or "no rollout engine is ready"
+    if report is None:
+        return "the rollout leader has not reported"
+    if report.waiting_turns and not report.inflight:
+        return f"{report.waiting_turns} turns wait for an engine"
+    if report.tools_running and not report.inflight:
+        return f"{report.tools_running} of {report.open_trajectories} trajectories are in tools"
+    if report.inflight:
+        return f"{report.inflight} turns run at engines, {report.open_trajectories} trajectories are open"
+    return "the trainers work on a step" if report.ready_groups else "no trajectory is open"
+
+
+def _nodes(pool: states.Pool, role: str) -> str:
+    waiting = [
+        f"node {node.rank} is {node.state.replace('_', ' ')}" for node in pool.nodes.values() if node.role == role
+    ]
+    return ", ".join(waiting[:3])

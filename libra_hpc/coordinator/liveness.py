@@ -89,7 +89,7 @@ def _cut_off(
         # What a node sent before it fell silent is out of date.
         heard = node.beat is not None and rank not in lost and now - node.seen < BROKEN_S
         for peer in node.beat.unreachable if node.beat is not None and heard else ():
-            if peer in lost:
+            if peer in lost or peer not in nodes:  # a guest
                 continue
             other_stays = peer == own or (peer in leaders and rank not in leaders)
             victim, other = (rank, peer) if other_stays else (peer, rank)

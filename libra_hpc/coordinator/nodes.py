@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.pool import states
@@ -19,6 +19,7 @@ from libra_hpc.policies.pool.readmission import Readmission
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineKind
 
+from .guests import Guests
 from .liveness import Gone, LostNode, NodeContact, lost_nodes
 
 
@@ -38,6 +39,7 @@ class NodePool:
         self._context, self._event, self._moved, self._recorded = context, event, moved, recorded
         now = time.time()
         self.contacts = {rank: NodeContact(now) for rank in range(len(context.layout.components))}
+        self.guests = Guests(context, event)
         self.pool: states.Pool | None = None
         """None until every agent has sent `Hello`."""
         self.moves: dict[int, tuple[EngineKind, float]] = {}
@@ -178,8 +180,8 @@ class NodePool:
         # So are those on their way to training, which join with them.
         pushed = (states.NodeState.ROLLOUT, states.NodeState.TO_TRAIN)
         receivers = tuple(rank for rank, node in self.pool.nodes.items() if node.state in pushed)
-        message = wire.Roles(named, receivers, self._recorded(), self.good_step)
-        for rank in self.contacts:
+        message = wire.Roles(named, (*receivers, *self.guests.serving), self._recorded(), self.good_step)
+        for rank in (*self.contacts, *self.guests.contacts):
             self._context.send(rank, message)
 
     def find_lost(self, gone: Mapping[int, Gone], now: float) -> list[LostNode]:
@@ -197,6 +199,16 @@ class NodePool:
             if new or (node.down and node.rank not in layout.vital):
                 found.append(node)
         return found
+
+    def on_guest(self, rank: int, message: Any) -> None:
+        if self.guests.on_message(rank, message, time.time()):
+            self.announce()
+
+    def check_guests(self, now: float) -> None:
+        """Give up guests that are lost."""
+        beats = [contact.beat for contact in self.contacts.values() if contact.beat is not None]
+        if self.guests.check({rank for beat in beats for rank in beat.unreachable}, now):
+            self.announce()
 
     def lose(self, node: LostNode, now: float) -> None:
         """Declare a node lost."""

@@ -85,7 +85,7 @@ class Observations:
             )
             self.windows.append(window)
         self.report, self._report_at, self._report_nodes = report, now, nodes
-        self._stepped = self._stepped or (now, report.generated_tokens)
+        self._stepped = self._stepped or (now, self.tokens()[0])
         for generated, context, turns, tool_s, group, prompt in report.lengths:
             trajectory = TrajectoryFact(
                 index=self._finished,
@@ -121,8 +121,9 @@ class Observations:
         self.switches.append(SwitchFact(now, direction, seconds))
 
     def tokens(self) -> tuple[int, int]:
-        """(generated, prefilled) by the engines so far."""
-        return (self.report.generated_tokens, self.report.prefilled_tokens) if self.report else (0, 0)
+        """(generated, prefilled) so far; generated ones by guests too."""
+        report = self.report
+        return (report.generated_tokens + report.guest_tokens, report.prefilled_tokens) if report else (0, 0)
 
     @property
     def patient(self) -> bool:

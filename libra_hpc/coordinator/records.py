@@ -6,18 +6,17 @@ import asyncio
 import contextlib
 import os
 import time
+from collections import deque
 from typing import Any
 
 import msgspec
 
-from libra_hpc.facts.events import alert_of
+from libra_hpc.facts.events import EVENTS, alert_of, in_words
 from libra_hpc.facts.fact_writer import FactsWriter
 from libra_hpc.facts.status import Status, encode_status
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.alerts import Alerts
 from libra_hpc.protocol.ranks_stop import OUTPUT, RanksStop
-
-from .late_steps import Notices
 
 CLOSE_S = 30.0
 """How long the last facts may take to reach the run directory.
@@ -26,6 +25,25 @@ Half: a slow file system loses them; double: Slurm kills the job first.
 """
 FLUSH_S = 2.0
 """How long `Records.event_now` waits."""
+NOTICE_S = 120.0
+"""An older notice explains nothing any more, unless it is repeated."""
+NOTICES = 8
+"""Most notices remembered."""
+
+
+class Notices:
+    """The last things that went wrong, as sentences; ``t`` and ``now`` are epoch seconds."""
+
+    def __init__(self) -> None:
+        self._notices: deque[tuple[float, str]] = deque(maxlen=NOTICES)
+
+    def add(self, kind: str, t: float, fields: dict[str, Any]) -> None:
+        if kind in EVENTS and EVENTS[kind].notice:
+            where = f"node {fields['rank']}: " if "rank" in fields else ""
+            self._notices.append((t, f"{where}{in_words(kind)}: {fields.get('reason', '')}".rstrip(": ")))
+
+    def recent(self, now: float) -> list[str]:
+        return [sentence for t, sentence in reversed(self._notices) if now - t <= NOTICE_S]
 
 
 class Records:

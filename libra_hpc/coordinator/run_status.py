@@ -16,6 +16,7 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.pool import states
 from libra_hpc.protocol.agents import RolloutReport
 
+from .guests import Guests, GuestState
 from .liveness import NodeContact
 from .observations import Observations
 
@@ -24,6 +25,7 @@ def compose_status(
     context: AgentContext,
     pool: states.Pool | None,
     nodes: Mapping[int, NodeContact],
+    guests: Guests,
     seen: Observations,
     *,
     job_id: str,
@@ -64,7 +66,10 @@ def compose_status(
         rollout=StageStatus(*seen.rollout_speed(), nodes=len(states.rollout_nodes(pool)) if pool else 0),
         numbers={name: value or 0 for name, value in numbers.items()},
         buckets=[BucketStatus(*bucket) for bucket in report.buckets],
-        nodes=[_node(context, pool, rank, facts, now=now) for rank, facts in nodes.items()],
+        nodes=[
+            *(_node(context, pool, rank, facts, now=now) for rank, facts in nodes.items()),
+            *(_guest(guests.states[rank], rank, facts, now=now) for rank, facts in guests.contacts.items()),
+        ],
         decision=decision,
         message=message,
         estimate=estimate,
@@ -86,8 +91,19 @@ def slow_sentence(nodes: Mapping[int, NodeContact], engine: str, rank: int, rati
 
 
 def _node(context: AgentContext, pool: states.Pool | None, rank: int, facts: NodeContact, *, now: float) -> NodeStatus:
-    component = context.layout.components[rank]
+    component = context.layout.component(rank)
     role = component if pool is None or component == "planner" else str(pool.nodes[rank].state)
+    return _status(rank, component, role, facts, now=now)
+
+
+GUEST_ROLES: dict[GuestState, str] = {"starting": "to_guest", "serving": "guest", "leaving": "leaving"}
+
+
+def _guest(state: GuestState, rank: int, facts: NodeContact, *, now: float) -> NodeStatus:
+    return _status(rank, "guest", GUEST_ROLES[state], facts, now=now)
+
+
+def _status(rank: int, component: str, role: str, facts: NodeContact, *, now: float) -> NodeStatus:
     beat = facts.beat
     return NodeStatus(
         rank,

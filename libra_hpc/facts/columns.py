@@ -117,6 +117,9 @@ BATCH = (
     ).shown(ALWAYS, mean, "staleness: {:.2f} mean", head="stale"),
     Number("staleness_max", VERSIONS, "The same, the highest").shown(ALWAYS, highest, "staleness: {:.0f} max"),
     Number("gen_tokens", "tokens", "Generated tokens of the batch"),
+    Number("guest_tokens", "tokens", "Of `gen_tokens`: in turns that engines of guests ended").shown(
+        ALWAYS, total, "guests: {:,} tokens generated", quiet=True
+    ),
     Number("gen_tokens_p50", "tokens", "Generated tokens of a trajectory, median"),
     Number("gen_tokens_p95", "tokens", "The same, 95th percentile"),
     Number("turns_p50", "", "Turns of a trajectory, median"),

@@ -66,6 +66,8 @@ class RunDir:
     """The sweep that the run belongs to (`libra_hpc.facts.sweep_record`)."""
     script = _Part("job.sbatch")
     """The sbatch script as queued."""
+    spot_script = _Part("spot.sbatch")
+    """The script of the jobs that the run queues for itself; only with ``borrow.spot.nodes``."""
     job = _Part("job.json")
     """Job id, executor, attempt, submit time."""
     events = _Part("events.jsonl")
@@ -102,6 +104,8 @@ class RunDir:
     """torch FileStore files, one per membership generation."""
     snapshots = _Part("snapshots")
     """Folder with the entry of the newest complete snapshot; its bytes are in the nodes' shared memory."""
+    door = _Part("door.json")
+    """How an agent joins the running job (`libra_hpc.protocol.joining.DoorRecord`); only its owner may read it."""
     leases = _Part("lease")
     """Who owns the run (`libra_hpc.process.lease`)."""
     checkpoints = _Part("checkpoints")

@@ -27,9 +27,10 @@ class NodeStatus(msgspec.Struct, frozen=True):
     rank: int
     host: str
     component: str
-    """``planner`` | ``train`` | ``hybrid`` | ``rollout``"""
+    """``planner`` | ``train`` | ``hybrid`` | ``rollout`` | ``guest``"""
     role: str
-    """``planner`` | ``train`` | ``rollout`` | ``to_train`` | ``to_rollout`` | ``starting`` | ``lost`` | ``ended``"""
+    """``planner`` | ``train`` | ``rollout`` | ``to_train`` | ``to_rollout`` | ``starting`` | ``lost`` | ``ended``; of a
+    guest ``to_guest`` | ``guest`` | ``leaving``"""
     engines: dict[str, str]
     """Engine id -> state (``starting`` | ``ready`` | ``standby`` | ``lost``)."""
     version: int

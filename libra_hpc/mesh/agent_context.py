@@ -43,6 +43,8 @@ class AgentContext:
     """Of this node, in the order in which others try them."""
     kept: Path | None = None
     """As ``shared_memory``, but it outlives the agent when all ranks restart: snapshots. None: it does not."""
+    guest_engines: tuple[int, int] = (1, 0)
+    """(TP, engines) of this node, if it is a guest."""
     fence: Fence = field(default_factory=lambda: Fence(Path()))
     """Whether the run is still that of this start's owner."""
 
@@ -57,7 +59,15 @@ class AgentContext:
 
     @property
     def component(self) -> str:
-        return self.layout.components[self.rank]
+        return self.layout.component(self.rank)
+
+    @property
+    def engines(self) -> tuple[int, int]:
+        """(TP, engines) of this node, for rollout."""
+        if self.component == "guest":
+            return self.guest_engines
+        serves = self.component in ("hybrid", "rollout")
+        return self.config.rollout.on_node(self.layout.engine_node(self.rank)) if serves else (1, 0)
 
     @property
     def logs(self) -> Path:

@@ -6,6 +6,7 @@ on.
 - A peer does not read (stopped, slow network) -> what is sent to it waits without limit.
 - A connection breaks, or every address refuses -> what waits is dropped, and what is sent later: no stream has holes.
 - `Outgoing.reopen` -> a new stream begins.
+- A caller that is no rank yet -> one question and its answer (`libra_hpc.protocol.joining`).
 - A caller without the secret, or a frame beyond `MAX_FRAME_BYTES` -> the connection is closed.
 """
 
@@ -22,7 +23,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .world import World
+from libra_hpc.protocol.joining import AT_THE_DOOR, is_guest
+
+from .world import Endpoint, World
 
 HEADER = struct.Struct("<IQ")
 RANK = struct.Struct("<I")
@@ -51,6 +54,8 @@ Done = Callable[[bool], None]
 """Called once: True when a message's buffers are free again, False when it was dropped."""
 Deliver = Callable[[int, bytes, bytearray], None]
 """Gets (rank, frame, blob) of each message, in the sender's order."""
+Admit = Callable[[bytes], bytes]
+"""Answers the frame of a caller that wants to join."""
 
 log = logging.getLogger("libra_hpc.links")
 
@@ -130,7 +135,7 @@ class Outgoing:
             posted.done(sent)
 
 
-async def accept(world: World, deliver: Deliver) -> None:
+async def accept(world: World, deliver: Deliver, admit: Admit | None = None) -> None:
     loop = asyncio.get_running_loop()
     streams: set[asyncio.Task[None]] = set()
     try:
@@ -142,7 +147,7 @@ async def accept(world: World, deliver: Deliver) -> None:
                 log.warning("a caller was not accepted: %s", error)
                 await asyncio.sleep(PAUSE_S)
                 continue
-            task = loop.create_task(_receive(world, stream, deliver))
+            task = loop.create_task(_receive(world, stream, deliver, admit))
             streams.add(task)
             task.add_done_callback(streams.discard)
             task.add_done_callback(_defect)
@@ -151,11 +156,14 @@ async def accept(world: World, deliver: Deliver) -> None:
             task.cancel()
 
 
-async def _receive(world: World, stream: socket.socket, deliver: Deliver) -> None:
+async def _receive(world: World, stream: socket.socket, deliver: Deliver, admit: Admit | None) -> None:
     try:
         reader = _Reader(stream)
         async with asyncio.timeout(ANSWER_S):
-            source = await _prove_as_server(world, stream, reader)
+            source = await _prove_as_server(world, stream, reader, admit is not None)
+            if source == AT_THE_DOOR and admit is not None:
+                await _answer(stream, reader, admit)
+                return
         taken = messages = 0
         while True:
             frame_bytes, blob_bytes = HEADER.unpack(await reader.exactly(HEADER.size))
@@ -174,6 +182,39 @@ async def _receive(world: World, stream: socket.socket, deliver: Deliver) -> Non
     except (OSError, TimeoutError, EOFError) as error:
         if str(error):
             log.warning("a connection ended: %s", error)
+    finally:
+        stream.close()
+
+
+async def _answer(stream: socket.socket, reader: _Reader, admit: Admit) -> None:
+    """Answer a caller that wants to join."""
+    frame_bytes, blob_bytes = HEADER.unpack(await reader.exactly(HEADER.size))
+    if frame_bytes > JOIN_BYTES or blob_bytes:
+        raise ConnectionError(f"a caller wants to join with {frame_bytes} and {blob_bytes} bytes")
+    answer = admit(await reader.exactly(frame_bytes))
+    await asyncio.get_running_loop().sock_sendall(stream, HEADER.pack(len(answer), 0) + answer)
+
+
+async def call_door(world: World, frame: bytes) -> bytes:
+    """Have rank 0 answer a frame of this agent, which has no rank yet.
+
+    Raises `OSError` where nobody answers, `EOFError` where rank 0 closes the connection: it has another secret.
+    """
+    failure, stream = OSError("it has no address"), None
+    for address in world.endpoints[0].addresses:
+        try:
+            stream = await _open(world, 0, world.endpoints[0], address)
+            break
+        except OSError as error:
+            failure = error
+    if stream is None:
+        raise failure
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            await asyncio.get_running_loop().sock_sendall(stream, HEADER.pack(len(frame), 0) + frame)
+            reader = _Reader(stream)
+            frame_bytes, _ = HEADER.unpack(await reader.exactly(HEADER.size))
+            return await reader.exactly(min(frame_bytes, MAX_FRAME_BYTES))
     finally:
         stream.close()
 
@@ -226,12 +267,14 @@ async def _connect(world: World, peer: int) -> socket.socket:
 
     Raises `ConnectionError` when every address has refused `REFUSALS` times.
     """
-    endpoint, refusals, why = world.endpoints[peer], 0, ""
+    refusals, why = 0, ""
+    while (endpoint := world.endpoint(peer)) is None:
+        await asyncio.sleep(PAUSE_S)
     while refusals < REFUSALS:
         silent = False
         for address in endpoint.addresses:
             try:
-                return await _open(world, peer, address)
+                return await _open(world, peer, endpoint, address)
             except TimeoutError:
                 silent = True
             except (OSError, EOFError) as error:
@@ -244,7 +287,7 @@ async def _connect(world: World, peer: int) -> socket.socket:
     )
 
 
-async def _open(world: World, peer: int, address: str) -> socket.socket:
+async def _open(world: World, peer: int, endpoint: Endpoint, address: str) -> socket.socket:
     stream = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
         stream.setblocking(False)
@@ -253,7 +296,7 @@ async def _open(world: World, peer: int, address: str) -> socket.socket:
         for option, value in KEEP_ALIVE.items():
             stream.setsockopt(socket.IPPROTO_TCP, option, value)
         async with asyncio.timeout(ANSWER_S):
-            await asyncio.get_running_loop().sock_connect(stream, (address, world.endpoints[peer].port))
+            await asyncio.get_running_loop().sock_connect(stream, (address, endpoint.port))
             await _prove_as_client(world, peer, stream)
     except BaseException:
         stream.close()
@@ -273,19 +316,19 @@ async def _prove_as_client(world: World, peer: int, stream: socket.socket) -> No
         raise ConnectionError("the peer does not have this run's secret")
 
 
-async def _prove_as_server(world: World, stream: socket.socket, reader: _Reader) -> int:
+async def _prove_as_server(world: World, stream: socket.socket, reader: _Reader, door: bool) -> int:
     """Challenge a caller, check its answer, and return its rank."""
     loop, own = asyncio.get_running_loop(), secrets.token_bytes(NONCE_BYTES)
     await loop.sock_sendall(stream, own)
     (source,) = RANK.unpack(await reader.exactly(RANK.size))
     theirs, proof = await reader.exactly(NONCE_BYTES), await reader.exactly(PROOF_BYTES)
-    if source >= world.size or not hmac.compare_digest(
-        proof, _proof(world, b"client", own, caller=source, called=world.rank)
-    ):
+    known = source < world.size or (door if source == AT_THE_DOOR else is_guest(source))
+    if not known or not hmac.compare_digest(proof, _proof(world, b"client", own, caller=source, called=world.rank)):
         raise ConnectionError("a caller without this run's secret was turned away")
     await loop.sock_sendall(stream, _proof(world, b"server", theirs, caller=source, called=world.rank))
     return int(source)
 
 
 def _proof(world: World, side: bytes, nonce: bytes, caller: int, called: int) -> bytes:
-    return hmac.digest(world.secret, side + nonce + RANK.pack(caller) + RANK.pack(called), "sha256")
+    secret = world.secret_with(called if caller == world.rank else caller)
+    return hmac.digest(secret, side + nonce + RANK.pack(caller) + RANK.pack(called), "sha256")

@@ -20,8 +20,8 @@ from libra_hpc.protocol.agents import MeshMessage
 from libra_hpc.protocol.agents import mesh as codec
 from libra_hpc.protocol.codec import FrameError
 
-from .links import Done, Outgoing, accept
-from .world import World
+from .links import Admit, Done, Outgoing, accept
+from .world import Endpoint, World
 
 HEAD_BYTES = 32
 """Of an unreadable message that are shown."""
@@ -45,6 +45,8 @@ class Mesh:
         self._broke: dict[int, float] = {}
         self.from_lost: Callable[[int, Any], None] | None = None
         """Gets (rank, message) of a forgotten rank; without it they are discarded."""
+        self.admit: Admit | None = None
+        """Of rank 0: answers agents that want to join."""
         self.rejected = 0
         """Messages that could not be decoded."""
         self.on_rejected: Callable[[int, str], None] | None = None
@@ -62,6 +64,10 @@ class Mesh:
             if link is None:
                 link = self._links[dest] = Outgoing(self._world, dest, self._on_broken)
             link.put(codec.encode(message), memoryview(blob), done)
+
+    def add_guest(self, rank: int, endpoint: Endpoint) -> None:
+        """An agent joined that was not there at the start."""
+        self._world.guests[rank] = endpoint
 
     def forget(self, rank: int) -> None:
         """Treat a rank as lost.
@@ -90,7 +96,7 @@ class Mesh:
         return self._links[rank].pending if rank in self._links else 0
 
     async def run(self) -> None:
-        await accept(self._world, self._deliver)
+        await accept(self._world, self._deliver, self.admit)
 
     async def drain(self, seconds: float) -> None:
         """Wait at most ``seconds`` until the kernel has every message to ranks that are not lost."""

@@ -28,6 +28,10 @@ class RankLayout(msgspec.Struct, frozen=True):
         """The layout a configuration asks for; a checked one has the planner first, a trainer and a rollout node."""
         return cls(tuple(rank_components(config)), config.components.hybrid.nodes_per_replica)
 
+    def component(self, rank: int) -> str:
+        """``guest`` of an agent that joined later."""
+        return self.components[rank] if rank < len(self.components) else "guest"
+
     @property
     def core(self) -> tuple[int, ...]:
         """Nodes that train together as one world and own the optimizer's state."""

@@ -3,7 +3,7 @@
 After `meet` no agent calls MPI again, because no MPI survives a dead member (docs/why-mpi.md).  Messages go over
 sockets of our own (`libra_hpc.mesh.links`).
 
-- All ranks on one machine -> they listen on loopback.  Otherwise on `slurm.interface`, or on every interface.
+- All ranks on one machine, and no guests wanted -> they listen on loopback.  Otherwise on `slurm.interface`, or on every interface.
 - Rank 0 draws a secret for the run; who connects must prove that it has it.
 - A rank that cannot reach rank 0 -> every rank raises the same sentence.
 """
@@ -26,6 +26,7 @@ import psutil
 
 from libra_hpc.errors import OperationError
 from libra_hpc.protocol.codec import LENGTH
+from libra_hpc.protocol.joining import guest_secret
 
 from .mpi_library import mpich_chosen
 
@@ -75,10 +76,20 @@ class World(msgspec.Struct, frozen=True):
     secret: bytes
     listener: socket.socket
     """Bound and listening before any rank has its address."""
+    guests: dict[int, Endpoint] = {}
+    """Agents that joined later, by rank."""
 
     @property
     def size(self) -> int:
         return len(self.endpoints)
+
+    def endpoint(self, rank: int) -> Endpoint | None:
+        """None of a guest that was not announced yet."""
+        return self.endpoints[rank] if rank < self.size else self.guests.get(rank)
+
+    def secret_with(self, peer: int) -> bytes:
+        """What a rank and a peer prove themselves with; a guest has no other secret than that of guests."""
+        return guest_secret(self.secret) if self.rank < self.size <= peer else self.secret
 
 
 class _Place(msgspec.Struct):
@@ -97,11 +108,17 @@ class _Reached(msgspec.Struct):
 Record = TypeVar("Record", _Place, Endpoint, _Reached)
 
 
-def meet(interface: str = "", problem: str = "", held: Callable[[int], tuple[str, ...]] = lambda rank: ()) -> World:
+def meet(
+    interface: str = "",
+    problem: str = "",
+    held: Callable[[int], tuple[str, ...]] = lambda rank: (),
+    *,
+    guests: bool = False,
+) -> World:
     """Join the world; returns once every rank is there, can be found and reaches rank 0.
 
-    ``problem``: why the caller cannot go on.  ``held``: the parts of snapshots that a rank finds on its node.  Raises
-    `NoWorld` on every rank alike, with the first problem of any.
+    ``problem``: why the caller cannot go on.  ``held``: the parts of snapshots that a rank finds on its node.
+    ``guests``: agents of other machines will join.  Raises `NoWorld` on every rank alike, with the first problem of any.
 
     A rank that fails inside MPI leaves the others waiting there, where no Python runs: the kernel ends this process
     with SIGALRM after `MEET_S`, and whoever started it may try again.
@@ -121,9 +138,9 @@ def meet(interface: str = "", problem: str = "", held: Callable[[int], tuple[str
     _raise_first([place.problem for place in places])
     if interface:
         addresses = addresses[:1]
-    elif len({place.machine for place in places}) == 1:
+    elif len({place.machine for place in places}) == 1 and not guests:
         addresses = ["127.0.0.1"]
-    listener = _listen(addresses[0] if len(addresses) == 1 else "", comm.Get_size())
+    listener = listen(addresses[0] if len(addresses) == 1 else "", comm.Get_size())
     own = Endpoint(socket.gethostname(), tuple(addresses), listener.getsockname()[1], held(comm.Get_rank()))
     endpoints = _exchange(comm, own)
     secret = bytearray(secrets.token_bytes(SECRET_BYTES))
@@ -165,7 +182,8 @@ def _machine() -> str:
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
 
 
-def _listen(address: str, size: int) -> socket.socket:
+def listen(address: str, size: int) -> socket.socket:
+    """A socket for callers at an address, or at all of them."""
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family, backlog=2 * size)

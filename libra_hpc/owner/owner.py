@@ -35,6 +35,7 @@ from .decision import PLANNER_LOST, Limits, OwnerDecision, RanksEnded, SoFar, de
 from .owner_records import OwnerRecords, say
 from .ranks import LocalRanks
 from .slurm_step import SlurmStep
+from .spot_jobs import SpotJobs
 from .tracking_child import TrackingChild
 
 STRAGGLERS_S = 90.0
@@ -87,6 +88,7 @@ class RunOwner:
         self._down: dict[str, str] = {}
         self._records = OwnerRecords(run, options.attempt)
         self._tracking = TrackingChild(run, options.attempt)
+        self._spot = SpotJobs(run, options.spot)
         requeued = int(os.environ.get("SLURM_RESTART_COUNT") or 0) if options.slurm else 0
         self._so_far = SoFar(requeued=requeued, idle=self._records.idle())
         self._reason = self._message = ""
@@ -126,6 +128,7 @@ class RunOwner:
     def _finish(self, decision: OwnerDecision, ended: RanksEnded) -> int:
         """Nothing follows, or another start of the whole job."""
         message, record = decision.message or decision.reason, ended.record
+        self._spot.close()
         step = self._records.step() if record is None else record.step
         self._records.result(decision.state, message, step)
         if decision.word == "requeue":
@@ -229,6 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--slurm", action="store_true", help="the program is an srun command line, not that of a rank")
     parser.add_argument("--requeue", action="store_true", help="a preempted job is queued again")
     parser.add_argument("--nodes", type=int, nargs="*", default=[], help="nodes that the ranks need, by component")
+    parser.add_argument("--spot", type=int, default=0, help="borrow.spot.nodes")
     parser.add_argument("--unprepared", default="", metavar="CAUSE", help="the ranks cannot start; nothing is started")
     parser.add_argument("argv", nargs="*")
     options = parser.parse_args(argv)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from libra_hpc.facts.columns import COLUMNS
 from libra_hpc.policies.learning.advantages import Advantage, LengthRules, mean_and_std
@@ -66,10 +66,12 @@ def batch_stats(
     engines: int = 1,
     parts: Sequence[str] = (),
     replaced: int = 0,
+    of_guests: Collection[str] = (),
 ) -> dict[str, float]:
     """Statistics of a batch, every group of which has a finished trajectory.
 
-    ``parts``: tasks of a mixture; ``replaced``: groups of equal rewards that these took the places of.
+    ``parts``: tasks of a mixture; ``replaced``: groups of equal rewards that these took the places of; ``of_guests``:
+    engines that were not the run's own.
     """
     trajectories = [t for group in groups for t in group.done]
     reward, reward_std = mean_and_std([t.reward for t in trajectories])
@@ -87,6 +89,7 @@ def batch_stats(
         "gen_tokens_p50": quantile(generated, 0.5),
         "gen_tokens_p95": quantile(generated, 0.95),
         **_of_turns(trajectories),
+        "guest_tokens": sum(turn.gen_tokens for t in trajectories for turn in t.turns if turn.engine in of_guests),
         "context_p50": quantile([max(t.sample_tokens) for t in trajectories], 0.5),
         "failed": sum(group.failed for group in groups),
         "retried": sum(group.retried for group in groups),

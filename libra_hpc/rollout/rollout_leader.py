@@ -243,9 +243,10 @@ class RolloutLeader:
                 groups,
                 step - 1,
                 engines.busy_per_token(),
-                len(engines.engines),
+                len(engines.own),
                 self._parts,
                 self._order.take_replaced(),
+                engines.of_guests,
             )
             composed = tuple(group.to_group(self._advantage, self._rules) for group in groups)
             self._around.composed(step, [trajectory for group in groups for trajectory in group.done], composed)
@@ -269,9 +270,9 @@ class RolloutLeader:
         for name in self._turns.engines.of(rank):
             self.on_engine_state(EngineState(rank, "rollout", "lost", engine=name, reason=f"node {rank} lost"))
 
-    def on_drain(self, rank: int) -> None:
-        """Send no more turns to a node that leaves the rollout stage."""
-        self._turns.drain(rank)
+    def on_drain(self, rank: int, abort: bool = False) -> None:
+        """Send no more turns to a node that leaves the rollout stage, or the job."""
+        self._turns.drain(rank, abort)
 
     def on_engine_version(self, engine: str, version: int) -> None:
         if engine in self._turns.engines.engines:
@@ -280,11 +281,13 @@ class RolloutLeader:
 
     def _applied(self) -> None:
         oldest = self._turns.engines.oldest
-        if self._order is not None and oldest is not None:
+        if self._order is None:
+            return
+        if oldest is not None:
             self._order.applied(oldest)
-            self._turns.engines.admit(self._order.gate.version)
             self.evaluations.on_version(oldest, self._clock())
-            self.schedule_pass()
+        self._turns.engines.admit(self._order.gate.version)
+        self.schedule_pass()
 
     def on_engine_load(self, name: str, stats: EngineStats) -> None:
         self._turns.engines.load(name, stats)
@@ -332,4 +335,5 @@ class RolloutLeader:
             waiting_for_room=self._turns.waiting_for_room,
             recomputed_tokens=self._turns.recomputed,
             evicted_tokens=self._turns.evicted,
+            guest_tokens=engines.guest_tokens,
         )

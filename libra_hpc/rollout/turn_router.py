@@ -4,7 +4,7 @@
 - A running turn is better off elsewhere -> abort it, and route its partial output again (`rebalance`).
 - Engine lost, or turn answered with an error -> send the turn again; `MAX_ERRORS` errors -> the attempt fails.
 - Turn overdue -> abort it; `MAX_OVERDUE` times with nothing generated -> the attempt fails.
-- Node drains -> no more turns for it; `TurnsDrained` after its last one.
+- Node drains -> no more turns for it; `TurnsDrained` after its last one, which may be aborted for that.
 
 Dispatcher, board and policy are those that the simulator drives.
 """
@@ -221,10 +221,13 @@ class TurnRouter:
             self._resubmit(held.trajectory, reason)
         return lost.rank
 
-    def drain(self, rank: int) -> None:
+    def drain(self, rank: int, abort: bool) -> None:
         """Send no more turns to a node, and report when its last one is back."""
         self._draining.add(rank)
         self.engines.drain(rank)
+        for name in self.engines.of(rank) if abort else ():
+            for rid in self.engines.engines[name].inflight:
+                self._abort(name, rid)
         self._maybe_drained(rank)
 
     def _maybe_drained(self, rank: int) -> None:

@@ -29,7 +29,8 @@ TASK = "simulated"
 def pace(config: RunConfig, component: str) -> Pace:
     """Settings of the simulated engines and trainers of one component."""
     simulated = config.simulated
-    nodes: Component = getattr(config.components, component)
+    # A guest is taken to be such a node.
+    nodes: Component = getattr(config.components, "rollout" if component == "guest" else component)
     return Pace(
         device=config.modelled("device") or nodes.gpu_type,
         devices=config.modelled("devices"),

@@ -5,6 +5,7 @@ Slurm accepts some impossible requests and leaves the job pending for ever.  For
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from libra_hpc.config.job import Component, SlurmSection
@@ -63,10 +64,23 @@ def check_fit(config: RunConfig, partitions: Sequence[Partition]) -> None:
         parts = [(group.name, group.component) for group in het_groups(config)]
     for name, component in parts:
         found = _check_component(config, name, component, partitions, used)
+    if config.borrow.spot.nodes:
+        _check_spot(config, partitions)
     # Spare nodes are of the one partition that all components are in.
     if slurm.spare and (spare := max(p.nodes - used.get(p.name, 0) for p in found)) < slurm.spare:
         why = f"partition {found[0].name} has {found[0].nodes} nodes"
         raise invalid("slurm.spare", slurm.spare, why, f"at most {spare}")
+
+
+def _check_spot(config: RunConfig, partitions: Sequence[Partition]) -> None:
+    """Raise `UserError` for jobs of ``[borrow.spot]`` that no partition could start."""
+    spot, own = config.borrow.spot, config.components.rollout
+    component = own.model_copy(update={"nodes": 1, "partition": spot.partition or own.partition})
+    found, limit = _partitions("borrow.spot", component, partitions), slurm_seconds(spot.time_limit)
+    allowed = max((part.max_seconds or math.inf for part in found), default=math.inf)
+    if limit is not None and limit > allowed:
+        why = f"partition {found[0].name} allows {allowed // 60:.0f} minutes"
+        raise invalid("borrow.spot.time_limit", spot.time_limit, why, "a shorter time")
 
 
 def _partitions(field: str, component: Component, partitions: Sequence[Partition]) -> list[Partition]:

@@ -56,6 +56,8 @@ def job_request(config: RunConfig) -> JobRequest:
     """The request of a configuration; raises `UserError` for a value that cannot be an sbatch option."""
     check_lines(config)
     if config.slurm.executor == "local":
+        if spot := config.borrow.spot.nodes:
+            raise invalid("borrow.spot.nodes", spot, "without Slurm there is no queue", "0, or slurm.executor = slurm")
         return JobRequest(config, (), ())
     slurm = config.slurm
     _check_spare(config)
@@ -204,6 +206,15 @@ def _options(config: RunConfig, group: HetGroup) -> list[str]:
         *(f"--{option}={value}" for option, value in component_options(config, group.name, component).items()),
     ]
     return options + extra_options(config, group.name, component)
+
+
+def spot_options(config: RunConfig) -> list[str]:
+    """sbatch options of a job of ``[borrow.spot]``: one node as those of the rollout component."""
+    spot = config.borrow.spot
+    own = with_resources(config, ()).components.rollout
+    update = {"nodes": 1, "partition": spot.partition or own.partition, "qos": spot.qos or own.qos}
+    group = HetGroup("rollout", own.model_copy(update=update), ("rollout",))
+    return _options(config.changed(slurm={"time_limit": spot.time_limit}), group)
 
 
 def extra_options(config: RunConfig, name: str, component: Component) -> list[str]:

@@ -19,7 +19,7 @@ from libra_hpc.slurm.queue.query import JobInfo, JobState, cluster_name, job
 
 from . import local
 from .launch import Launch, given_options
-from .writer import het_script
+from .writer import het_script, spot_script
 
 SUBMIT_TIMEOUT_S = 90.0
 """sbatch itself gives up after 60 s without a controller.  Ending it earlier could leave a queued job without a record.
@@ -65,6 +65,8 @@ def submit(launch: Launch, env: Mapping[str, str]) -> str:
     request, `SlurmUnreachable` when no controller answers, `OperationError` when Slurm refuses for another reason.
     """
     write_atomic(launch.run.script, het_script(launch).encode())
+    if launch.config.borrow.spot.nodes:
+        write_atomic(launch.run.spot_script, spot_script(launch).encode())
     start_attempt(launch.run, launch.attempt)
     # Before the job is queued: a failure after that would leave a job without a record.
     cluster = cluster_name(env)

@@ -23,7 +23,7 @@ from libra_hpc.slurm.script.template import script_text
 
 from .fit import notice_s
 from .interpreter import in_container
-from .launch import Launch, NodeRequest
+from .launch import Launch, NodeRequest, agent_variables, spot_options
 from .pmi import GONE
 from .set_up import local_exports, set_up_lines
 
@@ -40,6 +40,7 @@ def het_script(launch: Launch) -> str:
     # Slurm's commands are outside a container, and so is the owner.
     python = sys.executable if in_container(config) else launch.python
     slurm = ["--slurm", f"--requeues={config.slurm.requeues}"]
+    slurm += [f"--spot={config.borrow.spot.nodes}"] if config.borrow.spot.nodes else []
     slurm += ["--requeue"] if config.slurm.preempted == "requeue" else []
     slurm += ["--nodes", *(str(group.used) for group in groups)]
     owner = shlex.join([python, "-m", "libra_hpc.owner.owner", *launch.owner_arguments, *slurm])
@@ -76,6 +77,23 @@ def het_script(launch: Launch) -> str:
         step=shlex.quote(str(logs / STEP)),
         owner=owner,
     )
+
+
+def spot_script(launch: Launch) -> str:
+    """The script of a job of one node that joins the running job (``[borrow.spot]``)."""
+    config, run = launch.config, launch.run
+    started = start_command(config, run.path, named=False)
+    join = [*started.prefix, launch.python, "-m", "libra_hpc_cli.app", "join", str(run.path)]
+    step = ["srun", "--ntasks=1", "--export=ALL", "--mem=0", "--cpu-bind=none", *started.step] if started.step else []
+    options = [
+        f"--job-name={config.run.name}-spot",
+        f'--output="{str(run.logs(launch.attempt) / "spot-").replace("%", "%%")}%j.out"',
+        "--no-requeue",
+        *spot_options(config),
+    ]
+    lines = set_up_lines(config, agent_variables(config, {}), first=local_exports(config))
+    head = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options)]
+    return "\n".join([*head, *lines, shlex.join(["exec", *step, *join]), ""])
 
 
 def step_parts(groups: Sequence[NodeRequest]) -> list[list[str]]:

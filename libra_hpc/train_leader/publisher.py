@@ -1,6 +1,7 @@
 """Publishes weight versions to the carriers of all nodes, in the order in which they pass them on.
 
 - The chain: the nodes of the core, then those that get new weights, those behind a slow link last.
+- A guest is the end of a chain of its own: no other node gets anything from it.
 - The carriers of the core are not all there yet -> the version is published once they are.
 - A carrier started -> it gets the newest versions again; one of the core has another port, so all others learn it.
 - A node lacks a version -> the newest one is published to it again.
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from libra_hpc.protocol.agents import CarrierStarted, MeshMessage, WeightsCurrent, WeightsHere, WeightsWanted
 from libra_hpc.protocol.carriers import Peer, Publish
+from libra_hpc.protocol.joining import is_guest
 
 from .exports import Published
 
@@ -66,7 +68,7 @@ class WeightPublisher:
             self._send_to(message.rank, newest, self._chain(message.rank))
 
     def on_here(self, message: WeightsHere) -> None:
-        if message.bytes and message.wire_s:
+        if message.bytes and message.wire_s and not is_guest(message.rank):
             self._seconds[message.rank] = message.wire_s / message.bytes
 
     def lost(self, rank: int) -> None:
@@ -89,5 +91,6 @@ class WeightPublisher:
                 self._send_to(peer.rank, versions, chain)
 
     def _send_to(self, rank: int, versions: Sequence[Published], chain: tuple[Peer, ...]) -> None:
+        passed = tuple(peer for peer in chain if peer.rank == rank or not is_guest(peer.rank))
         for version, base, owners in versions:
-            self._send(rank, Publish(version, base, owners, chain))
+            self._send(rank, Publish(version, base, owners, passed))

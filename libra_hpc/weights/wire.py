@@ -22,6 +22,7 @@ from collections.abc import Iterator
 import msgspec
 
 from libra_hpc.protocol.carriers import Peer
+from libra_hpc.protocol.joining import guest_secret, is_guest
 
 MANIFEST, DATA, WAITING, ABSENT = range(4)
 HEADER = struct.Struct("<BI")
@@ -111,6 +112,7 @@ def admit(stream: socket.socket, secret: bytes) -> int:
     stream.sendall(own)
     (rank,) = RANK.unpack(read(stream, RANK.size))
     theirs, proof = read(stream, NONCE_BYTES), read(stream, PROOF_BYTES)
+    secret = guest_secret(secret) if is_guest(rank) else secret
     if not hmac.compare_digest(proof, _proof(secret, b"caller", own, rank)):
         raise WireError("a caller without this run's secret was turned away")
     stream.sendall(_proof(secret, b"server", theirs, rank))

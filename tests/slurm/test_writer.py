@@ -16,7 +16,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.protocol.ranks_stop import START, start_of
 from libra_hpc.slurm.launch import Launch, job_request
-from libra_hpc.slurm.writer import het_script
+from libra_hpc.slurm.writer import het_script, spot_script
 
 FULL: dict[str, Any] = {
     "run": {"name": "demo"},
@@ -370,3 +370,17 @@ def test_options_are_read_as_getopt_reads_them() -> None:
     text = script({"slurm": {"extra": words}})
     for option in ("--exclude=a800-3", "-xa", "-wb", "-Qv", "-Cnvlink", "--exclusive", "--mem-bind=local", "--nice"):
         assert text.count(f"#SBATCH {option}\n") == text.count("#SBATCH --nodes=")
+
+
+def test_a_job_of_spot_nodes_joins_the_run_with_a_node_as_those_that_roll_out() -> None:
+    spot = {"nodes": 2, "partition": "spot", "time_limit": "00:30:00"}
+    config = RunConfig.model_validate({**FULL, "borrow": {"spot": spot}, "compute": {"env": {"A": "b"}}})
+    launch = Launch(job_request(config), RunDir("/data/my runs/demo-001"), 2, interpreter="/opt/env/bin/python")
+    lines = spot_script(launch).splitlines()
+    options = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")}
+    assert {"--nodes=1", "--partition=spot", "--time=00:30:00", "--gres=gpu:4", "--constraint=nvlink"} <= options
+    assert {"--job-name=demo-spot", "--no-requeue", "--mem=32G", "--account=rl"} <= options
+    assert "export A=b" in lines
+    assert lines[-1] == "exec /opt/env/bin/python -m libra_hpc_cli.app join '/data/my runs/demo-001'"
+    assert "--spot=2" in het_script(launch)
+    assert "--spot" not in script(FULL)

@@ -6,6 +6,7 @@ from typing import Any
 
 from libra_hpc.protocol.agents import CarrierStarted, WeightsCurrent, WeightsHere, WeightsWanted
 from libra_hpc.protocol.carriers import Peer, Publish
+from libra_hpc.protocol.joining import FIRST_GUEST
 from libra_hpc.train_leader.exports import Published
 from libra_hpc.train_leader.publisher import WeightPublisher
 
@@ -113,3 +114,17 @@ def test_a_lost_node_is_in_no_chain() -> None:
     nodes.publisher.lost(3)
     nodes.publish(0)
     assert nodes.chains()[1] == [1, 2, 4]
+
+
+def test_a_guest_is_the_end_of_its_own_chain_and_in_no_other() -> None:
+    nodes = Nodes(1, 2, 3)
+    guests = (FIRST_GUEST, FIRST_GUEST + 1)
+    nodes.publisher = WeightPublisher(CORE, lambda: (3, *guests), nodes.send)
+    for rank in (1, 2, 3, *guests):
+        nodes.start(rank)
+    nodes.publisher.on_here(WeightsHere(guests[0], 0, 100, 0.001))
+    nodes.publisher.on_here(WeightsHere(3, 0, 100, 9.0))
+    nodes.publish(0)
+    assert nodes.chains() == {**{rank: [1, 2, 3] for rank in (1, 2, 3)}, **{rank: [1, 2, 3, rank] for rank in guests}}
+    nodes.publisher.on_wanted(WeightsWanted(guests[1], -1))
+    assert nodes.chains() == {guests[1]: [1, 2, 3, guests[1]]}

@@ -1,0 +1,120 @@
+"""`libra-hpc join`: give a running job more engines, from any allocation or machine that sees the run's folder.
+
+- The ranks of the run start, or restart -> wait for them, then join.
+- The run ends, the own time limit is near, or a signal comes -> end; turns in flight go on elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from libra_hpc.agent.guest import GuestAgent, Stay
+from libra_hpc.config.load import load_resolved
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import OperationError, error_text, invalid
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.mesh.door import check_record, knock, read_record
+from libra_hpc.mesh.rank_layout import RankLayout
+from libra_hpc.owner.slurm_step import job_facts
+from libra_hpc.protocol.joining import DoorRecord
+from libra_hpc.protocol.ranks_stop import JOB_END
+
+from . import jobs
+from .output import print_line, print_note
+from .runs import RUNS, RunArgument, RunsOption, find_run
+
+POLL_S = 1.0
+ASK_S = 15.0
+"""Between two questions to the queue whether the run still lives."""
+
+
+def join(
+    run: RunArgument = None,
+    engines: Annotated[
+        int, typer.Option("--engines", min=0, metavar="N", help="Engines here; default: as on a node of the run.")
+    ] = 0,
+    tp: Annotated[int, typer.Option("--tp", min=0, metavar="N", help="GPUs of an engine; default: the run's.")] = 0,
+    runs: RunsOption = Path(RUNS),
+) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    found, until, served = find_run(run, runs), own_limit(), False
+    watch = RunWatch(found)
+    while True:
+        stay = stay_once(found, tp, engines, until)
+        if stay is not None:
+            served = True
+            print_line(f"{found.name}: this guest left: {stay.reason}")
+            if stay.how == "failed":
+                raise OperationError(f"{found.name} goes on without this guest: {stay.reason}.")
+            if stay.how != "again":
+                return
+        elif over := watch.over():
+            if served:
+                return
+            raise invalid("RUN", found.name, f"it {over}", "a run that is queued or running")
+        time.sleep(POLL_S)
+
+
+def stay_once(run: RunDir, tp: int, engines: int, until: float) -> Stay | None:
+    """One stay in the job; None while its ranks do not answer."""
+    record = read_record(run)
+    if record is None or not record.open:
+        return None
+    config = load_resolved(run.config)
+    check_record(run, record, config)
+    layout = RankLayout.of(config)
+    usual = config.rollout.on_node(layout.engine_node(layout.rollout_leader))
+    count = tp or usual[0], engines or usual[1]
+    return asyncio.run(serve(run, record, config, count, until))
+
+
+async def serve(
+    run: RunDir, record: DoorRecord, config: RunConfig, engines: tuple[int, int], until: float
+) -> Stay | None:
+    try:
+        joined = await knock(run, record, config.slurm.interface)
+    except OSError as error:
+        logging.info("%s at %s does not answer: %s", run.name, record.host, error_text(error))
+        return None
+    print_line(f"{run.name}: joined as rank {joined.world.rank} with {engines[1]} engines of TP {engines[0]}")
+    return await GuestAgent(joined, config, run, record.attempt, engines, until).serve()
+
+
+class RunWatch:
+    """Whether a run can still be joined, asked every `ASK_S`."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run, self._asked_at, self._noted = run, -math.inf, False
+
+    def over(self) -> str:
+        """That it has ended, in words; empty while it may run."""
+        if time.monotonic() - self._asked_at < ASK_S:
+            return ""
+        self._asked_at, state = time.monotonic(), jobs.state(self._run)
+        if state.state == "never_queued":
+            return "was never queued"
+        if state.over:
+            return f"has ended: {state.words}"
+        if not self._noted:
+            self._noted = True
+            print_note(f"{self._run.name} is {state.words}: waiting for its ranks")
+        return ""
+
+
+def own_limit() -> float:
+    """Epoch seconds of this job's time limit; infinite without one."""
+    end = job_facts(os.environ)[JOB_END] if "SLURM_JOB_ID" in os.environ else ""
+    try:
+        return float(end) if end.isdecimal() else datetime.fromisoformat(end).timestamp()
+    except ValueError:
+        return math.inf

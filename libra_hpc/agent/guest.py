@@ -1,0 +1,200 @@
+"""A guest's agent: it joins a running job with engines alone, and leaves it again.
+
+- It is admitted -> a carrier and engines, as on a rollout node; it passes no weights on.
+- SIGTERM, SIGUSR1 or Ctrl-C, or its own time limit is near -> its turns go on elsewhere, then it ends; a second signal
+  ends it at once.
+- The ranks restart, or gave it up -> it ends its engines and joins again, as another guest.
+- Its engines end too often -> it leaves with the reason. The run is over -> it ends.
+
+Nothing that happens here ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Coroutine
+from typing import Any, Literal, NamedTuple
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.mesh.door import JoinedWorld
+from libra_hpc.mesh.mesh import Mesh
+from libra_hpc.mesh.rank_layout import RankLayout
+from libra_hpc.process.agent_folders import make_folders, remove
+from libra_hpc.process.child import Child
+from libra_hpc.process.reaper import become_subreaper, end_strangers
+from libra_hpc.protocol import agents as wire
+from libra_hpc.protocol.carriers import Publish
+from libra_hpc.simulated.dry_run import in_wall_time
+
+from .commands import choose_adapters
+from .coordinator_watch import CoordinatorWatch
+from .node_carrier import NodeCarrier
+from .rollout_node import RolloutNode
+from .routes import Routes
+
+HEARTBEAT_S = 1.0
+LEAVE_S = 10.0
+"""For the turns in flight to go on elsewhere; Slurm gives a preempted job 30 s by default."""
+LEAVE_EARLY_S = 60.0
+"""Before the own time limit: Slurm compares times about every 30 s, and engines take seconds to end."""
+GOODBYE_S = 5.0
+"""For the last messages to reach the kernel."""
+
+log = logging.getLogger("libra_hpc.guest")
+
+
+class Stay(NamedTuple):
+    """How a stay in the job ended."""
+
+    how: Literal["over", "again", "left", "failed"]
+    """``again``: it may join again."""
+    reason: str
+
+
+class GuestAgent:
+    def __init__(
+        self, joined: JoinedWorld, config: RunConfig, run: RunDir, attempt: int, engines: tuple[int, int], until: float
+    ) -> None:
+        """``engines``: TP and number; ``until``: epoch seconds of the own time limit."""
+        self._mesh, self._config, self._until = Mesh(joined.world, self._on_message), in_wall_time(config), until
+        self._private, self._shared_memory = make_folders()
+        self._context = AgentContext(
+            rank=joined.world.rank,
+            layout=RankLayout.of(config),
+            config=self._config,
+            run=run,
+            attempt=attempt,
+            send=self._send,
+            start=wire.Welcome(0, "", 0, ()),
+            private=self._private,
+            shared_memory=self._shared_memory,
+            secret=joined.world.secret,
+            addresses=joined.addresses,
+            guest_engines=engines,
+        )
+        self._carrier = NodeCarrier(self._context, lambda: self._engines.on_image())
+        self._engines = RolloutNode(self._context, self._carrier)
+        self._watch = CoordinatorWatch(run.gone(attempt))
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._stay: Stay | None = None
+        self._stop = asyncio.Event()
+        self._leaving = ""
+        """Why it leaves; empty: it does not."""
+        self._routes = Routes()
+        self._routes.add(wire.Welcome, self._enter)
+        self._routes.add(wire.StopAgent, self._on_stop)
+        self._routes.add(wire.StartEngine, lambda order: self._spawn(self._engines.start()))
+        self._routes.add(wire.Turns, self._engines.on_turns)
+        self._routes.add(wire.WeightsCurrent, self._engines.on_current)
+        self._routes.add(Publish, self._carrier.publish)
+
+    async def serve(self) -> Stay:
+        """Until the run ends, or this guest leaves."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        loop.set_exception_handler(self._on_defect)
+        choose_adapters(self._config)
+        become_subreaper()
+        self._spawn(self._mesh.run())
+        self._mesh.send(0, wire.Hello(self._context.rank, socket.gethostname(), os.getpid(), "guest"))
+        self._spawn(self._live())
+        self._spawn(self._outlive_coordinator())
+        await self._stop.wait()
+        await asyncio.gather(self._engines.stop(), self._carrier.stop())
+        await self._mesh.drain(GOODBYE_S)
+        for task in self._tasks:
+            task.cancel()
+        remove(self._private)
+        remove(self._shared_memory)
+        assert self._stay is not None
+        return self._stay
+
+    def _enter(self, start: wire.Welcome) -> None:
+        if self._context.start.pid:
+            return
+        self._context.start = start
+        for part in (self._carrier, self._engines):
+            self._spawn(part.watch())
+            self._spawn(part.start())
+
+    async def _live(self) -> None:
+        """Heartbeats, the own time limit, and what outlived a child."""
+        while True:
+            parts = (self._engines, self._carrier)
+            beat = wire.Heartbeat(
+                self._context.rank,
+                "guest",
+                engines={name: state for part in parts for name, state in part.states.items()},
+                pids={name: pid for part in parts for name, pid in part.pids.items()},
+                version=self._engines.version,
+            )
+            self._mesh.send(0, beat)
+            if time.time() > self._until - LEAVE_EARLY_S:
+                self._leave("its time limit is near")
+            await asyncio.sleep(HEARTBEAT_S)
+            if not Child.starting:
+                end_strangers(Child.live)
+
+    async def _outlive_coordinator(self) -> None:
+        await self._watch.gone()
+        self._end("again", "the run's rank 0 is gone")
+
+    def _leave(self, reason: str) -> None:
+        """Have the turns go on elsewhere, then end."""
+        if self._leaving:
+            return
+        self._leaving = reason
+        log.info("leaving: %s", reason)
+        self._mesh.send(0, wire.LeaveWanted(self._context.rank, reason))
+        asyncio.get_running_loop().call_later(LEAVE_S, self._end, "left", reason)
+
+    def _end(self, how: Literal["over", "again", "left", "failed"], reason: str) -> None:
+        self._stay = self._stay or Stay(how, reason)
+        self._stop.set()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._leaving:
+            self._end("left", self._leaving)
+        self._leave(f"it got {signal.Signals(number).name}")
+
+    def _on_stop(self, stop: wire.StopAgent) -> None:
+        if self._leaving:
+            self._end("left", self._leaving)
+        else:
+            self._end("again" if stop.restart else "over", stop.reason)
+
+    def _send(self, rank: int, message: Any, blob: bytes | memoryview = b"") -> None:
+        self._mesh.send(rank, message, blob)
+        if isinstance(message, wire.Fatal):
+            self._end("failed", message.reason)
+
+    def _on_message(self, source: int, message: Any, blob: bytes | bytearray) -> None:
+        if source == 0:
+            self._watch.heard(message.pid if isinstance(message, wire.Welcome) else 0)
+        self._routes.deliver(message, blob)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._defect("a task of this guest failed", error)
+
+    def _on_defect(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self._defect(context["message"], context.get("exception"))
+
+    def _defect(self, what: str, error: BaseException | None) -> None:
+        log.error("%s", what, exc_info=error)
+        if isinstance(error, Exception):
+            self._send(0, wire.Fatal(self._context.rank, f"{type(error).__name__}: {error}"))

@@ -1,0 +1,112 @@
+"""The guests of a running job at rank 0: agents that joined later, with engines alone.
+
+- A caller proved that it has the secret of the record -> a rank of its own, announced to the leaders.
+- Its engines have the newest weights -> it serves: it is announced as a receiver of weights.
+- It wants to leave -> its turns go on elsewhere with what they have, then it is stopped.
+- It is silent, its connection broke, or its engines end too often -> lost: an event, and nothing else of the run.
+
+Guests are in no pool, membership or layout: no decision of the planner counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.protocol import agents as wire
+from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.joining import RANKS_OF_A_START, JoinWanted
+
+from .liveness import HEARTBEAT_LOST_S, NodeContact
+
+GuestState = Literal["starting", "serving", "leaving"]
+
+
+class Guests:
+    """``event(kind, **fields)`` writes to the event log; times are epoch seconds."""
+
+    def __init__(self, context: AgentContext, event: Callable[..., None]) -> None:
+        self._context, self._event = context, event
+        self.contacts: dict[int, NodeContact] = {}
+        self.states: dict[int, GuestState] = {}
+        self._next = self._end = 0
+        self.closed = "its ranks are starting"
+        """Why nobody may join; empty: everybody may."""
+
+    @property
+    def serving(self) -> tuple[int, ...]:
+        return tuple(rank for rank, state in self.states.items() if state == "serving")
+
+    def open(self, end: int) -> None:
+        """Take guests, with the ranks before ``end``, which no other start has."""
+        self._next, self._end, self.closed = end - RANKS_OF_A_START, end, ""
+
+    def admit(self, wanted: JoinWanted, now: float) -> int | str:
+        """The rank of a new guest, or why it gets none."""
+        if self.closed or self._next >= self._end:
+            return self.closed or f"{RANKS_OF_A_START} guests have joined since its ranks started"
+        rank, self._next = self._next, self._next + 1
+        self.contacts[rank], self.states[rank] = NodeContact(now), "starting"
+        self._tell(wire.GuestJoined(rank, wanted.host, wanted.addresses, wanted.port))
+        return rank
+
+    def on_message(self, rank: int, message: Any, now: float) -> bool:
+        """A message of a guest; returns whether another set of guests serves now."""
+        contact, before = self.contacts.get(rank), self.serving
+        if contact is None:
+            return False
+        contact.seen = now
+        match message:
+            case wire.Heartbeat():
+                contact.beat = message
+            case wire.Hello(host=host, pid=pid):
+                contact.host, contact.pid = host, pid
+                self._event("guest_joined", rank=rank, host=host, pid=pid)
+                self._context.send(rank, self._context.start)
+            case EngineState(state="ready", seconds=seconds) if self.states[rank] == "starting":
+                self.states[rank] = "serving"
+                self._event("guest_serves", rank=rank, seconds=seconds)
+            case EngineState(state="lost") if self.states[rank] != "leaving":
+                self.states[rank] = "starting"
+                self._context.send(rank, wire.StartEngine(rank, "rollout"))
+            case wire.LeaveWanted(reason=reason) if self.states[rank] != "leaving":
+                self.states[rank] = "leaving"
+                self._event("guest_leaves", rank=rank, reason=reason)
+                self._context.send_to_rollout_leader(wire.DrainTurns(rank, abort=True))
+            case wire.Fatal(reason=reason):
+                self._lose(rank, reason, now)
+        return self.serving != before
+
+    def on_drained(self, rank: int) -> None:
+        """No turn of it is in flight any more."""
+        if rank in self.contacts:
+            self._event("guest_left", rank=rank)
+            self._stop(rank, "it left")
+
+    def check(self, unreachable: set[int], now: float) -> bool:
+        """Lose silent guests and those in ``unreachable``; returns whether another set of guests serves now."""
+        before = self.serving
+        for rank, contact in list(self.contacts.items()):
+            silent_s = now - contact.seen
+            if rank in unreachable:
+                self._lose(rank, "its connection broke", now)
+            elif silent_s >= HEARTBEAT_LOST_S:
+                self._lose(rank, f"no heartbeat for {silent_s:.0f} s", now)
+        return self.serving != before
+
+    def _lose(self, rank: int, reason: str, now: float) -> None:
+        self._event("guest_lost", rank=rank, reason=reason, silent_s=now - self.contacts[rank].seen)
+        self._stop(rank, f"it was given up: {reason}")
+
+    def _stop(self, rank: int, reason: str) -> None:
+        """Stop a guest and forget it; one that lives may come again as another one."""
+        del self.contacts[rank], self.states[rank]
+        self._context.send(rank, wire.StopAgent(reason, restart=True))
+        self._tell(wire.RankLost(rank))
+
+    def _tell(self, message: wire.GuestJoined | wire.RankLost) -> None:
+        """Tell those that send something to guests."""
+        layout = self._context.layout
+        for rank in dict.fromkeys((0, layout.train_leader, layout.rollout_leader)):
+            self._context.send(rank, message)

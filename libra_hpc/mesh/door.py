@@ -1,0 +1,137 @@
+"""How an agent joins a running job: the record of the door, and one question to rank 0.
+
+- The record cannot be read, or is of another version of libra-hpc or another model -> `UserError`.
+- Rank 0 has another secret, or takes no guest -> `UserError`.
+- Nobody answers -> `OSError`: the ranks restart, or have ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError, error_text, invalid
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.files import write_atomic
+from libra_hpc.process.code_stamp import code_stamp
+from libra_hpc.protocol.codec import FrameError
+from libra_hpc.protocol.joining import (
+    AT_THE_DOOR,
+    FIRST_GUEST,
+    RANKS_OF_A_START,
+    Admitted,
+    DoorRecord,
+    JoinWanted,
+    NotAdmitted,
+    door,
+    guest_secret,
+)
+
+from .links import call_door
+from .world import Endpoint, World, listen, own_addresses
+
+LOOPBACK = ("127.0.0.1",)
+RECORD_MODE = 0o600
+BACKLOG = 64
+"""Callers that may wait; only leaders call a guest."""
+
+
+class JoinedWorld(NamedTuple):
+    """The mesh from the view of a guest."""
+
+    world: World
+    addresses: tuple[str, ...]
+    """Of this node."""
+
+
+def open_door(run: RunDir, config: RunConfig, attempt: int, world: World) -> DoorRecord:
+    """Write how to join this start, with ranks that no start before had; raises `OSError` or `UserError`."""
+    before, own = read_record(run), world.endpoints[world.rank]
+    first = FIRST_GUEST if before is None else before.next_rank
+    record = DoorRecord(
+        attempt,
+        own.host,
+        own.addresses,
+        own.port,
+        guest_secret(world.secret).hex(),
+        code=code_stamp(),
+        model=model_stamp(config),
+        next_rank=first + RANKS_OF_A_START,
+    )
+    _write(run, record)
+    return record
+
+
+def close_door(run: RunDir, record: DoorRecord) -> None:
+    """Say in the record that its ranks end; raises `OSError`."""
+    _write(run, msgspec.structs.replace(record, open=False))
+
+
+def _write(run: RunDir, record: DoorRecord) -> None:
+    write_atomic(run.door, msgspec.json.encode(record), RECORD_MODE)
+
+
+def read_record(run: RunDir) -> DoorRecord | None:
+    """None while there is none; raises `UserError` where it cannot be read."""
+    try:
+        return msgspec.json.decode(run.door.read_bytes(), type=DoorRecord)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        why = f"{run.door} cannot be read ({error_text(error)})"
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        why = f"{run.door} is no record of a run ({error})"
+    raise invalid("RUN", run.name, why, "a run of your own, with libra-hpc of the same version")
+
+
+def model_stamp(config: RunConfig) -> str:
+    """What distinguishes the run's model from others of another shape: a guest gets the weights from the run."""
+    if config.run.engine == "simulated":
+        return ""
+    return hashlib.sha256((Path(config.model.path) / "config.json").read_bytes()).hexdigest()[:16]
+
+
+def check_record(run: RunDir, record: DoorRecord, config: RunConfig) -> None:
+    """Raise `UserError` where this machine has other code, or another model."""
+    if record.code != code_stamp():
+        why = f"it runs with libra-hpc {record.code}, and this is {code_stamp()}"
+        raise invalid("RUN", run.name, why, "the interpreter that submitted the run")
+    try:
+        own = model_stamp(config)
+    except OSError as error:
+        raise invalid("model.path", config.model.path, f"it cannot be read here ({error_text(error)})") from None
+    if own != record.model:
+        raise invalid("model.path", config.model.path, f"here it is another model than that of {run.name}")
+
+
+async def knock(run: RunDir, record: DoorRecord, interface: str) -> JoinedWorld:
+    """Be admitted as a guest of the run; see the module docstring for what it raises."""
+    host = socket.gethostname()
+    # Ranks that share a machine listen nowhere else.
+    addresses = LOOPBACK if record.addresses == LOOPBACK else tuple(own_addresses(interface))
+    listener = listen(addresses[0] if len(addresses) == 1 else "", BACKLOG)
+    secret = bytes.fromhex(record.secret)
+    caller = World(AT_THE_DOOR, (Endpoint(record.host, record.addresses, record.port),), secret, listener)
+    try:
+        answer = door.decode(
+            await call_door(caller, door.encode(JoinWanted(host, addresses, listener.getsockname()[1])))
+        )
+        match answer:
+            case Admitted(rank=rank, ranks=ranks):
+                endpoints = tuple(Endpoint(*one) for one in ranks)
+                return JoinedWorld(World(rank, endpoints, secret, listener), addresses)
+            case NotAdmitted(reason=reason):
+                raise UserError(f"RUN = {run.name!r}: it takes no guest: {reason}.")
+        raise FrameError("no answer to a guest")
+    except (EOFError, FrameError):
+        listener.close()
+        why = f"the secret in {run.door.name} is not that of its ranks"
+        raise invalid("RUN", run.name, why, "the file as the run wrote it") from None
+    except BaseException:
+        listener.close()
+        raise

@@ -1,0 +1,112 @@
+"""Jobs of one node that a run queues for itself, to roll out on them: as many as ``borrow.spot.nodes``.
+
+- A job has ended, by preemption, time limit or fault -> another is queued.
+- It lived less than `LIVES_S`, or Slurm refused it -> a pause comes first, twice as long each time.
+- The run ends -> those that are left are cancelled.
+
+Slurm's commands may take a minute, so they are called in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+
+from libra_hpc.errors import OperationError
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.slurm.queue.command import call
+from libra_hpc.slurm.site_commands import clean_environment
+
+from .owner_records import say
+
+POLL_S = 5.0
+"""Between two questions to the queue.  Half: more load on the controller; double: idle nodes stand for 5 s longer."""
+LIVES_S = 60.0
+"""A job that ends sooner after its start has brought nothing: an engine needs as long to start."""
+PAUSE_S, LONGEST_S = 10.0, 600.0
+CLOSE_S = 20.0
+"""For the cancelling of the jobs: the ranks have ended, and Slurm may end this process soon."""
+
+
+class SpotQueue:
+    """Which jobs there are, and how many to queue: pure; times are monotonic seconds."""
+
+    def __init__(self, wanted: int) -> None:
+        self._wanted = wanted
+        self.jobs: dict[str, float | None] = {}
+        """Queued ones, and since when each runs."""
+        self._pause_s, self._not_before = PAUSE_S, float("-inf")
+
+    def seen(self, running: dict[str, bool], now: float) -> list[str]:
+        """What Slurm has of the jobs, by id; returns those that have ended."""
+        ended = [job for job in self.jobs if job not in running]
+        for job in ended:
+            since = self.jobs.pop(job)
+            if since is not None and now - since >= LIVES_S:
+                self._pause_s = PAUSE_S
+            else:
+                self.refused(now)
+        for job in self.jobs:
+            if running[job] and self.jobs[job] is None:
+                self.jobs[job] = now
+        return ended
+
+    def refused(self, now: float) -> None:
+        """A job brought nothing, or Slurm took none."""
+        self._not_before = now + self._pause_s
+        self._pause_s = min(2.0 * self._pause_s, LONGEST_S)
+
+    def due(self, now: float) -> int:
+        """How many to queue now."""
+        return max(0, self._wanted - len(self.jobs)) if now >= self._not_before else 0
+
+
+class SpotJobs:
+    def __init__(self, run: RunDir, wanted: int) -> None:
+        self._script, self._queue = run.spot_script, SpotQueue(wanted)
+        self._environment = clean_environment(os.environ)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="spot", daemon=True)
+        self._said = ""
+        if wanted:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Cancel what is left."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+
+    def _keep(self) -> None:
+        try:
+            while not self._stop.wait(POLL_S):
+                self._evaluate()
+        finally:
+            if self._queue.jobs:
+                with contextlib.suppress(OperationError):
+                    call(["scancel", *self._queue.jobs], self._environment)
+
+    def _evaluate(self) -> None:
+        queue = self._queue
+        try:
+            if queue.jobs:
+                queue.seen(self._ask(), time.monotonic())
+            for _ in range(queue.due(time.monotonic())):
+                if self._stop.is_set():
+                    return
+                job = call(["sbatch", "--parsable", str(self._script)], self._environment, tries=1)
+                queue.jobs[job.strip().split(";")[0]] = None
+        except OperationError as error:
+            queue.refused(time.monotonic())
+            if str(error) != self._said:
+                self._said = str(error)
+                say(f"no job is queued for borrow.spot: {error}")
+
+    def _ask(self) -> dict[str, bool]:
+        """Of the jobs that Slurm still has in its queue, whether each runs."""
+        states = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED,COMPLETING,REQUEUED"
+        text = call(["squeue", "--noheader", "--me", states, "--format=%i %T"], self._environment)
+        rows = (line.split() for line in text.splitlines())
+        return {row[0]: row[1] == "RUNNING" for row in rows if len(row) == 2}

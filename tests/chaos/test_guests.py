@@ -1,0 +1,65 @@
+"""An agent that joins a running job with engines, leaves, and is killed; the run goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.facts.rundir import read_lines
+from libra_hpc.protocol.joining import FIRST_GUEST
+
+from .harness import Chaos, sound
+
+pytestmark = [pytest.mark.timeout(300)]
+
+
+@contextmanager
+def guest(case: Chaos, number: int) -> Iterator[subprocess.Popen[str]]:
+    """The ``number``-th guest, which serves."""
+    assert case.run is not None
+    command = [str(Path(sys.executable).with_name("libra-hpc")), "join", str(case.run.path)]
+    with (case.folder / f"guest-{number}.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        case.wait(lambda: len(case.events("guest_serves")) >= number, "a guest that serves")
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def of_guests(case: Chaos) -> int:
+    """Tokens of trained batches that guests generated."""
+    assert case.run is not None
+    return int(sum(line["guest_tokens"] for line in read_lines(case.run.metrics)))
+
+
+def test_a_guest_gives_tokens_that_are_trained_and_its_leave_and_its_death_cost_the_run_nothing(tmp_path: Path) -> None:
+    case = Chaos(tmp_path, steps=4000, hybrid=0, rollout=1)
+    case.submit()
+    case.reach(2)
+    with guest(case, 1) as process:
+        case.wait(lambda: of_guests(case) > 0, "trained tokens of the guest")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0, (tmp_path / "guest-1.log").read_text()
+        assert "it got SIGTERM" in process.communicate()[0]
+    with guest(case, 2) as process:
+        before = of_guests(case)
+        case.wait(lambda: of_guests(case) > before, "trained tokens of the next guest")
+        os.kill(process.pid, signal.SIGKILL)
+        case.wait(lambda: case.events("guest_lost"), "the lost guest")
+    before = len(case.steps())
+    case.wait(lambda: len(case.steps()) > before + 2, "steps without it")
+    case.cli("cancel", str(case.run.path if case.run else ""))
+    sound(case, "cancelled")
+    assert [event["rank"] for event in case.events("guest_joined")] == [FIRST_GUEST, FIRST_GUEST + 1]
+    assert [event["rank"] for event in case.events("guest_left")] == [FIRST_GUEST]
+    assert [event["rank"] for event in case.events("guest_lost")] == [FIRST_GUEST + 1]
+    assert not case.events("node_lost"), "no node of the run was blamed"

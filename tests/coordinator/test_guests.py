@@ -1,0 +1,125 @@
+"""Guests at rank 0: who is told of them, and that nothing of the run's own nodes changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S
+from libra_hpc.protocol.agents import (
+    DrainTurns,
+    Fatal,
+    GuestJoined,
+    Heartbeat,
+    Hello,
+    LeaveWanted,
+    RankLost,
+    Roles,
+    RolloutReport,
+    StartEngine,
+    StopAgent,
+    TurnsDrained,
+    Welcome,
+)
+from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.joining import FIRST_GUEST, RANKS_OF_A_START, JoinWanted
+
+from .test_coordinator import Scene
+
+GUEST = FIRST_GUEST
+HERE = JoinWanted("g", ("10.0.0.9",), 7)
+
+
+def opened(tmp_path: Path) -> Scene:
+    """A run in which own engines serve, and whose door is open."""
+    scene = Scene(tmp_path)
+    scene.hello()
+    scene.deliver((3, EngineState(3, "rollout", "ready")))
+    scene.coordinator.nodes.guests.open(FIRST_GUEST + RANKS_OF_A_START)
+    return scene
+
+
+def with_guest(tmp_path: Path) -> Scene:
+    """... and a guest that serves."""
+    scene = opened(tmp_path)
+    assert scene.coordinator.nodes.guests.admit(HERE, 0.0) == GUEST
+    scene.deliver((GUEST, Hello(GUEST, "g", 9, "guest")), (GUEST, EngineState(GUEST, "rollout", "ready")))
+    return scene
+
+
+def kinds(scene: Scene, *wanted: type) -> list[tuple[int, Any]]:
+    return [(rank, message) for rank, message in scene.sent if isinstance(message, wanted)]
+
+
+def test_a_guest_is_announced_to_those_that_send_to_it_and_gets_new_weights_once_it_serves(tmp_path: Path) -> None:
+    scene = with_guest(tmp_path)
+    assert [rank for rank, _ in kinds(scene, GuestJoined)] == [0, 1, 3]
+    assert [rank for rank, _ in kinds(scene, Welcome)][-1] == GUEST
+    assert kinds(scene, Roles)[-1][1].receivers == (3, GUEST)
+    assert GUEST in [rank for rank, _ in kinds(scene, Roles)]
+    assert scene.coordinator.nodes.receivers == (3,), "nothing that the planner sees has it"
+    assert not [m for _, m in kinds(scene, StartEngine) if m.rank == GUEST]
+
+
+def test_a_guest_that_leaves_hands_its_turns_on_first_and_its_rank_is_not_used_again(tmp_path: Path) -> None:
+    scene = with_guest(tmp_path)
+    scene.sent.clear()
+    scene.deliver((GUEST, LeaveWanted(GUEST, "it got SIGTERM")), (GUEST, LeaveWanted(GUEST, "again")))
+    assert kinds(scene, DrainTurns, StopAgent) == [(3, DrainTurns(GUEST, abort=True))]
+    scene.deliver((3, TurnsDrained(GUEST)))
+    assert [rank for rank, _ in kinds(scene, StopAgent)] == [GUEST]
+    assert [rank for rank, _ in kinds(scene, RankLost)] == [0, 1, 3]
+    scene.deliver((3, TurnsDrained(GUEST)), (GUEST, Heartbeat(GUEST, "guest", {}, {}, 0)))
+    assert scene.coordinator.nodes.guests.admit(HERE, 0.0) == GUEST + 1
+
+
+def test_the_loss_of_a_guest_is_an_event_and_no_failure_of_the_run(tmp_path: Path) -> None:
+    for fault in ("silent", "broken", "fatal"):
+        scene = with_guest(tmp_path)
+        guests = scene.coordinator.nodes.guests
+        now = guests.contacts[GUEST].seen + 1.0
+        scene.sent.clear()
+        if fault == "silent":
+            guests.check(set(), now + HEARTBEAT_LOST_S)
+        elif fault == "broken":
+            scene.deliver((3, Heartbeat(3, "rollout", {}, {}, 0, unreachable=(GUEST,))))
+            scene.coordinator.nodes.find_lost({}, now)
+            scene.coordinator.nodes.check_guests(now)
+        else:
+            scene.deliver((GUEST, Fatal(GUEST, "engine r10000.0 ended 3 times", restart=True, defect=True)))
+        assert not guests.contacts, fault
+        assert {rank for rank, m in kinds(scene, RankLost) if m.rank == GUEST} == {0, 1, 3}, fault
+        assert scene.coordinator.state == "running", fault
+        assert scene.coordinator.nodes.unsettled == "node 1 is in state starting", "own nodes are as they were"
+
+
+def test_a_lost_engine_of_a_guest_is_started_again(tmp_path: Path) -> None:
+    scene = with_guest(tmp_path)
+    scene.deliver((GUEST, EngineState(GUEST, "rollout", "lost", engine="r10000.0", reason="killed")))
+    assert kinds(scene, StartEngine)[-1] == (GUEST, StartEngine(GUEST, "rollout"))
+    assert scene.coordinator.nodes.guests.serving == ()
+
+
+def test_nobody_joins_before_the_door_is_open_or_beyond_the_ranks_of_a_start(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    guests = scene.coordinator.nodes.guests
+    assert guests.admit(HERE, 0.0) == "its ranks are starting"
+    guests.open(FIRST_GUEST + RANKS_OF_A_START)
+    ranks = [guests.admit(HERE, 0.0) for _ in range(RANKS_OF_A_START)]
+    assert ranks == list(range(FIRST_GUEST, FIRST_GUEST + RANKS_OF_A_START))
+    assert isinstance(guests.admit(HERE, 0.0), str)
+
+
+def test_windows_of_the_planner_count_while_guests_come_and_go(tmp_path: Path) -> None:
+    scene = opened(tmp_path)
+    seen = scene.coordinator._observations
+    nodes = scene.coordinator.nodes.receivers
+    for second in range(4):
+        if second == 2:
+            assert scene.coordinator.nodes.guests.admit(HERE, 0.0) == GUEST
+            scene.deliver((GUEST, EngineState(GUEST, "rollout", "ready")))
+        assert scene.coordinator.nodes.receivers == nodes
+        report = RolloutReport(generated_tokens=100 * second, guest_tokens=1000 * second, buckets=((1, 1, 0, 0, 0.0),))
+        seen.on_rollout(report, nodes, 10.0 + second)
+    assert [window.generated_tokens for window in seen.windows] == [100, 100, 100]
+    assert seen.tokens() == (3300, 0)

@@ -1,0 +1,82 @@
+"""Engines of guests under the rollout leader: nobody waits for them, and what they do is counted apart."""
+
+from __future__ import annotations
+
+from libra_hpc.protocol.agents import TurnsDrained
+from libra_hpc.protocol.joining import FIRST_GUEST
+
+from .plant import STOP, Plant, engine_stats
+
+OWN, GUEST = "e0", "r10000.0"
+
+
+async def with_guest(version: int = 0, **options: int) -> Plant:
+    """One own engine, and one of a guest that has the weights of ``version``."""
+    plant = Plant(engines=1, **options)
+    plant.start()
+    own, plant.version = plant.version, version
+    plant.up(GUEST, FIRST_GUEST)
+    plant.version = own
+    return plant
+
+
+def at(plant: Plant, engine: str) -> int:
+    return sum(name == engine for name, _ in plant.inbox)
+
+
+async def test_a_guest_that_is_behind_gets_no_turns_and_nobody_waits_for_it() -> None:
+    plant = await with_guest(eta=0, steps=3)
+    await plant.run(lambda: at(plant, OWN) and at(plant, GUEST))
+    first = await plant.batch()
+    plant.leader.on_committed(tuple(group.index for group in first.groups))
+    plant.leader.on_engine_version(OWN, 1)
+    plant.engines[OWN] = 1
+    await plant.run(lambda: len(plant.inbox) >= 4)
+    assert {name for name, _ in plant.inbox} == {OWN}, "the next batch began without the guest"
+    plant.engines[GUEST] = 1
+    plant.leader.on_engine_version(GUEST, 1)
+    await plant.run(lambda: at(plant, GUEST))
+    second = await plant.batch(2)
+    assert second.stats["staleness_max"] == 0
+
+
+async def test_a_guest_that_is_behind_stays_closed_without_an_own_engine() -> None:
+    plant = Plant(engines=1, eta=0).start(step=3)
+    plant.down(OWN)
+    plant.version = 2
+    plant.up(GUEST, FIRST_GUEST)
+    await plant.settle()
+    assert not plant.inbox
+    plant.leader.on_engine_version(GUEST, 3)
+    await plant.run(lambda: at(plant, GUEST))
+
+
+async def test_turns_of_a_guest_that_leaves_go_on_elsewhere_with_what_they_have() -> None:
+    plant = await with_guest(eta=0, turns=1)
+    await plant.run(lambda: at(plant, OWN) and at(plant, GUEST))
+    running = [request for name, request in plant.inbox if name == GUEST]
+    plant.leader.on_drain(FIRST_GUEST, abort=True)
+    assert [(name, abort.rid) for name, abort in plant.aborts] == [(GUEST, request.rid) for request in running]
+    assert not plant.of(TurnsDrained)
+    for request in running:
+        plant.answer(GUEST, request, [7], "abort")
+    assert plant.of(TurnsDrained) == [TurnsDrained(FIRST_GUEST)]
+    await plant.run(lambda: plant.batches)
+    assert at(plant, GUEST) == 0
+    again = {t.episode: t for t in plant.ended}
+    for request in running:
+        assert list(again[request.rid.partition(":")[0]].tokens)[3:] == [7, 7, 8, STOP]
+
+
+async def test_tokens_and_engines_of_guests_are_counted_apart() -> None:
+    plant = await with_guest(eta=0, turns=1)
+    await plant.run(lambda: at(plant, OWN) and at(plant, GUEST))
+    for engine, tokens in ((OWN, 10), (GUEST, 1000)):
+        for total in (0, tokens):
+            plant.leader.on_engine_load(engine, engine_stats(generated=total, prefilled=total, steps=total))
+    report = plant.leader.report()
+    assert (report.generated_tokens, report.prefilled_tokens, report.guest_tokens) == (10, 10, 1000)
+    assert [(tp, engines) for tp, engines, *_ in report.buckets] == [(1, 1)]
+    batch = await plant.batch()
+    of_guests = sum(turn.gen_tokens for t in plant.ended for turn in t.turns if turn.engine == GUEST)
+    assert batch.stats["guest_tokens"] == of_guests > 0
