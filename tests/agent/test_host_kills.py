@@ -105,7 +105,7 @@ async def test_a_host_killed_at_any_point_leaves_no_process_and_no_folder(
             host = service.child(0)
             folders = [Path(text) for index, what, text in service.lines() if what == "folder" and index == str(number)]
             pids = [host.pid, *(int(text) for index, what, text in service.lines() if what == "process")]
-            pids += [int(daemon.read_text())] if daemon.exists() else []
+            pids += map(int, daemon.read_text().split()) if daemon.exists() else []
             host.kill()
             await service.until(lambda number=number: len(service.downs) > number)
             await service.until(lambda pids=pids: not service.left(0, pids))

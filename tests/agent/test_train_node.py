@@ -29,7 +29,7 @@ from libra_hpc.trainer.settings import WorkerConfig, read_config
 from libra_hpc.weights.pieces import offer_path, payload_path
 from tests.agent.weights_here import WrittenImage
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 class Scene:

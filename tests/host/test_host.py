@@ -210,7 +210,7 @@ def test_a_daemon_of_a_killed_host_comes_to_who_started_it(
     with Leader(config) as leader:
         leader.open("a")
         leader.send(StepEpisode("a", pack_i32([5]), ROOM))
-        while not path.exists():
+        while not (path.exists() and path.read_text()):
             assert leader.process.poll() is None
             time.sleep(0.01)
         leader.process.kill()
