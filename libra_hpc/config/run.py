@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from .borrow import BorrowSection
 from .compute import ComputeSection
 from .job import ComponentsSection, DeadlinesSection, NotifySection, RunSection, SlurmSection, TrackSection
 from .learn import (
@@ -17,7 +16,7 @@ from .learn import (
     TaskSection,
     TrainSection,
 )
-from .rollout import PlannerSection, RolloutSection
+from .rollout import BorrowSection, PlannerSection, RolloutSection
 from .section import Section
 from .simulated import SimulatedSection
 

@@ -3,7 +3,8 @@
 After `meet` no agent calls MPI again, because no MPI survives a dead member (docs/why-mpi.md).  Messages go over
 sockets of our own (`libra_hpc.mesh.links`).
 
-- All ranks on one machine, and no guests wanted -> they listen on loopback.  Otherwise on `slurm.interface`, or on every interface.
+- All ranks on one machine, and no guests wanted -> they listen on loopback.  Otherwise on `slurm.interface`, or on
+  every interface.
 - Rank 0 draws a secret for the run; who connects must prove that it has it.
 - A rank that cannot reach rank 0 -> every rank raises the same sentence.
 """
@@ -118,7 +119,8 @@ def meet(
     """Join the world; returns once every rank is there, can be found and reaches rank 0.
 
     ``problem``: why the caller cannot go on.  ``held``: the parts of snapshots that a rank finds on its node.
-    ``guests``: agents of other machines will join.  Raises `NoWorld` on every rank alike, with the first problem of any.
+    ``guests``: agents of other machines will join.  Raises `NoWorld` on every rank alike, with the first problem of
+    any.
 
     A rank that fails inside MPI leaves the others waiting there, where no Python runs: the kernel ends this process
     with SIGALRM after `MEET_S`, and whoever started it may try again.

@@ -128,9 +128,9 @@ class RunOwner:
     def _finish(self, decision: OwnerDecision, ended: RanksEnded) -> int:
         """Nothing follows, or another start of the whole job."""
         message, record = decision.message or decision.reason, ended.record
-        self._spot.close()
         step = self._records.step() if record is None else record.step
         self._records.result(decision.state, message, step)
+        self._spot.close()
         if decision.word == "requeue":
             say(f"requeue: {decision.reason}")
             self._records.requeue(decision.reason, ended.step)

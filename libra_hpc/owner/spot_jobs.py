@@ -26,8 +26,8 @@ POLL_S = 5.0
 LIVES_S = 60.0
 """A job that ends sooner after its start has brought nothing: an engine needs as long to start."""
 PAUSE_S, LONGEST_S = 10.0, 600.0
-CLOSE_S = 20.0
-"""For the cancelling of the jobs: the ranks have ended, and Slurm may end this process soon."""
+CLOSE_S = 5.0
+"""For the cancelling of the jobs: Slurm may end this process soon, and a guest sees the end of the run by itself."""
 
 
 class SpotQueue:

@@ -200,6 +200,10 @@ def well_formed_time(config: RunConfig) -> Iterator[UserError]:
         if seconds is not None and seconds < LEAST_S:
             why = "no time at all" if not seconds else f"{seconds} s, and Slurm looks at limits twice a minute"
             yield invalid("slurm.time_limit", config.slurm.time_limit, why, TIME_FORMATS)
+    try:
+        slurm_seconds(config.borrow.spot.time_limit)
+    except ValueError:
+        yield invalid("borrow.spot.time_limit", config.borrow.spot.time_limit, "malformed", TIME_FORMATS)
     if 0.0 < config.slurm.notice_s < LEAST_NOTICE_S:
         why = "too short to save anything"
         yield invalid("slurm.notice_s", config.slurm.notice_s, why, f"0, or a number >= {LEAST_NOTICE_S:g}")

@@ -14,8 +14,9 @@ import pytest
 
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.protocol.joining import FIRST_GUEST
+from libra_hpc.slurm.queue.command import call
 
-from .harness import Chaos, sound
+from .harness import SIMULATED, Chaos, sound
 
 pytestmark = [pytest.mark.timeout(300)]
 
@@ -63,3 +64,39 @@ def test_a_guest_gives_tokens_that_are_trained_and_its_leave_and_its_death_cost_
     assert [event["rank"] for event in case.events("guest_left")] == [FIRST_GUEST]
     assert [event["rank"] for event in case.events("guest_lost")] == [FIRST_GUEST + 1]
     assert not case.events("node_lost"), "no node of the run was blamed"
+
+
+SPOT = (
+    SIMULATED
+    + """
+[borrow.spot]
+nodes = 1
+partition = "spot"
+time_limit = "00:10:00"
+"""
+)
+
+
+@pytest.mark.cluster
+@pytest.mark.chaos
+def test_a_run_queues_a_spot_node_by_itself_and_again_after_its_preemption(
+    slurm_env: dict[str, str], tmp_path: Path
+) -> None:
+    case = Chaos(tmp_path, "slurm", SPOT, steps=4000, hybrid=0, rollout=1)
+    run = case.submit()
+    case.wait(lambda: of_guests(case) > 0, "trained tokens of the spot node")
+    script = tmp_path / "urgent.sh"
+    script.write_text("#!/bin/bash\nsleep 5\n")
+    # The run has two of the six nodes.
+    urgent = ["--partition=a800", "--nodes=4", "--exclusive", "--time=1", "--output=/dev/null"]
+    call(["sbatch", *urgent, str(script)], slurm_env)
+    case.wait(lambda: case.events("guest_left"), "the preempted guest")
+    (leaves,) = case.events("guest_leaves")
+    assert leaves["reason"] == "it got SIGTERM"
+    before = of_guests(case)
+    case.wait(lambda: len(case.events("guest_serves")) > 1, "its return")
+    case.wait(lambda: of_guests(case) > before, "trained tokens of the second guest")
+    case.cli("cancel", str(run.path))
+    sound(case, "cancelled")
+    assert not case.events("guest_lost")
+    assert "t-spot" not in call(["squeue", "--noheader", "--format=%j", "--states=PENDING,RUNNING"], slurm_env).split()
