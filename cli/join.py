@@ -21,7 +21,7 @@ import typer
 from libra_hpc.agent.guest import GuestAgent, Stay
 from libra_hpc.config.load import load_resolved
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import OperationError, error_text, invalid
+from libra_hpc.errors import OperationError, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.door import check_record, knock, read_record
 from libra_hpc.mesh.rank_layout import RankLayout
@@ -46,7 +46,6 @@ def join(
     tp: Annotated[int, typer.Option("--tp", min=0, metavar="N", help="GPUs of an engine; default: the run's.")] = 0,
     runs: RunsOption = Path(RUNS),
 ) -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     found, until, served = find_run(run, runs), own_limit(), False
     watch = RunWatch(found)
     while True:
@@ -83,9 +82,9 @@ async def serve(
 ) -> Stay | None:
     try:
         joined = await knock(run, record, config.slurm.interface)
-    except OSError as error:
-        logging.info("%s at %s does not answer: %s", run.name, record.host, error_text(error))
+    except OSError:
         return None
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     print_line(f"{run.name}: joined as rank {joined.world.rank} with {engines[1]} engines of TP {engines[0]}")
     return await GuestAgent(joined, config, run, record.attempt, engines, until).serve()
 
