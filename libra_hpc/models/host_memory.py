@@ -1,6 +1,8 @@
 """Host memory of one node, term by term, in bytes; files in /dev/shm count as memory of the job.
 
-- Weight files: the image of a node in /dev/shm, and the offers that change it.
+- Weight image of a node, in /dev/shm; weight offers, also there: those kept for nodes behind this one, and one that
+  arrives. Offers are as large as what changed, and as the image where whole tensors are sent.
+- Weight staging: pinned memory from which every engine of a node copies a version to its GPUs, all parameters at once.
 - Snapshots: the optimizer's state of a core node in /dev/shm, and the next one while it is written; with several core
   nodes the same of the node before it. None of the four can go earlier: a node may die before the last copy of the
   next snapshot is whole, and then the one before needs the parts of all others and the copy of its part.
@@ -15,14 +17,16 @@ from __future__ import annotations
 
 import msgspec
 
-from .memory import STATE_BYTES, Limit
+from .memory import MASTER_BYTES, STATE_BYTES, Limit
 from .shapes import ModelShape
 
-WEIGHT_VERSIONS = 4
-"""Sizes of the weights on a node at once: the image, two versions of whole tensors that are kept for nodes behind this
-one (`libra_hpc.weights.offers`), and one that arrives."""
+KEPT_OFFERS, KEPT_WHOLE = 1, 2
+"""Most sizes of the image that kept offers have (`libra_hpc.weights.offers`): older ones go beyond one size, but two
+versions stay. The second counts for float32 weights, all of whose offers are whole."""
 SNAPSHOTS = 2
 """Parts of a node at once: of the complete snapshot, and of the one being written (`libra_hpc.state.snapshots`)."""
+WEIGHTS = ("weight image", "weight offers")
+"""Terms that every node has in /dev/shm."""
 PROCESS_BYTES = 4e9
 """Least memory of a node's agent, engine processes and libraries: below it a node certainly fails."""
 
@@ -31,6 +35,8 @@ class NodeWork(msgspec.Struct, frozen=True):
     """What a node does with its memory."""
 
     rolls: bool = False
+    engines: int = 1
+    """Of a node that rolls out."""
     snapshots: bool = False
     """Whether the core keeps them."""
     core_nodes: int = 0
@@ -58,7 +64,9 @@ class HostUse(msgspec.Struct, frozen=True):
 class NodeMemory(msgspec.Struct, frozen=True):
     """Bytes of one node."""
 
-    weight_files: float
+    weight_image: float
+    weight_offers: float
+    weight_staging: float
     snapshots: float
     checkpoint_copy: float
     reference_policy: float
@@ -69,7 +77,7 @@ class NodeMemory(msgspec.Struct, frozen=True):
     @property
     def shared(self) -> dict[str, float]:
         """The terms in /dev/shm."""
-        return {name: size for name, size in self.terms().items() if name in ("weight files", "snapshots")}
+        return {name: size for name, size in self.terms().items() if name in (*WEIGHTS, "snapshots")}
 
     @property
     def total(self) -> float:
@@ -111,10 +119,11 @@ def snapshot_bytes(shape: ModelShape, core_nodes: int) -> float:
 
 def node_memory(shape: ModelShape, work: NodeWork) -> NodeMemory:
     """Memory of a node with this work."""
-    # Trainers write their own offers beside those that arrive.
-    versions = WEIGHT_VERSIONS + bool(work.core_nodes)
+    kept = KEPT_WHOLE if shape.dtype_bytes == MASTER_BYTES else KEPT_OFFERS
     return NodeMemory(
-        weight_files=float(versions * shape.weight_bytes),
+        weight_image=float(shape.weight_bytes),
+        weight_offers=float((kept + 1) * shape.weight_bytes),
+        weight_staging=float(work.engines * shape.weight_bytes) if work.rolls else 0.0,
         snapshots=snapshot_bytes(shape, work.core_nodes) if work.snapshots else 0.0,
         checkpoint_copy=shape.params * STATE_BYTES / work.core_nodes if work.core_nodes else 0.0,
         reference_policy=shape.weight_bytes / (work.core_nodes or work.elastic_nodes) if work.reference else 0.0,

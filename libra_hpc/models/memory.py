@@ -1,7 +1,8 @@
 """Memory of one training device, term by term, in bytes; mixed precision as in Megatron-Core.
 
 - State: weights, float32 gradients, AdamW's moments, and a float32 copy of weights of another type: 18 bytes per bf16
-  parameter. All copies of a parameter in the core share the last 12; an elastic replica lacks them.
+  parameter, and a bit that marks changes. All copies of a parameter in the core share all but weights and gradients;
+  an elastic replica lacks them.
 - A reference policy is in host memory (`host_memory`), and for its pass in the place of the gradients.
 - Several minibatches: a step that fails returns to a copy of the optimizer's state, taken before it.
 - Activations: what a layer retains for its backward pass (`activation_bytes_per_token`); context parallelism divides
@@ -32,6 +33,8 @@ SLICE_LOGITS = 32 << 20
 """Logits that exist at a time, as in `libra_hpc.trainer.model.head`."""
 LOGIT_BYTES = (8, 6)
 """Bytes of each in the forward pass (float32, and its exponential) and in the backward pass (float32 and bfloat16)."""
+MARK_BYTES = 1 / 8
+"""A bit for each rounded weight: whether it changed (`trainer.saved.weight_changes`)."""
 STATE_BYTES = MOMENT_BYTES + MASTER_BYTES
 """What an update changes, per parameter: moments, and float32 weights whatever their type."""
 PADDING = 1.25
@@ -263,6 +266,7 @@ def _stage(
     own = 0.0 if layout.elastic else common / layout.copies + experts / layout.expert_copies
     tokens = pack_tokens / layout.cp
     layers = stage_layers(shape.layers, layout.pp)[stage]
+    marks = MARK_BYTES if shape.dtype_bytes < MASTER_BYTES else 0
 
     def layer(recompute: Recompute) -> float:
         each = activation_bytes_per_token(shape, recompute, layout.tp, layout.etp) * tokens
@@ -274,7 +278,7 @@ def _stage(
     return TrainMemory(
         weights=(common + experts) * shape.dtype_bytes,
         gradients=(common + experts) * GRAD_BYTES,
-        optimizer=own * optimizer_bytes(shape),
+        optimizer=own * (optimizer_bytes(shape) + marks),
         minibatch_copy=own * STATE_BYTES if copies else 0.0,
         activations=activations,
         logits=head_bytes(shape, tokens, layout.tp) if stage == layout.pp - 1 else 0.0,

@@ -203,11 +203,19 @@ def node_work(config: RunConfig, name: str) -> NodeWork:
         reference=config.algorithm.has_reference and name != "rollout",
         elastic_nodes=config.components.hybrid.nodes_per_replica,
         rolls=name != "train",
+        engines=_engines(config, name),
         snapshots=name == "train" and config.train.snapshot_every > 0,
         core_nodes=config.components.train.nodes if name == "train" else 0,
         kv_bytes=config.rollout.kv_host_gb_per_gpu * GIB,
         environment_bytes=environments,
     )
+
+
+def _engines(config: RunConfig, name: str) -> int:
+    """Most engines of a node of a component."""
+    first, parts = 0 if name == "hybrid" else config.components.hybrid.nodes, config.components
+    own = range(first, first + getattr(parts, name).nodes) if name != "train" else ()
+    return max((config.rollout.on_node(node)[1] for node in own), default=1)
 
 
 def _notes(shape: ModelShape, cut: Cut, longest: int) -> Iterator[str]:

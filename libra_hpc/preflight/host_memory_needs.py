@@ -1,8 +1,8 @@
 """Whether the nodes of a run file have enough host memory and /dev/shm, by `libra_hpc.models.host_memory`.
 
 * A component's nodes get less memory than they need -> refused, with the largest term.
-* /dev/shm cannot hold the weight files -> refused. The snapshots -> warning: a run that cannot write them goes on
-  without. Of cluster nodes it has ``compute.shm_share`` of their memory.
+* /dev/shm cannot hold image and offers of weights -> refused. The snapshots -> warning: a run that cannot write them
+  goes on without. Of cluster nodes it has ``compute.shm_share`` of their memory.
 * The size of the nodes is not known -> warning with what they need.
 
 CPU nodes and dry runs are not checked.
@@ -23,7 +23,7 @@ from libra_hpc.config.job import Component
 from libra_hpc.config.node_groups import memory_mb, stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
-from libra_hpc.models.host_memory import HostRoom, NodeMemory, NodeWork, node_memory
+from libra_hpc.models.host_memory import WEIGHTS, HostRoom, NodeMemory, NodeWork, node_memory
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape
 from libra_hpc.planning.request import GIB, MIB, node_work
 from libra_hpc.slurm.fit import usable
@@ -134,9 +134,10 @@ def _check(need: HostNeed, memory: float) -> Iterator[str]:
     has = need.room.shm
     if has is None or shared <= has:
         return
-    files = need.shared["weight files"]
+    files = sum(need.shared[name] for name in WEIGHTS)
     if files > has:
-        why = f"the weight files of {_named(need.where)} take {_gb(files)} GB of /dev/shm, which has {_gb(has)} GB"
+        what = f"image and offers of weights of {_named(need.where)}"
+        why = f"{what} take {_gb(files)} GB of /dev/shm, which has {_gb(has)} GB"
         if need.shm_share is None:
             raise invalid(
                 "model.path", "too large", why, "a larger /dev/shm (mount -o remount,size=...), or fewer nodes"

@@ -84,7 +84,7 @@ def test_every_plan_fits_in_the_memory_of_real_nodes(model: str, memory_gb: int)
     rooms, shape = node_rooms(config, known), model_shape(model)
     asked = request(config, rooms=rooms)
     if rooms["train"].limit(node_memory(shape, NodeWork(core_nodes=5))) is not None:
-        with pytest.raises(UserError, match=r"GB of .* a node, most for weight files"):
+        with pytest.raises(UserError, match=r"GB of .* a node, most for weight offers"):
             asked.search().run()
         return
     result = asked.search().run()
@@ -102,7 +102,7 @@ def test_every_plan_fits_in_the_memory_of_real_nodes(model: str, memory_gb: int)
 def test_a_plan_whose_nodes_lack_room_for_snapshots_has_none(
     tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = [Partition("gpu", True, "up", 6, 6, 128, 512_000, {"a800": 8}, None)]
+    known = [Partition("gpu", True, "up", 6, 6, 128, 420_000, {"a800": 8}, None)]
     monkeypatch.setattr(checked_run, "slurm_environment", dict)
     monkeypatch.setattr(checked_run, "partitions", lambda environment: known)
     folder = model_folder(tmp_path / "policy", model_shape("qwen3-14b"))

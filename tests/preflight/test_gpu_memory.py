@@ -41,7 +41,7 @@ def checked(model: str, **sections: Any) -> list[str]:
     [
         ("qwen3-14b", {"train": {"tp": 1}}, "train.tp = 1: training qwen3-14b with TP1 PP1 needs 182 GB"),
         ("qwen3-14b", {"train": {"tp": 1}}, "80 GB of one a800 can be used; valid: train.tp = 4, train.pp = 1"),
-        ("llama-3.1-70b", {"rollout": {"tp": 4}}, "llama-3.1-70b with TP8 PP1 needs 189 GB a GPU (optimizer 106)"),
+        ("llama-3.1-70b", {"rollout": {"tp": 4}}, "llama-3.1-70b with TP8 PP1 needs 190 GB a GPU (optimizer 107)"),
         ("llama-3.1-70b", {"rollout": {"tp": 4}}, "no TP x PP of 1 node x 8 processes fits"),
         ("qwen3-32b", {"planner": {"device": "h200"}, "rollout": {"tp": 1, "max_model_len": 300_000}}, "tp = 2."),
         ("qwen3-14b", {"rollout": {"kv_cache_mb": 100}}, "it holds 1,280 tokens of qwen3-14b at TP2 and"),
@@ -164,7 +164,7 @@ def test_a_hybrid_node_trains_without_optimizer_state() -> None:
         return {name: {**NODE, "nodes": count, "gpus": 2} for name, count in counts.items()}
 
     assert checked("qwen3-14b", components=nodes(4), **short) == []
-    with pytest.raises(UserError, match=r"TP2 PP1 needs 1\d\d GB a GPU \(optimizer 89\)"):
+    with pytest.raises(UserError, match=r"TP2 PP1 needs 1\d\d GB a GPU \(optimizer 90\)"):
         checked("qwen3-14b", components=nodes(1), **short)
 
 

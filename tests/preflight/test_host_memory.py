@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from libra_hpc.errors import UserError
 from libra_hpc.models import host_memory
-from libra_hpc.models.host_memory import NodeWork, node_memory
+from libra_hpc.models.host_memory import WEIGHTS, NodeWork, node_memory
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.preflight import host_memory_needs as preflight
 from libra_hpc.preflight.host_memory_needs import check_hosts, host_needs
@@ -36,16 +37,20 @@ def checked(memory_gb: float | None, **sections: Any) -> list[str]:
 
 
 def test_a_node_has_the_files_that_the_runtime_keeps() -> None:
-    assert host_memory.WEIGHT_VERSIONS == KEEP_VERSIONS + 2
+    assert host_memory.KEPT_WHOLE == KEEP_VERSIONS
     trains = node_memory(MODEL, NodeWork(snapshots=True, core_nodes=1))
     assert trains.snapshots == 24 * MODEL.params
     core = node_memory(MODEL, NodeWork(snapshots=True, core_nodes=4))
     assert core.snapshots == 12 * MODEL.params, "with the copies of another node's part"
-    assert core.weight_files == 10 * MODEL.params, "trainers write, too"
+    assert (core.weight_image, core.weight_offers) == (2 * MODEL.params, 4 * MODEL.params), "kept, and one that arrives"
+    assert core.weight_staging == 0.0, "it has no engines"
+    whole = node_memory(msgspec.structs.replace(MODEL, dtype_bytes=4), NodeWork())
+    assert whole.weight_offers == 3 * 4 * MODEL.params, "two versions are kept, and none has only what changed"
     assert core.checkpoint_copy == 3 * MODEL.params, "of the optimizer's state, a quarter"
-    assert trains.shared.keys() == {"weight files", "snapshots"}
-    rolls = node_memory(MODEL, NodeWork(rolls=True, kv_bytes=5.0, environment_bytes=7.0))
-    assert rolls.terms().keys() == {"weight files", "kv tier", "environments", "processes"}
+    assert trains.shared.keys() == {*WEIGHTS, "snapshots"}
+    rolls = node_memory(MODEL, NodeWork(rolls=True, engines=4, kv_bytes=5.0, environment_bytes=7.0))
+    assert rolls.terms().keys() == {*WEIGHTS, "weight staging", "kv tier", "environments", "processes"}
+    assert rolls.weight_staging == 4 * 2 * MODEL.params, "every engine copies its weights to its GPUs from there"
 
 
 def test_every_training_world_holds_one_reference_policy() -> None:
@@ -61,19 +66,19 @@ def test_core_nodes_keep_snapshots() -> None:
     (train, hybrid, _) = host_needs(configured(components=nodes()), MODEL)
     assert "snapshots" in train.terms
     assert train.terms["checkpoint copy"] == 12 * MODEL.params
-    assert hybrid.terms.keys() == {"weight files", "processes"}
+    assert hybrid.terms.keys() == {*WEIGHTS, "weight staging", "processes"}
     two = {**nodes(), "train": {**NODE, "nodes": 2}}
     assert host_needs(configured(components=two), MODEL)[0].terms["snapshots"] == 24 * MODEL.params
 
 
 def test_too_little_memory_is_refused_with_the_largest_term_and_a_way_out() -> None:
     sentence = (
-        r"components.train.mem = '380G': a train node needs 683 GB of host memory \(snapshots 354\) and has 408 GB;"
-        r" valid: at least 637G; train.snapshot_every = 0 takes the snapshots away\.$"
+        r"components.train.mem = '380G': a train node needs 624 GB of host memory \(snapshots 354\) and has 408 GB;"
+        r" valid: at least 582G; train.snapshot_every = 0 takes the snapshots away\.$"
     )
     with pytest.raises(UserError, match=sentence):
         checked(None, components=nodes("380G"))
-    with pytest.raises(UserError, match=r"at least 637G; train.snapshot_every = 0 takes the snapshots away\.$"):
+    with pytest.raises(UserError, match=r"at least 582G; train.snapshot_every = 0 takes the snapshots away\.$"):
         checked(500.0, components=nodes())
     assert checked(2000.0, components=nodes("720G")) == []
     assert checked(2000.0, components=nodes()) == []
@@ -91,17 +96,17 @@ def test_caches_in_host_memory_and_limits_of_tools_count_on_rollout_nodes() -> N
 
 
 def test_half_of_the_nodes_memory_is_assumed_for_shared_memory() -> None:
-    (line,) = checked(1000.0, components=nodes())
+    (line,) = checked(880.0, components=nodes())
     assert line == (
-        "snapshots do not fit: a train node needs 502 GB (snapshots 354) of /dev/shm, which has 500 GB, by"
+        "snapshots do not fit: a train node needs 443 GB (snapshots 354) of /dev/shm, which has 440 GB, by"
         " compute.shm_share; without snapshots: train.snapshot_every = 0"
     )
     sentence = (
-        "compute.shm_share = 0.1: the weight files of a train node take 148 GB of /dev/shm, which has 100 GB; valid:"
-        " the share of a node's memory that /dev/shm really has."
+        "compute.shm_share = 0.1: image and offers of weights of a train node take 89 GB of /dev/shm, which has 80 GB;"
+        " valid: the share of a node's memory that /dev/shm really has."
     )
     with pytest.raises(UserError, match=f"^{sentence}$"):
-        checked(1000.0, components=nodes(), compute={"shm_share": 0.1})
+        checked(800.0, components=nodes(), compute={"shm_share": 0.1})
     assert checked(1000.0, components=nodes(), compute={"shm_share": 0.6}) == []
     assert checked(1000.0, components=nodes(), train={"snapshot_every": 0}) == []
 
@@ -109,7 +114,7 @@ def test_half_of_the_nodes_memory_is_assumed_for_shared_memory() -> None:
 def test_an_unknown_size_is_a_warning_with_what_is_needed() -> None:
     (line,) = checked(None, components=nodes())
     assert line == (
-        "the size of the nodes is not known, so host memory was not checked: a train node needs 683 GB, 502 GB of"
+        "the size of the nodes is not known, so host memory was not checked: a train node needs 624 GB, 443 GB of"
         " it in /dev/shm (snapshots 354)"
     )
 
@@ -122,7 +127,9 @@ def test_all_parts_of_one_node_are_added(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(preflight, "_size", lambda folder: 64e9)
     monkeypatch.setattr("os.sysconf", lambda name: 2**30 if name == "SC_PHYS_PAGES" else 4096)
     local = {"slurm": {"device": "cuda", "executor": "local"}, "train": {"snapshot_every": 0}}
-    with pytest.raises(UserError, match=r"the weight files of this machine take 266 GB of /dev/shm, which has 64 GB"):
+    with pytest.raises(
+        UserError, match=r"image and offers of weights of this machine take 177 GB of /dev/shm, which has 64 GB"
+    ):
         check_hosts(host_needs(configured(components=nodes(hybrid=0), **local), MODEL))
 
 

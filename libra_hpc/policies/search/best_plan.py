@@ -162,7 +162,7 @@ class PlanSearch:
             )
             for i, p in enumerate(pools)
             for tp in degrees
-            if p.node_devices % tp == 0 and shape.divides(tp) and self._rolls_limit(p) is None
+            if p.node_devices % tp == 0 and shape.divides(tp) and self._rolls_limit(p, tp) is None
         ]
         kind = RolloutSearch if sorted_lengths else EvenRolloutSearch
         self._bins = len(batch.lengths.bins)
@@ -279,10 +279,10 @@ class PlanSearch:
         work = msgspec.structs.replace(work, snapshots=False)
         return self._pools[pool].room.limit(node_memory(self._shape, work)), False
 
-    def _rolls_limit(self, pool: DevicePool) -> Limit | None:
-        """Why a node with engines lacks host memory."""
-        work = self._hosts.rolls
-        own = msgspec.structs.replace(work, kv_bytes=work.kv_bytes * pool.node_devices)
+    def _rolls_limit(self, pool: DevicePool, tp: int) -> Limit | None:
+        """Why a node with engines of this degree lacks host memory."""
+        work, devices = self._hosts.rolls, pool.node_devices
+        own = msgspec.structs.replace(work, kv_bytes=work.kv_bytes * devices, engines=devices // tp)
         return pool.room.limit(node_memory(self._shape, own))
 
     def rest(self, have: Sequence[int], pool: int, nodes: int) -> list[int]:
@@ -355,7 +355,7 @@ class PlanSearch:
     def _impossible(self, have: Sequence[int]) -> UserError:
         """The error when nothing fits: which stage, and what comes nearest."""
         devices = [n * p.node_devices for n, p in zip(have, self._pools, strict=True)]
-        hosts = [limit for limit in map(self._rolls_limit, self._pools) if limit is not None]
+        hosts = [limit for p in self._pools if (limit := self._rolls_limit(p, p.node_devices)) is not None]
         if len(hosts) == len(self._pools):
             return UserError(f"No node holds what rollout keeps there: {hosts[0].reason}.")
         if self._layouts.best(devices) is None:
