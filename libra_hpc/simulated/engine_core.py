@@ -2,7 +2,8 @@
 
 * Arguments are simulated seconds; messages have wall seconds, as everything in the live runtime.
 * `run_until` simulates each step at its own time, so a process that wakes late answers late but computes the same.
-* As in the real engine, what is no image is refused, and an update empties the KV cache and pauses the engine.
+* As in the real engine, what is no image is refused, and an update pauses the engine and empties the KV cache, or with
+  ``kv_after_update = "keep"`` later groups do not find it (salt).
 * An engine in standby, or woken without new weights, refuses turns.
 * Log-probabilities are 0.
 """
@@ -69,7 +70,10 @@ class SimulatedEngine:
             )
         self._config, self._pace = config, pace
         limits = SimulationSettings(
-            max_num_seqs=config.max_num_seqs, block_size=config.block_size, report_s=INTERVAL_S * pace.speedup
+            max_num_seqs=config.max_num_seqs,
+            block_size=config.block_size,
+            report_s=INTERVAL_S * pace.speedup,
+            keep_kv=config.kv_after_update == "keep",
         )
         self._engine = Engine(
             name="simulated",
@@ -132,9 +136,10 @@ class SimulatedEngine:
                 )
             ]
         left = min(context.left, room, message.max_tokens)
+        prompt = f"{self._salt(message)}{context.prompt}"
         request = SimulatedRequest(
-            trajectory=f"{context.prompt}/{context.sample}",
-            prompt=str(context.prompt),
+            trajectory=f"{prompt}/{context.sample}",
+            prompt=prompt,
             prompt_blocks=context.prompt_tokens // self._config.block_size,
             tokens=context.tokens,
             left=left,
@@ -146,6 +151,12 @@ class SimulatedEngine:
         self._waiting.append(turn)
         self._engine.submit(request, now)
         return []
+
+    def _salt(self, message: Generate) -> str:
+        """As in `libra_hpc.engine.core`."""
+        version = self._engine.version
+        admitted = version if message.admitted < 0 else min(message.admitted, version)
+        return f"{admitted}: " if self._config.kv_after_update == "keep" else ""
 
     def abort(self, message: Abort, now: float) -> None:
         turn = self._turns.get(message.rid)

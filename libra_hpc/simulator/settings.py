@@ -9,6 +9,7 @@ import msgspec
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.capacity import HostMemory, blocks_of
 from libra_hpc.models.step_times.steps import StepTimes
+from libra_hpc.models.update_time import NO_UPDATE, UpdateTime
 from libra_hpc.protocol.trace import TrajectoryRecord
 
 Training = Callable[[int, int], float]
@@ -50,10 +51,12 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a training step, unless a training function is given."""
     train_nodes: int = 1
     sync_s: float = 0.0
-    """Pause of an engine for a weight update, between two steps.
-
-    As in a live run, the update empties the KV cache and running requests are computed again.
-    """
+    """Further pause of every engine for a weight update, between two steps."""
+    update: UpdateTime = NO_UPDATE
+    """From the end of a training step until engines have its weights."""
+    keep_kv: bool = False
+    """Whether KV caches outlive an update, as with ``rollout.kv_after_update = "keep"``; else it empties them, and
+    running requests are computed again. No group finds the caches of another one, so there are no salts."""
     task: str = "sim"
     seed: int = 0
     """Order of the groups: 0 as given, else shuffled by this seed."""

@@ -4,7 +4,7 @@ This module is what the rollout leader and the coordinator are in a live run:
 
 * the gate admits a group -> its trajectories start
 * a turn is ready -> the policy routes it to an engine (`agents`); its answer goes to the tool; the next turn is ready
-* a batch is complete -> it is trained (`training_stage`); then all engines apply new weights
+* a batch is complete -> it is trained (`training_stage`); then all engines apply new weights (`models.update_time`)
 """
 
 from __future__ import annotations
@@ -200,12 +200,18 @@ class Simulation:
     def _train(self) -> None:
         seconds = self.training.begin(self.now)
         if seconds is not None:
-            self._at(self.now + seconds, self._trained, None)
+            self._at(self.now + seconds + self.settings.update.diff_s, self._trained, None)
 
     def _trained(self, _: None) -> None:
         version = self.training.end(self.now)
         self._active_at = self.now
-        self._agents.swap(version)
+        update = self.settings.update
+        # All engines get a version at the time of the slowest, which has the fewest GPUs.
+        arrival_s = update.wire_s + update.stage_s / min((engine.tp for engine in self.engines.values()), default=1)
+        if arrival_s > 0.0:
+            self._at(self.now + arrival_s, self._agents.swap, version)
+        else:
+            self._agents.swap(version)
         self._train()
 
     def _applied(self) -> None:

@@ -144,8 +144,9 @@ class Agents:
             self._act(sent.engine, sent.engine.abort, sent.request)
 
     def swap(self, version: int) -> None:
+        settings = self._settings
         for engine in self.engines.values():
-            self._act(engine, engine.swap, version, self._settings.sync_s)
+            self._act(engine, engine.swap, version, settings.sync_s + settings.update.pause_s / engine.tp)
 
     def _act(self, engine: Engine, act: Callable[..., None], *arguments: object) -> None:
         before = engine.next_at

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.errors import UserError
@@ -28,7 +30,9 @@ SPEEDUP = 4.0
 LATE = 1e6
 
 
-def engine(capacity: int = 4096, max_model_len: int = 256, **fields: float) -> SimulatedEngine:
+def engine(
+    capacity: int = 4096, max_model_len: int = 256, kv: Literal["recompute", "keep"] = "recompute", **fields: float
+) -> SimulatedEngine:
     config = EngineConfig(
         model="",
         dtype="auto",
@@ -39,6 +43,7 @@ def engine(capacity: int = 4096, max_model_len: int = 256, **fields: float) -> S
         threads=1,
         device="cpu",
         version=5,
+        kv_after_update=kv,
     )
     return SimulatedEngine(config, pace(speedup=SPEEDUP, **fields), Linear(capacity))
 
@@ -145,6 +150,24 @@ def test_weights_change_between_two_steps(tmp_path: Path) -> None:
     assert simulated.update(update(tmp_path, 6), LATE) == [WeightsApplied(6, 0.0)]
     missing = UpdateWeights(str(tmp_path / "none"), 7)
     assert [type(message) for message in simulated.update(missing, LATE)] == [EngineFailed]
+
+
+def test_kept_caches_serve_the_groups_of_before_and_no_later_one(tmp_path: Path) -> None:
+    cached = {}
+    for kv in ("recompute", "keep"):
+        simulated = engine(kv=kv)  # type: ignore[arg-type]
+        simulated.submit(replace(turn("a", 10, size=40), admitted=5), 0.0)
+        simulated.run_until(3.5)
+        simulated.update(update(tmp_path, 6), 3.5)
+        simulated.run_until(LATE)
+        later = {rid: turn(rid, 4, sample=at, size=40) for at, rid in enumerate(("sibling", "later", "own"), 1)}
+        simulated.submit(replace(later["sibling"], admitted=5), LATE)
+        simulated.submit(replace(later["later"], admitted=6), LATE)
+        simulated.submit(later["own"], LATE)
+        found = answers(simulated.run_until(2 * LATE))
+        cached[kv] = [found[rid].cached_tokens for rid in later]
+    assert cached["keep"] == [32, 0, 32], "its group's; none of the older weights; the one of the new weights"
+    assert cached["recompute"] == [32, 32, 32], "computed again under the new weights, which serve all"
 
 
 def test_standby_refuses_until_new_weights_arrived(tmp_path: Path) -> None:

@@ -145,6 +145,17 @@ def test_a_weight_update_recomputes_what_runs_and_empties_the_cache() -> None:
     assert e.counters.cached == 0
 
 
+def test_kv_caches_outlive_an_update_that_keeps_them() -> None:
+    e = engine(Linear(400, base=1.0, prefill=0.25), keep_kv=True)
+    play(e, (0.0, request("old", 8, 1)))
+    # As above, but after the update the fourth of six tokens takes one step.
+    done = play(e, (4.0, request("a", 8, 6)), (8.5, lambda now: e.swap(7, 2.0, now)))
+    assert done == [(11.0 + 3.0, "a")]
+    assert (e.version, e.counters.again, e.counters.recomputed, e.counters.paused_s) == (7, {}, 0, 2.0)
+    play(e, (30.0, request("old", 9, 1, prompt_tokens=8)))
+    assert e.counters.cached == 8
+
+
 def test_an_aborted_request_ends_at_the_next_boundary_with_what_it_has() -> None:
     e = engine(Linear(400), max_num_seqs=1)
     running, waiting = request("a", 8, 50), request("b", 8, 50)

@@ -9,6 +9,7 @@ import pytest
 
 from bench.controlled_simulation import ControlledSimulation
 from libra_hpc.errors import OperationError, UserError
+from libra_hpc.models.update_time import UpdateTime
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
@@ -191,6 +192,14 @@ def test_asynchronous_steps_overlap_within_the_staleness_bound() -> None:
     # prefill is repeated by the step that gives the next token anyway.
     assert result.finish_s == [8.0, 16.5, 25.0, 33.5, 42.0, 50.5]
     assert result.recomputed == 5
+
+
+def test_new_weights_are_written_sent_and_staged_before_engines_switch() -> None:
+    update = UpdateTime(diff_s=1.0, wire_s=2.0, stage_s=4.0, pause_s=0.5)
+    result = alone([single(f"p{i}", 4, 8) for i in range(2)], batch_groups=1, eta=0, train_s=5.0, update=update)
+    # The next group starts after 5 s of training, and 1 + 2 + 4 + 0.5 s of update.
+    assert result.finish_s == [8.0, 28.5]
+    assert [step.end_at for step in result.steps] == [14.0, 34.5]
 
 
 def test_admission_counts_the_version_of_the_slowest_engine() -> None:

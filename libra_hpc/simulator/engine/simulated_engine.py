@@ -267,10 +267,11 @@ class Engine:
         assert self._swap is not None
         self._pausing, seconds = self._swap
         self._swap = None
-        self.counters.recomputed += self._batch.put_all_back("swap")
-        self._cache.clear()
-        if self._host is not None:
-            self._host.clear()
+        if not self._limits.keep_kv:
+            self.counters.recomputed += self._batch.put_all_back("swap")
+            self._cache.clear()
+            if self._host is not None:
+                self._host.clear()
         self._pause_at = now
         self.next_at = now + seconds
 
