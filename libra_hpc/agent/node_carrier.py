@@ -36,6 +36,7 @@ from libra_hpc.protocol.carriers import (
     from_carrier,
     to_carrier,
 )
+from libra_hpc.protocol.trainer import OfferFailed
 from libra_hpc.simulated.state import image_shapes
 from libra_hpc.weights.image import IMAGE_FILE
 
@@ -52,6 +53,8 @@ class NodeCarrier(EngineNode[Supervised]):
         self._changed = changed
         self._stopping = False
         self._restarts: set[asyncio.Task[None]] = set()
+        self._lost = -1
+        """The version of which an own offer was not whole, since the last one was published."""
         self.version = -1
         """Of the image; -1: there is none."""
         self.wire_s = self.image_s = 0.0
@@ -89,6 +92,7 @@ class NodeCarrier(EngineNode[Supervised]):
         await self.start()
 
     def publish(self, message: Publish) -> None:
+        self._lost = -1
         self._carrier.send(message)
 
     def applied(self, version: int) -> None:
@@ -110,6 +114,10 @@ class NodeCarrier(EngineNode[Supervised]):
                 self._changed()
             case PieceRefused(version=version, owner=owner, reason=reason):
                 context.log("weights_corrupt", rank=context.rank, version=version, owner=owner, reason=reason)
+                if message.own and self._lost != version:
+                    self._lost = version
+                    failed = OfferFailed(version, reason)
+                    context.send(context.layout.train_leader, wire.FromReplica(context.rank, failed))
             case Stalled(version=version, received=received, reason=reason):
                 context.log("weights_stalled", rank=context.rank, version=version, received=received, reason=reason)
             case NotStored(version=version, reason=reason):

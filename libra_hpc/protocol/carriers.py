@@ -87,6 +87,8 @@ class PieceRefused(msgspec.Struct, tag=True, frozen=True):
     version: int
     owner: str
     reason: str
+    own: bool = False
+    """The owner is of this node, so the trainers have to offer the version again."""
 
 
 class Stalled(msgspec.Struct, tag=True, frozen=True):

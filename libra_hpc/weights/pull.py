@@ -5,6 +5,7 @@
   the owner; what has come stays. A node that was given up is asked last for `AVOID_S`.
 - No node sends more -> `Stalled`; they are asked again after a pause, `RETRY_S` and then longer.
 - A piece has the wrong checksum -> `PieceRefused`; it comes again from its owner.
+- An offer of this node is not whole -> `PieceRefused`; the trainers offer the version again, with whole tensors.
 - The base is not here, or no node has the version any more -> the whole image of another node.
 - A version that needs nothing of an unfinished one was published -> the unfinished one is passed over.
 """
@@ -28,7 +29,7 @@ from libra_hpc.files import write_atomic
 from libra_hpc.protocol.carriers import NotStored, Peer, PieceRefused, Publish, Stalled, VersionHere
 
 from .offers import HeldOffer, OfferStore
-from .pieces import Offer, decode_offer, offer_path, payload_path
+from .pieces import Offer, decode_offer, offer_path, payload_path, read_offer
 from .server import IMAGE
 from .weightfile import WeightFileError
 from .wire import CRC32, DATA, MANIFEST, Absent, Fetch, WireError, call, frames, read, read_into, send_fetch
@@ -228,12 +229,11 @@ class Puller:
         """An offer that a process of this node wrote."""
         path = offer_path(self._folder, message.version, owner)
         try:
-            manifest = path.read_bytes()
-            offer = decode_offer(manifest, str(path))
+            offer = read_offer(path)
             self._check(offer, Fetch(message.version, owner), message)
-            held = HeldOffer(offer, manifest, path)
+            held = HeldOffer(offer, path.read_bytes(), path)
         except (OSError, WeightFileError) as error:
-            self._report(PieceRefused(message.version, owner, error_text(error)))
+            self._report(PieceRefused(message.version, owner, error_text(error), own=True))
             raise PassedOver from error
         self._store.add(held)
         return held

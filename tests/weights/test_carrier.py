@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from libra_hpc.protocol.carriers import ImageHere, NotStored, Peer, PieceRefused, Publish, Stalled, VersionHere
+from libra_hpc.weights.image import IMAGE_FILE
 from libra_hpc.weights.pieces import Encoded, TensorBlock, offer_path, payload_path, write_offer
 from libra_hpc.weights.pull import IDLE_S
 from libra_hpc.weights.wire import WireError, call
@@ -51,7 +52,7 @@ class Chain:
 
         return tuple(Peer(node.rank, ("127.0.0.1",), port(node)) for node in self.nodes)
 
-    def write(self, version: int, base: int) -> None:
+    def write(self, version: int, base: int, truncate: bool = False) -> None:
         """Offer all weights (base -1), or every other row of the first tensor, and publish."""
         data = bits(version, ROWS * COLUMNS)
         if base < 0:
@@ -67,6 +68,8 @@ class Chain:
             OWNER,
             [Encoded(block, "BF16", "dense", values.size, (values,)) for block, values in encoded],
         )
+        if truncate:
+            os.truncate(payload_path(offer_path(self.nodes[0].folder, version, OWNER)), 1_000_000)
         self.publish(version, base)
 
     def publish(self, version: int, base: int, *ranks: int) -> None:
@@ -104,6 +107,14 @@ def test_versions_reach_every_node_whole_and_in_order(chain: Chain) -> None:
         assert not node.all(Stalled)
     for version in (2, 3):
         assert chain.payload(0, version) == chain.payload(1, version) == chain.payload(2, version)
+    # What comes again or late is passed over.
+    for version in (3, 1):
+        chain.publish(version, version - 1)
+    chain.write(4, 3)
+    for node in chain.nodes:
+        node.wait(ImageHere, here(4))
+        assert [message.version for message in node.all(VersionHere)] == [0, 1, 2, 3, 4]
+        assert [message.version for message in node.all(ImageHere)] == [0, 1, 2, 3, 4]
 
 
 def test_a_node_sends_on_what_it_has_so_far(chain: Chain) -> None:
@@ -188,9 +199,28 @@ def test_a_foreign_offer_under_a_published_name_is_refused(chain: Chain) -> None
 
     refused = chain.nodes[0].wait(PieceRefused)
 
-    assert refused.version == 3
+    assert (refused.version, refused.own) == (3, True)
     assert "version 1 of" in refused.reason
     assert all(message.version < 3 for node in chain.nodes for message in node.all(VersionHere))
+
+
+def test_a_truncated_offer_is_refused_by_its_own_node_and_replaced_by_whole_tensors(chain: Chain) -> None:
+    chain.write(0, -1)
+    for node in chain.nodes:
+        node.wait(ImageHere)
+    image = chain.nodes[2].folder / IMAGE_FILE
+    before = image.read_bytes()
+    chain.write(1, 0, truncate=True)
+    refused = chain.nodes[0].wait(PieceRefused)
+    assert refused.own
+    assert "its payload has" in refused.reason
+    assert image.read_bytes() == before, "the old version serves on"
+
+    chain.write(1, -1)
+
+    for node in chain.nodes:
+        node.wait(ImageHere, here(1))
+    assert chain.payload(2, 1) == chain.payload(0, 1)
 
 
 def test_who_does_not_have_the_secret_gets_and_serves_nothing(chain: Chain) -> None:
@@ -216,6 +246,7 @@ def test_versions_published_faster_than_the_link_all_arrive(chain: Chain) -> Non
     chain.nodes[2].wait(ImageHere, here(8))
 
     assert [message.version for message in chain.nodes[2].all(VersionHere)] == list(range(9))
+    assert not chain.nodes[2].all(Stalled)
 
 
 def test_a_node_that_joins_takes_the_image_of_another_and_then_what_changed(chain: Chain) -> None:

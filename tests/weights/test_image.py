@@ -8,6 +8,7 @@ import functools
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -186,6 +187,44 @@ def test_a_writer_killed_at_any_piece_leaves_no_mixture_and_the_next_one_ends_it
             rest.apply(version + 1, [offer(tmp_path, version + 1, version - 1, "t0.0", [])])
         rest.apply(version, offers)
         assert_holds(rest.path, version, values)
+
+
+def test_a_writer_killed_at_any_moment_leaves_the_old_version_the_new_one_or_none(tmp_path: Path) -> None:
+    rows, cols, draw = 64, 16384, random.Random(0)
+    shapes = {"a.weight": (rows, cols)}
+    values = [np.full((rows, cols), version, np.int16) for version in range(2)]
+    made = [offer(tmp_path, v, WHOLE, "t0.0", [dense("a.weight", 0, values[v])]) for v in range(2)]
+    index = np.arange(rows * cols, dtype=np.int32)
+    image = Image(tmp_path, shapes, "BF16")
+    image.apply(0, [made[0]])
+    found = []
+    for version in range(2, 18):
+        values.append(np.full((rows, cols), version, np.int16))
+        # Gaps take longer than whole tensors, so more of these die within.
+        changed = sparse(TensorBlock("a.weight", 0, rows, cols, cols), "BF16", "gap8", index, values[-1].reshape(-1))
+        made.append(offer(tmp_path, version, image.version, "t0.0", [changed]))
+        pid = os.fork()
+        if not pid:
+            Image(tmp_path, shapes, "BF16").apply(version, [made[-1]])
+            os._exit(0)
+        changing = f'"changing":{version}'.encode()
+        while changing not in image.path.with_suffix(".state").read_bytes():
+            time.sleep(0.0002)
+        time.sleep(draw.choice((0.0, 0.001, 0.003)))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        try:
+            with reading(image.path) as held_version:
+                found.append(held_version)
+                seen = np.fromfile(image.path, np.int16, offset=image.start)
+            assert (seen == values[held_version].reshape(-1)).all()
+        except WeightFileError:
+            found.append(-1)
+        image = Image(tmp_path, shapes, "BF16")
+        if image.version < version:
+            image.apply(version, [made[-1]])
+        assert (np.fromfile(image.path, np.int16, offset=image.start) == version).all()
+    assert -1 in found, "some died within"
 
 
 def die_at(folder: Path, offers: Offers, point: int) -> None:
