@@ -3,6 +3,7 @@
 - It serves -> the train leader learns where, and publishes the newest version to it.
 - Its image has a version -> the engines of the node get it.
 - It ended -> another one goes on with the image; nodes behind it go on with another node.
+- A checkpoint is asked for -> it writes the policy; another carrier is asked again.
 - It ends more often than `RestartBudget` allows -> all ranks restart.
 """
 
@@ -14,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,7 +31,9 @@ from libra_hpc.protocol.carriers import (
     NotStored,
     Peer,
     PieceRefused,
+    PolicySaved,
     Publish,
+    SavePolicy,
     Stalled,
     VersionHere,
     from_carrier,
@@ -43,6 +46,13 @@ from libra_hpc.weights.image import IMAGE_FILE
 from .supervised import NO_START_S, ChildCommand, EngineNode, Supervised
 
 
+class _Asked(NamedTuple):
+    order: SavePolicy
+    answer: Callable[[PolicySaved], None]
+    at: float
+    """Monotonic seconds."""
+
+
 class NodeCarrier(EngineNode[Supervised]):
     engine, outbound, inbound = Supervised, to_carrier, from_carrier
 
@@ -52,6 +62,7 @@ class NodeCarrier(EngineNode[Supervised]):
         (self._carrier,) = self._engines.values()
         self._changed = changed
         self._stopping = False
+        self._policy: _Asked | None = None
         self._restarts: set[asyncio.Task[None]] = set()
         self._lost = -1
         """The version of which an own offer was not whole, since the last one was published."""
@@ -95,6 +106,24 @@ class NodeCarrier(EngineNode[Supervised]):
         self._lost = -1
         self._carrier.send(message)
 
+    def save_policy(self, order: SavePolicy, answer: Callable[[PolicySaved], None]) -> None:
+        """Have a version of the weights written; ``answer`` is called once, unless another order comes first."""
+        self._policy = _Asked(order, answer, time.monotonic())
+        if self._carrier.state == "ready":
+            self._carrier.send(order)
+
+    def drop_policy(self) -> None:
+        """It is not needed any more: what is being written ends, and what waits for its version is answered."""
+        if self._policy is not None and self._carrier.state == "ready":
+            self._carrier.send(SavePolicy(-1, ""))
+        elif self._policy is not None:
+            self._policy_saved(PolicySaved(self._policy.order.path, reason="it was not needed any more"))
+
+    def _policy_saved(self, message: PolicySaved) -> None:
+        if self._policy is not None and message.path == self._policy.order.path:
+            answer, self._policy = self._policy.answer, None
+            answer(message)
+
     def applied(self, version: int) -> None:
         """Every live engine of this node has the version."""
         self._carrier.send(Engines(version))
@@ -105,6 +134,9 @@ class NodeCarrier(EngineNode[Supervised]):
             case CarrierReady(port=port):
                 carrier.state, carrier.starts = "ready", 0
                 peer = Peer(context.rank, context.addresses, port)
+                if self._policy is not None:
+                    # First: the train leader publishes the newest version to it.
+                    carrier.send(self._policy.order)
                 context.send(context.layout.train_leader, wire.CarrierStarted(peer))
             case VersionHere(version=version, bytes=size, wire_s=wire_s):
                 self.wire_s = wire_s
@@ -112,6 +144,8 @@ class NodeCarrier(EngineNode[Supervised]):
             case ImageHere(version=version, seconds=seconds):
                 self.version, self.image_s = version, seconds
                 self._changed()
+            case PolicySaved():
+                self._policy_saved(message)
             case PieceRefused(version=version, owner=owner, reason=reason):
                 context.log("weights_corrupt", rank=context.rank, version=version, owner=owner, reason=reason)
                 if message.own and self._lost != version:
@@ -139,11 +173,16 @@ class NodeCarrier(EngineNode[Supervised]):
             task.add_done_callback(self._restarts.discard)
 
     async def check(self, now: float) -> None:
-        """It has no deadlines: what does not arrive, it says itself."""
+        """What does not arrive, it says itself; a file system may stop it in the middle of a file."""
         self._carrier.stuck(now)
+        limit_s = self._context.config.deadlines.storage_s
+        if self._policy is not None and now - self._policy.at > limit_s:
+            path = self._policy.order.path
+            self._policy_saved(PolicySaved(path, reason=f"{path} was not written within {limit_s:.0f} s"))
 
     def discount(self, seconds: float) -> None:
-        """There are none to extend."""
+        if self._policy is not None:
+            self._policy = self._policy._replace(at=self._policy.at + seconds)
 
 
 def _settings(context: AgentContext) -> CarrierConfig:

@@ -8,6 +8,7 @@ On a node of the core they are its share of the core's world; on a hybrid node t
 - They were a whole core -> the next start restores from the newest whole snapshot or checkpoint.
 - They were a part of the core -> all ranks restart: the rest of the state is elsewhere.
 - They were a part of a replica -> the coordinator has its other nodes begin again as well.
+- A checkpoint is due -> every process writes its part, and on the train leader's node the carrier the policy.
 - A snapshot is due -> every process writes its part, and the node keeps them (`SnapshotKeeper`).
 - A replica is to join -> its processes are told of the image of this node.
 """
@@ -18,6 +19,8 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,6 +29,7 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child
 from libra_hpc.process.visible_devices import VARIABLE, engine_environment, own_devices
 from libra_hpc.protocol import agents as wire
+from libra_hpc.protocol.carriers import PolicySaved, SavePolicy
 from libra_hpc.protocol.engine_state import EngineState, StateName
 from libra_hpc.protocol.trainer import (
     FromWorker,
@@ -34,6 +38,7 @@ from libra_hpc.protocol.trainer import (
     Offered,
     OfferFailed,
     OfferWeights,
+    SaveCheckpoint,
     Saved,
     SaveFailed,
     SnapshotFailed,
@@ -48,6 +53,7 @@ from libra_hpc.protocol.trainer import (
     from_worker,
     to_worker,
 )
+from libra_hpc.state import state_folders as folders
 from libra_hpc.state.snapshot_keeper import SnapshotKeeper
 from libra_hpc.state.snapshots import holders
 from libra_hpc.trainer.link import STORAGE
@@ -86,9 +92,12 @@ class TrainNode(EngineNode[Supervised]):
         super().__init__(context, [f"t{context.rank}"])
         self._carrier = carrier
         self._elastic = context.rank not in context.layout.core
+        self._leads = context.rank == context.layout.train_leader
         (self._trainer,) = self._engines.values()
         self._ready: dict[int, EngineState] = {}
         self._answers: dict[str, dict[int, FromWorker]] = {}
+        self._written: list[Saved | SaveFailed] = []
+        """Parts of the checkpoint that was asked for last."""
         self._begun = self._world = 0
         """Starts of the processes so far, and the number of the present one among the nodes of its replica."""
         self._watch = ReplicaWatch(context.config.deadlines, context.config.deadlines.storage_s)
@@ -134,6 +143,7 @@ class TrainNode(EngineNode[Supervised]):
         async with self._changing:
             self._ready, self._answers, self.step = {}, {}, -1
             self._watch.clear()
+            self._carrier.drop_policy()
             await self._trainer.reset()
 
     def on_message(self, message: ToWorker) -> None:
@@ -146,7 +156,34 @@ class TrainNode(EngineNode[Supervised]):
             message = msgspec.structs.replace(message, weights=str(carrier.image), version=carrier.version)
         if self._trainer.state == "ready":
             self._watch.asked(message, time.monotonic())
+            if isinstance(message, SaveCheckpoint):
+                self._save(message)
         self._trainer.send(message)
+
+    def _save(self, message: SaveCheckpoint) -> None:
+        self._written = []
+        if self._leads:
+            path = Path(message.folder) / folders.POLICY_DIR / folders.WEIGHTS_FILE
+            # Before any trainer goes on, so that the carrier has no newer version yet.
+            self._carrier.save_policy(SavePolicy(message.step, str(path)), partial(self._policy_saved, message))
+
+    def _policy_saved(self, order: SaveCheckpoint, answer: PolicySaved) -> None:
+        if answer.reason:
+            self._wrote(SaveFailed(order.folder, order.step, answer.reason))
+        else:
+            name = f"{folders.POLICY_DIR}/{folders.WEIGHTS_FILE}"
+            self._wrote(Saved(order.folder, order.step, 0.0, {name: (answer.size, answer.crc32)}))
+
+    def _wrote(self, part: Saved | SaveFailed) -> None:
+        """The processes or the carrier have written; the node has, once both have."""
+        self._written.append(part)
+        if len(self._written) == 1 + self._leads:
+            self._to_leader(merged(dict(enumerate(self._written))))
+        elif isinstance(part, SaveFailed):
+            self._carrier.drop_policy()
+
+    def _to_leader(self, message: FromWorker) -> None:
+        self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, message))
 
     async def check(self, now: float) -> None:
         """End a replica that makes no progress; it is rebuilt as after any other death."""
@@ -166,8 +203,7 @@ class TrainNode(EngineNode[Supervised]):
     def on_offers_lost(self, reason: str) -> None:
         """The carrier of a node of the core lost the offers: the train leader has whole tensors offered again."""
         if not self._elastic and self._offered >= 0:
-            lost = OfferFailed(self._offered, reason)
-            self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, lost))
+            self._to_leader(OfferFailed(self._offered, reason))
 
     async def _spawn(self) -> None:
         context, config = self._context, self._context.config
@@ -207,13 +243,13 @@ class TrainNode(EngineNode[Supervised]):
         if isinstance(message, WorkerHeartbeat):
             self._watch.alive(local_rank, message, now)
             if message.phase in STORAGE and not local_rank:
-                self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, message))
+                self._to_leader(message)
             return
         if isinstance(message, WorkerFailed):
             # One process may fail alone; its peers then never answer, so this cannot wait for them.
             self._watch.answered(message, now)
             self._context.log("worker_error", rank=self._context.rank, reason=message.what, fatal=message.fatal)
-            self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, message))
+            self._to_leader(message)
             return
         # One process may fail to write its files, for all.
         asked = ASKED.get(type(message), type(message)).__name__
@@ -226,6 +262,9 @@ class TrainNode(EngineNode[Supervised]):
             if isinstance(answer, SnapshotTaken | SnapshotFailed):
                 self.keeper.taken(answer)
                 return
+            if isinstance(answer, Saved | SaveFailed):
+                self._wrote(answer)
+                return
             if isinstance(answer, StepDone | Joined):
                 self.step = answer.step
             elif isinstance(answer, Offered):
@@ -234,7 +273,7 @@ class TrainNode(EngineNode[Supervised]):
                 context = self._context
                 context.send(context.layout.train_leader, wire.WeightsOffered(context.rank, offers))
                 return
-            self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, answer))
+            self._to_leader(answer)
 
     def exited(self, trainer: Supervised, child: Child, reason: str) -> None:
         self._ended(reason)
@@ -246,6 +285,7 @@ class TrainNode(EngineNode[Supervised]):
             return
         was, trainer.state = trainer.state, "lost"
         self._watch.clear()
+        self._carrier.drop_policy()
         trainer.kill()
         lost = self._engine_state("lost", reason)
         context.report(lost, was=was)

@@ -56,6 +56,18 @@ class Engines(msgspec.Struct, tag=True, frozen=True):
     version: int
 
 
+class SavePolicy(msgspec.Struct, tag=True, frozen=True):
+    """Agent -> carrier: write the weights of ``version`` to ``path``, for a checkpoint.
+
+    The image gets no newer version before they are copied aside. Answered by `PolicySaved`, at once if another order
+    comes while it waits for the version.
+    """
+
+    version: int
+    """-1: none is needed any more."""
+    path: str
+
+
 class CarrierReady(msgspec.Struct, tag=True, frozen=True):
     """Carrier -> agent, once: it serves at ``port``."""
 
@@ -107,8 +119,18 @@ class NotStored(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-ToCarrier = Union[Publish, Engines]
-FromCarrier = Union[CarrierReady, VersionHere, ImageHere, PieceRefused, Stalled, NotStored]
+class PolicySaved(msgspec.Struct, tag=True, frozen=True):
+    """Carrier -> agent: ``path`` has the weights that were asked for, and is durable."""
+
+    path: str
+    size: int = 0
+    crc32: int = 0
+    reason: str = ""
+    """Why it has not, and there is no such file; empty: it has."""
+
+
+ToCarrier = Union[Publish, Engines, SavePolicy]
+FromCarrier = Union[CarrierReady, VersionHere, ImageHere, PieceRefused, Stalled, NotStored, PolicySaved]
 
 to_carrier: Codec[ToCarrier] = Codec(ToCarrier)
 from_carrier: Codec[FromCarrier] = Codec(FromCarrier)

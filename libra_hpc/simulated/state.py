@@ -92,13 +92,12 @@ def export(path: Path, step: int) -> tuple[int, int]:
 
 
 def write(folder: Path, step: int, updates: int) -> folders.Manifest:
-    """Write the files of a checkpoint; raises `OSError` when there is no room."""
+    """Write the files of a checkpoint but its policy; raises `OSError` when there is no room."""
     folders.check_room(folder, ELEMENTS * 4)
-    (folder / folders.POLICY_DIR).mkdir(parents=True)
-    weights, counters = folder / folders.POLICY_DIR / "model.safetensors", folder / folders.STATE_FILE
-    export(weights, step)
+    folder.mkdir(parents=True, exist_ok=True)
+    counters = folder / folders.STATE_FILE
     counters.write_bytes(msgspec.json.encode(folders.TrainerState(step, updates)))
-    return folders.seal(folder, [weights, counters])
+    return folders.seal(folder, [counters])
 
 
 def meet(

@@ -29,7 +29,8 @@ from .data_order import DataOrder
 FORMAT = 2
 """Version of this layout."""
 STATE_FILE = "trainer.json"
-POLICY_DIR = "policy"
+POLICY_DIR, WEIGHTS_FILE = "policy", "model.safetensors"
+"""The latter is in the former."""
 MANIFEST_FILE = "manifest.json"
 POSITION_FILE = "state.json"
 TEMPORARY = ".partial"

@@ -362,8 +362,13 @@ class TrainLeader(StepRequests):
         """
         asked = False
         while not self._saves.has(self.step):
+            # The policy of a checkpoint comes from the version that is published.
+            self._export()
+            if self._export_failure:
+                self._fail(self._export_failure)
+                return None
             if self._saves.writing:
-                await self._until(lambda: not self._saves.writing)
+                await self._until(lambda: not self._saves.writing or self._export_due() or bool(self._export_failure))
             elif self._membership_due():
                 asked = False
                 if not await self._membership():
@@ -373,7 +378,6 @@ class TrainLeader(StepRequests):
             elif asked:
                 return self._saves.failure
             else:
-                self._export()
                 self._ask_to_save()
                 asked = True
         return ""

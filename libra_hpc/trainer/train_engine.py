@@ -80,14 +80,12 @@ def init_world(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp=pp,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
         cp=cp,
         cp_rank=parallel_state.get_context_parallel_rank(),
         dp=dp,
         dp_rank=parallel_state.get_data_parallel_rank(),
         ep=ep,
         etp=etp,
-        etp_group=parallel_state.get_expert_tensor_parallel_group(),
     )
 
 
@@ -111,7 +109,7 @@ class TrainEngine:
     ) -> None:
         check_parallel(shape, split.tp, split.pp)
         check_experts(shape, tp=split.tp, ep=split.ep, etp=split.expert_ranks, ranks=split.stage_stride)
-        self.shape, self.device, self.split = shape, device, split
+        self.shape, self.device, self.dtype, self.split = shape, device, dtype, split
         self.elastic = elastic
         """Whether this world has weights and gradients only: the optimizer is elsewhere."""
         self.reduce: Callable[[], None] = lambda: None

@@ -4,6 +4,8 @@
 
 - A version was published -> its offers are pulled (`weights/pull.py`) and served on (`weights/server.py`).
 - A version is whole on this node -> the agent gets `VersionHere`, and the image is brought up to it.
+- A checkpoint's policy is asked for -> at its version the image is copied aside, before it gets a newer one; a thread
+  writes the copy.
 - The agent's socket closes -> the process ends.
 """
 
@@ -20,13 +22,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from mmap import PROT_READ, mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from zlib import crc32
 
 import msgspec
 
+from libra_hpc.errors import error_text
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.process.dump import dump_on_request
@@ -37,13 +41,15 @@ from libra_hpc.protocol.carriers import (
     Engines,
     ImageHere,
     NotStored,
+    PolicySaved,
     Publish,
+    SavePolicy,
     from_carrier,
     to_carrier,
 )
 from libra_hpc.protocol.codec import EngineSocket
 
-from .image import IMAGE_FILE, Image, reading
+from .image import IMAGE_FILE, Image, pin, reading, write_pinned
 from .offers import HeldOffer, OfferStore
 from .pieces import WHOLE, Offer, TensorBlock, WeightPiece, offer_paths, read_offer
 from .pull import Puller
@@ -98,6 +104,12 @@ class NodeImage:
         if version > image.version:
             image.apply(version, [(held.offer, held.payload) for held in offers])
 
+    def pinned(self, version: int) -> BinaryIO:
+        """A copy of it; raises `WeightFileError` when it is not at ``version``, `OSError` where there is no room."""
+        if self._image is None or self.version != version:
+            raise WeightFileError(f"the image of this node has version {self.version}, not {version}")
+        return pin(self._image.path)[1]
+
     def _open(self) -> Image:
         if self._image is None:
             self._image = Image(Path(self._config.folder), self._shapes, self._config.dtype)
@@ -131,7 +143,9 @@ class Carrier:
         )
         self._port = listener.getsockname()[1]
         self._server = CarrierServer(listener, config.secret, self._store, self._image)
-        self._whole: queue.SimpleQueue[tuple[Publish, list[HeldOffer]]] = queue.SimpleQueue()
+        self._whole: queue.SimpleQueue[tuple[Publish, list[HeldOffer]] | SavePolicy] = queue.SimpleQueue()
+        self._wanted: SavePolicy | None = None
+        """Its version is not in the image yet."""
         self._puller = Puller(
             Path(config.folder),
             config.rank,
@@ -159,6 +173,8 @@ class Carrier:
                 case Engines(version=version):
                     self._engines = version
                     self._prune()
+                case SavePolicy() as order:
+                    self._whole.put(order)
 
     def _adopt(self, folder: Path) -> None:
         """Serve the offers that an earlier carrier of this node had: others may have received a part of them."""
@@ -171,13 +187,20 @@ class Carrier:
         pause_s = RETRY_S
         while True:
             while not pending or not self._whole.empty():
-                pending.append(self._whole.get())
+                work = self._whole.get()
+                if isinstance(work, SavePolicy):
+                    self._pin("it is not needed any more")
+                    self._wanted = work if work.version >= 0 else None
+                    self._pin()
+                else:
+                    pending.append(work)
             message, offers = pending[0]
             began = time.monotonic()
             try:
                 self._image.write(message.version, offers)
             except WeightFileError as error:
                 self._agent.send(NotStored(message.version, str(error)))
+                self._pin(str(error))
                 # Later versions change this one, unless one is whole.
                 whole = [number for number, (later, _) in enumerate(pending) if number and later.base == WHOLE]
                 for _ in range(whole[-1] if whole else 0):
@@ -188,7 +211,37 @@ class Carrier:
             pending.popleft()
             pause_s = RETRY_S
             self._agent.send(ImageHere(message.version, time.monotonic() - began))
+            self._pin()
             self._prune()
+
+    def _pin(self, failure: str = "") -> None:
+        """Copy the image for the policy that is wanted, unless its version is still to come.
+
+        ``failure``: why the version does not come.
+        """
+        order = self._wanted
+        if order is None or (self._image.version < order.version and not failure):
+            return
+        self._wanted = None
+        try:
+            if failure:
+                raise WeightFileError(failure)
+            copy = self._image.pinned(order.version)
+        except (OSError, WeightFileError) as error:
+            reason = f"version {order.version} of the weights could not be copied aside: {error_text(error)}"
+            self._agent.send(PolicySaved(order.path, reason=reason))
+            return
+        write = partial(_or_end, partial(self._write_policy, copy, order.path))
+        threading.Thread(target=write, name="policy", daemon=True).start()
+
+    def _write_policy(self, copy: BinaryIO, path: str) -> None:
+        try:
+            with copy:
+                size, crc = write_pinned(copy, Path(path))
+        except OSError as error:
+            self._agent.send(PolicySaved(path, reason=f"{path}: {error_text(error)}"))
+        else:
+            self._agent.send(PolicySaved(path, size, crc))
 
     def _prune(self) -> None:
         self._store.prune(min(self._engines, self._image.version))

@@ -4,7 +4,7 @@
 - A writer was killed half-way -> the same version again ends what it began: values overwrite.  Until then no reader
   finds a version.
 - `reading` -> its version, which stays the same within the block; the kernel frees the lock of a dead reader.
-- `pin` -> a copy of one version, beside an image that goes on.
+- `pin` -> a copy of one version, beside an image that goes on; `write_pinned` -> a checkpoint's file of it.
 
 Needs no torch.
 """
@@ -16,7 +16,7 @@ import fcntl
 import math
 import mmap
 import os
-import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +33,8 @@ from .pieces import GAPS, VALUES, WHOLE, Offer, WeightPiece, elements, offer_fau
 from .weightfile import FLOATS, WeightFileError, file_header
 
 IMAGE_FILE = "image.safetensors"
+COPY_BYTES = 16 << 20
+"""Bytes written at a time, without the interpreter's lock."""
 
 
 class _State(msgspec.Struct, frozen=True):
@@ -162,19 +164,59 @@ def reading(path: Path) -> Iterator[int]:
         yield state.version
 
 
-def pin(image: Path, target: Path) -> int:
-    """Copy an image at its version to ``target``; returns the version.
+def pin(image: Path) -> tuple[int, BinaryIO]:
+    """Copy an image aside in its file system, without a name; returns its version and the copy, which ends when closed.
 
-    Raises `WeightFileError` where there is none, and `OSError` where there is no room.
+    Raises `WeightFileError` where there is no version, and `OSError` where there is no room.
     """
-    partial = target.with_suffix(".part")
+    copy = tempfile.TemporaryFile(dir=image.parent)  # noqa: SIM115
     try:
-        with reading(image) as version:
-            shutil.copyfile(image, partial)
+        with reading(image) as version, image.open("rb") as source, _pages(source) as pages:
+            for part in _parts(pages):
+                copy.write(part)
+            copy.flush()
+    except BaseException:
+        copy.close()
+        raise
+    return version, copy
+
+
+def write_pinned(copy: BinaryIO, target: Path) -> tuple[int, int]:
+    """Write a copy to a file of another file system, durably; returns its size and CRC-32.
+
+    Whoever is killed meanwhile leaves ``target`` as it was. Raises `OSError`, also where there is no room.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    size = crc = 0
+    try:
+        with partial.open("wb") as file, _pages(copy) as pages:
+            for part in _parts(pages):
+                crc = zlib.crc32(part, crc)
+                size += file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(target)
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     finally:
         partial.unlink(missing_ok=True)
-    return version
+    return size, crc
+
+
+@contextlib.contextmanager
+def _pages(file: BinaryIO) -> Iterator[memoryview]:
+    with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory, memoryview(memory) as view:
+        yield view
+
+
+def _parts(pages: memoryview) -> Iterator[memoryview]:
+    for begin in range(0, len(pages), COPY_BYTES):
+        with pages[begin : begin + COPY_BYTES] as part:
+            yield part
 
 
 def _overwrite(target: Any, values: Any, marks: Any, gaps: bool, block: tuple[int, int, int]) -> bool:

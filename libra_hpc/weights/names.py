@@ -13,14 +13,13 @@ expert-tensor ranks fastest, then expert-parallel ones, then copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from libra_hpc.models.architecture import Architecture
-from libra_hpc.models.tensors import Entry, hf_shapes, stage_entries
+from libra_hpc.models.tensors import Entry, stage_entries
 
 
 class ReplicaPlace(NamedTuple):
@@ -28,8 +27,6 @@ class ReplicaPlace(NamedTuple):
     tp_rank: int
     pp: int
     pp_rank: int
-    tp_group: dist.ProcessGroup | None = None
-    """Needed to gather when ``tp`` > 1."""
     cp: int = 1
     cp_rank: int = 0
     dp: int = 1
@@ -37,8 +34,6 @@ class ReplicaPlace(NamedTuple):
     ep: int = 1
     etp: int = 0
     """Tensor ranks of an expert; 0: ``tp``."""
-    etp_group: dist.ProcessGroup | None = None
-    """Needed to gather when an expert has several tensor ranks."""
 
     @property
     def stage_rank(self) -> int:
@@ -139,62 +134,3 @@ def to_hf(entry: Entry, parts: list[torch.Tensor], shape: Architecture) -> list[
         grouped = full.view(shape.groups, q + 2 * kv, *full.shape[1:])
         split = [x.reshape(-1, *full.shape[1:]).clone() for x in torch.split(grouped, [q, kv, kv], dim=1)]
     return split if len(entry.hf) > 1 else [torch.cat(split)]
-
-
-def gathered(
-    tensors: Mapping[str, torch.Tensor], shape: Architecture, split: ReplicaPlace
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Full Hugging Face tensors on the replica's rank 0, one after the other and on the device; none on other ranks.
-
-    Collective over one data-parallel copy; it must be exhausted on every rank.  ``tensors`` are this rank's parts by
-    Megatron-Core name, of one dtype.
-    """
-    first = not split.stage_rank and not split.pp_rank
-    names = {entry.hf: name for name, entry in own_entries(shape, split).items()}
-    shapes = hf_shapes(shape) if first else {}
-    like = next(iter(tensors.values()))
-    # All ranks go through the tensors in one order, so that none waits for another in a circle.
-    for stage in range(split.pp) if first else (split.pp_rank,):
-        for entry in stage_entries(shape, split.pp, stage).values():
-            source = stage * split.stage_stride + _holder(entry, shape, split)
-            if entry.copy:
-                continue
-            if first and source:
-                for hf_name in entry.hf:
-                    received = like.new_empty(shapes[hf_name])
-                    dist.recv(received, source)
-                    yield hf_name, received
-            elif entry.hf in names and _shares(entry, shape, split):
-                for hf_name, tensor in _whole(entry, tensors[names[entry.hf]].detach(), shape, split):
-                    if first:
-                        yield hf_name, tensor
-                    else:
-                        dist.send(tensor, 0)
-
-
-def _whole(
-    entry: Entry, part: torch.Tensor, shape: Architecture, split: ReplicaPlace
-) -> Iterable[tuple[str, torch.Tensor]]:
-    """Full tensors of a parameter on the rank that has its first part; collective over the ranks that share it."""
-    parts = _parts(entry, part, split)
-    return () if cut(entry, split)[1] else zip(entry.hf, to_hf(entry, parts, shape), strict=True)
-
-
-def _holder(entry: Entry, shape: Architecture, split: ReplicaPlace) -> int:
-    """The rank of a stage that hands the whole of a parameter to the process that collects."""
-    return 0 if entry.expert is None else entry.expert // (shape.experts // split.ep) * split.expert_ranks
-
-
-def _shares(entry: Entry, shape: Architecture, split: ReplicaPlace) -> bool:
-    """Whether this rank's part of a parameter is collected: that of one copy is."""
-    return 0 <= split.stage_rank - _holder(entry, shape, split) < cut(entry, split)[0]
-
-
-def _parts(entry: Entry, part: torch.Tensor, split: ReplicaPlace) -> list[torch.Tensor]:
-    """All parts of a parameter; collective over the ranks that share it."""
-    count, _ = cut(entry, split)
-    if count == 1:
-        return [part]
-    parts = [torch.empty_like(part) for _ in range(count)]
-    dist.all_gather(parts, part.contiguous(), group=split.tp_group if entry.expert is None else split.etp_group)
-    return parts

@@ -18,6 +18,8 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
+from libra_hpc.models.architecture import read_shape
+from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import Peer, Publish
 from libra_hpc.protocol.codec import pack_f32, pack_i32
@@ -65,13 +67,16 @@ class Side:
         self.generation = 0
         self.run = RunDir(folder / "run")
         layout = RankLayout(("planner", "train", "hybrid", "hybrid", "rollout"))
+        shapes = hf_shapes(read_shape(folder / "model")) if engine == "real" else None
         self.nodes: dict[int, TrainNode] = {}
+        self.carriers: dict[int, WrittenImage] = {}
         for rank in RANKS:
             private, shm = folder / f"p{rank}", folder / f"s{rank}"
             private.mkdir(), shm.mkdir()
             start = wire.Welcome(0, "", 0, ())
             context = AgentContext(rank, layout, config, self.run, 1, self.send, start, private, shm)
-            self.nodes[rank] = TrainNode(context, cast(NodeCarrier, WrittenImage(shm)))
+            self.carriers[rank] = WrittenImage(shm, shapes, config.model.dtype)
+            self.nodes[rank] = TrainNode(context, cast(NodeCarrier, self.carriers[rank]))
         self.leader = TrainLeader(
             config,
             (1,),
@@ -120,7 +125,7 @@ class Side:
             case wire.WeightsOffered():
                 self.leader.on_offered(message)
             case Publish():
-                pass
+                self.carriers[rank].publish(message)
             case _:
                 self.events.append(message)
 

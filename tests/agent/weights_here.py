@@ -5,30 +5,56 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from libra_hpc.models.tensors import Shapes
+from libra_hpc.protocol.carriers import PolicySaved, Publish, SavePolicy
 from libra_hpc.simulated.state import image_shapes, offer
-from libra_hpc.weights.image import IMAGE_FILE, Image
-from libra_hpc.weights.pieces import WHOLE, offer_path, payload_path
+from libra_hpc.weights.image import IMAGE_FILE, Image, pin, write_pinned
+from libra_hpc.weights.pieces import WHOLE, offer_path, payload_path, read_offer
 
 
 class WrittenImage:
     """Stands for `NodeCarrier`."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self.version = folder, -1
+    def __init__(self, folder: Path, shapes: Shapes | None = None, dtype: str = "float32") -> None:
+        """``shapes`` and ``dtype`` of the tensors; None: those of simulated trainers."""
+        self._folder, self._shapes, self.version = folder, shapes or image_shapes(), -1
+        self._dtype = "BF16" if shapes and dtype == "bfloat16" else "F32"
         self.told: list[int] = []
         """Versions that all engines were said to have."""
         self.wire_s = self.image_s = 0.0
+        self._wanted: tuple[SavePolicy, Callable[[PolicySaved], None]] | None = None
 
     @property
     def image(self) -> Path:
         return self._folder / IMAGE_FILE
 
     def write(self, version: int, changed: Callable[[], None]) -> None:
-        made, _ = offer(self._folder, version, WHOLE, 0)
-        path = payload_path(offer_path(self._folder, version, "t0"))
-        Image(self._folder, image_shapes(), "F32").apply(version, [(made, path)])
-        self.version = version
+        offer(self._folder, version, WHOLE, 0)
+        self.publish(Publish(version, WHOLE, (("t0", 0),), ()))
         changed()
+
+    def publish(self, message: Publish) -> None:
+        """All owners are of this node."""
+        paths = [offer_path(self._folder, message.version, owner) for owner, _ in message.owners]
+        offers = [(read_offer(path), payload_path(path)) for path in paths]
+        Image(self._folder, self._shapes, self._dtype).apply(message.version, offers)
+        self.version = message.version
+        self._pin()
+
+    def save_policy(self, order: SavePolicy, answer: Callable[[PolicySaved], None]) -> None:
+        self._wanted = order, answer
+        self._pin()
+
+    def drop_policy(self) -> None:
+        self._wanted = None
+
+    def _pin(self) -> None:
+        if self._wanted is None or self._wanted[0].version != self.version:
+            return
+        (order, answer), self._wanted = self._wanted, None
+        _, copy = pin(self.image)
+        with copy:
+            answer(PolicySaved(order.path, *write_pinned(copy, Path(order.path))))
 
     def applied(self, version: int) -> None:
         self.told.append(version)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,9 @@ from libra_hpc.trainer.saved.state_writer import Answer, StateWriter
 from libra_hpc.trainer.settings import AlgorithmSettings, OptimizerSettings, write_config
 from libra_hpc.trainer.shards import divisor
 from libra_hpc.trainer.train_engine import TrainEngine
+from libra_hpc.weights.image import Image, pin, write_pinned
 from libra_hpc.weights.names import ReplicaPlace, from_hf, to_hf
+from libra_hpc.weights.pieces import offer_path, payload_path, read_offer
 
 from .settings import algorithm, optimizer, worker_config
 from .worker_process import WAIT_S, WorkerProcess
@@ -140,13 +143,14 @@ def build(
 
 
 def save(engine: TrainEngine, model_dir: Path, folder: Path) -> Saved:
-    """Write the files of a checkpoint of this process alone, and wait for them."""
+    """Write a checkpoint of this process alone, and wait for its files."""
     answers: list[Answer] = []
     writer = StateWriter(engine, model_dir, answers.append)
     writer.copy(folder)()
     writer.wait()
     (answer,) = answers
     assert isinstance(answer, Saved)
+    checkpoint.write_policy(engine, model_dir, folder / "policy")
     return answer
 
 
@@ -163,7 +167,12 @@ def fixed_run(
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Weights and Adam moments of a checkpoint, by Hugging Face name."""
-    found = load_file(folder / "policy" / "model.safetensors")
+    return {**load_file(folder / "policy" / "model.safetensors"), **read_state_tensors(folder)}
+
+
+def read_state_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """What the ranks of a checkpoint wrote, as ``KIND/NAME`` with Hugging Face names."""
+    found: dict[str, torch.Tensor] = {}
     shape, whole = read_shape(folder / "policy"), ReplicaPlace(tp=1, tp_rank=0, pp=1, pp_rank=0)
     sizes = hf_shapes(shape)
     with ShardFiles(folder, shape) as files:
@@ -201,6 +210,11 @@ class Replica:
         self.folder = base / name
         self.folder.mkdir(parents=True)
         self.model_dir = model_dir
+        self._image = (
+            hf_shapes(read_shape(model_dir)),
+            "F32" if options.get("dtype", "float32") == "float32" else "BF16",
+        )
+        """Shapes and type of the tensors."""
         files = {"model_dir": str(model_dir), "world_rendezvous": str(self.folder / "world")}
         trained = {"optimizer": OPTIMIZER, "algorithm": ALGORITHM, "micro_tokens": MICRO_TOKENS}
         settings = {**files, **trained, "join_timeout_s": 60.0, "core_dp": degrees["dp"], **degrees, **options}
@@ -270,9 +284,22 @@ class Replica:
         return self.receive(kind)
 
     def save(self, folder: Path, step: int, kind: type[Any] = Saved) -> Any:
-        """Have the files of a checkpoint written; returns local rank 0's answer."""
+        """Have a checkpoint written, its policy as a node's carrier does; returns local rank 0's answer."""
+        if kind is Saved:
+            self._save_policy(folder / "policy" / "model.safetensors", step)
         self.ask(wire.SaveCheckpoint(str(folder), step), wire.SaveStarted)
         return self.receive(kind)
+
+    def _save_policy(self, path: Path, step: int) -> None:
+        with tempfile.TemporaryDirectory(dir=self.folder) as node:
+            self.send(wire.OfferWeights(node, step, -1))
+            answers = [self.receive_from(rank) for rank in range(len(self._sockets))]
+            paths = [offer_path(Path(node), step, answer.owner) for answer in answers]
+            image = Image(Path(node), *self._image)
+            image.apply(step, [(read_offer(path), payload_path(path)) for path in paths])
+            _, copy = pin(image.path)
+            with copy:
+                write_pinned(copy, path)
 
     def snapshot(self, folder: Path, step: int) -> None:
         """Take a snapshot, and complete it as an agent does."""

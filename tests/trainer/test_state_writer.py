@@ -49,6 +49,7 @@ def test_training_goes_on_while_the_state_of_the_step_is_written(
     scene.trainer.step(train_step(1, 0))
     saved = scene.state()
     folder = tmp_path / "written"
+    checkpoint.write_policy(scene.engine, tmp_path / "model", folder / "policy")
     scene.writer.copy(folder)()
     scene.trainer.step(train_step(2, 0))
     assert scene.answers == []
@@ -58,7 +59,7 @@ def test_training_goes_on_while_the_state_of_the_step_is_written(
     assert isinstance(answer, Saved)
     folders.publish(folder, tmp_path / "step-000001", answer.files)
     assert folders.verify(tmp_path / "step-000001") == ""
-    assert "policy/model.safetensors" in answer.files
+    assert "policy/config.json" in answer.files
     assert any(not torch.equal(tensor, saved[name]) for name, tensor in scene.state().items())
     checkpoint.load_state(scene.engine, tmp_path / "step-000001")
     assert (scene.engine.state.step, scene.engine.state.updates) == (1, 1)
@@ -112,6 +113,7 @@ def test_a_thread_that_fails_answers_with_the_reason(
     scene = Scene(tmp_path, world, monkeypatch, torch.float32)
     scene.release.set()
     write = scene.writer.copy(tmp_path / "written")
+    (tmp_path / "written").mkdir()
     (tmp_path / "written" / "optimizer").write_text("no folder")
     write()
     scene.writer.wait()

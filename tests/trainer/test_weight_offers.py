@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from libra_hpc.protocol.trainer import Offered, OfferFailed, OfferWeights
+from libra_hpc.protocol.trainer import Offered, OfferFailed, OfferWeights, SaveCheckpoint, Saved, SaveStarted
 from libra_hpc.trainer.grpo_trainer import GrpoTrainer
 from libra_hpc.trainer.saved import checkpoint, snapshot
 from libra_hpc.trainer.saved.weight_offers import WeightOffers
@@ -19,7 +19,7 @@ from libra_hpc.weights.names import ReplicaPlace
 from libra_hpc.weights.pieces import WHOLE, Offer, offer_path, payload_path, piece_values, read_offer
 
 from .settings import optimizer
-from .support import Layout, Replica, build, join_all, make_model, step_all, train_step
+from .support import Layout, Replica, build, join_all, make_model, read_state_tensors, step_all, train_step
 
 Bits = dict[str, np.ndarray[Any, Any]]
 SMALL_STEPS = optimizer(lr=2e-5, weight_decay=0.0)
@@ -74,11 +74,11 @@ class Offering:
         """Offer the present weights; they are applied and compared."""
         self.offers.write(self.base, version, self.published)
         self.published = version
-        checkpoint.write_policy(self.engine, self.base / "model", self.base / "gathered")
-        gathered = weights(self.base / "gathered" / "model.safetensors")
-        self.node = self.node or {name: np.zeros_like(tensor) for name, tensor in gathered.items()}
+        checkpoint.write_policy(self.engine, self.base / "model", self.base / "whole")
+        whole = weights(self.base / "whole" / "model.safetensors")
+        self.node = self.node or {name: np.zeros_like(tensor) for name, tensor in whole.items()}
         (offer,) = apply([offer_path(self.base, version, "t0")], self.node)
-        assert equal(self.node, gathered)
+        assert equal(self.node, whole)
         return offer
 
 
@@ -196,12 +196,16 @@ def test_a_world_offers_each_element_once(tmp_path: Path, kind: str, keys: dict[
         replica.send(OfferWeights(str(tmp_path), version, version - 1))
         answers = [replica.receive_from(rank) for rank in range(layout.ranks)]
         assert all(isinstance(answer, Offered) and answer.version == version for answer in answers), answers
-        folder = tmp_path / f"gathered-{version}"
-        replica.save(folder, version)
-        gathered = weights(folder / "policy" / "model.safetensors")
-        node = node or {name: np.zeros_like(tensor) for name, tensor in gathered.items()}
+        folder = tmp_path / f"saved-{version}"
+        replica.ask(SaveCheckpoint(str(folder), version), SaveStarted)
+        replica.receive(Saved)
+        masters = {
+            name.removeprefix("master/"): t for name, t in read_state_tensors(folder).items() if "master/" in name
+        }
+        held = {name: master.bfloat16().view(torch.int16).numpy() for name, master in masters.items()}
+        node = node or {name: np.zeros_like(tensor) for name, tensor in held.items()}
         offers = apply([offer_path(tmp_path, version, answer.owner) for answer in answers], node)
-        assert equal(node, gathered), version
+        assert equal(node, held), version
         assert {offer.base for offer in offers} == {version - 1}
         assert sum(answer.total for answer in answers) == sum(tensor.size for tensor in node.values())
         assert sum(answer.size for answer in answers) == sum(offer.size for offer in offers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from libra_hpc.protocol.carriers import ImageHere, NotStored, Peer, PieceRefused, Publish, Stalled, VersionHere
+from libra_hpc.protocol.carriers import (
+    ImageHere,
+    NotStored,
+    Peer,
+    PieceRefused,
+    PolicySaved,
+    Publish,
+    SavePolicy,
+    Stalled,
+    VersionHere,
+)
 from libra_hpc.weights.image import IMAGE_FILE
 from libra_hpc.weights.pieces import Encoded, TensorBlock, offer_path, payload_path, write_offer
 from libra_hpc.weights.pull import IDLE_S
@@ -52,8 +63,8 @@ class Chain:
 
         return tuple(Peer(node.rank, ("127.0.0.1",), port(node)) for node in self.nodes)
 
-    def write(self, version: int, base: int, truncate: bool = False) -> None:
-        """Offer all weights (base -1), or every other row of the first tensor, and publish."""
+    def write(self, version: int, base: int, folder: Path | None = None, truncate: bool = False) -> None:
+        """Offer all weights (base -1), or every other row of the first tensor, and publish; not in ``folder``."""
         data = bits(version, ROWS * COLUMNS)
         if base < 0:
             encoded = [(TensorBlock(name, 0, ROWS, COLUMNS, COLUMNS), data) for name in SHAPES]
@@ -62,7 +73,7 @@ class Chain:
                 (TensorBlock("model.embed_tokens.weight", 0, ROWS // 2, COLUMNS, 2 * COLUMNS), data[: len(data) // 2])
             ]
         write_offer(
-            self.nodes[0].folder,
+            folder or self.nodes[0].folder,
             version,
             base,
             OWNER,
@@ -70,7 +81,8 @@ class Chain:
         )
         if truncate:
             os.truncate(payload_path(offer_path(self.nodes[0].folder, version, OWNER)), 1_000_000)
-        self.publish(version, base)
+        if folder is None:
+            self.publish(version, base)
 
     def publish(self, version: int, base: int, *ranks: int) -> None:
         for node in self.nodes:
@@ -286,3 +298,60 @@ def test_a_full_shared_memory_is_one_sentence_and_the_version_comes_later(chain:
     target.rmdir()
 
     assert chain.nodes[1].wait(VersionHere).version == 0
+
+
+def test_a_checkpoint_gets_the_weights_of_its_version_while_newer_ones_pass(chain: Chain, tmp_path: Path) -> None:
+    """The order comes while its version has yet to arrive; several newer ones are already published behind it."""
+    node, expected = chain.nodes[1], tmp_path / "expected.safetensors"
+    chain.link(1, 0, bytes_per_s=16e6)
+    path = tmp_path / "step-000002" / "policy" / "model.safetensors"
+    node.send(SavePolicy(2, str(path)))
+    for version in range(6):
+        chain.write(version, version - 1)
+    saved = node.wait(PolicySaved)
+    node.wait(ImageHere, here(5))
+
+    alone = chain.node(9)
+    for version in range(3):
+        chain.write(version, version - 1, folder=alone.folder)
+        alone.send(Publish(version, version - 1, ((OWNER, 9),), (alone.peer,)))
+    alone.wait(ImageHere, here(2))
+    expected.write_bytes((alone.folder / IMAGE_FILE).read_bytes())
+
+    data = path.read_bytes()
+    assert data == expected.read_bytes()
+    assert data != (node.folder / IMAGE_FILE).read_bytes()
+    assert (saved.path, saved.size, saved.crc32, saved.reason) == (str(path), len(data), zlib.crc32(data), "")
+    assert [message.version for message in node.all(ImageHere)] == list(range(6))
+
+
+def test_a_version_that_has_passed_and_one_that_is_not_needed_any_more_are_answered(
+    chain: Chain, tmp_path: Path
+) -> None:
+    node, path = chain.nodes[0], tmp_path / "model.safetensors"
+    node.send(SavePolicy(7, f"{path}.7"))
+    node.send(SavePolicy(-1, ""))
+    chain.write(0, -1)
+    chain.write(1, 0)
+    node.wait(ImageHere, here(1))
+    node.send(SavePolicy(0, str(path)))
+    reasons = {
+        answer.path: answer.reason
+        for answer in (
+            node.wait(PolicySaved, lambda answer: answer.path == f"{path}.7"),
+            node.wait(PolicySaved, lambda answer: answer.path == str(path)),
+        )
+    }
+    assert "not needed any more" in reasons[f"{path}.7"]
+    assert "has version 1, not 0" in reasons[str(path)]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_named_and_the_image_goes_on(chain: Chain, tmp_path: Path) -> None:
+    node = chain.nodes[0]
+    (tmp_path / "file").write_text("no folder")
+    chain.write(0, -1)
+    node.send(SavePolicy(0, str(tmp_path / "file" / "model.safetensors")))
+    assert str(tmp_path / "file") in node.wait(PolicySaved).reason
+    chain.write(1, 0)
+    node.wait(ImageHere, here(1))

@@ -9,15 +9,17 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from libra_hpc.weights import image as module
 from libra_hpc.weights.delta import sparse
-from libra_hpc.weights.image import IMAGE_FILE, Image, pin, reading
+from libra_hpc.weights.image import IMAGE_FILE, Image, pin, reading, write_pinned
 from libra_hpc.weights.pieces import (
     GAPS,
     WHOLE,
@@ -261,12 +263,46 @@ def test_a_writer_waits_for_readers_and_the_kernel_frees_the_lease_of_a_dead_one
 
 
 def test_a_pinned_copy_stays_at_its_version_while_the_image_goes_on(image: Image, tmp_path: Path) -> None:
-    old = random_values(0)
-    image.apply(0, whole(tmp_path, 0, old))
-    assert pin(image.path, tmp_path / "policy.safetensors") == 0
+    image.apply(0, whole(tmp_path, 0, random_values(0)))
+    whole_file = image.path.read_bytes()
+    version, copy = pin(image.path)
+    assert version == 0
     image.apply(1, whole(tmp_path, 1, random_values(1)))
-    copy = held(tmp_path / "policy.safetensors")
-    assert all((copy[name] == old[name]).all() for name in SHAPES)
+    with copy:
+        size, crc = write_pinned(copy, tmp_path / "policy" / "model.safetensors")
+    written = (tmp_path / "policy" / "model.safetensors").read_bytes()
+    assert written == whole_file != image.path.read_bytes()
+    assert (size, crc) == (len(written), zlib.crc32(written))
+
+
+def test_who_is_killed_while_it_writes_a_copy_leaves_no_file_of_its_name(
+    image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "COPY_BYTES", 16)
+    image.apply(0, whole(tmp_path, 0, random_values(0)))
+    target, before = tmp_path / "policy" / "model.safetensors", {path.name for path in tmp_path.iterdir()}
+
+    def die() -> None:
+        _, copy = pin(image.path)
+        parts = module._parts
+
+        def some(pages: memoryview) -> Iterator[memoryview]:
+            for number, part in enumerate(parts(pages)):
+                if number == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield part
+
+        monkeypatch.setattr(module, "_parts", some)
+        write_pinned(copy, target)
+
+    assert os.WTERMSIG(in_child(die)) == signal.SIGKILL
+    assert not target.exists()
+    assert {path.name for path in tmp_path.iterdir()} == before | {"policy"}, "its copy is gone, too"
+    _, copy = pin(image.path)
+    with copy:
+        write_pinned(copy, target)
+    assert target.read_bytes() == image.path.read_bytes()
+    assert [path.name for path in target.parent.iterdir()] == ["model.safetensors"]
 
 
 def damage(path: Path) -> None:

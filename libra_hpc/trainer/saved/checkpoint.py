@@ -1,94 +1,72 @@
-"""Write the policy of a world of trainers, and load a state of any layout.
+"""Write the policy of one process, and load a state of any layout.
 
-Weights have Hugging Face names, and one process writes them, tensor by tensor. Contents of a state's folder:
-`libra_hpc.state.state_folders`; how one is written: `libra_hpc.trainer.saved.state_writer`.
+Weights have Hugging Face names. The policy of a world comes from its offers (`libra_hpc.weights.image`). Contents of a
+state's folder: `libra_hpc.state.state_folders`; how one is written: `libra_hpc.trainer.saved.state_writer`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.state import state_folders as folders
+from libra_hpc.state.state_folders import WEIGHTS_FILE
 from libra_hpc.state.store import patiently, resolve
 from libra_hpc.trainer.train_engine import TrainEngine
-from libra_hpc.weights.names import from_hf, gathered, own_entries
+from libra_hpc.weights.names import from_hf, own_entries, to_hf
 from libra_hpc.weights.safetensors_writer import write_safetensors
 
 from .shard_files import ShardFiles, opened
 
-WEIGHTS_FILE = "model.safetensors"
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 """Files copied with the weights: configuration, tokenizer, chat template."""
-Result = TypeVar("Result")
-
-
-Shapes = Mapping[str, tuple[int, ...]]
-Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
 def write_policy(engine: TrainEngine, model_dir: Path, folder: Path) -> None:
     """Fill ``folder`` with a Hugging Face model: the weights, and the configuration and tokenizer of ``model_dir``.
 
-    Collective; one process writes, one tensor after the other. Raises `OSError` in all when it cannot.
+    Of a world of one process. Raises `OSError` when there is no room.
     """
-
-    def write(dtype: torch.dtype, shapes: Shapes, tensors: Tensors) -> None:
-        folders.check_room(folder, _bytes(dtype, shapes))
-        write_companions(model_dir, folder, dtype)
-        # Rename: ``folder`` may be the one from which the weights were read.
-        partial = folder / f".{WEIGHTS_FILE}{folders.TEMPORARY}"
-        write_safetensors(partial, dtype, shapes, tensors)
-        os.replace(partial, folder / WEIGHTS_FILE)
-
-    _gather(engine, write)
-
-
-def _gather(engine: TrainEngine, write: Callable[[torch.dtype, Shapes, Tensors], Result]) -> Result | None:
-    """Gather all weights for ``write`` in one process; raises `OSError` in all when it fails there."""
-    parameters = dict(engine.named_parameters())
-    tensors = gathered(parameters, engine.shape, engine.split)
-    found, failure = None, None
-    if dist.get_rank() == 0:
-        try:
-            found = write(next(iter(parameters.values())).dtype, hf_shapes(engine.shape), tensors)
-        except OSError as error:
-            failure = error
-    # Gathering is collective: the others need this process also when it cannot write.
-    for _ in tensors:
-        pass
-    if not engine.agree(failure is None):
-        raise failure or OSError("another process of this replica could not write")
-    return found
+    entries, parameters = own_entries(engine.shape, engine.split), dict(engine.named_parameters())
+    shapes = hf_shapes(engine.shape)
+    folders.check_room(folder, engine.dtype.itemsize * sum(map(math.prod, shapes.values())))
+    write_companions(model_dir, folder, engine.dtype)
+    tensors = (
+        pair
+        for name, entry in entries.items()
+        for pair in zip(entry.hf, to_hf(entry, [parameters[name].detach()], engine.shape), strict=True)
+    )
+    # Rename: ``folder`` may be the one from which the weights were read.
+    partial = folder / f".{WEIGHTS_FILE}{folders.TEMPORARY}"
+    write_safetensors(partial, engine.dtype, shapes, tensors)
+    os.replace(partial, folder / WEIGHTS_FILE)
 
 
-def _bytes(dtype: torch.dtype, shapes: Shapes) -> int:
-    return dtype.itemsize * sum(torch.Size(shape).numel() for shape in shapes.values())
-
-
-def write_companions(model_dir: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Fill ``folder`` with all of a Hugging Face model but its weights, which have this type."""
+def write_companions(model_dir: Path, folder: Path, dtype: torch.dtype) -> list[Path]:
+    """Fill ``folder`` with all of a Hugging Face model but its weights, which have this type; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
+    written = [folder / "config.json"]
     for pattern in COMPANIONS:
         for source in model_dir.glob(pattern):
             target = folder / source.name
             if not source.name.endswith(".safetensors.index.json") and source.resolve() != target.resolve():
                 shutil.copyfile(source, target)
+                written += [target] if target not in written else []
     config = json.loads((folder / "config.json").read_text())
     # The key depends on the transformers version; a stale value would make a loader convert the weights.
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return written
 
 
 class TensorFiles:

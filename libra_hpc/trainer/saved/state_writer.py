@@ -3,7 +3,7 @@
 - `StateWriter.copy`, at a step boundary -> the shards are in host memory.
 - What it returns is called -> a thread writes the files, and training goes on.
 - `StateWriter.snapshot` -> both, for a snapshot.
-- The policy is gathered and written before training goes on.
+- The weights of the policy are not written here: the node's carrier has them (`libra_hpc.weights.image.write_pinned`).
 - Another copy -> it waits for the end of the write before: there is one copy in host memory.
 
 The thread takes part in no collective. Its answer has the checksums of its files; who has those of all ranks completes
@@ -30,7 +30,7 @@ from libra_hpc.trainer.device import host_buffer, synchronize
 from libra_hpc.trainer.train_engine import TrainEngine
 
 from . import snapshot
-from .checkpoint import write_policy
+from .checkpoint import write_companions
 from .shard_files import own_pieces, rank_file, write_pieces
 
 Answer = Saved | SaveFailed | SnapshotTaken | SnapshotFailed
@@ -71,13 +71,12 @@ class StateWriter:
         self._thread: threading.Thread | None = None
 
     def copy(self, folder: Path) -> Callable[[], None]:
-        """Copy the state, for ``folder``; collective. Returns what has a thread write the files and answer.
+        """Copy the state, for ``folder``. Returns what has a thread write the files and answer.
 
         Raises `OSError` when a copy is impossible.
         """
         began = time.monotonic()
         self.wait()
-        write_policy(self._engine, self._model_dir, folder / folders.POLICY_DIR)
         state = folders.TrainerState(self._engine.state.step, self._engine.state.updates)
         copies = self._copy.take(own_pieces(self._engine.state, self._engine.shape, self._engine.split))
 
@@ -131,10 +130,10 @@ class StateWriter:
         write_pieces(pieces, own)
         written = [own]
         if not self._rank:
-            policy = folder / folders.POLICY_DIR
+            written += write_companions(self._model_dir, folder / folders.POLICY_DIR, self._engine.dtype)
             counters = folder / folders.STATE_FILE
             counters.write_bytes(msgspec.json.encode(state))
-            written += [*policy.iterdir(), counters]
+            written.append(counters)
         return folders.seal(folder, written)
 
 
