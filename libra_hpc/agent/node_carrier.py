@@ -2,6 +2,7 @@
 
 - It serves -> the train leader learns where, and publishes the newest version to it.
 - Its image has a version -> the engines of the node get it.
+- On the train leader's node, with ``rollout.weights_port`` -> `weights.json` has what another cluster needs to pull.
 - It ended -> another one goes on with the image; nodes behind it go on with another node.
 - A checkpoint is asked for -> it writes the policy; another carrier is asked again.
 - It ends more often than `RestartBudget` allows -> all ranks restart.
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from libra_hpc.errors import error_text
+from libra_hpc.files import write_atomic
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child
 from libra_hpc.protocol import agents as wire
@@ -42,8 +44,12 @@ from libra_hpc.protocol.carriers import (
 from libra_hpc.protocol.trainer import OfferFailed
 from libra_hpc.simulated.state import image_shapes
 from libra_hpc.weights.image import IMAGE_FILE
+from libra_hpc.weights.served_weights import reading_secret
 
 from .supervised import NO_START_S, ChildCommand, EngineNode, Supervised
+
+OWNER_ONLY = 0o600
+"""Mode of the file that has the secret, also in a run directory that others may read."""
 
 
 class _Asked(NamedTuple):
@@ -131,13 +137,15 @@ class NodeCarrier(EngineNode[Supervised]):
     def received(self, carrier: Supervised, process: int, message: Any) -> None:
         context = self._context
         match message:
-            case CarrierReady(port=port):
+            case CarrierReady(port=port, http_fault=fault):
                 carrier.state, carrier.starts = "ready", 0
                 peer = Peer(context.rank, context.addresses, port)
                 if self._policy is not None:
                     # First: the train leader publishes the newest version to it.
                     carrier.send(self._policy.order)
                 context.send(context.layout.train_leader, wire.CarrierStarted(peer))
+                if _outside_port(context):
+                    self._serves_outside(fault)
             case VersionHere(version=version, bytes=size, wire_s=wire_s):
                 self.wire_s = wire_s
                 context.send(context.layout.train_leader, wire.WeightsHere(context.rank, version, size, wire_s))
@@ -156,6 +164,19 @@ class NodeCarrier(EngineNode[Supervised]):
                 context.log("weights_stalled", rank=context.rank, version=version, received=received, reason=reason)
             case NotStored(version=version, reason=reason):
                 context.log("weights_not_stored", rank=context.rank, version=version, reason=reason)
+
+    def _serves_outside(self, fault: str) -> None:
+        context, port = self._context, _outside_port(self._context)
+        told = {"addresses": context.addresses, "port": port, "secret": reading_secret(context.secret).hex()}
+        try:
+            if not fault:
+                write_atomic(context.run.weights, msgspec.json.encode(told), OWNER_ONLY)
+        except OSError as error:
+            fault = error_text(error)
+        if fault:
+            context.log("weights_not_served", rank=context.rank, reason=fault)
+        else:
+            context.log("weights_served", rank=context.rank, port=port)
 
     def exited(self, carrier: Supervised, child: Child, reason: str) -> None:
         self._ended(reason)
@@ -185,6 +206,11 @@ class NodeCarrier(EngineNode[Supervised]):
             self._policy = self._policy._replace(at=self._policy.at + seconds)
 
 
+def _outside_port(context: AgentContext) -> int:
+    """Where this node serves weights to another cluster; 0: nowhere."""
+    return context.config.rollout.weights_port if context.rank == context.layout.train_leader else 0
+
+
 def _settings(context: AgentContext) -> CarrierConfig:
     config = context.config
     simulated = config.run.engine == "simulated"
@@ -196,4 +222,6 @@ def _settings(context: AgentContext) -> CarrierConfig:
         model="" if simulated else config.model.path,
         shapes=image_shapes() if simulated else {},
         dtype="F32" if simulated or config.model.dtype == "float32" else "BF16",
+        http_port=_outside_port(context),
+        http_bytes_per_s=config.rollout.weights_mb_s * 1e6,
     )

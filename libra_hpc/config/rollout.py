@@ -51,6 +51,11 @@ class RolloutSection(Section):
     kv_after_update: Literal["recompute", "keep"] = "recompute"
     """KV caches when an engine gets new weights. ``recompute``: all are dropped, and running turns computed again.
     ``keep``: running turns go on with theirs, and a prompt admitted later reuses none of older weights."""
+    weights_port: int = Field(0, ge=0, le=65535)
+    """Port of the train leader's node where another cluster may pull new weights over HTTP (docs/ports.md). The run
+    directory's `weights.json` has the address and the secret that it needs. 0: none is open."""
+    weights_mb_s: float = Field(100.0, ge=0.1, allow_inf_nan=False)
+    """Most bandwidth (MB/s) for that, of all who pull together."""
     block_size: Tokens = Field(32, ge=8)
     """Length of a KV block, the unit of prefix reuse."""
     threads: int = Field(1, ge=1, le=1024)

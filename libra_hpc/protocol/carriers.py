@@ -28,6 +28,10 @@ class CarrierConfig(msgspec.Struct, frozen=True):
     shapes: dict[str, tuple[int, ...]]
     dtype: str
     """As in safetensors files."""
+    http_port: int = 0
+    """Where it serves weights to another cluster; 0: nowhere."""
+    http_bytes_per_s: float = 0.0
+    """Its budget for that."""
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -72,6 +76,8 @@ class CarrierReady(msgspec.Struct, tag=True, frozen=True):
     """Carrier -> agent, once: it serves at ``port``."""
 
     port: int
+    http_fault: str = ""
+    """Why it does not serve another cluster, although it should."""
 
 
 class VersionHere(msgspec.Struct, tag=True, frozen=True):

@@ -269,15 +269,15 @@ def _cover_fault(found: Mapping[str, list[TensorBlock]], shapes: Shapes) -> str:
         for i, one in enumerate(blocks):
             if one.offset < 0 or one.offset + (one.rows - 1) * one.stride + one.cols > whole:
                 return f"{one} ends beyond the {whole} elements of its tensor"
-            if other := next((other for other in blocks[:i] if _overlap(one, other)), None):
+            if other := next((other for other in blocks[:i] if overlap(one, other)), None):
                 return f"{one} and {other} overlap"
         if (covered := sum(map(elements, blocks))) != whole:
             return f"{tensor} has {whole} elements, and the blocks {covered}"
     return ""
 
 
-def _overlap(one: TensorBlock, other: TensorBlock) -> bool:
-    """Whether two rectangles of one tensor share an element."""
-    (row, col), (other_row, other_col) = divmod(one.offset, one.stride), divmod(other.offset, other.stride)
+def overlap(one: TensorBlock, other: TensorBlock) -> bool:
+    """Whether two rectangles of one tensor, of which the first has its width as stride, share an element."""
+    (row, col), (other_row, other_col) = divmod(one.offset, one.stride), divmod(other.offset, one.stride)
     rows = row < other_row + other.rows and other_row < row + one.rows
     return rows and col < other_col + other.cols and other_col < col + one.cols

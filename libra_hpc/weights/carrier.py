@@ -3,6 +3,7 @@
     python -m libra_hpc.weights.carrier --socket PATH --config JSON
 
 - A version was published -> its offers are pulled (`weights/pull.py`) and served on (`weights/server.py`).
+- Another cluster may pull weights, too, if the run file names a port (`weights/served_weights.py`).
 - A version is whole on this node -> the agent gets `VersionHere`, and the image is brought up to it.
 - A checkpoint's policy is asked for -> at its version the image is copied aside, before it gets a newer one; a thread
   writes the copy.
@@ -15,6 +16,7 @@ import argparse
 import contextlib
 import logging
 import math
+import os
 import queue
 import socket
 import sys
@@ -53,7 +55,9 @@ from .image import IMAGE_FILE, Image, pin, reading, write_pinned
 from .offers import HeldOffer, OfferStore
 from .pieces import WHOLE, Offer, TensorBlock, WeightPiece, offer_paths, read_offer
 from .pull import Puller
+from .served_weights import ServedDelta, ServedWeights, reading_secret
 from .server import IMAGE, CarrierServer
+from .transport.http_server import HttpServer
 from .weightfile import FLOATS, WeightFileError
 from .wire import Absent
 
@@ -73,7 +77,7 @@ class NodeImage:
 
     def __init__(self, config: CarrierConfig) -> None:
         self._config = config
-        self._shapes = hf_shapes(read_shape(Path(config.model))) if config.model else config.shapes
+        self.shapes = hf_shapes(read_shape(Path(config.model))) if config.model else config.shapes
         self._image: Image | None = None
         self._offered: tuple[int, HeldOffer] | None = None
         self._describing = threading.Lock()
@@ -83,7 +87,7 @@ class NodeImage:
     @property
     def size(self) -> int:
         """Bytes of its tensors."""
-        return sum(map(math.prod, self._shapes.values())) * FLOATS[self._config.dtype]
+        return sum(map(math.prod, self.shapes.values())) * FLOATS[self._config.dtype]
 
     @property
     def version(self) -> int:
@@ -112,7 +116,7 @@ class NodeImage:
 
     def _open(self) -> Image:
         if self._image is None:
-            self._image = Image(Path(self._config.folder), self._shapes, self._config.dtype)
+            self._image = Image(Path(self._config.folder), self.shapes, self._config.dtype)
         return self._image
 
     @contextlib.contextmanager
@@ -137,12 +141,11 @@ class Carrier:
         self._image = NodeImage(config)
         self._store = OfferStore(cap_bytes=self._image.size)
         self._adopt(Path(config.folder))
-        family = socket.AF_INET6 if ":" in config.address or not config.address else socket.AF_INET
-        listener = socket.create_server(
-            (config.address, 0), family=family, backlog=CALLERS, dualstack_ipv6=not config.address
-        )
+        listener = _listener(config.address, 0)
         self._port = listener.getsockname()[1]
         self._server = CarrierServer(listener, config.secret, self._store, self._image)
+        self._outside = ServedWeights(Path(config.folder), self._image.shapes, config.dtype, self._store)
+        self._outside_fault = _serve_outside(config, self._outside) if config.http_port else ""
         self._whole: queue.SimpleQueue[tuple[Publish, list[HeldOffer]] | SavePolicy] = queue.SimpleQueue()
         self._wanted: SavePolicy | None = None
         """Its version is not in the image yet."""
@@ -151,7 +154,7 @@ class Carrier:
             config.rank,
             config.secret,
             store=self._store,
-            complete=lambda message, offers: self._whole.put((message, offers)),
+            complete=self._on_whole,
             report=agent.send,
         )
         self._engines = -1
@@ -163,7 +166,7 @@ class Carrier:
             threading.Thread(target=_or_end, args=(work,), daemon=True).start()
         self._puller.have = self._image.version
         self._store.whole(self._puller.have)
-        self._agent.send(CarrierReady(self._port))
+        self._agent.send(CarrierReady(self._port, self._outside_fault))
         if self._image.whole:
             self._agent.send(ImageHere(self._puller.have, 0.0))
         while True:
@@ -181,6 +184,10 @@ class Carrier:
         for path in offer_paths(folder):
             with contextlib.suppress(OSError, WeightFileError):
                 self._store.add(HeldOffer(read_offer(path), path.read_bytes(), path))
+
+    def _on_whole(self, message: Publish, offers: list[HeldOffer]) -> None:
+        self._outside.add(ServedDelta(message.version, message.base, tuple(offer.owner for offer in offers)))
+        self._whole.put((message, offers))
 
     def _write_image(self) -> None:
         pending: deque[tuple[Publish, list[HeldOffer]]] = deque()
@@ -245,6 +252,22 @@ class Carrier:
 
     def _prune(self) -> None:
         self._store.prune(min(self._engines, self._image.version))
+
+
+def _listener(address: str, port: int) -> socket.socket:
+    """At ``address``, or at all addresses; raises `OSError`."""
+    family = socket.AF_INET6 if ":" in address or not address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=CALLERS, dualstack_ipv6=not address)
+
+
+def _serve_outside(config: CarrierConfig, weights: ServedWeights) -> str:
+    """Serve another cluster; returns why it cannot be served."""
+    try:
+        listener = _listener(config.address, config.http_port)
+    except OSError as error:
+        return f"rollout.weights_port = {config.http_port}: {os.strerror(error.errno or 0)}"
+    HttpServer(listener, reading_secret(config.secret), weights.read, config.http_bytes_per_s).start()
+    return ""
 
 
 def _as_offer(image: Image, version: int) -> HeldOffer:

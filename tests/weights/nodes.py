@@ -27,11 +27,13 @@ WAIT_S = 60.0
 class CarrierNode:
     """A carrier process and the agent's end of its socket."""
 
-    def __init__(self, folder: Path, rank: int, shapes: dict[str, tuple[int, ...]], secret: bytes = SECRET) -> None:
+    def __init__(
+        self, folder: Path, rank: int, shapes: dict[str, tuple[int, ...]], secret: bytes = SECRET, http_port: int = 0
+    ) -> None:
         """In a folder that has files of an earlier one it goes on with them, as an agent's next carrier does."""
         self.rank, self.folder = rank, folder
         folder.mkdir(exist_ok=True)
-        config = CarrierConfig(rank, str(folder), "127.0.0.1", secret, "", shapes, "BF16")
+        config = CarrierConfig(rank, str(folder), "127.0.0.1", secret, "", shapes, "BF16", http_port, 1e9)
         (folder / "carrier.json").write_bytes(msgspec.json.encode(config))
         path = folder / "socket"
         path.unlink(missing_ok=True)
@@ -100,11 +102,14 @@ class CarrierNode:
 
 
 class FaultyLink:
-    """A port that leads to another one: bytes to the caller may be slowed, changed or held."""
+    """A port that leads to another one: bytes to the caller may be slowed, changed, held or cut off."""
 
-    def __init__(self, port: int, bytes_per_s: float = float("inf"), flip_at: int = -1, hold_at: int = -1) -> None:
-        """``flip_at``, ``hold_at``: counts of bytes to callers, over all connections."""
+    def __init__(
+        self, port: int, bytes_per_s: float = float("inf"), flip_at: int = -1, hold_at: int = -1, cut_at: int = -1
+    ) -> None:
+        """``flip_at``, ``hold_at``, ``cut_at``: counts of bytes to callers, over all connections."""
         self._port, self._rate, self._flip, self._hold = port, bytes_per_s, flip_at, hold_at
+        self._cut = cut_at
         self.passed = 0
         self._counting = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -135,6 +140,8 @@ class FaultyLink:
             if first <= self._flip < self.passed:
                 chunk[self._flip - first] ^= 4
             hold = first <= self._hold < self.passed
+            if first <= self._cut < self.passed:
+                raise ConnectionError("cut off")
             time.sleep(len(chunk) / self._rate)
         while hold:
             time.sleep(0.1)

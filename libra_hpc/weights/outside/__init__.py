@@ -1,0 +1,1 @@
+"""New weights in another cluster: only what its engines' slices need."""

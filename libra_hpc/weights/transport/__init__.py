@@ -1,0 +1,1 @@
+"""Ways in which bytes pass between machines, whatever they are."""

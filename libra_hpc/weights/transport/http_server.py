@@ -1,0 +1,126 @@
+"""Serves resources over HTTP to callers with a secret (`libra_hpc.weights.transport.http_proof`).
+
+- A caller without the secret -> 401, whatever it asks for.
+- A resource is not there -> 404 with the reason; a request that makes no sense -> 400.
+- All callers together are sent no more than the budget of bandwidth.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+
+from .http_proof import PART_BYTES, PROOF, SCHEME, VERSION, NotServed, Refused, answer_proof, request_proof
+from .token_bucket import TokenBucket
+
+SLICE_BYTES = 64 << 10
+"""Sent at once, between two looks at the budget."""
+UNREAD_S = 30.0
+"""For a caller to send a request or to take any byte."""
+MOST_CALLERS = 64
+"""Connections at once; each has a thread."""
+RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
+
+log = logging.getLogger("libra_hpc.http")
+
+
+class Part(NamedTuple):
+    """Bytes of a resource of ``total`` bytes, from where they were asked for, at a version."""
+
+    version: int
+    total: int
+    data: bytes
+
+
+Resources = Callable[[str, int, int], Part]
+"""Of a target, bytes [begin, end) or fewer; raises `NotServed` and `Refused`."""
+
+
+class HttpServer(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, listener: socket.socket, secret: bytes, resources: Resources, bytes_per_s: float) -> None:
+        super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.secret, self.read = secret, resources
+        self.callers = threading.BoundedSemaphore(MOST_CALLERS)
+        self._bucket, self._spending = TokenBucket(bytes_per_s), threading.Lock()
+
+    def start(self) -> None:
+        threading.Thread(target=self.serve_forever, name="http", daemon=True).start()
+
+    def wait_for(self, count: int) -> None:
+        """Until the budget has as many bytes."""
+        with self._spending:
+            delay_s = self._bucket.delay_s(count, time.monotonic())
+        time.sleep(delay_s)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # One that left, or does not read, is none of ours.
+        if not isinstance(sys.exc_info()[1], OSError):
+            log.exception("a request of %s failed", client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = UNREAD_S
+    disable_nagle_algorithm = True
+    server: HttpServer
+    server_version, sys_version = "libra-hpc", ""
+
+    def handle(self) -> None:
+        if self.server.callers.acquire(blocking=False):
+            self._nonce = secrets.token_hex(16)
+            try:
+                super().handle()
+            finally:
+                self.server.callers.release()
+
+    def do_GET(self) -> None:
+        span = self.headers.get("Range", "")
+        scheme, _, words = self.headers.get("Authorization", "").partition(" ")
+        nonce, _, given = words.partition(" ")
+        expected = request_proof(self.server.secret, (self._nonce, nonce), self.path, span)
+        if scheme != SCHEME or not hmac.compare_digest(expected.encode(), given.encode()):
+            self.send_response(401)
+            self.send_header("WWW-Authenticate", f"{SCHEME} {self._nonce}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        asked = RANGE.fullmatch(span)
+        begin, end = (int(asked[1]), int(asked[2] or PART_BYTES + int(asked[1])) + 1) if asked else (0, PART_BYTES)
+        try:
+            part = self.server.read(self.path, begin, min(end, begin + PART_BYTES))
+            self._answer(206, expected, part, f"bytes {begin}-{begin + len(part.data) - 1}/{part.total}")
+        except NotServed as error:
+            self._answer(404, expected, Part(-1, 0, str(error).encode()))
+        except Refused as error:
+            self._answer(400, expected, Part(-1, 0, str(error).encode()))
+
+    def _answer(self, status: int, request: str, part: Part, span: str = "") -> None:
+        proof = answer_proof(self.server.secret, request, (status, str(part.version), span), part.data)
+        told = {"Content-Length": len(part.data), VERSION: part.version, "Content-Range": span, PROOF: proof}
+        self.send_response(status)
+        for name, value in told.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        with memoryview(part.data) as view:
+            for at in range(0, len(view), SLICE_BYTES):
+                self.server.wait_for(min(SLICE_BYTES, len(view) - at))
+                self.wfile.write(view[at : at + SLICE_BYTES])
+
+    def log_message(self, format: str, *values: Any) -> None:
+        log.debug(format, *values)

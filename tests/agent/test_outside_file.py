@@ -1,0 +1,71 @@
+"""What the run directory has for another cluster that pulls new weights."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from libra_hpc.agent import node_carrier
+from libra_hpc.agent.node_carrier import NodeCarrier
+from libra_hpc.config.run import RunConfig
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.mesh.rank_layout import RankLayout
+from libra_hpc.protocol.agents import Log, Welcome
+from libra_hpc.protocol.carriers import CarrierReady
+from libra_hpc.weights.served_weights import reading_secret
+
+SECRET = b"of the run"
+
+
+def ready(folder: Path, rank: int, message: CarrierReady, **rollout: Any) -> list[Log]:
+    """The events of a carrier that has started."""
+    sent: list[Any] = []
+    config = RunConfig.model_validate({"rollout": rollout, "run": {"engine": "simulated"}})
+    context = AgentContext(
+        rank,
+        RankLayout(("planner", "train", "rollout")),
+        config,
+        RunDir(folder),
+        1,
+        lambda rank, message: sent.append(message),
+        Welcome(0, "", 0, ()),
+        folder,
+        folder,
+        secret=SECRET,
+    )
+    settings = node_carrier._settings(context)
+    assert settings.http_port == (rollout.get("weights_port", 0) if rank == 1 else 0)
+    assert settings.http_bytes_per_s == config.rollout.weights_mb_s * 1e6
+    carrier = NodeCarrier(context, lambda: None)
+    carrier.received(carrier._carrier, 0, message)
+    return [message for message in sent if isinstance(message, Log)]
+
+
+def test_the_run_directory_has_what_another_cluster_needs(tmp_path: Path) -> None:
+    (event,) = ready(tmp_path, 1, CarrierReady(5), weights_port=8300)
+
+    assert (event.kind, event.fields) == ("weights_served", {"rank": 1, "port": 8300})
+    file = RunDir(tmp_path).weights
+    told = {"addresses": ["127.0.0.1"], "port": 8300, "secret": reading_secret(SECRET).hex()}
+    assert msgspec.json.decode(file.read_bytes()) == told
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert SECRET.hex() not in file.read_text(), "who reads weights cannot pose as a node"
+
+
+@pytest.mark.parametrize(("rank", "port"), [(2, 8300), (1, 0)])
+def test_other_nodes_and_other_runs_serve_nobody(tmp_path: Path, rank: int, port: int) -> None:
+    assert not ready(tmp_path, rank, CarrierReady(5), weights_port=port)
+    assert not RunDir(tmp_path).weights.exists()
+
+
+def test_a_port_that_is_taken_is_an_event(tmp_path: Path) -> None:
+    fault = "rollout.weights_port = 8300: Address already in use"
+    (event,) = ready(tmp_path, 1, CarrierReady(5, fault), weights_port=8300)
+
+    assert (event.kind, event.fields["reason"]) == ("weights_not_served", fault)
+    assert not RunDir(tmp_path).weights.exists()
