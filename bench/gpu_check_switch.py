@@ -11,13 +11,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from bench.gpu_check_steps import Figures, Setting
 from bench.gpu_model import memory_field, random_model
+from bench.weights import Versions
 from libra_hpc.config.run import RunConfig
 from libra_hpc.engine.measure_steps import Calibrator, MeasurementPlan
 from libra_hpc.engine.offline import OfflineEngine
 from libra_hpc.engine.settings import EngineConfig
+from libra_hpc.engine.staged_update import POLL_S
 from libra_hpc.errors import OperationError
 from libra_hpc.models.devices import Device
 from libra_hpc.models.memory import TrainLayout, train_memory
@@ -28,7 +31,9 @@ from libra_hpc.protocol.engine import UpdateWeights
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import Join, Joined, OfferFailed, OfferWeights, Standby, StepDone, TrainStep
 from libra_hpc.trainer.measure import MeasurementReplica, random_samples
-from libra_hpc.weights.checksum import file_crc32
+
+if TYPE_CHECKING:
+    from libra_hpc.engine.core import RolloutEngine
 
 ROUNDS = 2
 """Switches there and back of which medians are taken: each reads the weights three times."""
@@ -36,6 +41,8 @@ PROMPT = 64
 """Tokens of the prompt of every sequence of the decode measurement."""
 STEP_TOKENS = 512
 """Of the one trajectory of the first steps after a switch to training."""
+FEW = 1e-9
+"""Share of the elements that change from round to round."""
 GB = 1e9
 FIRST, LATER = "  first step after it over a later one", "  later step, s"
 HELD = "memory that training holds and standby frees, GB"
@@ -46,27 +53,32 @@ Round = dict[str, float]
 class SharedDevice:
     """The engine in this process, the replica in one of its own."""
 
-    def __init__(self, engine: OfflineEngine, replica: MeasurementReplica, weights: Path, vocab: int) -> None:
-        self._engine, self._replica, self._weights, self._vocab = engine, replica, weights, vocab
-        self._crc, self._version, self._step = file_crc32(weights), 0, 0
+    def __init__(self, engine: OfflineEngine, replica: MeasurementReplica, model: Path, vocab: int) -> None:
+        self._engine, self._replica, self._vocab = engine, replica, vocab
+        self._version = self._step = 0
+        (scratch := model / "image").mkdir()
+        self._versions = Versions(scratch, model)
+        self._versions.bring(0)
+        self._image = str(self._versions.image.path)
 
     def round(self) -> Round:
         """To training, two steps, to rollout."""
         engine, replica = self._engine.engine, self._replica
         frees = seconds_of(engine.sleep)
         self._step = self._version = self._version + 1
+        self._versions.bring(self._version, FEW)
         # Memory, and the weights that this node has for rollout.
-        join = Join(self._version, 1, 1, "", weights=str(self._weights), version=self._version)
+        join = Join(self._version, 1, 1, "", weights=self._image, version=self._version)
         joins = seconds_of(lambda: replica.ask(join, Joined))
         first, later = self._run(), self._run()
         held = held_bytes(replica)
 
         freed = seconds_of(lambda: to_standby(replica))
         held -= held_bytes(replica)
-        update = UpdateWeights(str(self._weights), self._version, self._crc)
+        update = UpdateWeights(self._image, self._version)
         wakes = seconds_of(engine.wake)
-        # Checksum and shapes, which steps of an engine overlap.
-        checked = seconds_of(lambda: engine.check(update))
+        # Steps of an engine overlap it.
+        staged = seconds_of(lambda: stage(engine, update))
         applied = engine.apply(update).seconds
         return {
             "switch to training, s": frees + joins,
@@ -74,11 +86,11 @@ class SharedDevice:
             "  replica takes memory and weights, s": joins,
             FIRST: first,
             LATER: later,
-            "switch to rollout, s": freed + wakes + checked + applied,
+            "switch to rollout, s": freed + wakes + staged + applied,
             "  replica frees its memory, s": freed,
             "  engine takes memory again, s": wakes,
-            "  weight file checked, s": checked,
-            f"  {self._weights.stat().st_size / GB:.2f} GB of weights applied, s": applied,
+            "  weights staged, s": staged,
+            f"  {self._versions.dense / GB:.2f} GB of weights applied, s": applied,
             HELD: held / GB,
         }
 
@@ -88,6 +100,12 @@ class SharedDevice:
         samples = random_samples(1, STEP_TOKENS, self._vocab)
         order = TrainStep(self._step, self._version, (samples,), (STEP_TOKENS - 1,))
         return seconds_of(lambda: self._replica.ask(order, StepDone))
+
+
+def stage(engine: RolloutEngine, update: UpdateWeights) -> None:
+    engine.check(update)
+    while not engine.staged():
+        time.sleep(POLL_S)
 
 
 def to_standby(replica: MeasurementReplica) -> None:
@@ -147,7 +165,7 @@ def switches(setting: Setting, figures: Figures) -> None:
             try:
                 replica.answer(EngineState)
                 replica.send(Standby())
-                device = SharedDevice(engine, replica, folder / "model.safetensors", shape.vocab)
+                device = SharedDevice(engine, replica, folder, shape.vocab)
                 # The first switch fills caches, and finds the engine in standby.
                 device.round()
                 for _ in range(ROUNDS):

@@ -21,8 +21,8 @@ from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.tensors import hf_shapes
 
 SHARED_MEMORY = Path("/dev/shm")
-ROOM = 2.5
-"""Free space over the size of the weights: the folder, a second copy that a measurement exports, and some more."""
+ROOM = 3.5
+"""Free space over the size of the weights: the folder, a node's image, an offer of all weights, and some more."""
 SPREAD = 0.02
 """Standard deviation of the weights, as in an untrained transformer: activations neither vanish nor overflow."""
 MAX_POSITIONS = 40960

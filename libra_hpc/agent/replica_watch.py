@@ -58,7 +58,7 @@ def order_key(message: Any) -> tuple[str, Hashable] | None:
         case TrainStep(step=number) | StepDone(step=number) | StepFailed(step=number):
             return "train step", number
         case OfferWeights(version=number) | Offered(version=number) | OfferFailed(version=number):
-            return "export", number
+            return "offer", number
         case SaveCheckpoint(step=number) | SaveStarted(step=number):
             return CHECKPOINT, number
         case WorkerFailed(generation=number, attempt=attempt) if number >= 0:

@@ -42,7 +42,7 @@ from .node_carrier import NodeCarrier
 from .supervised import ChildCommand, EngineNode, Supervised
 
 ASK_AGAIN_S = 1.0
-"""Between two requests for weights that the trainers have not exported yet."""
+"""Between two requests for weights that the trainers have not offered yet."""
 
 
 class VllmEngine(Supervised):
@@ -153,7 +153,7 @@ class RolloutNode(EngineNode[VllmEngine]):
 
     def on_current(self, message: wire.WeightsCurrent) -> None:
         """The engines have the newest weights."""
-        # The trainers may have a newer state than any checkpoint, and may not have exported it yet.
+        # The trainers may have a newer state than any checkpoint, and may not have offered it yet.
         version = max(message.version, self._context.start.step)
         for engine in self._engines.values():
             if engine.state == "loading" and engine.version >= version:

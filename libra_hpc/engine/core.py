@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 
 import msgspec
 from vllm.engine.arg_utils import EngineArgs
@@ -28,14 +27,12 @@ from vllm.v1.executor import Executor
 
 from libra_hpc.models.capacity import GIB
 from libra_hpc.models.shapes import model_shape
-from libra_hpc.models.tensors import tensor_fault
 from libra_hpc.protocol.engine import Generate, Generated, UpdateWeights, WeightsApplied, refusal
 from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
-from libra_hpc.weights.image import reading
-from libra_hpc.weights.weightfile import WeightFileError, check_weight_file, file_shapes, folder_shapes
+from libra_hpc.weights.weightfile import WeightFileError, folder_shapes
 
 from .settings import EngineConfig, engine_arguments
-from .staged_update import StagedUpdate
+from .staged_update import POLL_S, StagedUpdate
 from .stats import EngineCounters
 from .steplog import StepLog, StepLogHeader
 from .turns import TurnInFlight, TurnRejected, read_prompt
@@ -86,10 +83,10 @@ class RolloutEngine:
         self._version = config.version
         self._client.set_weight_version(str(config.version))
         if config.weights:
-            if fault := tensor_fault(file_shapes(config.weights), self._expected, self._tied):
-                raise WeightFileError(f"{config.weights}: {fault}.")
-            with reading(Path(config.weights)) as version:
-                self._load(config.weights, version)
+            self._staged.take(config.weights, self._expected, self._tied)
+            while not self._staged.ready():
+                time.sleep(POLL_S)
+            self._set_version(self._staged.switch())
         self.capacity = EngineCapacity(
             tp=config.tp,
             max_model_len=self._max_model_len,
@@ -185,18 +182,12 @@ class RolloutEngine:
         return finished
 
     def check(self, update: UpdateWeights) -> None:
-        """Verify an update's file, or take the lease of an image; may run in another thread.
+        """Take the lease of an update's image; may run in another thread.  Raises `WeightFileError`."""
+        self._staged.take(update.path, self._expected, self._tied)
 
-        Raises `WeightFileError`.
-        """
-        if update.crc32 is None:
-            self._staged.take(update.path, self._expected, self._tied)
-        else:
-            check_weight_file(update.path, update.crc32, self._expected, self._tied)
-
-    def staged(self, update: UpdateWeights) -> bool:
-        """Whether an update that passed `check` can be applied; raises `WeightFileError` for one that cannot."""
-        return update.crc32 is not None or self._staged.ready()
+    def staged(self) -> bool:
+        """Whether the update that passed `check` can be applied; raises `WeightFileError` for one that cannot."""
+        return self._staged.ready()
 
     def settled(self) -> bool:
         """Whether weights may be swapped: no KV cache is on its way from host memory, also of an aborted request.
@@ -212,22 +203,18 @@ class RolloutEngine:
         return not self._unsettled
 
     def apply(self, update: UpdateWeights) -> WeightsApplied:
-        """Swap in an update that passed `check`, between two steps, when `settled`.
+        """Switch to an update that is `staged`, between two steps, when `settled`.
 
         Raises `WeightFileError`, with the old weights in place, when the engine is asleep. Any other exception leaves
-        the model half-loaded and the engine unusable.
+        the engine unusable.
         """
         if self._client.is_sleeping():
             self._staged.drop()
             raise WeightFileError(f"{update.path}: the engine is asleep; wake it first.")
         started = time.monotonic()
         recomputed = 0 if self._keeps else self._forget()
-        version = update.version
-        if update.crc32 is None:
-            version = self._staged.switch()
-            self._set_version(version)
-        else:
-            self._load(update.path, update.version)
+        version = self._staged.switch()
+        self._set_version(version)
         self._refuses = ""
         seconds = time.monotonic() - started
         self._counters.busy_s += seconds
@@ -302,12 +289,6 @@ class RolloutEngine:
         turn = self._turns.pop(key)
         del self._ids[turn.rid]
         return turn.finish(reason, time.monotonic(), error)
-
-    def _load(self, path: str, version: int) -> None:
-        self._client.collective_rpc("start_weight_update")
-        self._client.collective_rpc("update_weights", args=({"path": path},))
-        self._client.collective_rpc("finish_weight_update")
-        self._set_version(version)
 
     def _salt(self, request: Generate) -> str | None:
         """Requests with one salt find each other's KV caches; none has those of weights older than its salt."""

@@ -2,7 +2,7 @@
 
 - Between two steps -> drain the socket without blocking, so that a request joins the next batch.
 - Idle -> block in ``select``, and report once a second.
-- Weight update -> verify and stage it while steps go on; apply it between two steps, in the order received.
+- Weight update -> stage it while steps go on; apply it between two steps, in the order received.
 - `StopEngine`, closed socket or SIGTERM -> exit 0.
 - Failed step or half-applied update -> answer every request with ``error``, send a fatal `EngineFailed`, exit 1.
 - Agent lost while a step or the start-up hangs -> a watcher thread ends the process.
@@ -150,7 +150,7 @@ class _Loop:
             update, checked = self._updates[0]
             try:
                 checked.result()
-                if not engine.staged(update):
+                if not engine.staged():
                     break
                 due = True
                 if not engine.settled():

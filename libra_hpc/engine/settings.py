@@ -23,9 +23,7 @@ from libra_hpc.errors import UserError, invalid
 if TYPE_CHECKING:
     from libra_hpc.config.run import RunConfig
 
-TRANSFER_BACKEND = "libra_file"
-"""Name of our weight-transfer engine in every vLLM worker."""
-WORKER_EXTENSION = "libra_hpc.engine.transfer.WorkerExtension"
+WORKER_EXTENSION = "libra_hpc.engine.worker_extension.WorkerExtension"
 MIB = 1 << 20
 """Bytes."""
 CAPTURED = (
@@ -52,8 +50,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """One engine, as its agent writes it to a JSON file; `config_for_run` takes the values from a run."""
 
     model: str
-    """Hugging Face folder with ``config.json`` and ``*.safetensors``; every later weight file must have the same tensor
-    names and shapes."""
+    """Hugging Face folder with ``config.json`` and ``*.safetensors``; every image must have the same tensor names
+    and shapes."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     tp: Positive = 1
     max_model_len: Annotated[int, msgspec.Meta(ge=2)]
@@ -76,7 +74,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     step_log: str = ""
     """Log every step with its duration in this file (`libra_hpc.engine.steplog`); empty: no log."""
     weights: str = ""
-    """Start from this HF-named safetensors file instead of the folder's weights."""
+    """Start from this image (`libra_hpc.weights.image`) instead of the folder's weights."""
 
 
 def config_for_run(
@@ -119,7 +117,7 @@ def read_config(path: str | Path) -> EngineConfig:
 
 
 def check_config(config: EngineConfig) -> None:
-    """Check that the model folder and the weight file exist; raises `UserError`."""
+    """Check that the model folder and the image exist; raises `UserError`."""
     folder = Path(config.model)
     if not (folder / "config.json").is_file():
         raise invalid("model", config.model, "no config.json there", "a Hugging Face model folder")
@@ -128,7 +126,7 @@ def check_config(config: EngineConfig) -> None:
             "model", config.model, "no *.safetensors there", "a Hugging Face model folder with safetensors weights"
         )
     if config.weights and not Path(config.weights).is_file():
-        raise invalid("weights", config.weights, "no such file", "an HF-named safetensors file, or an empty string")
+        raise invalid("weights", config.weights, "no such file", "an image, or an empty string")
 
 
 def environment(config: EngineConfig) -> dict[str, str]:
@@ -182,7 +180,6 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "load_format": "dummy" if config.weights else "safetensors",
         "use_tqdm_on_load": False,
-        "weight_transfer_config": {"backend": TRANSFER_BACKEND},
         "worker_extension_cls": WORKER_EXTENSION,
         # CUDA graphs and sleeping memory pools exist on GPUs only.
         "enforce_eager": config.device == "cpu",

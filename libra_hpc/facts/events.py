@@ -108,7 +108,7 @@ ROLLOUT = (
 TRAINING = (
     _fault("update_skipped", "An update that is not finite was left out", "step reason", notice=True),
     _fault("learning_notice", "A guard of learning began to hold", "step good_step reason", notice=True, alert="guard"),
-    _fault("export_failed", "Weights could not be exported", "step reason", notice=True),
+    _fault("offer_failed", "New weights could not be offered", "step reason", notice=True),
     EventKind(
         "weights_applied",
         "An engine samples from new weights; `seconds`: of its pause; `serving`: it had others",

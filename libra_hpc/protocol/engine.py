@@ -36,16 +36,14 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
-    """Take the HF-named safetensors at ``path`` between two engine steps.
+    """Take the node's image (`libra_hpc.weights.image`) at ``path``, which has ``version`` or a newer one.
 
-    What cannot be applied is answered by `EngineFailed`, and the old weights stay.
+    It is made ready beside the steps and switched to between two.  What cannot be applied is answered by
+    `EngineFailed`, and the old weights stay.
     """
 
     path: str
     version: int
-    crc32: int | None = None
-    """zlib.crc32 of the whole file.  None: ``path`` is the node's image (`libra_hpc.weights.image`), which has this
-    version or a newer one; it is made ready beside the steps."""
 
 
 class Sleep(msgspec.Struct, tag=True, frozen=True):

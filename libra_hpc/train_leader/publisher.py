@@ -16,7 +16,7 @@ from libra_hpc.protocol.agents import CarrierStarted, MeshMessage, WeightsCurren
 from libra_hpc.protocol.carriers import Peer, Publish
 from libra_hpc.protocol.joining import is_guest
 
-from .exports import Published
+from .requested_offers import Published
 
 SLOW = 2.0
 """Times the quickest node's seconds per byte; half of it is the noise of busy nodes."""

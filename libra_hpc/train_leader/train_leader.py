@@ -50,8 +50,8 @@ from libra_hpc.state.data_order import DataOrder
 from libra_hpc.state.snapshots import SnapshotIndex, Snapshots
 from libra_hpc.trainer.shards import loss_tokens_of, tokens_of
 
-from .exports import Exports
 from .publisher import WeightPublisher
+from .requested_offers import RequestedOffers
 from .saves import Saves, Store
 from .step_metrics import offer_metrics, train_metrics
 from .step_requests import StepRequests
@@ -122,10 +122,10 @@ class TrainLeader(StepRequests):
         self._stop_reason = ""
         self._last_commit = clock()
         # The first weights are published too: an engine that wakes from standby needs them before the first step.
-        self._exports = Exports(core, step - 1)
+        self._offers = RequestedOffers(core, step - 1)
         self._reports: list[StepReport] = []
         """Committed steps whose records are not known to be durable; a checkpoint carries them."""
-        self._export_failure = ""
+        self._offer_failure = ""
 
     # --- inputs ---
 
@@ -156,7 +156,7 @@ class TrainLeader(StepRequests):
 
     def on_offered(self, message: WeightsOffered) -> None:
         """A node of the core has written its offers."""
-        published = self._exports.answered(message.rank, message.offers)
+        published = self._offers.answered(message.rank, message.offers)
         if published is not None and not (self._fence and self._fence.taken):
             self.weights.publish(published)
         self._wake.set()
@@ -170,17 +170,17 @@ class TrainLeader(StepRequests):
             self._failed = self._failed or f"replica {rank}: {message.error}"
 
     def _on_offer_failed(self, message: OfferFailed) -> None:
-        if not self._exports.expects(message.version):
+        if not self._offers.expects(message.version):
             # A newer version follows, or another node has failed as well.
             return
-        self._log("export_failed", step=message.version, reason=message.reason)
+        self._log("offer_failed", step=message.version, reason=message.reason)
         now = self._clock()
-        self._exports.lost(message.version)
-        if self._exports.failed(now):
+        self._offers.lost(message.version)
+        if self._offers.failed(now):
             what = f"the weights of step {message.version} could not be offered to the rollout engines"
-            self._export_failure = f"{what}: {message.reason}"
+            self._offer_failure = f"{what}: {message.reason}"
         else:
-            asyncio.get_running_loop().call_later(self._exports.wait_s(now), self._wake.set)
+            asyncio.get_running_loop().call_later(self._offers.wait_s(now), self._wake.set)
 
     def _on_worker_error(self, rank: int, message: WorkerFailed) -> None:
         current = (message.generation, message.attempt) == (self.generation, self._joins)
@@ -194,7 +194,7 @@ class TrainLeader(StepRequests):
         if rank in self._core:
             self._saves.core_lost()
             self._snapshots.core_lost()
-            self._exports.core_lost()
+            self._offers.core_lost()
 
     def on_snapshot_stored(self, message: SnapshotStored) -> None:
         self._snapshots.on_stored(message)
@@ -221,27 +221,27 @@ class TrainLeader(StepRequests):
             if self._state_step < self.step:
                 await self._replay()
                 continue
-            self._export()
+            self._offer()
             if self._save_now():
                 self._ask_to_save()
             if self._snapshots.possible() and not self._saves.writing:
                 self._to_core(self._snapshots.ask(self.step, self.order, self._reports))
             waiting = self._clock()
             await self._until(self._batch_or_change)
-            if self._export_failure:
-                self._fail(self._export_failure)
+            if self._offer_failure:
+                self._fail(self._offer_failure)
                 return
             if self._membership_due() or self.step + 1 not in self._batches:
                 continue
-            self._export()
+            self._offer()
             if not await self._train(self._batches[self.step + 1], self._clock() - waiting):
                 return
         if await self._save_last():
             self._send(0, TrainingDone(self.step))
 
     def _batch_or_change(self) -> bool:
-        changed = self._membership_due() or bool(self._stop_reason or self._export_failure)
-        due = self._export_due() or self._save_now()
+        changed = self._membership_due() or bool(self._stop_reason or self._offer_failure)
+        due = self._offer_due() or self._save_now()
         return self.step + 1 in self._batches or changed or due
 
     async def _membership(self) -> bool:
@@ -254,7 +254,7 @@ class TrainLeader(StepRequests):
             wanted = (*self._core, *(rank for rank in ordered if rank not in self._core))
             if not await self._join(wanted):
                 continue
-            self._exports.ask_again()
+            self._offers.ask_again()
             self.members, self._broken = wanted, False
             self._state_step = self._replies[self._core[0]].step
             for rank in wanted:
@@ -324,7 +324,7 @@ class TrainLeader(StepRequests):
             "version": self.step,
             # Without replies, the step was found committed in a member that joined.
             **(train_metrics(replies, tokens, wall_s) if replies else {}),
-            **offer_metrics(self._exports.offers, self.step - 1, self._element_bytes),
+            **offer_metrics(self._offers.offers, self.step - 1, self._element_bytes),
         }
         if replies:
             self._note_skipped(batch.step, replies[0])
@@ -333,16 +333,16 @@ class TrainLeader(StepRequests):
             StepReport(self.step, {name: float(value) for name, value in metrics.items()}, time.time())
         )
         self._send(0, self._reports[-1])
-        self._export()
+        self._offer()
 
-    def _export(self) -> None:
+    def _offer(self) -> None:
         """Have the newest weights offered and published, once; only at a step boundary, where the core has them."""
-        if self._export_due() and self._exports.ask(self.step, self._clock()):
-            self._to_core(OfferWeights("", self.step, self._exports.base))
+        if self._offer_due() and self._offers.ask(self.step, self._clock()):
+            self._to_core(OfferWeights("", self.step, self._offers.base))
 
-    def _export_due(self) -> bool:
+    def _offer_due(self) -> bool:
         here = not self._broken and self._state_step == self.step
-        return here and self._exports.due(self.step, self._clock())
+        return here and self._offers.due(self.step, self._clock())
 
     def _to_core(self, message: OfferWeights | SaveCheckpoint | TakeSnapshot) -> None:
         for rank in self._core:
@@ -363,12 +363,12 @@ class TrainLeader(StepRequests):
         asked = False
         while not self._saves.has(self.step):
             # The policy of a checkpoint comes from the version that is published.
-            self._export()
-            if self._export_failure:
-                self._fail(self._export_failure)
+            self._offer()
+            if self._offer_failure:
+                self._fail(self._offer_failure)
                 return None
             if self._saves.writing:
-                await self._until(lambda: not self._saves.writing or self._export_due() or bool(self._export_failure))
+                await self._until(lambda: not self._saves.writing or self._offer_due() or bool(self._offer_failure))
             elif self._membership_due():
                 asked = False
                 if not await self._membership():

@@ -1,4 +1,4 @@
-"""The checksum of a file: of those of a saved state, and of weights before an engine takes them."""
+"""The checksum of a file of a saved state."""
 
 from __future__ import annotations
 

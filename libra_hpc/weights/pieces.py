@@ -7,8 +7,9 @@ The values come first, then which elements they are:
 - ``bitmap``: one bit an element, lowest bit first.
 - ``gap8``, ``gap16``: elements skipped before each; the largest number skips as many and holds no value.
 
-A piece begins at a multiple of `ALIGNMENT`.  The manifest is renamed into place after the payload is whole.  It comes
-from another process, perhaps of another cluster: `decode_offer` believes nothing.  Needs no torch.
+A piece begins at a multiple of its element's bytes, as the tensors of an image do.  The manifest is renamed into place
+after the payload is whole.  It comes from another process, perhaps of another cluster: `decode_offer` believes nothing.
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -33,8 +34,6 @@ from .weightfile import WeightFileError
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap
 Encoding = Literal["gap8", "gap16", "bitmap", "dense"]
-ALIGNMENT = 8
-"""Bytes."""
 VALUES: dict[str, npt.DTypeLike] = {"BF16": np.int16, "F32": np.int32}
 """Integers with the bits of an element, by safetensors' name of the type."""
 GAPS: dict[str, npt.DTypeLike] = {"gap8": np.uint8, "gap16": np.uint16}
@@ -118,7 +117,7 @@ def write_offer(folder: Path, version: int, base: int, owner: str, encoded: Iter
     try:
         with payload.open("xb") as file:
             for block, dtype, encoding, changed, data in encoded:
-                at += file.write(bytes(-at % ALIGNMENT))
+                at += file.write(bytes(-at % np.dtype(VALUES[dtype]).itemsize))
                 crc = size = 0
                 for part in data:
                     view = part.data.cast("B")
@@ -183,7 +182,7 @@ def _piece_fault(piece: WeightPiece, end: int, whole: bool) -> str:
         return f"is encoded as {piece.encoding}, and should be dense"
     if not 0 < piece.changed <= count or (piece.encoding == "dense" and piece.changed != count):
         return f"has {piece.changed:,} values for {count:,} elements"
-    if piece.at != end + -end % ALIGNMENT:
+    if piece.at != end + -end % np.dtype(VALUES[piece.dtype]).itemsize:
         return f"begins at byte {piece.at:,}, and the one before it ends at {end:,}"
     low, high = _sizes(piece)
     return "" if low <= piece.size <= high else f"has {piece.size:,} bytes, which {piece.encoding} cannot have"

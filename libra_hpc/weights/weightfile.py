@@ -1,10 +1,7 @@
 """Checks that safetensors files are the weights they should be: whole, and with the tensors of a model.
 
-- Before a job is queued (`libra_hpc.preflight.weight_files`), and before vLLM starts: headers alone.
-- Before vLLM changes a parameter: it cannot undo a half-applied update, so the checksum of the whole file too.
-
-`check_weight_file` spends its time outside the interpreter lock: run it in a thread while the engine generates.
-Needs neither torch nor safetensors, which a login environment lacks.
+Before a job is queued (`libra_hpc.preflight.weight_files`), before vLLM starts, and before an engine takes an image.
+Headers alone: needs neither torch nor safetensors, which a login environment lacks.
 """
 
 from __future__ import annotations
@@ -15,9 +12,7 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import error_text
-from libra_hpc.models.tensors import Shapes, tensor_fault
-
-from .checksum import file_crc32
+from libra_hpc.models.tensors import Shapes
 
 FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 """Bytes of an element."""
@@ -100,18 +95,3 @@ def folder_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
     for path in sorted(Path(folder).glob("*.safetensors")):
         out |= file_shapes(path)
     return out
-
-
-def check_weight_file(path: str, crc32: int, expected: Shapes, tied: bool) -> None:
-    """Raise `WeightFileError` unless ``path`` has checksum ``crc32`` and exactly the tensors of ``expected``.
-
-    ``tied``: as in `tensor_fault`.
-    """
-    try:
-        found_crc = file_crc32(path)
-    except OSError as error:
-        raise WeightFileError(f"{path}: {error.strerror}.") from error
-    if found_crc != crc32:
-        raise WeightFileError(f"{path}: crc32 is {found_crc:#010x}, expected {crc32:#010x}.")
-    if fault := tensor_fault(file_shapes(path), expected, tied):
-        raise WeightFileError(f"{path}: {fault}.")

@@ -101,7 +101,7 @@ def test_failures_are_not_waited_for_and_teach_nothing() -> None:
 
 
 def joined() -> ReplicaWatch:
-    """Of a replica whose join, export and checkpoint took a second each."""
+    """Of a replica whose join, offer and checkpoint took a second each."""
     watch = ReplicaWatch(SETTINGS, STORAGE_S)
     for order, answer in (
         (JOIN, Joined(1, 0, 0, 1.0)),
@@ -128,7 +128,7 @@ def test_an_order_counts_from_when_the_one_before_it_was_answered() -> None:
     watch.answered(Joined(2, 0, 0, 1.0, 2), 119.0)
     alive(watch, "compute", 180.0)
     assert watch.hung(178.0) == ""
-    assert "export has not ended after 61 s (limit 60 s)" in watch.hung(180.0)
+    assert "offer has not ended after 61 s (limit 60 s)" in watch.hung(180.0)
 
 
 def test_the_write_of_a_checkpoint_is_an_operation_beside_the_next_orders() -> None:

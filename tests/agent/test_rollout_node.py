@@ -217,7 +217,7 @@ def test_an_engine_with_weights_older_than_the_start_serves_only_once_it_has_new
             made.context.start = wire.Welcome(4, "", 32, (), snapshot="step-4", saved_step=0)
             await made.node.start()
             await made.until(lambda: len(made.of(wire.WeightsWanted)) > 3, "it asks again")
-            assert not made.served(), "the trainers have exported nothing yet"
+            assert not made.served(), "the trainers have offered nothing yet"
             made.write(4)
             await made.until(lambda: made.served(), "the engine is ready")
             assert made.served()[0].version == 4

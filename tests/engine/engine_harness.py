@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.engine.stats import INTERVAL_S
+from libra_hpc.models.architecture import read_shape
+from libra_hpc.models.tensors import Shapes, hf_shapes
 from libra_hpc.protocol.codec import FrameBuffer, pack_i32, unpack_f32, unpack_i32
 from libra_hpc.protocol.engine import (
     EngineFailed,
@@ -31,7 +34,8 @@ from libra_hpc.protocol.engine import (
     to_engine,
 )
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
-from libra_hpc.weights.checksum import file_crc32
+from libra_hpc.weights.image import Image
+from libra_hpc.weights.pieces import WHOLE, Encoded, TensorBlock, offer_path, payload_path, write_offer
 
 VOCAB = 128
 PATIENCE_S = 280.0
@@ -49,9 +53,14 @@ class Model:
     def weights(self) -> Path:
         return self.folder / "model.safetensors"
 
-    def update(self, version: int, **changes: Any) -> UpdateWeights:
-        message = UpdateWeights(str(self.weights), version, file_crc32(self.weights))
-        return msgspec.structs.replace(message, **changes)
+    def image(self, folder: Path) -> Image:
+        """One that lies in ``folder`` and has no version yet."""
+        return Image(folder, hf_shapes(read_shape(self.folder)), "F32")
+
+    def update(self, version: int) -> UpdateWeights:
+        """Its weights as an image of its own."""
+        (folder := self.folder / "image").mkdir(exist_ok=True)
+        return bring(self.image(folder), version, load_file(self.weights))
 
     @torch.no_grad()
     def logprobs(self, tokens: Sequence[int], prompt: int, temperature: float = 1.0) -> list[float]:
@@ -66,6 +75,26 @@ class Model:
         for _ in range(count):
             tokens.append(int(self.reference(torch.tensor([tokens])).logits[0, -1].argmax()))
         return tokens[len(prompt) :]
+
+
+def bring(image: Image, version: int, tensors: Mapping[str, torch.Tensor], base: int = WHOLE) -> UpdateWeights:
+    """Write tensors into an image, as one owner's offer."""
+    encoded = []
+    for name in image.shapes:
+        values = np.ascontiguousarray(tensors[name].contiguous().view(torch.int32).numpy().reshape(-1))
+        encoded.append(
+            Encoded(TensorBlock(name, 0, 1, values.size, values.size), "F32", "dense", values.size, (values,))
+        )
+    offer = write_offer(image.path.parent, version, base, "t0.0", encoded)
+    image.apply(version, [(offer, payload_path(offer_path(image.path.parent, version, "t0.0")))])
+    return UpdateWeights(str(image.path), version)
+
+
+def foreign(folder: Path, changes: Mapping[str, tuple[int, ...] | None], model: Model) -> UpdateWeights:
+    """An image of a model with other tensors, or without those that are None."""
+    shapes: dict[str, tuple[int, ...] | None] = {**hf_shapes(read_shape(model.folder)), **changes}
+    whole: Shapes = {name: shape for name, shape in shapes.items() if shape is not None}
+    return bring(Image(folder, whole, "F32"), 1, {name: torch.zeros(shape) for name, shape in whole.items()})
 
 
 def make_model(folder: Path, seed: int, *, tied: bool = False, hidden: int = 64) -> Model:
@@ -85,13 +114,6 @@ def make_model(folder: Path, seed: int, *, tied: bool = False, hidden: int = 64)
 def engine_config(model: Model, **fields: object) -> EngineConfig:
     settings: dict[str, Any] = {"max_num_seqs": 64, "threads": 1, "device": "cpu", **fields}
     return EngineConfig(model=str(model.folder), dtype="float32", max_model_len=1024, kv_cache_mb=16, **settings)
-
-
-def rewrite(source: Path, target: Path, changes: Mapping[str, torch.Tensor | None]) -> Path:
-    """Copy a weight file with other tensors, or without those that are None."""
-    tensors = {**load_file(source), **changes}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, target)
-    return target
 
 
 def turn(rid: str, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Generate:

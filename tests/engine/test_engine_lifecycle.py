@@ -169,7 +169,7 @@ def test_an_engine_ends_when_its_agent_is_killed(old: Model, folder: Path) -> No
 
 
 OFFLINE = """
-import json, sys
+import json, sys, time
 import msgspec
 from libra_hpc.protocol.codec import pack_i32, unpack_i32
 from libra_hpc.protocol.engine import Generate, UpdateWeights
@@ -191,6 +191,8 @@ with OfflineEngine(msgspec.convert(job["config"], EngineConfig)) as engine:
                 engine.submit(Generate(str(turns), pack_i32(context), 3, temperature=0.0))
     update = msgspec.convert(job["update"], UpdateWeights)
     engine.engine.check(update)
+    while not engine.engine.staged():
+        time.sleep(0.01)
     engine.engine.apply(update)
     (swapped,) = engine.generate([Generate("s", pack_i32(job["context"]), 6, temperature=0.0)])
 print(json.dumps({

@@ -6,39 +6,19 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from libra_hpc.models.architecture import read_shape
-from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.protocol.engine import Generated, UpdateWeights, WeightsApplied
-from libra_hpc.weights.image import IMAGE_FILE, Image
-from libra_hpc.weights.pieces import WHOLE, Encoded, TensorBlock, offer_path, payload_path, write_offer
+from libra_hpc.weights.image import IMAGE_FILE
 from tests.trainer.support import make_model as make_family
 
-from .engine_harness import EngineUnderTest, Model, engine_config, logprobs_of, make_model, tokens_of, turn
+from .engine_harness import EngineUnderTest, Model, bring, engine_config, logprobs_of, make_model, tokens_of, turn
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 PROMPTS = [[5, 17, 99, 3, 64, 21, 8], [1, 2, 3], list(range(10, 50))]
-
-
-def image_of(folder: Path, model: Model) -> Image:
-    return Image(folder, hf_shapes(read_shape(model.folder)), "F32")
-
-
-def bring(image: Image, version: int, tensors: dict[str, torch.Tensor], base: int = WHOLE) -> UpdateWeights:
-    """Write tensors into the image, as one owner's offer."""
-    encoded = []
-    for name in image.shapes:
-        values = tensors[name].contiguous().view(torch.int32).numpy().reshape(-1)
-        block = TensorBlock(name, 0, 1, values.size, values.size)
-        encoded.append(Encoded(block, "F32", "dense", values.size, (np.ascontiguousarray(values),)))
-    offer = write_offer(image.path.parent, version, base, "t0.0", encoded)
-    image.apply(version, [(offer, payload_path(offer_path(image.path.parent, version, "t0.0")))])
-    return UpdateWeights(str(image.path), version)
 
 
 def greedy(engine: EngineUnderTest) -> list[tuple[list[int], bytes]]:
@@ -80,21 +60,21 @@ def experts(folder: Path, seed: int) -> Model:
 def test_staged_weights_are_bit_for_bit_those_of_a_full_load(
     family: Callable[[Path, int], Model], tp: int, folder: Path, tmp_path: Path
 ) -> None:
+    """Those of the folder's files are loaded by vLLM; they come back after others were staged in their place."""
     old, new = family(tmp_path / "old", 1), family(tmp_path / "new", 2)
-    image = image_of(tmp_path, old)
+    image = old.image(tmp_path)
     engine = EngineUnderTest(folder, engine_config(old, tp=tp, version=1))
     try:
         engine.ready()
         first = greedy(engine)
-        engine.apply(new.update(2))
-        expected = greedy(engine)
-        assert expected != first
-        engine.apply(old.update(3))
-        assert greedy(engine) == first
-        applied = engine.apply(bring(image, 4, load_file(new.weights)))
-        assert (applied.version, applied.stage_s > 0) == (4, True)
-        assert greedy(engine) == expected
-        engine.apply(bring(image, 5, load_file(old.weights), base=4))
+        applied = engine.apply(bring(image, 2, load_file(new.weights)))
+        assert (applied.version, applied.stage_s > 0) == (2, True)
+        requests = [turn(f"n{i}", prompt, 8) for i, prompt in enumerate(PROMPTS)]
+        for request, done in zip(requests, engine.generate(*requests), strict=True):
+            context = list(memoryview(request.prompt).cast("i"))
+            expected = new.logprobs(context + tokens_of(done), len(context))
+            assert logprobs_of(done) == pytest.approx(expected, abs=1e-3)
+        engine.apply(bring(image, 3, load_file(old.weights), base=2))
         assert greedy(engine) == first
     finally:
         engine.close()
@@ -103,7 +83,7 @@ def test_staged_weights_are_bit_for_bit_those_of_a_full_load(
 def test_decoding_goes_on_while_it_stages_and_every_token_names_its_version(
     engine: EngineUnderTest, old: Model, new: Model, tmp_path: Path
 ) -> None:
-    image = image_of(tmp_path, old)
+    image = old.image(tmp_path)
     engine.apply(old.update(20))
     requests = [turn(f"f{i}", [7 + i] * (20 + i), 300) for i in range(4)]
     engine.start(*requests)
@@ -130,11 +110,11 @@ def test_what_cannot_be_staged_leaves_the_old_weights_serving(
     served = greedy(engine)
     absent = UpdateWeights(str(tmp_path / "absent" / IMAGE_FILE), 31)
     assert "No such file" in engine.refuse(absent)
-    image = image_of(tmp_path, old)
+    image = old.image(tmp_path)
     assert "no whole version" in engine.refuse(UpdateWeights(str(image.path), 31))
     (tmp_path / "wide").mkdir()
     wide = make_model(tmp_path / "wide", seed=5, hidden=128)
-    other = image_of(tmp_path / "wide", wide)
+    other = wide.image(tmp_path / "wide")
     assert "expected [128, 64]" in engine.refuse(bring(other, 31, load_file(wide.weights)))
     assert greedy(engine) == served
     # Refused updates hold no lease, and do not stop the next one.
@@ -146,7 +126,7 @@ def test_what_cannot_be_staged_leaves_the_old_weights_serving(
 def test_kept_kv_serves_the_groups_of_its_weights_and_no_later_one(
     old: Model, new: Model, folder: Path, tmp_path: Path
 ) -> None:
-    image = image_of(tmp_path, old)
+    image = old.image(tmp_path)
     engine = EngineUnderTest(folder, engine_config(old, version=1, kv_after_update="keep"))
     context = [11 + i % 90 for i in range(100)]
 

@@ -7,8 +7,8 @@ from typing import Any
 from libra_hpc.protocol.agents import CarrierStarted, WeightsCurrent, WeightsHere, WeightsWanted
 from libra_hpc.protocol.carriers import Peer, Publish
 from libra_hpc.protocol.joining import FIRST_GUEST
-from libra_hpc.train_leader.exports import Published
 from libra_hpc.train_leader.publisher import WeightPublisher
+from libra_hpc.train_leader.requested_offers import Published
 
 CORE, RECEIVERS = (1, 2), (2, 3, 4, 5)
 

@@ -1,4 +1,4 @@
-"""What leaves the trainers at a step boundary: exports, snapshots and checkpoints, and storage that fails."""
+"""What leaves the trainers at a step boundary: offers, snapshots and checkpoints, and storage that fails."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ async def test_only_the_core_answers_for_the_checkpoint() -> None:
     assert world.saved == [(1, 2, [])]
 
 
-async def test_a_snapshot_is_taken_at_the_boundary_of_its_step_after_the_export() -> None:
+async def test_a_snapshot_is_taken_at_the_boundary_of_its_step_after_the_offers() -> None:
     world = World().start(1, 2)
     for number in (1, 2):
         await world.step(number)
@@ -169,14 +169,14 @@ async def test_a_snapshot_is_taken_at_the_boundary_of_its_step_after_the_export(
     assert {rank for rank, _ in world.asked(TakeSnapshot)} == {1}, "the core alone has a state"
 
 
-async def test_an_export_is_asked_for_at_a_step_boundary_never_while_a_step_runs(
+async def test_an_offer_is_asked_for_at_a_step_boundary_never_while_a_step_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(leader.Exports, "FIRST_S", 0.01)
+    monkeypatch.setattr(leader.RequestedOffers, "FIRST_S", 0.01)
     world = World().start(1)
     replica = world.replicas[1]
-    replica.bad_exports = 1
-    await until(lambda: world.logs("export_failed"))
+    replica.bad_offers = 1
+    await until(lambda: world.logs("offer_failed"))
     replica.silent = True
     world.leader.on_batch(batch(1))
     await until(lambda: "TrainStep" in orders(world))
@@ -189,25 +189,25 @@ async def test_an_export_is_asked_for_at_a_step_boundary_never_while_a_step_runs
     assert world.published() == [(1, -1)]
 
 
-async def test_an_export_that_fails_is_asked_for_again_and_five_failures_end_the_run(
+async def test_an_offer_that_fails_is_asked_for_again_and_five_failures_end_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(leader.Exports, "FIRST_S", 0.0)
+    monkeypatch.setattr(leader.RequestedOffers, "FIRST_S", 0.0)
     world = World().start(1)
-    world.replicas[1].bad_exports = 2
+    world.replicas[1].bad_offers = 2
     # Nothing else happens: with a staleness bound of 0 no batch comes before the version is out.
     await until(lambda: world.published())
     world.leader.on_reply(1, OfferFailed(0, "its folder was removed"))
     await until(lambda: len(world.published()) == 2)
-    world.replicas[1].bad_exports = 9
+    world.replicas[1].bad_offers = 9
     world.leader.on_batch(batch(1))
     fatal = await world.fatal()
     assert world.published() == [(0, -1)] * 2
-    assert [event["step"] for event in world.logs("export_failed")] == [0] * 3 + [1] * 5
+    assert [event["step"] for event in world.logs("offer_failed")] == [0] * 3 + [1] * 5
     assert fatal.reason == "the weights of step 1 could not be offered to the rollout engines: no room"
 
 
-async def test_an_export_that_a_newer_one_replaces_is_no_failure() -> None:
+async def test_an_offer_that_a_newer_one_replaces_is_no_failure() -> None:
     world = World().start(1)
     await until(lambda: world.published())
     world.leader.on_batch(batch(1))
@@ -217,4 +217,4 @@ async def test_an_export_that_a_newer_one_replaces_is_no_failure() -> None:
     world.leader.on_batch(batch(2))
     await until(lambda: len(world.published()) == 3)
     assert world.published() == [(0, -1), (1, 0), (2, -1)]
-    assert not world.logs("export_failed")
+    assert not world.logs("offer_failed")

@@ -41,7 +41,7 @@ class Replica:
         self.full = False
         self.slow = False
         """Whether a checkpoint is answered only by `saved`."""
-        self.bad_exports = 0
+        self.bad_offers = 0
 
     def take(self, message: Any) -> None:
         if self.instead is not None and not self.silent:
@@ -64,8 +64,8 @@ class Replica:
                 numbers = (0.1, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.5, 8, 4, 0.1, 0.0, 0.0)
                 self.world.reply(self.rank, wire.StepDone(step, generation, *numbers, self.skipped))
             case wire.OfferWeights(version=version, base=base):
-                self.bad_exports -= 1
-                if self.bad_exports >= 0:
+                self.bad_offers -= 1
+                if self.bad_offers >= 0:
                     self.world.reply(self.rank, wire.OfferFailed(version, "no room"))
                 else:
                     done = wire.Offered(version, base, f"t{self.rank}.0", 100, 50, 50, 0.0)

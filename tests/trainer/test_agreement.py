@@ -10,18 +10,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.protocol.codec import pack_f32, pack_i32
-from libra_hpc.protocol.engine import Generated, UpdateWeights
+from libra_hpc.protocol.engine import Generated
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.packing import Pack, decode, pack
 from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.train_engine import TrainEngine
-from libra_hpc.weights.checksum import file_crc32
 from libra_hpc.weights.names import ReplicaPlace
-from tests.engine.engine_harness import EngineUnderTest, Model, engine_config, logprobs_of, make_model, tokens_of, turn
+from tests.engine.engine_harness import (
+    EngineUnderTest,
+    Model,
+    bring,
+    engine_config,
+    logprobs_of,
+    make_model,
+    tokens_of,
+    turn,
+)
 
 from .settings import optimizer
 from .support import make_model as make_family
@@ -100,7 +109,7 @@ def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(
 
         checkpoint.write_policy(trainer, model.folder, tmp_path / "out")
         path = tmp_path / "out" / "model.safetensors"
-        assert engine.apply(UpdateWeights(str(path), 1, file_crc32(path))).version == 1
+        assert engine.apply(bring(model.image(tmp_path), 1, load_file(path))).version == 1
         second = engine.generate(
             *(turn(f"b{i}", prompt, 24, temperature=TEMPERATURE) for i, prompt in enumerate(PROMPTS))
         )

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,12 @@ class CarrierNode:
     """A carrier process and the agent's end of its socket."""
 
     def __init__(
-        self, folder: Path, rank: int, shapes: dict[str, tuple[int, ...]], secret: bytes = SECRET, http_port: int = 0
+        self, folder: Path, rank: int, shapes: Mapping[str, tuple[int, ...]], secret: bytes = SECRET, http_port: int = 0
     ) -> None:
         """In a folder that has files of an earlier one it goes on with them, as an agent's next carrier does."""
         self.rank, self.folder = rank, folder
         folder.mkdir(exist_ok=True)
-        config = CarrierConfig(rank, str(folder), "127.0.0.1", secret, "", shapes, "BF16", http_port, 1e9)
+        config = CarrierConfig(rank, str(folder), "127.0.0.1", secret, "", dict(shapes), "BF16", http_port, 1e9)
         (folder / "carrier.json").write_bytes(msgspec.json.encode(config))
         path = folder / "socket"
         path.unlink(missing_ok=True)

@@ -26,14 +26,18 @@ from libra_hpc.protocol.carriers import (
     VersionHere,
 )
 from libra_hpc.weights.image import IMAGE_FILE
-from libra_hpc.weights.pieces import Encoded, TensorBlock, offer_path, payload_path, write_offer
+from libra_hpc.weights.pieces import Encoded, TensorBlock, elements, offer_path, payload_path, write_offer
 from libra_hpc.weights.pull import IDLE_S
 from libra_hpc.weights.wire import WireError, call
 from tests.weights.nodes import CarrierNode, FaultyLink, bits, node_folders
 
 ROWS, COLUMNS = 1024, 2048
-SHAPES: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (ROWS, COLUMNS), "lm_head.weight": (ROWS, COLUMNS)}
-"""8 MiB."""
+SHAPES: dict[str, tuple[int, int]] = {
+    "model.embed_tokens.weight": (ROWS, COLUMNS),
+    "model.norm.weight": (1, 3),
+    "lm_head.weight": (ROWS, COLUMNS),
+}
+"""8 MiB, in tensors of which one leaves the next at an odd place."""
 OWNER = "t0.0"
 
 
@@ -67,7 +71,8 @@ class Chain:
         """Offer all weights (base -1), or every other row of the first tensor, and publish; not in ``folder``."""
         data = bits(version, ROWS * COLUMNS)
         if base < 0:
-            encoded = [(TensorBlock(name, 0, ROWS, COLUMNS, COLUMNS), data) for name in SHAPES]
+            blocks = [TensorBlock(name, 0, rows, columns, columns) for name, (rows, columns) in SHAPES.items()]
+            encoded = [(block, data[: elements(block)]) for block in blocks]
         else:
             encoded = [
                 (TensorBlock("model.embed_tokens.weight", 0, ROWS // 2, COLUMNS, 2 * COLUMNS), data[: len(data) // 2])

@@ -19,8 +19,8 @@ import pytest
 
 from libra_hpc.protocol.agents import CarrierStarted
 from libra_hpc.protocol.carriers import ImageHere, Peer, Publish, Stalled
-from libra_hpc.train_leader.exports import Published
 from libra_hpc.train_leader.publisher import WeightPublisher
+from libra_hpc.train_leader.requested_offers import Published
 from libra_hpc.weights.delta import dense, encoding_for, sparse
 from libra_hpc.weights.image import IMAGE_FILE, reading
 from libra_hpc.weights.pieces import WHOLE, Encoded, TensorBlock, elements, write_offer

@@ -29,12 +29,14 @@ from libra_hpc.files import write_atomic
 from libra_hpc.models.architecture import Architecture
 from libra_hpc.weights.blocks import engine_slices, overlap
 from libra_hpc.weights.image import Image, reading
-from libra_hpc.weights.pieces import ALIGNMENT, WHOLE, Offer, TensorBlock, WeightPiece, decode_offer
+from libra_hpc.weights.pieces import WHOLE, Offer, TensorBlock, WeightPiece, decode_offer
 from libra_hpc.weights.served_weights import ServedDelta, ServedVersion, image_target, offer_target
 from libra_hpc.weights.transport.http_caller import HttpCaller, HttpSource, Received
 from libra_hpc.weights.transport.http_proof import PART_BYTES, NotServed, Refused
 from libra_hpc.weights.weightfile import FLOATS, WeightFileError
 
+PADDING = 4
+"""Bytes between two pieces, at least, if another is between them: one alone begins at a multiple of its element's."""
 STREAMS = 4
 """Requests side by side: between clusters a round trip takes as long as 4 MiB."""
 LOOKS = 20
@@ -179,7 +181,7 @@ def _spans(pieces: Iterable[WeightPiece]) -> Iterator[tuple[int, int]]:
     """Ranges of the payload that are the pieces, each at most as long as an answer."""
     begin = end = 0
     for piece in pieces:
-        if piece.at - end >= ALIGNMENT:
+        if piece.at - end >= PADDING:
             yield from _cut(begin, end)
             begin = piece.at
         end = piece.at + piece.size

@@ -24,7 +24,7 @@ class Published(NamedTuple):
     """(name, node) of every offer."""
 
 
-class Exports:
+class RequestedOffers:
     FIRST_S, LONGEST_S = 2.0, 10.0
     """Pauses in seconds; short, because rollout with a staleness bound of 0 waits for the version."""
     FAILURES = 5

@@ -1,0 +1,49 @@
+"""What every vLLM worker of an engine can do besides: take new weights.  vLLM imports this module in each worker.
+
+The import ties the life of a worker process to the engine process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+from libra_hpc.process.reaper import die_with
+
+from .staging import Staging
+
+
+class WorkerExtension:
+    """vLLM's worker extension: these are methods of every worker; vLLM calls them by name."""
+
+    rank: int
+    vllm_config: Any
+    model_runner: Any
+    _weight_staging: Staging | None = None
+
+    def stage_weights(self, image: str) -> None:
+        """Begin to make a version ready, beside the steps."""
+        if self._weight_staging is None:
+            config = self.vllm_config
+            tp = config.parallel_config.tensor_parallel_size
+            model, folder, dtype = self.model_runner.get_model(), config.model_config.model, config.model_config.dtype
+            self._weight_staging = Staging(model, folder, dtype, (tp, self.rank % tp))
+        self._weight_staging.start(image)
+
+    def staged_weights(self) -> str | None:
+        """As `Staging.outcome`."""
+        assert self._weight_staging is not None
+        return self._weight_staging.outcome()
+
+    def switch_weights(self) -> None:
+        assert self._weight_staging is not None
+        self._weight_staging.switch()
+
+    def drop_weights(self) -> None:
+        assert self._weight_staging is not None
+        self._weight_staging.drop()
+
+
+if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
+    # vLLM's workers watch a pipe in a thread, which a hung collective outlives.
+    die_with(parent.pid)
