@@ -130,8 +130,8 @@ class NodeCarrier(EngineNode[Supervised]):
             answer, self._policy = self._policy.answer, None
             answer(message)
 
-    def applied(self, version: int) -> None:
-        """Every live engine of this node has the version."""
+    def engines_have(self, version: int | None) -> None:
+        """As in `Engines`."""
         self._carrier.send(Engines(version))
 
     def received(self, carrier: Supervised, process: int, message: Any) -> None:

@@ -3,6 +3,7 @@
 - An engine started, restarted or woke -> it asks for the newest weights, and is ``ready`` once it has them.
 - Standby -> the process lives with its device memory released; coming back costs a weight update, not a start.
 - An engine is late, hangs (`EngineWatch`) or ends too often -> as `Supervised`; a hung one is ``ending`` at once.
+- An engine cannot take new weights -> it is ended: the version does not wait for it, the next one begins with it.
 - Its process lives -> no other is started beside it.
 - A process ends unasked -> state ``lost``, and the coordinator orders the next start.
 """
@@ -100,6 +101,7 @@ class RolloutNode(EngineNode[VllmEngine]):
                 self._watch.gone(engine.name)
                 self._watch.sign(engine.name, time.monotonic())
                 self._tell(engine, "standby")
+        self._tell_carrier()
 
     async def stop(self) -> None:
         self._wanted = False
@@ -208,7 +210,7 @@ class RolloutNode(EngineNode[VllmEngine]):
                 self._watch.ended(engine.name, WEIGHTS, now)
                 if version < engine.updating:
                     self._watch.began(engine.name, WEIGHTS, now)
-                self._carrier.applied(min(e.version for e in self._engines.values() if e.state in ("ready", "loading")))
+                self._tell_carrier()
                 self._context.log(
                     "weights_applied",
                     rank=self._context.rank,
@@ -226,10 +228,13 @@ class RolloutNode(EngineNode[VllmEngine]):
                 self._watch.ended(engine.name, START, now)
                 engine.ready, engine.version, engine.state = message, message.version, "loading"
                 self._catch_up(engine)
-            case EngineFailed(what=what, fatal=fatal):
-                # It may be the update, which then comes again.
+            case EngineFailed(what=what, fatal=fatal, version=version):
+                # It may be an image that was gone, and comes again.
                 engine.updating = engine.version
                 self._context.log("engine_error", rank=self._context.rank, engine=engine.name, reason=what, fatal=fatal)
+                if version >= 0 and engine.state in ("ready", "loading"):
+                    self._end_unable(engine, version, what)
+                    return
         self._watch.sign(engine.name, now)
 
     def _answer(self, name: str, generated: Generated) -> None:
@@ -270,6 +275,18 @@ class RolloutNode(EngineNode[VllmEngine]):
         state = EngineState(self._context.rank, "rollout", engine.state, engine=engine.name, reason=reason)
         self._context.send_to_rollout_leader(state)
 
+    def _tell_carrier(self) -> None:
+        """Engines that have no weights begin with the image."""
+        live = [e.version for e in self._engines.values() if e.state in ("ready", "loading") and e.version >= 0]
+        self._carrier.engines_have(min(live, default=None))
+
+    def _end_unable(self, engine: VllmEngine, version: int, what: str) -> None:
+        engine.state, engine.hung = "ending", f"it cannot take version {version} of the weights: {what}"
+        self._watch.gone(engine.name)
+        # Its turns and the version do not wait for the end of its process.
+        self._tell(engine, engine.hung)
+        engine.kill()
+
     def _maybe_ready(self) -> None:
         if self._wanted and all(e.state == "ready" for e in self._engines.values()):
             seconds = time.monotonic() - self._ordered_at
@@ -278,6 +295,7 @@ class RolloutNode(EngineNode[VllmEngine]):
     def exited(self, engine: VllmEngine, child: Child, reason: str) -> None:
         was, engine.state, engine.version = engine.state, "lost", -1
         self._watch.gone(engine.name)
+        self._tell_carrier()
         if child.stopping:
             return
         lost = EngineState(self._context.rank, "rollout", "lost", engine=engine.name, reason=reason)

@@ -61,7 +61,7 @@ def compose_status(
         updated_at=now,
         step=step,
         steps=context.config.run.steps,
-        version=step,
+        version=report.joint_version,
         train=StageStatus(*seen.train_speed(), nodes=len(membership.ranks)),
         rollout=StageStatus(*seen.rollout_speed(), nodes=len(states.rollout_nodes(pool)) if pool else 0),
         numbers={name: value or 0 for name, value in numbers.items()},

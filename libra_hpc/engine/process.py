@@ -41,7 +41,7 @@ from libra_hpc.weights.weightfile import WeightFileError
 
 from .core import DuplicateRequest, RolloutEngine
 from .settings import EngineConfig
-from .staged_update import POLL_S
+from .staged_update import POLL_S, CannotStage
 from .stats import IDLE_INTERVAL_S, Pacer
 
 HANGUP_GRACE_S = 10.0
@@ -157,7 +157,8 @@ class _Loop:
                     break
                 self._socket.send(engine.apply(update))
             except WeightFileError as error:
-                self._socket.send(EngineFailed(what=str(error), fatal=False))
+                version = update.version if isinstance(error, CannotStage) else -1
+                self._socket.send(EngineFailed(what=str(error), fatal=False, version=version))
             self._updates.popleft()
             self._check_next(engine)
         return due

@@ -21,6 +21,10 @@ POLL_S = 0.02
 """Between two questions to the workers: an update may be as much late; a question to processes takes 0.2 ms."""
 
 
+class CannotStage(WeightFileError):
+    """A version that is whole on the node, and that this engine cannot make ready."""
+
+
 class StagedUpdate:
     """At most one version at a time; ``rpc`` calls a method of every worker by name."""
 
@@ -39,7 +43,7 @@ class StagedUpdate:
         with contextlib.ExitStack() as lease:
             self._version = lease.enter_context(reading(Path(image)))
             if fault := tensor_fault(file_shapes(image), expected, tied):
-                raise WeightFileError(f"{image}: {fault}.")
+                raise CannotStage(f"{image}: {fault}.")
             self._image, self._lease = image, lease.pop_all()
 
     def ready(self) -> bool:
@@ -59,7 +63,7 @@ class StagedUpdate:
         self.seconds = now - self._began
         if error := next(filter(None, outcomes), ""):
             self.drop()
-            raise WeightFileError(error)
+            raise CannotStage(error)
         return True
 
     def switch(self) -> int:

@@ -86,6 +86,7 @@ class Status(msgspec.Struct, frozen=True):
     step: int
     steps: int
     version: int
+    """Newest weights that every live engine had."""
     train: StageStatus
     rollout: StageStatus
     numbers: dict[str, Value]

@@ -351,6 +351,8 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     ready_groups: int = 0
     outstanding_groups: int = 0
     resubmitted: int = 0
+    joint_version: int = 0
+    """Newest weights that every live engine of the run had."""
     gate_blocked: float = 0.0
     """Share of time since the last report in which the staleness gate admitted nothing."""
     generated_tokens: int = 0

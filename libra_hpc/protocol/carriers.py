@@ -57,7 +57,8 @@ class Publish(msgspec.Struct, tag=True, frozen=True):
 class Engines(msgspec.Struct, tag=True, frozen=True):
     """Agent -> carrier: every live engine of the node has ``version``, so its offer is of no use to them."""
 
-    version: int
+    version: int | None
+    """None: the node has no live engine."""
 
 
 class SavePolicy(msgspec.Struct, tag=True, frozen=True):

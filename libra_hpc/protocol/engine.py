@@ -106,6 +106,8 @@ class EngineFailed(msgspec.Struct, tag=True, frozen=True):
 
     what: str
     fatal: bool
+    version: int = -1
+    """New weights that the engine cannot take and should be able to: it must be rebuilt; -1: something else."""
 
 
 ToEngine = Union[Generate, Abort, UpdateWeights, Sleep, Wake, StopEngine]

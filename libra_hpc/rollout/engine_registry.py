@@ -146,8 +146,12 @@ class EngineRegistry:
         return sum(view.inflight for view in self._board.engines.values())
 
     @property
-    def oldest(self) -> int | None:
-        """The lowest weight version any own engine samples under; None without one.  Nobody waits for a guest."""
+    def joint_version(self) -> int | None:
+        """The newest weights that every live engine of the run has, which count as published; None without an engine.
+
+        An engine that cannot take a version is no live one: its node ends it, and another begins with the image.
+        Nobody waits for a guest.
+        """
         return min((self._board.engines[name].version for name in self.own), default=None)
 
     @property

@@ -280,12 +280,12 @@ class RolloutLeader:
             self._applied()
 
     def _applied(self) -> None:
-        oldest = self._turns.engines.oldest
+        joint = self._turns.engines.joint_version
         if self._order is None:
             return
-        if oldest is not None:
-            self._order.applied(oldest)
-            self.evaluations.on_version(oldest, self._clock())
+        if joint is not None:
+            self._order.applied(joint)
+            self.evaluations.on_version(joint, self._clock())
         self._turns.engines.admit(self._order.gate.version)
         self.schedule_pass()
 
@@ -321,6 +321,7 @@ class RolloutLeader:
             ready_groups=order.gate.ready if order else 0,
             outstanding_groups=order.gate.outstanding if order else 0,
             resubmitted=self.resubmitted,
+            joint_version=order.gate.version if order else 0,
             gate_blocked=order.blocked_share(now) if order else 0.0,
             generated_tokens=engines.generated,
             prefilled_tokens=engines.prefilled,

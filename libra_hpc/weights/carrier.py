@@ -157,7 +157,8 @@ class Carrier:
             complete=self._on_whole,
             report=agent.send,
         )
-        self._engines = -1
+        self._engines: int | None = None
+        """As in `Engines`."""
 
     def run(self) -> None:
         """Obey the agent until it closes its socket."""
@@ -251,7 +252,8 @@ class Carrier:
             self._agent.send(PolicySaved(path, size, crc))
 
     def _prune(self) -> None:
-        self._store.prune(min(self._engines, self._image.version))
+        image = self._image.version
+        self._store.prune(image if self._engines is None else min(self._engines, image))
 
 
 def _listener(address: str, port: int) -> socket.socket:

@@ -28,7 +28,7 @@ from libra_hpc.process.child import Child
 from libra_hpc.process.dump import DUMP_SIGNAL
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.codec import pack_i32
-from libra_hpc.protocol.engine import Generate
+from libra_hpc.protocol.engine import EngineFailed, Generate
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.simulated import tokens
 from tests.agent.weights_here import WrittenImage
@@ -256,6 +256,25 @@ def test_an_engine_that_could_not_read_the_image_gets_the_next_version(tmp_path:
             made.write(2)
             await made.until(lambda: made.node.version == 2, "the weights are applied")
             assert made.weights.told[-1] == 2
+
+    run(work())
+
+
+def test_an_engine_that_cannot_take_new_weights_is_not_waited_for_and_the_next_begins_with_them(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with scene(tmp_path) as made:
+            await made.up()
+            made.write(1)
+            await made.until(lambda: made.node.version == 1, "the weights are applied")
+            first = made.pid()
+            made.node.received(made.node._engines["r2.0"], 0, EngineFailed("no memory for them", False, version=2))
+            assert [state.state for state in made.gone()] == ["ending"], "its turns go elsewhere at once"
+            await made.until(lambda: made.states("lost"), "it is ended")
+            assert "it cannot take version 2 of the weights: no memory for them" in made.states("lost")[0].reason
+            assert made.weights.told[-1] is None, "it needs no offer any more"
+            await made.up(2)
+            assert (made.served()[1].version, made.pid() == first) == (1, False)
+            assert not made.events("hung")
 
     run(work())
 

@@ -19,8 +19,8 @@ class WrittenImage:
         """``shapes`` and ``dtype`` of the tensors; None: those of simulated trainers."""
         self._folder, self._shapes, self.version = folder, shapes or image_shapes(), -1
         self._dtype = "BF16" if shapes and dtype == "bfloat16" else "F32"
-        self.told: list[int] = []
-        """Versions that all engines were said to have."""
+        self.told: list[int | None] = []
+        """Versions that all live engines were said to have."""
         self.wire_s = self.image_s = 0.0
         self._wanted: tuple[SavePolicy, Callable[[PolicySaved], None]] | None = None
 
@@ -56,5 +56,5 @@ class WrittenImage:
         with copy:
             answer(PolicySaved(order.path, *write_pinned(copy, Path(order.path))))
 
-    def applied(self, version: int) -> None:
+    def engines_have(self, version: int | None) -> None:
         self.told.append(version)

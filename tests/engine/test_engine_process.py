@@ -156,7 +156,11 @@ NORM = "model.norm.weight"
 def test_an_image_of_another_model_leaves_the_old_weights_serving(
     engine: EngineUnderTest, old: Model, tmp_path: Path, changes: dict[str, tuple[int, ...] | None], names: str
 ) -> None:
-    assert names in engine.refuse(foreign(tmp_path, changes, old))
+    update = foreign(tmp_path, changes, old)
+    engine.send(update)
+    failed = engine.expect(EngineFailed)
+    assert (failed.fatal, failed.version) == (False, update.version), "its node rebuilds it"
+    assert names in failed.what
     request = turn("still", prompt(9), 8)
     assert_agrees(old, request, engine.generate(request)[0])
 

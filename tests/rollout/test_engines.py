@@ -98,6 +98,21 @@ async def test_an_engine_behind_in_weights_gets_no_turns_until_it_caught_up() ->
     assert "late" in {engine for engine, _ in plant.inbox}
 
 
+async def test_a_version_counts_once_every_live_engine_has_it_and_who_fails_is_not_waited_for() -> None:
+    plant = Plant(engines=3, eta=0, steps=3).start()
+    first = await plant.batch()
+    plant.leader.on_committed(tuple(group.index for group in first.groups))
+    for engine in ("e0", "e1"):
+        plant.leader.on_engine_version(engine, 1)
+        plant.engines[engine] = 1
+    await plant.settle()
+    assert (plant.inbox, plant.leader.report().joint_version) == ([], 0)
+    plant.down("e2")  # its node ends it, as it cannot take the version
+    assert plant.leader.report().joint_version == 1
+    await plant.run(lambda: plant.inbox)
+    assert {name for name, _ in plant.inbox} == {"e0", "e1"}
+
+
 async def test_an_aborted_turn_goes_on_from_its_partial_output() -> None:
     plant = Plant(turns=1, engines=1).start()
     await plant.run(lambda: plant.inbox and not plant.host)
