@@ -7,7 +7,8 @@
 - A piece has the wrong checksum -> `PieceRefused`; it comes again from its owner.
 - An offer of this node is not whole -> `PieceRefused`; the trainers offer the version again, with whole tensors.
 - The base is not here, or no node has the version any more -> the whole image of another node.
-- A version that needs nothing of an unfinished one was published -> the unfinished one is passed over.
+- A version was published that needs nothing of those before it -> those that have not begun to arrive are left out.
+  One that has is finished, unless no node sends more of it.
 """
 
 from __future__ import annotations
@@ -138,9 +139,18 @@ class Puller:
         while True:
             with self._published:
                 self._published.wait_for(lambda: bool(self._queue))
-                message = self._queue.popleft()
+                message = self._next()
             if message.version > self.have:
                 self._obtain(message)
+
+    def _next(self) -> Publish:
+        """The oldest version that is needed, for the newest or for those that change it."""
+        for place in reversed(range(1, len(self._queue))):
+            if self._queue[place].base <= self.have:
+                for _ in range(place):
+                    self._queue.popleft()
+                break
+        return self._queue.popleft()
 
     def _obtain(self, message: Publish) -> None:
         """Get a version, or a newer image; returns early when a newer version needs nothing of it."""
@@ -395,7 +405,9 @@ class Puller:
         """After all nodes were asked in vain: give up a version that no node has, or that another one replaces."""
         if not route.exhausted:
             return
-        self._report(Stalled(message.version, owner, received, route.reason))
+        if not route.nowhere or owner == IMAGE:
+            # An offer that no node has any more comes as a part of an image.
+            self._report(Stalled(message.version, owner, received, route.reason))
         if route.nowhere or owner == IMAGE or self._replaced(message):
             raise PassedOver
         self._wait(min(RETRY_S * 2 ** (route.failures // 2), RETRY_MAX_S))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -253,17 +254,30 @@ def test_who_does_not_have_the_secret_gets_and_serves_nothing(chain: Chain) -> N
     assert not stranger.all(VersionHere)
 
 
-def test_versions_published_faster_than_the_link_all_arrive(chain: Chain) -> None:
+@pytest.mark.parametrize(("whole", "rate"), [(False, 8e6), (True, 32e6)], ids=["changes", "whole tensors"])
+def test_versions_keep_arriving_while_newer_ones_are_published_four_times_as_fast(
+    chain: Chain, whole: bool, rate: float
+) -> None:
+    """A version that has begun is finished.  Who lacks more changes than an image has bytes takes an image."""
     chain.write(0, -1)
-    chain.nodes[2].wait(ImageHere)
-    chain.link(1, 0, bytes_per_s=16e6)
-    for version in range(1, 9):
-        chain.write(version, version - 1)
-        time.sleep(0.05)
-    chain.nodes[2].wait(ImageHere, here(8))
+    receiver = chain.nodes[1]
+    receiver.wait(ImageHere)
+    chain.link(1, 0, bytes_per_s=rate)
+    version = 0
+    while len(receiver.all(VersionHere)) < 5:
+        version += 1
+        assert version < 200, "versions were published, and did not arrive"
+        chain.write(version, -1 if whole else version - 1)
+        time.sleep(0.06)
+    chain.nodes[2].wait(ImageHere, here(version))
 
-    assert [message.version for message in chain.nodes[2].all(VersionHere)] == list(range(9))
-    assert not chain.nodes[2].all(Stalled)
+    found = receiver.all(VersionHere)
+    assert [message.version for message in found[:2]] == [0, 1], "the first one that had begun"
+    for earlier, later in itertools.pairwise(found):
+        assert later.version > earlier.version
+        assert later.base in (-1, earlier.version)
+    assert not whole or len(found) <= version, "what had not begun was left out"
+    assert not any(node.all(Stalled) for node in chain.nodes)
 
 
 def test_a_node_that_joins_takes_the_image_of_another_and_then_what_changed(chain: Chain) -> None:
