@@ -25,9 +25,9 @@ engine = "simulated"
 restarts = 3
 [components]
 planner = {{ partition = "cpu", mem = "2G" }}
-train = {{ partition = "a800", gpus = {gpus}, gpu_type = "a800", mem = "4G" }}
-hybrid = {{ partition = "a800", nodes = {hybrid}, gpus = {gpus}, gpu_type = "a800", mem = "4G" }}
-rollout = {{ partition = "a800", nodes = {rollout}, gpus = {gpus}, gpu_type = "a800", mem = "4G" }}
+train = {{ partition = "a800", gpus = 8, gpu_type = "a800", mem = "4G" }}
+hybrid = {{ partition = "a800", nodes = {hybrid}, gpus = 8, gpu_type = "a800", mem = "4G" }}
+rollout = {{ partition = "a800", nodes = {rollout}, gpus = 8, gpu_type = "a800", mem = "4G" }}
 [algorithm]
 prompts_per_step = 4
 group_size = 4
@@ -35,9 +35,10 @@ eta = 1
 skip_zero_advantage = false
 [train]
 tp = 2
+processes = 2
 recompute = true
 [rollout]
-tp = {gpus}
+tp = 8
 max_model_len = 4096
 [planner]
 enabled = false
@@ -61,8 +62,6 @@ class Chaos(Case):
     def __init__(self, folder: Path, executor: str = "local", text: str = SIMULATED, **values: Any) -> None:
         super().__init__(folder, Path(), executor)
         values = {"steps": 40, "hybrid": 1, "rollout": 2, "hybrid_start": "rollout", "runs": folder / "runs", **values}
-        # Every GPU of a train node is a process. On Slurm each component has nodes of its own only if it fills them.
-        values.setdefault("gpus", 8 if executor == "slurm" else 2)
         self.values = values
         self.fault_at: float | None = None
         """Epoch seconds; the table then counts from there."""
