@@ -6,12 +6,13 @@ describes the encodings and reads them.  Needs no torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .machine_code import compiled
 from .pieces import GAPS, Encoded, Encoding, TensorBlock, elements, gaps
 
 Bits = npt.NDArray[np.uint8]
@@ -57,3 +58,43 @@ def _set_bits(bits: Bits, out: Index) -> None:
             for bit in range(8):
                 out[count] = at * 8 + bit
                 count += byte >> bit & 1
+
+
+def overwrite(target: Any, values: Any, marks: Any, gaps: bool, block: tuple[int, int, int]) -> bool:
+    """Put values where marks say, in one pass; False: one more or less, or outside.  ``block``: elements, columns,
+    elements from row to row."""
+    count, cols, stride = block
+    most = 255 if marks.itemsize == 1 else 65535
+    at, used, row, begin = 0, 0, 0, 0
+    for i in range(len(marks)):
+        mark = int(marks[i])
+        if gaps:
+            at += mark
+            bits = 0 if mark == most else 1
+        else:
+            at, bits = 8 * i, mark
+        while bits:
+            if bits & 1:
+                if at >= count or used == len(values):
+                    return False
+                while at >= begin + cols:
+                    begin += cols
+                    row += stride
+                target[row + at - begin] = values[used]
+                used += 1
+            at += 1
+            bits >>= 1
+    return used == len(values)
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Any:
+    """``function`` as machine code, without the interpreter's lock; compiled at its first call."""
+    # Its import takes 0.7 s, and only a process that has sparse pieces needs it.
+    from numba import njit
+
+    try:
+        return njit(cache=True, nogil=True)(function)
+    except RuntimeError:
+        # No folder for the compiled function can be written.
+        return njit(nogil=True)(function)

@@ -20,7 +20,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ import numpy as np
 from libra_hpc.errors import error_text
 from libra_hpc.files import write_atomic
 
-from .machine_code import compiled
+from .delta import compiled, overwrite
 from .pieces import GAPS, VALUES, WHOLE, Offer, TensorBlock, WeightPiece, elements, offer_fault, piece_values
 from .weightfile import FLOATS, WeightFileError, file_header
 
@@ -79,9 +79,10 @@ class Image:
         """-1: it holds none yet, or its writer ended while it changed the first."""
         return _state(self.path).version
 
-    def apply(self, version: int, offers: Sequence[tuple[Offer, Path]]) -> None:
+    def apply(self, version: int, offers: Sequence[tuple[Offer, Path]], verify: bool = True) -> None:
         """Bring it to ``version`` with the offers of all owners and their payloads.
 
+        ``verify``: compare checksums; those of offers from other nodes were compared as they came.
         Raises `WeightFileError` before anything is changed: for offers that are damaged, of another model, or change
         another version than this one.  An offer that names elements outside of its block is found later: the image
         then has no version until one arrives whole.
@@ -91,7 +92,7 @@ class Image:
         with _locked(self._file, fcntl.LOCK_EX), contextlib.ExitStack() as maps:
             payloads = [(offer, maps.enter_context(_mapped(path, offer))) for offer, path in offers]
             for offer, payload in payloads:
-                for piece in offer.pieces:
+                for piece in offer.pieces if verify else ():
                     if zlib.crc32(payload[piece.at : piece.at + piece.size]) != piece.crc32:
                         where = f"version {version} of {offer.owner}"
                         raise WeightFileError(f"A piece of {piece.block.tensor} in {where} has another checksum.")
@@ -169,7 +170,7 @@ class Image:
         one_row = rows == 1 or stride == cols
         gap = piece.encoding != "bitmap"
         width = elements(piece.block) if one_row else cols
-        if not compiled(_overwrite)(target, values, marks, gap, (elements(piece.block), width, stride)):
+        if not compiled(overwrite)(target, values, marks, gap, (elements(piece.block), width, stride)):
             raise WeightFileError(f"A piece of {piece.block.tensor} has values outside of its block.")
 
     def _note(self, state: _State) -> None:
@@ -245,33 +246,6 @@ def _parts(pages: memoryview) -> Iterator[memoryview]:
             yield part
 
 
-def _overwrite(target: Any, values: Any, marks: Any, gaps: bool, block: tuple[int, int, int]) -> bool:
-    """Put values where marks say, in one pass; False: one more or less, or outside.  ``block``: elements, columns,
-    elements from row to row."""
-    count, cols, stride = block
-    most = 255 if marks.itemsize == 1 else 65535
-    at, used, row, begin = 0, 0, 0, 0
-    for i in range(len(marks)):
-        mark = int(marks[i])
-        if gaps:
-            at += mark
-            bits = 0 if mark == most else 1
-        else:
-            at, bits = 8 * i, mark
-        while bits:
-            if bits & 1:
-                if at >= count or used == len(values):
-                    return False
-                while at >= begin + cols:
-                    begin += cols
-                    row += stride
-                target[row + at - begin] = values[used]
-                used += 1
-            at += 1
-            bits >>= 1
-    return used == len(values)
-
-
 def _state_path(image: Path) -> Path:
     return image.with_suffix(".state")
 
@@ -291,7 +265,8 @@ def _mapped(path: Path, offer: Offer) -> Iterator[memoryview]:
             if size != offer.size:
                 raise WeightFileError(f"{path}: it has {size:,} bytes, expected {offer.size:,}.")
             # An empty file cannot be mapped.  Arrays may still refer to the mapping, which ends with the last of them.
-            yield memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if size else b"")
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            yield memoryview(mmap.mmap(file.fileno(), 0, flags, mmap.PROT_READ) if size else b"")
     except OSError as error:
         raise WeightFileError(f"{path}: {error_text(error)}.") from error
 

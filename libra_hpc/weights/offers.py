@@ -9,56 +9,119 @@ An offer is a manifest and a payload file in the node's shared memory (`libra_hp
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from itertools import pairwise
+from mmap import mmap
 from pathlib import Path
 
 from .pieces import Offer, payload_path
 
+STRIPE_BYTES = 16 << 20
+"""Smallest stripe; below, a second stream gains nothing."""
+SPARE = "spare-{}.pieces"
 KEEP_VERSIONS = 2
 """Newest versions that stay whatever the cap: a node behind this one may have begun with either."""
 
 
-class HeldOffer:
-    """One offer; threads that pull it call `arrived`, threads that serve it `available`."""
+class PayloadFile:
+    """A file with all its pages; ``view`` are its bytes."""
 
-    def __init__(
-        self, offer: Offer, manifest: bytes, path: Path, *, start: int = 0, stripes: Sequence[int] = ()
-    ) -> None:
+    file = -1
+
+    def __init__(self, path: Path, size: int) -> None:
+        """Raises `OSError` where there is no room: that is the end of the process at a mapped page."""
+        self.path, self.size = path, size
+        path.unlink(missing_ok=True)
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            if size:
+                os.posix_fallocate(self.file, 0, size)
+            self.view = memoryview(mmap(self.file, size) if size else b"")
+        except OSError:
+            path.unlink()
+            raise
+
+    def __del__(self) -> None:
+        if self.file >= 0:
+            os.close(self.file)
+
+    def rename(self, path: Path) -> None:
+        self.path.replace(path)
+        self.path = path
+
+
+class Spares:
+    """Payload files of removed offers: their pages are used again.
+
+    A page of shared memory costs more to get and to give back than its bytes cost to receive.
+
+    - An offer was removed, and nobody reads it -> its file is a spare, under a name of its own.
+    - A payload of the same size arrives -> it goes into the spare.
+    - A payload of another size arrives, as when only changes follow -> the spares are freed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Those that an earlier process left are freed."""
+        self._folder = folder
+        self._spares: list[PayloadFile] = []
+        self._taking = threading.Lock()
+        for path in folder.glob(SPARE.format("*")):
+            path.unlink()
+
+    def payload(self, path: Path, size: int) -> PayloadFile:
+        """Room for a payload; raises `OSError`."""
+        with self._taking:
+            for spare in self._spares:
+                if spare.size == size:
+                    self._spares.remove(spare)
+                    spare.rename(path)
+                    return spare
+            while self._spares:
+                self._spares.pop().path.unlink(missing_ok=True)
+        return PayloadFile(path, size)
+
+    def retire(self, payload: PayloadFile) -> None:
+        """Its offer is removed, and others may still read it: it has another name until `keep`."""
+        with contextlib.suppress(FileNotFoundError):
+            payload.rename(self._folder / SPARE.format(payload.file))
+
+    def keep(self, payload: PayloadFile) -> None:
+        """Nobody reads it."""
+        self._spares.append(payload)
+
+
+class HeldOffer:
+    """One offer; threads that serve it call `available`."""
+
+    file, removed = -1, False
+
+    def __init__(self, offer: Offer, manifest: bytes, path: Path, *, start: int = 0) -> None:
         """``manifest``: of the offer, as it is served; ``path``: that of the manifest, or of the image.
 
-        ``start``: where the payload begins in its file.  ``stripes``: where each begins, for an offer that has yet to
-        arrive; none: it is whole.
+        ``start``: where the payload begins in its file.
         """
         self.offer, self.manifest, self.path = offer, manifest, path
         self.version, self.owner, self.size = offer.version, offer.owner, offer.size
         self.payload = path if start else payload_path(path)
         self.start = start
-        self.file = os.open(self.payload, os.O_RDWR)
-        self.removed = False
-        self._begins = list(stripes) or [0]
-        self._ends = [*self._begins[1:], offer.size]
-        self._have = list(self._begins) if stripes else [offer.size]
+        self.file = self._open()
+        self.stripes = [(0, offer.size)]
+        self._have = [offer.size]
         self._grown = threading.Condition()
 
     def __del__(self) -> None:
-        os.close(self.file)
+        if self.file >= 0:
+            os.close(self.file)
 
-    @property
-    def stripes(self) -> list[tuple[int, int]]:
-        return list(zip(self._begins, self._ends, strict=True))
+    def _open(self) -> int:
+        return os.open(self.payload, os.O_RDONLY)
 
     @property
     def received(self) -> int:
-        return sum(have - begin for have, begin in zip(self._have, self._begins, strict=True))
-
-    def arrived(self, stripe: int, end: int) -> None:
-        """Bytes of a stripe up to ``end`` are in the file."""
-        with self._grown:
-            self._have[stripe] = end
-            self._grown.notify_all()
+        return sum(have - begin for have, (begin, _) in zip(self._have, self.stripes, strict=True))
 
     def available(self, begin: int, end: int, wait_s: float = 0.0) -> int:
         """End of what is there of [begin, end) without a hole; waits until that is more than nothing."""
@@ -66,31 +129,60 @@ class HeldOffer:
             self._grown.wait_for(lambda: self._reach(begin, end) > begin or self.removed, wait_s)
             return self._reach(begin, end)
 
-    def wait_for(self, begin: int, end: int, given_up: Callable[[], bool]) -> bool:
-        """Wait until all of [begin, end) is there; False once ``given_up``."""
-        with self._grown:
-            while self._reach(begin, end) < end:
-                if given_up():
-                    return False
-                self._grown.wait(0.2)
-        return True
-
     def remove(self) -> None:
         """Its files go; what reads them now may end."""
         with self._grown:
             self.removed = True
             self._grown.notify_all()
-        self.payload.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
+        self._unlink()
+
+    def _unlink(self) -> None:
+        self.payload.unlink(missing_ok=True)
 
     def _reach(self, begin: int, end: int) -> int:
         at = begin
-        for first, last, have in zip(self._begins, self._ends, self._have, strict=True):
+        for (first, last), have in zip(self.stripes, self._have, strict=True):
             if first <= at < last:
                 at = max(at, min(have, end))
                 if at < last:
                     break
         return min(at, end)
+
+
+class ArrivingOffer(HeldOffer):
+    """One that comes from other nodes, into room that was made for it."""
+
+    def __init__(self, offer: Offer, manifest: bytes, path: Path, *, spares: Spares, stripes: int) -> None:
+        """``stripes``: most.  Raises `OSError` where there is no room."""
+        self._spares = spares
+        self._room = spares.payload(payload_path(path), offer.size)
+        super().__init__(offer, manifest, path)
+        count = max(1, min(stripes, offer.size // STRIPE_BYTES))
+        cuts = [offer.size * number // count for number in range(count + 1)]
+        self.stripes = list(pairwise(cuts))
+        self._have = cuts[:-1]
+
+    def __del__(self) -> None:
+        if self.removed:
+            self._spares.keep(self._room)
+
+    def _open(self) -> int:
+        return self._room.file
+
+    def _unlink(self) -> None:
+        self._spares.retire(self._room)
+
+    @property
+    def view(self) -> memoryview:
+        """Its payload."""
+        return self._room.view
+
+    def arrived(self, stripe: int, end: int) -> None:
+        """Bytes of a stripe up to ``end`` are in the file."""
+        with self._grown:
+            self._have[stripe] = end
+            self._grown.notify_all()
 
 
 class OfferStore:

@@ -78,13 +78,16 @@ class CarrierServer:
                 limit_pauses(stream, UNREAD_S, UNREAD_S)
                 admit(stream, self._secret)
                 while True:
-                    self._answer(stream, read_fetch(stream))
+                    # On one machine the bytes that were sent last are the file's own pages, so the offer is held until
+                    # the caller asks again or leaves.
+                    fetch = read_fetch(stream)
+                    sent = self._answer(stream, fetch)  # noqa: F841
             except WireError as error:
                 log.warning("the connection from %s was closed: %s", address, error)
             except OSError:
                 pass  # the caller left, or does not read
 
-    def _answer(self, stream: socket.socket, fetch: Fetch) -> None:
+    def _answer(self, stream: socket.socket, fetch: Fetch) -> HeldOffer | None:
         try:
             with self._found(stream, fetch) as offer:
                 if fetch.end < 0:
@@ -94,9 +97,11 @@ class CarrierServer:
                     self._send_range(stream, offer, fetch.begin, fetch.end)
                 else:
                     raise WireError(f"bytes {fetch.begin} to {fetch.end} of an offer of {offer.size}")
+                return offer
         except Absent as absent:
             reason = str(absent).encode()
             stream.sendall(HEADER.pack(ABSENT, len(reason)) + reason)
+            return None
 
     @contextlib.contextmanager
     def _found(self, stream: socket.socket, fetch: Fetch) -> Iterator[HeldOffer]:

@@ -7,7 +7,7 @@ server answers with frames of `HEADER` and bytes:
 - WAITING: it has no more yet, and lives; ABSENT: it does not have the offer, and why.
 
 A server sends what has arrived so far (cut-through). A broken connection is noticed at once, a stopped peer after
-`SILENT_S`: an answer has no longer pauses.
+`SILENT_S`: an answer has no longer pauses. `Caller` is this end's interface; another carrier may have its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import hmac
 import secrets
 import socket
 import struct
-from collections.abc import Iterator
+import time
+import zlib
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -38,14 +40,22 @@ SILENT_S = 1.5
 """Longest pause within an answer. Half: a busy node counts as stopped; double: a stopped one costs 3 s."""
 WAITING_S = 0.3
 """Between two signs of life of a server that has no more bytes yet."""
+IDLE_S = 10.0
+"""For a live node to bring another byte; it may itself be looking for another node."""
 CONNECT_S = 1.5
 """For one address to answer; within a cluster it takes a millisecond."""
 FRAME_BYTES = 4 << 20
 """Most bytes of a frame: a millisecond of a fast network, and 80 ms of a slow one between two looks at the rest."""
+READ_BYTES = 1 << 20
+"""Received at a time: what is done with them next finds them in the processor's cache."""
 
 
 class WireError(Exception):
     """The other end is not a carrier of this run, or does not keep to the protocol."""
+
+
+class DamagedError(WireError):
+    """What came is not what was sent."""
 
 
 class Absent(Exception):
@@ -59,6 +69,52 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
     owner: str
     begin: int = 0
     end: int = -1
+
+
+class Caller:
+    """Asks other carriers, with a connection for every request."""
+
+    def __init__(self, rank: int, secret: bytes) -> None:
+        self._rank, self._secret = rank, secret
+
+    def manifest(self, peer: Peer, fetch: Fetch) -> bytes:
+        """Raises `OSError`, `WireError`, also for bytes that were changed on the way, and `Absent`."""
+        asked = time.monotonic()
+        with call(peer, self._rank, self._secret) as stream:
+            send_fetch(stream, fetch)
+            for kind, length in frames(stream):
+                if kind == MANIFEST:
+                    data = read(stream, length)
+                    if CRC32.pack(zlib.crc32(data[CRC32.size :])) != data[: CRC32.size]:
+                        raise DamagedError("The manifest has another checksum.")
+                    return data[CRC32.size :]
+                if kind == DATA:
+                    raise WireError("bytes came for a manifest")
+                _end_idle(asked)
+        raise ConnectionError("the connection was closed")
+
+    def receive(self, peer: Peer, fetch: Fetch, payload: memoryview, arrived: Callable[[int], None]) -> None:
+        """The range of ``fetch`` into its place in ``payload``; ``arrived`` gets the end of what has come so far.
+
+        Raises as `manifest` does; what has come stays.
+        """
+        at, came = fetch.begin, time.monotonic()
+        with call(peer, self._rank, self._secret) as stream:
+            send_fetch(stream, fetch)
+            for kind, length in frames(stream):
+                if kind == MANIFEST or at + length > fetch.end:
+                    raise WireError("more came than was asked for")
+                if kind == WAITING:
+                    _end_idle(came)
+                    continue
+                end = at + length
+                while at < end:
+                    last = min(at + READ_BYTES, end)
+                    read_into(stream, payload[at:last])
+                    arrived(at := last)
+                came = time.monotonic()
+                if at == fetch.end:
+                    return
 
 
 def read(stream: socket.socket, count: int) -> bytes:
@@ -147,6 +203,11 @@ def frames(stream: socket.socket) -> Iterator[tuple[int, int]]:
         if kind not in (MANIFEST, DATA, WAITING) or length > (MOST_MANIFEST if kind == MANIFEST else FRAME_BYTES):
             raise WireError(f"a frame of kind {kind} and {length} bytes")
         yield kind, length
+
+
+def _end_idle(came: float) -> None:
+    if time.monotonic() - came > IDLE_S:
+        raise TimeoutError(f"nothing came for {IDLE_S:.0f} s")
 
 
 def _proof(secret: bytes, side: bytes, nonce: bytes, rank: int) -> bytes:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from libra_hpc.protocol.carriers import (
+    Engines,
     ImageHere,
     NotStored,
     Peer,
@@ -27,9 +28,9 @@ from libra_hpc.protocol.carriers import (
     VersionHere,
 )
 from libra_hpc.weights.image import IMAGE_FILE
+from libra_hpc.weights.offers import SPARE
 from libra_hpc.weights.pieces import Encoded, TensorBlock, elements, offer_path, payload_path, write_offer
-from libra_hpc.weights.pull import IDLE_S
-from libra_hpc.weights.wire import WireError, call
+from libra_hpc.weights.wire import IDLE_S, WireError, call
 from tests.weights.nodes import CarrierNode, FaultyLink, bits, node_folders
 
 ROWS, COLUMNS = 1024, 2048
@@ -105,9 +106,13 @@ def chain() -> Iterator[Chain]:
         yield Chain(stack, folder, 3)
 
 
-def passed(link: FaultyLink, count: int) -> None:
-    while link.passed < count:
+def wait_until(true: Callable[[], bool]) -> None:
+    while not true():
         time.sleep(0.01)
+
+
+def passed(link: FaultyLink, count: int) -> None:
+    wait_until(lambda: link.passed >= count)
 
 
 def here(version: int) -> Callable[[Any], bool]:
@@ -133,6 +138,25 @@ def test_versions_reach_every_node_whole_and_in_order(chain: Chain) -> None:
         node.wait(ImageHere, here(4))
         assert [message.version for message in node.all(VersionHere)] == [0, 1, 2, 3, 4]
         assert [message.version for message in node.all(ImageHere)] == [0, 1, 2, 3, 4]
+
+
+def test_whole_versions_arrive_in_the_pages_of_removed_ones_and_changes_free_them(chain: Chain) -> None:
+    def spares() -> int:
+        return len(list(chain.nodes[2].folder.glob(SPARE.format("*"))))
+
+    for version in range(6):
+        chain.write(version, -1)
+        for node in chain.nodes:
+            node.wait(ImageHere, here(version))
+            node.send(Engines(version))
+    assert chain.payload(2, 5) == chain.payload(0, 5)
+    wait_until(lambda: spares() > 0)
+    for version in (6, 7, 8):
+        chain.write(version, version - 1)
+        for node in chain.nodes:
+            node.wait(ImageHere, here(version))
+            node.send(Engines(version))
+    assert spares() == 0
 
 
 def test_a_node_sends_on_what_it_has_so_far(chain: Chain) -> None:

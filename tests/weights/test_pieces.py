@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from libra_hpc.weights.checksum import joined_crc32
 from libra_hpc.weights.pieces import (
     GAPS,
     WHOLE,
@@ -188,3 +190,10 @@ def test_a_full_file_system_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         write_offer(tmp_path, 7, 6, "t0.1", fails())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_checksum_of_parts_is_that_of_the_whole() -> None:
+    data = np.random.default_rng(0).bytes(5000)
+    for cut in (0, 1, 8, 4096, 5000):
+        first, second = data[:cut], data[cut:]
+        assert joined_crc32(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(data)

@@ -1,0 +1,200 @@
+"""Receives the payload of one offer in stripes side by side, and sums every byte once, as it comes.
+
+- Bytes came -> they are served on at once, and count towards the checksum of their piece.
+- A connection failed -> the rest comes from the node before that one in the chain, at the end from the owner. A node
+  that was given up is asked last for `AVOID_S`.
+- A piece is whole, and its checksum is wrong -> `PieceRefused`, and it comes again from its owner alone.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+from libra_hpc.errors import error_text
+from libra_hpc.protocol.carriers import Peer, PieceRefused, Publish
+
+from .checksum import joined_crc32
+from .offers import ArrivingOffer
+from .pieces import WeightPiece
+from .server import IMAGE
+from .wire import Absent, Caller, Fetch, WireError
+
+AVOID_S = 30.0
+"""For which a node that was given up is asked last. Half: a hung node costs every other version a pause."""
+REFUSALS = 2
+"""Checksums of a piece that may be wrong: on the way, and at its owner; then the whole image is taken."""
+
+Came = Callable[[int, int], None]
+Parts = dict[int, tuple[int, int]]
+"""By their end in the payload: begin and checksum."""
+
+
+class PassedOver(Exception):
+    """The version will not be finished; another one replaces it."""
+
+
+class KnownNodes:
+    """What all routes know of nodes, by rank."""
+
+    def __init__(self) -> None:
+        self.avoided: dict[int, float] = {}
+        """Until when they are asked last."""
+        self.newest: dict[int, Peer] = {}
+        """Where their carriers are; one that ended has another port when it is there again."""
+
+    def published(self, chain: Sequence[Peer]) -> None:
+        for peer in chain:
+            if self.newest.get(peer.rank) != peer:
+                self.newest[peer.rank] = peer
+                self.avoided.pop(peer.rank, None)
+
+
+class Route:
+    """Whom to ask for an offer, nearest first."""
+
+    def __init__(self, peers: Sequence[Peer], known: KnownNodes, exhausted: Callable[[Route], None]) -> None:
+        """``exhausted`` is called when all were asked in vain since the last byte; it may raise `PassedOver`."""
+        self._known, self._exhausted = known, exhausted
+        now = time.monotonic()
+        self._peers = sorted(peers, key=lambda peer: known.avoided.get(peer.rank, 0.0) > now)
+        self._at = self._absent = 0
+        self.failures = 0
+        """Since the last byte."""
+        self.reason = "no node has it"
+
+    @property
+    def peer(self) -> Peer:
+        peer = self._peers[self._at % len(self._peers)]
+        return self._known.newest.get(peer.rank, peer)
+
+    @property
+    def nowhere(self) -> bool:
+        """Whether no node will ever have it."""
+        return self._absent >= len(self._peers)
+
+    def came(self) -> None:
+        """A byte came."""
+        self.failures = self._absent = 0
+
+    def failed(self, error: Exception) -> None:
+        self.reason = f"rank {self.peer.rank}: {error_text(error) or type(error).__name__}"
+        if isinstance(error, Absent):
+            self._absent += 1
+        else:
+            self._absent = 0
+            self._known.avoided[self.peer.rank] = time.monotonic() + AVOID_S
+        self._at += 1
+        self.failures += 1
+        if self.failures % len(self._peers) == 0:
+            self._exhausted(self)
+
+
+class OfferReceiver:
+    def __init__(
+        self, caller: Caller, offer: ArrivingOffer, route: Callable[[bool], Route], report: Callable[[Any], None]
+    ) -> None:
+        """``route`` makes the way to the offer, or to its owner alone."""
+        self._caller, self._offer, self._route, self._report = caller, offer, route, report
+        self._begins = [piece.at for piece in offer.offer.pieces]
+        self._parts: defaultdict[int, Parts] = defaultdict(dict)
+        self._summing = threading.Lock()
+        self._stop = threading.Event()
+
+    def run(self, threads: Executor) -> None:
+        """Raises `PassedOver`."""
+        stripes = [threads.submit(self._stripe, number) for number in range(len(self._offer.stripes))]
+        failure = None
+        for stripe in stripes:
+            try:
+                stripe.result()
+            except BaseException as error:
+                self._stop.set()
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _stripe(self, number: int) -> None:
+        def came(begin: int, end: int) -> None:
+            self._offer.arrived(number, end)
+            self._sum(begin, end)
+
+        self._receive(*self._offer.stripes[number], self._route(False), came)
+
+    def _receive(self, begin: int, end: int, route: Route, came: Came) -> None:
+        """[begin, end) of the payload, from whoever has it."""
+        at, offer = begin, self._offer
+
+        def arrived(to: int) -> None:
+            nonlocal at
+            first, at = at, to
+            route.came()
+            came(first, to)
+
+        while at < end:
+            if self._stop.is_set():
+                raise PassedOver
+            try:
+                self._caller.receive(route.peer, Fetch(offer.version, offer.owner, at, end), offer.view, arrived)
+            except (OSError, WireError, Absent) as error:
+                if offer.owner == IMAGE and isinstance(error, Absent):
+                    raise PassedOver from error  # the image has a newer version
+                route.failed(error)
+
+    def _sum(self, begin: int, end: int) -> None:
+        pieces = self._offer.offer.pieces
+        for number in range(max(0, bisect.bisect_right(self._begins, begin) - 1), len(pieces)):
+            piece = pieces[number]
+            first, last = max(begin, piece.at), min(end, piece.at + piece.size)
+            if piece.at >= end:
+                return
+            if first < last and self._joined(number, first, last) not in (None, piece.crc32):
+                self._again(piece)
+
+    def _joined(self, number: int, first: int, last: int) -> int | None:
+        """The checksum of a piece once all of its parts have come; None before."""
+        piece, parts = self._offer.offer.pieces[number], self._parts[number]
+        # A part goes on with the one before it; a cut between stripes may leave some for the end.
+        begin, crc = parts.pop(first, (first, 0))
+        crc = zlib.crc32(self._offer.view[first:last], crc)
+        with self._summing:
+            parts[last] = begin, crc
+            if sum(end - begin for end, (begin, _) in parts.items()) < piece.size:
+                return None
+            del self._parts[number]
+        crc = 0
+        for end, (begin, own) in sorted(parts.items()):
+            crc = joined_crc32(crc, own, end - begin)
+        return crc
+
+    def _again(self, piece: WeightPiece) -> None:
+        offer, end = self._offer, piece.at + piece.size
+        for refusals in range(1, REFUSALS + 1):
+            reason = f"{piece.block.tensor} has another checksum"
+            self._report(PieceRefused(offer.version, offer.owner, reason))
+            if refusals == REFUSALS or offer.owner == IMAGE:
+                raise PassedOver
+            self._receive(piece.at, end, self._route(True), lambda begin, end: None)
+            if zlib.crc32(offer.view[piece.at : end]) == piece.crc32:
+                return
+
+
+def nodes_before(message: Publish, rank: int) -> list[Peer]:
+    """Those that get every version before ``rank``, nearest first."""
+    ranks = [peer.rank for peer in message.chain]
+    place = ranks.index(rank) if rank in ranks else len(ranks)
+    return list(reversed(message.chain[:place]))
+
+
+def nodes_with(message: Publish, owner_rank: int, rank: int) -> list[Peer]:
+    """Whom ``rank`` asks for an offer of ``owner_rank``, nearest first; nobody for its own."""
+    if owner_rank == rank:
+        return []
+    before = nodes_before(message, rank)
+    return [*before, *(peer for peer in message.chain if peer.rank == owner_rank and peer not in before)]
