@@ -7,8 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from libra_hpc.weights.delta import dense, encoding_for, set_bits, sparse
-from libra_hpc.weights.pieces import Encoded, TensorBlock, elements, offer_path, payload_path, piece_values, write_offer
+from libra_hpc.weights.delta import bits_of, dense, encoding_for, marked, sparse
+from libra_hpc.weights.pieces import (
+    GAPS,
+    Encoded,
+    Encoding,
+    TensorBlock,
+    elements,
+    gaps,
+    offer_path,
+    payload_path,
+    piece_values,
+    write_offer,
+)
 
 BLOCK = TensorBlock("a", 64, 400, 150, 170)
 COUNT = elements(BLOCK)
@@ -50,8 +61,20 @@ def test_a_piece_has_the_smallest_encoding(share: float, encoding: str, relative
     assert (index == (np.arange(COUNT) if found is None else found)).all()
 
 
-def test_bits_that_are_set() -> None:
-    for count in (1, 7, 8, 9, 1000):
-        for share in (0.0, 0.03, 0.5, 1.0):
-            mask = np.random.default_rng(count).random(count) < share
-            assert (set_bits(np.packbits(mask, bitorder="little")) == np.flatnonzero(mask)).all()
+@pytest.mark.parametrize("encoding", ["gap8", "gap16", "bitmap"])
+def test_marked_elements_of_any_part_are_those_at_their_positions(encoding: Encoding) -> None:
+    drawn = np.random.default_rng(2)
+    values = drawn.integers(-(2**15), 2**15, 300_000).astype(np.int16)
+    for count, begin, share in ((1, 3, 1.0), (7, 0, 0.5), (1000, 5, 0.03), (8192, 16, 0.3), (290_000, 9, 0.00001)):
+        mask = drawn.random(len(values)) < share
+        mask[begin] = True
+        bits = bits_of(np.packbits(mask, bitorder="little"), begin, count)
+        block, own = TensorBlock("a", begin, 1, count, count), values[begin : begin + count]
+        index = np.flatnonzero(mask[begin : begin + count])
+        bitmap = np.packbits(mask[begin : begin + count], bitorder="little")
+        where = gaps(index, GAPS[encoding]) if encoding in GAPS else bitmap
+        for given in (own, own[index]):
+            found = marked(block, "BF16", encoding, bits, given)
+            assert found.changed == len(index)
+            for part, expected in zip(found.data, (own[index], where), strict=True):
+                np.testing.assert_array_equal(part, expected)

@@ -145,7 +145,7 @@ def test_any_piece_overwrites_its_elements_alone_and_a_forged_one_leaves_no_vers
         expected[block.offset + index // cols * 300 + index % cols] = values
         np.testing.assert_array_equal(np.frombuffer(image.path.read_bytes()[image.start :], np.int16), expected)
     # Its sizes and its checksum are right, and its second value would lie behind the block.
-    beyond = sparse(TensorBlock("a.weight", 0, 2, 2, 300), "BF16", "gap8", np.array([3, 4]), np.ones(2, np.int16))
+    beyond = Encoded(TensorBlock("a.weight", 0, 2, 2, 300), "BF16", "gap8", 2, (np.ones(2, np.int16), np.uint8([3, 0])))
     with pytest.raises(WeightFileError, match="outside of its block"):
         image.apply(version + 1, [offer(tmp_path, version + 1, version, "t0.0", [beyond])])
     with pytest.raises(WeightFileError, match="no whole version"), reading(image.path):

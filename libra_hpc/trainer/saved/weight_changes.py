@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from libra_hpc.weights.delta import Index, set_bits
+from libra_hpc.weights.delta import Bits
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Elements at a time, a multiple of 8: on a CPU old and new weights stay in its cache."""
@@ -50,16 +50,16 @@ class ShardWeights:
     def clear(self) -> None:
         self._bits.zero_()
 
-    def changed(self) -> tuple[Index, np.ndarray[Any, Any]]:
-        """Positions within the shard and the bits of their values."""
+    def changed(self) -> tuple[Bits, np.ndarray[Any, Any]]:
+        """One bit an element, lowest first; bits of the values of all elements, or of the changed ones alone."""
         values = self.weights.view(torch.int16)
-        if self._bits.device.type == "cpu":
-            index = set_bits(self._bits.numpy())
-            return index, values.numpy()[index]
+        bits = self._bits.cpu().numpy()
+        if values.device.type == "cpu":
+            return bits, values.numpy()
         # Packed bits beyond the shard's end are 0.
-        places = torch.arange(8, dtype=torch.uint8, device=self._bits.device)
+        places = torch.arange(8, dtype=torch.uint8, device=values.device)
         found = ((self._bits[:, None] >> places) & 1).view(-1).nonzero().view(-1)
-        return found.int().cpu().numpy(), values[found].cpu().numpy()
+        return bits, values[found].cpu().numpy()
 
 
 def _differing(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:

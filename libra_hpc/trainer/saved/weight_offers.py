@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.blocks import Slice, own_slices, trainer_fault, within
-from libra_hpc.weights.delta import dense, encoding_for, sparse
+from libra_hpc.weights.delta import bits_of, count_set, dense, encoding_for, marked
 from libra_hpc.weights.pieces import WHOLE, Encoded, Offer, elements, write_offer
 from libra_hpc.weights.safetensors_writer import TYPES
 
@@ -56,16 +55,17 @@ class WeightOffers:
     def _changed(self) -> Iterator[Encoded]:
         for name, own in self._plan.items():
             weights = self._weights(name)
-            index, values = self._state.changes.shards[name].changed()
-            ends = np.searchsorted(index, [one.offset + elements(one.block) for one in own])
+            bits, values = self._state.changes.shards[name].changed()
             begin = 0
-            for one, end in zip(own, ends, strict=True):
-                encoding = encoding_for(end - begin, elements(one.block))
-                if encoding == "dense":
+            for one in own:
+                count = elements(one.block)
+                own_bits = bits_of(bits, one.offset, count)
+                end = begin + count_set(own_bits)
+                if (encoding := encoding_for(end - begin, count)) == "dense":
                     yield _dense(one, weights)
                 elif end > begin:
-                    places = index[begin:end] - np.int32(one.offset)
-                    yield sparse(one.block, TYPES[weights.dtype], encoding, places, values[begin:end])
+                    first, last = (one.offset, one.offset + count) if len(values) == len(weights) else (begin, end)
+                    yield marked(one.block, TYPES[weights.dtype], encoding, own_bits, values[first:last])
                 begin = end
 
     def _weights(self, name: str) -> torch.Tensor:
