@@ -177,7 +177,8 @@ class Carrier:
                 case Engines(version=version):
                     self._engines = version
                     self._prune()
-                case SavePolicy() as order:
+                case SavePolicy(version=version) as order:
+                    self._puller.wanted = version
                     self._whole.put(order)
 
     def _adopt(self, folder: Path) -> None:

@@ -63,6 +63,8 @@ class Puller:
         self._threads = ThreadPoolExecutor(thread_name_prefix="pull", max_workers=MOST_THREADS)
         self.have = -1
         """The newest version that is whole on this node."""
+        self.wanted = -1
+        """This version gives way to none; -1: no such version."""
 
     def publish(self, message: Publish) -> None:
         self._store.expect(message.version)
@@ -80,8 +82,11 @@ class Puller:
                 self._obtain(message)
 
     def _next(self) -> Publish:
-        """The oldest version that is needed, for the newest or for those that change it."""
-        for place in reversed(range(1, len(self._queue))):
+        """The oldest version that is needed: for the newest, for those that change it, or as the one that is wanted."""
+        places = range(1, len(self._queue))
+        if wanted := [place for place, message in enumerate(self._queue) if message.version == self.wanted]:
+            places = range(1, wanted[0] + 1)
+        for place in reversed(places):
             if self._queue[place].base <= self.have:
                 for _ in range(place):
                     self._queue.popleft()

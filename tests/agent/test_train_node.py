@@ -22,7 +22,18 @@ from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.process.child import Child
 from libra_hpc.protocol.agents import Fatal, FromReplica, Log, SnapshotChunk, SnapshotStored, WeightsOffered, Welcome
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.trainer import Join, Joined, OfferFailed, OfferWeights, TakeSnapshot, WorkerHeartbeat
+from libra_hpc.protocol.trainer import (
+    Join,
+    Joined,
+    OfferFailed,
+    OfferWeights,
+    SaveCheckpoint,
+    Saved,
+    SaveFailed,
+    SaveStarted,
+    TakeSnapshot,
+    WorkerHeartbeat,
+)
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.store import states
 from libra_hpc.trainer.settings import WorkerConfig, read_config
@@ -364,3 +375,37 @@ def test_a_hybrid_node_joins_from_the_weights_that_it_has_for_rollout(here: Path
     received = [joined.received_bytes for joined in scene.answers(Joined)]
     assert received[0] == pytest.approx(2 * 8.19e9, rel=0.01), "half of the weights by each process"
     assert received[1] == 0
+
+
+def test_a_checkpoint_is_answered_once_by_processes_and_carrier_together(here: Path) -> None:
+    scene = Scene(here)
+    first, second, third = (str(here / name) for name in ("first", "second", "third"))
+
+    async def script() -> None:
+        await scene.ready()
+        scene.node.on_message(SaveCheckpoint(first, 0))
+        await scene.until(lambda: scene.answers(SaveStarted))
+        await asyncio.sleep(0.1)
+        assert not scene.answers(Saved), "its image has no version yet"
+        scene.weights.write(0, lambda: None)
+        await scene.until(lambda: scene.answers(Saved))
+        # The processes refuse, and the carrier would wait for that step.
+        scene.node.on_message(SaveCheckpoint(second, 5))
+        await scene.until(lambda: scene.answers(SaveFailed))
+        scene.weights.write(1, lambda: None)
+        scene.node.on_message(SaveCheckpoint(third, 0))
+        await scene.until(lambda: len(scene.answers(SaveStarted)) == 3)
+        scene.weights.drop_policy()
+        await scene.until(lambda: len(scene.answers(SaveFailed)) == 2)
+
+    scene.play(script)
+    (saved,) = scene.answers(Saved)
+    assert saved.files.keys() == {"policy/model.safetensors", "trainer.json"}
+    folders.publish(Path(first), here / "step-000000", saved.files)
+    assert folders.verify(here / "step-000000") == ""
+    reasons = [(failed.folder, failed.reason) for failed in scene.answers(SaveFailed)]
+    assert reasons == [
+        (second, "this replica is at step 0, it cannot save step 5"),
+        (third, "it is not needed any more"),
+    ]
+    assert not (Path(second) / "policy").exists()

@@ -46,7 +46,9 @@ class WrittenImage:
         self._pin()
 
     def drop_policy(self) -> None:
-        self._wanted = None
+        if self._wanted is not None:
+            (order, answer), self._wanted = self._wanted, None
+            answer(PolicySaved(order.path, reason="it is not needed any more"))
 
     def _pin(self) -> None:
         if self._wanted is None or self._wanted[0].version != self.version:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from libra_hpc.protocol.agents import Committed, Fatal, StepReport, ToReplica, TrainingDone
-from libra_hpc.protocol.trainer import OfferFailed, SaveCheckpoint, Saved, TakeSnapshot
+from libra_hpc.protocol.trainer import OfferFailed, OfferWeights, SaveCheckpoint, Saved, TakeSnapshot
 from libra_hpc.train_leader import saves
 from libra_hpc.train_leader import train_leader as leader
 from tests.train_leader.world import World, batch, until
@@ -134,6 +134,24 @@ async def test_a_core_that_dies_while_it_writes_a_checkpoint_leaves_none_and_sav
     assert world.tried == [2, 3]
     assert world.saved == [(3, 6, [])]
     assert world.discarded == ["step-000002.rendezvous.1.partial"]
+
+
+async def test_weights_that_had_no_room_are_offered_again_while_the_last_checkpoint_waits_for_them() -> None:
+    world = World(steps=1).start(1)
+    replica = world.replicas[1]
+    replica.slow = True
+    await until(lambda: world.asked(OfferWeights))
+    replica.bad_offers = 1
+    world.leader.on_batch(batch(1))
+    await until(lambda: world.tried == [1] and world.logs("offer_failed"))
+    world.now = 10.0
+    world.leader.on_recorded(0)
+    world.leader.on_stop("SIGTERM")
+    await until(lambda: [order.version for _, order in world.asked(OfferWeights)] == [0, 1, 1])
+    assert not world.saved
+    replica.saved()
+    await world.finish()
+    assert [step for step, *_ in world.saved] == [1]
 
 
 async def test_a_run_that_stops_where_it_started_keeps_its_checkpoint() -> None:

@@ -91,6 +91,10 @@ class Chain:
         if folder is None:
             self.publish(version, base)
 
+    def keep_all(self) -> None:
+        """The owner removes no version: an engine of its node needs all."""
+        self.nodes[0].send(Engines(-1))
+
     def publish(self, version: int, base: int, *ranks: int) -> None:
         for node in self.nodes:
             if not ranks or node.rank in ranks:
@@ -348,6 +352,7 @@ def test_a_checkpoint_gets_the_weights_of_its_version_while_newer_ones_pass(chai
     node, expected = chain.nodes[1], tmp_path / "expected.safetensors"
     chain.link(1, 0, bytes_per_s=16e6)
     path = tmp_path / "step-000002" / "policy" / "model.safetensors"
+    chain.keep_all()
     node.send(SavePolicy(2, str(path)))
     for version in range(6):
         chain.write(version, version - 1)
@@ -366,6 +371,20 @@ def test_a_checkpoint_gets_the_weights_of_its_version_while_newer_ones_pass(chai
     assert data != (node.folder / IMAGE_FILE).read_bytes()
     assert (saved.path, saved.size, saved.crc32, saved.reason) == (str(path), len(data), zlib.crc32(data), "")
     assert [message.version for message in node.all(ImageHere)] == list(range(6))
+
+
+def test_the_version_of_a_checkpoint_does_not_give_way_to_newer_ones(chain: Chain, tmp_path: Path) -> None:
+    node = chain.nodes[1]
+    link = chain.link(1, 0, bytes_per_s=16e6)
+    chain.write(0, -1)
+    passed(link, 1_000_000)
+    chain.keep_all()
+    node.send(SavePolicy(2, str(tmp_path / "model.safetensors")))
+    for version in range(1, 5):
+        chain.write(version, -1)
+    node.wait(ImageHere, here(4))
+    assert node.wait(PolicySaved).reason == ""
+    assert [message.version for message in node.all(ImageHere)] == [0, 2, 4]
 
 
 def test_a_version_that_has_passed_and_one_that_is_not_needed_any_more_are_answered(
