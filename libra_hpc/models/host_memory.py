@@ -1,7 +1,8 @@
 """Host memory of one node, term by term, in bytes; files in /dev/shm count as memory of the job.
 
-- Weight image of a node, in /dev/shm; weight offers, also there: those kept for nodes behind this one, and one that
-  arrives. Offers are as large as what changed, and as the image where whole tensors are sent.
+- Weight image of a node, in /dev/shm; on core nodes also its copy, from which a checkpoint's policy is written.
+- Weight offers, also there: those kept for nodes behind this one, and one that arrives. They are as large as what
+  changed, and as the image where whole tensors are sent.
 - Weight staging: pinned memory from which every engine of a node copies a version to its GPUs, all parameters at once.
 - Snapshots: the optimizer's state of a core node in /dev/shm, and the next one while it is written; with several core
   nodes the same of the node before it. None of the four can go earlier: a node may die before the last copy of the
@@ -121,7 +122,7 @@ def node_memory(shape: ModelShape, work: NodeWork) -> NodeMemory:
     """Memory of a node with this work."""
     kept = KEPT_WHOLE if shape.dtype_bytes == MASTER_BYTES else KEPT_OFFERS
     return NodeMemory(
-        weight_image=float(shape.weight_bytes),
+        weight_image=float((1 + bool(work.core_nodes)) * shape.weight_bytes),
         weight_offers=float((kept + 1) * shape.weight_bytes),
         weight_staging=float(work.engines * shape.weight_bytes) if work.rolls else 0.0,
         snapshots=snapshot_bytes(shape, work.core_nodes) if work.snapshots else 0.0,

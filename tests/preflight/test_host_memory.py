@@ -42,7 +42,7 @@ def test_a_node_has_the_files_that_the_runtime_keeps() -> None:
     assert trains.snapshots == 24 * MODEL.params
     core = node_memory(MODEL, NodeWork(snapshots=True, core_nodes=4))
     assert core.snapshots == 12 * MODEL.params, "with the copies of another node's part"
-    assert (core.weight_image, core.weight_offers) == (2 * MODEL.params, 4 * MODEL.params), "kept, and one that arrives"
+    assert (core.weight_image, core.weight_offers) == (4 * MODEL.params, 4 * MODEL.params), "each twice"
     assert core.weight_staging == 0.0, "it has no engines"
     whole = node_memory(msgspec.structs.replace(MODEL, dtype_bytes=4), NodeWork())
     assert whole.weight_offers == 3 * 4 * MODEL.params, "two versions are kept, and none has only what changed"
@@ -73,12 +73,12 @@ def test_core_nodes_keep_snapshots() -> None:
 
 def test_too_little_memory_is_refused_with_the_largest_term_and_a_way_out() -> None:
     sentence = (
-        r"components.train.mem = '380G': a train node needs 624 GB of host memory \(snapshots 354\) and has 408 GB;"
-        r" valid: at least 582G; train.snapshot_every = 0 takes the snapshots away\.$"
+        r"components.train.mem = '380G': a train node needs 654 GB of host memory \(snapshots 354\) and has 408 GB;"
+        r" valid: at least 609G; train.snapshot_every = 0 takes the snapshots away\.$"
     )
     with pytest.raises(UserError, match=sentence):
         checked(None, components=nodes("380G"))
-    with pytest.raises(UserError, match=r"at least 582G; train.snapshot_every = 0 takes the snapshots away\.$"):
+    with pytest.raises(UserError, match=r"at least 609G; train.snapshot_every = 0 takes the snapshots away\.$"):
         checked(500.0, components=nodes())
     assert checked(2000.0, components=nodes("720G")) == []
     assert checked(2000.0, components=nodes()) == []
@@ -98,11 +98,11 @@ def test_caches_in_host_memory_and_limits_of_tools_count_on_rollout_nodes() -> N
 def test_half_of_the_nodes_memory_is_assumed_for_shared_memory() -> None:
     (line,) = checked(880.0, components=nodes())
     assert line == (
-        "snapshots do not fit: a train node needs 443 GB (snapshots 354) of /dev/shm, which has 440 GB, by"
+        "snapshots do not fit: a train node needs 473 GB (snapshots 354) of /dev/shm, which has 440 GB, by"
         " compute.shm_share; without snapshots: train.snapshot_every = 0"
     )
     sentence = (
-        "compute.shm_share = 0.1: image and offers of weights of a train node take 89 GB of /dev/shm, which has 80 GB;"
+        "compute.shm_share = 0.1: image and offers of weights of a train node take 118 GB of /dev/shm, which has 80 GB;"
         " valid: the share of a node's memory that /dev/shm really has."
     )
     with pytest.raises(UserError, match=f"^{sentence}$"):
@@ -114,7 +114,7 @@ def test_half_of_the_nodes_memory_is_assumed_for_shared_memory() -> None:
 def test_an_unknown_size_is_a_warning_with_what_is_needed() -> None:
     (line,) = checked(None, components=nodes())
     assert line == (
-        "the size of the nodes is not known, so host memory was not checked: a train node needs 624 GB, 443 GB of"
+        "the size of the nodes is not known, so host memory was not checked: a train node needs 654 GB, 473 GB of"
         " it in /dev/shm (snapshots 354)"
     )
 
@@ -128,7 +128,7 @@ def test_all_parts_of_one_node_are_added(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("os.sysconf", lambda name: 2**30 if name == "SC_PHYS_PAGES" else 4096)
     local = {"slurm": {"device": "cuda", "executor": "local"}, "train": {"snapshot_every": 0}}
     with pytest.raises(
-        UserError, match=r"image and offers of weights of this machine take 177 GB of /dev/shm, which has 64 GB"
+        UserError, match=r"image and offers of weights of this machine take 207 GB of /dev/shm, which has 64 GB"
     ):
         check_hosts(host_needs(configured(components=nodes(hybrid=0), **local), MODEL))
 
