@@ -335,6 +335,8 @@ class Agent:
     def _on_image(self) -> None:
         if self.rollout_node is not None:
             self.rollout_node.on_image()
+        if self.train_node is not None:
+            self.train_node.on_image()
 
     def _on_defect(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """End the run for an exception that no task waits for; its traceback is in this agent's log."""

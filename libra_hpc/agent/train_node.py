@@ -10,7 +10,7 @@ On a node of the core they are its share of the core's world; on a hybrid node t
 - They were a part of a replica -> the coordinator has its other nodes begin again as well.
 - A checkpoint is due -> every process writes its part, and on the train leader's node the carrier the policy.
 - A snapshot is due -> every process writes its part, and the node keeps them (`SnapshotKeeper`).
-- A replica is to join -> its processes are told of the image of this node.
+- A replica is to join -> it waits a while for its image to have the core's step; else weights come from the core.
 """
 
 from __future__ import annotations
@@ -65,6 +65,9 @@ from .replica_watch import ReplicaWatch
 from .supervised import ChildCommand, EngineNode, Supervised
 from .trainer_start import worker_configs
 
+IMAGE_SHARE = 1 / 6
+"""Of the shortest deadline, for which a join waits for the image: 10 s by default, in which 100 Gb/s bring 32B.  The
+core waits with it; half: large models come from the core more often."""
 ASKED: dict[type, type] = {SaveFailed: Saved, OfferFailed: Offered, SnapshotFailed: SnapshotTaken}
 """Answers that count as the same answer to one request."""
 
@@ -112,6 +115,8 @@ class TrainNode(EngineNode[Supervised]):
             send=context.send,
         )
         self.step = self._offered = -1
+        self._held: Join | None = None
+        """Waits for the image."""
 
     async def start(self, world: int = 0) -> None:
         """Start the processes, or wake them; ``world`` as in `EngineState`."""
@@ -129,7 +134,7 @@ class TrainNode(EngineNode[Supervised]):
     def standby(self) -> None:
         """Leave training: the group is dropped and device memory released; the processes stay."""
         if self._trainer.state == "ready":
-            self._trainer.state = "standby"
+            self._trainer.state, self.step, self._held = "standby", -1, None
             self._watch.clear()
             self._trainer.send(Standby())
 
@@ -141,7 +146,7 @@ class TrainNode(EngineNode[Supervised]):
     async def reset(self) -> None:
         """End every process unreported: a lost node is readmitted."""
         async with self._changing:
-            self._ready, self._answers, self.step = {}, {}, -1
+            self._ready, self._answers, self.step, self._held = {}, {}, -1, None
             self._watch.clear()
             self._carrier.drop_policy()
             await self._trainer.reset()
@@ -151,9 +156,34 @@ class TrainNode(EngineNode[Supervised]):
             message = msgspec.structs.replace(message, folder=str(self._context.shared_memory))
         elif isinstance(message, TakeSnapshot):
             message = self.keeper.order(message)
-        elif isinstance(message, Join) and self._elastic and self._carrier.version >= 0:
-            carrier = self._carrier
+        elif isinstance(message, Join) and self._elastic:
+            self._hold(message)
+            return
+        self._forward(message)
+
+    def on_image(self) -> None:
+        """The image has another version."""
+        if self._held is not None and self._carrier.version >= self._held.step:
+            self._join(self._held)
+
+    def _hold(self, message: Join) -> None:
+        self._held, context = message, self._context
+        if max(self.step, self._carrier.version) >= message.step:
+            self._join(message)
+            return
+        context.send(context.layout.train_leader, wire.WeightsWanted(context.rank, self._carrier.version))
+        wait_s = IMAGE_SHARE * context.config.deadlines.floor_s
+        asyncio.get_running_loop().call_later(wait_s, self._join, message)
+
+    def _join(self, message: Join) -> None:
+        if message is not self._held:
+            return
+        self._held, carrier = None, self._carrier
+        if carrier.version >= 0:
             message = msgspec.structs.replace(message, weights=str(carrier.image), version=carrier.version)
+        self._forward(message)
+
+    def _forward(self, message: ToWorker) -> None:
         if self._trainer.state == "ready":
             self._watch.asked(message, time.monotonic())
             if isinstance(message, SaveCheckpoint):
@@ -257,22 +287,26 @@ class TrainNode(EngineNode[Supervised]):
         answers[local_rank] = message
         if len(answers) == len(trainer.children):
             del self._answers[asked]
-            answer = merged(answers)
-            self._watch.answered(answer, now)
-            if isinstance(answer, SnapshotTaken | SnapshotFailed):
-                self.keeper.taken(answer)
-                return
-            if isinstance(answer, Saved | SaveFailed):
-                self._wrote(answer)
-                return
+            self._answered(answers)
+
+    def _answered(self, answers: Mapping[int, FromWorker]) -> None:
+        """Every process has answered."""
+        answer = merged(answers)
+        self._watch.answered(answer, time.monotonic())
+        if isinstance(answer, SnapshotTaken | SnapshotFailed):
+            self.keeper.taken(answer)
+        elif isinstance(answer, Saved | SaveFailed):
+            self._wrote(answer)
+        elif isinstance(answer, Offered):
+            self._offered, context = answer.version, self._context
+            offers = tuple(offer for offer in answers.values() if isinstance(offer, Offered))
+            context.send(context.layout.train_leader, wire.WeightsOffered(context.rank, offers))
+        else:
+            if isinstance(answer, Joined):
+                source = "core" if answer.received_bytes else "image" if answer.step != self.step else "own"
+                answer = msgspec.structs.replace(answer, source=source)
             if isinstance(answer, StepDone | Joined):
                 self.step = answer.step
-            elif isinstance(answer, Offered):
-                self._offered = answer.version
-                offers = tuple(offer for offer in answers.values() if isinstance(offer, Offered))
-                context = self._context
-                context.send(context.layout.train_leader, wire.WeightsOffered(context.rank, offers))
-                return
             self._to_leader(answer)
 
     def exited(self, trainer: Supervised, child: Child, reason: str) -> None:
@@ -283,7 +317,7 @@ class TrainNode(EngineNode[Supervised]):
         trainer, context = self._trainer, self._context
         if self._stopping or trainer.state == "lost":
             return
-        was, trainer.state = trainer.state, "lost"
+        was, trainer.state, self._held = trainer.state, "lost", None
         self._watch.clear()
         self._carrier.drop_policy()
         trainer.kill()

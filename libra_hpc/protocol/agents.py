@@ -222,6 +222,8 @@ class MemberJoined(msgspec.Struct, tag=True, frozen=True):
     step: int
     received_bytes: int
     seconds: float
+    source: str = ""
+    """As in `Joined`."""
 
 
 class StopTraining(msgspec.Struct, tag=True, frozen=True):

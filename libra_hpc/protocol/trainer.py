@@ -59,6 +59,8 @@ class Join(msgspec.Struct, tag=True, frozen=True):
     """File on the shared file system (torch FileStore), fresh for every generation."""
     attempt: int = 0
     """Number of this order within the generation: answers to earlier ones are ignored."""
+    step: int = -1
+    """Version of the weights that is on its way to all nodes, the core's step; -1: none is."""
     weights: str = ""
     """The image of this node (`libra_hpc.weights.image`), set by its agent; empty: none."""
     version: int = -1
@@ -130,6 +132,8 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
     seconds: float
     attempt: int = 0
     """That of the `Join`."""
+    source: str = ""
+    """Where a node's weights are from, set by its agent: ``own`` (it had them) | ``image`` | ``core``."""
 
 
 class StepDone(msgspec.Struct, tag=True, frozen=True):

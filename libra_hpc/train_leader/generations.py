@@ -130,7 +130,7 @@ class Generations:
         path = f"{self._rendezvous}/generation-{self.generation:06d}.{self._joins}"
         worlds = self._worlds(wanted)
         for number, world in enumerate(worlds):
-            join = Join(generation=self.generation, rank=number, size=len(worlds), rendezvous=path, attempt=self._joins)
+            join = Join(self.generation, number, len(worlds), path, attempt=self._joins, step=self.arriving)
             for rank in world:
                 self._send(rank, ToReplica(join))
 
@@ -140,6 +140,11 @@ class Generations:
         await self._until(lambda: bool(self._failed) or joined() or self._ordered_newer())
         self._joining = ()
         return joined() and not self._failed
+
+    @property
+    def arriving(self) -> int:
+        """As `Join.step`."""
+        return -1
 
     def _worlds(self, nodes: tuple[int, ...]) -> list[tuple[int, ...]]:
         """The nodes of each world of a generation, the core's first."""

@@ -40,6 +40,10 @@ class RequestedOffers:
         self.offers: tuple[Offered, ...] = ()
         """Of the version that was published last."""
 
+    def asked(self, version: int) -> bool:
+        """Whether the version is offered, or will be."""
+        return version == self._asked
+
     def due(self, version: int, now: float) -> bool:
         """Whether this version must be requested now."""
         return self._asked < version and self._retry.due(now)

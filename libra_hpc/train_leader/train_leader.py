@@ -116,7 +116,7 @@ class TrainLeader(StepRequests):
         """Committed batches retained for replay: more than the steps between two snapshots."""
         self.step, self.order = step, order
         self._rollout_leader, self._fence = rollout_leader, fence
-        self.weights = WeightPublisher(core, receivers, send)
+        self.weights = WeightPublisher(core, lambda: self._with_joining(receivers()), send)
         self._state_step = step
         self._batches: dict[int, Batch] = {}
         self._stop_reason = ""
@@ -267,6 +267,7 @@ class TrainLeader(StepRequests):
                         step=joined.step,
                         received_bytes=joined.received_bytes,
                         seconds=self._clock() - started,
+                        source=joined.source,
                     ),
                 )
             if self._state_step == self.step + 1 and self._state_step in self._batches:
@@ -339,6 +340,14 @@ class TrainLeader(StepRequests):
         """Have the newest weights offered and published, once; only at a step boundary, where the core has them."""
         if self._offer_due() and self._offers.ask(self.step, self._clock()):
             self._to_core(OfferWeights("", self.step, self._offers.base))
+
+    @property
+    def arriving(self) -> int:
+        return self.step if self._offers.asked(self.step) else -1
+
+    def _with_joining(self, receivers: tuple[int, ...]) -> tuple[int, ...]:
+        """A node that joins takes its weights from its image."""
+        return (*receivers, *(rank for rank in self._joining if rank not in (*receivers, *self.members)))
 
     def _offer_due(self) -> bool:
         here = not self._broken and self._state_step == self.step

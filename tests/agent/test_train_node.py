@@ -20,7 +20,16 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.process.child import Child
-from libra_hpc.protocol.agents import Fatal, FromReplica, Log, SnapshotChunk, SnapshotStored, WeightsOffered, Welcome
+from libra_hpc.protocol.agents import (
+    Fatal,
+    FromReplica,
+    Log,
+    SnapshotChunk,
+    SnapshotStored,
+    WeightsOffered,
+    WeightsWanted,
+    Welcome,
+)
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import (
     Join,
@@ -352,7 +361,7 @@ def test_a_core_of_several_nodes_restarts_as_a_whole(here: Path) -> None:
     assert not scene.states("lost")
 
 
-def test_a_hybrid_node_joins_from_the_weights_that_it_has_for_rollout(here: Path) -> None:
+def test_a_hybrid_node_joins_from_its_image_and_waits_a_while_for_the_version_that_is_on_its_way(here: Path) -> None:
     core, scene = Scene(here, tp=2), Scene(here / "hybrid", tp=2, rank=2)
 
     async def script() -> None:
@@ -361,20 +370,23 @@ def test_a_hybrid_node_joins_from_the_weights_that_it_has_for_rollout(here: Path
         await scene.ready()
         worker, _ = workers(scene, 2)
         assert (worker.elastic, worker.core_dp, worker.start_dir) == (True, 1, "")
-        for number in (1, 2):
+        for number in (1, 2, 3):
+            for place, node in enumerate((core.node, scene.node)):
+                node.on_message(Join(number, place, 2, str(here / f"g{number}"), step=0))
             if number == 2:
-                scene.weights.write(0, lambda: None)
-            core.node.on_message(Join(number, 0, 2, str(here / f"g{number}")))
-            scene.node.on_message(Join(number, 1, 2, str(here / f"g{number}")))
+                await asyncio.sleep(0.1)
+                assert len(scene.answers(Joined)) == 1, "the image has no version yet"
+                scene.weights.write(0, scene.node.on_image)
             await scene.until(lambda number=number: len(scene.answers(Joined)) == number)
+            assert len(scene.of(WeightsWanted)) == min(number, 2)
             scene.node.standby()
             await scene.node.start()
         await core.node.stop()
 
     scene.play(script)
-    received = [joined.received_bytes for joined in scene.answers(Joined)]
-    assert received[0] == pytest.approx(2 * 8.19e9, rel=0.01), "half of the weights by each process"
-    assert received[1] == 0
+    received = [(joined.source, joined.received_bytes) for joined in scene.answers(Joined)]
+    assert received[0] == ("core", pytest.approx(2 * 8.19e9, rel=0.01)), "half of the weights by each process"
+    assert received[1:] == [("image", 0)] * 2
 
 
 def test_a_checkpoint_is_answered_once_by_processes_and_carrier_together(here: Path) -> None:

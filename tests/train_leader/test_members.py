@@ -7,9 +7,11 @@ import asyncio
 import pytest
 
 from libra_hpc.protocol import trainer as wire
-from libra_hpc.protocol.agents import Committed, Fatal, StepReport, ToReplica
+from libra_hpc.protocol.agents import CarrierStarted, Committed, Fatal, StepReport, ToReplica
+from libra_hpc.protocol.carriers import Peer
 from libra_hpc.protocol.trainer import Join, StepFailed, WorkerFailed
 from libra_hpc.train_leader import generations
+from libra_hpc.train_leader.requested_offers import Published
 from tests.train_leader.world import World, batch, until
 
 
@@ -40,6 +42,19 @@ async def test_a_newcomer_joins_at_a_step_boundary_and_shares_the_next_batch() -
     assert sorted(uid for _, _, uids, _ in second for uid in uids) == ["2.0", "2.1", "3.0", "3.1"]
     assert {totals for *_, totals in second} == {(16,)}, "both divide by the tokens of the whole batch"
     assert world.replicas[2].history == ["step1", "step2"]
+
+
+async def test_a_newcomer_gets_the_version_that_is_published_while_it_joins() -> None:
+    world = World().start(1)
+    await world.step(1)
+    world.leader.weights.on_carrier(CarrierStarted(Peer(2, ("127.0.0.1",), 7002)))
+    assert not world.published(2)
+    world.add(2).silent = True
+    world.leader.on_generation(2, (1, 2))
+    await until(lambda: world.joins()[-1].generation == 2)
+    world.leader.weights.publish(Published(1, 0, (("t1.0", 1),)))
+    assert world.published(2) == [(1, 0)]
+    assert [join.step for join in world.joins()] == [-1, 1, 1], "nothing was on its way at the start"
 
 
 async def test_hybrid_nodes_that_are_one_replica_are_one_member() -> None:
