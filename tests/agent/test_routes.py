@@ -116,8 +116,9 @@ def test_a_part_that_is_not_there_gets_nothing() -> None:
 def test_every_message_is_for_somebody() -> None:
     """A new message type must be given to a part, or be added to what the agent or the coordinator takes itself."""
     agents = {wire.Welcome, wire.Roles, wire.RankLost, wire.RankBack, wire.Reset, wire.StopAgent}
+    agents |= {wire.GuestJoined}
     coordinators = {wire.Hello, wire.Heartbeat, wire.Log, wire.Fatal, wire.StepReport, wire.RolloutReport}
-    coordinators |= {wire.TrainingDone, wire.TurnsDrained, wire.MemberJoined}
+    coordinators |= {wire.TrainingDone, wire.TurnsDrained, wire.MemberJoined, wire.LeaveWanted}
     rows = set(Scene().routes._rows)
     assert rows | agents | coordinators == set(get_args(wire.MeshMessage))
     assert not rows & agents

@@ -186,7 +186,7 @@ RUN_FILE = [
     ),
     ("deadlines.flor_s=3", "deadlines.flor_s = 3: unknown key in [deadlines]; valid: factor, first_s, floor_s,"),
     ("simulated.spedup=3", "simulated.spedup = 3: unknown key in [simulated]; valid: calibration, device, devices,"),
-    ("roll_out.tp=1", "[roll_out]: unknown section in the run file; valid: algorithm, chat, checkpoint, components,"),
+    ("roll_out.tp=1", "[roll_out]: unknown section in the run file; valid: algorithm, borrow, chat, checkpoint,"),
     ("run.share=grp", "run.share = 'grp': unknown value; valid: private, group, all (did you mean 'group'?)."),
     ("run.engine=sim", "run.engine = 'sim': unknown value; valid: real, simulated."),
     ("slurm.preempted=reque", "slurm.preempted = 'reque': unknown value; valid: requeue, stop (did you mean"),

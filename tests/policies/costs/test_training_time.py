@@ -43,7 +43,7 @@ def memory(shape: ModelShape = QWEN, micro_batches: int = 1, pack_tokens: int = 
 def test_14b_memory_by_hand() -> None:
     """Qwen3-14B, bf16, TP8, micro-batches of 8,192.
 
-    - 14.77e9 parameters of 2 + 4 + 12 bytes, an eighth each.
+    - 14.77e9 parameters of 2 + 4 + 12.125 bytes, an eighth each; a bit of them marks what an update changed.
     - 40 layers of an eighth of 4 * 5120 elements per token, at 2 bytes.
     - An eighth of (5120 + 2 * 1024) + 1.25 * (2 * 5120 + 2 * 1024) + 5120 + 3 * 17408 = 79,872 elements, at 2 bytes.
     - Output layer: 2**25 logits at 6 bytes, 8,192 x 5120 states at 8, and the weight's gradient, 151,936 / 8 x 5120
@@ -52,7 +52,7 @@ def test_14b_memory_by_hand() -> None:
     found = memory(micro_batches=4, pack_tokens=8192, tp=8)
     assert found.weights == pytest.approx(14.77e9 * 2 / 8, rel=0.01)
     assert found.gradients == pytest.approx(14.77e9 * 4 / 8, rel=0.01)
-    assert found.optimizer == pytest.approx(14.77e9 * 12 / 8, rel=0.01)
+    assert found.optimizer == pytest.approx(14.77e9 * 12.125 / 8, rel=0.01)
     assert found.activations == pytest.approx(40 * (20_480 + 79_872) / 8 * 2 * 8192, rel=0.01)
     assert found.logits == pytest.approx(2**25 * 6 + 8192 * 5120 * 8 + 151_936 / 8 * 5120 * 2, rel=0.01)
     assert found.total == pytest.approx(45.1e9, rel=0.03)
@@ -62,7 +62,7 @@ def test_14b_does_not_fit_on_one_device_and_the_sentence_says_why() -> None:
     limit = memory_limit(memory(pack_tokens=8192), A800)
     assert limit is not None
     assert limit.over > 266e9 - A800.memory_bytes
-    assert limit.reason.endswith("of 80 GB, optimizer 177")
+    assert limit.reason.endswith("of 80 GB, optimizer 179")
 
 
 def test_pipeline_keeps_as_many_micro_batches_as_stages_and_recomputation_only_inputs() -> None:
@@ -85,7 +85,7 @@ def test_experts_are_divided_by_ep_and_the_rest_is_not() -> None:
 def test_devices_of_a_stage_have_one_state_together(ep: int, etp: int) -> None:
     """However the experts are spread; 4 tensor ranks of 4 replicas."""
     found = memory(MOE, tp=4, ep=ep, dp=4, etp=etp)
-    assert 16 * found.optimizer == pytest.approx(12 * MOE.params, rel=1e-3)
+    assert 16 * found.optimizer == pytest.approx(12.125 * MOE.params, rel=1e-3)
 
 
 def test_tensor_ranks_of_an_expert_hold_every_routed_token() -> None:
