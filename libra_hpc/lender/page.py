@@ -1,0 +1,130 @@
+"""The page that a server shares with the guest on its device: a file of 4096 bytes in memory, 64 slots of 64 bytes.
+
+- Slot 0, of the lender: magic, format, and 1 while the owner gives nothing.
+- Slots 1 to 63, one per server process: what it serves, at least every 0.25 s.
+- A slot changes while it is read -> read again; it stays torn -> its process counts as silent.
+- A process has ended without freeing its slot -> the slot does not count.
+
+Little-endian.  `beside_server` writes the same layout without this package.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from math import inf
+from pathlib import Path
+from typing import Self
+
+from libra_hpc.errors import invalid
+from libra_hpc.files import write_atomic
+from libra_hpc.policies.serving.serving_view import ServingView
+
+MAGIC, FORMAT = b"LIBRASRV", 1
+PAGE_BYTES, SLOT_BYTES, SLOTS = 4096, 64, 64
+HEAD = struct.Struct("<8sII")
+SLOT = struct.Struct("<IIQIIQQQQI")
+"""Process id (0: free), sequence (odd while it is written), `time.monotonic_ns` of the write, requests served, those of
+them that wait, `monotonic_ns` of the oldest arrival of the waiting and of the oldest last token (0: none), bytes of the
+bodies of the waiting, requests so far, low bits of the tokens so far."""
+TRIES = 64
+"""Reads of a slot until it is torn; writing one takes some microseconds."""
+ENDED_S = 2.0
+"""Seconds of silence until it is looked up whether the process lives; eight beats."""
+NS = 1e-9
+
+
+class Page:
+    """The page at ``path``, for its reader.  Raises `UserError` when there is none."""
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            with open(path, "r+b") as file:
+                self._map = mmap.mmap(file.fileno(), PAGE_BYTES)
+        except (OSError, ValueError) as error:
+            raise invalid("gate.page", str(path), str(error), f"a file of {PAGE_BYTES} bytes") from error
+        if HEAD.unpack_from(self._map)[:2] != (MAGIC, FORMAT):
+            raise invalid("gate.page", str(path), "it has another format", f"a page of format {FORMAT}")
+
+    @classmethod
+    def create(cls, path: Path, mode: int = 0o600) -> Self:
+        """Make a page, open and without a server."""
+        write_atomic(path, HEAD.pack(MAGIC, FORMAT, 0).ljust(PAGE_BYTES, b"\0"), mode)
+        return cls(path)
+
+    def set_closed(self, closed: bool) -> None:
+        HEAD.pack_into(self._map, 0, MAGIC, FORMAT, closed)
+
+    def read(self) -> ServingView:
+        """What all processes of the server do, in seconds of `time.monotonic`."""
+        closed = bool(HEAD.unpack_from(self._map)[2])
+        written, served, waiting, arrival, token, waiting_bytes, requests = inf, 0, 0, inf, inf, 0, 0
+        for offset in range(SLOT_BYTES, PAGE_BYTES, SLOT_BYTES):
+            if self._map[offset : offset + 4] == b"\0\0\0\0":
+                continue
+            slot = self._slot(offset)
+            if slot is None:
+                continue
+            written = min(written, slot.written)
+            served, waiting = served + slot.served, waiting + slot.waiting
+            arrival, token = min(arrival, slot.arrival), min(token, slot.last_token)
+            waiting_bytes, requests = waiting_bytes + slot.waiting_bytes, requests + slot.requests
+        return ServingView(
+            closed=closed,
+            written=written if written < inf else -inf,
+            served=served,
+            waiting=waiting,
+            arrival=arrival,
+            last_token=token,
+            waiting_bytes=waiting_bytes,
+            requests=requests,
+        )
+
+    def _slot(self, offset: int) -> ServingView | None:
+        """One process; None for one that has ended."""
+        for _ in range(TRIES):
+            pid, sequence, written, served, waiting, arrival, token, size, total, _ = SLOT.unpack(
+                self._map[offset : offset + SLOT.size]
+            )
+            if not sequence % 2 and self._map[offset : offset + 8] == struct.pack("<II", pid, sequence):
+                break
+        else:
+            written = 0
+        if not pid or (time.monotonic() - written * NS > ENDED_S and not os.path.exists(f"/proc/{pid}")):
+            return None
+        return ServingView(
+            written=written * NS,
+            served=served,
+            waiting=waiting,
+            arrival=arrival * NS if waiting else inf,
+            last_token=token * NS if token else inf,
+            waiting_bytes=size,
+            requests=total,
+        )
+
+
+class PageWriter:
+    """Slot ``number`` (from 1), as a server process writes it."""
+
+    def __init__(self, path: str | Path, number: int = 1, pid: int = 0) -> None:
+        with open(path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), PAGE_BYTES)
+        self._offset, self._pid, self._sequence = number * SLOT_BYTES, pid or os.getpid(), 0
+
+    def write(self, view: ServingView) -> None:
+        """Write a view, but for ``closed``; its times may be infinite."""
+        self._put(self._sequence + 1)
+        times = (round(time / NS) if -inf < time < inf else 0 for time in (view.written, view.arrival, view.last_token))
+        written, arrival, token = times
+        counts = (view.served, view.waiting, arrival, token, view.waiting_bytes, view.requests, 0)
+        SLOT.pack_into(self._map, self._offset, self._pid, self._sequence + 1, written, *counts)
+        self._sequence = (self._sequence + 2) % (1 << 32)
+        self._put(self._sequence)
+
+    def free(self) -> None:
+        struct.pack_into("<I", self._map, self._offset, 0)
+
+    def _put(self, sequence: int) -> None:
+        struct.pack_into("<II", self._map, self._offset, self._pid, sequence)

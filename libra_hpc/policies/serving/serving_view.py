@@ -1,0 +1,27 @@
+"""What a server on a shared device does, at one moment."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+
+class ServingView(NamedTuple):
+    """All processes of the server together; times are seconds of the clock that ``now`` is read from."""
+
+    closed: bool = False
+    """The owner gives nothing now."""
+    written: float = -inf
+    """When the process that has been silent longest wrote last; -inf: none has written yet."""
+    served: int = 0
+    """Requests in flight."""
+    waiting: int = 0
+    """Of those: without a first token."""
+    arrival: float = inf
+    """Of the oldest waiting request."""
+    last_token: float = inf
+    """The oldest last token of the requests that get tokens."""
+    waiting_bytes: int = 0
+    """Of the bodies of the waiting requests."""
+    requests: int = 0
+    """In total."""
