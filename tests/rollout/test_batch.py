@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import msgspec
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.facts.columns import COLUMNS
+from libra_hpc.facts.columns import COLUMNS, UPDATED
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.policies.learning.advantages import LengthRules, group_mean
-from libra_hpc.protocol.agents import OpenGroup, StepReport, TrainingDone
+from libra_hpc.protocol.agents import Log, OpenGroup, StepReport, TrainingDone
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine import Generated
 from libra_hpc.rollout.group_state import GroupState, batch_stats
@@ -19,7 +20,7 @@ from libra_hpc.rollout.open_groups import length_of, open_groups
 from libra_hpc.rollout.trajectory import Trajectory
 from tests.coordinator.test_coordinator import Scene
 from tests.rollout.plant import generated
-from tests.train_leader.world import World, batch
+from tests.train_leader.world import World
 
 
 def finished(index: int, sample: int, info: dict[str, float]) -> Trajectory:
@@ -109,18 +110,25 @@ def test_an_interrupted_turn_that_goes_on_elsewhere_is_a_move() -> None:
 
 
 async def test_a_line_has_every_column(tmp_path: Path) -> None:
-    """The rollout leader's, the train leader's and the coordinator's, as they write them."""
-    world = World(steps=1).start(1)
-    world.leader.on_batch(batch(1))
+    """The rollout leader's, the train leader's and the coordinator's, as they write them, and what new weights cost.
+
+    The second line has these: the weights of the first step reach an engine during the second one.
+    """
+    world = World(steps=2).start(1)
+    await world.step(1, 2)
     await world.finish()
-    (report,) = world.of(StepReport)
+    first, report = world.of(StepReport)
     scene = Scene(tmp_path, config=RunConfig())
     scene.hello()
-    scene.deliver((1, report), (1, TrainingDone(1)))
+    costs = {"seconds": 0.001, "stage_s": 0.2, "recomputed": 40, "wire_s": 0.1, "image_s": 0.1}
+    applied = {"rank": 3, "engine": "3.0", "version": 1, **costs, "serving": True}
+    scene.deliver((1, first), (3, Log("weights_applied", time.time(), applied)), (1, report), (1, TrainingDone(2)))
     await asyncio.wait_for(scene.coordinator.run(), 30)
-    (line,) = read_lines(scene.run.metrics)
+    without, line = read_lines(scene.run.metrics)
     # Nothing is replayed without experts, and there is no reference policy.
-    assert set(line) == {column.name for column in COLUMNS} - {"router_agreement", "reference_kl"}
+    every = {column.name for column in COLUMNS} - {"router_agreement", "reference_kl"}
+    assert set(line) == every
+    assert set(without) == every - {column.name for column in UPDATED}
     assert report.metrics.items() <= line.items()
 
 
