@@ -16,8 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from libra_hpc.engine.measure_engines import measure_engines
 from libra_hpc.engine.measure_steps import earlier, merged
-from libra_hpc.engine.recorded import recorded
 from libra_hpc.engine.settings import EngineConfig, check_config
+from libra_hpc.engine.steplog import recorded
 from libra_hpc.errors import invalid
 from libra_hpc.models.devices import device as listed_device
 from libra_hpc.models.shapes import model_shape

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import lru_cache
 
 import msgspec
 from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -31,17 +29,16 @@ from libra_hpc.protocol.engine import Generate, Generated, UpdateWeights, Weight
 from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
 from libra_hpc.weights.weightfile import WeightFileError, folder_shapes
 
+from .kv_room import KvRoom
 from .settings import EngineConfig, engine_arguments
 from .staged_update import POLL_S, StagedUpdate
 from .stats import EngineCounters
 from .steplog import StepLog, StepLogHeader
-from .turns import TurnInFlight, TurnRejected, read_prompt
+from .turns import TurnInFlight, TurnRejected, read_prompt, sampling
 from .warm_up import profile
 
 SLEEP_LEVEL = 2
 """vLLM sleep level that frees the weights too: at waking they are stale anyway."""
-PARAMETER_SETS = 1024
-"""Cached sampling parameters; a task has few combinations of limit, temperature and stop ids."""
 
 FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 
@@ -71,8 +68,12 @@ class RolloutEngine:
         scheduler = self._client.engine_core.scheduler
         assert isinstance(scheduler, Scheduler)
         self._scheduler = scheduler
-        self._max_model_len = model.max_model_len
+        self._max_model_len, self._block_tokens = model.max_model_len, config.block_size
         self._staged = StagedUpdate(self._client.collective_rpc)
+        self._kv = KvRoom(
+            scheduler.kv_cache_manager.block_pool,
+            lambda blocks: self._client.collective_rpc("release_kv_pages", args=(blocks,)),
+        )
         self._turns: dict[str, TurnInFlight] = {}
         self._ids: dict[str, str] = {}
         self._serial = 0
@@ -151,7 +152,7 @@ class RolloutEngine:
                 request_id=key,
                 prompt_token_ids=prompt,
                 mm_features=None,
-                sampling_params=_sampling(request.temperature, request.max_tokens, request.stop_ids),
+                sampling_params=sampling(request.temperature, request.max_tokens, request.stop_ids),
                 pooling_params=None,
                 arrival_time=time.time(),
                 lora_request=None,
@@ -160,9 +161,10 @@ class RolloutEngine:
                 priority=request.priority,
             )
         )
-        self._turns[key] = TurnInFlight(request.rid, time.monotonic())
+        most = min(len(prompt) + request.max_tokens, self._max_model_len)
+        self._turns[key] = TurnInFlight(request.rid, time.monotonic(), most)
         self._ids[request.rid] = key
-        return None
+        return None if self._fits(key) else self.abort(request.rid)
 
     def abort(self, rid: str) -> Generated | None:
         """Stop a request and answer it with its tokens so far; None when it has been answered already."""
@@ -221,6 +223,20 @@ class RolloutEngine:
         self._counters.update_s += seconds
         return WeightsApplied(version, seconds, self._staged.seconds, recomputed)
 
+    def set_kv_share(self, share: float) -> list[Generated]:
+        """Use this share of the KV caches, 0..1, from now on; returns the requests that had to end for it."""
+        ended: list[Generated] = []
+
+        def end(key: str) -> bool:
+            self._client.abort_requests([key])
+            ended.append(self._finish(key, "abort"))
+            return True
+
+        self._kv.set_share(share, lambda: bool(self._scheduler.running) and end(self._scheduler.running[-1].request_id))
+        for key in [key for key in self._turns if not self._fits(key)]:
+            end(key)
+        return ended
+
     def sleep(self) -> list[Generated]:
         """Become a warm standby: abort all requests, free the device memory, refuse requests until woken."""
         aborted = [self._finish(key, "abort") for key in list(self._turns)]
@@ -241,14 +257,12 @@ class RolloutEngine:
 
     def stats(self) -> EngineStats:
         running, waiting = self._scheduler.get_request_counts()
-        pool = self._scheduler.kv_cache_manager.block_pool
-        # One block is vLLM's own null block.
-        blocks = max(1, pool.num_gpu_blocks - 1)
         return EngineStats(
             version=self._version,
             running=running,
             waiting=waiting,
-            kv_use=1.0 - pool.get_num_free_blocks() / blocks,
+            kv_use=self._kv.use,
+            kv_share=self._kv.share,
             asleep=self._client.is_sleeping(),
             **msgspec.structs.asdict(self._counters),
         )
@@ -296,6 +310,10 @@ class RolloutEngine:
             return None
         return str(self._version if request.admitted < 0 else min(request.admitted, self._version))
 
+    def _fits(self, key: str) -> bool:
+        """Whether a request finds room for all its tokens, so that it cannot wait for ever."""
+        return self._kv.share == 1 or self._turns[key].most_tokens <= self._kv.usable * self._block_tokens
+
     def _forget(self) -> int:
         """Drop all KV caches; returns the tokens of running requests to compute again."""
         recomputed = 0
@@ -303,7 +321,9 @@ class RolloutEngine:
             self._turns[request.request_id].recomputed += 1
             recomputed += request.num_computed_tokens
         # KV caches in host memory are of the old weights too.
+        self._kv.lend()
         self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        self._kv.set_share(self._kv.share, lambda: False)
         return recomputed
 
     def _set_version(self, version: int) -> None:
@@ -316,16 +336,3 @@ def _host_tokens(config: EngineConfig) -> int:
     if not config.kv_host_gb:
         return 0
     return int(config.kv_host_gb * GIB // model_shape(config.model).kv_bytes_per_device(config.tp))
-
-
-@lru_cache(maxsize=PARAMETER_SETS)
-def _sampling(temperature: float, max_tokens: int, stop_ids: tuple[int, ...]) -> SamplingParams:
-    # Shared between requests: below the front end vLLM only reads it.
-    return SamplingParams(
-        temperature=temperature,
-        max_tokens=max_tokens,
-        stop_token_ids=list(stop_ids),
-        ignore_eos=True,
-        logprobs=0,
-        detokenize=False,
-    )

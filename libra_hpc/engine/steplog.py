@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from libra_hpc.errors import invalid
-from libra_hpc.models.step_times.measured import StepPoint
+from libra_hpc.errors import UserError, invalid
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.models.step_times.measured import MAX_POINTS, Calibration, StepPoint
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 FLUSH = 256
 """Lines of some 40 bytes that are buffered, so that a step costs no system call of its own."""
 FORMAT = "libra-hpc steps 1"
+PATTERN = "logs/attempt-*/*.steps.jsonl"
 
 
 class StepLogHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,3 +113,25 @@ def read_steps(path: str | Path, skip: int = 0) -> tuple[StepLogHeader, list[Ste
             StepPoint(tp=header.tp, decodes=decodes, kv_tokens=held, prefill=prefill, context=context, seconds=seconds)
         )
     return header, points
+
+
+def recorded(run: RunDir, device: str) -> Calibration:
+    """A calibration from the steps of ``run``, at most `MAX_POINTS` of each TP degree, spread evenly.
+
+    Raises `UserError` when there are none, or a log cannot be read.
+    """
+    points: dict[int, list[StepPoint]] = {}
+    capacity: dict[int, int] = {}
+    for path in sorted(run.path.glob(PATTERN)):
+        header, steps = read_steps(path)
+        points.setdefault(header.tp, []).extend(steps)
+        # The smallest cache: every engine has at least that.
+        capacity[header.tp] = min(header.kv_tokens, capacity.get(header.tp, header.kv_tokens))
+    if not any(points.values()):
+        raise UserError(
+            f"{run.path} has no recorded engine steps; set rollout.record_steps = true in its run file before it"
+            " starts."
+        )
+    model = Path(str(run.read_json(run.config).get("model", {}).get("path", ""))).name
+    thinned = [point for steps in points.values() for point in steps[:: -(-len(steps) // MAX_POINTS)]]
+    return Calibration(device=device, model=model, kv_capacity=capacity, points=thinned)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
+from vllm.sampling_params import SamplingParams
 
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.engine import Generate, Generated
 
+PARAMETER_SETS = 1024
+"""Cached sampling parameters; a task has few combinations of limit, temperature and stop ids."""
 NOT_FINITE = "log-probabilities are not finite"
 """Error of an answer that would make every weight of the policy NaN in the next step."""
 
@@ -45,8 +49,9 @@ def read_prompt(request: Generate, max_model_len: int, vocab_size: int) -> list[
 class TurnInFlight:
     """A request in flight; times in seconds of ``time.monotonic``."""
 
-    def __init__(self, rid: str, arrived: float) -> None:
-        self.rid = rid
+    def __init__(self, rid: str, arrived: float, most_tokens: int) -> None:
+        """``most_tokens``: of its context at its end."""
+        self.rid, self.most_tokens = rid, most_tokens
         self.arrived = arrived
         self.scheduled = math.inf
         self.cached_tokens = 0
@@ -82,3 +87,16 @@ class TurnInFlight:
             run_s=now - started,
             error=error,
         )
+
+
+@lru_cache(maxsize=PARAMETER_SETS)
+def sampling(temperature: float, max_tokens: int, stop_ids: tuple[int, ...]) -> SamplingParams:
+    """vLLM's parameters; shared between requests: below the front end vLLM only reads them."""
+    return SamplingParams(
+        temperature=temperature,
+        max_tokens=max_tokens,
+        stop_token_ids=list(stop_ids),
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+    )

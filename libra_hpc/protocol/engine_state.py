@@ -24,7 +24,9 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     running: int = 0
     waiting: int = 0
     kv_use: float = 0.0
-    """Share of the KV cache that requests hold, 0..1."""
+    """Share of the KV cache that requests hold, 0..1; of a borrowed engine, of the part that it may use."""
+    kv_share: float = 1.0
+    """Part of its KV cache that the engine may use."""
     generated_tokens: int = 0
     prefill_tokens: int = 0
     cached_tokens: int = 0

@@ -1,0 +1,87 @@
+"""Memory of a borrowed engine: cut once, frozen, and given back when its owner is calm."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libra_hpc.policies.serving.kv_share import LONGEST, KvShare, KvShareRule
+
+RULE = KvShareRule(headroom=0.2, settle_s=1.0, thaw_s=10.0)
+
+
+def play(kv: KvShare, uses: list[tuple[float, float]], step: int = 0) -> list[tuple[float, float]]:
+    """(time, share) of every change, of the server's use at these times."""
+    changes = [(now, kv.decide(used, step, now)) for now, used in uses]
+    return [(now, change.share) for now, change in changes if change]
+
+
+def test_a_burst_cuts_once_and_freezes_when_that_was_not_enough() -> None:
+    kv = KvShare(RULE)
+    assert play(kv, [(0, 0.8), (1, 0.81), (1.5, 0.95), (2, 0.95), (9, 0.99)]) == [(1, 0.5), (2, 0.0)]
+
+
+def test_a_cut_that_was_enough_stays_a_cut() -> None:
+    assert play(KvShare(RULE), [(0, 0.85), (0.5, 0.9), (1, 0.79), (5, 0.7)]) == [(0, 0.5)]
+
+
+def test_a_calm_server_gives_one_step_at_a_time() -> None:
+    kv = KvShare(RULE)
+    play(kv, [(0, 0.9), (1, 0.9)])
+    assert play(kv, [(2, 0.5), (11.9, 0.5), (12, 0.5), (21, 0.5), (22, 0.5), (60, 0.5)]) == [(12, 0.5), (22, 1.0)]
+
+
+def test_between_the_marks_nothing_changes() -> None:
+    kv = KvShare(RULE)
+    play(kv, [(0, 0.9)])
+    assert play(kv, [(float(now), 0.7) for now in range(1, 100)]) == []
+
+
+def test_a_cut_soon_after_a_thaw_doubles_the_wait() -> None:
+    kv, waits, now = KvShare(RULE), [], 0.0
+    kv.decide(0.9, 0, now)
+    for _ in range(8):
+        calm_at = now = now + 1
+        while kv.decide(0.3, 0, now) is None:
+            now += 1
+        waits.append(now - calm_at)
+        now += 2
+        assert kv.decide(0.9, 0, now) is not None
+    assert waits == [10 * min(2**number, LONGEST) for number in range(8)]
+    # Calm for long: the next cut counts as the first.
+    while kv.share < 1:
+        now += 1
+        kv.decide(0.3, 0, now)
+    now += 10 * LONGEST + 1
+    kv.decide(0.9, 0, now)
+    assert play(kv, [(now + 1, 0.3), (now + 10, 0.3), (now + 11, 0.3)]) == [(now + 11, 1.0)]
+
+
+def test_a_freeze_may_last_to_the_next_step() -> None:
+    kv = KvShare(KvShareRule(thaw="step"))
+    play(kv, [(0, 0.9), (1, 0.9)], step=4)
+    assert play(kv, [(float(now), 0.1) for now in range(2, 500)], step=4) == []
+    assert play(kv, [(500, 0.1), (509, 0.1), (510, 0.1)], step=5) == [(500, 0.5), (510, 1.0)]
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.floats(0, 1)), max_size=60), st.sampled_from(["time", "step"]))
+def test_memory_is_taken_only_above_the_mark_and_given_only_below_the_lower_one(
+    uses: list[tuple[float, float]], thaw: str
+) -> None:
+    kv, now = KvShare(KvShareRule(thaw=thaw)), 0.0  # type: ignore[arg-type]
+    for wait, used in uses:
+        now, before = now + wait, kv.share
+        change = kv.decide(used, 0, now)
+        after = change.share if change else before
+        assert kv.share == after
+        assert abs(after - before) in (0, 0.5)
+        assert after >= before or used > 0.8
+        assert after <= before or used <= 0.6
+
+
+@pytest.mark.parametrize("headroom", [0.0, 0.5])
+def test_the_headroom_leaves_room_for_two_marks(headroom: float) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"headroom": headroom}, KvShareRule)
