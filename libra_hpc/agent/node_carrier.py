@@ -224,4 +224,5 @@ def _settings(context: AgentContext) -> CarrierConfig:
         dtype="F32" if simulated or config.model.dtype == "float32" else "BF16",
         http_port=_outside_port(context),
         http_bytes_per_s=config.rollout.weights_mb_s * 1e6,
+        pull_bytes_per_s=context.pull_mb_s * 1e6,
     )

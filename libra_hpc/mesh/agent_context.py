@@ -45,6 +45,8 @@ class AgentContext:
     """As ``shared_memory``, but it outlives the agent when all ranks restart: snapshots. None: it does not."""
     guest_engines: tuple[int, int] = (1, 0)
     """(TP, engines) of this node, if it is a guest."""
+    pull_mb_s: float = 0.0
+    """Most MB/s of weights that this node gets from others; 0: no limit."""
     fence: Fence = field(default_factory=lambda: Fence(Path()))
     """Whether the run is still that of this start's owner."""
 

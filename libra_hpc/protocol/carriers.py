@@ -32,6 +32,8 @@ class CarrierConfig(msgspec.Struct, frozen=True):
     """Where it serves weights to another cluster; 0: nowhere."""
     http_bytes_per_s: float = 0.0
     """Its budget for that."""
+    pull_bytes_per_s: float = 0.0
+    """Its budget for what it gets from other nodes; 0: no limit."""
 
 
 class Peer(msgspec.Struct, frozen=True):

@@ -152,7 +152,7 @@ class Carrier:
         self._puller = Puller(
             Path(config.folder),
             config.rank,
-            Caller(config.rank, config.secret),
+            Caller(config.rank, config.secret, config.pull_bytes_per_s),
             store=self._store,
             complete=self._on_whole,
             report=agent.send,

@@ -26,6 +26,8 @@ import msgspec
 from libra_hpc.protocol.carriers import Peer
 from libra_hpc.protocol.joining import guest_secret, is_guest
 
+from .transport.token_bucket import Pace
+
 MANIFEST, DATA, WAITING, ABSENT = range(4)
 HEADER = struct.Struct("<BI")
 RANK = struct.Struct("<I")
@@ -74,8 +76,9 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
 class Caller:
     """Asks other carriers, with a connection for every request."""
 
-    def __init__(self, rank: int, secret: bytes) -> None:
-        self._rank, self._secret = rank, secret
+    def __init__(self, rank: int, secret: bytes, bytes_per_s: float = 0.0) -> None:
+        """``bytes_per_s``: budget of all requests together; 0: no limit."""
+        self._rank, self._secret, self._pace = rank, secret, Pace(bytes_per_s)
 
     def manifest(self, peer: Peer, fetch: Fetch) -> bytes:
         """Raises `OSError`, `WireError`, also for bytes that were changed on the way, and `Absent`."""
@@ -109,7 +112,8 @@ class Caller:
                     continue
                 end = at + length
                 while at < end:
-                    last = min(at + READ_BYTES, end)
+                    last = int(min(at + min(READ_BYTES, self._pace.most), end))
+                    self._pace.wait(last - at)
                     read_into(stream, payload[at:last])
                     arrived(at := last)
                 came = time.monotonic()

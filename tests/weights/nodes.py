@@ -28,12 +28,19 @@ class CarrierNode:
     """A carrier process and the agent's end of its socket."""
 
     def __init__(
-        self, folder: Path, rank: int, shapes: Mapping[str, tuple[int, ...]], secret: bytes = SECRET, http_port: int = 0
+        self,
+        folder: Path,
+        rank: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        secret: bytes = SECRET,
+        http_port: int = 0,
+        pull_bytes_per_s: float = 0.0,
     ) -> None:
         """In a folder that has files of an earlier one it goes on with them, as an agent's next carrier does."""
         self.rank, self.folder = rank, folder
         folder.mkdir(exist_ok=True)
-        config = CarrierConfig(rank, str(folder), "127.0.0.1", secret, "", dict(shapes), "BF16", http_port, 1e9)
+        own = (rank, str(folder), "127.0.0.1", secret, "", dict(shapes), "BF16")
+        config = CarrierConfig(*own, http_port, 1e9, pull_bytes_per_s)
         (folder / "carrier.json").write_bytes(msgspec.json.encode(config))
         path = folder / "socket"
         path.unlink(missing_ok=True)

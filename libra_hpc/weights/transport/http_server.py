@@ -14,13 +14,12 @@ import secrets
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
 from .http_proof import PART_BYTES, PROOF, SCHEME, VERSION, NotServed, Refused, answer_proof, request_proof
-from .token_bucket import TokenBucket
+from .token_bucket import Pace
 
 SLICE_BYTES = 64 << 10
 """Sent at once, between two looks at the budget."""
@@ -55,16 +54,10 @@ class HttpServer(ThreadingHTTPServer):
         self.socket = listener
         self.secret, self.read = secret, resources
         self.callers = threading.BoundedSemaphore(MOST_CALLERS)
-        self._bucket, self._spending = TokenBucket(bytes_per_s), threading.Lock()
+        self.pace = Pace(bytes_per_s)
 
     def start(self) -> None:
         threading.Thread(target=self.serve_forever, name="http", daemon=True).start()
-
-    def wait_for(self, count: int) -> None:
-        """Until the budget has as many bytes."""
-        with self._spending:
-            delay_s = self._bucket.delay_s(count, time.monotonic())
-        time.sleep(delay_s)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         # One that left, or does not read, is none of ours.
@@ -119,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         with memoryview(part.data) as view:
             for at in range(0, len(view), SLICE_BYTES):
-                self.server.wait_for(min(SLICE_BYTES, len(view) - at))
+                self.server.pace.wait(min(SLICE_BYTES, len(view) - at))
                 self.wfile.write(view[at : at + SLICE_BYTES])
 
     def log_message(self, format: str, *values: Any) -> None:

@@ -1,7 +1,13 @@
-"""A budget of bandwidth as a token bucket: pure, with time as an argument."""
+"""A budget of bandwidth: `TokenBucket` is pure, with time as an argument; `Pace` waits by it."""
 
 from __future__ import annotations
 
+import math
+import threading
+import time
+
+PIECES = 32
+"""A second. Half: eight threads that wait for each other look stopped to their peers; double: more system calls."""
 BURST_S = 0.2
 """Of unused budget that may be spent at once. Half: pauses of the caller cost bandwidth; double: longer bursts."""
 
@@ -17,3 +23,21 @@ class TokenBucket:
         begin = max(self._spent_until, now - BURST_S)
         self._spent_until = begin + count / self._rate
         return max(0.0, begin - now)
+
+
+class Pace:
+    """One budget of several threads."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        """0: no limit."""
+        self.most = int(bytes_per_s / PIECES) or math.inf
+        """Bytes to move at once."""
+        self._bucket = TokenBucket(bytes_per_s) if bytes_per_s else None
+        self._spending = threading.Lock()
+
+    def wait(self, count: int) -> None:
+        """Until ``count`` bytes may be moved."""
+        if self._bucket is not None:
+            with self._spending:
+                delay_s = self._bucket.delay_s(count, time.monotonic())
+            time.sleep(delay_s)
