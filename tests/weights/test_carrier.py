@@ -6,124 +6,21 @@ import itertools
 import os
 import signal
 import time
-import zlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from libra_hpc.protocol.carriers import (
-    Engines,
-    ImageHere,
-    NotStored,
-    Peer,
-    PieceRefused,
-    PolicySaved,
-    Publish,
-    SavePolicy,
-    Stalled,
-    VersionHere,
-)
+from libra_hpc.protocol.carriers import Engines, ImageHere, NotStored, PieceRefused, Publish, Stalled, VersionHere
 from libra_hpc.weights.image import IMAGE_FILE
 from libra_hpc.weights.offers import SPARE
-from libra_hpc.weights.pieces import Encoded, TensorBlock, elements, offer_path, payload_path, write_offer
+from libra_hpc.weights.pieces import offer_path, payload_path
 from libra_hpc.weights.wire import IDLE_S, WireError, call
-from tests.weights.nodes import CarrierNode, FaultyLink, bits, node_folders
-
-ROWS, COLUMNS = 1024, 2048
-SHAPES: dict[str, tuple[int, int]] = {
-    "model.embed_tokens.weight": (ROWS, COLUMNS),
-    "model.norm.weight": (1, 3),
-    "lm_head.weight": (ROWS, COLUMNS),
-}
-"""8 MiB, in tensors of which one leaves the next at an odd place."""
-OWNER = "t0.0"
-
-
-class Chain:
-    """Node 0 writes offers; the others receive them in the order of their ranks."""
-
-    def __init__(self, stack: ExitStack, folder: Path, nodes: int) -> None:
-        self._stack, self._folder = stack, folder
-        self.nodes = [self.node(rank) for rank in range(nodes)]
-        self.links: dict[tuple[int, int], FaultyLink] = {}
-
-    def node(self, rank: int, **options: bytes) -> CarrierNode:
-        node = CarrierNode(self._folder / f"node{rank}-{time.monotonic_ns()}", rank, SHAPES, **options)
-        self._stack.callback(node.close)
-        return node
-
-    def link(self, caller: int, server: int, **faults: float) -> FaultyLink:
-        """What ``caller`` gets of ``server`` passes a link with these faults."""
-        link = FaultyLink(self.nodes[server].port, **faults)  # type: ignore[arg-type]
-        self._stack.callback(link.close)
-        self.links[caller, server] = link
-        return link
-
-    def peers(self, caller: int) -> tuple[Peer, ...]:
-        def port(node: CarrierNode) -> int:
-            return self.links[caller, node.rank].port if (caller, node.rank) in self.links else node.port
-
-        return tuple(Peer(node.rank, ("127.0.0.1",), port(node)) for node in self.nodes)
-
-    def write(self, version: int, base: int, folder: Path | None = None, truncate: bool = False) -> None:
-        """Offer all weights (base -1), or every other row of the first tensor, and publish; not in ``folder``."""
-        data = bits(version, ROWS * COLUMNS)
-        if base < 0:
-            blocks = [TensorBlock(name, 0, rows, columns, columns) for name, (rows, columns) in SHAPES.items()]
-            encoded = [(block, data[: elements(block)]) for block in blocks]
-        else:
-            encoded = [
-                (TensorBlock("model.embed_tokens.weight", 0, ROWS // 2, COLUMNS, 2 * COLUMNS), data[: len(data) // 2])
-            ]
-        write_offer(
-            folder or self.nodes[0].folder,
-            version,
-            base,
-            OWNER,
-            [Encoded(block, "BF16", "dense", values.size, (values,)) for block, values in encoded],
-        )
-        if truncate:
-            os.truncate(payload_path(offer_path(self.nodes[0].folder, version, OWNER)), 1_000_000)
-        if folder is None:
-            self.publish(version, base)
-
-    def keep_all(self) -> None:
-        """The owner removes no version: an engine of its node needs all."""
-        self.nodes[0].send(Engines(-1))
-
-    def publish(self, version: int, base: int, *ranks: int) -> None:
-        for node in self.nodes:
-            if not ranks or node.rank in ranks:
-                node.send(Publish(version, base, ((OWNER, 0),), self.peers(node.rank)))
-
-    def payload(self, rank: int, version: int) -> bytes:
-        return payload_path(offer_path(self.nodes[rank].folder, version, OWNER)).read_bytes()
-
-
-@pytest.fixture
-def chain() -> Iterator[Chain]:
-    with node_folders() as folder, ExitStack() as stack:
-        yield Chain(stack, folder, 3)
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    while not true():
-        time.sleep(0.01)
-
-
-def passed(link: FaultyLink, count: int) -> None:
-    wait_until(lambda: link.passed >= count)
-
-
-def here(version: int) -> Callable[[Any], bool]:
-    return lambda message: message.version >= version
+from tests.weights.chain import OWNER, Chain, here, passed, wait_until
 
 
 def test_versions_reach_every_node_whole_and_in_order(chain: Chain) -> None:
+    # Who finds that a version was removed takes the image of a newer one.
+    chain.keep_all()
     chain.write(0, -1)
     for version in (1, 2, 3):
         chain.write(version, version - 1)
@@ -345,75 +242,3 @@ def test_a_full_shared_memory_is_one_sentence_and_the_version_comes_later(chain:
     target.rmdir()
 
     assert chain.nodes[1].wait(VersionHere).version == 0
-
-
-def test_a_checkpoint_gets_the_weights_of_its_version_while_newer_ones_pass(chain: Chain, tmp_path: Path) -> None:
-    """The order comes while its version has yet to arrive; several newer ones are already published behind it."""
-    node, expected = chain.nodes[1], tmp_path / "expected.safetensors"
-    chain.link(1, 0, bytes_per_s=16e6)
-    path = tmp_path / "step-000002" / "policy" / "model.safetensors"
-    chain.keep_all()
-    node.send(SavePolicy(2, str(path)))
-    for version in range(6):
-        chain.write(version, version - 1)
-    saved = node.wait(PolicySaved)
-    node.wait(ImageHere, here(5))
-
-    alone = chain.node(9)
-    for version in range(3):
-        chain.write(version, version - 1, folder=alone.folder)
-        alone.send(Publish(version, version - 1, ((OWNER, 9),), (alone.peer,)))
-    alone.wait(ImageHere, here(2))
-    expected.write_bytes((alone.folder / IMAGE_FILE).read_bytes())
-
-    data = path.read_bytes()
-    assert data == expected.read_bytes()
-    assert data != (node.folder / IMAGE_FILE).read_bytes()
-    assert (saved.path, saved.size, saved.crc32, saved.reason) == (str(path), len(data), zlib.crc32(data), "")
-    assert [message.version for message in node.all(ImageHere)] == list(range(6))
-
-
-def test_the_version_of_a_checkpoint_does_not_give_way_to_newer_ones(chain: Chain, tmp_path: Path) -> None:
-    node = chain.nodes[1]
-    link = chain.link(1, 0, bytes_per_s=16e6)
-    chain.write(0, -1)
-    passed(link, 1_000_000)
-    chain.keep_all()
-    node.send(SavePolicy(2, str(tmp_path / "model.safetensors")))
-    for version in range(1, 5):
-        chain.write(version, -1)
-    node.wait(ImageHere, here(4))
-    assert node.wait(PolicySaved).reason == ""
-    assert [message.version for message in node.all(ImageHere)] == [0, 2, 4]
-
-
-def test_a_version_that_has_passed_and_one_that_is_not_needed_any_more_are_answered(
-    chain: Chain, tmp_path: Path
-) -> None:
-    node, path = chain.nodes[0], tmp_path / "model.safetensors"
-    node.send(SavePolicy(7, f"{path}.7"))
-    node.send(SavePolicy(-1, ""))
-    chain.write(0, -1)
-    chain.write(1, 0)
-    node.wait(ImageHere, here(1))
-    node.send(SavePolicy(0, str(path)))
-    reasons = {
-        answer.path: answer.reason
-        for answer in (
-            node.wait(PolicySaved, lambda answer: answer.path == f"{path}.7"),
-            node.wait(PolicySaved, lambda answer: answer.path == str(path)),
-        )
-    }
-    assert "not needed any more" in reasons[f"{path}.7"]
-    assert "has version 1, not 0" in reasons[str(path)]
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_cannot_be_written_is_named_and_the_image_goes_on(chain: Chain, tmp_path: Path) -> None:
-    node = chain.nodes[0]
-    (tmp_path / "file").write_text("no folder")
-    chain.write(0, -1)
-    node.send(SavePolicy(0, str(tmp_path / "file" / "model.safetensors")))
-    assert str(tmp_path / "file") in node.wait(PolicySaved).reason
-    chain.write(1, 0)
-    node.wait(ImageHere, here(1))
