@@ -21,6 +21,7 @@ from .engine_harness import (
     EngineUnderTest,
     Model,
     alive,
+    bring,
     cpu_ticks,
     descendants,
     engine_config,
@@ -30,7 +31,6 @@ from .engine_harness import (
     turn,
     wait_until,
 )
-from .test_staged_update import bring, image_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -49,7 +49,7 @@ def assert_serves(engine: EngineUnderTest, model: Model, version: int) -> None:
 def test_tied_head_follows_every_update_and_shutdown_ends_with_zero(tmp_path: Path, folder: Path) -> None:
     first, second = (make_model(tmp_path / name, seed, tied=True) for name, seed in (("first", 3), ("second", 4)))
     # The folder's own weights are never loaded: it starts from the second model's.
-    image = image_of(tmp_path, second)
+    image = second.image(tmp_path)
     bring(image, 7, load_file(second.weights))
     engine = EngineUnderTest(folder, engine_config(first, version=7, weights=str(image.path)))
     try:
