@@ -5,32 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
 
 from libra_hpc.agent import supervised
-from libra_hpc.agent.node_carrier import NodeCarrier
-from libra_hpc.agent.train_node import TrainNode
-from libra_hpc.config.run import RunConfig
-from libra_hpc.facts.rundir import RunDir
-from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.process.child import Child
-from libra_hpc.protocol.agents import (
-    Fatal,
-    FromReplica,
-    Log,
-    SnapshotChunk,
-    SnapshotStored,
-    WeightsOffered,
-    WeightsWanted,
-    Welcome,
-)
-from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.agents import Fatal, Log, SnapshotChunk, SnapshotStored, WeightsOffered, WeightsWanted, Welcome
 from libra_hpc.protocol.trainer import (
     Join,
     Joined,
@@ -47,83 +30,7 @@ from libra_hpc.state import state_folders as folders
 from libra_hpc.state.store import states
 from libra_hpc.trainer.settings import WorkerConfig, read_config
 from libra_hpc.weights.pieces import offer_path, payload_path
-from tests.agent.weights_here import WrittenImage
-
-PATIENCE_S = 120.0
-
-
-class Scene:
-    """A training node of a dry run, with ``tp`` processes: the whole core unless told otherwise."""
-
-    def __init__(
-        self, folder: Path, tp: int = 1, rank: int = 1, components: tuple[str, ...] = ("train", "hybrid", "rollout")
-    ) -> None:
-        config = RunConfig.model_validate(
-            {
-                "run": {"engine": "simulated"},
-                "simulated": {
-                    "model": "qwen3-8b",
-                    "device": "a800",
-                    "presets": ["math"],
-                    "speedup": 1000.0,
-                    "start_s": 0.0,
-                },
-                "components": {
-                    name: {"gpus": 8, "nodes": components.count(name)} for name in ("train", "hybrid", "rollout")
-                },
-                "train": {"tp": tp, "processes": tp},
-                "deadlines": {"floor_s": 2.0, "first_s": 60.0},
-            }
-        )
-        self.sent: list[Any] = []
-        self.shm = folder / "shm"
-        self.shm.mkdir(parents=True)
-        self.run = RunDir(folder / "run")
-        context = AgentContext(
-            rank,
-            RankLayout(("planner", *components)),
-            config,
-            self.run,
-            1,
-            lambda rank, message, blob=b"", done=None: self.sent.append(message),
-            Welcome(0, "", 0, ()),
-            folder,
-            self.shm,
-        )
-        self.weights = WrittenImage(self.shm)
-        self.node = TrainNode(context, cast(NodeCarrier, self.weights))
-
-    def of(self, kind: type) -> list[Any]:
-        return [message for message in self.sent if isinstance(message, kind)]
-
-    def states(self, name: str) -> list[EngineState]:
-        return [state for state in self.of(EngineState) if state.state == name]
-
-    def answers(self, kind: type) -> list[Any]:
-        return [message.message for message in self.of(FromReplica) if isinstance(message.message, kind)]
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():
-                await asyncio.sleep(0.01)
-
-    async def ready(self) -> int:
-        """Start the replica; returns the process id of its first process."""
-        before = len(self.states("ready"))
-        await self.node.start()
-        await self.until(lambda: len(self.states("ready")) > before)
-        return next(iter(self.node.pids.values()))
-
-    def play(self, script: Callable[[], Awaitable[None]]) -> None:
-        async def main() -> None:
-            watch = asyncio.create_task(self.node.watch())
-            try:
-                await script()
-            finally:
-                await self.node.stop()
-                watch.cancel()
-
-        asyncio.run(main())
+from tests.agent.train_scene import Scene
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import torch
 
 from libra_hpc.protocol.trainer import Join, Joined, StepDone
 from libra_hpc.trainer.model.context import Tail, attend
-from tests.trainer.support import Replica, make_model, train_step
+from tests.trainer.batches import train_step
+from tests.trainer.support import Replica, make_model
 
 ROWS, COLUMNS, HEADS, GROUPS, WIDTH = 100, 700, 8, 2, 64
 TAIL = Tail(begin=20, end=20 + ROWS, first=50, last=50 + COLUMNS)

@@ -12,7 +12,8 @@ import torch
 
 from libra_hpc.protocol.trainer import Join, Joined, SaveFailed, Standby, StepDone
 from libra_hpc.trainer.device import backend, bare_group, file_store, wait
-from tests.trainer.support import Replica, make_model, train_step
+from tests.trainer.batches import train_step
+from tests.trainer.support import Replica, make_model
 
 MIB = 1 << 20
 WEIGHTS = 2e-4

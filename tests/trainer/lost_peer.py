@@ -8,7 +8,8 @@ from typing import Any
 
 from libra_hpc.protocol.trainer import Join, Joined, StepDone, StepFailed
 
-from .support import WAIT_S, Replica, join_all, step_all, train_step
+from .batches import train_step
+from .support import WAIT_S, Replica, join_all, step_all
 
 
 def steps_without_the_lost_peer(

@@ -1,4 +1,4 @@
-"""Tiny models, random samples, in-process references, and real worker processes behind their sockets."""
+"""Tiny models, in-process references, and real worker processes behind their sockets."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import hf_shapes, stage_entries
 from libra_hpc.protocol import trainer as wire
-from libra_hpc.protocol.codec import FrameBuffer, pack_f32, pack_i32
+from libra_hpc.protocol.codec import FrameBuffer
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.trainer import Join, Joined, Sample, Saved, StepDone, TrainStep, WorkerHeartbeat, to_worker
+from libra_hpc.protocol.trainer import Join, Joined, Saved, StepDone, WorkerHeartbeat, to_worker
 from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.elastic import ElasticReplicas
 from libra_hpc.trainer.grpo_trainer import GrpoTrainer
@@ -28,16 +28,15 @@ from libra_hpc.trainer.saved.reference_policy import ReferencePolicy
 from libra_hpc.trainer.saved.shard_files import ShardFiles
 from libra_hpc.trainer.saved.state_writer import Answer, StateWriter
 from libra_hpc.trainer.settings import AlgorithmSettings, OptimizerSettings, write_config
-from libra_hpc.trainer.shards import divisor
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.image import Image, pin, write_pinned
 from libra_hpc.weights.names import ReplicaPlace, from_hf, to_hf
 from libra_hpc.weights.pieces import offer_path, payload_path, read_offer
 
+from .batches import VOCAB, train_step
 from .settings import algorithm, optimizer, worker_config
 from .worker_process import WAIT_S, WorkerProcess
 
-VOCAB = 64
 OPTIMIZER = optimizer(lr=1e-3, weight_decay=0.1, eps=1e-5, warmup_steps=2)
 """A large epsilon keeps Adam from magnifying rounding differences of near-zero gradients in the comparisons below."""
 ALGORITHM = algorithm(kl_coef=0.1, temperature=0.8)
@@ -79,50 +78,6 @@ def make_model(kind: str, folder: Path, *, tied: bool = False, layers: int = 2, 
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
     return model
-
-
-def samples(seed: int, count: int = 10) -> list[Sample]:
-    """Random samples of 4 to 60 tokens; one in five has no advantage."""
-    generator = torch.Generator().manual_seed(seed)
-    out = []
-    for i in range(count):
-        n = int(torch.randint(4, 61, (1,), generator=generator))
-        tokens = torch.randint(0, VOCAB, (n,), generator=generator).tolist()
-        mask = [0, 0, *(torch.rand(n - 2, generator=generator) < 0.7).int().tolist()]
-        mask[2] = 1
-        logprobs = (-4.2 + torch.randn(n, generator=generator)) * torch.tensor(mask)
-        advantage = 0.0 if i % 5 == 4 else float(torch.randn((), generator=generator))
-        out.append(Sample(f"{seed}-{i}", pack_i32(tokens), bytes(mask), pack_f32(logprobs.tolist()), advantage))
-    return out
-
-
-def in_threes(step: TrainStep) -> TrainStep:
-    """The step with three samples of a minibatch in each trajectory, each of which weighs the same."""
-
-    def joined(batch: tuple[Sample, ...]) -> tuple[Sample, ...]:
-        counts = [loss_tokens([*batch[at - at % 3 :][:3]]) for at in range(len(batch))]
-        return tuple(
-            msgspec.structs.replace(
-                sample, uid=f"0.{at // 3}.{at % 3}", advantage=batch[at - at % 3].advantage, trajectory_tokens=count
-            )
-            for at, (sample, count) in enumerate(zip(batch, counts, strict=True))
-        )
-
-    batches = tuple(map(joined, step.minibatches))
-    divisors = tuple(divisor(batch, "sequence", 1) for batch in batches)
-    return msgspec.structs.replace(step, minibatches=batches, divisors=divisors)
-
-
-def loss_tokens(batch: list[Sample]) -> int:
-    return sum(sum(s.loss_mask) for s in batch)
-
-
-def train_step(step: int, generation: int, *, replica: int = 0, replicas: int = 1, minibatches: int = 1) -> TrainStep:
-    """Step ``step`` of the fixed run for one of ``replicas``: sample ``i`` goes to replica ``i mod replicas``."""
-    batches = [samples(100 * step + i) for i in range(minibatches)]
-    return TrainStep(
-        step, generation, tuple(tuple(b[replica::replicas]) for b in batches), tuple(loss_tokens(b) for b in batches)
-    )
 
 
 def build(

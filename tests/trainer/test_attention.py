@@ -23,7 +23,8 @@ from libra_hpc.trainer.model.packing import ALONE, decode, pack
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
 
-from .support import OPTIMIZER, make_model, samples
+from .batches import samples
+from .support import OPTIMIZER, make_model
 
 CPU = torch.device("cpu")
 HEAD = 8

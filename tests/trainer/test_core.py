@@ -16,7 +16,8 @@ from libra_hpc.weights.image import Image
 from libra_hpc.weights.names import ReplicaPlace
 from libra_hpc.weights.pieces import offer_path, payload_path, read_offer
 
-from .support import Layout, Replica, assert_same_state, assert_same_step, fixed_run, make_model, train_step
+from .batches import train_step
+from .support import Layout, Replica, assert_same_state, assert_same_step, fixed_run, make_model
 
 pytestmark = pytest.mark.engine
 STEPS = 9

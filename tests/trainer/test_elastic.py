@@ -11,7 +11,8 @@ from libra_hpc.protocol import trainer as wire
 from libra_hpc.protocol.trainer import Join, Joined, SaveCheckpoint, Saved, StepFailed, TrainStep, WorkerFailed
 from libra_hpc.weights.names import ReplicaPlace
 
-from .support import WAIT_S, Replica, assert_same_state, fixed_run, join_all, make_model, step_all, train_step
+from .batches import train_step
+from .support import WAIT_S, Replica, assert_same_state, fixed_run, join_all, make_model, step_all
 
 pytestmark = pytest.mark.engine
 

@@ -14,8 +14,9 @@ from libra_hpc.protocol.codec import pack_f32, unpack_f32
 from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
 from libra_hpc.weights.names import ReplicaPlace
 
+from .batches import train_step
 from .settings import algorithm
-from .support import Replica, build, join_all, make_model, train_step
+from .support import Replica, build, join_all, make_model
 
 pytestmark = pytest.mark.engine
 

@@ -18,7 +18,8 @@ from libra_hpc.trainer.model.rotary import RotaryTable, rotated
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
 
-from .support import OPTIMIZER, make_model, samples
+from .batches import samples
+from .support import OPTIMIZER, make_model
 
 HEAD = 16
 CUDA = torch.device("cuda")

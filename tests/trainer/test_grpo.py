@@ -16,7 +16,8 @@ from libra_hpc.trainer.grpo import grpo_terms
 from libra_hpc.trainer.losses import LossTokens, ppo
 from libra_hpc.trainer.sft import Demonstration, warm_start
 
-from .support import VOCAB, make_model
+from .batches import VOCAB
+from .support import make_model
 
 objective = partial(grpo_terms, named=ppo, clip=(0.2, 0.2), is_truncation=2.0, kl_coef=0.1)
 

@@ -21,9 +21,9 @@ from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
 
-from . import support
+from .batches import loss_tokens, samples, train_step
 from .settings import optimizer
-from .support import ALGORITHM, MICRO_TOKENS, OPTIMIZER, build, make_model, read_tensors, samples, save, train_step
+from .support import ALGORITHM, MICRO_TOKENS, OPTIMIZER, build, make_model, read_tensors, save
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3["original_max_position_embeddings"] = 32
@@ -112,7 +112,7 @@ def test_steps_equal_plain_torch(tmp_path: Path, world: ReplicaPlace) -> None:
             weight = (lp.detach() - behaviour).exp().clamp(max=ALGORITHM.is_truncation)
             k3 = (behaviour - lp).exp() - 1 - (behaviour - lp)
             total = total + (-weight * (lp - lp.detach()).exp() * sample.advantage + ALGORITHM.kl_coef * k3).sum()
-        loss = total / support.loss_tokens(batch)
+        loss = total / loss_tokens(batch)
         adam.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), OPTIMIZER.grad_clip)

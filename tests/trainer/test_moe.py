@@ -20,7 +20,8 @@ from libra_hpc.trainer.model.packing import decode, pack
 from libra_hpc.trainer.shards import spread
 from libra_hpc.weights.names import ReplicaPlace, own_entries
 
-from .support import Layout, Replica, assert_equals_one_process, build, join_all, make_model, samples, train_step
+from .batches import samples, train_step
+from .support import Layout, Replica, assert_equals_one_process, build, join_all, make_model
 
 LAYERS, TOP_K, EXPERTS = 2, 2, 8
 CPU = torch.device("cpu")

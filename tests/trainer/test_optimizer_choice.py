@@ -14,8 +14,9 @@ from libra_hpc.trainer.adamw import distributed
 from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.weights.names import ReplicaPlace
 
+from .batches import train_step
 from .conftest import World
-from .support import build, make_model, save, train_step
+from .support import build, make_model, save
 
 PACKAGE = """
 import importlib.abc, importlib.machinery, sys

@@ -13,19 +13,9 @@ from libra_hpc.protocol.trainer import StepDone
 from libra_hpc.trainer.model.packing import Pack, decode, pack
 from libra_hpc.weights.names import ReplicaPlace
 
+from .batches import in_threes, samples, train_step
 from .settings import algorithm
-from .support import (
-    Layout,
-    Replica,
-    assert_equals_one_process,
-    assert_same_step,
-    build,
-    in_threes,
-    join_all,
-    make_model,
-    samples,
-    train_step,
-)
+from .support import Layout, Replica, assert_equals_one_process, assert_same_step, build, join_all, make_model
 
 pytestmark = pytest.mark.engine
 

@@ -13,7 +13,7 @@ from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.settings import AlgorithmSettings
 from libra_hpc.weights.names import ReplicaPlace
 
-from . import support
+from .batches import loss_tokens, train_step
 from .settings import algorithm
 from .support import (
     Layout,
@@ -27,7 +27,6 @@ from .support import (
     read_tensors,
     save,
     step_all,
-    train_step,
 )
 
 COEF = 0.3
@@ -59,7 +58,7 @@ def test_gradient_and_column_equal_plain_torch(tmp_path: Path, world: ReplicaPla
         k3 = (frozen.detach() - lp).exp() - 1 - (frozen.detach() - lp)
         total = total + (-weight * (lp - lp.detach()).exp() * sample.advantage + COEF * k3).sum()
         kl += float(k3.detach().sum())
-    count = support.loss_tokens(batch)
+    count = loss_tokens(batch)
     (total / count).backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.get_total_norm([p.grad for p in policy.parameters() if p.grad is not None])
     packs = [trainer._pack(tuple(batch))]

@@ -16,7 +16,8 @@ from libra_hpc.trainer.saved import checkpoint, snapshot
 from libra_hpc.trainer.saved.state_writer import Answer, StateWriter
 from libra_hpc.weights.names import ReplicaPlace
 
-from .support import build, make_model, read_tensors, train_step
+from .batches import train_step
+from .support import build, make_model, read_tensors
 
 
 class Scene:

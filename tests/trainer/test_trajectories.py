@@ -15,8 +15,9 @@ from libra_hpc.protocol.trainer import Sample
 from libra_hpc.trainer.shards import divisor
 from libra_hpc.weights.names import ReplicaPlace
 
+from .batches import in_threes, loss_tokens, train_step
 from .settings import algorithm
-from .support import build, in_threes, loss_tokens, make_model, train_step
+from .support import build, make_model
 from .test_moe import LAYERS, TOP_K, replayed, routed
 
 TEMPERATURE, LONGEST = 0.8, 64

@@ -18,8 +18,9 @@ from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
 from libra_hpc.weights.pieces import WHOLE, Offer, offer_path, payload_path, piece_values, read_offer
 
+from .batches import train_step
 from .settings import optimizer
-from .support import Layout, Replica, build, join_all, make_model, read_state_tensors, step_all, train_step
+from .support import Layout, Replica, build, join_all, make_model, read_state_tensors, step_all
 
 Bits = dict[str, np.ndarray[Any, Any]]
 SMALL_STEPS = optimizer(lr=2e-5, weight_decay=0.0)
