@@ -143,11 +143,11 @@ def test_replicas_without_optimizer_come_go_and_die_and_the_result_is_that_of_on
     [
         *(("qwen3", 2, Layout(tp=2), 1), ("qwen3", 2, Layout(dp=2), 2), ("qwen3", 2, Layout(cp=2), 1)),
         *(("llama", 2, Layout(pp=2), 1), ("qwen3_moe", 2, Layout(dp=2, ep=2), 2)),
-        pytest.param("qwen2", 3, Layout(pp=2), 1, marks=pytest.mark.slow),
-        pytest.param("qwen2", 2, Layout(tp=2, dp=2), 1, marks=pytest.mark.slow),
-        pytest.param("mistral", 2, Layout(tp=2), 2, marks=pytest.mark.slow),
-        pytest.param("phi3", 3, Layout(pp=2), 1, marks=pytest.mark.slow),
-        pytest.param("glm4", 2, Layout(cp=2), 2, marks=pytest.mark.slow),
+        pytest.param("qwen2", 3, Layout(pp=2), 1, marks=pytest.mark.chaos),
+        pytest.param("qwen2", 2, Layout(tp=2, dp=2), 1, marks=pytest.mark.chaos),
+        pytest.param("mistral", 2, Layout(tp=2), 2, marks=pytest.mark.chaos),
+        pytest.param("phi3", 3, Layout(pp=2), 1, marks=pytest.mark.chaos),
+        pytest.param("glm4", 2, Layout(cp=2), 2, marks=pytest.mark.chaos),
     ],
     ids=str,
 )
@@ -182,7 +182,7 @@ def test_thirty_steps_in_every_layout_equal_one_process(
     assert run.core.close() == [0] * layout.ranks
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_thirty_random_moves_and_kills_leave_the_result_as_it_is(tmp_path: Path, world: ReplicaPlace) -> None:
     model_dir = tmp_path / "model"
     make_model("qwen3", model_dir, layers=1)
