@@ -23,6 +23,7 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequ
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
+from libra_hpc.lender.gated_steps import GatedSteps
 from libra_hpc.models.capacity import GIB
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.protocol.engine import Generate, Generated, UpdateWeights, WeightsApplied, refusal
@@ -33,7 +34,7 @@ from .kv_room import KvRoom
 from .settings import EngineConfig, engine_arguments
 from .staged_update import POLL_S, StagedUpdate
 from .stats import EngineCounters
-from .steplog import StepLog, StepLogHeader
+from .steplog import BatchWatch, StepLog, StepLogHeader
 from .turns import TurnInFlight, TurnRejected, read_prompt, sampling
 from .warm_up import profile
 
@@ -96,6 +97,7 @@ class RolloutEngine:
         )
         self.start_s = time.monotonic() - started
         limits = vllm_config.scheduler_config
+        self._gate = GatedSteps(config.gate, scheduler, BatchWatch(scheduler)) if config.gate else None
         self.step_log = (
             StepLog(
                 config.step_log,
@@ -106,7 +108,7 @@ class RolloutEngine:
                     max_num_seqs=config.max_num_seqs,
                     max_num_batched_tokens=limits.max_num_batched_tokens,
                 ),
-                scheduler,
+                BatchWatch(scheduler),
             )
             if config.step_log
             else None
@@ -121,10 +123,24 @@ class RolloutEngine:
     def version(self) -> int:
         return self._version
 
-    def warm_up(self) -> EngineState:
+    @property
+    def stands_still(self) -> bool:
+        """Whether its turns are wanted back: the users of its device leave no room for steps."""
+        return self._gate is not None and self._gate.stands_still
+
+    def may_step(self) -> bool:
+        """Whether the users of its device leave room for a step now."""
+        return self._gate is None or self._gate.may_step(self.busy)
+
+    def warm_up(self, before_step: Callable[[RolloutEngine], None] = lambda _: None) -> EngineState:
         """Measure the warm-up profile before any turn; returns the first message to the agent."""
+
+        def step() -> list[Generated]:
+            before_step(self)
+            return self.step()
+
         started = time.monotonic()
-        reports = profile(self.submit, self.step, self.stats, self._max_model_len)
+        reports = profile(self.submit, step, self.stats, self._max_model_len)
         self._client.reset_prefix_cache(reset_connector=True)
         self._counters = EngineCounters()
         self.capacity = msgspec.structs.replace(self.capacity, warm_up=reports)
@@ -179,8 +195,11 @@ class RolloutEngine:
         started = time.monotonic()
         outputs = self._client.get_output()
         finished = [] if outputs.weight_version is None else self._collect(outputs.outputs, int(outputs.weight_version))
+        seconds = time.monotonic() - started
         self._counters.steps += 1
-        self._counters.busy_s += time.monotonic() - started
+        self._counters.busy_s += seconds
+        if self._gate is not None:
+            self._gate.stepped(seconds)
         return finished
 
     def check(self, update: UpdateWeights) -> None:
@@ -264,6 +283,8 @@ class RolloutEngine:
             kv_use=self._kv.use,
             kv_share=self._kv.share,
             asleep=self._client.is_sleeping(),
+            paused_s=self._gate.paused_s if self._gate is not None else 0.0,
+            stands_still=self.stands_still,
             **msgspec.structs.asdict(self._counters),
         )
 

@@ -2,6 +2,7 @@
 
 - Between two steps -> drain the socket without blocking, so that a request joins the next batch.
 - Idle -> block in ``select``, and report once a second.
+- The users of the device leave no room (`libra_hpc.lender.gated_steps`) -> no step, all else as between two steps.
 - Weight update -> stage it while steps go on; apply it between two steps, in the order received.
 - `StopEngine`, closed socket or SIGTERM -> exit 0.
 - Failed step or half-applied update -> answer every request with ``error``, send a fatal `EngineFailed`, exit 1.
@@ -47,6 +48,9 @@ from .stats import IDLE_INTERVAL_S, Pacer
 HANGUP_GRACE_S = 10.0
 """Seconds between the loss of the agent and the watcher's exit: longer than a step and an orderly shutdown."""
 
+GATE_POLL_S = 0.001
+"""Between two questions to a closed gate.  Half: a core busy with reading; double: as much is lost in each pause."""
+
 
 def serve(socket_path: str, config: EngineConfig) -> int:
     """Run an engine on the agent's socket until it ends; returns the exit code.
@@ -86,7 +90,7 @@ class _Loop:
     def run(self) -> int:
         try:
             self._engine = RolloutEngine(self._config, self._on_worker_death)
-            self._socket.send(self._engine.warm_up())
+            self._socket.send(self._engine.warm_up(self._wait_open))
             while self._run_pass(self._engine):
                 pass
             return 0
@@ -113,6 +117,9 @@ class _Loop:
         if self._worker_died.is_set():
             raise _WorkerDied("a vLLM worker process died.")
         work = engine.busy
+        if work and not engine.may_step():
+            self._pause(engine)
+            return True
         replies: list[FromEngine] = [*engine.step()] if work else []
         if self._pacer.due(time.monotonic(), work, engine.busy):
             replies.append(engine.stats())
@@ -172,14 +179,36 @@ class _Loop:
             future.add_done_callback(self._wake)
 
     def _wait(self, engine: RolloutEngine) -> None:
-        timeout = POLL_S if self._updates else IDLE_INTERVAL_S
-        idle = not any(select.select([self._socket.fileno(), self._wake_read], [], [], timeout))
-        if idle and (not self._updates or time.monotonic() - self._beat >= IDLE_INTERVAL_S):
+        stood = engine.stands_still
+        idle = self._select(POLL_S if self._updates or stood else IDLE_INTERVAL_S)
+        due = not (self._updates or stood) or time.monotonic() - self._beat >= IDLE_INTERVAL_S
+        if stood:
+            engine.may_step()
+        if (idle and due) or stood is not engine.stands_still:
             # Heartbeat.
             self._beat = time.monotonic()
             self._socket.send(engine.stats())
+
+    def _wait_open(self, engine: RolloutEngine) -> None:
+        """Before a step of the warm-up profile; the agent's messages wait."""
+        while not engine.may_step():
+            self._report_paused(engine)
+            time.sleep(GATE_POLL_S)
+
+    def _pause(self, engine: RolloutEngine) -> None:
+        self._report_paused(engine)
+        self._select(GATE_POLL_S)
+
+    def _report_paused(self, engine: RolloutEngine) -> None:
+        if self._pacer.due(time.monotonic(), worked=False, busy=True):
+            self._socket.send(engine.stats())
+
+    def _select(self, timeout: float) -> bool:
+        """Whether nothing came for so long."""
+        idle = not any(select.select([self._socket.fileno(), self._wake_read], [], [], timeout))
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
+        return idle
 
     def _wake(self, _: Any = None) -> None:
         # A full pipe wakes as well as one more byte.

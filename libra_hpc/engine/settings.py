@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 from libra_hpc.errors import UserError, invalid
+from libra_hpc.lender.gated_steps import GateConfig
 
 if TYPE_CHECKING:
     from libra_hpc.config.run import RunConfig
@@ -75,6 +76,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Log every step with its duration in this file (`libra_hpc.engine.steplog`); empty: no log."""
     weights: str = ""
     """Start from this image (`libra_hpc.weights.image`) instead of the folder's weights."""
+    gate: GateConfig | None = None
+    """Of an engine on a device whose server has users."""
 
 
 def config_for_run(

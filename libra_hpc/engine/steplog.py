@@ -1,4 +1,4 @@
-"""A log of the single steps of a live engine, which a calibration is fitted to.
+"""The batches of a live engine, and a log of its single steps, which a calibration is fitted to.
 
 JSON lines: first a `StepLogHeader`, then one step each, ``[decodes, kv_tokens, prefill, context, seconds]`` as in
 `models.step_times.measured.StepPoint`. Prompt chunks of one step are merged as in the simulator: one chunk after a
@@ -15,6 +15,7 @@ import msgspec
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.models.step_times.measured import MAX_POINTS, Calibration, StepPoint
+from libra_hpc.policies.serving.step_cost import StepWork
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -38,25 +39,19 @@ class StepLogHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     format: str = FORMAT
 
 
-class StepLog:
-    """Records each batch that a vLLM scheduler forms, with the seconds of its step."""
+class BatchWatch:
+    """Sees each batch that a vLLM scheduler forms."""
 
-    def __init__(self, path: str, header: StepLogHeader, scheduler: Scheduler) -> None:
-        self._file = Path(path).open("wb")  # noqa: SIM115
-        self._file.write(msgspec.json.encode(header) + b"\n")
-        self._file.flush()
-        self._lines: list[bytes] = []
-        self._encode = msgspec.json.Encoder().encode
-        self._step = (0, 0, 0, 0)
-        self._requests = scheduler.requests
-        self._schedule = scheduler.schedule
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._last = StepWork()
+        self._scheduler, self._schedule = scheduler, scheduler.schedule
         scheduler.schedule = self._watched  # type: ignore[method-assign]
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
         output = self._schedule(*args, **kwargs)
         decodes = held = prefill = pairs = 0
         for name, count in output.num_scheduled_tokens.items():
-            request = self._requests[name]
+            request = self._scheduler.requests[name]
             # The scheduler has counted the tokens of this step as computed already.
             before = request.num_computed_tokens - count
             if count == 1 and request.num_output_tokens and before + 1 == request.num_tokens:
@@ -66,15 +61,47 @@ class StepLog:
                 prefill += count
                 pairs += count * (2 * before + count)
         context = max(0, round((pairs / prefill - prefill) / 2)) if prefill else 0
-        self._step = (decodes, held, prefill, context)
+        self._last = StepWork(decodes, held, prefill, context)
         return output
+
+    def take(self) -> StepWork:
+        """The batch since the last call; empty if none was formed."""
+        last, self._last = self._last, StepWork()
+        return last
+
+    def upcoming(self) -> StepWork:
+        """What the running requests and the first waiting one have to compute; the longest context of a prompt."""
+        decodes = held = prefill = context = 0
+        for request in self._scheduler.running:
+            left = request.num_tokens - request.num_computed_tokens
+            if left > 1:
+                prefill, context = prefill + left, max(context, request.num_computed_tokens)
+            else:
+                decodes, held = decodes + 1, held + request.num_tokens
+        for queue in (self._scheduler.waiting, self._scheduler.kv_holding_waiting):
+            if queue:
+                # How much of it is cached is found when it is scheduled.
+                tokens = queue.peek_request().num_tokens
+                prefill, context = prefill + tokens, max(context, tokens)
+        return StepWork(decodes, held, prefill, context)
+
+
+class StepLog:
+    """Records each batch of an engine with the seconds of its step."""
+
+    def __init__(self, path: str, header: StepLogHeader, batches: BatchWatch) -> None:
+        self._file = Path(path).open("wb")  # noqa: SIM115
+        self._file.write(msgspec.json.encode(header) + b"\n")
+        self._file.flush()
+        self._lines: list[bytes] = []
+        self._encode = msgspec.json.Encoder().encode
+        self._batches = batches
 
     def ended(self, seconds: float) -> None:
         """Log the step of the batch that was formed last."""
-        decodes, held, prefill, context = self._step
-        self._step = (0, 0, 0, 0)
-        if decodes or prefill:
-            self._lines.append(self._encode((decodes, held, prefill, context, round(seconds, 7))))
+        step = self._batches.take()
+        if step.decodes or step.prefill:
+            self._lines.append(self._encode((*step, round(seconds, 7))))
             if len(self._lines) >= FLUSH:
                 self.flush()
 

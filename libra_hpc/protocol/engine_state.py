@@ -37,6 +37,10 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     """Of ``busy_s``: in weight updates."""
     asleep: bool = False
     """Whether the engine is in standby."""
+    paused_s: float = 0.0
+    """With work, but without room for a step beside the users of its device; not in ``busy_s``."""
+    stands_still: bool = False
+    """Whether that has lasted so long that its turns should go on elsewhere."""
 
     @property
     def stepping_s(self) -> float:

@@ -192,9 +192,12 @@ class EngineUnderTest:
         files = ["--socket", str(self.socket_path), "--config", str(self.config_path)]
         return [sys.executable, "-m", "libra_hpc.engine", *files]
 
-    def ready(self) -> EngineState:
+    def connect(self) -> None:
         self._listener.settimeout(PATIENCE_S)
         self._connection, _ = self._listener.accept()
+
+    def ready(self) -> EngineState:
+        self.connect()
         return self.expect(EngineState)
 
     def send(self, *messages: ToEngine) -> None:

@@ -1,0 +1,105 @@
+"""The gate in the process of a rollout engine: before each step it reads the page and sets the tokens of the step.
+
+- The gate is closed and there is work -> no step begins, and the seconds count as paused.
+- Closed for `STANDS_STILL_S` with work -> the engine *stands still*: its turns are wanted back.
+- It stood still, and the gate has been open for `REOPEN_S` -> it takes turns again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated, Literal, Protocol
+
+import msgspec
+
+from libra_hpc.policies.serving.step_cost import StepWork
+from libra_hpc.policies.serving.step_gate import GateLimits, Reason, StepGate
+
+from .page import Page
+
+STANDS_STILL_S = 2.0
+"""Seconds.  Half: turns leave for a burst that is soon over, and are prefilled again; double: they wait as long."""
+REOPEN_S = 0.25
+"""Seconds: between two requests of a server that is always busy the gate opens for less."""
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class GateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A device on which somebody's server has users."""
+
+    page: str
+    """The file that the server writes (`Page`)."""
+    ttft_s: Positive
+    """Limit for a first token."""
+    tpot_s: Positive
+    """Limit for each further token."""
+    give: Literal["idle", "slack"] = "idle"
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.2
+    """Of ``ttft_s``: the longest step."""
+
+
+class Scheduler(Protocol):
+    """vLLM's, or what is like it."""
+
+    max_num_scheduled_tokens: int
+    """Most tokens of the next step."""
+
+
+class Batches(Protocol):
+    """The batches of a scheduler."""
+
+    def take(self) -> StepWork:
+        """That of the last step."""
+
+    def upcoming(self) -> StepWork:
+        """What is there to compute."""
+
+
+class GatedSteps:
+    """Ask `may_step` before each step, and report it to `stepped`.  Raises `UserError` for a page that is none."""
+
+    def __init__(
+        self, config: GateConfig, scheduler: Scheduler, batches: Batches, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._page, self._scheduler, self._batches, self._clock = Page(config.page), scheduler, batches, clock
+        self._most = scheduler.max_num_scheduled_tokens
+        self._gate = StepGate(GateLimits(config.ttft_s, config.tpot_s, config.give, config.share))
+        self._paused_at: float | None = None
+        self._closed_at: float | None = None
+        self._opened_at: float | None = None
+        self.paused_s = 0.0
+        """With work and without leave to step, since the start."""
+        self.stands_still = False
+        self.reason: Reason = "open"
+        """Of the last decision."""
+
+    def may_step(self, work: bool) -> bool:
+        """Whether a step may begin now, of at most the tokens that the scheduler has been given; ``work``: whether
+        there is anything to do."""
+        now = self._clock()
+        tokens, self.reason, _ = self._gate.decide(self._page.read(), self._batches.upcoming(), now)
+        if self._paused_at is not None:
+            self.paused_s += now - self._paused_at
+        self._paused_at = now if work and not tokens else None
+        if tokens:
+            self._scheduler.max_num_scheduled_tokens = min(tokens, self._most)
+        self._watch(now, work, closed=not tokens)
+        return tokens > 0
+
+    def _watch(self, now: float, work: bool, closed: bool) -> None:
+        if closed:
+            self._opened_at = None
+            self._closed_at = (now if self._closed_at is None else self._closed_at) if work else None
+            if self._closed_at is not None and now - self._closed_at >= STANDS_STILL_S:
+                self.stands_still = True
+        else:
+            self._closed_at = None
+            self._opened_at = now if self._opened_at is None else self._opened_at
+            if now - self._opened_at >= REOPEN_S:
+                self.stands_still = False
+
+    def stepped(self, seconds: float) -> None:
+        """A step has ended."""
+        self._gate.stepped(self._batches.take(), seconds, self._clock())

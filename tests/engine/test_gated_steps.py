@@ -1,0 +1,175 @@
+"""A real engine beside a server: no step begins while users are served, and none has more tokens than allowed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.engine.steplog import read_steps
+from libra_hpc.engine.warm_up import PROMPT
+from libra_hpc.lender.gated_steps import STANDS_STILL_S, GateConfig
+from libra_hpc.lender.page import Page, PageWriter
+from libra_hpc.policies.serving.serving_view import ServingView
+from libra_hpc.policies.serving.step_cost import GROWTH
+from libra_hpc.policies.serving.step_gate import SILENT_S
+from libra_hpc.protocol.engine import Abort, Generate, Generated
+from libra_hpc.protocol.engine_state import EngineState, EngineStats
+
+from .engine_harness import EngineUnderTest, Model, engine_config, tokens_of, turn
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+
+class Server:
+    """Writes the page as a server does that serves ``served`` users."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.page, self._writer = path, Page.create(path), PageWriter(path)
+        self.served, self.silent, self._ended = 0, False, threading.Event()
+        self._lock = threading.Lock()
+        self._write()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def serve(self, users: int) -> None:
+        self.served = users
+        self._write()
+
+    def fall_silent(self, silent: bool) -> None:
+        self.silent = silent
+        self._write()
+
+    def _write(self) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if not self.silent:
+                self._writer.write(ServingView(written=now, served=self.served, last_token=now))
+
+    def _run(self) -> None:
+        while not self._ended.wait(0.05):
+            self._write()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    one = Server(tmp_path_factory.mktemp("p") / "page")
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def gated(old: Model, server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
+    """One that starts while a user is served."""
+    folder = tmp_path_factory.mktemp("g")
+    gate = GateConfig(page=str(server.path), ttft_s=0.5, tpot_s=0.15)
+    server.serve(1)
+    one = EngineUnderTest(folder, engine_config(old, version=1, step_log=str(folder / "steps.jsonl"), gate=gate))
+    try:
+        one.connect()
+        assert one.wait_stats(0, lambda report: report.stands_still).steps == 0
+        server.serve(0)
+        one.expect(EngineState)
+        yield one
+    finally:
+        one.close()
+
+
+@pytest.fixture(autouse=True)
+def _nobody_is_served(server: Server) -> Iterator[None]:
+    yield
+    server.silent = False
+    server.serve(0)
+
+
+def open_and_idle(engine: EngineUnderTest) -> EngineStats:
+    engine.idle()
+    return engine.wait_stats(engine.reported, lambda one: one.running == one.waiting == 0 and not one.stands_still)
+
+
+def stand_still(engine: EngineUnderTest, server: Server, *requests: Generate) -> EngineStats:
+    """The report of an engine that was idle, got requests while a user is served, and now stands still."""
+    before, since = open_and_idle(engine), len(engine.stats)
+    server.serve(1)
+    engine.send(*requests)
+    report = engine.wait_stats(since, lambda report: report.stands_still)
+    assert report.steps == before.steps
+    assert report.paused_s - before.paused_s >= STANDS_STILL_S
+    assert report.busy_s == before.busy_s
+    return report
+
+
+def test_no_step_begins_while_a_user_is_served(gated: EngineUnderTest, server: Server, old: Model) -> None:
+    prompt = list(range(3, 40))
+    stand_still(gated, server, turn("served", prompt, 24, temperature=0.0))
+    since = len(gated.stats)
+    server.serve(0)
+    assert tokens_of(gated.expect(Generated)) == old.greedy(prompt, 24)
+    gated.wait_stats(since, lambda report: not report.stands_still)
+
+
+def test_a_user_stops_a_turn_between_two_tokens(gated: EngineUnderTest, server: Server, old: Model) -> None:
+    prompt = [7, 8, 9]
+    open_and_idle(gated)
+    gated.start(turn("stopped", prompt, 900, temperature=0.0))
+    server.serve(1)
+    since = len(gated.stats)
+    first = gated.wait_stats(since, lambda report: report.stands_still)
+    assert gated.wait_stats(len(gated.stats), lambda report: report.stands_still).steps == first.steps
+    gated.send(Abort("stopped"))
+    done = gated.expect(Generated)
+    tokens = tokens_of(done)
+    assert done.finish == "abort"
+    assert tokens
+    assert tokens == old.greedy(prompt, len(tokens))
+
+
+def test_a_paused_engine_answers_aborts_and_takes_weights(gated: EngineUnderTest, server: Server, new: Model) -> None:
+    stand_still(gated, server, turn("back", [5, 6], 8), turn("stays", [9, 4], 8, temperature=0.0))
+    gated.send(Abort("back"))
+    done = gated.expect(Generated)
+    assert (done.rid, done.finish, done.tokens) == ("back", "abort", b"")
+    gated.apply(new.update(2))
+    server.serve(0)
+    done = gated.expect(Generated)
+    assert (tokens_of(done), done.versions) == (new.greedy([9, 4], 8), ((2, 8),))
+
+
+def test_an_engine_without_turns_says_when_it_stands_still_no_more(gated: EngineUnderTest, server: Server) -> None:
+    stand_still(gated, server, turn("gone", [5, 6], 8))
+    gated.send(Abort("gone"))
+    gated.expect(Generated)
+    # It has nothing to do, and still takes no turns.
+    assert gated.wait_stats(gated.reported, lambda report: report.waiting == 0).stands_still
+    since = len(gated.stats)
+    server.serve(0)
+    gated.wait_stats(since, lambda report: not report.stands_still)
+
+
+def test_a_silent_server_closes_the_gate(gated: EngineUnderTest, server: Server) -> None:
+    before, since = open_and_idle(gated), len(gated.stats)
+    server.fall_silent(True)
+    time.sleep(SILENT_S)
+    gated.send(turn("silent", [5, 6], 8))
+    assert gated.wait_stats(since, lambda report: report.stands_still).steps == before.steps
+    server.fall_silent(False)
+    assert gated.expect(Generated).finish == "length"
+
+
+def test_no_step_has_more_tokens_than_the_gate_allows(gated: EngineUnderTest) -> None:
+    long = list(range(3, 103)) * 8
+    gated.generate(*(turn(f"long{i}", [i, *long], 20) for i in range(8)))
+    gated.idle()
+    _, steps = read_steps(gated.config_path.with_name("steps.jsonl"))
+    sizes = [step.decodes + step.prefill for step in steps]
+    assert max(sizes) > PROMPT
+    # Steps grow from the prompt of the warm-up profile, which the log has not.
+    for number, size in enumerate(sizes):
+        assert size <= GROWTH * max([PROMPT, *sizes[:number]])
