@@ -2,6 +2,7 @@
 
 - An operation began -> it has the limit of `Deadlines`, by the durations of the node's engines; silence is no fault.
 - No operation in flight -> any message is a sign of life; engines send `EngineStats` once a second, idle ones too.
+- The users of its device leave it no room -> the limits of what is in flight begin again.
 - Half of a limit is used up -> *late*, reported once.
 - All of a limit is used up -> *hung*.
 
@@ -46,6 +47,10 @@ class EngineWatch:
         self.ended(engine, SILENCE, now)
         if not self._in_flight.get(engine):
             self._deadlines.begin(SILENCE, (engine, SILENCE), now)
+
+    def stands_still(self, engine: str, now: float) -> None:
+        for operation in self._in_flight.get(engine, ()):
+            self._deadlines.begin(operation, (engine, operation), now)
 
     def gone(self, engine: str) -> None:
         for operation in (START, WEIGHTS, WAKE, SILENCE):

@@ -201,6 +201,8 @@ class RolloutNode(EngineNode[VllmEngine]):
             case EngineStats():
                 if not message.asleep:
                     self._watch.ended(engine.name, WAKE, now)
+                if message.stands_still:
+                    self._watch.stands_still(engine.name, now)
                 if message != engine.reported:
                     engine.reported = message
                     self._context.send_to_rollout_leader(wire.EngineLoad(engine.name, message))

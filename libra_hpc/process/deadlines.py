@@ -14,7 +14,7 @@ Pure: times are seconds of any monotonic clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import NamedTuple, Protocol
 
 WINDOW = 32
@@ -123,8 +123,11 @@ class Deadlines:
         seconds = self._settings.factor * max(durations) if durations else self._settings.first_s
         return max(self._settings.floor_s, seconds) * 2.0 ** self._exceeded.get(name, 0)
 
-    def discount(self, seconds: float) -> None:
-        self._began = {key: begun._replace(at=begun.at + seconds) for key, begun in self._began.items()}
+    def discount(self, seconds: float, keys: Collection[Hashable] | None = None) -> None:
+        """Extend the limits of operations; ``keys``: of these alone."""
+        for key in tuple(self._began) if keys is None else self._began.keys() & keys:
+            begun = self._began[key]
+            self._began[key] = begun._replace(at=begun.at + seconds)
 
     def late(self, now: float) -> list[Pending]:
         """Operations that have used up `LATE_SHARE` of their limit, each once."""

@@ -41,7 +41,7 @@ class EngineEntry:
     def __init__(self, rank: int) -> None:
         self.rank, self.own = rank, not is_guest(rank)
         self.inflight: dict[str, Held] = {}
-        self.draining = False
+        self.draining = self.stands_still = False
         self.stats: EngineStats | None = None
 
 
@@ -58,6 +58,8 @@ class EngineRegistry:
         """Names of all engines that guests had."""
         self.busy_s = 0.0
         self._slow = SlowEngines()
+        self._oldest = -1
+        """Weight version below which an engine gets no turns."""
         self._window: deque[tuple[float, int, float]] = deque()
 
     def ready(self, engine: EngineState) -> None:
@@ -127,8 +129,14 @@ class EngineRegistry:
 
     def admit(self, oldest: int) -> None:
         """Give no turns to engines behind ``oldest``: their tokens would be beyond the staleness bound."""
-        for name, engine in self.engines.items():
-            self._board.set_open(name, not engine.draining and self._board.engines[name].version >= oldest)
+        self._oldest = oldest
+        for name in self.engines:
+            self._set_open(name)
+
+    def _set_open(self, name: str) -> None:
+        engine = self.engines[name]
+        closed = engine.draining or engine.stands_still
+        self._board.set_open(name, not closed and self._board.engines[name].version >= self._oldest)
 
     def of(self, rank: int) -> list[str]:
         return [name for name, engine in self.engines.items() if engine.rank == rank]
@@ -159,11 +167,17 @@ class EngineRegistry:
         """Engines of the run's own nodes."""
         return [name for name, engine in self.engines.items() if engine.own]
 
-    def load(self, name: str, stats: EngineStats) -> None:
+    def load(self, name: str, stats: EngineStats) -> bool:
+        """Take a report; returns whether the engine stands still, or goes on, since this one."""
         engine = self.engines.get(name)
         if engine is None:
-            return
+            return False
         last = engine.stats
+        if last is not None and stats.paused_s > last.paused_s:
+            self.turns.discount(stats.paused_s - last.paused_s, [(name, rid) for rid in engine.inflight])
+        turned, engine.stands_still = engine.stands_still is not stats.stands_still, stats.stands_still
+        if turned:
+            self._set_open(name)
         if last is not None and stats.steps >= last.steps:
             if engine.own:
                 self.generated += stats.generated_tokens - last.generated_tokens
@@ -177,6 +191,7 @@ class EngineRegistry:
         self._window.append((now, self.generated, self.busy_s))
         while len(self._window) > 2 and now - self._window[0][0] > SPEED_WINDOW_S:
             self._window.popleft()
+        return turned
 
     def busy_per_token(self) -> float:
         """Busy engine seconds per generated token in the last `SPEED_WINDOW_S`; 0.0 while unknown."""

@@ -290,7 +290,7 @@ class RolloutLeader:
         self.schedule_pass()
 
     def on_engine_load(self, name: str, stats: EngineStats) -> None:
-        self._turns.engines.load(name, stats)
+        self._turns.engine_load(name, stats)
 
     # --- deadlines and reports
 

@@ -4,6 +4,7 @@
 - A running turn is better off elsewhere -> abort it, and route its partial output again (`rebalance`).
 - Engine lost, or turn answered with an error -> send the turn again; `MAX_ERRORS` errors -> the attempt fails.
 - Turn overdue -> abort it; `MAX_OVERDUE` times with nothing generated -> the attempt fails.
+- An engine stands still beside the users of its device -> no more turns for it, and those it has are aborted.
 - Node drains -> no more turns for it; `TurnsDrained` after its last one, which may be aborted for that.
 
 Dispatcher, board and policy are those that the simulator drives.
@@ -20,7 +21,7 @@ from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.policies.scheduling.protocol import Policy, TurnView
 from libra_hpc.protocol.agents import Turns, TurnsDrained
 from libra_hpc.protocol.engine import Abort, Generate, Generated
-from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.engine_state import EngineState, EngineStats
 
 from .engine_registry import EngineRegistry
 from .run_lines import Routed
@@ -116,6 +117,13 @@ class TurnRouter:
             self._around.log(
                 "turn_interrupted", trajectory=move.trajectory, engine=move.source, to=move.target, reason=move.reason
             )
+
+    def engine_load(self, name: str, stats: EngineStats) -> None:
+        """A report of an engine."""
+        if self.engines.load(name, stats):
+            for rid in self.engines.engines[name].inflight if stats.stands_still else ():
+                self._abort(name, rid)
+            self._owner.schedule_pass()
 
     def _abort(self, engine: str, rid: str) -> None:
         self._around.send(self.engines.engines[engine].rank, Turns(((engine, Abort(rid)),)))

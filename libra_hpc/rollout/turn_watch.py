@@ -9,6 +9,7 @@ Times are seconds of any monotonic clock.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 from libra_hpc.process.deadlines import LATE_SHARE, DeadlineLimits, Deadlines, Pending
@@ -50,10 +51,11 @@ class TurnWatch:
     def overdue(self, turn: Turn) -> bool:
         return turn in self._aborted
 
-    def discount(self, seconds: float) -> None:
-        """Extend all limits by a time in which nobody could read answers."""
-        self._deadlines.discount(seconds)
-        self._aborted = {turn: at + seconds for turn, at in self._aborted.items()}
+    def discount(self, seconds: float, turns: Collection[Turn] | None = None) -> None:
+        """Extend limits by a time in which nobody could read answers; ``turns``: of those that could not go on."""
+        self._deadlines.discount(seconds, turns)
+        for turn in self._aborted if turns is None else self._aborted.keys() & turns:
+            self._aborted[turn] += seconds
 
     def evaluate(self, now: float) -> list[LateTurn]:
         """Turns that became late since the last call, and *lost* ones until they are forgotten."""

@@ -91,3 +91,13 @@ def test_engines_that_exceed_a_limit_together_count_once() -> None:
         now += limit_s + 1.0
         found = engines.hung(now)
         assert [hung.engine for hung in found] == ["a", "b"]
+
+
+def test_an_engine_that_stands_still_beside_users_is_not_hung_while_it_reports() -> None:
+    engines = watch()
+    engines.began("a", START, 0.0)
+    for second in range(3 * int(FIRST_S)):
+        engines.stands_still("a", float(second))
+        assert not engines.late(second + 1.0)
+    assert not engines.hung(3 * FIRST_S)
+    assert engines.hung(4 * FIRST_S + 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from libra_hpc.protocol.agents import TurnsDrained
+from libra_hpc.protocol.engine_state import EngineStats
 from libra_hpc.protocol.joining import FIRST_GUEST
 
 from .plant import STOP, Plant, engine_stats
@@ -80,3 +81,66 @@ async def test_tokens_and_engines_of_guests_are_counted_apart() -> None:
     batch = await plant.batch()
     of_guests = sum(turn.gen_tokens for t in plant.ended for turn in t.turns if turn.engine == GUEST)
     assert batch.stats["guest_tokens"] == of_guests > 0
+
+
+def paused(seconds: float, still: bool, steps: int = 1) -> EngineStats:
+    return EngineStats(running=1, generated_tokens=steps, steps=steps, paused_s=seconds, stands_still=still)
+
+
+async def test_turns_of_an_engine_that_stands_still_go_on_elsewhere_until_it_steps_again() -> None:
+    plant = await with_guest(eta=0, turns=1)
+    await plant.run(lambda: at(plant, OWN) and at(plant, GUEST))
+    plant.leader.on_engine_load(GUEST, paused(1.5, still=False))
+    assert not plant.aborts
+    running = [request for name, request in plant.inbox if name == GUEST]
+    for seconds in (2.0, 2.5):
+        plant.leader.on_engine_load(GUEST, paused(seconds, still=True))
+    assert [(name, abort.rid) for name, abort in plant.aborts] == [(GUEST, request.rid) for request in running]
+    for request in running:
+        plant.answer(GUEST, request, [7], "abort")
+    # A new version does not open it.
+    plant.leader.on_engine_version(GUEST, 0)
+    first = await plant.batch()
+    ended = {t.episode: t for t in plant.ended}
+    for request in running:
+        one = ended[request.rid.partition(":")[0]]
+        assert list(one.tokens)[3:] == [7, 7, 8, STOP]
+        assert one.turns[-1].engine == OWN
+    assert plant.leader.resubmitted == 0, "nothing went wrong"
+    plant.leader.on_engine_load(GUEST, paused(3.0, still=False, steps=2))
+    plant.leader.on_committed(tuple(group.index for group in first.groups))
+    for name in (OWN, GUEST):
+        plant.leader.on_engine_version(name, 1)
+    await plant.run(lambda: at(plant, GUEST))
+
+
+async def test_without_another_engine_turns_wait_for_the_one_that_stands_still() -> None:
+    plant = Plant(engines=1, turns=1).start()
+    await plant.run(lambda: plant.inbox)
+    plant.leader.on_engine_load(OWN, paused(2.0, still=True))
+    for name, request in plant.inbox:
+        plant.answer(name, request, [], "abort")
+    plant.inbox.clear()
+    await plant.settle()
+    assert not plant.inbox
+    plant.leader.on_engine_load(OWN, paused(9.0, still=False))
+    await plant.batch()
+
+
+async def test_paused_seconds_neither_make_a_turn_overdue_nor_teach_the_deadlines() -> None:
+    plant = Plant(engines=1, turns=1, prompts=1, group=2).start()
+    await plant.run(lambda: len(plant.inbox) == 2)
+    plant.leader.on_engine_load(OWN, paused(0.0, still=False))
+    for total in (800.0, 1600.0, 2400.0):
+        plant.now += 800.0
+        plant.leader.on_engine_load(OWN, paused(total, still=False))
+        plant.leader.watch()
+    assert not plant.aborts
+    assert not plant.kinds("slow")
+    plant.now += 10.0
+    plant.serve(1)
+    await plant.settle()
+    # Ten times the 10 s that it took, not of 2,410 s.
+    plant.watch_after(51.0)
+    (slow,) = plant.kinds("slow")
+    assert slow["reason"] == "The turn has not ended after 61 s (limit 100 s)."

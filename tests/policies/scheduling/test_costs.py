@@ -27,6 +27,7 @@ class Fleet:
         self.busy = dict.fromkeys(self.factor, 0.0)
         self.steps = dict.fromkeys(self.factor, 0)
         self.use = dict.fromkeys(self.factor, 0.5)
+        self.count = dict.fromkeys(self.factor, STEPS)
         for name in self.factor:
             self.board.report(name, stats(0, 0.0, kv=0.5))
 
@@ -37,8 +38,8 @@ class Fleet:
                 use = min(1.0, max(0.0, self.use[name] + self.rng.uniform(-0.2, 0.2)))
                 step = factor * (0.01 + 1e-7 * self.kv * 0.5 * (use + self.use[name]))
                 self.use[name] = use
-                self.busy[name] += STEPS * step * self.rng.lognormvariate(0.0, noise)
-                self.steps[name] += STEPS
+                self.busy[name] += self.count[name] * step * self.rng.lognormvariate(0.0, noise)
+                self.steps[name] += self.count[name]
                 self.board.report(name, stats(self.steps[name], self.busy[name], kv=use))
 
     def full_step_s(self, name: str) -> float:
@@ -154,6 +155,13 @@ def test_a_slow_engine_is_named_once_it_is_sure_and_until_it_has_recovered() -> 
     assert began <= one.since < began + 15.0
     fleet.factor["e1"] = 1.0
     assert named(fleet, slow, 60.0, noise=0.1)[-1] == []
+
+
+def test_an_engine_that_is_paused_most_of_the_time_is_neither_slow_nor_fast() -> None:
+    fleet, slow = Fleet(*((f"e{i}", 1) for i in range(5))), SlowEngines()
+    fleet.count["e1"] = 2
+    assert not any(named(fleet, slow, 120.0, noise=0.1))
+    assert fleet.board.engines["e1"].pace == 1.0
 
 
 def test_gpus_of_another_kind_are_not_named() -> None:
