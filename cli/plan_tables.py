@@ -129,6 +129,7 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
                 f" (rollout.max_num_seqs = {asked.options.max_num_seqs})"
             )
         )
+    show(Text(f"new weights ({asked.updated_from}): {best.update.words(best.rollout.least_tp)}"))
     show(Text(f"rollout steps: {', '.join(dict.fromkeys(_source(s) for s in result.sources))}"))
     show(Text(_proof(result)))
 

@@ -18,11 +18,12 @@ from .shapes import ModelShape
 
 CHANGED = 0.03
 """Share that changes in a step: published runs have 0.006 to 0.045, at learning rates near 1e-6."""
-LEAST_DIFF_S, CHANGED_S, MOST_DIFF_S = 0.15, 10.0, 2.5
-"""Per dense GB and training process, to write what changed; the second times the share. Within a tenth of what one CPU
-core took from 0.8 to 52 %; not measured on a GPU."""
-WIRE_BYTES_S = 0.7e9
-"""From node to node: what carriers reached on two cores; no network of the device table is slower."""
+LEAST_DIFF_S, CHANGED_S, MOST_DIFF_S = 0.38, 1.0, 0.68
+"""Per dense GB and training process, to write what changed; the second times the share. Of one quiet CPU core, 0.38 at
+0.8 % and 0.68 at 52 %; a busy machine took up to twice as long. Not measured on a GPU."""
+WIRE_BYTES_S = 1.1e9
+"""From node to node: what one TCP stream reached on two cores. Carriers have four, but no test had the cores for them;
+no network of the device table is slower."""
 COPY_S = 0.15
 """Per GB copied in host memory. An image takes one copy of what comes, staging two of a GPU's weights."""
 GB = 1e9
@@ -40,9 +41,17 @@ class UpdateTime(msgspec.Struct, frozen=True):
     pause_s: float = 0.0
     """The same, between two steps."""
 
+    def by(self, processes: int) -> UpdateTime:
+        """That of so many training processes, where this is the time of one."""
+        return msgspec.structs.replace(self, diff_s=self.diff_s / processes)
+
+    def way_s(self, tp: int) -> float:
+        """From the diff to the pause of an engine of ``tp`` GPUs."""
+        return self.wire_s + self.stage_s / tp
+
     def words(self, tp: int) -> str:
         """For engines of ``tp`` GPUs."""
-        late = self.diff_s + self.wire_s + self.stage_s / tp
+        late = self.diff_s + self.way_s(tp)
         return f"{late:.2f} s until engines at TP{tp} have them, pause {self.pause_s / tp:.3f} s"
 
 
@@ -54,19 +63,22 @@ def sent_share(changed: float) -> float:
     return min(1.5 * changed, 1 / 16 + changed, 1.0)
 
 
-def update_time(shape: ModelShape, device: Device, processes: int, changed: float = CHANGED) -> UpdateTime:
-    """The assumed time with so many training processes in the core; float32 weights are sent whole."""
+def update_time(shape: ModelShape, device: Device, changed: float = CHANGED) -> UpdateTime:
+    """The assumed time with one training process; float32 weights are sent whole."""
     share, size = 1.0 if shape.dtype_bytes == 4 else sent_share(changed), shape.weight_bytes / GB
     return UpdateTime(
-        diff_s=min(LEAST_DIFF_S + CHANGED_S * changed, MOST_DIFF_S) * size / processes,
+        diff_s=min(LEAST_DIFF_S + CHANGED_S * changed, MOST_DIFF_S) * size,
         wire_s=share * size * (GB / min(device.inter_bytes_s, WIRE_BYTES_S) + COPY_S),
         stage_s=2 * COPY_S * size,
         pause_s=shape.weight_bytes / device.host_bytes_s,
     )
 
 
-def measured(lines: Iterable[Mapping[str, Any]], tp: int) -> UpdateTime | None:
-    """Of a run with engines of ``tp`` GPUs, by the medians of its ``metrics.jsonl``; None without an update."""
+def measured(lines: Iterable[Mapping[str, Any]], tp: int, processes: int) -> UpdateTime | None:
+    """Of a run with so many training processes and engines of ``tp`` GPUs, by the medians of its ``metrics.jsonl``.
+
+    As if it had one of each; None without an update.
+    """
     known = [line for line in lines if "pause_s" in line and "diff_s" in line]
     if not known:
         return None
@@ -74,7 +86,7 @@ def measured(lines: Iterable[Mapping[str, Any]], tp: int) -> UpdateTime | None:
         name: median(line[name] for line in known) for name in ("diff_s", "wire_s", "image_s", "stage_s", "pause_s")
     }
     return UpdateTime(
-        diff_s=typical["diff_s"],
+        diff_s=typical["diff_s"] * processes,
         wire_s=typical["wire_s"] + typical["image_s"],
         stage_s=typical["stage_s"] * tp,
         pause_s=typical["pause_s"] * tp,

@@ -22,6 +22,7 @@ from libra_hpc.models.devices import Device
 from libra_hpc.models.memory import TrainLayout
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.train_speed import FIELD, TrainSample, TrainSpeed, load_speed
+from libra_hpc.models.update_time import UpdateTime, measured
 from libra_hpc.policies.costs.factors import Factors
 from libra_hpc.policies.costs.lengths import TrajectoryLengths, sketch
 from libra_hpc.policies.costs.training_time import BatchWork, HybridWorlds, TrainCost, TrainTime
@@ -39,6 +40,8 @@ class MeasuredFactor(msgspec.Struct, frozen=True):
     device: str
     source: str
     """In words."""
+    updated: UpdateTime | None = None
+    """New weights, where the run has measured them."""
 
 
 def training_factors(factor: float) -> Factors:
@@ -112,7 +115,8 @@ def with_train_speed(asked: PlanRequest, path: str) -> PlanRequest:
     if found.device not in names:
         raise invalid("planner.train_speed", path, f"measured on {found.device}", f"one of {', '.join(names)}")
     words = f"{found.factor:.2f} x the model's seconds ({found.source})"
-    return msgspec.structs.replace(asked, factors=training_factors(found.factor), train_speed=words)
+    factors = training_factors(found.factor)
+    return msgspec.structs.replace(asked, factors=factors, train_speed=words, updated=found.updated)
 
 
 def measured_factor(path: Path) -> MeasuredFactor:
@@ -133,7 +137,8 @@ def _of_run(run: RunDir) -> MeasuredFactor:
     asked = request(as_planned(config.changed(planner={"trace": str(run.trajectories)})))
     factors, core, own = [], core_layout(config), elastic_world(config)
     cost = TrainCost(asked.shape, asked.pools[0].device, asked.pools[0].node_devices, asked.batch)
-    for line in list(read_lines(run.metrics))[WARM_UP_STEPS:]:
+    lines = list(read_lines(run.metrics))[WARM_UP_STEPS:]
+    for line in lines:
         if line.get("trained_tokens", 0) > 0 and line.get("train_s", 0) > 0 and line.get("replicas", 0) > 0:
             others = max(0, line["replicas"] - core.dp) // own.dp
             beside = HybridWorlds(others, own.dp)
@@ -142,4 +147,10 @@ def _of_run(run: RunDir) -> MeasuredFactor:
     if not factors:
         raise invalid(FIELD, str(run.path), "no step there after the first", "a run of two steps or more")
     words = f"{len(factors)} steps of {run.name}"
-    return MeasuredFactor(median(factors), asked.pools[0].device.name, words)
+    updated = measured(lines, _least_tp(config), core.devices)
+    return MeasuredFactor(median(factors), asked.pools[0].device.name, words, updated)
+
+
+def _least_tp(config: RunConfig) -> int:
+    nodes = config.components.hybrid.nodes + config.components.rollout.nodes
+    return min(config.rollout.on_node(node)[0] for node in range(nodes))

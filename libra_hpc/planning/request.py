@@ -23,6 +23,7 @@ from libra_hpc.models.devices import Device, device
 from libra_hpc.models.host_memory import HostRoom, HostUse, NodeWork
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
+from libra_hpc.models.update_time import CHANGED, UpdateTime, update_time
 from libra_hpc.policies.costs.factors import NONE, Factors
 from libra_hpc.policies.costs.lengths import Lengths, TrajectoryLengths, lognormal, observe, sketch
 from libra_hpc.policies.costs.rollout_time import RolloutOptions
@@ -52,6 +53,8 @@ class PlanRequest(msgspec.Struct, frozen=True):
     """Corrections of the training model."""
     train_speed: str = ""
     """Source of these, in words; empty: not measured."""
+    updated: UpdateTime | None = None
+    """New weights as a run measured them."""
     notes: tuple[str, ...] = ()
     policy: str = "cmlfq"
     hybrid: Hybrid = NO_HYBRID
@@ -75,7 +78,19 @@ class PlanRequest(msgspec.Struct, frozen=True):
             hybrid=self.hybrid,
             hosts=self.hosts,
             steps=steps,
+            update=self.update,
         )
+
+    @property
+    def update(self) -> UpdateTime:
+        """New weights from one training process to engines of one GPU; over the slowest network of the pools."""
+        slowest = min((pool.device for pool in self.pools), key=lambda device: device.inter_bytes_s)
+        return self.updated or update_time(self.shape, slowest)
+
+    @property
+    def updated_from(self) -> str:
+        """Source of `update`, in words."""
+        return f"assumed, {CHANGED:.0%} changed" if self.updated is None else "measured"
 
     def facts(self) -> dict[str, Any]:
         """Plain data, for records."""
@@ -173,7 +188,7 @@ def request(
             max_model_len=rollout.max_model_len,
             group=algorithm.group_size,
             cache_aware=rollout.policy == "cmlfq",
-            updates=1,
+            updates=int(rollout.kv_after_update == "recompute"),
         ),
         space=TrainSpace(recompute=(config.train.recompute,))
         if "recompute" in config.train.model_fields_set

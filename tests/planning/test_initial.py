@@ -77,12 +77,13 @@ def test_it_is_the_best_of_all_splits_with_whole_nodes(eta: int) -> None:
     asked, pool = made.asked, made.asked.pools[0]
     replicas = [ReplicaCost(lookup(pool.device, asked.shape, tp), asked.batch, asked.options) for tp in (1, 2, 4, 8)]
     last, best = len(asked.batch.lengths.bins) - 1, math.inf
-    train = {plan.nodes: plan.train.time.total for plan in made.result.plans}
+    train = {plan.nodes: plan.train.time.total + plan.update.diff_s for plan in made.result.plans}
     for nodes, seconds in train.items():
         for replica in replicas:
             count = (pool.nodes - nodes) * 8 // replica.tp
-            rollout = replica.time(0, last, count, seconds if eta else 0.0)
-            best = min(best, max(seconds, rollout) if eta else seconds + rollout)
+            lag = seconds + asked.update.way_s(8) if eta else 0.0
+            rollout = replica.time(0, last, count, lag) + asked.update.pause_s / replica.tp
+            best = min(best, max(seconds, rollout) if eta else seconds + asked.update.way_s(replica.tp) + rollout)
     assert made.plan.seconds == pytest.approx(best, rel=1e-9)
 
 

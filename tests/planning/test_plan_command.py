@@ -11,15 +11,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from libra_hpc.config.load import validate
+from libra_hpc.facts.rundir import RunDir
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.train_speed import TrainSpeed, save_speed
+from libra_hpc.planning.request import request
 from libra_hpc.policies.search.best_plan import DevicePool, PlanSearch
 from libra_hpc.policies.search.scaling_curve import ScalingPoint, knee, steps
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
+from libra_hpc.traces.read import write_trace
 from tests.models.support import device_file
 from tests.policies.control.plant_costs import A800, QWEN, agentic, fake
 from tests.slurm.test_examples import model_folder
 
-from .conftest import RUN, Call
+from .conftest import RUN, Call, run_file
 
 
 @pytest.mark.parametrize(
@@ -235,6 +240,31 @@ def test_a_measured_training_speed_replaces_the_assumed_one(call: Call, tmp_path
     code, _, err = call("--train-speed", "other.json")
     assert code == 2
     assert "measured on h200; valid: one of a800" in err
+
+
+def test_a_run_says_how_fast_its_training_was_and_what_new_weights_took(call: Call, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "earlier")
+    run.path.mkdir()
+    run.write_json(run.config, validate(run_file()).model_dump(mode="json"))
+    turns = (TurnRecord(new_tokens=0, gen_tokens=900),)
+    write_trace(run.trajectories, [TrajectoryRecord(f"{i}", 0, 100, turns, 1.0) for i in range(8)])
+    update = {"diff_s": 0.25, "wire_s": 0.5, "image_s": 0.25, "stage_s": 1.0, "pause_s": 0.125}
+    line = {"trained_tokens": 512_000, "train_s": 60.0, "replicas": 1, **update}
+    run.metrics.write_text("".join(json.dumps({"step": step, **line}) + "\n" for step in (1, 2, 3)))
+    code, out, _ = call("--train-speed", "earlier")
+    assert code == 0
+    assert "(2 steps of earlier)" in out
+    assert re.search(r"new weights \(measured\): [\d.]+ s until engines at TP\d have them, pause [\d.]+ s", out)
+    found = json.loads(call("--json", "--train-speed", "earlier")[1])["plans"][0]
+    assert found["update"]["wire_s"] == 0.75
+    processes = 8 * found["nodes"]
+    assert found["update"]["diff_s"] == pytest.approx(0.25 * 16 / processes), "of two nodes of eight"
+    assert "new weights (assumed, 3% changed): " in call()[1]
+
+
+@pytest.mark.parametrize(("after", "updates"), [("recompute", 1), ("keep", 0)])
+def test_kept_kv_caches_are_not_computed_again(after: str, updates: int) -> None:
+    assert request(validate(run_file(rollout={"kv_after_update": after}))).options.updates == updates
 
 
 def test_the_model_of_the_command_is_also_that_of_an_automatic_split(call: Call, tmp_path: Path) -> None:

@@ -94,8 +94,8 @@ class RolloutByNodes:
         self._last = len(batch.lengths.bins) - 1
 
     def options(self, snapshot: PlanSnapshot) -> RolloutOptions:
-        """Engine options of a run: groups share prompts, and every step brings new weights."""
-        return msgspec.structs.replace(self._node.options, group=snapshot.group_size, updates=1)
+        """Engine options of a run: groups share prompts."""
+        return msgspec.structs.replace(self._node.options, group=snapshot.group_size)
 
     def seconds(self, nodes: int) -> float | None:
         """Model seconds of a global batch on so many nodes.

@@ -2,7 +2,8 @@
 
 The objective is the seconds of one global batch: the slower stage with eta > 0, the sum with eta = 0. With eta > 0 new
 prompts wait for a training step (``lag`` of `ReplicaCost.time`). The stages share the nodes and this wait, so each
-number n of training nodes is searched per stage. Training uses nodes of one pool.
+number n of training nodes is searched per stage. Training uses nodes of one pool. New weights take the time of an
+`UpdateTime`: diff is training, the pause is rollout, and what lies between is a wait for new weights.
 
 - At most `ENUMERATED` nodes: every n is computed.
 - More: branch and bound over intervals of n. The bound has the least training time there and rollout at its start.
@@ -25,6 +26,7 @@ from libra_hpc.models.host_memory import HostRoom, HostUse, node_memory
 from libra_hpc.models.memory import Limit
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
+from libra_hpc.models.update_time import NO_UPDATE, UpdateTime
 from libra_hpc.policies.costs.factors import NONE, Factors
 from libra_hpc.policies.costs.lengths import Lengths
 from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
@@ -76,6 +78,8 @@ class RunPlan(msgspec.Struct, frozen=True):
     """Batches that were simulated."""
     snapshots: bool = True
     """Whether they fit in host memory."""
+    update: UpdateTime = NO_UPDATE
+    """Of its training processes, and an engine of one GPU."""
 
     @property
     def mixed(self) -> bool:
@@ -113,7 +117,8 @@ class PlanSearch:
     ``sorted_lengths``: the scheduler sends long trajectories to large TP; otherwise every replica gets a fair sample.
     ``gated``: with eta > 0 new prompts wait for a training step. With ``whole_nodes``, all replicas of a node have one
     TP degree, as in a run file. ``degrees`` are the TP degrees of rollout. The core fits without hybrid nodes, and a
-    hybrid node by itself. With ``hosts``, each node has enough host memory.
+    hybrid node by itself. With ``hosts``, each node has enough host memory. ``update``: of one training process, and of
+    an engine of one GPU.
     """
 
     def __init__(
@@ -132,9 +137,10 @@ class PlanSearch:
         hybrid: Hybrid = NO_HYBRID,
         hosts: HostUse = HostUse(),  # noqa: B008
         steps: StepLookup = lookup,
+        update: UpdateTime = NO_UPDATE,
     ) -> None:
         self._pools, self._batch, self._gated, self._hybrid = list(pools), batch, gated, hybrid
-        self._shape, self._hosts = shape, hosts
+        self._shape, self._hosts, self._update = shape, hosts, update
         self._arguments: dict[str, Any] = {
             "shape": shape,
             "pools": pools,
@@ -149,6 +155,7 @@ class PlanSearch:
             "hybrid": hybrid,
             "hosts": hosts,
             "steps": steps,
+            "update": update,
         }
         self._train = [
             TrainSearch(TrainCost(shape, p.device, p.node_devices, batch=batch, factors=factors), p.node_devices, space)
@@ -164,6 +171,8 @@ class PlanSearch:
             for tp in degrees
             if p.node_devices % tp == 0 and shape.divides(tp) and self._rolls_limit(p, tp) is None
         ]
+        self._widest = max((cost.tp for cost in self._costs), default=1)
+        """Its engines have new weights first."""
         kind = RolloutSearch if sorted_lengths else EvenRolloutSearch
         self._bins = len(batch.lengths.bins)
         self._layouts: RolloutSearch | EvenRolloutSearch = kind(self._costs, self._bins)
@@ -195,7 +204,7 @@ class PlanSearch:
             raise self._impossible(have)
         plans = sorted(found.values(), key=lambda p: (p.seconds, p.train.time.total + p.rollout.seconds))
         best = plans[0]
-        lag = self.lag(best.train.time.total)
+        lag = self.lag(self._train_s(best))
         whole = self._alone([n * p.node_devices for n, p in zip(have, self._pools, strict=True)], lag)
         fastest = {pool: tp for _, pool, tp in sorted(((s, pool, tp) for pool, tp, s in whole), reverse=True)}
         return PlanResult(
@@ -241,9 +250,10 @@ class PlanSearch:
         Rollout is not faster with fewer nodes or a longer wait: its time at ``low`` after the least one bounds all.
         """
         train = min(self.train_seconds(have, pool, n) for n in range(low, high + 1))
-        if self.batch_seconds(train, 0.0) >= best:
-            return self.batch_seconds(train, 0.0)
-        return self.batch_seconds(train, self.rollout_seconds(self.rest(have, pool, low), self.lag(train)))
+        if (bound := self.batch_seconds(train, 0.0, self._widest)) >= best:
+            return bound
+        rollout = self.rollout_seconds(self.rest(have, pool, low), self.lag(train))
+        return self.batch_seconds(train, rollout, self._widest)
 
     def _alone(self, devices: Sequence[int], lag: float) -> list[tuple[int, int, float]]:
         """(pool, TP, seconds) of every class that serves all trajectories alone, on so many devices of its pool."""
@@ -255,9 +265,15 @@ class PlanSearch:
         return [entry for entry in found if entry[2] < math.inf]
 
     def train_seconds(self, have: Sequence[int], pool: int, nodes: int) -> float:
-        """Seconds of the training layout that `build` takes; infinite without one."""
+        """Seconds of the training layout that `build` takes, and of its diff; infinite without one."""
         choice, _ = self._trained(have, pool, nodes)
-        return math.inf if choice is None else choice.time.total
+        return math.inf if choice is None else choice.time.total + self._update_of(pool, nodes).diff_s
+
+    def _train_s(self, plan: RunPlan) -> float:
+        return plan.train.time.total + plan.update.diff_s
+
+    def _update_of(self, pool: int, nodes: int) -> UpdateTime:
+        return self._update.by(nodes * self._pools[pool].node_devices)
 
     def _trained(self, have: Sequence[int], pool: int, nodes: int) -> tuple[TrainChoice | None, int]:
         """The best training layout, and how many of the pool's other nodes are hybrid."""
@@ -290,11 +306,14 @@ class PlanSearch:
         return [(n - (nodes if i == pool else 0)) * self._pools[i].node_devices for i, n in enumerate(have)]
 
     def lag(self, train_s: float) -> float:
-        """Seconds that new prompts wait for a training step; 0 where they do not, or where measured times have it."""
-        return train_s if self._gated and self._batch.eta > 0 else 0.0
+        """Seconds that new prompts wait for the weights of a training step; 0 where they do not, or where measured
+        times have it."""
+        return train_s + self._update.way_s(self._widest) if self._gated and self._batch.eta > 0 else 0.0
 
-    def batch_seconds(self, train_s: float, rollout_s: float) -> float:
-        return max(train_s, rollout_s) if self._batch.eta > 0 else train_s + rollout_s
+    def batch_seconds(self, train_s: float, rollout_s: float, tp: int) -> float:
+        """``train_s``: with the diff.  ``tp``: the least degree of the engines."""
+        rollout_s += self._update.pause_s / tp
+        return max(train_s, rollout_s) if self._batch.eta > 0 else train_s + self._update.way_s(tp) + rollout_s
 
     def rollout_seconds(self, devices: Sequence[int], lag: float) -> float:
         """Least seconds of rollout on so many devices of each pool; infinite when impossible."""
@@ -306,13 +325,14 @@ class PlanSearch:
         choice, hybrid = self._trained(have, pool, nodes)
         if choice is None:
             return None
-        rollout = self._layouts.best(self.rest(have, pool, nodes), lag=self.lag(choice.time.total))
+        lag = self.lag(choice.time.total + self._update_of(pool, nodes).diff_s)
+        rollout = self._layouts.best(self.rest(have, pool, nodes), lag=lag)
         return None if rollout is None else self._plan(pool, nodes, hybrid, choice, rollout)
 
     def homogeneous(self, plan: RunPlan) -> list[RunPlan]:
         """The plan's training nodes beside every homogeneous fleet: one TP degree on each pool."""
         rest = self.rest([p.nodes for p in self._pools], plan.pool, plan.nodes)
-        layouts = homogeneous_layouts(self._costs, rest, self._bins, self.lag(plan.train.time.total))
+        layouts = homogeneous_layouts(self._costs, rest, self._bins, self.lag(self._train_s(plan)))
         return [self._plan(plan.pool, plan.nodes, plan.hybrid, plan.train, layout) for layout in layouts]
 
     def layout_seconds(self, layout: RolloutLayout) -> float:
@@ -321,13 +341,14 @@ class PlanSearch:
 
     def with_rollout_seconds(self, plan: RunPlan, seconds: float, simulated: int) -> RunPlan:
         """``plan`` with the rollout seconds that so many simulated batches had."""
-        whole = self.batch_seconds(plan.train.time.total, seconds)
+        whole = self.batch_seconds(self._train_s(plan), seconds, plan.rollout.least_tp)
         return msgspec.structs.replace(
             plan, rollout_s=seconds, seconds=whole, tokens_s=self._batch.tokens / whole, simulated=simulated
         )
 
     def _plan(self, pool: int, nodes: int, hybrid: int, choice: TrainChoice, rollout: RolloutLayout) -> RunPlan:
-        seconds = self.batch_seconds(choice.time.total, rollout.seconds)
+        update = self._update_of(pool, nodes)
+        seconds = self.batch_seconds(choice.time.total + update.diff_s, rollout.seconds, rollout.least_tp)
         return RunPlan(
             pool=pool,
             nodes=nodes,
@@ -339,6 +360,7 @@ class PlanSearch:
             hybrid=hybrid,
             tokens_s=self._batch.tokens / seconds,
             snapshots=self._core_limit(pool, nodes)[1],
+            update=update,
         )
 
     def excluded_classes(self) -> list[Excluded]:

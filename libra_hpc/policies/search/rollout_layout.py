@@ -73,6 +73,11 @@ class RolloutLayout(msgspec.Struct, frozen=True):
         """Of the slowest class."""
         return max(s.seconds for s in self.segments)
 
+    @property
+    def least_tp(self) -> int:
+        """The degree of the engines that have new weights last."""
+        return min(s.tp for s in self.segments)
+
     def devices(self, pool: int) -> int:
         """Devices of a pool in use."""
         return sum(s.devices for s in self.segments if s.pool == pool)

@@ -17,6 +17,7 @@ from libra_hpc.models.memory import memory_limit
 from libra_hpc.models.shapes import ModelShape, model_shape
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.steps import StepTimes
+from libra_hpc.models.update_time import UpdateTime
 from libra_hpc.policies.costs.rollout_time import ReplicaCost
 from libra_hpc.policies.costs.training_time import BatchWork, TrainCost
 from libra_hpc.policies.search import best_plan as search_module
@@ -282,6 +283,22 @@ def test_one_search_serves_several_sizes() -> None:
     shared = PlanSearch(QWEN, [DevicePool(A800, 9, 8)], batch, space=SMALL, steps=fake, sorted_lengths=True)
     for nodes in (2, 5, 9):
         assert shared.run(1, [nodes]).plans[0].seconds == whole(batch, [DevicePool(A800, nodes, 8)]).plans[0].seconds
+
+
+@pytest.mark.parametrize("nodes", [6, 20])
+@pytest.mark.parametrize("eta", [0, 1])
+def test_new_weights_take_the_trainers_the_engines_and_without_staleness_the_way_between(eta: int, nodes: int) -> None:
+    batch, pools = msgspec.structs.replace(agentic(), eta=eta), [DevicePool(A800, nodes, 8)]
+    update = UpdateTime(diff_s=800.0, wire_s=30.0, stage_s=80.0, pause_s=16.0)
+    result = PlanSearch(QWEN, pools, batch, space=SMALL, steps=fake, update=update).run(nodes)
+    plain = PlanSearch(QWEN, pools, batch, space=SMALL, steps=fake).run(nodes)
+    assert result.plans[0].seconds > plain.plans[0].seconds
+    for p in result.plans:
+        tp, train = min(s.tp for s in p.rollout.segments), p.train.time.total + 800.0 / (8 * p.nodes)
+        rollout = p.rollout.seconds + 16.0 / tp
+        alone = train + 30.0 + 80.0 / tp + rollout
+        assert p.seconds == pytest.approx(max(train, rollout) if eta else alone)
+    assert result.bound <= result.plans[0].seconds
 
 
 def test_nothing_fits() -> None:
