@@ -8,6 +8,7 @@ from pathlib import Path
 from libra_hpc.policies.scheduling.registry import policy_names
 
 FILES = {
+    "affine_first": "affine_first.py:AffineFirst",
     "autellix": "autellix.py:Autellix",
     "cmlfq_cost": "cmlfq_cost.py:CmlfqCost",
     "la_mlfq": "la_mlfq.py:LaMlfq",

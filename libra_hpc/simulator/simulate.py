@@ -21,6 +21,7 @@ from libra_hpc.policies.scheduling.turn_migration import Running
 from libra_hpc.protocol.trace import TrajectoryRecord
 
 from .event_queue import ROUTING, Events
+from .lenders import Lenders
 from .result import Recorder, SimulationResult
 from .settings import EngineSpec, SimulationSettings, Training, check
 from .simulated_agents import Agents
@@ -73,8 +74,13 @@ class Simulation:
         self._sent: dict[str, SentTurn] = {}
         self._routing = self._ticking = self._watching = False
         self._active_at = 0.0
+        lent = [spec for spec in engines if spec.lender is not None]
         for spec in engines:
-            self._agents.up(spec, self.training.version)
+            if spec.lender is None:
+                self._agents.up(spec, self.training.version)
+        self.lenders = Lenders(
+            lent, settings, self._agents, self._events, board=self.board, training=self.training, freed=self._freed
+        )
         self._at(0.0, self._admit, None)
 
     def run(self, progress: Progress = lambda ended: None) -> SimulationResult:
@@ -215,7 +221,8 @@ class Simulation:
         self._train()
 
     def _applied(self) -> None:
-        self.training.applied(min(engine.version for engine in self.engines.values()))
+        lent = self.lenders.names
+        self.training.applied(min(engine.version for name, engine in self.engines.items() if name not in lent))
         self._admit()
         self._kick()
 

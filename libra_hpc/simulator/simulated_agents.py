@@ -49,7 +49,7 @@ class Agents:
     def in_flight(self) -> int:
         return len(self._requests)
 
-    def up(self, spec: EngineSpec, version: int) -> None:
+    def up(self, spec: EngineSpec, version: int) -> Engine:
         self._count += 1
         engine = Engine(
             name=spec.name,
@@ -68,7 +68,9 @@ class Agents:
             kv_capacity=engine.blocks * self._settings.block_size,
             version=engine.version,
             host_tokens=spec.host.tokens if spec.host else 0,
+            borrowed=spec.lender is not None,
         )
+        return engine
 
     def down(self, name: str) -> None:
         """An engine is gone; it has no turn that is not answered, or none that will be."""
@@ -142,6 +144,22 @@ class Agents:
         sent.request.aborted = True
         if sent.request.serial:
             self._act(sent.engine, sent.engine.abort, sent.request)
+
+    def at(self, name: str) -> list[SentTurn]:
+        """The turns in flight at an engine."""
+        return [sent for sent in self._requests.values() if sent.engine.name == name]
+
+    def offer(self, engine: Engine) -> None:
+        """A borrowed engine may begin a step now, if its lender's gate answers so."""
+        engine.wake(self._events.now)
+        self._step(engine)
+
+    def cut(self, engine: Engine) -> float:
+        """A borrowed engine asks again before its next step; returns when the present one ends."""
+        before = engine.next_at
+        end = engine.cut(self._events.now)
+        self._wake(engine, before)
+        return end
 
     def swap(self, version: int) -> None:
         settings = self._settings

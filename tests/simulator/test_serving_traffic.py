@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from libra_hpc.errors import UserError
-from libra_hpc.simulator.lending.traffic import (
+from libra_hpc.simulator.serving_traffic import (
     CHAT,
     CODE,
     DAY_S,

@@ -29,6 +29,9 @@ from .costs import PACE_BAND, WINDOW_STEPS, ClassFit, Coefficients, EngineFit, d
 REFIT_EVERY: Final = 16
 """Observations of a class between two refits (25 us); each of the first 16 refits.  The window holds 64."""
 
+SHARE_MOVE: Final = 1.1
+"""A ratio: smaller changes of a share change no price, because new prices sort all engines again."""
+
 _generations = count(1)
 
 
@@ -61,6 +64,12 @@ class EngineView:
         self.pace = 1.0
         """These seconds over those of its class, the median engine's."""
         self.fit = EngineFit()
+        self.borrowed = False
+        """Whether it is another job's, which may pause it or take it back."""
+        self.share = 1.0
+        """Of a borrowed engine: the part of the time that it runs."""
+        self.leaves_per_s = 0.0
+        """How often all its turns must leave it."""
         self.stamp = 0
         """Stamp of its valid heap entry; 0 if it has none."""
 
@@ -150,6 +159,7 @@ class Board:
         version: int,
         warm_up: Sequence[EngineStats] = (),
         host_tokens: int = 0,
+        borrowed: bool = False,
     ) -> EngineView:
         """Add or replace an engine; ``warm_up`` are the reports of its warm-up profile, the first step costs."""
         if engine in self.engines:
@@ -165,7 +175,7 @@ class Board:
         view = self.engines[engine] = EngineView(
             engine, tp=tp, kv_capacity=kv_capacity, cap=cap, version=version, tp_class=tp_class
         )
-        view.host_tokens = host_tokens
+        view.host_tokens, view.borrowed = host_tokens, borrowed
         tp_class.members.append(view)
         for stats in warm_up:
             self._observe(view, stats, 1)
@@ -191,6 +201,19 @@ class Board:
             self.classes.remove(tp_class)
         self._relevel()
         return view
+
+    def lends(self, engine: str, share: float, leaves_per_s: float) -> None:
+        """What is left of a borrowed engine."""
+        view = self.engines[engine]
+        view.leaves_per_s = leaves_per_s
+        if not view.share / SHARE_MOVE < share < view.share * SHARE_MOVE:
+            view.share = share
+            self._recost()
+
+    def resize(self, engine: str, kv_capacity: int) -> None:
+        """An engine has room for more or fewer tokens from now on."""
+        self.engines[engine].kv_capacity = kv_capacity
+        self.generation = next(_generations)
 
     def set_open(self, engine: str, is_open: bool) -> None:
         """Allow or stop new turns at an engine."""
@@ -284,10 +307,13 @@ def _price(tp_class: TpClass, costs: Coefficients) -> None:
     """Set the costs of a class, those of its median engine, and of its engines."""
     tp_class.base_s, tp_class.slope_s, tp_class.prefill_s = costs
     paces = [view.fit.pace for view in tp_class.members]
-    median = sorted(paces)[len(paces) // 2]
+    own = [view.fit.pace for view in tp_class.members if not view.borrowed] or paces
+    median = sorted(own)[len(own) // 2]
     for view, measured in zip(tp_class.members, paces, strict=True):
         pace = measured / median
         if 1.0 / PACE_BAND < pace < PACE_BAND:
             pace = 1.0
+        if view.borrowed:
+            pace /= view.share
         view.pace = pace
         view.base_s, view.slope_s, view.prefill_s = pace * costs[0], pace * costs[1], pace * costs[2]

@@ -15,7 +15,7 @@ The fourth root stands for the expected longest trajectory.  All terms are sums:
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
-from math import sqrt
+from math import exp, sqrt
 from typing import Final
 
 from .board import Board, EngineView, TpClass
@@ -53,6 +53,21 @@ class EngineWork:
         self.heap: list[tuple[float, int, EngineWork]] = []
         """Heap of its `Alike`, as of the last `EngineLoads.sync`."""
 
+    def expected(self, elsewhere: EngineWork, *, left: float, context: int, alone: float, moved: float) -> float:
+        """What a trajectory adds to the late finish here and elsewhere, if it may have to leave.
+
+        ``left``: its tokens; ``alone``: finish here with all of it; ``moved``: finish elsewhere with all of it.
+        """
+        leaves = self.view.leaves_per_s * self.view.base_s * left
+        if leaves < 1e-6:
+            return added(self.finish, alone)
+        gone = 1.0 - exp(-leaves)
+        here = gone / leaves
+        there = (1.0 - here) * (moved - elsewhere.finish) + gone * context * elsewhere.view.prefill_s
+        return added(self.finish, self.finish + here * (alone - self.finish)) + added(
+            elsewhere.finish, elsewhere.finish + there
+        )
+
     def finish_with(self, reach: float, work: float, prefill: float) -> float:
         """Seconds until all is done with one more trajectory."""
         view = self.view
@@ -72,6 +87,11 @@ class EngineWork:
         self.prefill += prefill
         self.placed += 1
         self.finish = finish
+
+    def resize(self) -> None:
+        """Follow the capacity of the engine."""
+        self.kv_capacity = float(max(1, self.view.kv_capacity))
+        self.cache.capacity = max(self.kv_capacity, float(self.view.host_tokens))
 
     def remove(self, placed: Placed) -> None:
         """Remove a trajectory."""
@@ -107,6 +127,8 @@ class EngineLoads:
         self.generation = -1
         """Generation of the board at the last `sync`."""
         self.alike: list[Alike] = []
+        """The own engines."""
+        self.borrowed: list[Alike] = []
         self._loads: dict[str, EngineWork] = {}
         self._count = 0
 
@@ -123,23 +145,36 @@ class EngineLoads:
         self._loads = {}
         for name, view in board.engines.items():
             load = before.get(name)
-            self._loads[name] = load if load is not None and load.view is view else EngineWork(view)
-        self.alike = []
+            if load is not None and load.view is view:
+                load.resize()
+                self._loads[name] = load
+            else:
+                self._loads[name] = EngineWork(view)
+        self.alike, self.borrowed = [], []
         for tp_class in board.classes:
-            slowest = 0.0
-            for view in sorted(tp_class.members, key=_pace):
-                if view.pace > slowest:
-                    slowest = ALIKE * view.pace
+            slowest, borrowed = 0.0, False
+            for view in sorted(tp_class.members, key=_kind):
+                if view.pace > slowest or view.borrowed != borrowed:
+                    slowest, borrowed = ALIKE * view.pace, view.borrowed
                     alike = Alike(tp_class)
-                    self.alike.append(alike)
+                    (self.borrowed if borrowed else self.alike).append(alike)
                 load = self._loads[view.engine]
                 load.entry = load.finish = load.finish_with(0.0, 0.0, 0.0)
                 load.heap = alike.heap
                 self._count += 1
                 alike.heap.append((load.entry, self._count, load))
                 alike.loads.append(load)
-        for alike in self.alike:
+        for alike in (*self.alike, *self.borrowed):
             heapify(alike.heap)
+
+    def elsewhere(self) -> EngineWork | None:
+        """The own engine that would take a turn that must leave a borrowed one; None where there is no own engine."""
+        best: EngineWork | None = None
+        for alike in self.alike:
+            load = self.first_to_finish(alike) or min(alike.loads, key=_finish)
+            if best is None or load.finish < best.finish:
+                best = load
+        return best
 
     def first_to_finish(self, alike: Alike) -> EngineWork | None:
         """The engine that finishes first; if it is full, the one with the fewest tokens in flight; None if all are."""
@@ -186,5 +221,15 @@ class EngineLoads:
                 heapify(heap)
 
 
-def _pace(view: EngineView) -> float:
-    return view.pace
+def added(before: float, after: float) -> float:
+    """How much the late finish grows: after ** 4 - before ** 4."""
+    a, b = after * after, before * before
+    return a * a - b * b
+
+
+def _kind(view: EngineView) -> tuple[bool, float]:
+    return view.borrowed, view.pace
+
+
+def _finish(load: EngineWork) -> float:
+    return load.finish

@@ -60,7 +60,7 @@ def _kinds(board: Board) -> list[list[EngineView]]:
     kinds: list[list[EngineView]] = []
     for tp_class in board.classes:
         smallest = 0.0
-        for view in sorted(tp_class.members, key=lambda v: v.kv_capacity):
+        for view in sorted((v for v in tp_class.members if not v.borrowed), key=lambda v: v.kv_capacity):
             if view.kv_capacity > SAME_KV * smallest:
                 smallest = view.kv_capacity
                 kinds.append([])

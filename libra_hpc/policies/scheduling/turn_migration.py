@@ -124,9 +124,9 @@ def choose_moves(board: Board, trajectories: Iterable[OpenTrajectory]) -> list[T
 
 
 def _targets(board: Board, loads: Mapping[str, _Load]) -> list[_Load]:
-    """Of each TP class the engine with the shortest step among those that would start a turn at once."""
+    """Of each TP class the own engine with the shortest step among those that would start a turn at once."""
     able = (
-        [loads[view.engine] for view in tp_class.members if view.free and not view.waiting]
+        [loads[view.engine] for view in tp_class.members if view.free and not view.waiting and not view.borrowed]
         for tp_class in board.classes
     )
     return [min(some, key=_Load.step_s) for some in able if some]

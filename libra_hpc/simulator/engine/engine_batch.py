@@ -31,7 +31,8 @@ class SimulatedBatch:
         self.fetched = 0
         """Blocks that the next step reads from host memory."""
         self._block = limits.block_size
-        self._budget = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+        self.budget = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+        """Most tokens of the next step."""
         self._serial = 0
 
     @property
@@ -41,6 +42,23 @@ class SimulatedBatch:
     @property
     def open(self) -> bool:
         return len(self.running) < self._limits.max_num_seqs
+
+    def left(self) -> tuple[int, int, int, int]:
+        """All that is there to compute: decodes, their contexts, tokens to prefill, and the context before those."""
+        decodes = held = prefill = pairs = 0
+        for request in self.running:
+            if request.decoding:
+                decodes += 1
+                held += request.tokens
+            else:
+                step = request.tokens - request.computed
+                prefill += step
+                pairs += step * (2 * request.computed + step)
+        for _, _, request in self._waiting:
+            prefill += request.tokens
+            pairs += request.tokens * request.tokens
+        context = round((pairs / prefill - prefill) / 2.0) if prefill else 0
+        return decodes, held, prefill, max(0, context)
 
     def add(self, request: SimulatedRequest) -> None:
         self._serial += 1
@@ -58,13 +76,13 @@ class SimulatedBatch:
                     crossing.append(request)
             else:
                 pure = False
-        if pure and len(crossing) <= cache.available:
+        if pure and len(crossing) <= cache.available and len(running) <= self.budget:
             if crossing:
                 cache.take(len(crossing))
                 for request in crossing:
                     request.blocks += 1
                     request.own += 1
-            preempted, budget = False, self._budget - len(running)
+            preempted, budget = False, self.budget - len(running)
         else:
             preempted, budget = self._serve_running()
             if preempted and running and not any(request.step for request in running):
@@ -77,7 +95,7 @@ class SimulatedBatch:
     def _serve_running(self) -> tuple[bool, int]:
         """Give running requests blocks and budget; returns whether any was preempted, and the budget left."""
         cache, block, running = self._cache, self._block, self.running
-        budget, place, preempted = self._budget, 0, False
+        budget, place, preempted = self.budget, 0, False
         for request in running:
             request.step = 0
         while place < len(running) and budget > 0:

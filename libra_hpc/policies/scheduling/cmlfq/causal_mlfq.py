@@ -7,6 +7,8 @@ exceed the KV caches, `residency` decides which trajectories keep theirs and whi
   stands for the makespan: it sends long trajectories to fast engines and fills slow engines with short ones.
 - The prefix is cached at the last engine -> the trajectory stays, unless staying adds `MOVE_MARGIN` times more.
 - That engine is full and would win by the same margin -> the turn waits for it, at most `AGEING_S`.
+- An engine is borrowed -> steps take 1 / share of the time.  If the trajectory must leave (`availability`), its
+  prefill and the rest of its work are added at an own engine.
 - First turn -> also the engine of the sibling that started last, whose cache holds the prompt (`SIBLING_MARGIN`).
 - A long turn shares its engine in the tail of a batch -> it may migrate while it runs (`turn_migration`).
 - Order of the queue: ready time minus a credit of 0 to `AGEING_S`.  The first sibling of a group gets all of it.
@@ -22,7 +24,7 @@ from typing import Final, cast
 from msgspec.structs import astuple
 
 from libra_hpc.policies.scheduling.board import Board
-from libra_hpc.policies.scheduling.engine_loads import EngineLoads, EngineWork, Placed
+from libra_hpc.policies.scheduling.engine_loads import EngineLoads, EngineWork, Placed, added
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
 from libra_hpc.policies.scheduling.residency import Claim, release
 from libra_hpc.policies.scheduling.turn_migration import (
@@ -135,7 +137,7 @@ class CausalMlfq:
                 if turn.signals:
                     prefill_cached += turn.signals[-1].payload_tokens
                 stay_finish = last_load.finish_with(reach, work, prefill_cached)
-                limit = _added(last_load.finish, stay_finish) / MOVE_MARGIN
+                limit = self._added_at(last_load, cursor, context, finish=stay_finish) / MOVE_MARGIN
                 full = view.inflight >= view.cap
             else:
                 last_load = None
@@ -151,15 +153,17 @@ class CausalMlfq:
                 continue
             alone, view = load.finish, load.view
             # A lower bound of what it adds, without the steps, excludes most engines cheaply.
-            if _added(alone, alone + view.slope_s * work + view.prefill_s * prefill_uncached) < best_add:
+            if added(alone, alone + view.slope_s * work + view.prefill_s * prefill_uncached) < best_add:
                 finish = load.finish_with(reach, work, prefill_uncached)
-                add = _added(alone, finish)
+                add = added(alone, finish)
                 if add < best_add:
                     best, best_add, best_finish = load, add, finish
+        if loads.borrowed and (lent := self._borrowed(tracked, context, last_load, best_add)) is not None:
+            best, best_add, best_finish = lent
         starts, shared = not turn.attained_tokens, False
         if starts and (sibling := self._sibling_load(turn.prompt_id, claim, context)) is not None:
             finish = sibling.finish_with(reach, work, cursor.future)
-            add = _added(sibling.finish, finish)
+            add = self._added_at(sibling, cursor, context, finish=finish)
             if add < best_add * SIBLING_MARGIN:
                 best, best_add, best_finish, shared = sibling, add, finish, True
         if full and best_add >= limit and now - turn.ready_at < AGEING_S:
@@ -273,6 +277,32 @@ class CausalMlfq:
             return None
         return self._send(tracked, load, MIGRATES, move.numbers, turn.context_tokens)
 
+    def _borrowed(
+        self, tracked: _Tracked, context: int, last: EngineWork | None, limit: float
+    ) -> tuple[EngineWork, float, float] | None:
+        """The borrowed engine where the trajectory adds least, if that is below ``limit``; what it adds; its finish."""
+        best: tuple[EngineWork, float, float] | None = None
+        loads, cursor, claim = self._loads, tracked.cursor, tracked.claim
+        reach, work, prefill = cursor.reach, cursor.work(context), context + cursor.future
+        for alike in loads.borrowed:
+            load = loads.first_to_finish(alike)
+            if load is not None and not load.cache.has_room(claim, context):
+                load = loads.first_with_room(alike, claim, context)
+            if load is not None and load is not last and load.kv_capacity >= context:
+                finish = load.finish_with(reach, work, prefill)
+                add = self._added_at(load, cursor, context, finish=finish)
+                if add < limit:
+                    best, limit = (load, add, finish), add
+        return best
+
+    def _added_at(self, load: EngineWork, cursor: Cursor, context: int, *, finish: float) -> float:
+        """What it adds at an engine; if that is borrowed, also at the own one to which it may have to go."""
+        elsewhere = self._loads.elsewhere() if load.view.borrowed else None
+        if elsewhere is None:
+            return added(load.finish, finish)
+        moved = elsewhere.finish_with(cursor.reach, cursor.work(context), context + cursor.future)
+        return load.expected(elsewhere, left=cursor.left, context=context, alone=finish, moved=moved)
+
     def _sibling_load(self, prompt_id: str, claim: Claim, context: int) -> EngineWork | None:
         """The engine that has the prompt cached for the sibling that started last, if it has a free slot and room."""
         sibling = self._started.get(prompt_id)
@@ -323,9 +353,3 @@ class CausalMlfq:
     def _fits(board: Board, context: int) -> bool:
         """Whether any engine can hold the context; if none can, an engine must refuse the turn."""
         return any(view.kv_capacity >= context for view in board.engines.values())
-
-
-def _added(before: float, after: float) -> float:
-    """How much the late finish grows: after ** 4 - before ** 4."""
-    a, b = after * after, before * before
-    return a * a - b * b

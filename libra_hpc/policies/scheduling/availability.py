@@ -1,0 +1,76 @@
+"""How much of a borrowed engine there is: its share of the time, and how often its turns must leave.
+
+- It is open or paused for some seconds -> `share` follows, the newest `SHARE_S` count most.
+- Its turns had to leave, because a pause was long or the engine was taken back -> `leaves_per_s` follows.
+- A pause ends -> the usual pause follows: the mean length of that in which a random paused second falls.
+- A turn stands still for longer than its prefill elsewhere takes (at most `STAND_S`), and than `PAUSES` usual pauses
+  of this engine (at most `LONGEST_S`) -> it goes elsewhere.
+
+Pure.  Without a borrowed engine nothing here is used.
+"""
+
+from __future__ import annotations
+
+from math import exp
+from typing import Final
+
+from .board import Board
+
+SHARE_S: Final = 120.0
+"""Seconds.  Half: a burst is taken for the usual state; double: a busy hour is noticed late."""
+LEAVES_S: Final = 300.0
+"""Seconds: leaves are rare, and each is dear."""
+LEAST_SHARE: Final = 0.02
+STAND_S: Final = 2.0
+"""Most seconds that a turn stands still at an engine whose pauses are not known."""
+PAUSES: Final = 2.0
+"""Of usual length a turn waits for: all turns leave at once, and their prefill is work that own engines do not have
+time for.  At 0 half of what code traffic leaves is lost."""
+LONGEST_S: Final = 30.0
+PAUSE_WEIGHT: Final = 0.05
+"""Of the newest pause in the means."""
+
+
+class Availability:
+    """Of one borrowed engine; at first it counts as always there."""
+
+    def __init__(self) -> None:
+        self.share = 1.0
+        self.leaves_per_s = 0.0
+        self._pauses = 0
+        self._mean = self._square = 0.0
+        """Of the lengths of pauses."""
+
+    def paused(self, seconds: float) -> None:
+        """A pause has ended."""
+        self._pauses += 1
+        weight = max(PAUSE_WEIGHT, 1.0 / self._pauses)
+        self._mean += weight * (seconds - self._mean)
+        self._square += weight * (seconds * seconds - self._square)
+
+    @property
+    def pause_s(self) -> float:
+        """The usual pause."""
+        return self._square / self._mean if self._mean > 0.0 else 0.0
+
+    def patience_s(self, board: Board, context: int) -> float:
+        """Seconds that a turn of so many tokens may stand still here."""
+        return max(prefill_s(board, context), min(LONGEST_S, PAUSES * self.pause_s))
+
+    def passed(self, seconds: float, is_open: bool) -> None:
+        """It was open, or paused, for so long."""
+        if seconds <= 0.0:
+            return
+        keep = exp(-seconds / SHARE_S)
+        self.share = max(LEAST_SHARE, keep * self.share + (1.0 - keep) * is_open)
+        self.leaves_per_s *= exp(-seconds / LEAVES_S)
+
+    def left(self) -> None:
+        """Its turns had to leave."""
+        self.leaves_per_s += 1.0 / LEAVES_S
+
+
+def prefill_s(board: Board, context: int) -> float:
+    """Seconds of the prefill of so many tokens at an own engine; at most `STAND_S`."""
+    own = [tp_class.prefill_s for tp_class in board.classes if any(not view.borrowed for view in tp_class.members)]
+    return min(STAND_S, context * min(own)) if own else STAND_S

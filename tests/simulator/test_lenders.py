@@ -1,0 +1,172 @@
+"""Borrowed engines in a simulation: users come first, turns go elsewhere and are not lost, and without them nothing
+changes."""
+
+from __future__ import annotations
+
+import statistics
+
+import msgspec
+
+from libra_hpc.policies.scheduling.availability import LONGEST_S, STAND_S, Availability
+from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
+from libra_hpc.policies.scheduling.protocol import Decision, TurnView
+from libra_hpc.policies.serving.step_gate import GateLimits
+from libra_hpc.protocol.trace import TrajectoryRecord
+from libra_hpc.simulator.result import SimulationResult
+from libra_hpc.simulator.serving_traffic import ServingRequest
+from libra_hpc.simulator.settings import EngineSpec, LenderSpec, SimulationSettings
+from libra_hpc.simulator.simulate import Simulation
+from libra_hpc.traces.generate import Dials, generate
+
+from .toys import Linear, Spread, single
+
+STEP = Linear(100_000, base=0.01, prefill=1e-4)
+SETTINGS = SimulationSettings()
+ALWAYS = tuple(ServingRequest(0.5 * at, 100, 100) for at in range(4000))
+"""Somebody is served all the time."""
+
+
+class Routes:
+    """C-MLFQ, whose decisions are kept."""
+
+    name = "routes"
+
+    def __init__(self) -> None:
+        self._policy = policy = CausalMlfq()
+        self.key, self.finished, self.forget, self.rebalance = (
+            policy.key,
+            policy.finished,
+            policy.forget,
+            policy.rebalance,
+        )
+        self.seen: list[tuple[str, int, str, float]] = []
+
+    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+        decision = self._policy.route(turn, board, now)
+        self.seen.append((turn.trajectory, turn.turns, decision.engine, now))
+        return decision
+
+
+def own(count: int = 2) -> list[EngineSpec]:
+    return [EngineSpec(f"own-{number}", 1, STEP) for number in range(count)]
+
+
+def lent(count: int = 1, **terms: object) -> list[EngineSpec]:
+    terms = {"join_s": 0.0, **terms}
+    return [EngineSpec(f"lent-{number}", 1, STEP, lender=LenderSpec(**terms)) for number in range(count)]  # type: ignore[arg-type]
+
+
+def work(count: int = 64) -> list[TrajectoryRecord]:
+    return generate("search", Dials(trajectories=count, max_context=20_000))
+
+
+def played(engines: list[EngineSpec], trajectories: list[TrajectoryRecord]) -> tuple[Simulation, SimulationResult]:
+    simulation = Simulation(trajectories, engines, Spread(), SETTINGS)
+    return simulation, simulation.run()
+
+
+def tokens(result: SimulationResult, prefix: str) -> int:
+    return sum(engine.generated_tokens for engine in result.engines if engine.engine.startswith(prefix))
+
+
+def test_a_lender_without_room_changes_no_decision() -> None:
+    without, beside = Routes(), Routes()
+    Simulation(work(), own(), without, SETTINGS).run()
+    taken_back = LenderSpec(away=((0.0, 1e9),))
+    Simulation(work(), [*own(), EngineSpec("lent", 1, STEP, lender=taken_back)], beside, SETTINGS).run()
+    assert len(without.seen) > 100
+    assert beside.seen == without.seen
+
+
+def test_users_wait_for_one_step_at_most() -> None:
+    requests = tuple(ServingRequest(1.0 + 3.0 * at, 200, 20) for at in range(30))
+    limits = GateLimits(0.5, 0.15)
+    simulation, result = played([*own(1), *lent(requests=requests, limits=limits)], work())
+    served = simulation.lenders.lenders["lent-0"].served
+    alone = STEP.base + 200 * STEP.prefill
+    longest = limits.share * limits.ttft_s
+    assert tokens(result, "lent") > 0
+    assert len(served.ttft_s) >= 20
+    assert min(served.ttft_s) >= alone
+    assert max(served.ttft_s) <= alone + 1.2 * longest
+    assert max(served.ttft_s) > alone + 1e-6, "some arrive while a rollout step runs"
+    assert statistics.fmean(served.tpot_s) < 1.01 * STEP.base, "no step of a rollout begins between their tokens"
+
+
+def test_with_slack_it_rolls_out_beside_users() -> None:
+    limits = GateLimits(0.5, 0.15)
+    engines = [*own(1), *lent(requests=ALWAYS, limits=limits)]
+    assert tokens(played(engines, work())[1], "lent") < 100
+    quiet = tuple(ServingRequest(5.0 + 0.5 * at, 100, 100) for at in range(4000))
+    slack = lent(requests=quiet, limits=limits._replace(give="slack"))
+    simulation, result = played([*own(1), *slack], work())
+    assert tokens(result, "lent") > 1000
+    assert max(simulation.lenders.lenders["lent-0"].served.tpot_s) < 0.15
+
+
+def test_nothing_is_lost_when_an_engine_is_taken_back_and_returns() -> None:
+    whole = work()
+    simulation, result = played([*own(1), *lent(2, away=((3.0, 9.0), (20.0, 31.0)))], whole)
+    assert result.trajectories == len(whole)
+    assert result.generated_tokens == sum(one.generated for one in whole)
+    assert simulation.lenders.leaves >= 2
+    names = [engine.engine for engine in result.engines]
+    assert names.count("lent-0") == 3, "it was there three times"
+    assert tokens(result, "lent") > 0
+
+
+def test_who_stands_still_goes_elsewhere() -> None:
+    busy = (ServingRequest(1.0, 100, 5000),)
+    engines = [*own(1), *lent(requests=busy)]
+    simulation, result = played(engines, [single("a", 100, 500), single("b", 100, 500)])
+    assert simulation.lenders.leaves == 1
+    assert result.moves == 1
+    assert result.makespan_s < 15.0, "the server is busy for 50 s"
+
+
+def test_training_waits_for_own_engines_only() -> None:
+    settings = msgspec.structs.replace(SETTINGS, batch_groups=2, train_s=1.0)
+    gone = lent(away=((2.0, 5000.0),))
+    result = Simulation(work(), [*own(1), *gone], Spread(), settings).run()
+    assert len(result.steps) == 4
+
+
+def test_share_leaves_and_patience_follow_what_happens() -> None:
+    found = Availability()
+    assert (found.share, found.leaves_per_s) == (1.0, 0.0)
+    for _ in range(200):
+        found.passed(4.0, True)
+        found.passed(1.0, False)
+        found.paused(1.0)
+    assert abs(found.share - 0.8) < 0.02
+    board = Board(8)
+    board.up("own", 1, 100_000, 0)
+    assert abs(found.patience_s(board, 100) - 2.0) < 1e-6, "twice the usual pause"
+    assert Availability().patience_s(board, 100) < 0.1, "its prefill elsewhere"
+    assert Availability().patience_s(board, 10**6) == STAND_S
+    for _ in range(200):
+        found.paused(100.0)
+    assert found.patience_s(board, 100) == LONGEST_S
+    for _ in range(3):
+        found.left()
+    assert found.leaves_per_s > 0.009
+    found.passed(3000.0, True)
+    assert found.leaves_per_s < 1e-4
+
+
+def test_who_may_have_to_leave_goes_to_an_own_engine() -> None:
+    def engine(leaves_per_s: float, share: float) -> str:
+        board, policy = Board(8, adaptive=False), CausalMlfq()
+        board.up("own", 1, 100_000, 0)
+        board.up("lent", 1, 100_000, 0, borrowed=True)
+        board.lends("lent", share, leaves_per_s)
+        for number in range(3):
+            turn = TurnView(f"t{number}", f"p{number}", 0, "x", 4000, 0, 0, 0.0, "", ())
+            decision = policy.route(turn, board, 0.0)
+            board.sent(decision.engine, turn.context_tokens)
+        return "".join(sorted(policy._tracked[f"t{number}"].load.view.engine[0] for number in range(3)))  # type: ignore[union-attr]
+
+    assert engine(0.0, 1.0) in ("llo", "loo")
+    assert engine(10.0, 1.0) == "ooo", "its turns leave ten times a second"
+    assert engine(0.0, 0.02) == "ooo", "its steps take 50 times as long"
