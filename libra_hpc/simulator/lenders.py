@@ -94,6 +94,12 @@ class Lenders:
         """How often the turns of an engine had to leave it."""
         return sum(one.leaves for one in self._lent.values())
 
+    @property
+    def share(self) -> float:
+        """The mean share of the time that they run."""
+        shares = [one.availability.share for one in self._lent.values()]
+        return sum(shares) / len(shares) if shares else 0.0
+
     def _join(self, item: tuple[_Lent, float]) -> None:
         one, until = item
         now = one.since = self._events.now
