@@ -75,6 +75,7 @@ class EngineRegistry:
             version=engine.version,
             warm_up=capacity.warm_up,
             host_tokens=capacity.host_kv_tokens,
+            borrowed=is_guest(engine.rank),
         )
 
     def lost(self, name: str) -> EngineEntry | None:

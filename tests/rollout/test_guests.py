@@ -78,6 +78,8 @@ async def test_tokens_and_engines_of_guests_are_counted_apart() -> None:
     report = plant.leader.report()
     assert (report.generated_tokens, report.prefilled_tokens, report.guest_tokens) == (10, 10, 1000)
     assert [(tp, engines) for tp, engines, *_ in report.buckets] == [(1, 1)]
+    board = plant.leader._turns.engines._board
+    assert {name: view.borrowed for name, view in board.engines.items()} == {OWN: False, GUEST: True}
     batch = await plant.batch()
     of_guests = sum(turn.gen_tokens for t in plant.ended for turn in t.turns if turn.engine == GUEST)
     assert batch.stats["guest_tokens"] == of_guests > 0

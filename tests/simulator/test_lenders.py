@@ -10,7 +10,9 @@ import msgspec
 from libra_hpc.policies.scheduling.availability import LONGEST_S, STAND_S, Availability
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
+from libra_hpc.policies.scheduling.engine_loads import EngineLoads
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
+from libra_hpc.policies.scheduling.slow_engines import SlowEngines
 from libra_hpc.policies.serving.step_gate import GateLimits
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.result import SimulationResult
@@ -170,3 +172,22 @@ def test_who_may_have_to_leave_goes_to_an_own_engine() -> None:
     assert engine(0.0, 1.0) in ("llo", "loo")
     assert engine(10.0, 1.0) == "ooo", "its turns leave ten times a second"
     assert engine(0.0, 0.02) == "ooo", "its steps take 50 times as long"
+
+
+def test_a_borrowed_engine_is_dearer_not_slow_and_its_cache_may_shrink() -> None:
+    board, loads = Board(8, adaptive=False), EngineLoads()
+    for name in ("a", "b", "c"):
+        board.up(name, 1, 100_000, 0)
+    view = board.up("lent", 1, 100_000, 0, borrowed=True)
+    before = board.engines["a"].base_s
+    board.lends("lent", 0.25, 0.0)
+    assert view.base_s == 4 * before
+    assert board.engines["a"].base_s == before
+    assert SlowEngines().update(board, 0.0) == SlowEngines().update(board, 100.0) == []
+    loads.sync(board)
+    load = loads.get("lent")
+    assert load is not None
+    board.resize("lent", 30_000)
+    loads.sync(board)
+    assert loads.get("lent") is load, "what is placed there stays"
+    assert (load.kv_capacity, load.cache.capacity) == (30_000, 30_000)
