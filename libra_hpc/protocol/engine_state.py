@@ -25,8 +25,6 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     waiting: int = 0
     kv_use: float = 0.0
     """Share of the KV cache that requests hold, 0..1; of a borrowed engine, of the part that it may use."""
-    kv_share: float = 1.0
-    """Part of its KV cache that the engine may use."""
     generated_tokens: int = 0
     prefill_tokens: int = 0
     cached_tokens: int = 0
@@ -41,6 +39,8 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     """With work, but without room for a step beside the users of its device; not in ``busy_s``."""
     stands_still: bool = False
     """Whether that has lasted so long that its turns should go on elsewhere."""
+    kv_share: float = 1.0
+    """Part of its KV cache that the engine may use."""
 
     @property
     def stepping_s(self) -> float:

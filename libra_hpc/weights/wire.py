@@ -26,7 +26,7 @@ import msgspec
 from libra_hpc.protocol.carriers import Peer
 from libra_hpc.protocol.joining import guest_secret, is_guest
 
-from .transport.token_bucket import Pace
+from .transport.token_bucket import BandwidthPace
 
 MANIFEST, DATA, WAITING, ABSENT = range(4)
 HEADER = struct.Struct("<BI")
@@ -78,7 +78,7 @@ class Caller:
 
     def __init__(self, rank: int, secret: bytes, bytes_per_s: float = 0.0) -> None:
         """``bytes_per_s``: budget of all requests together; 0: no limit."""
-        self._rank, self._secret, self._pace = rank, secret, Pace(bytes_per_s)
+        self._rank, self._secret, self._pace = rank, secret, BandwidthPace(bytes_per_s)
 
     def manifest(self, peer: Peer, fetch: Fetch) -> bytes:
         """Raises `OSError`, `WireError`, also for bytes that were changed on the way, and `Absent`."""

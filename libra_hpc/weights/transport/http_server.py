@@ -19,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
 from .http_proof import PART_BYTES, PROOF, SCHEME, VERSION, NotServed, Refused, answer_proof, request_proof
-from .token_bucket import Pace
+from .token_bucket import BandwidthPace
 
 SLICE_BYTES = 64 << 10
 """Sent at once, between two looks at the budget."""
@@ -54,7 +54,7 @@ class HttpServer(ThreadingHTTPServer):
         self.socket = listener
         self.secret, self.read = secret, resources
         self.callers = threading.BoundedSemaphore(MOST_CALLERS)
-        self.pace = Pace(bytes_per_s)
+        self.pace = BandwidthPace(bytes_per_s)
 
     def start(self) -> None:
         threading.Thread(target=self.serve_forever, name="http", daemon=True).start()

@@ -1,4 +1,4 @@
-"""A budget of bandwidth: `TokenBucket` is pure, with time as an argument; `Pace` waits by it."""
+"""A budget of bandwidth: `TokenBucket` is pure, with time as an argument; `BandwidthPace` waits by it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TokenBucket:
         return max(0.0, begin - now)
 
 
-class Pace:
+class BandwidthPace:
     """One budget of several threads."""
 
     def __init__(self, bytes_per_s: float) -> None:
