@@ -38,7 +38,7 @@ TEMPORARY = ".partial"
 SPARE = 0.05
 """Share of the written bytes that must stay free beyond them, for blocks, folders and others' files."""
 THREADS = 8
-"""Checksums computed at a time; zlib releases the interpreter's lock."""
+"""Checksums computed at a time; they do not hold the interpreter's lock."""
 
 
 Manifest = dict[str, tuple[int, int]]

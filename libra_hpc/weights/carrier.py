@@ -28,7 +28,6 @@ from functools import partial
 from mmap import PROT_READ, mmap
 from pathlib import Path
 from typing import Any, BinaryIO
-from zlib import crc32
 
 import msgspec
 
@@ -51,6 +50,7 @@ from libra_hpc.protocol.carriers import (
 )
 from libra_hpc.protocol.codec import EngineSocket
 
+from .checksum import crc32
 from .image import IMAGE_FILE, Image, pin, reading, write_pinned
 from .offers import HeldOffer, OfferStore
 from .pieces import WHOLE, Offer, TensorBlock, WeightPiece, offer_paths, read_offer

@@ -17,7 +17,6 @@ import math
 import mmap
 import os
 import tempfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -28,6 +27,7 @@ import numpy as np
 from libra_hpc.errors import error_text
 from libra_hpc.files import write_atomic
 
+from .checksum import crc32
 from .delta import compiled, overwrite
 from .pieces import GAPS, VALUES, WHOLE, Offer, TensorBlock, WeightPiece, elements, offer_fault, piece_values
 from .weightfile import FLOATS, WeightFileError, file_header
@@ -93,7 +93,7 @@ class Image:
             payloads = [(offer, maps.enter_context(_mapped(path, offer))) for offer, path in offers]
             for offer, payload in payloads:
                 for piece in offer.pieces if verify else ():
-                    if zlib.crc32(payload[piece.at : piece.at + piece.size]) != piece.crc32:
+                    if crc32(payload[piece.at : piece.at + piece.size]) != piece.crc32:
                         where = f"version {version} of {offer.owner}"
                         raise WeightFileError(f"A piece of {piece.block.tensor} in {where} has another checksum.")
             self._note(_State(state.version, version))
@@ -219,7 +219,7 @@ def write_pinned(copy: BinaryIO, target: Path) -> tuple[int, int]:
     try:
         with partial.open("wb") as file, _pages(copy) as pages:
             for part in _parts(pages):
-                crc = zlib.crc32(part, crc)
+                crc = crc32(part, crc)
                 size += file.write(part)
             file.flush()
             os.fsync(file.fileno())

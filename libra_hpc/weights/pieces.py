@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import mmap
 import re
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -30,6 +29,7 @@ from libra_hpc.errors import error_text
 from libra_hpc.files import write_atomic
 from libra_hpc.models.tensors import Shapes
 
+from .checksum import crc32
 from .weightfile import WeightFileError
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap
@@ -121,7 +121,7 @@ def write_offer(folder: Path, version: int, base: int, owner: str, encoded: Iter
                 crc = size = 0
                 for part in data:
                     view = part.data.cast("B")
-                    crc, size = zlib.crc32(view, crc), size + len(view)
+                    crc, size = crc32(view, crc), size + len(view)
                     file.write(view)
                 pieces.append(WeightPiece(block, dtype, encoding, changed, at, size, crc))
                 at += size
@@ -221,7 +221,7 @@ def piece_values(
     Values are a view of ``payload``, the offer's.  Raises `WeightFileError` if the bytes are not the owner's.
     """
     data = memoryview(payload).cast("B")[piece.at : piece.at + piece.size]
-    if verify and (len(data) != piece.size or zlib.crc32(data) != piece.crc32):
+    if verify and (len(data) != piece.size or crc32(data) != piece.crc32):
         raise WeightFileError(f"A piece of {piece.block.tensor} has other bytes than its owner wrote.")
     kind = np.dtype(VALUES[piece.dtype])
     values = np.frombuffer(data, kind, piece.changed)

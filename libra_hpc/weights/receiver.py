@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import threading
 import time
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -20,7 +19,7 @@ from typing import Any
 from libra_hpc.errors import error_text
 from libra_hpc.protocol.carriers import Peer, PieceRefused, Publish
 
-from .checksum import joined_crc32
+from .checksum import crc32, crc32_combine
 from .offers import ArrivingOffer
 from .pieces import WeightPiece
 from .server import IMAGE
@@ -162,7 +161,7 @@ class OfferReceiver:
         piece, parts = self._offer.offer.pieces[number], self._parts[number]
         # A part goes on with the one before it; a cut between stripes may leave some for the end.
         begin, crc = parts.pop(first, (first, 0))
-        crc = zlib.crc32(self._offer.view[first:last], crc)
+        crc = crc32(self._offer.view[first:last], crc)
         with self._summing:
             parts[last] = begin, crc
             if sum(end - begin for end, (begin, _) in parts.items()) < piece.size:
@@ -170,7 +169,7 @@ class OfferReceiver:
             del self._parts[number]
         crc = 0
         for end, (begin, own) in sorted(parts.items()):
-            crc = joined_crc32(crc, own, end - begin)
+            crc = crc32_combine(crc, own, end - begin)
         return crc
 
     def _again(self, piece: WeightPiece) -> None:
@@ -181,7 +180,7 @@ class OfferReceiver:
             if refusals == REFUSALS or offer.owner == IMAGE:
                 raise PassedOver
             self._receive(piece.at, end, self._route(True), lambda begin, end: None)
-            if zlib.crc32(offer.view[piece.at : end]) == piece.crc32:
+            if crc32(offer.view[piece.at : end]) == piece.crc32:
                 return
 
 

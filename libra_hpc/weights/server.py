@@ -14,11 +14,11 @@ import os
 import socket
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from .checksum import crc32
 from .offers import HeldOffer, OfferStore
 from .wire import (
     ABSENT,
@@ -91,7 +91,7 @@ class CarrierServer:
         try:
             with self._found(stream, fetch) as offer:
                 if fetch.end < 0:
-                    manifest = CRC32.pack(zlib.crc32(offer.manifest)) + offer.manifest
+                    manifest = CRC32.pack(crc32(offer.manifest)) + offer.manifest
                     stream.sendall(HEADER.pack(MANIFEST, len(manifest)) + manifest)
                 elif 0 <= fetch.begin <= fetch.end <= offer.size:
                     self._send_range(stream, offer, fetch.begin, fetch.end)

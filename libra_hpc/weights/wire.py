@@ -18,7 +18,6 @@ import secrets
 import socket
 import struct
 import time
-import zlib
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -26,6 +25,7 @@ import msgspec
 from libra_hpc.protocol.carriers import Peer
 from libra_hpc.protocol.joining import guest_secret, is_guest
 
+from .checksum import crc32
 from .transport.token_bucket import BandwidthPace
 
 MANIFEST, DATA, WAITING, ABSENT = range(4)
@@ -88,7 +88,7 @@ class Caller:
             for kind, length in frames(stream):
                 if kind == MANIFEST:
                     data = read(stream, length)
-                    if CRC32.pack(zlib.crc32(data[CRC32.size :])) != data[: CRC32.size]:
+                    if CRC32.pack(crc32(data[CRC32.size :])) != data[: CRC32.size]:
                         raise DamagedError("The manifest has another checksum.")
                     return data[CRC32.size :]
                 if kind == DATA:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from libra_hpc.weights.checksum import joined_crc32
+from libra_hpc.weights.checksum import crc32_combine
 from libra_hpc.weights.pieces import (
     GAPS,
     WHOLE,
@@ -196,4 +196,4 @@ def test_a_checksum_of_parts_is_that_of_the_whole() -> None:
     data = np.random.default_rng(0).bytes(5000)
     for cut in (0, 1, 8, 4096, 5000):
         first, second = data[:cut], data[cut:]
-        assert joined_crc32(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(data)
+        assert crc32_combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(data)

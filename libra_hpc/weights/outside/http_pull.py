@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +27,7 @@ import msgspec
 from libra_hpc.files import write_atomic
 from libra_hpc.models.architecture import Architecture
 from libra_hpc.weights.blocks import engine_slices, overlap
+from libra_hpc.weights.checksum import crc32
 from libra_hpc.weights.image import Image, reading
 from libra_hpc.weights.pieces import WHOLE, Offer, TensorBlock, WeightPiece, decode_offer
 from libra_hpc.weights.served_weights import ServedDelta, ServedVersion, image_target, offer_target
@@ -141,7 +141,7 @@ class HttpPuller:
                 file.write(data)
             for piece in pieces:
                 file.seek(piece.at)
-                if zlib.crc32(file.read(piece.size)) != piece.crc32:
+                if crc32(file.read(piece.size)) != piece.crc32:
                     name = piece.block.tensor
                     log.warning("a piece of %s in version %d of %s is damaged", name, delta.version, owner)
                     self._parts |= dict.fromkeys(self._by_tensor[name], WHOLE)
