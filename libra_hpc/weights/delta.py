@@ -50,12 +50,15 @@ def sparse(block: TensorBlock, dtype: str, encoding: Encoding, index: Index, val
 def marked(block: TensorBlock, dtype: str, encoding: Encoding, bits: Bits, values: npt.NDArray[Any]) -> Encoded:
     """As `sparse`, of elements whose bit is set; ``values``: of all elements of the block, or of these alone."""
     count = count_set(bits)
-    kind = GAPS.get(encoding, np.uint8)
-    most = np.iinfo(kind).max if encoding in GAPS else 0
-    out = np.empty(count, values.dtype) if len(values) > count else values
-    gaps = np.empty(count + elements(block) // most if most else 0, kind)
-    used = compiled(_gather)(bits, values, most, out, gaps)
-    return Encoded(block, dtype, encoding, count, (out, gaps[:used] if most else bits))
+    # The place behind the last one is scratch.
+    out = np.empty(count + 1, values.dtype)[:-1] if len(values) > count else values
+    if encoding == "bitmap":
+        if out is not values:
+            compiled(_chosen)(bits, values, out.base)
+        return Encoded(block, dtype, encoding, count, (out, bits))
+    most = int(np.iinfo(GAPS[encoding]).max)
+    gaps = np.empty(count + elements(block) // most, GAPS[encoding])
+    return Encoded(block, dtype, encoding, count, (out, gaps[: compiled(_gather)(bits, values, most, out, gaps)]))
 
 
 def count_set(bits: Bits) -> int:
@@ -74,10 +77,23 @@ def bits_of(bits: Bits, begin: int, count: int) -> Bits:
     return out
 
 
-def _gather(bits: Bits, values: Any, most: int, out: Any, gaps: Any) -> int:
-    """Values and gaps of the bits that are set, in one pass; returns how many gaps.  ``most``: 0 for no gaps.
+def _chosen(bits: Bits, values: Any, out: Any) -> None:
+    """Values whose bit is set: one store for every element, without a branch that no processor could foresee."""
+    used, last = np.uint64(0), len(values) // 8
+    for at in range(last):
+        byte, first = np.uint64(bits[at]), np.uint64(8 * at)
+        for number in range(8):
+            out[used] = values[first + np.uint64(number)]
+            used += byte >> np.uint64(number) & np.uint64(1)
+    for at in range(8 * last, len(values)):
+        out[used] = values[at]
+        used += np.uint64(bits[last]) >> np.uint64(at % 8) & np.uint64(1)
 
-    Eight stores for every byte, without a branch that no processor could foresee; the last of them are written over.
+
+def _gather(bits: Bits, values: Any, most: int, out: Any, gaps: Any) -> int:
+    """Values and gaps of the bits that are set, in one pass; returns how many gaps.
+
+    Eight stores for every byte, without such a branch; the last of them are written over.
     """
     places = np.empty(8 * GATHERED + 8, np.int32)
     used, marks, behind = 0, 0, 0
@@ -94,7 +110,7 @@ def _gather(bits: Bits, values: Any, most: int, out: Any, gaps: Any) -> int:
             for number in range(count):
                 chosen[number] = values[np.uint32(places[number])]
         used += count
-        for number in range(count if most else 0):
+        for number in range(count):
             gap = places[number] - behind
             behind = places[number] + 1
             while gap >= most:
