@@ -160,7 +160,8 @@ class OfferReceiver:
         """The checksum of a piece once all of its parts have come; None before."""
         piece, parts = self._offer.offer.pieces[number], self._parts[number]
         # A part goes on with the one before it; a cut between stripes may leave some for the end.
-        begin, crc = parts.pop(first, (first, 0))
+        with self._summing:
+            begin, crc = parts.pop(first, (first, 0))
         crc = crc32(self._offer.view[first:last], crc)
         with self._summing:
             parts[last] = begin, crc
