@@ -260,6 +260,7 @@ class RolloutEngine:
         """Become a warm standby: abort all requests, free the device memory, refuse requests until woken."""
         aborted = [self._finish(key, "abort") for key in list(self._turns)]
         if not self._client.is_sleeping():
+            self._staged.forget()
             self._client.sleep(SLEEP_LEVEL, "abort")
         self._refuses = "the engine is asleep."
         return aborted

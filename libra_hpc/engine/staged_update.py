@@ -72,6 +72,10 @@ class StagedUpdate:
         self._working = False
         return self._version
 
+    def forget(self) -> None:
+        """The workers are about to lose their weights."""
+        self._rpc("forget_weights")
+
     def drop(self) -> None:
         """Forget a version that no worker works at any more; none: nothing happens."""
         if self._working:

@@ -3,7 +3,7 @@
 - `staged` reads the node's image and makes each parameter aside, in a thread.
 - CPU: linears and experts own packed copies of their weights.  They are packed aside too, so the pause only exchanges
   references.
-- Other devices: CUDA graphs know the parameters by address, so the pause copies into them.
+- Other devices: the pause copies what changed into the parameters (`in_place`).
 - What was replaced is freed by a thread, one after the other: returning large memory stops all threads.
 """
 
@@ -23,6 +23,8 @@ from libra_hpc.models.architecture import read_shape
 from libra_hpc.weights.blocks import Slice, engine_fault, engine_slices
 from libra_hpc.weights.weightfile import WeightFileError
 
+from .in_place import InPlace
+
 NICENESS = 10
 """Of the thread that stages: decoding goes first where cores are few."""
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -38,8 +40,17 @@ class Swap(NamedTuple):
 class Staging:
     """One version on its way into a worker's model; `outcome` tells when it is ready."""
 
-    def __init__(self, model: torch.nn.Module, model_folder: str, dtype: torch.dtype, place: tuple[int, int]) -> None:
-        """``place``: tensor-parallel ranks and this one.  Raises `RuntimeError` where slices are no whole model."""
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        model_folder: str,
+        dtype: torch.dtype,
+        place: tuple[int, int],
+        *,
+        in_place: bool | None = None,
+    ) -> None:
+        """``place``: tensor-parallel ranks and this one.  ``in_place``: whether parameters keep their addresses; None:
+        those of a CPU do not.  Raises `RuntimeError` where slices are no whole model."""
         shape, (tp, rank) = read_shape(Path(model_folder)), place
         if not rank and (fault := engine_fault(shape, tp)):
             raise RuntimeError(f"the map of the engine's weights is wrong: {fault}")
@@ -49,6 +60,8 @@ class Staging:
             for one in slices:
                 self._places[one.parameter].append(one)
         self._swaps: list[Swap] = []
+        exchanged = next(model.parameters()).is_cpu if in_place is None else not in_place
+        self._in_place = None if exchanged else InPlace()
         self._thread: threading.Thread | None = None
         self._error = ""
 
@@ -65,18 +78,27 @@ class Staging:
 
     def drop(self) -> None:
         """Forget a version that is not to be switched to."""
+        if self._in_place:
+            self._in_place.drop()
+        self._end()
+
+    def forget(self) -> None:
+        """The model lost its weights."""
+        if self._in_place:
+            self._in_place.forget()
+
+    def _end(self) -> None:
         self._swaps, self._thread, self._error = [], None, ""
 
     def switch(self) -> None:
         """Exchange old for new; between two steps."""
+        if self._in_place:
+            self._in_place.switch()
         old = []
         for owner, name, value in self._swaps:
-            if name == "data" and not owner.is_cpu:
-                owner.data.copy_(value, non_blocking=True)
-            else:
-                old.append(getattr(owner, name))
-                setattr(owner, name, value)
-        self.drop()
+            old.append(getattr(owner, name))
+            setattr(owner, name, value)
+        self._end()
         threading.Thread(target=_free, args=(old,), daemon=True, name="free").start()
 
     def _run(self, image: str) -> None:
@@ -96,11 +118,13 @@ class Staging:
                 value = made.get(id(parameter))
                 if value is None:
                     value = made[id(parameter)] = self._value(f"{name}.{kind}", parameter, tensors)
-                    if parameter.numel() and kind not in EXPERTS:
+                    if self._in_place:
+                        self._in_place.stage(f"{name}.{kind}", parameter, value)
+                    elif parameter.numel() and kind not in EXPERTS:
                         swaps.append(Swap(parameter, "data", value))
-                if kind == "weight" and "cpu_linear" in vars(module) and self._used(name):
+                if not self._in_place and kind == "weight" and "cpu_linear" in vars(module) and self._used(name):
                     swaps.append(Swap(module, "cpu_linear", _packed(value, bool(parameter.numel()))))
-            if all(hasattr(module, kind) for kind in EXPERTS):
+            if not self._in_place and all(hasattr(module, kind) for kind in EXPERTS):
                 swaps += _experts(module, {kind: made[id(getattr(module, kind))] for kind in EXPERTS})
         return swaps
 
@@ -130,9 +154,7 @@ class Staging:
             value = flat.view(self._experts, -1, cols)
         else:
             value = flat if parameter.ndim == 1 and parameter.numel() else flat.view(-1, cols)
-        if parameter.is_cpu:
-            return value.to(parameter.dtype)
-        return value.view(parameter.shape).to(parameter.dtype).pin_memory()
+        return value.to(parameter.dtype)
 
 
 def _packed(value: torch.Tensor, keep: bool) -> Any:
@@ -147,8 +169,7 @@ def _experts(module: Any, values: dict[str, torch.Tensor]) -> list[Swap]:
     aside = torch.nn.Module()
     for kind, value in values.items():
         aside.register_parameter(kind, torch.nn.Parameter(value, requires_grad=False))
-    if module.w2_weight.is_cpu:
-        module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(aside)
+    module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(aside)
     return [Swap(getattr(module, kind), "data", getattr(aside, kind).data) for kind in EXPERTS]
 
 

@@ -40,6 +40,11 @@ class WorkerExtension:
         assert self._weight_staging is not None
         self._weight_staging.switch()
 
+    def forget_weights(self) -> None:
+        """Before the engine sleeps, which frees them."""
+        if self._weight_staging is not None:
+            self._weight_staging.forget()
+
     def drop_weights(self) -> None:
         assert self._weight_staging is not None
         self._weight_staging.drop()
