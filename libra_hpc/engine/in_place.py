@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 
 MOST = 1 / 8
-"""Share of a parameter's elements: a changed one takes 6 bytes, so that is 3/8 of the whole one in bf16. Double: 3/4, and
-as much more pinned memory. Half: whole copies of half the gain."""
+"""Share of a parameter's elements: a changed one takes 6 bytes, so that is 3/8 of the whole one in bf16. Double: 3/4,
+and as much more pinned memory. Half: whole copies of half the gain."""
 BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 """Integers by bytes of an element: values are compared by their bits."""
 

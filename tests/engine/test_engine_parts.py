@@ -94,10 +94,10 @@ def test_host_memory_for_kv_caches_is_of_all_devices_of_the_engine_and_off_by_de
     assert config_for_run(run, model="m", seed=0).kv_host_gb == 32.0
 
 
-def test_devices_differ_in_graphs_and_sleep_only() -> None:
+def test_devices_differ_in_graphs_sleep_and_tokens_of_a_step_only() -> None:
     cpu, cuda = (engine_arguments(config(device=device)) for device in ("cpu", "cuda"))
     differing = {key for key in cpu if cpu[key] != cuda[key]}
-    assert differing == {"enforce_eager", "cudagraph_capture_sizes", "enable_sleep_mode"}
+    assert differing == {"enforce_eager", "cudagraph_capture_sizes", "enable_sleep_mode", "max_num_batched_tokens"}
     assert "TORCHDYNAMO_DISABLE" not in environment(config(device="cuda"))
 
 

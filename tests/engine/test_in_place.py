@@ -89,7 +89,8 @@ def test_an_image_reaches_the_parameters_as_it_would_by_exchange(tp: int, tmp_pa
     ranks = [(_parameters(shape, tp, rank), _parameters(shape, tp, rank)) for rank in range(tp)]
     staged = [
         tuple(
-            Staging(m, str(old.folder), torch.float32, (tp, rank), in_place=own) for m, own in zip(both, (True, False))
+            Staging(m, str(old.folder), torch.float32, (tp, rank), in_place=own)
+            for m, own in zip(both, (True, False), strict=True)
         )
         for rank, both in enumerate(ranks)
     ]
