@@ -2,6 +2,7 @@
 
 - The ranks of the run start, or restart -> wait for them, then join.
 - The run ends, the own time limit is near, or a signal comes -> end; turns in flight go on elsewhere.
+- For a lender (``--behind``) -> its engines stand behind the gate of a server; it waits for nobody.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from typing import Annotated
 
 import typer
 
-from libra_hpc.agent.guest import GuestAgent, Stay
+from libra_hpc.agent.guest import GuestAgent, GuestSettings, Stay
 from libra_hpc.config.load import load_resolved
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, invalid
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.lender.behind import Behind, read_behind
 from libra_hpc.mesh.door import check_record, knock, read_record
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.owner.slurm_step import job_facts
@@ -33,6 +35,11 @@ from . import jobs
 from .output import print_line, print_note
 from .runs import RUNS, RunArgument, RunsOption, find_run
 
+MIB = 1 << 20
+WORKING_SHARE = 0.15
+"""Of a device's memory: activations and the memory pools of torch."""
+SMALLEST_CACHE_MB = 32
+"""MiB: a few turns of a small model."""
 POLL_S = 1.0
 ASK_S = 15.0
 """Between two questions to the queue whether the run still lives."""
@@ -44,19 +51,26 @@ def join(
         int, typer.Option("--engines", min=0, metavar="N", help="Engines here; default: as on a node of the run.")
     ] = 0,
     tp: Annotated[int, typer.Option("--tp", min=0, metavar="N", help="GPUs of an engine; default: the run's.")] = 0,
+    behind: Annotated[Path | None, typer.Option("--behind", metavar="FILE", help="Of libra-hpc lend.")] = None,
+    memory: Annotated[
+        int, typer.Option("--memory", min=0, metavar="MIB", help="Of each GPU; default: as a node of the run.")
+    ] = 0,
     runs: RunsOption = Path(RUNS),
 ) -> None:
     found, until, served = find_run(run, runs), own_limit(), False
+    lent = None if behind is None else read_behind(behind)
     watch = RunWatch(found)
     while True:
-        stay = stay_once(found, tp, engines, until)
+        stay = stay_once(found, (tp, engines, memory), lent, until)
         if stay is not None:
             served = True
             print_line(f"{found.name}: this guest left: {stay.reason}")
             if stay.how == "failed":
                 raise OperationError(f"{found.name} goes on without this guest: {stay.reason}.")
-            if stay.how != "again":
+            if stay.how != "again" or lent is not None:
                 return
+        elif lent is not None:
+            raise OperationError(f"{found.name} cannot be joined: its ranks do not answer.")
         elif over := watch.over():
             if served:
                 return
@@ -64,8 +78,8 @@ def join(
         time.sleep(POLL_S)
 
 
-def stay_once(run: RunDir, tp: int, engines: int, until: float) -> Stay | None:
-    """One stay in the job; None while its ranks do not answer."""
+def stay_once(run: RunDir, wanted: tuple[int, int, int], lent: Behind | None, until: float) -> Stay | None:
+    """One stay in the job; None while its ranks do not answer.  ``wanted``: TP, engines, MiB."""
     record = read_record(run)
     if record is None or not record.open:
         return None
@@ -73,20 +87,35 @@ def stay_once(run: RunDir, tp: int, engines: int, until: float) -> Stay | None:
     check_record(run, record, config)
     layout = RankLayout.of(config)
     usual = config.rollout.on_node(layout.engine_node(layout.rollout_leader))
-    count = tp or usual[0], engines or usual[1]
-    return asyncio.run(serve(run, record, config, count, until))
+    tp, engines, memory = wanted[0] or usual[0], wanted[1] or usual[1], wanted[2]
+    settings = GuestSettings((tp, engines), until, lent, kv_cache_mb(config, tp, memory, shared=lent is not None))
+    return asyncio.run(serve(run, record, config, settings))
 
 
-async def serve(
-    run: RunDir, record: DoorRecord, config: RunConfig, engines: tuple[int, int], until: float
-) -> Stay | None:
+async def serve(run: RunDir, record: DoorRecord, config: RunConfig, settings: GuestSettings) -> Stay | None:
     try:
         joined = await knock(run, record, config.slurm.interface)
     except OSError:
         return None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    print_line(f"{run.name}: joined as rank {joined.world.rank} with {engines[1]} engines of TP {engines[0]}")
-    return await GuestAgent(joined, config, run, record.attempt, engines, until).serve()
+    tp, engines = settings.engines
+    print_line(f"{run.name}: joined as rank {joined.world.rank} with {engines} engines of TP {tp}")
+    return await GuestAgent(joined, config, run, record.attempt, settings).serve()
+
+
+def kv_cache_mb(config: RunConfig, tp: int, memory: int, shared: bool) -> int:
+    """MiB of KV cache of a device on which an engine has ``memory`` MiB; 0 of them: as the run has it."""
+    usual = config.rollout.kv_cache_mb
+    if not memory:
+        if shared and not usual and config.slurm.device == "cuda":
+            raise invalid("--memory", memory, "a server has the rest of the GPU", "the MiB that the guest may have")
+        return usual
+    weights = sum(path.stat().st_size for path in Path(config.model.path).glob("*.safetensors")) / tp / MIB
+    left = int(memory - WORKING_SHARE * memory - weights)
+    if left < SMALLEST_CACHE_MB:
+        why = f"a share of the weights takes {weights:,.0f} MiB"
+        raise invalid("--memory", memory, why, f"at least {(weights + SMALLEST_CACHE_MB) / (1 - WORKING_SHARE):.0f}")
+    return left
 
 
 class RunWatch:

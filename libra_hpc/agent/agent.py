@@ -460,7 +460,7 @@ def main() -> None:
             "" if problem else config.slurm.interface,
             problem,
             lambda rank: held(kept_folder(run.path, rank)),
-            guests=not problem and config.borrow.spot.nodes > 0,
+            guests=not problem and (config.borrow.spot.nodes > 0 or config.borrow.lenders),
         )
         check_world(world.size, layout, os.environ)
     except NoWorld as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from libra_hpc.engine.settings import EngineConfig, config_for_run
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.state.attempt import start_state
@@ -14,7 +16,7 @@ def engine_config(context: AgentContext, name: str, tp: int, image: Path | None,
     """Settings of engine ``name``; ``image`` is that of this node, if it has a version.  Reads the run directory."""
     config = context.config
     step, model = _saved_policy(context)
-    return config_for_run(
+    settings = config_for_run(
         config,
         model=model,
         seed=(config.run.seed * 100_003 + context.rank * 101 + context.attempt + 1_000_003 * step) % 2**31,
@@ -23,6 +25,7 @@ def engine_config(context: AgentContext, name: str, tp: int, image: Path | None,
         version=step if image is None else version,
         weights="" if image is None else str(image),
     )
+    return replace(settings, **context.engine_changes)
 
 
 def _saved_policy(context: AgentContext) -> tuple[int, str]:

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.lender.behind import Behind, GivenTokens
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.door import JoinedWorld
 from libra_hpc.mesh.mesh import Mesh
@@ -58,12 +59,27 @@ class Stay(NamedTuple):
     reason: str
 
 
+class GuestSettings(NamedTuple):
+    engines: tuple[int, int]
+    """TP and number."""
+    until: float
+    """Epoch seconds of the own time limit."""
+    behind: Behind | None = None
+    """Of a guest beside a server."""
+    kv_cache_mb: int = 0
+
+
 class GuestAgent:
     def __init__(
-        self, joined: JoinedWorld, config: RunConfig, run: RunDir, attempt: int, engines: tuple[int, int], until: float
+        self, joined: JoinedWorld, config: RunConfig, run: RunDir, attempt: int, settings: GuestSettings
     ) -> None:
-        """``engines``: TP and number; ``until``: epoch seconds of the own time limit."""
-        self._mesh, self._config, self._until = Mesh(joined.world, self._on_message), in_wall_time(config), until
+        self._mesh, self._config, self._until = (
+            Mesh(joined.world, self._on_message),
+            in_wall_time(config),
+            settings.until,
+        )
+        behind = settings.behind
+        self._given = None if behind is None else GivenTokens(behind)
         self._private, self._shared_memory = make_folders()
         self._context = AgentContext(
             rank=joined.world.rank,
@@ -77,7 +93,8 @@ class GuestAgent:
             shared_memory=self._shared_memory,
             secret=joined.world.secret,
             addresses=joined.addresses,
-            guest_engines=engines,
+            guest_engines=settings.engines,
+            engine_changes={"kv_cache_mb": settings.kv_cache_mb, **({"gate": behind.gate} if behind else {})},
         )
         self._carrier = NodeCarrier(self._context, lambda: self._engines.on_image())
         self._engines = RolloutNode(self._context, self._carrier)
@@ -137,6 +154,8 @@ class GuestAgent:
                 version=self._engines.version,
             )
             self._mesh.send(0, beat)
+            if self._given is not None:
+                self._given.beat(self._engines.generated)
             if time.time() > self._until - LEAVE_EARLY_S:
                 self._leave("its time limit is near")
             await asyncio.sleep(HEARTBEAT_S)

@@ -76,6 +76,11 @@ class RolloutNode(EngineNode[VllmEngine]):
         """Lowest version of the ready engines, -1 without one."""
         return min((e.version for e in self._engines.values() if e.state == "ready"), default=-1)
 
+    @property
+    def generated(self) -> dict[str, int]:
+        """Tokens by engine, since each was started."""
+        return {e.name: e.reported.generated_tokens for e in self._engines.values() if e.reported is not None}
+
     async def start(self) -> None:
         async with self._changing:
             self._wanted, self._ordered_at = True, time.monotonic()

@@ -133,4 +133,6 @@ class SpotSection(Section):
 class BorrowSection(Section):
     """``[borrow]``: engines that join the running job."""
 
+    lenders: bool = False
+    """Take engines beside servers whose owners lend their GPUs (docs/lend.md)."""
     spot: SpotSection = SpotSection()

@@ -47,6 +47,8 @@ class AgentContext:
     """(TP, engines) of this node, if it is a guest."""
     pull_mb_s: float = 0.0
     """Most MB/s of weights that this node gets from others; 0: no limit."""
+    engine_changes: dict[str, Any] = field(default_factory=dict)
+    """Fields of `EngineConfig` that a guest's engines have in another way than those of the run."""
     fence: Fence = field(default_factory=lambda: Fence(Path()))
     """Whether the run is still that of this start's owner."""
 

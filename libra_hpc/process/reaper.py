@@ -33,9 +33,9 @@ def prctl(option: int, argument: int, pointer: int = 0) -> None:
         raise OSError(code, f"prctl({option}): {os.strerror(code)}")
 
 
-def die_with(parent: int) -> None:
-    """Get SIGKILL when the starting thread ends; exit at once when ``parent`` has already ended."""
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Get signal ``number`` when the starting thread ends; exit at once when ``parent`` has already ended."""
+    prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 

@@ -1,0 +1,104 @@
+"""The guest of a lender: `libra-hpc join` as a child process, for one run, with its engines behind the gate.
+
+- `leave` -> SIGTERM, so that its turns go on elsewhere; it lives on after `LEAVE_S` -> SIGKILL.
+- Its report is not renewed for `SILENT_S` -> SIGKILL.
+- The lender is killed -> the kernel sends it SIGTERM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.process.reaper import die_with
+from libra_hpc.protocol.joining import DoorRecord
+
+from .behind import Behind, read_report
+from .gated_steps import GateConfig
+from .terms import Terms
+
+LEAVE_S = 25.0
+"""From SIGTERM to SIGKILL: 10 s for its turns, and seconds for its engines and last messages."""
+SILENT_S = 15.0
+"""Without a heartbeat.  Half: a busy machine ends guests that live; double: the next run waits as long."""
+START_S = 180.0
+"""Until the first heartbeat: the interpreter starts, and the run admits it."""
+
+
+def wanting(runs: Path) -> list[RunDir]:
+    """Runs below a folder that take guests now and want engines of servers (``borrow.lenders``), by name."""
+    with contextlib.suppress(OSError):
+        return [run for name in sorted(os.listdir(runs)) if _open(run := RunDir(runs / name))]
+    return []
+
+
+def _open(run: RunDir) -> bool:
+    record = door_record(run)
+    return record is not None and record.open and run.read_json(run.config).get("borrow", {}).get("lenders") is True
+
+
+def door_record(run: RunDir) -> DoorRecord | None:
+    """None where there is none, or it is another user's or torn."""
+    with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return msgspec.json.decode(run.door.read_bytes(), type=DoorRecord)
+    return None
+
+
+class GuestProcess:
+    """Raises `OSError` where it cannot be started."""
+
+    def __init__(self, run: RunDir, lender: str, terms: Terms, page: str) -> None:
+        self.run, self.tokens, self._beats = run, 0, 0
+        self._report = Path(page).with_name("report.json")
+        self._report.unlink(missing_ok=True)
+        gate = GateConfig(page=page, ttft_s=terms.ttft_s, tpot_s=terms.tpot_s, give=terms.give)
+        behind = Path(page).with_name("behind.json")
+        behind.write_bytes(msgspec.json.encode(Behind(gate, str(self._report))))
+        argv = [sys.executable, "-m", "libra_hpc_cli.app", "join", str(run.path.absolute()), "--behind", str(behind)]
+        argv += [f"--memory={terms.memory_mib}", f"--tp={terms.tp}", f"--engines={terms.engines}"]
+        record = door_record(run)
+        output = run.logs(record.attempt if record else 1) / f"lender-{lender}.out"
+        with output.open("ab") as log:
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=functools.partial(die_with, os.getpid(), signal.SIGTERM),
+            )
+        self._heard_at = time.monotonic()
+        self._left_at = float("inf")
+
+    @property
+    def leaving(self) -> bool:
+        return self._left_at < float("inf")
+
+    @property
+    def code(self) -> int | None:
+        return self._process.returncode
+
+    def leave(self) -> None:
+        """Once: a second signal would end it with its turns in flight."""
+        if not self.leaving:
+            self._left_at = time.monotonic()
+            self._process.terminate()
+
+    def ended(self) -> bool:
+        """Whether it has; reads its report, and kills what is silent or does not leave."""
+        now, report = time.monotonic(), read_report(self._report)
+        if report is not None and report.beats != self._beats:
+            self._heard_at, self._beats, self.tokens = now, report.beats, report.tokens
+        silent = now - self._heard_at > (SILENT_S if self._beats else START_S)
+        if silent or now - self._left_at > LEAVE_S:
+            self._process.kill()
+        return self._process.poll() is not None

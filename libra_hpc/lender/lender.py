@@ -1,0 +1,172 @@
+"""The lender: a process beside a server that gives its GPU to a run, one at a time, and takes it back.
+
+- The server is up, the hours are right, nothing is revoked -> the first run that wants engines gets a guest here.
+- Outside the hours, or revoked -> the page is closed at once, and the guest leaves: its turns go on elsewhere.
+- The guest ends, or is silent -> it is killed where it must be, and the next run is served.
+- The server ends, or SIGTERM -> the guest leaves, the record is removed, and the lender ends.
+- This process is killed -> the kernel sends the guest SIGTERM. The server is never waited for or signalled.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from libra_hpc.errors import UserError
+from libra_hpc.process import agent_folders
+
+from . import lender_record as records
+from .guest_process import GuestProcess, wanting
+from .hours import Hours
+from .lender_record import LenderRecord, State
+from .page import Page
+from .terms import Terms
+
+POLL_S = 0.25
+"""Between two rounds.  Double: users share their GPU for so much longer when their owner revokes it."""
+SERVER_SILENT_S = 10.0
+"""Without a sign of its loop, until a server counts as not up: no guest starts beside it."""
+AGAIN_S = 30.0
+"""Until a run that could not be joined is tried again; its ranks may restart."""
+
+log = logging.getLogger("libra_hpc.lender")
+
+
+class LendSettings(msgspec.Struct, frozen=True):
+    """What `libra-hpc lend` hands to the lender that it starts."""
+
+    name: str
+    terms: Terms
+    runs: str
+    """Folder of the runs that may borrow."""
+    page: str
+    server: int
+    """Process id, this process's parent."""
+
+
+class Lender:
+    def __init__(self, settings: LendSettings) -> None:
+        self._settings, self._place = settings, records.folder()
+        self._page, self._hours = Page(settings.page), Hours.parse(settings.terms.hours)
+        self._private = Path(settings.page).parent
+        self._guest: GuestProcess | None = None
+        self._before = 0
+        """Tokens of guests that have ended."""
+        self._tried: dict[Path, float] = {}
+        """When a run had a guest last, or could not be joined, in monotonic seconds."""
+        self._refused: dict[Path, float] = {}
+        """When a run may be tried again."""
+        boot, pid, ticks = records.own_identity()
+        job = os.environ.get("SLURM_JOB_ID", "")
+        self._record = LenderRecord(settings.name, socket.gethostname(), boot, pid, ticks, job, settings.terms)
+        self._written_at = float("-inf")
+        self._stopped = ""
+
+    def run(self) -> None:
+        """Until the server ends."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        agent_folders.own(self._private)
+        try:
+            while not self._stopped:
+                self._round()
+                time.sleep(POLL_S)
+                if os.getppid() != self._settings.server:
+                    self._stopped = "its server has ended"
+            log.info("%s: %s", self._settings.name, self._stopped)
+            self._page.set_closed(True)
+            while self._guest is not None:
+                self._guest.leave()
+                self._collect()
+                time.sleep(POLL_S)
+        finally:
+            records.remove_record(self._place, self._settings.name)
+            agent_folders.remove(self._private)
+
+    def _round(self) -> None:
+        self._collect()
+        closed = self._closed()
+        self._page.set_closed(bool(closed))
+        if closed and self._guest is not None:
+            self._guest.leave()
+        silent = time.monotonic() - self._page.read().written > SERVER_SILENT_S
+        if not (closed or silent or self._guest):
+            self._lend()
+        self._tell(closed, silent)
+
+    def _closed(self) -> str:
+        """Why the owner gives nothing now; empty: it does."""
+        if records.revoked_file(self._place, self._settings.name).exists():
+            return "revoked"
+        now = time.localtime()
+        return "" if self._hours.has(now.tm_hour * 60 + now.tm_min) else f"outside {self._hours}"
+
+    def _lend(self) -> None:
+        now = time.monotonic()
+        found = [run for run in wanting(Path(self._settings.runs)) if self._refused.get(run.path, now) <= now]
+        if not found:
+            return
+        run = min(found, key=lambda run: (self._tried.get(run.path, float("-inf")), run.name))
+        try:
+            self._guest = GuestProcess(run, self._settings.name, self._settings.terms, self._settings.page)
+        except OSError as error:
+            log.warning("no guest can be started for %s: %s", run.name, error)
+            self._refused[run.path] = now + AGAIN_S
+
+    def _collect(self) -> None:
+        """See to the guest's end."""
+        guest = self._guest
+        if guest is None or not guest.ended():
+            return
+        self._before, self._guest, now = self._before + guest.tokens, None, time.monotonic()
+        self._tried[guest.run.path] = now
+        if guest.code:
+            self._refused[guest.run.path] = now + AGAIN_S
+        log.info("the guest of %s has ended with code %s", guest.run.name, guest.code)
+
+    def _tell(self, closed: str, silent: bool) -> None:
+        """Renew the record."""
+        guest, state, why = self._guest, State, ""
+        if guest is not None:
+            state, why = ("leaving", closed) if guest.leaving else ("lends", "")
+        elif closed:
+            state, why = "paused", closed
+        elif silent:
+            state, why = "starting", "its server does not report"
+        else:
+            state, why = "free", "no run wants it"
+        tokens, borrower = self._before + (guest.tokens if guest else 0), str(guest.run.path) if guest else ""
+        new = msgspec.structs.replace(self._record, state=state, why=why, borrower=borrower)
+        if new != msgspec.structs.replace(self._record, tokens=self._record.tokens):
+            new, self._written_at = msgspec.structs.replace(new, since=time.time()), float("-inf")
+        if time.monotonic() - self._written_at < records.RENEW_S:
+            return
+        self._record, self._written_at = msgspec.structs.replace(new, tokens=tokens), time.monotonic()
+        try:
+            records.write_record(self._place, self._record)
+        except OSError as error:
+            # Its users are served, and the run has its guest: nobody else can find the lender.
+            log.warning("the record cannot be written: %s", error)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._stopped = f"it got {signal.Signals(number).name}"
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        Lender(msgspec.json.decode(sys.argv[1], type=LendSettings)).run()
+    except UserError as error:
+        log.error("%s", error)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The record of a lender: a file that everybody who looks for lenders reads, in a folder beside the site profile.
+
+- `~/.config/libra-hpc/lenders/NAME.json`, mode 0600, replaced as a whole; ``LIBRA_HPC_LENDERS`` names another folder.
+- Its lender renews it every `RENEW_S` and removes it at its end.
+- Not renewed for `GONE_S`, by the clock of the file system alone, or its process has ended here -> it is gone.
+- `NAME.revoked` beside it -> the lender gives nothing until that file is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from libra_hpc.config.site import OWN
+from libra_hpc.files import write_atomic
+from libra_hpc.process.lease import boot, start_ticks
+
+from .terms import Terms
+
+VARIABLE = "LIBRA_HPC_LENDERS"
+RENEW_S = 5.0
+"""Half: twice the writes to a shared file system; double: a lost lender is listed for longer."""
+GONE_S = 15.0
+"""Three renewals."""
+MODE = 0o600
+State = Literal["starting", "free", "lends", "paused", "leaving"]
+"""``starting``: its server is not up; ``free``: no run wants it; ``leaving``: its guest ends."""
+
+
+class LenderRecord(msgspec.Struct, frozen=True):
+    name: str
+    host: str
+    boot: str
+    """Of the kernel of that host (`libra_hpc.process.lease.boot`)."""
+    pid: int
+    """Of the lender."""
+    ticks: int
+    """Kernel start time of that process."""
+    job: str
+    """Slurm job of the server; empty without one."""
+    terms: Terms
+    state: State = "starting"
+    why: str = ""
+    """Of a state that gives nothing."""
+    borrower: str = ""
+    """Folder of the run that has it."""
+    since: float = 0.0
+    """Epoch seconds of the state, by the clock of that host."""
+    tokens: int = 0
+    """Generated for all runs so far."""
+
+
+def folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Of all records of this user."""
+    named = environ.get(VARIABLE, "")
+    return Path(named).expanduser() if named else OWN.expanduser().parent / "lenders"
+
+
+def record_file(place: Path, name: str) -> Path:
+    return place / f"{name}.json"
+
+
+def revoked_file(place: Path, name: str) -> Path:
+    return place / f"{name}.revoked"
+
+
+def write_record(place: Path, record: LenderRecord) -> None:
+    """Raises `OSError`."""
+    write_atomic(record_file(place, record.name), msgspec.json.encode(record), MODE)
+
+
+def remove_record(place: Path, name: str) -> None:
+    for path in (record_file(place, name), revoked_file(place, name)):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def own_identity() -> tuple[str, int, int]:
+    """`LenderRecord.boot`, ``pid`` and ``ticks`` of this process."""
+    return boot(), os.getpid(), start_ticks(os.getpid()) or 0
+
+
+def all_records(place: Path) -> dict[str, tuple[LenderRecord | None, bool]]:
+    """By name: the record, None where it is torn, and whether its lender is gone."""
+    try:
+        names = sorted(path.stem for path in place.glob("*.json") if not path.name.startswith("."))
+    except OSError:
+        return {}
+    now, found = _now(place), dict[str, tuple[LenderRecord | None, bool]]()
+    for name in names:
+        path = record_file(place, name)
+        try:
+            data, age_s = path.read_bytes(), now - path.stat().st_mtime
+        except OSError:
+            continue
+        record = None
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            record = msgspec.json.decode(data, type=LenderRecord)
+        found[name] = record, age_s > GONE_S or (record is not None and _ended(record))
+    return found
+
+
+def _now(place: Path) -> float:
+    """Epoch seconds of the file system, which dates the records: clocks of other machines may differ."""
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return 0.0  # nothing is known to be gone
+
+
+def _ended(record: LenderRecord) -> bool:
+    return record.boot == boot() and start_ticks(record.pid) != record.ticks

@@ -1,0 +1,140 @@
+"""The middleware around a real ASGI app: what its page has while requests wait, stream and end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_hpc.lender import page as layout
+from libra_hpc.lender.beside_server import libra_hpc_serving as serving
+from libra_hpc.lender.beside_server.libra_hpc_serving import Watch
+from libra_hpc.lender.page import Page
+
+pytest.importorskip("starlette")
+httpx = pytest.importorskip("httpx")
+
+
+def test_both_sides_have_the_same_layout() -> None:
+    for name in ("MAGIC", "FORMAT", "PAGE_BYTES", "SLOT_BYTES", "SLOTS"):
+        assert getattr(layout, name) == getattr(serving, name)
+    assert (layout.HEAD.format, layout.SLOT.format) == (serving.HEAD.format, serving.SLOT.format)
+
+
+class Server:
+    """A starlette app whose streams go on when a test lets them."""
+
+    def __init__(self) -> None:
+        from starlette.applications import Starlette
+        from starlette.middleware import Middleware
+        from starlette.requests import Request
+        from starlette.responses import PlainTextResponse, Response, StreamingResponse
+        from starlette.routing import Route
+
+        self.go: asyncio.Queue[str] = asyncio.Queue()
+
+        async def complete(request: Request) -> Response:
+            await request.body()
+            return StreamingResponse(self.parts())
+
+        async def health(request: Request) -> Response:
+            return PlainTextResponse("ok")
+
+        routes = [Route("/v1/completions", complete, methods=["POST"]), Route("/health", health)]
+        self.app = Starlette(routes=routes, middleware=[Middleware(Watch)])
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app), base_url="http://server")
+
+    async def parts(self) -> AsyncIterator[str]:
+        while part := await self.go.get():
+            if part == "fail":
+                raise RuntimeError("of the server")
+            yield part
+
+    def begin(self) -> asyncio.Task[Any]:
+        return asyncio.ensure_future(self.client.post("/v1/completions", content=b"x" * 100))
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
+    monkeypatch.setenv(serving.VARIABLE, str(tmp_path / "page"))
+    return Page.create(tmp_path / "page")
+
+
+async def until(page: Page, served: int, waiting: int, **more: Any) -> None:
+    """Wait for these counts."""
+    wanted = {"served": served, "waiting": waiting, **more}
+    for _ in range(500):
+        view = page.read()
+        found = {name: getattr(view, name) for name in wanted}
+        if found == wanted:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{found}, not {wanted}")
+
+
+async def test_a_request_waits_then_gets_tokens_then_is_gone(page: Page) -> None:
+    server = Server()
+    assert (await server.client.get("/health")).text == "ok"
+    await until(page, 0, 0, requests=0)
+    first = server.begin()
+    await until(page, 1, 1, waiting_bytes=100, requests=1)
+    arrival = page.read().arrival
+    second = server.begin()
+    await until(page, 2, 2, waiting_bytes=200)
+    assert page.read().arrival == arrival, "the oldest"
+    await server.go.put("a")
+    await until(page, 2, 1, waiting_bytes=100)
+    token = page.read().last_token
+    assert token > arrival
+    await server.go.put("")
+    await server.go.put("")
+    assert {(await first).text, (await second).text} == {"a", ""}
+    await until(page, 0, 0, waiting_bytes=0, requests=2, last_token=float("inf"))
+
+
+async def test_an_answer_that_fails_is_not_counted_for_ever(page: Page) -> None:
+    server = Server()
+    request = server.begin()
+    await until(page, 1, 1)
+    await server.go.put("fail")
+    with pytest.raises(RuntimeError, match="of the server"):
+        await request
+    await until(page, 0, 0, waiting_bytes=0)
+
+
+async def test_the_slot_is_written_while_nobody_asks(page: Page) -> None:
+    server = Server()
+    await server.client.get("/health")
+    written = page.read().written
+    while page.read().written == written:
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"x" * 4096])
+async def test_a_server_without_a_good_page_serves_on_and_says_so_once(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(serving.VARIABLE, str(tmp_path / "page"))
+    if content is not None:
+        (tmp_path / "page").write_bytes(content)
+    server = Server()
+    for _ in range(3):
+        await server.go.put("a")
+        await server.go.put("")
+        assert (await server.begin()).text == "a"
+    assert capsys.readouterr().err.count("libra_hpc_serving: no request is counted here") == 1
+
+
+async def test_two_processes_of_a_server_have_a_slot_each(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = [Server(), Server()]
+    for server in servers:
+        await server.client.get("/health")
+    one, two = servers[0].begin(), servers[1].begin()
+    await until(page, 2, 2, requests=2)
+    for server in servers:
+        await server.go.put("")
+    await asyncio.gather(one, two)
+    await until(page, 0, 0)
