@@ -128,7 +128,7 @@ async def test_a_server_without_a_good_page_serves_on_and_says_so_once(
     assert capsys.readouterr().err.count("libra_hpc_serving: no request is counted here") == 1
 
 
-async def test_two_processes_of_a_server_have_a_slot_each(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_processes_of_a_server_have_a_slot_each(page: Page) -> None:
     servers = [Server(), Server()]
     for server in servers:
         await server.client.get("/health")

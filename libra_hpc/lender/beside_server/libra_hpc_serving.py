@@ -57,16 +57,20 @@ class Slot:
     """The slot of this process in the page at ``path``; raises `OSError` or `ValueError` where there is none."""
 
     def __init__(self, path: str) -> None:
+        self.sequence = 0
         with open(path, "r+b") as file:
             self.page = mmap.mmap(file.fileno(), PAGE_BYTES)
             if HEAD.unpack_from(self.page)[:2] != (MAGIC, FORMAT):
                 raise ValueError("it is no page of this format")
             fcntl.flock(file, fcntl.LOCK_EX)
-            self.offset = next(free_slots(self.page), 0)
-            if not self.offset:
-                raise ValueError("all its slots are taken")
-            self.sequence = 0
-            self.write(*[0] * 7)
+            try:
+                self.offset = next(free_slots(self.page), 0)
+                if not self.offset:
+                    raise ValueError("all its slots are taken")
+                self.write(*[0] * 7)
+            finally:
+                # The map has a descriptor of its own, which would hold the lock.
+                fcntl.flock(file, fcntl.LOCK_UN)
 
     def write(self, *counts: int) -> None:
         """Write what follows the time in `SLOT`."""
