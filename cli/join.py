@@ -107,7 +107,7 @@ def kv_cache_mb(config: RunConfig, tp: int, memory: int, shared: bool) -> int:
     """MiB of KV cache of a device on which an engine has ``memory`` MiB; 0 of them: as the run has it."""
     usual = config.rollout.kv_cache_mb
     if not memory:
-        if shared and not usual and config.slurm.device == "cuda":
+        if shared and not usual and (config.run.engine, config.slurm.device) == ("real", "cuda"):
             raise invalid("--memory", memory, "a server has the rest of the GPU", "the MiB that the guest may have")
         return usual
     weights = sum(path.stat().st_size for path in Path(config.model.path).glob("*.safetensors")) / tp / MIB
