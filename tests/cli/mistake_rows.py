@@ -80,6 +80,26 @@ PROFILES = {
 COMMANDS = [
     ("submit run.toml --executor slrum", "slurm.executor = 'slrum': unknown value; valid: auto, slurm, local (did"),
     ("submit run.toml --dry-run -o compute.python=./login", "it lacks libra_hpc, mpi4py, vllm, megatron and torch"),
+    ("lend --runs model -- python server.py", "--slo = '': not given; valid: ttft=TIME,tpot=TIME, such as"),
+    (
+        "lend --slo ttft=500,tpot=1s --runs model -- python x",
+        "--slo = 'ttft=500,tpot=1s': ttft has no unit of time; valid: ",
+    ),
+    ("lend --slo ttft=500ms --runs model -- python x", "--slo = 'ttft=500ms': tpot is missing; valid: "),
+    ("lend --slo ttl=1s --runs model -- python x", "--slo = 'ttl=1s': 'ttl' is no limit of a server; valid: "),
+    (
+        "lend --slo ttft=1s,tpot=1s --give al --runs model -- python",
+        "--give = 'al': unknown value; valid: idle, slack.",
+    ),
+    ("lend --slo ttft=1s,tpot=1s --hours 8-25 --runs model -- python", "--hours = '8-25': no such time of day; valid:"),
+    (
+        "lend --slo ttft=1s,tpot=1s --memory 30 --runs model -- python",
+        "--memory = '30': no unit; valid: a size with MiB",
+    ),
+    ("lend --slo ttft=1s,tpot=1s --runs absent -- python", "--runs = 'absent': no such folder; valid: the folder of"),
+    ("lend --slo ttft=1s,tpot=1s --runs model", "COMMAND = '': not given; valid: the server's command after --."),
+    ("lend --slo ttft=1s,tpot=1s --runs model -- vlm serve x", "COMMAND = 'vlm': no such program; valid: the server's"),
+    ("lenders --revoke node7-1", "--revoke = 'node7-1': no such lender; valid: there are none."),
     ("submit run.toml --wiat", "No such option: --wiat (Possible options: --wait)."),
     ("submit run.toml -o", "Option '-o' requires an argument."),
     ("submit run.toml --engine fake", "run.engine = 'fake': unknown value; valid: real, simulated."),
