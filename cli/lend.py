@@ -25,7 +25,7 @@ from libra_hpc.lender import lender, lender_record
 from libra_hpc.lender.beside_server import libra_hpc_serving as serving
 from libra_hpc.lender.hours import Hours
 from libra_hpc.lender.page import Page
-from libra_hpc.lender.terms import Give, Slo, Terms, memory_mib
+from libra_hpc.lender.terms import Give, LendTerms, Slo, memory_mib
 from libra_hpc.process.agent_folders import PREFIX
 
 from .output import print_note
@@ -50,7 +50,7 @@ def lend(
     if give not in GIVES:
         raise invalid("--give", give, "unknown value", GIVES)
     Hours.parse(hours)
-    terms = Terms(limits.ttft_s, limits.tpot_s, give, hours, memory_mib(memory), tp, engines)
+    terms = LendTerms(limits.ttft_s, limits.tpot_s, give, hours, memory_mib(memory), tp, engines)
     if runs is None or not runs.is_dir():
         raise invalid("--runs", str(runs or ""), "no such folder", "the folder of the runs that may borrow")
     if not command:
@@ -66,7 +66,7 @@ def lend(
         raise OperationError(f"{command[0]} cannot be started: {error_text(error)}.") from error
 
 
-def start_lender(terms: Terms, runs: Path) -> Path:
+def start_lender(terms: LendTerms, runs: Path) -> Path:
     """Start the lender of this process; returns its page."""
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     try:

@@ -24,7 +24,7 @@ from libra_hpc.protocol.joining import DoorRecord
 
 from .behind import Behind, read_report
 from .gated_steps import GateConfig
-from .terms import Terms
+from .terms import LendTerms
 
 LEAVE_S = 25.0
 """From SIGTERM to SIGKILL: 10 s for its turns, and seconds for its engines and last messages."""
@@ -56,7 +56,7 @@ def door_record(run: RunDir) -> DoorRecord | None:
 class GuestProcess:
     """Raises `OSError` where it cannot be started."""
 
-    def __init__(self, run: RunDir, lender: str, terms: Terms, page: str) -> None:
+    def __init__(self, run: RunDir, lender: str, terms: LendTerms, page: str) -> None:
         self.run, self.tokens, self._beats = run, 0, 0
         self._report = Path(page).with_name("report.json")
         self._report.unlink(missing_ok=True)

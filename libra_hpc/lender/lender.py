@@ -27,7 +27,7 @@ from .guest_process import GuestProcess, wanting
 from .hours import Hours
 from .lender_record import LenderRecord, State
 from .page import Page
-from .terms import Terms
+from .terms import LendTerms
 
 POLL_S = 0.25
 """Between two rounds.  Double: users share their GPU for so much longer when their owner revokes it."""
@@ -43,7 +43,7 @@ class LendSettings(msgspec.Struct, frozen=True):
     """What `libra-hpc lend` hands to the lender that it starts."""
 
     name: str
-    terms: Terms
+    terms: LendTerms
     runs: str
     """Folder of the runs that may borrow."""
     page: str
@@ -133,7 +133,8 @@ class Lender:
 
     def _tell(self, closed: str, silent: bool) -> None:
         """Renew the record."""
-        guest, state, why = self._guest, State, ""
+        guest = self._guest
+        state: State
         if guest is not None:
             state, why = ("leaving", closed) if guest.leaving else ("lends", "")
         elif closed:

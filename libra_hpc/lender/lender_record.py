@@ -21,7 +21,7 @@ from libra_hpc.config.site import OWN
 from libra_hpc.files import write_atomic
 from libra_hpc.process.lease import boot, start_ticks
 
-from .terms import Terms
+from .terms import LendTerms
 
 VARIABLE = "LIBRA_HPC_LENDERS"
 RENEW_S = 5.0
@@ -44,7 +44,7 @@ class LenderRecord(msgspec.Struct, frozen=True):
     """Kernel start time of that process."""
     job: str
     """Slurm job of the server; empty without one."""
-    terms: Terms
+    terms: LendTerms
     state: State = "starting"
     why: str = ""
     """Of a state that gives nothing."""

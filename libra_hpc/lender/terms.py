@@ -59,7 +59,7 @@ def memory_mib(text: str) -> int:
     return int(float(match[1]) * MIB[match[2]]) if match else 0
 
 
-class Terms(msgspec.Struct, frozen=True):
+class LendTerms(msgspec.Struct, frozen=True):
     """Of one lender."""
 
     ttft_s: float

@@ -15,14 +15,14 @@ from libra_hpc.lender.behind import Behind, GivenTokens, GuestReport, read_repor
 from libra_hpc.lender.gated_steps import GateConfig
 from libra_hpc.lender.guest_process import wanting
 from libra_hpc.lender.lender_record import LenderRecord
-from libra_hpc.lender.terms import Terms
+from libra_hpc.lender.terms import LendTerms
 from libra_hpc.process.code_stamp import code_stamp
 from libra_hpc.protocol.joining import FIRST_GUEST, DoorRecord
 
 
 def record(name: str, **changes: object) -> LenderRecord:
     boot, pid, ticks = records.own_identity()
-    made = LenderRecord(name, "node7", boot, pid, ticks, "4711", Terms(0.5, 0.15))
+    made = LenderRecord(name, "node7", boot, pid, ticks, "4711", LendTerms(0.5, 0.15))
     return msgspec.structs.replace(made, **changes)
 
 
