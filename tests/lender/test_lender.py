@@ -1,0 +1,170 @@
+"""The lender as a process beside a server, with a guest that does as `libra-hpc join` does but rolls nothing out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.lender import lender_record as records
+from libra_hpc.lender.lender import LendSettings
+from libra_hpc.lender.lender_record import LenderRecord
+from libra_hpc.lender.page import Page
+from libra_hpc.lender.terms import LendTerms
+from libra_hpc.process.code_stamp import code_stamp
+from libra_hpc.protocol.joining import FIRST_GUEST, DoorRecord
+
+GUEST = """
+import json, os, signal, sys, time
+run, behind = sys.argv[2], json.load(open(sys.argv[4]))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+with open(run + "/guests", "a") as file:
+    print(os.getpid(), file=file)
+for beat in range(1, 10000):
+    with open(behind["report"] + ".new", "w") as file:
+        json.dump({"beats": beat, "tokens": 10 * beat}, file)
+    os.rename(behind["report"] + ".new", behind["report"])
+    time.sleep(0.05)
+"""
+SERVER = """
+import asyncio, os, subprocess, sys
+from libra_hpc.lender.beside_server.libra_hpc_serving import Watch
+async def app(scope, receive, send):
+    pass
+async def serve():
+    await Watch(app)({"type": "lifespan"}, None, None)
+    settings = sys.argv[1].replace('"server":0', '"server":%d' % os.getpid())
+    subprocess.Popen([sys.executable, "-m", "libra_hpc.lender.lender", settings], start_new_session=True)
+    await asyncio.sleep(600)
+asyncio.run(serve())
+"""
+
+
+class Scene:
+    def __init__(self, folder: Path) -> None:
+        self.place, self.runs, package = folder / "lenders", folder / "runs", folder / "path" / "libra_hpc_cli"
+        for path in (self.place, self.runs, package, folder / "private"):
+            path.mkdir(parents=True)
+        (package / "app.py").write_text(GUEST)
+        (package / "__init__.py").touch()
+        page = folder / "private" / "page"
+        self.page = Page.create(page)
+        settings = LendSettings("l", LendTerms(0.5, 0.15), str(self.runs), str(page), 0)
+        path = os.pathsep.join([str(package.parent), str(Path(__file__).parents[2])])
+        environment = {"PYTHONPATH": path, records.VARIABLE: str(self.place), "LIBRA_HPC_SERVING_PAGE": str(page)}
+        argv = [sys.executable, "-c", SERVER, msgspec.json.encode(settings).decode()]
+        self.server = subprocess.Popen(argv, env={**os.environ, **environment})
+
+    def run(self, name: str) -> RunDir:
+        """One that wants lenders."""
+        run = RunDir(self.runs / name)
+        run.logs(1).mkdir(parents=True)
+        run.write_json(run.config, {"borrow": {"lenders": True}})
+        self.open(run, True)
+        return run
+
+    def open(self, run: RunDir, is_open: bool) -> None:
+        door = DoorRecord(1, "h", ("127.0.0.1",), 1, "00" * 32, code_stamp(), "", FIRST_GUEST, is_open)
+        run.door.write_bytes(msgspec.json.encode(door))
+
+    def record(self) -> LenderRecord | None:
+        return records.all_records(self.place).get("l", (None, False))[0]
+
+    def reach(self, state: str) -> LenderRecord:
+        wait(lambda: (record := self.record()) is not None and record.state == state, state)
+        record = self.record()
+        assert record is not None
+        return record
+
+
+def guests(run: RunDir) -> list[int]:
+    """Process ids of all that a run had."""
+    path = run.path / "guests"
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    made = Scene(tmp_path)
+    try:
+        yield made
+    finally:
+        made.server.kill()
+        made.server.wait()
+        wait(lambda: made.record() is None or not lives(made.record().pid), "the end of the lender")  # type: ignore[union-attr]
+
+
+def test_one_run_has_it_until_its_owner_revokes_it_and_then_the_next_has_its_turn(scene: Scene) -> None:
+    assert scene.reach("free").why == "no run wants it"
+    one, two = scene.run("one"), scene.run("two")
+    assert scene.reach("lends").borrower == str(one.path)
+    wait(lambda: guests(one), "its guest")
+    assert (guests(two), scene.page.read().closed) == ([], False)
+    records.revoked_file(scene.place, "l").touch()
+    paused = scene.reach("paused")
+    assert (paused.why, paused.borrower, paused.tokens > 0) == ("revoked", "", True)
+    assert scene.page.read().closed
+    assert not lives(guests(one)[0])
+    records.revoked_file(scene.place, "l").unlink()
+    wait(lambda: guests(two), "a guest of the run that had none")
+    assert scene.reach("lends").borrower == str(two.path)
+    assert scene.server.poll() is None
+
+
+def test_a_killed_guest_is_followed_by_another_one(scene: Scene) -> None:
+    one, two = scene.run("one"), scene.run("two")
+    wait(lambda: guests(one), "a guest")
+    os.kill(guests(one)[0], signal.SIGKILL)
+    wait(lambda: guests(two), "the next guest")
+    assert len(guests(one)) == 1, "a run whose guest failed waits"
+
+
+def test_a_killed_lender_leaves_no_guest_and_the_server_goes_on(scene: Scene) -> None:
+    one = scene.run("one")
+    pid = scene.reach("lends").pid
+    wait(lambda: guests(one), "a guest")
+    os.kill(pid, signal.SIGKILL)
+    wait(lambda: not lives(guests(one)[0]), "the end of the guest")
+    assert records.all_records(scene.place)["l"][1], "the record is of one that is gone"
+    assert scene.server.poll() is None
+
+
+def test_a_killed_server_leaves_neither_lender_nor_guest_nor_record(scene: Scene) -> None:
+    one = scene.run("one")
+    lender = scene.reach("lends").pid
+    wait(lambda: guests(one), "a guest")
+    scene.server.kill()
+    wait(lambda: not lives(lender), "the end of the lender")
+    assert not lives(guests(one)[0])
+    assert list(scene.place.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_hung_guest_is_killed(scene: Scene) -> None:
+    one, two = scene.run("one"), scene.run("two")
+    wait(lambda: (record := scene.record()) is not None and record.tokens > 0 and guests(one), "tokens of a guest")
+    os.kill(guests(one)[0], signal.SIGSTOP)
+    wait(lambda: guests(two), "the guest of the next run")
+    assert not lives(guests(one)[0])
