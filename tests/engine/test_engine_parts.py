@@ -17,6 +17,7 @@ from libra_hpc.engine.settings import EngineConfig, config_for_run, engine_argum
 from libra_hpc.engine.stats import Pacer
 from libra_hpc.engine.turns import NOT_FINITE, TurnInFlight, TurnRejected, read_prompt
 from libra_hpc.errors import UserError
+from libra_hpc.lender.gated_steps import GateConfig
 from libra_hpc.protocol.codec import pack_i32, unpack_f32, unpack_i32
 from libra_hpc.protocol.engine import Generate, from_engine
 from libra_hpc.protocol.engine_state import EngineStats
@@ -152,3 +153,10 @@ def test_reports_are_paced_while_busy_and_follow_falling_idle_once() -> None:
     assert pacer.due(9.1, worked=True, busy=False)
     assert pacer.due(10.0, worked=True, busy=True)
     assert pacer.due(10.1, worked=False, busy=False)
+
+
+def test_a_gpu_engine_beside_a_server_starts_in_the_memory_that_is_left() -> None:
+    gate = GateConfig(page="page", ttft_s=0.5, tpot_s=0.15)
+    beside = engine_arguments(config(device="cuda", gate=gate))
+    assert beside["gpu_memory_utilization"] < 0.1
+    assert "gpu_memory_utilization" not in engine_arguments(config(device="cuda"))
