@@ -22,7 +22,7 @@ from tests.lender.served import LEND, SERVER
 
 from .harness import SIMULATED, Chaos, sound
 
-pytestmark = [pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 BORROWS = SIMULATED + "\n[borrow]\nlenders = true\n"
 
 
