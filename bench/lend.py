@@ -2,7 +2,7 @@
 
     python -m bench.lend [--rows "code 20%|conversation 60%"] [--seeds 4] [--seconds 18]
 
-* Two real vLLM engines (6 layers of 256, bf16) in one process on one thread. Each step is executed, its CPU seconds of
+* Two real vLLM engines (6 layers of 256) in one process on one thread. Each step is executed, its CPU seconds of
   the thread advance the clock, and arrivals follow that clock: other load on the machine moves it little.
 * *no gate*: overlapping steps share the device. *static share*: a third of it is the rollouts', always. Gated steps
   exclude each other: a begun one is waited for. *priority*: one engine, users first by vLLM's priority.
@@ -235,7 +235,7 @@ def measure(given: Options) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     limits = GateLimits(given.ttft_ms / 1000, given.tpot_ms / 1000)
     sizes: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 64, "kv_cache_mb": 512, "threads": 1}
-    config = EngineConfig(model=str(model()), dtype="bfloat16", device="cpu", **sizes)
+    config = EngineConfig(model=str(model()), dtype="float32", device="cpu", **sizes)
     prepare_process(config)
     server, rollout = Timed(config), Timed(config)
     given.json.parent.mkdir(parents=True, exist_ok=True)
