@@ -23,11 +23,11 @@ BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class Change(NamedTuple):
-    """Of one parameter; ``index`` and ``values`` are None where it is copied whole."""
+    """Of one parameter; ``places`` and ``values`` are None where it is copied whole."""
 
     parameter: torch.Tensor
     whole: torch.Tensor
-    index: torch.Tensor | None
+    places: torch.Tensor | None
     values: torch.Tensor | None
 
 

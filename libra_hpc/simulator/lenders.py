@@ -17,7 +17,7 @@ from libra_hpc.policies.scheduling.availability import Availability
 from libra_hpc.policies.scheduling.board import Board
 
 from .event_queue import Events
-from .lender import Lender
+from .lent_engine import LentEngine
 from .settings import EngineSpec, LenderSpec, SimulationSettings
 from .simulated_agents import Agents
 from .training_stage import TrainingStage
@@ -65,14 +65,14 @@ class Lenders:
         freed: Callable[[], None],
     ) -> None:
         self.names = frozenset(spec.name for spec in specs)
-        self.lenders: dict[str, Lender] = {}
+        self.lenders: dict[str, LentEngine] = {}
         self._lent: dict[str, _Lent] = {}
         self._agents, self._events, self._board, self._training = agents, events, board, training
         self._freed = freed
         for spec in specs:
             assert spec.lender is not None
             one = self._lent[spec.name] = _Lent(spec, spec.lender)
-            self.lenders[spec.name] = Lender(
+            self.lenders[spec.name] = LentEngine(
                 spec,
                 spec.lender.limits,
                 spec.lender.requests,

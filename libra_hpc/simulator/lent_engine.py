@@ -45,7 +45,7 @@ class _Open:
         self.first = self.last = -1.0
 
 
-class Lender:
+class LentEngine:
     """The server of one lender, and the gate before its borrowed engine."""
 
     def __init__(
