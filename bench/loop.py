@@ -96,7 +96,7 @@ class TrainRun:
         self.done = asyncio.Event()
         mesh.handlers = {PLANNER: self._coordinator, TRAINER: self._agent}
 
-    def _coordinator(self, message: Any, blob: bytes) -> None:
+    def _coordinator(self, message: Any) -> None:
         match message:
             case EngineState(state="ready"):
                 self.leader.on_generation(1, (TRAINER,))
@@ -106,7 +106,7 @@ class TrainRun:
             case wire.TrainingDone():
                 self.done.set()
 
-    def _agent(self, message: Any, blob: bytes) -> None:
+    def _agent(self, message: Any) -> None:
         match message:
             case wire.ToReplica(message=order):
                 self.node.on_message(order)

@@ -25,17 +25,13 @@ class LocalMesh:
     """Mesh messages inside one process, delivered one event-loop pass later; the rest is production code."""
 
     def __init__(self) -> None:
-        self.handlers: dict[int, Callable[[Any, bytes], None]] = {}
+        self.handlers: dict[int, Callable[[Any], None]] = {}
 
-    def send(
-        self, rank: int, message: Any, blob: bytes | memoryview = b"", done: Callable[[bool], None] | None = None
-    ) -> None:
+    def send(self, rank: int, message: Any) -> None:
         """Deliver to the handler of ``rank``; dropped without one."""
         handler = self.handlers.get(rank)
-        if done is not None:
-            asyncio.get_running_loop().call_soon(done, handler is not None)
         if handler is not None:
-            asyncio.get_running_loop().call_soon(handler, message, bytes(blob))
+            asyncio.get_running_loop().call_soon(handler, message)
 
     def context(self, rank: int, config: RunConfig, run: RunDir, folders: Folders | None = None) -> AgentContext:
         private, shared = folders or make_folders()
@@ -62,13 +58,13 @@ class RolloutSide:
         if self.service is not None:
             self.service.on_message(message)
 
-    def _trainer(self, message: Any, blob: bytes) -> None:
+    def _trainer(self, message: Any) -> None:
         if isinstance(message, wire.WeightsWanted):
             self.mesh.send(NODE, wire.WeightsCurrent(message.have))
         elif isinstance(message, wire.Batch):
             self.batches.append(message)
 
-    def _agent(self, message: Any, blob: bytes) -> None:
+    def _agent(self, message: Any) -> None:
         match message:
             case wire.Turns():
                 self.on_turns(message)

@@ -381,16 +381,16 @@ class Agent:
 
     # --- messages
 
-    def _on_message(self, source: int, message: Any, blob: bytes | bytearray) -> None:
+    def _on_message(self, source: int, message: Any) -> None:
         if source == 0:
             self._watch.heard(message.pid if isinstance(message, wire.Welcome) else 0)
         try:
-            self._route(source, message, blob)
+            self._route(source, message)
         except Exception as error:
             self._fail(f"message {type(message).__name__} from rank {source}", error)
 
-    def _route(self, source: int, message: Any, blob: bytes | bytearray) -> None:
-        if not self._routes.deliver(message, blob) and self.coordinator is not None:
+    def _route(self, source: int, message: Any) -> None:
+        if not self._routes.deliver(message) and self.coordinator is not None:
             self.coordinator.on_message(source, message)
 
     def _on_rejected(self, sender: int, reason: str) -> None:

@@ -141,8 +141,8 @@ class EvaluationNode:
         if engine.state == "lost":
             self._mesh.send(engine.rank, wire.StartEngine(engine.rank, "rollout"))
 
-    def _on_message(self, source: int, message: Any, blob: bytes | bytearray) -> None:
-        self._routes.deliver(message, blob)
+    def _on_message(self, source: int, message: Any) -> None:
+        self._routes.deliver(message)
 
     def _end(self, why: str) -> None:
         self._why = self._why or why

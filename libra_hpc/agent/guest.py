@@ -190,15 +190,15 @@ class GuestAgent:
         else:
             self._end("again" if stop.restart else "over", stop.reason)
 
-    def _send(self, rank: int, message: Any, blob: bytes | memoryview = b"") -> None:
-        self._mesh.send(rank, message, blob)
+    def _send(self, rank: int, message: Any) -> None:
+        self._mesh.send(rank, message)
         if isinstance(message, wire.Fatal):
             self._end("failed", message.reason)
 
-    def _on_message(self, source: int, message: Any, blob: bytes | bytearray) -> None:
+    def _on_message(self, source: int, message: Any) -> None:
         if source == 0:
             self._watch.heard(message.pid if isinstance(message, wire.Welcome) else 0)
-        self._routes.deliver(message, blob)
+        self._routes.deliver(message)
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -5,6 +5,7 @@
 - On the train leader's node, with ``rollout.weights_port`` -> `weights.json` has what another cluster needs to pull.
 - It ended -> another one goes on with the image; nodes behind it go on with another node.
 - A checkpoint is asked for -> it writes the policy; another carrier is asked again.
+- A part of a snapshot is wanted -> it pulls it; another carrier begins anew.
 - It ends more often than `RestartBudget` allows -> all ranks restart.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -31,10 +33,12 @@ from libra_hpc.protocol.carriers import (
     Engines,
     ImageHere,
     NotStored,
+    PartPulled,
     Peer,
     PieceRefused,
     PolicySaved,
     Publish,
+    PullPart,
     SavePolicy,
     Stalled,
     VersionHere,
@@ -69,6 +73,10 @@ class NodeCarrier(EngineNode[Supervised]):
         self._changed = changed
         self._stopping = False
         self._policy: _Asked | None = None
+        self._parts: dict[str, tuple[PullPart, asyncio.Future[str]]] = {}
+        """Of snapshots, by the folder that they come into."""
+        self.peer: Peer | None = None
+        """Where this node's carrier serves; None: it does not yet."""
         self._restarts: set[asyncio.Task[None]] = set()
         self._lost = -1
         """The version of which an own offer was not whole, since the last one was published."""
@@ -125,6 +133,17 @@ class NodeCarrier(EngineNode[Supervised]):
         elif self._policy is not None:
             self._policy_saved(PolicySaved(self._policy.order.path, reason="it was not needed any more"))
 
+    async def pull_part(self, peer: Peer, source: str, target: Path) -> str:
+        """Get a part of a snapshot into a new folder; returns why it did not come, or an empty string."""
+        order, came = PullPart(peer, source, str(target)), asyncio.get_running_loop().create_future()
+        self._parts[order.target] = order, came
+        if self._carrier.state == "ready":
+            self._carrier.send(order)
+        try:
+            return str(await came)
+        finally:
+            del self._parts[order.target]
+
     def _policy_saved(self, message: PolicySaved) -> None:
         if self._policy is not None and message.path == self._policy.order.path:
             answer, self._policy = self._policy.answer, None
@@ -139,7 +158,10 @@ class NodeCarrier(EngineNode[Supervised]):
         match message:
             case CarrierReady(port=port, http_fault=fault):
                 carrier.state, carrier.starts = "ready", 0
-                peer = Peer(context.rank, context.addresses, port)
+                peer = self.peer = Peer(context.rank, context.addresses, port)
+                for order, _ in self._parts.values():
+                    shutil.rmtree(order.target, ignore_errors=True)
+                    carrier.send(order)
                 if self._policy is not None:
                     # First: the train leader publishes the newest version to it.
                     carrier.send(self._policy.order)
@@ -154,6 +176,10 @@ class NodeCarrier(EngineNode[Supervised]):
                 self._changed()
             case PolicySaved():
                 self._policy_saved(message)
+            case PartPulled(target=target, reason=reason) if target in self._parts:
+                _, came = self._parts[target]
+                if not came.done():
+                    came.set_result(reason)
             case PieceRefused(version=version, owner=owner, reason=reason):
                 context.log("weights_corrupt", rank=context.rank, version=version, owner=owner, reason=reason)
                 if message.own and self._lost != version:
@@ -182,7 +208,7 @@ class NodeCarrier(EngineNode[Supervised]):
         self._ended(reason)
 
     def _ended(self, reason: str, wait_s: float = 0.0) -> None:
-        carrier = self._carrier
+        carrier, self.peer = self._carrier, None
         carrier.state = "lost"
         if self._stopping:
             return
@@ -223,6 +249,7 @@ def _settings(context: AgentContext) -> CarrierConfig:
         shapes=image_shapes() if simulated else {},
         dtype="F32" if simulated or config.model.dtype == "float32" else "BF16",
         http_port=_outside_port(context),
+        parts=str(context.snapshots) if context.rank in context.layout.core else "",
         http_bytes_per_s=config.rollout.weights_mb_s * 1e6,
         pull_bytes_per_s=context.pull_mb_s * 1e6,
     )

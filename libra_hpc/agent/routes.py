@@ -33,21 +33,17 @@ FOR_ROLLOUT_SERVICE = (
 
 class Routes:
     def __init__(self) -> None:
-        self._rows: dict[type, Callable[[Any, bytes | bytearray], object]] = {}
+        self._rows: dict[type, Callable[[Any], object]] = {}
 
     def add(self, kind: type[M], handler: Callable[[M], object]) -> None:
-        self._rows[kind] = lambda message, blob: handler(message)
-
-    def add_with_blob(self, kind: type[M], handler: Callable[[M, bytes | bytearray], None]) -> None:
-        """As `add`, for a message that carries a blob."""
         self._rows[kind] = handler
 
-    def deliver(self, message: object, blob: bytes | bytearray = b"") -> bool:
+    def deliver(self, message: object) -> bool:
         """Hand a message to its handler; False when there is none."""
         handler = self._rows.get(type(message))
         if handler is None:
             return False
-        handler(message, blob)
+        handler(message)
         return True
 
 
@@ -70,7 +66,7 @@ def add_engines(
     routes.add(Publish, carrier.publish)
     routes.add(wire.KeepSnapshot, lambda order: train.keeper.keep(order))
     routes.add(wire.SnapshotWanted, lambda request: train.keeper.on_wanted(request))
-    routes.add_with_blob(wire.SnapshotChunk, lambda message, blob: train.keeper.chunk(message, blob))
+    routes.add(wire.SnapshotOffered, lambda offer: train.keeper.on_offered(offer))
     routes.add(wire.ToReplica, lambda order: train.on_message(order.message))
 
 

@@ -113,6 +113,7 @@ class TrainNode(EngineNode[Supervised]):
             leader=layout.train_leader,
             successor=holders(layout.core).get(context.rank),
             send=context.send,
+            carrier=carrier,
         )
         self.step = self._offered = -1
         self._held: Join | None = None

@@ -16,8 +16,7 @@ from libra_hpc.protocol.engine_state import EngineState
 
 from .rank_layout import RankLayout
 
-Send = Callable[..., None]
-"""``send(rank, message, blob=b"")``"""
+Send = Callable[[int, MeshMessage], None]
 
 
 @dataclass

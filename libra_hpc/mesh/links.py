@@ -1,7 +1,6 @@
 """Byte streams between the agents: one TCP connection per sender and receiver, opened for the first message.
 
-On the wire: a proof that both ends have the run's secret, then `HEADER` (bytes of frame and blob), frame, blob, and so
-on.
+On the wire: a proof that both ends have the run's secret, then `HEADER` (bytes of the frame), frame, and so on.
 
 - A peer does not read (stopped, slow network) -> what is sent to it waits without limit.
 - A connection breaks, or every address refuses -> what waits is dropped, and what is sent later: no stream has holes.
@@ -21,13 +20,12 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 from libra_hpc.protocol.joining import AT_THE_DOOR, is_guest
 
 from .world import Endpoint, World
 
-HEADER = struct.Struct("<IQ")
+HEADER = struct.Struct("<I")
 RANK = struct.Struct("<I")
 NONCE_BYTES = 16
 PROOF_BYTES = hashlib.sha256().digest_size
@@ -47,23 +45,14 @@ TURN_BYTES = 4 << 20
 TURN_MESSAGES = 64
 """Messages after which they run."""
 MAX_FRAME_BYTES = 1 << 30
-MAX_BLOB_BYTES = 1 << 36
 """Far beyond what a peer of this protocol sends; a longer one closes the connection."""
 
-Done = Callable[[bool], None]
-"""Called once: True when a message's buffers are free again, False when it was dropped."""
-Deliver = Callable[[int, bytes, bytearray], None]
-"""Gets (rank, frame, blob) of each message, in the sender's order."""
+Deliver = Callable[[int, bytes], None]
+"""Gets (rank, frame) of each message, in the sender's order."""
 Admit = Callable[[bytes], bytes]
 """Answers the frame of a caller that wants to join."""
 
 log = logging.getLogger("libra_hpc.links")
-
-
-class _Posted(NamedTuple):
-    frame: bytes
-    blob: memoryview
-    done: Done | None
 
 
 class Outgoing:
@@ -71,20 +60,19 @@ class Outgoing:
 
     def __init__(self, world: World, peer: int, broken: Callable[[int], None]) -> None:
         self._world, self._peer, self._on_broken = world, peer, broken
-        self._queue: deque[_Posted] = deque()
+        self._queue: deque[bytes] = deque()
+        """Frames with their headers."""
         self._task: asyncio.Task[None] | None = None
         self._socket: socket.socket | None = None
         self.broken = False
         self.pending = 0
 
-    def put(self, frame: bytes, blob: memoryview, done: Done | None) -> None:
-        """Queue one message; the blob's memory must stay as it is until ``done``."""
+    def put(self, frame: bytes) -> None:
+        """Queue one message."""
         if self.broken:
-            if done is not None:
-                done(False)
             return
-        self._queue.append(_Posted(HEADER.pack(len(frame), len(blob)) + frame, blob, done))
-        self.pending += len(frame) + len(blob)
+        self._queue.append(HEADER.pack(len(frame)) + frame)
+        self.pending += len(frame)
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._serve())
             self._task.add_done_callback(_defect)
@@ -104,35 +92,27 @@ class Outgoing:
             self._give_up()
 
     async def _send_some(self, loop: asyncio.AbstractEventLoop, stream: socket.socket) -> None:
-        """Send what waits, up to a blob's end or `JOIN_BYTES`; a message is in the queue until the kernel has all of
-        it."""
-        taken, small = 0, bytearray()
-        for posted in self._queue:
-            small += posted.frame
+        """Send what waits, up to `JOIN_BYTES` or one message; it is in the queue until the kernel has all of it."""
+        taken, joined = 0, bytearray()
+        for frame in self._queue:
+            joined += frame
             taken += 1
-            if posted.blob or len(small) > JOIN_BYTES:
+            if len(joined) > JOIN_BYTES:
                 break
-        blob = self._queue[taken - 1].blob
-        await loop.sock_sendall(stream, small)
-        for at in range(0, len(blob), TURN_BYTES):
-            await loop.sock_sendall(stream, blob[at : at + TURN_BYTES])
+        for at in range(0, len(joined), TURN_BYTES):
+            await loop.sock_sendall(stream, memoryview(joined)[at : at + TURN_BYTES])
             await asyncio.sleep(0)
         for _ in range(taken):
-            self._finish(self._queue.popleft(), True)
+            self.pending -= len(self._queue.popleft()) - HEADER.size
 
     def _give_up(self) -> None:
         self.broken = True
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        while self._queue:
-            self._finish(self._queue.popleft(), False)
+        self._queue.clear()
+        self.pending = 0
         self._on_broken(self._peer)
-
-    def _finish(self, posted: _Posted, sent: bool) -> None:
-        self.pending -= len(posted.frame) - HEADER.size + len(posted.blob)
-        if posted.done is not None:
-            posted.done(sent)
 
 
 async def accept(world: World, deliver: Deliver, admit: Admit | None = None) -> None:
@@ -166,16 +146,11 @@ async def _receive(world: World, stream: socket.socket, deliver: Deliver, admit:
                 return
         taken = messages = 0
         while True:
-            frame_bytes, blob_bytes = HEADER.unpack(await reader.exactly(HEADER.size))
-            if frame_bytes > MAX_FRAME_BYTES or blob_bytes > MAX_BLOB_BYTES:
-                raise ConnectionError(
-                    f"rank {source} announces a frame of {frame_bytes} and a blob of {blob_bytes} bytes"
-                )
-            frame = await reader.exactly(frame_bytes)
-            blob = bytearray(blob_bytes)
-            await reader.into(memoryview(blob))
-            deliver(source, frame, blob)
-            taken, messages = taken + frame_bytes + blob_bytes, messages + 1
+            (frame_bytes,) = HEADER.unpack(await reader.exactly(HEADER.size))
+            if frame_bytes > MAX_FRAME_BYTES:
+                raise ConnectionError(f"rank {source} announces a frame of {frame_bytes} bytes")
+            deliver(source, await reader.exactly(frame_bytes))
+            taken, messages = taken + frame_bytes, messages + 1
             if taken > TURN_BYTES or messages >= TURN_MESSAGES or not reader.buffered:
                 taken = messages = 0
                 await asyncio.sleep(0)
@@ -188,11 +163,11 @@ async def _receive(world: World, stream: socket.socket, deliver: Deliver, admit:
 
 async def _answer(stream: socket.socket, reader: _Reader, admit: Admit) -> None:
     """Answer a caller that wants to join."""
-    frame_bytes, blob_bytes = HEADER.unpack(await reader.exactly(HEADER.size))
-    if frame_bytes > JOIN_BYTES or blob_bytes:
-        raise ConnectionError(f"a caller wants to join with {frame_bytes} and {blob_bytes} bytes")
+    (frame_bytes,) = HEADER.unpack(await reader.exactly(HEADER.size))
+    if frame_bytes > JOIN_BYTES:
+        raise ConnectionError(f"a caller wants to join with {frame_bytes} bytes")
     answer = admit(await reader.exactly(frame_bytes))
-    await asyncio.get_running_loop().sock_sendall(stream, HEADER.pack(len(answer), 0) + answer)
+    await asyncio.get_running_loop().sock_sendall(stream, HEADER.pack(len(answer)) + answer)
 
 
 async def call_door(world: World, frame: bytes) -> bytes:
@@ -211,9 +186,9 @@ async def call_door(world: World, frame: bytes) -> bytes:
         raise failure
     try:
         async with asyncio.timeout(ANSWER_S):
-            await asyncio.get_running_loop().sock_sendall(stream, HEADER.pack(len(frame), 0) + frame)
+            await asyncio.get_running_loop().sock_sendall(stream, HEADER.pack(len(frame)) + frame)
             reader = _Reader(stream)
-            frame_bytes, _ = HEADER.unpack(await reader.exactly(HEADER.size))
+            (frame_bytes,) = HEADER.unpack(await reader.exactly(HEADER.size))
             return await reader.exactly(min(frame_bytes, MAX_FRAME_BYTES))
     finally:
         stream.close()

@@ -1,9 +1,9 @@
 """The mesh: messages between node agents, driven by the agent's asyncio loop.
 
-A message is one msgpack frame of the closed union `libra_hpc.protocol.agents`.  It may carry one *blob* of raw bytes,
-which the sender does not copy.  A dead peer never blocks or harms a live one.
+A message is one msgpack frame of the closed union `libra_hpc.protocol.agents`.  A dead peer never blocks or harms a
+live one.
 
-- A send waits until the kernel has taken it, however long that takes; its buffer lives as long.
+- A send waits until the kernel has taken it, however long that takes.
 - `forget` -> sends to the rank are dropped; what comes from it goes to `Mesh.from_lost`.
 - `remember` -> the rank is a peer again.
 - The connection to a rank breaks -> sends to it are dropped, and it is in `Mesh.unreachable`, until `remember`.
@@ -20,7 +20,7 @@ from libra_hpc.protocol.agents import MeshMessage
 from libra_hpc.protocol.agents import mesh as codec
 from libra_hpc.protocol.codec import FrameError
 
-from .links import Admit, Done, Outgoing, accept
+from .links import Admit, Outgoing, accept
 from .world import Endpoint, World
 
 HEAD_BYTES = 32
@@ -31,7 +31,7 @@ DRAIN_S = 0.005
 SETTLE_S = 3.0
 """From a broken connection to its report: if the process at the other end ended, its launcher reports that first."""
 
-Handler = Callable[[int, Any, bytes | bytearray], None]
+Handler = Callable[[int, Any], None]
 
 
 class Mesh:
@@ -53,17 +53,14 @@ class Mesh:
         """Gets (rank, sentence) of the first one of every rank."""
         self._rejected_of: set[int] = set()
 
-    def send(self, dest: int, message: MeshMessage, blob: bytes | memoryview = b"", done: Done | None = None) -> None:
+    def send(self, dest: int, message: MeshMessage) -> None:
         if dest == self.rank:
-            asyncio.get_running_loop().call_soon(self._deliver_here, message, bytes(blob), done)
-        elif dest in self._lost:
-            if done is not None:
-                done(False)
-        else:
+            asyncio.get_running_loop().call_soon(self._handler, dest, message)
+        elif dest not in self._lost:
             link = self._links.get(dest)
             if link is None:
                 link = self._links[dest] = Outgoing(self._world, dest, self._on_broken)
-            link.put(codec.encode(message), memoryview(blob), done)
+            link.put(codec.encode(message))
 
     def add_guest(self, rank: int, endpoint: Endpoint) -> None:
         """An agent joined that was not there at the start."""
@@ -72,7 +69,7 @@ class Mesh:
     def forget(self, rank: int) -> None:
         """Treat a rank as lost.
 
-        What it is sending is read to its end: half a blob would be taken for another frame.
+        What it is sending is read to its end: half a frame would be taken for another one.
         """
         self._lost.add(rank)
 
@@ -107,12 +104,7 @@ class Mesh:
     def _on_broken(self, rank: int) -> None:
         self._broke[rank] = time.monotonic()
 
-    def _deliver_here(self, message: MeshMessage, blob: bytes, done: Done | None) -> None:
-        self._handler(self.rank, message, blob)
-        if done is not None:
-            done(True)
-
-    def _deliver(self, source: int, body: bytes, blob: bytearray) -> None:
+    def _deliver(self, source: int, body: bytes) -> None:
         if source in self._lost and self.from_lost is None:
             return
         try:
@@ -121,7 +113,7 @@ class Mesh:
             self._reject(source, f"a message of {len(body)} bytes cannot be read ({error}): {body[:HEAD_BYTES].hex()}")
             return
         if source not in self._lost:
-            self._handler(source, message, blob)
+            self._handler(source, message)
         elif self.from_lost is not None:
             self.from_lost(source, message)
 

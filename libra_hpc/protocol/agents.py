@@ -1,8 +1,7 @@
 """Agent <-> agent: the closed union of all messages between nodes.
 
 The *coordinator* is rank 0, the *train leader* the lowest rank of component ``train``, the *rollout leader* the
-lowest rank of component ``rollout``. Every node has an *agent*. One blob (raw bytes, see `libra_hpc.mesh.mesh`)
-may follow a message.
+lowest rank of component ``rollout``. Every node has an *agent*.
 """
 
 from __future__ import annotations
@@ -196,22 +195,21 @@ class KeepSnapshot(msgspec.Struct, tag=True, frozen=True):
 
 
 class SnapshotWanted(msgspec.Struct, tag=True, frozen=True):
-    """Train node -> train node that has a copy: node ``owner`` lost its part of a snapshot, send it."""
+    """Train node -> train node that has a copy: node ``owner`` lost its part of a snapshot, offer it."""
 
     owner: int
     name: str
 
 
-class SnapshotChunk(msgspec.Struct, tag=True, frozen=True):
-    """Train node -> train node: one piece of a file of ``owner``'s part of a snapshot; its bytes follow as a blob.
+class SnapshotOffered(msgspec.Struct, tag=True, frozen=True):
+    """Train node -> train node: ``owner``'s part of a snapshot can be pulled from the carrier ``peer``.
 
-    Pieces come in order. The last one has no bytes, and ``file`` is empty.
+    To the owner, which lost it, or to the node that is to have a copy.
     """
 
     owner: int
     name: str
-    file: str
-    offset: int
+    peer: Peer
 
 
 class MemberJoined(msgspec.Struct, tag=True, frozen=True):
@@ -447,7 +445,7 @@ MeshMessage = Union[
     SnapshotStored,
     KeepSnapshot,
     SnapshotWanted,
-    SnapshotChunk,
+    SnapshotOffered,
     StopTraining,
     TrainingDone,
     StepReport,

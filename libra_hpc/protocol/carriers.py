@@ -32,6 +32,8 @@ class CarrierConfig(msgspec.Struct, frozen=True):
     """Where it serves weights to another cluster; 0: nowhere."""
     http_bytes_per_s: float = 0.0
     """Its budget for that."""
+    parts: str = ""
+    """Folder of the node's snapshots, which other nodes may pull; empty: it has none."""
     pull_bytes_per_s: float = 0.0
     """Its budget for what it gets from other nodes; 0: no limit."""
 
@@ -73,6 +75,15 @@ class SavePolicy(msgspec.Struct, tag=True, frozen=True):
     version: int
     """-1: none is needed any more."""
     path: str
+
+
+class PullPart(msgspec.Struct, tag=True, frozen=True):
+    """Agent -> carrier: get a part of a snapshot of another node into the folder ``target``; `PartPulled` answers."""
+
+    peer: Peer
+    source: str
+    """Its name there, as in `libra_hpc.weights.parts`."""
+    target: str
 
 
 class CarrierReady(msgspec.Struct, tag=True, frozen=True):
@@ -138,8 +149,16 @@ class PolicySaved(msgspec.Struct, tag=True, frozen=True):
     """Why it has not, and there is no such file; empty: it has."""
 
 
-ToCarrier = Union[Publish, Engines, SavePolicy]
-FromCarrier = Union[CarrierReady, VersionHere, ImageHere, PieceRefused, Stalled, NotStored, PolicySaved]
+class PartPulled(msgspec.Struct, tag=True, frozen=True):
+    """Carrier -> agent: ``target`` has what the other node had."""
+
+    target: str
+    reason: str = ""
+    """Why it has not; empty: it has."""
+
+
+ToCarrier = Union[Publish, Engines, SavePolicy, PullPart]
+FromCarrier = Union[CarrierReady, VersionHere, ImageHere, PieceRefused, Stalled, NotStored, PolicySaved, PartPulled]
 
 to_carrier: Codec[ToCarrier] = Codec(ToCarrier)
 from_carrier: Codec[FromCarrier] = Codec(FromCarrier)

@@ -1,9 +1,9 @@
 """Snapshots on one node: its own parts in shared memory, and copies of the parts of the node before it in the ring.
 
 - All processes of the node have written -> manifest, rename, and the leader hears it.
-- Then the part is sent to the next node of the core, piece by piece; that one tells the leader once it is whole.
+- Then the next node of the core has its carrier pull the part, and tells the leader once it is whole.
 - A snapshot is complete, or given up -> parts that are of no use any more are removed.
-- A node has lost its part of the snapshot that all restart from -> it asks the one that has a copy.
+- A node has lost its part of the snapshot that all restart from -> it asks the one that has a copy, and pulls that.
 
 The folder outlives the agent (`libra_hpc.process.agent_folders`). Names have the start of the ranks in them, so that
 parts of two starts never count together.
@@ -14,30 +14,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
-from libra_hpc.protocol.agents import KeepSnapshot, SnapshotChunk, SnapshotStored, SnapshotWanted
+from libra_hpc.protocol.agents import KeepSnapshot, SnapshotOffered, SnapshotStored, SnapshotWanted
+from libra_hpc.protocol.carriers import Peer
 from libra_hpc.protocol.trainer import SnapshotFailed, SnapshotTaken, TakeSnapshot
 
 from . import state_folders as folders
 from .store import states, step_of, unreadable
 
-CHUNK_BYTES = 16 << 20
-"""One piece is in flight at a time, between those of weight files."""
 OWN, COPIES = "own", "copies"
 RESTORE_S = 600.0
 """For a part of hundreds of GB to come back over the network."""
 ASK_S = 2.0
 """Between two requests for a lost part: an agent that has not started yet drops the first ones."""
+CARRIER_S = 0.2
+"""Between two looks at a carrier that starts."""
 
 log = logging.getLogger("libra_hpc.state")
-Send = Callable[..., None]
+Send = Callable[[int, SnapshotStored | SnapshotOffered | SnapshotWanted], None]
+
+
+class PartCarrier(Protocol):
+    """What moves parts between nodes."""
+
+    peer: Peer | None
+    """Where it serves; None: it does not yet."""
+
+    async def pull_part(self, peer: Peer, source: str, target: Path) -> str:
+        """Get a part into a new folder; returns why it did not come, or an empty string."""
 
 
 def held(folder: Path) -> tuple[str, ...]:
@@ -60,12 +71,21 @@ def part_damage(path: Path, *, sizes_only: bool = False) -> str:
 class SnapshotKeeper:
     """See the module docstring; ``start`` names this start of the ranks, ``successor`` is the next node, or None."""
 
-    def __init__(self, folder: Path, rank: int, start: str, *, leader: int, successor: int | None, send: Send) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        start: str,
+        *,
+        leader: int,
+        successor: int | None,
+        send: Send,
+        carrier: PartCarrier,
+    ) -> None:
         self._folder, self._rank, self._start = folder, rank, start
-        self._leader, self._successor, self._send = leader, successor, send
+        self._leader, self._successor, self._send, self._carrier = leader, successor, send, carrier
         self._tasks: set[asyncio.Future[None]] = set()
-        self._sending: set[int] = set()
-        """Nodes to which a lost part is on its way."""
+        self._pulling: set[Path] = set()
 
     @property
     def own(self) -> Path:
@@ -116,46 +136,58 @@ class SnapshotKeeper:
         while not path.exists():
             if time.monotonic() > deadline:
                 raise OSError(f"the copy of snapshot {name} did not come back within {RESTORE_S:.0f} s")
-            if not _partial(path).exists():
+            if path not in self._pulling:
                 self._send(holder, SnapshotWanted(self._rank, name))
             await asyncio.sleep(ASK_S)
 
     def on_wanted(self, message: SnapshotWanted) -> None:
-        """Send the copy of a part to the node that lost it."""
-        if message.owner not in self._sending:
-            self._sending.add(message.owner)
-            self._spawn(self._send_back(message))
+        """Offer the copy of a part to the node that lost it."""
+        self._spawn(self._offer_copy(message))
 
-    async def _send_back(self, message: SnapshotWanted) -> None:
+    async def _offer_copy(self, message: SnapshotWanted) -> None:
         copy = self._folder / COPIES / message.name
-        try:
-            if await asyncio.to_thread(part_damage, copy):
-                # The next start then does not count on it.
-                shutil.rmtree(copy, ignore_errors=True)
-            await self._stream(message.owner, message.owner, copy)
-        finally:
-            self._sending.discard(message.owner)
+        if await asyncio.to_thread(part_damage, copy):
+            # The next start then does not count on it.
+            shutil.rmtree(copy, ignore_errors=True)
+        else:
+            await self._offer(message.owner, message.owner, message.name)
+
+    async def _offer(self, to: int, owner: int, name: str) -> None:
+        while (peer := self._carrier.peer) is None:
+            await asyncio.sleep(CARRIER_S)
+        self._send(to, SnapshotOffered(owner, name, peer))
 
     def discard(self, name: str) -> None:
         """Remove the own part of a snapshot."""
         shutil.rmtree(self.own / name, ignore_errors=True)
 
-    def chunk(self, message: SnapshotChunk, blob: bytes | bytearray) -> None:
-        """Take a piece of a copy, or of an own part that comes back; only into the folder of that part."""
-        if any(name != Path(name).name for name in (message.name, message.file)):
-            return
-        path = self._folder / (OWN if message.owner == self._rank else COPIES) / message.name
+    def on_offered(self, message: SnapshotOffered) -> None:
+        """Pull a copy, or an own part that was lost; only into the folder of that part."""
+        kind, source = (OWN, COPIES) if message.owner == self._rank else (COPIES, OWN)
+        path = self._folder / kind / message.name
+        if message.name == Path(message.name).name and path not in self._pulling:
+            self._pulling.add(path)
+            self._spawn(self._pull(message, f"{source}/{message.name}", path))
+
+    async def _pull(self, message: SnapshotOffered, source: str, path: Path) -> None:
         partial = _partial(path)
-        if not message.file:
-            self._spawn(self._received(message.owner, partial, path))
-            return
+
+        def finish(reason: str) -> str:
+            if problem := reason or part_damage(partial):
+                shutil.rmtree(partial, ignore_errors=True)
+                return f"the copy did not come whole, /dev/shm may be full: {problem}"
+            partial.rename(path)
+            return ""
+
         try:
-            partial.mkdir(parents=True, exist_ok=True)
-            with (partial / message.file).open("r+b" if message.offset else "wb", buffering=0) as file:
-                os.pwrite(file.fileno(), blob, message.offset)
-        except OSError:
-            # The manifest then finds it.
-            shutil.rmtree(partial, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, partial, True)
+            came = await self._carrier.pull_part(message.peer, source, partial)
+            reason = await asyncio.to_thread(finish, came)
+        except OSError as error:
+            reason = str(error)
+        finally:
+            self._pulling.discard(path)
+        self._send(self._leader, SnapshotStored(self._rank, message.owner, step_of(path.name), reason))
 
     def close(self) -> None:
         for task in list(self._tasks):
@@ -182,44 +214,7 @@ class SnapshotKeeper:
             return
         self._send(self._leader, SnapshotStored(self._rank, self._rank, state.step))
         if self._successor is not None:
-            await self._stream(self._successor, self._rank, final)
-
-    async def _stream(self, to: int, owner: int, folder: Path) -> None:
-        """Send a part; ends without a word when the receiver is gone, or the part was removed."""
-        try:
-            for path in sorted(folder.iterdir()):
-                offset = 0
-                while piece := await asyncio.to_thread(_read, path, offset):
-                    if not await self._piece(to, SnapshotChunk(owner, folder.name, path.name, offset), piece):
-                        return
-                    offset += len(piece)
-        except OSError:
-            return
-        self._send(to, SnapshotChunk(owner, folder.name, "", 0))
-
-    async def _piece(self, to: int, message: SnapshotChunk, piece: bytes) -> bool:
-        sent: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-        def done(taken: bool) -> None:
-            if not sent.done():
-                sent.set_result(taken)
-
-        self._send(to, message, piece, done)
-        return await sent
-
-    async def _received(self, owner: int, partial: Path, path: Path) -> None:
-        def finish() -> str:
-            if problem := part_damage(partial):
-                shutil.rmtree(partial, ignore_errors=True)
-                return f"the copy did not come whole, /dev/shm may be full: {problem}"
-            partial.rename(path)
-            return ""
-
-        try:
-            reason = await asyncio.to_thread(finish)
-        except OSError as error:
-            reason = str(error)
-        self._send(self._leader, SnapshotStored(self._rank, owner, step_of(path.name), reason))
+            await self._offer(self._successor, self._rank, final.name)
 
     def _parts(self, chosen: Callable[[str], bool]) -> list[Path]:
         """Parts and unfinished ones, by the snapshot's name."""
@@ -245,8 +240,3 @@ def _partial(path: Path) -> Path:
 def _remove(paths: list[Path]) -> None:
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _read(path: Path, offset: int) -> bytes:
-    with path.open("rb", buffering=0) as file:
-        return os.pread(file.fileno(), CHUNK_BYTES, offset)

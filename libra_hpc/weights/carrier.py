@@ -7,6 +7,7 @@
 - A version is whole on this node -> the agent gets `VersionHere`, and the image is brought up to it.
 - A checkpoint's policy is asked for -> at its version the image is copied aside, before it gets a newer one; a thread
   writes the copy.
+- A copy of another node's part of a snapshot is wanted -> a thread pulls it (`weights/parts.py`).
 - The agent's socket closes -> the process ends.
 """
 
@@ -42,8 +43,10 @@ from libra_hpc.protocol.carriers import (
     Engines,
     ImageHere,
     NotStored,
+    PartPulled,
     PolicySaved,
     Publish,
+    PullPart,
     SavePolicy,
     from_carrier,
     to_carrier,
@@ -53,6 +56,7 @@ from libra_hpc.protocol.codec import EngineSocket
 from .checksum import crc32
 from .image import IMAGE_FILE, Image, pin, reading, write_pinned
 from .offers import HeldOffer, OfferStore
+from .parts import pull_part
 from .pieces import WHOLE, Offer, TensorBlock, WeightPiece, offer_paths, read_offer
 from .pull import Puller
 from .served_weights import ServedDelta, ServedWeights, reading_secret
@@ -143,7 +147,9 @@ class Carrier:
         self._adopt(Path(config.folder))
         listener = _listener(config.address, 0)
         self._port = listener.getsockname()[1]
-        self._server = CarrierServer(listener, config.secret, self._store, self._image)
+        parts = Path(config.parts) if config.parts else None
+        self._server = CarrierServer(listener, config.secret, self._store, self._image, parts)
+        self._caller = Caller(config.rank, config.secret, config.pull_bytes_per_s)
         self._outside = ServedWeights(Path(config.folder), self._image.shapes, config.dtype, self._store)
         self._outside_fault = _serve_outside(config, self._outside) if config.http_port else ""
         self._whole: queue.SimpleQueue[tuple[Publish, list[HeldOffer]] | SavePolicy] = queue.SimpleQueue()
@@ -152,7 +158,7 @@ class Carrier:
         self._puller = Puller(
             Path(config.folder),
             config.rank,
-            Caller(config.rank, config.secret, config.pull_bytes_per_s),
+            self._caller,
             store=self._store,
             complete=self._on_whole,
             report=agent.send,
@@ -177,6 +183,8 @@ class Carrier:
                 case Engines(version=version):
                     self._engines = version
                     self._prune()
+                case PullPart() as order:
+                    threading.Thread(target=_or_end, args=(partial(self._pull_part, order),), daemon=True).start()
                 case SavePolicy(version=version) as order:
                     self._puller.wanted = version
                     self._whole.put(order)
@@ -242,6 +250,14 @@ class Carrier:
             return
         write = partial(_or_end, partial(self._write_policy, copy, order.path))
         threading.Thread(target=write, name="policy", daemon=True).start()
+
+    def _pull_part(self, order: PullPart) -> None:
+        try:
+            pull_part(self._caller, order.peer, order.source, Path(order.target))
+        except OSError as error:
+            self._agent.send(PartPulled(order.target, error_text(error)))
+        else:
+            self._agent.send(PartPulled(order.target))
 
     def _write_policy(self, copy: BinaryIO, path: str) -> None:
         try:

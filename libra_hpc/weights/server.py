@@ -3,6 +3,7 @@
 - The offer is arriving -> what there is of it is sent on, then what comes.
 - It is not here yet, or no more of it -> a sign of life every `WAITING_S`.
 - It will not be here -> ABSENT with the reason; the caller asks another node.
+- A part of a snapshot is asked for -> its files, as they are (`weights/parts.py`).
 - A caller without the secret, or one that does not read for `UNREAD_S` -> its connection is closed.
 """
 
@@ -16,10 +17,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Protocol
+
+from libra_hpc.protocol.joining import is_guest
 
 from .checksum import crc32
 from .offers import HeldOffer, OfferStore
+from .parts import PART, Served, served_part
 from .wire import (
     ABSENT,
     CRC32,
@@ -55,8 +60,12 @@ class ImageSource(Protocol):
 
 
 class CarrierServer:
-    def __init__(self, listener: socket.socket, secret: bytes, store: OfferStore, image: ImageSource) -> None:
+    def __init__(
+        self, listener: socket.socket, secret: bytes, store: OfferStore, image: ImageSource, parts: Path | None = None
+    ) -> None:
+        """``parts``: folder of snapshots; None: it serves none."""
         self._listener, self._secret, self._store, self._image = listener, secret, store, image
+        self._parts = parts
 
     def start(self) -> None:
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
@@ -76,20 +85,20 @@ class CarrierServer:
         with stream:
             try:
                 limit_pauses(stream, UNREAD_S, UNREAD_S)
-                admit(stream, self._secret)
+                rank = admit(stream, self._secret)
                 while True:
                     # On one machine the bytes that were sent last are the file's own pages, so the offer is held until
                     # the caller asks again or leaves.
                     fetch = read_fetch(stream)
-                    sent = self._answer(stream, fetch)  # noqa: F841
+                    sent = self._answer(stream, rank, fetch)  # noqa: F841
             except WireError as error:
                 log.warning("the connection from %s was closed: %s", address, error)
             except OSError:
                 pass  # the caller left, or does not read
 
-    def _answer(self, stream: socket.socket, fetch: Fetch) -> HeldOffer | None:
+    def _answer(self, stream: socket.socket, rank: int, fetch: Fetch) -> Served | None:
         try:
-            with self._found(stream, fetch) as offer:
+            with self._found(stream, rank, fetch) as offer:
                 if fetch.end < 0:
                     manifest = CRC32.pack(crc32(offer.manifest)) + offer.manifest
                     stream.sendall(HEADER.pack(MANIFEST, len(manifest)) + manifest)
@@ -104,7 +113,13 @@ class CarrierServer:
             return None
 
     @contextlib.contextmanager
-    def _found(self, stream: socket.socket, fetch: Fetch) -> Iterator[HeldOffer]:
+    def _found(self, stream: socket.socket, rank: int, fetch: Fetch) -> Iterator[Served]:
+        if fetch.owner.startswith(PART):
+            if self._parts is None or is_guest(rank):
+                raise Absent("no snapshots are served here")
+            with served_part(self._parts, fetch.owner) as part:
+                yield part
+            return
         if fetch.owner == IMAGE:
             with self._image.offered(fetch.version) as offer:
                 yield offer
@@ -120,7 +135,7 @@ class CarrierServer:
             stream.sendall(HEADER.pack(WAITING, 0))
         yield found
 
-    def _send_range(self, stream: socket.socket, offer: HeldOffer, begin: int, end: int) -> None:
+    def _send_range(self, stream: socket.socket, offer: Served, begin: int, end: int) -> None:
         while begin < end:
             available = offer.available(begin, end, WAITING_S)
             if available > begin:
@@ -129,7 +144,7 @@ class CarrierServer:
                 _send_file(stream, offer.file, offer.start + begin, count)
                 begin += count
             elif offer.removed:
-                raise Absent(f"version {offer.version} of {offer.owner} was removed")
+                raise Absent("it was removed")
             else:
                 stream.sendall(HEADER.pack(WAITING, 0))
 

@@ -76,7 +76,7 @@ class Scene:
             config,
             RunDir(folder),
             1,
-            lambda rank, m, blob=b"": self.sent.append(m),
+            lambda rank, m: self.sent.append(m),
             Welcome(0, "", 0, ()),
             folder,
             folder,

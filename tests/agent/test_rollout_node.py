@@ -72,7 +72,7 @@ class Scene:
         """The image has another version."""
         self.weights.write(version, self.node.on_image)
 
-    def _send(self, rank: int, message: Any, blob: bytes = b"", done: Callable[[bool], None] | None = None) -> None:
+    def _send(self, rank: int, message: Any) -> None:
         self.sent.append(message)
         if isinstance(message, EngineState):
             self.told[rank].append(message)

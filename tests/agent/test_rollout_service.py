@@ -102,7 +102,7 @@ def service(folder: Path, start: Welcome) -> tuple[RolloutService, list[Any]]:
     sent: list[Any] = []
     layout = RankLayout(("planner", "train", "rollout"))
     context = AgentContext(
-        2, layout, RunConfig(), RunDir(folder), 1, lambda rank, m, blob=b"": sent.append(m), start, folder, folder
+        2, layout, RunConfig(), RunDir(folder), 1, lambda rank, m: sent.append(m), start, folder, folder
     )
     return RolloutService(context), sent
 

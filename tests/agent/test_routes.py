@@ -13,7 +13,7 @@ from libra_hpc.agent.rollout_node import RolloutNode
 from libra_hpc.agent.routes import Routes, add_engines, add_rollout_service, add_train_leader
 from libra_hpc.agent.train_node import TrainNode
 from libra_hpc.protocol import agents as wire
-from libra_hpc.protocol.carriers import Publish
+from libra_hpc.protocol.carriers import Peer, Publish
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import OfferWeights, StepDone
 from libra_hpc.train_leader.train_leader import TrainLeader
@@ -54,9 +54,9 @@ class Scene:
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self.calls.append(("spawn", work))
 
-    def deliver(self, message: wire.MeshMessage, blob: bytes = b"") -> list[tuple[Any, ...]]:
+    def deliver(self, message: wire.MeshMessage) -> list[tuple[Any, ...]]:
         self.calls.clear()
-        assert self.routes.deliver(message, blob)
+        assert self.routes.deliver(message)
         return list(self.calls)
 
 
@@ -65,7 +65,7 @@ PUBLISH = Publish(1, 0, (), ())
 HERE = wire.WeightsHere(3, 7, 4, 0.5)
 OFFERED = wire.WeightsOffered(1, ())
 OFFER = OfferWeights("/w", 4, 3)
-CHUNK = wire.SnapshotChunk(1, "s", "f", 0)
+PART = wire.SnapshotOffered(1, "s", Peer(2, ("127.0.0.1",), 7))
 TURNS = wire.Turns(())
 DONE = wire.TurnsDone(())
 ENGINE = EngineState(4, "rollout", "lost", reason="why")
@@ -75,7 +75,7 @@ ENGINE = EngineState(4, "rollout", "lost", reason="why")
     ("message", "calls"),
     [
         (TURNS, [("node.on_turns", TURNS)]),
-        (CHUNK, [("train.keeper.chunk", CHUNK, b"blob")]),
+        (PART, [("train.keeper.on_offered", PART)]),
         (PUBLISH, [("carrier.publish", PUBLISH)]),
         (WANTED, [("leader.weights.on_wanted", WANTED)]),
         (HERE, [("leader.weights.on_here", HERE)]),
@@ -92,7 +92,7 @@ ENGINE = EngineState(4, "rollout", "lost", reason="why")
     ],
 )
 def test_a_message_reaches_its_part(message: wire.MeshMessage, calls: list[tuple[Any, ...]]) -> None:
-    assert Scene().deliver(message, b"blob") == calls
+    assert Scene().deliver(message) == calls
 
 
 def test_the_train_leader_hears_of_lost_trainers() -> None:

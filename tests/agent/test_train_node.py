@@ -13,7 +13,15 @@ import pytest
 
 from libra_hpc.agent import supervised
 from libra_hpc.process.child import Child
-from libra_hpc.protocol.agents import Fatal, Log, SnapshotChunk, SnapshotStored, WeightsOffered, WeightsWanted, Welcome
+from libra_hpc.protocol.agents import (
+    Fatal,
+    Log,
+    SnapshotOffered,
+    SnapshotStored,
+    WeightsOffered,
+    WeightsWanted,
+    Welcome,
+)
 from libra_hpc.protocol.trainer import (
     Join,
     Joined,
@@ -234,7 +242,7 @@ def test_a_snapshot_of_all_processes_is_a_part_and_its_copy_goes_to_the_next_nod
     ((_, part),) = states(scene.node.keeper.own)
     assert folders.verify(part) == ""
     assert len(list(part.glob("snapshot-*.safetensors"))) == 2
-    assert scene.of(SnapshotChunk)
+    assert scene.of(SnapshotOffered)
 
 
 def test_offers_that_were_removed_are_reported_to_the_train_leader(here: Path) -> None:

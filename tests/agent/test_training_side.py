@@ -97,7 +97,7 @@ class Side:
     async def add(self, position: DataPosition) -> None:
         self.listed.append(position.step)
 
-    def send(self, rank: int, message: Any, blob: bytes = b"") -> None:
+    def send(self, rank: int, message: Any) -> None:
         """In the loop's next turn, as the mesh does it."""
         asyncio.get_running_loop().call_soon(self.deliver, rank, message)
 

@@ -53,7 +53,7 @@ class Scene:
             config,
             self.run,
             1,
-            lambda rank, message, blob=b"", done=None: self.sent.append(message),
+            lambda rank, message: self.sent.append(message),
             Welcome(0, "", 0, ()),
             folder,
             self.shm,

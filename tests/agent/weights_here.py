@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from libra_hpc.models.tensors import Shapes
-from libra_hpc.protocol.carriers import PolicySaved, Publish, SavePolicy
+from libra_hpc.protocol.carriers import Peer, PolicySaved, Publish, SavePolicy
 from libra_hpc.simulated.state import image_shapes, offer
 from libra_hpc.weights.image import IMAGE_FILE, Image, pin, write_pinned
 from libra_hpc.weights.pieces import WHOLE, offer_path, payload_path, read_offer
@@ -22,6 +22,7 @@ class WrittenImage:
         self.told: list[int | None] = []
         """Versions that all live engines were said to have."""
         self.wire_s = self.image_s = 0.0
+        self.peer = Peer(0, ("127.0.0.1",), 9)
         self._wanted: tuple[SavePolicy, Callable[[PolicySaved], None]] | None = None
 
     @property

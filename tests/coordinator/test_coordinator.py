@@ -60,7 +60,7 @@ class Scene:
             config or RunConfig(),
             self.run,
             1,
-            lambda rank, message, blob=b"": self.sent.append((rank, message)),
+            lambda rank, message: self.sent.append((rank, message)),
             Welcome(step, "", 0, ()),
             tmp_path,
             tmp_path,

@@ -36,7 +36,7 @@ def admitted(world: World) -> Admitted:
 async def serving(run: RunDir, answer: Answer) -> AsyncIterator[tuple[DoorRecord, list[Mesh], list[tuple[int, Any]]]]:
     """Two ranks of a run, the record of their door, their ends of the mesh, and what they receive."""
     ranks, received = worlds(), list[tuple[int, Any]]()
-    meshes = [Mesh(world, lambda source, message, blob: received.append((source, message))) for world in ranks]
+    meshes = [Mesh(world, lambda source, message: received.append((source, message))) for world in ranks]
     meshes[0].admit = lambda frame: door.encode(answer(ranks[0]))
     tasks = [asyncio.create_task(mesh.run()) for mesh in meshes]
     async with asyncio.timeout(30.0):
@@ -50,7 +50,7 @@ async def test_a_guest_that_was_admitted_talks_with_every_rank_that_it_was_annou
     async with serving(RunDir(tmp_path), admitted) as (record, meshes, received):
         world, addresses = await knock(RunDir(tmp_path), record, "")
         heard = list[tuple[int, Any]]()
-        guest = Mesh(world, lambda source, message, blob: heard.append((source, message)))
+        guest = Mesh(world, lambda source, message: heard.append((source, message)))
         task = asyncio.create_task(guest.run())
         for rank in (0, 1):
             guest.send(rank, RankLost(rank))
@@ -71,7 +71,7 @@ async def test_a_guest_cannot_pose_as_a_rank_of_the_run(tmp_path: Path) -> None:
     async with serving(RunDir(tmp_path), admitted) as (record, _, received):
         world, _ = await knock(RunDir(tmp_path), record, "")
         posing = msgspec.structs.replace(world, rank=1)
-        mesh = Mesh(posing, lambda source, message, blob: None)
+        mesh = Mesh(posing, lambda source, message: None)
         mesh.send(0, RankLost(0))
         await until(lambda: mesh._links[0].broken)
         assert not received

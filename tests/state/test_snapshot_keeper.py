@@ -4,22 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from libra_hpc.protocol.agents import KeepSnapshot, SnapshotChunk, SnapshotStored, SnapshotWanted
+from libra_hpc.protocol.agents import KeepSnapshot, SnapshotOffered, SnapshotStored, SnapshotWanted
+from libra_hpc.protocol.carriers import Peer
 from libra_hpc.protocol.trainer import SnapshotFailed, SnapshotTaken, TakeSnapshot
 from libra_hpc.state import snapshot_keeper as module
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.snapshot_keeper import SnapshotKeeper, held
 from libra_hpc.state.snapshots import holders
+from libra_hpc.weights.offers import OfferStore
+from libra_hpc.weights.parts import pull_part
+from libra_hpc.weights.server import CarrierServer, ImageSource
+from libra_hpc.weights.wire import Caller
 
 from .saved import flip
 
 CORE = (1, 2, 3)
+SECRET = b"of the run"
+
+
+class PartServer:
+    """What a node's carrier does for parts of snapshots, in threads of this process."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.peer: Peer | None = Peer(rank, ("127.0.0.1",), listener.getsockname()[1])
+        CarrierServer(listener, SECRET, OfferStore(0), cast(ImageSource, None), folder).start()
+        self._caller = Caller(rank, SECRET)
+
+    async def pull_part(self, peer: Peer, source: str, target: Path) -> str:
+        try:
+            await asyncio.to_thread(pull_part, self._caller, peer, source, target)
+        except OSError as error:
+            return str(error)
+        return ""
 
 
 class Ring:
@@ -31,24 +55,28 @@ class Ring:
         self.lost: set[int] = set()
         self.keepers = {
             rank: SnapshotKeeper(
-                folder / str(rank), rank, start, leader=1, successor=holders(CORE)[rank], send=self.send
+                folder / str(rank),
+                rank,
+                start,
+                leader=1,
+                successor=holders(CORE)[rank],
+                send=self.send,
+                carrier=PartServer(folder / str(rank), rank),
             )
             for rank in CORE
         }
 
-    def send(self, rank: int, message: Any, blob: bytes = b"", done: Callable[[bool], None] | None = None) -> None:
-        asyncio.get_running_loop().call_soon(self.deliver, rank, message, blob, done)
+    def send(self, rank: int, message: Any) -> None:
+        asyncio.get_running_loop().call_soon(self.deliver, rank, message)
 
-    def deliver(self, rank: int, message: Any, blob: bytes, done: Callable[[bool], None] | None) -> None:
-        if done is not None:
-            done(rank not in self.lost)
+    def deliver(self, rank: int, message: Any) -> None:
         if rank in self.lost:
             return
         match message:
             case SnapshotStored():
                 self.stored.append(message)
-            case SnapshotChunk():
-                self.keepers[rank].chunk(message, blob)
+            case SnapshotOffered():
+                self.keepers[rank].on_offered(message)
             case SnapshotWanted():
                 self.keepers[rank].on_wanted(message)
 
@@ -76,10 +104,7 @@ def both(*steps: int, start: str = "attempt-1-7") -> tuple[str, ...]:
     return tuple(f"{kind}/step-{step:08d}.{start}" for kind in ("copies", "own") for step in steps)
 
 
-async def test_every_node_has_its_part_and_a_copy_of_the_one_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "CHUNK_BYTES", 70_001)
+async def test_every_node_has_its_part_and_a_copy_of_the_one_before_it(tmp_path: Path) -> None:
     ring = Ring(tmp_path)
 
     await ring.take_all(4)
@@ -143,7 +168,9 @@ async def test_a_part_that_is_damaged_is_fetched_again_and_one_without_a_copy_is
 
     (part / folders.MANIFEST_FILE).unlink()
     assert held(tmp_path / "2") == (f"copies/{name}",)
-    alone = SnapshotKeeper(tmp_path / "2", 2, "attempt-1-9", leader=2, successor=None, send=again.send)
+    alone = SnapshotKeeper(
+        tmp_path / "2", 2, "attempt-1-9", leader=2, successor=None, send=again.send, carrier=again.keepers[2]._carrier
+    )
     with pytest.raises(OSError, match=r"is damaged: manifest\.json is missing"):
         await alone.restore(name, None)
     assert not part.exists()

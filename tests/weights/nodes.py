@@ -34,13 +34,14 @@ class CarrierNode:
         shapes: Mapping[str, tuple[int, ...]],
         secret: bytes = SECRET,
         http_port: int = 0,
+        parts: str = "",
         pull_bytes_per_s: float = 0.0,
     ) -> None:
         """In a folder that has files of an earlier one it goes on with them, as an agent's next carrier does."""
         self.rank, self.folder = rank, folder
         folder.mkdir(exist_ok=True)
         own = (rank, str(folder), "127.0.0.1", secret, "", dict(shapes), "BF16")
-        config = CarrierConfig(*own, http_port, 1e9, pull_bytes_per_s)
+        config = CarrierConfig(*own, http_port, 1e9, parts, pull_bytes_per_s)
         (folder / "carrier.json").write_bytes(msgspec.json.encode(config))
         path = folder / "socket"
         path.unlink(missing_ok=True)

@@ -8,8 +8,8 @@ import pytest
 
 from libra_hpc.protocol.carriers import ImageHere, PieceRefused, Stalled, VersionHere
 from libra_hpc.weights.transport.token_bucket import BURST_S
+from tests.weights.chain import SHAPES, Chain, here
 from tests.weights.nodes import CarrierNode, node_folders
-from tests.weights.test_carrier import SHAPES, Chain, here
 
 
 @pytest.mark.parametrize("bytes_per_s", [4e6, 32e6])

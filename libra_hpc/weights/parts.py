@@ -1,0 +1,145 @@
+"""Parts of snapshots on the wire of weights: a folder of a node, as files that another node pulls side by side.
+
+Names are ``own/NAME`` and ``copies/NAME`` below the node's folder of snapshots (`libra_hpc.state.snapshot_keeper`).
+
+- A manifest is asked for -> the names and sizes of the part's files; nothing of a guest's request is answered.
+- A connection broke -> the file goes on at its last byte; nothing came for `GIVE_UP_S` -> `OSError`.
+
+What came is checked by the part's own manifest, which has the checksums with which its files were written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from libra_hpc.errors import error_text
+from libra_hpc.protocol.carriers import Peer
+
+from .wire import Absent, Caller, Fetch, WireError
+
+PART = "part "
+"""Begins the owner of a `Fetch` that is none of weights."""
+KINDS = ("own", "copies")
+STREAMS = 4
+"""Files at a time: as many streams as an offer has."""
+RETRY_S = 0.5
+GIVE_UP_S = 10.0
+"""Without a byte: a busy node pauses for seconds, and a carrier that ended is there again at another port."""
+
+Listing = dict[str, int]
+"""Bytes of every file, by its name."""
+
+
+class Served(Protocol):
+    """What a server sends: an offer of weights, or a part."""
+
+    manifest: bytes
+    file: int
+    start: int
+    """Where the bytes begin in ``file``."""
+    size: int
+    removed: bool
+
+    def available(self, begin: int, end: int, wait_s: float = 0.0) -> int:
+        """End of what is there of [begin, end)."""
+
+
+class _Part:
+    """The listing of a part (``file`` -1), or one of its files."""
+
+    start, removed = 0, False
+
+    def __init__(self, manifest: bytes, file: int, size: int) -> None:
+        self.manifest, self.file, self.size = manifest, file, size
+
+    def available(self, begin: int, end: int, wait_s: float = 0.0) -> int:
+        return end
+
+
+@contextlib.contextmanager
+def served_part(folder: Path, owner: str) -> Iterator[Served]:
+    """What ``owner`` names; raises `Absent` for anything else than a part or a file of one."""
+    names = owner.removeprefix(PART).split("/")
+    if not 2 <= len(names) <= 3 or names[0] not in KINDS or any(not _plain(name) for name in names):
+        raise Absent(f"{owner!r} is no part of a snapshot")
+    path = folder.joinpath(*names)
+    try:
+        if len(names) == 2:
+            listing = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
+            yield _Part(msgspec.json.encode(listing), -1, 0)
+            return
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise Absent(error_text(error)) from error
+    try:
+        yield _Part(b"", file, os.fstat(file).st_size)
+    finally:
+        os.close(file)
+
+
+def pull_part(caller: Caller, peer: Peer, source: str, target: Path) -> None:
+    """Get a part into a new folder; raises `OSError` when it does not come, or where there is no room."""
+    owner = f"{PART}{source}"
+    try:
+        listing = msgspec.json.decode(_listing(caller, peer, owner), type=Listing)
+        if not all(map(_plain, listing)):
+            raise WireError(f"rank {peer.rank} lists a file outside of the part")
+        target.mkdir(parents=True)
+        with ThreadPoolExecutor(STREAMS, thread_name_prefix="part") as threads:
+            pulls = [
+                threads.submit(_pull_file, caller, peer, f"{owner}/{name}", target / name, size)
+                for name, size in listing.items()
+            ]
+        for pull in pulls:
+            pull.result()
+    except (WireError, Absent, msgspec.DecodeError) as error:
+        raise OSError(f"rank {peer.rank}: {error}") from error
+
+
+def _listing(caller: Caller, peer: Peer, owner: str) -> bytes:
+    since = time.monotonic()
+    while True:
+        try:
+            return caller.manifest(peer, Fetch(-1, owner))
+        except (OSError, WireError) as error:
+            _pause(since, error)
+
+
+def _pull_file(caller: Caller, peer: Peer, owner: str, path: Path, size: int) -> None:
+    at, since = 0, time.monotonic()
+
+    def arrived(end: int) -> None:
+        nonlocal at, since
+        at, since = end, time.monotonic()
+
+    with path.open("xb+", buffering=0) as file:
+        if not size:
+            return
+        # Without room for a page of a map the process would end.
+        os.posix_fallocate(file.fileno(), 0, size)
+        with mmap.mmap(file.fileno(), size) as pages, memoryview(pages) as view:
+            while at < size:
+                try:
+                    caller.receive(peer, Fetch(-1, owner, at, size), view, arrived)
+                except (OSError, WireError) as error:
+                    _pause(since, error)
+
+
+def _pause(since: float, error: Exception) -> None:
+    """Before the next try; raises ``error`` when the last byte was long ago."""
+    if time.monotonic() - since > GIVE_UP_S:
+        raise error
+    time.sleep(RETRY_S)
+
+
+def _plain(name: str) -> bool:
+    return name == Path(name).name and name not in ("", ".", "..")

@@ -1,0 +1,102 @@
+"""Parts of snapshots between carriers: whole, past a broken link, and to nobody but nodes of the run."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from libra_hpc.protocol.carriers import PartPulled, Peer, PullPart
+from libra_hpc.protocol.joining import FIRST_GUEST, guest_secret
+from libra_hpc.weights import parts
+from libra_hpc.weights.offers import OfferStore
+from libra_hpc.weights.parts import PART, pull_part
+from libra_hpc.weights.server import CarrierServer, ImageSource
+from libra_hpc.weights.wire import Absent, Caller, Fetch
+from tests.weights.chain import SHAPES
+from tests.weights.nodes import SECRET, CarrierNode, FaultyLink, node_folders
+
+NAME = "step-00000004.attempt-1-7"
+FILES = {"trainer.json": b"{}", "empty": b"", "snapshot-00000.safetensors": bytes(range(256)) * 40_000}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a node that has a part."""
+    (part := tmp_path / "snapshots/own" / NAME).mkdir(parents=True)
+    for name, data in FILES.items():
+        (part / name).write_bytes(data)
+    (tmp_path / "snapshots/secret").write_text("none of a part")
+    return tmp_path / "snapshots"
+
+
+@pytest.fixture
+def peer(folder: Path) -> Iterator[Peer]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    CarrierServer(listener, SECRET, OfferStore(0), cast(ImageSource, None), folder).start()
+    yield Peer(1, ("127.0.0.1",), listener.getsockname()[1])
+    listener.close()
+
+
+def content(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def test_one_carrier_pulls_a_part_of_another_although_the_link_breaks(folder: Path, tmp_path: Path) -> None:
+    with node_folders() as nodes, ExitStack() as stack:
+        owner = CarrierNode(nodes / "1", 1, SHAPES, parts=str(folder))
+        copier = CarrierNode(nodes / "2", 2, SHAPES)
+        link = FaultyLink(owner.port, cut_at=3_000_000)
+        for one in (owner, copier, link):
+            stack.callback(one.close)
+        target = str(tmp_path / "copy")
+        copier.send(PullPart(Peer(1, ("127.0.0.1",), link.port), f"own/{NAME}", target))
+        assert copier.wait(PartPulled) == PartPulled(target)
+        assert content(Path(target)) == FILES
+
+
+def test_a_part_that_is_not_there_and_a_folder_without_room_are_errors(peer: Peer, tmp_path: Path) -> None:
+    caller = Caller(2, SECRET)
+    with pytest.raises(OSError, match="No such file"):
+        pull_part(caller, peer, "copies/step-00000009.x", tmp_path / "a")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="Not a directory"):
+        pull_part(caller, peer, f"own/{NAME}", tmp_path / "file/a")
+
+
+def test_a_peer_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "GIVE_UP_S", 0.1)
+    monkeypatch.setattr(parts, "RETRY_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(OSError, match="refused"):
+        pull_part(Caller(2, SECRET), Peer(1, ("127.0.0.1",), port), f"own/{NAME}", tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "own", "secret", "../snapshots/own", "own/..", f"own/{NAME}/../../../secret", f"own/{NAME}/a/b", "own//x"],
+)
+def test_nothing_else_is_served(peer: Peer, name: str) -> None:
+    for end in (-1, 5):
+        with pytest.raises(Absent, match="is no part of a snapshot"):
+            Caller(2, SECRET).receive(
+                peer, Fetch(-1, f"{PART}{name}", 0, end), memoryview(bytearray(5)), lambda to: None
+            )
+
+
+def test_a_link_in_a_part_leads_nowhere(peer: Peer, folder: Path) -> None:
+    (folder / "own" / NAME / "link").symlink_to(folder / "secret")
+    with pytest.raises(Absent):
+        Caller(2, SECRET).receive(
+            peer, Fetch(-1, f"{PART}own/{NAME}/link", 0, 5), memoryview(bytearray(5)), lambda to: None
+        )
+
+
+def test_a_guest_gets_weights_alone(peer: Peer) -> None:
+    with pytest.raises(Absent, match="no snapshots are served here"):
+        Caller(FIRST_GUEST, guest_secret(SECRET)).manifest(peer, Fetch(-1, f"{PART}own/{NAME}"))
