@@ -20,7 +20,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.engine.measure_steps import Calibrator, MeasurementPlan
 from libra_hpc.engine.offline import OfflineEngine
 from libra_hpc.engine.settings import EngineConfig
-from libra_hpc.engine.staged_update import POLL_S
+from libra_hpc.engine.update.staged_update import POLL_S
 from libra_hpc.errors import OperationError
 from libra_hpc.models.devices import Device
 from libra_hpc.models.memory import TrainLayout, train_memory

@@ -19,8 +19,8 @@ import numpy as np
 
 from bench.harness import Figures, Options, median, options, progress, report
 from bench.weights import sockets
+from libra_hpc.checksum import crc32
 from libra_hpc.protocol.carriers import ImageHere, Publish, VersionHere
-from libra_hpc.weights.checksum import crc32
 from libra_hpc.weights.delta import dense, encoding_for, marked
 from libra_hpc.weights.pieces import WHOLE, TensorBlock, write_offer
 from tests.weights.nodes import CarrierNode, bits

@@ -5,7 +5,7 @@
 - On the train leader's node, with ``rollout.weights_port`` -> `weights.json` has what another cluster needs to pull.
 - It ended -> another one goes on with the image; nodes behind it go on with another node.
 - A checkpoint is asked for -> it writes the policy; another carrier is asked again.
-- A part of a snapshot is wanted -> it pulls it; another carrier begins anew.
+- A part of a snapshot is wanted -> it pulls it; another carrier begins again.
 - It ends more often than `RestartBudget` allows -> all ranks restart.
 """
 

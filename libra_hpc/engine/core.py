@@ -32,10 +32,10 @@ from libra_hpc.weights.weightfile import WeightFileError, folder_shapes
 
 from .kv_room import KvRoom
 from .settings import EngineConfig, engine_arguments
-from .staged_update import POLL_S, StagedUpdate
 from .stats import EngineCounters
 from .steplog import BatchWatch, StepLog, StepLogHeader
 from .turns import TurnInFlight, TurnRejected, read_prompt, sampling
+from .update.staged_update import POLL_S, StagedUpdate
 from .warm_up import profile
 
 SLEEP_LEVEL = 2

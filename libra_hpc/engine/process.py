@@ -42,8 +42,8 @@ from libra_hpc.weights.weightfile import WeightFileError
 
 from .core import DuplicateRequest, RolloutEngine
 from .settings import EngineConfig
-from .staged_update import POLL_S, CannotStage
 from .stats import IDLE_INTERVAL_S, Pacer
+from .update.staged_update import POLL_S, CannotStage
 
 HANGUP_GRACE_S = 10.0
 """Seconds between the loss of the agent and the watcher's exit: longer than a step and an orderly shutdown."""

@@ -11,7 +11,7 @@ from typing import Any
 from libra_hpc.process.reaper import die_with
 
 from .kv_room import release_pages
-from .staging import Staging
+from .update.staging import Staging
 
 
 class WorkerExtension:

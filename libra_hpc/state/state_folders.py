@@ -21,8 +21,8 @@ from pathlib import Path
 
 import msgspec
 
+from libra_hpc.checksum import file_crc32
 from libra_hpc.protocol.agents import StepReport
-from libra_hpc.weights.checksum import file_crc32
 
 from .data_order import DataOrder
 

@@ -32,6 +32,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from libra_hpc.checksum import crc32
 from libra_hpc.errors import error_text
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import hf_shapes
@@ -53,7 +54,6 @@ from libra_hpc.protocol.carriers import (
 )
 from libra_hpc.protocol.codec import EngineSocket
 
-from .checksum import crc32
 from .image import IMAGE_FILE, Image, pin, reading, write_pinned
 from .offers import HeldOffer, OfferStore
 from .parts import pull_part

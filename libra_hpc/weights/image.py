@@ -24,10 +24,10 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 
+from libra_hpc.checksum import crc32
 from libra_hpc.errors import error_text
 from libra_hpc.files import write_atomic
 
-from .checksum import crc32
 from .delta import compiled, overwrite
 from .pieces import GAPS, VALUES, WHOLE, Offer, TensorBlock, WeightPiece, elements, offer_fault, piece_values
 from .weightfile import FLOATS, WeightFileError, file_header

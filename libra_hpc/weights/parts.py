@@ -39,7 +39,7 @@ Listing = dict[str, int]
 """Bytes of every file, by its name."""
 
 
-class Served(Protocol):
+class SentBytes(Protocol):
     """What a server sends: an offer of weights, or a part."""
 
     manifest: bytes
@@ -66,7 +66,7 @@ class _Part:
 
 
 @contextlib.contextmanager
-def served_part(folder: Path, owner: str) -> Iterator[Served]:
+def served_part(folder: Path, owner: str) -> Iterator[SentBytes]:
     """What ``owner`` names; raises `Absent` for anything else than a part or a file of one."""
     names = owner.removeprefix(PART).split("/")
     if not 2 <= len(names) <= 3 or names[0] not in KINDS or any(not _plain(name) for name in names):

@@ -25,11 +25,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from libra_hpc.checksum import crc32
 from libra_hpc.errors import error_text
 from libra_hpc.files import write_atomic
 from libra_hpc.models.tensors import Shapes
 
-from .checksum import crc32
 from .weightfile import WeightFileError
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
+from libra_hpc.checksum import crc32, crc32_combine
 from libra_hpc.errors import error_text
 from libra_hpc.protocol.carriers import Peer, PieceRefused, Publish
 
-from .checksum import crc32, crc32_combine
 from .offers import ArrivingOffer
 from .pieces import WeightPiece
 from .server import IMAGE

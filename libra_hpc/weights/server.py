@@ -20,11 +20,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+from libra_hpc.checksum import crc32
 from libra_hpc.protocol.joining import is_guest
 
-from .checksum import crc32
 from .offers import HeldOffer, OfferStore
-from .parts import PART, Served, served_part
+from .parts import PART, SentBytes, served_part
 from .wire import (
     ABSENT,
     CRC32,
@@ -96,7 +96,7 @@ class CarrierServer:
             except OSError:
                 pass  # the caller left, or does not read
 
-    def _answer(self, stream: socket.socket, rank: int, fetch: Fetch) -> Served | None:
+    def _answer(self, stream: socket.socket, rank: int, fetch: Fetch) -> SentBytes | None:
         try:
             with self._found(stream, rank, fetch) as offer:
                 if fetch.end < 0:
@@ -113,7 +113,7 @@ class CarrierServer:
             return None
 
     @contextlib.contextmanager
-    def _found(self, stream: socket.socket, rank: int, fetch: Fetch) -> Iterator[Served]:
+    def _found(self, stream: socket.socket, rank: int, fetch: Fetch) -> Iterator[SentBytes]:
         if fetch.owner.startswith(PART):
             if self._parts is None or is_guest(rank):
                 raise Absent("no snapshots are served here")
@@ -135,7 +135,7 @@ class CarrierServer:
             stream.sendall(HEADER.pack(WAITING, 0))
         yield found
 
-    def _send_range(self, stream: socket.socket, offer: Served, begin: int, end: int) -> None:
+    def _send_range(self, stream: socket.socket, offer: SentBytes, begin: int, end: int) -> None:
         while begin < end:
             available = offer.available(begin, end, WAITING_S)
             if available > begin:

@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from libra_hpc.checksum import crc32
 from libra_hpc.protocol.carriers import Peer
 from libra_hpc.protocol.joining import guest_secret, is_guest
 
-from .checksum import crc32
 from .transport.token_bucket import BandwidthPace
 
 MANIFEST, DATA, WAITING, ABSENT = range(4)

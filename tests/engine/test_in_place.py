@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from libra_hpc.engine.in_place import InPlace
+from libra_hpc.engine.update.in_place import InPlace
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.weights.blocks import engine_slices
 
@@ -77,7 +77,7 @@ def test_what_the_device_lost_or_never_got_is_copied_whole(when: str) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_an_image_reaches_the_parameters_as_it_would_by_exchange(tp: int, tmp_path: Path) -> None:
     """The whole way of a worker, without vLLM's model: version 3 is that of version 1 again."""
-    from libra_hpc.engine.staging import Staging
+    from libra_hpc.engine.update.staging import Staging
 
     (tmp_path / "new").mkdir()
     old, new = make_model(tmp_path, 1), make_model(tmp_path / "new", 2)

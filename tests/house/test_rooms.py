@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .sources import ROOT, imports, name, sources
 
-FREE = {"errors", "files", "user_file", "compiled"}
+FREE = {"errors", "files", "user_file", "compiled", "checksum"}
 """Modules beside the rooms that every room may import."""
 ABOVE = {"api"}
 """Stands above all rooms, and above the verbs."""

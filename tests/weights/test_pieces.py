@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from libra_hpc.weights.checksum import crc32_combine
+from libra_hpc.checksum import crc32_combine
 from libra_hpc.weights.pieces import (
     GAPS,
     WHOLE,

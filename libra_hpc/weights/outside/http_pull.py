@@ -24,10 +24,10 @@ from pathlib import Path
 
 import msgspec
 
+from libra_hpc.checksum import crc32
 from libra_hpc.files import write_atomic
 from libra_hpc.models.architecture import Architecture
 from libra_hpc.weights.blocks import engine_slices, overlap
-from libra_hpc.weights.checksum import crc32
 from libra_hpc.weights.image import Image, reading
 from libra_hpc.weights.pieces import WHOLE, Offer, TensorBlock, WeightPiece, decode_offer
 from libra_hpc.weights.served_weights import ServedDelta, ServedVersion, image_target, offer_target

@@ -1,0 +1,1 @@
+"""New weights in an engine: staged beside its steps, switched in one pause."""
