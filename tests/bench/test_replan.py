@@ -134,7 +134,7 @@ def test_the_live_planner_leaves_a_bad_split_and_its_outcomes_are_judged() -> No
     assert all(d.nodes and d.candidates and d.triggers for d in moves.decisions)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_no_drift_and_the_best_split_moves_nothing() -> None:
     work = drifting(steady, 120, SITE.prompts, SITE.group, seed=5)
     probe = work[: 24 * SITE.prompts * SITE.group]
@@ -144,6 +144,7 @@ def test_no_drift_and_the_best_split_moves_nothing() -> None:
     assert rule.evaluations > 100
 
 
+@pytest.mark.chaos
 def test_a_curriculum_is_followed() -> None:
     work = drifting(lambda step: curriculum(step + 24), 64, SITE.prompts, SITE.group, seed=6)
     done = play(SITE, work, Live(SETTINGS, SITE), 3, seed=6)
