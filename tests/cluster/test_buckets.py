@@ -31,7 +31,7 @@ def status(case: Case) -> dict[str, Any]:
 def test_engines_of_tp_1_and_tp_2_serve_one_run(cluster: ClusterInfo, policy: Path, tmp_path: Path) -> None:
     case = Case(tmp_path, policy, "slurm", steps=STEPS, hybrid=0, rollout=2, tp=[1, 2])
     # One turn at a time at each engine, so that no class alone can take them all.
-    run = case.submit("-o", "rollout.max_inflight=1")
+    run = case.submit("-o", "rollout.max_inflight=1", "-o", "deadlines.floor_s=600")
     # An engine of two processes starts much later than one of one; without a trainer the run waits for it at the
     # staleness bound.
     case.wait(lambda: case.events("member_joined"), "the trainer")

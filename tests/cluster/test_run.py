@@ -128,7 +128,7 @@ def test_the_planner_moves_a_node_and_its_new_replica_may_die(policy: Path, tmp_
 def test_a_core_replica_of_two_nodes_restarts_from_its_snapshot_and_two_of_one_node_go_on_from_its_checkpoint(
     cluster: ClusterInfo, policy: Path, tmp_path: Path
 ) -> None:
-    case = Case(tmp_path, policy, "slurm", steps=60, hybrid=0)
+    case = Case(tmp_path, policy, "slurm", steps=24, hybrid=0)
     # One replica, a stage on each node.
     keys = (
         "components.train.nodes=2",
@@ -146,7 +146,7 @@ def test_a_core_replica_of_two_nodes_restarts_from_its_snapshot_and_two_of_one_n
     shutil.rmtree(kept_folder(run.path, 2) / "own")
     os.kill(victim, signal.SIGKILL)
     assert case.ended() == "completed"
-    trained_once(run, 60)
+    trained_once(run, 24)
     (recovered,) = case.events("recovered")
     assert recovered["step"] >= 2
     assert "snapshot" in recovered["source"]
@@ -154,11 +154,11 @@ def test_a_core_replica_of_two_nodes_restarts_from_its_snapshot_and_two_of_one_n
     assert {event["attempt"] for event in case.events("job_started")} == {1}, "inside the job"
     assert {line["replicas"] for line in read_lines(run.metrics)} == {1}
     # Two replicas on one node.
-    layout = ("components.train.nodes=1", "train.pp=1", "train.processes=2", "run.steps=62")
+    layout = ("components.train.nodes=1", "train.pp=1", "train.processes=2", "run.steps=26")
     case.resume(*(part for key in layout for part in ("-o", key)))
     assert case.ended() == "completed"
-    trained_once(run, 62)
-    assert [line["replicas"] for line in read_lines(run.metrics)] == [1] * 60 + [2] * 2
+    trained_once(run, 26)
+    assert [line["replicas"] for line in read_lines(run.metrics)] == [1] * 24 + [2] * 2
 
 
 def test_two_hybrid_nodes_are_one_replica_that_dies_and_begins_anew_as_one(
