@@ -40,6 +40,9 @@ def lend(
     give: Annotated[str, typer.Option("--give", metavar="WHAT", help="idle, or slack: also beside users.")] = "idle",
     hours: Annotated[str, typer.Option("--hours", metavar="FROM-TO", help="Such as 20-08; default: always.")] = "",
     memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="Of each GPU, such as 30GiB.")] = "",
+    headroom: Annotated[
+        float, typer.Option("--headroom", min=0.0, max=0.49, metavar="SHARE", help="Of the server's KV, to stay free.")
+    ] = 0.0,
     tp: Annotated[int, typer.Option("--tp", min=0, metavar="N", help="GPUs of an engine; default: the run's.")] = 0,
     engines: Annotated[int, typer.Option("--engines", min=1, metavar="N", help="Engines of a guest.")] = 1,
     runs: Annotated[Path | None, typer.Option("--runs", metavar="DIR", help="Folder of runs that may borrow.")] = None,
@@ -50,7 +53,7 @@ def lend(
     if give not in GIVES:
         raise invalid("--give", give, "unknown value", GIVES)
     Hours.parse(hours)
-    terms = LendTerms(limits.ttft_s, limits.tpot_s, give, hours, memory_mib(memory), tp, engines)
+    terms = LendTerms(limits.ttft_s, limits.tpot_s, give, hours, memory_mib(memory), tp, engines, headroom)
     if runs is None or not runs.is_dir():
         raise invalid("--runs", str(runs or ""), "no such folder", "the folder of the runs that may borrow")
     if not command:

@@ -242,6 +242,11 @@ class RolloutEngine:
         self._counters.update_s += seconds
         return WeightsApplied(version, seconds, self._staged.seconds, recomputed)
 
+    def follow_server(self) -> list[Generated]:
+        """Give KV memory back that the server of this device needs, or take it again; returns requests that ended."""
+        share = 1.0 if self._gate is None else self._gate.kv_share(self._version)
+        return [] if share == self._kv.share else self.set_kv_share(share)
+
     def set_kv_share(self, share: float) -> list[Generated]:
         """Use this share of the KV caches, 0..1, from now on; returns the requests that had to end for it."""
         ended: list[Generated] = []

@@ -116,6 +116,7 @@ class _Loop:
             started = time.monotonic()
         if self._worker_died.is_set():
             raise _WorkerDied("a vLLM worker process died.")
+        self._socket.send_many(engine.follow_server())
         work = engine.busy
         if work and not engine.may_step():
             self._pause(engine)

@@ -2,6 +2,7 @@
 
 - The gate is closed and there is work -> no step begins, and the seconds count as paused.
 - Closed for `STANDS_STILL_S` with work -> the engine *stands still*: its turns are wanted back.
+- The owner wants headroom -> the share of its KV caches that the engine may use follows the server's use (`KvShare`).
 - It stood still, and the gate has been open for `REOPEN_S` -> it takes turns again.
 """
 
@@ -13,6 +14,7 @@ from typing import Annotated, Literal, Protocol
 
 import msgspec
 
+from libra_hpc.policies.serving.kv_share import KvShare, KvShareRule
 from libra_hpc.policies.serving.step_cost import StepWork
 from libra_hpc.policies.serving.step_gate import GateLimits, Reason, StepGate
 
@@ -38,6 +40,10 @@ class GateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     give: Literal["idle", "slack"] = "idle"
     share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.2
     """Of ``ttft_s``: the longest step."""
+    headroom: Annotated[float, msgspec.Meta(ge=0, lt=0.5)] = 0.0
+    """Share of the server's KV caches below which the engine gives memory back; 0: it keeps what it has."""
+    thaw_s: Positive = 10.0
+    """As in `KvShareRule`."""
 
 
 class Scheduler(Protocol):
@@ -66,6 +72,7 @@ class GatedSteps:
         self._page, self._scheduler, self._batches, self._clock = Page(config.page), scheduler, batches, clock
         self._most = scheduler.max_num_scheduled_tokens
         self._gate = StepGate(GateLimits(config.ttft_s, config.tpot_s, config.give, config.share))
+        self._kv = KvShare(KvShareRule(headroom=config.headroom, thaw_s=config.thaw_s)) if config.headroom else None
         self._paused_at: float | None = None
         self._closed_at: float | None = None
         self._opened_at: float | None = None
@@ -87,6 +94,13 @@ class GatedSteps:
             self._scheduler.max_num_scheduled_tokens = min(tokens, self._most)
         self._watch(now, work, closed=not tokens)
         return tokens > 0
+
+    def kv_share(self, step: int) -> float:
+        """What the engine may use of its KV caches now; ``step``: training steps of the run."""
+        if self._kv is None:
+            return 1.0
+        self._kv.decide(self._page.read().kv_use, step, self._clock())
+        return self._kv.share
 
     def _watch(self, now: float, work: bool, closed: bool) -> None:
         if closed:

@@ -25,10 +25,10 @@ from libra_hpc.policies.serving.serving_view import ServingView
 MAGIC, FORMAT = b"LIBRASRV", 1
 PAGE_BYTES, SLOT_BYTES, SLOTS = 4096, 64, 64
 HEAD = struct.Struct("<8sII")
-SLOT = struct.Struct("<IIQIIQQQQI")
+SLOT = struct.Struct("<IIQIIQQQQII")
 """Process id (0: free), sequence (odd while it is written), `time.monotonic_ns` of the write, requests served, those of
 them that wait, `monotonic_ns` of the oldest arrival of the waiting and of the oldest last token (0: none), bytes of the
-bodies of the waiting, requests so far, low bits of the tokens so far."""
+bodies of the waiting, requests so far, low bits of the tokens so far, thousandths of its KV caches in use."""
 TRIES = 64
 """Reads of a slot until it is torn; writing one takes some microseconds."""
 ENDED_S = 2.0
@@ -60,7 +60,7 @@ class Page:
     def read(self) -> ServingView:
         """What all processes of the server do, in seconds of `time.monotonic`."""
         closed = bool(HEAD.unpack_from(self._map)[2])
-        written, served, waiting, arrival, token, waiting_bytes, requests = inf, 0, 0, inf, inf, 0, 0
+        written, served, waiting, arrival, token, waiting_bytes, requests, kv_use = inf, 0, 0, inf, inf, 0, 0, 0.0
         for offset in range(SLOT_BYTES, PAGE_BYTES, SLOT_BYTES):
             if self._map[offset : offset + 4] == b"\0\0\0\0":
                 continue
@@ -71,6 +71,7 @@ class Page:
             served, waiting = served + slot.served, waiting + slot.waiting
             arrival, token = min(arrival, slot.arrival), min(token, slot.last_token)
             waiting_bytes, requests = waiting_bytes + slot.waiting_bytes, requests + slot.requests
+            kv_use = max(kv_use, slot.kv_use)
         return ServingView(
             closed=closed,
             written=written if written < inf else -inf,
@@ -80,12 +81,13 @@ class Page:
             last_token=token,
             waiting_bytes=waiting_bytes,
             requests=requests,
+            kv_use=kv_use,
         )
 
     def _slot(self, offset: int) -> ServingView | None:
         """One process; None for one that has ended."""
         for _ in range(TRIES):
-            pid, sequence, written, served, waiting, arrival, token, size, total, _ = SLOT.unpack(
+            pid, sequence, written, served, waiting, arrival, token, size, total, _, kv_use = SLOT.unpack(
                 self._map[offset : offset + SLOT.size]
             )
             if not sequence % 2 and self._map[offset : offset + 8] == struct.pack("<II", pid, sequence):
@@ -102,6 +104,7 @@ class Page:
             last_token=token * NS if token else inf,
             waiting_bytes=size,
             requests=total,
+            kv_use=kv_use / 1000,
         )
 
 
@@ -118,7 +121,8 @@ class PageWriter:
         self._put(self._sequence + 1)
         times = (round(time / NS) if -inf < time < inf else 0 for time in (view.written, view.arrival, view.last_token))
         written, arrival, token = times
-        counts = (view.served, view.waiting, arrival, token, view.waiting_bytes, view.requests, 0)
+        last = (view.waiting_bytes, view.requests, 0, round(1000 * view.kv_use))
+        counts = (view.served, view.waiting, arrival, token, *last)
         SLOT.pack_into(self._map, self._offset, self._pid, self._sequence + 1, written, *counts)
         self._sequence = (self._sequence + 2) % (1 << 32)
         self._put(self._sequence)

@@ -72,6 +72,8 @@ class LendTerms(msgspec.Struct, frozen=True):
     tp: int = 0
     """GPUs of an engine; 0: as the run has it."""
     engines: int = 1
+    headroom: float = 0.0
+    """As in `GateConfig`."""
 
     @property
     def slo(self) -> str:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,37 @@ from libra_hpc.lender.page import Page
 
 pytest.importorskip("starlette")
 httpx = pytest.importorskip("httpx")
+
+
+PLUGIN = """
+import asyncio, sys
+from vllm.v1.metrics.loggers import load_stat_logger_plugin_factories
+from vllm.v1.metrics.stats import SchedulerStats
+import libra_hpc_serving
+(kind,) = [one for one in load_stat_logger_plugin_factories() if one.__name__ == "KvUse"]
+for engine, used in ((0, 0.25), (1, 0.625)):
+    kind(None, engine).record(SchedulerStats(kv_cache_usage=used), None, engine_idx=engine)
+async def serve():
+    watch = libra_hpc_serving.Watch(None)
+    watch.begin()
+    print(sys.stdin.readline())
+asyncio.run(serve())
+"""
+
+
+@pytest.mark.slow
+def test_vllm_loads_the_plugin_and_the_page_has_the_use_of_the_fullest_engine(tmp_path: Path) -> None:
+    page = layout.Page.create(tmp_path / "page")
+    beside = str(Path(serving.__file__).parent)
+    environment = {**os.environ, serving.VARIABLE: str(tmp_path / "page"), "PYTHONPATH": beside}
+    command = [sys.executable, "-c", PLUGIN]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True) as server:
+        while not page.read().kv_use:
+            assert server.poll() is None
+            time.sleep(0.05)
+        assert page.read().kv_use == 0.625
+        server.communicate("end")
+    assert server.returncode == 0
 
 
 def test_both_sides_have_the_same_layout() -> None:

@@ -28,15 +28,17 @@ HEAD = struct.Struct("<8sII")
 """Slot 0, of the lender: `MAGIC`, `FORMAT`, and 1 while the owner gives nothing."""
 MAGIC, FORMAT = b"LIBRASRV", 1
 SLOT_BYTES, SLOTS = 64, 64
-SLOT = struct.Struct("<IIQIIQQQQI")
+SLOT = struct.Struct("<IIQIIQQQQII")
 """Slots 1 to 63, one per server process: its id (0: free), sequence (odd while it is written), `time.monotonic_ns` of
 the write, requests it serves, those of them that wait, `monotonic_ns` of the oldest arrival of the waiting and of the
 oldest last token (0: none), bytes of the bodies of the waiting, requests so far, low bits of the number of parts of
-answers so far."""
+answers so far, thousandths of its KV caches in use."""
 BEAT_S = 0.25
 """Half: twice the wake-ups of an idle server; double: the guest stops for a server that is only slow."""
 DEAD_S = 2.0
 """Without a write, until the slot of a process that has ended is free."""
+KV_USE: dict = {}  # type: ignore[type-arg]
+"""By number of the engine behind this process: share of its KV caches in use; written by `libra_hpc_serving_kv`."""
 ENDINGS = ("/completions", "/responses", "/messages", "/embeddings", "/generate", "/score", "/rerank", "/pooling")
 """Ends of the paths whose requests take the GPU."""
 
@@ -67,7 +69,7 @@ class Slot:
                 self.offset = next(free_slots(self.page), 0)
                 if not self.offset:
                     raise ValueError("all its slots are taken")
-                self.write(*[0] * 7)
+                self.write(*[0] * 8)
             finally:
                 # The map has a descriptor of its own, which would hold the lock.
                 fcntl.flock(file, fcntl.LOCK_UN)
@@ -200,4 +202,5 @@ class Watch:
             self.bytes,
             self.total,
             self.parts,
+            int(1000 * max(KV_USE.values(), default=0.0)),
         )

@@ -25,3 +25,5 @@ class ServingView(NamedTuple):
     """Of the bodies of the waiting requests."""
     requests: int = 0
     """In total."""
+    kv_use: float = 0.0
+    """Share of the server's KV caches in use, 0..1; 0 also where it does not say."""
