@@ -1,8 +1,8 @@
 """The gate in the process of a rollout engine: before each step it reads the page and sets the tokens of the step.
 
 - The gate is closed and there is work -> no step begins, and the seconds count as paused.
-- Closed for `STANDS_STILL_S` with work -> the engine *stands still*: its turns are wanted back.
 - The owner wants headroom -> the share of its KV caches that the engine may use follows the server's use (`KvShare`).
+- Closed with work for longer than its turns wait (`Pauses`) -> the engine *stands still*: they are wanted back.
 - It stood still, and the gate has been open for `REOPEN_S` -> it takes turns again.
 """
 
@@ -15,15 +15,16 @@ from typing import Annotated, Literal, Protocol
 import msgspec
 
 from libra_hpc.policies.serving.kv_share import KvShare, KvShareRule
+from libra_hpc.policies.serving.pauses import LONGEST_S, STAND_S, Pauses
 from libra_hpc.policies.serving.step_cost import StepWork
 from libra_hpc.policies.serving.step_gate import GateLimits, Reason, StepGate
 
 from .page import Page
 
-STANDS_STILL_S = 2.0
-"""Seconds.  Half: turns leave for a burst that is soon over, and are prefilled again; double: they wait as long."""
 REOPEN_S = 0.25
 """Seconds: between two requests of a server that is always busy the gate opens for less."""
+UNASKED_S = 1.0
+"""Seconds: an engine that did not ask for longer had nothing to do, and knows nothing of the gate in this time."""
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -44,6 +45,8 @@ class GateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Share of the server's KV caches below which the engine gives memory back; 0: it keeps what it has."""
     thaw_s: Positive = 10.0
     """As in `KvShareRule`."""
+    longest_s: Positive = LONGEST_S
+    """Most seconds that turns wait for the gate to open."""
 
 
 class Scheduler(Protocol):
@@ -73,6 +76,7 @@ class GatedSteps:
         self._most = scheduler.max_num_scheduled_tokens
         self._gate = StepGate(GateLimits(config.ttft_s, config.tpot_s, config.give, config.share))
         self._kv = KvShare(KvShareRule(headroom=config.headroom, thaw_s=config.thaw_s)) if config.headroom else None
+        self._pauses, self._asked_at = Pauses(config.longest_s), self._clock()
         self._paused_at: float | None = None
         self._closed_at: float | None = None
         self._opened_at: float | None = None
@@ -103,12 +107,20 @@ class GatedSteps:
         return self._kv.share
 
     def _watch(self, now: float, work: bool, closed: bool) -> None:
+        if now - self._asked_at > UNASKED_S:
+            self._closed_at = None
+        self._asked_at = now
         if closed:
             self._opened_at = None
-            self._closed_at = (now if self._closed_at is None else self._closed_at) if work else None
-            if self._closed_at is not None and now - self._closed_at >= STANDS_STILL_S:
+            if not (work or self.stands_still):
+                self._closed_at = None
+            elif self._closed_at is None:
+                self._closed_at = now
+            elif now - self._closed_at >= self._pauses.waits_s(STAND_S):
                 self.stands_still = True
         else:
+            if self._closed_at is not None:
+                self._pauses.paused(now - self._closed_at)
             self._closed_at = None
             self._opened_at = now if self._opened_at is None else self._opened_at
             if now - self._opened_at >= REOPEN_S:

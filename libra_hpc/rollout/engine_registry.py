@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from libra_hpc.policies.scheduling.availability import Availability
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import TurnView
 from libra_hpc.policies.scheduling.slow_engines import SlowEngines
@@ -38,10 +39,15 @@ class Held(NamedTuple):
 class EngineEntry:
     """One vLLM replica.  `inflight` maps a request id to the turn it runs."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, kv_tokens: int, since: float) -> None:
         self.rank, self.own = rank, not is_guest(rank)
+        self.kv_tokens = kv_tokens
+        """Of its whole KV cache."""
         self.inflight: dict[str, Held] = {}
-        self.draining = self.stands_still = False
+        self.draining = self.stands_still = self.paused = False
+        """``paused``: no step since the report before the last one."""
+        self.availability, self.since = Availability(), since
+        """Of a guest's engine, and when it was last counted."""
         self.stats: EngineStats | None = None
 
 
@@ -57,6 +63,8 @@ class EngineRegistry:
         self.of_guests = set[str]()
         """Names of all engines that guests had."""
         self.busy_s = 0.0
+        self._revoked, self._revoked_at = Availability(), self._clock()
+        """How often guests' engines were taken back or lost: one that returns has another name."""
         self._slow = SlowEngines()
         self._oldest = -1
         """Weight version below which an engine gets no turns."""
@@ -65,7 +73,7 @@ class EngineRegistry:
     def ready(self, engine: EngineState) -> None:
         capacity = engine.capacity
         assert capacity is not None
-        self.engines[engine.engine] = EngineEntry(engine.rank)
+        self.engines[engine.engine] = EngineEntry(engine.rank, capacity.kv_tokens, self._clock())
         if is_guest(engine.rank):
             self.of_guests.add(engine.engine)
         self._board.up(
@@ -82,6 +90,8 @@ class EngineRegistry:
         """Remove a lost engine; the returned entry has the turns that it still ran."""
         self._board.down(name)
         lost = self.engines.pop(name, None)
+        if lost is not None and not lost.draining:
+            self._count_revoked(lost)
         for rid in lost.inflight if lost is not None else ():
             self.turns.forget((name, rid))
         return lost
@@ -136,7 +146,7 @@ class EngineRegistry:
 
     def _set_open(self, name: str) -> None:
         engine = self.engines[name]
-        closed = engine.draining or engine.stands_still
+        closed = engine.draining or engine.stands_still or engine.paused
         self._board.set_open(name, not closed and self._board.engines[name].version >= self._oldest)
 
     def of(self, rank: int) -> list[str]:
@@ -144,6 +154,8 @@ class EngineRegistry:
 
     def drain(self, rank: int) -> None:
         for name in self.of(rank):
+            if not self.engines[name].draining:
+                self._count_revoked(self.engines[name])
             self.engines[name].draining = True
             self._board.set_open(name, False)
 
@@ -169,16 +181,22 @@ class EngineRegistry:
         return [name for name, engine in self.engines.items() if engine.own]
 
     def load(self, name: str, stats: EngineStats) -> bool:
-        """Take a report; returns whether the engine stands still, or goes on, since this one."""
+        """Take a report; returns whether the engine is paused, stands still, or goes on, since this one."""
         engine = self.engines.get(name)
         if engine is None:
             return False
         last = engine.stats
         if last is not None and stats.paused_s > last.paused_s:
             self.turns.discount(stats.paused_s - last.paused_s, [(name, rid) for rid in engine.inflight])
-        turned, engine.stands_still = engine.stands_still is not stats.stands_still, stats.stands_still
+        before = engine.stands_still, engine.paused
+        if not engine.own:
+            self._lent(name, engine, stats)
+        engine.stands_still = stats.stands_still
+        turned = before != (engine.stands_still, engine.paused)
         if turned:
             self._set_open(name)
+        if (room := int(stats.kv_share * engine.kv_tokens)) != self._board.engines[name].kv_capacity:
+            self._board.resize(name, room)
         if last is not None and stats.steps >= last.steps:
             if engine.own:
                 self.generated += stats.generated_tokens - last.generated_tokens
@@ -193,6 +211,31 @@ class EngineRegistry:
         while len(self._window) > 2 and now - self._window[0][0] > SPEED_WINDOW_S:
             self._window.popleft()
         return turned
+
+    def _lent(self, name: str, engine: EngineEntry, stats: EngineStats) -> None:
+        """What a report says of how much there is of a guest's engine; without turns it counts as open."""
+        now, last, found = self._clock(), engine.stats or stats, engine.availability
+        passed, paused_s = now - engine.since, max(0.0, stats.paused_s - last.paused_s)
+        closed_s = passed if engine.stands_still and stats.stands_still else min(passed, paused_s)
+        found.passed(passed - closed_s, True)
+        found.passed(closed_s, False)
+        engine.since = now
+        engine.paused = not stats.stands_still and paused_s > 0.0 and stats.steps == last.steps
+        if stats.stands_still and not engine.stands_still and engine.inflight:
+            found.left()
+        self._revoked_pass(now)
+        guests = len(self.engines) - len(self.own)
+        self._board.lends(name, found.share, found.leaves_per_s + self._revoked.leaves_per_s / guests)
+
+    def _revoked_pass(self, now: float) -> None:
+        self._revoked.passed(now - self._revoked_at, True)
+        self._revoked_at = now
+
+    def _count_revoked(self, engine: EngineEntry) -> None:
+        """Its turns must leave, as those of another guest may have to."""
+        if not engine.own and engine.inflight:
+            self._revoked_pass(self._clock())
+            self._revoked.left()
 
     def busy_per_token(self) -> float:
         """Busy engine seconds per generated token in the last `SPEED_WINDOW_S`; 0.0 while unknown."""

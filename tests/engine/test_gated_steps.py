@@ -11,8 +11,9 @@ import pytest
 
 from libra_hpc.engine.steplog import read_steps
 from libra_hpc.engine.warm_up import PROMPT
-from libra_hpc.lender.gated_steps import STANDS_STILL_S, GateConfig
+from libra_hpc.lender.gated_steps import GateConfig
 from libra_hpc.lender.page import Page, PageWriter
+from libra_hpc.policies.serving.pauses import STAND_S
 from libra_hpc.policies.serving.serving_view import ServingView
 from libra_hpc.policies.serving.step_cost import GROWTH
 from libra_hpc.policies.serving.step_gate import SILENT_S
@@ -71,7 +72,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def gated(old: Model, server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
     """One that starts while a user is served."""
     folder = tmp_path_factory.mktemp("g")
-    gate = GateConfig(page=str(server.path), ttft_s=0.5, tpot_s=0.15, headroom=0.2, thaw_s=0.3)
+    limits = {"ttft_s": 0.5, "tpot_s": 0.15, "longest_s": STAND_S, "headroom": 0.2, "thaw_s": 0.3}
+    gate = GateConfig(page=str(server.path), **limits)
     server.serve(1)
     one = EngineUnderTest(folder, engine_config(old, version=1, step_log=str(folder / "steps.jsonl"), gate=gate))
     try:
@@ -103,7 +105,7 @@ def stand_still(engine: EngineUnderTest, server: Server, *requests: Generate) ->
     engine.send(*requests)
     report = engine.wait_stats(since, lambda report: report.stands_still)
     assert report.steps == before.steps
-    assert report.paused_s - before.paused_s >= STANDS_STILL_S
+    assert report.paused_s - before.paused_s >= STAND_S
     assert report.busy_s == before.busy_s
     return report
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.lender.gated_steps import REOPEN_S, STANDS_STILL_S, GateConfig, GatedSteps
+from libra_hpc.lender.gated_steps import REOPEN_S, GateConfig, GatedSteps
 from libra_hpc.lender.page import Page, PageWriter
+from libra_hpc.policies.serving.pauses import LONGEST_S, PAUSES, STAND_S
 from libra_hpc.policies.serving.serving_view import ServingView
 from libra_hpc.policies.serving.step_cost import MIN_STEPS, StepWork
 from libra_hpc.policies.serving.step_gate import PROBE
@@ -93,9 +94,9 @@ def test_paused_seconds_count_with_work_only(plant: Plant) -> None:
 
 def test_it_stands_still_after_a_while_with_work_and_until_the_gate_stays_open(plant: Plant) -> None:
     plant.served = 1
-    plant.wait(2 * STANDS_STILL_S, work=False)
+    plant.wait(2 * STAND_S, work=False)
     assert not plant.steps.stands_still
-    plant.wait(STANDS_STILL_S + 0.05)
+    plant.wait(STAND_S + 0.05)
     assert plant.steps.stands_still
     # Its turns are gone, and it is not open.
     plant.wait(1.0, work=False)
@@ -114,7 +115,42 @@ def test_it_stands_still_after_a_while_with_work_and_until_the_gate_stays_open(p
 def test_short_pauses_do_not_add_up_to_a_stand_still(plant: Plant) -> None:
     for _ in range(10):
         plant.served = 1
-        plant.wait(0.5 * STANDS_STILL_S)
+        plant.wait(0.5 * STAND_S)
         plant.served = 0
         plant.wait(0.02)
     assert not plant.steps.stands_still
+
+
+def stood_s(plant: Plant) -> float:
+    """Seconds from now until it stands still."""
+    plant.served, begin = 1, plant.now
+    while not plant.steps.stands_still:
+        plant.wait(0.1)
+    return plant.now - begin
+
+
+def test_turns_wait_as_long_as_pauses_usually_are(plant: Plant) -> None:
+    for _ in range(4):
+        plant.served = 1
+        plant.wait(1.9)
+        plant.served = 0
+        plant.wait(1.0)
+    assert stood_s(plant) == pytest.approx(PAUSES * 1.9, abs=0.2)
+    for _ in range(40):
+        plant.served = 1
+        plant.wait(100.0)
+        plant.served = 0
+        plant.wait(1.0)
+    assert stood_s(plant) == pytest.approx(LONGEST_S, abs=0.2)
+
+
+def test_time_without_work_is_no_pause(plant: Plant) -> None:
+    plant.served = 1
+    plant.wait(0.5)
+    # Its turns were aborted; nobody asks until the next ones come.
+    plant.now += 600.0
+    plant.wait(0.5)
+    assert not plant.steps.stands_still
+    plant.served = 0
+    plant.wait(0.5)
+    assert stood_s(plant) == pytest.approx(STAND_S, abs=0.2)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+from libra_hpc.policies.scheduling.availability import LEAVES_S, Availability
+from libra_hpc.policies.scheduling.board import SHARE_MOVE, EngineView
 from libra_hpc.protocol.agents import TurnsDrained
 from libra_hpc.protocol.engine_state import EngineStats
 from libra_hpc.protocol.joining import FIRST_GUEST
@@ -146,3 +150,61 @@ async def test_paused_seconds_neither_make_a_turn_overdue_nor_teach_the_deadline
     plant.watch_after(51.0)
     (slow,) = plant.kinds("slow")
     assert slow["reason"] == "The turn has not ended after 61 s (limit 100 s)."
+
+
+def of_guest(plant: Plant) -> EngineView:
+    return plant.leader._turns.engines._board.engines[GUEST]
+
+
+async def test_the_board_learns_how_much_there_is_of_a_guest() -> None:
+    plant = await with_guest(eta=0, turns=1)
+    await plant.run(lambda: at(plant, GUEST))
+    same, paused_s = Availability(), 0.0
+    plant.leader.on_engine_load(GUEST, paused(0.0, still=False))
+    for step in range(2, 100):
+        plant.now += 2.0
+        paused_s += 0.5
+        plant.leader.on_engine_load(GUEST, paused(paused_s, still=False, steps=step))
+        same.passed(1.5, True)
+        same.passed(0.5, False)
+    assert of_guest(plant).share == pytest.approx(same.share, rel=SHARE_MOVE - 1.0)
+    assert of_guest(plant).share < 0.9
+    assert of_guest(plant).leaves_per_s == 0.0
+    plant.leader.on_engine_load(GUEST, paused(paused_s, still=True, steps=100))
+    assert of_guest(plant).leaves_per_s == pytest.approx(1.0 / LEAVES_S)
+    share = of_guest(plant).share
+    plant.now += 60.0
+    plant.leader.on_engine_load(GUEST, paused(paused_s, still=True, steps=100))
+    assert of_guest(plant).share < 0.8 * share, "it has no turns, and is closed"
+    own = plant.leader._turns.engines._board.engines[OWN]
+    assert (own.share, own.leaves_per_s) == (1.0, 0.0)
+
+
+async def test_a_guest_without_a_step_between_two_reports_gets_no_turns() -> None:
+    plant = await with_guest(eta=0, turns=1)
+    await plant.run(lambda: at(plant, GUEST))
+    for seconds, steps, is_open in ((0.0, 1, True), (0.5, 1, False), (0.7, 2, True)):
+        plant.now += 0.5
+        plant.leader.on_engine_load(GUEST, paused(seconds, still=False, steps=steps))
+        assert of_guest(plant).open is is_open
+    assert not plant.aborts
+
+
+@pytest.mark.parametrize("revoked", [True, False])
+async def test_who_was_taken_back_makes_other_guests_dearer(revoked: bool) -> None:
+    plant = await with_guest(eta=0, turns=1)
+    await plant.run(lambda: at(plant, GUEST))
+    if revoked:
+        plant.leader.on_drain(FIRST_GUEST, abort=True)
+    plant.down(GUEST)
+    plant.up(GUEST, FIRST_GUEST + 1)
+    plant.leader.on_engine_load(GUEST, paused(0.0, still=False))
+    assert of_guest(plant).leaves_per_s == pytest.approx(1.0 / LEAVES_S), "once"
+
+
+async def test_the_capacity_of_an_engine_follows_its_part_of_the_cache() -> None:
+    plant = await with_guest(eta=0, turns=1)
+    whole = of_guest(plant).kv_capacity
+    for share in (0.5, 0.25, 1.0):
+        plant.leader.on_engine_load(GUEST, EngineStats(kv_share=share))
+        assert of_guest(plant).kv_capacity == int(share * whole)

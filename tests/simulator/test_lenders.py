@@ -7,12 +7,13 @@ import statistics
 
 import msgspec
 
-from libra_hpc.policies.scheduling.availability import LONGEST_S, STAND_S, Availability
+from libra_hpc.policies.scheduling.availability import Availability
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
 from libra_hpc.policies.scheduling.engine_loads import EngineLoads
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
 from libra_hpc.policies.scheduling.slow_engines import SlowEngines
+from libra_hpc.policies.serving.pauses import LONGEST_S, STAND_S
 from libra_hpc.policies.serving.step_gate import GateLimits
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.result import SimulationResult

@@ -2,9 +2,8 @@
 
 - It is open or paused for some seconds -> `share` follows, the newest `SHARE_S` count most.
 - Its turns had to leave, because a pause was long or the engine was taken back -> `leaves_per_s` follows.
-- A pause ends -> the usual pause follows: the mean length of that in which a random paused second falls.
-- A turn stands still for longer than its prefill elsewhere takes (at most `STAND_S`), and than `PAUSES` usual pauses
-  of this engine (at most `LONGEST_S`) -> it goes elsewhere.
+- A turn stands still for longer than its prefill elsewhere takes (at most `STAND_S`), and than its engine's `Pauses`
+  say -> it goes elsewhere.
 
 Pure.  Without a borrowed engine nothing here is used.
 """
@@ -14,6 +13,8 @@ from __future__ import annotations
 from math import exp
 from typing import Final
 
+from libra_hpc.policies.serving.pauses import STAND_S, Pauses
+
 from .board import Board
 
 SHARE_S: Final = 120.0
@@ -21,41 +22,19 @@ SHARE_S: Final = 120.0
 LEAVES_S: Final = 300.0
 """Seconds: leaves are rare, and each is dear."""
 LEAST_SHARE: Final = 0.02
-STAND_S: Final = 2.0
-"""Most seconds that a turn stands still at an engine whose pauses are not known."""
-PAUSES: Final = 2.0
-"""Of usual length a turn waits for: all turns leave at once, and their prefill is work that own engines do not have
-time for.  At 0 half of what code traffic leaves is lost."""
-LONGEST_S: Final = 30.0
-PAUSE_WEIGHT: Final = 0.05
-"""Of the newest pause in the means."""
 
 
-class Availability:
+class Availability(Pauses):
     """Of one borrowed engine; at first it counts as always there."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.share = 1.0
         self.leaves_per_s = 0.0
-        self._pauses = 0
-        self._mean = self._square = 0.0
-        """Of the lengths of pauses."""
-
-    def paused(self, seconds: float) -> None:
-        """A pause has ended."""
-        self._pauses += 1
-        weight = max(PAUSE_WEIGHT, 1.0 / self._pauses)
-        self._mean += weight * (seconds - self._mean)
-        self._square += weight * (seconds * seconds - self._square)
-
-    @property
-    def pause_s(self) -> float:
-        """The usual pause."""
-        return self._square / self._mean if self._mean > 0.0 else 0.0
 
     def patience_s(self, board: Board, context: int) -> float:
         """Seconds that a turn of so many tokens may stand still here."""
-        return max(prefill_s(board, context), min(LONGEST_S, PAUSES * self.pause_s))
+        return self.waits_s(prefill_s(board, context))
 
     def passed(self, seconds: float, is_open: bool) -> None:
         """It was open, or paused, for so long."""
