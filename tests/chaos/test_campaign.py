@@ -42,7 +42,7 @@ class Campaign(Chaos):
         return int(requeued["step"])
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_a_run_goes_on_after_its_time_limit_until_all_steps_are_trained(
     slurm_env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -105,6 +105,7 @@ def test_where_slurm_refuses_to_queue_a_job_again_the_result_has_its_words(
 PLANNER, TRAIN_LEADER, HYBRID = range(3)
 
 
+@pytest.mark.chaos
 def test_a_killed_planner_and_a_killed_node_on_slurm(cluster: ClusterInfo, tmp_path: Path) -> None:
     case = Chaos(tmp_path, "slurm", rollout=1, steps=200)
     run = case.submit()

@@ -190,6 +190,7 @@ def test_kv_memory_that_the_server_needs_is_given_back_within_a_step(gated: Engi
         (refused,) = gated.generate(turn("no-room", [5, 6, 7], 4))
         assert (refused.finish, tokens_of(refused)) == ("abort", [])
     finally:
+        since = len(gated.stats)
         server.kv_use = 0.0
     gated.wait_stats(since, lambda report: report.kv_share == 1.0)
     (done,) = gated.generate(turn("room", [5, 6, 7], 4))
