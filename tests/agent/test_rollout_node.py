@@ -249,8 +249,8 @@ def test_an_engine_that_could_not_read_the_image_gets_the_next_version(tmp_path:
     async def work() -> None:
         async with scene(tmp_path) as made:
             await made.up()
-            made.write(1)
-            made.weights.image.unlink()
+            made.weights.write(1, made.weights.image.unlink)
+            made.node.on_image()
             await made.until(lambda: made.events("engine_error"), "the engine refuses it")
             assert made.node.version == 0
             made.write(2)
