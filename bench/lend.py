@@ -1,8 +1,8 @@
 """What rollouts cost the users of the same device: a serving engine, a rollout engine, and who may step when.
 
-    python -m bench.lend [--rows "code 20%|conversation 60%"] [--seeds 4] [--seconds 18]
+    python -m bench.lend [--rows "code 20%|conversation 60%"] [--seeds 4] [--seconds 10]
 
-* Two real vLLM engines (6 layers of 256) in one process on one thread. Each step is executed, its CPU seconds of
+* Two real vLLM engines (2 layers of 128) in one process on one thread. Each step is executed, its CPU seconds of
   the thread advance the clock, and arrivals follow that clock: other load on the machine moves it little.
 * *no gate*: overlapping steps share the device. *static share*: a third of it is the rollouts', always. Gated steps
   exclude each other: a begun one is waited for. *priority*: one engine, users first by vLLM's priority.
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 ROWS = ("code 5%", "code 20%", "code 40%", "conversation 20%", "conversation 60%")
 """Traffic, and how much of the time it keeps the server alone busy."""
 WAYS = ("alone", "alone again", "no gate", "priority", "static share", "idle", "slack")
+LAYERS, HIDDEN = 2, 128
+"""A small model, so that seconds of traffic are many requests."""
 SHARE = 1 / 3
 IN_FLIGHT, PROMPT, GENERATED = 12, (800, 3000), 64
 """Rollouts; range of their prompts and length of their turns, tokens."""
@@ -235,7 +237,7 @@ def measure(given: Options) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     limits = GateLimits(given.ttft_ms / 1000, given.tpot_ms / 1000)
     sizes: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 64, "kv_cache_mb": 512, "threads": 1}
-    config = EngineConfig(model=str(model()), dtype="float32", device="cpu", **sizes)
+    config = EngineConfig(model=str(model(LAYERS, HIDDEN)), dtype="float32", device="cpu", **sizes)
     prepare_process(config)
     server, rollout = Timed(config), Timed(config)
     given.json.parent.mkdir(parents=True, exist_ok=True)
@@ -308,7 +310,7 @@ COLUMNS = ("traffic", "way", "busy", "TTFT", "x", "TPOT x", "over TTFT", "over T
 
 
 def main() -> None:
-    given = options("lend", __doc__, rows=ROWS, seeds=1, first_seed=0, seconds=18.0, ttft_ms=250.0, tpot_ms=40.0)
+    given = options("lend", __doc__, rows=ROWS, seeds=1, first_seed=0, seconds=10.0, ttft_ms=250.0, tpot_ms=40.0)
     found = measure(given)
     notes = [
         f"{given.seconds:.0f} s of traffic, seeds: {len(seeds(given))}.",

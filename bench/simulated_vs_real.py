@@ -267,14 +267,16 @@ def rows(found: Sequence[Pair]) -> list[list[Any]]:
     ]
 
 
-def model(folder: Path = POLICIES / f"simulated-{LAYERS}x{HIDDEN}") -> Path:
+def model(layers: int = LAYERS, hidden: int = HIDDEN) -> Path:
     """The model's folder, made once; its weights are random, since lengths are set by the workload."""
+    folder = POLICIES / f"simulated-{layers}x{hidden}"
     if not (folder / "config.json").exists():
-        child("-m", "bench.simulated_vs_real", "--make-model", str(folder))
+        sizes = ("--layers", str(layers), "--hidden", str(hidden))
+        child("-m", "bench.simulated_vs_real", "--make-model", str(folder), *sizes)
     return folder
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, layers: int, hidden: int) -> None:
     """In a process of its own, because torch's threads would disturb the measurement."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -283,17 +285,18 @@ def make_model(folder: Path) -> None:
 
     torch.manual_seed(0)
     write_tokenizer(folder)
-    sizes: dict[str, Any] = {"vocab_size": 128, "hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN}
-    sizes |= {"num_hidden_layers": LAYERS, "num_attention_heads": HIDDEN // 64, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {"vocab_size": 128, "hidden_size": hidden, "intermediate_size": 4 * hidden}
+    sizes |= {"num_hidden_layers": layers, "num_attention_heads": hidden // 64, "num_key_value_heads": 2}
     config = Qwen2Config(max_position_embeddings=4096, tie_word_embeddings=False, **sizes)
     Qwen2ForCausalLM(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
     print(0)
 
 
 def main() -> None:
-    given = options("simulated_vs_real", __doc__, repeat=3, scale=1.0, make_model="")
+    sizes = {"layers": LAYERS, "hidden": HIDDEN}
+    given = options("simulated_vs_real", __doc__, repeat=3, scale=1.0, make_model="", **sizes)
     if given.make_model:
-        make_model(Path(given.make_model))
+        make_model(Path(given.make_model), given.layers, given.hidden)
         return
     setup = Setup(model=model())
     with tempfile.TemporaryDirectory(prefix="libra-simulated-") as folder:
