@@ -129,6 +129,7 @@ def test_no_view_is_torn(path: Path) -> None:
         (b"x" * PAGE_BYTES, "another format"),
         (HEAD.pack(MAGIC, FORMAT + 1, 0).ljust(PAGE_BYTES, b"\0"), "another format"),
     ],
+    ids=("none", "empty", "text", "newer"),
 )
 def test_the_error_names_a_file_that_is_no_page(content: bytes | None, named: str, tmp_path: Path) -> None:
     if content is not None:
