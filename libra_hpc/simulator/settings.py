@@ -43,6 +43,13 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """Of a borrowed engine."""
 
 
+class TimeSharing(msgspec.Struct, frozen=True):
+    """The nodes of all own engines serve both stages in turn (colocation)."""
+
+    switch_s: float = 80.0
+    """From rollout to training, and back to rollout with the new weights."""
+
+
 class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Limits and delays; the defaults are those of a run file."""
 
@@ -76,6 +83,8 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
     keep_kv: bool = False
     """Whether KV caches outlive an update, as with ``rollout.kv_after_update = "keep"``; else it empties them, and
     running requests are computed again. No group finds the caches of another one, so there are no salts."""
+    sharing: TimeSharing | None = None
+    """None: training has nodes of its own."""
     task: str = "sim"
     seed: int = 0
     """Order of the groups: 0 as given, else shuffled by this seed."""

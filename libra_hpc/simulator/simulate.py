@@ -5,6 +5,8 @@ This module is what the rollout leader and the coordinator are in a live run:
 * the gate admits a group -> its trajectories start
 * a turn is ready -> the policy routes it to an engine (`agents`); its answer goes to the tool; the next turn is ready
 * a batch is complete -> it is trained (`training_stage`); then all engines apply new weights (`models.update_time`)
+* nodes serve both stages in turn (`TimeSharing`), a batch is complete -> running turns are aborted, all nodes train it
+  and further complete ones, then all roll out again: unfinished turns go on with the new weights
 """
 
 from __future__ import annotations
@@ -156,6 +158,8 @@ class Simulation:
         now = self._active_at = self.now
         self._freed()
         del self._sent[trajectory.name]
+        if self.settings.sharing is not None:
+            self._train()
         if sent.request.left:
             trajectory.interrupted(sent.request.generated, sent.request.high, trajectory.version)
             self._ready(trajectory)
@@ -204,6 +208,8 @@ class Simulation:
     # --- training and engines
 
     def _train(self) -> None:
+        if self.settings.sharing is not None and not (self.training.due and self._nodes_free()):
+            return
         seconds = self.training.begin(self.now)
         if seconds is not None:
             self._at(self.now + seconds + self.settings.update.diff_s, self._trained, None)
@@ -211,7 +217,11 @@ class Simulation:
     def _trained(self, _: None) -> None:
         version = self.training.end(self.now)
         self._active_at = self.now
-        update = self.settings.update
+        update, sharing = self.settings.update, self.settings.sharing
+        if sharing is not None:
+            self._at(self.now + sharing.switch_s, self._agents.swap, version)
+            self._train()
+            return
         # All engines get a version at the time of the slowest, which has the fewest GPUs.
         arrival_s = update.wire_s + update.stage_s / min((engine.tp for engine in self.engines.values()), default=1)
         if arrival_s > 0.0:
@@ -220,9 +230,27 @@ class Simulation:
             self._agents.swap(version)
         self._train()
 
+    def _own(self) -> list[str]:
+        return [name for name in self.engines if name not in self.lenders.names]
+
+    def _nodes_free(self) -> bool:
+        """Whether the nodes of all own engines can train now; running turns are aborted, and no other ones begin."""
+        own = self._own()
+        self._events.drop(self._agents.swap)
+        for name in own:
+            self.board.set_open(name, False)
+        running = [sent for sent in self._sent.values() if sent.engine.name in own]
+        for sent in running:
+            self._agents.abort(sent)
+        return not running
+
     def _applied(self) -> None:
-        lent = self.lenders.names
-        self.training.applied(min(engine.version for name, engine in self.engines.items() if name not in lent))
+        own = self._own()
+        version = min(self.engines[name].version for name in own)
+        if self.settings.sharing is not None and version == self.training.version and self.training.idle:
+            for name in own:
+                self.board.set_open(name, True)
+        self.training.applied(version)
         self._admit()
         self._kick()
 

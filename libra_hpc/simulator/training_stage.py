@@ -77,6 +77,11 @@ class TrainingStage:
     def idle(self) -> bool:
         return not self._busy
 
+    @property
+    def due(self) -> bool:
+        """Whether a step begins as soon as its nodes are free."""
+        return bool(self._waiting) and not self._busy
+
     def admit(self) -> list[str]:
         started = []
         while self._next < len(self._order):
