@@ -25,12 +25,14 @@ from libra_hpc.protocol.trainer import (
     Offered,
     OfferFailed,
     OfferWeights,
+    PortionDone,
     SaveCheckpoint,
     Saved,
     SaveFailed,
     SaveStarted,
     StepDone,
     StepFailed,
+    TrainPortion,
     TrainStep,
     WorkerFailed,
     WorkerHeartbeat,
@@ -55,6 +57,8 @@ def order_key(message: Any) -> tuple[str, Hashable] | None:
     match message:
         case Join(generation=number, attempt=attempt) | Joined(generation=number, attempt=attempt):
             return "join", (number, attempt)
+        case TrainPortion(step=number, portion=portion) | PortionDone(step=number, portion=portion):
+            return "train portion", (number, portion)
         case TrainStep(step=number) | StepDone(step=number) | StepFailed(step=number):
             return "train step", number
         case OfferWeights(version=number) | Offered(version=number) | OfferFailed(version=number):
@@ -109,7 +113,7 @@ class ReplicaWatch:
         while self._orders[0] != key:
             self._deadlines.forget(self._orders.popleft())
         self._orders.popleft()
-        if isinstance(message, StepFailed | OfferFailed | WorkerFailed):
+        if isinstance(message, StepFailed | OfferFailed | WorkerFailed) or getattr(message, "error", ""):
             self._deadlines.forget(key)
         else:
             self._deadlines.end(key, now)

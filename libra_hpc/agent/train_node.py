@@ -38,6 +38,7 @@ from libra_hpc.protocol.trainer import (
     Offered,
     OfferFailed,
     OfferWeights,
+    PortionDone,
     SaveCheckpoint,
     Saved,
     SaveFailed,
@@ -76,6 +77,8 @@ def merged(answers: Mapping[int, FromWorker]) -> FromWorker:
     """The answer of a node: local rank 0's, but for what every process has a part of."""
     for answer in answers.values():
         if isinstance(answer, SaveFailed | SnapshotFailed | OfferFailed):
+            return answer
+        if isinstance(answer, PortionDone) and answer.error:
             return answer
     first = answers[0]
     if isinstance(first, Saved):

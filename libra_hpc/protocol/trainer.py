@@ -67,18 +67,33 @@ class Join(msgspec.Struct, tag=True, frozen=True):
     """Its version; by now it may have a newer one."""
 
 
+class TrainPortion(msgspec.Struct, tag=True, frozen=True):
+    """Add the gradient of a part of the batch of ``step`` to that of the parts before; `TrainStep` has the last ones.
+
+    Samples as there. A `Join` drops what was added.
+    """
+
+    step: int
+    generation: int
+    portion: int
+    """Number of parts before; 0: gradients begin at zero."""
+    samples: tuple[Sample, ...]
+
+
 class TrainStep(msgspec.Struct, tag=True, frozen=True):
     """Train on one global batch: one optimizer step per minibatch, gradients summed over the generation.
 
     Every member gets its own samples, all nodes of the core the same ones: they spread them over their data-parallel
     ranks. ``step``, ``generation`` and ``divisors`` are the same for all. By the latter the gradient of each *global*
-    minibatch is divided; 0: it has no loss token.
+    minibatch is divided; 0: it has no loss token; None: it is a part of the next one, packed alone.
     """
 
     step: int
     generation: int
     minibatches: tuple[tuple[Sample, ...], ...]
-    divisors: tuple[int, ...]
+    divisors: tuple[int | None, ...]
+    portions: int = 0
+    """Parts of the first minibatch that came before, in a `TrainPortion` each."""
 
 
 class OfferWeights(msgspec.Struct, tag=True, frozen=True):
@@ -134,6 +149,16 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
     """That of the `Join`."""
     source: str = ""
     """Where a node's weights are from, set by its agent: ``own`` (it had them) | ``image`` | ``core``."""
+
+
+class PortionDone(msgspec.Struct, tag=True, frozen=True):
+    """The gradient of a portion is added."""
+
+    step: int
+    generation: int
+    portion: int
+    error: str = ""
+    """Why it is not; empty: it is."""
 
 
 class StepDone(msgspec.Struct, tag=True, frozen=True):
@@ -264,10 +289,11 @@ class WorkerFailed(msgspec.Struct, tag=True, frozen=True):
     """Of the join that failed."""
 
 
-ToWorker = Union[Join, TrainStep, OfferWeights, SaveCheckpoint, TakeSnapshot, Standby, StopWorker]
+ToWorker = Union[Join, TrainPortion, TrainStep, OfferWeights, SaveCheckpoint, TakeSnapshot, Standby, StopWorker]
 FromWorker = Union[
     EngineState,
     Joined,
+    PortionDone,
     StepDone,
     Offered,
     OfferFailed,

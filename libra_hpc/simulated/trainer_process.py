@@ -2,7 +2,7 @@
 
 ``python -m libra_hpc.simulated.trainer_process --socket PATH --config FILE --pace JSON``
 
-* `TrainStep` that is not the next step of the current generation -> refused.
+* `TrainStep` or `TrainPortion` that is not of the next step of the current generation, or lacks a part -> refused.
 * `Join` -> the core's step; a replica without its weights receives them.
 * Start with ``start_dir`` -> the step of that state.
 * Unlike the real worker, a member whose peer dies during a step finishes and commits the step.
@@ -15,14 +15,25 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.trainer import FromWorker, Join, Saved, SaveFailed, SnapshotTaken, StepDone, TrainStep
+from libra_hpc.protocol.trainer import (
+    FromWorker,
+    Join,
+    PortionDone,
+    Sample,
+    Saved,
+    SaveFailed,
+    SnapshotTaken,
+    StepDone,
+    TrainPortion,
+    TrainStep,
+)
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.store import patiently, resolve
 from libra_hpc.trainer.link import LOAD, WAITING, BatchRejected, Pulse, WorkerLoop, WorkerSocket
@@ -63,6 +74,9 @@ class Trainer(WorkerLoop):
         if config.start_dir:
             with self.pulse.phase(LOAD):
                 self._state = patiently(lambda: folders.read_state(resolve(Path(config.start_dir))))
+        self._ahead: list[tuple[Sample, ...]] = []
+        """Parts of the next step that are here."""
+        self._ahead_s = 0.0
         self._writer: threading.Thread | None = None
         self._offered = WHOLE
         """The version that was offered last; as a real trainer, it knows what changed since, and no more."""
@@ -78,7 +92,7 @@ class Trainer(WorkerLoop):
         wait(self.socket.fileno(), begin + simulated_s / self._speedup - time.monotonic())
 
     def join(self, message: Join) -> int:
-        self._generation, config, begin = -1, self._config, time.monotonic()
+        self._generation, config, begin, self._ahead = -1, self._config, time.monotonic(), []
         first = config.core_dp + (message.rank - 1) * config.elastic_dp if config.elastic else 0
         ranks = config.core_dp + (message.size - 1) * config.elastic_dp
         with self.pulse.phase(WAITING):
@@ -97,20 +111,46 @@ class Trainer(WorkerLoop):
         self._state, self._generation, self._ranks = core, message.generation, ranks
         return received
 
-    def train(self, message: TrainStep) -> StepDone:
-        begin, step = time.monotonic(), self.step
-        if message.generation != self._generation or message.step != step + 1:
+    def _check(self, message: TrainPortion | TrainStep, before: int) -> None:
+        """Raise `BatchRejected` unless ``before`` parts of this next step are here; with 0, forget those that are."""
+        step = self.step
+        self._ahead = self._ahead if before else []
+        if message.generation != self._generation or message.step != step + 1 or before != len(self._ahead):
             self._generation, was = -1, self._generation
             raise BatchRejected(
                 f"this replica is at step {step} in generation {was}, it cannot run step {message.step} of generation"
                 f" {message.generation}"
             )
-        samples = [sample for minibatch in message.minibatches for sample in minibatch]
-        own = [s for part in message.minibatches for s in spread(part, self._config.dp)[self._place]]
-        compute_s, reduce_s = self._time.compute_s(map(tokens_of, own)), self._time.reduce_s(self._ranks)
+
+    def _compute_s(self, parts: Iterable[tuple[Sample, ...]]) -> float:
+        own = [s for part in parts for s in spread(part, self._config.dp)[self._place]]
+        return self._time.compute_s(map(tokens_of, own))
+
+    def portion(self, message: TrainPortion) -> PortionDone:
+        begin = time.monotonic()
+        self._check(message, message.portion)
+        seconds = self._compute_s([message.samples]) - self._time.fixed_s
+        self._take(seconds, begin)
+        self._ahead_s = seconds + (self._ahead_s if self._ahead else 0.0)
+        self._ahead.append(message.samples)
+        return PortionDone(message.step, message.generation, message.portion)
+
+    def train(self, message: TrainStep) -> StepDone:
+        begin = time.monotonic()
+        self._check(message, message.portions)
+        compute_s, reduce_s = self._compute_s(message.minibatches), self._time.reduce_s(self._ranks)
         self._take(compute_s + reduce_s, begin)
-        skipped = sum(not all(math.isfinite(sample.advantage) for sample in part) for part in message.minibatches)
-        updates = sum(total > 0 for total in message.divisors) - skipped
+        compute_s += self._ahead_s if self._ahead else 0.0
+        parts, totals = (*self._ahead, *message.minibatches), (*[None] * len(self._ahead), *message.divisors)
+        samples: list[Sample] = []
+        self._ahead = []
+        skipped = updates = 0
+        finite = True
+        for part, total in zip(parts, totals, strict=True):
+            samples += part
+            finite = finite and all(math.isfinite(sample.advantage) for sample in part)
+            if total is not None:
+                skipped, updates, finite = skipped + (not finite), updates + (finite and total > 0), True
         self._state = folders.TrainerState(message.step, self._state.updates + updates)
         return StepDone(
             step=message.step,

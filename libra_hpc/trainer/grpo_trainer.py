@@ -1,5 +1,6 @@
 """One GRPO step of a world: pack, compute the proximal policy, accumulate, sum over replicas, agree, update.
 
+- Parts of a batch come ahead of its step (`portion`) -> their gradients stay; sums and update are those of the step.
 - The sum over replicas fails -> no process of the replica has changed anything.
 - A later minibatch of a step fails -> the state returns to a copy from the start of the step.
 - The summed gradient or loss of a minibatch is not finite -> every replica skips its update; the step commits.
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
+from libra_hpc.protocol.trainer import PortionDone, Sample, StepDone, TrainPortion, TrainStep
 from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.mcore import parallel_state
 from libra_hpc.trainer.model.packing import Pack, decode, pack
@@ -53,9 +54,29 @@ class GrpoTrainer:
         """Of the present step, all ranks of this world together."""
         self._agreed = self._replayed = 0
         """Choices of experts of the present step, all ranks of this world together."""
+        self._held = (-1, -1, 0)
+        """Generation, step and number of the portions whose gradients and sums are here."""
+        self._held_s = 0.0
+        self._filled = self._targets = 0
+        """Tokens and loss tokens of the packs of the present minibatch, this rank alone."""
         self._loss = loss_named(settings.loss)
         self._context = parallel_state.get_context_parallel_group() if engine.split.cp > 1 else None
         engine.reduce = replicas.reduce
+
+    def portion(self, message: TrainPortion) -> PortionDone:
+        """Add the gradient of a part of the next batch, before the other parts are there.
+
+        Raises `BatchRejected` as `step`.
+        """
+        begin, number = time.monotonic(), message.portion
+        packs = self._packed(message, number, (message.samples,), (None,))
+        before_s, self._held = self._held_s if number else 0.0, (-1, -1, 0)
+        self._add(packs[0], None, None, first=number == 0, last=False)
+        # Reading them waits for the device.
+        self._sums.tolist()
+        self._held = (message.generation, message.step, number + 1)
+        self._held_s = before_s + time.monotonic() - begin
+        return PortionDone(message.step, message.generation, number)
 
     def step(self, message: TrainStep) -> StepDone:
         """Train on one global batch and commit it.
@@ -65,19 +86,22 @@ class GrpoTrainer:
         """
         begin = time.monotonic()
         state, replicas = self._engine.state, self._replicas
-        batches = self._batches(message)
+        batches = self._packed(message, message.portions, message.minibatches, message.divisors)
+        divisors = [total for total in message.divisors if total is not None]
+        before_s, self._held = self._held_s if message.portions else 0.0, (-1, -1, 0)
         saved = state.capture() if len(batches) > 1 else None
         replicas.waited_s = 0.0
         optimizer_s = norm = 0.0
         sums: list[tuple[list[float], int]] = []
         skipped = self._tokens = self._loss_tokens = self._agreed = self._replayed = 0
         proximal, reference = self._proximal(batches), self._reference_logprobs(batches)
-        last = max((i for i, total in enumerate(message.divisors) if total), default=0)
+        last = max((i for i, total in enumerate(divisors) if total), default=0)
         try:
-            for i, (packs, total) in enumerate(zip(batches, message.divisors, strict=True)):
+            for i, (packs, total) in enumerate(zip(batches, divisors, strict=True)):
                 if total == 0:
                     continue
-                found, gradient_norm = self._accumulate(packs, proximal[i], reference[i])
+                first = i > 0 or message.portions == 0
+                found, gradient_norm = self._accumulate(packs, proximal[i], reference[i], first=first)
                 # The sums are equal in all replicas with an optimizer, and so is this decision.
                 if self._engine.elastic:
                     pass
@@ -109,7 +133,7 @@ class GrpoTrainer:
             entropy=means[ENTROPY],
             tokens=self._tokens,
             loss_tokens=self._loss_tokens,
-            compute_s=time.monotonic() - begin - replicas.waited_s - optimizer_s,
+            compute_s=before_s + time.monotonic() - begin - replicas.waited_s - optimizer_s,
             reduce_s=replicas.waited_s,
             optimizer_s=optimizer_s,
             skipped=skipped,
@@ -118,8 +142,14 @@ class GrpoTrainer:
             reference_kl=None if self._reference is None else means[REFERENCE_KL],
         )
 
-    def _batches(self, message: TrainStep) -> list[list[Pack]]:
-        """The minibatches of a step; raises `BatchRejected` outside the generation."""
+    def _packed(
+        self,
+        message: TrainPortion | TrainStep,
+        portions: int,
+        parts: tuple[tuple[Sample, ...], ...],
+        divisors: tuple[int | None, ...],
+    ) -> list[list[Pack]]:
+        """The packs of each minibatch, or of a portion, after ``portions`` others; raises `BatchRejected` otherwise."""
         state, replicas = self._engine.state, self._replicas
         try:
             if replicas.generation != message.generation:
@@ -128,7 +158,15 @@ class GrpoTrainer:
                 )
             if message.step != state.step + 1:
                 raise BatchRejected(f"this replica is at step {state.step}, it cannot run step {message.step}")
-            return [self._pack(samples) for samples in message.minibatches]
+            if portions and self._held != (message.generation, message.step, portions):
+                raise BatchRejected(f"this replica does not have the {portions} portions before of step {message.step}")
+            found: list[list[Pack]] = []
+            begun = False
+            for samples, total in zip(parts, divisors, strict=True):
+                packs = self._pack(samples)
+                found = [*found[:-1], [*found[-1], *packs]] if begun else [*found, packs]
+                begun = total is None
+            return found
         except (BatchRejected, ValueError) as error:
             replicas.leave()
             raise BatchRejected(str(error)) from error
@@ -174,11 +212,21 @@ class GrpoTrainer:
             out.append(found)
         return out
 
-    def _accumulate(
-        self, packs: list[Pack], proximal: list[torch.Tensor] | None, reference: list[torch.Tensor] | None
-    ) -> tuple[list[float], float]:
-        """Gradients of a minibatch; returns the sums over the whole minibatch, and the norm of the gradient."""
-        self._sums.zero_()
+    def _add(
+        self,
+        packs: list[Pack],
+        proximal: list[torch.Tensor] | None,
+        reference: list[torch.Tensor] | None,
+        *,
+        first: bool,
+        last: bool = True,
+    ) -> None:
+        """Add gradients and sums of a minibatch or a part of it; raises `PeerLost` with the last part."""
+        if first:
+            self._sums.zero_()
+            self._filled = self._targets = 0
+        self._filled += sum(p.filled for p in packs)
+        self._targets += sum(len(p.targets) for p in packs)
         old: Iterator[torch.Tensor] | None = None if proximal is None else iter(proximal)
         frozen: Iterator[torch.Tensor] | None = None if reference is None else iter(reference)
         settings = self._settings
@@ -221,9 +269,20 @@ class GrpoTrainer:
             )
             return terms.loss
 
+        self._engine.forward_backward(packs, loss, first=first, last=last)
+
+    def _accumulate(
+        self,
+        packs: list[Pack],
+        proximal: list[torch.Tensor] | None,
+        reference: list[torch.Tensor] | None,
+        *,
+        first: bool,
+    ) -> tuple[list[float], float]:
+        """Gradients of a minibatch, the first one with its portions; returns its sums and the norm of the gradient."""
         failure: PeerLost | None = None
         try:
-            self._engine.forward_backward(packs, loss)
+            self._add(packs, proximal, reference, first=first)
             self._replicas.add(self._sums)
         except PeerLost as lost:
             failure = lost
@@ -232,8 +291,7 @@ class GrpoTrainer:
         total = torch.zeros(len(self._sums) + 6, dtype=torch.float64, device=self._engine.device)
         if place.tp_rank == 0 and place.pp_rank == place.pp - 1:
             total[:-6] = self._sums
-            total[-6] = sum(p.filled for p in packs)
-            total[-5] = sum(len(p.targets) for p in packs)
+            total[-6], total[-5] = self._filled, self._targets
         total[-4], total[-3] = self._engine.take_routing_counts()
         if failure is None:
             total[-2] = self._engine.squared_norm()

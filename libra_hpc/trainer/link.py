@@ -26,6 +26,7 @@ from libra_hpc.protocol.trainer import (
     Offered,
     OfferFailed,
     OfferWeights,
+    PortionDone,
     SaveCheckpoint,
     SaveFailed,
     SaveStarted,
@@ -35,6 +36,7 @@ from libra_hpc.protocol.trainer import (
     StepFailed,
     StopWorker,
     TakeSnapshot,
+    TrainPortion,
     TrainStep,
     WorkerFailed,
     WorkerHeartbeat,
@@ -120,6 +122,10 @@ class WorkerLoop(ABC):
         """Join a generation; returns the bytes received. Raises `PeerLost`, in no generation."""
 
     @abstractmethod
+    def portion(self, message: TrainPortion) -> PortionDone:
+        """Add the gradient of a part of the next batch; raises `BatchRejected`, outside the generation."""
+
+    @abstractmethod
     def train(self, message: TrainStep) -> StepDone:
         """Commit a step; raises `PeerLost` or `BatchRejected`, with the state of before."""
 
@@ -148,6 +154,11 @@ class WorkerLoop(ABC):
 
     def _obey(self, message: Any, begin: float) -> FromWorker | None:
         match message:
+            case TrainPortion(step=step, generation=generation, portion=portion):
+                try:
+                    return self.portion(message)
+                except BatchRejected as error:
+                    return PortionDone(step, generation, portion, str(error))
             case TrainStep():
                 try:
                     return self.train(message)

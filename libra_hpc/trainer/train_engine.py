@@ -118,7 +118,6 @@ class TrainEngine:
         self._counted = _counted(shape, split)
         self._rotary = Rotary(shape, device, dtype)
         self._config = model.config
-        self._config.finalize_model_grads_func = self._finalize
         self.ddp = DistributedDataParallel(
             self._config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True), model
         )
@@ -168,16 +167,19 @@ class TrainEngine:
         if self._optimizer is not None:
             self._optimizer.zero_grad()
 
-    def forward_backward(self, packs: list[Pack], loss: Loss) -> None:
+    def forward_backward(self, packs: list[Pack], loss: Loss, *, first: bool = True, last: bool = True) -> None:
         """Accumulate the gradient of the summed loss and reduce it over the replicas; zero without packs.
 
-        Raises what ``reduce`` raises; gradients are then meaningless, weights unchanged.
+        Packs may come in several calls, of which the ``last`` one reduces. Raises what ``reduce`` raises; gradients are
+        then meaningless, weights unchanged.
         """
-        self.zero_gradients()
+        if first:
+            self.zero_gradients()
         packs = self._even(packs)
+        self._config.finalize_model_grads_func = self._finalize if last else None
         if packs:
             self._schedule(packs, loss, forward_only=False)
-        else:
+        elif last:
             # The other data-parallel ranks sum with this one.
             with compat.mcore_device():
                 self._finalize([self.ddp], None, None, False)

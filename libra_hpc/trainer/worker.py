@@ -25,7 +25,7 @@ from libra_hpc.models.architecture import read_shape
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.trainer import Join, StepDone, TrainStep, WorkerFailed
+from libra_hpc.protocol.trainer import Join, PortionDone, StepDone, TrainPortion, TrainStep, WorkerFailed
 from libra_hpc.trainer.saved.state_writer import StateWriter
 from libra_hpc.weights.image import reading
 from libra_hpc.weights.pieces import Offer
@@ -129,6 +129,9 @@ class Worker(WorkerLoop):
             print(f"the weights in {message.weights} cannot be read: {error}", file=sys.stderr)
         else:
             self._engine.state.commit(version, 0)
+
+    def portion(self, message: TrainPortion) -> PortionDone:
+        return self._trainer.portion(message)
 
     def train(self, message: TrainStep) -> StepDone:
         return self._trainer.step(message)

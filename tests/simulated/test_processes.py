@@ -164,6 +164,14 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
         done = [link.until(train.StepDone) for link in (one, two)]
         assert [reply.tokens for reply in done] == [1600, 1600], "of the whole core"
         assert done[0].compute_s > 1.5 * done[1].compute_s, "each computes its own share"
+        for link in (one, two):
+            link.send(*(train.TrainPortion(2, 1, at, (part,)) for at, part in enumerate(samples)))
+            link.send(train.TrainStep(2, 1, ((sample("2.0", 400),),), (1000,), 2))
+            assert [link.until(train.PortionDone).portion for _ in samples] == [0, 1]
+            again = link.until(train.StepDone)
+            assert (again.tokens, again.loss_tokens) == (2000, 1000), "of all parts"
+            link.send(train.TrainPortion(3, 1, 1, samples))
+            assert "cannot run step 3" in link.until(train.PortionDone).error, "it lacks the part before"
     with trainer_link(tmp_path / "c", modelled, start_dir=str(snapshot)) as rebuilt:
         assert rebuilt.until(EngineState).version == 2, "from the snapshot"
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import torch
 
 from libra_hpc.protocol.codec import pack_f32, pack_i32
-from libra_hpc.protocol.trainer import Sample, TrainStep
+from libra_hpc.protocol.trainer import Sample, TrainPortion, TrainStep
 from libra_hpc.trainer.shards import divisor
 
 VOCAB = 64
@@ -54,3 +56,18 @@ def train_step(step: int, generation: int, *, replica: int = 0, replicas: int = 
     return TrainStep(
         step, generation, tuple(tuple(b[replica::replicas]) for b in batches), tuple(loss_tokens(b) for b in batches)
     )
+
+
+def in_portions(step: TrainStep, count: int) -> tuple[list[TrainPortion], TrainStep]:
+    """A step of one minibatch in ``count`` parts: messages ahead of the step, and the step with the last part."""
+    (batch,) = step.minibatches
+    cuts = [len(batch) * part // count for part in range(count + 1)]
+    parts = [batch[begin:end] for begin, end in itertools.pairwise(cuts)]
+    ahead = [TrainPortion(step.step, step.generation, number, own) for number, own in enumerate(parts[:-1])]
+    return ahead, msgspec.structs.replace(step, minibatches=(parts[-1],), portions=count - 1)
+
+
+def joined(ahead: list[TrainPortion], step: TrainStep) -> TrainStep:
+    """The same parts in one message, as a step is done again."""
+    parts = (*(portion.samples for portion in ahead), *step.minibatches)
+    return TrainStep(step.step, step.generation, parts, (*[None] * len(ahead), *step.divisors))
