@@ -50,6 +50,7 @@ double: two hours without a saved state."""
 FRESH_S = 5.0
 """Signs of life come every second; an older one proves nothing about now."""
 START, WRITE, PHASE = "start", "write of a checkpoint", "storage phase"
+PORTION, STEP = "train portion", "train step"
 
 
 def order_key(message: Any) -> tuple[str, Hashable] | None:
@@ -58,9 +59,9 @@ def order_key(message: Any) -> tuple[str, Hashable] | None:
         case Join(generation=number, attempt=attempt) | Joined(generation=number, attempt=attempt):
             return "join", (number, attempt)
         case TrainPortion(step=number, portion=portion) | PortionDone(step=number, portion=portion):
-            return "train portion", (number, portion)
+            return PORTION, (number, portion)
         case TrainStep(step=number) | StepDone(step=number) | StepFailed(step=number):
-            return "train step", number
+            return STEP, number
         case OfferWeights(version=number) | Offered(version=number) | OfferFailed(version=number):
             return "offer", number
         case SaveCheckpoint(step=number) | SaveStarted(step=number):
@@ -79,6 +80,8 @@ class ReplicaWatch:
         self._storage_at: float | None = None
         """Until when storage time was taken off the orders; None: no process is in such a phase."""
         self._given_up = 0
+        self._portions = 0
+        """Of the last training step: parts that it has besides the last one."""
         self._orders: deque[tuple[str, Hashable]] = deque()
         """Orders without an answer; the replica carries out the first."""
         self._alive: dict[int, tuple[str, float]] = {}
@@ -96,8 +99,16 @@ class ReplicaWatch:
         if key is not None:
             self._take_off_storage(now)
             self._orders.append(key)
+            if isinstance(message, TrainStep):
+                self._portions = message.divisors.count(None)
             if len(self._orders) == 1:
-                self._deadlines.begin(key[0], key, now)
+                self._begin(key, now)
+
+    def _begin(self, key: tuple[str, Hashable], now: float) -> None:
+        # A step that is done again has the parts that came ahead of it before.
+        parts = self._portions if key[0] == STEP else 0
+        own_s = self._deadlines.limit(STEP) + parts * self._deadlines.limit(PORTION) if parts else 0.0
+        self._deadlines.begin(key[0], key, now, own_s)
 
     def answered(self, message: Any, now: float) -> None:
         """The replica answered; a failure's duration does not count."""
@@ -113,7 +124,8 @@ class ReplicaWatch:
         while self._orders[0] != key:
             self._deadlines.forget(self._orders.popleft())
         self._orders.popleft()
-        if isinstance(message, StepFailed | OfferFailed | WorkerFailed) or getattr(message, "error", ""):
+        refused = isinstance(message, PortionDone) and bool(message.error)
+        if refused or isinstance(message, StepFailed | OfferFailed | WorkerFailed):
             self._deadlines.forget(key)
         else:
             self._deadlines.end(key, now)
@@ -125,7 +137,7 @@ class ReplicaWatch:
         }
         self._note_phases(now)
         if self._orders:
-            self._deadlines.begin(self._orders[0][0], self._orders[0], now)
+            self._begin(self._orders[0], now)
 
     def alive(self, process: int, message: WorkerHeartbeat, now: float) -> None:
         self._take_off_storage(now)

@@ -62,6 +62,15 @@ class RunConfig(Section):
         return getattr(simulated, key, "") or getattr(self.planner, key)
 
     @property
+    def streamed(self) -> bool:
+        """Whether groups are trained as they are complete: rollout waits for training, and nothing needs the batch.
+
+        Updates within a batch need the groups of each, and a reference policy has the place of the gradients.
+        """
+        algorithm = self.algorithm
+        return algorithm.eta == 0 and algorithm.minibatches == 1 and not algorithm.has_reference
+
+    @property
     def max_open_groups(self) -> int:
         """Most admitted and untrained prompts: by the staleness bound, or by ``rollout.max_trajectories``."""
         if self.rollout.max_trajectories:

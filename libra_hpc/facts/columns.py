@@ -146,7 +146,7 @@ STEP = (
     Number("generation", "", "Membership generation that trained it").shown(
         LIVELY, last, "replicas: generation {:.0f}"
     ),
-    Number("wait_s", "s", "Time the trainer waited for the batch"),
+    Number("wait_s", "s", "Time the trainer waited for the batch, idle"),
     Number("tokens", "tokens", "Tokens of the batch, prompts included").shown(ENDED, total, "tokens: {:,} trained"),
     Number("step_s", "s", "Time since the commit before"),
     Number("version", "", "Weight version that the step produced"),
@@ -169,7 +169,10 @@ TRAINING = (
     ),
     Number("trained_tokens", "tokens", "All tokens that went through the model"),
     Number("train_s", "s", "Own work of the stage: compute, reduce, update; without waits for slower replicas"),
-    Number("train_wall_s", "s", "From the batch's dispatch to its commit"),
+    Number("train_ahead_s", "s", "Of `train_s`: beside rollout, before the batch was complete").shown(
+        ALWAYS, mean, "train ahead: {:.1f} s a step before its batch was complete", quiet=True
+    ),
+    Number("train_wall_s", "s", "From the complete batch's dispatch to its commit"),
     Number("reduce_s", "s", "Time in the reduction of gradients"),
     Number("train_tokens_per_s", "tokens/s", "`tokens` over `train_s`").shown(
         ENDED, mean, "train speed: {:,.0f} tokens/s"

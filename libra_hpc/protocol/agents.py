@@ -258,6 +258,16 @@ class Group(msgspec.Struct, frozen=True):
     samples: tuple[Sample, ...]
 
 
+class GroupDone(msgspec.Struct, tag=True, frozen=True):
+    """Rollout leader -> train leader, ahead of the batch: a group of ``step`` is complete.
+
+    It has no samples where its prompt was given up, or where another group takes its place.
+    """
+
+    step: int
+    group: Group
+
+
 class Batch(msgspec.Struct, tag=True, frozen=True):
     """Rollout leader -> train leader: the global batch of one step, sent once."""
 
@@ -449,6 +459,7 @@ MeshMessage = Union[
     StopTraining,
     TrainingDone,
     StepReport,
+    GroupDone,
     Batch,
     Committed,
     DrainTurns,

@@ -31,6 +31,7 @@ class GroupState:
         self.missing = tuple(sample for sample in range(samples) if sample not in finished)
         """Samples to run, from the prompt or, those in ``begun``, from where they are."""
         self.open = len(self.missing)
+        self._group: Group | None = None
         self.failed = self.retried = 0
         """Trajectories given up, and attempts that were tried again."""
 
@@ -46,11 +47,14 @@ class GroupState:
         return [(t, reward) for t, reward in zip(self.done, shaped, strict=True) if reward is not None]
 
     def to_group(self, advantage: Advantage, rules: LengthRules = ANY_LENGTH) -> Group:
-        """The group for the trainer, without the trajectories that do not count."""
+        """The complete group for the trainer, without the trajectories that do not count; the same at every call."""
+        if self._group is not None:
+            return self._group
         counted = self.counted(rules)
         values = advantage([reward for _, reward in counted]) if counted else ()
         pairs = zip(counted, values, strict=True)
-        return Group(self.index, tuple(sample for (t, _), a in pairs for sample in t.samples_for_training(a)))
+        self._group = Group(self.index, tuple(sample for (t, _), a in pairs for sample in t.samples_for_training(a)))
+        return self._group
 
 
 def quantile(values: Sequence[float], q: float) -> float:

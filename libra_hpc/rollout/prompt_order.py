@@ -49,6 +49,8 @@ class PromptOrder:
         self._given_up: list[int] = []
         self._replaced = 0
         """Groups of equal rewards that gave their places to others since the last batch."""
+        self._ended: list[int] = []
+        """Prompts that have ended since the last call of `take_ended`."""
         self._next_step = step + 1
         self.groups: dict[int, GroupState] = {}
         """Admitted and not yet reported as trained, by prompt index."""
@@ -108,12 +110,14 @@ class PromptOrder:
             self._give_up(group.index)
         else:
             self.gate.finish(str(group.index))
+            self._ended.append(group.index)
 
     def _give_up(self, index: int) -> None:
         self.gate.withdraw(str(index))
         del self.groups[index]
         self._left += 1
         self._given_up.append(index)
+        self._ended.append(index)
 
     def take_replaced(self) -> int:
         """Groups replaced since the last call, for the batch that is composed now."""
@@ -124,6 +128,11 @@ class PromptOrder:
         """Prompts given up or replaced since the last call, in their order."""
         given_up, self._given_up = tuple(sorted(self._given_up)), []
         return given_up
+
+    def take_ended(self) -> tuple[int, list[tuple[int, GroupState | None]]]:
+        """The step of the next batch, and prompts that have ended since the last call; without a group if given up."""
+        ended, self._ended = self._ended, []
+        return self._next_step, [(index, self.groups.get(index)) for index in ended]
 
     def next_batch(self) -> tuple[int, list[GroupState]] | None:
         """The step and groups of the next batch when the gate allows it, once; every group has a trajectory."""

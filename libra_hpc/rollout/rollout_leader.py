@@ -21,7 +21,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.policies.learning.advantages import LengthRules, Refill, advantage_named
 from libra_hpc.policies.scheduling.protocol import Policy
 from libra_hpc.policies.scheduling.staleness import StalenessGate
-from libra_hpc.protocol.agents import Batch, Fatal, Length, RolloutReport
+from libra_hpc.protocol.agents import Batch, Fatal, Group, GroupDone, Length, RolloutReport
 from libra_hpc.protocol.engine import Generated
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
 from libra_hpc.protocol.env import EVALUATIONS, HostReady
@@ -251,6 +251,12 @@ class RolloutLeader:
             composed = tuple(group.to_group(self._advantage, self._rules) for group in groups)
             self._around.composed(step, [trajectory for group in groups for trajectory in group.done], composed)
             self._send(self._train_leader, Batch(step, composed, stats, self._order.take_given_up()))
+            self._order.take_ended()
+        if self._order is not None and self._config.streamed:
+            step, ended = self._order.take_ended()
+            for index, group in ended:
+                found = group.to_group(self._advantage, self._rules) if group else Group(index, ())
+                self._send(self._train_leader, GroupDone(step, found))
 
     # --- engines
 

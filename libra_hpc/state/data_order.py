@@ -11,9 +11,13 @@ class DataOrder:
     def __init__(self, low: int = 0, extra: Iterable[int] = ()) -> None:
         self.low, self.extra = low, set(extra)
 
+    def has(self, index: int) -> bool:
+        """Whether the prompt is trained."""
+        return index < self.low or index in self.extra
+
     def trained(self, indices: Iterable[int]) -> None:
         for index in indices:
-            if index < self.low or index in self.extra:
+            if self.has(index):
                 raise ValueError(f"prompt {index} is trained already")
             self.extra.add(index)
         while self.low in self.extra:

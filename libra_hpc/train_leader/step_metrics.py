@@ -10,8 +10,8 @@ from libra_hpc.protocol.trainer import Offered, StepDone
 def train_metrics(replies: list[StepDone], tokens: int, wall_s: float) -> dict[str, float]:
     """Combine the answers of the core, which is first, and of all replicas to a batch of ``tokens`` tokens.
 
-    The stage's own work excludes waits for a slower peer. The slowest member waits least: its reduce time is the true
-    one.
+    ``wall_s``: from when the batch was complete; its portions may have been trained before. The stage's own work
+    excludes waits for a slower peer. The slowest member waits least: its reduce time is the true one.
     """
     reduce_s = min(r.reduce_s for r in replies)
     work = max(r.compute_s + r.optimizer_s for r in replies) + reduce_s
@@ -37,6 +37,7 @@ def train_metrics(replies: list[StepDone], tokens: int, wall_s: float) -> dict[s
         "loss_tokens": loss_tokens,
         "trained_tokens": sum(r.tokens for r in replies),
         "train_s": work,
+        "train_ahead_s": max(0.0, work - wall_s),
         "train_wall_s": wall_s,
         "reduce_s": reduce_s,
         "train_tokens_per_s": tokens / work if work > 0 else 0.0,

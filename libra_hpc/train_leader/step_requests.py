@@ -1,19 +1,25 @@
-"""A training step as its members see it: each world gets its share of the batch, and all answer or the step failed."""
+"""A training step as its members see it: each world gets its share of the batch, and all answer or the step failed.
+
+Where a step can be streamed (`RunConfig.streamed`), a portion goes to the members as soon as it is complete, one at a
+time; the step has the others. Members that join have none of them, and get all in the same order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import core_world, elastic_world, replicas
-from libra_hpc.protocol.agents import Batch, MeshMessage, ToReplica
-from libra_hpc.protocol.trainer import StepDone, TrainStep
+from libra_hpc.protocol.agents import Batch, Group, GroupDone, MeshMessage, ToReplica
+from libra_hpc.protocol.trainer import PortionDone, Sample, StepDone, TrainPortion, TrainStep
+from libra_hpc.state.data_order import DataOrder
 from libra_hpc.trainer.settings import attention_work
-from libra_hpc.trainer.shards import shard
+from libra_hpc.trainer.shards import Shards, shard
 
 from .generations import Generations
+from .portions import PortionRanges, range_length
 
 SKIPPED_STEPS = 3
 """Steps in a row without any finite gradient that end the run: one is an accident of a batch, three are the policy.
@@ -32,10 +38,26 @@ class StepRequests(Generations):
         send: Callable[[int, MeshMessage], None],
         clock: Callable[[], float],
         *,
+        step: int,
+        order: DataOrder,
         rendezvous: Path,
     ) -> None:
         super().__init__(rendezvous, core, config.components.hybrid.nodes_per_replica, send, clock)
         self._config, self._algorithm = config, config.algorithm
+        self.step, self.order = step, order
+        """Committed steps, and the prompts trained with them."""
+        self._state_step = step
+        self._batches: dict[int, Batch] = {}
+        self._ended: dict[int, Group] = {}
+        """Of the next step: groups that came ahead of the batch, by prompt."""
+        self._cuts: dict[int, PortionRanges] = {}
+        self._ahead: list[list[int]] = []
+        """Prompts of each portion that the members have or were sent."""
+        self._unanswered: set[int] = set()
+        """Members that have not answered the last portion."""
+        kl = self._algorithm.kl_coef + self._algorithm.reference_kl_coef
+        # With a KL term, samples without advantage have a gradient too.
+        self._skip = self._algorithm.skip_zero_advantage and kl == 0.0
         self._core_dp, self._elastic_dp = core_world(config).dp, elastic_world(config).dp
         self._attention = attention_work(config)
         self._skipped_in_row = 0
@@ -55,35 +77,88 @@ class StepRequests(Generations):
 
     async def _ask(self, batch: Batch) -> bool:
         """Run one step on every member; False on failure, the membership is then due."""
-        algorithm = self._algorithm
-        # With a KL term, samples without advantage have a gradient too.
-        skip = algorithm.skip_zero_advantage and algorithm.kl_coef == algorithm.reference_kl_coef == 0.0
-        shards, divisors = shard(
-            batch.groups,
-            self.replicas,
-            algorithm.minibatches,
-            skip,
-            self._attention,
-            algorithm.aggregate,
-            self._config.rollout.max_model_len,
-        )
+        ahead = len(self._ahead)
+        portions = self._cut(batch.step).portions(batch.groups) if self._config.streamed else [batch.groups]
+        if [[group.index for group in portion] for portion in portions[:ahead]] != self._ahead:
+            ahead = 0
+        found = [self._shard(portion) for portion in portions]
+        shards = [sum((own[i] for own, _ in found[ahead:]), ()) or ((),) for i in range(self.replicas)]
+        # Portions are of one minibatch, which is divided by what all of them have.
+        total = tuple(map(sum, zip(*(divisors for _, divisors in found), strict=True)))
+        divisors = (*[None] * (len(portions) - ahead - 1), *total)
         self._minibatches = sum(map(bool, divisors))
         self._clear_replies()
         members = self.members
-        # Each world spreads its samples over its data-parallel ranks itself.
-        first, last = 0, self._core_dp
-        for world in self._worlds(members):
-            own = tuple(tuple(chain.from_iterable(parts)) for parts in zip(*shards[first:last], strict=True))
+        for world, own in self._of_worlds(shards):
             for rank in world:
-                self._send(rank, ToReplica(TrainStep(batch.step, self.generation, own, divisors)))
-            first, last = last, last + self._elastic_dp
+                self._send(rank, ToReplica(TrainStep(batch.step, self.generation, own, divisors, ahead)))
         await self._until(
             lambda: bool(self._failed) or all(isinstance(self._replies.get(rank), StepDone) for rank in members)
         )
         self._broken = bool(self._failed)
         if not self._failed:
             self._failing_since = None
+            self._ahead = []
         return not self._failed
+
+    def _shard(self, groups: Sequence[Group]) -> tuple[Shards, tuple[int, ...]]:
+        algorithm, longest = self._algorithm, self._config.rollout.max_model_len
+        minibatches, aggregate = algorithm.minibatches, algorithm.aggregate
+        return shard(groups, self.replicas, minibatches, self._skip, self._attention, aggregate, longest)
+
+    def _of_worlds(self, shards: Shards) -> Iterator[tuple[tuple[int, ...], tuple[tuple[Sample, ...], ...]]]:
+        """The nodes of each world, and its minibatches; it spreads them over its data-parallel ranks itself."""
+        first, last = 0, self._core_dp
+        for world in self._worlds(self.members):
+            yield world, tuple(tuple(chain.from_iterable(parts)) for parts in zip(*shards[first:last], strict=True))
+            first, last = last, last + self._elastic_dp
+
+    # --- portions
+
+    def on_group(self, message: GroupDone) -> None:
+        """A group is complete, or its prompt was given up."""
+        if self._config.streamed and message.step == self.step + 1:
+            self._ended[message.group.index] = message.group
+            self._stream()
+
+    def _stream(self) -> None:
+        """Send the next portion that is complete, unless the members have something to do."""
+        step = self.step + 1
+        behind = self._broken or self._joining or self._unanswered or self._state_step != self.step
+        if behind or step in self._batches or not self._ended:
+            return
+        portion = self._cut(step).next(len(self._ahead), self._ended, self.order.has)
+        if not portion:
+            return
+        self._unanswered = set(self.members)
+        number = len(self._ahead)
+        self._ahead.append([group.index for group in portion])
+        for world, (own,) in self._of_worlds(self._shard(portion)[0]):
+            for rank in world:
+                self._send(rank, ToReplica(TrainPortion(step, self.generation, number, own)))
+
+    def _cut(self, step: int) -> PortionRanges:
+        if step not in self._cuts:
+            before, micro_tokens = self._batches.get(step - 1), self._config.train.micro_tokens
+            length = range_length(before, self.replicas, micro_tokens, self._trained)
+            self._cuts[step] = PortionRanges(self.order.low, length)
+        return self._cuts[step]
+
+    def _trained(self, sample: Sample) -> bool:
+        return sample.advantage != 0.0 or not self._skip
+
+    def _on_portion(self, rank: int, message: PortionDone) -> None:
+        if message.generation != self.generation or self._joining:
+            return
+        self._unanswered.discard(rank)
+        if message.error:
+            self._failed = self._failed or f"replica {rank}: {message.error}"
+            self._broken = True
+        self._stream()
+
+    def _forget_portions(self) -> None:
+        """Members that join have none."""
+        self._ahead, self._unanswered = [], set()
 
     def _note_skipped(self, step: int, done: StepDone) -> None:
         minibatches = self._minibatches

@@ -3,7 +3,7 @@
 It runs in the agent of the first node of the core and holds no weights. One loop:
 
 - At a step boundary -> the newest ordered generation is formed (`Join`).
-- A batch is there -> it is sharded over the members; every member answers `StepDone`.
+- A batch is there -> it is sharded over the members; every member answers `StepDone`. Portions may go ahead of it.
 - A step is committed -> its weights are offered and published, its prompts reported as trained.
 - A checkpoint is due -> the core copies its state and goes on training (`libra_hpc.train_leader.saves`).
 - A snapshot is due -> every node of the core takes its part (`libra_hpc.state.snapshots`).
@@ -36,6 +36,7 @@ from libra_hpc.protocol.trainer import (
     Joined,
     OfferFailed,
     OfferWeights,
+    PortionDone,
     SaveCheckpoint,
     Saved,
     SaveFailed,
@@ -85,7 +86,7 @@ class TrainLeader(StepRequests):
         fence: Fence | None = None,
     ) -> None:
         """``from_checkpoint``, ``from_snapshot``: with the complete one of ``step`` the trainers begin."""
-        super().__init__(config, core, send, clock, rendezvous=rendezvous)
+        super().__init__(config, core, send, clock, step=step, order=order, rendezvous=rendezvous)
         self._steps, self._checkpoint_every = config.run.steps, config.checkpoint.every
         self._storage_s = config.deadlines.storage_s
         whole = config.run.engine == "simulated" or config.model.dtype == "float32"
@@ -114,11 +115,8 @@ class TrainLeader(StepRequests):
         )
         self.retain = config.train.snapshot_every + 2
         """Committed batches retained for replay: more than the steps between two snapshots."""
-        self.step, self.order = step, order
         self._rollout_leader, self._fence = rollout_leader, fence
         self.weights = WeightPublisher(core, lambda: self._with_joining(receivers()), send)
-        self._state_step = step
-        self._batches: dict[int, Batch] = {}
         self._stop_reason = ""
         self._last_commit = clock()
         # The first weights are published too: an engine that wakes from standby needs them before the first step.
@@ -142,6 +140,8 @@ class TrainLeader(StepRequests):
             case Joined(generation=generation, attempt=attempt):
                 if (generation, attempt) == (self.generation, self._joins):
                     self._replies[rank] = message
+            case PortionDone():
+                self._on_portion(rank, message)
             case StepDone() | StepFailed():
                 self._on_step_answer(rank, message)
             case SaveStarted():
@@ -226,6 +226,7 @@ class TrainLeader(StepRequests):
                 self._ask_to_save()
             if self._snapshots.possible() and not self._saves.writing:
                 self._to_core(self._snapshots.ask(self.step, self.order, self._reports))
+            self._stream()
             waiting = self._clock()
             await self._until(self._batch_or_change)
             if self._offer_failure:
@@ -255,6 +256,7 @@ class TrainLeader(StepRequests):
             if not await self._join(wanted):
                 continue
             self._offers.ask_again()
+            self._forget_portions()
             self.members, self._broken = wanted, False
             self._state_step = self._replies[self._core[0]].step
             for rank in wanted:
@@ -309,22 +311,24 @@ class TrainLeader(StepRequests):
         # A snapshot waits while a checkpoint is written.
         newest = max(self._snapshots.complete, self._saves.saved_step)
         oldest = max(min(self.step - self.retain, newest), self.step - MOST_RETAINED * self.retain)
-        for old in [s for s in self._batches if s <= oldest]:
-            del self._batches[old]
+        self._batches = {step: kept for step, kept in self._batches.items() if step > oldest}
+        self._cuts = {step: cut for step, cut in self._cuts.items() if step > oldest}
+        self._ended = {}
         self._send(self._rollout_leader, Committed(self.step, indices))
         now = self._clock()
         tokens = sum(tokens_of(sample) for group in batch.groups for sample in group.samples)
+        # Without replies, the step was found committed in a member that joined.
+        trained = train_metrics(replies, tokens, wall_s) if replies else {}
         metrics: dict[str, float] = {
             **batch.stats,
             "generation": self.generation,
             "train_nodes": len(self.members),
             "replicas": self.replicas,
-            "wait_s": waited_s,
+            "wait_s": max(0.0, waited_s - trained.get("train_ahead_s", 0.0)),
             "tokens": tokens,
             "step_s": now - self._last_commit,
             "version": self.step,
-            # Without replies, the step was found committed in a member that joined.
-            **(train_metrics(replies, tokens, wall_s) if replies else {}),
+            **trained,
             **offer_metrics(self._offers.offers, self.step - 1, self._element_bytes),
         }
         if replies:

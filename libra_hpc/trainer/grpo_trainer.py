@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,17 @@ from .settings import AlgorithmSettings
 from .shards import spread
 from .train_engine import LARGEST_NORM, TrainEngine
 
+
+class Ahead(NamedTuple):
+    """Portions whose gradients and sums are here."""
+
+    generation: int
+    step: int
+    portions: int
+    seconds: float = 0.0
+
+
+NOTHING = Ahead(-1, -1, 0)
 LOSS, RATIO, TRUNCATED, CLIPPED, KL, REFERENCE_KL, GAP, ENTROPY, TOKENS = range(9)
 """Places in the vector of sums that is reduced with the gradients."""
 
@@ -54,9 +66,7 @@ class GrpoTrainer:
         """Of the present step, all ranks of this world together."""
         self._agreed = self._replayed = 0
         """Choices of experts of the present step, all ranks of this world together."""
-        self._held = (-1, -1, 0)
-        """Generation, step and number of the portions whose gradients and sums are here."""
-        self._held_s = 0.0
+        self._ahead = NOTHING
         self._filled = self._targets = 0
         """Tokens and loss tokens of the packs of the present minibatch, this rank alone."""
         self._loss = loss_named(settings.loss)
@@ -69,13 +79,12 @@ class GrpoTrainer:
         Raises `BatchRejected` as `step`.
         """
         begin, number = time.monotonic(), message.portion
-        packs = self._packed(message, number, (message.samples,), (None,))
-        before_s, self._held = self._held_s if number else 0.0, (-1, -1, 0)
-        self._add(packs[0], None, None, first=number == 0, last=False)
+        (packs,), ahead = self._packed(message, number, (message.samples,), (None,))
+        self._add(packs, None, None, first=number == 0, last=False)
         # Reading them waits for the device.
         self._sums.tolist()
-        self._held = (message.generation, message.step, number + 1)
-        self._held_s = before_s + time.monotonic() - begin
+        seconds = ahead.seconds + time.monotonic() - begin
+        self._ahead = Ahead(message.generation, message.step, number + 1, seconds)
         return PortionDone(message.step, message.generation, number)
 
     def step(self, message: TrainStep) -> StepDone:
@@ -86,22 +95,22 @@ class GrpoTrainer:
         """
         begin = time.monotonic()
         state, replicas = self._engine.state, self._replicas
-        batches = self._packed(message, message.portions, message.minibatches, message.divisors)
-        divisors = [total for total in message.divisors if total is not None]
-        before_s, self._held = self._held_s if message.portions else 0.0, (-1, -1, 0)
+        batches, ahead = self._packed(message, message.portions, message.minibatches, message.divisors)
+        divisors = _totals(message)
         saved = state.capture() if len(batches) > 1 else None
         replicas.waited_s = 0.0
         optimizer_s = norm = 0.0
         sums: list[tuple[list[float], int]] = []
         skipped = self._tokens = self._loss_tokens = self._agreed = self._replayed = 0
         proximal, reference = self._proximal(batches), self._reference_logprobs(batches)
+        first = ahead == NOTHING
         last = max((i for i, total in enumerate(divisors) if total), default=0)
         try:
             for i, (packs, total) in enumerate(zip(batches, divisors, strict=True)):
                 if total == 0:
                     continue
-                first = i > 0 or message.portions == 0
                 found, gradient_norm = self._accumulate(packs, proximal[i], reference[i], first=first)
+                first = True
                 # The sums are equal in all replicas with an optimizer, and so is this decision.
                 if self._engine.elastic:
                     pass
@@ -133,7 +142,7 @@ class GrpoTrainer:
             entropy=means[ENTROPY],
             tokens=self._tokens,
             loss_tokens=self._loss_tokens,
-            compute_s=before_s + time.monotonic() - begin - replicas.waited_s - optimizer_s,
+            compute_s=ahead.seconds + time.monotonic() - begin - replicas.waited_s - optimizer_s,
             reduce_s=replicas.waited_s,
             optimizer_s=optimizer_s,
             skipped=skipped,
@@ -148,9 +157,13 @@ class GrpoTrainer:
         portions: int,
         parts: tuple[tuple[Sample, ...], ...],
         divisors: tuple[int | None, ...],
-    ) -> list[list[Pack]]:
-        """The packs of each minibatch, or of a portion, after ``portions`` others; raises `BatchRejected` otherwise."""
+    ) -> tuple[list[list[Pack]], Ahead]:
+        """The packs of each minibatch, or of a portion, and what they add to: ``portions`` others, or nothing.
+
+        Raises `BatchRejected` where that is not here, or outside the generation.
+        """
         state, replicas = self._engine.state, self._replicas
+        ahead, self._ahead = self._ahead if portions else NOTHING, NOTHING
         try:
             if replicas.generation != message.generation:
                 raise BatchRejected(
@@ -158,7 +171,7 @@ class GrpoTrainer:
                 )
             if message.step != state.step + 1:
                 raise BatchRejected(f"this replica is at step {state.step}, it cannot run step {message.step}")
-            if portions and self._held != (message.generation, message.step, portions):
+            if portions and ahead[:3] != (message.generation, message.step, portions):
                 raise BatchRejected(f"this replica does not have the {portions} portions before of step {message.step}")
             found: list[list[Pack]] = []
             begun = False
@@ -166,7 +179,7 @@ class GrpoTrainer:
                 packs = self._pack(samples)
                 found = [*found[:-1], [*found[-1], *packs]] if begun else [*found, packs]
                 begun = total is None
-            return found
+            return found, ahead
         except (BatchRejected, ValueError) as error:
             replicas.leave()
             raise BatchRejected(str(error)) from error
@@ -309,6 +322,11 @@ class GrpoTrainer:
             self._replicas.leave()
             raise failure or PeerLost("another process of this replica lost its peers")
         return sums, math.sqrt(squared)
+
+
+def _totals(message: TrainStep) -> list[int]:
+    """The divisor of each minibatch."""
+    return [total for total in message.divisors if total is not None]
 
 
 def _means(sums: list[tuple[list[float], int]]) -> dict[int, float]:

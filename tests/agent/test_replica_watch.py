@@ -7,12 +7,14 @@ from libra_hpc.protocol.trainer import (
     Joined,
     Offered,
     OfferWeights,
+    PortionDone,
     SaveCheckpoint,
     Saved,
     SaveFailed,
     SaveStarted,
     StepDone,
     StepFailed,
+    TrainPortion,
     TrainStep,
     WorkerFailed,
     WorkerHeartbeat,
@@ -47,6 +49,27 @@ def test_a_replica_that_computes_too_long_is_late_once_and_then_hung() -> None:
         assert (watch.hung(float(second)) != "") == (second > 180)
     assert seen == [(141, "train step has not ended after 41 s (limit 80 s)")]
     assert watch.hung(181.0) == "train step has not ended after 81 s (limit 80 s), in phase: compute"
+
+
+def test_a_step_that_is_done_again_has_time_for_the_parts_that_came_ahead_of_it_before() -> None:
+    watch = trained(seconds=8.0)
+    for number in range(2):
+        watch.asked(TrainPortion(2, 1, number, ()), 100.0 * number)
+        watch.answered(PortionDone(2, 1, number), 100.0 * number + 7.0)
+    watch.asked(TrainPortion(2, 1, 2, ()), 200.0)
+    watch.asked(TrainStep(2, 1, ((),), (9,), 3), 201.0)
+    watch.answered(PortionDone(2, 1, 2, error="out of the generation"), 260.0)
+    alive(watch, "compute", 300.0)
+    assert watch.hung(339.0) == "", "it began when the portion before had ended"
+    alive(watch, "compute", 341.0)
+    assert watch.hung(341.0).startswith("train step has not ended after 81 s (limit 80 s)")
+    watch.answered(DONE, 342.0)
+    watch.clear()
+    watch.asked(TrainStep(2, 2, ((), (), ()), (None, None, 9)), 400.0)
+    alive(watch, "compute", 619.0)
+    assert watch.hung(619.0) == "", "80 s, and 70 s for each part"
+    alive(watch, "compute", 621.0)
+    assert watch.hung(621.0) != ""
 
 
 def test_a_replica_that_waits_for_peers_has_three_times_as_long() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from libra_hpc.protocol.agents import Batch
+from libra_hpc.protocol.agents import Batch, Group, GroupDone
 from libra_hpc.rollout.recovery.recovered import RecordedStart, SavedTrajectory, TrainedPrompts, drop_reason, gather
 from libra_hpc.state.data_order import DataOrder
 from tests.rollout.plant import Plant
@@ -50,6 +50,21 @@ async def test_a_group_whose_last_trajectory_fails_is_replaced_and_not_given_up(
     batch = await plant.batch_within(60.0)
     assert (trained(batch), batch.given_up) == ([1, 2], (0,))
     assert not plant.kinds("prompt_given_up")
+
+
+@pytest.mark.parametrize("eta", [0, 1])
+async def test_groups_come_ahead_of_a_synchronous_batch_once_they_or_their_prompts_have_ended(eta: int) -> None:
+    plant = Plant(eta=eta, prompts=4, equal={1}, refill_batches=2, in_order=True).start()
+    for step in (1, 2):
+        batch = await plant.batch(step, random.Random(step))
+        ahead = {one.group.index: one.group for one in plant.sent if isinstance(one, GroupDone) and one.step == step}
+        assert bool(ahead) == (eta == 0)
+        groups = {group.index: group for group in batch.groups} | {i: Group(i, ()) for i in batch.given_up}
+        assert len(ahead) < len(groups), "the last ones come with the batch"
+        assert ahead.items() <= groups.items()
+        plant.commit(batch)
+    if eta == 0:
+        assert Group(1, ()) in [one.group for one in plant.sent if isinstance(one, GroupDone)]
 
 
 @pytest.mark.parametrize("seed", range(6))

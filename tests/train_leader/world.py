@@ -38,6 +38,7 @@ class Replica:
         self.instead: Callable[[Any], Any] | None = None
         """What is answered to any order, if anything."""
         self.skipped = 0
+        self.answers_portions = True
         self.full = False
         self.slow = False
         """Whether a checkpoint is answered only by `saved`."""
@@ -63,6 +64,10 @@ class Replica:
                 self.world.trained.append((self.rank, step, sorted(s.uid for m in minibatches for s in m), totals))
                 numbers = (0.1, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.5, 8, 4, 0.1, 0.0, 0.0)
                 self.world.reply(self.rank, wire.StepDone(step, generation, *numbers, self.skipped))
+            case wire.TrainPortion(step=step, generation=generation, portion=portion, samples=samples):
+                self.world.ahead.append((self.rank, portion, sorted(s.uid for s in samples)))
+                if self.answers_portions:
+                    self.world.reply(self.rank, wire.PortionDone(step, generation, portion))
             case wire.OfferWeights(version=version, base=base):
                 self.bad_offers -= 1
                 if self.bad_offers >= 0:
@@ -111,11 +116,14 @@ class World:
         core: tuple[int, ...] = (1,),
         nodes_per_replica: int = 1,
         from_checkpoint: bool = False,
+        **algorithm: Any,
     ) -> None:
         self.core, self.nodes_per_replica = core, nodes_per_replica
         self.replicas: dict[int, Replica] = {}
         self.joining: dict[str, list[Replica]] = {}
         self.trained: list[tuple[int, int, list[str], tuple[int, ...]]] = []
+        self.ahead: list[tuple[int, int, list[str]]] = []
+        """Portions: node, number, samples."""
         self.no_position = False
         self.hangs = False
         self.carried: list[list[tuple[int, float | None]]] = []
@@ -130,7 +138,8 @@ class World:
             {
                 "run": {"steps": steps},
                 "components": {"train": {"nodes": len(core)}, "hybrid": {"nodes_per_replica": nodes_per_replica}},
-                "train": {"snapshot_every": 1, "pp": nodes_per_replica, "processes": 1},
+                "train": {"snapshot_every": 1, "pp": nodes_per_replica, "processes": 1, "micro_tokens": 64},
+                "algorithm": algorithm,
                 "checkpoint": {"every": checkpoint_every},
                 "deadlines": {"storage_s": storage_s},
             }
