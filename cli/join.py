@@ -28,6 +28,7 @@ from libra_hpc.lender.behind import Behind, read_behind
 from libra_hpc.mesh.door import check_record, knock, read_record
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.owner.slurm_step import job_facts
+from libra_hpc.protocol.engine_state import LenderKind
 from libra_hpc.protocol.joining import DoorRecord
 from libra_hpc.protocol.ranks_stop import JOB_END
 
@@ -55,13 +56,15 @@ def join(
     memory: Annotated[
         int, typer.Option("--memory", min=0, metavar="MIB", help="Of each GPU; default: as a node of the run.")
     ] = 0,
+    spot: Annotated[bool, typer.Option("--spot", help="In a job that the run queued for itself.")] = False,
     runs: RunsOption = Path(RUNS),
 ) -> None:
     found, until, served = find_run(run, runs), own_limit(), False
     lent = None if behind is None else read_behind(behind)
+    kind: LenderKind = "spot" if spot else "lender" if lent else "idle"
     watch = RunWatch(found)
     while True:
-        stay = stay_once(found, (tp, engines, memory), lent, until)
+        stay = stay_once(found, (tp, engines, memory), lent, until, kind)
         if stay is not None:
             served = True
             print_line(f"{found.name}: this guest left: {stay.reason}")
@@ -78,7 +81,9 @@ def join(
         time.sleep(POLL_S)
 
 
-def stay_once(run: RunDir, wanted: tuple[int, int, int], lent: Behind | None, until: float) -> Stay | None:
+def stay_once(
+    run: RunDir, wanted: tuple[int, int, int], lent: Behind | None, until: float, kind: LenderKind
+) -> Stay | None:
     """One stay in the job; None while its ranks do not answer.  ``wanted``: TP, engines, MiB."""
     record = read_record(run)
     if record is None or not record.open:
@@ -88,7 +93,7 @@ def stay_once(run: RunDir, wanted: tuple[int, int, int], lent: Behind | None, un
     layout = RankLayout.of(config)
     usual = config.rollout.on_node(layout.engine_node(layout.rollout_leader))
     tp, engines, memory = wanted[0] or usual[0], wanted[1] or usual[1], wanted[2]
-    settings = GuestSettings((tp, engines), until, lent, kv_cache_mb(config, tp, memory, shared=lent is not None))
+    settings = GuestSettings((tp, engines), until, lent, kv_cache_mb(config, tp, memory, shared=lent is not None), kind)
     return asyncio.run(serve(run, record, config, settings))
 
 

@@ -32,6 +32,7 @@ from libra_hpc.process.child import Child
 from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import Publish
+from libra_hpc.protocol.engine_state import LenderKind
 from libra_hpc.simulated.dry_run import in_wall_time
 
 from .commands import choose_adapters
@@ -67,6 +68,7 @@ class GuestSettings(NamedTuple):
     behind: Behind | None = None
     """Of a guest beside a server."""
     kv_cache_mb: int = 0
+    kind: LenderKind = "idle"
 
 
 class GuestAgent:
@@ -94,6 +96,7 @@ class GuestAgent:
             secret=joined.world.secret,
             addresses=joined.addresses,
             guest_engines=settings.engines,
+            lender=((behind.lender if behind else "") or socket.gethostname(), settings.kind),
             engine_changes={"kv_cache_mb": settings.kv_cache_mb, **({"gate": behind.gate} if behind else {})},
         )
         self._carrier = NodeCarrier(self._context, lambda: self._engines.on_image())

@@ -273,7 +273,8 @@ class RolloutNode(EngineNode[VllmEngine]):
         assert engine.ready is not None
         engine.state, engine.starts, engine.reported = "ready", 0, None
         rank, leader = self._context.rank, self._context.layout.rollout_leader
-        ready = msgspec.structs.replace(engine.ready, rank=rank, engine=engine.name, version=engine.version)
+        (name, kind), known = self._context.lender, {"rank": rank, "engine": engine.name, "version": engine.version}
+        ready = msgspec.structs.replace(engine.ready, **known, lender=name, lender_kind=kind)
         self._context.report(ready, leader)
         self._maybe_ready()
 

@@ -79,6 +79,7 @@ def compose_status(
         paused=report.paused,
         slow=[slow_sentence(nodes, *found) for found in report.slow],
         notices=notices,
+        lenders=list(report.lenders),
     )
     return as_ended(status) if state in FINAL else status
 

@@ -291,6 +291,7 @@ class RolloutEngine:
             asleep=self._client.is_sleeping(),
             paused_s=self._gate.paused_s if self._gate is not None else 0.0,
             stands_still=self.stands_still,
+            pause=self._gate.pause if self._gate is not None else "",
             **msgspec.structs.asdict(self._counters),
         )
 

@@ -5,10 +5,13 @@ Units: seconds, tokens, tokens per second; times ``*_at`` are epoch seconds.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import msgspec
 
+from libra_hpc.protocol.agents import LenderReport
 from libra_hpc.protocol.plan import PlanDecision
 
 from .columns import Value, as_json, declared
@@ -19,6 +22,16 @@ from .rundir import RunDir, parse
 EndState = Literal["completed", "failed", "cancelled", "time_limit", "preempted", "paused"]
 FINAL: tuple[EndState, ...] = get_args(EndState)
 """States of a run that has ended."""
+PAUSE_WORDS = {
+    "served": "users",
+    "closed": "its owner",
+    "silent": "silent server",
+    "slack": "no slack",
+    "long": "step too long",
+}
+"""By the gate's reason, short: a line has room for two."""
+LENDER_HEADS = ("lender", "kind", "now", "mean", "turns", "tokens", "paused")
+LENDER_NUMBERS = LENDER_HEADS[2:6]
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -109,6 +122,8 @@ class Status(msgspec.Struct, frozen=True):
     """Engines that take longer per step than others of their class, as sentences, slowest first."""
     paused: str = ""
     """Why no prompt is admitted; empty while prompts are admitted."""
+    lenders: list[LenderReport] = []
+    """Lenders and guests since the ranks started."""
 
 
 def blank_status(run: RunDir, attempt: int, *, job_id: str, step: int, steps: int, now: float) -> dict[str, Any]:
@@ -169,4 +184,48 @@ def as_ended(status: Status) -> Status:
         else msgspec.structs.replace(node, role="ended", engines={}, version=-1, heartbeat_age_s=0.0)
         for node in status.nodes
     ]
-    return msgspec.structs.replace(status, nodes=nodes)
+    return msgspec.structs.replace(status, nodes=nodes, lenders=gone(status.lenders))
+
+
+def gone(lenders: Sequence[LenderReport]) -> list[LenderReport]:
+    return [msgspec.structs.replace(one, engines=0, share=0.0, now="") for one in lenders]
+
+
+def lenders_of(run: RunDir) -> list[LenderReport]:
+    """As its last status has them; none where it has none."""
+    with contextlib.suppress(msgspec.ValidationError):
+        return msgspec.convert(run.read_json(run.status).get("lenders", []), list[LenderReport])
+    return []
+
+
+def lender_rows(lenders: Sequence[LenderReport]) -> list[list[str]]:
+    """Cells below `LENDER_HEADS`, the greatest giver first."""
+    found = sorted(lenders, key=lambda one: -one.tokens)
+    return [
+        [
+            one.name,
+            one.kind,
+            f"{one.share:.0%}" if one.engines else "gone",
+            f"{one.mean_share:.0%}",
+            f"{one.turns:,}",
+            _count(one.tokens),
+            _paused(one),
+        ]
+        for one in found
+    ]
+
+
+def _paused(one: LenderReport) -> str:
+    """Why and for how long, the longest first; the present reason has a mark."""
+    ordered = sorted(one.paused.items(), key=lambda item: -item[1])
+    words = [f"{PAUSE_WORDS.get(why, why)} {_time(seconds)}{' (now)' * (why == one.now)}" for why, seconds in ordered]
+    return ", ".join(words) or "-"
+
+
+def _count(tokens: int) -> str:
+    return f"{tokens:,}" if tokens < 10_000 else f"{tokens / 1e3:,.0f}k" if tokens < 1e7 else f"{tokens / 1e6:,.0f}M"
+
+
+def _time(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole} s" if whole < 60 else f"{whole // 60} min" if whole < 3600 else f"{whole / 3600:.1f} h"

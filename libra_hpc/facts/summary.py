@@ -15,6 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from libra_hpc.protocol.agents import LenderReport
 from libra_hpc.protocol.env import ChatChoice
 
 from . import series
@@ -23,7 +24,7 @@ from .estimate import StepAccuracy, accuracy_line, step_accuracy
 from .failed import FailedAttempts, failed_in, failed_line
 from .rundir import RunDir, read_lines
 from .series import PhaseReward, first_and_last, phase_rewards, planned_steps
-from .status import because
+from .status import because, lenders_of
 
 STATE_STYLES = {"completed": "green", "running": "cyan", "failed": "red", "silent": "red"}
 """Styles by state; every other state is yellow."""
@@ -137,6 +138,8 @@ class Summary(msgspec.Struct, frozen=True):
     policy: str | None
     """Folder of the exported policy."""
     picture: str | None
+    lenders: list[LenderReport] = []
+    """What they gave in the last start, as far as its last status says."""
 
 
 def summarise(run: RunDir) -> Summary:
@@ -166,6 +169,7 @@ def summarise(run: RunDir) -> Summary:
         ),
         policy=str(run.policy) if (run.policy / "config.json").exists() else None,
         picture=str(run.summary_picture) if run.summary_picture.exists() else None,
+        lenders=lenders_of(run),
     )
 
 

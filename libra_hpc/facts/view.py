@@ -19,11 +19,24 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from libra_hpc.protocol.agents import LenderReport
+
 from .columns import rows_of
 from .estimate import accuracy_line, estimate_line
 from .failed import failed_line
 from .series import first_and_last
-from .status import FINAL, DecisionStatus, NodeStatus, StageStatus, Status, as_ended, because
+from .status import (
+    FINAL,
+    LENDER_HEADS,
+    LENDER_NUMBERS,
+    DecisionStatus,
+    NodeStatus,
+    StageStatus,
+    Status,
+    as_ended,
+    because,
+    lender_rows,
+)
 from .summary import duration, label_grid, state_text
 
 WIDTH = 100
@@ -90,6 +103,7 @@ class StatusScreen:
             _learning(status, self._rewards, rows.pop("staleness", "-")),
             _side_by_side(status, left_out),
             _nodes(status.nodes, left_out) if left_out < Detail.NODES else _roles(status.nodes),
+            *([_lenders(status.lenders)] if status.lenders and left_out < Detail.BUCKETS else []),
             _footer(status, rows if left_out < Detail.COUNTS else {}, over, left_out, now),
         ]
         if left_out < Detail.SPACE:
@@ -242,6 +256,15 @@ def _roles(nodes: Sequence[NodeStatus]) -> Table:
         found = [node for node in nodes if node.role == role]
         oldest = max(node.heartbeat_age_s for node in found)
         table.add_row(_role(role), str(len(found)), _counted(found), f"{oldest:.1f} s")
+    return table
+
+
+def _lenders(found: Sequence[LenderReport]) -> Table:
+    table = _table(*((head, "right") if head in LENDER_NUMBERS else head for head in LENDER_HEADS))
+    for column in (table.columns[0], table.columns[-1]):
+        column.no_wrap, column.overflow = False, "fold"
+    for row in lender_rows(found):
+        table.add_row(*row)
     return table
 
 

@@ -21,6 +21,8 @@ class Behind(msgspec.Struct, frozen=True):
     gate: GateConfig
     report: str
     """File of the `GuestReport`."""
+    lender: str = ""
+    """Its name."""
 
 
 class GuestReport(msgspec.Struct, frozen=True):

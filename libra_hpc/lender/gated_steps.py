@@ -85,6 +85,8 @@ class GatedSteps:
         self.stands_still = False
         self.reason: Reason = "open"
         """Of the last decision."""
+        self.pause = ""
+        """Of the last decision against a step."""
 
     def may_step(self, work: bool) -> bool:
         """Whether a step may begin now, of at most the tokens that the scheduler has been given; ``work``: whether
@@ -94,7 +96,9 @@ class GatedSteps:
         if self._paused_at is not None:
             self.paused_s += now - self._paused_at
         self._paused_at = now if work and not tokens else None
-        if tokens:
+        if not tokens:
+            self.pause = self.reason
+        else:
             self._scheduler.max_num_scheduled_tokens = min(tokens, self._most)
         self._watch(now, work, closed=not tokens)
         return tokens > 0

@@ -62,7 +62,7 @@ class GuestProcess:
         self._report.unlink(missing_ok=True)
         gate = GateConfig(page=page, ttft_s=terms.ttft_s, tpot_s=terms.tpot_s, give=terms.give, headroom=terms.headroom)
         behind = Path(page).with_name("behind.json")
-        behind.write_bytes(msgspec.json.encode(Behind(gate, str(self._report))))
+        behind.write_bytes(msgspec.json.encode(Behind(gate, str(self._report), lender)))
         argv = [sys.executable, "-m", "libra_hpc_cli.app", "join", str(run.path.absolute()), "--behind", str(behind)]
         argv += [f"--memory={terms.memory_mib}", f"--tp={terms.tp}", f"--engines={terms.engines}"]
         record = door_record(run)

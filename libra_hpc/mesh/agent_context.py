@@ -12,7 +12,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process.lease import Fence
 from libra_hpc.protocol.agents import Log, MeshMessage, Welcome
-from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.engine_state import EngineState, LenderKind
 
 from .rank_layout import RankLayout
 
@@ -44,6 +44,8 @@ class AgentContext:
     """As ``shared_memory``, but it outlives the agent when all ranks restart: snapshots. None: it does not."""
     guest_engines: tuple[int, int] = (1, 0)
     """(TP, engines) of this node, if it is a guest."""
+    lender: tuple[str, LenderKind] = ("", "idle")
+    """Whose they are."""
     pull_mb_s: float = 0.0
     """Most MB/s of weights that this node gets from others; 0: no limit."""
     engine_changes: dict[str, Any] = field(default_factory=dict)

@@ -29,7 +29,7 @@ from libra_hpc.facts.starts import RunStart, job_gpus, job_seconds, starts
 from libra_hpc.facts.summary import Summary, duration, summarise
 
 from .report_charts import charts
-from .report_tables import PageTable, attempts, changed_layouts, decisions, faults, moves, nodes
+from .report_tables import PageTable, attempts, changed_layouts, decisions, faults, lenders, moves, nodes
 from .svg_chart import MOST_POINTS, svg
 
 SHORTEST_HIDDEN = 8
@@ -91,7 +91,7 @@ def page(run: RunDir, ending: Standing, now: float) -> str:
         transcripts=[(path.name, path.as_uri()) for path in sorted(run.transcripts.glob("step-*"))[-TRANSCRIPTS:]],
         evaluations=[result.words() for result in summary.evaluations],
         decisions=decisions(log, summary),
-        others=[moves(summary), changed_layouts(summary)],
+        others=[moves(summary), changed_layouts(summary), lenders(summary, ending.over)],
         faults=faults(log),
         failed=failed_line(summary.failures),
         attempts=attempts(begun),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from libra_hpc.facts import series
 from libra_hpc.facts.events import EVENTS, in_words
 from libra_hpc.facts.starts import RunStart
-from libra_hpc.facts.status import because
+from libra_hpc.facts.status import LENDER_HEADS, because, gone, lender_rows
 from libra_hpc.facts.summary import LayoutSummary, MoveSummary, Summary, duration
 
 MOST_ROWS = 300
@@ -80,6 +80,11 @@ def changed_layouts(summary: Summary) -> PageTable:
         for each in summary.layouts
     ]
     return _cut("Repartitions", ("after step", "by", "layout", "step before", "step since", "break"), rows)
+
+
+def lenders(summary: Summary, over: bool) -> PageTable:
+    found = gone(summary.lenders) if over else summary.lenders
+    return _cut("Lenders and guests of the last start", LENDER_HEADS, lender_rows(found))
 
 
 def faults(log: Sequence[series.Record]) -> PageTable:

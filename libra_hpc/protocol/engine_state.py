@@ -10,6 +10,8 @@ from typing import Literal
 import msgspec
 
 EngineKind = Literal["train", "rollout"]
+LenderKind = Literal["idle", "spot", "lender"]
+"""Of borrowed engines: a node that somebody brought (``join``), a job of ``borrow.spot``, a server (``lend``)."""
 StateName = Literal["starting", "loading", "ready", "standby", "ending", "lost"]
 """``loading``: waits for weights; ``standby``: without device memory; ``ending``: was killed, a process lives."""
 
@@ -41,6 +43,8 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     """Whether that has lasted so long that its turns should go on elsewhere."""
     kv_share: float = 1.0
     """Part of its KV cache that the engine may use."""
+    pause: str = ""
+    """Why it was paused last, in the words of the gate."""
 
     @property
     def stepping_s(self) -> float:
@@ -83,3 +87,6 @@ class EngineState(msgspec.Struct, tag=True, frozen=True):
     """Of a training engine of several nodes: the number of their common start."""
     capacity: EngineCapacity | None = None
     """Of a rollout engine that is ready."""
+    lender: str = ""
+    """Whose it is, if it is borrowed and ready; its agent completes it."""
+    lender_kind: LenderKind = "idle"

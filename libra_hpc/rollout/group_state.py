@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from libra_hpc.facts.columns import COLUMNS
 from libra_hpc.policies.learning.advantages import Advantage, LengthRules, mean_and_std
 from libra_hpc.protocol.agents import Group
+from libra_hpc.protocol.engine_state import LenderKind
 
 from .trajectory import Trajectory
 
@@ -70,12 +73,12 @@ def batch_stats(
     engines: int = 1,
     parts: Sequence[str] = (),
     replaced: int = 0,
-    of_guests: Collection[str] = (),
+    of_guests: Mapping[str, LenderKind] = MappingProxyType({}),
 ) -> dict[str, float]:
     """Statistics of a batch, every group of which has a finished trajectory.
 
     ``parts``: tasks of a mixture; ``replaced``: groups of equal rewards that these took the places of; ``of_guests``:
-    engines that were not the run's own.
+    engines that were not the run's own, and of what kind.
     """
     trajectories = [t for group in groups for t in group.done]
     reward, reward_std = mean_and_std([t.reward for t in trajectories])
@@ -93,7 +96,7 @@ def batch_stats(
         "gen_tokens_p50": quantile(generated, 0.5),
         "gen_tokens_p95": quantile(generated, 0.95),
         **_of_turns(trajectories),
-        "guest_tokens": sum(turn.gen_tokens for t in trajectories for turn in t.turns if turn.engine in of_guests),
+        **_of_guests(trajectories, of_guests),
         "context_p50": quantile([max(t.sample_tokens) for t in trajectories], 0.5),
         "failed": sum(group.failed for group in groups),
         "retried": sum(group.retried for group in groups),
@@ -119,6 +122,13 @@ def _of_parts(trajectories: Sequence[Trajectory], parts: Sequence[str]) -> dict[
             }
             found |= {f"{part}/{key}": value for key, value in numbers.items()}
     return found
+
+
+def _of_guests(trajectories: Sequence[Trajectory], kinds: Mapping[str, LenderKind]) -> dict[str, float]:
+    lent = Counter[str]()
+    for turn in (turn for t in trajectories for turn in t.turns if turn.engine in kinds):
+        lent[kinds[turn.engine]] += turn.gen_tokens
+    return {"guest_tokens": lent.total(), "spot_tokens": lent["spot"], "lent_tokens": lent["lender"]}
 
 
 def _of_turns(trajectories: Sequence[Trajectory]) -> dict[str, float]:

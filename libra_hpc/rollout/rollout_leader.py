@@ -342,5 +342,6 @@ class RolloutLeader:
             waiting_for_room=self._turns.waiting_for_room,
             recomputed_tokens=self._turns.recomputed,
             evicted_tokens=self._turns.evicted,
-            guest_tokens=engines.guest_tokens,
+            guest_tokens=sum(one.tokens for one in engines.lenders.values()),
+            lenders=tuple(one.report() for one in engines.lenders.values()),
         )

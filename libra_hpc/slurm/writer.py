@@ -83,7 +83,7 @@ def spot_script(launch: Launch) -> str:
     """The script of a job of one node that joins the running job (``[borrow.spot]``)."""
     config, run = launch.config, launch.run
     started = start_command(config, run.path, named=False)
-    join = [*started.prefix, launch.python, "-m", "libra_hpc_cli.app", "join", str(run.path)]
+    join = [*started.prefix, launch.python, "-m", "libra_hpc_cli.app", "join", str(run.path), "--spot"]
     step = ["srun", "--ntasks=1", "--export=ALL", "--mem=0", "--cpu-bind=none", *started.step] if started.step else []
     options = [
         f"--job-name={config.run.name}-spot",

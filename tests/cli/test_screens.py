@@ -14,9 +14,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from libra_hpc_cli import app, output, split
+from rich.console import Console
 
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import NodeStatus, encode_status
+from libra_hpc.facts.view import StatusScreen
 from libra_hpc.files import write_atomic
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.slurm.queue.query import JobInfo, JobState
@@ -123,6 +125,14 @@ def test_a_terminal_that_knows_ascii_alone_gets_every_screen(words: list[str], m
 
 THREE = ["planner", "train", "rollout"]
 SIX = ["planner", "train", "to_train", "to_rollout", "rollout", "lost"]
+
+
+def test_the_lenders_of_a_running_run_are_whole_in_80_columns(tmp_path: Path) -> None:
+    status, out = synthetic.make_status(synthetic.make_run(tmp_path)), io.StringIO()
+    Console(file=out, width=COLUMNS).print(StatusScreen(status, now=status.updated_at))
+    found = " ".join(re.sub("[│ ]+", " ", out.getvalue()).split())
+    assert "gpu-017-vllm-4711 lender 62% 58% 1,204 310k users 3 min (now), silent server 12 s" in found
+    assert "t-104 spot gone 90% 2,412 910k -" in found
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])

@@ -14,6 +14,7 @@ from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import BucketStatus, DecisionStatus, NodeStatus, StageStatus, Status, encode_status
 from libra_hpc.files import write_atomic
+from libra_hpc.protocol.agents import LenderReport
 
 START = 1_700_000_000.0
 STEPS = 60
@@ -22,6 +23,12 @@ STEP_S = 3.0
 MOVE = (START + 100.0, START + 109.5)
 REASON = "to_train: training 1.42 s a batch, rollout 0.97 s; moving node 2 saves 31 s over 300 s and costs 9.5 s"
 COMPONENTS = ("planner", "train", "hybrid", "rollout")
+PAUSED = {"served": 187.0, "silent": 12.0}
+LENDERS: list[tuple[Any, ...]] = [
+    ("gpu-017-vllm-4711", "lender", 1, 0.62, 0.58, 1_204, 310_220, PAUSED, "served"),
+    ("t-001", "idle", 8, 1.0, 1.0, 20_412, 9_310_220),
+    ("t-104", "spot", 0, 0.0, 0.9, 2_412, 910_220),
+]
 BEFORE_DRIFT = {"generation": 1, "replicas": 1, "rollout_nodes": 2, "phase": "short"}
 EVERY_STEP = (
     {"reward_std": 0.3, "tokens": 1000, "loss_tokens": 400, "loss": 0.01, "grad_norm": 0.5, "wait_s": 0.3}
@@ -143,4 +150,5 @@ def make_status(run: RunDir, *, state: str = "running", step: int = STEPS) -> St
         estimate=StageEstimate(3.2, 0.91, 3.2),
         accuracy=StepAccuracy(8, 3.31, 3.0, 0.103),
         failures=[FailedAttempts("raised", 12, "KeyError: 'x'"), FailedAttempts("timeout", 3, "late")],
+        lenders=[LenderReport(*facts) for facts in LENDERS],
     )

@@ -89,6 +89,7 @@ def test_paused_seconds_count_with_work_only(plant: Plant) -> None:
     plant.served = 0
     plant.wait(1.0)
     assert plant.steps.paused_s == pytest.approx(1.0, abs=0.03)
+    assert (plant.steps.pause, plant.steps.reason) == ("served", "probe")
     assert not plant.steps.stands_still
 
 

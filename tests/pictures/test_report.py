@@ -170,6 +170,11 @@ def test_no_key_of_a_run_file_is_taken_for_a_secret() -> None:
     assert without_secrets("x.max_tokens", 4096) == 4096
 
 
+def test_lenders_have_a_table(text: str) -> None:
+    rows = re.sub("<[^>]*>|\\s+", " ", text.partition("Lenders and guests")[2].partition("</table>")[0])
+    assert "gpu-017-vllm-4711 lender gone 58% 1,204 310k users 3 min, silent server 12 s" in " ".join(rows.split())
+
+
 def test_gains_stand_beside_the_decision_that_predicted_them(text: str) -> None:
     row = next(row for row in re.findall(r"<tr>(.*?)</tr>", text) if "moving node 2 to train" in row)
     assert re.findall(r"<td[^>]*>([^<]*)</td>", row)[1::2] == ["node 2 to train", "0.60 s"]

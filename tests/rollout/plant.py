@@ -218,11 +218,11 @@ class Plant:
 
     # --- engines
 
-    def up(self, name: str, rank: int, tp: int = 1) -> None:
+    def up(self, name: str, rank: int, tp: int = 1, **lender: Any) -> None:
         self.engines[name] = self.version
         capacity = EngineCapacity(tp=tp, max_model_len=1000, kv_tokens=10000)
         self.leader.on_engine_state(
-            EngineState(rank, "rollout", "ready", engine=name, version=self.version, capacity=capacity)
+            EngineState(rank, "rollout", "ready", engine=name, version=self.version, capacity=capacity, **lender)
         )
 
     def down(self, name: str) -> None:

@@ -89,8 +89,8 @@ async def test_tokens_and_engines_of_guests_are_counted_apart() -> None:
     assert batch.stats["guest_tokens"] == of_guests > 0
 
 
-def paused(seconds: float, still: bool, steps: int = 1) -> EngineStats:
-    return EngineStats(running=1, generated_tokens=steps, steps=steps, paused_s=seconds, stands_still=still)
+def paused(seconds: float, still: bool, steps: int = 1, why: str = "served") -> EngineStats:
+    return EngineStats(running=1, generated_tokens=steps, steps=steps, paused_s=seconds, stands_still=still, pause=why)
 
 
 async def test_turns_of_an_engine_that_stands_still_go_on_elsewhere_until_it_steps_again() -> None:
@@ -188,6 +188,29 @@ async def test_a_guest_without_a_step_between_two_reports_gets_no_turns() -> Non
         plant.leader.on_engine_load(GUEST, paused(seconds, still=False, steps=steps))
         assert of_guest(plant).open is is_open
     assert not plant.aborts
+
+
+async def test_what_each_lender_gave_and_why_it_was_paused_is_reported_whoever_its_guest_is() -> None:
+    plant = Plant(engines=1, eta=0, turns=1, prompts=4).start()
+    plant.up(GUEST, FIRST_GUEST, lender="gpu-7", lender_kind="lender")
+    plant.up("spot", FIRST_GUEST + 1, lender="t-9", lender_kind="spot")
+    await plant.run(lambda: at(plant, GUEST) and at(plant, "spot"))
+    plant.leader.on_engine_load(GUEST, paused(0.0, still=False))
+    for step, seconds, why in ((2, 2.0, "served"), (3, 2.0, "served"), (4, 3.0, "silent"), (4, 5.0, "served")):
+        plant.now += 4.0
+        plant.leader.on_engine_load(GUEST, paused(seconds, still=False, steps=step, why=why))
+    lender, spot = plant.leader.report().lenders
+    assert (lender.name, lender.kind, lender.tokens, lender.turns) == ("gpu-7", "lender", 3, 0)
+    assert (lender.mean_share, lender.paused, lender.now) == (11 / 16, {"served": 4.0, "silent": 1.0}, "served")
+    assert (spot.name, spot.kind, spot.engines, spot.now, spot.paused) == ("t-9", "spot", 1, "", {})
+    plant.down(GUEST)
+    assert (plant.leader.report().lenders[0].engines, plant.leader.report().lenders[0].now) == (0, "")
+    plant.up("r10002.0", FIRST_GUEST + 2, lender="gpu-7", lender_kind="lender")
+    batch = await plant.batch()
+    lender, spot = plant.leader.report().lenders
+    assert (lender.engines, lender.tokens) == (1, 3)
+    assert batch.stats["guest_tokens"] == batch.stats["spot_tokens"] + batch.stats["lent_tokens"] > 0
+    assert batch.stats["spot_tokens"] >= 3 * spot.turns > 0
 
 
 @pytest.mark.parametrize("revoked", [True, False])

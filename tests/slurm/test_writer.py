@@ -381,6 +381,6 @@ def test_a_job_of_spot_nodes_joins_the_run_with_a_node_as_those_that_roll_out() 
     assert {"--nodes=1", "--partition=spot", "--time=00:30:00", "--gres=gpu:4", "--constraint=nvlink"} <= options
     assert {"--job-name=demo-spot", "--no-requeue", "--mem=32G", "--account=rl"} <= options
     assert "export A=b" in lines
-    assert lines[-1] == "exec /opt/env/bin/python -m libra_hpc_cli.app join '/data/my runs/demo-001'"
+    assert lines[-1] == "exec /opt/env/bin/python -m libra_hpc_cli.app join '/data/my runs/demo-001' --spot"
     assert "--spot=2" in het_script(launch)
     assert "--spot" not in script(FULL)
