@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +21,8 @@ from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.step_times.measured import load
 from libra_hpc.models.step_times.steps import StepTimes
-from libra_hpc.planning.initial import CANDIDATES, hybrid_of, planned_pools
+from libra_hpc.planning.borrowed_plan import BorrowedPlan, borrowed_plan
+from libra_hpc.planning.initial import CANDIDATES, InitialPlan, hybrid_of, planned_pools
 from libra_hpc.planning.measured_train_speed import training_factors, with_train_speed
 from libra_hpc.planning.request import PlanRequest, as_planned, check_gpus, request
 from libra_hpc.planning.simulated_plan import simulated_plans
@@ -29,12 +30,14 @@ from libra_hpc.planning.work import Assumed
 from libra_hpc.policies.search.best_plan import PlanResult, PlanSearch, RunPlan
 from libra_hpc.policies.search.scaling_curve import ScalingPoint, knee, steps, sweep
 from libra_hpc.preflight.checked_run import known_rooms
+from libra_hpc.simulator.borrowing import Borrow, parse_borrow
 
 from . import plan_tables
 from .config_show import OverrideOption, RunFileArgument
 from .output import busy, print_json, print_line, show
 from .plan_write import Options, Target, check_target, write_row
 from .runs import JsonOption
+from .simulate import show_borrowed_plan
 from .split import planned, show_split, simulating
 
 RANGE = re.compile(r"^(\d+)(?:\.\.(\d+))?$")
@@ -121,6 +124,9 @@ def plan(
     quick: QuickOption = False,
     keep: Annotated[int, typer.Option("--best", min=1, metavar="N", help="Plans to show.")] = 5,
     explain: ExplainOption = False,
+    borrow: Annotated[
+        str, typer.Option(metavar="N:KIND", help="Also what N lenders bring; KIND: code, chat, rose, spot or flap.")
+    ] = "",
     json: JsonOption = False,
     plot: PlotOption = None,
     write: WriteOption = None,
@@ -134,6 +140,7 @@ def plan(
     target = None if write is None else Target(write, choose, force)
     if target is not None:
         check_target(target, layouts=layouts, swept=low != high)
+    lent = lenders(borrow, swept=low != high)
     config = load_run_file(run_file, override, site_profile().values)
     files = {
         key: str(file or "") for key, file in (("devices", devices), ("trace", trace), ("train_speed", train_speed))
@@ -156,8 +163,9 @@ def plan(
         from libra_hpc.pictures.plan_picture import draw_plans
 
         draw_plans(result.plans, plan_tables.title(asked), plot)
+    chosen = (asked, result) if made is None else (made.asked, made.result)
+    with_lenders = played(config, chosen, lent, times)
     if target is not None:
-        chosen = (asked, result) if made is None else (made.asked, made.result)
         write_row(target, run_file=run_file, overrides=override, config=config, options=given, chosen=chosen)
     if json:
         print_json(
@@ -166,12 +174,12 @@ def plan(
                 "gap": None if result.plans[0].simulated else result.gap,
                 **msgspec.to_builtins(result),
                 "half_mfu": msgspec.to_builtins(slow),
+                "borrowed": [one.facts() for one in with_lenders],
             }
         )
     else:
         show_plans(asked, result, slow, explain)
-        if made is not None:
-            show_split(made)
+        show_more(made, with_lenders)
 
 
 def question(
@@ -197,6 +205,32 @@ def best(
             result = simulated_plans(asked, normal, result, steps=steps, progress=partial(simulating, status))
         slow = None if asked.train_speed else search(training_factors(2.0)).run(1).plans[0]
     return msgspec.structs.replace(result, plans=result.plans[:keep]), slow
+
+
+def lenders(borrow: str, *, swept: bool) -> Borrow | None:
+    """The engines of ``--borrow``; raises `UserError`."""
+    if borrow and swept:
+        raise invalid("--borrow", borrow, "with a range of --gpus there is no plan to lend to", "one number of GPUs")
+    return parse_borrow(borrow) if borrow else None
+
+
+def played(
+    config: RunConfig, chosen: tuple[PlanRequest, PlanResult], lent: Borrow | None, steps: StepLookup
+) -> list[BorrowedPlan]:
+    """The best plan with lenders, if there are any."""
+    if lent is None:
+        return []
+    asked, result = chosen
+    with busy("simulating lenders"):
+        return [borrowed_plan(config, asked, result.plans[0], lent, steps)]
+
+
+def show_more(made: InitialPlan | None, with_lenders: Sequence[BorrowedPlan]) -> None:
+    """The split that the job would choose, and what lenders bring."""
+    if made is not None:
+        show_split(made)
+    for one in with_lenders:
+        show_borrowed_plan(one)
 
 
 def show_plans(asked: PlanRequest, result: PlanResult, slow: RunPlan | None, explain: bool) -> None:

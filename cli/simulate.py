@@ -17,9 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from libra_hpc.errors import UserError, invalid
+from libra_hpc.facts.summary import duration
+from libra_hpc.planning.borrowed_plan import BorrowedPlan
 from libra_hpc.policies.scheduling.registry import policy_class, policy_names
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.simulator.borrowing import Borrow, Borrowing, borrowing, parse_borrow
+from libra_hpc.simulator.borrowing import PAYS, Borrow, Borrowing, borrowing, parse_borrow
 from libra_hpc.simulator.compare import FIELD, Compared, compare_at_once
 from libra_hpc.simulator.engine.simulated_engines import build_engines
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
@@ -33,8 +35,6 @@ from .trace import FileArgument, FormatOption, LimitOption, SkipOption, load
 DEFAULTS = SimulationSettings()
 FIRST_LINE_S, LINE_S = 1.0, 10.0
 """Seconds before the first line of progress, and between lines, where stderr is no terminal."""
-PAYS = 1.05
-"""Gain below which it is not worth the trouble; batches differ by about as much."""
 LEGEND = """p50, p95, p99: from a trajectory's start to its end; moves: turns on another
 engine than before; re-prefill: tokens computed again; idle: share of the GPUs'
 time; x best: makespan over the shortest one"""
@@ -279,9 +279,20 @@ def borrowed_table(done: Mapping[str, Borrowing], unit: str) -> Table:
     return out
 
 
+def show_borrowed_plan(made: BorrowedPlan) -> None:
+    """The best plan of `libra-hpc plan` with lenders."""
+    print_line(f"\nthe best plan with {made.borrow.engines} lent engines like its first, {made.borrow.kind}:")
+    show(borrowed_table({made.policy: made.found}, "s a batch"))
+    print_line(does_it_pay(made.found, single=False))
+    if made.found.pays:
+        relation, price = "more" if made.worth.pays else "not more", duration(made.worth.needed_s)
+        saved = f"over {made.steps:,} steps it saves {duration(made.worth.saved_s)}"
+        print_line(f"{saved}, {relation} than a start of engines must bring ({price})")
+
+
 def does_it_pay(one: Borrowing, *, single: bool) -> str:
     """Whether it pays, in a sentence."""
-    if one.gain >= PAYS:
+    if one.pays:
         return f"borrowing pays, a batch takes 1/{one.gain:.2f} of the time"
     if one.alone / one.own < PAYS:
         why = "the longest trajectory decides" if single else "training or the longest trajectories decide"

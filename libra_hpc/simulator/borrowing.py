@@ -32,6 +32,8 @@ SPOT_BUSY = LogNormal(math.log(60), 1.0)
 EXAMPLE = "a number of engines and a kind, such as 16:code, 16:chat:0.1 or 16:spot"
 LIMITS = LenderSpec().limits
 OTHERS = ("spot", "flap")
+PAYS = 1.05
+"""Gain below which it is not worth the trouble; batches differ by about as much."""
 LONGER = 1.5
 """Traffic lasts for so many times the seconds without lenders."""
 
@@ -63,6 +65,10 @@ class Borrowing(msgspec.Struct, frozen=True):
     @property
     def gain(self) -> float:
         return self.alone / self.borrowed
+
+    @property
+    def pays(self) -> bool:
+        return self.gain >= PAYS
 
     @property
     def of_own(self) -> float:

@@ -77,6 +77,24 @@ def test_small_figures_keep_two_digits_and_an_empty_exclusion_list_is_stated(cal
     assert "because" not in out
 
 
+SMALL = ("--gpus", "16", "-o", "algorithm.prompts_per_step=4", "-o", "algorithm.group_size=4", "-o", "run.steps=100")
+
+
+def test_lenders_are_played_with_the_best_plan_and_must_pay_for_their_start(call: Call) -> None:
+    lent = (*SMALL, "-o", "rollout.max_num_seqs=4", "--borrow", "4:spot")
+    for cost, pays in ((15.0, True), (36_000.0, False)):
+        (made,) = json.loads(call(*lent, "-o", f"planner.switch_cost_s={cost}", "--json")[1])["borrowed"]
+        assert (made["engines"], made["kind"], made["pays"]) == (4, "spot", pays)
+        assert made["saved_s"] == pytest.approx(100 * (made["alone"] - made["borrowed"]))
+        assert made["needed_s"] == 1.5 * cost
+        assert made["gain"] > 1.05
+    _, out, _ = call(*lent)
+    assert "borrowing pays" in out
+    assert re.search(r"over 100 steps it saves \d.*, more than a start of engines must bring \(22 s\)", out)
+    code, _, err = call("--gpus", "16..32", "--borrow", "4")
+    assert (code, err.startswith("error: --borrow = '4': with a range")) == (2, True), err
+
+
 def test_json_is_the_whole_result(call: Call) -> None:
     code, out, _ = call("--json", "--best", "3")
     found = json.loads(out)
