@@ -28,6 +28,7 @@ from bench import fleets_search
 from bench.ablation_parts import PLANNER, SCHEDULER, without
 from bench.fleets_rows import EPOCH, NODE, Fleet, Part, Setting, setting_of, trace_name
 from bench.fleets_search import OURS, Contestant
+from bench.fleets_training import Roles
 from bench.harness import Options, names, options, progress, report, write
 from bench.replan import FEW, SITE, named_work
 from bench.replan_rules import SETTINGS, Live, Tiers, play
@@ -78,8 +79,11 @@ class Cell(NamedTuple):
 
 
 def fleet_of(name: str, row: Setting, engines: str) -> Fleet:
-    """Engines of the row's GPUs: a third of the nodes in the smaller degrees, or all of one degree."""
-    gpus = row.pools[0][1]
+    """Engines of the row's GPUs: a third of the nodes in the smaller degrees, or all of one degree.
+
+    In steady state one node trains.
+    """
+    gpus = row.pools[0][1] - NODE * bool(row.batches)
     nodes = gpus // NODE
     if engines == "even":
         tp = EVEN_TP.get(name, 8)
@@ -97,7 +101,7 @@ def seconds(job: Job) -> float:
         if name in PLANNER_ROWS:
             return _planned_s(name, seed)
         fleet = fleet_of(name, setting_of(name), engines)
-        return fleets_search.seconds((name, Contestant(fleet, OURS), seed, math.inf))
+        return fleets_search.seconds((name, Contestant(fleet, OURS, roles=Roles(train=1)), seed, math.inf, 0))
 
 
 def _planned_s(name: str, seed: int) -> float:

@@ -1,15 +1,15 @@
 """The judge: what libra-hpc would choose, against the best that a user could have chosen, in the simulator.
 
-- Ours: the planner's fleet for lengths seen before, chosen as `libra-hpc plan` does, and `cmlfq` with its defaults.
-- The opponent: the best, in hindsight and at equal GPUs, of all homogeneous fleets and the common mixes, of six tuned
-  rules and eight rules of admission (`bench.fleets_search`).  Chosen on some seeds, reported on others.
-- ``x``: the opponent's seconds over ours; above 1 ours is faster.  ``bound``: a lower bound over ours.
-- ``plan``: seconds of a batch by the cost models over those of the simulator, for the planner's fleet and the choosing
-  seeds, whose lengths the cost models know.
+- Ours: the planner's choice for lengths seen before, as `libra-hpc plan` makes it, and `cmlfq` with its defaults.
+- The opponent: at equal GPUs the best of all fleets, rules and admissions of `bench.fleets_search`; of a steady row
+  also of all numbers of training nodes, and of all nodes in turn (colocation).  Chosen on three seeds.
+- ``x``: the opponent's seconds over ours, geometric mean over five other seeds, two standard errors below and above.
+- ``split``, ``turn``: seconds of the best opponent of each kind; in turn a pair of switches takes 80 s.
+- ``mine``: seconds of `cmlfq` in turn, on its best homogeneous fleet; no choice of the planner yet.
+- ``plan``, ``quick``: seconds of a batch as `plan` prints them, and by the cost models alone, over those simulated with
+  the choosing seeds, whose lengths the planner knows.
 
-Elastic control is not judged here: training has nodes of its own (`bench.replan`).
-
-    python -m bench.fleets [--rows NAME|NAME] [--trace FILE ...] [--seeds 3] [--quick] [--json FILE]
+    python -m bench.fleets [--rows NAME|NAME] [--trace FILE ...] [--seeds 5] [--quick] [--json FILE]
         [--jobs 2]
 """
 
@@ -24,29 +24,32 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from bench.fleets_bounds import bounds
 from bench.fleets_rows import (
     NODE,
     ROWS,
     Proposal,
-    bounds,
     fleet_name,
     fleets_of,
+    less_nodes,
     longest_context,
     proposals,
     setting_of,
     trace_name,
     work,
 )
-from bench.fleets_search import OURS, Contestant, Effort, Search
-from bench.harness import options, progress, report, write
+from bench.fleets_search import OURS, Contestant, Effort, Search, one_degree
+from bench.fleets_training import OTHER_SWITCHES, Planned, Roles, planned_split
+from bench.harness import options, progress, report, show, write
 from libra_hpc.planning.simulated_plan import halving, promising
 
-CHOOSING = 1_000
-"""First seed for choosing; those for reporting start at 0."""
-QUICK_ROWS = ("r2e", "math", "long")
-QUICK = {"pairs": 3, "tuned": 2, "finalists": 2, "reported": 1}
-"""Effort of ``--quick``, with one seed for choosing, one for reporting, and smaller rows."""
-COLUMNS = ("row", "ours", "ours, s", "the best other choice", "s", "x", "bound", "plan")
+CHOOSING = (1_000, 1_001, 1_002)
+"""Seeds for choosing; those for reporting start at 0."""
+QUICK_ROWS = ("r2e", "math", "63k, eta 0")
+QUICK = {"pairs": 4, "tuned": 2, "finalists": 2, "screen": 3}
+"""Effort of ``--quick``, with one seed for choosing, two for reporting, and smaller rows."""
+COLUMNS = ("row", "ours", "other", "x", "low", "high", "split", "turn", "mine", "plan", "quick")
+WHO = ("row", "ours", "the best other choice")
 
 
 def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
@@ -55,42 +58,66 @@ def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
     def say(text: str) -> None:
         progress(f"{label}: {text} ({time.perf_counter() - begin:.0f} s)")
 
-    label = trace_name(name)
-    row, first = setting_of(name), effort.choosing[0]
+    label, row = trace_name(name), setting_of(name)
     seen = [one for seed in effort.choosing for one in work(name, seed)[1]]
-    every = [one for seed in (*effort.choosing, *effort.reporting) for one in work(name, seed)[1]]
-    longest = longest_context(name, every)
+    longest = longest_context(name, [*seen, *(one for seed in effort.reporting for one in work(name, seed)[1])])
     search = Search(pool, name, effort, say)
-    choice = planned(search, proposals(row, seen, longest), effort)
-    ranked = search.opponents(fleets_of(row, longest))
-    ours = Contestant(choice.fleet, OURS)
-    bare = next((c for c in ranked if not c.admission), ranked[0]._replace(admission=""))
-    search.run([*ranked[: effort.reported], ours, bare], effort.reporting, limited=False)
-    opponent = min(ranked[: effort.reported], key=lambda c: search.median(c, effort.reporting))
-    shown = {"ours": ours, "opponent, no admission": bare, "opponent": opponent}
-    bound = {seed: bounds(row, work(name, seed)[1], longest) for seed in effort.reporting}
-    found = {
-        key: {
-            "fleet": fleet_name(row, c.fleet),
-            "policy": c.words,
-            "seconds": [search.of(c, seed) for seed in effort.reporting],
-            "x": statistics.median(search.of(opponent, s) / search.of(c, s) for s in effort.reporting),
-            "bound": statistics.median(max(bound[s].values()) / search.of(c, s) for s in effort.reporting),
-        }
-        for key, c in shown.items()
-    }
-    say(f"{search.count} simulations, ours {found['ours']['x']:.2f} x as fast as {found['opponent']['policy']}")
-    simulated = statistics.fmean(search.of(ours, seed) for seed in effort.reporting)
-    return {
+    if row.batches:
+        choice = planned_split(name, effort.choosing, longest, OURS)
+    else:
+        found = planned(search, proposals(row, seen, longest), effort)
+        choice = Planned(found.fleet, Roles(), found.model_s, found.seconds)
+    ours = Contestant(choice.fleet, OURS, roles=choice.roles)
+    search.run([ours], effort.choosing, limited=False)
+    say(f"planned {_who(name, ours)}")
+    ranked = search.opponents(longest)
+    shown = {"ours": ours, "opponent": ranked[0]}
+    if row.batches:
+        shown["split"] = next(c for c in ranked if c.roles.train)
+        shown["turn"] = turn = next(c for c in ranked if not c.roles.train)
+        mine = [
+            Contestant(fleet, OURS, roles=roles)
+            for roles in dict.fromkeys((Roles(), turn.roles))
+            for fleet in fleets_of(row, longest)
+            if one_degree(fleet)
+        ]
+        shown["our turn"] = search.screen(mine)[0]
+    search.run(shown.values(), effort.reporting, limited=False)
+    others = {}
+    if row.batches:
+        switched = [turn._replace(roles=turn.roles._replace(switch_s=s)) for s in OTHER_SWITCHES]
+        search.run(switched, effort.reporting[:1], limited=False)
+        others = {c.roles.switch_s: search.of(c, effort.reporting[0]) for c in (*switched, turn)}
+    taken = {key: [search.of(c, seed) for seed in effort.reporting] for key, c in shown.items()}
+    bound = [bounds(row, work(name, seed)[1], longest) for seed in effort.reporting]
+    simulated = statistics.fmean(search.of(ours, seed) for seed in effort.choosing)
+    result: dict[str, Any] = {
         "row": label,
         "setting": row._asdict(),
-        "plan": {"model_s": choice.model_s, "expected_s": choice.seconds, "simulated_s": simulated},
-        "choosing": [first, len(effort.choosing)],
-        "found": found,
-        "bounds": bound,
+        "plan": {"model_s": choice.model_s, "expected_s": choice.expected_s, "simulated_s": simulated},
+        "seeds": [effort.choosing, effort.reporting],
+        "found": {key: {"who": _who(name, c), "policy": c.words, "seconds": taken[key]} for key, c in shown.items()},
+        "x": ratio(taken["opponent"], taken["ours"]),
+        "bound": statistics.fmean(max(b.values()) / s for b, s in zip(bound, taken["ours"], strict=True)),
+        "switch_s": others,
         "simulations": search.count,
         "took_s": time.perf_counter() - begin,
     }
+    say("x {:.2f}, {:.2f} to {:.2f}; {}".format(*result["x"], result["found"]["opponent"]["who"]))
+    return result
+
+
+def ratio(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
+    """Geometric mean of the paired ratios, and two standard errors below and above it."""
+    logs = [math.log(a / b) for a, b in zip(theirs, ours, strict=True)]
+    mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - 2.0 * error), math.exp(mean + 2.0 * error)
+
+
+def _who(name: str, one: Contestant) -> str:
+    row = setting_of(name)
+    roles = f"{one.roles.words}: " if row.batches else ""
+    return f"{roles}{fleet_name(less_nodes(row, one.roles.train), one.fleet)}; {one.words}"
 
 
 def planned(search: Search, options: Sequence[Proposal], effort: Effort) -> Proposal:
@@ -108,24 +135,38 @@ def planned(search: Search, options: Sequence[Proposal], effort: Effort) -> Prop
 
 
 def line(row: dict[str, Any]) -> tuple[str, ...]:
-    mine, other, plan = row["found"]["ours"], row["found"]["opponent"], row["plan"]
-    took = [f"{statistics.median(one['seconds']):,.0f}" for one in (mine, other)]
-    ratios = (f"{mine['x']:.2f}", f"{mine['bound']:.0%}", f"{plan['model_s'] / plan['expected_s']:.2f}")
-    return (row["row"], mine["fleet"], took[0], f"{other['fleet']}; {other['policy']}", took[1], *ratios)
+    means = {key: f"{statistics.fmean(one['seconds']):,.0f}" for key, one in row["found"].items()}
+    plan = row["plan"]
+    errors = (f"{plan[key] / plan['simulated_s']:.2f}" for key in ("expected_s", "model_s"))
+    kinds = (means.get(key, "") for key in ("split", "turn", "our turn"))
+    x = (f"{value:.2f}" for value in row["x"])
+    return (row["row"], means["ours"], means["opponent"], *x, *kinds, *errors)
+
+
+def switches(row: dict[str, Any]) -> str:
+    """Seconds in turn by those of a pair of switches, and those at which it is as fast as the best split."""
+    found, known = row["found"], sorted(row["switch_s"].items())
+    even = 80.0 + statistics.fmean(found["split"]["seconds"]) - statistics.fmean(found["turn"]["seconds"])
+    each = ", ".join(f"{s:.0f} s: {taken:,.0f}" for s, taken in known)
+    return f"{row['row']}, seconds in turn by those of the switches: {each}; even at {even:,.0f} s"
 
 
 def shrink(names: Sequence[str]) -> None:
-    """Change the rows: a quarter of the trajectories on half of the GPUs."""
+    """Change the rows: a quarter of the trajectories on half of the GPUs, half of the batches."""
     for name in set(names) & set(ROWS):
         row = ROWS[name]
-        pools = tuple((device, max(NODE, count // (2 * NODE) * NODE)) for device, count in row.pools)
-        ROWS[name] = row._replace(trajectories=max(64, row.trajectories // 4), pools=pools)
+        least = NODE * (1 + (row.batches > 0))
+        pools = tuple((device, max(least, count // (2 * NODE) * NODE)) for device, count in row.pools)
+        ROWS[name] = row._replace(trajectories=max(64, row.trajectories // 4), pools=pools, batches=row.batches // 2)
 
 
 def main() -> None:
-    given = options("fleets", __doc__, rows=ROWS, quick=QUICK_ROWS, trace=True, seeds=3, jobs=2)
-    count = 1 if given.quick else given.seeds
-    effort = Effort(tuple(range(CHOOSING, CHOOSING + count)), tuple(range(count)), **(QUICK if given.quick else {}))
+    given = options("fleets", __doc__, rows=ROWS, quick=QUICK_ROWS, trace=True, seeds=5, jobs=2)
+    count = min(given.seeds, 2) if given.quick else given.seeds
+    if count < 2:
+        given.error("--seeds must be at least 2, for an error of the ratios")
+    choosing = CHOOSING[:1] if given.quick else CHOOSING
+    effort = Effort(choosing, tuple(range(count)), **(QUICK if given.quick else {}))
     if given.quick:
         shrink(given.rows)
     begin, done = time.perf_counter(), list[dict[str, Any]]()
@@ -134,12 +175,17 @@ def main() -> None:
         for name in given.rows:
             done.append(judge(pool, name, effort))
             write(given, done)
-    better = [row["found"]["ours"]["x"] for row in done]
+    better = [row["x"][0] for row in done]
     x = f"geometric mean {math.exp(statistics.fmean(math.log(x) for x in better)):.2f}, worst {min(better):.2f}"
     minutes = (time.perf_counter() - begin) / 60
     notes = [f"{len(done)} rows in {minutes:.0f} minutes; x: {x}; details: {given.json}"]
+    who = [(r["row"], r["found"]["ours"]["who"], r["found"]["opponent"]["who"]) for r in done]
+    show("Who", WHO, who, width=80)
+    notes += [switches(row) for row in done if row["switch_s"]]
     rows = [line(row) for row in done]
-    report(given, "Ours and the best other choice", columns=COLUMNS, rows=rows, notes=notes, raw=done)
+    report(
+        given, "Seconds of a batch, ours and the best other choice", columns=COLUMNS, rows=rows, notes=notes, raw=done
+    )
 
 
 if __name__ == "__main__":

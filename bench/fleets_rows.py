@@ -1,4 +1,7 @@
-"""Rows of `bench.fleets`: the work, the GPUs, the fleets that a user could build from them, and the bounds.
+"""Rows of `bench.fleets`: the work, the GPUs, the and the fleets that a user could build from them.
+
+- One batch: the GPUs roll out; nothing is trained.
+- Steady: both stages.  Some nodes train (a *split*), or all nodes serve both stages in turn (`bench.fleets_training`).
 
 A fleet is a list of `Part`: so many engines of one TP degree on one kind of GPU.  Only degrees whose KV cache holds the
 longest context count, because vLLM would not start otherwise.
@@ -24,31 +27,55 @@ from libra_hpc.policies.costs.lengths import observe, sketch
 from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
 from libra_hpc.policies.costs.training_time import BatchWork
 from libra_hpc.policies.search.even_rollout_layout import homogeneous_layouts
-from libra_hpc.policies.search.rollout_layout import ReplicaClass, RolloutSearch
+from libra_hpc.policies.search.rollout_layout import ReplicaClass, RolloutLayout, RolloutSearch
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
 from libra_hpc.traces.generate import Dials, generate
-from libra_hpc.traces.profiles import PROFILES, R2E, Lognormal
+from libra_hpc.traces.profiles import MATH, PROFILES, R2E, Lognormal, Profile
 
 DEGREES = (1, 2, 4, 8)
 NODE = 8
 """GPUs of a node: a node has engines of one degree, as in a run file."""
 MAX_CONTEXT = 131_072
 GROUP = 8
-TRAIN_S, SYNC_S = 30.0, 2.0
-"""Seconds of a training step, on nodes of its own, and of a weight update; short, so that rollout is the bottleneck."""
+STEADY = 12
+"""Batches of a steady row; four measure the start, whose engines are empty."""
 MIXES = ({1: 1, 2: 1, 4: 2}, {2: 1, 4: 1}, {2: 1, 8: 1}, {4: 1, 8: 1}, {1: 1, 2: 1, 4: 1, 8: 1})
 """Common mixes: shares of the GPUs by TP degree; the first is the published pattern 4xTP1,2xTP2,2xTP4."""
-LONG = replace(
-    R2E,
-    name="long",
-    generated=6_000,
-    sigma=0.7,
-    turns=40,
-    prompt=Lognormal(20_000, 0.5, 60_000),
-    tools=tuple(replace(t, payload=replace(t.payload, median=1.6 * t.payload.median)) for t in R2E.tools),
-)
-"""Coding on large repositories: contexts of 32k to 128k tokens, more than the KV caches hold."""
+
+
+def _coding(name: str, generated: float, prompt: float, payload: float, tool_s: float = 1.0, **other: Any) -> Profile:
+    """`R2E` with other lengths, and tools that return and take so many times as much."""
+    tools = tuple(
+        replace(
+            tool,
+            payload=replace(tool.payload, median=payload * tool.payload.median),
+            seconds=replace(tool.seconds, median=tool_s * tool.seconds.median, most=tool_s * tool.seconds.most),
+        )
+        for tool in R2E.tools
+    )
+    return replace(R2E, name=name, generated=generated, prompt=Lognormal(prompt, 0.5, 60_000), tools=tools, **other)
+
+
+OWN = {
+    profile.name: profile
+    for profile in (
+        _coding("long", 6_000, 20_000, 1.6, sigma=0.7, turns=40),
+        _coding("middle", 6_000, 14_000, 0.9, sigma=0.7, turns=40),
+        _coding("slow tools", R2E.generated, R2E.prompt.median, 1.0, tool_s=40.0),
+        replace(R2E, name="sessions", sigma=1.3, turns=14, prompt=Lognormal(45_000, 0.8, 120_000)),
+        replace(MATH, name="short math", generated=700, sigma=0.6),
+    )
+}
+"""Profiles of this benchmark.
+
+- ``long``, ``middle``: coding on large repositories, contexts of 63k and 46k tokens in the mean, up to 128k: more than
+  the KV caches hold.
+- ``slow tools``: builds and test suites that take minutes.
+- ``sessions``: an agent's turns between two messages of a person, after a long history that no other one shares.
+"""
+MIXED = "mixed tools"
+"""Preset: every second group has slow tools, the others those of `R2E`."""
 
 
 class Part(NamedTuple):
@@ -67,11 +94,13 @@ class Setting(NamedTuple):
     preset: str = "r2e"
     model: str = "qwen3-14b"
     pools: tuple[tuple[str, int], ...] = (("a800", 24),)
-    """(device, GPUs)."""
+    """(device, GPUs); in a steady row those that train are among them."""
     trajectories: int = 256
     """Of one batch."""
     batches: int = 0
     eta: int = 0
+    group: int = GROUP
+    """Samples of a prompt."""
     dials: tuple[tuple[str, Any], ...] = ()
     slow: int = 0
     """GPUs at half the speed, which nobody knows."""
@@ -81,28 +110,39 @@ class Setting(NamedTuple):
 
 EPOCH = ", third epoch"
 """Rows of `bench.scheduling` whose prompts have been seen twice before: for `bench.ablation`."""
-TWO_NODES = (("a800", 16),)
+THREE, SIX = (("a800", 24),), (("a800", 48),)
 ROWS: dict[str, Setting] = {
     "r2e": Setting(dials=(("outcome", 1.0),)),
     "r2e, siblings": Setting(dials=(("outcome", 0.0),)),
     "r2e, nothing": Setting(dials=(("outcome", 0.0), ("sibling", 0.0))),
     "r2e, 8B": Setting(model="qwen3-8b"),
     "r2e, 32B": Setting(model="qwen3-32b"),
+    "r2e, 30B-A3B": Setting(model="qwen3-30b-a3b"),
     "search": Setting(preset="search"),
     "math": Setting(preset="math"),
+    "short math": Setting(preset="short math"),
     "documents": Setting(preset="documents"),
+    "sessions": Setting(preset="sessions", group=1),
+    "mixed tools": Setting(preset=MIXED),
     "long": Setting(preset="long", trajectories=512),
     "long, 8B": Setting(preset="long", model="qwen3-8b", trajectories=512),
     "long, 32B": Setting(preset="long", model="qwen3-32b"),
-    "slow node": Setting(pools=(("a800", 48),), trajectories=512, slow=8),
+    "slow node": Setting(pools=SIX, trajectories=512, slow=8),
     "two kinds": Setting(pools=(("a800", 16), ("h200", 16)), trajectories=384),
     "giant": Setting(change="giant"),
     "misleading": Setting(dials=(("outcome", 1.0),), change="mislead"),
-    "steady, eta 0": Setting(pools=TWO_NODES, trajectories=128, batches=5),
-    "steady, eta 1": Setting(pools=TWO_NODES, trajectories=128, batches=6, eta=1),
-    "steady, eta 2": Setting(pools=TWO_NODES, trajectories=128, batches=7, eta=2),
-    "steady long, 1": Setting(preset="long", pools=TWO_NODES, trajectories=128, batches=6, eta=1),
-    "drift, eta 1": Setting(pools=TWO_NODES, trajectories=128, batches=6, eta=1, dials=(("drift", 4.0),)),
+    "steady, eta 0": Setting(pools=THREE, trajectories=128, batches=STEADY),
+    "steady, eta 1": Setting(pools=THREE, trajectories=128, batches=STEADY, eta=1),
+    "steady, eta 2": Setting(pools=THREE, trajectories=128, batches=STEADY + 2, eta=2),
+    "drift, eta 1": Setting(pools=THREE, trajectories=128, batches=STEADY, eta=1, dials=(("drift", 4.0),)),
+    "mixed tools, eta 1": Setting(preset=MIXED, pools=THREE, trajectories=128, batches=STEADY, eta=1),
+    "sessions, eta 1": Setting(preset="sessions", pools=SIX, trajectories=256, batches=STEADY, eta=1, group=1),
+    "32B, eta 1": Setting(model="qwen3-32b", pools=SIX, batches=STEADY, eta=1),
+    "30B-A3B, eta 1": Setting(model="qwen3-30b-a3b", pools=SIX, batches=STEADY, eta=1),
+    "46k, eta 0": Setting(preset="middle", pools=SIX, trajectories=512, batches=STEADY),
+    "46k, eta 1": Setting(preset="middle", pools=SIX, trajectories=512, batches=STEADY, eta=1),
+    "63k, eta 0": Setting(preset="long", pools=SIX, trajectories=512, batches=STEADY),
+    "63k, eta 1": Setting(preset="long", pools=SIX, trajectories=512, batches=STEADY, eta=1),
 }
 
 
@@ -124,11 +164,10 @@ def work(name: str, seed: int) -> tuple[list[list[TrajectoryRecord]], list[Traje
         # Draws more than it needs: contexts that no run would allow are left out.
         recorded = [one for one in work_of(name, seed, 4 * count) if one.context <= MAX_CONTEXT]
         return [], recorded[:count]
-    preset = LONG if row.preset == LONG.name else PROFILES[row.preset]
     before = []
     if row.change == "mislead":
-        before = [generate(preset, Dials(trajectories=count, seed=seed + 1_000, **dict(row.dials)))]
-    made = generate(preset, Dials(trajectories=count, seed=seed, max_context=MAX_CONTEXT, **dict(row.dials)))
+        before = [_made(row, count, seed + 1_000)]
+    made = _made(row, count, seed)
     if row.change == "mislead":
         made = [replace(one, turns=tuple(_opposite(turn) for turn in one.turns)) for one in made]
     if row.change == "giant":
@@ -136,17 +175,19 @@ def work(name: str, seed: int) -> tuple[list[list[TrajectoryRecord]], list[Traje
     return before, made
 
 
+def _made(row: Setting, count: int, seed: int) -> list[TrajectoryRecord]:
+    dials = Dials(trajectories=count, group=row.group, seed=seed, max_context=MAX_CONTEXT, **dict(row.dials))
+    if row.preset != MIXED:
+        return generate(OWN.get(row.preset) or PROFILES[row.preset], dials)
+    halves = [generate(profile, replace(dials, trajectories=count // 2)) for profile in (R2E, OWN["slow tools"])]
+    firsts = range(0, count // 2, row.group)
+    return [one for first in firsts for half in halves for one in half[first : first + row.group]]
+
+
 def _opposite(turn: TurnRecord) -> TurnRecord:
     outcome = {"ok": "error", "error": "ok"}.get(turn.outcome or "", turn.outcome)
     code = None if turn.exit_code is None else int(not turn.exit_code)
     return replace(turn, outcome=outcome, exit_code=code, passed=turn.failed, failed=turn.passed)
-
-
-def settings_of(row: Setting, longest: int) -> SimulationSettings:
-    if not row.batches:
-        return SimulationSettings(max_model_len=longest)
-    groups = row.trajectories // GROUP
-    return SimulationSettings(max_model_len=longest, batch_groups=groups, eta=row.eta, train_s=TRAIN_S, sync_s=SYNC_S)
 
 
 def longest_context(name: str, found: Sequence[TrajectoryRecord]) -> int:
@@ -166,6 +207,12 @@ class _Slow:
 
     def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
         return 2.0 * self._step_s(decodes, kv_tokens, prefill, context)
+
+
+def less_nodes(row: Setting, train: int) -> Setting:
+    """The row without so many nodes of its first kind of GPU."""
+    (device, gpus), *others = row.pools
+    return row._replace(pools=((device, gpus - train * NODE), *others))
 
 
 def usable(row: Setting, longest: int) -> list[list[int]]:
@@ -213,34 +260,36 @@ def proposals(row: Setting, observed: Sequence[TrajectoryRecord], longest: int) 
     best if lengths were known; engines of a node have one degree."""
     lengths = sketch(observe(observed), row.trajectories)
     options = RolloutOptions(
-        max_num_seqs=SimulationSettings().max_num_seqs, max_model_len=longest, group=GROUP, cache_aware=True, updates=1
+        max_num_seqs=SimulationSettings().max_num_seqs,
+        max_model_len=longest,
+        group=row.group,
+        cache_aware=True,
+        updates=1,
     )
     devices, bins = [gpus for _, gpus in row.pools], len(lengths.bins)
-    lag = TRAIN_S + SYNC_S if row.batches else 0.0
-
-    def classes(eta: int) -> list[ReplicaClass]:
-        batch = BatchWork(trajectories=row.trajectories, lengths=lengths, eta=eta, minibatches=1, forwards=0)
-        return [
-            ReplicaClass(pool, ReplicaCost(lookup(device, row.model, tp), batch, options), NODE // tp)
-            for pool, (device, _) in enumerate(row.pools)
-            for tp in DEGREES
-            if model_shape(row.model).divides(tp)
-        ]
-
-    costs = classes(row.eta)
-    mix = RolloutSearch(costs, bins).best(devices, lag=lag)
+    batch = BatchWork(trajectories=row.trajectories, lengths=lengths, eta=0)
+    costs = [
+        ReplicaClass(pool, ReplicaCost(lookup(device, row.model, tp), batch, options), NODE // tp)
+        for pool, (device, _) in enumerate(row.pools)
+        for tp in DEGREES
+        if model_shape(row.model).divides(tp)
+    ]
+    mix = RolloutSearch(costs, bins).best(devices)
     assert mix is not None
     found: dict[Fleet, Proposal] = {}
-    for layout in (*homogeneous_layouts(costs, devices, bins, lag), mix):
-        counts: dict[tuple[int, int], int] = {}
-        for segment in layout.segments:
-            key = (segment.pool, segment.tp)
-            counts[key] = counts.get(key, 0) + segment.replicas
-        fleet = tuple(Part(pool, tp, count) for (pool, tp), count in sorted(counts.items()))
-        seconds = layout.seconds + (lag if row.batches and not row.eta else 0.0)
+    for layout in (*homogeneous_layouts(costs, devices, bins, 0.0), mix):
+        fleet = fleet_of(layout)
         mixed = len({part.pool for part in fleet}) < len(fleet)
-        found.setdefault(fleet, Proposal(fleet, seconds, seconds, mixed))
+        found.setdefault(fleet, Proposal(fleet, layout.seconds, layout.seconds, mixed))
     return sorted(found.values(), key=lambda p: p.model_s)
+
+
+def fleet_of(layout: RolloutLayout) -> Fleet:
+    counts: dict[tuple[int, int], int] = {}
+    for segment in layout.segments:
+        key = (segment.pool, segment.tp)
+        counts[key] = counts.get(key, 0) + segment.replicas
+    return tuple(Part(pool, tp, count) for (pool, tp), count in sorted(counts.items()))
 
 
 def engines_of(row: Setting, fleet: Fleet) -> list[EngineSpec]:
@@ -262,73 +311,11 @@ def fleet_name(row: Setting, fleet: Fleet) -> str:
     return "+".join(f"{p.engines}xTP{p.tp}" + (f" {row.pools[p.pool][0]}" if kinds else "") for p in fleet)
 
 
-# --- bounds
-
-
-def bounds(row: Setting, found: Sequence[TrajectoryRecord], longest: int) -> dict[str, float]:
-    """Seconds (per batch) that no fleet and no policy can beat in this engine model.
-
-    ``chain``: the longest trajectory alone on the fastest engine.  In steady state the mean of the measured batches'
-    longest, over the eta + 1 batches that are open at any time.  ``work``: every token at its least cost in GPU
-    seconds, with full batches, over all GPUs.
-    """
-    able = usable(row, longest)
-    kinds = [[lookup(d, row.model, tp) for tp in able[pool]] for pool, (d, _) in enumerate(row.pools)]
-    seqs = SimulationSettings().max_num_seqs
-    size = row.trajectories
-    chains = [
-        max(min(_alone(one, steps) for each in kinds for steps in each) for one in found[first : first + size])
-        for first in range(0, len(found), size)
-    ]
-    last = row.batches - 1 - row.eta
-    # Of the batches that end after the first one, these also start after it.
-    chain = sum(chains[row.eta + 1 : last + 1]) / (row.eta + 1) / last if row.batches else max(chains)
-    rate = [_cheapest(each, found, seqs) for each in kinds]
-    speed = sum(gpus / cost for (_, gpus), cost in zip(row.pools, rate, strict=True))
-    return {"chain": chain, "work": 1.0 / speed / max(1, row.batches)}
-
-
-def _alone(one: TrajectoryRecord, steps: StepTimes) -> float:
-    context, seconds = one.prompt_tokens, _prefill(steps, one.prompt_tokens)
-    for turn in one.turns:
-        seconds += _prefill(steps, turn.new_tokens) if turn.new_tokens else 0.0
-        context += turn.new_tokens
-        seconds += turn.gen_tokens * steps.step_s(1, context + turn.gen_tokens // 2) + turn.tool_s
-        context += turn.gen_tokens
-    return seconds
-
-
-def _prefill(steps: StepTimes, tokens: int) -> float:
-    most = SimulationSettings().max_num_batched_tokens
-    return tokens / most * steps.step_s(0, 0, most, 0)
-
-
-def _cheapest(kind: Sequence[StepTimes], found: Sequence[TrajectoryRecord], seqs: int) -> float:
-    """GPU seconds of all work at the cheapest degree for each trajectory: a prompt once per group, no waiting."""
-    costs = [
-        (
-            s.tp * s.step_s(seqs, 0) / seqs,
-            s.tp * (s.step_s(1, s.kv_capacity) - s.step_s(1, 0)) / s.kv_capacity,
-            s.tp * s.step_s(1, s.kv_capacity) / s.kv_capacity,
-            s.tp * _prefill(s, 1),
-        )
-        for s in kind
-    ]
-    total, seen = 0.0, set[str]()
-    for one in found:
-        fresh = sum(turn.new_tokens for turn in one.turns) + (one.prompt_tokens if one.prompt_id not in seen else 0)
-        seen.add(one.prompt_id)
-        context, pairs = one.prompt_tokens, 0
-        for turn in one.turns:
-            context += turn.new_tokens
-            pairs += turn.gen_tokens * (context + turn.gen_tokens // 2)
-            context += turn.gen_tokens
-        # A token shares its step with at most ``seqs`` others, and with no more than the cache holds.
-        total += min(
-            max(one.generated * base + pairs * slope, pairs * crowded) + fresh * prefill
-            for base, slope, crowded, prefill in costs
-        )
-    return total
+def window(batches: int, eta: int) -> tuple[int, int]:
+    """The batches whose ends are the first and the last that count: beyond the start, if there are enough, and while
+    new groups still start."""
+    last = batches - 1 - eta
+    return (eta + 1 if last > 2 * (eta + 1) else 0), last
 
 
 def quantile_thresholds(found: Sequence[TrajectoryRecord]) -> tuple[int, int, int]:

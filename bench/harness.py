@@ -230,7 +230,9 @@ def text(value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 or value.is_integer() else f"{value:.3g}"
 
 
-def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> None:
+def show(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = (), width: int = WIDTH
+) -> None:
     """Print a table; columns of words are flush left."""
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     lines = [[text(value) for value in row] for row in rows]
@@ -239,19 +241,26 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], note
         table.add_column(column, justify="left" if words else "right")
     for line in lines:
         table.add_row(*line)
-    console = Console(width=WIDTH)
+    console = Console(width=width)
     console.print(table, highlight=False)
     for note in notes:
         console.print(note, highlight=False)
 
 
 def report(
-    given: Options, title: str, *, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str], raw: Any
+    given: Options,
+    title: str,
+    *,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    notes: Sequence[str],
+    raw: Any,
+    width: int = WIDTH,
 ) -> None:
     """Print the table with the machine and write the JSON file."""
     where = machine()
     line = "{cpu}, {cores} cores, {memory_gib} GiB, Python {python}, load {load:.1f}".format(**where)
-    show(title, columns, rows, [*notes, line])
+    show(title, columns, rows, [*notes, line], width)
     write(given, raw)
 
 

@@ -123,3 +123,33 @@ class KvShare:
             left = self._tokens[engine] = self._tokens[engine] - tokens
             if not left:
                 del self._tokens[engine]
+
+
+class LiveCap:
+    """At most so many trajectories live at one engine."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._lives: dict[str, str] = {}
+        """By trajectory: its engine."""
+        self._count: dict[str, int] = {}
+
+    def observe(self, board: Board, now: float) -> None:
+        """See `Admission.observe`."""
+
+    def ready(self, turn: TurnView) -> None:
+        """See `Admission.ready`."""
+
+    def admits(self, turn: TurnView, engine: EngineView) -> bool:
+        name = engine.engine
+        return self._lives.get(turn.trajectory) == name or self._count.get(name, 0) < self.most
+
+    def sent(self, turn: TurnView, engine: str) -> None:
+        self.ended(turn.trajectory, 0)
+        self._lives[turn.trajectory] = engine
+        self._count[engine] = self._count.get(engine, 0) + 1
+
+    def ended(self, trajectory: str, context_tokens: int) -> None:
+        engine = self._lives.pop(trajectory, "")
+        if engine:
+            self._count[engine] -= 1

@@ -1,4 +1,5 @@
-"""The judge: fleets of equal size, bounds that no contestant beats, and a search that finds the best contestant."""
+"""The judge: fleets of equal size, bounds that no contestant beats, training by the planner's cost model, and a search
+that finds the best contestant."""
 
 from __future__ import annotations
 
@@ -7,21 +8,36 @@ import math
 import pytest
 
 from bench import fleets_rows, fleets_search
-from bench.fleets import judge, line
-from bench.fleets_rows import ROWS, Setting, bounds, engines_of, fleets_of, proposals, work
-from bench.fleets_search import Contestant, Effort, Search, parameters_of, seconds
+from bench.fleets import judge, line, ratio, switches
+from bench.fleets_bounds import bounds
+from bench.fleets_rows import MIXED, ROWS, Setting, engines_of, fleets_of, less_nodes, proposals, work
+from bench.fleets_search import Contestant, Effort, Search, beside, parameters_of, seconds
+from bench.fleets_training import Roles, train_seconds
 
 from .inline import Inline
 
 SMALL = Setting(pools=(("a800", 16),), trajectories=32)
-QUICK = Effort(choosing=(1_000,), reporting=(0,), pairs=2, tuned=1, finalists=1, reported=1)
+STEADY = SMALL._replace(pools=(("a800", 24),), batches=6, eta=1)
+QUICK = Effort(choosing=(1_000,), reporting=(0, 1), pairs=2, tuned=1, finalists=1)
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(ROWS, "small", SMALL)
-    work.cache_clear()
+    _forget()
     return "small"
+
+
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(ROWS, "small steady", STEADY)
+    _forget()
+    return "small steady"
+
+
+def _forget() -> None:
+    work.cache_clear()
+    train_seconds.cache_clear()
 
 
 @pytest.mark.parametrize("row", [SMALL, ROWS["r2e"], ROWS["two kinds"], ROWS["long, 32B"]])
@@ -59,20 +75,49 @@ def test_a_slow_node_slows_the_engines_on_its_gpus() -> None:
 def test_nothing_is_faster_than_the_bounds(small: str) -> None:
     bound = bounds(SMALL, work(small, 0)[1], fleets_rows.MAX_CONTEXT)
     for fleet in fleets_of(SMALL, fleets_rows.MAX_CONTEXT):
-        taken = seconds((small, Contestant(fleet, "sticky"), 0, math.inf))
+        taken = seconds((small, Contestant(fleet, "sticky"), 0, math.inf, 0))
         assert max(bound.values()) < taken < math.inf
 
 
 @pytest.mark.parametrize("eta", [0, 1])
-def test_nothing_is_faster_than_the_bounds_in_steady_state(eta: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = SMALL._replace(batches=5, eta=eta)
+@pytest.mark.parametrize("roles", [Roles(train=1), Roles(), Roles(keep_kv=True)])
+def test_nothing_is_faster_than_the_bounds_in_steady_state(
+    eta: int, roles: Roles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = STEADY._replace(eta=eta)
     monkeypatch.setitem(ROWS, "small steady", row)
-    work.cache_clear()
-    for seed in range(2):
-        bound = bounds(row, work("small steady", seed)[1], fleets_rows.MAX_CONTEXT)
-        fleet = fleets_of(row, fleets_rows.MAX_CONTEXT)[3]
-        taken = seconds(("small steady", Contestant(fleet, "cmlfq"), seed, math.inf))
-        assert 0.0 < max(bound.values()) < taken < math.inf
+    _forget()
+    bound = bounds(row, work("small steady", 0)[1], fleets_rows.MAX_CONTEXT)
+    fleet = fleets_of(less_nodes(row, roles.train), fleets_rows.MAX_CONTEXT)[3]
+    taken = seconds(("small steady", Contestant(fleet, "cmlfq", roles=roles), 0, math.inf, 0))
+    assert 0.0 < max(bound.values()) < taken < math.inf
+    trained = train_seconds("small steady", 0, roles.train or 3)[0]
+    assert taken > 0.9 * trained, "batches differ in tokens"
+
+
+def test_a_dearer_pair_of_switches_costs_a_synchronous_batch_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROWS, "small steady", STEADY._replace(eta=0))
+    _forget()
+    fleet = fleets_of(STEADY, fleets_rows.MAX_CONTEXT)[3]
+    taken = [
+        seconds(("small steady", Contestant(fleet, "sticky", roles=Roles(switch_s=s)), 0, math.inf, 4))
+        for s in (20.0, 80.0)
+    ]
+    assert taken[1] - taken[0] == pytest.approx(60.0, abs=1e-6)
+
+
+def test_training_seconds_are_those_of_the_cost_model(steady: str) -> None:
+    one, two, three = (train_seconds(steady, 0, nodes)[0] for nodes in (1, 2, 3))
+    assert one > 1.5 * two > 0.0
+    assert two > 1.1 * three
+
+
+def test_every_second_group_has_slow_tools() -> None:
+    made = fleets_rows._made(Setting(preset=MIXED), 64, 0)
+    tools = [sum(turn.tool_s for turn in one.turns) / len(one.turns) for one in made]
+    means = [sum(tools[first : first + 8]) / 8 for first in range(0, 64, 8)]
+    assert means[1::2] == pytest.approx([40.0 * quick for quick in means[::2]], rel=0.01)
+    assert len({one.prompt_id for one in made}) == 8
 
 
 def test_misleading_outcomes_are_the_opposite_of_the_learned_ones() -> None:
@@ -91,41 +136,71 @@ def test_misleading_outcomes_are_the_opposite_of_the_learned_ones() -> None:
 
 def test_a_contestant_over_the_limit_has_lost(small: str) -> None:
     fleet = fleets_of(SMALL, fleets_rows.MAX_CONTEXT)[0]
-    assert seconds((small, Contestant(fleet, "sticky"), 0, 10.0)) == math.inf
+    assert seconds((small, Contestant(fleet, "sticky"), 0, 10.0, 0)) == math.inf
 
 
 def test_the_search_finds_a_planted_best_contestant(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fleets = fleets_of(SMALL, fleets_rows.MAX_CONTEXT)
-    wanted = Contestant(fleets[1], "la_mlfq", parameters_of("la_mlfq", small, 1_000, fleets[1])[2], "share 0.6")
+    mix = fleets[-1]
+    wanted = Contestant(mix, "la_mlfq", parameters_of("la_mlfq", small, 1_000, mix)[2], "share 0.3")
 
     def distance(job: fleets_search.Job) -> float:
         made = job[1]
-        pairs = zip(made, wanted, (100, 50, 20, 10), strict=True)
-        return 100.0 + sum(cost for mine, best, cost in pairs if mine != best) + (made.admission == "") * 5
+        pairs = zip(made, wanted, (100, 50, 20, 10, 0), strict=True)
+        far = 5 * (made.admission != "share 0.2" and made.admission not in beside("share 0.2"))
+        return 100.0 + sum(cost for mine, best, cost in pairs if mine != best) + far
 
     monkeypatch.setattr(fleets_search, "seconds", distance)
     search = Search(Inline(), small, QUICK, lambda text: None)
-    assert search.opponents(fleets)[0] == wanted
+    assert search.opponents(fleets_rows.MAX_CONTEXT)[0] == wanted
 
 
 def test_a_rule_that_needs_admission_is_not_lost(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fleets = fleets_of(SMALL, fleets_rows.MAX_CONTEXT)
-
     def distance(job: fleets_search.Job) -> float:
         return 100.0 + 10.0 * (job[1].rule != "tp_sticky") if job[1].admission else math.inf
 
     monkeypatch.setattr(fleets_search, "seconds", distance)
-    best = Search(Inline(), small, QUICK, lambda text: None).opponents(fleets)[0]
+    best = Search(Inline(), small, QUICK, lambda text: None).opponents(fleets_rows.MAX_CONTEXT)[0]
     assert best.rule == "tp_sticky"
     assert best.admission
 
 
+def test_split_and_turn_keep_their_places_until_the_end(steady: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def distance(job: fleets_search.Job) -> float:
+        roles = job[1].roles
+        return 100.0 + 10.0 * abs(roles.train - 2) if roles.train else 150.0 - roles.keep_kv
+
+    monkeypatch.setattr(fleets_search, "seconds", distance)
+    found = Search(Inline(), steady, QUICK, lambda text: None).opponents(fleets_rows.MAX_CONTEXT)
+    assert {one.roles for one in found} == {Roles(train=2), Roles(keep_kv=True)}
+
+
 def test_the_judge_reports_ours_and_the_opponent(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def distance(job: fleets_search.Job) -> float:
-        return 1_000.0 if job[1].rule == "cmlfq" else 1_500.0
+        return 1_000.0 if job[1].rule == "cmlfq" else 1_500.0 + 100.0 * job[2]
 
     monkeypatch.setattr(fleets_search, "seconds", distance)
     row = judge(Inline(), small, QUICK)
-    assert row["found"]["ours"]["x"] == pytest.approx(1.5)
-    assert set(row["found"]) == {"ours", "opponent", "opponent, no admission"}
-    assert line(row)[5] == "1.50"
+    assert row["x"][0] == pytest.approx(math.sqrt(1.5 * 1.6))
+    assert row["x"][1] < 1.5 < 1.6 < row["x"][2]
+    assert set(row["found"]) == {"ours", "opponent"}
+    assert line(row)[3] == "1.55"
+
+
+def test_the_judge_reports_a_steady_row_with_both_kinds_of_opponents(
+    steady: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def distance(job: fleets_search.Job) -> float:
+        roles = job[1].roles
+        return 500.0 + roles.train if roles.train else 300.0 + roles.switch_s
+
+    monkeypatch.setattr(fleets_search, "seconds", distance)
+    row = judge(Inline(), steady, QUICK)
+    assert row["found"]["opponent"]["seconds"] == [380.0, 380.0]
+    assert row["found"]["split"]["seconds"] == [501.0, 501.0]
+    assert row["switch_s"] == {6.0: 306.0, 20.0: 320.0, 160.0: 460.0, 80.0: 380.0}
+    assert switches(row).endswith("even at 201 s")
+
+
+def test_equal_ratios_have_no_error() -> None:
+    assert ratio([2.0, 4.0], [1.0, 2.0]) == pytest.approx((2.0, 2.0, 2.0))

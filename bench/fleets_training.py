@@ -1,0 +1,123 @@
+"""Both stages of the steady rows of `bench.fleets`: which nodes train, for how long, and what the planner chooses.
+
+- Training: seconds of the best layout by the planner's cost model, which knows the lengths of the work; those of a
+  batch are in proportion to its tokens.
+- A split: so many nodes train, the others roll out; engines get new weights as `update_time` says.
+- In turn: all nodes roll out, then all train, with a pair of switches a batch (`TimeSharing`).  Unfinished turns are
+  computed again, or KV caches are kept: then a pair includes their copy to host memory and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from bench.fleets_rows import NODE, Fleet, Setting, fleet_of, setting_of, work
+from libra_hpc.errors import OperationError
+from libra_hpc.models.devices import device
+from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.step_times.lookup import lookup
+from libra_hpc.models.update_time import update_time
+from libra_hpc.planning.request import PlanRequest
+from libra_hpc.planning.simulated_plan import simulated_plans
+from libra_hpc.planning.work import Assumed, Work
+from libra_hpc.policies.costs.lengths import observe, sketch
+from libra_hpc.policies.costs.rollout_time import RolloutOptions
+from libra_hpc.policies.costs.training_time import BatchWork, TrainCost
+from libra_hpc.policies.search.best_plan import DevicePool
+from libra_hpc.policies.search.train_layout import TrainSearch, TrainSpace
+from libra_hpc.simulator.settings import SimulationSettings, TimeSharing, Training
+
+SWITCH_S = 80.0
+"""A pair of switches, assumed: verl moves weights, optimizer and caches of both stages."""
+OTHER_SWITCHES = (6.0, 20.0, 160.0)
+
+
+class Roles(NamedTuple):
+    """What the nodes of a steady row do."""
+
+    train: int = 0
+    """Nodes that train; 0: all, in turn with rollout."""
+    keep_kv: bool = False
+    """In turn: caches are kept."""
+    switch_s: float = SWITCH_S
+    """In turn: a pair of switches."""
+
+    @property
+    def words(self) -> str:
+        if self.train:
+            return f"{self.train * NODE} train"
+        other = "" if self.switch_s == SWITCH_S else f" {self.switch_s:.0f} s"
+        return f"in turn{other}{', KV kept' if self.keep_kv else ''}"
+
+
+class Planned(NamedTuple):
+    fleet: Fleet
+    roles: Roles
+    model_s: float
+    """Of a batch, by the cost models."""
+    expected_s: float
+    """Of a batch, as `plan` prints it."""
+
+
+@lru_cache(maxsize=64)
+def train_seconds(name: str, seed: int, nodes: int) -> tuple[float, float]:
+    """(seconds of a mean batch on so many nodes, its tokens); raises `OperationError` when no layout fits."""
+    row = setting_of(name)
+    batch = BatchWork(row.trajectories, sketch(observe(work(name, seed)[1]), row.trajectories), row.eta)
+    cost = TrainCost(model_shape(row.model), device(row.pools[0][0]), NODE, batch)
+    choice = TrainSearch(cost, NODE).best(nodes * NODE)
+    if choice is None:
+        raise OperationError(f"No training layout fits on {nodes} nodes.")
+    return choice.time.total, batch.tokens
+
+
+def training_of(name: str, seed: int, roles: Roles) -> Training:
+    seconds, usual = train_seconds(name, seed, roles.train or nodes_of(setting_of(name)))
+    return lambda tokens, nodes: seconds * tokens / usual
+
+
+def nodes_of(row: Setting) -> int:
+    return row.pools[0][1] // NODE
+
+
+def settings_of(row: Setting, longest: int, fleet: Fleet, roles: Roles) -> SimulationSettings:
+    if not row.batches:
+        return SimulationSettings(max_model_len=longest)
+    shape, gpu = model_shape(row.model), device(row.pools[0][0])
+    settings = SimulationSettings(max_model_len=longest, batch_groups=row.trajectories // row.group, eta=row.eta)
+    if roles.train:
+        return replace(settings, update=update_time(shape, gpu).by(roles.train * NODE))
+    copy_s = 0.0
+    if roles.keep_kv:
+        held = [lookup(gpu, shape, part.tp).kv_capacity * shape.kv_bytes_per_device(part.tp) for part in fleet]
+        copy_s = 2.0 * max(held) / gpu.host_bytes_s
+    return replace(settings, sharing=TimeSharing(roles.switch_s + copy_s), keep_kv=roles.keep_kv)
+
+
+def planned_split(name: str, seeds: Sequence[int], longest: int, policy: str) -> Planned:
+    """The choice of `libra-hpc plan` for the lengths of the work of ``seeds``."""
+    row = setting_of(name)
+    seen = [replace(one, prompt_id=f"{seed}/{one.prompt_id}") for seed in seeds for one in work(name, seed)[1]]
+    asked = PlanRequest(
+        shape=model_shape(row.model),
+        pools=(DevicePool(device(row.pools[0][0]), nodes_of(row), NODE),),
+        batch=BatchWork(row.trajectories, sketch(observe(seen), row.trajectories), row.eta),
+        options=RolloutOptions(
+            max_num_seqs=SimulationSettings().max_num_seqs,
+            max_model_len=longest,
+            group=row.group,
+            cache_aware=True,
+            updates=1,
+        ),
+        space=TrainSpace(),
+        lengths="the work of the choosing seeds",
+        work=Work(tuple(seen), Assumed(), longest),
+        policy=policy,
+    )
+    search = asked.search()
+    best = simulated_plans(asked, search, search.run()).plans[0]
+    return Planned(fleet_of(best.rollout), Roles(best.nodes), best.model_s, best.seconds)
