@@ -36,6 +36,8 @@ class CarrierConfig(msgspec.Struct, frozen=True):
     """Folder of the node's snapshots, which other nodes may pull; empty: it has none."""
     pull_bytes_per_s: float = 0.0
     """Its budget for what it gets from other nodes; 0: no limit."""
+    transport: str = "tcp"
+    """As ``rollout.weights_transport``."""
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -92,6 +94,8 @@ class CarrierReady(msgspec.Struct, tag=True, frozen=True):
     port: int
     http_fault: str = ""
     """Why it does not serve another cluster, although it should."""
+    by_tcp: str = "NIXL was not asked for"
+    """Why weights travel to and from it by TCP; empty: by NIXL, wherever the other node has it too."""
 
 
 class VersionHere(msgspec.Struct, tag=True, frozen=True):

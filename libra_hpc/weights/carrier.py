@@ -62,6 +62,7 @@ from .pull import Puller
 from .served_weights import ServedDelta, ServedWeights, reading_secret
 from .server import IMAGE, CarrierServer
 from .transport.http_server import HttpServer
+from .transport.nixl import probe
 from .weightfile import FLOATS, WeightFileError
 from .wire import Absent, Caller
 
@@ -148,8 +149,10 @@ class Carrier:
         listener = _listener(config.address, 0)
         self._port = listener.getsockname()[1]
         parts = Path(config.parts) if config.parts else None
-        self._server = CarrierServer(listener, config.secret, self._store, self._image, parts)
-        self._caller = Caller(config.rank, config.secret, config.pull_bytes_per_s)
+        direct, self._by_tcp = probe(config.transport, config.rank)
+        log.info("weights travel by %s", "NIXL" if direct else f"TCP: {self._by_tcp}")
+        self._server = CarrierServer(listener, config.secret, self._store, self._image, parts, direct)
+        self._caller = Caller(config.rank, config.secret, config.pull_bytes_per_s, direct)
         self._outside = ServedWeights(Path(config.folder), self._image.shapes, config.dtype, self._store)
         self._outside_fault = _serve_outside(config, self._outside) if config.http_port else ""
         self._whole: queue.SimpleQueue[tuple[Publish, list[HeldOffer]] | SavePolicy] = queue.SimpleQueue()
@@ -173,7 +176,7 @@ class Carrier:
             threading.Thread(target=_or_end, args=(work,), daemon=True).start()
         self._puller.have = self._image.version
         self._store.whole(self._puller.have)
-        self._agent.send(CarrierReady(self._port, self._outside_fault))
+        self._agent.send(CarrierReady(self._port, self._outside_fault, self._by_tcp))
         if self._image.whole:
             self._agent.send(ImageHere(self._puller.have, 0.0))
         while True:

@@ -13,6 +13,7 @@ import contextlib
 import os
 import threading
 import time
+from functools import cached_property
 from itertools import pairwise
 from mmap import mmap
 from pathlib import Path
@@ -117,7 +118,13 @@ class HeldOffer:
             os.close(self.file)
 
     def _open(self) -> int:
-        return os.open(self.payload, os.O_RDONLY)
+        # Writable: memory that is only readable cannot be registered with a network device.
+        return os.open(self.payload, os.O_RDWR)
+
+    @cached_property
+    def view(self) -> memoryview:
+        """Its payload."""
+        return memoryview(mmap(self.file, self.start + self.size))[self.start :]
 
     @property
     def received(self) -> int:
@@ -173,9 +180,8 @@ class ArrivingOffer(HeldOffer):
     def _unlink(self) -> None:
         self._spares.retire(self._room)
 
-    @property
+    @cached_property
     def view(self) -> memoryview:
-        """Its payload."""
         return self._room.view
 
     def arrived(self, stripe: int, end: int) -> None:

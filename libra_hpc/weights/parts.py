@@ -115,11 +115,11 @@ def _listing(caller: Caller, peer: Peer, owner: str) -> bytes:
 
 
 def _pull_file(caller: Caller, peer: Peer, owner: str, path: Path, size: int) -> None:
-    at, since = 0, time.monotonic()
+    since = time.monotonic()
 
-    def arrived(end: int) -> None:
-        nonlocal at, since
-        at, since = end, time.monotonic()
+    def arrived(begin: int, end: int) -> None:
+        nonlocal since
+        since = time.monotonic()
 
     with path.open("xb+", buffering=0) as file:
         if not size:
@@ -127,16 +127,12 @@ def _pull_file(caller: Caller, peer: Peer, owner: str, path: Path, size: int) ->
         # Without room for a page of a map the process would end.
         os.posix_fallocate(file.fileno(), 0, size)
         with mmap.mmap(file.fileno(), size) as pages, memoryview(pages) as view:
-            while at < size:
-                try:
-                    caller.receive(peer, Fetch(-1, owner, at, size), view, arrived)
-                except (OSError, WireError) as error:
-                    _pause(since, error)
+            caller.receive(lambda: peer, Fetch(-1, owner, 0, size), view, arrived, lambda error: _pause(since, error))
 
 
 def _pause(since: float, error: Exception) -> None:
-    """Before the next try; raises ``error`` when the last byte was long ago."""
-    if time.monotonic() - since > GIVE_UP_S:
+    """Before the next try; raises ``error`` when the last byte was long ago, or it is not there."""
+    if isinstance(error, Absent) or time.monotonic() - since > GIVE_UP_S:
         raise error
     time.sleep(RETRY_S)
 

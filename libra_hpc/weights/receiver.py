@@ -23,7 +23,7 @@ from libra_hpc.protocol.carriers import Peer, PieceRefused, Publish
 from .offers import ArrivingOffer
 from .pieces import WeightPiece
 from .server import IMAGE
-from .wire import Absent, Caller, Fetch, WireError
+from .wire import Absent, Caller, Fetch
 
 AVOID_S = 30.0
 """For which a node that was given up is asked last. Half: a hung node costs every other version a pause."""
@@ -128,23 +128,23 @@ class OfferReceiver:
 
     def _receive(self, begin: int, end: int, route: Route, came: Came) -> None:
         """[begin, end) of the payload, from whoever has it."""
-        at, offer = begin, self._offer
+        offer = self._offer
 
-        def arrived(to: int) -> None:
-            nonlocal at
-            first, at = at, to
-            route.came()
-            came(first, to)
-
-        while at < end:
+        def nearest() -> Peer:
             if self._stop.is_set():
                 raise PassedOver
-            try:
-                self._caller.receive(route.peer, Fetch(offer.version, offer.owner, at, end), offer.view, arrived)
-            except (OSError, WireError, Absent) as error:
-                if offer.owner == IMAGE and isinstance(error, Absent):
-                    raise PassedOver from error  # the image has a newer version
-                route.failed(error)
+            return route.peer
+
+        def arrived(begin: int, end: int) -> None:
+            route.came()
+            came(begin, end)
+
+        def failed(error: Exception) -> None:
+            if offer.owner == IMAGE and isinstance(error, Absent):
+                raise PassedOver from error  # the image has a newer version
+            route.failed(error)
+
+        self._caller.receive(nearest, Fetch(offer.version, offer.owner, begin, end), offer.view, arrived, failed)
 
     def _sum(self, begin: int, end: int) -> None:
         pieces = self._offer.offer.pieces

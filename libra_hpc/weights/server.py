@@ -3,6 +3,8 @@
 - The offer is arriving -> what there is of it is sent on, then what comes.
 - It is not here yet, or no more of it -> a sign of life every `WAITING_S`.
 - It will not be here -> ABSENT with the reason; the caller asks another node.
+- A node of the run can read by NIXL -> it gets the place of the payload, which is held until it has read; a guest does
+  not.
 - A part of a snapshot is asked for -> its files, as they are (`weights/parts.py`).
 - A caller without the secret, or one that does not read for `UNREAD_S` -> its connection is closed.
 """
@@ -20,18 +22,23 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from libra_hpc.checksum import crc32
 from libra_hpc.protocol.joining import is_guest
 
 from .offers import HeldOffer, OfferStore
 from .parts import PART, SentBytes, served_part
+from .transport.nixl import DirectError, DirectReads, Place
 from .wire import (
     ABSENT,
     CRC32,
     DATA,
     FRAME_BYTES,
     HEADER,
+    LENGTH,
     MANIFEST,
+    PLACED,
     WAITING,
     WAITING_S,
     Absent,
@@ -39,6 +46,7 @@ from .wire import (
     WireError,
     admit,
     limit_pauses,
+    read,
     read_fetch,
 )
 
@@ -61,11 +69,17 @@ class ImageSource(Protocol):
 
 class CarrierServer:
     def __init__(
-        self, listener: socket.socket, secret: bytes, store: OfferStore, image: ImageSource, parts: Path | None = None
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        store: OfferStore,
+        image: ImageSource,
+        parts: Path | None = None,
+        direct: DirectReads | None = None,
     ) -> None:
         """``parts``: folder of snapshots; None: it serves none."""
         self._listener, self._secret, self._store, self._image = listener, secret, store, image
-        self._parts = parts
+        self._parts, self._direct = parts, direct
 
     def start(self) -> None:
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
@@ -103,7 +117,10 @@ class CarrierServer:
                     manifest = CRC32.pack(crc32(offer.manifest)) + offer.manifest
                     stream.sendall(HEADER.pack(MANIFEST, len(manifest)) + manifest)
                 elif 0 <= fetch.begin <= fetch.end <= offer.size:
-                    self._send_range(stream, offer, fetch.begin, fetch.end)
+                    if fetch.direct and fetch.begin < fetch.end and (place := self._place(rank, offer)):
+                        self._let_read(stream, offer, fetch.begin, fetch.end, place)
+                    else:
+                        self._send_range(stream, offer, fetch.begin, fetch.end)
                 else:
                     raise WireError(f"bytes {fetch.begin} to {fetch.end} of an offer of {offer.size}")
                 return offer
@@ -135,13 +152,34 @@ class CarrierServer:
             stream.sendall(HEADER.pack(WAITING, 0))
         yield found
 
-    def _send_range(self, stream: socket.socket, offer: SentBytes, begin: int, end: int) -> None:
+    def _place(self, rank: int, offer: SentBytes) -> Place | None:
+        """Where the payload is; None: it is sent."""
+        if self._direct is None or is_guest(rank) or not isinstance(offer, HeldOffer):
+            return None
+        try:
+            return self._direct.place(offer.view)
+        except DirectError as error:
+            log.warning("the payload is sent by TCP: %s", error)
+            return None
+
+    def _let_read(self, stream: socket.socket, offer: SentBytes, begin: int, end: int, place: Place) -> None:
+        assert self._direct is not None
+        body = msgspec.msgpack.encode(place)
+        stream.sendall(HEADER.pack(PLACED, len(body)) + body)
+        with self._direct.serving():
+            self._send_range(stream, offer, begin, end, itself=False)
+            while begin < end:
+                begin += LENGTH.unpack(read(stream, LENGTH.size))[0]
+
+    def _send_range(self, stream: socket.socket, offer: SentBytes, begin: int, end: int, itself: bool = True) -> None:
+        """Frames as the bytes come, with the bytes or without."""
         while begin < end:
             available = offer.available(begin, end, WAITING_S)
             if available > begin:
                 count = min(available - begin, FRAME_BYTES)
-                stream.sendall(HEADER.pack(DATA, count), socket.MSG_MORE)
-                _send_file(stream, offer.file, offer.start + begin, count)
+                stream.sendall(HEADER.pack(DATA, count), socket.MSG_MORE if itself else 0)
+                if itself:
+                    _send_file(stream, offer.file, offer.start + begin, count)
                 begin += count
             elif offer.removed:
                 raise Absent("it was removed")

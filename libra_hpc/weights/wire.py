@@ -5,20 +5,25 @@ server answers with frames of `HEADER` and bytes:
 
 - MANIFEST: the manifest, whole, after its CRC32; DATA: the next bytes of the range that was asked for.
 - WAITING: it has no more yet, and lives; ABSENT: it does not have the offer, and why.
+- PLACED, if the caller is ``direct``: where the payload is. A DATA frame then has no bytes; the caller reads them out
+  of the server's memory (`weights/transport/nixl.py`), and confirms with `LENGTH` how many it has read.
 
 A server sends what has arrived so far (cut-through). A broken connection is noticed at once, a stopped peer after
-`SILENT_S`: an answer has no longer pauses. `Caller` is this end's interface; another carrier may have its own.
+`SILENT_S`: an answer has no longer pauses.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
+import logging
 import secrets
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import msgspec
 
@@ -26,9 +31,10 @@ from libra_hpc.checksum import crc32
 from libra_hpc.protocol.carriers import Peer
 from libra_hpc.protocol.joining import guest_secret, is_guest
 
+from .transport.nixl import DirectError, DirectReads, Place, Read
 from .transport.token_bucket import BandwidthPace
 
-MANIFEST, DATA, WAITING, ABSENT = range(4)
+MANIFEST, DATA, WAITING, ABSENT, PLACED = range(5)
 HEADER = struct.Struct("<BI")
 RANK = struct.Struct("<I")
 LENGTH = CRC32 = struct.Struct("<I")
@@ -50,6 +56,12 @@ FRAME_BYTES = 4 << 20
 """Most bytes of a frame: a millisecond of a fast network, and 80 ms of a slow one between two looks at the rest."""
 READ_BYTES = 1 << 20
 """Received at a time: what is done with them next finds them in the processor's cache."""
+TCP_S = 30.0
+"""For which a node sends by TCP after NIXL failed. Half: a hung one costs every other version `nixl.READ_S`."""
+
+Message = TypeVar("Message", "Fetch", Place)
+
+log = logging.getLogger("libra_hpc.carrier")
 
 
 class WireError(Exception):
@@ -71,14 +83,18 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
     owner: str
     begin: int = 0
     end: int = -1
+    direct: bool = False
+    """The caller can read the payload itself."""
 
 
 class Caller:
     """Asks other carriers, with a connection for every request."""
 
-    def __init__(self, rank: int, secret: bytes, bytes_per_s: float = 0.0) -> None:
+    def __init__(self, rank: int, secret: bytes, bytes_per_s: float = 0.0, direct: DirectReads | None = None) -> None:
         """``bytes_per_s``: budget of all requests together; 0: no limit."""
-        self._rank, self._secret, self._pace = rank, secret, BandwidthPace(bytes_per_s)
+        self._rank, self._secret, self._pace, self._direct = rank, secret, BandwidthPace(bytes_per_s), direct
+        self._by_tcp: dict[int, float] = {}
+        """By rank, until when it sends by TCP."""
 
     def manifest(self, peer: Peer, fetch: Fetch) -> bytes:
         """Raises `OSError`, `WireError`, also for bytes that were changed on the way, and `Absent`."""
@@ -96,29 +112,74 @@ class Caller:
                 _end_idle(asked)
         raise ConnectionError("the connection was closed")
 
-    def receive(self, peer: Peer, fetch: Fetch, payload: memoryview, arrived: Callable[[int], None]) -> None:
-        """The range of ``fetch`` into its place in ``payload``; ``arrived`` gets the end of what has come so far.
+    def receive(
+        self,
+        peer: Callable[[], Peer],
+        fetch: Fetch,
+        payload: memoryview,
+        arrived: Callable[[int, int], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """The range of ``fetch`` into its place in ``payload``, from whom ``peer`` names before each try.
 
-        Raises as `manifest` does; what has come stays.
+        ``arrived`` gets [begin, end) of what came; ``failed`` gets why a try ended, as `manifest` raises it, and may
+        raise that.
         """
+        at = fetch.begin
+
+        def came(end: int) -> None:
+            nonlocal at
+            begin, at = at, end
+            arrived(begin, end)
+
+        while at < fetch.end:
+            try:
+                self._receive(peer(), msgspec.structs.replace(fetch, begin=at), payload, came)
+            except DirectError as error:
+                log.warning("TCP goes on: %s", error)
+            except (OSError, WireError, Absent) as error:
+                failed(error)
+
+    def _receive(self, peer: Peer, fetch: Fetch, payload: memoryview, arrived: Callable[[int], None]) -> None:
+        direct = self._direct is not None and time.monotonic() >= self._by_tcp.get(peer.rank, 0.0)
         at, came = fetch.begin, time.monotonic()
-        with call(peer, self._rank, self._secret) as stream:
-            send_fetch(stream, fetch)
+        with call(peer, self._rank, self._secret) as stream, contextlib.ExitStack() as reads:
+            send_fetch(stream, msgspec.structs.replace(fetch, direct=direct))
+            take, step = _received(stream, payload), READ_BYTES
             for kind, length in frames(stream):
-                if kind == MANIFEST or at + length > fetch.end:
+                if kind == PLACED and direct:
+                    place = _decoded(read(stream, length), Place)
+                    take, step = reads.enter_context(self._reading(peer, stream, place, payload)), FRAME_BYTES
+                    continue
+                if kind in (MANIFEST, PLACED) or at + length > fetch.end:
                     raise WireError("more came than was asked for")
                 if kind == WAITING:
                     _end_idle(came)
                     continue
                 end = at + length
                 while at < end:
-                    last = int(min(at + min(READ_BYTES, self._pace.most), end))
+                    last = int(min(at + min(step, self._pace.most), end))
                     self._pace.wait(last - at)
-                    read_into(stream, payload[at:last])
+                    take(at, last)
                     arrived(at := last)
                 came = time.monotonic()
                 if at == fetch.end:
                     return
+
+    @contextlib.contextmanager
+    def _reading(self, peer: Peer, stream: socket.socket, place: Place, payload: memoryview) -> Iterator[Read]:
+        assert self._direct is not None
+        try:
+            with self._direct.reading(place, payload) as read_direct:
+
+                def take(begin: int, end: int) -> None:
+                    read_direct(begin, end)
+                    stream.sendall(LENGTH.pack(end - begin))
+
+                yield take
+        except DirectError:
+            self._by_tcp[peer.rank] = time.monotonic() + TCP_S
+            raise
 
 
 def read(stream: socket.socket, count: int) -> bytes:
@@ -189,10 +250,7 @@ def read_fetch(stream: socket.socket) -> Fetch:
     (length,) = LENGTH.unpack(read(stream, LENGTH.size))
     if length > MOST_FETCH:
         raise WireError(f"a request of {length} bytes")
-    try:
-        return msgspec.msgpack.decode(read(stream, length), type=Fetch)
-    except msgspec.DecodeError as error:
-        raise WireError(f"a request that cannot be read ({error})") from error
+    return _decoded(read(stream, length), Fetch)
 
 
 def frames(stream: socket.socket) -> Iterator[tuple[int, int]]:
@@ -204,9 +262,22 @@ def frames(stream: socket.socket) -> Iterator[tuple[int, int]]:
         kind, length = HEADER.unpack(read(stream, HEADER.size))
         if kind == ABSENT:
             raise Absent(read(stream, min(length, MOST_FETCH)).decode(errors="replace"))
-        if kind not in (MANIFEST, DATA, WAITING) or length > (MOST_MANIFEST if kind == MANIFEST else FRAME_BYTES):
+        if kind not in (MANIFEST, DATA, WAITING, PLACED) or length > (
+            MOST_MANIFEST if kind == MANIFEST else FRAME_BYTES
+        ):
             raise WireError(f"a frame of kind {kind} and {length} bytes")
         yield kind, length
+
+
+def _received(stream: socket.socket, payload: memoryview) -> Read:
+    return lambda begin, end: read_into(stream, payload[begin:end])
+
+
+def _decoded(body: bytes, kind: type[Message]) -> Message:
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise WireError(f"a {kind.__name__} that cannot be read ({error})") from error
 
 
 def _end_idle(came: float) -> None:

@@ -26,13 +26,15 @@ OWNER = "t0.0"
 class Chain:
     """Node 0 writes offers; the others receive them in the order of their ranks."""
 
-    def __init__(self, stack: ExitStack, folder: Path, nodes: int) -> None:
-        self._stack, self._folder = stack, folder
+    def __init__(self, stack: ExitStack, folder: Path, nodes: int, **options: Any) -> None:
+        """``options``: of every node."""
+        self._stack, self._folder, self._options = stack, folder, options
         self.nodes = [self.node(rank) for rank in range(nodes)]
         self.links: dict[tuple[int, int], FaultyLink] = {}
 
-    def node(self, rank: int, **options: bytes) -> CarrierNode:
-        node = CarrierNode(self._folder / f"node{rank}-{time.monotonic_ns()}", rank, SHAPES, **options)
+    def node(self, rank: int, **options: Any) -> CarrierNode:
+        own = {**self._options, **options}
+        node = CarrierNode(self._folder / f"node{rank}-{time.monotonic_ns()}", rank, SHAPES, **own)
         self._stack.callback(node.close)
         return node
 

@@ -36,12 +36,14 @@ class CarrierNode:
         http_port: int = 0,
         parts: str = "",
         pull_bytes_per_s: float = 0.0,
+        transport: str = "tcp",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """In a folder that has files of an earlier one it goes on with them, as an agent's next carrier does."""
         self.rank, self.folder = rank, folder
         folder.mkdir(exist_ok=True)
         own = (rank, str(folder), "127.0.0.1", secret, "", dict(shapes), "BF16")
-        config = CarrierConfig(*own, http_port, 1e9, parts, pull_bytes_per_s)
+        config = CarrierConfig(*own, http_port, 1e9, parts, pull_bytes_per_s, transport)
         (folder / "carrier.json").write_bytes(msgspec.json.encode(config))
         path = folder / "socket"
         path.unlink(missing_ok=True)
@@ -57,7 +59,8 @@ class CarrierNode:
                     path,
                     "--config",
                     folder / "carrier.json",
-                ]
+                ],
+                env={**os.environ, **(environment or {})},
             )
             listener.settimeout(WAIT_S)
             self._stream, _ = listener.accept()

@@ -42,6 +42,19 @@ def peer(folder: Path) -> Iterator[Peer]:
     listener.close()
 
 
+def asked(peer: Peer, owner: str, end: int) -> None:
+    """Ask for a part's listing (-1) or bytes; raises the first fault."""
+
+    def failed(error: Exception) -> None:
+        raise error
+
+    if end < 0:
+        Caller(2, SECRET).manifest(peer, Fetch(-1, owner))
+    else:
+        payload = memoryview(bytearray(end))
+        Caller(2, SECRET).receive(lambda: peer, Fetch(-1, owner, 0, end), payload, lambda begin, end: None, failed)
+
+
 def content(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
@@ -84,17 +97,13 @@ def test_a_peer_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pyte
 def test_nothing_else_is_served(peer: Peer, name: str) -> None:
     for end in (-1, 5):
         with pytest.raises(Absent, match="is no part of a snapshot"):
-            Caller(2, SECRET).receive(
-                peer, Fetch(-1, f"{PART}{name}", 0, end), memoryview(bytearray(5)), lambda to: None
-            )
+            asked(peer, f"{PART}{name}", end)
 
 
 def test_a_link_in_a_part_leads_nowhere(peer: Peer, folder: Path) -> None:
     (folder / "own" / NAME / "link").symlink_to(folder / "secret")
     with pytest.raises(Absent):
-        Caller(2, SECRET).receive(
-            peer, Fetch(-1, f"{PART}own/{NAME}/link", 0, 5), memoryview(bytearray(5)), lambda to: None
-        )
+        asked(peer, f"{PART}own/{NAME}/link", 5)
 
 
 def test_a_guest_gets_weights_alone(peer: Peer) -> None:
