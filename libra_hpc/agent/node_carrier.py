@@ -1,6 +1,6 @@
 """The carrier of a node, as its agent's child: started with the agent, and again when it ends.
 
-- It serves -> the train leader learns where, and publishes the newest version to it.
+- It serves -> the train leader learns where, and publishes the newest version to it; an event has its transport.
 - Its image has a version -> the engines of the node get it.
 - On the train leader's node, with ``rollout.weights_port`` -> `weights.json` has what another cluster needs to pull.
 - It ended -> another one goes on with the image; nodes behind it go on with another node.
@@ -156,7 +156,7 @@ class NodeCarrier(EngineNode[Supervised]):
     def received(self, carrier: Supervised, process: int, message: Any) -> None:
         context = self._context
         match message:
-            case CarrierReady(port=port, http_fault=fault):
+            case CarrierReady(port=port, http_fault=fault, by_tcp=reason):
                 carrier.state, carrier.starts = "ready", 0
                 peer = self.peer = Peer(context.rank, context.addresses, port)
                 for order, _ in self._parts.values():
@@ -166,6 +166,9 @@ class NodeCarrier(EngineNode[Supervised]):
                     # First: the train leader publishes the newest version to it.
                     carrier.send(self._policy.order)
                 context.send(context.layout.train_leader, wire.CarrierStarted(peer))
+                if _transport(context) != "tcp":
+                    transport = "tcp" if reason else "nixl"
+                    context.log("weights_transport", rank=context.rank, transport=transport, reason=reason)
                 if _outside_port(context):
                     self._serves_outside(fault)
             case VersionHere(version=version, bytes=size, wire_s=wire_s):
@@ -237,6 +240,12 @@ def _outside_port(context: AgentContext) -> int:
     return context.config.rollout.weights_port if context.rank == context.layout.train_leader else 0
 
 
+def _transport(context: AgentContext) -> str:
+    """What its carrier tries; other nodes let no guest read their memory."""
+    guest = context.component == "guest"
+    return "tcp" if guest or context.config.run.engine == "simulated" else context.config.rollout.weights_transport
+
+
 def _settings(context: AgentContext) -> CarrierConfig:
     config = context.config
     simulated = config.run.engine == "simulated"
@@ -252,4 +261,5 @@ def _settings(context: AgentContext) -> CarrierConfig:
         parts=str(context.snapshots) if context.rank in context.layout.core else "",
         http_bytes_per_s=config.rollout.weights_mb_s * 1e6,
         pull_bytes_per_s=context.pull_mb_s * 1e6,
+        transport=_transport(context),
     )

@@ -51,6 +51,9 @@ class RolloutSection(Section):
     kv_after_update: Literal["recompute", "keep"] = "recompute"
     """KV caches when an engine gets new weights. ``recompute``: all are dropped, and running turns computed again.
     ``keep``: running turns go on with theirs, and a prompt admitted later reuses none of older weights."""
+    weights_transport: Literal["auto", "tcp", "nixl"] = "auto"
+    """How nodes get new weights. ``nixl``: by reads of each other's memory, over InfiniBand or RoCE, with the extra
+    `libra-hpc[nixl]` (docs/site.md). ``auto``: by NIXL on nodes that have it and such a network, else by TCP."""
     weights_port: int = Field(0, ge=0, le=65535)
     """Port of the train leader's node where another cluster may pull new weights over HTTP (docs/ports.md). The run
     directory's `weights.json` has the address and the secret that it needs. 0: none is open."""

@@ -123,6 +123,11 @@ TRAINING = (
     _fault(
         "weights_corrupt", "Weights arrived damaged and are asked for again", "rank version owner reason", notice=True
     ),
+    EventKind(
+        "weights_transport",
+        "A node gets and sends new weights by nixl or tcp; `reason`: why not by nixl",
+        "rank transport reason",
+    ),
     EventKind("weights_served", "Another cluster may pull new weights; `weights.json` has the address", "rank port"),
     _fault("weights_not_served", "New weights cannot be served to another cluster", "rank reason", notice=True),
     _fault("weights_not_stored", "A node could not store weights and tries again", "rank version reason", notice=True),

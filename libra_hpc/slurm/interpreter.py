@@ -20,6 +20,8 @@ CONTROL = ("libra_hpc", "mpi4py")
 """Packages of every agent."""
 ENGINES = ("vllm", "megatron", "torch")
 """Packages of the engines; a dry run needs none of them."""
+NIXL = "nixl_cu12"
+"""Package of `libra_hpc.weights.transport.nixl`."""
 OLDEST = (3, 11)
 TIMEOUT_S = 60.0
 """Starting Python takes 0.1 s on a warm network file system, and up to half a minute on a cold one."""
@@ -76,9 +78,11 @@ def _check_packages(config: RunConfig, python: str, who: str) -> str:
     """Raise `UserError` where it is too old or lacks a package; returns its MPI."""
     field = f"compute.python = {config.compute.python!r}"
     wanted = CONTROL if config.run.engine == "simulated" else (*CONTROL, *ENGINES)
-    trackers = config.track.libraries
+    optional = dict(config.track.libraries)
+    if config.rollout.weights_transport == "nixl":
+        optional["rollout.weights_transport"] = NIXL
     try:
-        version, mpi, *lacks = _found(python, (*wanted, *trackers.values()))
+        version, mpi, *lacks = _found(python, (*wanted, *optional.values()))
     except (OSError, subprocess.SubprocessError) as error:
         why = f"{who} does not run ({_reason(error)})"
         raise invalid("compute.python", config.compute.python, why, "the absolute path of an interpreter") from error
@@ -89,7 +93,7 @@ def _check_packages(config: RunConfig, python: str, who: str) -> str:
     if missing := [name for name in lacks if name in wanted]:
         names = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
         raise UserError(f"{field}: {who} lacks {names}, which the nodes need; {fix}.")
-    for key, library in trackers.items():
+    for key, library in optional.items():
         if library in lacks:
             raise UserError(f"{key}: {who} lacks {library}; `{python} -m pip install {library}`, or leave {key} out.")
     return mpi

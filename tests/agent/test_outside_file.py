@@ -1,4 +1,4 @@
-"""What the run directory has for another cluster that pulls new weights."""
+"""What the run directory has of carriers: for another cluster that pulls new weights, and how nodes get them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.protocol.agents import Log, Welcome
 from libra_hpc.protocol.carriers import CarrierReady
+from libra_hpc.protocol.joining import FIRST_GUEST, is_guest
 from libra_hpc.weights.served_weights import reading_secret
 
 SECRET = b"of the run"
 
 
-def ready(folder: Path, rank: int, message: CarrierReady, **rollout: Any) -> list[Log]:
+def ready(folder: Path, rank: int, message: CarrierReady, engine: str = "simulated", **rollout: Any) -> list[Log]:
     """The events of a carrier that has started."""
     sent: list[Any] = []
-    config = RunConfig.model_validate({"rollout": rollout, "run": {"engine": "simulated"}})
+    config = RunConfig.model_validate({"rollout": rollout, "run": {"engine": engine}})
     context = AgentContext(
         rank,
         RankLayout(("planner", "train", "rollout")),
@@ -40,6 +41,8 @@ def ready(folder: Path, rank: int, message: CarrierReady, **rollout: Any) -> lis
     )
     settings = node_carrier._settings(context)
     assert settings.http_port == (rollout.get("weights_port", 0) if rank == 1 else 0)
+    by_tcp = engine == "simulated" or is_guest(rank)
+    assert settings.transport == ("tcp" if by_tcp else config.rollout.weights_transport)
     assert settings.http_bytes_per_s == config.rollout.weights_mb_s * 1e6
     carrier = NodeCarrier(context, lambda: None)
     carrier.received(carrier._carrier, 0, message)
@@ -69,3 +72,17 @@ def test_a_port_that_is_taken_is_an_event(tmp_path: Path) -> None:
 
     assert (event.kind, event.fields["reason"]) == ("weights_not_served", fault)
     assert not RunDir(tmp_path).weights.exists()
+
+
+@pytest.mark.parametrize(("reason", "transport"), [("NIXL is not installed", "tcp"), ("", "nixl")])
+def test_an_event_names_the_transport_of_weights_and_why_it_is_tcp(tmp_path: Path, reason: str, transport: str) -> None:
+    (event,) = ready(tmp_path, 2, CarrierReady(5, by_tcp=reason), "real")
+
+    assert event.kind == "weights_transport"
+    assert event.fields == {"rank": 2, "transport": transport, "reason": reason}
+
+
+def test_guests_and_runs_by_tcp_are_silent_about_it(tmp_path: Path) -> None:
+    message = CarrierReady(5, by_tcp="x")
+    assert not ready(tmp_path, FIRST_GUEST, message, "real", weights_transport="nixl")
+    assert not ready(tmp_path, 2, message, "real", weights_transport="tcp")
