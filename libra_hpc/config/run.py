@@ -63,12 +63,21 @@ class RunConfig(Section):
 
     @property
     def streamed(self) -> bool:
-        """Whether groups are trained as they are complete: rollout waits for training, and nothing needs the batch.
+        """Whether groups are trained as they are complete, and not when the batch is."""
+        return self.algorithm.eta == 0 and not self.unstreamed
 
-        Updates within a batch need the groups of each, and a reference policy has the place of the gradients.
-        """
+    @property
+    def unstreamed(self) -> str:
+        """Why a synchronous run trains whole batches, in a sentence; empty: it does not."""
         algorithm = self.algorithm
-        return algorithm.eta == 0 and algorithm.minibatches == 1 and not algorithm.has_reference
+        if algorithm.eta == 0 and algorithm.minibatches > 1:
+            reason = f"algorithm.minibatches = {algorithm.minibatches} has updates within a batch"
+        elif algorithm.eta == 0 and algorithm.has_reference:
+            kept = "needs the memory of gradients for the reference policy"
+            reason = f"algorithm.reference_kl_coef = {algorithm.reference_kl_coef} {kept}"
+        else:
+            return ""
+        return f"training waits for whole batches: {reason}"
 
     @property
     def max_open_groups(self) -> int:

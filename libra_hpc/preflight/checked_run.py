@@ -54,7 +54,7 @@ class CheckedRun:
     """GPUs first, then nodes with their /dev/shm."""
     warnings: list[str]
     facts: list[str]
-    """What the trial of the task found, as sentences: how the policy's chat is written."""
+    """As sentences: what the trial of the task found, and whether a synchronous run trains whole batches."""
 
     @property
     def config(self) -> RunConfig:
@@ -95,7 +95,7 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
     request = job_request(config)
     if config.slurm.template and config.slurm.executor != "local":
         het_script(Launch(request, RunDir(config.run.dir), 1))
-    return CheckedRun(request, plan, environment, memory, warnings, trial.facts)
+    return CheckedRun(request, plan, environment, memory, warnings, [*trial.facts, *filter(None, [config.unstreamed])])
 
 
 def known_rooms(config: RunConfig) -> Mapping[str, HostRoom]:

@@ -75,6 +75,8 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Most groups sampled at once; 0: no bound but the staleness gate's."""
     train_s: float = 0.0
     """Seconds of a training step, unless a training function is given."""
+    portion_groups: int = 0
+    """With ``eta`` = 0: groups that are trained as soon as they are complete; 0: batches are trained whole."""
     train_nodes: int = 1
     sync_s: float = 0.0
     """Further pause of every engine for a weight update, between two steps."""

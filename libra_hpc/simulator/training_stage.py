@@ -1,7 +1,7 @@
 """The training stage of a simulation: admission of groups, batches, and training steps.
 
 * The live `StalenessGate` admits groups and forms batches of finished ones.
-* The trainer runs one batch at a time; each step makes the next weight version.
+* The trainer runs one batch at a time; each step makes the next weight version. Portions of it may go ahead.
 * As in a live run, a group counts as sampled under the newest version that *every* engine has applied.
 """
 
@@ -49,9 +49,13 @@ class TrainingStage:
         self._open = {name: len(trajectories) for name, trajectories in groups.items()}
         self._max_open = settings.max_open_groups or len(groups)
         self._training = training or (lambda tokens, nodes: settings.train_s)
+        self._batch: tuple[str, ...] = ()
+        """The newest one."""
         size = settings.batch_groups
         self._gate = StalenessGate(settings.eta, size, self._max_open) if size else None
         self._unfinished = len(groups)
+        self._closed: dict[str, float] = {}
+        self._portions = settings.portion_groups if not settings.eta else 0
         self._waiting: list[SimulatedStep] = []
         self._busy = False
 
@@ -101,11 +105,13 @@ class TrainingStage:
         if self._open[group]:
             return False
         self._unfinished -= 1
+        self._closed[group] = now
         if self._gate is not None:
             self._gate.finish(group)
             while names := self._gate.batch():
                 tokens = sum(trajectory.spec.tokens for name in names for trajectory in self._groups[name])
                 step = len(self.steps) + len(self._waiting) + 1
+                self._batch = names
                 generated = sum(trajectory.attained for name in names for trajectory in self._groups[name])
                 self._waiting.append(
                     SimulatedStep(
@@ -127,7 +133,17 @@ class TrainingStage:
         record.start_at = now
         self.steps.append(record)
         self._busy = True
-        return self._training(record.tokens, self.nodes)
+        seconds = self._training(record.tokens, self.nodes)
+        return self._left_s(seconds, now) if self._portions else seconds
+
+    def _left_s(self, seconds: float, now: float) -> float:
+        """Of so many seconds of the whole batch, those that are left once its last group is complete."""
+        free, size = 0.0, self._portions
+        groups = [(self._closed[name], sum(one.spec.tokens for one in self._groups[name])) for name in self._batch]
+        portions = [tuple(zip(*groups[at : at + size], strict=True)) for at in range(0, len(groups), size)]
+        for complete, tokens in sorted((max(times), sum(counts)) for times, counts in portions):
+            free = max(free, complete) + seconds * tokens / sum(count for _, count in groups)
+        return free - now
 
     def end(self, now: float) -> int:
         self.steps[-1].end_at = now

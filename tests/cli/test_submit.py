@@ -311,6 +311,11 @@ def test_check_finds_the_same_mistakes_and_prints_what_it_found(
         checked_run, "try_task", lambda config: nullcontext(lambda: TaskTrial([], ["chat: renderer 'qwen3'"]))
     )
     assert cli("check", "run.toml").out == f"{layout}\nchat: renderer 'qwen3'\nrun.toml is good\n"
+    synchronous = ("check", "run.toml", "-o", "algorithm.eta=0", "-o")
+    assert "whole batches" not in cli(*synchronous, "algorithm.minibatches=1").out
+    for key, why in (("minibatches=2", "updates within a batch"), ("reference_kl_coef=0.1", "the memory of gradients")):
+        lines = cli(*synchronous, f"algorithm.{key}").out.splitlines()
+        assert [why in line for line in lines if line.startswith("training waits for whole batches")] == [True]
 
 
 def test_without_slurm_the_way_out_is_one_that_can_work(

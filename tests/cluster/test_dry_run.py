@@ -113,6 +113,8 @@ def test_a_local_dry_run_ends_complete_and_every_weight_version_is_applied(tmp_p
         "rollout.tp=8",
         "rollout.engines_per_node=1",
         "checkpoint.experience=false",
+        "algorithm.eta=0",
+        "train.micro_tokens=512",
     )
     run = case.submit("--engine", "simulated", "--wait", *(word for change in changes for word in ("-o", change)))
     assert case.ended() == "completed"
@@ -122,6 +124,8 @@ def test_a_local_dry_run_ends_complete_and_every_weight_version_is_applied(tmp_p
     assert {event["version"] for event in case.events("weights_applied")} >= {1, 2, 3}
     summary = json.loads(case.cli("summary", str(run.path), "--json").stdout)
     assert summary["steps"] == 4
+    ahead = [line["train_ahead_s"] for line in read_lines(run.metrics)]
+    assert ahead[0] == 0.0 < max(ahead), "after the first step, groups are trained while others are sampled"
 
 
 SLOW_TRAINING = {

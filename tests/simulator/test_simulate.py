@@ -183,6 +183,17 @@ def test_synchronous_steps_follow_the_gate() -> None:
     ] == [(1, 2, 8 + 21, 0, 11.0, 11.0, 16.0), (2, 2, 8 + 25, 0, 31.0, 31.0, 36.0)]
 
 
+def test_portions_of_a_synchronous_batch_are_trained_once_they_are_complete() -> None:
+    work = [single(f"p{i}", 4, 10 + 4 * i) for i in range(3)]
+    # Complete at 10, 14 and 18 s, with 14, 18 and 22 of 54 tokens; a second of training for three tokens.
+    for portion, left_s in ((0, 18.0), (1, 10.0), (2, 14.0), (3, 18.0)):
+        result = alone(work, batch_groups=3, eta=0, train_s=18.0, portion_groups=portion)
+        assert result.finish_s == [10.0, 14.0, 18.0]
+        assert result.steps[0].end_at == pytest.approx(18.0 + left_s)
+    result = alone(work, batch_groups=3, eta=1, train_s=18.0, portion_groups=1)
+    assert result.steps[0].end_at == 36.0
+
+
 def test_asynchronous_steps_overlap_within_the_staleness_bound() -> None:
     work = [single(f"p{i}", 4, 8) for i in range(6)]
     result = alone(work, batch_groups=1, eta=1, train_s=4.0, sync_s=0.5, max_open_groups=1)
