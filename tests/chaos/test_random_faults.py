@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.facts.rundir import read_lines
 from libra_hpc.slurm.queue.job_record import read_job
 
 from .harness import Chaos, processes, sound
@@ -98,7 +99,9 @@ def memory_of(agent: int) -> list[Path]:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_run_survives_sixty_random_faults(tmp_path: Path, seed: int) -> None:
     case = Chaos(tmp_path, steps=STEPS)
-    run = case.submit("-o", "slurm.restarts=1000")
+    streamed = seed % 2 == 1
+    synchronous = ("-o", "algorithm.eta=0", "-o", "train.micro_tokens=64") if streamed else ()
+    run = case.submit("-o", "slurm.restarts=1000", *synchronous)
     case.reach(3)
     faults, saved = Faults(case, seed), 0
     for _ in range(FAULTS):
@@ -113,3 +116,4 @@ def test_a_run_survives_sixty_random_faults(tmp_path: Path, seed: int) -> None:
     case.values["steps"] = case.steps()[-1] + 5
     case.resume("-o", f"run.steps={case.values['steps']}")
     sound(case)
+    assert any(line.get("train_ahead_s", 0.0) > 0.0 for line in read_lines(run.metrics)) == streamed
