@@ -18,16 +18,16 @@ from libra_hpc.protocol.trainer import Sample
 from libra_hpc.trainer.shards import tokens_of
 
 PACKS = 2
-"""Full packs of a data-parallel rank in a portion.
+"""Full packs of a data-parallel rank in a portion, for each of its pipeline stages, which idle with few.
 
 Half: ranks differ by up to a whole pack. Double: rollout waits twice as long for the last portion.
 """
 
 
-def range_length(before: Batch | None, replicas: int, micro_tokens: int, counts: Callable[[Sample], bool]) -> int:
+def range_length(before: Batch | None, stages: int, micro_tokens: int, counts: Callable[[Sample], bool]) -> int:
     """Prompts of a range, for portions like those of the batch ``before``; 0: a step is not cut.
 
-    ``counts``: whether a sample is trained.
+    ``stages``: of the pipelines of all ranks; ``counts``: whether a sample is trained.
     """
     if before is None:
         return 0
@@ -35,7 +35,7 @@ def range_length(before: Batch | None, replicas: int, micro_tokens: int, counts:
     prompts = len(before.groups) + len(before.given_up)
     if not sizes:
         return 0
-    needed = PACKS * replicas * max(1.0, micro_tokens * len(sizes) / sum(sizes))
+    needed = PACKS * stages * max(1.0, micro_tokens * len(sizes) / sum(sizes))
     length = math.ceil(needed * prompts / len(sizes))
     return length if 2 * length <= prompts else 0
 

@@ -139,8 +139,8 @@ class StepRequests(Generations):
 
     def _cut(self, step: int) -> PortionRanges:
         if step not in self._cuts:
-            before, micro_tokens = self._batches.get(step - 1), self._config.train.micro_tokens
-            length = range_length(before, self.replicas, micro_tokens, self._trained)
+            before, train = self._batches.get(step - 1), self._config.train
+            length = range_length(before, self.replicas * train.pp, train.micro_tokens, self._trained)
             self._cuts[step] = PortionRanges(self.order.low, length)
         return self._cuts[step]
 
