@@ -164,8 +164,16 @@ def test_a_core_replica_of_two_nodes_restarts_from_its_snapshot_and_two_of_one_n
 def test_two_hybrid_nodes_are_one_replica_that_dies_and_begins_anew_as_one(
     cluster: ClusterInfo, policy: Path, tmp_path: Path
 ) -> None:
-    case = Case(tmp_path, policy, "slurm", steps=100_000, hybrid=2, rollout=1)
-    keys = ("components.train.nodes=2", "components.hybrid.nodes_per_replica=2", "train.pp=2", "train.processes=1")
+    case = Case(tmp_path, policy, "slurm", steps=100_000, hybrid=2, rollout=1, notes=96)
+    # Synchronous, so that portions of a batch are trained ahead of it.
+    keys = (
+        "components.train.nodes=2",
+        "components.hybrid.nodes_per_replica=2",
+        "train.pp=2",
+        "train.processes=1",
+        "algorithm.eta=0",
+        "train.micro_tokens=64",
+    )
     run = case.submit(*(part for key in (*keys, "planner.hybrid_start=train") for part in ("-o", key)))
 
     def joined() -> list[int]:
@@ -178,6 +186,7 @@ def test_two_hybrid_nodes_are_one_replica_that_dies_and_begins_anew_as_one(
     case.wait(lambda: {3, 4} <= set(joined()[before:]), "both nodes are back")
     steps = len(case.steps())
     case.wait(lambda: len(case.steps()) >= steps + 2, "steps after it")
+    case.wait(lambda: any(line["train_ahead_s"] > 0.0 for line in read_lines(run.metrics)), "a portion trained ahead")
     assert list(read_lines(run.metrics))[-1]["replicas"] == 2
     case.cli("cancel", str(run.path))
     assert case.ended() == "cancelled"
