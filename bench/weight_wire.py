@@ -1,13 +1,15 @@
 """What the wire of new weights costs: encoding of a version by density, carriers beside plain sockets, the checksum.
 
 Encoding is processor seconds of one core per dense GB of bf16. Carriers are real processes of this machine, with
-checksums on and an image each; *plain sockets* send as many bytes to as many receivers.
+checksums on and an image each, by TCP and, where its wheel is installed, by NIXL, which is shared memory here; *plain
+sockets* send as many bytes to as many receivers.
 
     python -m bench.weight_wire [--mb 512] [--repeats 3]
 """
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import tempfile
 import time
@@ -23,11 +25,13 @@ from libra_hpc.checksum import crc32
 from libra_hpc.protocol.carriers import ImageHere, Publish, VersionHere
 from libra_hpc.weights.delta import dense, encoding_for, marked
 from libra_hpc.weights.pieces import WHOLE, TensorBlock, write_offer
+from libra_hpc.weights.transport.nixl import WHEEL
 from tests.weights.nodes import CarrierNode, bits
 
 SHARES = (0.0075, 0.03, 0.29, 0.52)
 COLUMNS = 1 << 10
 NAME, OWNER = "model.embed_tokens.weight", "t0.0"
+TRANSPORTS = ("tcp", "nixl") if importlib.util.find_spec(WHEEL) else ("tcp",)
 WARM = 1
 """The first version makes files and pages that the next ones use again."""
 
@@ -54,12 +58,13 @@ def encoding(values: np.ndarray, repeats: int) -> Figures:
     return out
 
 
-def carriers(folder: Path, values: np.ndarray, receivers: int, repeats: int) -> Iterable[float]:
+def carriers(folder: Path, values: np.ndarray, receivers: int, repeats: int, transport: str) -> Iterable[float]:
     """GB/s of whole versions, from their publication until the last node has verified all of it."""
     shape = (values.size // COLUMNS, COLUMNS)
     block = TensorBlock(NAME, 0, *shape, COLUMNS)
     with ExitStack() as stack:
-        nodes = [CarrierNode(folder / f"{receivers}-{rank}", rank, {NAME: shape}) for rank in range(receivers + 1)]
+        folders = [folder / f"{transport}-{receivers}-{rank}" for rank in range(receivers + 1)]
+        nodes = [CarrierNode(path, rank, {NAME: shape}, transport=transport) for rank, path in enumerate(folders)]
         for node in nodes:
             stack.callback(node.close)
         chain = tuple(node.peer for node in nodes)
@@ -84,11 +89,14 @@ def main(given: Options) -> None:
     try:
         for receivers in (1, 3):
             progress(f"to {receivers}")
-            plain = [sockets(values.nbytes, receivers)]
-            rates = list(carriers(folder, values, receivers, given.repeats))
-            plain.append(sockets(values.nbytes, receivers))
-            found |= {f"to {receivers}: sockets GB/s": median(plain), f"to {receivers}: carriers GB/s": median(rates)}
-            found[f"to {receivers}: ratio"] = median(rates) / median(plain)
+            plain, rates = [sockets(values.nbytes, receivers)], {}
+            for transport in TRANSPORTS:
+                rates[transport] = median(carriers(folder, values, receivers, given.repeats, transport))
+                plain.append(sockets(values.nbytes, receivers))
+            found[f"to {receivers}: sockets GB/s"] = median(plain)
+            for transport, rate in rates.items():
+                found[f"to {receivers}: {transport} GB/s"] = rate
+                found[f"to {receivers}: {transport} / sockets"] = rate / median(plain)
     finally:
         shutil.rmtree(folder)
     rows = [[name, f"{value:.3g}"] for name, value in found.items()]

@@ -34,7 +34,7 @@ from libra_hpc.protocol.ranks_stop import JOB_END
 
 from . import jobs
 from .output import print_line, print_note
-from .runs import RUNS, RunArgument, RunsOption, find_run
+from .runs import RUNS, RunArgument, RunsOption, WeightsOption, find_run
 
 MIB = 1 << 20
 WORKING_SHARE = 0.15
@@ -57,6 +57,7 @@ def join(
         int, typer.Option("--memory", min=0, metavar="MIB", help="Of each GPU; default: as a node of the run.")
     ] = 0,
     spot: Annotated[bool, typer.Option("--spot", help="In a job that the run queued for itself.")] = False,
+    weights_mb_s: WeightsOption = 0.0,
     runs: RunsOption = Path(RUNS),
 ) -> None:
     found, until, served = find_run(run, runs), own_limit(), False
@@ -64,7 +65,7 @@ def join(
     kind: LenderKind = "spot" if spot else "lender" if lent else "idle"
     watch = RunWatch(found)
     while True:
-        stay = stay_once(found, (tp, engines, memory), lent, until, kind)
+        stay = stay_once(found, (tp, engines, memory), lent, until, kind, weights_mb_s=weights_mb_s)
         if stay is not None:
             served = True
             print_line(f"{found.name}: this guest left: {stay.reason}")
@@ -82,7 +83,13 @@ def join(
 
 
 def stay_once(
-    run: RunDir, wanted: tuple[int, int, int], lent: Behind | None, until: float, kind: LenderKind
+    run: RunDir,
+    wanted: tuple[int, int, int],
+    lent: Behind | None,
+    until: float,
+    kind: LenderKind,
+    *,
+    weights_mb_s: float,
 ) -> Stay | None:
     """One stay in the job; None while its ranks do not answer.  ``wanted``: TP, engines, MiB."""
     record = read_record(run)
@@ -93,7 +100,8 @@ def stay_once(
     layout = RankLayout.of(config)
     usual = config.rollout.on_node(layout.engine_node(layout.rollout_leader))
     tp, engines, memory = wanted[0] or usual[0], wanted[1] or usual[1], wanted[2]
-    settings = GuestSettings((tp, engines), until, lent, kv_cache_mb(config, tp, memory, shared=lent is not None), kind)
+    cache_mb = kv_cache_mb(config, tp, memory, shared=lent is not None)
+    settings = GuestSettings((tp, engines), until, lent, cache_mb, kind, weights_mb_s)
     return asyncio.run(serve(run, record, config, settings))
 
 

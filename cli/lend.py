@@ -29,6 +29,7 @@ from libra_hpc.lender.terms import Give, LendTerms, Slo, memory_mib
 from libra_hpc.process.agent_folders import PREFIX
 
 from .output import print_note
+from .runs import WeightsOption
 
 MIDDLEWARE = "libra_hpc_serving.Watch"
 GIVES: tuple[Give, ...] = ("idle", "slack")
@@ -45,6 +46,7 @@ def lend(
     ] = 0.0,
     tp: Annotated[int, typer.Option("--tp", min=0, metavar="N", help="GPUs of an engine; default: the run's.")] = 0,
     engines: Annotated[int, typer.Option("--engines", min=1, metavar="N", help="Engines of a guest.")] = 1,
+    weights_mb_s: WeightsOption = 0.0,
     runs: Annotated[Path | None, typer.Option("--runs", metavar="DIR", help="Folder of runs that may borrow.")] = None,
 ) -> None:
     if not slo:
@@ -53,7 +55,9 @@ def lend(
     if give not in GIVES:
         raise invalid("--give", give, "unknown value", GIVES)
     Hours.parse(hours)
-    terms = LendTerms(limits.ttft_s, limits.tpot_s, give, hours, memory_mib(memory), tp, engines, headroom)
+    terms = LendTerms(
+        limits.ttft_s, limits.tpot_s, give, hours, memory_mib(memory), tp, engines, headroom, weights_mb_s
+    )
     if runs is None or not runs.is_dir():
         raise invalid("--runs", str(runs or ""), "no such folder", "the folder of the runs that may borrow")
     if not command:

@@ -49,6 +49,9 @@ RunsOption = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Parent 
 AnyRunsOption = Annotated[
     Path | None, typer.Option("--runs", metavar="DIR", help="Only runs in DIR; default: all registered, and runs/.")
 ]
+WeightsOption = Annotated[
+    float, typer.Option("--weights-mb-s", min=0.0, metavar="MB", help="Most MB/s for new weights; default: no limit.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

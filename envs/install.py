@@ -22,7 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 SETS: dict[str, tuple[str, ...]] = {"login": ("login",), "cpu": ("login", "cpu"), "cuda": ("login", "cuda")}
-EXTRAS: dict[str, tuple[str, ...]] = {"compile": ("compile",), "dev": ("compile", "dev")}
+EXTRAS: dict[str, tuple[str, ...]] = {"compile": ("compile",), "dev": ("compile", "dev"), "nixl": ("nixl",)}
 STAMP = "libra-hpc.json"
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 """PyTorch's index of CPU builds, for when pip's configured sources lack the ``+cpu`` build; PyPI never has it."""
@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
         choices=EXTRAS,
         action="append",
         default=[],
-        help="compile: the scheduler as machine code; dev: that, tests and linters",
+        help="compile: the scheduler as machine code; dev: that, tests and linters; nixl: weights over InfiniBand",
     )
     given = parser.parse_args(arguments)
     try:

@@ -69,6 +69,8 @@ class GuestSettings(NamedTuple):
     """Of a guest beside a server."""
     kv_cache_mb: int = 0
     kind: LenderKind = "idle"
+    pull_mb_s: float = 0.0
+    """As in `AgentContext`."""
 
 
 class GuestAgent:
@@ -97,6 +99,7 @@ class GuestAgent:
             addresses=joined.addresses,
             guest_engines=settings.engines,
             lender=((behind.lender if behind else "") or socket.gethostname(), settings.kind),
+            pull_mb_s=settings.pull_mb_s,
             engine_changes={"kv_cache_mb": settings.kv_cache_mb, **({"gate": behind.gate} if behind else {})},
         )
         self._carrier = NodeCarrier(self._context, lambda: self._engines.on_image())

@@ -65,6 +65,7 @@ class GuestProcess:
         behind.write_bytes(msgspec.json.encode(Behind(gate, str(self._report), lender)))
         argv = [sys.executable, "-m", "libra_hpc_cli.app", "join", str(run.path.absolute()), "--behind", str(behind)]
         argv += [f"--memory={terms.memory_mib}", f"--tp={terms.tp}", f"--engines={terms.engines}"]
+        argv += [f"--weights-mb-s={terms.weights_mb_s}"]
         record = door_record(run)
         output = run.logs(record.attempt if record else 1) / f"lender-{lender}.out"
         with output.open("ab") as log:

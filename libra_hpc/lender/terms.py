@@ -74,6 +74,8 @@ class LendTerms(msgspec.Struct, frozen=True):
     engines: int = 1
     headroom: float = 0.0
     """As in `GateConfig`."""
+    weights_mb_s: float = 0.0
+    """Most bandwidth (MB/s) for new weights; 0: no limit."""
 
     @property
     def slo(self) -> str:

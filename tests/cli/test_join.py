@@ -7,7 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from libra_hpc.agent.guest import GuestSettings, Stay
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.lender.guest_process import GuestProcess
+from libra_hpc.lender.terms import LendTerms
 from libra_hpc.process.code_stamp import code_stamp
 from libra_hpc.protocol.joining import FIRST_GUEST, DoorRecord
 from libra_hpc.slurm.queue.query import JobInfo, JobState
@@ -50,3 +53,31 @@ def test_a_run_that_ends_while_a_guest_waits_for_its_ranks_ends_the_wait(
     assert outcome.code == 2
     assert "waiting for its ranks" in outcome.err
     assert "it has ended: cancelled" in outcome.err
+
+
+def test_a_budget_for_weights_reaches_the_guest_of_a_join_and_of_a_lender(
+    submitted: RunDir, cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    put(submitted)
+    settings: list[GuestSettings] = []
+
+    async def serve(run: object, record: object, config: object, given: GuestSettings) -> Stay:
+        settings.append(given)
+        return Stay("over", "the run ended")
+
+    monkeypatch.setattr("libra_hpc_cli.join.check_record", lambda run, record, config: None)
+    monkeypatch.setattr("libra_hpc_cli.join.serve", serve)
+    for options in (["--weights-mb-s=50"], []):
+        assert cli("join", "quick-001", *options).code == 0
+    assert [given.pull_mb_s for given in settings] == [50.0, 0.0]
+    assert "--weights-mb-s" in one_line(cli("join", "quick-001", "--weights-mb-s=-1"))
+
+    terms: list[LendTerms] = []
+    monkeypatch.setattr("libra_hpc_cli.lend.start_lender", lambda given, runs: terms.append(given) or tmp_path)
+    monkeypatch.setattr("os.execvpe", lambda *command: None)
+    cli("lend", "--slo=ttft=1s,tpot=1s", "--weights-mb-s=50", f"--runs={tmp_path}", "--", "true")
+    started: list[list[str]] = []
+    monkeypatch.setattr("subprocess.Popen", lambda argv, **options: started.append(argv))
+    submitted.logs(1).mkdir(parents=True, exist_ok=True)
+    GuestProcess(submitted, "lender", terms[0], str(tmp_path / "page"))
+    assert "--weights-mb-s=50.0" in started[0]
