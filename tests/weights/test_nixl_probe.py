@@ -30,7 +30,7 @@ def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize(("wanted", "transports"), [("auto", "ib,sm,self"), ("nixl", "all")])
 def test_nixl_gets_variables_of_its_own(monkeypatch: pytest.MonkeyPatch, wanted: str, transports: str) -> None:
-    monkeypatch.setenv("LIBRA_HPC_UCX_IB_TRAFFIC_CLASS", "106")
+    monkeypatch.setenv("WEIGHTS_UCX_IB_TRAFFIC_CLASS", "106")
     direct, why = probe(wanted, 3)
     assert direct is not None
     assert why == ""

@@ -6,7 +6,7 @@
 - Anything fails -> `DirectError`, for all who read from that process; none goes on before its connection is closed.
 - Others read here -> one thread makes UCX's progress. NIXL's own would take a whole core, also without transfers.
 
-UCX gets none of the job's ``UCX_`` variables, which are meant for MPI; it gets ``LIBRA_HPC_UCX_X`` as ``UCX_X``.
+UCX gets none of the job's ``UCX_`` variables, which are meant for MPI; it gets ``WEIGHTS_UCX_X`` as ``UCX_X``.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def probe(wanted: str, rank: int) -> tuple[DirectReads | None, str]:
 
 
 def _own_environment(ucx_tls: str) -> None:
-    prefix = "LIBRA_HPC_"
+    prefix = "WEIGHTS_"
     own = {name.removeprefix(prefix): os.environ[name] for name in os.environ if name.startswith(f"{prefix}UCX_")}
     for name in [name for name in os.environ if name.startswith("UCX_")]:
         del os.environ[name]

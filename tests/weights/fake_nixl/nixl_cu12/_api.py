@@ -6,6 +6,7 @@ this process has sent ``flip:N`` (a bit, once), ``break:N`` (no more are sent) o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import socket
@@ -50,10 +51,11 @@ class nixl_agent:
             threading.Thread(target=self._send, args=(stream,), daemon=True).start()
 
     def _send(self, stream: socket.socket) -> None:
-        with stream:
+        # A READ may be released before it ends.
+        with stream, contextlib.suppress(OSError):
             request = stream.recv(REQUEST.size, socket.MSG_WAITALL)
             if len(request) < REQUEST.size:
-                return  # it was released
+                return
             device, address, count = REQUEST.unpack(request)
             first, size = self._registered[device]
             assert first <= address <= address + count <= first + size
