@@ -195,7 +195,7 @@ def probe(wanted: str, rank: int) -> tuple[DirectReads | None, str]:
             direct = DirectReads(f"{rank}-{secrets.token_hex(8)}", UCX_TLS[wanted])
             direct.check()
             answers.put((direct, ""))
-        except BaseException as error:
+        except Exception as error:
             answers.put((None, error_text(error) or type(error).__name__))
 
     threading.Thread(target=start, name="probe", daemon=True).start()
