@@ -19,12 +19,6 @@ import sysconfig
 from pathlib import Path
 
 MODULES = (
-    "policies/scheduling/linear",
-    "policies/scheduling/cmlfq/survival",
-    "policies/scheduling/cmlfq/blend",
-    "policies/scheduling/cmlfq/signal_effect",
-    "policies/scheduling/cmlfq/signals",
-    "policies/scheduling/cmlfq/groups",
     "policies/scheduling/cmlfq/remaining_work",
     "policies/scheduling/costs",
     "policies/scheduling/concurrency",

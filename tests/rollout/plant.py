@@ -51,7 +51,7 @@ class Emptiest:
         return turn.ready_at
 
     def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-        free = [engine for bucket in board.classes if (engine := bucket.least())]
+        free = [engine for engine in board.engines.values() if engine.free]
         if not free:
             return Decision(engine="", priority=0, level=0, template="all full", numbers={})
         best = min(free, key=lambda engine: engine.inflight_tokens)

@@ -5,18 +5,12 @@ class*; the index of a class, in ascending degree, is its *level*, a bucket of C
 
 - A turn is sent or answered -> tokens and slots of its engine change.  A trajectory in a tool call counts nowhere.
 - An engine reports (twice a second) -> its cap (`concurrency`), the step costs of its class and its own (`costs`).
-
-`TpClass.least` uses a heap of lower bounds with lazy repair:
-
-- A turn is sent -> the entry is too low, and is repaired when it surfaces.
-- A turn is answered -> the engine is noted, and gets a new entry at the next `least`.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from math import inf
 from typing import Final
@@ -70,8 +64,6 @@ class EngineView:
         """Of a borrowed engine: the part of the time that it runs."""
         self.leaves_per_s = 0.0
         """How often all its turns must leave it."""
-        self.stamp = 0
-        """Stamp of its valid heap entry; 0 if it has none."""
 
     @property
     def free(self) -> int:
@@ -95,38 +87,6 @@ class TpClass:
         self.base_s = self.slope_s = self.prefill_s = 0.0
         """Seconds per empty decode step, per KV token in use, and per prefilled token, of its median engine."""
         self.fit = ClassFit()
-        self.touched: dict[EngineView, None] = {}
-        """Members whose entry may be too high, in order of the change."""
-        self._heap: list[tuple[int, int, EngineView]] = []
-        self._stamps = 0
-
-    def least(self) -> EngineView | None:
-        """The member with a free slot and the fewest tokens in flight; None if all are full or closed."""
-        if self.touched:
-            self._repair_heap()
-        heap = self._heap
-        while heap:
-            tokens, stamp, engine = heap[0]
-            if stamp != engine.stamp:
-                heappop(heap)
-            elif engine.inflight >= engine.cap or not engine.open:
-                engine.stamp = 0
-                heappop(heap)
-            elif tokens != engine.inflight_tokens:
-                heapreplace(heap, (engine.inflight_tokens, stamp, engine))
-            else:
-                return engine
-        return None
-
-    def _repair_heap(self) -> None:
-        """New entries for the touched members; rebuilds the heap if most entries are outdated."""
-        for engine in self.touched:
-            self._stamps = engine.stamp = self._stamps + 1
-            heappush(self._heap, (engine.inflight_tokens, engine.stamp, engine))
-        self.touched.clear()
-        if len(self._heap) > 64 + 8 * len(self.members):
-            self._heap = [(e.inflight_tokens, e.stamp, e) for e in self.members if e.stamp]
-            heapify(self._heap)
 
 
 class Board:
@@ -182,7 +142,6 @@ class Board:
         view.fit.restart()
         self._relevel()
         self.free += view.free
-        tp_class.touched[view] = None
         return view
 
     def down(self, engine: str) -> EngineView | None:
@@ -194,9 +153,7 @@ class Board:
         self.free -= view.free
         tp_class = view.tp_class
         tp_class.members.remove(view)
-        tp_class.touched.pop(view, None)
         view.open = False
-        view.stamp = 0
         if not tp_class.members:
             self.classes.remove(tp_class)
         self._relevel()
@@ -222,7 +179,6 @@ class Board:
             self.free -= view.free
             view.open = is_open
             self.free += view.free
-            view.tp_class.touched[view] = None
 
     def set_cap(self, engine: str, cap: int) -> None:
         """Change the most turns in flight at one engine."""
@@ -231,7 +187,6 @@ class Board:
             self.free -= view.free
             view.cap = cap
             self.free += view.free
-            view.tp_class.touched[view] = None
 
     def sent(self, engine: str, tokens: int) -> None:
         """A turn of ``tokens`` context tokens is in flight."""
@@ -250,7 +205,6 @@ class Board:
         view.inflight_tokens -= tokens
         if view.open and view.inflight < view.cap:
             self.free += 1
-        view.tp_class.touched[view] = None
 
     def applied(self, engine: str, version: int) -> None:
         """An engine has applied a weight version."""

@@ -18,8 +18,6 @@ from typing import Final
 
 from libra_hpc.protocol.engine_state import EngineStats
 
-from .linear import solve_symmetric
-
 HALF_LIFE: Final = 64.0
 """Observations of a class: half a minute of one engine's reports, one or two seconds of 24 engines'."""
 WINDOW_STEPS: Final = 16
@@ -144,6 +142,29 @@ class ClassFit:
         for i in range(3):
             matrix[i][i] += ridge
             target[i] += ridge * level
-        found = solve_symmetric(matrix, target)
+        found = _solve(matrix, target)
         floor = 0.05 * level
         return tuple(max(floor, value) * scale for value, scale in zip(found, prior, strict=True))  # type: ignore[return-value]
+
+
+def _solve(matrix: list[list[float]], target: list[float]) -> list[float]:
+    """x with A x = target, by Gaussian elimination; A is symmetric and positive definite, as a ridge makes it."""
+    size = len(target)
+    # Row i holds the columns from i on.
+    upper = [[matrix[j][i] for j in range(i, size)] for i in range(size)]
+    right = target[:]
+    for i in range(size):
+        pivot = upper[i]
+        first = pivot[0]
+        for k in range(i + 1, size):
+            factor = pivot[k - i] / first
+            row = upper[k]
+            for j in range(size - k):
+                row[j] -= factor * pivot[k - i + j]
+            right[k] -= factor * right[i]
+    for i in reversed(range(size)):
+        row = upper[i]
+        for j in range(1, size - i):
+            right[i] -= row[j] * right[i + j]
+        right[i] /= row[0]
+    return right

@@ -3,7 +3,6 @@
 - An engine has a free slot -> the turn with the lowest `Policy.key` is offered to `Policy.route`.
 - It waits for any slot -> it returns to its place.
 - It waits for a sibling -> it is set aside until a trajectory of its prompt ends.
-- It waits for one engine -> it is set aside until that engine has a free slot or is closed.
 - It waits for room in a KV cache -> it is set aside, and offered first, until the first of these still has no room.
 - Nothing waits -> a policy that migrates running turns (`turn_migration`) chooses moves.
 """
@@ -41,7 +40,6 @@ class Dispatcher:
         self._heap: list[tuple[float, int, _Entry]] = []
         self._entries: dict[str, _Entry] = {}
         self._prompts: dict[str, dict[str, _Entry]] = {}
-        self._wanted: dict[str, list[tuple[float, int, _Entry]]] = {}
         self._roomless: list[tuple[float, int, _Entry]] = []
         self._count = 0
         self._rebalances = policy if isinstance(policy, Rebalances) else None
@@ -75,8 +73,6 @@ class Dispatcher:
         routed: list[tuple[TurnView, Decision]] = []
         refused: list[_Entry] = []
         heap, board, route = self._heap, self.board, self.policy.route
-        if self._wanted:
-            self._requeue()
         if self._roomless:
             self._offer_room(routed, now)
         while heap and board.free > 0 and len(refused) < MAX_REFUSED:
@@ -93,9 +89,6 @@ class Dispatcher:
                 entry.parked = True
                 heappush(self._roomless, (key, entry.number, entry))
                 board.room_key = min(key, board.room_key)
-            elif decision.wait == "engine":
-                entry.parked = True
-                heappush(self._wanted.setdefault(decision.wanted, []), (key, entry.number, entry))
             else:
                 refused.append(entry)
         for entry in refused:
@@ -163,21 +156,6 @@ class Dispatcher:
         self.board.sent(decision.engine, entry.turn.context_tokens)
         self._remove(entry)
         routed.append((entry.turn, decision))
-
-    def _requeue(self) -> None:
-        """Requeue turns whose engine has free slots; all of them if it is closed or gone."""
-        engines = self.board.engines
-        for name, waiting in list(self._wanted.items()):
-            view = engines.get(name)
-            room = len(waiting) if view is None or not view.open else view.cap - view.inflight
-            while waiting and room > 0:
-                entry = heappop(waiting)[2]
-                if entry.alive and entry.parked:
-                    entry.parked = False
-                    self._push(entry)
-                    room -= 1
-            if not waiting:
-                del self._wanted[name]
 
     def _push(self, entry: _Entry) -> None:
         heappush(self._heap, (entry.key, entry.number, entry))

@@ -18,7 +18,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import exp, sqrt
 from typing import Final
 
-from .board import Board, EngineView, TpClass
+from .board import Board, EngineView
 from .residency import Claim, EngineCache
 
 ENTRY_SLACK: Final = 0.998
@@ -78,6 +78,10 @@ class EngineWork:
             steps = work / self.kv_capacity
         return view.base_s * steps + view.slope_s * work + view.prefill_s * (self.prefill + prefill)
 
+    def can_hold(self, claim: Claim, context: int) -> bool:
+        """Whether the cache is large enough for ``context`` tokens, and has room."""
+        return self.view.kv_capacity >= context and self.cache.has_room(claim, context)
+
     def add(self, placed: Placed, reach: float, work: float, prefill: float, finish: float) -> None:
         """Place a trajectory; ``finish`` is what `finish_with` returned."""
         placed.reach, placed.work, placed.prefill, placed.load = reach, work, prefill, self
@@ -111,8 +115,8 @@ class EngineWork:
 class Alike:
     """Engines of one TP class and about one pace, with a heap of lower bounds of their finish."""
 
-    def __init__(self, tp_class: TpClass) -> None:
-        self.tp_class = tp_class
+    def __init__(self, borrowed: bool) -> None:
+        self.borrowed = borrowed
         self.loads: list[EngineWork] = []
         self.heap: list[tuple[float, int, EngineWork]] = []
 
@@ -127,8 +131,7 @@ class EngineLoads:
         self.generation = -1
         """Generation of the board at the last `sync`."""
         self.alike: list[Alike] = []
-        """The own engines."""
-        self.borrowed: list[Alike] = []
+        """Own engines and borrowed ones."""
         self._loads: dict[str, EngineWork] = {}
         self._count = 0
 
@@ -150,34 +153,42 @@ class EngineLoads:
                 self._loads[name] = load
             else:
                 self._loads[name] = EngineWork(view)
-        self.alike, self.borrowed = [], []
+        self.alike = []
         for tp_class in board.classes:
             slowest, borrowed = 0.0, False
             for view in sorted(tp_class.members, key=_kind):
                 if view.pace > slowest or view.borrowed != borrowed:
                     slowest, borrowed = ALIKE * view.pace, view.borrowed
-                    alike = Alike(tp_class)
-                    (self.borrowed if borrowed else self.alike).append(alike)
+                    alike = Alike(borrowed)
+                    self.alike.append(alike)
                 load = self._loads[view.engine]
                 load.entry = load.finish = load.finish_with(0.0, 0.0, 0.0)
                 load.heap = alike.heap
                 self._count += 1
                 alike.heap.append((load.entry, self._count, load))
                 alike.loads.append(load)
-        for alike in (*self.alike, *self.borrowed):
+        for alike in self.alike:
             heapify(alike.heap)
 
     def elsewhere(self) -> EngineWork | None:
         """The own engine that would take a turn that must leave a borrowed one; None where there is no own engine."""
+        own = [self._first(alike) for alike in self.alike if not alike.borrowed]
+        return min(own, key=_finish) if own else None
+
+    def first_to_finish(self, alike: Alike, claim: Claim, context: int) -> EngineWork | None:
+        """Of the engines with a free slot and room in the cache for ``context`` tokens, the one that finishes first."""
+        first = self._first(alike)
+        if first.view.free and first.cache.has_room(claim, context):
+            return first
         best: EngineWork | None = None
-        for alike in self.alike:
-            load = self.first_to_finish(alike) or min(alike.loads, key=_finish)
-            if best is None or load.finish < best.finish:
+        for load in alike.loads:
+            if (best is None or load.finish < best.finish) and load.view.free and load.cache.has_room(claim, context):
                 best = load
         return best
 
-    def first_to_finish(self, alike: Alike) -> EngineWork | None:
-        """The engine that finishes first; if it is full, the one with the fewest tokens in flight; None if all are."""
+    @staticmethod
+    def _first(alike: Alike) -> EngineWork:
+        """The engine that finishes first, full or not."""
         heap = alike.heap
         while True:
             value, count, load = heap[0]
@@ -187,26 +198,11 @@ class EngineLoads:
                 load.entry = load.finish
                 heapreplace(heap, (load.finish, count, load))
             else:
-                break
-        view = load.view
-        if view.open and view.inflight < view.cap:
-            return load
-        if len(alike.loads) == len(alike.tp_class.members):
-            least = alike.tp_class.least()
-            return self._loads[least.engine] if least is not None else None
-        best: EngineWork | None = None
-        for load in alike.loads:
-            if load.view.free and (best is None or load.view.inflight_tokens < best.view.inflight_tokens):
-                best = load
-        return best
+                return load
 
-    def first_with_room(self, alike: Alike, claim: Claim, context: int) -> EngineWork | None:
-        """Of the engines with a free slot and room in the cache for ``context`` tokens, the one that finishes first."""
-        best: EngineWork | None = None
-        for load in alike.loads:
-            if (best is None or load.finish < best.finish) and load.view.free and load.cache.has_room(claim, context):
-                best = load
-        return best
+    def lack_room(self, claim: Claim, context: int) -> bool:
+        """Whether an engine could take the turn if its cache had room."""
+        return any(load.view.free and not load.cache.has_room(claim, context) for load in self._loads.values())
 
     def update_entry(self, load: EngineWork) -> None:
         """Lower the heap entry of a load that finishes earlier."""

@@ -52,11 +52,8 @@ class Decision(msgspec.Struct, frozen=True):
     template: str
     """The reason, with names of ``numbers`` in braces; `reason` fills them in, off the hot path."""
     numbers: Mapping[str, float | str]
-    wait: Literal["slot", "sibling", "engine", "room"] = "slot"
-    """What a waiting turn waits for: any free slot, the end of a sibling, a slot of the engine ``wanted``, or room in
-    any KV cache."""
-    wanted: str = ""
-    """The engine it waits for, because its prefix is cached there."""
+    wait: Literal["slot", "sibling", "room"] = "slot"
+    """What a waiting turn waits for: any free slot, the end of a sibling, or room in any KV cache."""
 
     @property
     def reason(self) -> str:

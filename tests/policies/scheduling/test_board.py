@@ -27,10 +27,6 @@ def check(made: Board) -> None:
     for level, members in enumerate(made.classes):
         assert members.level == level
         assert all(v.level == level and v.tp_class is members for v in members.members)
-        usable = [v.inflight_tokens for v in members.members if v.open and v.inflight < v.cap]
-        least = members.least()
-        assert (least.inflight_tokens if least else None) == min(usable, default=None)
-        assert least is None or (least.open and least.inflight < least.cap)
 
 
 @settings(deadline=None)
@@ -56,15 +52,6 @@ def test_the_board_equals_brute_force_after_any_operations(steps: list[tuple[str
             elif what == "cap":
                 made.set_cap(name, number % 5)
         check(made)
-
-
-def test_many_changes_do_not_grow_the_heap_without_bound() -> None:
-    made = board(("a", 1), ("b", 1))
-    for _ in range(5000):
-        made.sent("a", 10)
-        made.answered("a", 10)
-        assert made.classes[0].least() is not None
-    assert len(made.classes[0]._heap) < 100
 
 
 def test_costs_of_a_class_follow_its_reports_and_reach_the_others_scaled() -> None:

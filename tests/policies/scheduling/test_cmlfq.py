@@ -11,8 +11,11 @@ from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import AGEING_S, CausalMlfq
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.policies.scheduling.engine_loads import ENTRY_SLACK, EngineLoads, EngineWork, Placed
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
+from libra_hpc.policies.scheduling.residency import Claim
 
 from .boards import MISS, OK, board, finished, stats, turn
+
+NEW = Claim("p", 0)
 
 
 def warm_policy(**totals: int) -> CausalMlfq:
@@ -105,18 +108,7 @@ def test_a_prompt_is_not_cached_under_new_weights_nor_where_no_sibling_sits() ->
         elif change == "ended":
             policy.finished(finished(200, "p", "t0"), 0.0)
         view = turn("t1", "p", context=20_000)
-        assert ("sibling" in route(policy, made, view).reason) == (change == "nothing"), change
-
-
-def test_a_full_engine_with_the_prefix_is_waited_for_but_not_beyond_the_bound_nor_under_new_weights() -> None:
-    policy, made = warm_policy(p=500), board(("a", 1), ("b", 1), cap=1)
-    first = send(policy, made, "t", "p", context=60_000)
-    view = turn("t", "p", at=first, turns=1, context=60_100, attained=50, signals=(OK,))
-    decision = route(policy, made, view)
-    assert (decision.engine, decision.wait, decision.wanted) == ("", "engine", first)
-    assert policy.route(view, made, AGEING_S).engine not in ("", first)
-    made.applied(first, 1)
-    assert route(policy, made, view).engine not in ("", first), "its cache is empty"
+        assert ("cached for a sibling" in route(policy, made, view).reason) == (change == "nothing"), change
 
 
 def test_a_context_goes_where_it_fits_and_to_anybody_when_it_fits_nowhere() -> None:
@@ -174,7 +166,7 @@ def test_the_first_engine_to_finish_is_right_within_the_slack() -> None:
     loads.sync(made)
     residents: list[Placed] = []
     for i in range(200):
-        load = loads.first_to_finish(loads.alike[0])
+        load = loads.first_to_finish(loads.alike[0], NEW, 0)
         assert load is not None
         every = [s for n in made.engines if (s := loads.get(n)) is not None]
         assert load.finish <= min(s.finish for s in every) / ENTRY_SLACK**2 + 1e-9
@@ -197,10 +189,10 @@ def test_engines_of_unequal_pace_are_both_candidates() -> None:
             made.report(name, stats(20 * i, 20 * i * step_s, kv=0.5))
     loads.sync(made)
     assert len(loads.alike) == 2
-    chosen = {load.view.engine for alike in loads.alike if (load := loads.first_to_finish(alike)) is not None}
+    chosen = {load.view.engine for alike in loads.alike if (load := loads.first_to_finish(alike, NEW, 0)) is not None}
     assert chosen == {"slow", "fast"}
     made.set_cap("fast", 0)
-    assert [loads.first_to_finish(alike) for alike in loads.alike] == [None, loads.get("slow")]
+    assert [loads.first_to_finish(alike, NEW, 0) for alike in loads.alike] == [None, loads.get("slow")]
 
 
 def test_many_that_may_become_the_longest_weigh_more_than_one() -> None:
@@ -242,6 +234,19 @@ def test_near_the_limit_of_the_context_little_can_be_left() -> None:
     assert left(40_000, 30_000) < 10_000
     assert left(30_010, 30_000) < 10
     assert keys == sorted(keys), "and it does not go first as a long one"
+
+
+def test_the_reason_names_what_the_estimate_consists_of() -> None:
+    policy, made = warm_policy(p=3000), board(("a", 1))
+    policy.finished(finished(9000, "q", "q0", signals=(MISS,), at=(100,)), 0.0)
+    view = turn("t", "p", at="a", turns=1, context=700, attained=200, signals=(MISS,))
+    decision = route(policy, made, view)
+    numbers = decision.numbers
+    assert float(numbers["factor"]) > 1.0
+    assert numbers["siblings"] == 8
+    assert float(numbers["remaining"]) == pytest.approx(float(numbers["factor"]) * float(numbers["total"]), rel=0.1)
+    words = f"a total of {numbers['total']:.0f} by its task and 8 siblings, times {numbers['factor']:.2f} for"
+    assert words in decision.reason
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,7 @@ def decision(engine: str = "", **wait: Any) -> Decision:
 
 
 def anywhere(board: Board) -> Decision:
-    least = next((e for c in board.classes if (e := c.least())), None)
-    return decision(least.engine if least else "")
+    return decision(next((name for name, view in board.engines.items() if view.free), ""))
 
 
 def refuse(board: Board) -> Decision:
@@ -54,16 +53,6 @@ def refuse(board: Board) -> Decision:
 
 def park(board: Board) -> Decision:
     return decision(wait="sibling")
-
-
-def only(name: str) -> Callable[[Board], Decision]:
-    def route(board: Board) -> Decision:
-        view = board.engines.get(name)
-        if view is None:
-            return anywhere(board)
-        return decision(name) if view.inflight < view.cap else decision(wait="engine", wanted=name)
-
-    return route
 
 
 def names(routed: list[tuple[TurnView, Decision]]) -> list[str]:
@@ -137,22 +126,6 @@ def test_a_release_recomputes_the_keys_of_waiting_turns() -> None:
     assert names(queue.dispatch(0.0)) == ["q1"], "the old entry of p1 is dead"
 
 
-def test_a_turn_that_wants_an_engine_waits_for_its_slot_only() -> None:
-    policy, made = Scripted(), board(("a", 1), ("b", 1), cap=1)
-    queue = Dispatcher(policy, made)
-    made.sent("a", 7)
-    policy.routes |= {"t": only("a"), "u": only("a")}
-    queue.ready(turn("t", context=10), 0.0)
-    queue.ready(turn("u", context=10), 0.0)
-    assert queue.dispatch(0.0) == []
-    assert queue.dispatch(0.0) == []
-    assert policy.asked == ["t", "u"], "not asked again while the engine is full"
-    made.answered("a", 7)
-    assert names(queue.dispatch(0.0)) == ["t"]
-    made.down("a")
-    assert names(queue.dispatch(0.0)) == ["u"], "the engine is gone: anywhere"
-
-
 def test_withdrawn_and_replaced_turns_do_not_come() -> None:
     queue = Dispatcher(Scripted(), board(("a", 1)))
     queue.ready(turn("t", context=1), 0.0)
@@ -167,10 +140,7 @@ def test_withdrawn_and_replaced_turns_do_not_come() -> None:
 @settings(deadline=None)
 @given(
     st.lists(
-        st.tuples(
-            st.sampled_from("rdfaw"), st.integers(0, 9), st.sampled_from((refuse, park, anywhere, only("a"), only("b")))
-        ),
-        max_size=60,
+        st.tuples(st.sampled_from("rdfaw"), st.integers(0, 9), st.sampled_from((refuse, park, anywhere))), max_size=60
     )
 )
 def test_no_turn_is_lost_or_sent_twice(steps: list[tuple[str, int, Callable[[Board], Decision]]]) -> None:

@@ -6,7 +6,6 @@ exceed the KV caches, `residency` decides which trajectories keep theirs and whi
 - A turn is ready -> the engine where it adds least to ``sum over engines of finish ** 4`` (`engine_loads`).  The sum
   stands for the makespan: it sends long trajectories to fast engines and fills slow engines with short ones.
 - The prefix is cached at the last engine -> the trajectory stays, unless staying adds `MOVE_MARGIN` times more.
-- That engine is full and would win by the same margin -> the turn waits for it, at most `AGEING_S`.
 - An engine is borrowed -> steps take 1 / share of the time.  If the trajectory must leave (`availability`), its
   prefill and the rest of its work are added at an own engine.
 - First turn -> also the engine of the sibling that started last, whose cache holds the prompt (`SIBLING_MARGIN`).
@@ -37,7 +36,7 @@ from libra_hpc.policies.scheduling.turn_migration import (
 )
 from libra_hpc.protocol.env import Signal
 
-from .cmlfq_reasons import LEAVES, MOVES, NO_ROOM, STARTS, STARTS_AT_SIBLING, STAYS, WAITS, WAITS_FOR_CACHE
+from .cmlfq_reasons import LEAVES, MOVES, NO_ROOM, STARTS, STARTS_AT_SIBLING, STAYS, WAITS
 from .remaining_work import Cursor, RemainingWorkEstimator
 
 MOVE_MARGIN: Final = 3.0
@@ -73,6 +72,35 @@ class _Tracked(Placed):
         """The move of its interrupted turn."""
 
 
+class _Choice:
+    """The engine that a turn gets, as far as it is decided."""
+
+    def __init__(self, cursor: Cursor, context: int) -> None:
+        self.cursor, self.context = cursor, context
+        self.left, self.reach, self.future, self.work = cursor.left, cursor.reach, cursor.future, cursor.work(context)
+        self.load: EngineWork | None = None
+        self.limit = inf
+        """What the trajectory must add less than at another engine."""
+        self.stay = 0.0
+        """What it adds at its last engine; 0.0 if it cannot stay."""
+        self.finish = self.prefill = 0.0
+        self.template = ""
+
+    def estimate(self) -> dict[str, float | str]:
+        """What the expected tokens consist of, for `cmlfq_reasons`."""
+        cursor = self.cursor
+        return {"remaining": cursor.left, "total": cursor.total, "siblings": cursor.siblings, "factor": cursor.factor}
+
+    def numbers(self) -> dict[str, float | str]:
+        """Those of the reason."""
+        found, load = self.estimate(), self.load
+        if load is not None:
+            found["finish_s"], found["engine"] = self.finish, load.view.engine
+        if self.template is MOVES:
+            found["ratio"] = self.stay / self.limit
+        return found
+
+
 class CausalMlfq:
     """The policy `cmlfq`; an ``estimator`` that has learned already is a warm start."""
 
@@ -95,7 +123,7 @@ class CausalMlfq:
             tracked = self._track(turn)
         room = float(limit - context) if limit else inf
         left = self.estimator.advance(tracked.cursor, signals, attained, room)
-        share = left / (left + self.estimator.everything.tables[0].rest[0])
+        share = left / (left + tracked.cursor.mean)
         # The probe of a group is the first turn of its first sibling.
         first = share if sample else 1.0
         credit = AGEING_S * (MIN_LATER_SHARE + (1.0 - MIN_LATER_SHARE) * share if turns else first)
@@ -112,82 +140,29 @@ class CausalMlfq:
             tracked = self._tracked[turn.trajectory]
         if (move := tracked.migration) is not None and (decision := self._migrate(tracked, move, turn, board)):
             return decision
-        loads, load_before = self._loads, tracked.load
-        cursor, context, last = tracked.cursor, turn.context_tokens, turn.engine
+        loads, load_before, context = self._loads, tracked.load, turn.context_tokens
         if board.generation != loads.generation:
             loads.sync(board)
-        reach, work = cursor.reach, cursor.work(context)
         if load_before is not None:
             load_before.remove(tracked)
-        last_load, full, limit = loads.get(last), False, inf
-        claim, roomless = tracked.claim, False
-        if claim.cache is not None:
-            if last_load is not None and last_load.cache is claim.cache:
-                claim.cache.hold(claim, context)
-            if last_load is None or last_load.cache is not claim.cache or not claim.cache.fits(claim):
-                release(claim)
-        if claim.cache is None and claim.key > board.room_key:
-            return self._wait(tracked, load_before, None, roomless=True)
-        prefill_cached, prefill_uncached = cursor.future, context + cursor.future
-        if last_load is not None:
-            view = last_load.view
-            if not last_load.cache.has_room(claim, context):
-                last_load, roomless = None, True
-            elif view.open and view.version == tracked.version and view.kv_capacity >= context:
-                if turn.signals:
-                    prefill_cached += turn.signals[-1].payload_tokens
-                stay_finish = last_load.finish_with(reach, work, prefill_cached)
-                limit = self._added_at(last_load, cursor, context, finish=stay_finish) / MOVE_MARGIN
-                full = view.inflight >= view.cap
-            else:
-                last_load = None
-        # Another engine must add less than the limit, unless the last one cannot take the turn.
-        best: EngineWork | None = None
-        best_add = inf if full else limit
-        best_finish = 0.0
-        for alike in loads.alike:
-            load = loads.first_to_finish(alike)
-            if load is not None and not load.cache.has_room(claim, context):
-                load, roomless = loads.first_with_room(alike, claim, context), True
-            if load is None or load is last_load or (load.kv_capacity < context and self._fits(board, context)):
-                continue
-            alone, view = load.finish, load.view
-            # A lower bound of what it adds, without the steps, excludes most engines cheaply.
-            if added(alone, alone + view.slope_s * work + view.prefill_s * prefill_uncached) < best_add:
-                finish = load.finish_with(reach, work, prefill_uncached)
-                add = added(alone, finish)
-                if add < best_add:
-                    best, best_add, best_finish = load, add, finish
-        if loads.borrowed and (lent := self._borrowed(tracked, context, last_load, best_add)) is not None:
-            best, best_add, best_finish = lent
-        starts, shared = not turn.attained_tokens, False
-        if starts and (sibling := self._sibling_load(turn.prompt_id, claim, context)) is not None:
-            finish = sibling.finish_with(reach, work, cursor.future)
-            add = self._added_at(sibling, cursor, context, finish=finish)
-            if add < best_add * SIBLING_MARGIN:
-                best, best_add, best_finish, shared = sibling, add, finish, True
-        if full and best_add >= limit and now - turn.ready_at < AGEING_S:
-            return self._wait(tracked, load_before, last_load)
-        numbers: dict[str, float | str] = {"remaining": cursor.left, "own": cursor.prompt.finished}
-        if best is not None:
-            load, finish, prefill, template = best, best_finish, prefill_uncached, MOVES
-            if shared:
-                prefill, template = cursor.future, STARTS_AT_SIBLING
-            elif last_load is None or full:
-                template = LEAVES if last else STARTS
-            else:
-                numbers["ratio"] = limit * MOVE_MARGIN / best_add
-        elif last_load is not None and not full:
-            load, finish, prefill, template = last_load, stay_finish, prefill_cached, STAYS
-        else:
-            return self._wait(tracked, load_before, None, roomless=roomless and claim.cache is None)
-        load.add(tracked, reach=reach, work=work, prefill=prefill, finish=finish)
+        last, claim = loads.get(turn.engine), tracked.claim
+        self._keep_room(claim, last, context)
+        choice = _Choice(tracked.cursor, context)
+        if claim.cache is not None or claim.key <= board.room_key:
+            if last is not None:
+                self._offer_last(choice, turn, tracked, last)
+            self._offer_others(choice, claim, board, LEAVES if turn.engine else STARTS)
+            if not turn.attained_tokens:
+                self._offer_sibling(choice, turn.prompt_id, claim)
+        load = choice.load
+        if load is None:
+            return self._wait(choice, tracked, load_before, board.room_key)
+        load.add(tracked, reach=choice.reach, work=choice.work, prefill=choice.prefill, finish=choice.finish)
         if load_before is not None:
             loads.update_entry(load_before)
-        if starts:
+        if not turn.attained_tokens:
             self._started[turn.prompt_id] = tracked
-        numbers["finish_s"], numbers["engine"] = finish, load.view.engine
-        return self._send(tracked, load, template, numbers, context)
+        return self._send(tracked, load, choice.template, choice.numbers(), context)
 
     def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[TurnMigration]:
         """See `Rebalances.rebalance`: each move counts at its target at once."""
@@ -206,7 +181,7 @@ class CausalMlfq:
             context = turn.context_tokens + generated
             room = turn.max_context - context if turn.max_context else inf
             cursors[turn.trajectory] = cursor = self.estimator.peek(
-                tracked.cursor, turn.signals, turn.attained_tokens + generated, room
+                tracked.cursor, turn.attained_tokens + generated, room
             )
             trajectories[turn.trajectory] = OpenTrajectory(
                 turn.trajectory,
@@ -249,7 +224,7 @@ class CausalMlfq:
         tracked = self._tracked.pop(trajectory, None)
         if tracked is not None:
             self._end(tracked)
-            self.estimator.drop(tracked.cursor)
+            tracked.cursor.count(0.0)
 
     def _track(self, turn: TurnView) -> _Tracked:
         tracked = self._tracked[turn.trajectory] = _Tracked(self.estimator.cursor(turn.prompt_id, turn.task), turn)
@@ -277,41 +252,66 @@ class CausalMlfq:
             return None
         return self._send(tracked, load, MIGRATES, move.numbers, turn.context_tokens)
 
-    def _borrowed(
-        self, tracked: _Tracked, context: int, last: EngineWork | None, limit: float
-    ) -> tuple[EngineWork, float, float] | None:
-        """The borrowed engine where the trajectory adds least, if that is below ``limit``; what it adds; its finish."""
-        best: tuple[EngineWork, float, float] | None = None
-        loads, cursor, claim = self._loads, tracked.cursor, tracked.claim
-        reach, work, prefill = cursor.reach, cursor.work(context), context + cursor.future
-        for alike in loads.borrowed:
-            load = loads.first_to_finish(alike)
-            if load is not None and not load.cache.has_room(claim, context):
-                load = loads.first_with_room(alike, claim, context)
-            if load is not None and load is not last and load.kv_capacity >= context:
-                finish = load.finish_with(reach, work, prefill)
-                add = self._added_at(load, cursor, context, finish=finish)
-                if add < limit:
-                    best, limit = (load, add, finish), add
-        return best
+    @staticmethod
+    def _keep_room(claim: Claim, last: EngineWork | None, context: int) -> None:
+        """A resident stays one if its last engine still holds its context, which has grown."""
+        if claim.cache is None:
+            return
+        if last is not None and last.cache is claim.cache:
+            last.cache.hold(claim, context)
+            if last.cache.fits(claim):
+                return
+        release(claim)
 
-    def _added_at(self, load: EngineWork, cursor: Cursor, context: int, *, finish: float) -> float:
-        """What it adds at an engine; if that is borrowed, also at the own one to which it may have to go."""
-        elsewhere = self._loads.elsewhere() if load.view.borrowed else None
-        if elsewhere is None:
-            return added(load.finish, finish)
-        moved = elsewhere.finish_with(cursor.reach, cursor.work(context), context + cursor.future)
-        return load.expected(elsewhere, left=cursor.left, context=context, alone=finish, moved=moved)
+    def _offer_last(self, choice: _Choice, turn: TurnView, tracked: _Tracked, last: EngineWork) -> None:
+        """Offer the engine that has the prefix cached; from then on others must add `MOVE_MARGIN` times less."""
+        view, context = last.view, choice.context
+        if not view.free or view.version != tracked.version or not last.can_hold(tracked.claim, context):
+            return
+        prefill = choice.future + (turn.signals[-1].payload_tokens if turn.signals else 0)
+        self._offer(choice, last, prefill, STAYS, inf)
+        choice.stay, choice.limit = choice.limit, choice.limit / MOVE_MARGIN
 
-    def _sibling_load(self, prompt_id: str, claim: Claim, context: int) -> EngineWork | None:
-        """The engine that has the prompt cached for the sibling that started last, if it has a free slot and room."""
+    def _offer_others(self, choice: _Choice, claim: Claim, board: Board, template: str) -> None:
+        """Offer of alike engines the one that finishes first, of those that have room for the context."""
+        loads, last, context = self._loads, choice.load, choice.context
+        for alike in loads.alike:
+            load = loads.first_to_finish(alike, claim, context)
+            if load is None or load is last or (load.kv_capacity < context and self._fits(board, context)):
+                continue
+            self._offer(choice, load, context + choice.future, template if last is None else MOVES, choice.limit)
+
+    def _offer_sibling(self, choice: _Choice, prompt_id: str, claim: Claim) -> None:
+        """Offer the engine that has the prompt cached for the sibling that started last."""
         sibling = self._started.get(prompt_id)
         if sibling is None or sibling.load is None:
-            return None
+            return
         load, view = sibling.load, sibling.load.view
         if not view.free or view.version != sibling.version or self._loads.get(view.engine) is not load:
-            return None
-        return load if load.cache.has_room(claim, context) else None
+            return
+        if load.cache.has_room(claim, choice.context):
+            self._offer(choice, load, choice.future, STARTS_AT_SIBLING, SIBLING_MARGIN * choice.limit)
+
+    def _offer(self, choice: _Choice, load: EngineWork, prefill: float, template: str, limit: float) -> None:
+        """Choose an engine if the trajectory adds less than ``limit`` there.
+
+        If the engine is borrowed, that counts the own one to which it may have to go.
+        """
+        finish = load.finish_with(choice.reach, choice.work, prefill)
+        elsewhere = self._loads.elsewhere() if load.view.borrowed else None
+        if elsewhere is None:
+            add = added(load.finish, finish)
+        else:
+            moved = elsewhere.finish_with(choice.reach, choice.work, choice.context + choice.future)
+            add = load.expected(elsewhere, left=choice.left, context=choice.context, alone=finish, moved=moved)
+        if add < limit:
+            choice.load, choice.limit, choice.finish, choice.prefill, choice.template = (
+                load,
+                add,
+                finish,
+                prefill,
+                template,
+            )
 
     def _send(
         self, tracked: _Tracked, load: EngineWork, template: str, numbers: Mapping[str, float | str], context: int
@@ -323,30 +323,20 @@ class CausalMlfq:
             engine=view.engine, priority=tracked.priority, level=view.level, template=template, numbers=numbers
         )
 
-    def _wait(
-        self, tracked: _Tracked, load_before: EngineWork | None, wanted: EngineWork | None, roomless: bool = False
-    ) -> Decision:
+    def _wait(self, choice: _Choice, tracked: _Tracked, load_before: EngineWork | None, room_key: float) -> Decision:
         """Let the turn wait; it stays in the load of its last engine."""
-        left, priority = tracked.cursor.left, tracked.priority
         if load_before is not None:
-            reach, work, prefill = tracked.reach, tracked.work, tracked.prefill
-            finish = load_before.finish_with(reach, work, prefill)
-            load_before.add(tracked, reach=reach, work=work, prefill=prefill, finish=finish)
-        if roomless:
-            return Decision(
-                engine="", priority=priority, level=0, template=NO_ROOM, numbers={"remaining": left}, wait="room"
-            )
-        if wanted is None:
-            return Decision(engine="", priority=priority, level=0, template=WAITS, numbers={"remaining": left})
-        name = wanted.view.engine
+            finish = load_before.finish_with(choice.reach, choice.work, tracked.prefill)
+            load_before.add(tracked, reach=choice.reach, work=choice.work, prefill=tracked.prefill, finish=finish)
+        claim = tracked.claim
+        roomless = claim.cache is None and (claim.key > room_key or self._loads.lack_room(claim, choice.context))
         return Decision(
             engine="",
-            priority=priority,
-            level=wanted.view.level,
-            template=WAITS_FOR_CACHE,
-            numbers={"remaining": left, "wanted": name},
-            wait="engine",
-            wanted=name,
+            priority=tracked.priority,
+            level=0,
+            template=NO_ROOM if roomless else WAITS,
+            numbers=choice.estimate(),
+            wait="room" if roomless else "slot",
         )
 
     @staticmethod
