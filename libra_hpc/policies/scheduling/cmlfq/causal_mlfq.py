@@ -77,26 +77,27 @@ class _Choice:
 
     def __init__(self, cursor: Cursor, context: int) -> None:
         self.cursor, self.context = cursor, context
-        self.left, self.reach, self.future, self.work = cursor.left, cursor.reach, cursor.future, cursor.work(context)
+        self.work = cursor.work(context)
         self.load: EngineWork | None = None
         self.limit = inf
         """What the trajectory must add less than at another engine."""
         self.stay = 0.0
-        """What it adds at its last engine; 0.0 if it cannot stay."""
+        """What it adds at its last engine, if it can stay there."""
         self.finish = self.prefill = 0.0
         self.template = ""
 
-    def estimate(self) -> dict[str, float | str]:
-        """What the expected tokens consist of, for `cmlfq_reasons`."""
-        cursor = self.cursor
-        return {"remaining": cursor.left, "total": cursor.total, "siblings": cursor.siblings, "factor": cursor.factor}
+    def take(self, load: EngineWork, add: float, finish: float, prefill: float, template: str) -> None:
+        """This engine, where the trajectory adds so much."""
+        self.load, self.limit, self.finish, self.prefill, self.template = load, add, finish, prefill, template
 
     def numbers(self) -> dict[str, float | str]:
-        """Those of the reason."""
-        found, load = self.estimate(), self.load
+        """Those of the reason: what the expected tokens consist of, and the engine."""
+        cursor, load = self.cursor, self.load
+        found: dict[str, float | str] = {"remaining": cursor.left, "total": cursor.total, "siblings": cursor.siblings}
+        found["factor"] = cursor.factor
         if load is not None:
             found["finish_s"], found["engine"] = self.finish, load.view.engine
-        if self.template is MOVES:
+        if self.template == MOVES:
             found["ratio"] = self.stay / self.limit
         return found
 
@@ -157,7 +158,7 @@ class CausalMlfq:
         load = choice.load
         if load is None:
             return self._wait(choice, tracked, load_before, board.room_key)
-        load.add(tracked, reach=choice.reach, work=choice.work, prefill=choice.prefill, finish=choice.finish)
+        load.add(tracked, reach=choice.cursor.reach, work=choice.work, prefill=choice.prefill, finish=choice.finish)
         if load_before is not None:
             loads.update_entry(load_before)
         if not turn.attained_tokens:
@@ -268,7 +269,7 @@ class CausalMlfq:
         view, context = last.view, choice.context
         if not view.free or view.version != tracked.version or not last.can_hold(tracked.claim, context):
             return
-        prefill = choice.future + (turn.signals[-1].payload_tokens if turn.signals else 0)
+        prefill = choice.cursor.future + (turn.signals[-1].payload_tokens if turn.signals else 0)
         self._offer(choice, last, prefill, STAYS, inf)
         choice.stay, choice.limit = choice.limit, choice.limit / MOVE_MARGIN
 
@@ -279,7 +280,7 @@ class CausalMlfq:
             load = loads.first_to_finish(alike, claim, context)
             if load is None or load is last or (load.kv_capacity < context and self._fits(board, context)):
                 continue
-            self._offer(choice, load, context + choice.future, template if last is None else MOVES, choice.limit)
+            self._offer(choice, load, context + choice.cursor.future, template if last is None else MOVES, choice.limit)
 
     def _offer_sibling(self, choice: _Choice, prompt_id: str, claim: Claim) -> None:
         """Offer the engine that has the prompt cached for the sibling that started last."""
@@ -290,28 +291,22 @@ class CausalMlfq:
         if not view.free or view.version != sibling.version or self._loads.get(view.engine) is not load:
             return
         if load.cache.has_room(claim, choice.context):
-            self._offer(choice, load, choice.future, STARTS_AT_SIBLING, SIBLING_MARGIN * choice.limit)
+            self._offer(choice, load, choice.cursor.future, STARTS_AT_SIBLING, SIBLING_MARGIN * choice.limit)
 
     def _offer(self, choice: _Choice, load: EngineWork, prefill: float, template: str, limit: float) -> None:
         """Choose an engine if the trajectory adds less than ``limit`` there.
 
         If the engine is borrowed, that counts the own one to which it may have to go.
         """
-        finish = load.finish_with(choice.reach, choice.work, prefill)
+        finish = load.finish_with(choice.cursor.reach, choice.work, prefill)
         elsewhere = self._loads.elsewhere() if load.view.borrowed else None
         if elsewhere is None:
             add = added(load.finish, finish)
         else:
-            moved = elsewhere.finish_with(choice.reach, choice.work, choice.context + choice.future)
-            add = load.expected(elsewhere, left=choice.left, context=choice.context, alone=finish, moved=moved)
+            moved = elsewhere.finish_with(choice.cursor.reach, choice.work, choice.context + choice.cursor.future)
+            add = load.expected(elsewhere, left=choice.cursor.left, context=choice.context, alone=finish, moved=moved)
         if add < limit:
-            choice.load, choice.limit, choice.finish, choice.prefill, choice.template = (
-                load,
-                add,
-                finish,
-                prefill,
-                template,
-            )
+            choice.take(load, add, finish, prefill, template)
 
     def _send(
         self, tracked: _Tracked, load: EngineWork, template: str, numbers: Mapping[str, float | str], context: int
@@ -326,8 +321,10 @@ class CausalMlfq:
     def _wait(self, choice: _Choice, tracked: _Tracked, load_before: EngineWork | None, room_key: float) -> Decision:
         """Let the turn wait; it stays in the load of its last engine."""
         if load_before is not None:
-            finish = load_before.finish_with(choice.reach, choice.work, tracked.prefill)
-            load_before.add(tracked, reach=choice.reach, work=choice.work, prefill=tracked.prefill, finish=finish)
+            finish = load_before.finish_with(choice.cursor.reach, choice.work, tracked.prefill)
+            load_before.add(
+                tracked, reach=choice.cursor.reach, work=choice.work, prefill=tracked.prefill, finish=finish
+            )
         claim = tracked.claim
         roomless = claim.cache is None and (claim.key > room_key or self._loads.lack_room(claim, choice.context))
         return Decision(
@@ -335,7 +332,7 @@ class CausalMlfq:
             priority=tracked.priority,
             level=0,
             template=NO_ROOM if roomless else WAITS,
-            numbers=choice.estimate(),
+            numbers=choice.numbers(),
             wait="room" if roomless else "slot",
         )
 
