@@ -15,14 +15,12 @@ from unittest.mock import patch
 
 from msgspec.structs import replace
 
-from libra_hpc.policies.control import stage_times
 from libra_hpc.policies.control.decide import Planner
 from libra_hpc.policies.control.hysteresis import Hysteresis
 from libra_hpc.policies.control.in_flight import InFlightEstimator
 from libra_hpc.policies.control.moves import Moves
 from libra_hpc.policies.control.node_scaling import NodeScaling
 from libra_hpc.policies.control.stage_estimator import StageEstimator
-from libra_hpc.policies.control.trend import Trend
 from libra_hpc.policies.costs.rollout_by_nodes import RolloutByNodes
 from libra_hpc.policies.scheduling.cmlfq import causal_mlfq as cmlfq
 from libra_hpc.policies.scheduling.cmlfq import remaining_work
@@ -114,11 +112,9 @@ def _allows(self: Hysteresis, direction: str, settled: bool, now: float) -> bool
 
 
 PLANNER: dict[str, tuple[Replacement, ...]] = {
-    "forecast": ((stage_times, "trend", lambda points: Trend()),),
     "in-flight work": ((StageEstimator, "_from_in_flight", _nothing),),
     "test of prompts": ((InFlightEstimator, "observe", _observe_untested),),
     "second look": ((Hysteresis, "allows", _allows),),
-    "failed moves": ((Hysteresis, "failed", _nothing),),
     "measured switch cost": (
         (Hysteresis, "switch_cost", lambda self, direction, snapshot: self._settings.switch_cost_s),
     ),

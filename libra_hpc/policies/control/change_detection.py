@@ -8,7 +8,6 @@
 A group counts as one observation, because its trajectories share a prompt. The false-positive rate is divided by the
 number of tests at that moment (Bonferroni). Other checks answer other questions:
 
-- `trend.trend`: does the work per batch grow or shrink steadily?
 - `StageEstimator`: do the first steps at a new split agree with the carried-over estimate (a ratio, no test)?
 - `RolloutByNodes.observe_trajectories`: do mean lengths differ enough to rebuild the model (a ratio, no test)?
 """

@@ -5,7 +5,7 @@ every split that hybrid nodes can reach, and takes the best one if no condition 
 
 - Too few measurements since the last change -> hold (`StageEstimator`).
 - Gain within the measurement error (`ONE_SIDED_95`) or below ``min_gain`` -> hold.
-- Gain over the horizon at most ``margin`` times the switch cost -> hold. A trend of the work can lower or raise it.
+- Gain over the horizon at most ``margin`` times the switch cost -> hold.
 - The queues contradict the estimate (`Moves`) -> hold.
 - A moving node younger than ``min_dwell_s``, or the hour's moves used up -> hold.
 - No change for `SETTLED` steps -> the move becomes a proposal, which newer steps must confirm (`Hysteresis`).
@@ -168,7 +168,7 @@ class Planner:
         return split
 
     def _judge_move(self, measured: Estimate, now: float) -> None:
-        """Compare the first measurement after a move with the prediction; learn the scaling, and count a loss."""
+        """Compare the first measurement after a move with the prediction; learn the scaling."""
         pending = self._pending
         if pending is None or measured.split == pending.before.split:
             return
@@ -196,8 +196,6 @@ class Planner:
                 count=count,
             )
         )
-        if realised < 0.0:
-            self._hysteresis.failed(pending.direction)
 
     def _triggers(self, snapshot: PlanSnapshot, estimate: Estimate, now: float) -> tuple[str, ...]:
         """Names of the triggers that hold."""
@@ -291,11 +289,6 @@ class Planner:
             "trainer_wait_share": snapshot.queue.trainer_wait,
             "moves_left": float(self._hysteresis.moves_left),
         }
-        if estimate.train_trend.rate or estimate.rollout_trend.rate:
-            numbers |= {
-                "train_trend_per_h": 3600.0 * estimate.train_trend.rate,
-                "rollout_trend_per_h": 3600.0 * estimate.rollout_trend.rate,
-            }
         if self.outcomes:
             numbers |= {
                 "last_move_predicted_s": self.outcomes[-1].predicted,

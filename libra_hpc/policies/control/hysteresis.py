@@ -1,8 +1,6 @@
-"""Hysteresis: what a move costs, what it must gain, and how many moves an hour allows.
+"""Hysteresis: what a move costs, how it is confirmed, and how many moves an hour allows.
 
 - A direction was measured -> its cost is the median of its last `SWITCHES` moves; before, ``switch_cost_s``.
-- A move made batches slower -> its direction must gain `PENALTY` times as much, doubled at each further failure.
-- The workload changed -> all penalties end.
 - A settled loop proposes a move -> it is made only when proposed again.
 - ``moves_per_hour`` nodes moved within an hour -> no more moves.
 """
@@ -17,8 +15,6 @@ from libra_hpc.protocol.plan import NodeFact, PlanSnapshot
 
 SWITCHES = 3
 """Newest measured moves of a direction: the median of three ignores one outlier."""
-PENALTY = 2.0
-"""Factor on the required gain per failed move. With 1 a harmful move would be repeated."""
 HOUR = 3600.0
 """Seconds."""
 STAGES = ("train", "rollout")
@@ -42,7 +38,6 @@ class Hysteresis:
         self.proposal: Proposal | None = None
         """The move to confirm, by steps after its time."""
         self._settings = settings
-        self._failures: dict[Direction, int] = {"to_train": 0, "to_rollout": 0}
         self._stage: dict[int, str] = {}
         self._moved: list[float] = []
 
@@ -61,14 +56,9 @@ class Hysteresis:
         """Node moves that this hour still allows."""
         return max(0, self._settings.moves_per_hour - len(self._moved))
 
-    def failed(self, direction: Direction) -> None:
-        """A move in this direction made batches slower."""
-        self._failures[direction] += 1
-
     def reset(self) -> None:
-        """The workload changed: drop proposal and penalties."""
+        """The workload changed: drop the proposal."""
         self.proposal = None
-        self._failures = {"to_train": 0, "to_rollout": 0}
 
     def allows(self, direction: Direction, settled: bool, now: float) -> bool:
         """Whether to move now; the move of a ``settled`` loop first becomes a proposal."""
@@ -82,7 +72,3 @@ class Hysteresis:
         """Seconds of one move; nodes that move together take as long as one."""
         seen = [s.seconds for s in snapshot.switches if s.direction == direction][-SWITCHES:]
         return median(seen) if seen else self._settings.switch_cost_s
-
-    def required_gain_factor(self, direction: Direction) -> float:
-        """Factor by which the gain must exceed the cost."""
-        return self._settings.margin * PENALTY ** self._failures[direction]

@@ -1,7 +1,7 @@
 """The moves that hybrid nodes can make: gain over the horizon, cost, and what forbids them now.
 
-- Gain: least seconds saved per batch within the measurement error; with a trend of the work, the mean over the horizon.
-- Cost: the measured time of a move, times the share of its stage that is away, times the factor of `Hysteresis`.
+- Gain: least seconds saved per batch within the measurement error.
+- Cost: the measured time of a move, times the share of its stage that is away, times ``margin``.
 - Forbidden: a node younger than ``min_dwell_s``, the hour's moves used up, or queues that contradict the estimate.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from itertools import chain
 from math import hypot
-from statistics import fmean
 from typing import NamedTuple
 
 from libra_hpc.config.rollout import PlannerSection
@@ -17,10 +16,7 @@ from libra_hpc.protocol.plan import Candidate, NodeFact, PlanSnapshot
 
 from .hysteresis import Direction, Hysteresis
 from .node_scaling import NodeScaling
-from .stage_times import ONE_SIDED_95, Correction, Estimate, Split, Times, extrapolate, predict
-
-POINTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Shares of the horizon over which the gain is averaged where the work has a trend."""
+from .stage_times import ONE_SIDED_95, Correction, Estimate, Split, Times, predict
 
 
 class Move(NamedTuple):
@@ -92,12 +88,9 @@ class Moves:
         """The move of ``nodes`` to the split ``to``, with gain, cost and obstacle."""
         correction = self._scaling.correction(estimate.split, to)
         saved, share = _gain(estimate, to, correction)
-        mean = share
-        if share > 0.0 and (estimate.train_trend.rate or estimate.rollout_trend.rate):
-            mean = fmean(_gain(extrapolate(estimate, point * horizon), to, correction)[1] for point in POINTS)
         stage = estimate.split.rollout if direction == "to_train" else estimate.split.train
         cost = self._hysteresis.switch_cost(direction, snapshot) * len(nodes) / stage
-        needed = self._hysteresis.required_gain_factor(direction) * cost
+        needed = self._settings.margin * cost
         blocked = self._blocked(nodes, snapshot, estimate, now)
         ranks = tuple(n.rank for n in nodes)
         return Move(
@@ -107,7 +100,7 @@ class Moves:
             after=predict(estimate, to, correction),
             saved=saved,
             share=share,
-            pays=horizon * mean,
+            pays=horizon * share,
             cost=cost,
             needed=needed,
             blocked=blocked,

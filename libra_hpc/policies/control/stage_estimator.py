@@ -1,7 +1,7 @@
 """Seconds of both stages at the present split, from measured steps or, while the workload changes, from in-flight work.
 
 - Steady workload -> `stage_times.measure`. Where trainers hold up rollout, the cost model gives its free-running time.
-- Workload changed within `CHANGING_STEPS` steps, or has a trend, and there is a cost model -> `InFlightEstimator`.
+- Workload changed within `CHANGING_STEPS` steps, and there is a cost model -> `InFlightEstimator`.
   Training takes the tokens in flight times the last measured time per token. Rollout takes the cost model's time.
 - First steps at a new split differ from that by more than `AGREEMENT` -> measure first.
 - Start of a run, with a cost model -> `FIRST_STEPS` steps that agree are enough to leave a bad first split.
@@ -31,7 +31,6 @@ from .stage_times import (
     sampling_error,
     trajectories_used,
     with_new_lengths,
-    work_trend,
 )
 
 CHANGING_STEPS = 32
@@ -101,10 +100,9 @@ class StageEstimator:
         return True
 
     def is_changing(self, snapshot: PlanSnapshot) -> bool:
-        """Whether the workload changed recently or has a trend."""
+        """Whether the workload changed recently."""
         recent = sum(s.at > self.workload_changed_at for s in snapshot.steps) < CHANGING_STEPS
-        trends = work_trend(snapshot, self.lengths_changed_at)
-        return (recent and self.workload_changed_at > -inf) or any(t.rate for t in trends)
+        return recent and self.workload_changed_at > -inf
 
     def estimate(self, snapshot: PlanSnapshot, split: Split, since: float | None = None) -> Estimate | str:
         """Both stages at this split for the present work, or a sentence that names what is missing.
@@ -112,7 +110,7 @@ class StageEstimator:
         With ``since``, only newer steps count.
         """
         begun = max(self.split_since, self.lengths_changed_at) if since is None else since
-        measured = measure(snapshot, split, begun, self.lengths_changed_at)
+        measured = measure(snapshot, split, begun)
         self.measured = (
             None
             if isinstance(measured, str)
@@ -149,7 +147,7 @@ class StageEstimator:
         """The measurement from before the change of lengths, rescaled to the new lengths."""
         if self._model is None or self.lengths_changed_at <= self.split_since or since is not None:
             return None
-        before = measure(snapshot, split, self.split_since, self.lengths_changed_at)
+        before = measure(snapshot, split, self.split_since)
         if isinstance(before, str):
             return None
         self._model.observe(snapshot, self.lengths_changed_at)
@@ -165,7 +163,7 @@ class StageEstimator:
         """Both stages for the in-flight work; None unless the workload changes and the cost model covers it."""
         assert self._in_flight is not None
         steps = self._steps(snapshot, split)
-        plain = measure(snapshot, split, self.split_since, inf)
+        plain = measure(snapshot, split, self.split_since)
         self._base = plain if isinstance(plain, Estimate) else self._base
         first = self.workload_changed_at == self._split_changed_at == -inf and len(steps) < MAX_STEPS
         if snapshot.eta == 0 or not (first or self.is_changing(snapshot)):

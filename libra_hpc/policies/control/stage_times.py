@@ -6,7 +6,6 @@ Measured over the last `MAX_STEPS` steps since the last change of split or lengt
 - Rollout, trainers wait (`STARVED`) -> mean time between commits.
 - Rollout, otherwise -> work / (nodes x tokens per busy node second), at most the mean time between commits.
 - Rollout is never shorter than its longest trajectory / (eta + 1).
-- The work has a trend -> both times move from the middle of the measurements to now.
 
 Predicted: training = fixed + rest x node ratio, rollout x node ratio, each times a measured `Correction`.
 """
@@ -21,8 +20,6 @@ from typing import NamedTuple
 
 from libra_hpc.protocol.plan import PlanSnapshot, RolloutWindowFact, TrainStepFact, TrajectoryFact
 
-from .trend import Trend, theil_sen_slope, trend
-
 MIN_STEPS = 4
 """Fewest steps and windows of a median: one outlier cannot move it."""
 MIN_GROUPS = 16
@@ -35,8 +32,6 @@ ONE_SIDED_95 = 1.645
 """Standard errors of a one-sided 95 % bound."""
 STARVED = 0.1
 """Share by which the time between commits exceeds training before rollout counts as the slower stage."""
-TREND_STEPS = 32
-"""Newest steps of a trend."""
 MAX_FIXED = 0.9
 """Largest share of a training step that counts as fixed."""
 MIN_SPREAD = 0.2
@@ -85,7 +80,7 @@ class Times(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Both stages at one split, with errors, fixed parts and trends."""
+    """Both stages at one split, with errors and fixed parts."""
 
     split: Split
     times: Times
@@ -100,8 +95,6 @@ class Estimate(NamedTuple):
     """Tokens of a batch, trained on."""
     rollout_tokens: float
     """Tokens of a batch, generated."""
-    train_trend: Trend = Trend()
-    rollout_trend: Trend = Trend()
     starved: bool = False
     """Whether trainers wait for rollout, whose time is then the time between commits."""
     from_in_flight: bool = False
@@ -120,11 +113,8 @@ class Correction(NamedTuple):
     rollout: float = 1.0
 
 
-def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float = float("-inf")) -> Estimate | str:
-    """Measure both stages at ``split`` after ``since``, or name what is missing.
-
-    Trends count all steps after ``drifted``, the last sudden change, at any split.
-    """
+def measure(snapshot: PlanSnapshot, split: Split, since: float) -> Estimate | str:
+    """Measure both stages at ``split`` after ``since``, or name what is missing."""
     fitted, steps, windows, done = _recent(snapshot, split, since)
     need = MIN_GROUPS * snapshot.group_size
     if len(steps) < MIN_STEPS or len(windows) < MIN_STEPS or len(done) < need:
@@ -135,9 +125,6 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float =
         )
     train = median(s.seconds for s in steps)
     fixed = min(_intercept(fitted), MAX_FIXED * train)
-    train_trend, rollout_trend = work_trend(snapshot, drifted)
-    age = (steps[-1].at - steps[0].at) / 2.0
-    train = fixed + (train - fixed) * train_trend.past(age)
     straggler = _straggler(snapshot, done, windows)
     work = fmean(t.generated for t in done) * snapshot.sampled
     rate = sum(w.generated_tokens for w in windows) / sum(w.seconds * w.nodes * w.busy for w in windows)
@@ -151,7 +138,6 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float =
             starved, rollout = True, between
         else:
             rollout = min(rollout, max(train, between))
-    rollout *= rollout_trend.past(age)
     return Estimate(
         split=split,
         times=Times(train, rollout, snapshot.eta),
@@ -161,18 +147,8 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float, drifted: float =
         straggler=min(straggler, rollout),
         train_tokens=median(s.tokens for s in steps),
         rollout_tokens=work,
-        train_trend=train_trend,
-        rollout_trend=rollout_trend,
         starved=starved,
         scatter=batch_scatter(snapshot, done),
-    )
-
-
-def work_trend(snapshot: PlanSnapshot, drifted: float) -> tuple[Trend, Trend]:
-    """Trends of the tokens trained on and of those generated, per step after ``drifted``."""
-    recent = [s for s in snapshot.steps if s.at > drifted and s.tokens > 0][-TREND_STEPS:]
-    return trend([(s.at, float(s.tokens)) for s in recent]), trend(
-        [(s.at, float(s.loss_tokens)) for s in recent if s.loss_tokens > 0]
     )
 
 
@@ -225,8 +201,6 @@ def with_new_lengths(
         straggler=0.0,
         train_tokens=tokens,
         rollout_tokens=work,
-        train_trend=Trend(),
-        rollout_trend=Trend(),
     )
 
 
@@ -234,13 +208,6 @@ def times_with_work_of(before: Estimate, after: Estimate) -> Times:
     """Times at the split of ``before`` for the batch sizes of ``after``: what standing still would take now."""
     train = before.train_seconds(after.train_tokens)
     return Times(train, before.times.rollout * after.rollout_tokens / before.rollout_tokens, before.times.eta)
-
-
-def extrapolate(now: Estimate, seconds: float) -> Estimate:
-    """The estimate ``seconds`` later, if the (damped) trends of the work go on."""
-    train, rollout = now.train_trend.ahead(seconds), now.rollout_trend.ahead(seconds)
-    times = Times(now.fixed + (now.times.train - now.fixed) * train, now.times.rollout * rollout, now.times.eta)
-    return now._replace(times=times, straggler=now.straggler * rollout)
 
 
 def predict(
@@ -272,12 +239,19 @@ def learned_correction(before: Estimate, after: Estimate) -> Correction:
     )
 
 
+def _theil_sen_slope(points: Sequence[tuple[float, float]]) -> float:
+    """Median slope between all pairs of (x, y) points whose x differ; at least two must."""
+    return median(
+        [(b[1] - a[1]) / (b[0] - a[0]) for i, a in enumerate(points) for b in points[i + 1 :] if b[0] != a[0]]
+    )
+
+
 def _intercept(steps: Sequence[TrainStepFact]) -> float:
     known, sizes = median(s.diff_s for s in steps), sorted(s.tokens / s.nodes for s in steps)
     if sizes[(3 * len(sizes)) // 4] - sizes[len(sizes) // 4] < MIN_SPREAD * median(sizes):
         return known
     points = [(s.tokens / s.nodes, s.seconds) for s in steps]
-    slope = max(0.0, theil_sen_slope(points))
+    slope = max(0.0, _theil_sen_slope(points))
     return max(known, median(seconds - slope * size for size, seconds in points))
 
 

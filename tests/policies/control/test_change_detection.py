@@ -1,8 +1,7 @@
-"""Trends are found when present and absent in noise; drift of other quantities than lengths; learned scaling."""
+"""Drift of other quantities than lengths; learned scaling."""
 
 from __future__ import annotations
 
-import math
 import random
 from types import SimpleNamespace
 from typing import cast
@@ -11,49 +10,10 @@ import pytest
 
 from libra_hpc.policies.control.change_detection import NOT_MEASURED, DriftDetector, critical_distance
 from libra_hpc.policies.control.node_scaling import NodeScaling
-from libra_hpc.policies.control.stage_times import Split, extrapolate, predict
-from libra_hpc.policies.control.trend import MOST, Trend, trend
+from libra_hpc.policies.control.stage_times import Split, predict
 from libra_hpc.policies.costs.rollout_by_nodes import RolloutByNodes
 
 from .plant import exact
-
-
-def _points(rng: random.Random, rate: float, noise: float, count: int = 32) -> list[tuple[float, float]]:
-    return [(100.0 * i, 1000.0 * math.exp(rate * 100.0 * i + rng.gauss(0.0, noise))) for i in range(count)]
-
-
-def test_a_trend_is_found_with_its_rate_and_an_outlier_does_not_change_it() -> None:
-    points = _points(random.Random(1), 2e-4, 0.1)
-    points[20] = (points[20][0], 50 * points[20][1])
-    found = trend(points)
-    assert found.rate == pytest.approx(2e-4, rel=0.25)
-    assert found.span == 3100.0
-
-
-def test_noise_has_a_trend_once_in_a_thousand() -> None:
-    rng = random.Random(2)
-    assert sum(trend(_points(rng, 0.0, 0.3)).rate != 0.0 for _ in range(1000)) <= 5
-
-
-def test_too_few_points_and_one_moment_have_none() -> None:
-    assert trend(_points(random.Random(3), 1e-2, 0.0, 7)) == Trend()
-    assert trend([(5.0, float(i + 1)) for i in range(20)]) == Trend()
-
-
-def test_a_forecast_is_damped_and_bounded() -> None:
-    seen = Trend(1e-4, 2000.0)
-    assert seen.ahead(10.0) == pytest.approx(math.exp(1e-3), rel=1e-4)
-    assert seen.ahead(1e9) == pytest.approx(math.exp(1e-4 * 1000.0))
-    assert Trend(1e-2, 2000.0).ahead(1e9) == MOST
-    assert Trend(-1e-2, 2000.0).ahead(1e9) == 1.0 / MOST
-    assert Trend().ahead(500.0) == 1.0
-
-
-def test_ahead_moves_what_work_moves_and_not_the_fixed_part() -> None:
-    growing = Trend(1e-4, 2000.0)
-    later = extrapolate(exact(Split(4, 4), 10.0, 8.0, fixed=2.0, straggler=4.0, train_trend=growing), 1e9)
-    assert later.times.train == pytest.approx(2.0 + 8.0 * math.exp(0.1))
-    assert later.times.rollout == 8.0
 
 
 def _rows(rng: random.Random, groups: int, tool_s: float) -> list[tuple[float, float, float, float]]:
