@@ -93,10 +93,14 @@ class _Choice:
     def numbers(self) -> dict[str, float | str]:
         """Those of the reason: what the expected tokens consist of, and the engine."""
         cursor, load = self.cursor, self.load
-        found: dict[str, float | str] = {"remaining": cursor.left, "total": cursor.total, "siblings": cursor.siblings}
-        found["factor"] = cursor.factor
-        if load is not None:
-            found["finish_s"], found["engine"] = self.finish, load.view.engine
+        found: dict[str, float | str] = {
+            "remaining": cursor.left,
+            "total": cursor.total,
+            "siblings": cursor.siblings,
+            "factor": cursor.factor,
+            "finish_s": self.finish,
+            "engine": load.view.engine if load is not None else "",
+        }
         if self.template == MOVES:
             found["ratio"] = self.stay / self.limit
         return found

@@ -14,7 +14,7 @@ Evidence halves every `HALF_LIFE` weight versions.
 from __future__ import annotations
 
 from collections import OrderedDict
-from math import hypot, inf
+from math import inf, sqrt
 from typing import Final
 
 from libra_hpc.policies.scheduling.protocol import Finished
@@ -98,7 +98,8 @@ class Cursor:
         if siblings > 0.0:
             others = max(0.0, self.prompt.sum - self.counted)
             self.total = (SIBLINGS_K * self.mean + others) / (SIBLINGS_K + siblings)
-        return hypot(max(0.0, self.total - attained), TAIL * attained)
+        ahead, tail = max(0.0, self.total - attained), TAIL * attained
+        return sqrt(ahead * ahead + tail * tail)
 
     def estimate(self, left: float, attained: int, room: float) -> float:
         """Apply the last tool outcome and the room of the context to what `expect` found."""
