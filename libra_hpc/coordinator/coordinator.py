@@ -473,6 +473,7 @@ class Coordinator:
             estimate=self._planning.estimate(nodes.trainers),
             repartitioned=self._repartitioner.last,
             notices=self._guards.shown(notices),
+            spot_nodes=self._planning.spot_nodes,
             now=now,
         )
         self._records.status(status)

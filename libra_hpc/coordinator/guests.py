@@ -5,7 +5,7 @@
 - It wants to leave -> its turns go on elsewhere with what they have, then it is stopped.
 - It is silent, its connection broke, or its engines end too often -> lost: an event, and nothing else of the run.
 
-Guests are in no pool, membership or layout: no decision of the planner counts them.
+Guests are in no pool, membership or layout. The planner knows what their engines stand for, and counts it apart.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class Guests:
         self.contacts: dict[int, NodeContact] = {}
         self.states: dict[int, GuestState] = {}
         self._next = self._end = 0
+        self.start_s = 0.0
+        """Of the last one that serves: since its engines were started; 0.0: none has served."""
         self.closed = "its ranks are starting"
         """Why nobody may join; empty: everybody may."""
 
@@ -65,7 +67,7 @@ class Guests:
                 self._event("guest_joined", rank=rank, host=host, pid=pid)
                 self._context.send(rank, self._context.start)
             case EngineState(state="ready", seconds=seconds) if self.states[rank] == "starting":
-                self.states[rank] = "serving"
+                self.states[rank], self.start_s = "serving", seconds
                 self._event("guest_serves", rank=rank, seconds=seconds)
             case EngineState(state="lost") if self.states[rank] != "leaving":
                 self.states[rank] = "starting"

@@ -12,7 +12,7 @@ from libra_hpc.facts.estimate import StageEstimate
 from libra_hpc.facts.status import DecisionStatus
 from libra_hpc.planning.live import live_planner
 from libra_hpc.protocol.engine_state import EngineKind
-from libra_hpc.protocol.plan import NodeFact, PlanDecision
+from libra_hpc.protocol.plan import NodeFact, PlanDecision, SpotFact
 
 from .decisions import DecisionLog, predicted_gain
 from .nodes import NodePool
@@ -34,6 +34,9 @@ class LivePlanning:
         self._planner = live_planner(config)
         self._planner.repartition_after = repartition_after
         self._decisions = DecisionLog(self._planner, event)
+        self._spot_since = float("-inf")
+        self.spot_nodes = -1
+        """As `Status.spot_nodes`."""
 
     @property
     def last(self) -> DecisionStatus | None:
@@ -53,12 +56,22 @@ class LivePlanning:
             group_size=algorithm.group_size,
             eta=algorithm.eta,
             steps_left=steps_left,
+            spot=self._spot(),
         )
         decision = self._planner.decide(snapshot, now)
         self._decisions.add(decision, now)
         if decision.action in ("to_train", "to_rollout"):
             self._move(decision, "train" if decision.action == "to_train" else "rollout", now)
+        elif decision.action in ("borrow", "give_back"):
+            self.spot_nodes, self._spot_since = decision.spot_nodes, now
         return decision
+
+    def _spot(self) -> SpotFact | None:
+        """Before its first decision, those of an earlier start may be there."""
+        most, report = self._config.borrow.spot.nodes, self._observations.report
+        there = report is not None and any(one.kind == "spot" and one.engines for one in report.lenders)
+        wanted = self.spot_nodes if self.spot_nodes >= 0 else most * there
+        return SpotFact(most, wanted, self._spot_since, self._nodes.guests.start_s) if most else None
 
     def _move(self, decision: PlanDecision, role: EngineKind, now: float) -> None:
         gain = predicted_gain(decision)

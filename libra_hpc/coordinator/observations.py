@@ -18,6 +18,7 @@ from libra_hpc.protocol.plan import (
     PlanSnapshot,
     QueueFact,
     RolloutWindowFact,
+    SpotFact,
     SwitchFact,
     TrainStepFact,
     TrajectoryFact,
@@ -73,6 +74,7 @@ class Observations:
         if last is not None and nodes and nodes == self._report_nodes and now > self._report_at:
             seconds = now - self._report_at
             engines = sum(count for _, count, *_ in report.buckets)
+            gpus = sum(tp * count for tp, count, *_ in report.buckets)
             busy = (report.busy_s - last.busy_s) / (seconds * max(1, engines))
             window = RolloutWindowFact(
                 at=now,
@@ -82,6 +84,7 @@ class Observations:
                 prefilled_tokens=report.prefilled_tokens - last.prefilled_tokens,
                 busy=min(1.0, busy),
                 decode_s=report.decode_s,
+                lent=len(nodes) * report.lent_gpus / gpus if gpus else 0.0,
             )
             self.windows.append(window)
         self.report, self._report_at, self._report_nodes = report, now, nodes
@@ -138,7 +141,13 @@ class Observations:
         return sum(line["wait_s"] for line in recent) / wall if wall > 0.0 else 0.0
 
     def snapshot(
-        self, nodes: tuple[NodeFact, ...], prompts_per_step: int, group_size: int, eta: int, steps_left: int
+        self,
+        nodes: tuple[NodeFact, ...],
+        prompts_per_step: int,
+        group_size: int,
+        eta: int,
+        steps_left: int,
+        spot: SpotFact | None = None,
     ) -> PlanSnapshot:
         report = self.report or RolloutReport()
         queue = QueueFact(report.ready_groups, report.outstanding_groups, self.trainer_wait, report.gate_blocked)
@@ -159,6 +168,7 @@ class Observations:
             eta=eta,
             steps_left=steps_left,
             groups=groups,
+            spot=spot,
             sampled_groups=1.0 + (fmean(replaced) / prompts_per_step if replaced else 0.0),
         )
 

@@ -37,6 +37,7 @@ def compose_status(
     estimate: StageEstimate | None,
     repartitioned: str,
     notices: list[str],
+    spot_nodes: int,
     now: float,
 ) -> Status:
     """One snapshot; ``notices``: what went wrong lately, newest first."""
@@ -80,6 +81,7 @@ def compose_status(
         slow=[slow_sentence(nodes, *found) for found in report.slow],
         notices=notices,
         lenders=list(report.lenders),
+        spot_nodes=spot_nodes,
     )
     return as_ended(status) if state in FINAL else status
 

@@ -124,6 +124,8 @@ class Status(msgspec.Struct, frozen=True):
     """Why no prompt is admitted; empty while prompts are admitted."""
     lenders: list[LenderReport] = []
     """Lenders and guests since the ranks started."""
+    spot_nodes: int = -1
+    """Nodes of ``borrow.spot`` that the planner wants; -1: it has not decided since the ranks started."""
 
 
 def blank_status(run: RunDir, attempt: int, *, job_id: str, step: int, steps: int, now: float) -> dict[str, Any]:

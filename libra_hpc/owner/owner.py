@@ -88,7 +88,7 @@ class RunOwner:
         self._down: dict[str, str] = {}
         self._records = OwnerRecords(run, options.attempt)
         self._tracking = TrackingChild(run, options.attempt)
-        self._spot = SpotJobs(run, options.spot)
+        self._spot = SpotJobs(run, options.spot, options.planned)
         requeued = int(os.environ.get("SLURM_RESTART_COUNT") or 0) if options.slurm else 0
         self._so_far = SoFar(requeued=requeued, idle=self._records.idle())
         self._reason = self._message = ""
@@ -233,6 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--requeue", action="store_true", help="a preempted job is queued again")
     parser.add_argument("--nodes", type=int, nargs="*", default=[], help="nodes that the ranks need, by component")
     parser.add_argument("--spot", type=int, default=0, help="borrow.spot.nodes")
+    parser.add_argument("--planned", action="store_true", help="the planner says how many of them")
     parser.add_argument("--unprepared", default="", metavar="CAUSE", help="the ranks cannot start; nothing is started")
     parser.add_argument("argv", nargs="*")
     options = parser.parse_args(argv)

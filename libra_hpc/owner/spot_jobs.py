@@ -1,5 +1,6 @@
-"""Jobs of one node that a run queues for itself, to roll out on them: as many as ``borrow.spot.nodes``.
+"""Jobs of one node that a run queues for itself, to roll out on them: ``borrow.spot.nodes`` at most.
 
+- The planner wants other nodes (`Status.spot_nodes`) -> so many; without a planner all, from the start.
 - A job has ended, by preemption, time limit or fault -> another is queued.
 - It lived less than `LIVES_S`, or Slurm refused it -> a pause comes first, twice as long each time.
 - The run ends -> those that are left are cancelled.
@@ -34,7 +35,7 @@ class SpotQueue:
     """Which jobs there are, and how many to queue: pure; times are monotonic seconds."""
 
     def __init__(self, wanted: int) -> None:
-        self._wanted = wanted
+        self.wanted = wanted
         self.jobs: dict[str, float | None] = {}
         """Queued ones, and since when each runs."""
         self._pause_s, self._not_before = PAUSE_S, float("-inf")
@@ -60,17 +61,22 @@ class SpotQueue:
 
     def due(self, now: float) -> int:
         """How many to queue now."""
-        return max(0, self._wanted - len(self.jobs)) if now >= self._not_before else 0
+        return max(0, self.wanted - len(self.jobs)) if now >= self._not_before else 0
+
+    def surplus(self) -> list[str]:
+        """Jobs to cancel: those that wait, then those that run for the shortest time."""
+        ordered = sorted(self.jobs, key=lambda job: -(self.jobs[job] or float("inf")))
+        return ordered[: max(0, len(self.jobs) - self.wanted)]
 
 
 class SpotJobs:
-    def __init__(self, run: RunDir, wanted: int) -> None:
-        self._script, self._queue = run.spot_script, SpotQueue(wanted)
+    def __init__(self, run: RunDir, most: int, planned: bool) -> None:
+        self._run, self._script, self._queue = run, run.spot_script, SpotQueue(0 if planned else most)
         self._environment = clean_environment(os.environ)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="spot", daemon=True)
         self._said = ""
-        if wanted:
+        if most:
             self._thread.start()
 
     def close(self) -> None:
@@ -91,8 +97,13 @@ class SpotJobs:
     def _evaluate(self) -> None:
         queue = self._queue
         try:
+            wanted = self._run.read_json(self._run.status).get("spot_nodes", -1)
+            queue.wanted = wanted if isinstance(wanted, int) and wanted >= 0 else queue.wanted
             if queue.jobs:
                 queue.seen(self._ask(), time.monotonic())
+            if surplus := queue.surplus():
+                call(["scancel", *surplus], self._environment)
+                queue.jobs = {job: since for job, since in queue.jobs.items() if job not in surplus}
             for _ in range(queue.due(time.monotonic())):
                 if self._stop.is_set():
                     return

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-Action = Literal["hold", "to_train", "to_rollout", "repartition"]
+Action = Literal["hold", "to_train", "to_rollout", "repartition", "borrow", "give_back"]
 
 
 class NodeFact(msgspec.Struct, frozen=True):
@@ -49,6 +49,8 @@ class RolloutWindowFact(msgspec.Struct, frozen=True):
     """Share of ``seconds * nodes`` in which an engine had work, 0..1."""
     decode_s: float = 0.0
     """Seconds per decoded token of one sequence; 0.0: not measured."""
+    lent: float = 0.0
+    """Own nodes that the engines of guests stand for, each by its share of the time; no other field has them."""
 
 
 class TrajectoryFact(msgspec.Struct, frozen=True):
@@ -97,6 +99,18 @@ class QueueFact(msgspec.Struct, frozen=True):
     """Share of time in which the staleness gate admitted no group, 0..1."""
 
 
+class SpotFact(msgspec.Struct, frozen=True):
+    """Nodes that the run may queue for itself (``borrow.spot``)."""
+
+    most: int
+    wanted: int
+    """Those that it queues now."""
+    since: float
+    """When that number was decided."""
+    start_s: float
+    """From the start of such a node until it serves; 0.0: not measured."""
+
+
 class PlanSnapshot(msgspec.Struct, frozen=True):
     """Input of one decision; lists are in order of time, possibly sliding windows."""
 
@@ -118,6 +132,7 @@ class PlanSnapshot(msgspec.Struct, frozen=True):
     """Admitted unfinished groups, by index; empty: unknown."""
     sampled_groups: float = 1.0
     """Groups sampled for each one that is trained: more than 1 where groups of equal rewards are replaced."""
+    spot: SpotFact | None = None
 
     @property
     def sampled(self) -> float:
@@ -147,7 +162,8 @@ class PlanDecision(msgspec.Struct, frozen=True):
     """What to do now, and why."""
 
     action: Action
-    """``repartition``: another layout of core nodes, at the next step boundary."""
+    """``repartition``: another layout of core nodes, at the next step boundary; ``borrow``, ``give_back``: other
+    `SpotFact.wanted`."""
     node: int
     """Rank that moves first; -1 for ``hold`` and ``repartition``."""
     reason: str
@@ -165,3 +181,5 @@ class PlanDecision(msgspec.Struct, frozen=True):
     changes: dict[str, Any] = {}
     """With ``repartition``: the same by dotted keys of the run file; empty where nodes cannot change their component.
     """
+    spot_nodes: int = 0
+    """With ``borrow``: nodes to queue."""

@@ -240,6 +240,12 @@ class EngineRegistry:
         """Engines of the run's own nodes."""
         return [name for name, engine in self.engines.items() if engine.own]
 
+    @property
+    def lent_gpus(self) -> float:
+        """As `RolloutReport.lent_gpus`."""
+        lent = ((one, self._board.engines[name]) for name, one in self.engines.items() if not (one.own or one.draining))
+        return sum(view.tp * one.availability.share for one, view in lent if view.version >= self._oldest)
+
     def load(self, name: str, stats: EngineStats) -> bool:
         """Take a report; returns whether the engine is paused, stands still, or goes on, since this one."""
         engine = self.engines.get(name)

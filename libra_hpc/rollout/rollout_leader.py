@@ -344,4 +344,5 @@ class RolloutLeader:
             evicted_tokens=self._turns.evicted,
             guest_tokens=sum(one.tokens for one in engines.lenders.values()),
             lenders=tuple(one.report() for one in engines.lenders.values()),
+            lent_gpus=engines.lent_gpus,
         )

@@ -184,6 +184,42 @@ class Proposes:
         return PlanDecision("repartition", -1, "repartition: better", {}, layout="better", changes=dict(CHANGES))
 
 
+class Borrows(Proposes):
+    """A planner that wants two nodes of a queue, then none; ``seen``: what it knew of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def decide(self, snapshot: Any, now: float) -> PlanDecision:
+        self.seen.append(snapshot.spot)
+        wanted = 2 if len(self.seen) == 1 else 0
+        return PlanDecision("borrow" if wanted else "give_back", -1, "because", {}, spot_nodes=wanted)
+
+
+def test_the_nodes_that_the_planner_wants_are_in_the_status_for_the_owner_who_queues_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = Borrows()
+    monkeypatch.setattr("libra_hpc.coordinator.live_planning.live_planner", lambda config: planner)
+    scene = Scene(tmp_path, config=RunConfig.model_validate({"borrow": {"spot": {"nodes": 3}}}))
+    scene.hello()
+    wanted = []
+    for _ in range(3):
+        scene.coordinator._write_status()
+        wanted.append(until_written(scene))
+        scene.coordinator._plan()
+    assert wanted == [-1, 2, 0]
+    assert [(one.most, one.wanted) for one in planner.seen] == [(3, 0), (3, 2), (3, 0)]
+    assert planner.seen[2].since > planner.seen[1].since > planner.seen[0].since == float("-inf")
+
+
+def until_written(scene: Scene) -> int:
+    """`Status.spot_nodes` once it is on disk."""
+    scene.coordinator._records._facts.flush(30.0)
+    return decode_status(scene.run.status.read_bytes()).spot_nodes
+
+
 def after_a_repartition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: RunConfig, reached: int) -> Scene:
     """A run whose planner proposes at its first evaluation, and whose training then ends at step ``reached``."""
     monkeypatch.setattr("libra_hpc.coordinator.live_planning.live_planner", lambda config: Proposes())

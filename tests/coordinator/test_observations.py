@@ -25,6 +25,14 @@ def test_the_busy_share_is_that_of_all_engines_of_all_nodes() -> None:
     assert window.busy == pytest.approx(4.8 / (2.0 * 6)), "six engines on two nodes"
 
 
+def test_guests_count_as_own_nodes_by_their_gpus_and_their_share_of_the_time() -> None:
+    seen = Observations()
+    for second, lent in ((10.0, 0.0), (11.0, 0.0), (12.0, 8.0)):
+        seen.on_rollout(replace(report(0.0, 0), lent_gpus=lent), (3, 4), second)
+    # Two nodes have four engines with TP 2 and two with TP 4.
+    assert [window.lent for window in seen.windows] == [0.0, 1.0]
+
+
 def test_the_planner_sees_prompts_and_groups_under_way() -> None:
     seen = Observations()
     seen.on_rollout(

@@ -47,3 +47,18 @@ def test_jobs_that_bring_nothing_are_queued_ever_later_until_one_works() -> None
     assert spot.due(now + LIVES_S) == 1
     spot.refused(now + LIVES_S)
     assert spot.due(now + LIVES_S + PAUSE_S) == 1
+
+
+def test_jobs_beyond_those_wanted_are_cancelled_the_waiting_ones_first() -> None:
+    spot = SpotQueue(4)
+    queued(spot, "1", "2", "3", "4")
+    spot.seen({"1": True, "2": True, "3": False, "4": False}, 1.0)
+    spot.jobs["2"] = 5.0
+    assert spot.surplus() == []
+    spot.wanted = 2
+    assert set(spot.surplus()) == {"3", "4"}
+    spot.wanted = 1
+    assert spot.surplus()[2:] == ["2"]
+    spot.wanted = 0
+    assert spot.surplus()[2:] == ["2", "1"]
+    assert spot.due(1.0) == 0

@@ -201,6 +201,7 @@ async def test_what_each_lender_gave_and_why_it_was_paused_is_reported_whoever_i
         plant.leader.on_engine_load(GUEST, paused(seconds, still=False, steps=step, why=why))
     lender, spot = plant.leader.report().lenders
     assert (lender.name, lender.kind, lender.tokens, lender.turns) == ("gpu-7", "lender", 3, 0)
+    assert 1.0 < plant.leader.report().lent_gpus < 2.0, "the spot engine, and a part of the other"
     assert (lender.mean_share, lender.paused, lender.now) == (11 / 16, {"served": 4.0, "silent": 1.0}, "served")
     assert (spot.name, spot.kind, spot.engines, spot.now, spot.paused) == ("t-9", "spot", 1, "", {})
     plant.down(GUEST)

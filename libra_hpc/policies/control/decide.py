@@ -10,6 +10,7 @@ every split that hybrid nodes can reach, and takes the best one if no condition 
 - A moving node younger than ``min_dwell_s``, or the hour's moves used up -> hold.
 - No change for `SETTLED` steps -> the move becomes a proposal, which newer steps must confirm (`Hysteresis`).
 - Nothing to gain from hybrid nodes and a period of steady work -> the `RepartitionAdvisor` searches all layouts.
+- Nothing to move, and the run may queue nodes for itself -> `borrowing` says whether it does.
 
 Each stage keeps one node. Core nodes move only by repartition.
 """
@@ -25,6 +26,7 @@ from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.policies.costs.rollout_by_nodes import RolloutByNodes
 from libra_hpc.protocol.plan import PlanDecision, PlanSnapshot
 
+from .borrow_choice import borrowing
 from .hysteresis import Direction, Hysteresis
 from .moves import Move, Moves
 from .node_scaling import NodeScaling
@@ -93,6 +95,12 @@ class Planner:
 
     def decide(self, snapshot: PlanSnapshot, now: float) -> PlanDecision:
         """Evaluate ``snapshot`` at time ``now``, on the clock of the snapshot."""
+        decision = self._decide(snapshot, now)
+        if snapshot.spot is None or self.estimate is None or decision.action != "hold":
+            return decision
+        return borrowing(decision, self.estimate, snapshot, self._settings, now)
+
+    def _decide(self, snapshot: PlanSnapshot, now: float) -> PlanDecision:
         self._started_at = min(self._started_at, now)
         self.estimate = None
         split = self._observe(snapshot, now)
@@ -136,7 +144,8 @@ class Planner:
         """Why no move is evaluated; empty: it can be."""
         if not self._settings.enabled:
             return "the planner is disabled"
-        if self.repartition is None and not any(n.component == "hybrid" and n.role != "lost" for n in snapshot.nodes):
+        movable = any(n.component == "hybrid" and n.role != "lost" for n in snapshot.nodes)
+        if not movable and self.repartition is None and snapshot.spot is None:
             return "there is no hybrid node to move"
         for node in snapshot.nodes:
             if node.role in ("to_train", "to_rollout", "starting"):
@@ -294,6 +303,8 @@ class Planner:
                 "last_move_predicted_s": self.outcomes[-1].predicted,
                 "last_move_realised_s": self.outcomes[-1].realised,
             }
+        if estimate.lent:
+            numbers["lent_nodes"] = estimate.lent
         if self._estimator.drift is not None:
             numbers["drift_distance"] = self._estimator.drift.distance
         return numbers

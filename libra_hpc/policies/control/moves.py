@@ -16,7 +16,7 @@ from libra_hpc.protocol.plan import Candidate, NodeFact, PlanSnapshot
 
 from .hysteresis import Direction, Hysteresis
 from .node_scaling import NodeScaling
-from .stage_times import ONE_SIDED_95, Correction, Estimate, Split, Times, predict
+from .stage_times import ONE_SIDED_95, Correction, Estimate, Split, Times, predict, with_lent
 
 
 class Move(NamedTuple):
@@ -87,7 +87,7 @@ class Moves:
     ) -> Move:
         """The move of ``nodes`` to the split ``to``, with gain, cost and obstacle."""
         correction = self._scaling.correction(estimate.split, to)
-        saved, share = _gain(estimate, to, correction)
+        saved, share = least_gain(estimate, to, correction)
         stage = estimate.split.rollout if direction == "to_train" else estimate.split.train
         cost = self._hysteresis.switch_cost(direction, snapshot) * len(nodes) / stage
         needed = self._settings.margin * cost
@@ -140,8 +140,8 @@ def _movable(snapshot: PlanSnapshot, role: str) -> list[list[NodeFact]]:
     return sorted(found, key=lambda nodes: max((node.since, node.rank) for node in nodes))
 
 
-def _gain(estimate: Estimate, to: Split, correction: Correction) -> tuple[float, float]:
-    """Least seconds saved per batch, and their share of the present batch time.
+def least_gain(estimate: Estimate, to: Split, correction: Correction, lent: float | None = None) -> tuple[float, float]:
+    """Least seconds saved per batch, and their share of the present batch time; ``lent``: with so many guests then.
 
     Three readings count: as measured, and with the ratio of the two times `ONE_SIDED_95` standard errors off either
     way.
@@ -150,11 +150,12 @@ def _gain(estimate: Estimate, to: Split, correction: Correction) -> tuple[float,
         # The fixed part is uncertain; where trainers leave, 0 is its unfavourable end.
         estimate = estimate._replace(fixed=0.0)
     readings = []
+    later = estimate if lent is None else with_lent(estimate, lent)
     spread = max(hypot(estimate.train_error, estimate.rollout_error), 1e-9)
     for sign in (0.0, ONE_SIDED_95, -ONE_SIDED_95):
         train, rollout = sign * estimate.train_error / spread, -sign * estimate.rollout_error / spread
         now = predict(estimate, estimate.split, Correction(), train_shift=train, rollout_shift=rollout)
-        then = predict(estimate, to, correction, train_shift=train, rollout_shift=rollout)
+        then = predict(later, to, correction, train_shift=train, rollout_shift=rollout)
         here = now.expected(estimate.scatter)
         saved = here - then.expected(estimate.scatter)
         readings.append((saved, saved / here))

@@ -27,6 +27,7 @@ from .stage_times import (
     Split,
     Times,
     batch_scatter,
+    lent_nodes,
     measure,
     sampling_error,
     trajectories_used,
@@ -127,21 +128,27 @@ class StageEstimator:
         if self._model is None or snapshot.eta == 0:
             return measured
         self._model.observe_trajectories(snapshot, done)
-        nodes, times = measured.split.rollout, measured.times
+        nodes, times, more = measured.split.rollout, measured.times, measured.rollout_nodes / measured.split.rollout
         if measured.starved:
             if (
                 times.rollout > (1.0 + CLEARLY_SLOWER) * times.train
                 and snapshot.steps[-1].at > self._learned_at
                 and not self.is_changing(snapshot)
             ):
-                self._model.learn(nodes, times.rollout)
+                self._model.learn(nodes, times.rollout * more)
                 self._learned_at = snapshot.steps[-1].at
             return measured
-        free = self._model.unthrottled(nodes)
+        free = self._free(split=measured.split, lent=measured.lent)
         if free is None or free >= times.rollout:
             return measured
         error = max(measured.rollout_error, MODEL_ERROR)
         return measured._replace(times=times._replace(rollout=max(measured.straggler, free)), rollout_error=error)
+
+    def _free(self, split: Split, lent: float) -> float | None:
+        """The cost model's seconds if trainers do not hold rollout up, beside so many guests."""
+        assert self._model is not None
+        alone = self._model.unthrottled(split.rollout)
+        return None if alone is None else alone * split.rollout / (split.rollout + lent)
 
     def _rescaled(self, snapshot: PlanSnapshot, split: Split, since: float | None) -> Estimate | None:
         """The measurement from before the change of lengths, rescaled to the new lengths."""
@@ -152,11 +159,7 @@ class StageEstimator:
             return None
         self._model.observe(snapshot, self.lengths_changed_at)
         return with_new_lengths(
-            before,
-            snapshot,
-            since=self.lengths_changed_at,
-            rollout=self._model.unthrottled(split.rollout),
-            error=MODEL_ERROR,
+            before, snapshot, since=self.lengths_changed_at, rollout=self._free(split, before.lent), error=MODEL_ERROR
         )
 
     def _from_in_flight(self, snapshot: PlanSnapshot, split: Split, rollout_model: RolloutByNodes) -> Estimate | None:
@@ -176,7 +179,8 @@ class StageEstimator:
         if split != base.split and _differ(steps, base, there):
             return None
         rollout_model.observe_trajectories(snapshot, work.done)
-        rollout = rollout_model.unthrottled(split.rollout)
+        lent = lent_nodes(snapshot)
+        rollout = self._free(split, lent)
         if rollout is None:
             return None
         size = snapshot.prompts_per_step * snapshot.group_size
@@ -193,6 +197,7 @@ class StageEstimator:
             rollout_tokens=snapshot.sampled * sum(t.generated for t in work.done) / len(work.done),
             from_in_flight=True,
             scatter=batch_scatter(snapshot, work.done),
+            lent=lent,
         )
 
     def _steps(self, snapshot: PlanSnapshot, split: Split) -> list[TrainStepFact]:

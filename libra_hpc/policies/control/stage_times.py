@@ -6,6 +6,7 @@ Measured over the last `MAX_STEPS` steps since the last change of split or lengt
 - Rollout, trainers wait (`STARVED`) -> mean time between commits.
 - Rollout, otherwise -> work / (nodes x tokens per busy node second), at most the mean time between commits.
 - Rollout is never shorter than its longest trajectory / (eta + 1).
+- Guests roll out too -> so many own nodes more (`lent_nodes`), which stay when own ones move.
 
 Predicted: training = fixed + rest x node ratio, rollout x node ratio, each times a measured `Correction`.
 """
@@ -37,6 +38,10 @@ MAX_FIXED = 0.9
 MIN_SPREAD = 0.2
 """Interquartile range of batch sizes over their median below which the fixed part is taken as 0: no slope is
 measurable."""
+LENT_S = 120.0
+"""Seconds over which guests must have been there.  Half: lenders that flap count; double: new ones count late."""
+LENT_QUANTILE = 0.1
+"""Of the windows of that time: who left is missed after 12 s."""
 MIN_CORRECTION = 0.1
 """Smallest correction. Ten times better than ideal scaling comes from a badly estimated fixed part."""
 
@@ -100,6 +105,12 @@ class Estimate(NamedTuple):
     from_in_flight: bool = False
     """Whether the times are of in-flight work, which the queues do not show yet."""
     scatter: Scatter = Scatter()
+    lent: float = 0.0
+    """Own nodes that guests stand for: ``times`` count on so many."""
+
+    @property
+    def rollout_nodes(self) -> float:
+        return self.split.rollout + self.lent
 
     def train_seconds(self, tokens: float, factor: float = 1.0) -> float:
         """Training seconds of a batch of ``tokens``; the part that is not fixed takes ``factor`` times as long."""
@@ -128,16 +139,18 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float) -> Estimate | st
     straggler = _straggler(snapshot, done, windows)
     work = fmean(t.generated for t in done) * snapshot.sampled
     rate = sum(w.generated_tokens for w in windows) / sum(w.seconds * w.nodes * w.busy for w in windows)
-    rollout = max(straggler, work / (split.rollout * rate))
+    lent = lent_nodes(snapshot)
+    rollout = max(straggler, work / ((split.rollout + lent) * rate))
+    fewer = _rollout_nodes(windows) / (split.rollout + lent)
     error = sampling_error([float(t.generated) for t in done], snapshot.group_size)
     starved = False
     if snapshot.eta > 0:
         intervals = [b.at - a.at for a, b in pairwise(steps)]
         between = fmean(intervals)
         if between > (1.0 + STARVED) * fmean(s.seconds for s in steps):
-            starved, rollout = True, between
+            starved, rollout = True, between * fewer
         else:
-            rollout = min(rollout, max(train, between))
+            rollout = min(rollout, max(train, between * fewer))
     return Estimate(
         split=split,
         times=Times(train, rollout, snapshot.eta),
@@ -149,7 +162,25 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float) -> Estimate | st
         rollout_tokens=work,
         starved=starved,
         scatter=batch_scatter(snapshot, done),
+        lent=lent,
     )
+
+
+def _rollout_nodes(windows: Sequence[RolloutWindowFact]) -> float:
+    """With the guests of these windows, which shortened the time between commits."""
+    return fmean(w.nodes + w.lent for w in windows)
+
+
+def lent_nodes(snapshot: PlanSnapshot) -> float:
+    """Own nodes that guests have stood for in nearly all of the last windows."""
+    recent = sorted(w.lent for w in snapshot.windows if w.at > snapshot.windows[-1].at - LENT_S)
+    return recent[int(LENT_QUANTILE * len(recent))] if recent else 0.0
+
+
+def with_lent(now: Estimate, lent: float) -> Estimate:
+    """The estimate beside another number of guests."""
+    rollout = max(now.straggler, now.times.rollout * now.rollout_nodes / (now.split.rollout + lent))
+    return now._replace(times=now.times._replace(rollout=rollout), lent=lent)
 
 
 def trajectories_used(snapshot: PlanSnapshot, split: Split, since: float) -> list[TrajectoryFact]:
@@ -207,7 +238,8 @@ def with_new_lengths(
 def times_with_work_of(before: Estimate, after: Estimate) -> Times:
     """Times at the split of ``before`` for the batch sizes of ``after``: what standing still would take now."""
     train = before.train_seconds(after.train_tokens)
-    return Times(train, before.times.rollout * after.rollout_tokens / before.rollout_tokens, before.times.eta)
+    nodes = before.rollout_nodes / (before.split.rollout + after.lent)
+    return Times(train, before.times.rollout * nodes * after.rollout_tokens / before.rollout_tokens, before.times.eta)
 
 
 def predict(
@@ -219,7 +251,7 @@ def predict(
     fixed = min(now.fixed, train)
     return Times(
         fixed + (train - fixed) * correction.train * now.split.train / to.train,
-        max(now.straggler, rollout * correction.rollout * now.split.rollout / to.rollout),
+        max(now.straggler, rollout * correction.rollout * now.rollout_nodes / (to.rollout + now.lent)),
         now.times.eta,
     )
 
@@ -231,7 +263,7 @@ def learned_correction(before: Estimate, after: Estimate) -> Correction:
         (before.times.train - fixed) * before.split.train / after.split.train * after.train_tokens / before.train_tokens
     )
     ideal_rollout = (
-        before.times.rollout * before.split.rollout / after.split.rollout * after.rollout_tokens / before.rollout_tokens
+        before.times.rollout * before.rollout_nodes / after.rollout_nodes * after.rollout_tokens / before.rollout_tokens
     )
     return Correction(
         max(MIN_CORRECTION, (after.times.train - fixed) / ideal_train),

@@ -18,12 +18,13 @@ from libra_hpc.protocol.plan import (
     PlanSnapshot,
     QueueFact,
     RolloutWindowFact,
+    SpotFact,
     SwitchFact,
     TrainStepFact,
     TrajectoryFact,
 )
 
-Shape = Callable[[int, int, float], tuple[float, float]]
+Shape = Callable[[int, float, float], tuple[float, float]]
 """(training nodes, rollout nodes, mean length) -> true seconds per batch of (train, rollout)."""
 
 
@@ -56,6 +57,9 @@ class Plant:
     length: float = 50.0
     prompts: int = 8
     group: int = 8
+    lent: float = 0.0
+    """Own nodes that guests stand for."""
+    spot: SpotFact | None = None
     now: float = 0.0
     decisions: list[PlanDecision] = field(default_factory=list)
     batch_times: list[float] = field(default_factory=list)
@@ -114,6 +118,7 @@ class Plant:
             group_size=self.group,
             eta=self.eta,
             steps_left=steps_left,
+            spot=self.spot,
         )
 
     def batches(self, count: int) -> Plant:
@@ -136,14 +141,15 @@ class Plant:
             ]
         mean = sum(lengths) / len(lengths)
         train_s, rollout_s = (
-            t * math.exp(self.random.gauss(0.0, self.noise)) for t in self.shape(train, rollout, mean)
+            t * math.exp(self.random.gauss(0.0, self.noise)) for t in self.shape(train, rollout + self.lent, mean)
         )
         period = train_s + rollout_s if self.eta == 0 else max(train_s, rollout_s)
         self.now += period
         self.batch_times.append(period)
         tokens = sum(lengths)
         self.steps.append(TrainStepFact(self.now, 3 * tokens, tokens, nodes=train, seconds=train_s))
-        work = {"generated_tokens": tokens, "prefilled_tokens": 2 * tokens, "busy": rollout_s / period}
+        own = round(tokens * rollout / (rollout + self.lent))
+        work = {"generated_tokens": own, "prefilled_tokens": 2 * own, "busy": rollout_s / period, "lent": self.lent}
         self.windows.append(RolloutWindowFact(self.now, period, rollout, **work))  # type: ignore[arg-type]
         self.waits.append((1.0 - train_s / period, 1.0 - rollout_s / period))
         for generated in lengths:

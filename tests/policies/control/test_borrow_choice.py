@@ -1,0 +1,115 @@
+"""The planner beside guests: what they do for the own nodes, and when the run queues nodes for itself."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+from msgspec.structs import replace
+
+from libra_hpc.config.rollout import PlannerSection
+from libra_hpc.policies.control.borrow_choice import worth
+from libra_hpc.policies.control.decide import Planner
+from libra_hpc.policies.control.stage_times import lent_nodes
+from libra_hpc.protocol.plan import PlanDecision, SpotFact
+
+from .plant import SETTINGS, Plant, ideal
+
+
+def test_without_lenders_decisions_are_those_of_a_planner_that_knows_none() -> None:
+    """The figures are of the planner before it knew guests: change them only with a rule that is meant to."""
+    plant, planner = Plant(ideal(2.0, 1.2), hybrids=3), Planner(SETTINGS)
+    plant.run(80, planner)
+    plant.length *= 3
+    plant.run(80, planner)
+    assert [(round(at, 3), node) for at, node in plant.ordered] == [(18.076, 3), (18.076, 4)]
+    assert len(plant.decisions) == 38
+    assert sum(sum(d.numbers.values()) for d in plant.decisions) == pytest.approx(2511.148258046991, rel=1e-12)
+    assert "from 2.16 s (train 2.16, rollout 1.94) to 3.24 s (train 3.24, rollout 1.31)" in plant.decisions[-1].reason
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_hybrid_node_trains_while_lenders_serve_and_comes_back_when_they_leave(seed: int) -> None:
+    plant = Plant(ideal(1.6, 2.0), seed=seed, noise=0.05)
+    planner = Planner(SETTINGS)
+    plant.run(150, planner)
+    assert plant.moves == [], "two nodes roll out, 1.0 s beside 1.6 s; one alone would take 2.0 s"
+    plant.lent = 2.0
+    plant.run(250, planner)
+    assert plant.moves == ["to_train"]
+    assert "lent_nodes" in plant.decisions[-1].numbers
+    plant.lent = 0.0
+    plant.run(250, planner)
+    assert plant.moves == ["to_train", "to_rollout"]
+
+
+def test_lenders_that_flap_are_not_counted_on_and_batches_are_measured_all_the_same() -> None:
+    plant, planner = Plant(ideal(1.6, 2.0), noise=0.05), Planner(SETTINGS)
+    for number in range(60):
+        plant.lent = 2.0 * (number % 4 < 3)
+        plant.run(5, planner)
+    assert plant.moves == []
+    assert lent_nodes(plant.snapshot(100)) == 0.0
+    assert planner.estimate is not None
+
+
+def test_an_estimate_beside_guests_is_what_batches_take() -> None:
+    plant, planner = Plant(ideal(0.5, 3.2), noise=0.05, hybrids=1), Planner(PlannerSection(min_gain=0.9))
+    plant.lent = 1.5
+    plant.run(150, planner)
+    assert planner.estimate is not None
+    assert planner.estimate.lent == 1.5
+    assert planner.estimate.times.rollout == pytest.approx(fmean(plant.batch_times[-50:]), rel=0.1)
+
+
+def spot(plant: Plant, wanted: int = 0, start_s: float = 60.0) -> Plant:
+    plant.spot = SpotFact(4, wanted, float("-inf"), start_s)
+    return plant
+
+
+def decided(plant: Plant, steps_left: int) -> PlanDecision:
+    planner = Planner(SETTINGS)
+    planner.decide(plant.snapshot(steps_left), 0.0)
+    return planner.decide(plant.snapshot(steps_left), plant.now)
+
+
+def test_nodes_are_queued_if_they_pay_over_the_remaining_steps() -> None:
+    plant = spot(Plant(ideal(0.5, 3.0), hybrids=0, noise=0.02)).batches(40)
+    decision = decided(plant, 500)
+    assert (decision.action, decision.node, decision.nodes, decision.spot_nodes) == ("borrow", -1, (), 3)
+    assert decision.reason.startswith("borrow: 3 spot nodes take a batch from 3.0"), "a fourth brings little"
+    assert "over 500 steps" in decision.reason
+    assert decision.numbers["spot_saved_s"] > decision.numbers["spot_needed_s"] == 90.0
+    late = decided(plant, 20)
+    assert (late.action, late.spot_nodes) == ("hold", 0)
+    assert "over 20 steps" in late.reason
+    assert late.reason.startswith("hold: ")
+
+
+def test_fewer_nodes_are_queued_where_training_is_as_slow_then() -> None:
+    assert decided(spot(Plant(ideal(2.0, 3.9), hybrids=0, noise=0.01)).batches(40), 500).spot_nodes == 2
+    trains = decided(spot(Plant(ideal(2.0, 1.0), hybrids=0, noise=0.02)).batches(40), 500)
+    assert trains.action == "hold"
+
+
+def test_queued_nodes_go_back_when_they_bring_nothing_any_more() -> None:
+    plant = spot(Plant(ideal(0.8, 3.0), hybrids=0, noise=0.02, lent=4.0), wanted=4).batches(40)
+    assert decided(plant, 500).action == "hold"
+    plant.shape = ideal(0.8, 0.6)
+    plant.batches(40)
+    decision = decided(plant, 500)
+    assert (decision.action, decision.spot_nodes) == ("give_back", 0)
+    assert plant.spot is not None
+    plant.spot = replace(plant.spot, since=plant.now - 59.0)
+    assert decided(plant, 500).action == "hold", "a start has not passed since the last change"
+
+
+def test_without_nodes_to_queue_a_run_without_hybrid_ones_evaluates_nothing() -> None:
+    plant = Plant(ideal(0.5, 3.0), hybrids=0).batches(40)
+    assert decided(plant, 500).reason == "hold: there is no hybrid node to move"
+
+
+def test_the_rule_is_gain_over_the_remaining_steps_against_the_start() -> None:
+    assert worth(2.0, 100, 60.0, 1.5) == (200.0, 90.0)
+    assert worth(2.0, 100, 60.0, 1.5).pays
+    assert not worth(0.9, 100, 60.0, 1.5).pays
