@@ -4,6 +4,8 @@
   lent GPUs, Qwen3-32B, TP4, 1,000 and 450 ms.  Groups of 16, contexts of 32K tokens, training of 60 s, eta = 1.
 - Lenders: code-like traffic, ROSE's peaks, engines that pause every six seconds, and spot engines that are taken back.
 - "of own": the share of the gain that as many own engines would have; "x alone": 1 is no gain.
+- "bound": the same of own engines that never pause, as many as the lenders' mean share of the time ("open") leaves.
+- "starts": share of the time in which a device is free and its engine has to start (allocation overhead).
 
     python -m bench.borrow [--seeds 4] [--batches 6] [--policy cmlfq,sticky,affine_first] [--rows NAME|NAME] [--jobs 2]
 """
@@ -35,12 +37,14 @@ MEANS = {
     "alone": ".0f",
     "borrowed": ".0f",
     "own": ".0f",
-    "share": ".2f",
+    "open": ".2f",
+    "starts": ".2%",
     "tokens": ".2f",
     "leaves": ".0f",
     "ttft_p99_s": ".2f",
 }
-COLUMNS = ("row", "policy", "x alone", "of own", "alone s", "borrowed s", "own s", "share", "tokens", "leaves", "TTFT")
+COLUMNS = ["row", "policy", "x alone", "of own", "bound", "alone s", "borrowed s", "own s", "open", "starts", "tokens"]
+COLUMNS += ["leaves", "TTFT"]
 
 
 def play(job: tuple[str, int, int, list[str]]) -> dict[str, Borrowing]:
@@ -60,7 +64,14 @@ def play(job: tuple[str, int, int, list[str]]) -> dict[str, Borrowing]:
     engines = build_engines(buckets, gpus, "a800", model).engines
     return {
         policy: borrowing(
-            work, engines, parse_borrow(f"{lent}:{kind}"), POLICIES[policy], settings, limits=limits, seed=seed
+            work,
+            engines,
+            parse_borrow(f"{lent}:{kind}"),
+            POLICIES[policy],
+            settings,
+            limits=limits,
+            seed=seed,
+            bounded=True,
         )
         for policy in policies
     }
@@ -71,7 +82,7 @@ def lines(row: str, results: list[dict[str, Borrowing]]) -> list[list[str]]:
     for policy in results[0]:
         every = [result[policy] for result in results]
         cells = [f"{statistics.fmean(getattr(one, name) for one in every):{form}}" for name, form in MEANS.items()]
-        ratios = [interval([one.gain for one in every]), interval([one.of_own for one in every])]
+        ratios = [interval([getattr(one, name) for one in every]) for name in ("gain", "of_own", "bound_of_own")]
         found.append([row, policy, *ratios, *cells])
     return found
 

@@ -61,6 +61,12 @@ class Borrowing(msgspec.Struct, frozen=True):
     tokens: float
     """Share of all generated tokens that is theirs."""
     ttft_p99_s: float = 0.0
+    open: float = 1.0
+    """Share of the whole time that the borrowed engines could run; mean."""
+    starts: float = 0.0
+    """Share of the whole time in which their devices were free and they had to start."""
+    bound: float = 0.0
+    """With as many own engines as that share leaves, which never pause; 0: not played."""
 
     @property
     def gain(self) -> float:
@@ -73,8 +79,16 @@ class Borrowing(msgspec.Struct, frozen=True):
     @property
     def of_own(self) -> float:
         """Share of the gain of as many own engines; 1.0 where that is nothing."""
+        return self._of_own(self.borrowed)
+
+    @property
+    def bound_of_own(self) -> float:
+        """What that could be at most."""
+        return self._of_own(self.bound) if self.bound else 1.0
+
+    def _of_own(self, batch_s: float) -> float:
         most = self.alone / self.own - 1.0
-        return (self.gain - 1.0) / most if most > 0.005 else 1.0
+        return (self.alone / batch_s - 1.0) / most if most > 0.005 else 1.0
 
 
 def parse_borrow(text: str) -> Borrow:
@@ -134,8 +148,9 @@ def borrowing(
     *,
     limits: GateLimits = LIMITS,
     seed: int = 0,
+    bounded: bool = False,
 ) -> Borrowing:
-    """Raises as `Simulation` does."""
+    """``bounded``: with its `bound`; raises as `Simulation` does."""
 
     def play(specs: Sequence[EngineSpec]) -> tuple[Simulation, SimulationResult]:
         simulation = Simulation(work, specs, make_policy(policy), settings)
@@ -147,6 +162,9 @@ def borrowing(
     own = play([*engines, *more])[1]
     lent = lent_engines(borrow, like, LONGER * alone.makespan_s, seed=seed, limits=limits)
     simulation, result = play([*engines, *lent])
+    whole_s = len(lent) * result.makespan_s
+    is_open = min(1.0, simulation.lenders.open_s / whole_s)
+    fewer = play([*engines, *more[: round(is_open * len(more))]])[1] if bounded else None
     theirs = sum(one.generated_tokens for one in result.engines if one.engine.startswith("lent-"))
     ttft = sorted(s for lender in simulation.lenders.lenders.values() for s in lender.served.ttft_s)
     return Borrowing(
@@ -157,4 +175,7 @@ def borrowing(
         leaves=simulation.lenders.leaves,
         tokens=theirs / max(1, result.generated_tokens),
         ttft_p99_s=ttft[int(0.99 * len(ttft))] if ttft else 0.0,
+        open=is_open,
+        starts=simulation.lenders.starts_s / whole_s,
+        bound=batch_s(fewer) if fewer is not None else 0.0,
     )

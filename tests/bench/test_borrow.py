@@ -15,9 +15,9 @@ def test_a_row_is_read_and_printed() -> None:
     assert parse_borrow("16:code") == Borrow(16, "code", 0.25)
     assert parse_borrow("3:chat:2") == Borrow(3, "chat", 2.0)
     assert parse_borrow("4") == Borrow(4, "code", 0.25)
-    one = Borrowing(alone=100.0, borrowed=80.0, own=75.0, share=0.8, leaves=3, tokens=0.5)
+    one = Borrowing(alone=100.0, borrowed=80.0, own=75.0, share=0.8, leaves=3, tokens=0.5, bound=78.125)
     assert one.gain == 1.25
-    assert one.of_own == pytest.approx(0.75)
+    assert (one.of_own, one.bound_of_own) == pytest.approx((0.75, 0.84))
     (found,) = lines("r2e, code", [{"cmlfq": one}, {"cmlfq": one}])
     assert found[:2] == ["r2e, code", "cmlfq"]
     assert "r2e, one batch" in ROWS
@@ -36,4 +36,8 @@ def test_lenders_that_pause_every_few_seconds_do_no_harm() -> None:
     engines = build_engines("1xTP1", 2, "a800", "qwen3-8b").engines
     work = generate("search", Dials(trajectories=96, max_context=32_768))
     settings = SimulationSettings(batch_groups=3, eta=1, train_s=5.0, max_model_len=32_768)
-    assert borrowing(work, engines, Borrow(2, "flap"), "cmlfq", settings).gain > 0.99
+    flap = borrowing(work, engines, Borrow(2, "flap"), "cmlfq", settings, bounded=True)
+    assert flap.gain > 0.99
+    assert 0.3 < flap.open < 0.9
+    assert 0.0 < flap.starts < 0.1
+    assert flap.own <= 1.02 * flap.bound < flap.alone

@@ -261,7 +261,7 @@ class Planner:
 
     def _confirm(self, decision: PlanDecision, estimate: Estimate, snapshot: PlanSnapshot, now: float) -> PlanDecision:
         """The decision, or a hold where a settled loop must confirm the move first."""
-        if decision.action == "hold" or decision.action == "repartition":
+        if decision.action != "to_train" and decision.action != "to_rollout":
             self._hysteresis.proposal = None
             return decision
         estimator = self._estimator
