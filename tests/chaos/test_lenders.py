@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -108,6 +109,63 @@ def test_a_server_lends_until_it_is_revoked_and_outlives_its_lender(tmp_path: Pa
         case.cli("cancel", str(case.run.path if case.run else ""))
         sound(case, "cancelled")
         assert lent.answers()
+    finally:
+        lent.end()
+
+
+FAULTS = ("guest killed", "engine killed", "revoked", "guest stopped", "record torn")
+"""In turns; a stopped guest is silent until its lender kills it."""
+
+
+def engine_of(guest: int, rank: int) -> int:
+    """The process of a guest's engine."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            mine = f"PPid:\t{guest}\n" in (folder / "status").read_text()
+            if mine and f"/r{rank}.0.json" in (folder / "cmdline").read_text():
+                return int(folder.name)
+    raise AssertionError(f"guest {rank} has no engine")
+
+
+def inject(case: Chaos, lent: Lent, fault: str) -> None:
+    """A fault, from which a guest serves again by itself."""
+    name, joined = lent.wait("lends")["name"], case.events("guest_joined")[-1]
+    guest = int(joined["pid"])
+    if fault == "guest killed":
+        os.kill(guest, signal.SIGKILL)
+    elif fault == "engine killed":
+        os.kill(engine_of(guest, joined["rank"]), signal.SIGKILL)
+    elif fault == "guest stopped":
+        os.kill(guest, signal.SIGSTOP)
+    elif fault == "revoked":
+        case.cli("lenders", "--revoke", name)
+        lent.wait("paused")
+        case.cli("lenders", "--return", name)
+    else:
+        (lent.place / f"{name}.json").write_bytes(b'{"name": "')
+
+
+@pytest.mark.timeout(900)
+def test_twenty_faults_of_a_lender_in_a_row_cost_neither_run_nor_users_anything(tmp_path: Path) -> None:
+    case = Chaos(tmp_path, text=BORROWS, steps=4000, hybrid=0, rollout=1)
+    case.submit()
+    lent = Lent(case)
+    try:
+        case.wait(lambda: guests(case, "serves") == 1, "a guest")
+        for number in range(20):
+            fault = FAULTS[number % len(FAULTS)]
+            served, steps = guests(case, "serves"), len(case.steps())
+            inject(case, lent, fault)
+            if fault == "record torn":
+                case.wait(lent.records, "the record is whole again")
+            else:
+                case.wait(lambda served=served: guests(case, "serves") > served, f"a guest after: {fault}")
+            assert lent.answers(), fault
+            case.wait(lambda steps=steps: len(case.steps()) > steps, f"steps after: {fault}")
+        case.cli("cancel", str(case.run.path if case.run else ""))
+        sound(case, "cancelled")
+        assert case.events("guest_lost"), "killed guests were found"
+        assert not case.events("node_lost"), "no node of the run was blamed"
     finally:
         lent.end()
 
