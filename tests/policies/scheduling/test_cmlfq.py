@@ -50,6 +50,8 @@ def load_of(loads: EngineLoads, made: Board, name: str = "e") -> EngineWork:
 
 def test_a_long_trajectory_gets_the_fast_engine_and_short_ones_leave_it_alone() -> None:
     policy, made = warm_policy(long=30_000, short=200), board(("slow0", 1), ("slow1", 1), ("fast", 4))
+    for i in range(32):
+        policy.finished(finished(200, "short", f"more{i}"), 0.0)
     assert send(policy, made, "l", "long") == "fast"
     placed = [send(policy, made, f"s{i}", "short") for i in range(6)]
     assert "fast" not in placed
