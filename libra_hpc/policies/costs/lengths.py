@@ -56,6 +56,8 @@ class Bin(msgspec.Struct, frozen=True):
     turns: float
     tool_s: float
     """Mean seconds of tools."""
+    most_tool_s: float
+    """Those of the trajectory of a global batch with the most, mean."""
 
 
 class Rates(NamedTuple):
@@ -141,7 +143,7 @@ def sketch(observed: Sequence[TrajectoryLengths], batch: int) -> Lengths:
         _check(one)
     ordered = sorted(observed, key=lambda o: (o.generated, o.context))
     total = sum([o.generated for o in ordered])
-    bins = [_bin(ordered[low:high], len(ordered)) for low, high in pairwise(_bounds(len(ordered), batch))]
+    bins = [_bin(ordered[low:high], len(ordered), batch) for low, high in pairwise(_bounds(len(ordered), batch))]
     contexts, prompts = [o.context for o in ordered], [o.prompt for o in ordered]
     context, prompt = sum(contexts), sum(prompts)
     return Lengths(
@@ -169,8 +171,10 @@ def _check(one: TrajectoryLengths) -> None:
         )
 
 
-def _bin(part: Sequence[TrajectoryLengths], whole: int) -> Bin:
+def _bin(part: Sequence[TrajectoryLengths], whole: int, batch: int) -> Bin:
     count, contexts = len(part), [o.context for o in part]
+    # A batch has one of these.
+    slowest = sorted(o.tool_s for o in part)[-max(1, min(count, round(whole / batch))) :]
     return Bin(
         share=count / whole,
         generated=sum([o.generated for o in part]) / count,
@@ -179,6 +183,7 @@ def _bin(part: Sequence[TrajectoryLengths], whole: int) -> Bin:
         prompt=sum([o.prompt for o in part]) / count,
         turns=sum([o.turns for o in part]) / count,
         tool_s=sum([o.tool_s for o in part]) / count,
+        most_tool_s=sum(slowest) / len(slowest),
     )
 
 

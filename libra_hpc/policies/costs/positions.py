@@ -60,6 +60,7 @@ class PositionTable:
         self._contexts = [low * growth ** (k / (CONTEXTS - 1)) for k in range(CONTEXTS)]
         self._live = [2.0 ** (g / 2) for g in range(math.ceil(2 * math.log2(max(2.0, most))) + 2)]
         self._seconds: list[Curve] = []
+        self._steps_s: list[Curve] = []
         self._waits: list[Curve] = []
         for context in self._contexts:
             self._tabulate(context)
@@ -72,6 +73,10 @@ class PositionTable:
     def seconds(self, context: float) -> Curve:
         """Seconds per position at ``context`` tokens."""
         return self._blend(self._seconds, context)
+
+    def steps_s(self, context: float) -> Curve:
+        """The part of `seconds` that is not spent in tools."""
+        return self._blend(self._steps_s, context)
 
     def waits(self, context: float) -> Curve:
         """Seconds of a step of one sequence at ``context`` tokens where some wait for a slot or KV, else 0."""
@@ -123,8 +128,10 @@ class PositionTable:
             preempted=preempted,
         )
         positions = list(replica.positions(self._live))
-        seconds = list(accumulate((seconds for seconds, _ in positions), max))
-        self._seconds.append(self._admitted(seconds) if self._admits else seconds)
+        for table, tool in ((self._seconds, 0.0), (self._steps_s, replica.tool)):
+            own = (seconds - (0.0 if waiting else tool) for seconds, waiting in positions)
+            rising = list(accumulate(own, max))
+            table.append(self._admitted(rising) if self._admits else rising)
         self._waits.append(list(accumulate((rows[0][1] * waiting for _, waiting in positions), max)))
 
     def _admitted(self, seconds: Curve) -> Curve:

@@ -1,9 +1,11 @@
 """Seconds in which the replicas of one TP class roll out their share of a global batch.
 
-- eta = 0: all trajectories start together and drain. The time is the integral of the seconds per position over the
-  falling number of open trajectories.
+- eta = 0: all trajectories start together and drain. A trajectory ends after the integral, over its positions, of the
+  seconds of a step with the falling number of open ones, and after its own tools. The last one to end counts: not
+  always the longest.
 - eta >= 1: eta + 1 batches are open, or being trained. A position lasts as long as the mean number of trajectories
-  implies. The longest one ends before the training step of its own batch, ``lag`` seconds, has to begin.
+  implies. The longest one, and the one with the most tool seconds, end before the training step of their own batch,
+  ``lag`` seconds, has to begin.
 - Prompts: one that n trajectories share goes to each of r replicas with probability 1 - (1 - 1/r)^n.
 - A weight update computes the running contexts again (`RolloutOptions.updates`).
 - Sequences that wait for KV run in waves, the last of which is not full (`EMPTY_IN_LAST_WAVE`).
@@ -108,7 +110,7 @@ class ReplicaCost:
             )
             self._token_s = steps.step_s(0, 0, CHUNK, 0) / CHUNK * factors.prefill
             self._prompt_s = lengths.prompt * batch.trajectories * self._token_s
-            self._prepare()
+            self._prepare(steps, factors)
 
     def limit(self, last: int = 0) -> Limit | None:
         """Why no replica holds the trajectories of bin ``last`` (by default the shortest), or None."""
@@ -199,7 +201,8 @@ class ReplicaCost:
         live, context = segment.live / replicas, segment.context
         running = min(live, float(self._options.max_num_seqs), max(1.0, self.kv_capacity / context))
         again = self._options.updates * running * context * self._token_s
-        return prompts + again + segment.positions * self._overlapping_position_s(segment, live, lag)
+        busy = prompts + again + segment.positions * self._overlapping_position_s(segment, live, lag)
+        return max(busy, (max(self._alone_s[first : last + 1]) + lag) / (self._batch.eta + 1))
 
     def _overlapping_position_s(self, segment: _Overlapping, live: float, lag: float) -> float:
         """Seconds per batch over its positions, of ``live`` trajectories if none waited for a training step.
@@ -241,17 +244,22 @@ class ReplicaCost:
         scale = self._batch.trajectories / replicas
         end = shares[last + 1]
         total = at(self._through[first], scale * (end - shares[first]))
+        ended = total + self._tools[first]
         for q in range(first + 1, last + 1):
             total += at(self._pieces[q], scale * (end - shares[q]))
-        return total
+            ended = max(ended, total + self._tools[q])
+        return ended
 
-    def _prepare(self) -> None:
+    def _prepare(self, steps: StepTimes, factors: Factors) -> None:
         """Prefix sums over bins, and for a draining batch the time of each stretch at every number of open
         trajectories."""
         bins, lengths, positions = self._batch.lengths.bins, self._batch.lengths, 0.0
         self._shares = [0.0, *accumulate(b.share for b in bins)]
         self._tokens = [0.0, *accumulate(b.share * b.generated for b in bins)]
         self._squares = [0.0, *accumulate(b.share * b.generated**2 for b in bins)]
+        self._tools = [b.most_tool_s * factors.tool for b in bins]
+        step_s = steps.step_s(1, round(min(lengths.context, self._positions.top))) * factors.decode
+        self._alone_s = [b.generated * step_s + tool for b, tool in zip(bins, self._tools, strict=True)]
         self._pieces: list[Curve] = []
         self._through: list[Curve] = []
         width = self._positions.width
@@ -261,7 +269,7 @@ class ReplicaCost:
         for b in bins:
             piece = [0.0] * width
             for stretch, context in self._stretches(positions, b.generated):
-                piece = _plus(piece, stretch, self._positions.seconds(context))
+                piece = _plus(piece, stretch, self._positions.steps_s(context))
                 waits = _plus(waits, share * stretch, self._positions.waits(context))
             sums = _plus(sums, 1.0, piece)
             self._pieces.append(piece)

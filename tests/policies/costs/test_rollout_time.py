@@ -62,6 +62,15 @@ def test_tools_delay_a_trajectory_and_leave_room_for_others() -> None:
     assert seconds_of(without, 1) < seconds_of(with_tools, 1) < seconds_of(without, 1) + 100
 
 
+@pytest.mark.parametrize("eta", [0, 1])
+def test_the_slowest_tools_decide_a_batch_whose_longest_answer_is_quick(eta: int) -> None:
+    some = [TrajectoryLengths(10, 100, 10, 2, tool_s=tool) for tool in (*[1.0] * 6, 1000.0)]
+    lengths = sketch([*some, TrajectoryLengths(200, 300, 10, 2, tool_s=1.0)], 8)
+    replica = ReplicaCost(FakeSteps(1, fixed=0.5), BatchWork(8, lengths, eta))
+    # Ten tokens and the tools; the longest one needs 101 s.
+    assert seconds_of(replica, 4) == pytest.approx(1005.0 / (eta + 1), rel=0.01)
+
+
 def test_prompts_are_computed_once_and_tool_results_between_steps() -> None:
     steps = FakeSteps(1, fixed=1e-9, new=1e-3)
     batch = BatchWork(4, sketch([TrajectoryLengths(100, 100 + 1000 + 300, 1000, 3)] * 4, 4), 0)
