@@ -129,6 +129,14 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
                 f" (rollout.max_num_seqs = {asked.options.max_num_seqs})"
             )
         )
+        lengths = asked.batch.lengths
+        if not best.simulated and lengths.turns_per_token * lengths.generated < 2:
+            show(
+                Text(
+                    "note: of single answers that wait for a slot, the cost models do not know the order: they are off"
+                    " by up to 25 %; without --quick they are simulated"
+                )
+            )
     show(Text(f"new weights ({asked.updated_from}): {best.update.words(best.rollout.least_tp)}"))
     show(Text(f"rollout steps: {', '.join(dict.fromkeys(_source(s) for s in result.sources))}"))
     show(Text(_proof(result)))

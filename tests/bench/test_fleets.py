@@ -116,7 +116,7 @@ def test_every_second_group_has_slow_tools() -> None:
     made = fleets_rows._made(Setting(preset=MIXED), 64, 0)
     tools = [sum(turn.tool_s for turn in one.turns) / len(one.turns) for one in made]
     means = [sum(tools[first : first + 8]) / 8 for first in range(0, 64, 8)]
-    assert means[1::2] == pytest.approx([40.0 * quick for quick in means[::2]], rel=0.01)
+    assert means[1::2] == pytest.approx([10.0 * quick for quick in means[::2]], rel=0.01)
     assert len({one.prompt_id for one in made}) == 8
 
 
