@@ -105,6 +105,8 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
         what = f"{'training' if train > rollout else 'rollout'} is the slower stage"
     if rollout <= (1 + CLOSE) * result.straggler:
         what += f"; rollout waits for its longest trajectory ({_s(result.straggler)}), more nodes would not help it"
+        if asked.batch.eta:
+            what += f"; how often the slowest of {asked.batch.eta + 1} batches holds up a step is not known: up to 40 %"
     show(Text(f"best: {what}"))
     show(
         Text(

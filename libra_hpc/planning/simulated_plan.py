@@ -5,8 +5,10 @@
 - Those within `WORTH` of the best by the cost models are simulated: one batch of the same trajectories for all. The
   best `FINALISTS` are simulated on two further batches.
 - A simulated batch may have a longer tail than usual: its seconds are scaled, for all plans alike, by what the cost
-  models say of the usual lengths over its own.
-- eta > 0: times what the cost models say of the plan's overlapping batches over a single one.
+  models say of the usual lengths over its own. Of a trace: of `USUAL` batches, in the mean, because the mean of the
+  last trajectories of batches is more than what the mean of all long ones says.
+- eta > 0: times what the cost models say of overlapping batches over a single one, of the plan, or of the homogeneous
+  fleet beside a mix: of mixes they assume that lengths are known.
 - A mix is chosen when it is `MIX_GAIN` faster than the best homogeneous fleet.
 
 So the scheduler's skill at sorting is measured, not assumed.
@@ -44,6 +46,8 @@ WORTH = 1.25
 MIX_GAIN = 0.05
 """Share by which a mix must be faster: it serves other lengths than the simulated ones worse."""
 FINALISTS, SEEDS = 3, 3
+USUAL = 8
+"""Batches whose mean is usual; fewer where one alone is large. At half, it scatters by 10 %."""
 FIRST = 12
 """Most plans that are simulated."""
 TURNS = 120_000
@@ -111,18 +115,31 @@ def simulated_plans(
 
     @once
     def batch(seed: int) -> tuple[list[TrajectoryRecord], float]:
+        """A batch, and seconds of the plain fleet that knows its lengths."""
         made = asked.work.batch(asked.batch.trajectories, asked.options.group, seed) if seed else first
         own = search.of_one_batch(sketch(observe(made), asked.batch.trajectories))
-        return made, alone.layout_seconds(plain) / own.layout_seconds(plain)
+        return made, own.layout_seconds(plain)
+
+    @once
+    def usual_s() -> float:
+        if not asked.work.recorded:
+            return alone.layout_seconds(plain)
+        return statistics.fmean(batch(seed)[1] for seed in range(max(seeds, min(USUAL, TURNS // turns))))
+
+    def overlapping(plan: RunPlan) -> float:
+        """Seconds of overlapping batches over those of a single one."""
+        like = next((p for p in chosen if not p.mixed and (p.pool, p.nodes) == (plan.pool, plan.nodes)), plan)
+        layout = like.rollout if plan.mixed else plan.rollout
+        return layout.seconds / alone.layout_seconds(layout)
 
     def play(plan: RunPlan, seed: int) -> float:
         return remembered.of(plan.rollout, seed, partial(simulated, plan, seed))
 
     def simulated(plan: RunPlan, seed: int) -> float:
-        made, usual = batch(seed)
+        made, own_s = batch(seed)
         engines = engines_of(plan.rollout, [p.device for p in asked.pools], asked.shape, steps)
         makespan_s = simulate(made, engines, make_policy(asked.policy), settings).makespan_s
-        return makespan_s * usual * plan.rollout.seconds / alone.layout_seconds(plan.rollout)
+        return makespan_s * usual_s() / own_s * overlapping(plan)
 
     return msgspec.structs.replace(
         result, plans=tuple(halving(chosen, play, search.with_rollout_seconds, seeds=seeds, progress=progress))

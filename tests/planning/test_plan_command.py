@@ -58,6 +58,7 @@ def test_the_default_shows_split_limits_and_sources(call: Call) -> None:
     [
         (("-o", "rollout.max_num_seqs=8"), "of a batch's 512 trajectories at once (rollout.max_num_seqs = 8)"),
         (("-o", "rollout.max_num_seqs=8", "--turns", "1", "--tool-s", "0"), "the cost models do not know the order"),
+        (("--tool-s", "600"), "the slowest of 2 batches holds up a step is not known"),
         (("--model", "llama-3.1-70b"), "fits on hybrid nodes too, so it has none"),
     ],
 )
