@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-Action = Literal["hold", "to_train", "to_rollout", "repartition", "borrow", "give_back"]
+Action = Literal["hold", "to_train", "to_rollout", "time_share", "split", "repartition", "borrow", "give_back"]
 
 
 class NodeFact(msgspec.Struct, frozen=True):
@@ -14,7 +14,7 @@ class NodeFact(msgspec.Struct, frozen=True):
     component: str
     """``train`` | ``hybrid`` | ``rollout``; only hybrid nodes move."""
     role: str
-    """Value of `libra_hpc.policies.pool.states.NodeState`."""
+    """Value of `libra_hpc.policies.pool.states.NodeState`; ``both``: in each stage for a part of every step."""
     since: float
     unit: int = -1
     """First rank of the nodes that it moves with; -1: it moves alone."""
@@ -162,7 +162,8 @@ class PlanDecision(msgspec.Struct, frozen=True):
     """What to do now, and why."""
 
     action: Action
-    """``repartition``: another layout of core nodes, at the next step boundary; ``borrow``, ``give_back``: other
+    """``repartition``: another layout of core nodes, at the next step boundary; ``time_share``: hybrid nodes serve both
+    stages of every step; ``split``: they stay in one again, ``nodes`` in training; ``borrow``, ``give_back``: other
     `SpotFact.wanted`."""
     node: int
     """Rank that moves first; -1 for ``hold`` and ``repartition``."""

@@ -9,6 +9,7 @@ every split that hybrid nodes can reach, and takes the best one if no condition 
 - The queues contradict the estimate (`Moves`) -> hold.
 - A moving node younger than ``min_dwell_s``, or the hour's moves used up -> hold.
 - No change for `SETTLED` steps -> the move becomes a proposal, which newer steps must confirm (`Hysteresis`).
+- Synchronous, and time-sharing saves time -> ``time_share`` (`TimeSharing`), until it does not.
 - Nothing to gain from hybrid nodes and a period of steady work -> the `RepartitionAdvisor` searches all layouts.
 - Nothing to move, and the run may queue nodes for itself -> `borrowing` says whether it does.
 
@@ -33,6 +34,7 @@ from .node_scaling import NodeScaling
 from .repartition_choice import CANDIDATES, RepartitionAdvisor
 from .stage_estimator import StageEstimator
 from .stage_times import Estimate, Split, predict, times_with_work_of
+from .within_step import BOTH, TimeSharing
 
 WAITING = 0.2
 """Share of the trainers' time without data that triggers an evaluation: twice what uneven batches cause."""
@@ -91,6 +93,7 @@ class Planner:
         self._estimator = StageEstimator(rollout_model, self._scaling)
         self._hysteresis = Hysteresis(settings)
         self._moves = Moves(settings, self._scaling, self._hysteresis)
+        self._sharing = TimeSharing(settings, self._scaling, self._hysteresis)
         self._pending: _Pending | None = None
 
     def decide(self, snapshot: PlanSnapshot, now: float) -> PlanDecision:
@@ -110,6 +113,8 @@ class Planner:
         estimate = self._estimator.estimate(snapshot, split, proposal.at if proposal else None)
         if self._estimator.measured is not None:
             self._judge_move(self._estimator.measured, now)
+        if (shared := self._sharing.decide(snapshot, estimate, now)) is not None:
+            return shared
         if isinstance(estimate, str):
             return _hold(f"hold: {estimate}")
         self.estimate = estimate
@@ -170,8 +175,10 @@ class Planner:
             self._pending, self._drift_pending = None, True
             self._hysteresis.reset()
             self._scaling.clear_pairs()
+            self._sharing.reset()
         self._hysteresis.observe(snapshot.nodes, now)
-        split = Split(sum(n.role == "train" for n in snapshot.nodes), sum(n.role == "rollout" for n in snapshot.nodes))
+        roles = [node.role for node in snapshot.nodes]
+        split = Split(*(sum(role in (stage, BOTH) for role in roles) for stage in ("train", "rollout")))
         if self._estimator.set_split(split, now):
             self._hysteresis.proposal = None
         return split

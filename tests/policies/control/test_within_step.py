@@ -1,0 +1,190 @@
+"""Time-sharing within a step: when it pays, which nodes move, and who stays."""
+
+from __future__ import annotations
+
+import pytest
+
+from libra_hpc.config.rollout import PlannerSection
+from libra_hpc.policies.control.decide import Planner
+from libra_hpc.policies.control.within_step import BOTH, Moves, Rest, moves_within_step
+from libra_hpc.protocol.plan import (
+    NodeFact,
+    PlanDecision,
+    PlanSnapshot,
+    RolloutWindowFact,
+    SwitchFact,
+    TrainStepFact,
+    TrajectoryFact,
+)
+from tests.policies.control.plant import NOTHING
+
+TOKENS = 100
+
+
+def nodes(train: int, hybrid: str, rollout: int, count: int = 4, unit: int = 1) -> tuple[NodeFact, ...]:
+    made = ["train"] * train + ["hybrid"] * count + ["rollout"] * rollout
+    return tuple(
+        NodeFact(
+            rank,
+            component,
+            hybrid if component == "hybrid" else component,
+            since=0.0,
+            unit=rank - (rank - train) % unit if component == "hybrid" else rank,
+        )
+        for rank, component in enumerate(made)
+    )
+
+
+class Run:
+    """A synchronous run with perfect scaling; ``train_s`` and ``rollout_s`` are those of one node."""
+
+    def __init__(self, all_nodes: tuple[NodeFact, ...], train_s: float = 480.0, rollout_s: float = 480.0) -> None:
+        self.nodes, self.train_s, self.rollout_s = all_nodes, train_s, rollout_s
+        self.now = 0.0
+        self.switch_s: tuple[float, float] | None = None
+        self.lost_s = 0.0
+        """Of each batch, that nobody predicts."""
+        self.steps: list[TrainStepFact] = []
+        self.windows: list[RolloutWindowFact] = []
+        self.done: list[TrajectoryFact] = []
+        self.switches: list[SwitchFact] = []
+        self.planner = Planner(PlannerSection(switch_cost_s=10.0, min_dwell_s=0.0, time_sharing="auto"))
+
+    def batches(self, count: int) -> None:
+        sharing = any(node.role == BOTH for node in self.nodes)
+        train, rollout = (sum(n.role in (stage, BOTH) for n in self.nodes) for stage in ("train", "rollout"))
+        for _ in range(count):
+            spent = self.rollout_s / rollout
+            self.windows.append(RolloutWindowFact(self.now + spent, spent, rollout, 64 * TOKENS, 0, busy=1.0))
+            self.done += [TrajectoryFact(len(self.done) + i, self.now + spent, TOKENS, TOKENS, 1) for i in range(64)]
+            if sharing and self.switch_s:
+                self.switches += [SwitchFact(self.now, "to_train", self.switch_s[0])]
+                self.switches += [SwitchFact(self.now, "to_rollout", self.switch_s[1])]
+                spent += sum(self.switch_s)
+            spent += self.train_s / train + self.lost_s
+            self.now += spent
+            self.steps.append(TrainStepFact(self.now, 64 * TOKENS, 64 * TOKENS, train, self.train_s / train))
+
+    def decide(self) -> PlanDecision:
+        snapshot = PlanSnapshot(
+            nodes=self.nodes,
+            steps=tuple(self.steps),
+            windows=tuple(self.windows),
+            trajectories=tuple(self.done),
+            switches=tuple(self.switches),
+            queue=NOTHING.queue,
+            prompts_per_step=8,
+            group_size=8,
+            eta=0,
+            steps_left=100,
+        )
+        return self.planner.decide(snapshot, self.now)
+
+
+def share(run: Run) -> PlanDecision:
+    """From the first decision, which is time-sharing, to the second."""
+    run.decide()  # the split begins
+    run.batches(5)
+    decision = run.decide()
+    assert decision.action == "time_share"
+    train = sum(node.component == "train" for node in run.nodes)
+    run.nodes = nodes(train, BOTH, sum(node.component == "rollout" for node in run.nodes))
+    return decision
+
+
+@pytest.mark.parametrize("train", [1, 2])
+def test_cheap_switches_let_all_hybrid_nodes_serve_both_stages(train: int) -> None:
+    run = Run(nodes(train, "rollout", 1))
+    decision = share(run)
+    # One core node: 480 / 5 + 480 / 5 + 20 s, and 480 / 3 + 480 / 3 s with three nodes in either stage.
+    shared = 480.0 / (4 + train) + 480.0 / 5 + 20.0
+    assert decision.numbers["shared_s"] == pytest.approx(shared)
+    assert decision.nodes == tuple(range(train, train + 4))
+    run.switch_s = 5.0, 5.0
+    for _ in range(6):
+        run.batches(1)
+        assert run.decide().reason.startswith("hold: time-sharing")
+    assert run.decide().numbers["shared_s"] == pytest.approx(shared - 10.0)
+    assert not run.planner.outcomes, "no move of the hour, none to be judged"
+
+
+def test_dear_switches_end_it_after_one_batch_and_for_good() -> None:
+    run = Run(nodes(1, "rollout", 1))
+    share(run)
+    run.switch_s = 120.0, 60.0
+    run.batches(1)
+    decision = run.decide()
+    assert (decision.action, decision.nodes) == ("split", (1, 2)), "of three training and three rollout nodes"
+    run.nodes = tuple(
+        NodeFact(n.rank, n.component, "train" if n.rank in (1, 2) else "rollout", run.now)
+        if n.component == "hybrid"
+        else n
+        for n in run.nodes
+    )
+    for _ in range(6):
+        run.batches(2)
+        assert run.decide().action == "hold"
+
+
+def test_batches_that_are_slower_than_predicted_end_it_until_the_work_changes() -> None:
+    run = Run(nodes(1, "rollout", 1))
+    share(run)
+    run.switch_s, run.lost_s = (5.0, 5.0), 200.0
+    run.batches(6)
+    assert run.decide().action == "split"
+    run.nodes, run.lost_s = nodes(1, "rollout", 1), 0.0
+    for _ in range(4):
+        run.batches(3)
+        assert run.decide().action != "time_share"
+
+
+def test_a_split_that_is_nearly_as_good_stays() -> None:
+    """Training is short: five of six nodes roll out anyway."""
+    run = Run(nodes(1, "rollout", 1), train_s=10.0)
+    run.decide()
+    run.batches(6)
+    assert run.decide().action == "hold"
+
+
+def test_a_lost_node_changes_the_numbers_and_not_the_mode() -> None:
+    run = Run(nodes(1, "rollout", 1))
+    share(run)
+    run.switch_s = 5.0, 5.0
+    run.batches(6)
+    run.nodes = tuple(NodeFact(2, "hybrid", "lost", run.now, 2) if n.rank == 2 else n for n in run.nodes)
+    assert run.decide().action == "hold"
+    run.batches(6)
+    decision = run.decide()
+    assert decision.reason.startswith("hold: time-sharing, a batch takes 250.0 s where 3 hybrid nodes")
+
+
+def rest(trajectories: int, *, complete: bool = False, admitted: bool = True, engines: int = 1, **running: int) -> Rest:
+    return Rest(complete, admitted, trajectories, {int(rank[1:]): n for rank, n in running.items()}, engines)
+
+
+def test_the_rest_of_a_batch_stays_on_few_nodes_and_the_others_go_the_idlest_first() -> None:
+    rolling = nodes(1, "rollout", 1)
+    go = lambda r: moves_within_step(rolling, r, frozenset()).to_train  # noqa: E731
+    assert go(rest(40)) == ()
+    assert go(rest(24, n1=9, n2=1, n3=8, n4=6)) == (2, 4)
+    assert go(rest(24, engines=2, n1=9, n2=1, n3=8, n4=6)) == (2, 4, 3)
+    assert go(rest(8)) == (1, 2, 3, 4), "the rollout node stays"
+    assert go(rest(8, admitted=False)) == (), "more groups follow"
+    assert go(rest(0)) == (), "nothing began"
+    assert go(rest(0, complete=True)) == (1, 2, 3, 4)
+    assert moves_within_step(nodes(1, "rollout", 0), rest(1), frozenset()).to_train == (1, 2, 3), "one stays"
+
+
+def test_nodes_that_train_as_one_leave_together() -> None:
+    rolling = nodes(1, "rollout", 1, unit=2)
+    assert moves_within_step(rolling, rest(16, n1=3, n2=3), frozenset()).to_train == (3, 4)
+    assert moves_within_step(rolling, rest(32, n1=3, n2=3), frozenset()).to_train == ()
+
+
+def test_after_the_commit_those_that_trained_go_back_and_others_stay() -> None:
+    training = nodes(1, "train", 1)
+    assert moves_within_step(training, rest(64), frozenset({1, 2, 3, 4})) == Moves(
+        to_rollout=(1, 2, 3, 4), reason="the step is committed"
+    )
+    assert moves_within_step(training, rest(3), frozenset()) == moves_within_step(training, rest(3), frozenset())
+    assert not moves_within_step(training, rest(3), frozenset()).to_rollout, "they wait for the batch"
