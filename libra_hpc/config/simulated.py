@@ -46,6 +46,6 @@ class SimulatedSection(Section):
     start_s: Seconds = Field(60.0, ge=0)
     """Time from the start of an engine or a training process until it is ready."""
     wake_s: Seconds = Field(5.0, ge=0)
-    """Time that waking an engine from standby adds to its next weight update."""
+    """Time that standby adds to the next weight update of an engine, and to the next joining of a training process."""
     sync_s: Seconds = Field(2.0, ge=0)
     """Pause of an engine for a weight update."""

@@ -36,7 +36,7 @@ from libra_hpc.state.store import patiently
 from .ending import RunEnding
 from .guard_watch import ENDS, GuardWatch
 from .ladder import Ladder, Movement, waits_for
-from .live_planning import LivePlanning
+from .live_planning import LivePlanning, StepSharing
 from .liveness import Gone, LostNode, NodeContact, discount, read_gone
 from .nodes import NodePool
 from .observations import Observations
@@ -77,10 +77,12 @@ class Coordinator:
         self._guards = guards or GuardWatch(self._config.algorithm.guard)
         self._nodes.good_step = self._guards.good_step
         self._repartitioner = Repartitioner(context, self._event, self._records.event_now)
+        self._sharing = StepSharing(context, self._nodes, self._observations)
         self._planning = LivePlanning(
             self._config,
             self._nodes,
             self._observations,
+            self._sharing,
             repartition_after=self._repartitioner.not_before,
             event=self._event,
         )
@@ -133,6 +135,7 @@ class Coordinator:
                 self._on_step(message)
             case wire.RolloutReport():
                 self._observations.on_rollout(message, self._nodes.receivers, time.time())
+                self._share()
             case wire.Hello(rank=rank, host=host, pid=pid, component=component):
                 node.host, node.pid = host, pid
                 self._context.send(rank, self._context.start)
@@ -226,6 +229,12 @@ class Coordinator:
         )
         if carried_out and self._repartitioner.propose(decision):
             self._context.send(self._context.layout.train_leader, wire.StopTraining("repartition"))
+
+    def _share(self) -> None:
+        """Move nodes within the step; a run that stops moves none."""
+        if self._stopping:
+            self._sharing.end()
+        self._sharing.evaluate(self._step, time.time())
 
     def _blocked_by(self) -> str:
         """Why the ranks cannot be repartitioned at the moment; empty: they can."""
@@ -403,6 +412,7 @@ class Coordinator:
         line = {"t": now, "step": report.step, **metrics, **own}
         self._observations.on_step(line, now)
         self._records.step(line)
+        self._share()
         self._on_guards(self._guards.observe(line))
 
     def _on_guards(self, decision: GuardDecision | None) -> None:

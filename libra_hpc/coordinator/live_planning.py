@@ -1,6 +1,13 @@
 """Asks the planner for a decision, logs it, and orders the moves of hybrid nodes.
 
-The coordinator carries out a repartition, because that stops training.
+- ``to_train``, ``to_rollout`` -> the nodes move. The coordinator carries out a repartition: that stops training.
+- ``time_share`` -> from then on `StepSharing` moves hybrid nodes within each step, until ``split``.
+- In time-sharing, a report of the rollout or a committed step -> the moves of `moves_within_step`.
+- The train leader waits at each step for the hybrid nodes that work (`AwaitMembers`), at most `LIMIT` switches.
+- The run stops -> it waits for none.
+
+Moves within a step are none of the plan's: they have no `move_started`, and the planner sees their nodes in both
+stages.
 """
 
 from __future__ import annotations
@@ -10,13 +17,98 @@ from collections.abc import Callable
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.estimate import StageEstimate
 from libra_hpc.facts.status import DecisionStatus
+from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.planning.live import live_planner
+from libra_hpc.policies.control.hysteresis import SWITCHES
+from libra_hpc.policies.control.within_step import BOTH, Rest, moves_within_step
+from libra_hpc.policies.pool.states import Node, NodeState
+from libra_hpc.protocol.agents import AwaitMembers, RolloutReport
 from libra_hpc.protocol.engine_state import EngineKind
 from libra_hpc.protocol.plan import NodeFact, PlanDecision, SpotFact
 
 from .decisions import DecisionLog, predicted_gain
 from .nodes import NodePool
 from .observations import Observations
+
+LIMIT = 3.0
+"""Times the slowest of the last switches. Half: one slow switch costs a step its nodes; double: a hung node costs all
+others six switches."""
+AWAY = (NodeState.LOST, NodeState.STARTING)
+
+
+class StepSharing:
+    """Moves the hybrid nodes of a synchronous run within each step."""
+
+    def __init__(self, context: AgentContext, nodes: NodePool, observations: Observations) -> None:
+        self._context, self._nodes, self._observations = context, nodes, observations
+        self.active = False
+        self._awaited = AwaitMembers((), 0.0)
+        self._trains: dict[int, int] = {}
+        """Step for which a node was ordered to train."""
+        self._ordered = 0
+        """Newest step for whose complete batch nodes were ordered."""
+
+    def end(self) -> None:
+        """Every node stays where it is."""
+        self.active = False
+        self._await(())
+
+    def evaluate(self, step: int, now: float) -> None:
+        """Order the moves that are due; ``step`` is the last one committed."""
+        report = self._observations.report
+        if not self.active or report is None:
+            return
+        complete = report.composed > step
+        if not complete or self._ordered <= step:
+            self._order(report, step, now)
+        # Of a complete batch, only those that were there in time.
+        self._await(tuple(node.rank for node in self.hybrid() if not complete or node.role == "train"))
+
+    def hybrid(self) -> list[Node]:
+        """Hybrid nodes that work, or change their stage."""
+        nodes = self._nodes.pool.nodes.values() if self._nodes.pool else ()
+        return [node for node in nodes if node.component == "hybrid" and node.state not in AWAY]
+
+    def facts(self, *, as_shared: bool) -> tuple[NodeFact, ...]:
+        """All nodes; ``as_shared``: those in time-sharing as nodes of both stages."""
+        assert self._nodes.pool is not None
+        both = {node.rank for node in self.hybrid()} if self.active and as_shared else ()
+        return tuple(
+            NodeFact(
+                rank,
+                node.component,
+                BOTH if rank in both else str(node.state),
+                self._nodes.contacts[rank].since,
+                unit=node.unit[0],
+            )
+            for rank, node in self._nodes.pool.nodes.items()
+        )
+
+    def _order(self, report: RolloutReport, step: int, now: float) -> None:
+        rest = Rest(
+            complete=report.composed > step,
+            admitted=report.joint_version == step
+            and report.outstanding_groups >= self._context.config.algorithm.prompts_per_step,
+            trajectories=sum(group.waiting + group.running for group in report.open_groups),
+            running=dict(report.running),
+            engines=max(1, sum(count for _, count, *_ in report.buckets) // max(1, len(report.running))),
+        )
+        if rest.complete:
+            self._ordered = step + 1
+        back = frozenset(n.rank for n in self.hybrid() if not rest.complete and self._trains.get(n.rank, 0) <= step)
+        moves = moves_within_step(self.facts(as_shared=False), rest, back)
+        self._trains |= dict.fromkeys(moves.to_train, step + 1)
+        for rank in moves.to_train:
+            self._nodes.move(rank, "train", now, abort=True)
+        for rank in moves.to_rollout:
+            self._nodes.move(rank, "rollout", now)
+
+    def _await(self, ranks: tuple[int, ...]) -> None:
+        seen = [s.seconds for s in self._observations.switches if s.direction == "to_train"][-SWITCHES:]
+        message = AwaitMembers(ranks, LIMIT * max(*seen, self._context.config.planner.switch_cost_s, 0.0))
+        if message != self._awaited and (ranks or self._awaited.ranks):
+            self._awaited = message
+            self._context.send(self._context.layout.train_leader, message)
 
 
 class LivePlanning:
@@ -27,10 +119,12 @@ class LivePlanning:
         config: RunConfig,
         nodes: NodePool,
         observations: Observations,
+        sharing: StepSharing,
         repartition_after: float,
         event: Callable[..., None],
     ) -> None:
         self._config, self._nodes, self._observations, self._event = config, nodes, observations, event
+        self._sharing = sharing
         self._planner = live_planner(config)
         self._planner.repartition_after = repartition_after
         self._decisions = DecisionLog(self._planner, event)
@@ -44,12 +138,7 @@ class LivePlanning:
 
     def decide(self, steps_left: int, now: float) -> PlanDecision:
         """Evaluate the plan and order the moves that it decides; ``now`` in epoch seconds."""
-        assert self._nodes.pool is not None
-        contacts, algorithm = self._nodes.contacts, self._config.algorithm
-        nodes = tuple(
-            NodeFact(rank, node.component, str(node.state), contacts[rank].since, unit=node.unit[0])
-            for rank, node in self._nodes.pool.nodes.items()
-        )
+        algorithm, nodes = self._config.algorithm, self._sharing.facts(as_shared=True)
         snapshot = self._observations.snapshot(
             nodes,
             prompts_per_step=algorithm.prompts_per_step,
@@ -64,6 +153,13 @@ class LivePlanning:
             self._move(decision, "train" if decision.action == "to_train" else "rollout", now)
         elif decision.action in ("borrow", "give_back"):
             self.spot_nodes, self._spot_since = decision.spot_nodes, now
+        elif decision.action == "time_share":
+            self._sharing.active = True
+        elif decision.action == "split":
+            self._sharing.end()
+            for node in nodes:
+                if node.role == BOTH:
+                    self._nodes.move(node.rank, "train" if node.rank in decision.nodes else "rollout", now)
         return decision
 
     def _spot(self) -> SpotFact | None:

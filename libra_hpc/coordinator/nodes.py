@@ -94,11 +94,11 @@ class NodePool:
         self.announce()
         self._carry_out(effects)
 
-    def move(self, rank: int, role: EngineKind, now: float) -> None:
-        """Order a node and those that move with it, unless they are on their way."""
-        if rank not in self.moves:
+    def move(self, rank: int, role: EngineKind, now: float, abort: bool = False) -> None:
+        """Order a node and those that move with it, unless they are on their way; ``abort`` as in `MoveOrdered`."""
+        if rank not in self.moves and self.pool and str(self.pool.nodes[rank].state) != role:
             self.moves |= dict.fromkeys(self._context.layout.unit(rank), (role, now))
-            self.apply(states.MoveOrdered(rank, role))
+            self.apply(states.MoveOrdered(rank, role, abort))
 
     @property
     def quarantined(self) -> list[str]:

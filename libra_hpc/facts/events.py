@@ -54,6 +54,7 @@ NODES = (
     _fault("own_stall", "Rank 0 was stopped for a while; no deadline counts it", "reason seconds", notice=True),
     EventKind("illegal_transition", "A message did not fit the node's state and was ignored", "reason"),
     EventKind("generation", "A new membership of training replicas", "generation ranks"),
+    _fault("members_late", "A step began without nodes that it had waited for", "step ranks seconds", notice=True),
     EventKind("member_joined", "A replica got the weights", "rank generation step received_bytes seconds source"),
 )
 PLANNER = (

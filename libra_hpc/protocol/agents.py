@@ -175,6 +175,16 @@ class FormGeneration(msgspec.Struct, tag=True, frozen=True):
     ranks: tuple[int, ...]
 
 
+class AwaitMembers(msgspec.Struct, tag=True, frozen=True):
+    """Coordinator -> train leader: begin no step without these nodes, until ``limit_s`` after its batch came.
+
+    It holds until the next one.
+    """
+
+    ranks: tuple[int, ...]
+    limit_s: float
+
+
 class SnapshotStored(msgspec.Struct, tag=True, frozen=True):
     """Train node -> train leader: ``rank`` has node ``owner``'s part of the snapshot, its own or a copy."""
 
@@ -414,6 +424,10 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     lenders: tuple[LenderReport, ...] = ()
     lent_gpus: float = 0.0
     """Of the engines of guests that take turns, each by its share of the time."""
+    composed: int = 0
+    """Newest step whose batch was sent."""
+    running: tuple[tuple[int, int], ...] = ()
+    """(rank, turns in flight) of the run's nodes."""
 
 
 # --- weights ---
@@ -475,6 +489,7 @@ MeshMessage = Union[
     ToReplica,
     FromReplica,
     FormGeneration,
+    AwaitMembers,
     MemberJoined,
     SnapshotStored,
     KeepSnapshot,

@@ -222,6 +222,14 @@ class EngineRegistry:
     def empty(self, rank: int) -> bool:
         return not any(self.engines[name].inflight for name in self.of(rank))
 
+    def running_on(self) -> tuple[tuple[int, int], ...]:
+        """(rank, turns in flight) of the run's own nodes."""
+        turns: dict[int, int] = {}
+        for name in self.own:
+            engine = self.engines[name]
+            turns[engine.rank] = turns.get(engine.rank, 0) + len(engine.inflight)
+        return tuple(turns.items())
+
     @property
     def inflight(self) -> int:
         return sum(view.inflight for view in self._board.engines.values())

@@ -144,6 +144,11 @@ class PromptOrder:
         self._next_step += 1
         return step, [self.groups[int(name)] for name in names]
 
+    @property
+    def composed(self) -> int:
+        """Newest step whose batch was taken."""
+        return self._next_step - 1
+
     def trained(self, indices: tuple[int, ...]) -> None:
         for index in indices:
             self.groups.pop(index, None)

@@ -345,4 +345,6 @@ class RolloutLeader:
             guest_tokens=sum(one.tokens for one in engines.lenders.values()),
             lenders=tuple(one.report() for one in engines.lenders.values()),
             lent_gpus=engines.lent_gpus,
+            composed=order.composed if order else 0,
+            running=engines.running_on(),
         )

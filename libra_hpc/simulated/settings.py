@@ -33,7 +33,7 @@ class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     start_s: Seconds
     """From the start of a process until it is ready."""
     wake_s: Seconds
-    """Added to the first weight update after standby."""
+    """Added to the first weight update, or the first joining, after standby."""
     sync_s: Seconds
 
 

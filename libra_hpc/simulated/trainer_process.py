@@ -4,6 +4,7 @@
 
 * `TrainStep` or `TrainPortion` that is not of the next step of the current generation, or lacks a part -> refused.
 * `Join` -> the core's step; a replica without its weights receives them.
+* The first `Join` after standby takes ``wake_s`` longer.
 * Start with ``start_dir`` -> the step of that state.
 * Unlike the real worker, a member whose peer dies during a step finishes and commits the step.
 """
@@ -56,7 +57,8 @@ class Trainer(WorkerLoop):
 
     def __init__(self, config: WorkerConfig, pace: Pace, socket: WorkerSocket, begin: float) -> None:
         super().__init__(socket, Pulse(socket))
-        self._config, self._speedup = config, pace.speedup
+        self._config, self._speedup, self._wake_s = config, pace.speedup, pace.wake_s
+        self._asleep = False
         shape = model_shape(pace.model)
         self._time = ReplicaTime(
             shape=shape,
@@ -104,10 +106,12 @@ class Trainer(WorkerLoop):
                 timeout_s=config.join_timeout_s,
                 interrupted=self.socket.interrupted,
             )
-        received = 0
+        received, simulated_s = 0, self._wake_s if self._asleep else 0.0
         if core.step not in (self.step, message.version):
             received = self._time.received_bytes
-            self._take(self._time.receive_s, begin)
+            simulated_s += self._time.receive_s
+        self._take(simulated_s, begin)
+        self._asleep = False
         self._state, self._generation, self._ranks = core, message.generation, ranks
         return received
 
@@ -190,7 +194,7 @@ class Trainer(WorkerLoop):
     def standby(self) -> None:
         self._generation = -1
         if self._config.elastic:
-            self._state = NOTHING
+            self._state, self._asleep = NOTHING, True
 
     def _end_write(self) -> None:
         """There is one copy of the state in host memory."""

@@ -235,15 +235,19 @@ class TrainLeader(StepRequests):
             if self._membership_due() or self.step + 1 not in self._batches:
                 continue
             self._offer()
+            if not await self._all_here(self.step + 1, self._change):
+                continue
             if not await self._train(self._batches[self.step + 1], self._clock() - waiting):
                 return
         if await self._save_last():
             self._send(0, TrainingDone(self.step))
 
     def _batch_or_change(self) -> bool:
+        return self.step + 1 in self._batches or self._change()
+
+    def _change(self) -> bool:
         changed = self._membership_due() or bool(self._stop_reason or self._offer_failure)
-        due = self._offer_due() or self._save_now()
-        return self.step + 1 in self._batches or changed or due
+        return changed or self._offer_due() or self._save_now()
 
     async def _membership(self) -> bool:
         """Form the newest ordered generation; False when the run cannot go on."""

@@ -68,6 +68,7 @@ OFFER = OfferWeights("/w", 4, 3)
 PART = wire.SnapshotOffered(1, "s", Peer(2, ("127.0.0.1",), 7))
 TURNS = wire.Turns(())
 DONE = wire.TurnsDone(())
+AWAIT = wire.AwaitMembers((4,), 1.0)
 ENGINE = EngineState(4, "rollout", "lost", reason="why")
 
 
@@ -86,6 +87,7 @@ ENGINE = EngineState(4, "rollout", "lost", reason="why")
         (wire.StopTrainers(4), [("train.reset",), ("spawn", "train reset")]),
         (wire.StandbyEngine(4, "rollout"), [("node.standby",)]),
         (wire.FormGeneration(2, (1, 2)), [("leader.on_generation", 2, (1, 2))]),
+        (AWAIT, [("leader.on_await", AWAIT)]),
         (wire.StopTraining("enough"), [("leader.on_stop", "enough", 0)]),
         (ENGINE, [("service.on_message", ENGINE)]),
         (DONE, [("service.on_message", DONE)]),

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from libra_hpc.protocol import trainer as wire
-from libra_hpc.protocol.agents import CarrierStarted, Committed, Fatal, StepReport, ToReplica
+from libra_hpc.protocol.agents import AwaitMembers, CarrierStarted, Committed, Fatal, Log, StepReport, ToReplica
 from libra_hpc.protocol.carriers import Peer
-from libra_hpc.protocol.trainer import Join, StepFailed, WorkerFailed
+from libra_hpc.protocol.trainer import Join, StepFailed, WorkerFailed, WorkerHeartbeat
 from libra_hpc.train_leader import generations
 from libra_hpc.train_leader.requested_offers import Published
 from tests.train_leader.world import World, batch, until
@@ -201,3 +201,46 @@ async def test_time_in_which_a_member_writes_its_state_is_no_failure() -> None:
     assert not world.of(Fatal)
     world.now += generations.NEW_GENERATION_S
     assert "2 did not appear" in (await world.fatal()).reason
+
+
+async def test_a_step_waits_for_members_on_their_way_and_not_longer_than_the_limit() -> None:
+    world = World(steps=3).start(1)
+    world.add(2)
+    await world.joined(1)
+    world.leader.on_await(AwaitMembers((2,), 60.0))
+    world.leader.on_batch(batch(1))
+    await asyncio.sleep(0.02)
+    assert not world.trained
+    world.leader.on_generation(2, (1, 2))
+    await until(lambda: len(world.of(Committed)) == 1)
+    assert {(rank, step) for rank, step, *_ in world.trained} == {(1, 1), (2, 1)}
+
+    world.leader.on_generation(3, (1,))
+    await world.joined(4)
+    world.leader.on_batch(batch(2))
+    await asyncio.sleep(0.02)
+    assert len(world.of(Committed)) == 1
+    world.now += 61.0
+    world.leader.on_reply(1, WorkerHeartbeat("idle", 0.0))
+    await until(lambda: len(world.of(Committed)) == 2)
+    (late,) = [log.fields for log in world.of(Log) if log.kind == "members_late"]
+    assert (late["step"], late["ranks"]) == (2, [2])
+    assert {rank for rank, step, *_ in world.trained if step == 2} == {1}
+
+    world.leader.on_batch(batch(3))
+    await asyncio.sleep(0.02)
+    assert len(world.of(Committed)) == 2, "the next step waits as long"
+    world.leader.on_await(AwaitMembers((), 60.0))
+    await world.finish()
+    assert [step for rank, step, *_ in world.trained if rank == 1] == [1, 2, 3], "once each"
+
+
+async def test_a_stop_does_not_wait_for_members_on_their_way() -> None:
+    world = World(steps=3).start(1)
+    await world.joined(1)
+    world.leader.on_await(AwaitMembers((2,), 60.0))
+    world.leader.on_batch(batch(1))
+    await asyncio.sleep(0.02)
+    world.leader.on_stop("enough")
+    await world.finish()
+    assert not world.trained

@@ -111,8 +111,7 @@ class Planner:
             return _hold(f"hold: {why}")
         proposal = self._hysteresis.proposal
         estimate = self._estimator.estimate(snapshot, split, proposal.at if proposal else None)
-        if self._estimator.measured is not None:
-            self._judge_move(self._estimator.measured, now)
+        self._judge_move(self._estimator.measured, now)
         if (shared := self._sharing.decide(snapshot, estimate, now)) is not None:
             return shared
         if isinstance(estimate, str):
@@ -183,10 +182,10 @@ class Planner:
             self._hysteresis.proposal = None
         return split
 
-    def _judge_move(self, measured: Estimate, now: float) -> None:
+    def _judge_move(self, measured: Estimate | None, now: float) -> None:
         """Compare the first measurement after a move with the prediction; learn the scaling."""
         pending = self._pending
-        if pending is None or measured.split == pending.before.split:
+        if pending is None or measured is None or measured.split == pending.before.split:
             return
         self._pending, before = None, pending.before
         count = (

@@ -16,7 +16,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise, product
 from math import ceil
 from statistics import median
@@ -34,12 +34,15 @@ TAIL = 8
 later; double: the tail slows."""
 BOTH = "both"
 """`NodeFact.role` of a node in time-sharing."""
+ROUNDS = 2
+"""Switches of each node before their price alone ends time-sharing."""
+_Units = list[list[NodeFact]]
 DIRECTIONS: tuple[Direction, ...] = ("to_train", "to_rollout")
 ERRORS = tuple(product((-ONE_SIDED_95, 0.0, ONE_SIDED_95), repeat=2))
 """Standard errors by which either stage may be off."""
 
 
-class Moves(NamedTuple):
+class StepMoves(NamedTuple):
     """Ranks to move now."""
 
     to_train: tuple[int, ...] = ()
@@ -61,30 +64,47 @@ class Rest(NamedTuple):
     engines: int
     """Of a node."""
 
+    @property
+    def ends(self) -> bool:
+        """Whether nothing is added to it."""
+        return self.complete or (self.admitted and self.trajectories > 0)
 
-def moves_within_step(nodes: Sequence[NodeFact], rest: Rest, back: frozenset[int]) -> Moves:
+
+def moves_within_step(nodes: Sequence[NodeFact], rest: Rest, back: frozenset[int]) -> StepMoves:
     """Moves of hybrid nodes now; those in ``back`` trained the last step, or came too late for it."""
-    hybrid = [node for node in nodes if node.component == "hybrid"]
-    returning = tuple(n.rank for n in hybrid if n.role == "train" and n.rank in back)
-    if returning:
-        return Moves(to_rollout=returning, reason="the step is committed")
-    units: dict[int, list[NodeFact]] = {}
-    for node in hybrid:
-        units.setdefault(node.rank if node.unit < 0 else node.unit, []).append(node)
-    ready = [unit for unit in units.values() if all(node.role == "rollout" for node in unit)]
-    ready.sort(key=lambda unit: sum(rest.running.get(node.rank, 0) for node in unit))
-    here = sum(node.role == "rollout" for node in nodes)
-    fewest, reason = 1, "the batch is complete"
-    if not rest.complete:
-        if not (rest.admitted and rest.trajectories):
-            return Moves()
-        fewest = ceil(rest.trajectories / (TAIL * rest.engines))
-        reason = f"{fewest} nodes are enough for the last {rest.trajectories} trajectories"
-    leaving: list[int] = []
-    for unit in ready:
+    training = _units(nodes, "train")
+    if returning := tuple(node.rank for unit in training for node in unit if node.rank in back):
+        return StepMoves(to_rollout=returning, reason="the step is committed")
+    if not rest.ends:
+        return StepMoves()
+    fewest = 1 if rest.complete else ceil(rest.trajectories / (TAIL * rest.engines))
+    here, leaving = sum(node.role == "rollout" for node in nodes), list[int]()
+    for unit in sorted(_units(nodes, "rollout"), key=lambda unit: sum(rest.running.get(n.rank, 0) for n in unit)):
         if here - len(leaving) - len(unit) >= fewest:
             leaving += (node.rank for node in unit)
-    return Moves(to_train=tuple(leaving), reason=reason)
+    few = f"{fewest} rollout nodes are enough for the last {rest.trajectories} trajectories"
+    return StepMoves(to_train=tuple(leaving), reason="the batch is complete" if rest.complete else few)
+
+
+class _Compared(NamedTuple):
+    """Seconds of a batch in time-sharing (``shared``) and at the best split."""
+
+    shared: float
+    split: Split
+    alone: float
+    switches: float
+    sure: float
+    """Seconds saved at the unfavourable end of the measurement error."""
+
+    def what(self, nodes: int) -> str:
+        return (
+            f"a batch takes {self.shared:.1f} s where {nodes} hybrid nodes share their time, with {self.switches:.1f} s"
+            f" of switches, and {self.alone:.1f} s with {self.split.train} training and {self.split.rollout} rollout"
+            " nodes"
+        )
+
+    def numbers(self) -> dict[str, float]:
+        return {"shared_s": self.shared, "split_s": self.alone, "switches_s": self.switches, "saved_s": self.sure}
 
 
 class TimeSharing:
@@ -104,73 +124,77 @@ class TimeSharing:
 
     def decide(self, snapshot: PlanSnapshot, estimate: Estimate | str, now: float) -> PlanDecision | None:
         """``time_share``, ``split``, or hold while nodes share; None where the stages have nodes of their own."""
-        sharing = any(node.role == BOTH for node in snapshot.nodes)
         wanted = snapshot.eta == 0 and self._settings.time_sharing == "auto"
-        if not sharing and not wanted:
+        units = _units(snapshot.nodes, BOTH)
+        if units:
+            known = self._before if isinstance(estimate, str) else estimate
+            found = None if known is None else self._compare(snapshot, known, units, sharing=True)
+            if known is None or found is None:
+                return PlanDecision("hold", -1, f"hold: time-sharing, {estimate}", {})
+            return self._go_on(snapshot, found, units, now) if wanted else self._end(snapshot, found, units, now)
+        units = _units(snapshot.nodes, "train", "rollout")
+        if not wanted or not units or isinstance(estimate, str):
             return None
-        known = self._before if isinstance(estimate, str) and sharing else estimate
-        units, both = _units(snapshot), _both(snapshot)
-        splits = list(_splits(snapshot, units))
-        if known is None or isinstance(known, str) or not splits:
-            return PlanDecision("hold", -1, f"hold: time-sharing, {estimate}", {}) if sharing else None
+        found = self._compare(snapshot, estimate, units, sharing=False)
+        if found is None or found.sure <= self._settings.min_gain * found.alone:
+            return None
+        self._before, self._since, ranks = estimate, now, _ranks(units)
+        return PlanDecision("time_share", -1, f"time_share: {found.what(len(ranks))}", found.numbers(), ranks)
+
+    def _go_on(self, snapshot: PlanSnapshot, found: _Compared, units: _Units, now: float) -> PlanDecision:
+        trained = [s for s in snapshot.switches if s.at > self._since and s.direction == "to_train"]
+        # The first round starts training processes, which later ones only wake.
+        known = True in self._extra or len(trained) >= ROUNDS * len(_ranks(units))
+        if known and found.shared >= found.alone:
+            return self._end(snapshot, found, units, now)
+        reason = f"hold: time-sharing, {found.what(len(_ranks(units)))}"
+        return PlanDecision("hold", -1, reason, found.numbers())
+
+    def _end(self, snapshot: PlanSnapshot, found: _Compared, units: _Units, now: float) -> PlanDecision:
+        self._since, ranks = now, _ranks(units)
+        trains = ranks[: found.split.train - _core(snapshot).train]
+        return PlanDecision("split", -1, f"split: {found.what(len(ranks))}", found.numbers(), trains)
+
+    def _compare(self, snapshot: PlanSnapshot, known: Estimate, units: _Units, *, sharing: bool) -> _Compared | None:
+        """Both ways; None without a split to compare with."""
+        core, hybrid = _core(snapshot), len(_ranks(units))
+        both = Split(core.train + hybrid, core.rollout + hybrid)
+        trains = accumulate(map(len, units), initial=0)
+        splits = [Split(core.train + n, core.rollout + hybrid - n) for n in trains]
+        splits = [split for split in splits if min(split) >= 1]
+        if not splits:
+            return None
         switches = sum(self._hysteresis.switch_cost(direction, snapshot) for direction in DIRECTIONS)
-        self._learn(snapshot, known, both if sharing else known.split, switches if sharing else 0.0, sharing)
+        at, paid = (both, switches) if sharing else (known.split, 0.0)
+        steps = [step for step in snapshot.steps if step.at > self._since][sharing:]
+        gaps = [after.at - before.at for before, after in pairwise(steps) if before.nodes == after.nodes == at.train]
+        if len(gaps) >= MIN_STEPS - 1:
+            self._extra[sharing] = median(gaps[1 - MIN_STEPS :]) - self._at(known, at) - paid
         split = min(splits, key=lambda one: self._at(known, one))
         alone = self._extra.get(False, 0.0)
         more = self._extra.get(True, alone) + switches
-        shared, here = self._at(known, both) + more, self._at(known, split) + alone
-        saved = here - shared
-        if not sharing:
-            saved = min(self._at(known, split, *e) + alone - self._at(known, both, *e) - more for e in ERRORS)
-        numbers = {"shared_s": shared, "split_s": here, "switches_s": switches, "saved_s": saved}
-        what = (
-            f"a batch takes {shared:.1f} s where {sum(map(len, units))} hybrid nodes share their time, with"
-            f" {switches:.1f} s of switches, and {here:.1f} s with {split.train} training and {split.rollout} rollout"
-            " nodes"
-        )
-        ranks = tuple(node.rank for unit in units for node in unit)
-        if sharing and saved > 0.0 and wanted:
-            return PlanDecision("hold", -1, f"hold: time-sharing, {what}", numbers)
-        if not sharing and saved <= self._settings.min_gain * here:
-            return None
-        self._before, self._since = known, now
-        if sharing:
-            return PlanDecision("split", -1, f"split: {what}", numbers, ranks[: split.train - _core(snapshot, "train")])
-        return PlanDecision("time_share", -1, f"time_share: {what}", numbers, ranks)
+        sure = min(self._at(known, split, *e) - self._at(known, both, *e) for e in ERRORS) + alone - more
+        return _Compared(self._at(known, both) + more, split, self._at(known, split) + alone, switches, sure)
 
     def _at(self, known: Estimate, to: Split, train_shift: float = 0.0, rollout_shift: float = 0.0) -> float:
         """Predicted seconds of a batch, without what no prediction has."""
         return predict(known, to, self._scaling.correction(known.split, to), train_shift, rollout_shift).batch
 
-    def _learn(self, snapshot: PlanSnapshot, known: Estimate, at: Split, switches: float, sharing: bool) -> None:
-        """Compare the seconds between commits with the prediction, once there are enough."""
-        steps = [step for step in snapshot.steps if step.at > self._since][sharing:]
-        gaps = [after.at - before.at for before, after in pairwise(steps) if before.nodes == after.nodes == at.train]
-        if len(gaps) >= MIN_STEPS - 1:
-            self._extra[sharing] = median(gaps[1 - MIN_STEPS :]) - self._at(known, at) - switches
 
-
-def _units(snapshot: PlanSnapshot) -> list[list[NodeFact]]:
-    """Hybrid nodes that can work, with those that they move with."""
+def _units(nodes: Sequence[NodeFact], *roles: str) -> _Units:
+    """Hybrid nodes in these roles, with those that they move with."""
     units: dict[int, list[NodeFact]] = {}
-    for node in snapshot.nodes:
-        if node.component == "hybrid" and node.role in ("train", "rollout", BOTH):
+    for node in nodes:
+        if node.component == "hybrid":
             units.setdefault(node.rank if node.unit < 0 else node.unit, []).append(node)
-    return list(units.values())
+    return [unit for unit in units.values() if all(node.role in roles for node in unit)]
 
 
-def _core(snapshot: PlanSnapshot, stage: str) -> int:
-    return sum(node.component != "hybrid" and node.role == stage for node in snapshot.nodes)
+def _ranks(units: _Units) -> tuple[int, ...]:
+    return tuple(node.rank for unit in units for node in unit)
 
 
-def _both(snapshot: PlanSnapshot) -> Split:
-    hybrid = sum(map(len, _units(snapshot)))
-    return Split(_core(snapshot, "train") + hybrid, _core(snapshot, "rollout") + hybrid)
-
-
-def _splits(snapshot: PlanSnapshot, units: list[list[NodeFact]]) -> Iterator[Split]:
-    nodes = sum(map(len, units))
-    for trains in accumulate(map(len, units), initial=0):
-        split = Split(_core(snapshot, "train") + trains, _core(snapshot, "rollout") + nodes - trains)
-        if units and split.train >= 1 and split.rollout >= 1:
-            yield split
+def _core(snapshot: PlanSnapshot) -> Split:
+    """Nodes that do not move."""
+    core = [node.role for node in snapshot.nodes if node.component != "hybrid"]
+    return Split(core.count("train"), core.count("rollout"))

@@ -57,6 +57,8 @@ class MoveOrdered(msgspec.Struct, frozen=True):
 
     rank: int
     to: EngineKind
+    abort: bool = False
+    """Its turns in flight go on elsewhere."""
 
 
 class StateArrived(msgspec.Struct, frozen=True):
@@ -143,8 +145,8 @@ def advance(pool: Pool, event: Event) -> tuple[Pool, tuple[Effect, ...]]:
     if node is None:
         raise IllegalTransition(f"node {event.rank} is not in the pool")
     match event:
-        case MoveOrdered(to="train"):
-            return _to_train(pool, node)
+        case MoveOrdered(to="train", abort=abort):
+            return _to_train(pool, node, abort)
         case MoveOrdered():
             return _to_rollout(pool, node)
         case TurnsDrained():
@@ -171,13 +173,13 @@ def _unit(pool: Pool, node: Node) -> list[Node]:
     return [pool.nodes[rank] for rank in node.unit]
 
 
-def _to_train(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
+def _to_train(pool: Pool, node: Node, abort: bool) -> tuple[Pool, tuple[Effect, ...]]:
     _require(node.component == "hybrid", node, "ordered to train: it is a core node")
     _require(all(n.state is NodeState.ROLLOUT for n in _unit(pool, node)), node, "ordered to train")
     _require(len(rollout_nodes(pool)) > len(node.unit), node, "ordered to train: it is the last rollout node")
     for one in _unit(pool, node):
         pool = _put(pool, one, state=NodeState.TO_TRAIN, role="train", draining=True, engine_ready=False)
-    return pool, tuple(DrainTurns(rank) for rank in node.unit)
+    return pool, tuple(DrainTurns(rank, abort) for rank in node.unit)
 
 
 def _drained(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:

@@ -6,7 +6,7 @@ import pytest
 
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.policies.control.decide import Planner
-from libra_hpc.policies.control.within_step import BOTH, Moves, Rest, moves_within_step
+from libra_hpc.policies.control.within_step import BOTH, Rest, StepMoves, moves_within_step
 from libra_hpc.protocol.plan import (
     NodeFact,
     PlanDecision,
@@ -35,7 +35,7 @@ def nodes(train: int, hybrid: str, rollout: int, count: int = 4, unit: int = 1) 
     )
 
 
-class Run:
+class SharingRun:
     """A synchronous run with perfect scaling; ``train_s`` and ``rollout_s`` are those of one node."""
 
     def __init__(self, all_nodes: tuple[NodeFact, ...], train_s: float = 480.0, rollout_s: float = 480.0) -> None:
@@ -58,8 +58,9 @@ class Run:
             self.windows.append(RolloutWindowFact(self.now + spent, spent, rollout, 64 * TOKENS, 0, busy=1.0))
             self.done += [TrajectoryFact(len(self.done) + i, self.now + spent, TOKENS, TOKENS, 1) for i in range(64)]
             if sharing and self.switch_s:
-                self.switches += [SwitchFact(self.now, "to_train", self.switch_s[0])]
-                self.switches += [SwitchFact(self.now, "to_rollout", self.switch_s[1])]
+                for direction, seconds in zip(("to_train", "to_rollout"), self.switch_s, strict=True):
+                    switch = SwitchFact(self.now + 1.0, direction, seconds)  # type: ignore[arg-type]
+                    self.switches += [switch] * sum(node.role == BOTH for node in self.nodes)
                 spent += sum(self.switch_s)
             spent += self.train_s / train + self.lost_s
             self.now += spent
@@ -81,7 +82,7 @@ class Run:
         return self.planner.decide(snapshot, self.now)
 
 
-def share(run: Run) -> PlanDecision:
+def share(run: SharingRun) -> PlanDecision:
     """From the first decision, which is time-sharing, to the second."""
     run.decide()  # the split begins
     run.batches(5)
@@ -94,7 +95,7 @@ def share(run: Run) -> PlanDecision:
 
 @pytest.mark.parametrize("train", [1, 2])
 def test_cheap_switches_let_all_hybrid_nodes_serve_both_stages(train: int) -> None:
-    run = Run(nodes(train, "rollout", 1))
+    run = SharingRun(nodes(train, "rollout", 1))
     decision = share(run)
     # One core node: 480 / 5 + 480 / 5 + 20 s, and 480 / 3 + 480 / 3 s with three nodes in either stage.
     shared = 480.0 / (4 + train) + 480.0 / 5 + 20.0
@@ -108,10 +109,12 @@ def test_cheap_switches_let_all_hybrid_nodes_serve_both_stages(train: int) -> No
     assert not run.planner.outcomes, "no move of the hour, none to be judged"
 
 
-def test_dear_switches_end_it_after_one_batch_and_for_good() -> None:
-    run = Run(nodes(1, "rollout", 1))
+def test_dear_switches_end_it_after_two_batches_and_for_good() -> None:
+    run = SharingRun(nodes(1, "rollout", 1))
     share(run)
     run.switch_s = 120.0, 60.0
+    run.batches(1)
+    assert run.decide().action == "hold", "the first one started training processes"
     run.batches(1)
     decision = run.decide()
     assert (decision.action, decision.nodes) == ("split", (1, 2)), "of three training and three rollout nodes"
@@ -127,7 +130,7 @@ def test_dear_switches_end_it_after_one_batch_and_for_good() -> None:
 
 
 def test_batches_that_are_slower_than_predicted_end_it_until_the_work_changes() -> None:
-    run = Run(nodes(1, "rollout", 1))
+    run = SharingRun(nodes(1, "rollout", 1))
     share(run)
     run.switch_s, run.lost_s = (5.0, 5.0), 200.0
     run.batches(6)
@@ -140,14 +143,14 @@ def test_batches_that_are_slower_than_predicted_end_it_until_the_work_changes() 
 
 def test_a_split_that_is_nearly_as_good_stays() -> None:
     """Training is short: five of six nodes roll out anyway."""
-    run = Run(nodes(1, "rollout", 1), train_s=10.0)
+    run = SharingRun(nodes(1, "rollout", 1), train_s=10.0)
     run.decide()
     run.batches(6)
     assert run.decide().action == "hold"
 
 
 def test_a_lost_node_changes_the_numbers_and_not_the_mode() -> None:
-    run = Run(nodes(1, "rollout", 1))
+    run = SharingRun(nodes(1, "rollout", 1))
     share(run)
     run.switch_s = 5.0, 5.0
     run.batches(6)
@@ -183,8 +186,7 @@ def test_nodes_that_train_as_one_leave_together() -> None:
 
 def test_after_the_commit_those_that_trained_go_back_and_others_stay() -> None:
     training = nodes(1, "train", 1)
-    assert moves_within_step(training, rest(64), frozenset({1, 2, 3, 4})) == Moves(
+    assert moves_within_step(training, rest(64), frozenset({1, 2, 3, 4})) == StepMoves(
         to_rollout=(1, 2, 3, 4), reason="the step is committed"
     )
-    assert moves_within_step(training, rest(3), frozenset()) == moves_within_step(training, rest(3), frozenset())
-    assert not moves_within_step(training, rest(3), frozenset()).to_rollout, "they wait for the batch"
+    assert moves_within_step(training, rest(3), frozenset()).to_rollout == (), "they wait for the batch"

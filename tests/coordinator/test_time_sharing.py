@@ -1,0 +1,133 @@
+"""Time-sharing at rank 0: orders within a step, for whom the train leader waits, and what the planner is shown."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.coordinator.live_planning import LIMIT, StepSharing
+from libra_hpc.coordinator.nodes import NodePool
+from libra_hpc.coordinator.observations import Observations
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.mesh.rank_layout import RankLayout
+from libra_hpc.policies.pool import states
+from libra_hpc.protocol import agents as wire
+from libra_hpc.protocol.engine_state import EngineState
+
+CONFIG = RunConfig.model_validate({"algorithm": {"eta": 0, "prompts_per_step": 4}, "planner": {"switch_cost_s": 2.0}})
+
+
+class Scene:
+    """One core node (1), two hybrid nodes (2, 3) and a rollout node (4), all at work."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.sent: list[tuple[int, Any]] = []
+        self.step = 0
+        layout = RankLayout(("planner", "train", "hybrid", "hybrid", "rollout"))
+        send = lambda rank, message: self.sent.append((rank, message))  # noqa: E731
+        start = wire.Welcome(0, "", 0, ())
+        context = AgentContext(0, layout, CONFIG, RunDir(tmp_path), 1, send, start, tmp_path, tmp_path)
+        self.seen = Observations()
+        self.nodes = NodePool(context, lambda kind, **fields: None, self.seen.on_switch, lambda: 0)
+        self.nodes.start("rollout")
+        for rank, kind in ((1, "train"), (2, "rollout"), (3, "rollout"), (4, "rollout")):
+            self.nodes.apply(EngineState(rank, kind, "ready", seconds=1.0))  # type: ignore[arg-type]
+        self.member(1, 1)
+        self.sharing = StepSharing(context, self.nodes, self.seen)
+        self.sharing.active = True
+
+    def member(self, generation: int, *ranks: int) -> None:
+        for rank in ranks:
+            self.nodes.apply(states.StateArrived(rank))
+        for rank in ranks:
+            self.nodes.apply(states.MemberOf(rank, generation))
+
+    def report(self, left: int, composed: int = 0, **running: int) -> None:
+        """``left`` unfinished trajectories."""
+        report = wire.RolloutReport(
+            joint_version=self.step,
+            outstanding_groups=0 if composed > self.step else 4,
+            open_groups=(wire.OpenGroup(0, 9, 0, left, 9),) if left else (),
+            composed=composed,
+            running=tuple((int(rank[1:]), turns) for rank, turns in running.items()),
+        )
+        self.seen.on_rollout(report, self.nodes.receivers, float(self.step))
+        self.sharing.evaluate(self.step, time.time())
+
+    def trains(self, rank: int) -> None:
+        """It was drained, and its trainers are ready."""
+        self.nodes.apply(wire.TurnsDrained(rank))
+        self.nodes.apply(EngineState(rank, "train", "ready", seconds=1.0))
+
+    def orders(self, kind: type) -> list[Any]:
+        found = [message for _, message in self.sent if isinstance(message, kind)]
+        self.sent = [(rank, message) for rank, message in self.sent if not isinstance(message, kind)]
+        return found
+
+    @property
+    def states(self) -> str:
+        assert self.nodes.pool is not None
+        return " ".join(node.state for node in self.nodes.pool.nodes.values())
+
+
+def test_hybrid_nodes_go_to_training_as_the_batch_ends_and_back_after_its_step(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.report(99, r2=30, r3=30, r4=30)
+    assert scene.orders(wire.AwaitMembers) == [wire.AwaitMembers((2, 3), LIMIT * 2.0)]
+    assert not scene.orders(wire.DrainTurns)
+    scene.report(16, r2=9, r3=0, r4=7)
+    assert scene.orders(wire.DrainTurns) == [wire.DrainTurns(3, abort=True)], "the idler one; turns go on elsewhere"
+    assert [fact.role for fact in scene.sharing.facts(as_shared=True)] == ["train", "both", "both", "rollout"]
+    scene.trains(3)
+    scene.member(2, 1, 3)
+    scene.report(9, r2=5, r4=4)
+    assert scene.states == "train rollout train rollout", "the one that trains waits for the batch"
+    scene.report(0, composed=1)
+    assert scene.orders(wire.DrainTurns) == [wire.DrainTurns(2, abort=True)]
+    scene.trains(2)
+    scene.member(3, 1, 2, 3)
+    scene.report(0, composed=1)
+    assert scene.states == "train train train rollout"
+    assert not scene.orders(wire.AwaitMembers), "it waits for the same two"
+
+    scene.step = 1
+    scene.sharing.evaluate(1, time.time())
+    assert scene.states == "train to_rollout to_rollout rollout"
+    scene.member(5, 1)
+    scene.nodes.apply(EngineState(2, "rollout", "ready", seconds=1.0))
+    scene.nodes.apply(EngineState(3, "rollout", "ready", seconds=1.0))
+    scene.report(99, composed=1, r2=30, r3=30, r4=30)
+    assert scene.states == "train rollout rollout rollout"
+    assert [s.direction for s in scene.seen.switches] == ["to_train"] * 2 + ["to_rollout"] * 2, "each was measured"
+
+
+def test_a_node_that_is_lost_or_too_late_is_not_waited_for(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.report(99, r2=30, r3=30, r4=30)
+    scene.nodes.apply(wire.RankLost(2))
+    scene.report(0, composed=1)
+    assert [sorted(m.ranks) for m in scene.orders(wire.AwaitMembers)] == [[2, 3], [3]]
+    scene.nodes.apply(wire.RankBack(2))
+    scene.nodes.apply(EngineState(2, "rollout", "ready", seconds=1.0))
+    scene.report(0, composed=1)
+    assert scene.states == "train rollout to_train rollout", "the step has begun, or will without it"
+    assert not scene.orders(wire.AwaitMembers)
+
+    scene.step = 1  # without node 3, which comes too late
+    scene.trains(3)
+    scene.member(2, 1, 3)
+    scene.report(99, composed=1, r2=30, r4=30)
+    assert scene.states == "train rollout to_rollout rollout"
+
+
+def test_the_end_of_time_sharing_waits_for_nobody_and_moves_nothing(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.report(99, r2=30, r3=30, r4=30)
+    scene.sharing.end()
+    scene.report(0, composed=1)
+    assert [m.ranks for m in scene.orders(wire.AwaitMembers)] == [(2, 3), ()]
+    assert scene.states == "train rollout rollout rollout"
+    assert [fact.role for fact in scene.sharing.facts(as_shared=True)] == ["train", "rollout", "rollout", "rollout"]
