@@ -69,10 +69,15 @@ class StepSharing:
         nodes = self._nodes.pool.nodes.values() if self._nodes.pool else ()
         return [node for node in nodes if node.component == "hybrid" and node.state not in AWAY]
 
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Nodes in time-sharing."""
+        return frozenset(node.rank for node in self.hybrid()) if self.active else frozenset()
+
     def facts(self, *, as_shared: bool) -> tuple[NodeFact, ...]:
         """All nodes; ``as_shared``: those in time-sharing as nodes of both stages."""
         assert self._nodes.pool is not None
-        both = {node.rank for node in self.hybrid()} if self.active and as_shared else ()
+        both = self.ranks if as_shared else ()
         return tuple(
             NodeFact(
                 rank,
