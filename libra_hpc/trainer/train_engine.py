@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +45,8 @@ NO_STEP = -1
 """Step of a world without optimizer whose weights are not complete."""
 CLIP_EPS = 1e-6
 """Added to the norm before the division, as torch and Megatron-Core do."""
+_ENGINES: weakref.WeakSet[TrainEngine] = weakref.WeakSet()
+"""Of this process."""
 
 
 def init_world(
@@ -90,6 +93,11 @@ def init_world(
 
 
 def close_world() -> None:
+    """End the world and its engines."""
+    for engine in _ENGINES:
+        # Hooks of gradients hold it, and are held by nodes that the garbage collector does not see. Its memory would
+        # stay, and so would the threads of all process groups.
+        vars(engine.ddp).clear()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
@@ -114,6 +122,7 @@ class TrainEngine:
         """Whether this world has weights and gradients only: the optimizer is elsewhere."""
         self.reduce: Callable[[], None] = lambda: None
         """Sums the gradients with those of other worlds in place; called after this world's own reduction."""
+        _ENGINES.add(self)
         model = build_model(shape, device, dtype, split, recompute=recompute)
         self._counted = _counted(shape, split)
         self._rotary = Rotary(shape, device, dtype)
