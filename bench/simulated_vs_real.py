@@ -293,8 +293,7 @@ def make_model(folder: Path, layers: int, hidden: int) -> None:
 
 
 def main() -> None:
-    sizes = {"layers": LAYERS, "hidden": HIDDEN}
-    given = options("simulated_vs_real", __doc__, repeat=3, scale=1.0, make_model="", **sizes)
+    given = options("simulated_vs_real", __doc__, repeat=3, scale=1.0, make_model="", layers=LAYERS, hidden=HIDDEN)
     if given.make_model:
         make_model(Path(given.make_model), given.layers, given.hidden)
         return

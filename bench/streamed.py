@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 
-from bench.fleets_rows import GROUP, MAX_CONTEXT, TWO_NODES, Setting, engines_of, proposals
+from bench.fleets_rows import GROUP, MAX_CONTEXT, NODE, Setting, engines_of, proposals
 from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.simulator.settings import SimulationSettings
 from libra_hpc.simulator.simulate import simulate
@@ -25,7 +25,7 @@ PORTIONS = (0, 1, 2, 4)
 
 def seconds(name: str, seed: int) -> list[float]:
     """Of a step, for each of `PORTIONS`."""
-    row = Setting(preset=name, pools=TWO_NODES, trajectories=GROUPS * GROUP)
+    row = Setting(preset=name, pools=(("a800", 2 * NODE),), trajectories=GROUPS * GROUP)
     dials = Dials(trajectories=BATCHES * row.trajectories, seed=seed, max_context=MAX_CONTEXT)
     found = generate(PROFILES[name], dials)
     fleet = next(one.fleet for one in proposals(row, found, MAX_CONTEXT) if not one.mixed)
