@@ -124,7 +124,7 @@ def test_the_planner_moves_a_node_and_its_new_replica_may_die(policy: Path, tmp_
     trained_once(run, case.steps()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_a_core_replica_of_two_nodes_restarts_from_its_snapshot_and_two_of_one_node_go_on_from_its_checkpoint(
     cluster: ClusterInfo, policy: Path, tmp_path: Path
 ) -> None:

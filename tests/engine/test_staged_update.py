@@ -51,7 +51,7 @@ def experts(folder: Path, seed: int) -> Model:
     ("family", "tp"),
     [
         (tied, 1),
-        (dense, 2),
+        pytest.param(dense, 2, marks=pytest.mark.chaos),
         pytest.param(experts, 1, marks=pytest.mark.chaos),
         pytest.param(experts, 2, marks=pytest.mark.slow),
     ],
