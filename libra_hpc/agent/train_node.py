@@ -101,7 +101,8 @@ class TrainNode(EngineNode[Supervised]):
         self._leads = context.rank == context.layout.train_leader
         (self._trainer,) = self._engines.values()
         self._ready: dict[int, EngineState] = {}
-        self._answers: dict[str, dict[int, FromWorker]] = {}
+        self._answers: dict[tuple[str, int, int], dict[int, FromWorker]] = {}
+        """By kind, generation and attempt: answers to an order that was replaced complete no other."""
         self._written: list[Saved | SaveFailed] = []
         """Parts of the checkpoint that was asked for last."""
         self._begun = self._world = 0
@@ -138,7 +139,7 @@ class TrainNode(EngineNode[Supervised]):
     def standby(self) -> None:
         """Leave training: the group is dropped and device memory released; the processes stay."""
         if self._trainer.state == "ready":
-            self._trainer.state, self.step, self._held = "standby", -1, None
+            self._trainer.state, self.step, self._held, self._answers = "standby", -1, None, {}
             self._watch.clear()
             self._trainer.send(Standby())
 
@@ -286,7 +287,8 @@ class TrainNode(EngineNode[Supervised]):
             self._to_leader(message)
             return
         # One process may fail to write its files, for all.
-        asked = ASKED.get(type(message), type(message)).__name__
+        kind = ASKED.get(type(message), type(message)).__name__
+        asked = kind, getattr(message, "generation", 0), getattr(message, "attempt", 0)
         answers = self._answers.setdefault(asked, {})
         answers[local_rank] = message
         if len(answers) == len(trainer.children):

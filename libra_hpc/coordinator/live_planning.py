@@ -20,7 +20,7 @@ from libra_hpc.facts.status import DecisionStatus
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.planning.live import live_planner
 from libra_hpc.policies.control.hysteresis import SWITCHES
-from libra_hpc.policies.control.within_step import BOTH, Rest, moves_within_step
+from libra_hpc.policies.control.within_step import BOTH, TAIL, Rest, moves_within_step
 from libra_hpc.policies.pool.states import Node, NodeState
 from libra_hpc.protocol.agents import AwaitMembers, RolloutReport
 from libra_hpc.protocol.engine_state import EngineKind
@@ -90,13 +90,14 @@ class StepSharing:
         )
 
     def _order(self, report: RolloutReport, step: int, now: float) -> None:
+        config = self._context.config
+        engines = sum(count for _, count, *_ in report.buckets) // max(1, len(report.running))
         rest = Rest(
             complete=report.composed > step,
-            admitted=report.joint_version == step
-            and report.outstanding_groups >= self._context.config.algorithm.prompts_per_step,
+            admitted=report.joint_version == step and report.outstanding_groups >= config.algorithm.prompts_per_step,
             trajectories=sum(group.waiting + group.running for group in report.open_groups),
             running=dict(report.running),
-            engines=max(1, sum(count for _, count, *_ in report.buckets) // max(1, len(report.running))),
+            fits=min(TAIL, config.rollout.max_inflight) * max(1, engines),
         )
         if rest.complete:
             self._ordered = step + 1

@@ -336,3 +336,17 @@ def test_a_checkpoint_is_answered_once_by_processes_and_carrier_together(here: P
         (third, "it is not needed any more"),
     ]
     assert not (Path(second) / "policy").exists()
+
+
+def test_answers_to_an_order_that_was_replaced_complete_no_other(here: Path) -> None:
+    """Some processes joined the generation before, the others saw the newer order first."""
+    scene = Scene(here, tp=2)
+
+    async def script() -> None:
+        await scene.ready()
+        (trainer,) = scene.node._engines.values()
+        for local_rank, generation in ((0, 7), (1, 8), (0, 8)):
+            scene.node.received(trainer, local_rank, Joined(generation, 0, 0, 0.0, attempt=generation))
+        assert [answer.generation for answer in scene.answers(Joined)] == [8]
+
+    scene.play(script)

@@ -175,3 +175,36 @@ def test_a_lasting_change_lays_the_ranks_out_anew_inside_the_job(cluster: Cluste
     summary = json.loads(case.cli("summary", str(run.path), "--json").stdout)
     assert [change["step"] for change in summary["layouts"]] == [done["step"]]
     assert summary["attempts"] == 1
+
+
+TIME_SHARING = {
+    "algorithm.eta": 0,
+    "algorithm.group_size": 16,
+    "components.hybrid.nodes": 2,
+    "planner.time_sharing": "auto",
+    "planner.switch_cost_s": 5.0,
+    "rollout.max_inflight": 4,
+    "rollout.tp": 8,
+    "rollout.engines_per_node": 1,
+    "simulated.wake_s": 2.0,
+    "simulated.mfu": 0.03,
+}
+"""Four trajectories an engine: rollout is the slower the fewer nodes it has."""
+
+
+@pytest.mark.chaos
+def test_hybrid_nodes_of_a_synchronous_run_serve_both_stages_of_its_steps(tmp_path: Path) -> None:
+    case = DryRun(tmp_path, "local", steps=8)
+    changes = (word for key, value in TIME_SHARING.items() for word in ("-o", f"{key}={value}"))
+    run = case.submit("--engine", "simulated", "--wait", *changes)
+    assert case.ended() == "completed"
+    actions = [event["action"] for event in case.events("decision") if event["action"] != "hold"]
+    assert actions[0] == "time_share"
+    rows = list(read_lines(run.metrics))
+    assert (rows[0]["train_nodes"], rows[0]["rollout_nodes"]) == (1, 3)
+    assert (3, 3) in {(row["train_nodes"], row["rollout_nodes"]) for row in rows}
+    assert {row["staleness_max"] for row in rows} == {0.0}
+    assert not case.events("illegal_transition")
+    assert not case.events("move_started")
+    trained_once(run, 8)
+    sampled_once(run)

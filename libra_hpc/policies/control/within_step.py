@@ -61,8 +61,8 @@ class Rest(NamedTuple):
     """Unfinished."""
     running: Mapping[int, int]
     """Turns in flight of each rank."""
-    engines: int
-    """Of a node."""
+    fits: int
+    """Trajectories that a node runs about as fast as one."""
 
     @property
     def ends(self) -> bool:
@@ -77,7 +77,7 @@ def moves_within_step(nodes: Sequence[NodeFact], rest: Rest, back: frozenset[int
         return StepMoves(to_rollout=returning, reason="the step is committed")
     if not rest.ends:
         return StepMoves()
-    fewest = 1 if rest.complete else ceil(rest.trajectories / (TAIL * rest.engines))
+    fewest = 1 if rest.complete else ceil(rest.trajectories / rest.fits)
     here, leaving = sum(node.role == "rollout" for node in nodes), list[int]()
     for unit in sorted(_units(nodes, "rollout"), key=lambda unit: sum(rest.running.get(n.rank, 0) for n in unit)):
         if here - len(leaving) - len(unit) >= fewest:

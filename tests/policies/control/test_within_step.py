@@ -6,7 +6,7 @@ import pytest
 
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.policies.control.decide import Planner
-from libra_hpc.policies.control.within_step import BOTH, Rest, StepMoves, moves_within_step
+from libra_hpc.policies.control.within_step import BOTH, TAIL, Rest, StepMoves, moves_within_step
 from libra_hpc.protocol.plan import (
     NodeFact,
     PlanDecision,
@@ -162,7 +162,7 @@ def test_a_lost_node_changes_the_numbers_and_not_the_mode() -> None:
 
 
 def rest(trajectories: int, *, complete: bool = False, admitted: bool = True, engines: int = 1, **running: int) -> Rest:
-    return Rest(complete, admitted, trajectories, {int(rank[1:]): n for rank, n in running.items()}, engines)
+    return Rest(complete, admitted, trajectories, {int(rank[1:]): n for rank, n in running.items()}, TAIL * engines)
 
 
 def test_the_rest_of_a_batch_stays_on_few_nodes_and_the_others_go_the_idlest_first() -> None:
