@@ -3,7 +3,7 @@
 - Training: seconds of the best layout by the planner's cost model, which knows the lengths of the work; those of a
   batch are in proportion to its tokens.
 - A split: so many nodes train, the others roll out; engines get new weights as `update_time` says.
-- In turn: all nodes roll out, then all train, with a pair of switches a batch (`TimeSharing`).  Unfinished turns are
+- In turn: all nodes roll out, then all train, with a pair of switches a batch (`Colocation`).  Unfinished turns are
   computed again, or KV caches are kept: then a pair includes their copy to host memory and back.
 """
 
@@ -29,7 +29,7 @@ from libra_hpc.policies.costs.rollout_time import RolloutOptions
 from libra_hpc.policies.costs.training_time import BatchWork, TrainCost
 from libra_hpc.policies.search.best_plan import DevicePool
 from libra_hpc.policies.search.train_layout import TrainSearch, TrainSpace
-from libra_hpc.simulator.settings import SimulationSettings, TimeSharing, Training
+from libra_hpc.simulator.settings import Colocation, SimulationSettings, Training
 
 SWITCH_S = 80.0
 """A pair of switches, assumed: verl moves weights, optimizer and caches of both stages."""
@@ -95,7 +95,7 @@ def settings_of(row: Setting, longest: int, fleet: Fleet, roles: Roles) -> Simul
     if roles.keep_kv:
         held = [lookup(gpu, shape, part.tp).kv_capacity * shape.kv_bytes_per_device(part.tp) for part in fleet]
         copy_s = 2.0 * max(held) / gpu.host_bytes_s
-    return replace(settings, sharing=TimeSharing(roles.switch_s + copy_s), keep_kv=roles.keep_kv)
+    return replace(settings, sharing=Colocation(roles.switch_s + copy_s), keep_kv=roles.keep_kv)
 
 
 def planned_split(name: str, seeds: Sequence[int], longest: int, policy: str) -> Planned:

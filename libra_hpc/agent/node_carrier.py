@@ -157,20 +157,7 @@ class NodeCarrier(EngineNode[Supervised]):
         context = self._context
         match message:
             case CarrierReady(port=port, http_fault=fault, by_tcp=reason):
-                carrier.state, carrier.starts = "ready", 0
-                peer = self.peer = Peer(context.rank, context.addresses, port)
-                for order, _ in self._parts.values():
-                    shutil.rmtree(order.target, ignore_errors=True)
-                    carrier.send(order)
-                if self._policy is not None:
-                    # First: the train leader publishes the newest version to it.
-                    carrier.send(self._policy.order)
-                context.send(context.layout.train_leader, wire.CarrierStarted(peer))
-                if _transport(context) != "tcp":
-                    transport = "tcp" if reason else "nixl"
-                    context.log("weights_transport", rank=context.rank, transport=transport, reason=reason)
-                if _outside_port(context):
-                    self._serves_outside(fault)
+                self._carrier_ready(carrier, port, fault, reason)
             case VersionHere(version=version, bytes=size, wire_s=wire_s):
                 self.wire_s = wire_s
                 context.send(context.layout.train_leader, wire.WeightsHere(context.rank, version, size, wire_s))
@@ -193,6 +180,23 @@ class NodeCarrier(EngineNode[Supervised]):
                 context.log("weights_stalled", rank=context.rank, version=version, received=received, reason=reason)
             case NotStored(version=version, reason=reason):
                 context.log("weights_not_stored", rank=context.rank, version=version, reason=reason)
+
+    def _carrier_ready(self, carrier: Supervised, port: int, fault: str, by_tcp: str) -> None:
+        context = self._context
+        carrier.state, carrier.starts = "ready", 0
+        peer = self.peer = Peer(context.rank, context.addresses, port)
+        for order, _ in self._parts.values():
+            shutil.rmtree(order.target, ignore_errors=True)
+            carrier.send(order)
+        if self._policy is not None:
+            # First: the train leader publishes the newest version to it.
+            carrier.send(self._policy.order)
+        context.send(context.layout.train_leader, wire.CarrierStarted(peer))
+        if _transport(context) != "tcp":
+            transport = "tcp" if by_tcp else "nixl"
+            context.log("weights_transport", rank=context.rank, transport=transport, reason=by_tcp)
+        if _outside_port(context):
+            self._serves_outside(fault)
 
     def _serves_outside(self, fault: str) -> None:
         context, port = self._context, _outside_port(self._context)

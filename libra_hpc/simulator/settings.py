@@ -43,7 +43,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """Of a borrowed engine."""
 
 
-class TimeSharing(msgspec.Struct, frozen=True):
+class Colocation(msgspec.Struct, frozen=True):
     """The nodes of all own engines serve both stages in turn (colocation)."""
 
     switch_s: float = 80.0
@@ -85,7 +85,7 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
     keep_kv: bool = False
     """Whether KV caches outlive an update, as with ``rollout.kv_after_update = "keep"``; else it empties them, and
     running requests are computed again. No group finds the caches of another one, so there are no salts."""
-    sharing: TimeSharing | None = None
+    sharing: Colocation | None = None
     """None: training has nodes of its own."""
     task: str = "sim"
     seed: int = 0

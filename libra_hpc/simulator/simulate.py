@@ -5,7 +5,7 @@ This module is what the rollout leader and the coordinator are in a live run:
 * the gate admits a group -> its trajectories start
 * a turn is ready -> the policy routes it to an engine (`agents`); its answer goes to the tool; the next turn is ready
 * a batch is complete -> it is trained (`training_stage`); then all engines apply new weights (`models.update_time`)
-* nodes serve both stages in turn (`TimeSharing`), a batch is complete -> running turns are aborted, all nodes train it
+* nodes serve both stages in turn (`Colocation`), a batch is complete -> running turns are aborted, all nodes train it
   and further complete ones, then all roll out again: unfinished turns go on with the new weights
 """
 

@@ -15,19 +15,16 @@ from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.coordinator import records as records_module
 from libra_hpc.coordinator.coordinator import Coordinator
-from libra_hpc.facts.estimate import StageEstimate, StepAccuracy
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import decode_status
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.policies.control.stage_times import Estimate, Split, Times
 from libra_hpc.protocol.agents import (
     Fatal,
     FormGeneration,
     Hello,
     MemberJoined,
     Roles,
-    RolloutReport,
     StartEngine,
     StopAgent,
     StopTraining,
@@ -335,84 +332,6 @@ def test_an_attempt_starts_from_the_newest_complete_checkpoint(tmp_path: Path) -
                 run.checkpoint(step) / "state.json", {"step": step, "low": step * 8, "extra": [step * 8 + 3]}
             )
     assert start_state(run) == Welcome(20, str(run.checkpoint(20)), 160, (163,))
-
-
-def test_every_step_is_written_with_the_estimate_of_its_split_and_the_status_shows_both(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 6}}))
-    scene.hello()
-    scene.deliver(
-        (1, EngineState(1, "train", "ready", seconds=1.0)),
-        (1, MemberJoined(1, 1, 0, 0, 0.1)),
-        (2, EngineState(2, "rollout", "ready", seconds=1.0)),
-        (3, EngineState(3, "rollout", "ready", seconds=1.0)),
-    )
-    # One trainer and two rollout nodes; then an estimate of a split that is no longer the present one, as after a move.
-    for step in range(1, 7):
-        split = Split(1, 2) if step < 5 else Split(2, 1)
-        if step > 1:
-            scene.coordinator._planning._planner.estimate = Estimate(
-                split, Times(1.5, 2.0, 1), 0.1, 0.1, 0.0, 0.0, 1.0, 1.0
-            )
-        scene.deliver((1, step_report(step, step_s=2.5, wait_s=0.5, train_nodes=1)))
-        if step == 4:
-            scene.coordinator._write_status()
-            assert scene.coordinator._records._facts.flush(10.0)
-            shown = decode_status(scene.run.status.read_bytes())
-            assert shown.estimate == StageEstimate(1.5, 2.0, 2.0)
-            assert shown.accuracy == StepAccuracy(3, 2.0, 2.5, pytest.approx(0.2))
-    scene.deliver((1, TrainingDone(6)))
-    run_until_over(scene)
-    assert [row["expected_s"] for row in read_lines(scene.run.metrics)] == [None, 2.0, 2.0, 2.0, None, None]
-    assert decode_status(scene.run.status.read_bytes()).estimate is None
-
-
-def test_why_admission_is_paused_is_the_message_while_the_run_runs(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    scene.hello()
-    why = "9 of the last 9 trajectories failed."
-    report = RolloutReport(failures=(("raised", 9, "KeyError: 'x'"),), paused=why)
-    scene.deliver((3, report))
-    scene.coordinator._write_status()
-    assert scene.coordinator._records._facts.flush(10.0)
-    status = decode_status(scene.run.status.read_bytes())
-    assert status.message == "9 of the last 9 trajectories failed; starting engines"
-    assert (status.paused, [(found.kind, found.count) for found in status.failures]) == (why, [("raised", 9)])
-    scene.deliver((1, Fatal(3, "gone")))
-    run_until_over(scene)
-    status = decode_status(scene.run.status.read_bytes())
-    assert (status.state, status.message) == ("failed", "node 3: gone")
-
-
-def test_the_status_names_a_slow_engine_with_its_node(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    scene.hello()
-    since = time.mktime((2026, 3, 4, 12, 3, 0, 0, 0, -1))
-    report = RolloutReport(slow=(("r3.1", 3, 2.44, since),))
-    scene.deliver((3, report))
-    scene.coordinator._write_status()
-    assert scene.coordinator._records._facts.flush(10.0)
-    status = decode_status(scene.run.status.read_bytes())
-    host = next(node.host for node in status.nodes if node.rank == 3)
-    assert status.slow == [f"engine r3.1 ({host}) takes 2.4x its class' time per step since 12:03"]
-    scene.deliver((1, Fatal(3, "gone")))
-    run_until_over(scene)
-
-
-def test_a_late_step_is_an_event_and_an_alert_once(tmp_path: Path) -> None:
-    sent = tmp_path / "sent"
-    notify = {"command": ["sh", "-c", 'cat >> "$0"', str(sent)], "on": ["stalled"]}
-    scene = Scene(tmp_path, config=RunConfig.model_validate({"notify": notify}))
-    scene.hello()
-    now = time.time()
-    for later in (0.0, 500.0, 501.0):
-        scene.coordinator._check_progress(now + later)
-    scene.coordinator._records._alerts.close()
-    assert scene.coordinator._records._facts.flush(10.0)
-    late = [event for event in read_lines(scene.run.events) if event["kind"] == "step_late"]
-    assert [event["reason"] for event in late] == ["no step for 500 s: node 1 is starting"]
-    assert [(fact["alert"], fact["t"]) for fact in read_lines(sent)] == [("stalled", late[0]["t"])]
-    scene.deliver((1, Fatal(3, "gone")))
-    run_until_over(scene)
 
 
 def test_nothing_is_written_to_a_descriptor_that_the_launcher_did_not_open(

@@ -1,19 +1,16 @@
 """The planner's decision: hold, move hybrid nodes to the other stage, or propose another layout of all nodes.
 
-An evaluation starts on a trigger (`Planner._triggers`): ``drift``, ``period``, ``queues`` or ``imbalance``. It predicts
-every split that hybrid nodes can reach, and takes the best one if no condition fails:
+A trigger (`Planner._triggers`) starts an evaluation. It predicts every split that hybrid nodes can reach, and takes the
+best one if no condition fails. Each stage keeps one node.
 
 - Too few measurements since the last change -> hold (`StageEstimator`).
-- Gain within the measurement error (`ONE_SIDED_95`) or below ``min_gain`` -> hold.
-- Gain over the horizon at most ``margin`` times the switch cost -> hold.
+- Gain within the measurement error (`ONE_SIDED_95`), below ``min_gain``, or at most ``margin`` switch costs -> hold.
 - The queues contradict the estimate (`Moves`) -> hold.
 - A moving node younger than ``min_dwell_s``, or the hour's moves used up -> hold.
 - No change for `SETTLED` steps -> the move becomes a proposal, which newer steps must confirm (`Hysteresis`).
 - Synchronous, and time-sharing saves time -> ``time_share`` (`TimeSharing`), until it does not.
 - Nothing to gain from hybrid nodes and a period of steady work -> the `RepartitionAdvisor` searches all layouts.
 - Nothing to move, and the run may queue nodes for itself -> `borrowing` says whether it does.
-
-Each stage keeps one node. Core nodes move only by repartition.
 """
 
 from __future__ import annotations
