@@ -15,8 +15,8 @@ GPU_CHECK_FLAGS ?=
 CUDA_VENV ?= $(CURDIR)/build/venv-cuda
 # Hundreds of processes are started, and each would compile what it imports where the environment forbids to keep that.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
-# Three workers on two cores, because tests wait more than they compute: one has Slurm, one vLLM, one the rest (tests/conftest.py).
-WORKERS := -n 3 --dist loadgroup --no-loadscope-reorder
+# Four workers on two cores, because tests wait more than they compute: one has Slurm, one vLLM, two the rest (tests/conftest.py).
+WORKERS := -n 4 --dist loadgroup --no-loadscope-reorder
 ROOM ?=
 
 .PHONY: help venv dev run test test-all test-room chaos lint docs bench gpu-venv gpu-check clean

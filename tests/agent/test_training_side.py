@@ -169,7 +169,8 @@ class Side:
 
 
 @pytest.mark.parametrize(
-    ("engine", "second"), [("simulated", 2), ("simulated", 1), pytest.param("real", 2, marks=pytest.mark.engine)]
+    ("engine", "second"),
+    [("simulated", 2), ("simulated", 1), pytest.param("real", 2, marks=[pytest.mark.engine, pytest.mark.chaos])],
 )
 def test_a_second_trainer_that_dies_while_the_first_rejoins_costs_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, second: int

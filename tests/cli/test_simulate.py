@@ -169,7 +169,8 @@ def test_borrowed_engines_stand_between_none_and_as_many_own(trace: Path, capsys
     one = ["--buckets", "1xTP1", "--model", "qwen3-8b", "--device", "a800"]
     assert simulate(str(trace), *one, *batches, "--borrow", "2:code:0.1", "--json") == 0
     found = json.loads(capsys.readouterr().out)["cmlfq"]
-    assert 0.95 * found["own"] < found["borrowed"] < found["alone"]
+    # Of two batches, neither time is more certain.
+    assert 0.85 * found["own"] < found["borrowed"] < found["alone"] > found["own"]
     assert found["gain"] == pytest.approx(found["alone"] / found["borrowed"])
     assert 0.0 < found["tokens"] < 0.8
 

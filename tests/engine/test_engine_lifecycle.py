@@ -103,7 +103,7 @@ def not_spinning(pids: list[int]) -> bool:
     return sum(map(cpu_ticks, pids)) - before <= 0.1 * os.sysconf("SC_CLK_TCK")
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_a_dead_worker_fails_every_request_and_ends_the_engine(old: Model, folder: Path) -> None:
     engine = EngineUnderTest(folder, engine_config(old, tp=2))
     try:
