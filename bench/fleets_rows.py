@@ -264,17 +264,21 @@ class Proposal(Struct, frozen=True):
     simulated: int = 0
 
 
-def proposals(row: Setting, observed: Sequence[TrajectoryRecord], longest: int) -> list[Proposal]:
-    """Fleets that the planner looks at for the lengths of ``observed``: homogeneous ones, and the mix that would be
-    best if lengths were known; engines of a node have one degree."""
-    lengths = sketch(observe(observed), row.trajectories)
-    options = RolloutOptions(
+def rollout_options(row: Setting, longest: int) -> RolloutOptions:
+    """What the planner assumes of the engines of a row."""
+    return RolloutOptions(
         max_num_seqs=SimulationSettings().max_num_seqs,
         max_model_len=longest,
         group=row.group,
         cache_aware=True,
         updates=1,
     )
+
+
+def proposals(row: Setting, observed: Sequence[TrajectoryRecord], longest: int) -> list[Proposal]:
+    """Fleets that the planner looks at for the lengths of ``observed``: homogeneous ones, and the mix that would be
+    best if lengths were known; engines of a node have one degree."""
+    lengths, options = sketch(observe(observed), row.trajectories), rollout_options(row, longest)
     devices, bins = [gpus for _, gpus in row.pools], len(lengths.bins)
     batch = BatchWork(trajectories=row.trajectories, lengths=lengths, eta=0)
     costs = [

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from bench.fleets_rows import NODE, Fleet, Setting, fleet_of, setting_of, work
+from bench.fleets_rows import NODE, Fleet, Setting, fleet_of, rollout_options, setting_of, work
 from libra_hpc.errors import OperationError
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
@@ -25,7 +25,6 @@ from libra_hpc.planning.request import PlanRequest
 from libra_hpc.planning.simulated_plan import simulated_plans
 from libra_hpc.planning.work import Assumed, Work
 from libra_hpc.policies.costs.lengths import observe, sketch
-from libra_hpc.policies.costs.rollout_time import RolloutOptions
 from libra_hpc.policies.costs.training_time import BatchWork, TrainCost
 from libra_hpc.policies.search.best_plan import DevicePool
 from libra_hpc.policies.search.train_layout import TrainSearch, TrainSpace
@@ -95,7 +94,7 @@ def settings_of(row: Setting, longest: int, fleet: Fleet, roles: Roles) -> Simul
     if roles.keep_kv:
         held = [lookup(gpu, shape, part.tp).kv_capacity * shape.kv_bytes_per_device(part.tp) for part in fleet]
         copy_s = 2.0 * max(held) / gpu.host_bytes_s
-    return replace(settings, sharing=Colocation(roles.switch_s + copy_s), keep_kv=roles.keep_kv)
+    return replace(settings, colocation=Colocation(roles.switch_s + copy_s), keep_kv=roles.keep_kv)
 
 
 def planned_split(name: str, seeds: Sequence[int], longest: int, policy: str) -> Planned:
@@ -106,13 +105,7 @@ def planned_split(name: str, seeds: Sequence[int], longest: int, policy: str) ->
         shape=model_shape(row.model),
         pools=(DevicePool(device(row.pools[0][0]), nodes_of(row), NODE),),
         batch=BatchWork(row.trajectories, sketch(observe(seen), row.trajectories), row.eta),
-        options=RolloutOptions(
-            max_num_seqs=SimulationSettings().max_num_seqs,
-            max_model_len=longest,
-            group=row.group,
-            cache_aware=True,
-            updates=1,
-        ),
+        options=rollout_options(row, longest),
         space=TrainSpace(),
         lengths="the work of the choosing seeds",
         work=Work(tuple(seen), Assumed(), longest),

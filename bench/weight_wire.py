@@ -22,16 +22,15 @@ import numpy as np
 from bench.harness import Figures, Options, median, options, progress, report
 from bench.weights import sockets
 from libra_hpc.checksum import crc32
-from libra_hpc.protocol.carriers import ImageHere, Publish, VersionHere
+from libra_hpc.protocol.carriers import NIXL_WHEEL, ImageHere, Publish, VersionHere
 from libra_hpc.weights.delta import dense, encoding_for, marked
 from libra_hpc.weights.pieces import WHOLE, TensorBlock, write_offer
-from libra_hpc.weights.transport.nixl import WHEEL
 from tests.weights.nodes import CarrierNode, bits
 
 SHARES = (0.0075, 0.03, 0.29, 0.52)
 COLUMNS = 1 << 10
 NAME, OWNER = "model.embed_tokens.weight", "t0.0"
-TRANSPORTS = ("tcp", "nixl") if importlib.util.find_spec(WHEEL) else ("tcp",)
+TRANSPORTS = ("tcp", "nixl") if importlib.util.find_spec(NIXL_WHEEL) else ("tcp",)
 WARM = 1
 """The first version makes files and pages that the next ones use again."""
 

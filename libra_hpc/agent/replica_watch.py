@@ -81,7 +81,7 @@ class ReplicaWatch:
         """Until when storage time was taken off the orders; None: no process is in such a phase."""
         self._given_up = 0
         self._portions = 0
-        """Of the last training step: parts that it has besides the last one."""
+        """That the last training step has, besides its last one."""
         self._orders: deque[tuple[str, Hashable]] = deque()
         """Orders without an answer; the replica carries out the first."""
         self._alive: dict[int, tuple[str, float]] = {}
@@ -105,9 +105,9 @@ class ReplicaWatch:
                 self._begin(key, now)
 
     def _begin(self, key: tuple[str, Hashable], now: float) -> None:
-        # A step that is done again has the parts that came ahead of it before.
-        parts = self._portions if key[0] == STEP else 0
-        own_s = self._deadlines.limit(STEP) + parts * self._deadlines.limit(PORTION) if parts else 0.0
+        # A step that is done again has the portions that came ahead of it before.
+        portions = self._portions if key[0] == STEP else 0
+        own_s = self._deadlines.limit(STEP) + portions * self._deadlines.limit(PORTION) if portions else 0.0
         self._deadlines.begin(key[0], key, now, own_s)
 
     def answered(self, message: Any, now: float) -> None:

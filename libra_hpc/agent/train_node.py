@@ -76,9 +76,8 @@ ASKED: dict[type, type] = {SaveFailed: Saved, OfferFailed: Offered, SnapshotFail
 def merged(answers: Mapping[int, FromWorker]) -> FromWorker:
     """The answer of a node: local rank 0's, but for what every process has a part of."""
     for answer in answers.values():
-        if isinstance(answer, SaveFailed | SnapshotFailed | OfferFailed):
-            return answer
-        if isinstance(answer, PortionDone) and answer.error:
+        refused = isinstance(answer, PortionDone) and bool(answer.error)
+        if refused or isinstance(answer, SaveFailed | SnapshotFailed | OfferFailed):
             return answer
     first = answers[0]
     if isinstance(first, Saved):

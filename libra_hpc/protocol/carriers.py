@@ -12,6 +12,9 @@ import msgspec
 
 from .codec import Codec
 
+NIXL_WHEEL = "nixl_cu12"
+"""Its CUDA is not used, so it fits any; the package ``nixl`` itself imports torch to choose among such wheels."""
+
 
 class CarrierConfig(msgspec.Struct, frozen=True):
     """What a carrier is started with."""

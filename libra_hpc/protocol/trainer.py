@@ -68,7 +68,7 @@ class Join(msgspec.Struct, tag=True, frozen=True):
 
 
 class TrainPortion(msgspec.Struct, tag=True, frozen=True):
-    """Add the gradient of a part of the batch of ``step`` to that of the parts before; `TrainStep` has the last ones.
+    """Add the gradient of a portion of the batch of ``step`` to that of those before; `TrainStep` has the last ones.
 
     Samples as there. A `Join` drops what was added.
     """
@@ -76,7 +76,7 @@ class TrainPortion(msgspec.Struct, tag=True, frozen=True):
     step: int
     generation: int
     portion: int
-    """Number of parts before; 0: gradients begin at zero."""
+    """Number of portions before; 0: gradients begin at zero."""
     samples: tuple[Sample, ...]
 
 
@@ -85,7 +85,7 @@ class TrainStep(msgspec.Struct, tag=True, frozen=True):
 
     Every member gets its own samples, all nodes of the core the same ones: they spread them over their data-parallel
     ranks. ``step``, ``generation`` and ``divisors`` are the same for all. By the latter the gradient of each *global*
-    minibatch is divided; 0: it has no loss token; None: it is a part of the next one, packed alone.
+    minibatch is divided; 0: it has no loss token; None: it is a portion of the next one, packed alone.
     """
 
     step: int
@@ -93,7 +93,7 @@ class TrainStep(msgspec.Struct, tag=True, frozen=True):
     minibatches: tuple[tuple[Sample, ...], ...]
     divisors: tuple[int | None, ...]
     portions: int = 0
-    """Parts of the first minibatch that came before, in a `TrainPortion` each."""
+    """Those of the first minibatch that came before, in a `TrainPortion` each."""
 
 
 class OfferWeights(msgspec.Struct, tag=True, frozen=True):

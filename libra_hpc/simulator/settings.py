@@ -85,7 +85,7 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
     keep_kv: bool = False
     """Whether KV caches outlive an update, as with ``rollout.kv_after_update = "keep"``; else it empties them, and
     running requests are computed again. No group finds the caches of another one, so there are no salts."""
-    sharing: Colocation | None = None
+    colocation: Colocation | None = None
     """None: training has nodes of its own."""
     task: str = "sim"
     seed: int = 0

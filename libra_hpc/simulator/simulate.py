@@ -158,7 +158,7 @@ class Simulation:
         now = self._active_at = self.now
         self._freed()
         del self._sent[trajectory.name]
-        if self.settings.sharing is not None:
+        if self.settings.colocation is not None:
             self._train()
         if sent.request.left:
             trajectory.interrupted(sent.request.generated, sent.request.high, trajectory.version)
@@ -208,7 +208,7 @@ class Simulation:
     # --- training and engines
 
     def _train(self) -> None:
-        if self.settings.sharing is not None and not (self.training.due and self._nodes_free()):
+        if self.settings.colocation is not None and not (self.training.due and self._nodes_free()):
             return
         seconds = self.training.begin(self.now)
         if seconds is not None:
@@ -217,9 +217,9 @@ class Simulation:
     def _trained(self, _: None) -> None:
         version = self.training.end(self.now)
         self._active_at = self.now
-        update, sharing = self.settings.update, self.settings.sharing
-        if sharing is not None:
-            self._at(self.now + sharing.switch_s, self._agents.swap, version)
+        update, colocation = self.settings.update, self.settings.colocation
+        if colocation is not None:
+            self._at(self.now + colocation.switch_s, self._agents.swap, version)
             self._train()
             return
         # All engines get a version at the time of the slowest, which has the fewest GPUs.
@@ -247,7 +247,7 @@ class Simulation:
     def _applied(self) -> None:
         own = self._own()
         version = min(self.engines[name].version for name in own)
-        if self.settings.sharing is not None and version == self.training.version and self.training.idle:
+        if self.settings.colocation is not None and version == self.training.version and self.training.idle:
             for name in own:
                 self.board.set_open(name, True)
         self.training.applied(version)

@@ -13,6 +13,7 @@ from functools import cache
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
+from libra_hpc.protocol.carriers import NIXL_WHEEL
 
 from .plugins import PMIX, PYPI
 
@@ -20,8 +21,6 @@ CONTROL = ("libra_hpc", "mpi4py")
 """Packages of every agent."""
 ENGINES = ("vllm", "megatron", "torch")
 """Packages of the engines; a dry run needs none of them."""
-NIXL = "nixl_cu12"
-"""Package of `libra_hpc.weights.transport.nixl`."""
 OLDEST = (3, 11)
 TIMEOUT_S = 60.0
 """Starting Python takes 0.1 s on a warm network file system, and up to half a minute on a cold one."""
@@ -80,7 +79,7 @@ def _check_packages(config: RunConfig, python: str, who: str) -> str:
     wanted = CONTROL if config.run.engine == "simulated" else (*CONTROL, *ENGINES)
     optional = dict(config.track.libraries)
     if config.rollout.weights_transport == "nixl":
-        optional["rollout.weights_transport"] = NIXL
+        optional["rollout.weights_transport"] = NIXL_WHEEL
     try:
         version, mpi, *lacks = _found(python, (*wanted, *optional.values()))
     except (OSError, subprocess.SubprocessError) as error:

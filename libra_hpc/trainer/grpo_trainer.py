@@ -1,6 +1,6 @@
 """One GRPO step of a world: pack, compute the proximal policy, accumulate, sum over replicas, agree, update.
 
-- Parts of a batch come ahead of its step (`portion`) -> their gradients stay; sums and update are those of the step.
+- Portions of a batch come ahead of its step -> their gradients stay; sums and update are those of the step.
 - The sum over replicas fails -> no process of the replica has changed anything.
 - A later minibatch of a step fails -> the state returns to a copy from the start of the step.
 - The summed gradient or loss of a minibatch is not finite -> every replica skips its update; the step commits.
@@ -74,7 +74,7 @@ class GrpoTrainer:
         engine.reduce = replicas.reduce
 
     def portion(self, message: TrainPortion) -> PortionDone:
-        """Add the gradient of a part of the next batch, before the other parts are there.
+        """Add the gradient of a portion of the next batch, before the others are there.
 
         Raises `BatchRejected` as `step`.
         """

@@ -16,7 +16,7 @@ from .toys import Linear, Spread, single, spec, turn
 def with_(**settings: object) -> SimulationSettings:
     """Five seconds of training, three of switches."""
     return SimulationSettings(
-        **{"block_size": 4, "send_s": 0.0, "answer_s": 0.0, "train_s": 5.0, "sharing": Colocation(3.0), **settings}  # type: ignore[arg-type]
+        **{"block_size": 4, "send_s": 0.0, "answer_s": 0.0, "train_s": 5.0, "colocation": Colocation(3.0), **settings}  # type: ignore[arg-type]
     )
 
 

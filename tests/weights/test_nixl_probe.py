@@ -24,7 +24,7 @@ def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     (tmp_path / "mlx5_0").mkdir()
     with mock.patch.dict(os.environ, UCX_TLS="of the job", UCX_NET_DEVICES="ib0", FAKE_NIXL=""):
         yield
-    for name in [name for name in sys.modules if name.startswith(nixl.WHEEL)]:
+    for name in [name for name in sys.modules if name.startswith(nixl.NIXL_WHEEL)]:
         del sys.modules[name]
 
 
@@ -57,7 +57,7 @@ def test_what_keeps_weights_on_tcp(
     monkeypatch.setenv("FAKE_NIXL", fault)
     monkeypatch.setattr(nixl, "PROBE_S", 1.0 if fault == "stuck" else 60.0)
     if fault == "no wheel":
-        monkeypatch.setattr(nixl, "WHEEL", "no_such_wheel")
+        monkeypatch.setattr(nixl, "NIXL_WHEEL", "no_such_wheel")
     if fault == "no device":
         (tmp_path / "mlx5_0").rmdir()
     assert probe(wanted, 3) == (None, why)

@@ -29,9 +29,8 @@ import msgspec
 import numpy as np
 
 from libra_hpc.errors import error_text
+from libra_hpc.protocol.carriers import NIXL_WHEEL
 
-WHEEL = "nixl_cu12"
-"""Its CUDA is not used, so it fits any; the package ``nixl`` itself imports torch to choose among such wheels."""
 UCX_TLS = {"auto": "ib,sm,self", "nixl": "all"}
 """Transports of UCX. Over its TCP, plain sockets are three times as fast, and its port asks nobody for a secret."""
 DEVICES = Path("/sys/class/infiniband")
@@ -72,7 +71,7 @@ class DirectReads:
         """``name``: unique among all processes. Raises `DirectError`."""
         _own_environment(ucx_tls)
         with _failures():
-            api = importlib.import_module(f"{WHEEL}._api")
+            api = importlib.import_module(f"{NIXL_WHEEL}._api")
 
             sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
             settings = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], sync_mode=sync)
@@ -184,7 +183,7 @@ def probe(wanted: str, rank: int) -> tuple[DirectReads | None, str]:
     """What this process reads weights with, or None and why they travel by TCP. ``wanted``: auto, tcp or nixl."""
     if wanted == "tcp":
         return None, 'rollout.weights_transport = "tcp"'
-    if importlib.util.find_spec(WHEEL) is None:
+    if importlib.util.find_spec(NIXL_WHEEL) is None:
         return None, "NIXL is not installed"
     if wanted == "auto" and not (DEVICES.is_dir() and any(DEVICES.iterdir())):
         return None, "this node has no InfiniBand or RoCE device"
