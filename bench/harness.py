@@ -67,7 +67,7 @@ def options(
     """
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=(doc or "").split("\n\n")[0])
     if rows:
-        parser.add_argument("--rows", default="", help=f"separated by |, of: {'|'.join(rows)}")
+        parser.add_argument("--rows", default="", help=f"separated by |, of: {'|'.join(rows).replace('%', '%%')}")
     if quick:
         parser.add_argument("--quick", action="store_true", help=f"a short run of {', '.join(quick)}")
     if defaults.pop("trace", False):

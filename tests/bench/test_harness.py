@@ -27,6 +27,12 @@ def test_rows_are_all_those_of_quick_or_those_named_and_a_trace_stands_alone(tmp
     assert rows("--trace", str(tmp_path / "trace")) == [str(tmp_path / "trace")]
 
 
+def test_help_names_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        options("x", "", rows=("code 20%", "code 40%"), arguments=["--help"])
+    assert "code 20%|code 40%" in capsys.readouterr().out
+
+
 def test_an_option_has_the_type_of_its_default() -> None:
     arguments = ["--seeds", "2", "--clock", "CPU", "--caches", "8,9", "--deep", "--scale", "0.5"]
     given = options(

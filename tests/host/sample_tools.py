@@ -73,7 +73,8 @@ def start_sleeper(path: str) -> None:
 
 def write_to_link(frame: bytes, later_s: float = 0.0) -> str:
     """Send a forged frame to the host, at once or after the call."""
-    open_now = (fd for fd in range(3, 100) if os.path.lexists(f"/proc/self/fd/{fd}"))
+    # The link has the number that it has in the host, which may have any number of files open.
+    open_now = (fd for fd in range(3, 1 << 16) if os.path.lexists(f"/proc/self/fd/{fd}"))
     link = next(fd for fd in open_now if stat.S_ISSOCK(os.fstat(fd).st_mode))
     if later_s:
         threading.Timer(later_s, os.write, (link, frame)).start()
