@@ -1,0 +1,1 @@
+"""What the engine registry keeps beside its engines: deadlines of turns, and totals of lenders."""
