@@ -1,6 +1,7 @@
 """The carrier of a node, as its agent's child: started with the agent, and again when it ends.
 
 - It serves -> the train leader learns where, and publishes the newest version to it; an event has its transport.
+- NIXL fails between it and another node -> an event, once for the two: TCP goes on, and NIXL is tried again and again.
 - Its image has a version -> the engines of the node get it.
 - On the train leader's node, with ``rollout.weights_port`` -> `weights.json` has what another cluster needs to pull.
 - It ended -> another one goes on with the image; nodes behind it go on with another node.
@@ -42,6 +43,7 @@ from libra_hpc.protocol.carriers import (
     SavePolicy,
     Stalled,
     VersionHere,
+    WeightsByTcp,
     from_carrier,
     to_carrier,
 )
@@ -78,6 +80,8 @@ class NodeCarrier(EngineNode[Supervised]):
         self.peer: Peer | None = None
         """Where this node's carrier serves; None: it does not yet."""
         self._restarts: set[asyncio.Task[None]] = set()
+        self._by_tcp = set[int]()
+        """Nodes between which and this one NIXL has failed."""
         self._lost = -1
         """The version of which an own offer was not whole, since the last one was published."""
         self.version = -1
@@ -178,6 +182,9 @@ class NodeCarrier(EngineNode[Supervised]):
                     context.send(context.layout.train_leader, wire.FromReplica(context.rank, failed))
             case Stalled(version=version, received=received, reason=reason):
                 context.log("weights_stalled", rank=context.rank, version=version, received=received, reason=reason)
+            case WeightsByTcp(peer=peer, reason=reason) if peer not in self._by_tcp:
+                self._by_tcp.add(peer)
+                context.log("weights_by_tcp", rank=context.rank, peer=peer, reason=f"{reason}, with node {peer}")
             case NotStored(version=version, reason=reason):
                 context.log("weights_not_stored", rank=context.rank, version=version, reason=reason)
 

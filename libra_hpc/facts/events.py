@@ -129,6 +129,12 @@ TRAINING = (
         "A node gets and sends new weights by nixl or tcp; `reason`: why not by nixl",
         "rank transport reason",
     ),
+    _fault(
+        "weights_by_tcp",
+        "NIXL failed between two nodes, and TCP goes on; NIXL is tried again, and this is not repeated",
+        "rank peer reason",
+        notice=True,
+    ),
     EventKind("weights_served", "Another cluster may pull new weights; `weights.json` has the address", "rank port"),
     _fault("weights_not_served", "New weights cannot be served to another cluster", "rank reason", notice=True),
     _fault("weights_not_stored", "A node could not store weights and tries again", "rank version reason", notice=True),

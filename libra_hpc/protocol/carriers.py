@@ -146,6 +146,14 @@ class NotStored(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
+class WeightsByTcp(msgspec.Struct, tag=True, frozen=True):
+    """Carrier -> agent: NIXL failed between this node and another one, and TCP goes on; at each failure."""
+
+    peer: int
+    """The other node."""
+    reason: str
+
+
 class PolicySaved(msgspec.Struct, tag=True, frozen=True):
     """Carrier -> agent: ``path`` has the weights that were asked for, and is durable."""
 
@@ -165,7 +173,9 @@ class PartPulled(msgspec.Struct, tag=True, frozen=True):
 
 
 ToCarrier = Union[Publish, Engines, SavePolicy, PullPart]
-FromCarrier = Union[CarrierReady, VersionHere, ImageHere, PieceRefused, Stalled, NotStored, PolicySaved, PartPulled]
+FromCarrier = Union[
+    CarrierReady, VersionHere, ImageHere, PieceRefused, Stalled, NotStored, WeightsByTcp, PolicySaved, PartPulled
+]
 
 to_carrier: Codec[ToCarrier] = Codec(ToCarrier)
 from_carrier: Codec[FromCarrier] = Codec(FromCarrier)

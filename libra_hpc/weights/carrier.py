@@ -151,8 +151,8 @@ class Carrier:
         parts = Path(config.parts) if config.parts else None
         direct, self._by_tcp = probe(config.transport, config.rank)
         log.info("weights travel by %s", "NIXL" if direct else f"TCP: {self._by_tcp}")
-        self._server = CarrierServer(listener, config.secret, self._store, self._image, parts, direct)
-        self._caller = Caller(config.rank, config.secret, config.pull_bytes_per_s, direct)
+        self._server = CarrierServer(listener, config.secret, self._store, self._image, parts, direct, agent.send)
+        self._caller = Caller(config.rank, config.secret, config.pull_bytes_per_s, direct, agent.send)
         self._outside = ServedWeights(Path(config.folder), self._image.shapes, config.dtype, self._store)
         self._outside_fault = _serve_outside(config, self._outside) if config.http_port else ""
         self._whole: queue.SimpleQueue[tuple[Publish, list[HeldOffer]] | SavePolicy] = queue.SimpleQueue()

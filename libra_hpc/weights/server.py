@@ -25,6 +25,7 @@ from typing import Protocol
 import msgspec
 
 from libra_hpc.checksum import crc32
+from libra_hpc.protocol.carriers import WeightsByTcp
 from libra_hpc.protocol.joining import is_guest
 
 from .offers import HeldOffer, OfferStore
@@ -42,6 +43,7 @@ from .wire import (
     WAITING,
     WAITING_S,
     Absent,
+    ByTcp,
     Fetch,
     WireError,
     admit,
@@ -76,10 +78,11 @@ class CarrierServer:
         image: ImageSource,
         parts: Path | None = None,
         direct: DirectReads | None = None,
+        by_tcp: ByTcp = lambda message: None,
     ) -> None:
         """``parts``: folder of snapshots; None: it serves none."""
         self._listener, self._secret, self._store, self._image = listener, secret, store, image
-        self._parts, self._direct = parts, direct
+        self._parts, self._direct, self._on_tcp = parts, direct, by_tcp
 
     def start(self) -> None:
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
@@ -160,6 +163,7 @@ class CarrierServer:
             return self._direct.place(offer.view)
         except DirectError as error:
             log.warning("the payload is sent by TCP: %s", error)
+            self._on_tcp(WeightsByTcp(rank, str(error)))
             return None
 
     def _let_read(self, stream: socket.socket, offer: SentBytes, begin: int, end: int, place: Place) -> None:

@@ -28,7 +28,7 @@ from typing import TypeVar
 import msgspec
 
 from libra_hpc.checksum import crc32
-from libra_hpc.protocol.carriers import Peer
+from libra_hpc.protocol.carriers import Peer, WeightsByTcp
 from libra_hpc.protocol.joining import guest_secret, is_guest
 
 from .transport.nixl import DirectError, DirectReads, Place, Read
@@ -60,6 +60,8 @@ TCP_S = 30.0
 """For which a node sends by TCP after NIXL failed. Half: a hung one costs every other version `nixl.READ_S`."""
 
 Message = TypeVar("Message", "Fetch", Place)
+ByTcp = Callable[[WeightsByTcp], None]
+"""Takes the news that NIXL failed."""
 
 log = logging.getLogger("libra_hpc.carrier")
 
@@ -90,9 +92,17 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
 class Caller:
     """Asks other carriers, with a connection for every request."""
 
-    def __init__(self, rank: int, secret: bytes, bytes_per_s: float = 0.0, direct: DirectReads | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        secret: bytes,
+        bytes_per_s: float = 0.0,
+        direct: DirectReads | None = None,
+        by_tcp: ByTcp = lambda message: None,
+    ) -> None:
         """``bytes_per_s``: budget of all requests together; 0: no limit."""
         self._rank, self._secret, self._pace, self._direct = rank, secret, BandwidthPace(bytes_per_s), direct
+        self._on_tcp = by_tcp
         self._by_tcp: dict[int, float] = {}
         """By rank, until when it sends by TCP."""
 
@@ -173,13 +183,24 @@ class Caller:
             with self._direct.reading(place, payload) as read_direct:
 
                 def take(begin: int, end: int) -> None:
-                    read_direct(begin, end)
+                    try:
+                        read_direct(begin, end)
+                    except DirectError as error:
+                        # First: streams beside this one fail because of it.
+                        self._nixl_failed(peer, error)
+                        raise
                     stream.sendall(LENGTH.pack(end - begin))
 
                 yield take
-        except DirectError:
-            self._by_tcp[peer.rank] = time.monotonic() + TCP_S
+        except DirectError as error:
+            self._nixl_failed(peer, error)
             raise
+
+    def _nixl_failed(self, peer: Peer, error: DirectError) -> None:
+        now = time.monotonic()
+        if self._by_tcp.get(peer.rank, now) <= now:
+            self._on_tcp(WeightsByTcp(peer.rank, str(error)))
+        self._by_tcp[peer.rank] = now + TCP_S
 
 
 def read(stream: socket.socket, count: int) -> bytes:

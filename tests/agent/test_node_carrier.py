@@ -14,11 +14,12 @@ import pytest
 
 from libra_hpc.agent.node_carrier import NodeCarrier
 from libra_hpc.config.run import RunConfig
+from libra_hpc.facts.events import EVENTS
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.protocol.agents import CarrierStarted, FromReplica, Welcome
-from libra_hpc.protocol.carriers import Peer, PieceRefused, PolicySaved, Publish, SavePolicy
+from libra_hpc.protocol.carriers import Peer, PieceRefused, PolicySaved, Publish, SavePolicy, WeightsByTcp
 from libra_hpc.protocol.trainer import OfferFailed
 from libra_hpc.simulated.state import offer
 from libra_hpc.weights.pieces import WHOLE
@@ -167,3 +168,12 @@ def test_an_own_offer_that_is_not_whole_is_told_to_the_train_leader_once_for_eac
     refused(own=True)
     assert len(context.sent) == 2
     assert set(context.logged) == {"weights_corrupt"}
+
+
+def test_nixl_that_fails_again_and_again_is_one_event_for_each_pair_of_nodes() -> None:
+    context = Context()
+    carrier = NodeCarrier(cast(AgentContext, context), lambda: None)
+    for peer in (2, 3, 2, 3, 2):
+        carrier.received(cast(Any, None), 0, WeightsByTcp(peer, "NIXL: a READ failed"))
+    assert context.logged == ["weights_by_tcp", "weights_by_tcp"]
+    assert EVENTS["weights_by_tcp"].notice, "status shows its reason"

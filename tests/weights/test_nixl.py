@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from libra_hpc.protocol.carriers import CarrierReady, Engines, ImageHere, PieceRefused, Stalled, VersionHere
+from libra_hpc.protocol.carriers import (
+    CarrierReady,
+    Engines,
+    ImageHere,
+    PieceRefused,
+    Stalled,
+    VersionHere,
+    WeightsByTcp,
+)
 from libra_hpc.protocol.joining import FIRST_GUEST, guest_secret
 from libra_hpc.weights.image import IMAGE_FILE
 from libra_hpc.weights.pieces import offer_path, payload_path
@@ -135,6 +143,10 @@ def test_after_a_failed_read_tcp_goes_on_at_the_last_byte(nodes: Nodes, fault: s
     chain.nodes[1].wait(ImageHere)
     assert len(set(images(chain))) == 1
     assert SIZE - 5_000_000 < link.passed < SIZE - (4 << 20) + FEW
+    (failed,) = chain.nodes[1].all(WeightsByTcp)
+    assert failed.peer == 0
+    # Of the first stream, not of those beside it.
+    assert failed.reason == f"NIXL: a READ {'did not end' if fault.startswith('hang') else 'failed'}"
     assert not chain.nodes[1].all(PieceRefused) + chain.nodes[1].all(Stalled)
 
 
