@@ -29,7 +29,7 @@ from libra_hpc.errors import error_text
 from libra_hpc.files import write_atomic
 
 from .delta import compiled, overwrite
-from .pieces import GAPS, VALUES, WHOLE, Offer, TensorBlock, WeightPiece, elements, offer_fault, piece_values
+from .pieces import GAPS, VALUES, WHOLE, Offer, WeightPiece, elements, offer_fault, piece_values
 from .weightfile import FLOATS, WeightFileError, file_header
 
 IMAGE_FILE = "image.safetensors"
@@ -50,10 +50,8 @@ class _State(msgspec.Struct, frozen=True):
 class Image:
     """The writing end; one process of a node has it."""
 
-    def __init__(
-        self, folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, blocks: Sequence[TensorBlock] = ()
-    ) -> None:
-        """Open the image of ``folder``, or make it with all its pages, or with those of some ``blocks`` only.
+    def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:
+        """Open the image of ``folder``, or make it with all its pages.
 
         Raises `WeightFileError` where there is no room, or the image of another model.
         """
@@ -65,13 +63,12 @@ class Image:
         """Byte where the first tensor begins."""
         self._bytes = sum(map(math.prod, self.shapes.values())) * FLOATS[dtype]
         if not self.path.exists():
-            self._create(header, blocks)
+            self._create(header)
         self._file = self.path.open("r+b")
         if self._file.read(len(header)) != header or self._file.seek(0, 2) != self.start + self._bytes:
             self._file.close()
             raise WeightFileError(f"{self.path}: it is the image of another model.")
-        populate = 0 if blocks else mmap.MAP_POPULATE
-        self._memory = mmap.mmap(self._file.fileno(), 0, mmap.MAP_SHARED | populate)
+        self._memory = mmap.mmap(self._file.fileno(), 0, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._elements = np.frombuffer(self._memory, VALUES[dtype], offset=self.start)
 
     @property
@@ -102,42 +99,19 @@ class Image:
                     self._write(piece, payload)
             self._note(_State(version, version))
 
-    def mixed(self, oldest: int = WHOLE, newest: int = WHOLE) -> None:
-        """Its blocks have versions from ``oldest`` to ``newest``, so that no reader finds one unless they are equal.
-
-        Offers that change ``oldest`` to ``newest`` may then be applied: they overwrite what is newer with the same.
-        """
-        with _locked(self._file, fcntl.LOCK_EX):
-            self._note(_State(oldest, newest))
-
-    def place(self, block: TensorBlock, data: bytes) -> None:
-        """Write all elements of a block of a `mixed` image, row-major; raises `WeightFileError` for another length."""
-        if len(data) != (size := elements(block) * FLOATS[self.dtype]):
-            raise WeightFileError(f"{block} has {len(data):,} bytes, expected {size:,}.")
-        piece = WeightPiece(block, self.dtype, "dense", elements(block), 0, size, 0)
-        self._write(piece, memoryview(data))
-
-    def _create(self, header: bytes, blocks: Sequence[TensorBlock]) -> None:
+    def _create(self, header: bytes) -> None:
         whole = self.start + self._bytes
         partial = self.path.with_suffix(".part")
         try:
             with partial.open("w+b") as file:
                 # Writing to a mapped page that a full file system cannot give would kill the process.
-                for begin, size in [(0, whole)] if not blocks else [(0, self.start), *map(self._bounds, blocks)]:
-                    os.posix_fallocate(file.fileno(), begin, size)
-                file.truncate(whole)
+                os.posix_fallocate(file.fileno(), 0, whole)
                 file.write(header)
             _state_path(self.path).unlink(missing_ok=True)
             partial.replace(self.path)
         except OSError as error:
             partial.unlink(missing_ok=True)
             raise WeightFileError(f"{self.path}: no image of {whole:,} bytes ({error_text(error)}).") from error
-
-    def _bounds(self, block: TensorBlock) -> tuple[int, int]:
-        """First byte and bytes of what a block lies in."""
-        size = (block.rows - 1) * block.stride + block.cols
-        begin = self.start + self._places[block.tensor]
-        return begin + block.offset * FLOATS[self.dtype], size * FLOATS[self.dtype]
 
     def _check(self, version: int, offers: Sequence[tuple[Offer, Path]], state: _State) -> None:
         for offer, _ in offers:

@@ -12,7 +12,7 @@ import hmac
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from urllib.parse import parse_qs, urlencode, urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 import numpy as np
@@ -50,14 +50,6 @@ class ServedVersion(msgspec.Struct, frozen=True):
 def reading_secret(secret: bytes) -> bytes:
     """What another cluster gets of a run's secret: it reads weights, and cannot pose as a node."""
     return hmac.digest(secret, b"weights over http", "sha256")
-
-
-def offer_target(version: int, owner: str, part: str) -> str:
-    return f"/offers/{version}/{owner}/{part}"
-
-
-def image_target(block: TensorBlock) -> str:
-    return "/image?" + urlencode(block._asdict())
 
 
 class ServedWeights:

@@ -17,11 +17,11 @@ from libra_hpc.weights.delta import dense, encoding_for, sparse
 from libra_hpc.weights.image import Image, reading
 from libra_hpc.weights.names import ReplicaPlace
 from libra_hpc.weights.offers import HeldOffer, OfferStore
-from libra_hpc.weights.outside.http_pull import HttpPuller, wanted_blocks
 from libra_hpc.weights.pieces import WHOLE, Encoded, TensorBlock, offer_path, write_offer
 from libra_hpc.weights.served_weights import ServedDelta, ServedWeights, reading_secret
-from libra_hpc.weights.transport.http_caller import HttpSource
 from libra_hpc.weights.transport.http_server import HttpServer, Part
+from tests.weights.http_caller import HttpSource
+from tests.weights.http_pull import HttpPuller, PulledImage, wanted_blocks
 from tests.weights.nodes import bits
 
 SHAPE = Architecture(
@@ -141,7 +141,7 @@ class Lender:
     def __init__(self, folder: Path, port: int, secret: bytes = SECRET) -> None:
         folder.mkdir(exist_ok=True)
         blocks = wanted_blocks(SHAPE, TP, [RANK])
-        self.image = Image(folder, SHAPES, DTYPE, blocks)
+        self.image = PulledImage(folder, SHAPES, DTYPE)
         self.puller = HttpPuller(HttpSource("127.0.0.1", port, reading_secret(secret)), self.image, blocks)
 
     def holds(self, node: TrainNode) -> bool:

@@ -15,18 +15,18 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.protocol.carriers import CarrierReady, ImageHere, Publish
-from libra_hpc.weights.image import Image, reading
+from libra_hpc.weights.image import reading
 from libra_hpc.weights.offers import OfferStore
-from libra_hpc.weights.outside import http_pull
-from libra_hpc.weights.outside.http_pull import HttpPuller, wanted_blocks
 from libra_hpc.weights.pieces import TensorBlock, payload_path
-from libra_hpc.weights.served_weights import ServedWeights, image_target, reading_secret
-from libra_hpc.weights.transport import http_caller, http_server
-from libra_hpc.weights.transport.http_caller import HttpSource
+from libra_hpc.weights.served_weights import ServedWeights, reading_secret
+from libra_hpc.weights.transport import http_server
 from libra_hpc.weights.transport.http_proof import PART_BYTES, VERSION, NotServed, Refused, request_proof
 from libra_hpc.weights.transport.http_server import HttpServer, Part
 from libra_hpc.weights.transport.token_bucket import BURST_S, TokenBucket
 from libra_hpc.weights.weightfile import WeightFileError
+from tests.weights import http_caller, http_pull
+from tests.weights.http_caller import HttpSource
+from tests.weights.http_pull import HttpPuller, PulledImage, image_target, wanted_blocks
 from tests.weights.nodes import SECRET as SECRET_OF_NODES
 from tests.weights.nodes import CarrierNode, FaultyLink, node_folders
 from tests.weights.outside_nodes import DTYPE, SECRET, SHAPE, SHAPES, TP, Lender, TrainNode, region, wanted
@@ -79,7 +79,7 @@ def test_an_engine_of_another_tp_takes_what_its_rank_needs_and_equals_a_full_loa
 def test_ranks_of_one_node_share_an_image(node: TrainNode, folder: Path) -> None:
     (folder / "lender").mkdir()
     blocks = wanted_blocks(SHAPE, TP, range(TP))
-    image = Image(folder / "lender", SHAPES, DTYPE, blocks)
+    image = PulledImage(folder / "lender", SHAPES, DTYPE)
     HttpPuller(HttpSource("127.0.0.1", node.port, reading_secret(SECRET)), image, blocks).pull()
 
     assert image.path.read_bytes() == node.image.path.read_bytes()

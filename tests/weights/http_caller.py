@@ -13,8 +13,16 @@ import time
 from typing import NamedTuple
 
 from libra_hpc.errors import error_text
-
-from .http_proof import PART_BYTES, PROOF, SCHEME, VERSION, NotServed, Refused, answer_proof, request_proof
+from libra_hpc.weights.transport.http_proof import (
+    PART_BYTES,
+    PROOF,
+    SCHEME,
+    VERSION,
+    NotServed,
+    Refused,
+    answer_proof,
+    request_proof,
+)
 
 SILENT_S = 30.0
 """Longest pause within an answer; the budget of a server may be small, and shared."""

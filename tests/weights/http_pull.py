@@ -1,6 +1,4 @@
-"""Pulls the weights of a run to another cluster over HTTP: for its serving engines, which also roll out for the run.
-
-Nothing in this package calls it yet: it is for lenders of GPUs. It knows nothing of the run but address and secret.
+"""Another cluster, which pulls the weights of a run over HTTP for engines of its own; it has address and secret alone.
 
 - The deltas from what is here to the newest version are served -> of their pieces those that meet the wanted blocks.
 - A part of a block is older than they go back -> it comes from the served image, at any version. Values overwrite, so
@@ -15,12 +13,14 @@ Readers of the own image find it at a whole version only (`libra_hpc.weights.ima
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlencode
 
 import msgspec
 
@@ -28,12 +28,12 @@ from libra_hpc.checksum import crc32
 from libra_hpc.files import write_atomic
 from libra_hpc.models.architecture import Architecture
 from libra_hpc.weights.blocks import engine_slices, overlap
-from libra_hpc.weights.image import Image, reading
-from libra_hpc.weights.pieces import WHOLE, Offer, TensorBlock, WeightPiece, decode_offer
-from libra_hpc.weights.served_weights import ServedDelta, ServedVersion, image_target, offer_target
-from libra_hpc.weights.transport.http_caller import HttpCaller, HttpSource, Received
+from libra_hpc.weights.image import Image, _locked, _State, reading
+from libra_hpc.weights.pieces import WHOLE, Offer, TensorBlock, WeightPiece, decode_offer, elements
+from libra_hpc.weights.served_weights import ServedDelta, ServedVersion
 from libra_hpc.weights.transport.http_proof import PART_BYTES, NotServed, Refused
 from libra_hpc.weights.weightfile import FLOATS, WeightFileError
+from tests.weights.http_caller import HttpCaller, HttpSource, Received
 
 PADDING = 4
 """Bytes between two pieces, at least, if another is between them: one alone begins at a multiple of its element's."""
@@ -51,10 +51,37 @@ def wanted_blocks(shape: Architecture, tp: int, ranks: Sequence[int]) -> list[Te
     return list(dict.fromkeys(one.block for some in slices for one in some))
 
 
+def offer_target(version: int, owner: str, part: str) -> str:
+    return f"/offers/{version}/{owner}/{part}"
+
+
+def image_target(block: TensorBlock) -> str:
+    return "/image?" + urlencode(block._asdict())
+
+
+class PulledImage(Image):
+    """One whose blocks come one by one."""
+
+    def mixed(self, oldest: int = WHOLE, newest: int = WHOLE) -> None:
+        """Its blocks have versions from ``oldest`` to ``newest``, so that no reader finds one unless they are equal.
+
+        Offers that change ``oldest`` to ``newest`` may then be applied: they overwrite what is newer with the same.
+        """
+        with _locked(self._file, fcntl.LOCK_EX):
+            self._note(_State(oldest, newest))
+
+    def place(self, block: TensorBlock, data: bytes) -> None:
+        """Write all elements of a block of a `mixed` image, row-major; raises `WeightFileError` for another length."""
+        if len(data) != (size := elements(block) * FLOATS[self.dtype]):
+            raise WeightFileError(f"{block} has {len(data):,} bytes, expected {size:,}.")
+        piece = WeightPiece(block, self.dtype, "dense", elements(block), 0, size, 0)
+        self._write(piece, memoryview(data))
+
+
 class HttpPuller:
     """One caller at a time; a call that failed goes on where it was when it is made again."""
 
-    def __init__(self, source: HttpSource, image: Image, blocks: Iterable[TensorBlock]) -> None:
+    def __init__(self, source: HttpSource, image: PulledImage, blocks: Iterable[TensorBlock]) -> None:
         """``blocks``: of the image, which are held at its version; see `wanted_blocks`."""
         self._image, self._caller = image, HttpCaller(source)
         self._pool = ThreadPoolExecutor(STREAMS, "http-pull")

@@ -1,1 +1,0 @@
-"""New weights in another cluster: only what its engines' slices need."""
