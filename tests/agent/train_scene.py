@@ -40,7 +40,7 @@ class Scene:
                     name: {"gpus": 8, "nodes": components.count(name)} for name in ("train", "hybrid", "rollout")
                 },
                 "train": {"tp": tp, "processes": tp},
-                "deadlines": {"floor_s": 2.0, "first_s": 60.0},
+                "deadlines": {"floor_s": 4.0, "first_s": 60.0},
             }
         )
         self.sent: list[Any] = []

@@ -16,8 +16,8 @@ from libra_hpc.facts.rundir import RunDir
 
 from .conftest import Cli, Outcome, write_status
 
-HELP_CPU_S = 0.4
-"""Most CPU time of a cold `libra-hpc --help`, in seconds."""
+HELP_MODULES = 400
+"""Most modules that `libra-hpc --help` imports.  A cold one takes 0.3 s of a core with 340."""
 PROGRAM = [sys.executable, "-c", "from libra_hpc_cli.app import main; main()"]
 
 
@@ -85,16 +85,6 @@ def test_completion_is_installed_below_the_home_folder(shell: str, place: str, t
         assert subprocess.run(["bash", "-n", str(written)], timeout=60).returncode == 0
 
 
-def test_the_help_is_cold_in_less_than_half_a_second(tmp_path: Path) -> None:
-    times = []
-    for _ in range(3):
-        before = os.times()
-        subprocess.run([*PROGRAM, "--help"], stdout=subprocess.DEVNULL, timeout=60, check=True)
-        after = os.times()
-        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
-    assert min(times) < HELP_CPU_S
-
-
 GROUPS = {
     "calibrate": "engine train",
     "config": "show explain",
@@ -135,13 +125,16 @@ def test_login_node_verbs_never_import_an_engine() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_the_help_imports_no_verb() -> None:
+def test_the_help_imports_no_verb_and_little_else() -> None:
     code = (
         "import sys; from libra_hpc_cli import app; app.run(['--help'])\n"
-        "print(sorted({'pydantic', 'submitit', 'jinja2', 'numpy', 'libra_hpc.config'} & set(sys.modules)))"
+        "print(sorted({'pydantic', 'submitit', 'jinja2', 'numpy', 'libra_hpc.config'} & set(sys.modules)))\n"
+        "print(len(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    found, modules = done.stdout.splitlines()[-2:]
+    assert found == "[]"
+    assert int(modules) <= HELP_MODULES
 
 
 def test_the_version_is_that_of_the_package(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

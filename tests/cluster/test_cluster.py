@@ -141,8 +141,10 @@ def test_down_after_a_killed_slurmd_leaves_no_process(own: Cluster, tmp_path: Pa
         if name.startswith("slurmd") or name == "slurmctld":
             os.kill(pid, signal.SIGKILL)
     mine = {"slurmstepd-wlm", "munged", Path("/bin/sleep").resolve().name, Path("/bin/bash").resolve().name, "srun"}
-    before = processes(own)
-    assert mine <= set(before.values()), before
+    # The script's `sleep` begins a moment after it has left its ids.
+    deadline = time.monotonic() + 30.0
+    while not mine <= set((before := processes(own)).values()):
+        assert time.monotonic() < deadline, before
     own.down()
     assert processes(own) == {}
 

@@ -130,7 +130,7 @@ def test_exceptions_of_a_task_drop_one_episode_each(keychain_folder: Path) -> No
 
 
 def test_slow_tool_blocks_no_other_episode(keychain_folder: Path) -> None:
-    with Leader(host_settings(task=FRAGILE, model=str(keychain_folder), tool_timeout_s=2.0)) as leader:
+    with Leader(host_settings(task=FRAGILE, model=str(keychain_folder), tool_timeout_s=6.0)) as leader:
         leader.open("slow")
         leader.send(StepEpisode("slow", pack_i32([3]), ROOM))
         for i in range(50):
@@ -194,7 +194,7 @@ def test_killed_host_leaves_no_orphan(arithmetic_folder: Path) -> None:
 
 def test_a_daemon_of_a_tool_is_gone_after_its_timeout(keychain_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "pid"
-    config = host_settings(task=FRAGILE, model=str(keychain_folder), options={"path": str(path)}, tool_timeout_s=1.0)
+    config = host_settings(task=FRAGILE, model=str(keychain_folder), options={"path": str(path)}, tool_timeout_s=4.0)
     with Leader(config) as leader:
         leader.open("a")
         assert isinstance(leader.step("a", [5]), EpisodeStepped)

@@ -122,6 +122,7 @@ def test_one_run_has_it_until_its_owner_revokes_it_and_then_the_next_has_its_tur
     assert scene.reach("lends").borrower == str(one.path)
     wait(lambda: guests(one), "its guest")
     assert (guests(two), scene.page.read().closed) == ([], False)
+    wait(lambda: (record := scene.record()) is not None and record.tokens > 0, "its first report")
     records.revoked_file(scene.place, "l").touch()
     paused = scene.reach("paused")
     assert (paused.why, paused.borrower, paused.tokens > 0) == ("revoked", "", True)

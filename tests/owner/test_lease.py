@@ -35,7 +35,7 @@ def write(folder: Path, generation: int, lease: Lease) -> None:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(claim, "RENEW_S", 0.05)
     monkeypatch.setattr(claim, "POLL_S", 0.02)
-    monkeypatch.setattr(claim, "WATCH_S", 0.4)
+    monkeypatch.setattr(claim, "WATCH_S", 2.0)
     monkeypatch.setattr(leases, "CHECK_S", 0.0)
     return tmp_path / "lease"
 

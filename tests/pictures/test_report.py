@@ -226,7 +226,7 @@ def test_ten_thousand_steps_stay_a_small_page(tmp_path: Path) -> None:
     log.close()
     began = time.process_time()
     text = page(run, CANCELLED, NOW)
-    assert time.process_time() - began < 5.0
+    assert time.process_time() - began < 10.0
     assert len(text) < 500_000
     assert "older rows are left out" in text
     assert "node 2 to train" in text, "holds are left out first"

@@ -59,6 +59,7 @@ NOTHING, PLAYED = TaskTrial([], []), TaskTrial(["played"], [])
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """A run of ``mine.py:Mine`` with a cache of its own."""
     monkeypatch.setenv("LIBRA_HPC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(task_trial, "TRIAL_S", 60.0)
     model = write_model(tmp_path / "model", MODEL)
     write_tokenizer(model, "arithmetic")
     (tmp_path / "mine.py").write_text(GOOD)
@@ -81,7 +82,8 @@ def test_a_task_may_print(run: RunConfig, tmp_path: Path) -> None:
 def test_what_other_turns_or_nodes_may_do_better_is_a_warning(
     run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, sentence: str
 ) -> None:
-    monkeypatch.setattr(task_trial, "TRIAL_S", 3.0 if "sleep" in new else 60.0)
+    if "sleep" in new:
+        monkeypatch.setattr(task_trial, "TRIAL_S", 3.0)
     (tmp_path / "mine.py").write_text(GOOD.replace(old, new, 1))
     (warning,) = tried(run).warnings
     assert sentence in warning
@@ -114,7 +116,6 @@ def of_rows(run: RunConfig, folder: Path, score: str, *rows: str) -> RunConfig:
 
 
 def test_data_and_reward_are_tried_on_a_row(run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_trial, "TRIAL_S", 60.0)
     good = '{"prompt": "p", "n": 2}'
     assert tried(of_rows(run, tmp_path, "float(row['n'] == len(text))", good)) == NOTHING
     with pytest.raises(UserError, match=r"rows\.jsonl:2: task\.prompt = 'prompt': the column is missing; valid: n"):
@@ -130,7 +131,6 @@ def test_data_and_reward_are_tried_on_a_row(run: RunConfig, tmp_path: Path, monk
 def test_how_the_chat_is_written_is_found_once_and_remembered(
     run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_trial, "TRIAL_S", 60.0)
     write_chat_folder(Path(run.model.path), "plain", "qwen2")
     chat = run.changed(task={"name": f"{ROOT / 'examples' / 'my_chat_task.py'}:Shop"})
     (fact,) = tried(chat).facts

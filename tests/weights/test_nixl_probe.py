@@ -78,7 +78,7 @@ def test_freed_memory_is_forgotten_and_its_name_is_not_used_again() -> None:
 
 
 def test_all_who_read_from_a_process_leave_it_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl, "READ_S", 0.1)
+    monkeypatch.setattr(nixl, "READ_S", 1.0)
     (source, _), (direct, _) = probe("nixl", 1), probe("nixl", 2)
     assert source is not None
     assert direct is not None
