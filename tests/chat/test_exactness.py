@@ -133,7 +133,7 @@ def play_many(family: Family, count: int) -> Counter[str]:
 
 
 def test_a_context_is_what_was_sampled_and_what_the_template_writes(family: Family) -> None:
-    play_many(family, 500)
+    play_many(family, 200)
 
 
 @pytest.mark.chaos
