@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-from vllm.sampling_params import SamplingParams
 
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.engine import Generate, Generated
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
 
 PARAMETER_SETS = 1024
 """Cached sampling parameters; a task has few combinations of limit, temperature and stop ids."""
@@ -92,6 +95,8 @@ class TurnInFlight:
 @lru_cache(maxsize=PARAMETER_SETS)
 def sampling(temperature: float, max_tokens: int, stop_ids: tuple[int, ...]) -> SamplingParams:
     """vLLM's parameters; shared between requests: below the front end vLLM only reads them."""
+    from vllm.sampling_params import SamplingParams
+
     return SamplingParams(
         temperature=temperature,
         max_tokens=max_tokens,

@@ -152,6 +152,13 @@ def cpu_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
+def not_spinning(pids: list[int]) -> bool:
+    """Whether these processes together used less than a tenth of a second of the last second."""
+    before = sum(map(cpu_ticks, pids))
+    time.sleep(1)
+    return sum(map(cpu_ticks, pids)) - before <= 0.1 * os.sysconf("SC_CLK_TCK")
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

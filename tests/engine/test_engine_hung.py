@@ -17,7 +17,7 @@ from .engine_harness import Model, alive, turn
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 async def test_a_stopped_engine_is_ended_and_the_next_one_serves(old: Model, tmp_path: Path) -> None:
     sections = {
         "run": {"engine": "real"},

@@ -14,7 +14,20 @@ from libra_hpc.protocol.engine import Generated, UpdateWeights, WeightsApplied
 from libra_hpc.weights.image import IMAGE_FILE
 from tests.trainer.support import make_model as make_family
 
-from .engine_harness import EngineUnderTest, Model, bring, engine_config, logprobs_of, make_model, tokens_of, turn
+from .engine_harness import (
+    EngineUnderTest,
+    Model,
+    alive,
+    bring,
+    descendants,
+    engine_config,
+    logprobs_of,
+    make_model,
+    not_spinning,
+    tokens_of,
+    turn,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -47,35 +60,52 @@ def experts(folder: Path, seed: int) -> Model:
     return Model(folder, reference)
 
 
+def assert_bit_for_bit(engine: EngineUnderTest, old: Model, new: Model, tmp_path: Path) -> None:
+    """The weights of the folder's files were loaded by vLLM; they come back after others were staged in their place."""
+    image = old.image(tmp_path)
+    first = greedy(engine)
+    applied = engine.apply(bring(image, 2, load_file(new.weights)))
+    assert (applied.version, applied.stage_s > 0) == (2, True)
+    requests = [turn(f"n{i}", prompt, 8) for i, prompt in enumerate(PROMPTS)]
+    for request, done in zip(requests, engine.generate(*requests), strict=True):
+        context = list(memoryview(request.prompt).cast("i"))
+        expected = new.logprobs(context + tokens_of(done), len(context))
+        assert logprobs_of(done) == pytest.approx(expected, abs=1e-3)
+    engine.apply(bring(image, 3, load_file(old.weights), base=2))
+    assert greedy(engine) == first
+
+
+def test_staged_weights_are_bit_for_bit_those_of_the_load_at_the_start(
+    engine: EngineUnderTest, old: Model, new: Model, tmp_path: Path
+) -> None:
+    assert_bit_for_bit(engine, old, new, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("family", "tp"),
     [
-        (tied, 1),
+        pytest.param(tied, 1, marks=pytest.mark.chaos),
         pytest.param(dense, 2, marks=pytest.mark.chaos),
         pytest.param(experts, 1, marks=pytest.mark.chaos),
-        pytest.param(experts, 2, marks=pytest.mark.slow),
+        (experts, 2),
     ],
     ids=["tied, tp 1", "untied, tp 2", "experts, tp 1", "experts, tp 2"],
 )
-def test_staged_weights_are_bit_for_bit_those_of_a_full_load(
+def test_staged_weights_of_a_family_are_bit_for_bit_those_of_the_load_and_a_killed_engine_leaves_no_worker(
     family: Callable[[Path, int], Model], tp: int, folder: Path, tmp_path: Path
 ) -> None:
-    """Those of the folder's files are loaded by vLLM; they come back after others were staged in their place."""
     old, new = family(tmp_path / "old", 1), family(tmp_path / "new", 2)
-    image = old.image(tmp_path)
     engine = EngineUnderTest(folder, engine_config(old, tp=tp, version=1))
     try:
-        engine.ready()
-        first = greedy(engine)
-        applied = engine.apply(bring(image, 2, load_file(new.weights)))
-        assert (applied.version, applied.stage_s > 0) == (2, True)
-        requests = [turn(f"n{i}", prompt, 8) for i, prompt in enumerate(PROMPTS)]
-        for request, done in zip(requests, engine.generate(*requests), strict=True):
-            context = list(memoryview(request.prompt).cast("i"))
-            expected = new.logprobs(context + tokens_of(done), len(context))
-            assert logprobs_of(done) == pytest.approx(expected, abs=1e-3)
-        engine.apply(bring(image, 3, load_file(old.weights), base=2))
-        assert greedy(engine) == first
+        assert engine.ready().capacity.tp == tp
+        assert_bit_for_bit(engine, old, new, tmp_path)
+        engine.idle()
+        below = descendants(engine.process.pid)
+        assert len(below) >= (tp if tp > 1 else 0)
+        wait_until(lambda: not_spinning([engine.process.pid, *below]), "the idle engine stops using processor time")
+        engine.process.kill()
+        engine.process.wait()
+        wait_until(lambda: not any(map(alive, below)), "the workers of a killed engine end")
     finally:
         engine.close()
 
