@@ -47,6 +47,14 @@ QWEN3_14B = {
     "tie_word_embeddings": False,
 }
 """All that a simulated run reads of the model."""
+COMMAND = """#!{}/bin/python
+from libra_hpc_cli.app import main
+from libra_hpc.planning import simulated_plan
+simulated_plan.TURNS = 0
+main()
+"""
+"""Plans are simulated on few batches, as of large runs: the path plans five times, each time for as long as a user may
+wait."""
 AFTERWARDS = """
 libra-hpc list
 libra-hpc status
@@ -82,7 +90,7 @@ def login_environment(folder: Path) -> None:
     for name, source in PROJECT.items():
         (packages / name).symlink_to(ROOT / source)
     command = folder / "bin" / "libra-hpc"
-    command.write_text(f"#!{folder}/bin/python\nfrom libra_hpc_cli.app import main\nmain()\n")
+    command.write_text(COMMAND.format(folder))
     command.chmod(0o755)
     stamp(folder, ("login",))
 
