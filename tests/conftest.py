@@ -36,7 +36,7 @@ SLURM, VLLM = "slurm", "vllm"
 """Groups of tests that run one after the other, on one worker of `make test`, beginning with the first test of all.
 
 The job ids of two embedded clusters would name the same shared memory of MPICH. Tests of the first group that have
-vLLM engines too come last there: then those of the second group, on the other worker, have ended.
+vLLM engines too come last there: they wait for the end of the second group.
 """
 
 
@@ -65,13 +65,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+def shared(factory: pytest.TempPathFactory) -> Path:
+    """A folder of this call of pytest that all of its workers have."""
+    own = factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """One worker at a time has vLLM engines: two are as many as a small machine has memory for."""
     lock = item.config.stash.setdefault(ENGINES, None)
     if lock is None and item.get_closest_marker("vllm") and "PYTEST_XDIST_WORKER" in os.environ:
-        folder = item.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
-        lock = (folder.parent / "engines.lock").open("w")
+        lock = (shared(item.config._tmp_path_factory) / "engines.lock").open("w")  # type: ignore[attr-defined]
         fcntl.flock(lock, fcntl.LOCK_EX)
         item.config.stash[ENGINES] = lock
     try:

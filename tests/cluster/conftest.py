@@ -8,11 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.slurm.devcluster.packages import locked
+from tests.conftest import shared
+
 
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A barely warm-started policy: it calls tools and fails often, which is all these tests need."""
-    folder = tmp_path_factory.mktemp("policy") / "tiny"
-    code = f"from libra_hpc.tasks.policy import make_tiny_policy as m; m({str(folder)!r}, steps=120)"
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    """A barely warm-started policy: it calls tools and fails often, which is all these tests need.  The first worker
+    that wants it makes it for all."""
+    folder = shared(tmp_path_factory) / "tiny-policy"
+    made = folder.with_suffix(".new")
+    code = f"from libra_hpc.tasks.policy import make_tiny_policy as m; m({str(made)!r}, steps=120)"
+    command = [sys.executable, "-c", code]
+    with locked(folder.with_suffix(".lock")):
+        if not folder.exists():
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            made.rename(folder)
     return folder

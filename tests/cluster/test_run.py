@@ -24,7 +24,7 @@ from .runs import BATCH, ENGINE_MARKS, Case, sampled_once, trained_once
 
 pytestmark = ENGINE_MARKS
 
-STEPS = 160
+STEPS = 110
 """The first attempt is cancelled long before them, also when the machine is so busy that a command takes as long as
 many steps."""
 
@@ -100,7 +100,7 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     assert run.summary_picture.stat().st_size > 10_000
 
 
-def test_the_planner_moves_a_node_and_its_new_replica_may_die(policy: Path, tmp_path: Path) -> None:
+def test_the_planner_moves_a_node_to_training_while_the_core_goes_on(policy: Path, tmp_path: Path) -> None:
     case = Case(tmp_path, policy, "local", steps=400, notes=96)
     run = case.submit()
     case.wait(lambda: case.events("move_done"), "a move on the planner's own decision")
@@ -113,12 +113,6 @@ def test_the_planner_moves_a_node_and_its_new_replica_may_die(policy: Path, tmp_
     received = newcomer[0]["received_bytes"]
     assert received == 0 or received > 4 * 100_000, "it has the core's weights for rollout, or gets them"
     case.wait(lambda: any(line["replicas"] == 2 for line in read_lines(run.metrics)), "a step of two replicas")
-
-    case.kill(2, "libra_hpc.trainer.worker")
-    case.wait(lambda: any(e["engine"].startswith("t2") for e in case.events("engine_lost")), "the lost replica")
-    case.wait(lambda: len([e for e in case.events("member_joined") if e["rank"] == 2]) >= 2, "the replica is back")
-    before = len(case.steps())
-    case.wait(lambda: len(case.steps()) >= before + 2, "steps after it")
     case.cli("cancel", str(run.path))
     assert case.ended() == "cancelled"
     trained_once(run, case.steps()[-1])
