@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -31,12 +32,15 @@ os.environ["LIBRA_HPC_REGISTER"] = "none"
 
 
 ENGINES = pytest.StashKey[IO[str] | None]()
-"""The lock of the worker that has vLLM engines."""
+"""The lock of the worker that has vLLM engines, where two of them would fill the memory."""
+ROOM_FOR_TWO = 14 * 2**30
+"""Bytes of memory in which two workers may have engines: a run of two engines and a trainer takes 4 GB, an engine of
+two processes 3 GB, the workers themselves 3 GB."""
 SLURM, VLLM = "slurm", "vllm"
 """Groups of tests that run one after the other, on one worker of `make test`, beginning with the first test of all.
 
 The job ids of two embedded clusters would name the same shared memory of MPICH. Tests of the first group that have
-vLLM engines too come last there: they wait for the end of the second group.
+vLLM engines too come last there: on a small machine they wait for the end of the second group.
 """
 
 
@@ -73,9 +77,10 @@ def shared(factory: pytest.TempPathFactory) -> Path:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """One worker at a time has vLLM engines: two are as many as a small machine has memory for."""
+    """One worker at a time has vLLM engines on a machine without room for two."""
     lock = item.config.stash.setdefault(ENGINES, None)
-    if lock is None and item.get_closest_marker("vllm") and "PYTEST_XDIST_WORKER" in os.environ:
+    small = psutil.virtual_memory().total < ROOM_FOR_TWO
+    if small and lock is None and item.get_closest_marker("vllm") and "PYTEST_XDIST_WORKER" in os.environ:
         lock = (shared(item.config._tmp_path_factory) / "engines.lock").open("w")  # type: ignore[attr-defined]
         fcntl.flock(lock, fcntl.LOCK_EX)
         item.config.stash[ENGINES] = lock
