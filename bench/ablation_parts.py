@@ -20,8 +20,8 @@ from libra_hpc.policies.control.hysteresis import Hysteresis
 from libra_hpc.policies.control.in_flight import InFlightEstimator
 from libra_hpc.policies.control.moves import Moves
 from libra_hpc.policies.control.node_scaling import NodeScaling
+from libra_hpc.policies.control.rollout_by_nodes import RolloutByNodes
 from libra_hpc.policies.control.stage_estimator import StageEstimator
-from libra_hpc.policies.costs.rollout_by_nodes import RolloutByNodes
 from libra_hpc.policies.scheduling.cmlfq import causal_mlfq as cmlfq
 from libra_hpc.policies.scheduling.cmlfq import remaining_work
 from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq

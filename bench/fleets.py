@@ -5,7 +5,7 @@
   also of all numbers of training nodes, and of all nodes in turn (colocation).  Chosen on three seeds.
 - ``x``: the opponent's seconds over ours, geometric mean over five other seeds, two standard errors below and above.
 - ``split``, ``turn``: seconds of the best opponent of each kind; in turn a pair of switches takes 80 s.
-- ``mine``: seconds of `cmlfq` in turn, on its best homogeneous fleet; no choice of the planner yet.
+- ``now``: seconds of the planner's choice among what this version runs, where ours is not.
 - ``plan``, ``quick``: seconds of a batch as `plan` prints them, and by the cost models alone, over those simulated with
   the choosing seeds, whose lengths the planner knows.
 
@@ -30,7 +30,6 @@ from bench.fleets_rows import (
     ROWS,
     Proposal,
     fleet_name,
-    fleets_of,
     less_nodes,
     longest_context,
     proposals,
@@ -38,7 +37,7 @@ from bench.fleets_rows import (
     trace_name,
     work,
 )
-from bench.fleets_search import OURS, Contestant, Effort, Search, one_degree
+from bench.fleets_search import OURS, Contestant, Effort, Search
 from bench.fleets_training import OTHER_SWITCHES, Planned, Roles, planned_split
 from bench.harness import options, progress, report, show, write
 from libra_hpc.planning.simulated_plan import halving, promising
@@ -48,7 +47,7 @@ CHOOSING = (1_000, 1_001, 1_002)
 QUICK_ROWS = ("r2e", "math", "63k, eta 0")
 QUICK = {"pairs": 4, "tuned": 2, "finalists": 2, "screen": 3}
 """Effort of ``--quick``, with one seed for choosing, two for reporting, and smaller rows."""
-COLUMNS = ("row", "ours", "other", "x", "low", "high", "split", "turn", "mine", "plan", "quick")
+COLUMNS = ("row", "ours", "other", "x", "low", "high", "split", "turn", "now", "plan", "quick")
 WHO = ("row", "ours", "the best other choice")
 
 
@@ -63,7 +62,7 @@ def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
     longest = longest_context(name, [*seen, *(one for seed in effort.reporting for one in work(name, seed)[1])])
     search = Search(pool, name, effort, say)
     if row.batches:
-        choice = planned_split(name, effort.choosing, longest, OURS)
+        choice, now = (planned_split(name, effort.choosing, longest, OURS, runs=runs) for runs in (False, True))
     else:
         found = planned(search, proposals(row, seen, longest), effort)
         choice = Planned(found.fleet, Roles(), found.model_s, found.seconds)
@@ -75,13 +74,8 @@ def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
     if row.batches:
         shown["split"] = next(c for c in ranked if c.roles.train)
         shown["turn"] = turn = next(c for c in ranked if not c.roles.train)
-        mine = [
-            Contestant(fleet, OURS, roles=roles)
-            for roles in dict.fromkeys((Roles(), turn.roles))
-            for fleet in fleets_of(row, longest)
-            if one_degree(fleet)
-        ]
-        shown["our turn"] = search.screen(mine)[0]
+        if now.roles != choice.roles:
+            shown["now"] = Contestant(now.fleet, OURS, roles=now.roles)
     search.run(shown.values(), effort.reporting, limited=False)
     others = {}
     if row.batches:
@@ -128,8 +122,8 @@ def planned(search: Search, options: Sequence[Proposal], effort: Effort) -> Prop
         search.run([contestant], [effort.choosing[seed]], limited=False)
         return search.of(contestant, effort.choosing[seed])
 
-    def with_seconds(option: Proposal, seconds: float, batches: int) -> Proposal:
-        return replace(option, seconds=seconds, simulated=batches)
+    def with_seconds(option: Proposal, found: Sequence[float]) -> Proposal:
+        return replace(option, seconds=statistics.fmean(found), simulated=len(found))
 
     return halving(promising(options, len(options)), play, with_seconds, seeds=len(effort.choosing))[0]
 
@@ -138,7 +132,7 @@ def line(row: dict[str, Any]) -> tuple[str, ...]:
     means = {key: f"{statistics.fmean(one['seconds']):,.0f}" for key, one in row["found"].items()}
     plan = row["plan"]
     errors = (f"{plan[key] / plan['simulated_s']:.2f}" for key in ("expected_s", "model_s"))
-    kinds = (means.get(key, "") for key in ("split", "turn", "our turn"))
+    kinds = (means.get(key, "") for key in ("split", "turn", "now"))
     x = (f"{value:.2f}" for value in row["x"])
     return (row["row"], means["ours"], means["opponent"], *x, *kinds, *errors)
 

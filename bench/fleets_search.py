@@ -34,7 +34,7 @@ from bench.fleets_rows import (
     window,
     work,
 )
-from bench.fleets_training import Roles, nodes_of, settings_of, training_of
+from bench.fleets_training import Roles, nodes_of, settings_of, train_seconds, training_of
 from bench.policies.admission import Admission, Admitted, KvShare, LiveCap
 from bench.policies.cmlfq_cost import CmlfqCost
 from bench.policies.episode_cap import EpisodeCap
@@ -121,7 +121,6 @@ def seconds(job: Job) -> float:
     before, found = work(name, seed)
     batches = batches or row.batches
     found = found[: row.trajectories * max(1, batches)]
-    settings = settings_of(row, longest, contestant.fleet, contestant.roles)
     engines = engines_of(row, contestant.fleet)
     policy, admission = _policy(contestant), _admission(name, contestant)
     if admission is not None:
@@ -132,7 +131,11 @@ def seconds(job: Job) -> float:
             raise _LostError
 
     try:
-        training = training_of(name, seed, contestant.roles) if batches else None
+        training, portion = None, 0
+        if batches:
+            training = training_of(name, seed, contestant.roles)
+            portion = train_seconds(name, seed, contestant.roles).portion
+        settings = settings_of(row, longest, contestant.fleet, contestant.roles, portion)
         for batch in before:
             simulate(batch, engines, policy, settings)
         result = ControlledSimulation(

@@ -2,13 +2,15 @@
 
 - Training: seconds of the best layout by the planner's cost model, which knows the lengths of the work; those of a
   batch are in proportion to its tokens.
-- A split: so many nodes train, the others roll out; engines get new weights as `update_time` says.
+- A split: so many nodes train, the others roll out; engines get new weights as `update_time` says.  With eta = 0
+  groups are trained as they are complete.
 - In turn: all nodes roll out, then all train, with a pair of switches a batch (`Colocation`).  Unfinished turns are
   computed again, or KV caches are kept: then a pair includes their copy to host memory and back.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -26,7 +28,7 @@ from libra_hpc.planning.simulated_plan import simulated_plans
 from libra_hpc.planning.work import Assumed, Work
 from libra_hpc.policies.costs.lengths import observe, sketch
 from libra_hpc.policies.costs.training_time import BatchWork, TrainCost
-from libra_hpc.policies.search.best_plan import DevicePool
+from libra_hpc.policies.search.run_plan import DevicePool, InTurn
 from libra_hpc.policies.search.train_layout import TrainSearch, TrainSpace
 from libra_hpc.simulator.settings import Colocation, SimulationSettings, Training
 
@@ -44,13 +46,27 @@ class Roles(NamedTuple):
     """In turn: caches are kept."""
     switch_s: float = SWITCH_S
     """In turn: a pair of switches."""
+    core: int = 0
+    """In turn: nodes of the core; 0: all."""
+    beside: int = 0
+    """In turn: hybrid nodes that train beside the core."""
 
     @property
     def words(self) -> str:
         if self.train:
             return f"{self.train * NODE} train"
         other = "" if self.switch_s == SWITCH_S else f" {self.switch_s:.0f} s"
-        return f"in turn{other}{', KV kept' if self.keep_kv else ''}"
+        own = f", {(self.core + self.beside) * NODE} train" if self.core else ""
+        return f"in turn{other}{own}{', KV kept' if self.keep_kv else ''}"
+
+
+class Trained(NamedTuple):
+    seconds: float
+    """Of a mean batch."""
+    tokens: float
+    """Of that batch."""
+    portion: int
+    """Groups that are trained together as soon as they are complete; 0: whole batches."""
 
 
 class Planned(NamedTuple):
@@ -63,33 +79,36 @@ class Planned(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def train_seconds(name: str, seed: int, nodes: int) -> tuple[float, float]:
-    """(seconds of a mean batch on so many nodes, its tokens); raises `OperationError` when no layout fits."""
+def train_seconds(name: str, seed: int, roles: Roles) -> Trained:
+    """Of the best layout; raises `OperationError` when none fits."""
     row = setting_of(name)
     batch = BatchWork(row.trajectories, sketch(observe(work(name, seed)[1]), row.trajectories), row.eta)
     cost = TrainCost(model_shape(row.model), device(row.pools[0][0]), NODE, batch)
-    choice = TrainSearch(cost, NODE).best(nodes * NODE)
+    core = roles.train or roles.core or nodes_of(row)
+    choice = TrainSearch(cost, NODE).best(core * NODE, elastic=int(roles.beside > 0), worlds=roles.beside)
     if choice is None:
-        raise OperationError(f"No training layout fits on {nodes} nodes.")
-    return choice.time.total, batch.tokens
+        raise OperationError(f"No training layout fits on {core} nodes.")
+    groups, length = row.trajectories // row.group, math.ceil(cost.portion(choice.layout) / row.group)
+    streamed = batch.streamed and roles.train and 2 * length <= groups
+    return Trained(choice.time.total, batch.tokens, length if streamed else 0)
 
 
 def training_of(name: str, seed: int, roles: Roles) -> Training:
-    seconds, usual = train_seconds(name, seed, roles.train or nodes_of(setting_of(name)))
-    return lambda tokens, nodes: seconds * tokens / usual
+    usual = train_seconds(name, seed, roles)
+    return lambda tokens, nodes: usual.seconds * tokens / usual.tokens
 
 
 def nodes_of(row: Setting) -> int:
     return row.pools[0][1] // NODE
 
 
-def settings_of(row: Setting, longest: int, fleet: Fleet, roles: Roles) -> SimulationSettings:
+def settings_of(row: Setting, longest: int, fleet: Fleet, roles: Roles, portion: int = 0) -> SimulationSettings:
     if not row.batches:
         return SimulationSettings(max_model_len=longest)
     shape, gpu = model_shape(row.model), device(row.pools[0][0])
     settings = SimulationSettings(max_model_len=longest, batch_groups=row.trajectories // row.group, eta=row.eta)
     if roles.train:
-        return replace(settings, update=update_time(shape, gpu).by(roles.train * NODE))
+        return replace(settings, update=update_time(shape, gpu).by(roles.train * NODE), portion_groups=portion)
     copy_s = 0.0
     if roles.keep_kv:
         held = [lookup(gpu, shape, part.tp).kv_capacity * shape.kv_bytes_per_device(part.tp) for part in fleet]
@@ -97,8 +116,11 @@ def settings_of(row: Setting, longest: int, fleet: Fleet, roles: Roles) -> Simul
     return replace(settings, colocation=Colocation(roles.switch_s + copy_s), keep_kv=roles.keep_kv)
 
 
-def planned_split(name: str, seeds: Sequence[int], longest: int, policy: str) -> Planned:
-    """The choice of `libra-hpc plan` for the lengths of the work of ``seeds``."""
+def planned_split(name: str, seeds: Sequence[int], longest: int, policy: str, *, runs: bool = False) -> Planned:
+    """The choice of `libra-hpc plan` for the lengths of the work of ``seeds``.
+
+    ``runs``: only what this version runs; otherwise every way in turn.
+    """
     row = setting_of(name)
     seen = [replace(one, prompt_id=f"{seed}/{one.prompt_id}") for seed in seeds for one in work(name, seed)[1]]
     asked = PlanRequest(
@@ -110,7 +132,9 @@ def planned_split(name: str, seeds: Sequence[int], longest: int, policy: str) ->
         lengths="the work of the choosing seeds",
         work=Work(tuple(seen), Assumed(), longest),
         policy=policy,
+        in_turn=tuple(InTurn(SWITCH_S, core, runs=not runs or not (core or row.eta)) for core in (False, True)),
     )
     search = asked.search()
     best = simulated_plans(asked, search, search.run()).plans[0]
-    return Planned(fleet_of(best.rollout), Roles(best.nodes), best.model_s, best.seconds)
+    roles = Roles(core=best.nodes, beside=best.hybrid) if best.in_turn else Roles(best.nodes)
+    return Planned(fleet_of(best.rollout), roles, best.model_s, best.seconds)

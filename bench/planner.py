@@ -16,7 +16,8 @@ from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.policies.costs.lengths import lognormal, sketch
 from libra_hpc.policies.costs.training_time import BatchWork
-from libra_hpc.policies.search.best_plan import ROLLOUT_TP, DevicePool, PlanSearch
+from libra_hpc.policies.search.best_plan import ROLLOUT_TP, PlanSearch
+from libra_hpc.policies.search.run_plan import DevicePool
 
 RUNS = 5
 ROWS = ((48, 512, 0.05), (1024, 4096, 1.0), (10240, 16384, 10.0))

@@ -31,7 +31,7 @@ from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.planning.live import live_planner
 from libra_hpc.policies.control.decide import MoveOutcome, Planner
 from libra_hpc.policies.control.repartition_choice import EVERY_S
-from libra_hpc.policies.costs.rollout_by_nodes import NodeEngines, RolloutByNodes
+from libra_hpc.policies.control.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.policies.costs.rollout_time import RolloutOptions
 from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.protocol.plan import PlanDecision

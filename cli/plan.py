@@ -22,12 +22,14 @@ from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.step_times.measured import load
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.planning.borrowed_plan import BorrowedPlan, borrowed_plan
+from libra_hpc.planning.in_turn import asked_in_turn
 from libra_hpc.planning.initial import CANDIDATES, InitialPlan, hybrid_of, planned_pools
 from libra_hpc.planning.measured_train_speed import training_factors, with_train_speed
 from libra_hpc.planning.request import PlanRequest, as_planned, check_gpus, request
 from libra_hpc.planning.simulated_plan import simulated_plans
 from libra_hpc.planning.work import Assumed
-from libra_hpc.policies.search.best_plan import PlanResult, PlanSearch, RunPlan
+from libra_hpc.policies.search.best_plan import PlanSearch
+from libra_hpc.policies.search.run_plan import PlanResult, RunPlan
 from libra_hpc.policies.search.scaling_curve import ScalingPoint, knee, steps, sweep
 from libra_hpc.preflight.checked_run import known_rooms
 from libra_hpc.simulator.borrowing import Borrow, parse_borrow
@@ -118,6 +120,10 @@ def plan(
         float | None, typer.Option(metavar="N", help="Tokens a tool returns; default: 1/256 of max_model_len.")
     ] = None,
     tool_s: Annotated[float, typer.Option("--tool-s", metavar="S", help="Seconds of a tool call.")] = ASSUMED.tool_s,
+    switch_s: Annotated[
+        float | None,
+        typer.Option("--switch-s", min=0, metavar="S", help="A pair of switches between the stages; default: assumed."),
+    ] = None,
     layouts: LayoutsOption = "node",
     calibration: CalibrationOption = None,
     train_speed: TrainSpeedOption = None,
@@ -151,10 +157,10 @@ def plan(
     )
     times = measured_steps(calibration)
     rooms = known_rooms(config)
-    asked = question(config, given, assumed, node=node, rooms=rooms)
+    asked = question(config, given, assumed, node=node, rooms=rooms, switch_s=switch_s)
     search = partial(asked.search, whole_nodes=node, steps=times)
     if low != high:
-        show_sweep(asked, search(), low, high, json=json, plot=plot)
+        show_sweep(asked, search(in_turn=False), low, high, json=json, plot=plot)
         return
     made = planned(given.over(config), rooms, simulated=not quick) if config.components.split == "auto" else None
     # With a split to fill in, only its plans are simulated.
@@ -183,7 +189,13 @@ def plan(
 
 
 def question(
-    config: RunConfig, given: Options, assumed: Assumed, *, node: bool, rooms: Mapping[str, HostRoom]
+    config: RunConfig,
+    given: Options,
+    assumed: Assumed,
+    *,
+    node: bool,
+    rooms: Mapping[str, HostRoom],
+    switch_s: float | None,
 ) -> PlanRequest:
     """What to search; ``node``: only layouts that run, with the pools that a run file can divide."""
     config = given.over(as_planned(config))
@@ -191,7 +203,8 @@ def question(
     if not node:
         return asked
     pools = asked.pools if given.gpus else planned_pools(config, asked.pools)
-    return msgspec.structs.replace(asked, pools=pools, hybrid=hybrid_of(config, pools))
+    asked = msgspec.structs.replace(asked, pools=pools, hybrid=hybrid_of(config, pools))
+    return asked_in_turn(asked, config, switch_s)
 
 
 def best(
@@ -238,6 +251,7 @@ def show_plans(asked: PlanRequest, result: PlanResult, slow: RunPlan | None, exp
     plan_tables.header(asked)
     show(plan_tables.plans(asked, result))
     plan_tables.remarks(asked, result)
+    plan_tables.shared(asked, result)
     plan_tables.speed(asked, result, slow)
     if explain:
         for table in (

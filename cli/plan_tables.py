@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from libra_hpc.config.sources import toml_value
 from libra_hpc.models.memory import USABLE
+from libra_hpc.planning.in_turn import in_turn_of, keys
 from libra_hpc.planning.request import PlanRequest, describe
 from libra_hpc.policies.costs.training_time import TrainTime
-from libra_hpc.policies.search.best_plan import PlanResult, RunPlan
+from libra_hpc.policies.search.run_plan import PlanResult, RunPlan
 from libra_hpc.policies.search.scaling_curve import ScalingPoint
 
 from .output import narrow_table, print_line, show
@@ -78,7 +80,7 @@ def plans(asked: PlanRequest, result: PlanResult) -> Table:
     )
     for plan in result.plans:
         cells = [
-            f"{_pool(asked, plan.pool)}{plan.nodes}+{sum(p.nodes for p in asked.pools) - plan.nodes}",
+            _nodes(asked, plan),
             str(plan.train.layout),
             _s(plan.train.time.total),
             classes(asked, plan),
@@ -96,18 +98,8 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
     """Print the legend, and what limits the best plan."""
     show(Text(LEGEND, style="dim"))
     best = result.plans[0]
-    layout, train, rollout = best.train.layout, best.train.time.total, best.rollout_s
-    if asked.batch.eta == 0:
-        what = "the stages take turns"
-    elif abs(train - rollout) <= CLOSE * max(train, rollout):
-        what = "the stages are balanced"
-    else:
-        what = f"{'training' if train > rollout else 'rollout'} is the slower stage"
-    if rollout <= (1 + CLOSE) * result.straggler:
-        what += f"; rollout waits for its longest trajectory ({_s(result.straggler)}), more nodes would not help it"
-        if asked.batch.eta:
-            what += f"; how often the slowest of {asked.batch.eta + 1} batches holds up a step is not known: up to 40 %"
-    show(Text(f"best: {what}"))
+    layout = best.train.layout
+    show(Text(f"best: {_limit(asked, result)}"))
     show(
         Text(
             f"its training: micro-batches of {layout.micro_tokens:,} tokens{layout.recomputed},"
@@ -144,6 +136,45 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
     show(Text(_proof(result)))
 
 
+def _limit(asked: PlanRequest, result: PlanResult) -> str:
+    """What the best plan waits for."""
+    best = result.plans[0]
+    train, rollout = best.train.time.total, best.rollout_s
+    if best.in_turn or asked.batch.eta == 0:
+        what = "the stages take turns"
+        if best.hidden_s:
+            what += f"; {_s(best.hidden_s)} of training are beside rollout, of groups that are complete"
+    elif abs(train - rollout) <= CLOSE * max(train, rollout):
+        what = "the stages are balanced"
+    else:
+        what = f"{'training' if train > rollout else 'rollout'} is the slower stage"
+    if rollout <= (1 + CLOSE) * result.straggler:
+        what += f"; rollout waits for its longest trajectory ({_s(result.straggler)}), more nodes would not help it"
+        if asked.batch.eta:
+            what += f"; how often the slowest of {asked.batch.eta + 1} batches holds up a step is not known: up to 40 %"
+    return what
+
+
+def shared(asked: PlanRequest, result: PlanResult) -> None:
+    """Print what nodes that serve both stages in turn would bring, and what the run file needs for it."""
+    for plan, even_s in in_turn_of(result):
+        assert plan.in_turn is not None
+        needs = " and ".join(f"{key} = {toml_value(value)}" for key, value in keys(plan).items())
+        show(
+            Text(
+                f"in turn: {_nodes(asked, plan)} nodes serve both stages, {_s(plan.seconds)} a batch with"
+                f" {_s(plan.in_turn.switch_s)} of switches ({asked.switch_from}); the best split is as fast"
+                f" {f'at {_s(even_s)}' if even_s > 0.0 else 'without any'};"
+                + (f" needs {needs}" if plan.runs else " not run by libra-hpc yet")
+            )
+        )
+
+
+def _nodes(asked: PlanRequest, plan: RunPlan) -> str:
+    """Nodes that train and that roll out."""
+    return f"{_pool(asked, plan.pool)}{plan.trains}+{plan.rolls(sum(p.nodes for p in asked.pools))}"
+
+
 def _proof(result: PlanResult) -> str:
     best = result.plans[0]
     if best.simulated:
@@ -160,10 +191,9 @@ def speed(asked: PlanRequest, result: PlanResult, slow: RunPlan | None) -> None:
         show(Text(f"training speed: {asked.train_speed}"))
         return
     mfu = result.plans[0].train.time.mfu
-    nodes = f"{_pool(asked, slow.pool)}{slow.nodes}+{sum(p.nodes for p in asked.pools) - slow.nodes}"
     show(
         Text(
-            f"training speed is assumed ({mfu:.0%} MFU; measured: --train-speed); at half of it: {nodes},"
+            f"training speed is assumed ({mfu:.0%} MFU; measured: --train-speed); at half of it: {_nodes(asked, slow)},"
             f" {_s(slow.seconds)} a batch"
         )
     )

@@ -45,8 +45,9 @@ def _screen(made: InitialPlan) -> RenderableType:
         f"split = auto: {plan_tables.title(asked)}; {asked.batch.trajectories:,} trajectories a batch, lengths:"
         f" {asked.lengths}"
     )
+    switches = f", switches {best.in_turn.switch_s:.1f}" if best.in_turn else ""
     tail = (
         f"chosen: {words(made)}; predicted {best.seconds:.1f} s a batch (train {best.train.time.total:.1f}, rollout"
-        f" {best.rollout_s:.1f})"
+        f" {best.rollout_s:.1f}{switches})"
     )
     return Group(Text(head), plan_tables.plans(asked, made.result), Text(tail))

@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from libra_hpc.policies.search.best_plan import RunPlan
+from libra_hpc.policies.search.run_plan import RunPlan
 from libra_hpc.policies.search.scaling_curve import ScalingPoint, knee
 
 from .figure_style import GREEN, GREY, GRID, PINK, ROLLOUT, TRAIN, figure, save, style
@@ -33,12 +33,12 @@ def draw_sweep(points: Sequence[ScalingPoint], title: str, out: Path) -> None:
 
 def draw_plans(plans: Sequence[RunPlan], title: str, out: Path) -> None:
     drawn, panel = _panel(title)
-    ordered = sorted((p for p in plans if p.pool == plans[0].pool), key=lambda p: p.nodes)
-    x = [p.nodes for p in ordered]
+    ordered = sorted((p for p in plans if p.pool == plans[0].pool), key=lambda p: p.trains)
+    x = [p.trains for p in ordered]
     panel.plot(x, [p.train.time.total for p in ordered], "o-", color=TRAIN, label="train")
     panel.plot(x, [p.rollout_s for p in ordered], "o-", color=ROLLOUT, label="rollout")
     panel.plot(x, [p.seconds for p in ordered], color=GREEN, linewidth=4, alpha=0.3, label="batch")
-    panel.axvline(plans[0].nodes, color=GREY, linestyle="--", linewidth=1.2, label="best")
+    panel.axvline(plans[0].trains, color=GREY, linestyle="--", linewidth=1.2, label="best")
     panel.set_xlabel("training nodes")
     panel.set_xticks(x)
     panel.set_ylabel("seconds per batch")

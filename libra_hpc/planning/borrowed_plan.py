@@ -13,9 +13,9 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.policies.control.borrow_choice import Worth, worth
-from libra_hpc.policies.search.best_plan import RunPlan
+from libra_hpc.policies.search.run_plan import RunPlan
 from libra_hpc.simulator.borrowing import Borrow, Borrowing, borrowing
-from libra_hpc.simulator.settings import SimulationSettings
+from libra_hpc.simulator.settings import Colocation, SimulationSettings
 
 from .request import PlanRequest
 from .simulated_plan import LARGEST, engines_of
@@ -58,6 +58,7 @@ def _played(asked: PlanRequest, plan: RunPlan, borrow: Borrow, steps: StepLookup
         batch_groups=size // group,
         eta=asked.batch.eta,
         train_s=plan.train.time.total,
+        colocation=Colocation(plan.in_turn.switch_s) if plan.in_turn else None,
     )
     engines = engines_of(plan.rollout, [pool.device for pool in asked.pools], asked.shape, steps)
     return borrowing(work, engines, borrow, asked.policy, settings)

@@ -18,16 +18,17 @@ from typing import Any
 
 import msgspec
 
-from libra_hpc.config.job import Component
+from libra_hpc.config.job import Component, ComponentsSection
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.errors import invalid
 from libra_hpc.models.host_memory import HostRoom
 from libra_hpc.models.supported import TRAINED
-from libra_hpc.policies.search.best_plan import DevicePool, PlanResult, RunPlan
+from libra_hpc.policies.search.run_plan import DevicePool, PlanResult, RunPlan
 from libra_hpc.policies.search.train_layout import Hybrid
 
+from . import in_turn
 from .measured_train_speed import with_train_speed
 from .request import KIND, PlanRequest, as_planned, kind, request
 from .simulated_plan import Progress, simulated_plans
@@ -83,6 +84,8 @@ def initial_plan(
         raise invalid("components.split", "auto", why, f"a model of type {', '.join(TRAINED)}")
     pools = _pools(planned, asked.pools, alike)
     asked = msgspec.structs.replace(asked, pools=pools, hybrid=hybrid_of(config, pools))
+    if planned.planner.time_sharing == "auto":
+        asked = in_turn.asked_in_turn(asked, config)
     search = asked.search()
     result = search.run(CANDIDATES, trainers=(0,))
     if simulated:
@@ -98,7 +101,7 @@ def run_file_values(config: RunConfig, pools: Sequence[DevicePool], result: Plan
     Raises `UserError` when no engine on a remaining node holds the longest trajectories.
     """
     plan = result.plans[0]
-    values = _nodes(config, pools, plan, alike) | _training(config, plan) | _engines(pools, result)
+    values = _nodes(config, pools, plan, alike) | _training(config, plan) | _engines(pools, result) | in_turn.keys(plan)
     # Nodes without GPUs, or with more than replicas of a run file take.
     processes, whole = core_world(with_values(config, values)).processes, pools[plan.pool].node_devices
     return values if processes == whole else values | {"train.processes": whole}
@@ -133,6 +136,8 @@ def plan_record(made: InitialPlan) -> dict[str, Any]:
             "simulated_batches": plan.simulated,
             "model_s": plan.model_s,
             "tokens_s": plan.tokens_s,
+            "hidden_s": plan.hidden_s,
+            "switch_s": plan.in_turn.switch_s if plan.in_turn else 0.0,
         },
         "plan": msgspec.to_builtins(plan),
         "best": msgspec.to_builtins(made.result.plans),
@@ -195,10 +200,19 @@ def _pools(config: RunConfig, merged: tuple[DevicePool, ...], alike: bool) -> tu
     return (msgspec.structs.replace(first, nodes=trainers), msgspec.structs.replace(last, nodes=parts.rollout.nodes))
 
 
+def kind_of(name: str, source: Component, parts: ComponentsSection) -> dict[str, Any]:
+    """What turns the nodes of a component into nodes like those of ``source``."""
+    own = getattr(parts, name)
+    keys = [key for key in (*KIND, *SHARE) if getattr(source, key) != getattr(own, key)]
+    return {f"components.{name}.{key}": getattr(source, key) for key in keys}
+
+
 def _nodes(config: RunConfig, pools: Sequence[DevicePool], plan: RunPlan, alike: bool) -> dict[str, Any]:
     parts = config.components
     left = pools[0].nodes - plan.nodes
-    return {
+    # The run file may have had no hybrid nodes, and so no kind of them.
+    kinds = kind_of("hybrid", parts.train, parts) if plan.hybrid and kind(parts.hybrid) != kind(parts.train) else {}
+    return kinds | {
         "components.train.nodes": plan.nodes,
         "components.hybrid.nodes": plan.hybrid,
         "components.rollout.nodes": left - plan.hybrid if alike else parts.rollout.nodes,
@@ -237,7 +251,7 @@ def _engines(pools: Sequence[DevicePool], result: PlanResult) -> dict[str, Any]:
                 "no TP degree holds the longest trajectories there",
                 "a larger GPU",
             )
-        degrees += own + [spare] * (nodes - len(own))
+        degrees += own[:nodes] + [spare] * (nodes - len(own))
     sizes = [
         pool.node_devices
         for index, pool in enumerate(pools)

@@ -25,8 +25,8 @@ from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.policies.control.decide import Planner
 from libra_hpc.policies.control.repartition_choice import RepartitionAdvisor, RunningLayout
-from libra_hpc.policies.costs.rollout_by_nodes import NodeEngines, RolloutByNodes
-from libra_hpc.policies.search.best_plan import PlanResult
+from libra_hpc.policies.control.rollout_by_nodes import NodeEngines, RolloutByNodes
+from libra_hpc.policies.search.run_plan import PlanResult
 
 from .initial import hybrid_of, interchangeable, run_file_values
 from .measured_train_speed import core_layout

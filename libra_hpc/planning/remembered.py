@@ -15,7 +15,6 @@ import msgspec
 
 from libra_hpc import errors
 from libra_hpc.files import write_atomic
-from libra_hpc.policies.search.rollout_layout import RolloutLayout
 
 from .request import PlanRequest
 
@@ -27,14 +26,14 @@ class RememberedSeconds:
         self._file = (
             folder / "plans" / f"{digest(asked, [Path(asked.policy.rpartition(':')[0])])}.json" if folder else None
         )
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, tuple[float, float]] = {}
         if self._file is not None:
             with contextlib.suppress(OSError, ValueError):
-                self._seconds = msgspec.json.decode(self._file.read_bytes(), type=dict[str, float])
+                self._seconds = msgspec.json.decode(self._file.read_bytes(), type=dict[str, tuple[float, float]])
 
-    def of(self, layout: RolloutLayout, seed: int, simulated: Callable[[], float]) -> float:
-        """Seconds of a batch on a layout; ``simulated()`` where they are not known."""
-        key = hashlib.sha256(msgspec.json.encode((layout, seed))).hexdigest()
+    def of(self, asked: object, simulated: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+        """The answer to ``asked``, plain data; ``simulated()`` where it is not known."""
+        key = hashlib.sha256(msgspec.json.encode(asked)).hexdigest()
         if key not in self._seconds:
             self._seconds[key] = simulated()
             self._save()

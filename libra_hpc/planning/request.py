@@ -28,7 +28,8 @@ from libra_hpc.policies.costs.factors import NONE, Factors
 from libra_hpc.policies.costs.lengths import Lengths, TrajectoryLengths, lognormal, observe, sketch
 from libra_hpc.policies.costs.rollout_time import RolloutOptions
 from libra_hpc.policies.costs.training_time import BatchWork
-from libra_hpc.policies.search.best_plan import DevicePool, PlanSearch
+from libra_hpc.policies.search.best_plan import PlanSearch
+from libra_hpc.policies.search.run_plan import DevicePool, InTurn
 from libra_hpc.policies.search.train_layout import NO_HYBRID, Hybrid, TrainSpace
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.traces.cut import Cut, cut_at
@@ -62,9 +63,18 @@ class PlanRequest(msgspec.Struct, frozen=True):
     hosts: HostUse = HostUse()
     max_inflight: int = 96
     """Turns sent to an engine at once."""
+    in_turn: tuple[InTurn, ...] = ()
+    """Ways in which nodes may serve both stages."""
+    switch_from: str = "assumed: --switch-s"
+    """Source of their switches, in words."""
 
     def search(
-        self, factors: Factors | None = None, *, whole_nodes: bool = True, steps: StepLookup = lookup
+        self,
+        factors: Factors | None = None,
+        *,
+        whole_nodes: bool = True,
+        steps: StepLookup = lookup,
+        in_turn: bool = True,
     ) -> PlanSearch:
         """The search for its answer; ``factors``: other corrections of the training model."""
         return PlanSearch(
@@ -79,6 +89,7 @@ class PlanRequest(msgspec.Struct, frozen=True):
             hosts=self.hosts,
             steps=steps,
             update=self.update,
+            in_turn=self.in_turn if in_turn else (),
         )
 
     @property

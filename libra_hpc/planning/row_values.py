@@ -9,14 +9,12 @@ from typing import Any
 import msgspec
 
 from libra_hpc.config.edit import edited
-from libra_hpc.config.job import Component, ComponentsSection
 from libra_hpc.config.load import parse_override, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.sources import as_toml
-from libra_hpc.policies.search.best_plan import DevicePool, PlanResult
+from libra_hpc.policies.search.run_plan import DevicePool, PlanResult
 
-from .initial import SHARE, check_hybrid_kind, run_file_values
-from .request import KIND
+from .initial import check_hybrid_kind, kind_of, run_file_values
 
 
 def row_values(config: RunConfig, pools: tuple[DevicePool, ...], result: PlanResult, row: int) -> dict[str, Any]:
@@ -28,7 +26,7 @@ def row_values(config: RunConfig, pools: tuple[DevicePool, ...], result: PlanRes
     plan, values = result.plans[row], dict[str, Any]()
     parts = config.components
     if plan.pool:
-        values = _kind_of("train", parts.rollout, parts) | _kind_of("rollout", parts.train, parts)
+        values = kind_of("train", parts.rollout, parts) | kind_of("rollout", parts.train, parts)
         values["components.rollout.nodes"] = parts.train.nodes + parts.hybrid.nodes
         config = with_values(config, values)
         pools, result = (pools[1], pools[0]), _exchanged(result)
@@ -37,17 +35,8 @@ def row_values(config: RunConfig, pools: tuple[DevicePool, ...], result: PlanRes
     layout = plan.train.layout
     values |= {"train.micro_tokens": layout.micro_tokens, "train.recompute": layout.recompute}
     if values["components.hybrid.nodes"]:
-        # The run file may have had no hybrid nodes, and so no kind of them.
-        values |= _kind_of("hybrid", parts.rollout if plan.pool else parts.train, parts)
         values["planner.hybrid_start"] = "rollout"
     return {"components.split": "explicit", **values}
-
-
-def _kind_of(name: str, source: Component, parts: ComponentsSection) -> dict[str, Any]:
-    """What turns the nodes of a component into nodes like those of ``source``."""
-    own = getattr(parts, name)
-    keys = [key for key in (*KIND, *SHARE) if getattr(source, key) != getattr(own, key)]
-    return {f"components.{name}.{key}": getattr(source, key) for key in keys}
 
 
 def _exchanged(result: PlanResult) -> PlanResult:

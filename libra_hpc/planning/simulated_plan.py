@@ -30,8 +30,9 @@ from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.policies.costs.lengths import observe, sketch
 from libra_hpc.policies.scheduling.registry import make_policy
-from libra_hpc.policies.search.best_plan import PlanResult, PlanSearch, RunPlan
+from libra_hpc.policies.search.best_plan import PlanSearch
 from libra_hpc.policies.search.rollout_layout import RolloutLayout
+from libra_hpc.policies.search.run_plan import PlanResult, RunPlan
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
 from libra_hpc.simulator.simulate import simulate
@@ -82,6 +83,8 @@ class RankedPlan(Protocol):
 
 
 C = TypeVar("C", bound=RankedPlan)
+S = TypeVar("S")
+"""What a simulation of a plan has found."""
 
 
 def simulated_plans(
@@ -102,7 +105,8 @@ def simulated_plans(
     if turns > LARGEST:
         return result
     most, seeds = effort(turns)
-    chosen = promising(candidates(asked, search, result), most)
+    found = candidates(asked, search, result)
+    chosen = promising([plan for plan in found if plan.runs], most)
     settings = SimulationSettings(
         max_inflight=asked.max_inflight,
         max_num_seqs=asked.options.max_num_seqs,
@@ -128,33 +132,44 @@ def simulated_plans(
 
     def overlapping(plan: RunPlan) -> float:
         """Seconds of overlapping batches over those of a single one."""
-        like = next((p for p in chosen if not p.mixed and (p.pool, p.nodes) == (plan.pool, plan.nodes)), plan)
+        same = (plan.pool, plan.nodes, plan.in_turn)
+        like = next((p for p in chosen if not p.mixed and (p.pool, p.nodes, p.in_turn) == same), plan)
         layout = like.rollout if plan.mixed else plan.rollout
         return layout.seconds / alone.layout_seconds(layout)
 
-    def play(plan: RunPlan, seed: int) -> float:
-        return remembered.of(plan.rollout, seed, partial(simulated, plan, seed))
+    def play(plan: RunPlan, seed: int) -> tuple[float, float]:
+        portion = search.portion(plan)
+        key = plan.rollout, portion, plan.train.time.total if portion else 0.0, seed
+        return remembered.of(key, partial(simulated, plan, seed))
 
-    def simulated(plan: RunPlan, seed: int) -> float:
+    def simulated(plan: RunPlan, seed: int) -> tuple[float, float]:
         made, own_s = batch(seed)
         engines = engines_of(plan.rollout, [p.device for p in asked.pools], asked.shape, steps)
-        makespan_s = simulate(made, engines, make_policy(asked.policy), settings).makespan_s
-        return makespan_s * usual_s() / own_s * overlapping(plan)
+        usual, train_s, portion = usual_s() / own_s * overlapping(plan), plan.train.time.total, search.portion(plan)
+        if not portion:
+            return simulate(made, engines, make_policy(asked.policy), settings).makespan_s * usual, 0.0
+        own = msgspec.structs.replace(
+            settings, batch_groups=len(made) // asked.options.group, portion_groups=portion, train_s=train_s / usual
+        )
+        (step,) = simulate(made, engines, make_policy(asked.policy), own).steps
+        return step.batch_at * usual, train_s - (step.end_at - step.batch_at) * usual
 
-    return msgspec.structs.replace(
-        result, plans=tuple(halving(chosen, play, search.with_rollout_seconds, seeds=seeds, progress=progress))
-    )
+    plans = halving(chosen, play, search.with_rollout_seconds, seeds=seeds, progress=progress)
+    study = halving([plan for plan in found if not plan.runs][:FINALISTS], play, search.with_rollout_seconds, seeds=1)
+    return msgspec.structs.replace(result, plans=tuple(plans), study=study[0] if study else None)
 
 
 def candidates(asked: PlanRequest, search: PlanSearch, result: PlanResult) -> list[RunPlan]:
-    """Homogeneous fleets and a mix beside the training nodes of the best plans, distinct, best first."""
+    """Homogeneous fleets and a mix beside the training nodes of the best plans, and plans in turn, distinct, best
+    first."""
     have, by_length = [pool.nodes for pool in asked.pools], search.with_lengths_sorted()
     found: dict[tuple[object, ...], RunPlan] = {}
-    for plan in result.plans[:SPLITS]:
-        mix = by_length.build(have, plan.pool, plan.nodes)
+    splits = [plan for plan in result.plans if not plan.in_turn][:SPLITS]
+    for plan in (*splits, *(one for pool in {p.pool for p in splits} for one in search.in_turn(have, pool))):
+        mix = None if plan.in_turn else by_length.build(have, plan.pool, plan.nodes)
         for one in (plan, *search.homogeneous(plan), *([] if mix is None else [mix])):
             engines = tuple(sorted((s.pool, s.tp, s.replicas) for s in one.rollout.segments))
-            found.setdefault((one.pool, one.nodes, engines), one)
+            found.setdefault((one.pool, one.nodes, one.in_turn, engines), one)
     return sorted(found.values(), key=lambda p: p.model_s)
 
 
@@ -189,18 +204,17 @@ def engines_of(
 
 def halving(
     plans: Sequence[C],
-    play: Callable[[C, int], float],
-    with_seconds: Callable[[C, float, int], C],
+    play: Callable[[C, int], S],
+    with_seconds: Callable[[C, Sequence[S]], C],
     *,
     seeds: int,
     progress: Progress = lambda done, whole: None,
 ) -> list[C]:
-    """``plans`` with the mean of the seconds that ``play(plan, seed)`` returns, ranked; the finalists on every seed."""
-    seconds: dict[int, list[float]] = {}
+    """``plans`` with what ``play(plan, seed)`` returns for each seed, ranked; the finalists on every seed."""
+    seconds: dict[int, list[S]] = {}
 
     def played(index: int) -> C:
-        found = seconds[index]
-        return with_seconds(plans[index], statistics.fmean(found), len(found))
+        return with_seconds(plans[index], seconds[index])
 
     running = list(range(len(plans)))
     whole = len(plans) + min(FINALISTS, len(plans)) * (seeds - 1)

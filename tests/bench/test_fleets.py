@@ -91,8 +91,17 @@ def test_nothing_is_faster_than_the_bounds_in_steady_state(
     fleet = fleets_of(less_nodes(row, roles.train), fleets_rows.MAX_CONTEXT)[3]
     taken = seconds(("small steady", Contestant(fleet, "cmlfq", roles=roles), 0, math.inf, 0))
     assert 0.0 < max(bound.values()) < taken < math.inf
-    trained = train_seconds("small steady", 0, roles.train or 3)[0]
-    assert taken > 0.9 * trained, "batches differ in tokens"
+    trained = train_seconds("small steady", 0, roles)
+    assert taken > 0.9 * trained.seconds, "batches differ in tokens"
+    assert not trained.portion, "so few groups are trained whole"
+
+
+def test_splits_alone_train_groups_as_they_are_complete() -> None:
+    portions = [
+        train_seconds(name, 0, roles).portion for name in ("63k, eta 0", "63k, eta 1") for roles in (Roles(3), Roles())
+    ]
+    assert portions[0] > 0
+    assert portions[1:] == [0, 0, 0]
 
 
 def test_a_dearer_pair_of_switches_costs_a_synchronous_batch_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,9 +116,11 @@ def test_a_dearer_pair_of_switches_costs_a_synchronous_batch_its_seconds(monkeyp
 
 
 def test_training_seconds_are_those_of_the_cost_model(steady: str) -> None:
-    one, two, three = (train_seconds(steady, 0, nodes)[0] for nodes in (1, 2, 3))
+    one, two, three = (train_seconds(steady, 0, Roles(train=nodes)).seconds for nodes in (1, 2, 3))
     assert one > 1.5 * two > 0.0
     assert two > 1.1 * three
+    assert train_seconds(steady, 0, Roles()).seconds == three
+    assert two == pytest.approx(train_seconds(steady, 0, Roles(core=1, beside=1)).seconds, rel=0.2)
 
 
 def test_every_second_group_has_slow_tools() -> None:

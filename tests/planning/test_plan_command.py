@@ -16,7 +16,8 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.train_speed import TrainSpeed, save_speed
 from libra_hpc.planning.request import request
-from libra_hpc.policies.search.best_plan import DevicePool, PlanSearch
+from libra_hpc.policies.search.best_plan import PlanSearch
+from libra_hpc.policies.search.run_plan import DevicePool
 from libra_hpc.policies.search.scaling_curve import ScalingPoint, knee, steps
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.traces.read import write_trace

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import msgspec
 
 from libra_hpc.config.rollout import PlannerSection
-from libra_hpc.policies.costs.rollout_by_nodes import RolloutByNodes
 from libra_hpc.protocol.plan import PlanDecision, PlanSnapshot
 
 from .borrow_choice import borrowing
@@ -29,6 +28,7 @@ from .hysteresis import Direction, Hysteresis
 from .moves import Move, Moves
 from .node_scaling import NodeScaling
 from .repartition_choice import CANDIDATES, RepartitionAdvisor
+from .rollout_by_nodes import RolloutByNodes
 from .stage_estimator import StageEstimator
 from .stage_times import Estimate, Split, predict, times_with_work_of
 from .within_step import BOTH, TimeSharing

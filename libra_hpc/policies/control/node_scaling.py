@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 
-from libra_hpc.policies.costs.rollout_by_nodes import RolloutByNodes
-
+from .rollout_by_nodes import RolloutByNodes
 from .stage_times import Correction, Estimate, Split, learned_correction
 
 RIDGE = 0.05

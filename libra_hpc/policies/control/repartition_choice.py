@@ -23,13 +23,14 @@ from libra_hpc.models.memory import TrainLayout
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.policies.costs.factors import Factors
-from libra_hpc.policies.costs.rollout_by_nodes import MODEL_ERROR, NodeEngines, RolloutByNodes, batch_of
 from libra_hpc.policies.costs.rollout_time import RolloutOptions
 from libra_hpc.policies.costs.training_time import BatchWork, HybridWorlds, TrainCost
-from libra_hpc.policies.search.best_plan import ROLLOUT_TP, DevicePool, PlanResult, PlanSearch, RunPlan
+from libra_hpc.policies.search.best_plan import ROLLOUT_TP, PlanSearch
+from libra_hpc.policies.search.run_plan import DevicePool, PlanResult, RunPlan
 from libra_hpc.policies.search.train_layout import NO_HYBRID, Hybrid, TrainSpace
 from libra_hpc.protocol.plan import Candidate, PlanDecision, PlanSnapshot
 
+from .rollout_by_nodes import MODEL_ERROR, NodeEngines, RolloutByNodes, batch_of
 from .stage_times import ONE_SIDED_95, Estimate
 
 EVERY_S = 3600.0

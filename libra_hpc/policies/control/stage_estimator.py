@@ -15,12 +15,12 @@ from statistics import median
 
 from msgspec.structs import replace
 
-from libra_hpc.policies.costs.rollout_by_nodes import MODEL_ERROR, RolloutByNodes
 from libra_hpc.protocol.plan import PlanSnapshot, TrainStepFact, TrajectoryFact
 
 from .change_detection import Drift, DriftDetector
 from .in_flight import InFlightEstimator, InFlightWork
 from .node_scaling import NodeScaling
+from .rollout_by_nodes import MODEL_ERROR, RolloutByNodes
 from .stage_times import (
     MAX_STEPS,
     Estimate,

@@ -194,7 +194,7 @@ class ReplicaCost:
         share = self._shares[last + 1] - self._shares[first]
         prompts = self._prompt_s * share * self._prompts(replicas)
         if self._batch.eta == 0:
-            return prompts + self._drain(first, last, replicas)
+            return prompts + max(self._drain(first, last, replicas))
         segment = self._overlapping.get((first, last))
         if segment is None:
             segment = self._overlapping[first, last] = self._overlap(first, last)
@@ -239,16 +239,21 @@ class ReplicaCost:
         by_chance = max(1.0, each) * (1.0 - (1.0 - min(1.0, each)) ** group) / group
         return min(by_chance, PROMPT_COPIES * each / group) if self._options.cache_aware else by_chance
 
-    def _drain(self, first: int, last: int, replicas: float) -> float:
+    def ends(self, first: int, last: int, replicas: float) -> list[tuple[float, float]]:
+        """(seconds, share of the batch) of each bin of a draining batch, rising."""
+        bins = self._batch.lengths.bins[first : last + 1]
+        return sorted((end, b.share) for end, b in zip(self._drain(first, last, replicas), bins, strict=True))
+
+    def _drain(self, first: int, last: int, replicas: float) -> Iterator[float]:
+        """Seconds until the trajectories of each bin have ended."""
         shares, at = self._shares, self._positions.at
         scale = self._batch.trajectories / replicas
         end = shares[last + 1]
         total = at(self._through[first], scale * (end - shares[first]))
-        ended = total + self._tools[first]
+        yield total + self._tools[first]
         for q in range(first + 1, last + 1):
             total += at(self._pieces[q], scale * (end - shares[q]))
-            ended = max(ended, total + self._tools[q])
-        return ended
+            yield total + self._tools[q]
 
     def _prepare(self, steps: StepTimes, factors: Factors) -> None:
         """Prefix sums over bins, and for a draining batch the time of each stretch at every number of open

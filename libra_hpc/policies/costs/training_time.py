@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -48,6 +49,8 @@ BACKWARD = 2.0
 """FLOPs of backward over forward."""
 HEAD_PASSES = 2.0 + BACKWARD
 """Passes of the output layer: forward, recomputed forward, and backward, as in `libra_hpc.trainer.model.head`."""
+PORTION_PACKS = 2
+"""`libra_hpc.train_leader.portions.PACKS`."""
 RECOMPUTED: dict[Recompute, float] = {"none": 0.0, "selective": 0.04, "full": 1.0}
 """Work of recomputation over that of a forward pass. Selective, estimated: 127 kB moved per token and layer of
 Qwen3-8B, at 3.35 TB/s, against matrix products at 400 TFLOP/s."""
@@ -66,6 +69,11 @@ class BatchWork(msgspec.Struct, frozen=True):
     forwards: int = 0
     """Log-probability passes before the update: one for the proximal policy with several minibatches, one for a
     reference. Its weights come from host memory in below a second, not counted."""
+
+    @property
+    def streamed(self) -> bool:
+        """Whether groups are trained as they are complete, and not when the batch is (`RunConfig.streamed`)."""
+        return self.eta == 0 and self.minibatches == 1 and not self.forwards
 
     @property
     def tokens(self) -> float:
@@ -99,6 +107,18 @@ class TrainTime(msgspec.Struct, frozen=True):
     def total(self) -> float:
         communication = self.tp + self.pp + self.cp + self.ep + self.dp + self.exchange
         return self.compute + self.bubble + communication + self.optimizer
+
+
+def hidden_seconds(train_s: float, rollout_s: float, ends: Sequence[tuple[float, float]], portion: float) -> float:
+    """Of ``train_s``, seconds beside a rollout whose trajectories end at ``ends``: (seconds, share of them), rising.
+
+    A portion of so many trajectories is trained once its last one has ended, if those before it are done.
+    """
+    free, ended = rollout_s, 0.0
+    for end, share in ends:
+        free = max(free, end + train_s * (1.0 - ended**portion))
+        ended += share
+    return train_s - (free - rollout_s)
 
 
 def packed(batch: BatchWork, micro_tokens: int) -> float:
@@ -160,6 +180,11 @@ class TrainCost:
     def pack_tokens(self, layout: TrainLayout) -> float:
         """Tokens of the largest micro-batch."""
         return float(max(layout.micro_tokens, self.batch.lengths.longest_context))
+
+    def portion(self, layout: TrainLayout) -> float:
+        """Trajectories that are trained together as they are complete (`libra_hpc.train_leader.portions`)."""
+        packs = PORTION_PACKS * layout.dp * layout.pp
+        return packs * max(1.0, layout.micro_tokens / self.batch.lengths.context)
 
     def memory(self, layout: TrainLayout) -> TrainMemory:
         return train_memory(

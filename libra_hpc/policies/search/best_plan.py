@@ -5,6 +5,9 @@ prompts wait for a training step (``lag`` of `ReplicaCost.time`). The stages sha
 number n of training nodes is searched per stage. Training uses nodes of one pool. New weights take the time of an
 `UpdateTime`: diff is training, the pause is rollout, and what lies between is a wait for new weights.
 
+With `InTurn`, nodes may serve both stages of every step in turn. Then the objective is training + rollout + switches,
+whatever eta is: with eta > 0 unfinished trajectories go on after training.
+
 - At most `ENUMERATED` nodes: every n is computed.
 - More: branch and bound over intervals of n. The bound has the least training time there and rollout at its start.
 
@@ -14,6 +17,7 @@ number n of training nodes is searched per stage. Training uses nodes of one poo
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,8 +25,7 @@ from typing import Any
 import msgspec
 
 from libra_hpc.errors import UserError
-from libra_hpc.models.devices import Device
-from libra_hpc.models.host_memory import HostRoom, HostUse, node_memory
+from libra_hpc.models.host_memory import HostUse, node_memory
 from libra_hpc.models.memory import Limit
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
@@ -30,85 +33,17 @@ from libra_hpc.models.update_time import NO_UPDATE, UpdateTime
 from libra_hpc.policies.costs.factors import NONE, Factors
 from libra_hpc.policies.costs.lengths import Lengths
 from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
-from libra_hpc.policies.costs.training_time import BatchWork, TrainCost
+from libra_hpc.policies.costs.training_time import BatchWork, TrainCost, hidden_seconds
 
 from .even_rollout_layout import EvenRolloutSearch, homogeneous_layouts, layout_seconds
 from .node_count import NodeCountSearch
 from .rollout_layout import ReplicaClass, RolloutLayout, RolloutSearch
+from .run_plan import DevicePool, InTurn, PlanResult, RunPlan
 from .train_layout import NO_HYBRID, Excluded, Hybrid, TrainChoice, TrainSearch, TrainSpace
 
 ENUMERATED = 12
 """Nodes up to which every number of training nodes is computed: bounds save nothing there."""
 ROLLOUT_TP = (1, 2, 4, 8)
-
-
-class DevicePool(msgspec.Struct, frozen=True):
-    """Equal nodes, such as those of one component of a heterogeneous job."""
-
-    device: Device
-    nodes: int
-    node_devices: int
-    room: HostRoom = HostRoom()
-
-    @property
-    def devices(self) -> int:
-        return self.nodes * self.node_devices
-
-
-class RunPlan(msgspec.Struct, frozen=True):
-    """A complete plan and its predicted cost."""
-
-    pool: int
-    """Index of the pool that trains."""
-    nodes: int
-    """Its training nodes; all other nodes roll out."""
-    train: TrainChoice
-    rollout: RolloutLayout
-    rollout_s: float
-    """Of one global batch: simulated, or of the cost models."""
-    seconds: float
-    """Of one global batch, with these rollout seconds."""
-    model_s: float
-    """Of one global batch, by the cost models."""
-    hybrid: int
-    """Hybrid nodes among those that roll out."""
-    tokens_s: float
-    """Tokens of finished trajectories, trained on, per second."""
-    simulated: int = 0
-    """Batches that were simulated."""
-    snapshots: bool = True
-    """Whether they fit in host memory."""
-    update: UpdateTime = NO_UPDATE
-    """Of its training processes, and an engine of one GPU."""
-
-    @property
-    def mixed(self) -> bool:
-        """Whether a pool has engines of several TP degrees."""
-        pools = [s.pool for s in self.rollout.segments]
-        return len(set(pools)) < len(pools)
-
-
-class PlanResult(msgspec.Struct, frozen=True):
-    """Plans from best to worst, one for each evaluated number of training nodes."""
-
-    plans: tuple[RunPlan, ...]
-    bound: float
-    """Seconds that no plan can beat."""
-    excluded: tuple[Excluded, ...]
-    """Impossible choices for the best plan's nodes, nearest to possible first; training comes before rollout."""
-    alone: tuple[tuple[int, int, float], ...]
-    """Rollout of the best plan's nodes with one class only: (pool, TP, seconds)."""
-    spare: tuple[int, ...]
-    """TP degree of each pool for nodes without a share of a plan's lengths; 0: none holds the longest."""
-    straggler: float
-    """Seconds of the longest trajectories alone; more rollout nodes do not shorten them."""
-    sources: tuple[str, ...]
-    """Where step times come from."""
-
-    @property
-    def gap(self) -> float:
-        """Share by which the best plan can be off the optimum."""
-        return max(0.0, 1.0 - self.bound / self.plans[0].seconds)
 
 
 class PlanSearch:
@@ -118,7 +53,7 @@ class PlanSearch:
     ``gated``: with eta > 0 new prompts wait for a training step. With ``whole_nodes``, all replicas of a node have one
     TP degree, as in a run file. ``degrees`` are the TP degrees of rollout. The core fits without hybrid nodes, and a
     hybrid node by itself. With ``hosts``, each node has enough host memory. ``update``: of one training process, and of
-    an engine of one GPU.
+    an engine of one GPU. ``in_turn``: the ways in which nodes may serve both stages.
     """
 
     def __init__(
@@ -138,25 +73,12 @@ class PlanSearch:
         hosts: HostUse = HostUse(),  # noqa: B008
         steps: StepLookup = lookup,
         update: UpdateTime = NO_UPDATE,
+        in_turn: Sequence[InTurn] = (),
     ) -> None:
+        self._arguments: dict[str, Any] = {key: value for key, value in locals().items() if key != "self"}
         self._pools, self._batch, self._gated, self._hybrid = list(pools), batch, gated, hybrid
-        self._shape, self._hosts, self._update = shape, hosts, update
-        self._arguments: dict[str, Any] = {
-            "shape": shape,
-            "pools": pools,
-            "batch": batch,
-            "space": space,
-            "options": options,
-            "factors": factors,
-            "sorted_lengths": sorted_lengths,
-            "gated": gated,
-            "whole_nodes": whole_nodes,
-            "degrees": degrees,
-            "hybrid": hybrid,
-            "hosts": hosts,
-            "steps": steps,
-            "update": update,
-        }
+        self._in_turn = in_turn
+        self._shape, self._hosts, self._update, self._group = shape, hosts, update, options.group
         self._train = [
             TrainSearch(TrainCost(shape, p.device, p.node_devices, batch=batch, factors=factors), p.node_devices, space)
             for p in pools
@@ -202,9 +124,10 @@ class PlanSearch:
         bounds = [self._search(have, pool, keep, found) for pool in pools]
         if not found:
             raise self._impossible(have)
-        plans = sorted(found.values(), key=lambda p: (p.seconds, p.train.time.total + p.rollout.seconds))
+        shared = [plan for pool in pools for plan in self.in_turn(have, pool)]
+        plans, study = _ranked((*found.values(), *shared))
         best = plans[0]
-        lag = self.lag(self._train_s(best))
+        lag = self._lag_of(best)
         whole = self._alone([n * p.node_devices for n, p in zip(have, self._pools, strict=True)], lag)
         fastest = {pool: tp for _, pool, tp in sorted(((s, pool, tp) for pool, tp, s in whole), reverse=True)}
         return PlanResult(
@@ -214,10 +137,11 @@ class PlanSearch:
                 *self._train[best.pool].excluded(best.nodes * self._pools[best.pool].node_devices),
                 *self.excluded_classes(),
             ),
-            alone=tuple(self._alone(self.rest(have, best.pool, best.nodes), lag)),
+            alone=tuple(self._alone(self._rolling(have, best), lag)),
             spare=tuple(fastest.get(pool, 0) for pool in range(len(have))),
             straggler=self._layouts.straggler(),
             sources=tuple(dict.fromkeys(c.replica.source for c in self._layouts.costs)),
+            study=study,
         )
 
     def _search(self, have: Sequence[int], pool: int, keep: int, found: dict[tuple[int, int], RunPlan]) -> float:
@@ -250,10 +174,12 @@ class PlanSearch:
         Rollout is not faster with fewer nodes or a longer wait: its time at ``low`` after the least one bounds all.
         """
         train = min(self.train_seconds(have, pool, n) for n in range(low, high + 1))
+        # All of training but its last portion may be hidden.
         if (bound := self.batch_seconds(train, 0.0, self._widest)) >= best:
             return bound
         rollout = self.rollout_seconds(self.rest(have, pool, low), self.lag(train))
-        return self.batch_seconds(train, rollout, self._widest)
+        hidden = min(train, rollout) if self._batch.streamed else 0.0
+        return self.batch_seconds(train, rollout, self._widest, hidden)
 
     def _alone(self, devices: Sequence[int], lag: float) -> list[tuple[int, int, float]]:
         """(pool, TP, seconds) of every class that serves all trajectories alone, on so many devices of its pool."""
@@ -268,9 +194,6 @@ class PlanSearch:
         """Seconds of the training layout that `build` takes, and of its diff; infinite without one."""
         choice, _ = self._trained(have, pool, nodes)
         return math.inf if choice is None else choice.time.total + self._update_of(pool, nodes).diff_s
-
-    def _train_s(self, plan: RunPlan) -> float:
-        return plan.train.time.total + plan.update.diff_s
 
     def _update_of(self, pool: int, nodes: int) -> UpdateTime:
         return self._update.by(nodes * self._pools[pool].node_devices)
@@ -310,10 +233,17 @@ class PlanSearch:
         times have it."""
         return train_s + self._update.way_s(self._widest) if self._gated and self._batch.eta > 0 else 0.0
 
-    def batch_seconds(self, train_s: float, rollout_s: float, tp: int) -> float:
-        """``train_s``: with the diff.  ``tp``: the least degree of the engines."""
+    def _lag_of(self, plan: RunPlan) -> float:
+        return 0.0 if plan.in_turn else self.lag(plan.train.time.total + plan.update.diff_s)
+
+    def batch_seconds(
+        self, train_s: float, rollout_s: float, tp: int, hidden_s: float = 0.0, in_turn: InTurn | None = None
+    ) -> float:
+        """``train_s``: with the diff.  ``tp``: the least degree of the engines.  ``hidden_s``: of training."""
         rollout_s += self._update.pause_s / tp
-        return max(train_s, rollout_s) if self._batch.eta > 0 else train_s + self._update.way_s(tp) + rollout_s
+        if in_turn is not None:
+            return train_s + rollout_s + in_turn.switch_s
+        return max(train_s, rollout_s) if self._batch.eta else train_s - hidden_s + self._update.way_s(tp) + rollout_s
 
     def rollout_seconds(self, devices: Sequence[int], lag: float) -> float:
         """Least seconds of rollout on so many devices of each pool; infinite when impossible."""
@@ -329,39 +259,91 @@ class PlanSearch:
         rollout = self._layouts.best(self.rest(have, pool, nodes), lag=lag)
         return None if rollout is None else self._plan(pool, nodes, hybrid, choice, rollout)
 
+    def in_turn(self, have: Sequence[int], pool: int) -> list[RunPlan]:
+        """The best plan of each way in which nodes of ``pool`` may serve both stages."""
+        most, found = self._most(have, pool), list[RunPlan]()
+        for way in self._in_turn:
+            plans = (self._in_turn_with(have, pool, n, way) for n in {*range(1, min(most, ENUMERATED) + 1), most})
+            found += sorted((p for p in plans if p is not None), key=lambda p: (p.seconds, p.nodes))[:1]
+        return found
+
+    def _in_turn_with(self, have: Sequence[int], pool: int, nodes: int, way: InTurn) -> RunPlan | None:
+        """With a core of ``nodes``; all others train beside it, but one that rolls out only."""
+        world = self._hybrid.world
+        worlds = (self._most(have, pool) - nodes) // world
+        if not (worlds or way.core_rolls) or self._core_limit(pool, nodes)[0] is not None:
+            return None
+        devices = nodes * self._pools[pool].node_devices
+        choice = self._train[pool].best(devices, elastic=world if worlds else 0, worlds=worlds)
+        rollout = self._layouts.best(self.rest(have, pool, 0 if way.core_rolls else nodes))
+        if choice is None or rollout is None:
+            return None
+        return self._plan(pool, nodes, worlds * world, choice, rollout, way)
+
     def homogeneous(self, plan: RunPlan) -> list[RunPlan]:
         """The plan's training nodes beside every homogeneous fleet: one TP degree on each pool."""
-        rest = self.rest([p.nodes for p in self._pools], plan.pool, plan.nodes)
-        layouts = homogeneous_layouts(self._costs, rest, self._bins, self.lag(self._train_s(plan)))
-        return [self._plan(plan.pool, plan.nodes, plan.hybrid, plan.train, layout) for layout in layouts]
+        devices = self._rolling([p.nodes for p in self._pools], plan)
+        layouts = homogeneous_layouts(self._costs, devices, self._bins, self._lag_of(plan))
+        return [self._plan(plan.pool, plan.nodes, plan.hybrid, plan.train, layout, plan.in_turn) for layout in layouts]
+
+    def _rolling(self, have: Sequence[int], plan: RunPlan) -> list[int]:
+        """Devices of each pool that roll out."""
+        return self.rest(have, plan.pool, have[plan.pool] - plan.rolls(have[plan.pool]))
 
     def layout_seconds(self, layout: RolloutLayout) -> float:
         """Seconds of a given layout without a wait for training."""
         return layout_seconds(self._costs, layout, self._bins)
 
-    def with_rollout_seconds(self, plan: RunPlan, seconds: float, simulated: int) -> RunPlan:
-        """``plan`` with the rollout seconds that so many simulated batches had."""
-        whole = self.batch_seconds(self._train_s(plan), seconds, plan.rollout.least_tp)
-        return msgspec.structs.replace(
-            plan, rollout_s=seconds, seconds=whole, tokens_s=self._batch.tokens / whole, simulated=simulated
-        )
+    def portion(self, plan: RunPlan) -> int:
+        """Groups that are trained together as soon as they are complete; 0: batches are trained whole."""
+        groups = self._batch.trajectories // self._group
+        length = math.ceil(self._train[plan.pool].portion(plan.train.layout) / self._group)
+        return length if self._batch.streamed and not plan.in_turn and 2 * length <= groups else 0
 
-    def _plan(self, pool: int, nodes: int, hybrid: int, choice: TrainChoice, rollout: RolloutLayout) -> RunPlan:
-        update = self._update_of(pool, nodes)
-        seconds = self.batch_seconds(choice.time.total + update.diff_s, rollout.seconds, rollout.least_tp)
-        return RunPlan(
+    def with_rollout_seconds(self, plan: RunPlan, batches: Sequence[tuple[float, float]]) -> RunPlan:
+        """``plan`` with the mean of simulated batches: seconds of rollout, and those of training beside it."""
+        rollout_s, hidden_s = (statistics.fmean(column) for column in zip(*batches, strict=True))
+        return self._timed(plan, rollout_s, hidden_s, simulated=len(batches))
+
+    def _timed(self, plan: RunPlan, rollout_s: float, hidden_s: float, **changes: Any) -> RunPlan:
+        train_s = plan.train.time.total + plan.update.diff_s
+        seconds = self.batch_seconds(train_s, rollout_s, plan.rollout.least_tp, hidden_s, plan.in_turn)
+        own = {"rollout_s": rollout_s, "hidden_s": hidden_s, "seconds": seconds, **changes}
+        return msgspec.structs.replace(plan, tokens_s=self._batch.tokens / seconds, **own)
+
+    def _plan(
+        self,
+        pool: int,
+        nodes: int,
+        hybrid: int,
+        choice: TrainChoice,
+        rollout: RolloutLayout,
+        in_turn: InTurn | None = None,
+    ) -> RunPlan:
+        plan = RunPlan(
             pool=pool,
             nodes=nodes,
             train=choice,
             rollout=rollout,
-            rollout_s=rollout.seconds,
-            seconds=seconds,
-            model_s=seconds,
             hybrid=hybrid,
-            tokens_s=self._batch.tokens / seconds,
             snapshots=self._core_limit(pool, nodes)[1],
-            update=update,
+            in_turn=in_turn,
         )
+        plan = msgspec.structs.replace(plan, update=self._update_of(pool, plan.trains))
+        plan = self._timed(plan, rollout.seconds, self._hidden_s(plan))
+        return msgspec.structs.replace(plan, model_s=plan.seconds)
+
+    def _hidden_s(self, plan: RunPlan) -> float:
+        """Seconds of training beside rollout, by the cost models."""
+        portion = self.portion(plan)
+        if not portion:
+            return 0.0
+        costs = {(c.pool, c.tp): c.replica for c in self._costs}
+        parts = [costs[s.pool, s.tp].ends(s.first, s.last, s.replicas) for s in plan.rollout.segments]
+        slowest, whole = max(part[-1][0] for part in parts), sum(share for part in parts for _, share in part)
+        scale = plan.rollout.seconds / slowest
+        ends = sorted((scale * end, share / whole) for part in parts for end, share in part)
+        return hidden_seconds(plan.train.time.total, plan.rollout.seconds, ends, portion * self._group)
 
     def excluded_classes(self) -> list[Excluded]:
         """Rollout classes that cannot serve the longest trajectories, nearest first."""
@@ -404,3 +386,9 @@ class PlanSearch:
         if len(limits) == len(cores):
             return lacking
         return lacking + [e for i, k in cores for e in self._train[i].excluded(k * self._pools[i].node_devices)]
+
+
+def _ranked(plans: Sequence[RunPlan]) -> tuple[list[RunPlan], RunPlan | None]:
+    """Those that this version runs, best first, and the best of the others."""
+    ordered = sorted(plans, key=lambda p: (p.seconds, p.train.time.total + p.rollout.seconds))
+    return [plan for plan in ordered if plan.runs], next((plan for plan in ordered if not plan.runs), None)

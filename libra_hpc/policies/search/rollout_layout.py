@@ -181,7 +181,8 @@ def assign(costs: Sequence[ReplicaClass], counts: Sequence[int], bins: int) -> R
     for i in able:
         grown = dict(paths)
         for cut, (seconds, segments) in paths.items():
-            for first in range(cut):
+            # The last class must serve everything that is left.
+            for first in range(min(cut, 1) if i == able[-1] else cut):
                 segment = costs[i].segment(counts[i], first, cut - 1)
                 slowest = max(seconds, segment.seconds)
                 if slowest < grown.get(first, (math.inf, ()))[0]:

@@ -12,7 +12,8 @@ import msgspec
 
 from libra_hpc.errors import UserError
 
-from .best_plan import PlanSearch, RunPlan
+from .best_plan import PlanSearch
+from .run_plan import RunPlan
 
 POINTS = 16
 """Most numbers of nodes in one sweep."""

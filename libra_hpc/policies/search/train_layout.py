@@ -6,6 +6,7 @@ time. One whose longest trajectory takes longer is left out.
 
 - A layout that does not fit in memory -> excluded, with the reason.
 - ``elastic``: so many hybrid nodes can train beside the core: they are a whole number of replicas, which fit on them.
+- ``worlds``: so many worlds of ``elastic`` nodes do, and the time is that of all.
 - Seconds that differ by less than `ROUNDING` are equal: the layout with fewer context ranks is taken.
 - Micro-batches are powers of two, from the mean trajectory on.
 """
@@ -19,7 +20,7 @@ import msgspec
 
 from libra_hpc.models.memory import RECOMPUTE, Limit, Recompute, TrainLayout, TrainMemory
 from libra_hpc.models.train_parallel import Degrees, runs
-from libra_hpc.policies.costs.training_time import TrainCost, TrainTime
+from libra_hpc.policies.costs.training_time import HybridWorlds, TrainCost, TrainTime
 
 MOST_MICRO_TOKENS = 65536
 """Largest micro-batch, unless one trajectory is longer: kernels are efficient long before."""
@@ -79,17 +80,22 @@ class TrainSearch:
         self._all = range(len(self._shards))
         self._able: Sequence[int] = self._all
         """Indices of shards without those found never to fit."""
-        self._best: dict[tuple[int, int], TrainChoice | None] = {}
+        self._best: dict[tuple[int, int, int], TrainChoice | None] = {}
         self._bounds: dict[tuple[int, int], tuple[int, float]] = {}
         """(Largest dp that does not fit, smallest that does) by shard and micro-batches in flight."""
         self._hopeless: dict[int, bool] = {}
         self._runs: dict[tuple[Degrees, int], bool] = {}
 
-    def best(self, devices: int, *, elastic: int = 0) -> TrainChoice | None:
-        """The fastest layout of exactly ``devices`` devices that fits, or None."""
-        if (devices, elastic) not in self._best:
-            self._best[devices, elastic] = self._search(devices, elastic)
-        return self._best[devices, elastic]
+    def best(self, devices: int, *, elastic: int = 0, worlds: int = 0) -> TrainChoice | None:
+        """The fastest layout of a core of exactly ``devices`` devices that fits, or None."""
+        key = devices, elastic, worlds
+        if key not in self._best:
+            self._best[key] = self._search(*key)
+        return self._best[key]
+
+    def portion(self, layout: TrainLayout) -> float:
+        """See `TrainCost.portion`."""
+        return self._cost.portion(layout)
 
     def candidates(self, devices: int) -> Iterator[TrainLayout]:
         """Every layout of exactly ``devices`` devices, fitting or not."""
@@ -121,20 +127,21 @@ class TrainSearch:
         ]
         return sorted(found, key=lambda e: e.limit.over)
 
-    def _search(self, devices: int, elastic: int) -> TrainChoice | None:
+    def _search(self, devices: int, elastic: int, worlds: int) -> TrainChoice | None:
         # Whatever takes up to this time may be as good as the fastest.
         most, found = math.inf, list[tuple[TrainTime, TrainLayout]]()
+        beside = elastic * self._node
         never: set[int] = set()
         for index, layout in self._spread(devices, self._able):
             seconds, shard = self._shards[index]
-            if seconds / devices >= most:
+            if seconds / (devices + worlds * beside) >= most:
                 break
             if seconds / shard.replica * self._cost.longest_share >= most:
                 continue
             if self._never(index):
                 never.add(index)
             elif self._fits(index, layout) and (not elastic or self._fits_beside(layout, elastic)):
-                time = self._cost.time(layout)
+                time = self._cost.time(layout, HybridWorlds(worlds, beside // layout.replica))
                 most = min(most, time.total * (1.0 + ROUNDING))
                 found.append((time, layout))
         if never:

@@ -56,9 +56,9 @@ def batch_of(*generated: int, eta: int = 0, prompt: int = 10) -> BatchWork:
 
 
 def agentic(trajectories: int = 512, eta: int = 1, generated: float = 4000.0, longest: int = 32768) -> BatchWork:
-    """Many turns, heavy tail."""
+    """Many turns, heavy tail; with eta = 0 two minibatches, so that nothing is trained beside rollout."""
     made = lognormal(generated=generated, sigma=1.0, prompt=1000, turns=10, new_tokens=200, tool_s=1.0, longest=longest)
-    return BatchWork(trajectories, sketch(made, trajectories), eta)
+    return BatchWork(trajectories, sketch(made, trajectories), eta, minibatches=1 if eta else 2)
 
 
 def costs(batch: BatchWork, *steps: FakeSteps, options: RolloutOptions = RolloutOptions()) -> list[ReplicaClass]:  # noqa: B008

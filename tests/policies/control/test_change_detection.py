@@ -10,8 +10,8 @@ import pytest
 
 from libra_hpc.policies.control.change_detection import NOT_MEASURED, DriftDetector, critical_distance
 from libra_hpc.policies.control.node_scaling import NodeScaling
+from libra_hpc.policies.control.rollout_by_nodes import RolloutByNodes
 from libra_hpc.policies.control.stage_times import Split, predict
-from libra_hpc.policies.costs.rollout_by_nodes import RolloutByNodes
 
 from .plant import exact
 

@@ -12,10 +12,10 @@ from libra_hpc.models.devices import device
 from libra_hpc.models.memory import TrainLayout
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.policies.control.repartition_choice import RepartitionAdvisor, RunningLayout
+from libra_hpc.policies.control.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.policies.control.stage_times import Estimate, Split
-from libra_hpc.policies.costs.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.policies.costs.rollout_time import RolloutOptions
-from libra_hpc.policies.search.best_plan import DevicePool
+from libra_hpc.policies.search.run_plan import DevicePool
 from libra_hpc.policies.search.train_layout import TrainSpace
 from libra_hpc.protocol.plan import NodeFact, PlanDecision, PlanSnapshot, TrajectoryFact
 

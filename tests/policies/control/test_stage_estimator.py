@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.policies.control.node_scaling import NodeScaling
+from libra_hpc.policies.control.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.policies.control.stage_estimator import CHANGING_STEPS, IN_FLIGHT_ERROR, PROMPT_QUANTITY, StageEstimator
 from libra_hpc.policies.control.stage_times import Estimate, Split
-from libra_hpc.policies.costs.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, RolloutWindowFact, TrainStepFact, TrajectoryFact
 
 from .plant import NOTHING, group, trajectory

@@ -22,9 +22,10 @@ from libra_hpc.policies.costs.rollout_time import ReplicaCost
 from libra_hpc.policies.costs.training_time import BatchWork, TrainCost
 from libra_hpc.policies.search import best_plan as search_module
 from libra_hpc.policies.search import node_count
-from libra_hpc.policies.search.best_plan import DevicePool, PlanSearch
+from libra_hpc.policies.search.best_plan import PlanSearch
 from libra_hpc.policies.search.even_rollout_layout import EvenRolloutSearch
 from libra_hpc.policies.search.rollout_layout import ReplicaClass, RolloutLayout, RolloutSearch, assign
+from libra_hpc.policies.search.run_plan import DevicePool
 from libra_hpc.policies.search.train_layout import ROUNDING, Hybrid, TrainSearch, TrainSpace
 from tests.policies.control.plant_costs import A800, QWEN, FakeSteps, agentic, batch_of, costs, fake
 
@@ -288,7 +289,7 @@ def test_one_search_serves_several_sizes() -> None:
 @pytest.mark.parametrize("nodes", [6, 20])
 @pytest.mark.parametrize("eta", [0, 1])
 def test_new_weights_take_the_trainers_the_engines_and_without_staleness_the_way_between(eta: int, nodes: int) -> None:
-    batch, pools = msgspec.structs.replace(agentic(), eta=eta), [DevicePool(A800, nodes, 8)]
+    batch, pools = agentic(eta=eta), [DevicePool(A800, nodes, 8)]
     update = UpdateTime(diff_s=800.0, wire_s=30.0, stage_s=80.0, pause_s=16.0)
     result = PlanSearch(QWEN, pools, batch, space=SMALL, steps=fake, update=update).run(nodes)
     plain = PlanSearch(QWEN, pools, batch, space=SMALL, steps=fake).run(nodes)

@@ -21,18 +21,16 @@ import msgspec
 from libra_hpc.models.devices import Device
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
+from libra_hpc.policies.costs.lengths import TrajectoryLengths, sketch
+from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
+from libra_hpc.policies.costs.training_time import BatchWork
+from libra_hpc.policies.search.rollout_layout import ReplicaClass, assign
 from libra_hpc.protocol.plan import PlanSnapshot, TrajectoryFact
-
-from .lengths import TrajectoryLengths, sketch
-from .rollout_time import ReplicaCost, RolloutOptions
-from .training_time import BatchWork
 
 MAX_FACTORS = 8
 """Newest measured factors; their median counts."""
 MODEL_ERROR = 0.05
 """Relative standard error of the model's result."""
-TOLERANCE = 1e-3
-"""Relative width at which the bisection ends."""
 SAME_LENGTHS = 0.01
 """Relative difference of mean lengths that changes no decision."""
 
@@ -56,8 +54,8 @@ class RolloutByNodes:
 
     def __init__(self, node: NodeEngines, steps: StepLookup = lookup) -> None:
         self._node, self._steps = node, steps
-        self._classes: list[ReplicaCost] = []
-        self._last = 0
+        self._classes: list[ReplicaClass] = []
+        self._bins = 0
         self._newest = (-1, -1)
         self._totals = (0, 0, 0)
         self._cache: dict[int, float | None] = {}
@@ -83,15 +81,12 @@ class RolloutByNodes:
 
     def _build(self, snapshot: PlanSnapshot, done: Sequence[TrajectoryFact]) -> None:
         self._newest, self._totals, self._cache = (-1, -1), (0, 0, 0), {}
-        batch = batch_of(snapshot, done)
-        node = self._node
-        options = self.options(snapshot)
-        classes = [
-            ReplicaCost(self._steps(node.device, node.shape, tp), batch, options)
+        batch, node, options = batch_of(snapshot, done), self._node, self.options(snapshot)
+        self._classes = [
+            ReplicaClass(0, ReplicaCost(self._steps(node.device, node.shape, tp), batch, options))
             for tp in sorted({tp for tp, _ in node.engines})
         ]
-        self._classes = sorted((c for c in classes if c.kv_capacity > 0), key=lambda c: c.latency)
-        self._last = len(batch.lengths.bins) - 1
+        self._bins = len(batch.lengths.bins)
 
     def options(self, snapshot: PlanSnapshot) -> RolloutOptions:
         """Engine options of a run: groups share prompts."""
@@ -123,30 +118,9 @@ class RolloutByNodes:
         return None if model is None else model * (median(self._factors) if self._factors else 1.0)
 
     def _least(self, nodes: int) -> float | None:
-        """Least time in which the classes serve all bins, the fastest class the longest trajectories."""
-        classes = [(cost, count) for cost in self._classes if (count := self._node.replicas(cost.tp, nodes))]
-        if not any(cost.fits(self._last) for cost, _ in classes):
-            return None
-        if len(classes) == 1:
-            cost, count = classes[0]
-            return cost.time(0, self._last, count)
-        high = 1.0
-        while not self._within(high, classes):
-            high *= 2.0
-        low = 0.0
-        while high - low > TOLERANCE * high:
-            middle = (low + high) / 2.0
-            low, high = (low, middle) if self._within(middle, classes) else (middle, high)
-        return high
-
-    def _within(self, seconds: float, classes: Sequence[tuple[ReplicaCost, int]]) -> bool:
-        left = self._last
-        for cost, count in classes:
-            first = left + 1
-            while first > 0 and cost.time(first - 1, left, count) <= seconds:
-                first -= 1
-            left = first - 1
-        return left < 0
+        counts = [self._node.replicas(one.tp, nodes) for one in self._classes]
+        layout = assign(self._classes, counts, self._bins) if self._bins else None
+        return None if layout is None else layout.seconds
 
 
 def batch_of(

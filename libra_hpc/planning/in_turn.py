@@ -1,0 +1,58 @@
+"""Nodes that serve both stages of every step: which ways this version runs, the keys that ask for them, their price.
+
+- ``eta`` = 0: hybrid nodes (``planner.time_sharing``); nodes of the core too (`ROLL_OUT`), but not on GPUs yet.
+- ``eta`` > 0: none does yet. What is not run is shown for study.
+- Seconds of a pair of switches: given, else assumed: `ASSUMED_S` for `ASSUMED_PARAMS` over the link of an A800 to host
+  memory, in proportion to the parameters and to that link.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.policies.search.run_plan import InTurn, PlanResult, RunPlan
+
+from .request import PlanRequest
+
+ASSUMED_S, ASSUMED_PARAMS, ASSUMED_LINK = 80.0, 14.8e9, 25e9
+"""Of verl with 14B on A800: weights, optimizer and caches of both stages move. Half, double: `plan` prints the seconds
+at which the best split is as fast."""
+ROLL_OUT = "roll_out"
+"""Key of ``components.train``."""
+
+
+def ways(config: RunConfig, switch_s: float) -> tuple[InTurn, ...]:
+    """Hybrid nodes alone, and all nodes."""
+    known = ROLL_OUT in type(config.components.train).model_fields
+    real, on_gpus = config.run.engine == "real", config.slurm.device == "cuda" or config.components.train.gpus > 0
+    core, overlap = known and not (real and on_gpus), config.algorithm.eta > 0
+    return tuple(InTurn(switch_s, rolls, runs=not overlap and (core or not rolls)) for rolls in (False, True))
+
+
+def asked_in_turn(asked: PlanRequest, config: RunConfig, switch_s: float | None = None) -> PlanRequest:
+    """``asked`` with plans in turn; ``switch_s``: of a pair of switches, None: assumed."""
+    if switch_s is not None:
+        return msgspec.structs.replace(asked, in_turn=ways(config, switch_s), switch_from="given")
+    slowest = min(pool.device.host_bytes_s for pool in asked.pools)
+    assumed_s = ASSUMED_S * asked.shape.params / ASSUMED_PARAMS * ASSUMED_LINK / slowest
+    return msgspec.structs.replace(asked, in_turn=ways(config, assumed_s))
+
+
+def keys(plan: RunPlan) -> dict[str, Any]:
+    """What the run file says of a plan in turn, by dotted key."""
+    core = {f"components.train.{ROLL_OUT}": True} if plan.in_turn and plan.in_turn.core_rolls else {}
+    return {"planner.time_sharing": "auto", **core} if plan.in_turn else {}
+
+
+def in_turn_of(result: PlanResult) -> list[tuple[RunPlan, float]]:
+    """The best plans in turn, and seconds of switches at which the best split is as fast.
+
+    One that this version runs, and one that it does not, if that is faster.
+    """
+    split = min((plan.seconds for plan in result.plans if not plan.in_turn), default=0.0)
+    own = min((plan for plan in result.plans if plan.in_turn), key=lambda plan: plan.seconds, default=None)
+    found = [own, result.study if own is None or (result.study and result.study.seconds < own.seconds) else None]
+    return [(plan, plan.in_turn.switch_s + split - plan.seconds) for plan in found if plan and plan.in_turn]
