@@ -65,6 +65,7 @@ class Observations:
                 nodes=int(line["train_nodes"]),
                 seconds=line["train_s"] + line.get("diff_s", 0.0),
                 diff_s=line.get("diff_s", 0.0),
+                ahead_s=line.get("train_ahead_s", 0.0),
             )
             self.steps.append(fact)
 

@@ -32,6 +32,8 @@ class TrainStepFact(msgspec.Struct, frozen=True):
     """The stage's own work: compute, reduce and optimizer of the slowest replica, without waits for data; and diff."""
     diff_s: float = 0.0
     """Of ``seconds``: to write what changed in the weights, whatever the number of nodes."""
+    ahead_s: float = 0.0
+    """Of ``seconds``: beside rollout, before the batch was complete."""
 
 
 class RolloutWindowFact(msgspec.Struct, frozen=True):

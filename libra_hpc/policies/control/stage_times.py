@@ -64,11 +64,15 @@ class Times(NamedTuple):
     train: float
     rollout: float
     eta: int
+    ahead: float = 0.0
+    """Share of training beside rollout, before the batch is complete; with eta = 0."""
 
     @property
     def batch(self) -> float:
-        """Seconds per global batch: the slower stage, or the sum with eta = 0, where the stages take turns."""
-        return self.train + self.rollout if self.eta == 0 else max(self.train, self.rollout)
+        """Seconds per global batch: the slower stage; with eta = 0 rollout and what is left of training then."""
+        if self.eta:
+            return max(self.train, self.rollout)
+        return self.train + self.rollout - min(self.ahead * self.train, self.rollout)
 
     def expected(self, scatter: Scatter) -> float:
         """Mean seconds per global batch whose work scatters: `batch`, and more where the stages are close.
@@ -153,7 +157,7 @@ def measure(snapshot: PlanSnapshot, split: Split, since: float) -> Estimate | st
             rollout = min(rollout, max(train, between * fewer))
     return Estimate(
         split=split,
-        times=Times(train, rollout, snapshot.eta),
+        times=Times(train, rollout, snapshot.eta, _ahead(steps)),
         train_error=_median_error([s.seconds for s in steps]),
         rollout_error=error,
         fixed=fixed,
@@ -226,7 +230,7 @@ def with_new_lengths(
     tokens = fmean(t.context for t in done) * snapshot.prompts_per_step * snapshot.group_size
     work = fmean(t.generated for t in done) * snapshot.sampled
     return before._replace(
-        times=Times(before.train_seconds(tokens), rollout, before.times.eta),
+        times=before.times._replace(train=before.train_seconds(tokens), rollout=rollout),
         train_error=max(error, before.train_error),
         rollout_error=max(error, before.rollout_error),
         straggler=0.0,
@@ -239,7 +243,8 @@ def times_with_work_of(before: Estimate, after: Estimate) -> Times:
     """Times at the split of ``before`` for the batch sizes of ``after``: what standing still would take now."""
     train = before.train_seconds(after.train_tokens)
     nodes = before.rollout_nodes / (before.split.rollout + after.lent)
-    return Times(train, before.times.rollout * nodes * after.rollout_tokens / before.rollout_tokens, before.times.eta)
+    rollout = before.times.rollout * nodes * after.rollout_tokens / before.rollout_tokens
+    return before.times._replace(train=train, rollout=rollout)
 
 
 def predict(
@@ -253,6 +258,7 @@ def predict(
         fixed + (train - fixed) * correction.train * now.split.train / to.train,
         max(now.straggler, rollout * correction.rollout * now.rollout_nodes / (to.rollout + now.lent)),
         now.times.eta,
+        now.times.ahead,
     )
 
 
@@ -269,6 +275,10 @@ def learned_correction(before: Estimate, after: Estimate) -> Correction:
         max(MIN_CORRECTION, (after.times.train - fixed) / ideal_train),
         max(MIN_CORRECTION, after.times.rollout / ideal_rollout),
     )
+
+
+def _ahead(steps: Sequence[TrainStepFact]) -> float:
+    return median(s.ahead_s / max(s.seconds, 1e-9) for s in steps)
 
 
 def _theil_sen_slope(points: Sequence[tuple[float, float]]) -> float:

@@ -2,7 +2,8 @@
 
 `TimeSharing.decide` compares it with the best split, both from one estimate:
 
-- Predicted: rollout with all nodes that can roll out + training with all that can train + one pair of switches.
+- Predicted: rollout with all nodes that can roll out + training with all that can train + one pair of switches. Nothing
+  is trained beside rollout: the gradients of a complete group are lost when nodes join.
 - Gain beyond measurement error and ``min_gain`` -> ``time_share``.
 - Batches take other times than predicted -> the difference corrects the next prediction, until the workload changes.
 - No gain any more -> ``split``: each hybrid node stays in a stage of the best split.
@@ -117,6 +118,8 @@ class TimeSharing:
         self._since = 0.0
         self._extra: dict[bool, float] = {}
         """Measured less predicted seconds of a batch, with (True) and without time-sharing."""
+        self._ahead = 0.0
+        """Share of training beside rollout without time-sharing."""
 
     def reset(self) -> None:
         """The workload changed."""
@@ -166,19 +169,24 @@ class TimeSharing:
             return None
         switches = sum(self._hysteresis.switch_cost(direction, snapshot) for direction in DIRECTIONS)
         at, paid = (both, switches) if sharing else (known.split, 0.0)
+        self._ahead = self._ahead if sharing else known.times.ahead
         steps = [step for step in snapshot.steps if step.at > self._since][sharing:]
         gaps = [after.at - before.at for before, after in pairwise(steps) if before.nodes == after.nodes == at.train]
         if len(gaps) >= MIN_STEPS - 1:
-            self._extra[sharing] = median(gaps[1 - MIN_STEPS :]) - self._at(known, at) - paid
+            self._extra[sharing] = median(gaps[1 - MIN_STEPS :]) - self._at(known, at, shared=sharing) - paid
         split = min(splits, key=lambda one: self._at(known, one))
         alone = self._extra.get(False, 0.0)
         more = self._extra.get(True, alone) + switches
-        sure = min(self._at(known, split, *e) - self._at(known, both, *e) for e in ERRORS) + alone - more
-        return _Compared(self._at(known, both) + more, split, self._at(known, split) + alone, switches, sure)
+        sure = min(self._at(known, split, *e) - self._at(known, both, *e, shared=True) for e in ERRORS) + alone - more
+        shared = self._at(known, both, shared=True) + more
+        return _Compared(shared, split, self._at(known, split) + alone, switches, sure)
 
-    def _at(self, known: Estimate, to: Split, train_shift: float = 0.0, rollout_shift: float = 0.0) -> float:
+    def _at(
+        self, known: Estimate, to: Split, train_shift: float = 0.0, rollout_shift: float = 0.0, *, shared: bool = False
+    ) -> float:
         """Predicted seconds of a batch, without what no prediction has."""
-        return predict(known, to, self._scaling.correction(known.split, to), train_shift, rollout_shift).batch
+        times = predict(known, to, self._scaling.correction(known.split, to), train_shift, rollout_shift)
+        return times._replace(ahead=0.0 if shared else self._ahead).batch
 
 
 def _units(nodes: Sequence[NodeFact], *roles: str) -> _Units:

@@ -145,7 +145,7 @@ def test_stages_that_take_turns_do_not_wait_for_each_other() -> None:
 def test_standing_still_is_judged_at_the_work_of_now() -> None:
     before = exact(Split(1, 2), 1.2, 3.0, fixed=0.2, tokens=(1000.0, 400.0))
     after = exact(Split(1, 2), 9.0, 9.0, tokens=(1500.0, 800.0))
-    assert times_with_work_of(before, after) == pytest.approx((0.2 + 1.5, 6.0, 1))
+    assert times_with_work_of(before, after)[:3] == pytest.approx((0.2 + 1.5, 6.0, 1))
 
 
 def test_a_correction_reproduces_what_was_measured() -> None:

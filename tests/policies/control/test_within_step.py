@@ -44,6 +44,8 @@ class SharingRun:
         self.switch_s: tuple[float, float] | None = None
         self.lost_s = 0.0
         """Of each batch, that nobody predicts."""
+        self.ahead = 0.0
+        """Share of training beside rollout, where nodes do not share."""
         self.steps: list[TrainStepFact] = []
         self.windows: list[RolloutWindowFact] = []
         self.done: list[TrajectoryFact] = []
@@ -62,9 +64,11 @@ class SharingRun:
                     switch = SwitchFact(self.now + 1.0, direction, seconds)  # type: ignore[arg-type]
                     self.switches += [switch] * sum(node.role == BOTH for node in self.nodes)
                 spent += sum(self.switch_s)
-            spent += self.train_s / train + self.lost_s
+            train_s = self.train_s / train
+            ahead_s = 0.0 if sharing else self.ahead * train_s
+            spent += train_s - ahead_s + self.lost_s
             self.now += spent
-            self.steps.append(TrainStepFact(self.now, 64 * TOKENS, 64 * TOKENS, train, self.train_s / train))
+            self.steps.append(TrainStepFact(self.now, 64 * TOKENS, 64 * TOKENS, train, train_s, ahead_s=ahead_s))
 
     def decide(self) -> PlanDecision:
         snapshot = PlanSnapshot(
@@ -107,6 +111,19 @@ def test_cheap_switches_let_all_hybrid_nodes_serve_both_stages(train: int) -> No
         assert run.decide().reason.startswith("hold: time-sharing")
     assert run.decide().numbers["shared_s"] == pytest.approx(shared - 10.0)
     assert not run.planner.outcomes, "no move of the hour, none to be judged"
+
+
+def test_what_is_trained_beside_rollout_counts_for_the_split_alone() -> None:
+    run = SharingRun(nodes(2, "rollout", 1))
+    run.ahead = 0.75
+    run.decide()
+    run.batches(5)
+    # In turn 480 / 6 + 480 / 5 + 20 s; now 480 / 5 and a quarter of 480 / 2 s.
+    decision = run.decide()
+    assert decision.action != "time_share"
+    run.ahead = 0.0
+    run.batches(8)
+    assert run.decide().action == "time_share"
 
 
 def test_dear_switches_end_it_after_two_batches_and_for_good() -> None:
