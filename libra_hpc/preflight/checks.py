@@ -19,6 +19,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.shapes import ModelShape, model_shape, shape_from_config
 from libra_hpc.models.supported import most_positions, refusals
+from libra_hpc.planning.in_turn import ways
 from libra_hpc.policies.scheduling.registry import check_policy
 from libra_hpc.rollout.recovery.history import check_warm_start
 from libra_hpc.simulated.dry_run import check_simulated, pace
@@ -178,6 +179,13 @@ def one_value_per_node(config: RunConfig) -> Iterator[UserError]:
             yield invalid(f"rollout.{name}", value, why, f"an integer, or a list of {hybrid + rollout}")
 
 
+def nodes_can_share(config: RunConfig) -> Iterator[UserError]:
+    """Nodes serve both stages of a step where this version can do so."""
+    if config.planner.time_sharing == "auto" and not any(way.runs for way in ways(config, 0.0)):
+        why = f"with algorithm.eta = {config.algorithm.eta} the stages overlap, and no node serves both within a step"
+        yield invalid("planner.time_sharing", "auto", why, '"off", or algorithm.eta = 0')
+
+
 def batch_split(config: RunConfig) -> Iterator[UserError]:
     """A minibatch holds at least one trajectory."""
     batch = config.algorithm.prompts_per_step * config.algorithm.group_size
@@ -231,6 +239,7 @@ CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
     component_counts,
     known_policy,
     one_value_per_node,
+    nodes_can_share,
     batch_split,
     well_formed_time,
     processes_have_gpus,
