@@ -16,7 +16,6 @@ Replicas of a class share its trajectories evenly: those between two bins, so th
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
@@ -56,15 +55,6 @@ class RolloutOptions(msgspec.Struct, frozen=True):
     """Weight updates per global batch while trajectories run; each computes their contexts again."""
 
 
-class _Ladder(NamedTuple):
-    """Evaluated times of one segment, by number of replicas."""
-
-    counts: list[int]
-    """Rising."""
-    speeds: list[float]
-    """Minus the seconds, hence not falling."""
-
-
 class _Overlapping(NamedTuple):
     """One segment of overlapping batches."""
 
@@ -94,7 +84,7 @@ class ReplicaCost:
         self._batch, self._options = batch, options
         lengths = batch.lengths
         self._fits = [self._need(last) <= steps.kv_capacity for last in range(len(lengths.bins))]
-        self._ladders: dict[tuple[float, int], list[_Ladder]] = {}
+        self._times: dict[tuple[int, int, int, float], float] = {}
         self._overlapping: dict[tuple[int, int], _Overlapping] = {}
         if steps.kv_capacity > 0:
             most = batch.trajectories * (batch.eta + 1.0)
@@ -148,47 +138,21 @@ class ReplicaCost:
         """
         return self._time(first, last, replicas, lag) if self.fits(last) else math.inf
 
-    def fewest(
-        self, firsts: range, last: int, seconds: float, most: int, lag: float = 0.0
-    ) -> Iterator[tuple[int, int]]:
-        """For each bin of ``firsts``, the fewest replicas that serve the bins from it to ``last`` within ``seconds``.
+    def fewest(self, first: int, last: int, seconds: float, most: int, lag: float = 0.0) -> int | None:
+        """The fewest replicas that serve bins ``first..last`` within ``seconds``; None where ``most`` are too few."""
+        if most < 1 or not self._fits[last] or self._known(first, last, most, lag) > seconds:
+            return None
+        low, high = 0, most
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._known(first, last, middle, lag) <= seconds else (middle, high)
+        return high
 
-        Bins for which ``most`` replicas are too few are left out. Earlier results narrow the bisection.
-        """
-        if most < 1 or not self._fits[last]:
-            return
-        if (lag, last) not in self._ladders:
-            self._ladders[lag, last] = [_Ladder([], []) for _ in range(last + 1)]
-        ladders, least = self._ladders[lag, last], -seconds
-        for first in firsts:
-            counts, speeds = ladder = ladders[first]
-            i = bisect_left(speeds, least)
-            low = counts[i - 1] if i else 0
-            if i < len(counts) and counts[i] <= most:
-                high = counts[i]
-            elif low >= most or not self._evaluate_rung(
-                ladder, i, first=first, last=last, replicas=most, seconds=seconds, lag=lag
-            ):
-                continue
-            else:
-                high = most
-            while high - low > 1:
-                middle = (low + high) // 2
-                at = bisect_left(counts, middle)
-                if self._evaluate_rung(ladder, at, first=first, last=last, replicas=middle, seconds=seconds, lag=lag):
-                    high = middle
-                else:
-                    low = middle
-            yield first, high
-
-    def _evaluate_rung(
-        self, ladder: _Ladder, at: int, *, first: int, last: int, replicas: int, seconds: float, lag: float
-    ) -> bool:
-        """Whether so many replicas take at most ``seconds``; their time becomes rung ``at``."""
-        own = self._time(first, last, replicas, lag)
-        ladder.counts.insert(at, replicas)
-        ladder.speeds.insert(at, -own)
-        return own <= seconds
+    def _known(self, first: int, last: int, replicas: int, lag: float) -> float:
+        key = first, last, replicas, lag
+        if key not in self._times:
+            self._times[key] = self._time(*key)
+        return self._times[key]
 
     def _time(self, first: int, last: int, replicas: float, lag: float) -> float:
         share = self._shares[last + 1] - self._shares[first]

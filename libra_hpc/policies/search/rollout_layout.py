@@ -101,7 +101,10 @@ class RolloutSearch:
             grown = {cut: list(found) for cut, found in paths.items()}
             for cut, found in paths.items():
                 most = cost.most(devices[cost.pool] - min(path.used[cost.pool] for path in found))
-                for first, need in cost.replica.fewest(cuts[:cut], cut - 1, seconds, most, lag):
+                for first in cuts[:cut]:
+                    need = cost.replica.fewest(first, cut - 1, seconds, most, lag)
+                    if need is None:
+                        continue
                     step = _Step(cost, -(-need // cost.together) * cost.together, first, cut - 1)
                     segment_paths = grown.setdefault(first, [])
                     for path in found:
