@@ -29,8 +29,8 @@ from .stage_times import (
     batch_scatter,
     lent_nodes,
     measure,
+    recent,
     sampling_error,
-    trajectories_used,
     with_new_lengths,
 )
 
@@ -115,7 +115,7 @@ class StageEstimator:
         self.measured = (
             None
             if isinstance(measured, str)
-            else self._with_cost_model(snapshot, measured, trajectories_used(snapshot, split, begun))
+            else self._with_cost_model(snapshot, measured, recent(snapshot, split, begun).done)
         )
         if since is None and self._model is not None:
             expected = self._from_in_flight(snapshot, split, self._model)

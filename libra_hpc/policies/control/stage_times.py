@@ -130,7 +130,7 @@ class Correction(NamedTuple):
 
 def measure(snapshot: PlanSnapshot, split: Split, since: float) -> Estimate | str:
     """Measure both stages at ``split`` after ``since``, or name what is missing."""
-    fitted, steps, windows, done = _recent(snapshot, split, since)
+    fitted, steps, windows, done = recent(snapshot, split, since)
     need = MIN_GROUPS * snapshot.group_size
     if len(steps) < MIN_STEPS or len(windows) < MIN_STEPS or len(done) < need:
         have, seen, finished = min(len(steps), MIN_STEPS), min(len(windows), MIN_STEPS), min(len(done), need)
@@ -187,12 +187,7 @@ def with_lent(now: Estimate, lent: float) -> Estimate:
     return now._replace(times=now.times._replace(rollout=rollout), lent=lent)
 
 
-def trajectories_used(snapshot: PlanSnapshot, split: Split, since: float) -> list[TrajectoryFact]:
-    """The trajectories that `measure` uses."""
-    return _recent(snapshot, split, since).done
-
-
-class _Recent(NamedTuple):
+class Recent(NamedTuple):
     """Facts of one split: steps for the fixed part, the newest of them, and windows and trajectories of their time."""
 
     fitted: list[TrainStepFact]
@@ -201,7 +196,7 @@ class _Recent(NamedTuple):
     done: list[TrajectoryFact]
 
 
-def _recent(snapshot: PlanSnapshot, split: Split, since: float) -> _Recent:
+def recent(snapshot: PlanSnapshot, split: Split, since: float) -> Recent:
     fitted = [s for s in snapshot.steps if s.at > since and s.nodes == split.train and s.tokens > 0][-MAX_FIT:]
     steps = fitted[-MAX_STEPS:]
     windows = [
@@ -214,7 +209,7 @@ def _recent(snapshot: PlanSnapshot, split: Split, since: float) -> _Recent:
         began = steps[0].at - steps[0].seconds
         windows = windows[-max(MIN_STEPS, sum(w.at - w.seconds >= began for w in windows)) :]
         done = done[-max(MIN_GROUPS * snapshot.group_size, sum(t.at > began for t in done)) :]
-    return _Recent(fitted, steps, windows, done)
+    return Recent(fitted, steps, windows, done)
 
 
 def with_new_lengths(

@@ -27,21 +27,18 @@ class EvenRolloutSearch:
         self.costs = [c for c in costs if c.replica.limit() is None and c.replica.fits(bins - 1)]
         self._bins = bins
 
-    def best(self, devices: Sequence[int], low: float = 0.0, lag: float = 0.0) -> RolloutLayout | None:
-        """The layout of least time, at least ``low``; None when no class holds the longest trajectories.
+    def best(self, devices: Sequence[int], lag: float = 0.0) -> RolloutLayout | None:
+        """The layout of least time; None when no class holds the longest trajectories.
 
         ``lag``: see `ReplicaCost.time`.
         """
-        chosen: list[tuple[ReplicaClass, int]] = []
-        for pool in range(len(devices)):
-            counts = [(c, devices[pool] // c.tp) for c in self.costs if c.pool == pool and devices[pool] >= c.tp]
-            chosen += counts
+        chosen = [(c, devices[c.pool] // c.tp) for c in self.costs if devices[c.pool] >= c.tp]
         if not chosen:
             return None
         first = min((self.only(c, n, lag) for c, n in chosen), key=lambda layout: layout.seconds)
         if len({c.pool for c, _ in chosen}) == 1:
             return first
-        high = first.seconds
+        low, high = 0.0, first.seconds
         while high - low > CLOSE * high:
             middle = (low + high) / 2
             if sum(share for _, _, share in self._picks(chosen, middle, lag)) >= 1.0:

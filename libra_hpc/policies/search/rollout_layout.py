@@ -115,14 +115,14 @@ class RolloutSearch:
             return None
         return self._fill(RolloutLayout(tuple(step.segment(lag) for step in done[0].steps)), devices, lag)
 
-    def best(self, devices: Sequence[int], low: float = 0.0, lag: float = 0.0) -> RolloutLayout | None:
-        """The layout of least time, at least ``low``; None when no class holds the longest trajectories."""
+    def best(self, devices: Sequence[int], lag: float = 0.0) -> RolloutLayout | None:
+        """The layout of least time; None when no class holds the longest trajectories."""
         start = min(self._single(devices, lag), key=lambda layout: layout.seconds, default=None)
         if start is None:
             start = self.within(math.inf, devices, lag)
             if start is None:
                 return None
-        best, low = start, max(low, self.straggler())
+        best, low = start, self.straggler()
         while True:
             better = self.within(best.seconds * (1.0 - EXACT), devices, lag)
             if better is None:
