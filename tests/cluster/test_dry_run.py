@@ -99,10 +99,9 @@ def test_a_dry_run_loses_processes_moves_a_node_and_resumes(cluster: ClusterInfo
     case.resume("-o", f"run.steps={reached + 2}")
     assert case.ended() == "completed"
     trained_once(run, reached + 2)
-    (kept,) = case.events("experience_kept")
-    assert (kept["trajectories"], list(kept["dropped"])) == (0, ["configuration"]), (
-        "of so many prompts each is another one"
-    )
+    # A run that was cancelled between two batches has nothing to keep.
+    kept = [(event["trajectories"], list(event["dropped"])) for event in case.events("experience_kept")]
+    assert kept in ([], [(0, ["configuration"])]), "of so many prompts each is another one"
 
 
 def test_a_local_dry_run_ends_complete_and_every_weight_version_is_applied(tmp_path: Path) -> None:
