@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra_hpc.policies.costs.training_time import PORTION_PACKS
 from libra_hpc.protocol.agents import Batch, Committed, Group, GroupDone, StepReport
 from libra_hpc.protocol.trainer import PortionDone, TrainPortion, TrainStep
 from libra_hpc.state.data_order import DataOrder
 from libra_hpc.train_leader import generations
-from libra_hpc.train_leader.portions import PortionRanges, range_length
+from libra_hpc.train_leader.portions import PACKS, PortionRanges, range_length
 from tests.protocol.step_reports import batch_stats
 from tests.train_leader.world import World, sample, until
 
@@ -141,6 +142,10 @@ async def test_what_needs_the_whole_batch_waits_for_it(algorithm: dict[str, Any]
     world.leader.on_batch(batch(2))
     await until(lambda: len(world.of(StepReport)) == 2)
     assert None not in world.asked(TrainStep)[-1][1].divisors
+
+
+def test_the_cost_model_counts_portions_of_as_many_packs() -> None:
+    assert PORTION_PACKS == PACKS
 
 
 @given(st.permutations(range(20, 32)), st.integers(1, 5), st.sets(st.integers(20, 31), max_size=4), st.data())
