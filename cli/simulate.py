@@ -18,6 +18,7 @@ from rich.text import Text
 
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.facts.summary import duration
+from libra_hpc.models.shapes import KV_ELEMENT_BYTES
 from libra_hpc.planning.borrowed_plan import BorrowedPlan
 from libra_hpc.policies.scheduling.registry import policy_class, policy_names
 from libra_hpc.protocol.trace import TrajectoryRecord
@@ -74,6 +75,12 @@ def simulate(
     max_context: Annotated[
         int, typer.Option(min=0, metavar="TOKENS", help="Context at which trajectories end; 0: as in the trace.")
     ] = 0,
+    kv_dtype: Annotated[
+        str, typer.Option("--kv-dtype", metavar="TYPE", help=f"KV caches: {' or '.join(KV_ELEMENT_BYTES)}.")
+    ] = "auto",
+    async_steps: Annotated[
+        bool, typer.Option("--async-steps", help="The host forms a step while the GPU computes the one before.")
+    ] = False,
     host_kv_gb: Annotated[
         float, typer.Option("--host-kv-gb", min=0, metavar="GIB", help="Host memory per GPU for KV caches.")
     ] = 0.0,
@@ -97,13 +104,24 @@ def simulate(
     for option, value in (("--train-s", train_s), ("--sync-s", sync_s), ("--host-kv-gb", host_kv_gb)):
         if not math.isfinite(value):
             raise invalid(option, value, "not a finite number", "a number >= 0")
+    if kv_dtype not in KV_ELEMENT_BYTES:
+        raise invalid("--kv-dtype", kv_dtype, "unknown type", list(KV_ELEMENT_BYTES))
     fleet = build_engines(
-        buckets, gpus, device, model, calibration=calibration, devices_file=devices, host_gb=host_kv_gb
+        buckets,
+        gpus,
+        device,
+        model,
+        calibration=calibration,
+        devices_file=devices,
+        kv_dtype=kv_dtype,
+        async_steps=async_steps,
+        host_gb=host_kv_gb,
     )
     work = within(load(file, format, skip_bad, limit).trajectories, max_context)
     settings = SimulationSettings(
         max_num_seqs=max_num_seqs,
         max_inflight=max_inflight,
+        async_steps=async_steps,
         batch_groups=batch_groups,
         eta=eta,
         train_s=train_s,

@@ -45,6 +45,12 @@ class RolloutSection(Section):
     trip."""
     kv_cache_mb: Mebibytes = Field(0, ge=0, le=2**20)
     """KV cache per device; 0: what vLLM takes by default, 90 % of the device."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """Type of the KV caches. ``auto``: that of the weights. ``fp8``: a byte per element, so they hold twice the tokens
+    of bfloat16 and a decode reads half as much; ``logprob_gap`` grows (docs/scheduler.md)."""
+    async_steps: bool = False
+    """Whether an engine forms a step while the GPU computes the one before, so that the GPU does not wait for the host.
+    Needs ``slurm.device = "cuda"``. A prompt then joins a step later."""
     kv_host_gb_per_gpu: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Host memory (GiB) per GPU for KV caches that the GPU evicted. They come back over PCIe instead of being computed
     again. Needs ``slurm.device = "cuda"``; 0: none."""

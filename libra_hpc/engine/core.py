@@ -7,6 +7,8 @@ A weight update does not drain. By default running requests go back into the que
 dropped. Each request is recomputed under the new weights before its next token. Every recorded log-probability is
 therefore that of one model over the whole context, named by its version. With ``kv_after_update = "keep"`` they go on.
 
+Steps may be scheduled ahead (`.steps`); then the one in flight ends before weights change.
+
 One thread only: two threads silently corrupt vLLM's per-process state.
 """
 
@@ -19,7 +21,7 @@ import msgspec
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
@@ -34,6 +36,7 @@ from .kv_room import KvRoom
 from .settings import EngineConfig, engine_arguments
 from .stats import EngineCounters
 from .steplog import BatchWatch, StepLog, StepLogHeader
+from .steps import VllmSteps
 from .turns import TurnInFlight, TurnRejected, read_prompt, sampling
 from .update.staged_update import POLL_S, StagedUpdate
 from .warm_up import profile
@@ -69,6 +72,7 @@ class RolloutEngine:
         scheduler = self._client.engine_core.scheduler
         assert isinstance(scheduler, Scheduler)
         self._scheduler = scheduler
+        self._steps = VllmSteps(self._client, scheduler)
         self._max_model_len, self._block_tokens = model.max_model_len, config.block_size
         self._staged = StagedUpdate(self._client.collective_rpc)
         self._kv = KvRoom(
@@ -117,7 +121,7 @@ class RolloutEngine:
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._turns) or self._unsettled
+        return bool(self._turns) or self._unsettled or self._steps.in_flight
 
     @property
     def version(self) -> int:
@@ -141,6 +145,9 @@ class RolloutEngine:
 
         started = time.monotonic()
         reports = profile(self.submit, step, self.stats, self._max_model_len)
+        self.drain()
+        if self.step_log is not None:
+            self.step_log.skip()
         self._client.reset_prefix_cache(reset_connector=True)
         self._counters = EngineCounters()
         self.capacity = msgspec.structs.replace(self.capacity, warm_up=reports)
@@ -191,16 +198,26 @@ class RolloutEngine:
         return self._finish(key, "abort")
 
     def step(self) -> list[Generated]:
-        """Run one batch and return the requests it finished."""
+        """Run one pass of vLLM's steps and return the requests it finished."""
         started = time.monotonic()
-        outputs = self._client.get_output()
-        finished = [] if outputs.weight_version is None else self._collect(outputs.outputs, int(outputs.weight_version))
-        seconds = time.monotonic() - started
-        self._counters.steps += 1
-        self._counters.busy_s += seconds
+        finished = self._collect(self._steps.run())
+        seconds = self._passed(started)
         if self._gate is not None:
             self._gate.stepped(seconds)
         return finished
+
+    def drain(self) -> list[Generated]:
+        """Wait for the step in flight, if steps are scheduled ahead; returns the requests it finished."""
+        started = time.monotonic()
+        finished = [done for outputs in self._steps.drain() for done in self._collect(outputs)]
+        self._passed(started)
+        return finished
+
+    def _passed(self, started: float) -> float:
+        seconds = time.monotonic() - started
+        self._counters.busy_s += seconds
+        self._counters.steps, self._steps.ended = self._counters.steps + self._steps.ended, 0
+        return seconds
 
     def check(self, update: UpdateWeights) -> None:
         """Take the lease of an update's image; may run in another thread.  Raises `WeightFileError`."""
@@ -224,7 +241,7 @@ class RolloutEngine:
         return not self._unsettled
 
     def apply(self, update: UpdateWeights) -> WeightsApplied:
-        """Switch to an update that is `staged`, between two steps, when `settled`.
+        """Switch to an update that is `staged`, between two steps, when `settled` and drained (`drain`).
 
         Raises `WeightFileError`, with the old weights in place, when the engine is asleep. Any other exception leaves
         the engine unusable.
@@ -232,6 +249,7 @@ class RolloutEngine:
         if self._client.is_sleeping():
             self._staged.drop()
             raise WeightFileError(f"{update.path}: the engine is asleep; wake it first.")
+        assert not self._steps.in_flight
         started = time.monotonic()
         recomputed = 0 if self._keeps else self._forget()
         version = self._staged.switch()
@@ -263,12 +281,13 @@ class RolloutEngine:
 
     def sleep(self) -> list[Generated]:
         """Become a warm standby: abort all requests, free the device memory, refuse requests until woken."""
-        aborted = [self._finish(key, "abort") for key in list(self._turns)]
+        ended = self.drain()
+        ended += [self._finish(key, "abort") for key in list(self._turns)]
         if not self._client.is_sleeping():
             self._staged.forget()
             self._client.sleep(SLEEP_LEVEL, "abort")
         self._refuses = "the engine is asleep."
-        return aborted
+        return ended
 
     def wake(self) -> None:
         """Leave standby; requests are refused until the next `apply`, since the weights are lost or stale."""
@@ -300,9 +319,11 @@ class RolloutEngine:
             self.step_log.close()
         self._client.shutdown()
 
-    def _collect(self, outputs: list[EngineCoreOutput], version: int) -> list[Generated]:
-        finished = []
-        for output in outputs:
+    def _collect(self, outputs: EngineCoreOutputs) -> list[Generated]:
+        if outputs.weight_version is None:
+            return []
+        version, finished = int(outputs.weight_version), []
+        for output in outputs.outputs:
             turn = self._turns.get(output.request_id)
             if turn is None:
                 continue
@@ -363,4 +384,5 @@ def _host_tokens(config: EngineConfig) -> int:
     """Context tokens whose KV cache the host memory of the engine holds."""
     if not config.kv_host_gb:
         return 0
-    return int(config.kv_host_gb * GIB // model_shape(config.model).kv_bytes_per_device(config.tp))
+    shape = model_shape(config.model).with_kv(config.kv_dtype)
+    return int(config.kv_host_gb * GIB // shape.kv_bytes_per_device(config.tp))

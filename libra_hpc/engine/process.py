@@ -3,7 +3,7 @@
 - Between two steps -> drain the socket without blocking, so that a request joins the next batch.
 - Idle -> block in ``select``, and report once a second.
 - The users of the device leave no room (`libra_hpc.lender.gated_steps`) -> no step, all else as between two steps.
-- Weight update -> stage it while steps go on; apply it between two steps, in the order received.
+- Weight update -> stage it while steps go on; apply it between two steps, with none in flight, in the order received.
 - `StopEngine`, closed socket or SIGTERM -> exit 0.
 - Failed step or half-applied update -> answer every request with ``error``, send a fatal `EngineFailed`, exit 1.
 - Agent lost while a step or the start-up hangs -> a watcher thread ends the process.
@@ -83,7 +83,7 @@ class _Loop:
         self._worker_died = threading.Event()
         self._updates: deque[tuple[UpdateWeights, Future[None]]] = deque()
         self._pacer = Pacer()
-        self._beat = 0.0
+        self._beat = self._began = 0.0
         self._engine: RolloutEngine | None = None
         self._checker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
 
@@ -106,14 +106,14 @@ class _Loop:
                 self._engine.close()
 
     def _run_pass(self, engine: RolloutEngine) -> bool:
-        started = time.monotonic()
+        self._began = time.monotonic()
         while (message := self._socket.receive(timeout=0)) is not None:
             if isinstance(message, StopEngine):
                 return False
             self._handle(engine, message)
         if self._apply_checked(engine):
             # A weight update does not count as time of the next step.
-            started = time.monotonic()
+            self._began = time.monotonic()
         if self._worker_died.is_set():
             raise _WorkerDied("a vLLM worker process died.")
         self._socket.send_many(engine.follow_server())
@@ -125,13 +125,17 @@ class _Loop:
         if self._pacer.due(time.monotonic(), work, engine.busy):
             replies.append(engine.stats())
         self._socket.send_many(replies)
-        if work and engine.step_log is not None:
-            engine.step_log.ended(time.monotonic() - started)
+        if work:
+            self._log_step(engine)
         if not engine.busy:
             if engine.step_log is not None:
                 engine.step_log.flush()
             self._wait(engine)
         return True
+
+    def _log_step(self, engine: RolloutEngine) -> None:
+        if engine.step_log is not None:
+            engine.step_log.ended(time.monotonic() - self._began)
 
     def _handle(self, engine: RolloutEngine, message: ToEngine) -> None:
         if isinstance(message, Generate):
@@ -149,6 +153,7 @@ class _Loop:
             self._check_next(engine)
         elif isinstance(message, Sleep):
             self._socket.send_many(engine.sleep())
+            self._log_step(engine)
         elif isinstance(message, Wake):
             engine.wake()
 
@@ -163,6 +168,8 @@ class _Loop:
                 due = True
                 if not engine.settled():
                     break
+                self._socket.send_many(engine.drain())
+                self._log_step(engine)
                 self._socket.send(engine.apply(update))
             except WeightFileError as error:
                 version = update.version if isinstance(error, CannotStage) else -1

@@ -6,7 +6,6 @@ Only here does the device (CPU or GPU) decide anything. Choices for every device
 - ``processed_logprobs``: of the distribution sampled from, after temperature; vLLM's default is before it.
 - ``enable_chunked_prefill``: long prompts do not stall running turns. Per-request seeds end vLLM on CPU with it, so
   ``seed`` seeds the engine.
-- ``async_scheduling=False``: a weight swap or an abort falls exactly between two batches.
 - ``VLLM_CPU_OMP_THREADS_BIND=nobind``: Slurm places threads; vLLM would put all engines of a node on the same cores.
 """
 
@@ -68,6 +67,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_num_seqs: Positive
     kv_cache_mb: Natural
     """KV cache per device in MiB; 0: vLLM's default share of the device."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """As in the run file."""
+    async_steps: bool = False
+    """As in the run file."""
     kv_host_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """Host memory per device in GiB for KV caches that the device has no room for; 0: none.  GPUs only."""
     kv_after_update: Literal["recompute", "keep"] = "recompute"
@@ -100,6 +103,8 @@ def config_for_run(
         max_model_len=rollout.max_model_len,
         max_num_seqs=rollout.max_num_seqs,
         kv_cache_mb=rollout.kv_cache_mb,
+        kv_dtype=rollout.kv_dtype,
+        async_steps=rollout.async_steps,
         kv_host_gb=rollout.kv_host_gb_per_gpu,
         kv_after_update=rollout.kv_after_update,
         block_size=rollout.block_size,
@@ -166,6 +171,15 @@ def prepare_process(config: EngineConfig) -> None:
     os.environ.update(environment(config))
 
 
+def schedules_ahead(config: EngineConfig) -> bool:
+    """Whether vLLM forms a batch before the one before it has ended.
+
+    vLLM's CPU platform cannot: its steps run in the thread that forms them, and it has no events to wait for.  Beside a
+    server's users no step may be in flight that the gate has not let through.
+    """
+    return config.async_steps and config.device == "cuda" and config.gate is None
+
+
 def engine_arguments(config: EngineConfig) -> dict[str, Any]:
     """Keyword arguments of ``vllm.engine.arg_utils.EngineArgs``."""
     return {
@@ -181,13 +195,14 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "kv_cache_memory_bytes": config.kv_cache_mb * MIB or None,
+        "kv_cache_dtype": config.kv_dtype,
         # vLLM counts all devices of the engine.
         "kv_offloading_size": config.kv_host_gb * config.tp or None,
         "max_num_batched_tokens": max(CPU_STEP_TOKENS, config.max_num_seqs) if config.device == "cpu" else None,
         "block_size": config.block_size,
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
-        "async_scheduling": False,
+        "async_scheduling": schedules_ahead(config),
         "scheduling_policy": "priority",
         "logprobs_mode": "processed_logprobs",
         "load_format": "dummy" if config.weights else "safetensors",

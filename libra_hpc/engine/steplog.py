@@ -18,6 +18,7 @@ from libra_hpc.models.step_times.measured import MAX_POINTS, Calibration, StepPo
 from libra_hpc.policies.serving.step_cost import StepWork
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
 
 FLUSH = 256
@@ -40,12 +41,14 @@ class StepLogHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class BatchWatch:
-    """Sees each batch that a vLLM scheduler forms."""
+    """Sees each batch that a vLLM scheduler forms, and when it has ended."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._last = StepWork()
-        self._scheduler, self._schedule = scheduler, scheduler.schedule
+        self._formed: dict[int, StepWork] = {}
+        self._scheduler, self._schedule, self._update = scheduler, scheduler.schedule, scheduler.update_from_output
         scheduler.schedule = self._watched  # type: ignore[method-assign]
+        scheduler.update_from_output = self._ended  # type: ignore[method-assign]
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
         output = self._schedule(*args, **kwargs)
@@ -54,18 +57,29 @@ class BatchWatch:
             request = self._scheduler.requests[name]
             # The scheduler has counted the tokens of this step as computed already.
             before = request.num_computed_tokens - count
-            if count == 1 and request.num_output_tokens and before + 1 == request.num_tokens:
+            # Of steps that are scheduled ahead: sampled in the step before, and not known yet.
+            ahead = max(0, request.num_output_placeholders - 1)
+            if count == 1 and request.num_output_tokens + ahead and before + 1 == request.num_tokens + ahead:
                 decodes += 1
-                held += request.num_tokens
+                held += before + 1
             else:
                 prefill += count
                 pairs += count * (2 * before + count)
         context = max(0, round((pairs / prefill - prefill) / 2)) if prefill else 0
-        self._last = StepWork(decodes, held, prefill, context)
+        self._formed[id(output)] = StepWork(decodes, held, prefill, context)
         return output
 
+    def _ended(self, batch: SchedulerOutput, *args: Any) -> Any:
+        self._last = self._formed.pop(id(batch), StepWork())
+        return self._update(batch, *args)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a batch is formed that has not ended."""
+        return bool(self._formed)
+
     def take(self) -> StepWork:
-        """The batch since the last call; empty if none was formed."""
+        """The batch that ended since the last call; empty if none did."""
         last, self._last = self._last, StepWork()
         return last
 
@@ -96,14 +110,23 @@ class StepLog:
         self._lines: list[bytes] = []
         self._encode = msgspec.json.Encoder().encode
         self._batches = batches
+        self._seconds = 0.0
 
     def ended(self, seconds: float) -> None:
-        """Log the step of the batch that was formed last."""
-        step = self._batches.take()
+        """Log the batch that ended in a pass of so many ``seconds``; those of a pass that only formed one count too."""
+        step, self._seconds = self._batches.take(), self._seconds + seconds
         if step.decodes or step.prefill:
-            self._lines.append(self._encode((*step, round(seconds, 7))))
+            self._lines.append(self._encode((*step, round(self._seconds, 7))))
             if len(self._lines) >= FLUSH:
                 self.flush()
+        elif self._batches.in_flight:
+            return
+        self._seconds = 0.0
+
+    def skip(self) -> None:
+        """Leave out the step that ended last."""
+        self._batches.take()
+        self._seconds = 0.0
 
     def flush(self) -> None:
         if self._lines:

@@ -27,7 +27,7 @@ from libra_hpc.errors import error_text, invalid
 BUILTIN = Path(__file__).with_name("devices.toml")
 SHARES = ("flops_efficiency", "hbm_efficiency", "link_efficiency")
 NOT_NEGATIVE = ("kernel_s", "allreduce_s", "host_s", "host_sequence_s", "workspace_bytes")
-WORDS = ("name", "aliases", "tables")
+WORDS = ("name", "aliases", "tables", "fp8_units", "async_steps")
 """Fields that are no numbers; those in none of the three are above 0."""
 
 
@@ -50,6 +50,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     aliases: tuple[str, ...] = ()
     tables: str = ""
     """System of the operator tables with this device's compute and memory; empty: none."""
+    fp8_units: bool = True
+    """Whether it computes in FP8: NVIDIA's from compute capability 8.9 on. Without, few kernels read such caches."""
     flops_efficiency: float = 0.7
     """Share of the peak that large matrix products reach."""
     hbm_efficiency: float = 0.8
@@ -61,16 +63,21 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     allreduce_s: float = 6e-6
     """Latency of the smallest all-reduce inside a node."""
     host_s: float = 1.9e-3
-    """Host work per engine step: scheduling, input, output. The device waits for it, because our engines do not
-    schedule ahead: weights change between two known batches. Measured with vLLM 0.32 on an H200
-    (``tests/hardware/test_gpu_steps.py``).
+    """Host work per engine step: scheduling, input, output. The device waits for it, unless steps are asynchronous.
+    Measured with vLLM 0.32 on an H200 (docs/lab/0.1-h200.md).
     """
     host_sequence_s: float = 26e-6
     """Host work per running sequence, including sampling with log-probabilities; measured likewise, at a vocabulary
     of 152 k.
     """
+    async_steps: bool = False
+    """As `rollout.async_steps`: the host works while the device computes, and the slower of both counts."""
     workspace_bytes: float = 3e9
     """Memory that is neither weights nor KV cache: activations of the largest step, graphs, communication buffers."""
+
+    def asynchronous(self) -> Device:
+        """This device with engines of asynchronous steps."""
+        return msgspec.structs.replace(self, async_steps=True)
 
 
 def device(name: str, path: str | Path | None = None) -> Device:

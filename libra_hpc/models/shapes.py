@@ -24,6 +24,8 @@ ARCHITECTURES = tuple(FAMILIES)
 LARGEST_COUNT = 10_000_000
 """Of layers, channels and tokens; the largest vocabulary has 300,000."""
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+KV_ELEMENT_BYTES = {"auto": 0, "fp8": 1}
+"""Values of ``rollout.kv_dtype``; 0: as of a weight."""
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +53,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     shared_intermediate: int = 0
     """Width of the experts for every token; 0: none."""
     dtype_bytes: int = 2
-    """Bytes of a weight, and of an element of the KV cache."""
+    """Bytes of a weight."""
+    kv_element_bytes: int = 0
+    """Bytes of an element of the KV cache; 0: as of a weight."""
     untrained: str = ""
     """Why this version can only plan with the model; empty: it can train it."""
 
@@ -91,7 +95,16 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def kv_bytes_per_device(self, tp: int) -> int:
         """Bytes of one token's keys and values on each of ``tp`` devices; heads are replicated if ``tp > kv_heads``."""
-        return 2 * self.layers * -(-self.kv_heads // tp) * self.head_dim * self.dtype_bytes
+        return 2 * self.layers * -(-self.kv_heads // tp) * self.head_dim * (self.kv_element_bytes or self.dtype_bytes)
+
+    @property
+    def kv_ratio(self) -> float:
+        """Bytes of a KV cache over those of one in the type of the weights."""
+        return (self.kv_element_bytes or self.dtype_bytes) / self.dtype_bytes
+
+    def with_kv(self, kv_dtype: str) -> ModelShape:
+        """This model with KV caches of a type as in the run file."""
+        return msgspec.structs.replace(self, kv_element_bytes=KV_ELEMENT_BYTES[kv_dtype])
 
     @property
     def layer_flops_per_token(self) -> int:

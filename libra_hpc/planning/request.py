@@ -173,12 +173,15 @@ def request(
             "a model folder in the run file, or --model with a folder or a known name such as qwen3-14b",
         )
     dtype_bytes = DTYPE_BYTES[config.model.dtype]
-    shape = msgspec.structs.replace(model_shape(own.model or config.model.path), dtype_bytes=dtype_bytes)
+    shape = model_shape(own.model or config.model.path).with_kv(rollout.kv_dtype)
+    shape = msgspec.structs.replace(shape, dtype_bytes=dtype_bytes)
     devices_file = Path(own.devices) if own.devices else None
     if _without_nodes(config, gpus):
         pools = [_given_gpus(config, devices_file, gpus, rooms.get("train", HostRoom()))]
     else:
         pools = _pools(config, devices_file, rooms)
+    if rollout.async_steps:
+        pools = [msgspec.structs.replace(one, device=one.device.asynchronous()) for one in pools]
     trace = _trace_file(own.trace) if own.trace else None
     cut = cut_at([] if trace is None else read_trace(trace).trajectories, rollout.max_model_len)
     recorded = tuple(one for one in cut.trajectories if one.generated)
@@ -247,6 +250,8 @@ def _engines(config: RunConfig, name: str) -> int:
 def _notes(shape: ModelShape, cut: Cut, longest: int) -> Iterator[str]:
     if shape.untrained:
         yield f"this version cannot train {shape.name} ({shape.untrained}); the plan is for study"
+    if shape.kv_ratio < 1:
+        yield f"KV caches in FP8 hold {1 / shape.kv_ratio:g} times the tokens (rollout.kv_dtype)"
     if cut.shortened:
         yield f"rollout.max_model_len = {longest:,} ends {cut.shortened:,} trajectories of the trace early"
     if cut.left_out:

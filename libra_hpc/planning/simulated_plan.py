@@ -111,6 +111,7 @@ def simulated_plans(
         max_inflight=asked.max_inflight,
         max_num_seqs=asked.options.max_num_seqs,
         max_model_len=asked.options.max_model_len,
+        async_steps=any(pool.device.async_steps for pool in asked.pools),
     )
 
     lengths, plain = asked.batch.lengths, next((p for p in chosen if not p.mixed), chosen[0]).rollout

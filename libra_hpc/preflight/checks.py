@@ -27,7 +27,7 @@ from libra_hpc.slurm.queue.query import slurm_seconds
 
 from .field_names import naming, reading
 from .gpu_memory import GpuMemory, check_cpus, check_memory, rollout_nodes
-from .job_checks import alerts_can_be_sent, cache_fits, own_variables, sane_sizes, set_up_parses
+from .job_checks import alerts_can_be_sent, cache_fits, cache_type_runs, own_variables, sane_sizes, set_up_parses
 from .named_files import check_function, check_run_dir, check_tasks, check_vocabulary, read_model_config
 from .train_worlds import (
     context_ranks_have_tokens,
@@ -142,6 +142,13 @@ def host_caches(config: RunConfig) -> Iterator[UserError]:
         yield invalid("rollout.kv_host_gb_per_gpu", size, why, "0, or a larger rollout.kv_cache_mb")
 
 
+def steps_ahead(config: RunConfig) -> Iterator[UserError]:
+    """vLLM schedules steps ahead on GPUs only."""
+    if config.rollout.async_steps and config.slurm.device == "cpu" and config.run.engine != "simulated":
+        why = 'with slurm.device = "cpu" a step runs in the thread that schedules it'
+        yield invalid("rollout.async_steps", True, why, ["false"])
+
+
 def component_counts(config: RunConfig) -> Iterator[UserError]:
     """One planner, and at least one core node of each stage."""
     if config.components.planner.nodes > 1:
@@ -247,6 +254,7 @@ CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
     context_ranks_have_tokens,
     gpus_hold_engines,
     host_caches,
+    steps_ahead,
     own_variables,
 )
 
@@ -294,5 +302,6 @@ MODEL_CHECKS: tuple[Callable[[RunConfig, Mapping[str, Any]], Iterator[UserError]
     stages_have_layers,
     experts_fit,
     context_fits,
+    cache_type_runs,
     cache_fits,
 )

@@ -102,7 +102,9 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> GpuMemory:
             )
             continue
         shape = model_shape(pace(config, stage).model) if simulated or model is None else model
-        shape = msgspec.structs.replace(shape, dtype_bytes=DTYPE_BYTES[config.model.dtype])
+        shape = msgspec.structs.replace(
+            shape.with_kv(config.rollout.kv_dtype), dtype_bytes=DTYPE_BYTES[config.model.dtype]
+        )
         own = StageGpu(stage, component, gpu, shape)
         if stage != "rollout":
             warnings.update(dict.fromkeys(_check_training(config, own)))

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.capacity import blocks_of
 from libra_hpc.models.shapes import DTYPE_BYTES, shape_from_config
 
-from .gpu_memory import rollout_nodes
+from .gpu_memory import component_device, rollout_nodes
 
 MOST_TRAJECTORIES = 1_000_000
 """Of a step; one takes at least a kilobyte of the rollout leader's memory."""
@@ -28,6 +29,10 @@ LEAST_MEM_MB = 100.0
 """An agent alone takes 100 MB."""
 GPU_BLOCK = 16
 """Tokens; FlashAttention reads the KV cache in such pieces."""
+FP8_CPU_HEADS = 32
+"""vLLM 0.32 on CPUs reads FP8 caches for heads of multiples of so many channels, with AVX-512."""
+FP8_HEADS = (64, 128, 256, 512)
+"""Channels of heads for which FlashInfer reads FP8 caches: in vLLM 0.32 the one backend for GPUs without FP8 units."""
 MIB = 2**20
 OWN = {"TMPDIR": "compute.local_dir", "CUDA_VISIBLE_DEVICES": "components.*.gpus"}
 """Variables that the job gets from other keys."""
@@ -66,9 +71,8 @@ def cache_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserErro
     given = rollout.kv_cache_mb
     if not given or config.slurm.device == "cuda":
         return
-    shape = msgspec.structs.replace(
-        shape_from_config(dict(model), "model.path"), dtype_bytes=DTYPE_BYTES[config.model.dtype]
-    )
+    shape = shape_from_config(dict(model), "model.path").with_kv(rollout.kv_dtype)
+    shape = msgspec.structs.replace(shape, dtype_bytes=DTYPE_BYTES[config.model.dtype])
     tokens = blocks_of(rollout.max_model_len, rollout.block_size) * rollout.block_size
     for name in ("hybrid", "rollout"):
         for tp in sorted({rollout.on_node(node)[0] for node in rollout_nodes(config, name)}):
@@ -80,6 +84,29 @@ def cache_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserErro
         if config.slurm.executor != "local" and mem and 0.0 < memory_mb(mem) < given and rollout_nodes(config, name):
             valid = f"at most {memory_mb(mem):.0f}"
             yield invalid("rollout.kv_cache_mb", given, f"components.{name}.mem = {mem!r} is less", valid)
+
+
+def cache_type_runs(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
+    """vLLM has a kernel that reads the KV caches of ``rollout.kv_dtype`` on the run's devices."""
+    value = config.rollout.kv_dtype
+    if value == "auto":
+        return
+    head = shape_from_config(dict(model), "model.path").head_dim
+    if config.slurm.device == "cpu":
+        why = ""
+        if head % FP8_CPU_HEADS:
+            why = f"vLLM on CPUs needs heads of multiples of {FP8_CPU_HEADS} channels, and the model's have {head}"
+        elif config.slurm.executor == "local" and "avx512f" not in Path("/proc/cpuinfo").read_text():
+            why = "vLLM on CPUs needs AVX-512, and this machine has none"
+        if why:
+            yield invalid("rollout.kv_dtype", value, why, ["auto"])
+        return
+    for name in ("hybrid", "rollout"):
+        gpu = component_device(config, name) if rollout_nodes(config, name) else None
+        if gpu is not None and not gpu.fp8_units and head not in FP8_HEADS:
+            heads = ", ".join(map(str, FP8_HEADS))
+            why = f"on {gpu.name} vLLM reads such caches for heads of {heads} channels, and the model's have {head}"
+            yield invalid("rollout.kv_dtype", value, why, ["auto"])
 
 
 def own_variables(config: RunConfig) -> Iterator[UserError]:

@@ -103,7 +103,7 @@ def _check_hardware(config: RunConfig, component: str) -> None:
             "a known model such as qwen3-14b, or a Hugging Face folder",
         )
     device(modelled.device, modelled.devices or None)
-    shape = model_shape(modelled.model)
+    shape = model_shape(modelled.model).with_kv(config.rollout.kv_dtype)
     if component != "rollout":
         shape.widths.check(config.train.tp)
     if component == "train":
@@ -113,7 +113,7 @@ def _check_hardware(config: RunConfig, component: str) -> None:
     for tp in sorted({of_node(rollout.tp, node) for node in nodes}):
         steps = lookup(
             modelled.device,
-            modelled.model,
+            shape,
             tp,
             modelled.calibration or None,
             source=modelled.source,

@@ -74,6 +74,7 @@ class SimulatedEngine:
             block_size=config.block_size,
             report_s=INTERVAL_S * pace.speedup,
             keep_kv=config.kv_after_update == "keep",
+            async_steps=config.async_steps,
         )
         self._engine = Engine(
             name="simulated",

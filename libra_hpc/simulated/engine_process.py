@@ -49,18 +49,14 @@ def serve(socket: EngineSocket[FromEngine], config: EngineConfig, pace: Pace) ->
     Raises `EOFError` when the agent is gone, `UserError` for unknown hardware or an unknown model.
     """
     begin = time.monotonic()
-    steps = lookup(
-        pace.device,
-        pace.model,
-        config.tp,
-        pace.calibration or None,
-        source=pace.source,
-        devices_file=pace.devices or None,
-    )
+    shape = model_shape(pace.model).with_kv(config.kv_dtype)
+    devices, calibration = pace.devices or None, pace.calibration or None
+    machine = device(pace.device, devices).asynchronous() if config.async_steps else pace.device
+    steps = lookup(machine, shape, config.tp, calibration, source=pace.source, devices_file=devices)
     host = None
     if config.kv_host_gb:
-        gpu = device(pace.device, pace.devices or None)
-        host = host_memory(gpu, model_shape(pace.model), config.tp, config.kv_host_gb)
+        gpu = device(pace.device, devices)
+        host = host_memory(gpu, shape, config.tp, config.kv_host_gb)
     engine = SimulatedEngine(config, pace, steps, host)
     print(
         f"step times: {steps.source}; {steps.kv_capacity} KV tokens; 1 s here stands for {pace.speedup:g} s", flush=True

@@ -59,6 +59,8 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 8192
     """Most tokens of one engine step, decoded and prefilled (vLLM's default on large GPUs); at least one a sequence."""
+    async_steps: bool = False
+    """Whether a batch is formed a step ahead: what arrives in a step takes part in the one after the next."""
     block_size: int = 32
     max_model_len: int = 0
     """Longest context in tokens, which policies see; 0: unknown, the engines' KV caches are the limit."""

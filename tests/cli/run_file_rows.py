@@ -182,7 +182,7 @@ RUN_FILE = [
     ),
     ("optimizer.lrr=1", "optimizer.lrr = 1: unknown key in [optimizer]; valid: beta1, beta2, eps, grad_clip, lr,"),
     ("train.tpp=1", "train.tpp = 1: unknown key in [train]; valid: cp, ep, etp, micro_tokens, pp, processes,"),
-    ("rollout.tpp=1", "rollout.tpp = 1: unknown key in [rollout]; valid: block_size, engines_per_node,"),
+    ("rollout.tpp=1", "rollout.tpp = 1: unknown key in [rollout]; valid: async_steps, block_size,"),
     ("planner.enable=true", "planner.enable = True: unknown key in [planner]; valid: device, devices, enabled,"),
     (
         "checkpoint.evry=3",
@@ -268,6 +268,8 @@ RUN_FILE = [
     ("rollout.max_num_seqs=1000000000", "rollout.max_num_seqs = 1000000000: out of range; valid: an integer >= 1 and"),
     ("rollout.max_inflight=1000000000", "rollout.max_inflight = 1000000000: out of range; valid: an integer >= 1 and"),
     ("rollout.kv_host_gb_per_gpu=8", 'rollout.kv_host_gb_per_gpu = 8.0: with slurm.device = "cpu" the KV cache is in'),
+    ("rollout.kv_dtype=fp4", "rollout.kv_dtype = 'fp4': unknown value; valid: auto, fp8"),
+    ("rollout.async_steps=true", 'rollout.async_steps = True: with slurm.device = "cpu" a step runs in the thread'),
     ("rollout.block_size=1", "rollout.block_size = 1: out of range; valid: an integer >= 8."),
     ("rollout.threads=1000000000", "rollout.threads = 1000000000: out of range; valid: an integer >= 1 and <= 1024."),
     ("rollout.record_steps=1", "rollout.record_steps = 1: wrong type; valid: true or false."),

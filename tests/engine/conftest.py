@@ -21,12 +21,14 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return make_model(tmp_path_factory.mktemp("new"), seed=2)
 
 
-@pytest.fixture(scope="module")
-def engine(old: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
+@pytest.fixture(scope="module", params=[False, True], ids=["each step waits", "steps ahead"])
+def engine(
+    request: pytest.FixtureRequest, old: Model, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineUnderTest]:
     """An untied tp = 1 engine of 64 KV blocks with a step log, ended by SIGTERM."""
     folder = tmp_path_factory.mktemp("e")
     config = engine_config(old, max_num_seqs=4, version=1, step_log=str(folder / "steps.jsonl"))
-    config = msgspec.structs.replace(config, kv_cache_mb=2)
+    config = msgspec.structs.replace(config, kv_cache_mb=2, async_steps=request.param)
     under_test = EngineUnderTest(folder, config)
     try:
         ready = under_test.ready()
@@ -36,6 +38,7 @@ def engine(old: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
         yield under_test
         under_test.process.terminate()
         assert under_test.process.wait(60) == 0
+        assert ("drained: True" in under_test.log()) is request.param
     finally:
         under_test.close()
 

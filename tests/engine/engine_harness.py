@@ -178,6 +178,8 @@ class EngineUnderTest:
     """An engine process started as its agent starts it."""
 
     def __init__(self, folder: Path, config: EngineConfig) -> None:
+        ahead_on_cpu = config.async_steps and config.device == "cpu"
+        self.module = "tests.engine.ahead_on_cpu" if ahead_on_cpu else "libra_hpc.engine"
         folder.mkdir(parents=True, exist_ok=True)
         self.socket_path = folder / "s"
         self.config_path = folder / "engine.json"
@@ -197,7 +199,7 @@ class EngineUnderTest:
 
     def command(self) -> list[str]:
         files = ["--socket", str(self.socket_path), "--config", str(self.config_path)]
-        return [sys.executable, "-m", "libra_hpc.engine", *files]
+        return [sys.executable, "-m", self.module, *files]
 
     def connect(self) -> None:
         self._listener.settimeout(PATIENCE_S)

@@ -138,6 +138,22 @@ def test_an_engine_ends_when_its_agent_is_killed(old: Model, folder: Path) -> No
             os.kill(engine, signal.SIGKILL)
 
 
+@pytest.mark.skipif("avx512f" not in Path("/proc/cpuinfo").read_text(), reason="vLLM's FP8 caches need AVX-512")
+def test_caches_in_fp8_hold_more_and_their_gap_to_the_trainer_is_small_and_there(old: Model, folder: Path) -> None:
+    config = msgspec.structs.replace(engine_config(old, kv_dtype="fp8"), kv_cache_mb=2)
+    engine = EngineUnderTest(folder, config)
+    try:
+        # A byte per element instead of float32's four.
+        assert engine.ready().capacity.kv_tokens == 2 * 2**20 // (2 * 2 * 64)
+        (done,) = engine.generate(turn("check", CONTEXT, 200))
+        exact = old.logprobs(CONTEXT + tokens_of(done), len(CONTEXT))
+        off = [got - wanted for got, wanted in zip(logprobs_of(done), exact, strict=True)]
+        # float32 caches differ by 1e-4; of the samples the recorded log-probability is still that of the sampler.
+        assert 1e-3 < sum(map(abs, off)) / len(off) < 0.3
+    finally:
+        engine.close()
+
+
 OFFLINE = """
 import json, sys, time
 import msgspec

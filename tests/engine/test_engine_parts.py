@@ -49,7 +49,8 @@ def test_configuration_is_read_with_defaults(model: Path) -> None:
 
 
 def test_the_engine_of_a_run_has_the_values_of_the_run_file() -> None:
-    rollout = {"max_model_len": 99, "max_num_seqs": 3, "kv_cache_mb": 5, "block_size": 16, "threads": 2}
+    sizes = {"max_model_len": 99, "max_num_seqs": 3, "kv_cache_mb": 5, "block_size": 16, "threads": 2}
+    rollout = {**sizes, "kv_dtype": "fp8", "async_steps": True}
     sections = {"model": {"dtype": "float32"}, "rollout": rollout, "slurm": {"device": "cuda"}}
     asked: dict[str, Any] = {"model": "m", "seed": 7, "tp": 2, "version": 4, "step_log": "s", "weights": "w"}
     found = config_for_run(RunConfig.model_validate(sections), **asked)
@@ -100,6 +101,14 @@ def test_devices_differ_in_graphs_sleep_and_tokens_of_a_step_only() -> None:
     differing = {key for key in cpu if cpu[key] != cuda[key]}
     assert differing == {"enforce_eager", "cudagraph_capture_sizes", "enable_sleep_mode", "max_num_batched_tokens"}
     assert "TORCHDYNAMO_DISABLE" not in environment(config(device="cuda"))
+
+
+def test_steps_are_asynchronous_on_gpus_that_serve_nobody_else() -> None:
+    gate = GateConfig(page="p", ttft_s=1.0, tpot_s=1.0)
+    ahead = [({}, False), ({"device": "cuda"}, True), ({"device": "cuda", "gate": gate}, False)]
+    for fields, wanted in ahead:
+        assert engine_arguments(config(async_steps=True, **fields))["async_scheduling"] is wanted
+        assert not engine_arguments(config(**fields))["async_scheduling"]
 
 
 def test_a_prompt_must_leave_room_for_one_token() -> None:

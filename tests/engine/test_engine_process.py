@@ -92,9 +92,12 @@ def test_swap_replaces_the_model_and_forgets_cached_prefixes(engine: EngineUnder
     assert_agrees(new, request, swapped)
 
 
-def test_swap_in_flight_recomputes_running_requests(engine: EngineUnderTest, old: Model, new: Model) -> None:
+@pytest.mark.parametrize("length", [20, 190], ids=["", "in several steps"])
+def test_swap_in_flight_recomputes_running_requests(
+    engine: EngineUnderTest, old: Model, new: Model, length: int
+) -> None:
     # Six requests on four slots: running and waiting ones.
-    requests = [turn(f"f{i}", prompt(20 + i), 300) for i in range(6)]
+    requests = [turn(f"f{i}", prompt(length + i), 300) for i in range(6)]
     engine.start(*requests)
     before, after = next(versions) - 1, next(versions)
     engine.apply(old.update(before))

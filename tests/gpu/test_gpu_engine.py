@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -34,9 +35,15 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return make_model(tmp_path_factory.mktemp("new"), seed=2, hidden=HIDDEN)
 
 
-@pytest.fixture(scope="module")
-def engine(old: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
+VARIANTS: list[dict[str, Any]] = [{}, {"async_steps": True}, {"async_steps": True, "kv_dtype": "fp8"}]
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=["usual", "asynchronous", "asynchronous, fp8"])
+def engine(
+    request: pytest.FixtureRequest, old: Model, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineUnderTest]:
     config = EngineConfig(
+        **request.param,
         model=str(old.folder),
         dtype="bfloat16",
         device="cuda",
@@ -49,7 +56,8 @@ def engine(old: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
     under_test = EngineUnderTest(tmp_path_factory.mktemp("e"), config)
     try:
         ready = under_test.ready()
-        assert ready.kv_tokens == CACHE_MB * MIB // (2 * 2 * HIDDEN * 2)
+        element = 1 if config.kv_dtype == "fp8" else 2
+        assert ready.capacity.kv_tokens == CACHE_MB * MIB // (2 * 2 * HIDDEN * element)
         yield under_test
         under_test.process.terminate()
         assert under_test.process.wait(60) == 0, under_test.log()

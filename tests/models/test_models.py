@@ -84,6 +84,7 @@ def test_qwen2_has_biases_and_a_float32_model_twice_the_bytes(tmp_path: Path) ->
     shape, llama = model_shape(config_of(tmp_path / "m", config)), model_shape("llama-3.1-8b")
     assert shape.params - llama.params == 32 * (4096 + 2 * 1024)
     assert shape.kv_bytes_per_device(1) == 2 * llama.kv_bytes_per_device(1)
+    assert shape.with_kv("fp8").kv_bytes_per_device(1) == llama.with_kv("fp8").kv_bytes_per_device(1)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.models.capacity import kv_capacity
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.roofline import Roofline
 
 from .support import bare
@@ -87,11 +88,32 @@ def test_host_work_comes_on_top() -> None:
         )
 
 
+@pytest.mark.parametrize("source", ["tables", "roofline"])
+def test_asynchronous_steps_take_as_long_as_device_or_host_whichever_is_slower(source: str) -> None:
+    shape, usual = model_shape("qwen3-14b"), msgspec.structs.replace(device("a800"), host_s=0.015)
+    hidden, alone = (lookup(one, shape, 8, source=source).step_s for one in (usual.asynchronous(), bare("a800")))
+    waits = lookup(usual, shape, 8, source=source).step_s
+    for step, shorter in (((256, 0), False), ((16, 2_000_000), True), ((16, 5000, 4096, 0), True)):
+        host = usual.host_s + step[0] * usual.host_sequence_s
+        assert waits(*step) == pytest.approx(alone(*step) + host)
+        assert hidden(*step) == (alone(*step) if shorter else pytest.approx(host))
+
+
 def test_capacity_is_what_weights_and_workspace_leave() -> None:
     a100, shape = device("a100"), model_shape("qwen3-14b")
     free = 4 * (0.9 * a100.memory_bytes - a100.workspace_bytes) - shape.weight_bytes
     assert kv_capacity(a100, shape, 4) == pytest.approx(free / shape.kv_bytes_per_device(1), rel=1e-3)
     assert kv_capacity(a100, model_shape("llama-3.1-70b"), 1) == 0
+
+
+@pytest.mark.parametrize("source", ["tables", "roofline"])
+def test_caches_in_fp8_hold_twice_the_tokens_and_a_decode_reads_half(source: str) -> None:
+    shape = model_shape("qwen3-14b")
+    usual, fp8 = (lookup("a800", one, 2, source=source) for one in (shape, shape.with_kv("fp8")))
+    assert fp8.kv_capacity == pytest.approx(2 * usual.kv_capacity, abs=2)
+    assert fp8.step_s(64, 0) == usual.step_s(64, 0)
+    reads, halved = (times.step_s(64, 2_000_000) - times.step_s(64, 0) for times in (usual, fp8))
+    assert halved == pytest.approx(reads / 2)
 
 
 def test_replicated_kv_heads_hold_no_more_tokens_per_device() -> None:

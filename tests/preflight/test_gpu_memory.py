@@ -15,6 +15,7 @@ from libra_hpc.models.shapes import model_shape
 from libra_hpc.planning.initial import initial_plan
 from libra_hpc.preflight.checks import problems
 from libra_hpc.preflight.gpu_memory import check_cpus, check_memory
+from libra_hpc.preflight.job_checks import cache_type_runs
 
 NODE = {"nodes": 1, "gpus": 8, "gpu_type": "a800", "cpus": 16, "mem": "256G"}
 
@@ -145,6 +146,31 @@ def test_caches_in_host_memory_need_gpus() -> None:
     assert refused in str(next(problems(configured(rollout=rollout, slurm={"device": "cpu"}))))
     dry = configured(rollout=rollout, slurm={"device": "cpu"}, run={"engine": "simulated"})
     assert not any("kv_host" in str(error) for error in problems(dry))
+
+
+def test_caches_in_fp8_hold_twice_the_tokens() -> None:
+    longest = {"tp": 1, "max_model_len": 450_000}
+    with pytest.raises(UserError, match=r"rollout.tp = 1: an engine of qwen3-14b needs"):
+        checked("qwen3-14b", rollout=longest, train={"tp": 8, "recompute": "full"})
+    checked("qwen3-14b", rollout={**longest, "kv_dtype": "fp8"}, train={"tp": 8, "recompute": "full"})
+
+
+@pytest.mark.parametrize(
+    ("head", "sections", "sentence"),
+    [
+        (128, {}, ""),
+        (96, {}, "on a800 vLLM reads such caches for heads of 64, 128, 256, 512 channels, and the model's have 96"),
+        (96, {"planner": {"device": "h100"}}, ""),
+        (96, {"slurm": {"device": "cpu"}}, ""),
+        (80, {"slurm": {"device": "cpu"}}, "vLLM on CPUs needs heads of multiples of 32 channels, and the model's"),
+    ],
+)
+def test_caches_in_fp8_need_a_kernel_that_reads_them(head: int, sections: dict[str, Any], sentence: str) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 512}
+    model = {"model_type": "llama", "num_attention_heads": 8, "head_dim": head, **sizes}
+    found = list(cache_type_runs(configured(rollout={"kv_dtype": "fp8"}, **sections), model))
+    assert all(sentence in str(error) and str(error).endswith("valid: auto.") for error in found)
+    assert len(found) == bool(sentence)
 
 
 def test_the_copy_of_several_minibatches_counts() -> None:

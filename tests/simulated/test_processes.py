@@ -78,6 +78,15 @@ def test_an_engine_serves_turns_and_ends_on_shutdown(tmp_path: Path) -> None:
         assert link.process.wait(60) == 0
 
 
+def test_caches_in_fp8_hold_twice_the_tokens_in_a_dry_run_too(tmp_path: Path) -> None:
+    found = []
+    for kv_dtype in ("auto", "fp8"):
+        with engine_link(tmp_path / kv_dtype, pace(), tp=2, kv_dtype=kv_dtype, kv_host_gb=8.0) as link:
+            capacity = link.until(EngineState).capacity
+            found.append((capacity.kv_tokens, capacity.host_kv_tokens))
+    assert found[1] == pytest.approx((2 * found[0][0], 2 * found[0][1]), abs=2)
+
+
 def test_an_engine_ends_with_its_agent_and_names_an_unknown_device(tmp_path: Path) -> None:
     with engine_link(tmp_path / "a", pace(start_s=1e9)) as link:
         assert link.close() == 0, "also while it starts"

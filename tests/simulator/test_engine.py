@@ -53,6 +53,13 @@ def test_an_arrival_cuts_a_stretch_at_the_next_boundary(at: float, joins: float)
     assert done == [(joins + 1.0, "b"), (300.0, "a")]
 
 
+def test_with_asynchronous_steps_an_arrival_joins_a_step_later_unless_nothing_runs() -> None:
+    e = engine(Linear(4000), async_steps=True)
+    work = ((0.0, request("a", 4, 300)), (10.5, request("b", 4, 1)), (299.5, request("c", 4, 1)))
+    assert play(e, *work) == [(13.0, "b"), (300.0, "a"), (301.0, "c")]
+    assert e.requests == 0
+
+
 def test_a_growing_step_is_cut_exactly_too() -> None:
     e = engine(Linear(4000, base=1.0, kv=0.25))
     # The prefill ends at 1; steps then attend to 5, 6, 7 ... tokens: boundaries at 3.25, 5.75, 8.5.

@@ -23,6 +23,20 @@ from .steps import StepTimes
 from .tables import TableTimes, available, load_table
 
 SOURCES = ("auto", "tables", "roofline")
+
+
+class HiddenHost:
+    """`StepTimes` of asynchronous steps: the host forms a step while the device computes the one before."""
+
+    def __init__(self, device_alone: StepTimes, machine: Device) -> None:
+        self.tp, self.kv_capacity = device_alone.tp, device_alone.kv_capacity
+        self.source = f"{device_alone.source}, asynchronous steps"
+        self._device_s, self._host, self._sequence = device_alone.step_s, machine.host_s, machine.host_sequence_s
+
+    def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
+        return max(self._device_s(decodes, kv_tokens, prefill, context), self._host + decodes * self._sequence)
+
+
 StepLookup = Callable[[Device, ModelShape, int], StepTimes]
 """Step times of a model on a replica of so many devices."""
 
@@ -54,6 +68,9 @@ def lookup(
         measured.check(_name(device_name), _name(model), calibration)
         return measured_times(measured, tp)
     found = device_name if isinstance(device_name, Device) else device(device_name, devices_file)
+    if found.async_steps:
+        bare = msgspec.structs.replace(found, host_s=0.0, host_sequence_s=0.0, async_steps=False)
+        return HiddenHost(lookup(bare, model, tp, memory_util=memory_util, source=source), found)
     shape = model if isinstance(model, ModelShape) else model_shape(model)
     if source != "roofline":
         path = available().get((found.tables, _known(shape)))
@@ -72,9 +89,9 @@ def _tabled(path: Path, found: Device, shape: ModelShape, tp: int, memory_util: 
 
 
 def _known(shape: ModelShape) -> str:
-    """Short name of the built-in shape with these dimensions; empty: none."""
+    """Short name of the built-in shape with these dimensions, whatever its KV caches; empty: none."""
     for name, built_in in shapes().items():
-        if msgspec.structs.replace(shape, name=name) == built_in:
+        if msgspec.structs.replace(shape, name=name, kv_element_bytes=0) == built_in:
             return name
     return ""
 

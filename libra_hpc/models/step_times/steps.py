@@ -24,5 +24,5 @@ class StepTimes(Protocol):
         tokens of one sequence follow ``context`` cached ones. Either part may be 0, not both.
 
         With the others fixed, the time is linear in ``kv_tokens``: k steps of a batch take k times the step at its
-        mean.
+        mean. Where the host's work of asynchronous steps outlasts the device's, it is constant.
         """

@@ -131,23 +131,25 @@ class TableTimes:
         ]
         self._layers_at = lru_cache(CACHE)(StepCurve(table.tokens, [MICRO * us for us in isotonic(tokens_us)]))
         self._head = StepCurve(table.batches, [MICRO * us for us in isotonic(parts.head)])
-        self._fit_decode(table, parts)
+        self._fit_decode(table, parts, shape.kv_ratio)
         self._host, self._host_sequence = device.host_s, device.host_sequence_s
         self._cached = list(table.cached)
         self._prefill_curves = [StepCurve(table.news, column) for column in _prefill_columns(parts)]
         self._prefill_row = lru_cache(CACHE)(self._prefill_row_of)
         self._decode_terms = lru_cache(CACHE)(self._decode_terms_of)
 
-    def _fit_decode(self, table: OperatorTable, parts: Parts) -> None:
+    def _fit_decode(self, table: OperatorTable, parts: Parts, kv_ratio: float) -> None:
         layers, head = self._layers_at, self._head
-        bases, slopes = [], []
+        # As many as caches of the measured type hold.
+        capacity, bases, slopes = kv_ratio * self.kv_capacity, [], []
         for batch, row in zip(table.batches, parts.decode_attention, strict=True):
-            held = max(FIT_POINTS, sum(batch * context <= self.kv_capacity for context in table.contexts))
+            held = max(FIT_POINTS, sum(batch * context <= capacity for context in table.contexts))
             contexts, seconds = table.contexts[:held], [MICRO * us for us in row[:held]]
             rest = layers(batch) + head(batch)
             base, slope = fit_line(contexts, seconds, [1 / (rest + own) for own in seconds])
             bases.append(base)
-            slopes.append(slope)
+            # A decode reads its whole context: it takes the time of the bytes.
+            slopes.append(kv_ratio * slope)
         self._attention_base = StepCurve(table.batches, isotonic(bases))
         # The slope per token of *each* sequence grows with the batch: its interpolation is monotone.
         self._attention_slope = StepCurve(table.batches, isotonic(slopes))

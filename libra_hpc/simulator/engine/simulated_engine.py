@@ -53,6 +53,7 @@ class Engine:
         self._host = host
         self._batch = SimulatedBatch(self._cache, settings, self.counters, host)
         self._aborted: list[SimulatedRequest] = []
+        self._arrived: list[SimulatedRequest] = []
         self._swap: tuple[int, float] | None = None
         self._pausing: int | None = None
         self._pause_at = now
@@ -68,15 +69,18 @@ class Engine:
 
     @property
     def requests(self) -> int:
-        return len(self._batch.running) + self._batch.waiting
+        return len(self._batch.running) + self._batch.waiting + len(self._arrived)
 
     @property
     def blocks(self) -> int:
         return self._cache.total
 
     def submit(self, request: SimulatedRequest, now: float) -> None:
-        """Add a request; it takes part from the next step boundary on."""
-        self._batch.add(request)
+        """Add a request; it takes part from the next step boundary on, or the one after (`SimulationSettings`)."""
+        if self._limits.async_steps and self._stretch.steps:
+            self._arrived.append(request)
+        else:
+            self._batch.add(request)
         if self._batch.open:
             self._interrupt(now)
 
@@ -117,11 +121,23 @@ class Engine:
         elif self.before is not None and not self._asked(now):
             self.next_at = IDLE
         else:
-            self._run(now, self._batch.form())
+            self._form(now)
         if self.next_at == IDLE:
             self._due = self._worked
         self._worked = self._worked and not self._due
         return done
+
+    def _form(self, now: float) -> None:
+        """Begin the next step.  Without others, what arrived takes part at once."""
+        arrived, self._arrived = self._arrived, []
+        late = arrived if self.requests else []
+        for request in [] if late else arrived:
+            self._batch.add(request)
+        self._run(now, self._batch.form())
+        for request in late:
+            self._batch.add(request)
+        if late:
+            self._interrupt(now)
 
     def _asked(self, now: float) -> bool:
         """Ask for the tokens of the next step; whether one may begin, or there is none."""
@@ -144,7 +160,7 @@ class Engine:
         return EngineStats(
             version=self.version,
             running=len(self._batch.running),
-            waiting=self._batch.waiting,
+            waiting=self._batch.waiting + len(self._arrived),
             kv_use=cache.held / cache.total,
             generated_tokens=counters.generated,
             prefill_tokens=counters.first_prefill,
@@ -297,7 +313,10 @@ class Engine:
         gone = [request for request in self._aborted if request.left]
         self._aborted = []
         for request in gone:
-            self._batch.remove(request)
+            if request in self._arrived:
+                self._arrived.remove(request)
+            else:
+                self._batch.remove(request)
         return gone
 
     def _begin_pause(self, now: float) -> None:

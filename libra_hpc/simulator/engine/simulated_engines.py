@@ -57,11 +57,13 @@ def build_engines(
     calibration: Path | None = None,
     devices_file: Path | None = None,
     source: str = "auto",
+    kv_dtype: str = "auto",
+    async_steps: bool = False,
     host_gb: float = 0.0,
 ) -> SimulatedEngines:
     """Build the engines of a pattern on ``gpus`` GPUs (0: as many as the pattern has).
 
-    ``host_gb``: GiB of host memory per GPU for KV caches.
+    ``kv_dtype`` and ``async_steps``: as in the run file; ``host_gb``: GiB of host memory per GPU for KV caches.
 
     Raises `UserError` for a pattern that does not fit, and as `lookup` does for unknown devices and models.
     """
@@ -72,10 +74,12 @@ def build_engines(
             "--buckets", buckets, f"it has {size} GPUs, more than --gpus = {gpus}", f"a pattern of at most {gpus} GPUs"
         )
     copies = gpus // size if gpus else 1
+    shape = model_shape(model).with_kv(kv_dtype)
+    machine = find_device(device, devices_file).asynchronous() if async_steps else device
     engines: list[EngineSpec] = []
     sources: list[str] = []
     for bucket in pattern:
-        steps: StepTimes = lookup(device, model, bucket.tp, calibration, source=source, devices_file=devices_file)
+        steps: StepTimes = lookup(machine, shape, bucket.tp, calibration, source=source, devices_file=devices_file)
         if steps.kv_capacity <= 0:
             raise invalid(
                 "--buckets",
@@ -85,7 +89,7 @@ def build_engines(
             )
         host = None
         if host_gb:
-            host = host_memory(find_device(device, devices_file), model_shape(model), bucket.tp, host_gb)
+            host = host_memory(find_device(device, devices_file), shape, bucket.tp, host_gb)
         engines += [
             EngineSpec(f"tp{bucket.tp}-{number}", bucket.tp, steps, host) for number in range(copies * bucket.count)
         ]

@@ -1,0 +1,93 @@
+"""`python -m libra_hpc.engine` with asynchronous steps on a CPU: vLLM's own scheduler, queue and runner, as on a GPU.
+
+vLLM's CPU platform switches asynchronous scheduling off, and its runner asks CUDA for events and streams.  Here these
+are stand-ins that wait for nothing, as vLLM's own for `torch.Event`: a CPU's step has ended when its call returns.
+
+``HOST_S`` in the environment: seconds of host work that each batch is made to take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from typing import Any
+
+import libra_hpc.engine.settings as settings
+
+HOST = "HOST_S"
+
+
+class StandIn:
+    """An event or a stream."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self.device = "cpu"
+
+    def record(self, *args: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, *args: object) -> None: ...
+
+
+def stand_in() -> None:
+    import torch
+
+    for name in ("Event", "Stream"):
+        setattr(torch.cuda, name, StandIn)
+    torch.cuda.current_stream = lambda *args: StandIn()
+    torch.cuda.stream = lambda *args: contextlib.nullcontext()
+
+
+def prepare(config: settings.EngineConfig) -> None:
+    """After the environment is set, before the engine is made."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    check, schedule, host_s = CpuPlatform.check_and_update_config, Scheduler.schedule, float(os.environ.get(HOST, 0))
+
+    def checked(vllm_config: Any) -> None:
+        wanted = vllm_config.scheduler_config.async_scheduling
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    def slow(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(host_s)
+        return schedule(self, *args, **kwargs)
+
+    CpuPlatform.check_and_update_config = staticmethod(checked)
+    Scheduler.schedule = slow
+    from libra_hpc.engine.steps import VllmSteps
+
+    drain = VllmSteps.drain
+
+    def drained(self: VllmSteps) -> Any:
+        print(f"drained: {self.in_flight}", file=sys.stderr, flush=True)
+        return drain(self)
+
+    VllmSteps.drain = drained
+    stand_in()
+
+
+def main() -> int:
+    from libra_hpc.engine import __main__ as engine
+
+    usual = settings.prepare_process
+
+    def prepared(config: settings.EngineConfig) -> None:
+        usual(config)
+        prepare(config)
+
+    engine.prepare_process = prepared
+    settings.schedules_ahead = lambda config: config.async_steps
+    return engine.main()
+
+
+if __name__ == "__mp_main__":
+    stand_in()
+elif __name__ == "__main__":
+    from libra_hpc.process.leave import leave
+
+    leave(main())
