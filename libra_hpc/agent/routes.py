@@ -79,6 +79,7 @@ def add_train_leader(routes: Routes, leader: TrainLeader) -> None:
 
     routes.add(wire.FromReplica, lambda answer: leader.on_reply(answer.rank, answer.message))
     routes.add(wire.FormGeneration, lambda order: leader.on_generation(order.generation, order.ranks))
+    routes.add(wire.RestCore, leader.on_rest)
     routes.add(wire.GroupDone, leader.on_group)
     routes.add(wire.AwaitMembers, leader.on_await)
     routes.add(wire.Batch, leader.on_batch)

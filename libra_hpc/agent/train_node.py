@@ -10,6 +10,7 @@ On a node of the core they are its share of the core's world; on a hybrid node t
 - They were a part of a replica -> the coordinator has its other nodes begin again as well.
 - A checkpoint is due -> every process writes its part, and on the train leader's node the carrier the policy.
 - A snapshot is due -> every process writes its part, and the node keeps them (`SnapshotKeeper`).
+- The core is to rest -> its processes leave the group and keep their state; the coordinator hears of it.
 - A replica is to join -> it waits a while for its image to have the core's step; else weights come from the core.
 """
 
@@ -136,11 +137,18 @@ class TrainNode(EngineNode[Supervised]):
             await self._spawn()
 
     def standby(self) -> None:
-        """Leave training: the group is dropped and device memory released; the processes stay."""
+        """Leave training: the group is dropped and device memory released; the processes stay.
+
+        Those of the core keep their state.
+        """
         if self._trainer.state == "ready":
-            self._trainer.state, self.step, self._held, self._answers = "standby", -1, None, {}
+            self._trainer.state, self._held, self._answers = "standby", None, {}
             self._watch.clear()
             self._trainer.send(Standby())
+            if self._elastic:
+                self.step = -1
+            else:
+                self._context.send(0, self._engine_state("standby"))
 
     async def stop(self) -> None:
         self._stopping = True
@@ -160,6 +168,9 @@ class TrainNode(EngineNode[Supervised]):
             message = msgspec.structs.replace(message, folder=str(self._context.shared_memory))
         elif isinstance(message, TakeSnapshot):
             message = self.keeper.order(message)
+        elif isinstance(message, Standby):
+            self.standby()
+            return
         elif isinstance(message, Join) and self._elastic:
             self._hold(message)
             return

@@ -116,6 +116,14 @@ class Component(Section):
     """Further sbatch options, verbatim, for these nodes."""
 
 
+class TrainComponent(Component):
+    """As the other components; its nodes can serve both stages."""
+
+    roll_out: bool = False
+    """Whether train nodes roll out, too, while they have nothing to train. Needs ``planner.time_sharing = "auto"``.
+    Trainers keep their state beside the engines; not on GPUs yet, where it would have to leave for that time."""
+
+
 class HybridComponent(Component):
     """As the other components, and left out unless the run file asks for it."""
 
@@ -134,7 +142,7 @@ class ComponentsSection(Section):
     one_node: bool = False
     """Whether one node carries all agents: a component's ``nodes`` are then parts of it, each with its ``gpus``."""
     planner: Component = Component()
-    train: Component = Component()
+    train: TrainComponent = TrainComponent()
     hybrid: HybridComponent = HybridComponent()
     rollout: Component = Component()
 

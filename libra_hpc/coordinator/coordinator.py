@@ -125,12 +125,7 @@ class Coordinator:
             case wire.Log(kind=kind, t=t, fields=fields):
                 self._records.record(kind, t, fields)
                 self._observations.on_event(kind, fields, node.seen)
-                if kind == "checkpoint_saved" and isinstance(seconds := fields.get("seconds"), float):
-                    self._limit.on_save(seconds)
-                elif kind == "checkpoint_started":
-                    self._limit.on_save_started(t)
-                elif kind == "checkpoint_failed":
-                    self._limit.on_save_failed()
+                self._on_checkpoint_event(kind, t, fields)
             case wire.StepReport():
                 self._on_step(message)
             case wire.RolloutReport():
@@ -144,6 +139,8 @@ class Coordinator:
                 self._maybe_start()
             case EngineState() | wire.TurnsDrained():
                 self._nodes.apply(message)
+            case wire.CoreWanted():
+                self._sharing.core_to_train(time.time())
             case wire.MemberJoined(rank=rank, generation=generation):
                 self._event("member_joined", **msgspec.structs.asdict(message))
                 self._nodes.apply(states.StateArrived(rank))
@@ -153,6 +150,14 @@ class Coordinator:
                 self._ending.finished(step, self._repartitioner.ordered)
             case wire.Fatal():
                 self._on_fatal(message)
+
+    def _on_checkpoint_event(self, kind: str, t: float, fields: dict[str, Any]) -> None:
+        if kind == "checkpoint_saved" and isinstance(seconds := fields.get("seconds"), float):
+            self._limit.on_save(seconds)
+        elif kind == "checkpoint_started":
+            self._limit.on_save_started(t)
+        elif kind == "checkpoint_failed":
+            self._limit.on_save_failed()
 
     def _on_fatal(self, fatal: wire.Fatal) -> None:
         lost = fatal.restart or self._repartitioner.ordered

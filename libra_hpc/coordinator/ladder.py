@@ -127,7 +127,7 @@ def waits_for(pool: states.Pool, report: RolloutReport | None, notices: Sequence
     """What a step that does not come waits for: what the newest notice names, else the trainers or the rollout."""
     if notices:
         return notices[0]
-    if not states.trainers(pool):
+    if not (states.trainers(pool) or states.core_rolls_out(pool)):
         return _nodes(pool, "train") or "no training replica is ready"
     if not states.rollout_nodes(pool):
         return _nodes(pool, "rollout") or "no rollout engine is ready"

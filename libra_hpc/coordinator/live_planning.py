@@ -3,6 +3,7 @@
 - ``to_train``, ``to_rollout`` -> the nodes move. The coordinator carries out a repartition: that stops training.
 - ``time_share`` -> from then on `StepSharing` moves hybrid nodes within each step, until ``split``.
 - In time-sharing, a report of the rollout or a committed step -> the moves of `moves_within_step`.
+- The train leader needs the core while that rolls out (`CoreWanted`) -> it goes back to training.
 - The train leader waits at each step for the hybrid nodes that work (`AwaitMembers`), at most `LIMIT` switches.
 - The run stops -> it waits for none.
 
@@ -37,14 +38,14 @@ AWAY = (NodeState.LOST, NodeState.STARTING)
 
 
 class StepSharing:
-    """Moves the hybrid nodes of a synchronous run within each step."""
+    """Moves the nodes of a synchronous run that serve both stages within each step."""
 
     def __init__(self, context: AgentContext, nodes: NodePool, observations: Observations) -> None:
         self._context, self._nodes, self._observations = context, nodes, observations
         self.active = False
         self._awaited = AwaitMembers((), 0.0)
         self._trains: dict[int, int] = {}
-        """Step for which a node was ordered to train."""
+        """Step for which a node was ordered to train; of the core also that in which it was ordered to roll out."""
         self._ordered = 0
         """Newest step for whose complete batch nodes were ordered."""
 
@@ -69,10 +70,19 @@ class StepSharing:
         nodes = self._nodes.pool.nodes.values() if self._nodes.pool else ()
         return [node for node in nodes if node.component == "hybrid" and node.state not in AWAY]
 
+    def core_to_train(self, now: float) -> None:
+        """The trainers of the core have something to do."""
+        if (core := self._core()) and all(node.state is NodeState.ROLLOUT for node in core):
+            self._nodes.move(core[0].rank, "train", now, abort=True)
+
+    def _core(self) -> list[Node]:
+        """Nodes of the core, if they roll out, too."""
+        return [node for node in self._nodes.pool.nodes.values() if node.shares] if self._nodes.pool else []
+
     @property
     def ranks(self) -> frozenset[int]:
         """Nodes in time-sharing."""
-        return frozenset(node.rank for node in self.hybrid()) if self.active else frozenset()
+        return frozenset(node.rank for node in (*self.hybrid(), *self._core())) if self.active else frozenset()
 
     def facts(self, *, as_shared: bool) -> tuple[NodeFact, ...]:
         """All nodes; ``as_shared``: those in time-sharing as nodes of both stages."""
@@ -85,6 +95,7 @@ class StepSharing:
                 BOTH if rank in both else str(node.state),
                 self._nodes.contacts[rank].since,
                 unit=node.unit[0],
+                shares=node.shares,
             )
             for rank, node in self._nodes.pool.nodes.items()
         )
@@ -101,9 +112,11 @@ class StepSharing:
         )
         if rest.complete:
             self._ordered = step + 1
-        back = frozenset(n.rank for n in self.hybrid() if not rest.complete and self._trains.get(n.rank, 0) <= step)
+        back = frozenset(rank for rank in self.ranks if not rest.complete and self._trains.get(rank, 0) <= step)
         moves = moves_within_step(self.facts(as_shared=False), rest, back)
         self._trains |= dict.fromkeys(moves.to_train, step + 1)
+        # Once in a step: a rollout engine of the core that ends starts again with the next batch.
+        self._trains |= {node.rank: step + 1 for node in self._core() if node.rank in moves.to_rollout}
         for rank in moves.to_train:
             self._nodes.move(rank, "train", now, abort=True)
         for rank in moves.to_rollout:

@@ -90,7 +90,7 @@ class NodePool:
 
     def start(self, hybrid_role: EngineKind) -> None:
         layout = self._context.layout
-        self.pool, effects = states.start(layout.pool(), hybrid_role, layout.unit)
+        self.pool, effects = states.start(layout.pool(), hybrid_role, layout.unit, layout.core_rolls_out)
         self.announce()
         self._carry_out(effects)
 
@@ -168,6 +168,8 @@ class NodePool:
                     context.send(context.layout.rollout_leader, effect)
                 case wire.FormGeneration(generation=generation, ranks=ranks):
                     self._event("generation", generation=generation, ranks=list(ranks))
+                    context.send(context.layout.train_leader, effect)
+                case wire.RestCore():
                     context.send(context.layout.train_leader, effect)
                 case _:
                     context.send(effect.rank, effect)

@@ -71,7 +71,7 @@ class AgentContext:
         """(TP, engines) of this node, for rollout."""
         if self.component == "guest":
             return self.guest_engines
-        serves = self.component in ("hybrid", "rollout")
+        serves = self.layout.rolls_out(self.rank)
         return self.config.rollout.on_node(self.layout.engine_node(self.rank)) if serves else (1, 0)
 
     @property

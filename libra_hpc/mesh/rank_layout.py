@@ -22,11 +22,13 @@ class RankLayout(msgspec.Struct, frozen=True):
     components: tuple[str, ...]
     nodes_per_replica: int = 1
     """Hybrid nodes that train as one world."""
+    core_rolls_out: bool = False
 
     @classmethod
     def of(cls, config: RunConfig) -> RankLayout:
         """The layout a configuration asks for; a checked one has the planner first, a trainer and a rollout node."""
-        return cls(tuple(rank_components(config)), config.components.hybrid.nodes_per_replica)
+        parts = config.components
+        return cls(tuple(rank_components(config)), parts.hybrid.nodes_per_replica, parts.train.roll_out)
 
     def component(self, rank: int) -> str:
         """``guest`` of an agent that joined later."""
@@ -52,7 +54,9 @@ class RankLayout(msgspec.Struct, frozen=True):
         return (*self.core, self.rollout_leader)
 
     def unit(self, rank: int) -> tuple[int, ...]:
-        """Hybrid nodes that train as one world and move together, in rank order; another node is alone."""
+        """Nodes that train as one world and move together, in rank order; a node that does not move is alone."""
+        if self.core_rolls_out and rank in self.core:
+            return self.core
         hybrids = [other for other, name in enumerate(self.components) if name == "hybrid"]
         if rank not in hybrids:
             return (rank,)
@@ -63,6 +67,10 @@ class RankLayout(msgspec.Struct, frozen=True):
     def engine_node(self, rank: int) -> int:
         """Index of a hybrid or rollout rank among all of them, from 0, as in lists of the run file."""
         return sum(name in ("hybrid", "rollout") for name in self.components[:rank])
+
+    def rolls_out(self, rank: int) -> bool:
+        """Whether the node has rollout engines, at least at times."""
+        return self.components[rank] in ("hybrid", "rollout") or (self.core_rolls_out and rank in self.core)
 
     def pool(self) -> list[tuple[int, PoolComponent]]:
         return [(rank, cast(PoolComponent, name)) for rank, name in enumerate(self.components) if name != "planner"]

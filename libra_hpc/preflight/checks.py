@@ -165,6 +165,26 @@ def component_counts(config: RunConfig) -> Iterator[UserError]:
             )
 
 
+def core_rolls_out(config: RunConfig) -> Iterator[UserError]:
+    """Train nodes roll out, too, only within the steps of a synchronous run, and with trainers beside the engines."""
+    field, valid = "components.train.roll_out", "false"
+    if not config.components.train.roll_out:
+        return
+    if config.planner.time_sharing != "auto" or not config.planner.enabled:
+        why = "nodes serve both stages by time-sharing alone"
+        yield invalid(field, True, why, f'{valid}, or planner.time_sharing = "auto" and planner.enabled = true')
+    if config.algorithm.eta:
+        why = f"with algorithm.eta = {config.algorithm.eta} the stages overlap"
+        yield invalid(field, True, why, f"{valid}, or algorithm.eta = 0")
+    for name in ("tp", "engines_per_node"):
+        if isinstance(value := getattr(config.rollout, name), list):
+            why = "a list has no entries for train nodes, and components.train.roll_out = true"
+            yield invalid(f"rollout.{name}", value, why, "an integer")
+    if config.run.engine == "real" and config.slurm.device == "cuda":
+        why = "on GPUs the state of the trainers would have to move to host memory, which is not built"
+        yield invalid(field, True, why, f'{valid}; dry runs and slurm.device = "cpu" have it')
+
+
 def known_policy(config: RunConfig) -> Iterator[UserError]:
     """``rollout.policy`` is a scheduling policy that can be made."""
     try:
@@ -244,6 +264,7 @@ def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
 CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
     sane_sizes,
     component_counts,
+    core_rolls_out,
     known_policy,
     one_value_per_node,
     nodes_can_share,

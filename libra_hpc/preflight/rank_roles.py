@@ -76,10 +76,10 @@ def ranks(config: RunConfig) -> list[RankRole]:
         replica = engines = None
         if stage != "rollout":
             replica = core_world(config) if stage == "train" else elastic_world(config)
-        if stage != "train":
+        if stage != "train" or config.components.train.roll_out:
             tp, count = config.rollout.on_node(position)
             engines = count, tp
-            position += 1
+            position += stage != "train"
         found.append(RankRole(rank, stage, replica, engines))
     return found
 

@@ -175,6 +175,17 @@ class FormGeneration(msgspec.Struct, tag=True, frozen=True):
     ranks: tuple[int, ...]
 
 
+class RestCore(msgspec.Struct, tag=True, frozen=True):
+    """Coordinator -> train leader: put the core's trainers into standby once they have nothing to do.
+
+    Each node of the core reports it as `EngineState`. `FormGeneration` ends it.
+    """
+
+
+class CoreWanted(msgspec.Struct, tag=True, frozen=True):
+    """Train leader -> coordinator: there is something to do for the core, whose trainers are in standby."""
+
+
 class AwaitMembers(msgspec.Struct, tag=True, frozen=True):
     """Coordinator -> train leader: begin no step without these nodes, until ``limit_s`` after its batch came.
 
@@ -489,6 +500,8 @@ MeshMessage = Union[
     ToReplica,
     FromReplica,
     FormGeneration,
+    RestCore,
+    CoreWanted,
     AwaitMembers,
     MemberJoined,
     SnapshotStored,

@@ -70,6 +70,7 @@ class EngineState(msgspec.Struct, tag=True, frozen=True):
 
     - ready -> its process to its agent; once it has the newest weights, its agent to its leader and the coordinator.
     - standby, ending, lost -> its agent to its leader; lost -> to the coordinator too, which orders the next start.
+    - standby of trainers of the core -> the coordinator, which orders the start of its rollout engines.
     """
 
     rank: int

@@ -12,12 +12,14 @@ Action = Literal["hold", "to_train", "to_rollout", "time_share", "split", "repar
 class NodeFact(msgspec.Struct, frozen=True):
     rank: int
     component: str
-    """``train`` | ``hybrid`` | ``rollout``; only hybrid nodes move."""
+    """``train`` | ``hybrid`` | ``rollout``; only hybrid nodes move, and those that share within a step."""
     role: str
     """Value of `libra_hpc.policies.pool.states.NodeState`; ``both``: in each stage for a part of every step."""
     since: float
     unit: int = -1
     """First rank of the nodes that it moves with; -1: it moves alone."""
+    shares: bool = False
+    """A train node that can serve both stages of a step (``components.train.roll_out``)."""
 
 
 class TrainStepFact(msgspec.Struct, frozen=True):

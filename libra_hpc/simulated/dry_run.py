@@ -106,10 +106,11 @@ def _check_hardware(config: RunConfig, component: str) -> None:
     shape = model_shape(modelled.model).with_kv(config.rollout.kv_dtype)
     if component != "rollout":
         shape.widths.check(config.train.tp)
-    if component == "train":
-        return
     rollout, hybrid = config.rollout, config.components.hybrid.nodes
-    nodes = range(hybrid) if component == "hybrid" else range(hybrid, hybrid + config.components.rollout.nodes)
+    if component == "train":
+        nodes = range(int(config.components.train.roll_out))
+    else:
+        nodes = range(hybrid) if component == "hybrid" else range(hybrid, hybrid + config.components.rollout.nodes)
     for tp in sorted({of_node(rollout.tp, node) for node in nodes}):
         steps = lookup(
             modelled.device,

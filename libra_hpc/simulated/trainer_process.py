@@ -192,9 +192,9 @@ class Trainer(WorkerLoop):
         return self._writer.start
 
     def standby(self) -> None:
-        self._generation = -1
+        self._generation, self._asleep = -1, True
         if self._config.elastic:
-            self._state, self._asleep = NOTHING, True
+            self._state = NOTHING
 
     def _end_write(self) -> None:
         """There is one copy of the state in host memory."""

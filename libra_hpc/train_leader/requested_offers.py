@@ -44,6 +44,10 @@ class RequestedOffers:
         """Whether the version is offered, or will be."""
         return version == self._asked
 
+    def written(self, version: int) -> bool:
+        """Whether all nodes of the core have offered the version."""
+        return version == self._asked == self._written
+
     def due(self, version: int, now: float) -> bool:
         """Whether this version must be requested now."""
         return self._asked < version and self._retry.due(now)

@@ -7,6 +7,8 @@ It runs in the agent of the first node of the core and holds no weights. One loo
 - A step is committed -> its weights are offered and published, its prompts reported as trained.
 - A checkpoint is due -> the core copies its state and goes on training (`libra_hpc.train_leader.saves`).
 - A snapshot is due -> every node of the core takes its part (`libra_hpc.state.snapshots`).
+- The core is to rest and nothing is left to do -> its trainers go into standby, until the next generation.
+- Something is to be done meanwhile -> the coordinator is asked for that generation (`CoreWanted`).
 - A step failed and the core committed it -> it counts as committed; else it is done again on the same batch.
 - The core was rebuilt from a snapshot -> the last `TrainLeader.retain` batches are replayed to the committed step.
 """
@@ -23,8 +25,10 @@ from libra_hpc.process.lease import Fence
 from libra_hpc.protocol.agents import (
     Batch,
     Committed,
+    CoreWanted,
     MemberJoined,
     MeshMessage,
+    RestCore,
     SnapshotStored,
     StepReport,
     ToReplica,
@@ -41,6 +45,7 @@ from libra_hpc.protocol.trainer import (
     Saved,
     SaveFailed,
     SaveStarted,
+    Standby,
     StepDone,
     StepFailed,
     TakeSnapshot,
@@ -59,6 +64,8 @@ from .step_requests import StepRequests
 
 LAST_RETRIES, LAST_PAUSE_S = 3, 3.0
 """Retries and pause in seconds of the last checkpoint of a run that was stopped: it has only seconds."""
+ASK_AGAIN_S = 1.0
+"""Between two requests for the core: a node that changes its stage ends that first."""
 MOST_RETAINED = 4
 """Times `TrainLeader.retain`, for which batches stay while no newer state is complete."""
 
@@ -124,8 +131,14 @@ class TrainLeader(StepRequests):
         self._reports: list[StepReport] = []
         """Committed steps whose records are not known to be durable; a checkpoint carries them."""
         self._offer_failure = ""
+        self._rest_wanted = self._rests = False
+        """Whether the trainers of the core are to go into standby, and whether they are there."""
 
     # --- inputs ---
+
+    def on_rest(self, message: RestCore) -> None:
+        self._rest_wanted = True
+        self._wake.set()
 
     def on_batch(self, batch: Batch) -> None:
         if batch.step > self.step and batch.step not in self._batches:
@@ -195,6 +208,7 @@ class TrainLeader(StepRequests):
             self._saves.core_lost()
             self._snapshots.core_lost()
             self._offers.core_lost()
+            self._rest_wanted = self._rests = False
 
     def on_snapshot_stored(self, message: SnapshotStored) -> None:
         self._snapshots.on_stored(message)
@@ -227,6 +241,9 @@ class TrainLeader(StepRequests):
             if self._snapshots.possible() and not self._saves.writing:
                 self._to_core(self._snapshots.ask(self.step, self.order, self._reports))
             self._stream()
+            if self._rest_due():
+                self._rest()
+                continue
             waiting = self._clock()
             await self._until(self._batch_or_change)
             if self._offer_failure:
@@ -247,7 +264,35 @@ class TrainLeader(StepRequests):
 
     def _change(self) -> bool:
         changed = self._membership_due() or bool(self._stop_reason or self._offer_failure)
-        return changed or self._offer_due() or self._save_now()
+        return changed or self._offer_due() or self._save_now() or self._rest_due()
+
+    def _rest_due(self) -> bool:
+        """Whether the core is to rest, and has nothing to do."""
+        here = self._rest_wanted and not self._membership_due() and self._state_step == self.step
+        saves, snapshots = self._saves, self._snapshots
+        stores = saves.writing or saves.possible() or snapshots.taking or snapshots.possible()
+        trains = bool(self._ahead) or self.step + 1 in self._batches
+        return here and not stores and not trains and self._offers.written(self.step)
+
+    def _rest(self) -> None:
+        self._rest_wanted, self._rests = False, True
+        # The core forms the next generation when it is back.
+        self._broken = True
+        self._to_core(Standby())
+
+    async def _order_or_retry(self) -> bool:
+        while self._rests and not self._ordered_newer():
+            await self._until(lambda: self._ordered_newer() or self._core_wanted())
+            if not self._ordered_newer():
+                self._send(0, CoreWanted())
+                await self._until(self._ordered_newer, ASK_AGAIN_S)
+        self._rests = False
+        return await super()._order_or_retry()
+
+    def _core_wanted(self) -> bool:
+        now = self._clock()
+        due = self._offers.due(self.step, now) or self._saves.possible()
+        return due or not self._rests or bool(self._stop_reason) or self.step + 1 in self._batches
 
     async def _membership(self) -> bool:
         """Form the newest ordered generation; False when the run cannot go on."""
@@ -361,7 +406,7 @@ class TrainLeader(StepRequests):
         here = not self._broken and self._state_step == self.step
         return here and self._offers.due(self.step, self._clock())
 
-    def _to_core(self, message: OfferWeights | SaveCheckpoint | TakeSnapshot) -> None:
+    def _to_core(self, message: OfferWeights | SaveCheckpoint | TakeSnapshot | Standby) -> None:
         for rank in self._core:
             self._send(rank, ToReplica(message))
 

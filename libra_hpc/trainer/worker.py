@@ -147,7 +147,8 @@ class Worker(WorkerLoop):
 
     def standby(self) -> None:
         self._replicas.leave()
-        self._engine.release()
+        if self._engine.elastic:
+            self._engine.release()
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -120,7 +120,7 @@ def test_every_message_is_for_somebody() -> None:
     agents = {wire.Welcome, wire.Roles, wire.RankLost, wire.RankBack, wire.Reset, wire.StopAgent}
     agents |= {wire.GuestJoined}
     coordinators = {wire.Hello, wire.Heartbeat, wire.Log, wire.Fatal, wire.StepReport, wire.RolloutReport}
-    coordinators |= {wire.TrainingDone, wire.TurnsDrained, wire.MemberJoined, wire.LeaveWanted}
+    coordinators |= {wire.TrainingDone, wire.TurnsDrained, wire.MemberJoined, wire.LeaveWanted, wire.CoreWanted}
     rows = set(Scene().routes._rows)
     assert rows | agents | coordinators == set(get_args(wire.MeshMessage))
     assert not rows & agents

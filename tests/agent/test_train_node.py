@@ -31,6 +31,7 @@ from libra_hpc.protocol.trainer import (
     Saved,
     SaveFailed,
     SaveStarted,
+    Standby,
     TakeSnapshot,
     WorkerHeartbeat,
 )
@@ -350,3 +351,20 @@ def test_answers_to_an_order_that_was_replaced_complete_no_other(here: Path) -> 
         assert [answer.generation for answer in scene.answers(Joined)] == [8]
 
     scene.play(script)
+
+
+def test_a_core_that_rests_keeps_its_state_and_forms_the_next_generation(here: Path) -> None:
+    scene = Scene(here)
+
+    async def script() -> None:
+        await scene.ready()
+        for number in (1, 2):
+            scene.node.on_message(Join(number, 0, 1, str(here / f"g{number}")))
+            await scene.until(lambda number=number: len(scene.answers(Joined)) == number)
+            scene.node.on_message(Standby())
+            assert [state.kind for state in scene.states("standby")] == ["train"] * number
+            await scene.node.start()
+            assert len(scene.states("ready")) == 1 + number
+
+    scene.play(script)
+    assert [(joined.source, joined.received_bytes) for joined in scene.answers(Joined)] == [("own", 0)] * 2

@@ -193,16 +193,20 @@ TIME_SHARING = {
 
 
 @pytest.mark.chaos
-def test_hybrid_nodes_of_a_synchronous_run_serve_both_stages_of_its_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("core", [False, True], ids=["hybrid", "core"])
+def test_nodes_of_a_synchronous_run_serve_both_stages_of_its_steps(tmp_path: Path, core: bool) -> None:
     case = DryRun(tmp_path, "local", steps=8)
-    changes = (word for key, value in TIME_SHARING.items() for word in ("-o", f"{key}={value}"))
+    keys = TIME_SHARING | ({"components.train.roll_out": "true"} if core else {})
+    changes = (word for key, value in keys.items() for word in ("-o", f"{key}={value}"))
     run = case.submit("--engine", "simulated", "--wait", *changes)
     assert case.ended() == "completed"
     actions = [event["action"] for event in case.events("decision") if event["action"] != "hold"]
     assert actions[0] == "time_share"
     rows = list(read_lines(run.metrics))
     assert (rows[0]["train_nodes"], rows[0]["rollout_nodes"]) == (1, 3)
-    assert (3, 3) in {(row["train_nodes"], row["rollout_nodes"]) for row in rows}
+    assert (3, 3 + core) in {(row["train_nodes"], row["rollout_nodes"]) for row in rows}
+    rolled = [event for event in case.events("move_done") if (event["rank"], event["role"]) == (1, "rollout")]
+    assert bool(rolled) == core
     assert {row["staleness_max"] for row in rows} == {0.0}
     assert not case.events("illegal_transition")
     assert not case.events("move_started")

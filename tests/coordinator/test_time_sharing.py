@@ -21,12 +21,13 @@ CONFIG = RunConfig.model_validate({"algorithm": {"eta": 0, "prompts_per_step": 4
 
 
 class Scene:
-    """One core node (1), two hybrid nodes (2, 3) and a rollout node (4), all at work."""
+    """One core node (1), which may roll out, two hybrid nodes (2, 3) and a rollout node (4), all at work."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, core_rolls_out: bool = False) -> None:
         self.sent: list[tuple[int, Any]] = []
         self.step = 0
-        layout = RankLayout(("planner", "train", "hybrid", "hybrid", "rollout"))
+        components = "planner", "train", "hybrid", "hybrid", "rollout"
+        layout = RankLayout(components, core_rolls_out=core_rolls_out)
         send = lambda rank, message: self.sent.append((rank, message))  # noqa: E731
         start = wire.Welcome(0, "", 0, ())
         context = AgentContext(0, layout, CONFIG, RunDir(tmp_path), 1, send, start, tmp_path, tmp_path)
@@ -131,3 +132,32 @@ def test_the_end_of_time_sharing_waits_for_nobody_and_moves_nothing(tmp_path: Pa
     assert [m.ranks for m in scene.orders(wire.AwaitMembers)] == [(2, 3), ()]
     assert scene.states == "train rollout rollout rollout"
     assert [fact.role for fact in scene.sharing.facts(as_shared=True)] == ["train", "rollout", "rollout", "rollout"]
+
+
+def test_a_core_that_rolls_out_goes_after_the_commit_and_is_back_before_the_batch_ends(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, core_rolls_out=True)
+    scene.report(99, r2=30, r3=30, r4=30)
+    assert len(scene.orders(wire.RestCore)) == 1
+    scene.nodes.apply(EngineState(1, "train", "standby"))
+    scene.nodes.apply(EngineState(1, "rollout", "ready", seconds=1.0))
+    assert scene.states == "rollout rollout rollout rollout"
+    assert [fact.role for fact in scene.sharing.facts(as_shared=True)] == ["both", "both", "both", "rollout"]
+    scene.report(23, r1=9, r2=9, r3=9, r4=9)
+    assert scene.orders(wire.DrainTurns) == [wire.DrainTurns(1, abort=True)], "first, although others are as idle"
+    scene.nodes.apply(wire.TurnsDrained(1))
+    scene.nodes.apply(EngineState(1, "train", "ready", seconds=1.0))
+    scene.member(2, 1)
+    scene.report(23, r2=9, r3=9, r4=9)
+    assert scene.states == "train rollout rollout rollout", "once in a step"
+    assert [s.direction for s in scene.seen.switches] == ["to_rollout", "to_train"]
+
+    scene.sharing.core_to_train(time.time())
+    assert not scene.orders(wire.DrainTurns), "it trains"
+    scene.step = 1
+    scene.report(99, composed=1, r2=30, r3=30, r4=30)
+    scene.nodes.apply(EngineState(1, "train", "standby"))
+    scene.sharing.core_to_train(time.time())
+    assert not scene.orders(wire.DrainTurns), "its engines are not there yet"
+    scene.nodes.apply(EngineState(1, "rollout", "ready", seconds=1.0))
+    scene.sharing.core_to_train(time.time())
+    assert scene.orders(wire.DrainTurns) == [wire.DrainTurns(1, abort=True)]

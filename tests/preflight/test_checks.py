@@ -72,6 +72,7 @@ def messages(values: dict[str, Any]) -> list[str]:
 
 
 NODES = {"components.hybrid.nodes": 1, "components.rollout.nodes": 2}
+SHARED = {"components.train.roll_out": True, "planner.time_sharing": "auto", "algorithm.eta": 0}
 PRODUCT = "rollout.tp * rollout.engines_per_node needs 8 GPUs and components.rollout has 4 per node"
 
 
@@ -90,6 +91,23 @@ PRODUCT = "rollout.tp * rollout.engines_per_node needs 8 GPUs and components.rol
         ({"rollout.engines_per_node": []}, "rollout.engines_per_node = []: a list has one entry for each"),
         (on_gpus(1, 2, 4, tp=[1, 2, 8]) | NODES, f"rollout.tp = 8: {PRODUCT}"),
         (on_gpus(8, 8, 4, tp=2, engines_per_node=4), f"rollout.engines_per_node = 4: {PRODUCT}"),
+        (
+            SHARED | {"planner.time_sharing": "off"},
+            "components.train.roll_out = True: nodes serve both stages by time-",
+        ),
+        (SHARED | {"algorithm.eta": 1}, "components.train.roll_out = True: with algorithm.eta = 1 the stages overlap;"),
+        (
+            SHARED | {"rollout.tp": [1]},
+            "rollout.tp = [1]: a list has no entries for train nodes, and components.train.",
+        ),
+        (
+            SHARED | on_gpus(8, 8, 8),
+            "components.train.roll_out = True: on GPUs the state of the trainers would have to",
+        ),
+        (
+            SHARED | on_gpus(4, 8, 8, tp=8) | {"run.engine": "simulated"},
+            "rollout.tp = 8: rollout.tp * rollout.engines_per_node needs 8 GPUs and components.train has 4 per node",
+        ),
     ],
 )
 def test_problems_name_field_value_and_limit(values: dict[str, Any], sentence: str) -> None:

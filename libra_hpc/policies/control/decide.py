@@ -145,7 +145,7 @@ class Planner:
         """Why no move is evaluated; empty: it can be."""
         if not self._settings.enabled:
             return "the planner is disabled"
-        movable = any(n.component == "hybrid" and n.role != "lost" for n in snapshot.nodes)
+        movable = any((n.component == "hybrid" and n.role != "lost") or n.shares for n in snapshot.nodes)
         if not movable and self.repartition is None and snapshot.spot is None:
             return "there is no hybrid node to move"
         for node in snapshot.nodes:

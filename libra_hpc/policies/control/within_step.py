@@ -1,4 +1,4 @@
-"""Time-sharing: with a staleness bound of 0, hybrid nodes serve both stages of every step.
+"""Time-sharing: with a staleness bound of 0, hybrid nodes serve both stages of every step, and train nodes that share.
 
 `TimeSharing.decide` compares it with the best split, both from one estimate:
 
@@ -6,18 +6,19 @@
   is trained beside rollout: the gradients of a complete group are lost when nodes join.
 - Gain beyond measurement error and ``min_gain`` -> ``time_share``.
 - Batches take other times than predicted -> the difference corrects the next prediction, until the workload changes.
-- No gain any more -> ``split``: each hybrid node stays in a stage of the best split.
+- No gain any more -> ``split``: each hybrid node stays in a stage of the best split, train nodes in theirs.
 
 `moves_within_step` moves the nodes of a run in time-sharing:
 
-- A step is committed -> the nodes that trained it go back.
-- The rest of a batch fits on fewer nodes (`TAIL`) -> those with the fewest turns go to training, one always stays.
+- A step is committed -> the nodes that trained it go back; the core once no other one is on its way to it.
+- The rest of a batch fits on fewer nodes (`TAIL`) -> the core goes to training, then those with the fewest turns; one
+  node always stays.
 - The batch is complete -> all others follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise, product
 from math import ceil
 from statistics import median
@@ -72,19 +73,35 @@ class Rest(NamedTuple):
 
 
 def moves_within_step(nodes: Sequence[NodeFact], rest: Rest, back: frozenset[int]) -> StepMoves:
-    """Moves of hybrid nodes now; those in ``back`` trained the last step, or came too late for it."""
-    training = _units(nodes, "train")
-    if returning := tuple(node.rank for unit in training for node in unit if node.rank in back):
+    """Moves of nodes in time-sharing now; those in ``back`` trained the last step, or came too late for it."""
+    if returning := _returning(nodes, back):
         return StepMoves(to_rollout=returning, reason="the step is committed")
     if not rest.ends:
         return StepMoves()
     fewest = 1 if rest.complete else ceil(rest.trajectories / rest.fits)
-    here, leaving = sum(node.role == "rollout" for node in nodes), list[int]()
-    for unit in sorted(_units(nodes, "rollout"), key=lambda unit: sum(rest.running.get(n.rank, 0) for n in unit)):
-        if here - len(leaving) - len(unit) >= fewest:
-            leaving += (node.rank for node in unit)
     few = f"{fewest} rollout nodes are enough for the last {rest.trajectories} trajectories"
-    return StepMoves(to_train=tuple(leaving), reason="the batch is complete" if rest.complete else few)
+    leaving = _leaving(nodes, fewest, rest.running)
+    return StepMoves(to_train=leaving, reason="the batch is complete" if rest.complete else few)
+
+
+def _returning(nodes: Sequence[NodeFact], back: frozenset[int]) -> tuple[int, ...]:
+    core = _sharing_core(nodes)
+    ranks = tuple(node.rank for unit in _units(nodes, "train") for node in unit if node.rank in back)
+    ready = core and all(node.role == "train" and node.rank in back for node in core)
+    return ranks + _ranks([core]) if ready and not _units(nodes, "to_train") else ranks
+
+
+def _leaving(nodes: Sequence[NodeFact], stay: int, running: Mapping[int, int]) -> tuple[int, ...]:
+    """Those that go to training where ``stay`` are enough."""
+    core = [node for node in _sharing_core(nodes) if node.role == "rollout"]
+    units = sorted(_units(nodes, "rollout"), key=lambda unit: sum(running.get(node.rank, 0) for node in unit))
+    most, leaving = sum(node.role == "rollout" for node in nodes) - stay, list[int]()
+    if len(core) > most:
+        return ()  # nobody trains without it
+    for unit in [core, *units]:
+        if len(leaving) + len(unit) <= most:
+            leaving += (node.rank for node in unit)
+    return tuple(leaving)
 
 
 class _Compared(NamedTuple):
@@ -99,7 +116,7 @@ class _Compared(NamedTuple):
 
     def what(self, nodes: int) -> str:
         return (
-            f"a batch takes {self.shared:.1f} s where {nodes} hybrid nodes share their time, with {self.switches:.1f} s"
+            f"a batch takes {self.shared:.1f} s where {nodes} nodes share their time, with {self.switches:.1f} s"
             f" of switches, and {self.alone:.1f} s with {self.split.train} training and {self.split.rollout} rollout"
             " nodes"
         )
@@ -129,39 +146,41 @@ class TimeSharing:
         """``time_share``, ``split``, or hold while nodes share; None where the stages have nodes of their own."""
         wanted = snapshot.eta == 0 and self._settings.time_sharing == "auto"
         units = _units(snapshot.nodes, BOTH)
-        if units:
+        if any(node.role == BOTH for node in snapshot.nodes):
             known = self._before if isinstance(estimate, str) else estimate
             found = None if known is None else self._compare(snapshot, known, units, sharing=True)
             if known is None or found is None:
                 return PlanDecision("hold", -1, f"hold: time-sharing, {estimate}", {})
             return self._go_on(snapshot, found, units, now) if wanted else self._end(snapshot, found, units, now)
         units = _units(snapshot.nodes, "train", "rollout")
-        if not wanted or not units or isinstance(estimate, str):
+        if not wanted or isinstance(estimate, str) or not (units or _sharing_core(snapshot.nodes)):
             return None
         found = self._compare(snapshot, estimate, units, sharing=False)
         if found is None or found.sure <= self._settings.min_gain * found.alone:
             return None
-        self._before, self._since, ranks = estimate, now, _ranks(units)
+        self._before, self._since, ranks = estimate, now, _ranks((*units, _sharing_core(snapshot.nodes)))
         return PlanDecision("time_share", -1, f"time_share: {found.what(len(ranks))}", found.numbers(), ranks)
 
     def _go_on(self, snapshot: PlanSnapshot, found: _Compared, units: _Units, now: float) -> PlanDecision:
         trained = [s for s in snapshot.switches if s.at > self._since and s.direction == "to_train"]
         # The first round starts training processes, which later ones only wake.
-        known = True in self._extra or len(trained) >= ROUNDS * len(_ranks(units))
+        shared = len(_ranks((*units, _sharing_core(snapshot.nodes))))
+        known = True in self._extra or len(trained) >= ROUNDS * shared
         if known and found.shared >= found.alone:
             return self._end(snapshot, found, units, now)
-        reason = f"hold: time-sharing, {found.what(len(_ranks(units)))}"
+        reason = f"hold: time-sharing, {found.what(shared)}"
         return PlanDecision("hold", -1, reason, found.numbers())
 
     def _end(self, snapshot: PlanSnapshot, found: _Compared, units: _Units, now: float) -> PlanDecision:
         self._since, ranks = now, _ranks(units)
-        trains = ranks[: found.split.train - _core(snapshot).train]
-        return PlanDecision("split", -1, f"split: {found.what(len(ranks))}", found.numbers(), trains)
+        trains, core = ranks[: found.split.train - _core(snapshot).train], _sharing_core(snapshot.nodes)
+        what = found.what(len(ranks) + len(core))
+        return PlanDecision("split", -1, f"split: {what}", found.numbers(), (*trains, *_ranks([core])))
 
     def _compare(self, snapshot: PlanSnapshot, known: Estimate, units: _Units, *, sharing: bool) -> _Compared | None:
         """Both ways; None without a split to compare with."""
         core, hybrid = _core(snapshot), len(_ranks(units))
-        both = Split(core.train + hybrid, core.rollout + hybrid)
+        both = Split(core.train + hybrid, core.rollout + hybrid + len(_sharing_core(snapshot.nodes)))
         trains = accumulate(map(len, units), initial=0)
         splits = [Split(core.train + n, core.rollout + hybrid - n) for n in trains]
         splits = [split for split in splits if min(split) >= 1]
@@ -198,11 +217,16 @@ def _units(nodes: Sequence[NodeFact], *roles: str) -> _Units:
     return [unit for unit in units.values() if all(node.role in roles for node in unit)]
 
 
-def _ranks(units: _Units) -> tuple[int, ...]:
+def _sharing_core(nodes: Sequence[NodeFact]) -> list[NodeFact]:
+    """The train nodes, where they roll out, too."""
+    return [node for node in nodes if node.shares]
+
+
+def _ranks(units: Iterable[list[NodeFact]]) -> tuple[int, ...]:
     return tuple(node.rank for unit in units for node in unit)
 
 
 def _core(snapshot: PlanSnapshot) -> Split:
-    """Nodes that do not move."""
-    core = [node.role for node in snapshot.nodes if node.component != "hybrid"]
+    """Nodes that stay in one stage at any split."""
+    core = ["train" if node.shares else node.role for node in snapshot.nodes if node.component != "hybrid"]
     return Split(core.count("train"), core.count("rollout"))

@@ -5,7 +5,9 @@
     TRAIN    --move--> TO_ROLLOUT --left the membership at a step boundary, engine ready--> ROLLOUT
     any      --rank lost--> LOST --rank back--> STARTING
 
-- Only ``hybrid`` nodes move; ``train`` and ``rollout`` nodes are the core.
+- ``hybrid`` nodes move, and those of the core where they share (`Node.shares`), all together.
+- The core goes to rollout once its trainers are in standby; they keep their state, and no generation has them.
+- A rollout engine of the core, or its trainers, end meanwhile -> the core goes back to training.
 - A training engine is ready -> the next *membership* (numbered set of nodes) is proposed, instead of one still forming.
 - The training core owns the optimizer's state: nothing is proposed while one of its nodes is not ready.
 - Every rank of a proposal has confirmed it, at a step boundary -> it is the current generation.
@@ -26,6 +28,7 @@ from libra_hpc.protocol.agents import (
     FormGeneration,
     RankBack,
     RankLost,
+    RestCore,
     StandbyEngine,
     StartEngine,
     StopTrainers,
@@ -76,8 +79,8 @@ class MemberOf(msgspec.Struct, frozen=True):
 
 Event = Union[MoveOrdered, TurnsDrained, EngineState, StateArrived, MemberOf, RankLost, RankBack]
 """A lost training engine of an earlier world changes nothing."""
-Effect = Union[StartEngine, StopTrainers, StandbyEngine, DrainTurns, FormGeneration]
-"""Messages to the node's agent; the last two are for the leaders."""
+Effect = Union[StartEngine, StopTrainers, StandbyEngine, DrainTurns, FormGeneration, RestCore]
+"""Messages to the node's agent; the last three are for the leaders."""
 
 
 class IllegalTransition(Exception):
@@ -99,9 +102,15 @@ class Node(msgspec.Struct, frozen=True):
     member_of: int = -1
     """Last generation its present training engine confirmed."""
     unit: tuple[int, ...] = ()
-    """Ranks of the hybrid nodes that train as one world and move together; alone its own."""
+    """Ranks of the nodes that train as one world and move together; alone its own."""
     world: int = 0
     """Number of the unit's training world: all its processes restart when one has ended."""
+    shares: bool = False
+    """A node of the core that rolls out, too."""
+
+    @property
+    def moves(self) -> bool:
+        return self.component == "hybrid" or self.shares
 
 
 class Pool(msgspec.Struct, frozen=True):
@@ -118,12 +127,14 @@ def start(
     nodes: Iterable[tuple[int, Component]],
     hybrid_role: EngineKind = "rollout",
     unit: Callable[[int], tuple[int, ...]] = lambda rank: (rank,),
+    core_rolls_out: bool = False,
 ) -> tuple[Pool, tuple[Effect, ...]]:
     """A pool whose nodes ``(rank, component)`` all have to start their engine; ``unit`` as in `Node`."""
     made: dict[int, Node] = {}
     for rank, component in nodes:
         role = hybrid_role if component == "hybrid" else component
-        made[rank] = Node(rank, component, NodeState.STARTING, role, unit=unit(rank))
+        shares = core_rolls_out and component == "train"
+        made[rank] = Node(rank, component, NodeState.STARTING, role, unit=unit(rank), shares=shares)
     return Pool(made, Membership(0, ()), issued=0), tuple(StartEngine(node.rank, node.role) for node in made.values())
 
 
@@ -133,6 +144,11 @@ def trainers(pool: Pool) -> tuple[int, ...]:
     return tuple(
         n.rank for n in nodes if n.state is NodeState.TRAIN or (n.state is NodeState.TO_ROLLOUT and n.has_state)
     )
+
+
+def core_rolls_out(pool: Pool) -> bool:
+    """Whether nodes of the core roll out, or are about to."""
+    return any(node.shares and node.role == "rollout" for node in pool.nodes.values())
 
 
 def rollout_nodes(pool: Pool) -> tuple[int, ...]:
@@ -151,13 +167,11 @@ def advance(pool: Pool, event: Event) -> tuple[Pool, tuple[Effect, ...]]:
             return _to_rollout(pool, node)
         case TurnsDrained():
             return _drained(pool, node)
-        case EngineState(state="ready", kind=kind):
-            return _engine_ready(pool, node, kind)
-        case EngineState(kind="train", world=world):
-            return _trainers_lost(pool, node) if world == node.world else (pool, ())
         case EngineState():
-            return _rollout_engine_lost(pool, node)
+            return _engine_state(pool, node, event)
         case StateArrived():
+            if node.shares and node.role == "rollout":
+                return pool, ()  # it was ordered to roll out while the generation without the others formed
             _require(node.role == "train" and node.engine_ready, node, "state arrived")
             return _settle(_put(pool, node, has_state=True)), ()
         case MemberOf(generation=generation):
@@ -169,17 +183,33 @@ def advance(pool: Pool, event: Event) -> tuple[Pool, tuple[Effect, ...]]:
             return _put(pool, node, state=NodeState.STARTING), (StartEngine(node.rank, node.role),)
 
 
+def _engine_state(pool: Pool, node: Node, event: EngineState) -> tuple[Pool, tuple[Effect, ...]]:
+    match event:
+        case EngineState(state="ready", kind=kind):
+            return _engine_ready(pool, node, kind)
+        case EngineState(kind="train", state="standby"):
+            return _trainers_rest(pool, node)
+        case EngineState(kind="train", world=world):
+            return _trainers_lost(pool, node) if world == node.world else (pool, ())
+    return _rollout_engine_lost(pool, node)
+
+
 def _unit(pool: Pool, node: Node) -> list[Node]:
     return [pool.nodes[rank] for rank in node.unit]
 
 
 def _to_train(pool: Pool, node: Node, abort: bool) -> tuple[Pool, tuple[Effect, ...]]:
-    _require(node.component == "hybrid", node, "ordered to train: it is a core node")
+    _require(node.moves, node, "ordered to train: it is a core node")
     _require(all(n.state is NodeState.ROLLOUT for n in _unit(pool, node)), node, "ordered to train")
     _require(len(rollout_nodes(pool)) > len(node.unit), node, "ordered to train: it is the last rollout node")
-    for one in _unit(pool, node):
+    return _drain(pool, node, abort)
+
+
+def _drain(pool: Pool, node: Node, abort: bool) -> tuple[Pool, tuple[Effect, ...]]:
+    here = [one for one in _unit(pool, node) if one.state is not NodeState.LOST]
+    for one in here:
         pool = _put(pool, one, state=NodeState.TO_TRAIN, role="train", draining=True, engine_ready=False)
-    return pool, tuple(DrainTurns(rank, abort) for rank in node.unit)
+    return pool, tuple(DrainTurns(one.rank, abort) for one in here)
 
 
 def _drained(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
@@ -193,11 +223,24 @@ def _drained(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
 
 
 def _to_rollout(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
-    _require(node.component == "hybrid", node, "ordered to rollout: it is a core node")
+    _require(node.moves, node, "ordered to rollout: it is a core node")
     _require(all(n.state is NodeState.TRAIN for n in _unit(pool, node)), node, "ordered to rollout")
     for one in _unit(pool, node):
         pool = _put(pool, one, state=NodeState.TO_ROLLOUT, role="rollout", engine_ready=False)
-    return _propose(pool)
+    return (pool, (RestCore(),)) if node.shares else _propose(pool)
+
+
+def _trainers_rest(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
+    """The trainers of a node of the core are in standby, outside of all generations."""
+    _require(node.shares and node.state is not NodeState.LOST, node, "trainers in standby")
+    pool = _put(pool, node, has_state=False, member_of=-1)
+    if node.role == "rollout":
+        return pool, (StartEngine(node.rank, "rollout"),)
+    if node.draining:
+        return pool, ()
+    # It was ordered back meanwhile.
+    pool = _put(pool, pool.nodes[node.rank], state=NodeState.TO_TRAIN, engine_ready=False)
+    return pool, (StartEngine(node.rank, "train", node.world),)
 
 
 def _engine_ready(pool: Pool, node: Node, kind: EngineKind) -> tuple[Pool, tuple[Effect, ...]]:
@@ -220,7 +263,7 @@ def _member(pool: Pool, node: Node, generation: int) -> tuple[Pool, tuple[Effect
         return pool, ()
     pool = msgspec.structs.replace(pool, membership=forming, forming=None)
     effects: list[Effect] = []
-    for leaving in [n for n in pool.nodes.values() if n.state is NodeState.TO_ROLLOUT and n.has_state]:
+    for leaving in [n for n in pool.nodes.values() if n.state is NodeState.TO_ROLLOUT and n.has_state and not n.shares]:
         pool = _put(pool, leaving, has_state=False, member_of=-1)
         effects += (StandbyEngine(leaving.rank, "train"), StartEngine(leaving.rank, "rollout"))
     return _settle(pool), tuple(effects)
@@ -233,6 +276,8 @@ def _rollout_engine_lost(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ..
         return drained, tuple(order for order in orders if not isinstance(order, StandbyEngine))
     if node.role != "rollout" or node.has_state:
         return pool, ()  # a standby: the next move pays a cold start
+    if node.shares:
+        return _drain(pool, node, abort=True)
     if node.state is NodeState.ROLLOUT:
         pool = _put(pool, node, state=NodeState.STARTING, engine_ready=False)
     return pool, (StartEngine(node.rank, "rollout"),)
@@ -256,11 +301,16 @@ def _restart_unit(pool: Pool, node: Node) -> tuple[Pool, list[Effect]]:
     """The node's training processes are gone with those of its unit."""
     world = node.world + (len(node.unit) > 1)
     pool = _put(pool, node, world=world)
-    if node.role == "rollout" and node.has_state:
+    if node.shares and node.role == "rollout" and not node.has_state:
+        drained, orders = _drain(pool, pool.nodes[node.rank], abort=True)
+        return drained, list(orders)
+    if node.shares:
+        pool = _put(pool, pool.nodes[node.rank], role="train")
+    elif node.role == "rollout" and node.has_state:
         return _put(pool, pool.nodes[node.rank], has_state=False, member_of=-1), [StartEngine(node.rank, "rollout")]
-    if node.role != "train" or node.draining:
+    if node.draining or (node.role != "train" and not node.shares):
         return pool, []  # a standby
-    state = NodeState.STARTING if node.state is NodeState.TRAIN else node.state
+    state = NodeState.STARTING if node.state in (NodeState.TRAIN, NodeState.TO_ROLLOUT) else node.state
     begun = _put(pool, pool.nodes[node.rank], state=state, engine_ready=False, has_state=False, member_of=-1)
     return begun, [StartEngine(node.rank, "train", world)]
 
@@ -298,7 +348,7 @@ def _roll_out_alone(pool: Pool, node: Node) -> tuple[Pool, list[Effect]]:
 def _propose(pool: Pool) -> tuple[Pool, tuple[Effect, ...]]:
     """Propose the next generation, over all training engines that are ready; none while the core is incomplete."""
     nodes = pool.nodes.values()
-    if not all(n.engine_ready for n in nodes if n.component == "train"):
+    if not all(n.engine_ready and n.role == "train" for n in nodes if n.component == "train"):
         return msgspec.structs.replace(pool, forming=None), ()
     ready = {n.rank for n in nodes if n.role == "train" and n.engine_ready}
     wanted = tuple(sorted(rank for rank in ready if ready.issuperset(pool.nodes[rank].unit)))

@@ -21,15 +21,18 @@ from tests.policies.control.plant import NOTHING
 TOKENS = 100
 
 
-def nodes(train: int, hybrid: str, rollout: int, count: int = 4, unit: int = 1) -> tuple[NodeFact, ...]:
+def nodes(train: int, hybrid: str, rollout: int, count: int = 4, unit: int = 1, core: str = "") -> tuple[NodeFact, ...]:
+    """``hybrid``, ``core``: roles of hybrid nodes, and of train nodes that share."""
     made = ["train"] * train + ["hybrid"] * count + ["rollout"] * rollout
+    roles = {"train": core or "train", "hybrid": hybrid}
     return tuple(
         NodeFact(
             rank,
             component,
-            hybrid if component == "hybrid" else component,
+            roles.get(component, component),
             since=0.0,
             unit=rank - (rank - train) % unit if component == "hybrid" else rank,
+            shares=component == "train" and core != "",
         )
         for rank, component in enumerate(made)
     )
@@ -86,14 +89,14 @@ class SharingRun:
         return self.planner.decide(snapshot, self.now)
 
 
-def share(run: SharingRun) -> PlanDecision:
-    """From the first decision, which is time-sharing, to the second."""
+def share(run: SharingRun, core: str = "") -> PlanDecision:
+    """From the first decision, which is time-sharing, to the second; ``core`` as in `nodes`."""
     run.decide()  # the split begins
     run.batches(5)
     decision = run.decide()
     assert decision.action == "time_share"
     train = sum(node.component == "train" for node in run.nodes)
-    run.nodes = nodes(train, BOTH, sum(node.component == "rollout" for node in run.nodes))
+    run.nodes = nodes(train, BOTH, sum(node.component == "rollout" for node in run.nodes), core=core)
     return decision
 
 
@@ -124,6 +127,26 @@ def test_what_is_trained_beside_rollout_counts_for_the_split_alone() -> None:
     run.ahead = 0.0
     run.batches(8)
     assert run.decide().action == "time_share"
+
+
+def test_a_core_that_rolls_out_counts_in_both_stages_and_goes_back_to_training_at_the_end() -> None:
+    run = SharingRun(nodes(1, "rollout", 1, core="train"))
+    decision = share(run, core=BOTH)
+    assert decision.numbers["shared_s"] == pytest.approx(480.0 / 5 + 480.0 / 6 + 20.0)
+    assert decision.nodes == (1, 2, 3, 4, 0)
+    run.switch_s = 120.0, 120.0
+    run.batches(2)
+    decision = run.decide()
+    assert (decision.action, decision.nodes) == ("split", (1, 2, 0))
+
+
+def test_a_core_that_rolls_out_needs_no_hybrid_nodes() -> None:
+    run = SharingRun(nodes(1, "", 1, count=0, core="train"))
+    run.decide()
+    run.batches(5)
+    decision = run.decide()
+    assert (decision.action, decision.nodes) == ("time_share", (0,))
+    assert decision.numbers["shared_s"] == pytest.approx(480.0 + 480.0 / 2 + 20.0)
 
 
 def test_dear_switches_end_it_after_two_batches_and_for_good() -> None:
@@ -175,7 +198,7 @@ def test_a_lost_node_changes_the_numbers_and_not_the_mode() -> None:
     assert run.decide().action == "hold"
     run.batches(6)
     decision = run.decide()
-    assert decision.reason.startswith("hold: time-sharing, a batch takes 250.0 s where 3 hybrid nodes")
+    assert decision.reason.startswith("hold: time-sharing, a batch takes 250.0 s where 3 nodes")
 
 
 def rest(trajectories: int, *, complete: bool = False, admitted: bool = True, engines: int = 1, **running: int) -> Rest:
@@ -207,3 +230,18 @@ def test_after_the_commit_those_that_trained_go_back_and_others_stay() -> None:
         to_rollout=(1, 2, 3, 4), reason="the step is committed"
     )
     assert moves_within_step(training, rest(3), frozenset()).to_rollout == (), "they wait for the batch"
+
+
+def test_the_core_leaves_first_as_one_and_returns_once_no_other_node_is_on_its_way() -> None:
+    rolling = nodes(2, "rollout", 1, core="rollout")
+    go = lambda r: moves_within_step(rolling, r, frozenset()).to_train  # noqa: E731
+    assert go(rest(48)) == (), "one of six nodes could go: the core has two"
+    assert go(rest(40, r0=9, r1=9, r2=1)) == (0, 1)
+    assert go(rest(32, r0=9, r1=9, r2=1)) == (0, 1, 3), "then the idlest"
+    assert go(rest(0, complete=True)) == (0, 1, 2, 3, 4, 5)
+    everyone = frozenset(range(6))
+    back = lambda found: moves_within_step(found, rest(64), everyone).to_rollout  # noqa: E731
+    assert back(nodes(2, "train", 1, core="train")) == (2, 3, 4, 5, 0, 1)
+    assert back(nodes(2, "rollout", 1, core="train")) == (0, 1)
+    assert back(nodes(2, "to_train", 1, core="train")) == (), "it is to join first"
+    assert back(nodes(2, "train", 1)) == (2, 3, 4, 5), "a core that does not share"

@@ -1,0 +1,205 @@
+"""A core that rolls out, too: it rests, rolls out, and is back for the next generation, whatever ends meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_hpc.policies.pool.states import (
+    Effect,
+    Event,
+    IllegalTransition,
+    MemberOf,
+    MoveOrdered,
+    NodeState,
+    Pool,
+    StateArrived,
+    advance,
+    start,
+)
+from libra_hpc.protocol.agents import (
+    DrainTurns,
+    FormGeneration,
+    RankBack,
+    RankLost,
+    RestCore,
+    StandbyEngine,
+    StartEngine,
+    TurnsDrained,
+)
+from libra_hpc.protocol.engine_state import EngineState
+
+from .test_states import after, lost, ready, states
+
+CORE = (1, 2)
+
+
+def rests(rank: int) -> EngineState:
+    return EngineState(rank, "train", "standby")
+
+
+def training(core: tuple[int, ...] = (1,)) -> Pool:
+    """The core (1, or 1 and 2), a hybrid node (3) that trains with it, and a rollout node (4)."""
+    kinds = [*((rank, "train") for rank in core), (3, "hybrid"), (4, "rollout")]
+    pool, _ = start(kinds, "train", lambda rank: core if rank in core else (rank,), core_rolls_out=True)  # type: ignore[arg-type]
+    pool = after(pool, ready(4, "rollout"), *(ready(rank, "train") for rank in (*core, 3)))
+    generation = pool.issued
+    members = (*core, 3)
+    return after(pool, *(event for rank in members for event in (StateArrived(rank), MemberOf(rank, generation))))
+
+
+def rolling(core: tuple[int, ...] = (1,)) -> Pool:
+    """All nodes roll out."""
+    pool = after(training(core), MoveOrdered(3, "rollout"), MoveOrdered(1, "rollout"))
+    generation = pool.issued
+    pool = after(pool, *(event for rank in core for event in (StateArrived(rank), MemberOf(rank, generation))))
+    pool = after(pool, ready(3, "rollout"), *map(rests, core), *(ready(rank, "rollout") for rank in core))
+    assert set(states(pool)) == {"rollout"}
+    return pool
+
+
+def test_the_core_rolls_out_between_two_generations() -> None:
+    pool = training()
+    pool = after(pool, MoveOrdered(3, "rollout"), does=[FormGeneration(3, (1,))])
+    pool = after(pool, MoveOrdered(1, "rollout"), does=[RestCore()])
+    pool = after(pool, StateArrived(1), MemberOf(1, 3), does=[StandbyEngine(3, "train"), StartEngine(3, "rollout")])
+    assert states(pool) == ["to_rollout", "to_rollout", "rollout"]
+    pool = after(pool, rests(1), does=[StartEngine(1, "rollout")])
+    pool = after(pool, ready(1, "rollout"), ready(3, "rollout"), does=[])
+    assert states(pool) == ["rollout"] * 3
+
+    pool = after(pool, MoveOrdered(1, "train", abort=True), does=[DrainTurns(1, abort=True)])
+    pool = after(pool, TurnsDrained(1), does=[StandbyEngine(1, "rollout"), StartEngine(1, "train")])
+    pool = after(pool, ready(1, "train"), does=[FormGeneration(4, (1,))])
+    pool = after(pool, StateArrived(1), MemberOf(1, 4), does=[])
+    assert states(pool) == ["train", "rollout", "rollout"]
+
+
+def test_a_hybrid_node_that_is_ready_first_waits_for_the_core() -> None:
+    pool = after(rolling(), MoveOrdered(3, "train"), MoveOrdered(1, "train"))
+    pool = after(pool, TurnsDrained(3), TurnsDrained(1))
+    pool = after(pool, ready(3, "train"), does=[])
+    pool = after(pool, ready(1, "train"), does=[FormGeneration(4, (1, 3))])
+    pool = after(pool, *(event for rank in (1, 3) for event in (StateArrived(rank), MemberOf(rank, 4))))
+    assert states(pool) == ["train", "train", "rollout"]
+
+
+def test_nodes_of_the_core_move_together() -> None:
+    pool = rolling(CORE)
+    pool = after(pool, MoveOrdered(2, "train"), does=[DrainTurns(1), DrainTurns(2)])
+    pool = after(pool, TurnsDrained(1), TurnsDrained(2), ready(1, "train"), does=None)
+    assert states(pool) == ["to_train", "to_train", "rollout", "rollout"]
+    pool = after(pool, ready(2, "train"), does=[FormGeneration(4, CORE)])
+
+
+def test_a_lost_rollout_engine_sends_the_core_back_to_training() -> None:
+    pool = after(rolling(), lost(1, "rollout"), does=[DrainTurns(1, abort=True)])
+    pool = after(pool, TurnsDrained(1), ready(1, "train"), StateArrived(1), MemberOf(1, 4))
+    assert states(pool) == ["train", "rollout", "rollout"]
+    # While it wakes, and in standby.
+    pool = after(pool, MoveOrdered(1, "rollout"), rests(1), lost(1, "rollout"), does=None)
+    assert states(pool)[0] == "to_train"
+    pool = after(pool, TurnsDrained(1), ready(1, "train"), lost(1, "rollout"))
+    assert states(pool)[0] == "to_train", "it is in no generation yet"
+
+
+def test_lost_trainers_bring_the_core_back_before_the_batch_needs_it() -> None:
+    pool = after(rolling(), lost(1, "train"), does=[DrainTurns(1, abort=True)])
+    pool = after(pool, TurnsDrained(1), does=[StandbyEngine(1, "rollout"), StartEngine(1, "train")])
+    pool = after(pool, ready(1, "train"), does=[FormGeneration(4, (1,))])
+    # Before they are in standby.
+    pool = after(training(), MoveOrdered(1, "rollout"), lost(1, "train"), does=[RestCore(), StartEngine(1, "train")])
+    assert states(pool) == ["starting", "train", "rollout"]
+    pool = after(pool, ready(1, "train"), does=[FormGeneration(3, (1, 3))])
+
+
+def test_trainers_that_rest_although_the_core_was_ordered_back_wake() -> None:
+    pool = after(training(CORE), MoveOrdered(1, "rollout"), rests(1), lost(1, "rollout"), does=None)
+    pool = after(pool, rests(2), does=[])
+    pool = after(pool, TurnsDrained(1), TurnsDrained(2), ready(1, "train"), ready(2, "train"))
+    assert pool.forming is not None
+    pool = after(pool, rests(1), does=[StartEngine(1, "train")])
+    pool = after(pool, ready(1, "train"), does=[FormGeneration(4, (1, 2, 3))])
+
+
+def test_only_a_core_that_shares_moves() -> None:
+    pool, _ = start([(1, "train"), (2, "rollout")])
+    for event in (MoveOrdered(1, "rollout"), rests(1)):
+        with pytest.raises(IllegalTransition):
+            advance(pool, event)
+
+
+disturbances: st.SearchStrategy[Event] = st.one_of(
+    st.builds(MoveOrdered, st.sampled_from((1, 3, 4)), st.sampled_from(("train", "rollout"))),
+    st.builds(lost, st.sampled_from((1, 3, 4)), st.sampled_from(("train", "rollout"))),
+    st.builds(RankLost, st.sampled_from((3, 4))),
+)
+
+
+class Obedient:
+    """A cluster that does what the pool's effects ask, in any order across nodes."""
+
+    def __init__(self) -> None:
+        kinds = ((1, "train"), (2, "rollout"), (3, "hybrid"), (4, "hybrid"))
+        self.pool, effects = start(kinds, core_rolls_out=True)  # type: ignore[arg-type]
+        self.inbox: list[Event] = []
+        self._obey(effects)
+
+    def apply(self, event: Event) -> None:
+        if isinstance(event, EngineState) and event.state == "lost":
+            self.inbox = [e for e in self.inbox if not _same_engine(e, event)]
+        try:
+            self.pool, effects = advance(self.pool, event)
+        except IllegalTransition:
+            return
+        if isinstance(event, RankLost):
+            self.inbox = [e for e in self.inbox if e.rank != event.rank or isinstance(e, MemberOf)]
+            self.inbox.append(RankBack(event.rank))
+        assert self.pool.nodes[1].state is not NodeState.LOST
+        self._obey(effects)
+
+    def _obey(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case StartEngine(rank=rank, kind=kind):
+                    self.inbox = [e for e in self.inbox if not _same_engine(e, ready(rank, kind))]
+                    self.inbox.append(ready(rank, kind))
+                case DrainTurns(rank=rank):
+                    self.inbox.append(TurnsDrained(rank))
+                case FormGeneration(generation=generation, ranks=members):
+                    for rank in members:
+                        self.inbox += (StateArrived(rank), MemberOf(rank, generation))
+                case RestCore():
+                    self.inbox.append(rests(1))
+
+    def rest(self) -> None:
+        for _ in range(300):
+            if self.inbox:
+                self.apply(self.inbox.pop(0))
+        assert not self.inbox
+
+
+def _same_engine(event: Event, other: EngineState) -> bool:
+    return isinstance(event, EngineState) and (event.rank, event.kind) == (other.rank, other.kind)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_whatever_happens_a_core_that_is_wanted_trains_and_all_others_work(data: st.DataObject) -> None:
+    cluster = Obedient()
+    for _ in range(data.draw(st.integers(0, 40))):
+        if cluster.inbox and data.draw(st.integers(0, 2)):
+            cluster.apply(cluster.inbox.pop(data.draw(st.integers(0, len(cluster.inbox) - 1))))
+        else:
+            cluster.apply(data.draw(disturbances))
+    cluster.rest()
+    if cluster.pool.nodes[1].state is NodeState.ROLLOUT:
+        cluster.apply(MoveOrdered(1, "train", abort=True))
+        cluster.rest()
+    assert cluster.pool.nodes[1].state is NodeState.TRAIN
+    for node in cluster.pool.nodes.values():
+        assert node.state is (NodeState.TRAIN if node.role == "train" else NodeState.ROLLOUT)
+        assert (node.rank in cluster.pool.membership.ranks) == (node.role == "train")
