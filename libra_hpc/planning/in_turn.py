@@ -26,9 +26,8 @@ ROLL_OUT = "roll_out"
 
 def ways(config: RunConfig, switch_s: float) -> tuple[InTurn, ...]:
     """Hybrid nodes alone, and all nodes."""
-    known = ROLL_OUT in type(config.components.train).model_fields
     real, on_gpus = config.run.engine == "real", config.slurm.device == "cuda" or config.components.train.gpus > 0
-    core, overlap = known and not (real and on_gpus), config.algorithm.eta > 0
+    core, overlap = not (real and on_gpus), config.algorithm.eta > 0
     return tuple(InTurn(switch_s, rolls, runs=not overlap and (core or not rolls)) for rolls in (False, True))
 
 
