@@ -104,8 +104,6 @@ def simulate(
     for option, value in (("--train-s", train_s), ("--sync-s", sync_s), ("--host-kv-gb", host_kv_gb)):
         if not math.isfinite(value):
             raise invalid(option, value, "not a finite number", "a number >= 0")
-    if kv_dtype not in KV_ELEMENT_BYTES:
-        raise invalid("--kv-dtype", kv_dtype, "unknown type", list(KV_ELEMENT_BYTES))
     fleet = build_engines(
         buckets,
         gpus,

@@ -7,7 +7,7 @@ A weight update does not drain. By default running requests go back into the que
 dropped. Each request is recomputed under the new weights before its next token. Every recorded log-probability is
 therefore that of one model over the whole context, named by its version. With ``kv_after_update = "keep"`` they go on.
 
-Steps may be scheduled ahead (`.steps`); then the one in flight ends before weights change.
+Steps may be scheduled ahead (`.vllm_steps`); then the one in flight ends before weights change.
 
 One thread only: two threads silently corrupt vLLM's per-process state.
 """
@@ -36,9 +36,9 @@ from .kv_room import KvRoom
 from .settings import EngineConfig, engine_arguments
 from .stats import EngineCounters
 from .steplog import BatchWatch, StepLog, StepLogHeader
-from .steps import VllmSteps
 from .turns import TurnInFlight, TurnRejected, read_prompt, sampling
 from .update.staged_update import POLL_S, StagedUpdate
+from .vllm_steps import VllmSteps
 from .warm_up import profile
 
 SLEEP_LEVEL = 2

@@ -59,7 +59,7 @@ def prepare(config: settings.EngineConfig) -> None:
 
     CpuPlatform.check_and_update_config = staticmethod(checked)
     Scheduler.schedule = slow
-    from libra_hpc.engine.steps import VllmSteps
+    from libra_hpc.engine.vllm_steps import VllmSteps
 
     drain = VllmSteps.drain
 

@@ -13,7 +13,7 @@ import msgspec
 from libra_hpc.errors import invalid
 from libra_hpc.models.capacity import host_memory
 from libra_hpc.models.devices import device as find_device
-from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.shapes import KV_ELEMENT_BYTES, model_shape
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.simulator.settings import EngineSpec
@@ -67,6 +67,8 @@ def build_engines(
 
     Raises `UserError` for a pattern that does not fit, and as `lookup` does for unknown devices and models.
     """
+    if kv_dtype not in KV_ELEMENT_BYTES:
+        raise invalid("--kv-dtype", kv_dtype, "unknown type", list(KV_ELEMENT_BYTES))
     pattern = parse_buckets(buckets)
     size = sum(bucket.count * bucket.tp for bucket in pattern)
     if gpus and size > gpus:

@@ -4,7 +4,7 @@ Ahead, vLLM forms and dispatches a batch before it waits for the one before, so 
 host. Between two passes one batch is in flight.
 
 - Weights change or memory is freed -> `drain` first, so that every token is of weights with a known version.
-- A request is aborted -> its token in flight is in no answer; where the turn goes on, it is sampled anew.
+- A request is aborted -> its token in flight is in no answer; where the turn goes on, it is sampled again.
 - A request ends by a stop id -> vLLM drops what the batch in flight computes for it.
 """
 
