@@ -99,6 +99,16 @@ if "libra_hpc.agent.agent" in sys.orig_argv and int(os.environ.get("PMI_RANK", "
 {code}
 """
 
+SHARING_PAYS = """
+from libra_hpc.policies.control import within_step
+from libra_hpc.protocol.plan import PlanDecision
+def decide(self, snapshot, estimate, now):
+    action = "hold" if any(node.role == within_step.BOTH for node in snapshot.nodes) else "time_share"
+    return PlanDecision(action, -1, f"{action}: as the test has it", {})
+within_step.TimeSharing.decide = decide
+"""
+"""The planner chooses time-sharing at once and for good: the nodes of this machine share its cores."""
+
 
 def patched(folder: Path, code: str, *ranks: int) -> list[str]:
     """Options by which the agents of these ranks run ``code`` before anything else."""
