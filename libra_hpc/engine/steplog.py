@@ -48,7 +48,7 @@ class BatchWatch:
         self._formed: dict[int, StepWork] = {}
         self._scheduler, self._schedule, self._update = scheduler, scheduler.schedule, scheduler.update_from_output
         scheduler.schedule = self._watched  # type: ignore[method-assign]
-        scheduler.update_from_output = self._ended  # type: ignore[method-assign]
+        scheduler.update_from_output = self._ended  # type: ignore[method-assign,assignment]
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
         output = self._schedule(*args, **kwargs)

@@ -2,17 +2,16 @@
 
 `TimeSharing.decide` compares it with the best split, both from one estimate:
 
-- Predicted: rollout with all nodes that can roll out + training with all that can train + one pair of switches. Nothing
-  is trained beside rollout: the gradients of a complete group are lost when nodes join.
+- Predicted: rollout with all nodes that can + training with all that can + one pair of switches. Nothing is trained
+  beside rollout: the gradients of a complete group are lost when nodes join.
 - Gain beyond measurement error and ``min_gain`` -> ``time_share``.
 - Batches take other times than predicted -> the difference corrects the next prediction, until the workload changes.
 - No gain any more -> ``split``: each hybrid node stays in a stage of the best split, train nodes in theirs.
 
-`moves_within_step` moves the nodes of a run in time-sharing:
+`moves_within_step` moves the nodes:
 
 - A step is committed -> the nodes that trained it go back; the core once no other one is on its way to it.
-- The rest of a batch fits on fewer nodes (`TAIL`) -> the core goes to training, then those with the fewest turns; one
-  node always stays.
+- The rest of a batch fits on fewer nodes (`TAIL`) -> the core goes to training, then nodes with few turns; one stays.
 - The batch is complete -> all others follow.
 """
 
