@@ -91,7 +91,7 @@ def _cut_off(
         for peer in node.beat.unreachable if node.beat is not None and heard else ():
             if peer in lost or peer not in nodes:  # a guest
                 continue
-            other_stays = peer == own or (peer in leaders and rank not in leaders)
+            other_stays = rank != own and (peer == own or (peer in leaders and rank not in leaders))
             victim, other = (rank, peer) if other_stays else (peer, rank)
             if nodes[victim].pid and now - nodes[victim].since >= BROKEN_S:
                 found[victim] = LostNode(victim, f"its connection to node {other} broke", now - nodes[victim].seen)

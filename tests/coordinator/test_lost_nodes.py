@@ -172,6 +172,7 @@ def test_a_broken_connection_between_two_that_live_costs_the_one_that_leads_noth
     assert lost(3, 2) == [(2, "its connection to node 3 broke")]
     assert lost(2, 0) == [(2, "its connection to node 0 broke")], "rank 0 is never given up"
     assert lost(1, 0) == [(1, "its connection to node 0 broke")]
+    assert lost(0, 1) == [(1, "its connection to node 0 broke")], "rank 0 reports, too"
     assert sorted(lost(1, 2, gone={3: Gone(13)})) == [
         (2, "its connection to node 1 broke"),
         (3, "its agent's process ended"),
