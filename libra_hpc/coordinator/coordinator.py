@@ -140,7 +140,7 @@ class Coordinator:
             case EngineState() | wire.TurnsDrained():
                 self._nodes.apply(message)
             case wire.CoreWanted():
-                self._sharing.core_to_train(time.time())
+                self._sharing.core_to_train(time.time(), at_once=self._stopping)
             case wire.MemberJoined(rank=rank, generation=generation):
                 self._event("member_joined", **msgspec.structs.asdict(message))
                 self._nodes.apply(states.StateArrived(rank))

@@ -23,7 +23,7 @@ from libra_hpc.planning.live import live_planner
 from libra_hpc.policies.control.hysteresis import SWITCHES
 from libra_hpc.policies.control.within_step import BOTH, TAIL, Rest, moves_within_step
 from libra_hpc.policies.pool.states import Node, NodeState
-from libra_hpc.protocol.agents import AwaitMembers, RolloutReport
+from libra_hpc.protocol.agents import AwaitMembers, RolloutReport, TurnsDrained
 from libra_hpc.protocol.engine_state import EngineKind
 from libra_hpc.protocol.plan import NodeFact, PlanDecision, SpotFact
 
@@ -70,10 +70,13 @@ class StepSharing:
         nodes = self._nodes.pool.nodes.values() if self._nodes.pool else ()
         return [node for node in nodes if node.component == "hybrid" and node.state not in AWAY]
 
-    def core_to_train(self, now: float) -> None:
-        """The trainers of the core have something to do."""
+    def core_to_train(self, now: float, at_once: bool) -> None:
+        """The trainers of the core have something to do; ``at_once``: without the rollout leader."""
         if (core := self._core()) and all(node.state is NodeState.ROLLOUT for node in core):
             self._nodes.move(core[0].rank, "train", now, abort=True)
+        for node in self._core() if at_once else ():
+            if node.draining:
+                self._nodes.apply(TurnsDrained(node.rank))
 
     def _core(self) -> list[Node]:
         """Nodes of the core, if they roll out, too."""

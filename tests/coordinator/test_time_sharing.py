@@ -151,13 +151,17 @@ def test_a_core_that_rolls_out_goes_after_the_commit_and_is_back_before_the_batc
     assert scene.states == "train rollout rollout rollout", "once in a step"
     assert [s.direction for s in scene.seen.switches] == ["to_rollout", "to_train"]
 
-    scene.sharing.core_to_train(time.time())
+    scene.sharing.core_to_train(time.time(), at_once=False)
     assert not scene.orders(wire.DrainTurns), "it trains"
     scene.step = 1
     scene.report(99, composed=1, r2=30, r3=30, r4=30)
     scene.nodes.apply(EngineState(1, "train", "standby"))
-    scene.sharing.core_to_train(time.time())
+    scene.sharing.core_to_train(time.time(), at_once=False)
     assert not scene.orders(wire.DrainTurns), "its engines are not there yet"
     scene.nodes.apply(EngineState(1, "rollout", "ready", seconds=1.0))
-    scene.sharing.core_to_train(time.time())
+    scene.sharing.core_to_train(time.time(), at_once=False)
     assert scene.orders(wire.DrainTurns) == [wire.DrainTurns(1, abort=True)]
+    # The rollout leader, which would answer, may be lost.
+    scene.sharing.core_to_train(time.time(), at_once=True)
+    assert scene.orders(wire.StandbyEngine)[-1] == wire.StandbyEngine(1, "rollout")
+    assert scene.orders(wire.StartEngine)[-1] == wire.StartEngine(1, "train")
