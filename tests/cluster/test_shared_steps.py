@@ -85,7 +85,7 @@ def trained_alone(run: RunDir, policy: Path, place: ReplicaPlace, out: Path) -> 
     checkpoint.write_policy(engine, policy, out)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.parametrize("core", [False, True], ids=["hybrid", "core"])
 def test_a_run_in_time_sharing_has_the_weights_of_one_process(
     policy: Path, tmp_path: Path, world: ReplicaPlace, core: bool
