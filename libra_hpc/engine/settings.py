@@ -6,6 +6,7 @@ Only here does the device (CPU or GPU) decide anything. Choices for every device
 - ``processed_logprobs``: of the distribution sampled from, after temperature; vLLM's default is before it.
 - ``enable_chunked_prefill``: long prompts do not stall running turns. Per-request seeds end vLLM on CPU with it, so
   ``seed`` seeds the engine.
+- ``VLLM_USE_FLASHINFER_SAMPLER=0``: it hides the log-probabilities under top-p and top-k, and compiles itself.
 - ``VLLM_CPU_OMP_THREADS_BIND=nobind``: Slurm places threads; vLLM would put all engines of a node on the same cores.
 """
 
@@ -152,6 +153,7 @@ def environment(config: EngineConfig) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

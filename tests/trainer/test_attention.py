@@ -202,3 +202,16 @@ def test_a_kernel_that_fails_at_the_start_is_not_used(
     assert (chosen is rectangles) == (kernel is not varlen)
     assert line in printed
     assert printed.count("\n") == (kernel is not varlen)
+
+
+def test_a_kernel_of_an_older_torch_is_not_told_of_fewer_key_heads(
+    shape: Architecture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def older(
+        *arguments: Any, scale: float | None = None, window_size: tuple[int, int] = (-1, -1), return_aux: Any = None
+    ) -> torch.Tensor:
+        return varlen(*arguments, scale=scale, window_size=window_size, enable_gqa=True)
+
+    monkeypatch.setattr(attention_check, "has_segments", lambda *_: True)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older)
+    assert isinstance(choose_kernel(shape, CPU, torch.bfloat16, ALONE), Segments)

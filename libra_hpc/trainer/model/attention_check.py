@@ -6,7 +6,10 @@ are checked without a collective: this rank's pieces of the pack, and all column
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -40,13 +43,23 @@ def checked_segments(
 ) -> Segments | str:
     """The variable-length kernel after it and `rectangles` ran once, on a tiny pack; or its fault, in words."""
     try:
-        from torch.nn.attention.varlen import varlen_attn
-
-        kernel = Segments(varlen_attn)
+        kernel = Segments(torchs_varlen())
         return fault(kernel, shape, device, dtype=dtype, place=place) or kernel
     except Exception as error:
         # A torch without the kernel, or a kernel that refuses this GPU: there are many ways to say so.
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def torchs_varlen() -> Callable[..., Any]:
+    """torch's variable-length kernel; that of torch before 2.13 takes fewer key heads without being told."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    newest: Callable[..., Any] = varlen_attn
+    try:
+        inspect.signature(newest).bind_partial(enable_gqa=True)
+    except TypeError:
+        return lambda *tensors, enable_gqa, **named: newest(*tensors, **named)
+    return newest
 
 
 def fault(kernel: Kernel, shape: Architecture, device: torch.device, *, dtype: torch.dtype, place: ReplicaPlace) -> str:
