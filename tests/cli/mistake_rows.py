@@ -51,7 +51,7 @@ TEXTS: dict[str, tuple[bytes, str]] = {
     "a list of sections": (b"[[run]]\n", "run = [{}]: wrong type; valid: a table."),
     "a key outside of sections": (b"steps = 3\n", "steps = 3: unknown key in the run file; valid: algorithm, "),
     "an unknown component": (b"[components.judge]\nnodes = 1\n", "[components.judge]: unknown section in [components]"),
-    "an unknown key of a component": (b"[components.train]\ngpu = 8\n", "reservation (did you mean 'gpus'?)."),
+    "an unknown key of a component": (b"[components.train]\ngpu = 8\n", "roll_out (did you mean 'gpus'?)."),
     "a list for text": (b"[slurm]\nextra = '--exclusive'\n", "slurm.extra = '--exclusive': wrong type; valid: a list"),
     "a number as a variable": (b"[compute.env]\nA = 1\n", "compute.env.A = 1: wrong type; valid: a table of variables"),
     "a variable's name": (b"[compute.env]\n'A-B' = '1'\n", "compute.env = 'A-B': malformed name; valid: a table of"),

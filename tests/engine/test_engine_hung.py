@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,6 +63,7 @@ def test_nothing_new_starts_and_steps_go_on_until_every_cache_is_there() -> None
 
     engine, scheduler = RolloutEngine.__new__(RolloutEngine), Loading()
     engine._scheduler, engine._turns, engine._unsettled = scheduler, {}, False  # type: ignore[assignment]
+    engine._steps = SimpleNamespace(in_flight=False)  # type: ignore[assignment]
     assert (engine.settled(), engine.busy) == (True, False)
     scheduler.kv_holding_waiting.append("waiting")
     assert (engine.settled(), engine.busy) == (False, True)

@@ -69,6 +69,9 @@ def build_engines(
     """
     if kv_dtype not in KV_ELEMENT_BYTES:
         raise invalid("--kv-dtype", kv_dtype, "unknown type", list(KV_ELEMENT_BYTES))
+    if calibration and (kv_dtype != "auto" or async_steps):
+        option, value = ("--async-steps", True) if async_steps else ("--kv-dtype", kv_dtype)
+        raise invalid(option, value, "a calibration file has the engines that were measured", "one of the two")
     pattern = parse_buckets(buckets)
     size = sum(bucket.count * bucket.tp for bucket in pattern)
     if gpus and size > gpus:
@@ -76,7 +79,8 @@ def build_engines(
             "--buckets", buckets, f"it has {size} GPUs, more than --gpus = {gpus}", f"a pattern of at most {gpus} GPUs"
         )
     copies = gpus // size if gpus else 1
-    shape = model_shape(model).with_kv(kv_dtype)
+    # A model that was measured need be in no table.
+    shape = model if calibration and not host_gb else model_shape(model).with_kv(kv_dtype)
     machine = find_device(device, devices_file).asynchronous() if async_steps else device
     engines: list[EngineSpec] = []
     sources: list[str] = []
