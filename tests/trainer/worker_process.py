@@ -5,13 +5,20 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
+
+import torch
 
 WAIT_S = 120.0
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["libra_hpc.trainer.worker"])
-"""Importing torch and Megatron takes 4 s of processor time, so one process does it, and workers are forked from it."""
+FORKS = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+"""Importing torch and Megatron takes 4 s of processor time, so one process does it, and workers are forked from it.
+
+Where there is a GPU each imports them: Megatron's import opens the GPU, and a fork cannot use it.
+"""
+if isinstance(FORKS, ForkServerContext):
+    FORKS.set_forkserver_preload(["libra_hpc.trainer.worker"])
 
 
 def _work(command: list[str], log: Path) -> None:
