@@ -47,9 +47,9 @@ CPU_STEP_TOKENS = 512
 """Most tokens of a step on CPUs, where a prompt's token takes as long as a decoded one: messages wait for a step. After
 an update the longest step took 11.1 s with 2,048, vLLM's default; 3.1 s with 512, and all of it 9 % longer; 2.3 s with
 128, and 60 % longer."""
-BESIDE_A_SERVER = 0.01
-"""Share of a GPU that must be free for a start: vLLM's 0.92 never is beside a server.  ``kv_cache_mb`` sets the size of
-the cache."""
+SHARED_GPU = 0.01
+"""Share of a GPU that must be free for a start where ``kv_cache_mb`` sets the size of the cache: vLLM's 0.92 never is
+beside a server or a trainer."""
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -214,5 +214,5 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "enforce_eager": config.device == "cpu",
         "cudagraph_capture_sizes": list(CAPTURED) if config.device == "cuda" else None,
         "enable_sleep_mode": config.device == "cuda",
-        **({"gpu_memory_utilization": BESIDE_A_SERVER} if config.gate and config.device == "cuda" else {}),
+        **({"gpu_memory_utilization": SHARED_GPU} if config.kv_cache_mb and config.device == "cuda" else {}),
     }

@@ -164,8 +164,8 @@ def test_reports_are_paced_while_busy_and_follow_falling_idle_once() -> None:
     assert pacer.due(10.1, worked=False, busy=False)
 
 
-def test_a_gpu_engine_beside_a_server_starts_in_the_memory_that_is_left() -> None:
+def test_a_gpu_engine_whose_cache_has_a_size_starts_in_the_memory_that_is_left() -> None:
     gate = GateConfig(page="page", ttft_s=0.5, tpot_s=0.15)
-    beside = engine_arguments(config(device="cuda", gate=gate))
-    assert beside["gpu_memory_utilization"] < 0.1
-    assert "gpu_memory_utilization" not in engine_arguments(config(device="cuda"))
+    for shared in ({"gate": gate, "kv_cache_mb": 64}, {"kv_cache_mb": 64}):
+        assert engine_arguments(config(device="cuda", **shared))["gpu_memory_utilization"] < 0.1
+    assert "gpu_memory_utilization" not in engine_arguments(config(device="cuda", kv_cache_mb=0))
