@@ -34,10 +34,10 @@ class Plant:
         self._writer.write(ServingView(written=self.now, served=self.served, last_token=self.now))
         return self.steps.may_step(work)
 
-    def wait(self, seconds: float, work: bool = True) -> None:
+    def wait(self, seconds: float, work: bool = True, every: float = 0.01) -> None:
         end = self.now + seconds
         while self.now < end:
-            self.now += 0.01
+            self.now += every
             self.ask(work)
 
     def step(self, tokens: int, seconds: float) -> None:
@@ -139,7 +139,7 @@ def test_turns_wait_as_long_as_pauses_usually_are(plant: Plant) -> None:
     assert stood_s(plant) == pytest.approx(PAUSES * 1.9, abs=0.2)
     for _ in range(40):
         plant.served = 1
-        plant.wait(100.0)
+        plant.wait(100.0, every=0.2)
         plant.served = 0
         plant.wait(1.0)
     assert stood_s(plant) == pytest.approx(LONGEST_S, abs=0.2)
