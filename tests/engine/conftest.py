@@ -1,4 +1,4 @@
-"""Two tiny models per session, and one engine process per test module."""
+"""Two tiny models per session, and one engine process of either kind for the modules of this folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return make_model(tmp_path_factory.mktemp("new"), seed=2)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["each step waits", "steps ahead"])
+@pytest.fixture(scope="package", params=[False, True], ids=["each step waits", "steps ahead"])
 def engine(
     request: pytest.FixtureRequest, old: Model, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineUnderTest]:
@@ -35,6 +35,7 @@ def engine(
         assert (ready.version, ready.capacity.tp, ready.capacity.max_model_len) == (1, 1, 1024)
         # 2 MiB of float32 keys and values, 2 layers, hidden 64: one of its blocks is vLLM's own.
         assert ready.capacity.kv_tokens == 2 * 2**20 // (2 * 2 * 64 * 4) == 64 * 32
+        under_test.loaded = under_test.greedy()
         yield under_test
         under_test.process.terminate()
         assert under_test.process.wait(60) == 0

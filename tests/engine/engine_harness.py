@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import socket
@@ -37,9 +38,14 @@ from libra_hpc.protocol.engine_state import EngineState, EngineStats
 from libra_hpc.weights.image import Image
 from libra_hpc.weights.pieces import WHOLE, Encoded, TensorBlock, offer_path, payload_path, write_offer
 
+Greedy = list[tuple[list[int], bytes]]
 VOCAB = 128
 PATIENCE_S = 280.0
 """Longest wait for a message before a test fails: a start-up on a loaded machine."""
+PROMPTS = [[5, 17, 99, 3, 64, 21, 8], [1, 2, 3], list(range(10, 50))]
+"""Of `EngineUnderTest.greedy`."""
+versions = itertools.count(10)
+"""Of the weights that an engine of several modules gets."""
 
 
 class Model:
@@ -194,6 +200,8 @@ class EngineUnderTest:
         self._buffer = FrameBuffer()
         self._inbox: list[tuple[FromEngine, int]] = []
         self.stats: list[EngineStats] = []
+        self.loaded: Greedy = []
+        """What it said with the weights that it had loaded itself."""
         self.reported = 0
         """Reports that came before the message received last."""
 
@@ -248,6 +256,11 @@ class EngineUnderTest:
             done = self.expect(Generated)
             answers[done.rid] = done
         return [answers[request.rid] for request in requests]
+
+    def greedy(self) -> Greedy:
+        """Tokens of some prompts, and the bits of their log-probabilities."""
+        done = self.generate(*(turn(f"g{i}", prompt, 16, temperature=0.0) for i, prompt in enumerate(PROMPTS)))
+        return [(tokens_of(one), one.logprobs) for one in done]
 
     def apply(self, update: UpdateWeights) -> WeightsApplied:
         self.send(update)

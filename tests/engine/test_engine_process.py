@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 from pathlib import Path
@@ -27,13 +26,13 @@ from .engine_harness import (
     not_spinning,
     tokens_of,
     turn,
+    versions,
     wait_until,
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 TOLERANCE = 1e-3
-versions = itertools.count(10)
 rng = random.Random(7)
 
 

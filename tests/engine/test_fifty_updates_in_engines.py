@@ -19,9 +19,8 @@ from libra_hpc.weights.names import ReplicaPlace
 from tests.trainer.support import make_model
 from tests.trainer.test_fifty_updates import UPDATES, Run
 
-from .engine_harness import EngineUnderTest, Model, engine_config, tokens_of, turn
+from .engine_harness import EngineUnderTest, Model, engine_config
 
-PROMPTS = [[5, 17, 99, 3, 64, 21, 8], [1, 2, 3], list(range(10, 50))]
 NAMES = ("family", "tied", "engine", "tp", "pp", "dp", "ep", "etp")
 VALUES = (("qwen2", "phi3", "qwen3_moe"), (False, True), *((1, 2),) * 6)
 ROWS = [
@@ -53,12 +52,6 @@ def test_the_rows_have_every_pair() -> None:
     assert set().union(*map(pairs, ROWS)) == set().union(*map(pairs, product))
 
 
-def greedy(engine: EngineUnderTest) -> list[tuple[list[int], bytes]]:
-    """Tokens and the bits of their log-probabilities."""
-    done = engine.generate(*(turn(f"g{i}", prompt, 16, temperature=0.0) for i, prompt in enumerate(PROMPTS)))
-    return [(tokens_of(one), one.logprobs) for one in done]
-
-
 @pytest.mark.chaos
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
@@ -81,17 +74,17 @@ def test_fifty_versions_are_as_a_full_load_of_the_last(
     engine = EngineUnderTest(tmp_path / "engine", config)
     try:
         engine.ready()
-        first = greedy(engine)
+        first = engine.greedy()
         for _ in range(UPDATES):
             run.train()
             run.publish()
             assert engine.apply(UpdateWeights(image, run.version)).version == run.version
-        updated = greedy(engine)
+        updated = engine.greedy()
     finally:
         engine.close()
     loaded = EngineUnderTest(tmp_path / "loaded", msgspec.structs.replace(config, weights=image, version=run.version))
     try:
         loaded.ready()
-        assert greedy(loaded) == updated != first
+        assert loaded.greedy() == updated != first
     finally:
         loaded.close()

@@ -15,6 +15,7 @@ from libra_hpc.weights.image import IMAGE_FILE
 from tests.trainer.support import make_model as make_family
 
 from .engine_harness import (
+    PROMPTS,
     EngineUnderTest,
     Model,
     alive,
@@ -26,18 +27,11 @@ from .engine_harness import (
     not_spinning,
     tokens_of,
     turn,
+    versions,
     wait_until,
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-
-PROMPTS = [[5, 17, 99, 3, 64, 21, 8], [1, 2, 3], list(range(10, 50))]
-
-
-def greedy(engine: EngineUnderTest) -> list[tuple[list[int], bytes]]:
-    """Tokens and the bits of their log-probabilities."""
-    done = engine.generate(*(turn(f"g{i}", prompt, 16, temperature=0.0) for i, prompt in enumerate(PROMPTS)))
-    return [(tokens_of(one), one.logprobs) for one in done]
 
 
 def dense(folder: Path, seed: int) -> Model:
@@ -62,17 +56,16 @@ def experts(folder: Path, seed: int) -> Model:
 
 def assert_bit_for_bit(engine: EngineUnderTest, old: Model, new: Model, tmp_path: Path) -> None:
     """The weights of the folder's files were loaded by vLLM; they come back after others were staged in their place."""
-    image = old.image(tmp_path)
-    first = greedy(engine)
-    applied = engine.apply(bring(image, 2, load_file(new.weights)))
-    assert (applied.version, applied.stage_s > 0) == (2, True)
+    image, version = old.image(tmp_path), next(versions)
+    applied = engine.apply(bring(image, version, load_file(new.weights)))
+    assert (applied.version, applied.stage_s > 0) == (version, True)
     requests = [turn(f"n{i}", prompt, 8) for i, prompt in enumerate(PROMPTS)]
     for request, done in zip(requests, engine.generate(*requests), strict=True):
         context = list(memoryview(request.prompt).cast("i"))
         expected = new.logprobs(context + tokens_of(done), len(context))
         assert logprobs_of(done) == pytest.approx(expected, abs=1e-3)
-    engine.apply(bring(image, 3, load_file(old.weights), base=2))
-    assert greedy(engine) == first
+    engine.apply(bring(image, next(versions), load_file(old.weights), base=version))
+    assert engine.greedy() == engine.loaded
 
 
 def test_staged_weights_are_bit_for_bit_those_of_the_load_at_the_start(
@@ -98,6 +91,7 @@ def test_staged_weights_of_a_family_are_bit_for_bit_those_of_the_load_and_a_kill
     engine = EngineUnderTest(folder, engine_config(old, tp=tp, version=1))
     try:
         assert engine.ready().capacity.tp == tp
+        engine.loaded = engine.greedy()
         assert_bit_for_bit(engine, old, new, tmp_path)
         engine.idle()
         below = descendants(engine.process.pid)
@@ -114,10 +108,11 @@ def test_decoding_goes_on_while_it_stages_and_every_token_names_its_version(
     engine: EngineUnderTest, old: Model, new: Model, tmp_path: Path
 ) -> None:
     image = old.image(tmp_path)
-    engine.apply(old.update(20))
+    before, after = next(versions), next(versions)
+    engine.apply(old.update(before))
     requests = [turn(f"f{i}", [7 + i] * (20 + i), 300) for i in range(4)]
     engine.start(*requests)
-    engine.send(bring(image, 21, load_file(new.weights)))
+    engine.send(bring(image, after, load_file(new.weights)))
     messages = [engine.receive() for _ in range(5)]
     (applied,) = [message for message in messages if isinstance(message, WeightsApplied)]
     assert applied.recomputed > 0
@@ -125,10 +120,10 @@ def test_decoding_goes_on_while_it_stages_and_every_token_names_its_version(
     for request, done in itertools.product(requests, messages):
         if isinstance(done, Generated) and done.rid == request.rid:
             tokens, context = tokens_of(done), list(memoryview(request.prompt).cast("i"))
-            split = sum(count for version, count in done.versions if version == 20)
+            split = sum(count for version, count in done.versions if version == before)
             assert sum(count for _, count in done.versions) == 300
-            before, after = (model.logprobs(context + tokens, len(context)) for model in (old, new))
-            assert logprobs_of(done) == pytest.approx(before[:split] + after[split:], abs=1e-3)
+            first, second = (model.logprobs(context + tokens, len(context)) for model in (old, new))
+            assert logprobs_of(done) == pytest.approx(first[:split] + second[split:], abs=1e-3)
             mixed += 0 < split < 300
     assert mixed
 
@@ -136,21 +131,21 @@ def test_decoding_goes_on_while_it_stages_and_every_token_names_its_version(
 def test_what_cannot_be_staged_leaves_the_old_weights_serving(
     engine: EngineUnderTest, old: Model, new: Model, tmp_path: Path
 ) -> None:
-    engine.apply(old.update(30))
-    served = greedy(engine)
-    absent = UpdateWeights(str(tmp_path / "absent" / IMAGE_FILE), 31)
+    engine.apply(old.update(next(versions)))
+    served, version = engine.greedy(), next(versions)
+    absent = UpdateWeights(str(tmp_path / "absent" / IMAGE_FILE), version)
     assert "No such file" in engine.refuse(absent)
     image = old.image(tmp_path)
-    assert "no whole version" in engine.refuse(UpdateWeights(str(image.path), 31))
+    assert "no whole version" in engine.refuse(UpdateWeights(str(image.path), version))
     (tmp_path / "wide").mkdir()
     wide = make_model(tmp_path / "wide", seed=5, hidden=128)
     other = wide.image(tmp_path / "wide")
-    assert "expected [128, 64]" in engine.refuse(bring(other, 31, load_file(wide.weights)))
-    assert greedy(engine) == served
+    assert "expected [128, 64]" in engine.refuse(bring(other, version, load_file(wide.weights)))
+    assert engine.greedy() == served
     # Refused updates hold no lease, and do not stop the next one.
-    update = bring(image, 32, load_file(new.weights))
-    assert engine.apply(update).version == 32
-    assert greedy(engine) != served
+    update = bring(image, version, load_file(new.weights))
+    assert engine.apply(update).version == version
+    assert engine.greedy() != served
 
 
 def test_kept_kv_serves_the_groups_of_its_weights_and_no_later_one(
