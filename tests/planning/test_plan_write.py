@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from libra_hpc_cli import plan as command
 
 from libra_hpc.config.edit import edited
 from libra_hpc.config.load import load_run_file, validate, with_values
@@ -35,6 +38,25 @@ def rows(call: Call, *arguments: str) -> int:
     return len(re.findall(r"^ *\S*\d+\+\d+ +TP", out.rpartition("train as")[2], re.MULTILINE))
 
 
+@pytest.fixture
+def searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command of a test asks for the same plans."""
+    for name in ("best", "planned"):
+        monkeypatch.setattr(command, name, once(getattr(command, name)))
+
+
+def once(function: Callable[..., Any]) -> Callable[..., Any]:
+    found: list[Any] = []
+
+    def first(*arguments: Any, **keywords: Any) -> Any:
+        if not found:
+            found.append(function(*arguments, **keywords))
+        return found[0]
+
+    return first
+
+
+@pytest.mark.usefixtures("searched_once")
 @pytest.mark.parametrize(
     ("example", "model", "nodes"),
     [
