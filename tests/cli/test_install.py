@@ -123,13 +123,15 @@ def test_what_is_installed_is_compiled_also_where_processes_may_not(
 ) -> None:
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     packages = venv / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-    packages.mkdir(parents=True)
+    for folder in ("tests", "transformers/models"):
+        (packages / folder).mkdir(parents=True)
+        (packages / folder / "rare.py").write_text("")
     (packages / "module.py").write_text("")
     (packages / "for_python_2.py").write_text("print 1")
     python = venv / "bin" / "python"
     python.symlink_to(sys.executable)
     assert install.compile_bytes(python).wait() == 1
-    assert [path.name.split(".")[0] for path in packages.glob("__pycache__/*.pyc")] == ["module"]
+    assert [path.name.split(".")[0] for path in packages.rglob("*.pyc")] == ["module"]
 
 
 def test_errors_are_one_line_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
