@@ -28,7 +28,7 @@ CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 """PyTorch's index of CPU builds, for when pip's configured sources lack the ``+cpu`` build; PyPI never has it."""
 PINNED_PYTHON = (3, 11)
 """The wheels in ``cpu.txt`` need this Python version."""
-RARE = r"/site-packages/(.*/tests?|anthropic|transformers/models)/"
+RARE = r"/site-packages/((.*/)?tests?|anthropic|transformers/models)/"
 """What is seldom or never imported, and is a quarter of all sources: a model is one of four hundred families."""
 _NETWORK_SIGNS = (
     "NewConnectionError",
