@@ -291,7 +291,7 @@ class Agent:
     async def _outlive_coordinator(self) -> None:
         await self._watch.gone()
         if self.train_leader is not None and self._training is not None:
-            self.train_leader.on_stop("the coordinator was lost")
+            self.train_leader.on_coordinator_lost()
             await self._watch.save(self._training)
         elif self.layout.components[self.rank] in ("train", "hybrid"):
             await self._watch.stay(self.layout.train_leader)

@@ -9,6 +9,7 @@ It runs in the agent of the first node of the core and holds no weights. One loo
 - A snapshot is due -> every node of the core takes its part (`libra_hpc.state.snapshots`).
 - The core is to rest and nothing is left to do -> its trainers go into standby, until the next generation.
 - Something is to be done meanwhile -> the coordinator is asked for that generation (`CoreWanted`).
+- The coordinator is lost -> it is formed without being asked for, and the run is saved.
 - A step failed and the core committed it -> it counts as committed; else it is done again on the same batch.
 - The core was rebuilt from a snapshot -> the last `TrainLeader.retain` batches are replayed to the committed step.
 """
@@ -30,6 +31,7 @@ from libra_hpc.protocol.agents import (
     MeshMessage,
     RestCore,
     SnapshotStored,
+    StartEngine,
     StepReport,
     ToReplica,
     TrainingDone,
@@ -133,6 +135,8 @@ class TrainLeader(StepRequests):
         self._offer_failure = ""
         self._rest_wanted = self._rests = False
         """Whether the trainers of the core are to go into standby, and whether they are there."""
+        self._alone = False
+        """Whether nobody orders generations any more."""
 
     # --- inputs ---
 
@@ -225,6 +229,10 @@ class TrainLeader(StepRequests):
             self._stop_reason = reason
         self._wake.set()
 
+    def on_coordinator_lost(self) -> None:
+        self._alone = True
+        self.on_stop("the coordinator was lost")
+
     # --- the loop ---
 
     async def run(self) -> None:
@@ -283,6 +291,10 @@ class TrainLeader(StepRequests):
     async def _order_or_retry(self) -> bool:
         while self._rests and not self._ordered_newer():
             await self._until(lambda: self._ordered_newer() or self._core_wanted())
+            if self._alone and not self._ordered_newer():
+                for rank in self._core:
+                    self._send(rank, StartEngine(rank, "train"))
+                self.on_generation(max(self.generation, self._ordered[0]) + 1, self._core)
             if not self._ordered_newer():
                 self._send(0, CoreWanted())
                 await self._until(self._ordered_newer, ASK_AGAIN_S)

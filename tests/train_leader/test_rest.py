@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from libra_hpc.protocol.agents import Committed, CoreWanted, GroupDone, RestCore
-from libra_hpc.protocol.trainer import OfferWeights, Standby, TrainPortion
+from libra_hpc.protocol.agents import Committed, CoreWanted, GroupDone, RestCore, StartEngine
+from libra_hpc.protocol.trainer import Join, OfferWeights, Standby, TrainPortion
 
 from .world import World, batch, until
 
@@ -58,6 +58,16 @@ async def test_a_batch_or_a_stop_asks_for_the_core_that_rests() -> None:
     world.leader.on_generation(3, (1,))
     await world.finish()
     assert world.saved[-1][0] == 2
+
+
+async def test_without_a_coordinator_the_core_that_rests_wakes_and_is_saved() -> None:
+    world = await resting()
+    world.leader.on_generation(5, (2,))
+    world.leader.on_coordinator_lost()
+    await world.finish()
+    assert world.saved[-1][0] == 1
+    assert world.of(StartEngine) == [StartEngine(1, "train")]
+    assert world.asked(Join)[-1][1].generation == 6
 
 
 async def test_lost_offers_ask_for_the_core_that_rests() -> None:
