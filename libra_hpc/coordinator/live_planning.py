@@ -73,7 +73,7 @@ class StepSharing:
     def core_to_train(self, now: float, at_once: bool) -> None:
         """The trainers of the core have something to do; ``at_once``: without the rollout leader."""
         if (core := self._core()) and all(node.state is NodeState.ROLLOUT for node in core):
-            self._nodes.move(core[0].rank, "train", now, abort=True)
+            self._nodes.move(core[0].rank, "train", now, abort=True, last=at_once)
         for node in self._core() if at_once else ():
             if node.draining:
                 self._nodes.apply(TurnsDrained(node.rank))

@@ -94,11 +94,11 @@ class NodePool:
         self.announce()
         self._carry_out(effects)
 
-    def move(self, rank: int, role: EngineKind, now: float, abort: bool = False) -> None:
-        """Order a node and those that move with it, unless they are on their way; ``abort`` as in `MoveOrdered`."""
+    def move(self, rank: int, role: EngineKind, now: float, abort: bool = False, last: bool = False) -> None:
+        """Order a node and those that move with it, unless they are on their way; the rest as in `MoveOrdered`."""
         if rank not in self.moves and self.pool and str(self.pool.nodes[rank].state) != role:
             self.moves |= dict.fromkeys(self._context.layout.unit(rank), (role, now))
-            self.apply(states.MoveOrdered(rank, role, abort))
+            self.apply(states.MoveOrdered(rank, role, abort, last))
 
     @property
     def quarantined(self) -> list[str]:

@@ -165,3 +165,17 @@ def test_a_core_that_rolls_out_goes_after_the_commit_and_is_back_before_the_batc
     scene.sharing.core_to_train(time.time(), at_once=True)
     assert scene.orders(wire.StandbyEngine)[-1] == wire.StandbyEngine(1, "rollout")
     assert scene.orders(wire.StartEngine)[-1] == wire.StartEngine(1, "train")
+
+
+def test_a_run_that_ends_brings_its_core_back_although_no_other_node_rolls_out(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, core_rolls_out=True)
+    scene.report(99, r2=30, r3=30, r4=30)
+    scene.nodes.apply(EngineState(1, "train", "standby"))
+    scene.nodes.apply(EngineState(1, "rollout", "ready", seconds=1.0))
+    for rank in (2, 3, 4):
+        scene.nodes.apply(wire.RankLost(rank))
+    scene.sharing.core_to_train(time.time(), at_once=False)
+    assert scene.states == "rollout lost lost lost", "the last one stays, as long as the run goes on"
+    scene.sharing.core_to_train(time.time(), at_once=True)
+    assert scene.states == "to_train lost lost lost"
+    assert scene.orders(wire.StartEngine)[-1] == wire.StartEngine(1, "train")

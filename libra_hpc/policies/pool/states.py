@@ -62,6 +62,8 @@ class MoveOrdered(msgspec.Struct, frozen=True):
     to: EngineKind
     abort: bool = False
     """Its turns in flight go on elsewhere."""
+    last: bool = False
+    """Also as the last rollout node: the run ends."""
 
 
 class StateArrived(msgspec.Struct, frozen=True):
@@ -161,8 +163,8 @@ def advance(pool: Pool, event: Event) -> tuple[Pool, tuple[Effect, ...]]:
     if node is None:
         raise IllegalTransition(f"node {event.rank} is not in the pool")
     match event:
-        case MoveOrdered(to="train", abort=abort):
-            return _to_train(pool, node, abort)
+        case MoveOrdered(to="train"):
+            return _to_train(pool, node, event)
         case MoveOrdered():
             return _to_rollout(pool, node)
         case TurnsDrained():
@@ -198,11 +200,12 @@ def _unit(pool: Pool, node: Node) -> list[Node]:
     return [pool.nodes[rank] for rank in node.unit]
 
 
-def _to_train(pool: Pool, node: Node, abort: bool) -> tuple[Pool, tuple[Effect, ...]]:
+def _to_train(pool: Pool, node: Node, order: MoveOrdered) -> tuple[Pool, tuple[Effect, ...]]:
     _require(node.moves, node, "ordered to train: it is a core node")
     _require(all(n.state is NodeState.ROLLOUT for n in _unit(pool, node)), node, "ordered to train")
-    _require(len(rollout_nodes(pool)) > len(node.unit), node, "ordered to train: it is the last rollout node")
-    return _drain(pool, node, abort)
+    stays = order.last or len(rollout_nodes(pool)) > len(node.unit)
+    _require(stays, node, "ordered to train: it is the last rollout node")
+    return _drain(pool, node, order.abort)
 
 
 def _drain(pool: Pool, node: Node, abort: bool) -> tuple[Pool, tuple[Effect, ...]]:
