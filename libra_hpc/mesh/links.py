@@ -4,6 +4,7 @@ On the wire: a proof that both ends have the run's secret, then `HEADER` (bytes 
 
 - A peer does not read (stopped, slow network) -> what is sent to it waits without limit.
 - A connection breaks, or every address refuses -> what waits is dropped, and what is sent later: no stream has holes.
+- The receiver closes one -> it broke, also where nothing waits: the last message may be lost.
 - `Outgoing.reopen` -> a new stream begins.
 - A caller that is no rank yet -> one question and its answer (`libra_hpc.protocol.joining`).
 - A caller without the secret, or a frame beyond `MAX_FRAME_BYTES` -> the connection is closed.
@@ -64,6 +65,8 @@ class Outgoing:
         """Frames with their headers."""
         self._task: asyncio.Task[None] | None = None
         self._socket: socket.socket | None = None
+        self._closed = False
+        """Whether the receiver has closed it."""
         self.broken = False
         self.pending = 0
 
@@ -73,23 +76,36 @@ class Outgoing:
             return
         self._queue.append(HEADER.pack(len(frame)) + frame)
         self.pending += len(frame)
-        if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(self._serve())
-            self._task.add_done_callback(_defect)
+        self._run()
 
     def reopen(self) -> None:
         """Begin a new stream at the next message, if the old one broke."""
         self.broken = False
 
+    def _run(self) -> None:
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._serve())
+            self._task.add_done_callback(_defect)
+
     async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
         try:
             if self._socket is None:
-                self._socket = await _connect(self._world, self._peer)
-            while self._queue:
-                await self._send_some(asyncio.get_running_loop(), self._socket)
+                self._socket, self._closed = await _connect(self._world, self._peer), False
+                # Nothing is received here, so it can be read once it is closed.
+                loop.add_reader(self._socket, self._on_closed, self._socket)
+            while self._queue and not self._closed:
+                await self._send_some(loop, self._socket)
+            if self._closed:
+                raise ConnectionError("it was closed at the other end")
         except OSError as error:
             log.warning("the connection to rank %d broke: %s", self._peer, error)
             self._give_up()
+
+    def _on_closed(self, stream: socket.socket) -> None:
+        asyncio.get_running_loop().remove_reader(stream)
+        self._closed = True
+        self._run()
 
     async def _send_some(self, loop: asyncio.AbstractEventLoop, stream: socket.socket) -> None:
         """Send what waits, up to `JOIN_BYTES` or one message; it is in the queue until the kernel has all of it."""
@@ -108,6 +124,7 @@ class Outgoing:
     def _give_up(self) -> None:
         self.broken = True
         if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
             self._socket = None
         self._queue.clear()

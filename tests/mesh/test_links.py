@@ -109,6 +109,22 @@ async def test_what_waits_for_a_rank_that_is_gone_is_dropped_and_a_new_one_is_re
         listener.close()
 
 
+async def test_a_stream_that_is_closed_at_the_other_end_is_noticed_before_the_next_message() -> None:
+    broken: list[int] = []
+    async with serving() as (ranks, received):
+        link = Outgoing(ranks[0], 1, broken.append)
+        link.put(b"one")
+        await until(lambda: received)
+        assert link._socket is not None
+        link._socket.shutdown(socket.SHUT_WR)  # the receiver closes what ended
+        await until(lambda: broken)
+        link.put(b"lost")
+        link.reopen()
+        link.put(b"two")
+        await until(lambda: len(received) == 2)
+    assert (received, broken) == ([(0, b"one"), (0, b"two")], [1])
+
+
 async def test_a_stream_that_broke_in_the_middle_carries_nothing_more_until_reopened() -> None:
     async with serving() as (ranks, received):
         broken = list[int]()
