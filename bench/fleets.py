@@ -10,7 +10,10 @@
   the choosing seeds, whose lengths the planner knows.
 
     python -m bench.fleets [--rows NAME|NAME] [--trace FILE ...] [--seeds 5] [--quick] [--json FILE]
-        [--jobs 2]
+        [--jobs 2] [--keep FILE] [--limit-s SECONDS]
+
+Rows run at the same time, the first ones first.  ``--keep``: simulations are kept in the file, and not repeated by the
+next call; ``--limit-s``: after so many seconds only rows that are finished are shown (`bench.fleets_pool`).
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from bench.fleets_bounds import bounds
+from bench.fleets_pool import Calls, OutOfTimeError
 from bench.fleets_rows import (
     NODE,
     ROWS,
@@ -58,12 +63,13 @@ def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
         progress(f"{label}: {text} ({time.perf_counter() - begin:.0f} s)")
 
     label, row = trace_name(name), setting_of(name)
-    seen = [one for seed in effort.choosing for one in work(name, seed)[1]]
-    longest = longest_context(name, [*seen, *(one for seed in effort.reporting for one in work(name, seed)[1])])
+    longest = longest_context(name, (*effort.choosing, *effort.reporting))
     search = Search(pool, name, effort, say)
     if row.batches:
-        choice, now = (planned_split(name, effort.choosing, longest, OURS, runs=runs) for runs in (False, True))
+        splits = [pool.submit(planned_split, name, effort.choosing, longest, OURS, runs) for runs in (False, True)]
+        choice, now = (split.result() for split in splits)
     else:
+        seen = [one for seed in effort.choosing for one in work(name, seed)[1]]
         found = planned(search, proposals(row, seen, longest), effort)
         choice = Planned(found.fleet, Roles(), found.model_s, found.seconds)
     ours = Contestant(choice.fleet, OURS, roles=choice.roles)
@@ -83,7 +89,7 @@ def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
         search.run(switched, effort.reporting[:1], limited=False)
         others = {c.roles.switch_s: search.of(c, effort.reporting[0]) for c in (*switched, turn)}
     taken = {key: [search.of(c, seed) for seed in effort.reporting] for key, c in shown.items()}
-    bound = [bounds(row, work(name, seed)[1], longest) for seed in effort.reporting]
+    bound = pool.map(bounds_of, *zip(*((name, seed, longest) for seed in effort.reporting), strict=True))
     simulated = statistics.fmean(search.of(ours, seed) for seed in effort.choosing)
     result: dict[str, Any] = {
         "row": label,
@@ -99,6 +105,10 @@ def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
     }
     say("x {:.2f}, {:.2f} to {:.2f}; {}".format(*result["x"], result["found"]["opponent"]["who"]))
     return result
+
+
+def bounds_of(name: str, seed: int, longest: int) -> dict[str, float]:
+    return bounds(setting_of(name), work(name, seed)[1], longest)
 
 
 def ratio(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
@@ -155,7 +165,8 @@ def shrink(names: Sequence[str]) -> None:
 
 
 def main() -> None:
-    given = options("fleets", __doc__, rows=ROWS, quick=QUICK_ROWS, trace=True, seeds=5, jobs=2)
+    defaults: dict[str, Any] = {"seeds": 5, "jobs": 2, "keep": "", "limit_s": 0.0}
+    given = options("fleets", __doc__, rows=ROWS, quick=QUICK_ROWS, trace=True, **defaults)
     count = min(given.seeds, 2) if given.quick else given.seeds
     if count < 2:
         given.error("--seeds must be at least 2, for an error of the ratios")
@@ -164,11 +175,19 @@ def main() -> None:
     if given.quick:
         shrink(given.rows)
     begin, done = time.perf_counter(), list[dict[str, Any]]()
-    # The workers are forked after the rows were changed.
-    with ProcessPoolExecutor(given.jobs) as pool:
-        for name in given.rows:
-            done.append(judge(pool, name, effort))
+    # The processes are forked after the rows were changed.
+    with (
+        Calls(given.jobs, Path(given.keep) if given.keep else None, given.limit_s) as calls,
+        ThreadPoolExecutor(len(given.rows)) as threads,
+    ):
+        for row in [threads.submit(judge, calls.row(i, name), name, effort) for i, name in enumerate(given.rows)]:
+            try:
+                done.append(row.result())
+            except OutOfTimeError:
+                continue
             write(given, done)
+    if not done:
+        given.error(f"--limit-s {given.limit_s:.0f}: no row was finished; {calls.made} simulations are kept")
     better = [row["x"][0] for row in done]
     x = f"geometric mean {math.exp(statistics.fmean(math.log(x) for x in better)):.2f}, worst {min(better):.2f}"
     minutes = (time.perf_counter() - begin) / 60

@@ -199,9 +199,11 @@ def _opposite(turn: TurnRecord) -> TurnRecord:
     return replace(turn, outcome=outcome, exit_code=code, passed=turn.failed, failed=turn.passed)
 
 
-def longest_context(name: str, found: Sequence[TrajectoryRecord]) -> int:
-    """Where trajectories end: known in generated work, else the longest recorded one."""
-    return MAX_CONTEXT if name in ROWS or name.endswith(EPOCH) else max(one.context for one in found)
+def longest_context(name: str, seeds: Sequence[int]) -> int:
+    """Where trajectories end: known in generated work, else the longest recorded one of ``seeds``."""
+    if name in ROWS or name.endswith(EPOCH):
+        return MAX_CONTEXT
+    return max(one.context for seed in seeds for one in work(name, seed)[1])
 
 
 # --- fleets
@@ -331,9 +333,10 @@ def window(batches: int, eta: int) -> tuple[int, int]:
     return (eta + 1 if last > 2 * (eta + 1) else 0), last
 
 
-def quantile_thresholds(found: Sequence[TrajectoryRecord]) -> tuple[int, int, int]:
+@lru_cache(maxsize=64)
+def quantile_thresholds(name: str, seed: int) -> tuple[int, int, int]:
     """Buckets by the lengths themselves: half, nine tenths and 97 % of the trajectories."""
-    cuts = statistics.quantiles([one.generated for one in found], n=100)
+    cuts = statistics.quantiles([one.generated for one in work(name, seed)[1]], n=100)
     return int(cuts[49]), int(cuts[89]), int(cuts[96])
 
 

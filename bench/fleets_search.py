@@ -117,7 +117,7 @@ Job = tuple[str, Contestant, int, float, int]
 def seconds(job: Job) -> float:
     """Seconds of one batch, or per batch in steady state; infinite if it lost or cannot run."""
     name, contestant, seed, limit, batches = job
-    row, longest = setting_of(name), longest_context(name, work(name, seed)[1])
+    row, longest = setting_of(name), longest_context(name, (seed,))
     before, found = work(name, seed)
     batches = batches or row.batches
     found = found[: row.trajectories * max(1, batches)]
@@ -182,7 +182,7 @@ def parameters_of(rule: str, name: str, seed: int, fleet: Fleet) -> list[tuple[f
         return [(), (0.0,)]
     if rule not in BUCKETED:
         return [()]
-    known = quantile_thresholds(work(name, seed)[1])
+    known = quantile_thresholds(name, seed)
     grid: list[tuple[float | tuple[int, ...], ...]] = [(cuts or known, cap) for cuts in THRESHOLDS for cap in CAPS]
     start = CAPS.index(16)
     # With one TP degree there is one bucket, whatever its bounds, and its cap holds nobody back.

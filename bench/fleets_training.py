@@ -116,7 +116,7 @@ def settings_of(row: Setting, longest: int, fleet: Fleet, roles: Roles, portion:
     return replace(settings, colocation=Colocation(roles.switch_s + copy_s), keep_kv=roles.keep_kv)
 
 
-def planned_split(name: str, seeds: Sequence[int], longest: int, policy: str, *, runs: bool = False) -> Planned:
+def planned_split(name: str, seeds: Sequence[int], longest: int, policy: str, runs: bool = False) -> Planned:
     """The choice of `libra-hpc plan` for the lengths of the work of ``seeds``.
 
     ``runs``: only what this version runs; otherwise every way in turn.
