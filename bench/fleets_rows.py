@@ -160,7 +160,7 @@ def setting_of(name: str) -> Setting:
     return ROWS.get(name, Setting(preset=name))
 
 
-@lru_cache(maxsize=6)
+@lru_cache(maxsize=16)
 def work(name: str, seed: int) -> tuple[list[list[TrajectoryRecord]], list[TrajectoryRecord]]:
     """(batches from which the policies learned before, the work); there are none before in most rows."""
     row = setting_of(name)
