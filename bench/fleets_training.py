@@ -82,7 +82,7 @@ class Planned(NamedTuple):
 def train_seconds(name: str, seed: int, roles: Roles) -> Trained:
     """Of the best layout; raises `OperationError` when none fits."""
     row = setting_of(name)
-    batch = BatchWork(row.trajectories, sketch(observe(work(name, seed)[1]), row.trajectories), row.eta)
+    batch = BatchWork(row.trajectories, sketch(observe(work(name, seed)[1]), row.trajectories, row.eta), row.eta)
     cost = TrainCost(model_shape(row.model), device(row.pools[0][0]), NODE, batch)
     core = roles.train or roles.core or nodes_of(row)
     choice = TrainSearch(cost, NODE).best(core * NODE, elastic=int(roles.beside > 0), worlds=roles.beside)
@@ -126,7 +126,7 @@ def planned_split(name: str, seeds: Sequence[int], longest: int, policy: str, ru
     asked = PlanRequest(
         shape=model_shape(row.model),
         pools=(DevicePool(device(row.pools[0][0]), nodes_of(row), NODE),),
-        batch=BatchWork(row.trajectories, sketch(observe(seen), row.trajectories), row.eta),
+        batch=BatchWork(row.trajectories, sketch(observe(seen), row.trajectories, row.eta), row.eta),
         options=rollout_options(row, longest),
         space=TrainSpace(),
         lengths="the work of the choosing seeds",

@@ -36,7 +36,7 @@ def main() -> None:
         seconds = []
         for _ in range(RUNS):
             started = time.process_time()
-            batch = BatchWork(trajectories, sketch(observed, trajectories), eta)
+            batch = BatchWork(trajectories, sketch(observed, trajectories, eta), eta)
             pool = DevicePool(gpu, gpus // gpu.devices_per_node, gpu.devices_per_node)
             result = PlanSearch(shape, [pool], batch).run()
             seconds.append(time.process_time() - started)

@@ -192,7 +192,7 @@ def request(
         pools=tuple(pools),
         batch=BatchWork(
             trajectories=trajectories,
-            lengths=sketch(observed, trajectories),
+            lengths=sketch(observed, trajectories, algorithm.eta),
             eta=algorithm.eta,
             minibatches=algorithm.minibatches,
             forwards=int(algorithm.minibatches > 1) + int(algorithm.has_reference),

@@ -127,7 +127,7 @@ def simulated_plans(
 
     @once
     def usual_s() -> float:
-        if not asked.work.recorded:
+        if asked.batch.eta or not asked.work.recorded:
             return alone.layout_seconds(plain)
         return statistics.fmean(batch(seed)[1] for seed in range(max(seeds, min(USUAL, TURNS // turns))))
 

@@ -143,7 +143,7 @@ def batch_of(
     trajectories = snapshot.prompts_per_step * snapshot.group_size
     return BatchWork(
         trajectories=trajectories,
-        lengths=sketch(observed, trajectories),
+        lengths=sketch(observed, trajectories, snapshot.eta),
         eta=snapshot.eta,
         minibatches=minibatches,
         forwards=forwards,

@@ -58,6 +58,8 @@ class Bin(msgspec.Struct, frozen=True):
     """Mean seconds of tools."""
     most_tool_s: float
     """Those of the trajectory of a global batch with the most, mean."""
+    open_tool_s: float
+    """The same of all batches that are open at a time."""
 
 
 class Rates(NamedTuple):
@@ -91,6 +93,8 @@ class Lengths(msgspec.Struct, frozen=True):
     context_square: float
     """Mean square of the context at the end, tokens^2: attention work."""
     longest_context: int
+    open_generated: float
+    """Tokens of the longest trajectory of all batches that are open at a time, mean."""
     observed: int
     """Trajectories in the sketch."""
 
@@ -132,9 +136,9 @@ class Lengths(msgspec.Struct, frozen=True):
         return high
 
 
-def sketch(observed: Sequence[TrajectoryLengths], batch: int) -> Lengths:
-    """Compress ``observed`` for global batches of ``batch`` trajectories; `UserError` for none and for impossible
-    counts."""
+def sketch(observed: Sequence[TrajectoryLengths], batch: int, eta: int = 0) -> Lengths:
+    """Compress ``observed`` for global batches of ``batch`` trajectories, of which eta + 1 are open at a time;
+    `UserError` for none and for impossible counts."""
     if not observed:
         raise UserError("The lengths cannot be planned with: there is no finished trajectory; valid: at least one.")
     if batch < 1:
@@ -143,7 +147,8 @@ def sketch(observed: Sequence[TrajectoryLengths], batch: int) -> Lengths:
         _check(one)
     ordered = sorted(observed, key=lambda o: (o.generated, o.context))
     total = sum([o.generated for o in ordered])
-    bins = [_bin(ordered[low:high], len(ordered), batch) for low, high in pairwise(_bounds(len(ordered), batch))]
+    most = [len(ordered) / (batch * batches) for batches in (1, eta + 1)]
+    bins = [_bin(ordered[low:high], len(ordered), most) for low, high in pairwise(_bounds(len(ordered), batch))]
     contexts, prompts = [o.context for o in ordered], [o.prompt for o in ordered]
     context, prompt = sum(contexts), sum(prompts)
     return Lengths(
@@ -156,6 +161,7 @@ def sketch(observed: Sequence[TrajectoryLengths], batch: int) -> Lengths:
         context=context / len(ordered),
         context_square=sum([c * c for c in contexts]) / len(ordered),
         longest_context=max(contexts),
+        open_generated=_mean_of_most([o.generated for o in ordered], most[1]),
         observed=len(ordered),
     )
 
@@ -171,10 +177,10 @@ def _check(one: TrajectoryLengths) -> None:
         )
 
 
-def _bin(part: Sequence[TrajectoryLengths], whole: int, batch: int) -> Bin:
-    count, contexts = len(part), [o.context for o in part]
-    # A batch has one of these.
-    slowest = sorted(o.tool_s for o in part)[-max(1, min(count, round(whole / batch))) :]
+def _bin(part: Sequence[TrajectoryLengths], whole: int, most: Sequence[float]) -> Bin:
+    count, contexts, tools = len(part), [o.context for o in part], [o.tool_s for o in part]
+    # A batch has one of the ``most[0]`` slowest, all open ones together one of ``most[1]``.
+    of_one, of_open = (_mean_of_most(tools, few) for few in most)
     return Bin(
         share=count / whole,
         generated=sum([o.generated for o in part]) / count,
@@ -182,9 +188,16 @@ def _bin(part: Sequence[TrajectoryLengths], whole: int, batch: int) -> Bin:
         longest=max(contexts),
         prompt=sum([o.prompt for o in part]) / count,
         turns=sum([o.turns for o in part]) / count,
-        tool_s=sum([o.tool_s for o in part]) / count,
-        most_tool_s=sum(slowest) / len(slowest),
+        tool_s=sum(tools) / count,
+        most_tool_s=of_one,
+        open_tool_s=of_open,
     )
+
+
+def _mean_of_most(values: Sequence[float], few: float) -> float:
+    """Mean of the ``few`` largest, at least one."""
+    largest = sorted(values)[-max(1, round(few)) :]
+    return sum(largest) / len(largest)
 
 
 def observe(trajectories: Iterable[TrajectoryRecord]) -> list[TrajectoryLengths]:

@@ -4,8 +4,8 @@
   seconds of a step with the falling number of open ones, and after its own tools. The last one to end counts: not
   always the longest.
 - eta >= 1: eta + 1 batches are open, or being trained. A position lasts as long as the mean number of trajectories
-  implies. The longest one, and the one with the most tool seconds, end before the training step of their own batch,
-  ``lag`` seconds, has to begin.
+  implies. The longest one, and the one with the most tool seconds, of all open ones end before the training step of
+  their batch, ``lag`` seconds, has to begin: the gate takes groups that have ended first.
 - Prompts: one that n trajectories share goes to each of r replicas with probability 1 - (1 - 1/r)^n.
 - A weight update computes the running contexts again (`RolloutOptions.updates`).
 - Sequences that wait for KV run in waves, the last of which is not full (`EMPTY_IN_LAST_WAVE`).
@@ -187,7 +187,7 @@ class ReplicaCost:
         return seconds + lag / longest
 
     def _overlap(self, first: int, last: int) -> _Overlapping:
-        longest, open_batches = self._batch.lengths.bins[last].generated, self._batch.eta + 1
+        longest, open_batches = self._longest[last], self._batch.eta + 1
         tokens = self._tokens[last + 1] - self._tokens[first]
         square = self._squares[last + 1] - self._squares[first]
         # A token's mean position is half the mean length, weighted by length.
@@ -228,7 +228,8 @@ class ReplicaCost:
         self._squares = [0.0, *accumulate(b.share * b.generated**2 for b in bins)]
         self._tools = [b.most_tool_s * factors.tool for b in bins]
         step_s = steps.step_s(1, round(min(lengths.context, self._positions.top))) * factors.decode
-        self._alone_s = [b.generated * step_s + tool for b, tool in zip(bins, self._tools, strict=True)]
+        self._longest = [*(b.generated for b in bins[:-1]), max(bins[-1].generated, lengths.open_generated)]
+        self._alone_s = [n * step_s + b.open_tool_s * factors.tool for n, b in zip(self._longest, bins, strict=True)]
         self._pieces: list[Curve] = []
         self._through: list[Curve] = []
         width = self._positions.width

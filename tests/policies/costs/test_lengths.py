@@ -45,6 +45,15 @@ def test_the_longest_of_a_batch_has_its_own_bin() -> None:
     assert made.bins[-2].generated == 100
 
 
+def test_the_slowest_of_two_open_batches_is_slower_than_that_of_one() -> None:
+    tools = [*[1.0] * 62, 10.0, 30.0]
+    made = [TrajectoryLengths(generated=n, context=n + 10, prompt=10, tool_s=s) for n, s in enumerate(tools, 100)]
+    one, two = (sketch(made, 32, eta) for eta in (0, 1))
+    assert (one.bins[-1].most_tool_s, one.bins[-1].open_tool_s) == (20.0, 20.0)
+    assert (two.bins[-1].most_tool_s, two.bins[-1].open_tool_s) == (20.0, 30.0)
+    assert (one.open_generated, two.open_generated) == (162.5, 163.0)
+
+
 def test_ratios_of_a_trace() -> None:
     turns = (TurnRecord(new_tokens=0, gen_tokens=30, tool="run", outcome="ok", tool_s=2.0), TurnRecord(50, 10))
     made = sketch(

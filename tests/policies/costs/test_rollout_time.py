@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -69,6 +70,16 @@ def test_the_slowest_tools_decide_a_batch_whose_longest_answer_is_quick(eta: int
     replica = ReplicaCost(FakeSteps(1, fixed=0.5), BatchWork(8, lengths, eta))
     # Ten tokens and the tools; the longest one needs 101 s.
     assert seconds_of(replica, 4) == pytest.approx(1005.0 / (eta + 1), rel=0.01)
+
+
+@pytest.mark.parametrize("slowest", [{"generated": 1_000}, {"tool_s": 500.0}])
+def test_the_slowest_of_both_open_batches_holds_them_up(slowest: dict[str, Any]) -> None:
+    """Two batches of eight have one of these, so each has half of one."""
+    usual = {"generated": 10, "tool_s": 0.0}
+    some = [{**usual, **changed} for changed in (*[{}] * 15, slowest)]
+    lengths = sketch([TrajectoryLengths(context=2_000, prompt=10, **one) for one in some], 8, 1)
+    replica = ReplicaCost(FakeSteps(1, fixed=0.5), BatchWork(8, lengths, 1))
+    assert seconds_of(replica, 8) == pytest.approx(250.0, rel=0.03)
 
 
 def test_prompts_are_computed_once_and_tool_results_between_steps() -> None:
