@@ -149,6 +149,10 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
     """That of the `Join`."""
     source: str = ""
     """Where a node's weights are from, set by its agent: ``own`` (it had them) | ``image`` | ``core``."""
+    memory_s: float = 0.0
+    """Of ``seconds``: until there was memory again."""
+    weights_s: float = 0.0
+    """Of ``seconds``: until the weights of the node's image were in it."""
 
 
 class PortionDone(msgspec.Struct, tag=True, frozen=True):

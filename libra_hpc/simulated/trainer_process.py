@@ -37,7 +37,7 @@ from libra_hpc.protocol.trainer import (
 )
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.store import patiently, resolve
-from libra_hpc.trainer.link import LOAD, WAITING, BatchRejected, Pulse, WorkerLoop, WorkerSocket
+from libra_hpc.trainer.link import LOAD, WAITING, Arrived, BatchRejected, Pulse, WorkerLoop, WorkerSocket
 from libra_hpc.trainer.settings import WorkerConfig, read_config
 from libra_hpc.trainer.shards import loss_tokens_of, spread, tokens_of
 from libra_hpc.weights.pieces import WHOLE, Offer
@@ -93,7 +93,7 @@ class Trainer(WorkerLoop):
         """Sleep until ``simulated_s`` after ``begin`` (wall clock)."""
         wait(self.socket.fileno(), begin + simulated_s / self._speedup - time.monotonic())
 
-    def join(self, message: Join) -> int:
+    def join(self, message: Join) -> Arrived:
         self._generation, config, begin, self._ahead = -1, self._config, time.monotonic(), []
         first = config.core_dp + (message.rank - 1) * config.elastic_dp if config.elastic else 0
         ranks = config.core_dp + (message.size - 1) * config.elastic_dp
@@ -113,7 +113,7 @@ class Trainer(WorkerLoop):
         self._take(simulated_s, begin)
         self._asleep = False
         self._state, self._generation, self._ranks = core, message.generation, ranks
-        return received
+        return Arrived(received)
 
     def _check(self, message: TrainPortion | TrainStep, before: int) -> None:
         """Raise `BatchRejected` unless ``before`` parts of this next step are here; with 0, forget those that are."""

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from libra_hpc.protocol.codec import EngineSocket
 from libra_hpc.protocol.trainer import (
@@ -98,6 +98,14 @@ class Pulse:
             time.sleep(ALIVE_S)
 
 
+class Arrived(NamedTuple):
+    """What a join took, as in `Joined`."""
+
+    received_bytes: int
+    memory_s: float = 0.0
+    weights_s: float = 0.0
+
+
 class PeerLost(Exception):
     """An exchange with the core or the replicas failed: a member died, left, or was late."""
 
@@ -118,8 +126,8 @@ class WorkerLoop(ABC):
         """Of the state that this process has."""
 
     @abstractmethod
-    def join(self, message: Join) -> int:
-        """Join a generation; returns the bytes received. Raises `PeerLost`, in no generation."""
+    def join(self, message: Join) -> Arrived:
+        """Join a generation. Raises `PeerLost`, in no generation."""
 
     @abstractmethod
     def portion(self, message: TrainPortion) -> PortionDone:
@@ -166,11 +174,19 @@ class WorkerLoop(ABC):
                     return StepFailed(message.step, message.generation, str(error))
             case Join(generation=generation, attempt=attempt):
                 try:
-                    received = self.join(message)
+                    arrived = self.join(message)
                 except PeerLost as lost:
                     what = f"generation {generation} did not form: {lost}"
                     return WorkerFailed(what, fatal=False, generation=generation, attempt=attempt)
-                return Joined(generation, self.step, received, time.monotonic() - begin, attempt=attempt)
+                return Joined(
+                    generation,
+                    self.step,
+                    arrived.received_bytes,
+                    time.monotonic() - begin,
+                    attempt=attempt,
+                    memory_s=arrived.memory_s,
+                    weights_s=arrived.weights_s,
+                )
             case OfferWeights():
                 return self._offer(message, begin)
             case TakeSnapshot(folder=folder, step=step):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,7 @@ from libra_hpc.weights.weightfile import WeightFileError
 from .device import choose_device, file_store
 from .elastic import ElasticReplicas
 from .grpo_trainer import GrpoTrainer
-from .link import COMPUTE, LOAD, WAITING, Pulse, WorkerLoop, WorkerSocket
+from .link import COMPUTE, LOAD, WAITING, Arrived, Pulse, WorkerLoop, WorkerSocket
 from .saved import checkpoint, snapshot
 from .saved.reference_policy import ReferencePolicy
 from .saved.weight_offers import WeightOffers
@@ -112,11 +113,14 @@ class Worker(WorkerLoop):
     def step(self) -> int:
         return self._engine.state.step
 
-    def join(self, message: Join) -> int:
+    def join(self, message: Join) -> Arrived:
+        began = time.monotonic()
         self._engine.reclaim()
+        ready = time.monotonic()
         if message.weights and self._engine.elastic and self.step < message.version:
             self._load_weights(message)
-        return self._replicas.join(message)
+        loaded = time.monotonic()
+        return Arrived(self._replicas.join(message), ready - began, loaded - ready)
 
     def _load_weights(self, message: Join) -> None:
         """Take the weights that this node has for rollout; without them they come from their owners."""

@@ -6,7 +6,7 @@ import pytest
 
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.policies.control.decide import Planner
-from libra_hpc.policies.control.within_step import BOTH, TAIL, Rest, StepMoves, moves_within_step
+from libra_hpc.policies.control.within_step import BOTH, DIRECTIONS, TAIL, Rest, StepMoves, moves_within_step
 from libra_hpc.protocol.plan import (
     NodeFact,
     PlanDecision,
@@ -147,6 +147,23 @@ def test_a_core_that_rolls_out_needs_no_hybrid_nodes() -> None:
     decision = run.decide()
     assert (decision.action, decision.nodes) == ("time_share", (0,))
     assert decision.numbers["shared_s"] == pytest.approx(480.0 + 480.0 / 2 + 20.0)
+
+
+@pytest.mark.parametrize(("assumed_s", "measured_s", "shares"), [(10.0, 90.0, False), (500.0, 5.0, True)])
+def test_measured_switches_decide_and_dear_ones_keep_the_split(
+    assumed_s: float, measured_s: float, shares: bool
+) -> None:
+    """The best split takes 320 s, time-sharing 192 s and a pair of switches."""
+    run = SharingRun(nodes(1, "rollout", 1))
+    run.planner = Planner(PlannerSection(switch_cost_s=assumed_s, min_dwell_s=0.0, time_sharing="auto"))
+    run.switches = [SwitchFact(0.0, direction, measured_s) for direction in DIRECTIONS]
+    run.decide()
+    actions = []
+    for _ in range(4):
+        run.batches(3)
+        actions.append(run.decide().action)
+    assert ("time_share" in actions) is shares
+    assert shares or actions[0] in ("hold", "to_train"), "the best split has three nodes of each stage"
 
 
 def test_dear_switches_end_it_after_two_batches_and_for_good() -> None:
