@@ -2,7 +2,8 @@
 
 A process has one `Channel` for what its tensor and pipeline coordinate decides and, in a model with experts, one for
 its experts. A connected channel is a *bare* process group, outside torch's global state; aborting it wakes waiting
-peers. All methods raise `RuntimeError` when a member is missing, died or was late, or a newer order came.
+peers. A group that was parked connects the same processes again. All methods raise `RuntimeError` when a member is
+missing, died or was late, or a newer order came.
 
 Sends and receives are all-to-all operations of the group: one communicator, however many pairs of ranks. They and the
 sums move copies of at most `CHUNK` elements, the memory beyond weights and gradients: an operation that was given up
@@ -14,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,23 @@ from .exchange import GroupMembers, Transfer, join_transfers, owned, parts, roun
 CHUNK = 1 << 24
 """Elements of a rank in one operation (64 MiB of float32). Smaller ones show latency."""
 ANNOUNCE_POLL_S = 0.05
-"""Seconds between two reads of the announcements on the shared file system."""
+"""Most seconds between two reads of the announcements on the shared file system; the first pause is a 32nd of it."""
+PARKED = 2
+"""Groups kept for members that meet again. NCCL makes one in seconds, and it has device memory. Half: two memberships
+that alternate make theirs each time; double: more of that memory."""
+
+
+class Group(NamedTuple):
+    """A connected membership."""
+
+    name: str
+    """Unlike that of any other."""
+    members: GroupMembers
+    rank: int
+    all: Any
+    """Of all members."""
+    siblings: Any = None
+    """Of the same copy in all replicas, where there are several; else None."""
 
 
 class Channel:
@@ -55,9 +72,11 @@ class Channel:
         self._rank = self._replica = 0
         self._store: Store | None = None
         self._path = ""
-        self._group: Any = None
-        self._siblings: Any = None
-        """The same copy in all replicas, where there are several."""
+        self._group: Group | None = None
+        self._parked: dict[str, Group] = {}
+        """By ticket, the one that was parked last at the end."""
+        self._done = 0
+        """Operations over all members that this process has completed in the present group."""
 
     @property
     def connected(self) -> bool:
@@ -71,12 +90,15 @@ class Channel:
         self._rank = self._members.rank(replica, self._copy) if self._elastic else self._copy
         self._path = f"{path}.{self._label}"
         self._store = file_store(self._path, self._members.size)
-        self._store.set(_member(self._rank), "here")
+        here = (self._members, self._rank)
+        fitting = [ticket for ticket, group in self._parked.items() if (group.members, group.rank) == here]
+        self._store.set(_member(self._rank), "\n".join(["here", *fitting]))
 
     def assemble(self, deadline: float) -> None:
         """Wait until all are announced, or ``deadline`` (monotonic), or a newer order came."""
         assert self._store is not None
         names = [_member(rank) for rank in range(self._members.size)]
+        pause = ANNOUNCE_POLL_S / 32
         while True:
             # Also when all are there: members with the newer order leave, and the connect would wait for them.
             if self._interrupted():
@@ -86,35 +108,65 @@ class Channel:
             if time.monotonic() > deadline:
                 missing = [rank for rank, name in enumerate(names) if not self._store.check([name])]
                 raise RuntimeError(f"members {missing} of {len(names)} did not appear in time")
-            time.sleep(ANNOUNCE_POLL_S)
+            time.sleep(pause)
+            pause = min(2 * pause, ANNOUNCE_POLL_S)
 
     def connect(self, timeout_s: float, counters: tuple[int, int]) -> list[tuple[int, int]]:
-        """Connect the announced members; returns the ``counters`` of each rank."""
-        members, copy = self._members, self._copy
-        self._group = bare_group(self._device, self._store, rank=self._rank, size=members.size, timeout_s=timeout_s)
+        """Connect the announced members, by a group that all of them have parked, or a new one.
+
+        Returns the ``counters`` of each rank.
+        """
+        members = self._members
+        self._group = self._taken()
+        if self._group is None:
+            self._make(timeout_s)
         mine = torch.tensor(counters, dtype=torch.int64, device=self._device)
         everyone = [torch.empty_like(mine) for _ in range(members.size)]
-        wait(self._group.allgather([everyone], [mine]), timeout_s, self._interrupted)
-        if self._elastic and members.replicas > 1:
-            store = file_store(f"{self._path}-copy{copy}", members.replicas)
-            self._siblings = bare_group(
-                self._device, store, rank=self._replica, size=members.replicas, timeout_s=timeout_s
-            )
+        self._finish(self._connected.all.allgather([everyone], [mine]), timeout_s)
         return [(int(first), int(second)) for first, second in everyone]
 
+    def _taken(self) -> Group | None:
+        """The group that all members have parked in the same state."""
+        assert self._store is not None
+        told = [self._store.get(_member(rank)).decode().splitlines()[1:] for rank in range(self._members.size)]
+        ticket = max(set(told[0]).intersection(*told), default="")
+        if not ticket:
+            return None
+        self._done = int(ticket.rpartition(" ")[2])
+        return self._parked.pop(ticket)
+
+    def _make(self, timeout_s: float) -> None:
+        members, self._done = self._members, 0
+        own = {"rank": self._rank, "size": members.size, "timeout_s": timeout_s}
+        self._group = Group(self._path, members, self._rank, bare_group(self._device, self._store, **own))
+        if self._elastic and members.replicas > 1:
+            store = file_store(f"{self._path}-copy{self._copy}", members.replicas)
+            siblings = bare_group(self._device, store, rank=self._replica, size=members.replicas, timeout_s=timeout_s)
+            self._group = self._group._replace(siblings=siblings)
+
+    def park(self) -> None:
+        """Leave a group that works: the same members may meet again."""
+        if self._group is not None:
+            # Members that have not completed the same operations have other tickets.
+            self._parked[f"{self._group.name} {self._done}"] = self._group
+            self._group = self._store = None
+        while len(self._parked) > PARKED:
+            _end([self._parked.pop(next(iter(self._parked)))])
+
     def leave(self) -> None:
-        groups = [group for group in (self._group, self._siblings) if group is not None]
-        self._group, self._siblings, self._store = None, None, None
-        if groups:
-            end_groups(groups)
+        """Leave a group for good, which wakes peers that wait."""
+        groups = [] if self._group is None else [self._group]
+        self._group = self._store = None
+        _end(groups)
 
     # --- exchanges ---
 
     def reduce(self) -> None:
         """Add the replicas' gradients to those of their owners."""
         gradients = [bucket.grad_data for bucket in self._buckets]
-        if self._siblings is not None:
-            self._among_replicas(gradients, self._siblings.reduce, dist.ReduceOptions())
+        siblings = self._connected.siblings
+        if siblings is not None:
+            self._among_replicas(gradients, siblings.reduce, dist.ReduceOptions())
         plan = step_transfers(self._sizes, self._members, CHUNK)
         for own, received in self._exchange(plan, gradients, to_owners=True):
             own += received
@@ -122,16 +174,17 @@ class Channel:
     def add(self, sums: torch.Tensor) -> None:
         """Add the sums of every process of the replicas to those of the first owner."""
         total = sums.clone() if self._elastic or self._rank == 0 else torch.zeros_like(sums)
-        self._finish(self._group.reduce([total], dist.ReduceOptions()))
+        self._finish(self._connected.all.reduce([total], dist.ReduceOptions()))
         if self._rank == 0:
             sums.copy_(total)
 
     def spread_weights(self) -> None:
         """Give every process of the replicas its piece of the owners' weights."""
         self._move_weights(step_transfers(self._sizes, self._members, CHUNK))
-        if self._siblings is not None:
+        siblings = self._connected.siblings
+        if siblings is not None:
             weights = [bucket.param_data for bucket in self._buckets]
-            self._among_replicas(weights, self._siblings.broadcast, dist.BroadcastOptions())
+            self._among_replicas(weights, siblings.broadcast, dist.BroadcastOptions())
 
     def send_weights(self, lacking: set[int]) -> int:
         """Give the processes in ``lacking`` their piece of the owners' weights; returns the bytes received."""
@@ -163,7 +216,7 @@ class Channel:
             outgoing = torch.cat(sent) if sent else buffers[0].new_empty(0)
             incoming = buffers[0].new_empty(sum(map(len, own)))
             sizes = [[sum(map(len, pieces)) for pieces in way] for way in (into, out)]
-            self._finish(self._group.alltoall_base(incoming, outgoing, *sizes))
+            self._finish(self._connected.all.alltoall_base(incoming, outgoing, *sizes))
             came = incoming.split([len(piece) for piece in own])  # type: ignore[no-untyped-call]
             yield from zip(own, came, strict=True)
 
@@ -172,11 +225,17 @@ class Channel:
             for begin in range(first, last, CHUNK):
                 piece = buffers[bucket][begin : min(begin + CHUNK, last)]
                 copy = piece.clone()
-                self._finish(collective([copy], options))
+                wait(collective([copy], options), self._timeout_s, self._interrupted)
                 piece.copy_(copy)
 
-    def _finish(self, work: Any) -> None:
-        wait(work, self._timeout_s, self._interrupted)
+    @property
+    def _connected(self) -> Group:
+        assert self._group is not None
+        return self._group
+
+    def _finish(self, work: Any, timeout_s: float | None = None) -> None:
+        wait(work, timeout_s or self._timeout_s, self._interrupted)
+        self._done += 1
 
     def _parts(self) -> Iterator[tuple[int, int, int, int]]:
         """Bucket, replica that stands for it, begin and end of every part of this copy's pieces."""
@@ -185,6 +244,14 @@ class Channel:
             for replica, (begin, end) in enumerate(parts(piece, self._members.replicas)):
                 if begin < end:
                     yield bucket, replica, begin, end
+
+
+def _end(groups: list[Group]) -> None:
+    """Abort groups, which have no other reference, and empty the list."""
+    parts = [part for group in groups for part in (group.all, group.siblings) if part is not None]
+    groups.clear()
+    if parts:
+        end_groups(parts)
 
 
 def _member(rank: int) -> str:

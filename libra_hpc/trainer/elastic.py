@@ -85,7 +85,7 @@ class ElasticReplicas:
 
         The core is member 0. Collective over the generation; raises `PeerLost`, in no generation.
         """
-        self.leave()
+        self.park()
         self._shared = False
         received, error = 0, ""
         try:
@@ -103,7 +103,14 @@ class ElasticReplicas:
         self.generation, self._shared = message.generation, message.size > 1
         return received
 
+    def park(self) -> None:
+        """Leave a generation that works; if its members meet again, they are connected."""
+        self.generation = -1
+        for channel in self._channels:
+            channel.park()
+
     def leave(self) -> None:
+        """Leave a generation that failed."""
         self.generation = -1
         for channel in self._channels:
             channel.leave()

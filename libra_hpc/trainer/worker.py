@@ -150,7 +150,7 @@ class Worker(WorkerLoop):
         self._writer.snapshot(folder)
 
     def standby(self) -> None:
-        self._replicas.leave()
+        self._replicas.park()
         if self._engine.elastic:
             self._engine.release()
 
