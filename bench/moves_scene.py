@@ -37,7 +37,7 @@ PATIENCE_S = 300.0
 """Longest wait for one part of a move: the first start of an engine on a busy machine takes a minute."""
 
 
-class Node:
+class SceneNode:
     """The agent of one node, without heartbeats."""
 
     def __init__(self, context: AgentContext, spawn: Callable[[Coroutine[Any, Any, Any]], object]) -> None:
@@ -74,7 +74,7 @@ class Scene:
         self._changed = asyncio.Event()
         self._folders: list[Path] = []
         contexts = [self._context(rank, config, run) for rank in (PLANNER, CORE, HYBRID)]
-        self.nodes = [Node(context, self.spawn) for context in contexts[1:]]
+        self.nodes = [SceneNode(context, self.spawn) for context in contexts[1:]]
         self.pool = NodePool(contexts[PLANNER], lambda kind, **fields: None, lambda *move: None, lambda: self.step)
         self.leader = make_train_leader(contexts[CORE], rendezvous_folder(contexts[CORE]))
         add_train_leader(self.nodes[0].routes, self.leader)
@@ -177,7 +177,7 @@ class Scene:
                 self.figures["bytes"] = self.figures.get("bytes", 0) + joined.received_bytes
             case wire.Log(kind="weights_applied", fields=fields):
                 self.mark("weights applied")
-                self.figures |= {name: fields[name] for name in ("wire_s", "image_s", "stage_s", "seconds")}
+                self.figures |= {name: value for name, value in fields.items() if isinstance(value, float)}
                 self.figures["updates"] = self.figures.get("updates", 0) + 1
             case wire.WeightsHere() if message.rank == HYBRID:
                 self.mark("weights here")

@@ -32,7 +32,7 @@ PARKED = 2
 that alternate make theirs each time; double: more of that memory."""
 
 
-class Group(NamedTuple):
+class ConnectedGroup(NamedTuple):
     """A connected membership."""
 
     name: str
@@ -72,8 +72,8 @@ class Channel:
         self._rank = self._replica = 0
         self._store: Store | None = None
         self._path = ""
-        self._group: Group | None = None
-        self._parked: dict[str, Group] = {}
+        self._group: ConnectedGroup | None = None
+        self._parked: dict[str, ConnectedGroup] = {}
         """By ticket, the one that was parked last at the end."""
         self._done = 0
         """Operations over all members that this process has completed in the present group."""
@@ -125,7 +125,7 @@ class Channel:
         self._finish(self._connected.all.allgather([everyone], [mine]), timeout_s)
         return [(int(first), int(second)) for first, second in everyone]
 
-    def _taken(self) -> Group | None:
+    def _taken(self) -> ConnectedGroup | None:
         """The group that all members have parked in the same state."""
         assert self._store is not None
         told = [self._store.get(_member(rank)).decode().splitlines()[1:] for rank in range(self._members.size)]
@@ -137,11 +137,11 @@ class Channel:
 
     def _make(self, timeout_s: float) -> None:
         members, self._done = self._members, 0
-        own = {"rank": self._rank, "size": members.size, "timeout_s": timeout_s}
-        self._group = Group(self._path, members, self._rank, bare_group(self._device, self._store, **own))
+        everyone = bare_group(self._device, self._store, self._rank, members.size, timeout_s)
+        self._group = ConnectedGroup(self._path, members, self._rank, everyone)
         if self._elastic and members.replicas > 1:
             store = file_store(f"{self._path}-copy{self._copy}", members.replicas)
-            siblings = bare_group(self._device, store, rank=self._replica, size=members.replicas, timeout_s=timeout_s)
+            siblings = bare_group(self._device, store, self._replica, members.replicas, timeout_s)
             self._group = self._group._replace(siblings=siblings)
 
     def park(self) -> None:
@@ -229,7 +229,7 @@ class Channel:
                 piece.copy_(copy)
 
     @property
-    def _connected(self) -> Group:
+    def _connected(self) -> ConnectedGroup:
         assert self._group is not None
         return self._group
 
@@ -246,7 +246,7 @@ class Channel:
                     yield bucket, replica, begin, end
 
 
-def _end(groups: list[Group]) -> None:
+def _end(groups: list[ConnectedGroup]) -> None:
     """Abort groups, which have no other reference, and empty the list."""
     parts = [part for group in groups for part in (group.all, group.siblings) if part is not None]
     groups.clear()
