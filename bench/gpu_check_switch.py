@@ -29,7 +29,7 @@ from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.measured import StepPoint
 from libra_hpc.protocol.engine import UpdateWeights
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.trainer import Join, Joined, OfferFailed, OfferWeights, Standby, StepDone, TrainStep
+from libra_hpc.protocol.trainer import Freed, Join, Joined, Standby, StepDone, TrainStep
 from libra_hpc.trainer.measure import MeasurementReplica, random_samples
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class SharedDevice:
         first, later = self._run(), self._run()
         held = held_bytes(replica)
 
-        freed = seconds_of(lambda: to_standby(replica))
+        freed = seconds_of(lambda: replica.ask(Standby(), Freed))
         held -= held_bytes(replica)
         update = UpdateWeights(self._image, self._version)
         wakes = seconds_of(engine.wake)
@@ -106,13 +106,6 @@ def stage(engine: RolloutEngine, update: UpdateWeights) -> None:
     engine.check(update)
     while not engine.staged():
         time.sleep(POLL_S)
-
-
-def to_standby(replica: MeasurementReplica) -> None:
-    """Returns when the replica has freed its memory."""
-    replica.send(Standby())
-    # A standby has no answer. There is no such version to offer: the refusal comes right after the standby.
-    replica.ask(OfferWeights("", -2, -1), OfferFailed)
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -164,7 +157,7 @@ def switches(setting: Setting, figures: Figures) -> None:
             replica = start_replica(setting, folder, Path(scratch))
             try:
                 replica.answer(EngineState)
-                replica.send(Standby())
+                replica.ask(Standby(), Freed)
                 device = SharedDevice(engine, replica, folder, shape.vocab)
                 # The first switch fills caches, and finds the engine in standby.
                 device.round()

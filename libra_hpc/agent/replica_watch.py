@@ -20,6 +20,7 @@ from typing import Any
 
 from libra_hpc.process.deadlines import LATE_SHARE, DeadlineLimits, Deadlines, Pending
 from libra_hpc.protocol.trainer import (
+    Freed,
     Join,
     Joined,
     Offered,
@@ -30,6 +31,7 @@ from libra_hpc.protocol.trainer import (
     Saved,
     SaveFailed,
     SaveStarted,
+    Standby,
     StepDone,
     StepFailed,
     TrainPortion,
@@ -64,6 +66,8 @@ def order_key(message: Any) -> tuple[str, Hashable] | None:
             return STEP, number
         case OfferWeights(version=number) | Offered(version=number) | OfferFailed(version=number):
             return "offer", number
+        case Standby() | Freed():
+            return "standby", 0
         case SaveCheckpoint(step=number) | SaveStarted(step=number):
             return CHECKPOINT, number
         case WorkerFailed(generation=number, attempt=attempt) if number >= 0:

@@ -2,6 +2,7 @@
 
 - An engine started, restarted or woke -> it asks for the newest weights, and is ``ready`` once it has them.
 - Standby -> the process lives with its device memory released; coming back costs a weight update, not a start.
+- The node's trainers still free their memory -> no engine starts or wakes until they have.
 - An engine is late, hangs (`EngineWatch`) or ends too often -> as `Supervised`; a hung one is ``ending`` at once.
 - An engine cannot take new weights -> it is ended: the version does not wait for it, the next one begins with it.
 - Its process lives -> no other is started beside it.
@@ -82,9 +83,11 @@ class RolloutNode(EngineNode[VllmEngine]):
         return {e.name: e.reported.generated_tokens for e in self._engines.values() if e.reported is not None}
 
     async def start(self) -> None:
+        self._wanted, self._ordered_at = True, time.monotonic()
+        await self.room()
         async with self._changing:
-            self._wanted, self._ordered_at = True, time.monotonic()
-            for engine in self._engines.values():
+            # It may have been ordered back meanwhile.
+            for engine in self._engines.values() if self._wanted else ():
                 if engine.state == "standby":
                     # Waking leaves an engine without weights, so it needs them even when the version it had is still
                     # the newest.
@@ -101,6 +104,7 @@ class RolloutNode(EngineNode[VllmEngine]):
         for engine in self._engines.values():
             if engine.state in ("ready", "loading"):
                 engine.state = "standby"
+                self._frees.add(engine.name)
                 engine.send(Sleep())
                 # It answers no update any more.
                 self._watch.gone(engine.name)
@@ -120,6 +124,7 @@ class RolloutNode(EngineNode[VllmEngine]):
             self._wanted, self._outbox = False, []
             for engine in self._engines.values():
                 self._watch.gone(engine.name)
+                self.has_freed(engine.name)
                 engine.version = -1
             await asyncio.gather(*(engine.reset() for engine in self._engines.values()))
 
@@ -204,7 +209,9 @@ class RolloutNode(EngineNode[VllmEngine]):
             case Generated():
                 self._answer(engine.name, message)
             case EngineStats():
-                if not message.asleep:
+                if message.asleep:
+                    self.has_freed(engine.name)
+                else:
                     self._watch.ended(engine.name, WAKE, now)
                 if message.stands_still:
                     self._watch.stands_still(engine.name, now)
@@ -302,6 +309,7 @@ class RolloutNode(EngineNode[VllmEngine]):
 
     def exited(self, engine: VllmEngine, child: Child, reason: str) -> None:
         was, engine.state, engine.version = engine.state, "lost", -1
+        self.has_freed(engine.name)
         self._watch.gone(engine.name)
         self._tell_carrier()
         if child.stopping:

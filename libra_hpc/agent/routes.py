@@ -51,6 +51,7 @@ def add_engines(
     routes: Routes, rollout: RolloutNode, train: TrainNode, carrier: NodeCarrier, spawn: Callable[[Any], object]
 ) -> None:
     """Rows of a node with engines; ``spawn`` runs a coroutine as a task."""
+    rollout.beside, train.beside = train, rollout
 
     def start(order: wire.StartEngine) -> None:
         spawn(rollout.start() if order.kind == "rollout" else train.start(order.world))

@@ -214,6 +214,22 @@ class EngineNode(Owner, Generic[E]):
         """Held while processes are started or all of them ended."""
         self._ordered_at = 0.0
         """When a start was last ordered."""
+        self.beside: EngineNode[Any] | None = None
+        """What has the same devices in turn with these."""
+        self._frees: set[str] = set()
+        """Engines that were sent into standby, and have not freed their memory yet."""
+        self._freed = asyncio.Event()
+
+    async def room(self) -> None:
+        """Wait until the other kind on the node has freed its memory: both have no room at once."""
+        while self.beside is not None and self.beside._frees:
+            self.beside._freed.clear()
+            await self.beside._freed.wait()
+
+    def has_freed(self, name: str) -> None:
+        """An engine has freed its memory, or has ended."""
+        self._frees.discard(name)
+        self._freed.set()
 
     @property
     def states(self) -> dict[str, str]:

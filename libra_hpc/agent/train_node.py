@@ -10,6 +10,7 @@ On a node of the core they are its share of the core's world; on a hybrid node t
 - They were a part of a replica -> the coordinator has its other nodes begin again as well.
 - A checkpoint is due -> every process writes its part, and on the train leader's node the carrier the policy.
 - A snapshot is due -> every process writes its part, and the node keeps them (`SnapshotKeeper`).
+- The node's engines still free their memory -> no process starts or wakes until they have.
 - The core is to rest -> its processes leave the group and keep their state; the coordinator hears of it.
 - A replica is to join -> it waits a while for its image to have the core's step; else weights come from the core.
 """
@@ -33,6 +34,7 @@ from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import PolicySaved, SavePolicy
 from libra_hpc.protocol.engine_state import EngineState, StateName
 from libra_hpc.protocol.trainer import (
+    Freed,
     FromWorker,
     Join,
     Joined,
@@ -126,7 +128,10 @@ class TrainNode(EngineNode[Supervised]):
     async def start(self, world: int = 0) -> None:
         """Start the processes, or wake them; ``world`` as in `EngineState`."""
         self._world = world
-        self._ordered_at = time.monotonic()
+        self._ordered_at = ordered_at = time.monotonic()
+        await self.room()
+        if self._ordered_at != ordered_at:
+            return
         if self._trainer.state in ("standby", "ready"):
             self._trainer.state = "ready"
             self._context.send(0, self._engine_state("ready"))
@@ -141,9 +146,12 @@ class TrainNode(EngineNode[Supervised]):
 
         Those of the core keep their state.
         """
+        self._ordered_at = 0.0
         if self._trainer.state == "ready":
             self._trainer.state, self._held, self._answers = "standby", None, {}
+            self._frees.add(self._trainer.name)
             self._watch.clear()
+            self._watch.asked(Standby(), time.monotonic())
             self._trainer.send(Standby())
             if self._elastic:
                 self.step = -1
@@ -157,10 +165,12 @@ class TrainNode(EngineNode[Supervised]):
 
     async def reset(self) -> None:
         """End every process unreported: a lost node is readmitted."""
+        self._ordered_at = 0.0
         async with self._changing:
             self._ready, self._answers, self.step, self._held = {}, {}, -1, None
             self._watch.clear()
             self._carrier.drop_policy()
+            self.has_freed(self._trainer.name)
             await self._trainer.reset()
 
     def on_message(self, message: ToWorker) -> None:
@@ -311,6 +321,8 @@ class TrainNode(EngineNode[Supervised]):
         self._watch.answered(answer, time.monotonic())
         if isinstance(answer, SnapshotTaken | SnapshotFailed):
             self.keeper.taken(answer)
+        elif isinstance(answer, Freed):
+            self.has_freed(self._trainer.name)
         elif isinstance(answer, Saved | SaveFailed):
             self._wrote(answer)
         elif isinstance(answer, Offered):
@@ -331,6 +343,7 @@ class TrainNode(EngineNode[Supervised]):
     def _ended(self, reason: str) -> None:
         """The node's trainers are lost with one process; once for every start."""
         trainer, context = self._trainer, self._context
+        self.has_freed(trainer.name)
         if self._stopping or trainer.state == "lost":
             return
         was, trainer.state, self._held = trainer.state, "lost", None

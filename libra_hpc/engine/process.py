@@ -152,7 +152,7 @@ class _Loop:
             self._updates.append((message, _NOT_BEGUN))
             self._check_next(engine)
         elif isinstance(message, Sleep):
-            self._socket.send_many(engine.sleep())
+            self._socket.send_many([*engine.sleep(), engine.stats()])
             self._log_step(engine)
         elif isinstance(message, Wake):
             engine.wake()

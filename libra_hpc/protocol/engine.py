@@ -47,7 +47,10 @@ class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
 
 
 class Sleep(msgspec.Struct, tag=True, frozen=True):
-    """Enter warm standby: free device memory that can be rebuilt; requests are refused until `Wake`."""
+    """Enter warm standby: free device memory that can be rebuilt; requests are refused until `Wake`.
+
+    Answered by `EngineStats` once it is free.
+    """
 
 
 class Wake(msgspec.Struct, tag=True, frozen=True):

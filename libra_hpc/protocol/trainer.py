@@ -133,6 +133,12 @@ class Standby(msgspec.Struct, tag=True, frozen=True):
     """Leave the current group and free device memory that can be rebuilt; `Join` ends the standby."""
 
 
+class Freed(msgspec.Struct, tag=True, frozen=True):
+    """Answer to `Standby`: the memory is free."""
+
+    seconds: float
+
+
 class StopWorker(msgspec.Struct, tag=True, frozen=True):
     """Exit with 0."""
 
@@ -297,6 +303,7 @@ ToWorker = Union[Join, TrainPortion, TrainStep, OfferWeights, SaveCheckpoint, Ta
 FromWorker = Union[
     EngineState,
     Joined,
+    Freed,
     PortionDone,
     StepDone,
     Offered,

@@ -95,7 +95,7 @@ def _handle(engine: SimulatedEngine, message: ToEngine, now: float) -> list[From
         case Abort():
             engine.abort(message, now)
         case Sleep():
-            return engine.sleep(now)
+            return [*engine.sleep(now), engine.stats(now)]
         case Wake():
             engine.wake()
     return []

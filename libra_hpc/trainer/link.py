@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from libra_hpc.protocol.codec import EngineSocket
 from libra_hpc.protocol.trainer import (
+    Freed,
     FromWorker,
     Join,
     Joined,
@@ -200,6 +201,7 @@ class WorkerLoop(ABC):
                 return self._save(message, begin)
             case Standby():
                 self.standby()
+                return Freed(time.monotonic() - begin)
         return None
 
     def _offer(self, message: OfferWeights, begin: float) -> FromWorker:

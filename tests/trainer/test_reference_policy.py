@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from libra_hpc.protocol.codec import unpack_f32, unpack_i32
-from libra_hpc.protocol.trainer import Standby
+from libra_hpc.protocol.trainer import Freed, Standby
 from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.settings import AlgorithmSettings
 from libra_hpc.weights.names import ReplicaPlace
@@ -128,7 +128,7 @@ def test_every_layout_and_elastic_replicas_equal_one_process(
     for step, alone in enumerate(want, 1):
         if step == 3:
             # The memory that the reference borrows was given back meanwhile.
-            elastic.send(Standby())
+            elastic.ask(Standby(), Freed)
             join_all([core, elastic], step, tmp_path / "again")
         done = step_all([core, elastic], step, 3 * (step // 3))[0]
         assert_same_step(done, alone, 5e-6)
