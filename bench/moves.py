@@ -36,8 +36,8 @@ MODELS: dict[str, ModelShape] = {
     ),
 }
 """Qwen3 shapes. 220 M parameters are those of docs/lab/0.1-moves.md, where nearly all of them are in layers."""
-TOKENS = {"220m": 32, "tiny": 128}
-"""Of each of the two trajectories of a step."""
+TOKENS = {"220m": 4, "tiny": 128}
+"""Of each of the two trajectories of a step: few where a CPU without bf16 units takes seconds for each."""
 
 
 def configuration(model: Path) -> RunConfig:

@@ -146,7 +146,7 @@ class TrainNode(EngineNode[Supervised]):
 
         Those of the core keep their state.
         """
-        self._ordered_at = 0.0
+        self._ordered_at = time.monotonic()
         if self._trainer.state == "ready":
             self._trainer.state, self._held, self._answers = "standby", None, {}
             self._frees.add(self._trainer.name)
@@ -165,7 +165,7 @@ class TrainNode(EngineNode[Supervised]):
 
     async def reset(self) -> None:
         """End every process unreported: a lost node is readmitted."""
-        self._ordered_at = 0.0
+        self._ordered_at = time.monotonic()
         async with self._changing:
             self._ready, self._answers, self.step, self._held = {}, {}, -1, None
             self._watch.clear()
