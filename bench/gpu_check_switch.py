@@ -125,8 +125,9 @@ def held_bytes(replica: MeasurementReplica) -> int:
 
 
 def own_memory(replica: MeasurementReplica) -> int:
-    """Bytes of anonymous memory of the first process: without what it shares with others."""
-    return memory_field(replica.pids[0], "RssAnon")
+    """Bytes of anonymous memory of the first process: without what it shares with others, or has given back."""
+    pid = replica.pids[0]
+    return memory_field(pid, "RssAnon") - memory_field(pid, "LazyFree", "smaps_rollup")
 
 
 def switches(setting: Setting, figures: Figures) -> None:

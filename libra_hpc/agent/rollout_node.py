@@ -45,6 +45,9 @@ from .supervised import ChildCommand, EngineNode, Supervised
 
 ASK_AGAIN_S = 1.0
 """Between two requests for weights that the trainers have not offered yet."""
+NEWEST_S = 30.0
+"""For which engines that wake wait for the weights with which their node trained last. Half: over slow links they load
+older ones before; double: after a loss of the trainers they serve so much later."""
 
 
 class VllmEngine(Supervised):
@@ -264,12 +267,18 @@ class RolloutNode(EngineNode[VllmEngine]):
         """Bring one engine to the newest weights before it is announced."""
         if not self._update(engine) and engine.updating <= engine.version:
             context = self._context
-            context.send(context.layout.train_leader, wire.WeightsWanted(context.rank, engine.version))
+            have = self._carrier.version if self._newer_comes() else engine.version
+            context.send(context.layout.train_leader, wire.WeightsWanted(context.rank, have))
+
+    def _newer_comes(self) -> bool:
+        """Whether the node trained with newer weights than its image has."""
+        trained = self.beside.trained if self.beside is not None else -1
+        return self._carrier.version < trained and time.monotonic() - self._ordered_at < NEWEST_S
 
     def _update(self, engine: VllmEngine) -> bool:
         """Have an engine load the image, if that has a newer version than it has or gets."""
         version = self._carrier.version
-        if version <= max(engine.version, engine.updating):
+        if version <= max(engine.version, engine.updating) or self._newer_comes():
             return False
         engine.updating = version
         self._watch.began(engine.name, WEIGHTS, time.monotonic())

@@ -216,6 +216,8 @@ class EngineNode(Owner, Generic[E]):
         """When a start was last ordered."""
         self.beside: EngineNode[Any] | None = None
         """What has the same devices in turn with these."""
+        self.trained = -1
+        """Step of the weights that it had in training last."""
         self._frees: set[str] = set()
         """Engines that were sent into standby, and have not freed their memory yet."""
         self._freed = asyncio.Event()

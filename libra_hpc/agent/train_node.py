@@ -154,7 +154,7 @@ class TrainNode(EngineNode[Supervised]):
             self._watch.asked(Standby(), time.monotonic())
             self._trainer.send(Standby())
             if self._elastic:
-                self.step = -1
+                self.trained, self.step = self.step, -1
             else:
                 self._context.send(0, self._engine_state("standby"))
 

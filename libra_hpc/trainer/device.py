@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
+import mmap
 import os
 import socket
 import threading
@@ -75,6 +77,33 @@ def host_buffer(device: torch.device, elements: int) -> torch.Tensor:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
     return buffer
+
+
+LAZY_FREE = 8
+"""Linux's MADV_FREE: the kernel takes pages of private memory when it needs them, unless they are written before."""
+
+
+def give_back(flat: torch.Tensor) -> None:
+    """Free a tensor's memory, and lose its values, until `take_again`.
+
+    Pages of a CPU stay as long as nobody needs them: to clear and map 1.3 GB again takes longer than all else of a
+    switch. They count as the process's memory until then.
+    """
+    if not flat.is_cpu:
+        flat.untyped_storage().resize_(0)
+        return
+    page, begin = mmap.PAGESIZE, flat.data_ptr()
+    first, last = -(-begin // page) * page, (begin + flat.nbytes) // page * page
+    if last > first:
+        # Without it, as in some sandboxes, the pages stay.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), LAZY_FREE)
+
+
+def take_again(flat: torch.Tensor) -> None:
+    """End what `give_back` did; the tensor has any values."""
+    storage = flat.untyped_storage()
+    if not storage.nbytes():
+        storage.resize_(flat.nbytes)
 
 
 def synchronize(device: torch.device) -> None:

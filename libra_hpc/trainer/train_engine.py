@@ -33,7 +33,7 @@ from libra_hpc.trainer.saved.optimizer_state import OptimizerState
 from libra_hpc.weights.names import ReplicaPlace, own_entries
 
 from .adamw import adamw, learning_rate
-from .device import Store, backend
+from .device import Store, backend, give_back, take_again
 from .model import compat, moe
 from .settings import OptimizerSettings
 
@@ -284,16 +284,14 @@ class TrainEngine:
         assert self.elastic, "the state of others is nowhere else"
         self.state.commit(NO_STEP, 0)
         for flat in self._flat():
-            flat.untyped_storage().resize_(0)
+            give_back(flat)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def reclaim(self) -> None:
         """End a standby; weights and gradients then have any values."""
         for flat in self._flat():
-            storage = flat.untyped_storage()
-            if not storage.nbytes():
-                storage.resize_(flat.nbytes)
+            take_again(flat)
 
     def _flat(self) -> list[torch.Tensor]:
         buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]

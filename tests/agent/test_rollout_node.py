@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -221,6 +222,31 @@ def test_an_engine_with_weights_older_than_the_start_serves_only_once_it_has_new
             made.write(4)
             await made.until(lambda: made.served(), "the engine is ready")
             assert made.served()[0].version == 4
+
+    run(work())
+
+
+@pytest.mark.parametrize(("patience_s", "serves"), [(60.0, 3), (0.0, 2)])
+def test_a_woken_engine_waits_for_the_weights_its_node_trained_with_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float, serves: int
+) -> None:
+    monkeypatch.setattr(rollout_node, "NEWEST_S", patience_s)
+    monkeypatch.setattr(rollout_node, "ASK_AGAIN_S", 0.01)
+
+    async def work() -> None:
+        async with scene(tmp_path) as made:
+            await made.up()
+            made.node.standby()
+            made.node.beside = cast(Any, SimpleNamespace(trained=3, _frees=set()))
+            made.write(2)
+            await made.node.start()
+            if patience_s:
+                asked = len(made.of(wire.WeightsWanted))
+                await made.until(lambda: len(made.of(wire.WeightsWanted)) > asked + 3, "it asks for newer ones")
+                assert made.of(wire.WeightsWanted)[-1].have == 2
+                made.write(3)
+            await made.until(lambda: len(made.served()) == 2, "the engine serves again")
+            assert made.served()[-1].version == serves
 
     run(work())
 
