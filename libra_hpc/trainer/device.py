@@ -86,8 +86,8 @@ LAZY_FREE = 8
 def give_back(flat: torch.Tensor) -> None:
     """Free a tensor's memory, and lose its values, until `take_again`.
 
-    Pages of a CPU stay as long as nobody needs them: to clear and map 1.3 GB again takes longer than all else of a
-    switch. They count as the process's memory until then.
+    Pages of a CPU stay as long as nobody needs them, and count as the process's: to clear and map 1.3 GB again takes
+    longer than all else of a switch.
     """
     if not flat.is_cpu:
         flat.untyped_storage().resize_(0)
