@@ -29,6 +29,8 @@ TURNS, LONG, RUN_S = 2, 2000, 1.0
 STAY = 4
 """Steps of the last stay, of which all but the first are later ones."""
 FIRST, LATER, BACK = "the first step, s", "a later step, s", "to rollout, s"
+ABORTED = "  turns aborted"
+"""Once the engine's step in flight has ended: seconds where bf16 is emulated, 20 ms on a GPU."""
 MODELS: dict[str, ModelShape] = {
     "220m": replace(SMALLER[1], name="220m", layers=14, vocab=VOCAB),
     "tiny": replace(
@@ -71,6 +73,7 @@ async def play(scene: Scene, steps: int = 1) -> Figures:
     scene.mark("first token")
     out |= to_rollout(scene)
     out["pair, s"] = out["to training, s"] + out[BACK]
+    out["pair without the turns, s"] = out["pair, s"] - out[ABORTED]
     return out
 
 
@@ -78,7 +81,7 @@ def to_train(scene: Scene) -> Figures:
     at, found = scene.marks, scene.figures
     return {
         "to training, s": at["done"] - at["ordered"],
-        "  turns aborted": at["TurnsDrained"] - at["ordered"],
+        ABORTED: at["TurnsDrained"] - at["ordered"],
         "  engine asleep, replica awake": at["FormGeneration"] - at["TurnsDrained"],
         "  order reaches the replica": at["Join 2"] - at["FormGeneration"],
         "  replica joins": at["replica joined"] - at["Join 2"],
