@@ -67,7 +67,7 @@ def test_a_guest_gives_tokens_that_are_trained_and_its_leave_and_its_death_cost_
 
 
 SPOT = (
-    SIMULATED
+    SIMULATED.replace("enabled = false", "enabled = true")
     + """
 [borrow.spot]
 nodes = 1
@@ -79,12 +79,16 @@ time_limit = "00:10:00"
 
 @pytest.mark.cluster
 @pytest.mark.chaos
-def test_a_run_queues_a_spot_node_by_itself_and_again_after_its_preemption(
+def test_a_run_queues_a_spot_node_once_it_pays_and_again_after_its_preemption(
     slurm_env: dict[str, str], tmp_path: Path
 ) -> None:
     case = Chaos(tmp_path, "slurm", SPOT, steps=4000, hybrid=0, rollout=1)
     run = case.submit()
     case.wait(lambda: of_guests(case) > 0, "trained tokens of the spot node")
+    (borrowed,) = [one for one in case.events("decision") if one["action"] == "borrow"]
+    assert borrowed["reason"].startswith("borrow: 1 spot nodes take a batch from ")
+    assert borrowed["numbers"]["spot_saved_s"] > borrowed["numbers"]["spot_needed_s"] > 0.0
+    assert borrowed["t"] < case.events("guest_joined")[0]["t"], "it waited for the planner"
     script = tmp_path / "urgent.sh"
     script.write_text("#!/bin/bash\nsleep 5\n")
     # The run has two of the six nodes.
@@ -99,4 +103,6 @@ def test_a_run_queues_a_spot_node_by_itself_and_again_after_its_preemption(
     case.cli("cancel", str(run.path))
     sound(case, "cancelled")
     assert not case.events("guest_lost")
+    decided = [one["action"] for one in case.events("decision") if one["action"] != "hold"]
+    assert decided == ["borrow"], "what is preempted is queued again without another decision"
     assert "t-spot" not in call(["squeue", "--noheader", "--format=%j", "--states=PENDING,RUNNING"], slurm_env).split()
