@@ -84,12 +84,14 @@ def build_engines(
         )
     copies = gpus // size if gpus else 1
     # A model that was measured need be in no table.
-    shape = model if calibration and not host_gb else model_shape(model).with_kv(kv_dtype)
+    shape = None if calibration and not host_gb else model_shape(model).with_kv(kv_dtype)
     machine = find_device(device, devices_file).asynchronous() if async_steps else device
     engines: list[EngineSpec] = []
     sources: list[str] = []
     for bucket in pattern:
-        steps: StepTimes = lookup(machine, shape, bucket.tp, calibration, source=source, devices_file=devices_file)
+        steps: StepTimes = lookup(
+            machine, shape or model, bucket.tp, calibration, source=source, devices_file=devices_file
+        )
         if steps.kv_capacity <= 0:
             raise invalid(
                 "--buckets",
@@ -98,7 +100,7 @@ def build_engines(
                 "a larger TP degree",
             )
         host = None
-        if host_gb:
+        if shape is not None and host_gb:
             host = host_memory(find_device(device, devices_file), shape, bucket.tp, host_gb)
         engines += [
             EngineSpec(f"tp{bucket.tp}-{number}", bucket.tp, steps, host) for number in range(copies * bucket.count)
