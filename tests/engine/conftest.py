@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from .engine_harness import EngineUnderTest, Model, engine_config, make_model
+from .engine_harness import WAITS_OR_AHEAD, EngineUnderTest, Model, engine_config, make_model
 
 
 @pytest.fixture(scope="session")
@@ -21,11 +21,14 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return make_model(tmp_path_factory.mktemp("new"), seed=2)
 
 
-@pytest.fixture(scope="package", params=[False, True], ids=["each step waits", "steps ahead"])
+@pytest.fixture(scope="package", params=[False, pytest.param(True, marks=pytest.mark.chaos)], ids=WAITS_OR_AHEAD)
 def engine(
     request: pytest.FixtureRequest, old: Model, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineUnderTest]:
-    """An untied tp = 1 engine of 64 KV blocks with a step log, ended by SIGTERM."""
+    """An untied tp = 1 engine of 64 KV blocks with a step log, ended by SIGTERM.
+
+    Where a step ahead of what is known makes a difference, tests of each change have it of both kinds (`both`).
+    """
     folder = tmp_path_factory.mktemp("e")
     config = engine_config(old, max_num_seqs=4, version=1, step_log=str(folder / "steps.jsonl"))
     config = msgspec.structs.replace(config, kv_cache_mb=2, async_steps=request.param)

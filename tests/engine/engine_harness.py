@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -44,6 +45,9 @@ PATIENCE_S = 280.0
 """Longest wait for a message before a test fails: a start-up on a loaded machine."""
 PROMPTS = [[5, 17, 99, 3, 64, 21, 8], [1, 2, 3], list(range(10, 50))]
 """Of `EngineUnderTest.greedy`."""
+WAITS_OR_AHEAD = ["each step waits", "steps ahead"]
+"""The two kinds of the fixture `engine`."""
+both = pytest.mark.parametrize("engine", [False, True], indirect=True, ids=WAITS_OR_AHEAD)
 versions = itertools.count(10)
 """Of the weights that an engine of several modules gets."""
 

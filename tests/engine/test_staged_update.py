@@ -19,6 +19,7 @@ from .engine_harness import (
     EngineUnderTest,
     Model,
     alive,
+    both,
     bring,
     descendants,
     engine_config,
@@ -68,6 +69,7 @@ def assert_bit_for_bit(engine: EngineUnderTest, old: Model, new: Model, tmp_path
     assert engine.greedy() == engine.loaded
 
 
+@both
 def test_staged_weights_are_bit_for_bit_those_of_the_load_at_the_start(
     engine: EngineUnderTest, old: Model, new: Model, tmp_path: Path
 ) -> None:
@@ -104,6 +106,7 @@ def test_staged_weights_of_a_family_are_bit_for_bit_those_of_the_load_and_a_kill
         engine.close()
 
 
+@both
 def test_decoding_goes_on_while_it_stages_and_every_token_names_its_version(
     engine: EngineUnderTest, old: Model, new: Model, tmp_path: Path
 ) -> None:
