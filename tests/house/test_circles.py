@@ -6,7 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import pytest
+
 from .sources import hold, imports, modules, name, sources
+
+pytestmark = pytest.mark.xdist_group("circles")
+"""One worker reads all sources for both."""
 
 
 def arrows() -> Iterator[tuple[Path, Path]]:
