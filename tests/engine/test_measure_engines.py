@@ -25,22 +25,23 @@ def config(model: Model) -> EngineConfig:
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-def test_two_engines_at_once(old: Model) -> None:
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.chaos)])
+def test_engines_at_once(old: Model, count: int) -> None:
     reports: list[tuple[str, int, int]] = []
     found = measure_engines(
-        config(old), 2, device="this cpu", model="tiny", progress=lambda *what: reports.append(what)
+        config(old), count, device="this cpu", model="tiny", progress=lambda *what: reports.append(what)
     )
     expected = len(list(plans(LENGTH, SEQUENCES, found.kv_capacity[1])))
-    assert reports[0] == ("starting", 0, 2)
-    assert ("starting", 2, 2) in reports
+    assert reports[0] == ("starting", 0, count)
+    assert ("starting", count, count) in reports
     measuring = [(done, total) for what, done, total in reports if what == "measuring"]
-    assert measuring[-1] == (2 * expected, 2 * expected)
+    assert measuring[-1] == (count * expected, count * expected)
     assert [done for done, _ in measuring] == sorted(done for done, _ in measuring)
     assert found.kv_capacity == {1: 2 * 2**20 // (2 * 2 * 64 * 4)}
     alone = [point for point in found.points if not point.decodes]
     # Each engine measures every plan; a plan that shared a step with nothing else gives one point.
     kinds = {(point.prefill, point.context) for point in alone}
-    assert all(sum((point.prefill, point.context) == kind for point in alone) > 3 for kind in kinds)
+    assert all(sum((point.prefill, point.context) == kind for point in alone) > 3 * (count - 1) for kind in kinds)
     assert measured_times(found, 1).step_s(2, 200) > 0.0
 
 
