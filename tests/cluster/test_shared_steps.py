@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +22,7 @@ from libra_hpc.trainer.shards import divisor
 from libra_hpc.weights.names import ReplicaPlace
 from tests.chaos.harness import SHARING_PAYS, patched
 from tests.trainer.conftest import world
-from tests.trainer.support import build
+from tests.trainer.support import build, make_model
 
 from .runs import BATCH, ENGINE_MARKS, Case, trained_once
 
@@ -26,6 +30,7 @@ __all__ = ["world"]
 pytestmark = ENGINE_MARKS
 
 STEPS = 12
+SAME_KEYS = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 LOSS = """
 import torch
 
@@ -85,11 +90,28 @@ def trained_alone(run: RunDir, policy: Path, place: ReplicaPlace, out: Path) -> 
     checkpoint.write_policy(engine, policy, out)
 
 
+def of_experts(folder: Path, dense: Path) -> Path:
+    """A barely warm-started policy with experts and the tokenizer of ``dense``."""
+    config = json.loads((dense / "config.json").read_text())
+    same = {key: config[key] for key in SAME_KEYS}
+    make_model("qwen3_moe", folder, head_dim=32, **same)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(dense / name, folder)
+    code = f"""
+from libra_hpc.tasks.policy import batches
+from libra_hpc.trainer.sft import warm_start
+warm_start({str(folder)!r}, {str(folder)!r}, batches({str(folder)!r}, "keychain", 0, 120), 120, lr=2e-3, warmup=30)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    return folder
+
+
 @pytest.mark.chaos
-@pytest.mark.parametrize("core", [False, True], ids=["hybrid", "core"])
+@pytest.mark.parametrize(("core", "experts"), [(False, False), (True, False), (True, True)])
 def test_a_run_in_time_sharing_has_the_weights_of_one_process(
-    policy: Path, tmp_path: Path, world: ReplicaPlace, core: bool
+    policy: Path, tmp_path: Path, world: ReplicaPlace, core: bool, experts: bool
 ) -> None:
+    policy = of_experts(tmp_path / "experts", policy) if experts else policy
     case = Case(tmp_path, policy, "local", steps=STEPS)
     run = shared(case, *(["components.train.roll_out=true"] if core else []))
     trained_once(run, STEPS)
