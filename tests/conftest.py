@@ -7,11 +7,12 @@ import fcntl
 import gc
 import inspect
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -38,6 +39,8 @@ ROOM_FOR_TWO = 14 * 2**30
 """Bytes of memory in which two workers may have engines: a run of two engines and a trainer takes 4 GB, an engine of
 two processes 3 GB, the workers themselves 3 GB."""
 SLURM, VLLM = "slurm", "vllm"
+GROUP = re.compile(rf"@({SLURM}|{VLLM}|/[^@]*)$")
+"""The end of a test's id that says its group; of one in a module whose fixtures are shared, the module's path."""
 """Groups of tests that run one after the other, on one worker of `make test`, beginning with the first test of all.
 
 The job ids of two embedded clusters would name the same shared memory of MPICH. Tests of the first group that have
@@ -70,6 +73,14 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What failed is kept without its group, so that ``--last-failed`` finds it where there are no groups."""
+    kept: Any = session.config.pluginmanager.get_plugin("lfplugin")
+    if kept is not None:
+        kept.lastfailed = {GROUP.sub("", test): True for test in kept.lastfailed}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

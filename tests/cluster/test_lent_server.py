@@ -19,7 +19,7 @@ from tests.lender.served import Lent, wait
 
 from .runs import ENGINE_MARKS, Case
 
-pytestmark = [*ENGINE_MARKS, pytest.mark.slow]
+pytestmark = [*ENGINE_MARKS, pytest.mark.chaos, pytest.mark.timeout(600)]
 SERVED = (
     *("--served-model-name=m", "--dtype=float32", "--max-model-len=512", "--max-num-seqs=4", "--enforce-eager"),
     *("--kv-cache-memory-bytes=16777216", "--block-size=32", "--disable-uvicorn-access-log"),
@@ -74,7 +74,7 @@ def test_a_run_borrows_a_vllm_server_whose_users_get_the_same_answers(
     with lent_server(case, policy, monkeypatch) as lent:
         # With eta = 0 every token is of the weights that it trains.
         run = case.submit("-o", "algorithm.eta=0", "-o", "rollout.max_inflight=4")
-        wait(lent.is_up, "the server")
+        wait(lent.is_up, "the server", 300.0)
         alone = lent.answer()
         case.wait(lambda: any(line["lent_tokens"] for line in read_lines(run.metrics)), "trained tokens of the guest")
         assert lent.wait("lends")["borrower"] == str(run.path)

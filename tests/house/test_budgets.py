@@ -7,7 +7,7 @@ import pytest
 from .sources import ROOT, sources
 from .test_rooms import table
 
-LIBRARY, CHECKS, PAGES = 70_759, 65_131, 33_641
+LIBRARY, CHECKS, PAGES = 70_759, 65_144, 33_641
 """Lines of the library with its verbs, lines of tests and benchmarks, and words of README and user pages."""
 BUDGETS = {room: row.lines for room, row in table().items()}
 
