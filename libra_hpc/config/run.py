@@ -85,3 +85,16 @@ class RunConfig(Section):
         if self.rollout.max_trajectories:
             return max(1, self.rollout.max_trajectories // self.algorithm.group_size)
         return (self.algorithm.eta + 1) * self.algorithm.prompts_per_step
+
+    def rollout_nodes(self, component: str) -> range:
+        """Positions of a component's nodes among the hybrid and rollout nodes; empty for those that never roll out.
+
+        Train nodes that roll out are as the first one: lists of engines are refused with them.
+        """
+        parts, hybrid = self.components, self.components.hybrid.nodes
+        nodes = {
+            "train": range(int(parts.train.roll_out)),
+            "hybrid": range(hybrid),
+            "rollout": range(hybrid, hybrid + parts.rollout.nodes),
+        }
+        return nodes.get(component, range(0))

@@ -26,7 +26,7 @@ from libra_hpc.simulated.dry_run import check_simulated, pace
 from libra_hpc.slurm.queue.query import slurm_seconds
 
 from .field_names import naming, reading
-from .gpu_memory import GpuMemory, check_cpus, check_memory, rollout_nodes
+from .gpu_memory import GpuMemory, check_cpus, check_memory
 from .job_checks import alerts_can_be_sent, cache_fits, cache_type_runs, own_variables, sane_sizes, set_up_parses
 from .named_files import check_function, check_run_dir, check_tasks, check_vocabulary, read_model_config
 from .train_worlds import (
@@ -249,7 +249,7 @@ def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
     if (config.slurm.device != "cuda" and config.run.engine == "real") or any(one_value_per_node(config)):
         return
     for name, component in stages(config).items():
-        for tp, engines in dict.fromkeys(config.rollout.on_node(node) for node in rollout_nodes(config, name)):
+        for tp, engines in dict.fromkeys(config.rollout.on_node(node) for node in config.rollout_nodes(name)):
             needs = tp * engines
             product = "rollout.tp * rollout.engines_per_node needs"
             if not component.gpus:

@@ -109,7 +109,7 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> GpuMemory:
         if stage != "rollout":
             warnings.update(dict.fromkeys(_check_training(config, own)))
             needs.append(_training_need(config, own))
-        if rollout_nodes(config, stage) and not simulated:
+        if config.rollout_nodes(stage) and not simulated:
             _check_rollout(config, own)
             needs += _engine_needs(config, own)
     return GpuMemory(needs, list(warnings))
@@ -227,23 +227,9 @@ def _smallest_first(config: RunConfig, shape: ModelShape) -> Iterator[RunConfig]
             yield one.changed(train={"recompute": recompute})
 
 
-def rollout_nodes(config: RunConfig, component: str) -> range:
-    """Positions of a component's nodes among the hybrid and rollout nodes; empty for those that never roll out.
-
-    Train nodes that roll out are as the first one: `core_rolls_out` refuses lists.
-    """
-    parts, hybrid = config.components, config.components.hybrid.nodes
-    nodes = {
-        "train": range(1 if parts.train.roll_out else 0),
-        "hybrid": range(hybrid),
-        "rollout": range(hybrid, hybrid + parts.rollout.nodes),
-    }
-    return nodes.get(component, range(0))
-
-
 def _degrees(config: RunConfig, stage: str) -> list[int]:
     """TP degrees of a component's engines."""
-    return sorted({of_node(config.rollout.tp, node) for node in rollout_nodes(config, stage)})
+    return sorted({of_node(config.rollout.tp, node) for node in config.rollout_nodes(stage)})
 
 
 def _check_rollout(config: RunConfig, own: StageGpu) -> None:

@@ -21,7 +21,7 @@ from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.capacity import blocks_of
 from libra_hpc.models.shapes import DTYPE_BYTES, shape_from_config
 
-from .gpu_memory import component_device, rollout_nodes
+from .gpu_memory import component_device
 
 MOST_TRAJECTORIES = 1_000_000
 """Of a step; one takes at least a kilobyte of the rollout leader's memory."""
@@ -75,13 +75,13 @@ def cache_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserErro
     shape = msgspec.structs.replace(shape, dtype_bytes=DTYPE_BYTES[config.model.dtype])
     tokens = blocks_of(rollout.max_model_len, rollout.block_size) * rollout.block_size
     for name in ("hybrid", "rollout"):
-        for tp in sorted({rollout.on_node(node)[0] for node in rollout_nodes(config, name)}):
+        for tp in sorted({rollout.on_node(node)[0] for node in config.rollout_nodes(name)}):
             need = -(-tokens * shape.kv_bytes_per_device(tp) // MIB)
             if given < need:
                 why = f"one trajectory of rollout.max_model_len = {rollout.max_model_len} tokens needs {need} MiB"
                 yield invalid("rollout.kv_cache_mb", given, why, f"at least {need}, or 0 (what vLLM takes by default)")
         mem = getattr(config.components, name).mem
-        if config.slurm.executor != "local" and mem and 0.0 < memory_mb(mem) < given and rollout_nodes(config, name):
+        if config.slurm.executor != "local" and mem and 0.0 < memory_mb(mem) < given and config.rollout_nodes(name):
             valid = f"at most {memory_mb(mem):.0f}"
             yield invalid("rollout.kv_cache_mb", given, f"components.{name}.mem = {mem!r} is less", valid)
 
@@ -102,7 +102,7 @@ def cache_type_runs(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Use
             yield invalid("rollout.kv_dtype", value, why, ["auto"])
         return
     for name in ("hybrid", "rollout"):
-        gpu = component_device(config, name) if rollout_nodes(config, name) else None
+        gpu = component_device(config, name) if config.rollout_nodes(name) else None
         if gpu is not None and not gpu.fp8_units and head not in FP8_HEADS:
             heads = ", ".join(map(str, FP8_HEADS))
             why = f"on {gpu.name} vLLM reads such caches for heads of {heads} channels, and the model's have {head}"

@@ -106,12 +106,8 @@ def _check_hardware(config: RunConfig, component: str) -> None:
     shape = model_shape(modelled.model).with_kv(config.rollout.kv_dtype)
     if component != "rollout":
         shape.widths.check(config.train.tp)
-    rollout, hybrid = config.rollout, config.components.hybrid.nodes
-    if component == "train":
-        nodes = range(int(config.components.train.roll_out))
-    else:
-        nodes = range(hybrid) if component == "hybrid" else range(hybrid, hybrid + config.components.rollout.nodes)
-    for tp in sorted({of_node(rollout.tp, node) for node in nodes}):
+    rollout = config.rollout
+    for tp in sorted({of_node(rollout.tp, node) for node in config.rollout_nodes(component)}):
         steps = lookup(
             modelled.device,
             shape,

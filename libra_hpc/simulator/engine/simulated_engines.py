@@ -48,7 +48,7 @@ def parse_buckets(text: str) -> list[Bucket]:
     return [Bucket(count, tp) for tp, count in sorted(buckets.items())]
 
 
-def _check_caches(kv_dtype: str, async_steps: bool, calibration: Path | None) -> None:
+def _check_options(kv_dtype: str, async_steps: bool, calibration: Path | None) -> None:
     if kv_dtype not in KV_ELEMENT_BYTES:
         raise invalid("--kv-dtype", kv_dtype, "unknown type", list(KV_ELEMENT_BYTES))
     if calibration and (kv_dtype != "auto" or async_steps):
@@ -75,7 +75,7 @@ def build_engines(
 
     Raises `UserError` for a pattern that does not fit, and as `lookup` does for unknown devices and models.
     """
-    _check_caches(kv_dtype, async_steps, calibration)
+    _check_options(kv_dtype, async_steps, calibration)
     pattern = parse_buckets(buckets)
     size = sum(bucket.count * bucket.tp for bucket in pattern)
     if gpus and size > gpus:
