@@ -19,7 +19,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HU
 WORKERS := -n 4 --dist loadgroup --no-loadscope-reorder
 ROOM ?=
 
-.PHONY: help venv dev run test test-all test-room chaos lint docs bench gpu-venv gpu-check clean
+.PHONY: help venv dev run test test-all test-room chaos mutants lint docs bench gpu-venv gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make test-all    the slow tests too"
 	@echo "make test-room ROOM=policies/scheduling    the tests of one room"
 	@echo "make chaos  every injected fault, and what takes too long for test-all"
+	@echo "make mutants  whether the tests notice 60 small mistakes (90 minutes)"
 	@echo "make docs   the examples in the pages, made by their commands"
 	@echo "make bench  the benchmarks        make clean  undo everything"
 	@echo "make gpu-check  a machine with a GPU, checked and measured in ten minutes (docs/gpu-check.md)"
@@ -58,6 +59,11 @@ test-room: dev
 chaos: dev
 	@$(PYTEST) tests/chaos -m "chaos or not chaos"
 	@$(PYTEST) tests --ignore=tests/chaos -m chaos
+
+# Kept mistakes that were noticed before must be noticed again.
+mutants: dev
+	@test -f build/mutants.json || $(BIN)/python -m tests.house.mutants draw build/mutants.json
+	@$(BIN)/python -m tests.house.mutants run build/mutants.json
 
 lint: dev
 	@$(BIN)/ruff check .

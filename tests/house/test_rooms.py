@@ -6,7 +6,6 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from .sources import ROOT, imports, name, sources
 
@@ -16,28 +15,19 @@ ABOVE = {"api"}
 """Stands above all rooms, and above the verbs."""
 GROUPS = {"policies"}
 """Folders whose own folders are the rooms."""
-ROW = re.compile(r"^\| `(?P<room>[\w/]+)`.*? \|.*\| (?P<rooms>[^|]+) \| (?P<lines>[\d,]+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| `(?P<room>[\w/]+)`.*? \|.*\| (?P<rooms>[^|]+) \|$", re.MULTILINE)
 
 
-class Row(NamedTuple):
-    """One line of the table."""
-
-    imports: set[str]
-    lines: int
-
-
-def table() -> dict[str, Row]:
-    """Folders in the order of the table, with the rooms each may import and its budget of lines."""
-    rows = ROW.finditer((ROOT / "docs/architecture.md").read_text())
-    return {
-        row["room"]: Row(set(re.findall(r"[\w/]+", row["rooms"])), int(row["lines"].replace(",", ""))) for row in rows
-    }
+def table() -> dict[str, set[str]]:
+    """Folders in the order of the table, with the rooms each may import."""
+    rows = ROW.finditer((ROOT / "docs/architecture.md").read_text().partition("## Rooms")[2])
+    return {row["room"]: set(re.findall(r"[\w/]+", row["rooms"])) for row in rows}
 
 
-def rooms() -> dict[str, Row]:
+def rooms() -> dict[str, set[str]]:
     """The table without the folders that may import everything."""
-    found = {room.removeprefix("libra_hpc/"): row for room, row in table().items() if room.startswith("libra_hpc/")}
-    return {room: row for room, row in found.items() if row.imports != {"all"}}
+    found = {room.removeprefix("libra_hpc/"): may for room, may in table().items() if room.startswith("libra_hpc/")}
+    return {room: may for room, may in found.items() if may != {"all"}}
 
 
 def room_of(parts: tuple[str, ...]) -> str:
@@ -62,16 +52,16 @@ def test_every_room_is_in_the_table_once() -> None:
 
 
 def test_rooms_import_what_the_table_allows_and_the_table_allows_no_more() -> None:
-    for room, row in rooms().items():
+    for room, may in rooms().items():
         found = list(leaving(room))
-        assert not [(path, other) for path, other in found if other not in row.imports], room
-        assert row.imports <= {other for _, other in found}, f"{room}: the table allows what nobody needs"
+        assert not [(path, other) for path, other in found if other not in may], room
+        assert may <= {other for _, other in found}, f"{room}: the table allows what nobody needs"
 
 
 def test_no_arrow_runs_upwards() -> None:
     seen: set[str] = set()
-    for room, row in rooms().items():
-        assert row.imports <= seen, f"{room} stands above {sorted(row.imports - seen)} in the table"
+    for room, may in rooms().items():
+        assert may <= seen, f"{room} stands above {sorted(may - seen)} in the table"
         seen.add(room)
 
 
