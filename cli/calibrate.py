@@ -39,7 +39,7 @@ EXAMPLES = ((1, 512), (8, 512), (32, 512), (64, 1024))
 
 
 TIME_LIMIT = "01:00:00"
-"""Of the job that measures engines: a degree takes minutes, and a large model's start as long."""
+"""Limit of the job that measures engines: a degree takes minutes, and a large model's start as long."""
 
 
 app = typer.Typer(no_args_is_help=True)

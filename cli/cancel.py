@@ -58,13 +58,13 @@ class Cancelled(NamedTuple):
     cancelled: bool
 
     def facts(self) -> dict[str, Any]:
-        """As JSON."""
+        """Facts for JSON."""
         state = "cancelled" if self.cancelled else self.before.state
         facts = {"cancelled": self.cancelled, "state": state, "message": self.message}
         return {"run": self.run.name, "job_id": self.job, **facts}
 
     def words(self) -> str:
-        """As a line."""
+        """One line for people."""
         name, job = self.run.name, self.job
         if self.before.state == "never_queued":
             return f"{name}: was never queued"

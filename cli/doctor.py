@@ -22,7 +22,7 @@ from .output import print_json, print_line, print_note, show, table
 from .runs import JsonOption
 
 TIME_LIMIT = "00:10:00"
-"""Of the job. Two minutes are the rule; a cold file system needs several for the imports."""
+"""Limit of the job. Two minutes are the rule; a cold file system needs several for the imports."""
 MARKS = {"good": "ok", "warning": "?", "bad": "no"}
 
 

@@ -131,7 +131,7 @@ def follow(run: RunDir, until: Until = lambda status: False) -> RunState:
 
 
 def wait_silently(run: RunDir, until: Until = lambda status: False) -> RunState:
-    """As `follow`, with nothing on stdout."""
+    """Wait like `follow`, with nothing on stdout."""
     follower = Follower(run)
     while not (state := follower.refresh()).over and not until(follower.status):
         time.sleep(REFRESH_S)

@@ -38,7 +38,7 @@ from .runs import RUNS, RunArgument, RunsOption, WeightsOption, find_run
 
 MIB = 1 << 20
 WORKING_SHARE = 0.15
-"""Of a device's memory: activations and the memory pools of torch."""
+"""Share of a device's memory for activations and the memory pools of torch."""
 SMALLEST_CACHE_MB = 32
 """MiB: a few turns of a small model."""
 POLL_S = 1.0

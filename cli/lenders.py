@@ -60,7 +60,7 @@ def row(name: str, record: LenderRecord | None, gone: bool) -> list[str]:
 
 
 def facts(name: str, record: LenderRecord | None, gone: bool) -> dict[str, object]:
-    """As JSON, without what identifies its process."""
+    """Facts for JSON, without what identifies its process."""
     if record is None:
         return {"name": name, "state": "gone" if gone else "unknown"}
     known = msgspec.to_builtins(record)

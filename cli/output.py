@@ -73,7 +73,7 @@ def table(*columns: str, **options: Any) -> Table:
 
 
 def narrow_table(*columns: str, **options: Any) -> Table:
-    """As `table`, with one space between columns."""
+    """Return a `table` with one space between columns."""
     return table(*columns, padding=(0, 1, 0, 0), **options)
 
 

@@ -119,7 +119,7 @@ def add(facts: Iterable[RegisterLine]) -> None:
 
 
 def note_down(facts: Iterable[RegisterLine]) -> None:
-    """As `add`, for a verb that can do without: a register that cannot be written is only a note."""
+    """Add facts for a verb that can do without: a register that cannot be written is only a note."""
     if place() is None:
         return
     try:

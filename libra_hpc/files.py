@@ -35,7 +35,7 @@ def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
 
 
 def write_result(path: Path, data: bytes) -> None:
-    """As `write_atomic` for a file that a user named; raises `UserError` when it cannot be written."""
+    """Write a file that a user named, like `write_atomic`; raises `UserError` when it cannot be written."""
     try:
         write_atomic(path, data)
     except OSError as error:
@@ -43,7 +43,8 @@ def write_result(path: Path, data: bytes) -> None:
 
 
 def write_once(path: Path, data: bytes) -> bool:
-    """As `write_atomic`, but changes nothing and returns False when ``path`` exists; of several writers one wins."""
+    """Write like `write_atomic`, but return False and change nothing when ``path`` exists; of several writers one
+    wins."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write_atomic(temporary, data)

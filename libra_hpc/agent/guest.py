@@ -66,11 +66,11 @@ class GuestSettings(NamedTuple):
     until: float
     """Epoch seconds of the own time limit."""
     behind: Behind | None = None
-    """Of a guest beside a server."""
+    """Which part of a served device the guest may use; None: the guest is not beside a server."""
     kv_cache_mb: int = 0
     kind: LenderKind = "idle"
     pull_mb_s: float = 0.0
-    """As in `AgentContext`."""
+    """Limit of pulled weights in MB/s, like `AgentContext.pull_mb_s`."""
 
 
 class GuestAgent:

@@ -76,7 +76,7 @@ class NodeCarrier(EngineNode[Supervised]):
         self._stopping = False
         self._policy: _Asked | None = None
         self._parts: dict[str, tuple[PullPart, asyncio.Future[str]]] = {}
-        """Of snapshots, by the folder that they come into."""
+        """Pulls of snapshots in progress, by the folder that they fill."""
         self.peer: Peer | None = None
         """Where this node's carrier serves; None: it does not yet."""
         self._restarts: set[asyncio.Task[None]] = set()
@@ -85,9 +85,9 @@ class NodeCarrier(EngineNode[Supervised]):
         self._lost = -1
         """The version of which an own offer was not whole, since the last one was published."""
         self.version = -1
-        """Of the image; -1: there is none."""
+        """Version of the image; -1: there is none."""
         self.wire_s = self.image_s = 0.0
-        """Of the version that came last, and of the image's last change."""
+        """Seconds of the last version on the wire, and of the image's last change."""
 
     @property
     def image(self) -> Path:
@@ -154,7 +154,7 @@ class NodeCarrier(EngineNode[Supervised]):
             answer(message)
 
     def engines_have(self, version: int | None) -> None:
-        """As in `Engines`."""
+        """See `Engines.engines_have`."""
         self._carrier.send(Engines(version))
 
     def received(self, carrier: Supervised, process: int, message: Any) -> None:

@@ -23,11 +23,11 @@ from libra_hpc.slurm.queue.cause import telling_line
 
 PACKAGES = ("torch", "megatron.core", "vllm")
 REDUCED_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}
-"""Of one all-reduce: enough to be bound by the links, and 2 s on a link of 100 MB/s."""
+"""Size of one all-reduce: enough to be bound by the links, and 2 s on a link of 100 MB/s."""
 REDUCTIONS = 5
 MEET_S = 60.0
 CHILD_S = 600.0
-"""Of one import or engine start: longer than any that works."""
+"""Limit of one import or engine start: longer than any that works."""
 SLOW_S = 60.0
 """An import that takes this long comes from a cold or overloaded file system."""
 

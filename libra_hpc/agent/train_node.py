@@ -70,8 +70,8 @@ from .supervised import ChildCommand, EngineNode, Supervised
 from .trainer_start import worker_configs
 
 IMAGE_SHARE = 1 / 6
-"""Of the shortest deadline, for which a join waits for the image: 10 s by default, in which 100 Gb/s bring 32B.  The
-core waits with it; half: large models come from the core more often."""
+"""Share of the shortest deadline for which a join waits for the image: 10 s by default, in which 100 Gb/s bring 32B.
+The core waits with it; half: large models come from the core more often."""
 ASKED: dict[type, type] = {SaveFailed: Saved, OfferFailed: Offered, SnapshotFailed: SnapshotTaken}
 """Answers that count as the same answer to one request."""
 

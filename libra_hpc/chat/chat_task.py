@@ -53,7 +53,7 @@ class Chat:
     messages: list[Message]
     """In OpenAI's form; thinking is ``reasoning_content``."""
     turns: int = 0
-    """Of the policy."""
+    """Turns of the policy."""
     tool_calls: int = 0
     bad_calls: int = 0
     """Calls that reached no tool."""
@@ -66,7 +66,7 @@ class Chat:
 
     @property
     def text(self) -> str:
-        """Of the policy's last turn, without thinking and calls."""
+        """Text of the policy's last turn, without thinking and calls."""
         return self.reply.text
 
 
@@ -103,8 +103,8 @@ class ChatTask(TaskMaker):
 
     @abstractmethod
     async def reward(self, row: Any, chat: Chat, box: Tools) -> float | dict[str, float]:
-        """Of a conversation that ended. Parts are columns of `metrics.jsonl`; the reward is the part ``reward``, else
-        their sum.
+        """Return the reward of a conversation that ended. Parts are columns of `metrics.jsonl`; the reward is the part
+        ``reward``, else their sum.
         """
 
     async def close(self, row: Any, box: Tools) -> None:

@@ -48,7 +48,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
     name: str
     arguments: Any
-    """As written: mostly a mapping."""
+    """The arguments that the policy wrote: mostly a mapping."""
     raw: str
     error: str = ""
     """Why it cannot be read; empty: it can."""
@@ -106,7 +106,7 @@ class TemplateDialect:
         return self._tokenizer.encode(self.template.render(messages, tools))
 
     def keeps(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], thinking: Sequence[int]) -> list[int]:
-        """Of the messages with these numbers, those whose thinking the template still writes."""
+        """Return the numbers out of ``thinking`` whose messages still show their thinking in the template."""
         marks = {number: f"{DUMMY}n{number}n" for number in thinking}
         marked = [
             {**one, "reasoning_content": marks[number]} if number in marks else one

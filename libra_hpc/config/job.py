@@ -117,7 +117,7 @@ class Component(Section):
 
 
 class TrainComponent(Component):
-    """As the other components; its nodes can serve both stages."""
+    """The nodes of the trainer's core; they can serve both stages."""
 
     roll_out: bool = False
     """Whether train nodes roll out, too, while they have nothing to train. Needs ``planner.time_sharing = "auto"``.
@@ -125,7 +125,7 @@ class TrainComponent(Component):
 
 
 class HybridComponent(Component):
-    """As the other components, and left out unless the run file asks for it."""
+    """Nodes that move between the stages; there are none unless the run file asks for them."""
 
     nodes: int = Field(0, ge=0, le=10_000)
     """Nodes; 0 leaves the component out. A run file that has the section without this key has one."""

@@ -237,7 +237,7 @@ class AlgorithmSection(Section):
         return self.reference_kl_coef > 0
 
     def reference_folder(self, initial: str) -> str:
-        """Of the reference policy, where the policy starts from ``initial``; empty: there is none."""
+        """Return the folder of the reference policy of a policy that starts from ``initial``; empty: there is none."""
         if not self.has_reference:
             return ""
         return initial if self.reference == INITIAL else self.reference

@@ -10,9 +10,9 @@ from .run import RunConfig
 COMPONENTS = ("planner", "train", "hybrid", "rollout")
 """In rank order: MPI ranks count through the components in this order."""
 STAGES = COMPONENTS[1:]
-"""Those whose nodes train or roll out."""
+"""Components whose nodes train or roll out."""
 PLAIN_CPUS, PLAIN_MEM = 1, "2G"
-"""Of nodes without GPUs: an agent takes 0.1 GB, an engine of a tiny model on a CPU node 1.5 GB."""
+"""Request of nodes without GPUs: an agent takes 0.1 GB, an engine of a tiny model on a CPU node 1.5 GB."""
 _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 

@@ -45,7 +45,7 @@ def run_file_sources(path: Path, overrides: Sequence[str], profile: SiteProfile)
 
 
 def queued_sources(config: RunConfig, run_file: Path) -> dict[str, str]:
-    """As `run_file_sources` for a queued run, whose configuration has what the submission filled in."""
+    """Return `run_file_sources` of a queued run, whose configuration has what the submission filled in."""
     given = run_file_values(run_file, ())
     own, stated = values(validate(given)), _sources([(RUN_FILE, dotted(given))])
     found = {}

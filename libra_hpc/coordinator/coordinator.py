@@ -201,7 +201,7 @@ class Coordinator:
 
     @property
     def state(self) -> str:
-        """That of the status; `RunEnding`."""
+        """The state that `status` shows; see `RunEnding`."""
         return self._ending.state
 
     @property

@@ -16,7 +16,7 @@ from libra_hpc.protocol.ranks_stop import STATES, Why
 ENDS: tuple[Why, ...] = ("lost", "time_limit", "cancelled", "paused", "broken", "storage", "orphaned")
 """Ends that training saves for; of two reasons the later one in this list decides."""
 UNFIT: tuple[Why, ...] = ("paused", "broken", "storage")
-"""Of these, those that a run which has saved its last step does not end as completed for."""
+"""Reasons out of these that keep a run which has saved its last step from ending as completed."""
 SAVE_S = 60.0
 """How long the train leader may take to save before the ranks restart from an older checkpoint."""
 

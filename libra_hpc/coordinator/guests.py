@@ -32,7 +32,7 @@ class Guests:
         self.states: dict[int, GuestState] = {}
         self._next = self._end = 0
         self.start_s = 0.0
-        """Of the last one that serves: since its engines were started; 0.0: none has served."""
+        """Seconds of the newest serving guest from the start of its engines until they served; 0.0: none has served."""
         self.closed = "its ranks are starting"
         """Why nobody may join; empty: everybody may."""
 

@@ -45,12 +45,12 @@ class Movement(NamedTuple):
     mark: Hashable
     """Differs when something has progressed."""
     states: Hashable
-    """Of all nodes."""
+    """States of all nodes."""
     excused: bool
     """Another limit counts at the moment."""
     step: int
     step_seconds: Sequence[float]
-    """Of the last steps."""
+    """Seconds of the last steps."""
     versions: Mapping[int, int]
     """Step of the weights of each node that may be dropped."""
     silent_s: Mapping[int, float] = {}

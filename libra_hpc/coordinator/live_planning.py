@@ -152,7 +152,7 @@ class LivePlanning:
         self._decisions = DecisionLog(self._planner, event)
         self._spot_since = float("-inf")
         self.spot_nodes = -1
-        """As `Status.spot_nodes`."""
+        """See `Status.spot_nodes`."""
 
     @property
     def last(self) -> DecisionStatus | None:

@@ -59,7 +59,7 @@ class Gone(NamedTuple):
 
     pid: int
     why: str = ""
-    """Of a node that Slurm set down."""
+    """Reason why Slurm set the node down; empty: Slurm did not."""
 
 
 def lost_nodes(

@@ -45,7 +45,7 @@ class NodePool:
         self.moves: dict[int, tuple[EngineKind, float]] = {}
         """Moves in flight: where to, and since when (epoch seconds)."""
         self.good_step = -1
-        """As in `Roles`."""
+        """Newest step that is known to be good, like `Roles.good_step`."""
         self._readmission = Readmission()
         self.frozen = False
         """The run is over: nothing is ordered any more."""

@@ -41,7 +41,7 @@ class Observations:
         self.trajectories: deque[TrajectoryFact] = deque(maxlen=TRAJECTORIES)
         self.switches: deque[SwitchFact] = deque(maxlen=32)
         self.lines: deque[Record] = deque(maxlen=STEPS)
-        """Of ``metrics.jsonl``."""
+        """Newest lines of ``metrics.jsonl``."""
         self.trained = 0
         self.report: RolloutReport | None = None
         self._report_at = 0.0
@@ -105,7 +105,7 @@ class Observations:
             self._finished += 1
 
     def on_event(self, kind: str, applied: Mapping[str, Any], now: float) -> None:
-        """Of interest is ``weights_applied``, of engines that served before: others had no pause."""
+        """Note pauses from ``weights_applied`` of engines that served before: others had no pause."""
         if kind == "weights_applied" and applied["serving"]:
             commits = [line["t"] for line in self.lines if line["step"] == applied["version"]]
             self._updates.append({**applied, "update_s": now - commits[-1]} if commits else applied)

@@ -65,7 +65,7 @@ class Records:
         self.record(kind, time.time(), fields)
 
     def event_now(self, kind: str, **fields: Any) -> None:
-        """As `event`, written before it returns, as far as the file system allows.  Not for the event loop."""
+        """Write an event before it returns, as far as the file system allows.  Not for the event loop."""
         self.event(kind, **fields)
         self._facts.flush(FLUSH_S)
 

@@ -23,20 +23,21 @@ from libra_hpc.protocol.ranks_stop import JOB_END, KILL_WAIT
 from libra_hpc.slurm.fit import notice_s
 
 FACTOR = 1.3
-"""Of the longest measured step and save: half of the excess loses a step now and then, double idles a third of one."""
+"""Margin over the longest measured step and save: half of the excess loses a step now and then, double idles a third
+of one."""
 MARGIN_S = 30.0
 """Before the end, for the agents to end.  Slurm compares times about every 30 s, so its own end is rather later."""
 STEPS = 8
 """Steps whose longest counts."""
 UNKNOWN_SAVE_S = 120.0
-"""Of a save before the first was measured; at most `UNKNOWN_SHARE` of the time that is left at the start."""
+"""Seconds of a save before the first was measured; at most `UNKNOWN_SHARE` of the time that is left at the start."""
 UNKNOWN_SHARE = 0.1
 END_S = 10.0
-"""Of the time before the end, for the agents to end."""
+"""Seconds before the end that the agents have to end."""
 EARLY_S = 90.0
 """By which Slurm's notice may be early: 60 s by its manual."""
 KILL_S = 5.0
-"""Of Slurm's ``KillWait``, for the result to be written; a save has the rest, and at least `LEAST_GRACE_S`."""
+"""Seconds of Slurm's ``KillWait`` for writing the result; a save has the rest, and at least `LEAST_GRACE_S`."""
 LEAST_GRACE_S = 4.0
 
 
@@ -110,7 +111,7 @@ class TimeLimit:
         return None
 
     def _last_save_s(self, at: float) -> float:
-        """Of a save asked for at a time, with the rest of the write that is in flight now."""
+        """Return the seconds of a save asked for at ``at``, with the rest of the write that is in flight now."""
         since = self.saving_since
         return self.save_s + (0.0 if since is None else max(0.0, since + self.save_s - at))
 

@@ -27,7 +27,7 @@ from .settings import EngineConfig, check_config
 LEAVE_S = 30.0
 """Seconds an engine may take to end after its measurement."""
 READ_BYTES = 1 << 16
-"""Of one read from an engine's stdout."""
+"""Most bytes of one read from an engine's stdout."""
 QUOTED = 2000
 """Characters of a failed engine's log in the error."""
 

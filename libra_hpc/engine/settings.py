@@ -69,13 +69,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kv_cache_mb: Natural
     """KV cache per device in MiB; 0: vLLM's default share of the device."""
     kv_dtype: Literal["auto", "fp8"] = "auto"
-    """As in the run file."""
+    """See `rollout.kv_dtype`."""
     async_steps: bool = False
-    """As in the run file."""
+    """See `rollout.async_steps`."""
     kv_host_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """Host memory per device in GiB for KV caches that the device has no room for; 0: none.  GPUs only."""
     kv_after_update: Literal["recompute", "keep"] = "recompute"
-    """As in the run file."""
+    """See `rollout.kv_after_update`."""
     block_size: Positive = 32
     """KV block in tokens."""
     threads: Positive
@@ -89,7 +89,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     weights: str = ""
     """Start from this image (`libra_hpc.weights.image`) instead of the folder's weights."""
     gate: GateConfig | None = None
-    """Of an engine on a device whose server has users."""
+    """Gate of an engine on a device whose server has users; None: the device is ours."""
 
 
 def config_for_run(

@@ -32,7 +32,7 @@ class WorkerExtension:
         self._weight_staging.start(image)
 
     def staged_weights(self) -> str | None:
-        """As `Staging.outcome`."""
+        """See `Staging.outcome`."""
         assert self._weight_staging is not None
         return self._weight_staging.outcome()
 

@@ -41,7 +41,7 @@ class Number(NamedTuple):
     quiet: bool = False
     """Whether it is left out while it is 0."""
     head: str = ""
-    """Of its column in ``compare``; empty: it has none."""
+    """Heading of its column in ``compare``; empty: it has none."""
 
     def shown(
         self, on: tuple[Screen, ...], over: Over | None = None, text: str = "", *, quiet: bool = False, head: str = ""

@@ -99,7 +99,7 @@ class RunDir:
     report = _Part("report.html")
     """One page about the run for others."""
     archive = _Part("archive.json")
-    """Of an archive: which run it is of, and what of it was left out."""
+    """Facts about an archived run: which run it is, and what was left out."""
     rendezvous = _Part("rendezvous")
     """torch FileStore files, one per membership generation."""
     snapshots = _Part("snapshots")

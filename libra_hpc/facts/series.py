@@ -44,7 +44,7 @@ class Recorded(NamedTuple):
     steps: list[Record]
     log: list[Record]
     start: float
-    """Of its first line; 0.0 without any."""
+    """Time of its first line; 0.0 without any."""
     end: float
 
 
@@ -59,7 +59,7 @@ class MoveRecord(msgspec.Struct, frozen=True):
     end: float | None = None
     """None while the move is in flight, or when the job ended in it."""
     seconds: float = math.nan
-    """As measured by the node, else ``end - start``; NaN while open."""
+    """Seconds that the node measured, else ``end - start``; NaN while open."""
     predicted_gain_s: float = math.nan
     """Gain that the planner predicted, in seconds per global batch; NaN when unknown."""
     realised_gain_s: float = math.nan

@@ -194,7 +194,7 @@ def gone(lenders: Sequence[LenderReport]) -> list[LenderReport]:
 
 
 def lenders_of(run: RunDir) -> list[LenderReport]:
-    """As its last status has them; none where it has none."""
+    """Return the lenders in a run's last status; none where it has none."""
     with contextlib.suppress(msgspec.ValidationError):
         return msgspec.convert(run.read_json(run.status).get("lenders", []), list[LenderReport])
     return []

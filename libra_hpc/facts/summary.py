@@ -83,7 +83,7 @@ class EvaluationResult(msgspec.Struct, frozen=True):
     failed: int
 
     def words(self) -> str:
-        """As a line."""
+        """One line for people."""
         if self.mean is None:
             return f"{self.task} at step {self.step}: all trajectories failed"
         first = f"{self.first:.3f} -> " if self.first is not None else ""
@@ -95,7 +95,7 @@ class EvaluationResult(msgspec.Struct, frozen=True):
 
 
 def evaluation_results(run: RunDir) -> list[EvaluationResult]:
-    """Of each task, in the order of their first lines."""
+    """Return the evaluations of each task, in the order of their first lines."""
     lines: dict[str, list[dict[str, Any]]] = {}
     for line in read_lines(run.evaluations):
         lines.setdefault(line["task"], []).append(line)

@@ -58,7 +58,7 @@ def read_member(run: RunDir) -> SweepMember | None:
 
 
 def members(runs: Sequence[RunDir], sweep: str) -> list[tuple[RunDir, SweepMember]]:
-    """Those of ``runs`` that belong to one sweep."""
+    """Return the runs that belong to one sweep."""
     return [(run, found) for run in runs if (found := read_member(run)) is not None and found.sweep == sweep]
 
 

@@ -29,7 +29,7 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     chat: dict[str, Any]
     """The run file's ``[chat]`` table."""
     seed: int
-    """Of the data order, unless ``options`` has a ``seed``."""
+    """Seed of the data order, unless ``options`` has a ``seed``."""
     tool_timeout_s: float
     """Time limit of one tool call, without the wait for a free tool process."""
     tool_memory_mb: int

@@ -40,11 +40,11 @@ class GateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Limit for each further token."""
     give: Literal["idle", "slack"] = "idle"
     share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.2
-    """Of ``ttft_s``: the longest step."""
+    """Longest step as a share of ``ttft_s``."""
     headroom: Annotated[float, msgspec.Meta(ge=0, lt=0.5)] = 0.0
     """Share of the server's KV caches below which the engine gives memory back; 0: it keeps what it has."""
     thaw_s: Positive = 10.0
-    """As in `KvShareRule`."""
+    """See `KvShareRule.thaw_s`."""
     longest_s: Positive = LONGEST_S
     """Most seconds that turns wait for the gate to open."""
 
@@ -60,7 +60,7 @@ class Batches(Protocol):
     """The batches of a scheduler."""
 
     def take(self) -> StepWork:
-        """That of the last step."""
+        """Return the work of the last step."""
 
     def upcoming(self) -> StepWork:
         """What is there to compute."""
@@ -84,9 +84,9 @@ class GatedSteps:
         """With work and without leave to step, since the start."""
         self.stands_still = False
         self.reason: Reason = "open"
-        """Of the last decision."""
+        """Reason of the last decision."""
         self.pause = ""
-        """Of the last decision against a step."""
+        """Cause of the last decision against a step."""
 
     def may_step(self, work: bool) -> bool:
         """Whether a step may begin now, of at most the tokens that the scheduler has been given; ``work``: whether

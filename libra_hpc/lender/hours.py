@@ -21,7 +21,7 @@ class Hours(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Hours:
-        """Of ``20-08`` or ``19:30-07:00``; empty: the whole day.  Raises `UserError`."""
+        """Parse ``20-08`` or ``19:30-07:00``; empty: the whole day.  Raises `UserError`."""
         if not text:
             return cls()
         found = _FORM.fullmatch(text)

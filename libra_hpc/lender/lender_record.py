@@ -37,9 +37,9 @@ class LenderRecord(msgspec.Struct, frozen=True):
     name: str
     host: str
     boot: str
-    """Of the kernel of that host (`libra_hpc.process.lease.boot`)."""
+    """Identity of that host's running kernel (`libra_hpc.process.lease.boot`)."""
     pid: int
-    """Of the lender."""
+    """Process id of the lender."""
     ticks: int
     """Kernel start time of that process."""
     job: str
@@ -47,7 +47,7 @@ class LenderRecord(msgspec.Struct, frozen=True):
     terms: LendTerms
     state: State = "starting"
     why: str = ""
-    """Of a state that gives nothing."""
+    """Reason of a state that gives nothing."""
     borrower: str = ""
     """Folder of the run that has it."""
     since: float = 0.0
@@ -57,7 +57,7 @@ class LenderRecord(msgspec.Struct, frozen=True):
 
 
 def folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Of all records of this user."""
+    """Return the folder of all records of this user."""
     named = environ.get(VARIABLE, "")
     return Path(named).expanduser() if named else OWN.expanduser().parent / "lenders"
 

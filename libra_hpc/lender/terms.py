@@ -25,7 +25,7 @@ class Slo(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """Of ``ttft=500ms,tpot=150ms``; raises `UserError`."""
+        """Parse ``ttft=500ms,tpot=150ms``; raises `UserError`."""
         found: dict[str, float] = {}
         for part in text.split(","):
             name, _, time = part.strip().partition("=")
@@ -60,20 +60,20 @@ def memory_mib(text: str) -> int:
 
 
 class LendTerms(msgspec.Struct, frozen=True):
-    """Of one lender."""
+    """What one lender gives, and when."""
 
     ttft_s: float
     tpot_s: float
     give: Give = "idle"
     hours: str = ""
-    """As `libra_hpc.lender.hours.Hours.parse` takes them."""
+    """Text for `libra_hpc.lender.hours.Hours.parse`."""
     memory_mib: int = 0
-    """Of each GPU, for the guest; 0: as the run has it."""
+    """Memory of each GPU for the guest in MiB; 0: as the run has it."""
     tp: int = 0
     """GPUs of an engine; 0: as the run has it."""
     engines: int = 1
     headroom: float = 0.0
-    """As in `GateConfig`."""
+    """See `GateConfig.headroom`."""
     weights_mb_s: float = 0.0
     """Most bandwidth (MB/s) for new weights; 0: no limit."""
 

@@ -35,13 +35,13 @@ class AgentContext:
     receivers: tuple[int, ...] = field(default=())
     """Ranks that get new weights, from the coordinator's last `Roles`."""
     good_step: int = -1
-    """Of the same `Roles`."""
+    """Newest step that is known to be good; from the same `Roles`."""
     secret: bytes = b""
-    """Of this start; who connects to this node proves that it has it."""
+    """Secret of this start; who connects to this node proves that it has it."""
     addresses: tuple[str, ...] = ("127.0.0.1",)
-    """Of this node, in the order in which others try them."""
+    """Addresses of this node, in the order in which others try them."""
     kept: Path | None = None
-    """As ``shared_memory``, but it outlives the agent when all ranks restart: snapshots. None: it does not."""
+    """Folder in memory that outlives the agent when all ranks restart: snapshots. None: there is none."""
     guest_engines: tuple[int, int] = (1, 0)
     """(TP, engines) of this node, if it is a guest."""
     lender: tuple[str, LenderKind] = ("", "idle")

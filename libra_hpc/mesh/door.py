@@ -46,7 +46,7 @@ class JoinedWorld(NamedTuple):
 
     world: World
     addresses: tuple[str, ...]
-    """Of this node."""
+    """Addresses of this node."""
 
 
 def open_door(run: RunDir, config: RunConfig, attempt: int, world: World) -> DoorRecord:

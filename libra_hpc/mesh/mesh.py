@@ -24,7 +24,7 @@ from .links import Admit, Outgoing, accept
 from .world import Endpoint, World
 
 HEAD_BYTES = 32
-"""Of an unreadable message that are shown."""
+"""First bytes of an unreadable message that are shown."""
 DRAIN_S = 0.005
 """Between two checks of what waits, when an agent leaves."""
 
@@ -46,7 +46,7 @@ class Mesh:
         self.from_lost: Callable[[int, Any], None] | None = None
         """Gets (rank, message) of a forgotten rank; without it they are discarded."""
         self.admit: Admit | None = None
-        """Of rank 0: answers agents that want to join."""
+        """Rank 0's answer to agents that want to join."""
         self.rejected = 0
         """Messages that could not be decoded."""
         self.on_rejected: Callable[[int, str], None] | None = None

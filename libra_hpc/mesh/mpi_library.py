@@ -19,7 +19,7 @@ from pathlib import Path
 
 LIBMPI = "libmpi.so.12"
 NEEDED = ("libfabric.so.1", "libucm.so.0", "libucs.so.0", "libuct.so.0", "libucp.so.0")
-"""Of libmpi, from its folder ``mpich``; each needs only earlier ones."""
+"""Libraries that libmpi needs, from its folder ``mpich``; each needs only earlier ones."""
 ABI, LIBRARY = "MPI4PY_MPIABI", "MPI4PY_LIBMPI"
 """mpi4py's variables: which of its builds to import, and for which library."""
 

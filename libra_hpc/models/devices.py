@@ -71,7 +71,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     of 152 k.
     """
     async_steps: bool = False
-    """As `rollout.async_steps`: the host works while the device computes, and the slower of both counts."""
+    """Whether the host works while the device computes (`rollout.async_steps`), so that the slower of both counts."""
     workspace_bytes: float = 3e9
     """Memory that is neither weights nor KV cache: activations of the largest step, graphs, communication buffers."""
 

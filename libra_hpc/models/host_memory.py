@@ -37,7 +37,7 @@ class NodeWork(msgspec.Struct, frozen=True):
 
     rolls: bool = False
     engines: int = 1
-    """Of a node that rolls out."""
+    """Engines of a node that rolls out."""
     snapshots: bool = False
     """Whether the core keeps them."""
     core_nodes: int = 0
@@ -55,9 +55,9 @@ class HostUse(msgspec.Struct, frozen=True):
     """What a run keeps on its nodes, besides files of the model."""
 
     core: NodeWork = NodeWork()
-    """Of a node of the core, however many there are."""
+    """Work of a node of the core, however many there are."""
     rolls: NodeWork = NodeWork(rolls=True)
-    """Of a node with engines."""
+    """Work of a node with engines."""
     optional: bool = True
     """Whether the core may go without snapshots, where they do not fit."""
 
@@ -95,7 +95,7 @@ class HostRoom(msgspec.Struct, frozen=True):
 
     memory: float | None = None
     shm: float | None = None
-    """Of /dev/shm."""
+    """Bytes of /dev/shm."""
 
     def limit(self, need: NodeMemory) -> Limit | None:
         """What is missing and the largest term; None when it fits, or when no size is known."""

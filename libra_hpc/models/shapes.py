@@ -22,7 +22,7 @@ BUILTIN = Path(__file__).with_name("models.toml")
 ARCHITECTURES = tuple(FAMILIES)
 """Values of ``model_type`` for `model_shape`."""
 LARGEST_COUNT = 10_000_000
-"""Of layers, channels and tokens; the largest vocabulary has 300,000."""
+"""Largest count of layers, channels or tokens; the largest vocabulary has 300,000."""
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 KV_ELEMENT_BYTES = {"auto": 0, "fp8": 1}
 """Values of ``rollout.kv_dtype``; 0: as of a weight."""

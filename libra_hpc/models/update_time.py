@@ -33,16 +33,16 @@ class UpdateTime(msgspec.Struct, frozen=True):
     """Seconds of one version."""
 
     diff_s: float = 0.0
-    """Of the trainers, which do not train meanwhile."""
+    """Seconds of the trainers, which do not train meanwhile."""
     wire_s: float = 0.0
     """From the trainers to the images of all nodes."""
     stage_s: float = 0.0
-    """Of an engine of one GPU, beside its steps; tensor parallelism divides it."""
+    """Seconds of an engine of one GPU, beside its steps; tensor parallelism divides it."""
     pause_s: float = 0.0
     """The same, between two steps."""
 
     def by(self, processes: int) -> UpdateTime:
-        """That of so many training processes, where this is the time of one."""
+        """Return the time of ``processes`` training processes, where this is the time of one."""
         return msgspec.structs.replace(self, diff_s=self.diff_s / processes)
 
     def way_s(self, tp: int) -> float:
@@ -75,9 +75,9 @@ def update_time(shape: ModelShape, device: Device, changed: float = CHANGED) -> 
 
 
 def measured(lines: Iterable[Mapping[str, Any]], tp: int, processes: int) -> UpdateTime | None:
-    """Of a run with so many training processes and engines of ``tp`` GPUs, by the medians of its ``metrics.jsonl``.
+    """Return the update time of one training process and one GPU, from the medians of a run's ``metrics.jsonl``.
 
-    As if it had one of each; None without an update.
+    The run has so many training processes and engines of ``tp`` GPUs. None without an update.
     """
     known = [line for line in lines if "pause_s" in line and "diff_s" in line]
     if not known:

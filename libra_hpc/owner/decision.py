@@ -46,7 +46,7 @@ class RanksEnded(NamedTuple):
     """What the ranks left behind, and what the owner has seen."""
 
     record: RanksStop | None = None
-    """Of rank 0; None: it was killed."""
+    """Last word of rank 0; None: it was killed."""
     met: bool = True
     signal: str = ""
     """The last one that the owner got: ``USR1``, ``TERM`` or none."""
@@ -56,7 +56,7 @@ class RanksEnded(NamedTuple):
     cause: str = ""
     """Why the ranks did not meet, or rank 0 ended, as far as logs tell."""
     step: int = 0
-    """Of the newest checkpoint."""
+    """Step of the newest checkpoint."""
     short: str = ""
     """Why the job has fewer nodes than its ranks need; empty where it has enough."""
     broken: str = ""
@@ -86,7 +86,7 @@ class OwnerDecision(NamedTuple):
     state: State = "failed"
     """How the run ends, where nothing follows."""
     message: str = ""
-    """Of the result; empty: the reason."""
+    """Message of the result; empty: the reason."""
     so_far: SoFar = SoFar()
     """For the next decision of this attempt."""
 

@@ -54,7 +54,7 @@ class Ranks(Protocol):
 
     size: int
     gone: set[int]
-    """Those that have ended."""
+    """Ranks that have ended."""
     down: dict[str, str]
     """Nodes that Slurm has set down, with the sentence that names the reason."""
 

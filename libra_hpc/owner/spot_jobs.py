@@ -116,7 +116,7 @@ class SpotJobs:
                 say(f"no job is queued for borrow.spot: {error}")
 
     def _ask(self) -> dict[str, bool]:
-        """Of the jobs that Slurm still has in its queue, whether each runs."""
+        """Return the jobs that Slurm still has in its queue, and whether each runs."""
         states = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED,COMPLETING,REQUEUED"
         text = call(["squeue", "--noheader", "--me", states, "--format=%i %T"], self._environment)
         rows = (line.split() for line in text.splitlines())

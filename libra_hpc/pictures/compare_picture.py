@@ -22,7 +22,7 @@ from libra_hpc.facts.summary import duration
 from .figure_style import GRID, figure, save, style
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Of Okabe and Ito, distinct for colour-blind readers; their yellow is too pale on white."""
+"""Palette of Okabe and Ito, distinct for colour-blind readers; their yellow is too pale on white."""
 DASHES = ("-", "--", ":")
 """The next line has the next colour and the next dashes: of two equal lines, both are seen."""
 MOST_LINES = len(COLOURS) * len(DASHES)

@@ -37,7 +37,7 @@ SHORTEST_HIDDEN = 8
 TRANSCRIPTS = 5
 """Newest files of transcripts that the page links."""
 DIGITS = 3
-"""Of a reward."""
+"""Decimals of a reward."""
 
 
 class Standing(NamedTuple):

@@ -126,7 +126,7 @@ def extremes(part: Sequence[Point], length: int) -> list[Point]:
 
 
 def means(part: Sequence[Point], length: int) -> list[Point]:
-    """Of each stretch its mean."""
+    """Return the mean of each stretch of ``length`` points."""
     return [(fmean(x for x, _ in piece), fmean(y for _, y in piece)) for piece in stretches(part, length)]
 
 

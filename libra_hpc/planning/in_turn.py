@@ -18,8 +18,8 @@ from libra_hpc.policies.search.run_plan import InTurn, PlanResult, RunPlan
 from .request import PlanRequest
 
 ASSUMED_S, ASSUMED_PARAMS, ASSUMED_LINK = 80.0, 14.8e9, 25e9
-"""Of verl with 14B on A800: weights, optimizer and caches of both stages move. Half, double: `plan` prints the seconds
-at which the best split is as fast."""
+"""Switch seconds of verl with 14B on A800: weights, optimizer and caches of both stages move. Half, double: `plan`
+prints the seconds at which the best split is as fast."""
 ROLL_OUT = "roll_out"
 """Key of ``components.train``."""
 

@@ -47,7 +47,7 @@ class RememberedSeconds:
 
 
 def digest(asked: object, files: Iterable[Path] = ()) -> str:
-    """Of a question, of this library, and of files: an answer to an equal one is the same."""
+    """Return a digest of a question, this library and files: an answer to an equal one is the same."""
     library = Path(errors.__file__).parent
     found = (*sorted(library.rglob("*.py")), *sorted(library.rglob("*.json")), *files)
     stamps = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in found if path.is_file()]

@@ -20,7 +20,7 @@ from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.profiles import Lognormal, Profile, Tool
 
 PROMPT_SIGMA = 0.4
-"""Of assumed prompts and tool results, as in the presets of `libra_hpc.traces.profiles`."""
+"""Spread of assumed prompts and tool results, as in the presets of `libra_hpc.traces.profiles`."""
 MOST_OVER_MEAN = 8.0
 """Longest assumed tool call and tool result over the mean."""
 

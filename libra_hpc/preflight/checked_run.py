@@ -49,12 +49,12 @@ class CheckedRun:
     plan: InitialPlan | None
     """The plan behind the split; None where the split is explicit."""
     environment: Mapping[str, str] | None
-    """Of Slurm's commands; None for the local executor, or when no Slurm answers."""
+    """Environment of Slurm's commands; None for the local executor, or when no Slurm answers."""
     memory: list[MemoryNeed]
     """GPUs first, then nodes with their /dev/shm."""
     warnings: list[str]
     facts: list[str]
-    """As sentences: what the trial of the task found, and whether a synchronous run trains whole batches."""
+    """Sentences: what the trial of the task found, and whether a synchronous run trains whole batches."""
 
     @property
     def config(self) -> RunConfig:

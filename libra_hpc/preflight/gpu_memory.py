@@ -77,7 +77,8 @@ class GpuMemory(NamedTuple):
     """What the checks of GPU memory found."""
 
     needs: list[MemoryNeed]
-    """Of the training GPUs with a full pipeline, and of every kind of engine; none where the GPU is in no table."""
+    """Needs of the training GPUs with a full pipeline, and of every kind of engine; none where the GPU is in no
+    table."""
     warnings: list[str]
     """A line for each layout that may not fit, or that was not checked."""
 

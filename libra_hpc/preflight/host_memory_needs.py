@@ -59,7 +59,7 @@ class HostNeed(NamedTuple):
 
     @property
     def needs(self) -> list[MemoryNeed]:
-        """Of the node and of its /dev/shm."""
+        """Needs of the node and of its /dev/shm."""
         return [
             MemoryNeed(self.where, self.terms, self.room.memory),
             MemoryNeed("  its /dev/shm", self.shared, self.room.shm),
@@ -67,7 +67,7 @@ class HostNeed(NamedTuple):
 
 
 def host_needs(config: RunConfig, model: ModelShape, partitions: Sequence[Partition] = ()) -> list[HostNeed]:
-    """Of every kind of node; ``config`` has the memory of each component filled in where Slurm answered."""
+    """Return the needs of every kind of node; ``config`` has each component's memory filled in where Slurm answered."""
     if not has_hosts(config):
         return []
     shape = msgspec.structs.replace(model, dtype_bytes=DTYPE_BYTES[config.model.dtype])
@@ -155,7 +155,7 @@ def _given(component: Component) -> float:
 
 
 def _node_bytes(component: Component, partitions: Sequence[Partition]) -> float | None:
-    """Of the smallest node that Slurm may choose."""
+    """Return the bytes of the smallest node that Slurm may choose."""
     return min((p.memory_mb for p in usable(component, partitions)), default=0) * float(MIB) or None
 
 

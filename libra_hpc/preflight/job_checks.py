@@ -24,7 +24,7 @@ from libra_hpc.models.shapes import DTYPE_BYTES, shape_from_config
 from .gpu_memory import component_device
 
 MOST_TRAJECTORIES = 1_000_000
-"""Of a step; one takes at least a kilobyte of the rollout leader's memory."""
+"""Most trajectories of a step; one takes at least a kilobyte of the rollout leader's memory."""
 LEAST_MEM_MB = 100.0
 """An agent alone takes 100 MB."""
 GPU_BLOCK = 16

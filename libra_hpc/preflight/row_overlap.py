@@ -20,7 +20,7 @@ from libra_hpc.tasks.rows import Rows, open_rows
 class _Prompts(NamedTuple):
     rows: Rows
     digests: list[bytes]
-    """Of each row, in order; empty for a row without prompt."""
+    """Digests of each row, in order; empty for a row without prompt."""
 
 
 def check_overlap(task: TaskSection) -> list[str]:

@@ -25,7 +25,7 @@ from libra_hpc.errors import error_text
 LIMIT_S = 10.0
 """A message to a server takes a second.  Double: the end of a run, which waits for its alert, takes as long."""
 SAID_BYTES = 200
-"""Of a failed command's output."""
+"""Last bytes of a failed command's output that are shown."""
 
 
 class Alerts:

@@ -21,7 +21,7 @@ WINDOW = 32
 """Durations remembered under a name.  Half: a slow phase is forgotten sooner; double: a deadline stays long after
 it."""
 LATE_SHARE = 0.5
-"""Of a limit; then an operation is late."""
+"""Share of a limit from which an operation is late."""
 STALL_S = 2.0
 """A loop that wakes so much later than planned: its process was stopped, not busy."""
 

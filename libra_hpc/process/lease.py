@@ -36,7 +36,7 @@ class Lease(msgspec.Struct, frozen=True):
     nonce: str
     host: str
     boot: str
-    """Of the machine's kernel, and the name space of process ids."""
+    """Identity of the running kernel, and the name space of process ids."""
     pid: int
     ticks: int
     """Kernel start time of that process (`start_ticks`)."""

@@ -13,7 +13,7 @@ from pathlib import Path
 MOST_BYTES = 64 << 20
 """Half: verbose engines lose what happened an hour ago; double: 48 nodes may fill a small file system."""
 KEPT_BYTES = 4 << 20
-"""Of the end of a log that is emptied: some ten thousand lines before a fault."""
+"""Bytes that stay of a log that is emptied: some ten thousand lines before a fault."""
 
 
 def cut(path: Path) -> bool:

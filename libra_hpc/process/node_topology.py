@@ -53,7 +53,7 @@ def _adapters(gpus: Sequence[Mapping[str, str]], names: Mapping[str, str]) -> st
 
 @cache
 def node_topology() -> NodeTopology:
-    """That of this node; asks once."""
+    """Return the topology of this node; asks once."""
     command = ["nvidia-smi", "topo", "-m"]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)

@@ -25,12 +25,12 @@ class CarrierConfig(msgspec.Struct, frozen=True):
     address: str
     """To listen at; empty: all addresses."""
     secret: bytes
-    """Of the run; other nodes prove that they have it."""
+    """Secret of the run; other nodes prove that they have it."""
     model: str
     """Folder of the model, which has the shapes of the image's tensors; empty: they are ``shapes``."""
     shapes: dict[str, tuple[int, ...]]
     dtype: str
-    """As in safetensors files."""
+    """Type of an element, in the words of safetensors files."""
     http_port: int = 0
     """Where it serves weights to another cluster; 0: nowhere."""
     http_bytes_per_s: float = 0.0
@@ -40,7 +40,7 @@ class CarrierConfig(msgspec.Struct, frozen=True):
     pull_bytes_per_s: float = 0.0
     """Its budget for what it gets from other nodes; 0: no limit."""
     transport: str = "tcp"
-    """As ``rollout.weights_transport``."""
+    """See `rollout.weights_transport`."""
 
 
 class Peer(msgspec.Struct, frozen=True):

@@ -97,7 +97,7 @@ class WeightsApplied(msgspec.Struct, tag=True, frozen=True):
 
     version: int
     seconds: float
-    """Of the pause."""
+    """Seconds of the pause."""
     stage_s: float = 0.0
     """Before it, beside the steps."""
     recomputed: int = 0

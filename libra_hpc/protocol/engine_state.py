@@ -11,7 +11,7 @@ import msgspec
 
 EngineKind = Literal["train", "rollout"]
 LenderKind = Literal["idle", "spot", "lender"]
-"""Of borrowed engines: a node that somebody brought (``join``), a job of ``borrow.spot``, a server (``lend``)."""
+"""Kind of a borrowed engine: a node that somebody brought (``join``), a job of ``borrow.spot``, a server (``lend``)."""
 StateName = Literal["starting", "loading", "ready", "standby", "ending", "lost"]
 """``loading``: waits for weights; ``standby``: without device memory; ``ending``: was killed, a process lives."""
 
@@ -34,7 +34,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     steps: int = 0
     busy_s: float = 0.0
     update_s: float = 0.0
-    """Of ``busy_s``: in weight updates."""
+    """Seconds out of ``busy_s`` in weight updates."""
     asleep: bool = False
     """Whether the engine is in standby."""
     paused_s: float = 0.0
@@ -48,7 +48,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
 
     @property
     def stepping_s(self) -> float:
-        """Of ``busy_s``: in steps."""
+        """Seconds out of ``busy_s`` in steps."""
         return self.busy_s - self.update_s
 
 
@@ -81,13 +81,13 @@ class EngineState(msgspec.Struct, tag=True, frozen=True):
     """Its name; empty: all engines of the kind on the node."""
     reason: str = ""
     version: int = -1
-    """Of its weights; of a trainer its step. -1: it has none."""
+    """Version of its weights; of a trainer its step. -1: it has none."""
     seconds: float = 0.0
     """Since its start was ordered; in a message of a rollout engine since its process began."""
     world: int = 0
-    """Of a training engine of several nodes: the number of their common start."""
+    """Number of the common start of a training engine of several nodes."""
     capacity: EngineCapacity | None = None
-    """Of a rollout engine that is ready."""
+    """Capacity of a rollout engine that is ready."""
     lender: str = ""
     """Whose it is, if it is borrowed and ready; its agent completes it."""
     lender_kind: LenderKind = "idle"

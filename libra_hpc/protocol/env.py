@@ -27,7 +27,7 @@ class Signal(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that the answer adds to the context."""
     seconds: float
     exit_code: int | None = None
-    """Of a process of the tool."""
+    """Exit code of the tool's process."""
     passed: int | None = None
     """Passed tests, when the tool ran tests."""
     failed: int | None = None
@@ -112,7 +112,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     """How the policy's chat is written, and how that was found."""
 
     renderer: str
-    """Of the library `renderers`, or ``template``."""
+    """A renderer of the library `renderers`, or ``template``."""
     model_type: str
     template: str
     """SHA-256 of the template's text."""
@@ -136,7 +136,7 @@ class HostReady(msgspec.Struct, tag=True, frozen=True):
     busy_s: float = 0.0
     """Longest declared time of a step or tool: so long the task's code may delay `HostHeartbeat`."""
     chats: tuple[ChatChoice, ...] = ()
-    """Of its chat tasks."""
+    """Chat formats of its chat tasks."""
 
 
 class HostHeartbeat(msgspec.Struct, tag=True, frozen=True):

@@ -27,7 +27,7 @@ class DoorRecord(msgspec.Struct, frozen=True):
 
     attempt: int
     host: str
-    """Of rank 0."""
+    """Host of rank 0."""
     addresses: tuple[str, ...]
     port: int
     secret: str

@@ -33,9 +33,9 @@ class TrainStepFact(msgspec.Struct, frozen=True):
     seconds: float
     """The stage's own work: compute, reduce and optimizer of the slowest replica, without waits for data; and diff."""
     diff_s: float = 0.0
-    """Of ``seconds``: to write what changed in the weights, whatever the number of nodes."""
+    """Seconds out of ``seconds`` for writing what changed in the weights, whatever the number of nodes."""
     ahead_s: float = 0.0
-    """Of ``seconds``: beside rollout, before the batch was complete."""
+    """Seconds out of ``seconds`` beside rollout, before the batch was complete."""
 
 
 class RolloutWindowFact(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class RolloutWindowFact(msgspec.Struct, frozen=True):
     at: float
     seconds: float
     nodes: int
-    """Those that accepted turns during the whole window."""
+    """Nodes that accepted turns during the whole window."""
     generated_tokens: int
     """Summed over nodes."""
     prefilled_tokens: int
@@ -75,7 +75,7 @@ class TrajectoryFact(msgspec.Struct, frozen=True):
 
 class GroupFact(msgspec.Struct, frozen=True):
     index: int
-    """As `TrajectoryFact.group`."""
+    """See `TrajectoryFact.group`."""
     prompt: int
     waiting: int
     """Trajectories that no engine has received yet."""
@@ -108,7 +108,7 @@ class SpotFact(msgspec.Struct, frozen=True):
 
     most: int
     wanted: int
-    """Those that it queues now."""
+    """Nodes that it queues now."""
     since: float
     """When that number was decided."""
     start_s: float

@@ -51,9 +51,9 @@ class RanksStart(msgspec.Struct, frozen=True):
     """What one start of all ranks is given."""
 
     nonce: str = ""
-    """Of the owner's lease; empty: there is no owner."""
+    """Nonce of the owner's lease; empty: there is no owner."""
     generation: int = 0
-    """Of the owner's lease."""
+    """Generation of the owner's lease."""
     restarts: int = 0
     """Restarts of this attempt after a loss."""
     reason: str = ""

@@ -93,7 +93,7 @@ class TrainStep(msgspec.Struct, tag=True, frozen=True):
     minibatches: tuple[tuple[Sample, ...], ...]
     divisors: tuple[int | None, ...]
     portions: int = 0
-    """Those of the first minibatch that came before, in a `TrainPortion` each."""
+    """Portions of the first minibatch that came before, in a `TrainPortion` each."""
 
 
 class OfferWeights(msgspec.Struct, tag=True, frozen=True):
@@ -105,7 +105,7 @@ class OfferWeights(msgspec.Struct, tag=True, frozen=True):
     folder: str
     """Set by the node's agent; empty before."""
     version: int
-    """That of the present step."""
+    """Version of the present step."""
     base: int
     """Version that every engine has or will have, the last one offered; -1: write whole tensors."""
 
@@ -149,16 +149,16 @@ class Joined(msgspec.Struct, tag=True, frozen=True):
     generation: int
     step: int
     received_bytes: int
-    """Of weights, by one process; a node's answer has the sum."""
+    """Bytes of weights that one process received; a node's answer has the sum."""
     seconds: float
     attempt: int = 0
-    """That of the `Join`."""
+    """Attempt of the `Join`."""
     source: str = ""
     """Where a node's weights are from, set by its agent: ``own`` (it had them) | ``image`` | ``core``."""
     memory_s: float = 0.0
-    """Of ``seconds``: until there was memory again."""
+    """Seconds out of ``seconds`` until there was memory again."""
     weights_s: float = 0.0
-    """Of ``seconds``: until the weights of the node's image were in it."""
+    """Seconds out of ``seconds`` until the weights of the node's image were in it."""
 
 
 class PortionDone(msgspec.Struct, tag=True, frozen=True):
@@ -201,7 +201,7 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     replayed: int = 0
     """Choices of experts (token, layer, place) that were replayed from the rollout, over all ranks and passes."""
     agreed: int = 0
-    """Of ``replayed``: the router would have made them too."""
+    """Choices out of ``replayed`` that the router would have made too."""
     reference_kl: float | None = None
     """Mean k3 estimate of KL(pi_theta || pi_reference) over loss tokens; None without a reference policy."""
 
@@ -294,9 +294,9 @@ class WorkerFailed(msgspec.Struct, tag=True, frozen=True):
     what: str
     fatal: bool
     generation: int = -1
-    """Of the join that failed; -1: another request."""
+    """Generation of the join that failed; -1: another request."""
     attempt: int = 0
-    """Of the join that failed."""
+    """Attempt of the join that failed."""
 
 
 ToWorker = Union[Join, TrainPortion, TrainStep, OfferWeights, SaveCheckpoint, TakeSnapshot, Standby, StopWorker]

@@ -32,9 +32,9 @@ class Held(NamedTuple):
 
     trajectory: Trajectory
     tokens: int
-    """Of its context, when it was sent."""
+    """Tokens of its context, when it was sent."""
     steps: int
-    """Of its engine, as reported when it was sent."""
+    """Steps of its engine, as reported when it was sent."""
 
 
 class EngineEntry:
@@ -43,13 +43,13 @@ class EngineEntry:
     def __init__(self, rank: int, kv_tokens: int, since: float, lender: LenderTotals | None = None) -> None:
         self.rank, self.own = rank, not is_guest(rank)
         self.kv_tokens = kv_tokens
-        """Of its whole KV cache."""
+        """Tokens of its whole KV cache."""
         self.inflight: dict[str, Held] = {}
         self.draining = self.stands_still = self.paused = False
         """``paused``: no step since the report before the last one."""
         self.lender = lender
         self.availability, self.since = Availability(), since
-        """Of a guest's engine, and when it was last counted."""
+        """Availability of a guest's engine, and when it was last counted."""
         self.stats: EngineStats | None = None
 
 
@@ -199,7 +199,7 @@ class EngineRegistry:
 
     @property
     def lent_gpus(self) -> float:
-        """As `RolloutReport.lent_gpus`."""
+        """See `RolloutReport.lent_gpus`."""
         lent = ((one, self._board.engines[name]) for name, one in self.engines.items() if not (one.own or one.draining))
         return sum(view.tp * one.availability.share for one, view in lent if view.version >= self._oldest)
 

@@ -32,7 +32,7 @@ class OpenEvaluation:
     place: int
     part: EvalPart
     step: int
-    """Of the weights that it began with."""
+    """Step of the weights that it began with."""
     began: float
     begun: int = 0
     """Trajectories that have begun, sample by sample of each prompt."""

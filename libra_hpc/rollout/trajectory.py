@@ -26,11 +26,11 @@ class ServedTurn(TurnRecord, frozen=True):
     recomputed: int = 0
     """Context tokens that an engine had computed before the turn and that had to be computed again."""
     evicted: int = 0
-    """Of ``recomputed``: by the same engine under the same weights, so its KV cache had lost them."""
+    """Tokens out of ``recomputed`` that the KV cache of the same engine had lost under the same weights."""
 
 
 TOKEN_BYTES = 4
-"""Of an int32 token id."""
+"""Bytes of an int32 token id."""
 
 Place = Literal["waiting", "engine", "tool", "before", "done"]
 """In the dispatcher's queue; at an engine; at its environment; recovered before (the rest of) a turn; finished."""
@@ -229,7 +229,7 @@ class Trajectory:
 
 
 LARGEST_REWARD = 3.4e38
-"""Of float32: beyond it the advantages of a group are not finite either."""
+"""Largest float32: beyond it the advantages of a group are not finite either."""
 
 
 def unusable(generated: Generated) -> str:

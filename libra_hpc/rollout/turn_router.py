@@ -67,7 +67,7 @@ class TurnRouter:
 
     @property
     def waiting_for_room(self) -> int:
-        """Of ``waiting``: for room in a KV cache."""
+        """Turns out of ``waiting`` that wait for room in a KV cache."""
         return self._queue.waiting_for_room
 
     # --- turns out

@@ -154,7 +154,7 @@ class SimulatedEngine:
         return []
 
     def _salt(self, message: Generate) -> str:
-        """As in `libra_hpc.engine.core`."""
+        """See `libra_hpc.engine.core`."""
         version = self._engine.version
         admitted = version if message.admitted < 0 else min(message.admitted, version)
         return f"{admitted}: " if self._config.kv_after_update == "keep" else ""

@@ -27,7 +27,7 @@ TENSOR = "simulated.step"
 ELEMENTS = 4096
 """float32 elements of a weight file (16 KiB): its transfer takes no time."""
 PARTS = 4
-"""Of the tensor; a step changes one of them, so a node that lacks an update has other weights."""
+"""Parts of the tensor; a step changes one of them, so a node that lacks an update has other weights."""
 MEET_POLL_S = 0.01
 """Seconds between two checks of the rendezvous files."""
 ALIGN = 8
@@ -35,12 +35,12 @@ ALIGN = 8
 
 
 def image_shapes() -> dict[str, tuple[int, ...]]:
-    """Of the tensors of the weights."""
+    """Return the shapes of the weights."""
     return {TENSOR: (ELEMENTS,)}
 
 
 def weights(step: int) -> npt.NDArray[np.float32]:
-    """Those of a step: each part has the number of the step that changed it last."""
+    """Return the weights of a step: each part has the number of the step that changed it last."""
     parts = np.arange(ELEMENTS, dtype=np.float32) // (ELEMENTS // PARTS)
     return np.maximum(step - (step - parts) % PARTS, 0.0)
 

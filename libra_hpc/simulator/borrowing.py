@@ -55,7 +55,7 @@ class Borrowing(msgspec.Struct, frozen=True):
     own: float
     """With as many own engines."""
     share: float
-    """Of the time that the borrowed engines could run, at the end; mean."""
+    """Share of the time that the borrowed engines could run, at the end; mean."""
     leaves: int
     """How often the turns of an engine had to leave it."""
     tokens: float

@@ -75,7 +75,7 @@ def compare_at_once(
     settings: SimulationSettings,
     progress: Callable[[str, int], None],
 ) -> dict[str, Compared]:
-    """As `compare`, each policy in a process; raises `OperationError` where one ends without a result."""
+    """Run `compare` with each policy in a process; raises `OperationError` where one ends without a result."""
     links: dict[Connection, str] = {}
     # Forks, because sixteen thousand trajectories would take seconds to send.
     context = multiprocessing.get_context("fork")

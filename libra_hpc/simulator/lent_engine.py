@@ -23,7 +23,7 @@ from .simulated_agents import Agents
 SERVER = STEP + 1
 """Rank of the server's events: a rollout step that ends at the same moment has ended."""
 BYTES = 4
-"""Of a prompt token."""
+"""Bytes of a prompt token."""
 NEVER_S = 1e9
 """The server reports to nobody."""
 CHANGED = Callable[[bool], None]

@@ -49,7 +49,7 @@ class EngineResult(msgspec.Struct, frozen=True):
     """Seconds between its join and its end."""
     busy_s: float
     paused_s: float
-    """Of ``busy_s``: in weight updates."""
+    """Seconds out of ``busy_s`` in weight updates."""
     steps: int
     generated_tokens: int
     preemptions: int
@@ -71,7 +71,7 @@ class SimulationResult(msgspec.Struct, frozen=True):
     cached_tokens: int
     """Found in prefix caches instead."""
     reprefilled_tokens: int
-    """Of ``prefilled_tokens``: positions of a trajectory that had been computed for it before."""
+    """Tokens out of ``prefilled_tokens`` at positions that had been computed for their trajectory before."""
     reprefilled_by: dict[str, int]
     """``reprefilled_tokens`` by cause (`SimulatedRequest.again`)."""
     tokens_per_s: float
@@ -82,9 +82,9 @@ class SimulationResult(msgspec.Struct, frozen=True):
     moves: int
     """Turns, or rests of migrated ones, sent to another engine than the one before."""
     tp_moves: int
-    """Of ``moves``: to another TP degree."""
+    """Moves out of ``moves`` to another TP degree."""
     turn_migrations: int
-    """Of ``moves``: of a running turn."""
+    """Moves out of ``moves`` of a running turn."""
     preemptions: int
     recomputed: int
     redirected: int

@@ -30,7 +30,7 @@ class LenderSpec(msgspec.Struct, frozen=True):
     join_s: float = 5.0
     """From the loan of a device until its engine takes turns."""
     kv_share: float = 0.5
-    """Of the KV cache that an own engine has."""
+    """Share of the KV cache that an own engine has."""
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     host: HostMemory | None = None
     """Host memory behind its KV cache."""
     lender: LenderSpec | None = None
-    """Of a borrowed engine."""
+    """Lender of a borrowed engine; None: an own engine."""
 
 
 class Colocation(msgspec.Struct, frozen=True):

@@ -46,7 +46,7 @@ class SlurmFacts(NamedTuple):
 
     version: str
     settings: dict[str, str]
-    """Of ``scontrol show config``."""
+    """Settings of ``scontrol show config``."""
     plugins: list[str]
     partitions: list[Partition]
 

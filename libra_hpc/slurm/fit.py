@@ -15,8 +15,8 @@ from libra_hpc.errors import UserError, invalid
 from libra_hpc.slurm.queue.query import Partition, slurm_seconds
 
 LAST_NOTICE_S = 120.0
-"""Of Slurm's notice to a run that measures its steps and saves.  Half: a slow save may not fit; double: a run whose
-step is late loses it earlier."""
+"""Seconds of Slurm's notice to a run that measures its steps and saves.  Half: a slow save may not fit; double: a run
+whose step is late loses it earlier."""
 
 
 def with_resources(config: RunConfig, partitions: Sequence[Partition]) -> RunConfig:
@@ -42,7 +42,7 @@ def with_resources(config: RunConfig, partitions: Sequence[Partition]) -> RunCon
 
 
 def usable(component: Component, partitions: Sequence[Partition]) -> list[Partition]:
-    """Those of the cluster's partitions that the component names, or the default one."""
+    """Return the cluster's partitions that the component names, or the default one."""
     named = component.partition.split(",")
     return [part for part in partitions if (part.name in named if component.partition else part.default)]
 

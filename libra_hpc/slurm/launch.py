@@ -35,7 +35,7 @@ class NodeRequest(NamedTuple):
     """What runs on them, in words."""
     nodes: int
     options: list[str]
-    """Of sbatch."""
+    """Options of sbatch."""
     used: int
     """Nodes that get an agent; the others are spare."""
     tasks: int

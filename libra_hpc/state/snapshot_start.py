@@ -30,7 +30,7 @@ OTHER_LAYOUT = "it is of another layout."
 
 
 def layout_digest(config: RunConfig) -> str:
-    """Of all keys about training: a change of one more costs a few steps, once."""
+    """Return a digest of all keys about training: a change of one more costs a few steps, once."""
     keys = (config.train.model_dump_json(), config.components.train.model_dump_json(), config.model.model_dump_json())
     return hashlib.sha256("\n".join(keys).encode()).hexdigest()
 

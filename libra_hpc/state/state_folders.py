@@ -62,7 +62,7 @@ class StepRecord(msgspec.Struct, frozen=True):
     step: int
     t: float
     metrics: dict[str, float | None]
-    """As `StepReport.metrics`; None: not finite."""
+    """See `StepReport.metrics`; None: not finite."""
 
 
 class DataPosition(msgspec.Struct, frozen=True):
@@ -73,7 +73,7 @@ class DataPosition(msgspec.Struct, frozen=True):
     extra: tuple[int, ...]
     reports: tuple[StepRecord, ...] = ()
     layout: str = ""
-    """Of a snapshot: digest of what decides which process owns what."""
+    """Digest of what decides which process owns what in a snapshot."""
 
 
 def position_of(step: int, order: DataOrder, reports: Iterable[StepReport]) -> DataPosition:

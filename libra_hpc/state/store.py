@@ -27,7 +27,7 @@ READ_S = 600.0
 
 log = logging.getLogger("libra_hpc.state")
 _NAME = re.compile(r"step-(\d+)(\.attempt-[\d-]+)?")
-"""Of a checkpoint, or of a snapshot, which has the start of the ranks in it; not of one that was moved aside."""
+"""Name of a checkpoint, or of a snapshot, which has the start of the ranks in it; not of one that was moved aside."""
 Result = TypeVar("Result")
 
 

@@ -52,7 +52,8 @@ class ToolResult(msgspec.Struct, frozen=True):
     seconds: float
     """From the call to the answer, including the wait for a free tool process."""
     exit_code: int | None = None
-    """Of the model-written program, -n after signal n; None for a declared tool or a program that was cut off."""
+    """Exit code of the model-written program, -n after signal n; None for a declared tool or a program that was cut
+    off."""
 
 
 class Tools(Protocol):

@@ -78,7 +78,7 @@ class DataTask(Task):
         return found
 
     def _bad(self, number: int, why: str, valid: str | list[str]) -> UserError:
-        """Of the prompt's column in one row."""
+        """Return the error about the prompt's column in one row."""
         mistake = invalid("task.prompt", self._column, f"the column {why}", valid)
         return UserError(f"{self._rows.place(number)}: {mistake}")
 

@@ -20,7 +20,7 @@ from libra_hpc.errors import UserError, error_text, invalid
 
 FORM = "a .jsonl or .parquet file, or a folder of .parquet or .arrow files of one split"
 ROUNDS = 4
-"""Of the Feistel network that permutes an epoch; four make a permutation that looks random."""
+"""Rounds of the Feistel network that permutes an epoch; four make a permutation that looks random."""
 
 Row = dict[str, Any]
 

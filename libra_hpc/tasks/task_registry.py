@@ -24,7 +24,7 @@ TASKS = {**BUILTIN, "data": ("libra_hpc.tasks.data_task", "DataTask")}
 _CLASSES = {**TASKS, MIXTURE: ("libra_hpc.tasks.mixture", "Mixture")}
 """Names of a run file that need no file."""
 GYM_TASK = ("libra_hpc.chat.gym_task", "GymTask")
-"""Of the data sets of `reasoning-gym`."""
+"""Module and class of the data sets of `reasoning-gym`."""
 
 
 def task_class(name: str) -> type[Task] | type[TaskMaker]:

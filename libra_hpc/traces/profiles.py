@@ -43,8 +43,8 @@ class Profile(msgspec.Struct, frozen=True):
     name: str
     generated: float
     sigma: float
-    """Of the log of the generated tokens.  The longest tenth of a lognormal has Phi(sigma - 1.2816) of the sum: 50 %
-    at 1.28, 64 % at 1.65."""
+    """Spread of the log of the generated tokens.  The longest tenth of a lognormal has Phi(sigma - 1.2816) of the sum:
+    50 % at 1.28, 64 % at 1.65."""
     turns: float
     """Mean turns of a trajectory before any is cut; 1: a single turn without tools."""
     turns_power: float

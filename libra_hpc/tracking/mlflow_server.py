@@ -22,9 +22,9 @@ from libra_hpc.config.job import MlflowSection
 from libra_hpc.facts.rundir import RunDir
 
 ANSWER_S = 10.0
-"""Of one request; double: a server that is gone holds up the other trackers for as long."""
+"""Limit of one request; double: a server that is gone holds up the other trackers for as long."""
 MOST_METRICS = 1000
-"""Of one request: the server's limit."""
+"""Most metrics of one request: the server's limit."""
 TAG = "libra_hpc.run"
 STATUS = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 
@@ -99,7 +99,7 @@ class Mlflow:
 
 
 def _credentials() -> dict[str, str]:
-    """Those of the variables that MLflow's own library reads."""
+    """Return the credentials in the variables that MLflow's own library reads."""
     token, user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("TOKEN", "USERNAME", "PASSWORD"))
     if token:
         return {"Authorization": f"Bearer {token}"}

@@ -123,7 +123,7 @@ def _library(module: str, name: str) -> Any:
 
 
 def trackers(run: RunDir, config: RunConfig, sent: Callable[[str], int]) -> list[Tracker]:
-    """Those that the run file asks for, which have the steps up to ``sent(name)``.
+    """Return the trackers that the run file asks for, which have the steps up to ``sent(name)``.
 
     Raises `UserError` for one whose library is missing.
     """

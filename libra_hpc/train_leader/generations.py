@@ -167,7 +167,7 @@ class Generations:
 
     @property
     def arriving(self) -> int:
-        """As `Join.step`."""
+        """See `Join.step`."""
         return -1
 
     def _worlds(self, nodes: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -67,7 +67,7 @@ class PortionRanges:
         return []
 
     def portions(self, groups: Sequence[Group]) -> list[list[Group]]:
-        """Those of a complete batch in the order of their sum; one where it is not cut."""
+        """Return the portions of a complete batch in the order of their sum; one where it is not cut."""
         if not self._length:
             return [list(groups)]
         found = {group.index: group for group in groups}

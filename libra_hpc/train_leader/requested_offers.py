@@ -38,7 +38,7 @@ class RequestedOffers:
         self.base = -1
         """The version on which the next offer builds; -1: none, it has whole tensors."""
         self.offers: tuple[Offered, ...] = ()
-        """Of the version that was published last."""
+        """Offers of the version that was published last."""
 
     def asked(self, version: int) -> bool:
         """Whether the version is offered, or will be."""
@@ -53,7 +53,7 @@ class RequestedOffers:
         return self._asked < version and self._retry.due(now)
 
     def ask(self, version: int, now: float) -> bool:
-        """As `due`; the version then counts as requested."""
+        """Return whether a request is due; the version then counts as requested."""
         if not self.due(version, now):
             return False
         self._asked, self._answers = version, {}

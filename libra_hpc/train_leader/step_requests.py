@@ -49,7 +49,7 @@ class StepRequests(Generations):
         self._state_step = step
         self._batches: dict[int, Batch] = {}
         self._ended: dict[int, Group] = {}
-        """Of the next step: groups that came ahead of the batch, by prompt."""
+        """Groups of the next step that came ahead of the batch, by prompt."""
         self._cuts: dict[int, PortionRanges] = {}
         self._ahead: list[list[int]] = []
         """Prompts of each portion that the members have or were sent."""
@@ -62,7 +62,7 @@ class StepRequests(Generations):
         self._attention = attention_work(config)
         self._skipped_in_row = 0
         self._minibatches = 0
-        """Of the last step, those with loss tokens."""
+        """Minibatches of the last step that had loss tokens."""
 
     @property
     def replicas(self) -> int:

@@ -40,9 +40,9 @@ class ConnectedGroup(NamedTuple):
     members: GroupMembers
     rank: int
     all: Any
-    """Of all members."""
+    """Group of all members."""
     siblings: Any = None
-    """Of the same copy in all replicas, where there are several; else None."""
+    """Group of the same copy in all replicas, where there are several; else None."""
 
 
 class Channel:

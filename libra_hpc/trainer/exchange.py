@@ -31,7 +31,7 @@ class GroupMembers(NamedTuple):
         return self.owners + self.replicas * self.copies
 
     def rank(self, replica: int, copy: int) -> int:
-        """Of a copy in a replica, which count from 0."""
+        """Return the rank of a copy in a replica, which count from 0."""
         return self.owners + replica * self.copies + copy
 
 

@@ -29,17 +29,17 @@ class Terms(NamedTuple):
     loss: torch.Tensor
     """Differentiable sum."""
     ratio: torch.Tensor
-    """Of pi / behaviour."""
+    """Ratio pi / behaviour."""
     truncated: torch.Tensor
     """Number of tokens with a truncated weight w."""
     clipped: torch.Tensor
     """Number of tokens whose ratio pi / proximal is clipped."""
     gap: torch.Tensor
-    """Of |log proximal - log behaviour|."""
+    """Absolute value of log proximal - log behaviour."""
     kl: torch.Tensor
-    """Of k3(behaviour)."""
+    """k3 estimate to the behaviour policy."""
     reference_kl: torch.Tensor
-    """Of k3(reference); 0 without one."""
+    """k3 estimate to the reference policy; 0 without one."""
 
 
 def grpo_terms(

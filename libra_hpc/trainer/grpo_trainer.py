@@ -63,7 +63,7 @@ class GrpoTrainer:
         self._engine, self._replicas, self._settings, self._micro_tokens = engine, replicas, settings, micro_tokens
         self._sums = torch.zeros(TOKENS + 1, dtype=torch.float32, device=engine.device)
         self._tokens = self._loss_tokens = 0
-        """Of the present step, all ranks of this world together."""
+        """Tokens of the present step, all ranks of this world together."""
         self._agreed = self._replayed = 0
         """Choices of experts of the present step, all ranks of this world together."""
         self._ahead = NOTHING
@@ -199,7 +199,7 @@ class GrpoTrainer:
         return pack(examples, self._micro_tokens, self._engine.device, place)
 
     def _proximal(self, batches: list[list[Pack]]) -> list[list[torch.Tensor] | None]:
-        """Of the weights before the step; none where the first update is the only one."""
+        """Return log-probabilities under the weights before the step; none where the first update is the only one."""
         return self._logprobs(batches) if len(batches) > 1 else [None]
 
     def _reference_logprobs(self, batches: list[list[Pack]]) -> list[list[torch.Tensor] | None]:
@@ -212,7 +212,7 @@ class GrpoTrainer:
         return found
 
     def _logprobs(self, batches: list[list[Pack]]) -> list[list[torch.Tensor] | None]:
-        """Of every pack's loss tokens under the weights that the model has now; none before the last stage."""
+        """Return every pack's log-probabilities under the present weights; none before the last stage."""
         out: list[list[torch.Tensor] | None] = []
         for packs in batches:
             found: list[torch.Tensor] = []

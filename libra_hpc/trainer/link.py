@@ -55,7 +55,7 @@ class WorkerSocket(EngineSocket[FromWorker]):
         self._ahead: deque[Any] = deque()
 
     def receive(self, timeout: float | None = None) -> Any | None:
-        """As in the base class; messages that `interrupted` read come first."""
+        """Return the next message; those that `interrupted` read come first."""
         return self._ahead.popleft() if self._ahead else super().receive(timeout)
 
     def interrupted(self) -> bool:
@@ -124,7 +124,7 @@ class WorkerLoop(ABC):
     @property
     @abstractmethod
     def step(self) -> int:
-        """Of the state that this process has."""
+        """Step of the state that this process has."""
 
     @abstractmethod
     def join(self, message: Join) -> Arrived:

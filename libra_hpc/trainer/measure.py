@@ -68,7 +68,7 @@ class MeasurementReplica:
         self._folder, self._loop = folder, asyncio.new_event_loop()
         self._children: list[Child] = []
         self._answers: dict[Child, asyncio.Queue[Any]] = {}
-        """Of each process; None: it has ended."""
+        """Answers of each process; None: it has ended."""
         self._connected: set[Child] = set()
         try:
             self._loop.run_until_complete(self._start(config, changes))

@@ -46,7 +46,7 @@ NO_STEP = -1
 CLIP_EPS = 1e-6
 """Added to the norm before the division, as torch and Megatron-Core do."""
 _ENGINES: weakref.WeakSet[TrainEngine] = weakref.WeakSet()
-"""Of this process."""
+"""Engines of this process."""
 
 
 def init_world(
@@ -205,7 +205,7 @@ class TrainEngine:
         return packs + [padding(self.device, self.split)] * (int(count) - len(packs))
 
     def take_routing_counts(self) -> tuple[int, int]:
-        """Of this rank, since the last call: replayed choices of experts that its routers share, and all replayed."""
+        """Return this rank's replayed choices since the last call: those that its routers share, and all."""
         return moe.take_counts(self.ddp.module) if self.shape.experts else (0, 0)
 
     @torch.no_grad()

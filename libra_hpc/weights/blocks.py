@@ -256,7 +256,7 @@ def _stage_ranks(place: ReplicaPlace) -> Iterator[ReplicaPlace]:
 
 
 def _entries(shape: Architecture, place: ReplicaPlace) -> Iterator[Entry]:
-    """Of all ranks that are the first of a stage or of some experts."""
+    """Yield the entries of all ranks that are the first of a stage or of some experts."""
     for rank in _stage_ranks(place):
         if not rank.expert_copy_rank and not rank.etp_rank:
             yield from own_entries(shape, rank).values()

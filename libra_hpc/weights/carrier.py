@@ -167,7 +167,7 @@ class Carrier:
             report=agent.send,
         )
         self._engines: int | None = None
-        """As in `Engines`."""
+        """See `Engines`."""
 
     def run(self) -> None:
         """Obey the agent until it closes its socket."""

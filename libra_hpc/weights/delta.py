@@ -26,7 +26,7 @@ GATHERED = 1 << 10
 """Bytes of bits at a time: their places stay in the processor's cache."""
 COUNTS = np.bitwise_count(np.arange(256, dtype=np.uint8)).astype(np.int64)
 PLACES = np.zeros((256, 8), np.int32)
-"""Of the bits that are set in a byte."""
+"""Places of the bits that are set in a byte."""
 for _byte in range(256):
     PLACES[_byte, : COUNTS[_byte]] = [bit for bit in range(8) if _byte >> bit & 1]
 
@@ -48,7 +48,7 @@ def sparse(block: TensorBlock, dtype: str, encoding: Encoding, index: Index, val
 
 
 def marked(block: TensorBlock, dtype: str, encoding: Encoding, bits: Bits, values: npt.NDArray[Any]) -> Encoded:
-    """As `sparse`, of elements whose bit is set; ``values``: of all elements of the block, or of these alone."""
+    """Encode the elements whose bit is set, like `sparse`; ``values`` are all of the block, or these alone."""
     count = count_set(bits)
     # The place behind the last one is scratch.
     out = np.empty(count + 1, values.dtype)[:-1] if len(values) > count else values

@@ -65,7 +65,7 @@ class Spares:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Those that an earlier process left are freed."""
+        """Free the files that an earlier process left."""
         self._folder = folder
         self._spares: list[PayloadFile] = []
         self._taking = threading.Lock()

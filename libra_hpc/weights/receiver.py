@@ -186,7 +186,7 @@ class OfferReceiver:
 
 
 def nodes_before(message: Publish, rank: int) -> list[Peer]:
-    """Those that get every version before ``rank``, nearest first."""
+    """Return the peers that get every version before ``rank``, nearest first."""
     ranks = [peer.rank for peer in message.chain]
     place = ranks.index(rank) if rank in ranks else len(ranks)
     return list(reversed(message.chain[:place]))

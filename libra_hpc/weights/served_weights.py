@@ -38,7 +38,7 @@ class ServedVersion(msgspec.Struct, frozen=True):
 
     version: int
     dtype: str
-    """As in safetensors files."""
+    """Type of an element, in the words of safetensors files."""
     deltas: tuple[ServedDelta, ...]
 
     @property

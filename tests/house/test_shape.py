@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from radon.visitors import ComplexityVisitor
 
+from .sizes import is_text
 from .sources import hold, imports, modules, name, nodes, sources, syntax
 
 MOST_COMPLEX = 15
@@ -72,6 +74,15 @@ def test_folders_hold_few_modules() -> None:
 def test_every_module_says_in_a_few_lines_what_it_is() -> None:
     docs = {name(path): ast.get_docstring(syntax(path)) or "" for path in sources()}
     assert not [path for path, doc in docs.items() if not doc or len(doc.splitlines()) > MOST_DOCSTRING]
+
+
+def test_docstrings_name_their_subject() -> None:
+    """Telegrams ("Of the image; -1: none") cannot be understood without the code."""
+    found = []
+    for path in sources("libra_hpc", "cli", "envs"):
+        texts = (node.value.value for node in nodes(path) if isinstance(node, ast.stmt) and is_text(node))
+        found += [f"{name(path)}: {text}" for text in texts if re.match(r"\s*(Of|As|That of|Those)\b", text)]
+    assert not found
 
 
 def test_names_are_imported_from_where_they_are_made() -> None:

@@ -64,7 +64,7 @@ class Hosts(Owner):
         """Hosts that ended and whose next one is not announced, with the reason."""
         self._folders: dict[int, Path] = {}
         self._chats: set[ChatChoice] = set()
-        """Those of which there is an event."""
+        """Chat formats that have an event already."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
 

@@ -23,7 +23,7 @@ BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class Change(NamedTuple):
-    """Of one parameter; ``places`` and ``values`` are None where it is copied whole."""
+    """Change of one parameter; ``places`` and ``values`` are None where it is copied whole."""
 
     parameter: torch.Tensor
     whole: torch.Tensor

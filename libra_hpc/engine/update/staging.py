@@ -26,7 +26,7 @@ from libra_hpc.weights.weightfile import WeightFileError
 from .in_place import InPlace
 
 NICENESS = 10
-"""Of the thread that stages: decoding goes first where cores are few."""
+"""Niceness of the thread that stages: decoding goes first where cores are few."""
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 EXPERTS = ("w13_weight", "w2_weight")
 

@@ -18,13 +18,13 @@ from .moves import least_gain
 from .stage_times import Correction, Estimate, with_lent
 
 ENOUGH = 0.95
-"""Of the gain of all nodes: fewer that bring as much are borrowed."""
+"""Share of the gain of all nodes: fewer that bring as much are borrowed."""
 KEEP = 0.5
-"""Of ``min_gain``: hysteresis."""
+"""Share of ``min_gain`` at which nodes are kept: hysteresis."""
 
 
 class Worth(NamedTuple):
-    """Of borrowed engines."""
+    """Worth of borrowed engines."""
 
     saved_s: float
     """Over the remaining steps, until they are over."""

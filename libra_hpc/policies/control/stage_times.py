@@ -41,7 +41,7 @@ measurable."""
 LENT_S = 120.0
 """Seconds over which guests must have been there.  Half: lenders that flap count; double: new ones count late."""
 LENT_QUANTILE = 0.1
-"""Of the windows of that time: who left is missed after 12 s."""
+"""Quantile of the windows of that time: who left is missed after 12 s."""
 MIN_CORRECTION = 0.1
 """Smallest correction. Ten times better than ideal scaling comes from a badly estimated fixed part."""
 

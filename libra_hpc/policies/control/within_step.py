@@ -91,7 +91,7 @@ def _returning(nodes: Sequence[NodeFact], back: frozenset[int]) -> tuple[int, ..
 
 
 def _leaving(nodes: Sequence[NodeFact], stay: int, running: Mapping[int, int]) -> tuple[int, ...]:
-    """Those that go to training where ``stay`` are enough."""
+    """Return the nodes that go to training where ``stay`` are enough."""
     core = [node for node in _sharing_core(nodes) if node.role == "rollout"]
     units = sorted(_units(nodes, "rollout"), key=lambda unit: sum(running.get(node.rank, 0) for node in unit))
     most, leaving = sum(node.role == "rollout" for node in nodes) - stay, list[int]()

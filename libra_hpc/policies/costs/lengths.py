@@ -24,7 +24,7 @@ QUANTILES = 4096
 """Trajectories sampled from a stated distribution."""
 
 HALVINGS = 24
-"""Of a bisection over generated tokens: to a hundredth of a token of the longest trajectories."""
+"""Halvings of the interval of generated tokens: to a hundredth of a token of the longest trajectories."""
 MAX_SIGMA = 5.0
 """Widest log-normal: at 5 half of the trajectories have less than a quarter of a millionth of the mean."""
 
@@ -45,7 +45,7 @@ class Bin(msgspec.Struct, frozen=True):
     """Trajectories of similar length."""
 
     share: float
-    """Of all trajectories; shares add up to 1."""
+    """Share of all trajectories; shares add up to 1."""
     generated: float
     context: float
     """Mean tokens of the context at the end."""
@@ -57,7 +57,7 @@ class Bin(msgspec.Struct, frozen=True):
     tool_s: float
     """Mean seconds of tools."""
     most_tool_s: float
-    """Those of the trajectory of a global batch with the most, mean."""
+    """Tool seconds of that trajectory of a global batch which has the most, mean."""
     open_tool_s: float
     """The same of all batches that are open at a time."""
 
@@ -105,7 +105,7 @@ class Lengths(msgspec.Struct, frozen=True):
 
     @property
     def rates(self) -> Rates:
-        """Of a generated token, whichever trajectory it belongs to."""
+        """Return the rates of a generated token, whichever trajectory it belongs to."""
         return Rates(self.new_per_token, self.turns_per_token, self.tool_s_per_token)
 
     def context_at(self, generated: float) -> float:

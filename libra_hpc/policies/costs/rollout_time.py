@@ -34,7 +34,7 @@ PROMPT_COPIES = 1.3
 EMPTY_IN_LAST_WAVE = 0.5
 """Share of the last wave that is empty, on average."""
 ITERATIONS, SOLVED = 100, 1e-12
-"""Of the number of open trajectories: most steps, and the relative step at which it is found."""
+"""Most iterations for the number of open trajectories, and the relative step at which it is found."""
 MAX_CONTEXT_GROWTH = 1.3
 """Largest ratio of the contexts at both ends of a stretch of positions that is computed as one."""
 

@@ -110,7 +110,7 @@ class TrainTime(msgspec.Struct, frozen=True):
 
 
 def hidden_seconds(train_s: float, rollout_s: float, ends: Sequence[tuple[float, float]], portion: float) -> float:
-    """Of ``train_s``, seconds beside a rollout whose trajectories end at ``ends``: (seconds, share of them), rising.
+    """Return the seconds of ``train_s`` beside rollout; ``ends`` has rising (seconds, share of trajectories).
 
     A portion of so many trajectories is trained once its last one has ended, if those before it are done.
     """
@@ -144,7 +144,7 @@ class HybridWorlds(NamedTuple):
 
     nodes: int = 0
     replicas: int = 1
-    """Of each."""
+    """Replicas of each world."""
 
 
 ALONE = HybridWorlds()

@@ -20,7 +20,7 @@ Advantage = Callable[[Sequence[float]], Sequence[float]]
 
 
 def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
-    """Of a non-empty sequence, as the whole population."""
+    """Return mean and standard deviation of a non-empty sequence, as the whole population."""
     mean = sum(values) / len(values)
     return mean, sqrt(sum((value - mean) ** 2 for value in values) / len(values))
 

@@ -32,7 +32,7 @@ NOISE = 7.0
 SPREAD = 0.25
 """Standard deviations of the trajectories' rewards on top of that: means differ so far with the data."""
 SHARE = 0.25
-"""Of the best mean, by which the reward must fall at least: a task that is solved has neither noise nor spread."""
+"""Share of the best mean by which the reward must fall at least: a task that is solved has neither noise nor spread."""
 EQUAL = 0.95
 """Share of groups of equal rewards."""
 GAP, GAP_NATS = 5.0, 0.1
@@ -64,7 +64,7 @@ class LearningGuards:
         self._action = action
         self._values: dict[str, list[float]] = {}
         self._steps: list[int] = []
-        """Of the rewards."""
+        """Steps of the rewards."""
         self.held: dict[str, str] = {}
         """Guards that hold after the last step, with their reasons."""
         self._since: dict[str, int] = {}

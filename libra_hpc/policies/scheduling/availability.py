@@ -25,7 +25,7 @@ LEAST_SHARE: Final = 0.02
 
 
 class Availability(Pauses):
-    """Of one borrowed engine; at first it counts as always there."""
+    """Availability of one borrowed engine; at first it counts as always there."""
 
     def __init__(self) -> None:
         super().__init__()

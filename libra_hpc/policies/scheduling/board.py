@@ -61,7 +61,7 @@ class EngineView:
         self.borrowed = False
         """Whether it is another job's, which may pause it or take it back."""
         self.share = 1.0
-        """Of a borrowed engine: the part of the time that it runs."""
+        """Share of the time that a borrowed engine runs."""
         self.leaves_per_s = 0.0
         """How often all its turns must leave it."""
 

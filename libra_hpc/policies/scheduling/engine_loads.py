@@ -176,7 +176,7 @@ class EngineLoads:
         return min(own, key=_finish) if own else None
 
     def first_to_finish(self, alike: Alike, claim: Claim, context: int) -> EngineWork | None:
-        """Of the engines with a free slot and room in the cache for ``context`` tokens, the one that finishes first."""
+        """Return the engine that finishes first among those with a free slot and room for ``context`` tokens."""
         first = self._first(alike)
         if first.view.free and first.cache.has_room(claim, context):
             return first

@@ -75,7 +75,7 @@ class Finished(msgspec.Struct, frozen=True):
     signals: tuple[Signal, ...]
     version: int
     context_tokens: int = 0
-    """Of its longest context."""
+    """Tokens of its longest context."""
 
 
 class Policy(Protocol):

@@ -20,7 +20,7 @@ RECOVERED: Final = 1.25
 SURE_S: Final = 30.0
 """Seconds: a load that the step costs do not describe passes in less."""
 MIN_ENGINES: Final = 3
-"""Of two unequal engines nobody knows which one is right."""
+"""Fewest engines to compare: of two unequal ones nobody knows which one is right."""
 SAME_KV: Final = 1.1
 """Largest ratio of KV capacities of engines of one kind: the memory left for it depends on the GPU."""
 

@@ -44,7 +44,7 @@ class Running(msgspec.Struct, frozen=True):
     """A turn in flight, as the driver of a policy describes it."""
 
     turn: TurnView
-    """As it was sent; ``engine`` is where it runs."""
+    """The turn that was sent; ``engine`` is where it runs."""
     generated: int
     """Tokens since it was sent: the steps its engine has reported since, one token per step."""
 
@@ -124,7 +124,7 @@ def choose_moves(board: Board, trajectories: Iterable[OpenTrajectory]) -> list[T
 
 
 def _targets(board: Board, loads: Mapping[str, _Load]) -> list[_Load]:
-    """Of each TP class the own engine with the shortest step among those that would start a turn at once."""
+    """Return, for each TP class, the own engine with the shortest step among those that would start a turn at once."""
     able = (
         [loads[view.engine] for view in tp_class.members if view.free and not view.waiting and not view.borrowed]
         for tp_class in board.classes

@@ -389,6 +389,6 @@ class PlanSearch:
 
 
 def _ranked(plans: Sequence[RunPlan]) -> tuple[list[RunPlan], RunPlan | None]:
-    """Those that this version runs, best first, and the best of the others."""
+    """Return the plans that this version runs, best first, and the best of the others."""
     ordered = sorted(plans, key=lambda p: (p.seconds, p.train.time.total + p.rollout.seconds))
     return [plan for plan in ordered if plan.runs], next((plan for plan in ordered if not plan.runs), None)

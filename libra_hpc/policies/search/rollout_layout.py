@@ -70,7 +70,7 @@ class RolloutLayout(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """Of the slowest class."""
+        """Seconds of the slowest class."""
         return max(s.seconds for s in self.segments)
 
     @property

@@ -29,7 +29,7 @@ class InTurn(msgspec.Struct, frozen=True):
     """Nodes that serve both stages of every step: first rollout, then training."""
 
     switch_s: float
-    """Of a pair of switches, to training and back with the new weights."""
+    """Seconds of a pair of switches, to training and back with the new weights."""
     core_rolls: bool = False
     """Whether nodes of the core roll out too; without, hybrid nodes alone serve both stages."""
     runs: bool = True
@@ -48,21 +48,21 @@ class RunPlan(msgspec.Struct, frozen=True):
     hybrid: int
     """Hybrid nodes among those that roll out."""
     rollout_s: float = 0.0
-    """Of one global batch: simulated, or of the cost models."""
+    """Rollout seconds of one global batch: simulated, or of the cost models."""
     seconds: float = 0.0
-    """Of one global batch, with these rollout seconds."""
+    """Seconds of one global batch, with these rollout seconds."""
     model_s: float = 0.0
-    """Of one global batch, by the cost models."""
+    """Seconds of one global batch, by the cost models."""
     tokens_s: float = 0.0
     """Tokens of finished trajectories, trained on, per second."""
     hidden_s: float = 0.0
-    """Of training: beside rollout, because groups are trained as they are complete."""
+    """Training seconds beside rollout, because groups are trained as they are complete."""
     simulated: int = 0
     """Batches that were simulated."""
     snapshots: bool = True
     """Whether they fit in host memory."""
     update: UpdateTime = NO_UPDATE
-    """Of its training processes, and an engine of one GPU."""
+    """Update time of its training processes, and of an engine of one GPU."""
     in_turn: InTurn | None = None
     """None: each node serves one stage."""
 

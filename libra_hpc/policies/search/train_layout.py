@@ -26,7 +26,8 @@ MOST_MICRO_TOKENS = 65536
 """Largest micro-batch, unless one trajectory is longer: kernels are efficient long before."""
 
 ROUNDING = 1e-3
-"""Of predicted seconds. Half, double: hardly seen. `plan` prints three or four digits, and the models err by more."""
+"""Resolution of predicted seconds. Half, double: hardly seen. `plan` prints three or four digits, and the models err by
+more."""
 
 
 class TrainSpace(msgspec.Struct, frozen=True):
@@ -51,7 +52,7 @@ class Hybrid(msgspec.Struct, frozen=True):
     """Nodes that train together."""
 
     def nodes(self, left: int) -> int:
-        """Of ``left`` nodes that do not train; whole worlds, unless they have no other place."""
+        """Return how many of ``left`` nodes beside the core are hybrid: whole worlds unless there is no other place."""
         return left if self.rest else max(0, min(self.most, left - 1)) // self.world * self.world
 
 

@@ -13,21 +13,21 @@ from typing import Final
 STAND_S: Final = 2.0
 """Most seconds that a turn stands still at an engine whose pauses are not known."""
 PAUSES: Final = 2.0
-"""Of usual length a turn waits for: all turns leave at once, and their prefill is work that own engines do not have
-time for.  At 0 half of what code traffic leaves is lost."""
+"""Pauses of usual length for which a turn waits: all turns leave at once, and their prefill is work that own engines do
+not have time for.  At 0 half of what code traffic leaves is lost."""
 LONGEST_S: Final = 30.0
 PAUSE_WEIGHT: Final = 0.05
-"""Of the newest pause in the means."""
+"""Weight of the newest pause in the means."""
 
 
 class Pauses:
-    """Of one borrowed engine; at first it counts as never paused."""
+    """Pauses of one borrowed engine; at first it counts as never paused."""
 
     def __init__(self, longest_s: float = LONGEST_S) -> None:
         self._longest_s = longest_s
         self._pauses = 0
         self._mean = self._square = 0.0
-        """Of the lengths of pauses."""
+        """Moments of the lengths of pauses."""
 
     def paused(self, seconds: float) -> None:
         """A pause has ended."""

@@ -17,7 +17,7 @@ from .step_cost import HighQuantile
 SEEN_S: Final = 0.05
 """Seconds; a closed gate reads the page every millisecond or two."""
 LEAST_BYTES: Final = 64
-"""Of a prompt that tells what a byte costs."""
+"""Fewest bytes of a prompt that shows what a byte costs."""
 
 
 class ServerPace:

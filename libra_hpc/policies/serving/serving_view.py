@@ -16,13 +16,13 @@ class ServingView(NamedTuple):
     served: int = 0
     """Requests in flight."""
     waiting: int = 0
-    """Of those: without a first token."""
+    """Requests among them without a first token."""
     arrival: float = inf
-    """Of the oldest waiting request."""
+    """Arrival of the oldest waiting request."""
     last_token: float = inf
     """The oldest last token of the requests that get tokens."""
     waiting_bytes: int = 0
-    """Of the bodies of the waiting requests."""
+    """Bytes in the bodies of the waiting requests."""
     requests: int = 0
     """In total."""
     kv_use: float = 0.0

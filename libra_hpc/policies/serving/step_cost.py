@@ -22,7 +22,7 @@ STALE_S: Final = 10.0
 """Seconds: the device may have become another meanwhile."""
 GROWTH: Final = 2.0
 SWEEPS: Final = 4
-"""Of coordinate descent after a step; it begins where the last one ended."""
+"""Sweeps of coordinate descent after a step; it begins where the last one ended."""
 RIDGE: Final = 0.05
 """Steps that the prior's proportions are worth."""
 FLOOR: Final = 0.05
@@ -32,7 +32,7 @@ PRIOR: Final = (1.0, 0.02, 1e-5, 0.01, 3e-7)
 SIZE: Final = len(PRIOR)
 QUANTILE: Final = 0.9
 QUANTILE_MOVE: Final = 0.1
-"""Of the logarithm.  Half: twice as slow to follow; double: one slow step moves the estimate by a fifth."""
+"""Move of the logarithm.  Half: twice as slow to follow; double: one slow step moves the estimate by a fifth."""
 LATE_MOST: Final = 3.0
 """Largest factor: a process that was suspended must not close the gate for long."""
 _KEEP: Final = 0.5 ** (1.0 / HALF_LIFE)

@@ -37,7 +37,7 @@ class GateLimits(NamedTuple):
     tpot_s: float
     give: Literal["idle", "slack"] = "idle"
     share: float = 0.2
-    """Of ``ttft_s``: the longest step.  Half: small steps, which cost more per token; double: twice the harm."""
+    """Longest step as a share of ``ttft_s``.  Half: small steps, which cost more per token; double: twice the harm."""
 
 
 class GateDecision(NamedTuple):

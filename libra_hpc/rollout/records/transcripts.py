@@ -21,9 +21,9 @@ from libra_hpc.rollout.trajectory import Trajectory
 
 _NAME = re.compile(r"^step-(\d+)\.jsonl\.zst$")
 LEVEL = 3
-"""Of compression: a token id takes about two bytes; 9 saves a tenth for five times the time."""
+"""Level of compression: a token id takes about two bytes; 9 saves a tenth for five times the time."""
 CHUNK_BYTES = 1 << 14
-"""Of one read: what is behind a frame is copied once for each frame of a chunk."""
+"""Bytes of one read: what is behind a frame is copied once for each frame of a chunk."""
 
 
 class Transcript(msgspec.Struct, frozen=True):

@@ -113,9 +113,9 @@ records: Codec[SavedTrajectory] = Codec(SavedTrajectory)
 
 class RecordedStart(msgspec.Struct, frozen=True):
     step: int
-    """Of the checkpoint it began with."""
+    """Step of the checkpoint it began with."""
     digest: str
-    """Of everything that prompts and trajectories depend on."""
+    """Digest of everything that prompts and trajectories depend on."""
 
 
 class TrainedPrompts(msgspec.Struct, frozen=True):

@@ -97,7 +97,7 @@ class RecoveryLog:
         self._folder, self._position, self._clock, self._segment_bytes = folder, position, clock, segment_bytes
         self._trimmed_at = clock()
         self._needed: dict[Path, dict[int, int]] = {}
-        """Of every segment: prompt -> lowest checkpoint step at which one of its records counts."""
+        """Needs of every segment: prompt -> lowest checkpoint step at which one of its records counts."""
         self._committed: set[int] = set()
         self._number = self._sequence = 0
         self._starts: list[RecordedStart] = []

@@ -35,9 +35,9 @@ class SimulatedRequest:
         """
         self.serial = self.computed = self.generated = self.step = 0
         self.blocks = 0
-        """Of the context so far."""
+        """Blocks of the context so far."""
         self.own = 0
-        """Of ``blocks``: outside the shared prompt."""
+        """Blocks out of ``blocks`` outside the shared prompt."""
         self.decoding = self.counted = self.aborted = False
         self.cached = 0
         """Tokens found in the prefix cache at its first admission."""
@@ -53,13 +53,13 @@ class Counters:
         self.cached = 0
         """Tokens found in the prefix cache, at every admission."""
         self.again: dict[str, int] = {}
-        """Of ``prefilled``: tokens computed before, by cause (`SimulatedRequest.again`)."""
+        """Tokens out of ``prefilled`` that were computed before, by cause (`SimulatedRequest.again`)."""
         self.fetched = 0
-        """Of ``cached``: read from host memory."""
+        """Tokens out of ``cached`` that were read from host memory."""
         self.first_prefill = 0
-        """Of ``prefilled``: at the first admission of each request, which is what live engines report."""
+        """Tokens out of ``prefilled`` at the first admission of each request, which is what live engines report."""
         self.first_cached = 0
-        """Of ``cached``: the same."""
+        """Tokens out of ``cached`` at the first admission of each request."""
         self.preemptions = self.recomputed = self.steps = 0
         self.busy_s = 0.0
         """Seconds in steps and weight updates."""

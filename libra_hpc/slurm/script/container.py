@@ -57,7 +57,8 @@ def start_command(config: RunConfig, run: Path, *, named: bool) -> StartCommand:
 
 
 def _identity(image: str, run: Path) -> str:
-    """Of an unpacked image.  Two runs on one node never share it: they would share its binds too."""
+    """Return the identity of an unpacked image.  Two runs on one node never share it: they would share its binds
+    too."""
     facts = [str(run), image]
     if os.path.exists(image):
         found = os.stat(image)

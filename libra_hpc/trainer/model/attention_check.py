@@ -23,7 +23,7 @@ from .packing import PackedLayout, example, pack
 LENGTHS = (150, 70, 64, 33)
 """Tokens of each sequence: two blocks of rectangles, one of them padded; one more than a tile of 128."""
 TOLERANCE = 0.05
-"""Of the largest value. Two sums of bfloat16 values differ by about 0.01, a wrong mask or sequence by about 1."""
+"""Share of the largest value. Two sums of bfloat16 values differ by about 0.01, a wrong mask or sequence by about 1."""
 PARTS = ("output", "gradient of the queries", "gradient of the keys", "gradient of the values")
 
 

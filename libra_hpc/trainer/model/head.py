@@ -29,7 +29,7 @@ ALIGNED = 128
 
 
 class Likelihood(NamedTuple):
-    """Of ``m`` loss tokens under ``softmax(logits / temperature)``."""
+    """Log-probabilities of ``m`` loss tokens under ``softmax(logits / temperature)``."""
 
     logprobs: torch.Tensor
     """float32[m], of the targets; differentiable."""

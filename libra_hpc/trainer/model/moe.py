@@ -99,7 +99,7 @@ class Replay:
 
     def __init__(self) -> None:
         self.chosen: torch.Tensor | None = None
-        """Of the tokens of this pass, integer [t, k]; `NO_CHOICE`: the router's own."""
+        """Experts of the tokens of this pass, integer [t, k]; `NO_CHOICE`: the router's own."""
         self.counts = torch.zeros(2, dtype=torch.int64)
         """Replayed choices that the router would have made too, and all replayed ones."""
 
@@ -130,7 +130,7 @@ def replay_routing(model: GPTModel, place: ReplicaPlace) -> None:
 
 
 def take_counts(model: GPTModel) -> tuple[int, int]:
-    """Of this rank: replayed choices that its routers would have made too, and all; they count from zero again."""
+    """Return this rank's replayed choices that its routers would have made too, and all; they count from zero again."""
     replays = [layer.mlp.router.router_replay for layer in model.decoder.layers]
     agreed, replayed = sum(replay.counts for replay in replays).tolist()
     for replay in replays:

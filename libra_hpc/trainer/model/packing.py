@@ -46,7 +46,7 @@ class Example(NamedTuple):
     experts: torch.Tensor | None = None
     """int64[n, layers, k], the experts that the rollout engine chose; `NO_CHOICE` where it returned none."""
     trajectory_tokens: int = 0
-    """As in `Sample`."""
+    """See `Sample.trajectory_tokens`."""
 
 
 class Block(NamedTuple):
@@ -67,15 +67,15 @@ class Piece(NamedTuple):
     """Consecutive own rows of a pack, segment by segment: the rows of one sequence, and the columns up to the last."""
 
     rows: range
-    """Of the own rows; pieces follow each other."""
+    """Range of the own rows; pieces follow each other."""
     columns: range
-    """Of the whole pack."""
+    """Range of the whole pack."""
     row_bounds: torch.Tensor
     """int32[segments + 1], from 0"""
     column_bounds: torch.Tensor
     """int32[segments + 1], from 0; the same tensor where each segment begins its sequence"""
     most_rows: int
-    """Of a segment."""
+    """Rows of the longest segment."""
     most_columns: int
 
 

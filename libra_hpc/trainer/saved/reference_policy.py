@@ -67,7 +67,8 @@ def _as_weights(buffer: Any) -> torch.Tensor:
 
 
 def _own_piece(buffer: Any) -> torch.Tensor:
-    """Of `_as_weights`, what this process holds for all copies; Megatron-Core pads buffers to whole pieces."""
+    """Return the piece of `_as_weights` that this process has for all copies; Megatron-Core pads buffers to whole
+    pieces."""
     flat, size = _as_weights(buffer), buffer.param_data.numel() // buffer.data_parallel_world_size
     rank = buffer.data_parallel_group.rank()
     return flat[rank * size : (rank + 1) * size]

@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 Resources = Callable[[str, int, int], Part]
-"""Of a target, bytes [begin, end) or fewer; raises `NotServed` and `Refused`."""
+"""Return bytes [begin, end), or fewer, of a target; raises `NotServed` and `Refused`."""
 
 
 class HttpServer(ThreadingHTTPServer):

@@ -9,7 +9,8 @@ import time
 PIECES = 32
 """A second. Half: eight threads that wait for each other look stopped to their peers; double: more system calls."""
 BURST_S = 0.2
-"""Of unused budget that may be spent at once. Half: pauses of the caller cost bandwidth; double: longer bursts."""
+"""Seconds of unused budget that may be spent at once. Half: pauses of the caller cost bandwidth; double: longer
+bursts."""
 
 
 class TokenBucket:

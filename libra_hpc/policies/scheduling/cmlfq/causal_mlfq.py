@@ -91,7 +91,7 @@ class _Choice:
         self.load, self.limit, self.finish, self.prefill, self.template = load, add, finish, prefill, template
 
     def numbers(self) -> dict[str, float | str]:
-        """Those of the reason: what the expected tokens consist of, and the engine."""
+        """Return the numbers of the reason: what the expected tokens consist of, and the engine."""
         cursor, load = self.cursor, self.load
         found: dict[str, float | str] = {
             "remaining": cursor.left,
