@@ -37,7 +37,7 @@ MODELS: dict[str, ModelShape] = {
         SMALLER[1], name="tiny", layers=2, hidden=128, head_dim=32, intermediate=256, heads=4, kv_heads=2, vocab=VOCAB
     ),
 }
-"""Qwen3 shapes. 220 M parameters are those of docs/lab/0.1-moves.md, where nearly all of them are in layers."""
+"""Qwen3 shapes. 220 M parameters are those of docs/LOG.md, where nearly all of them are in layers."""
 TOKENS = {"220m": 4, "tiny": 128}
 """Of each of the two trajectories of a step: few where a CPU without bf16 units takes seconds for each."""
 

@@ -64,7 +64,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Latency of the smallest all-reduce inside a node."""
     host_s: float = 1.9e-3
     """Host work per engine step: scheduling, input, output. The device waits for it, unless steps are asynchronous.
-    Measured with vLLM 0.32 on an H200 (docs/lab/0.1-h200.md).
+    Measured with vLLM 0.32 on an H200 (docs/data/h200.toml).
     """
     host_sequence_s: float = 26e-6
     """Host work per running sequence, including sampling with log-probabilities; measured likewise, at a vocabulary

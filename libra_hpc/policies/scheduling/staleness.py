@@ -11,7 +11,7 @@ version at its consumption minus the version a of its admission, and at most ``e
 - An open group is withdrawn -> its place is free; the next group gets the newest version.
 - A restart takes in groups of older versions -> `fits` decides whether their deadlines can still be met.
 
-At most (eta + 1) * B groups are outstanding; the proofs are in docs/lab/0.1-scheduler.md.
+At most (eta + 1) * B groups are outstanding; the proofs are in tests/policies/scheduling/test_staleness.py.
 """
 
 from __future__ import annotations

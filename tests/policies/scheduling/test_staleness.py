@@ -1,4 +1,26 @@
-"""The staleness gate under every interleaving of admission, finishing, training and failure."""
+"""The staleness gate under every interleaving of admission, finishing, training and failure.
+
+What it plays is proved. B: groups per batch, v: the newest version, a: the version of a group's admission. ``admitted``
+counts every group ever admitted and not withdrawn, trained ones included.
+
+- At most (eta + 1) B groups are outstanding. Version v is published after v B groups were consumed, so outstanding =
+  admitted - consumed <= (eta + v + 1) B - v B. To subtract consumed groups from ``admitted`` as well would give the
+  same credit twice, and the number outstanding would grow by B a step without bound.
+- Staleness is at most eta in data order. The last place taken under version a is number (eta + a + 1) B - 1 or lower,
+  so it is in the batch of trainer version eta + a or earlier. In the order of finishing a slow group could be overtaken
+  for ever, so `batch` checks the deadlines of all groups left out: for every j, at most (j + 1) B groups are due by
+  trainer version batches + j.
+- A withdrawal breaks neither bound. It lowers the places of later groups and raises none. The group that takes the free
+  place is admitted under the newest version, at place (eta + v + 1) B - 1 or lower. In the other order fewer groups are
+  left out, and all outstanding ones are at most (eta + v + 1 - batches) B.
+- A group admitted under the newest version always fits: it is due at eta + v, and all outstanding groups are at most
+  (eta + v + 1 - batches) B.
+- After a restart at version s every untrained group of a version a <= s fits, taken in by index. At most (eta + a + 1)
+  B groups were ever admitted under versions up to a, and s B of all are trained. In data order its place is unchanged.
+  In the other order the earlier gate kept the rule when batch s was consumed, so at most (a + eta + 1 - s) B are left.
+- So `fits` is False in three cases only: a smaller eta; a group let in late by ``max_open``; a prompt sampled again
+  that was withdrawn after s.
+"""
 
 from __future__ import annotations
 
