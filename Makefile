@@ -15,19 +15,26 @@ GPU_CHECK_FLAGS ?=
 CUDA_VENV ?= $(CURDIR)/build/venv-cuda
 # Hundreds of processes are started, and each would compile what it imports where the environment forbids to keep that.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
-# Four workers on two cores, because tests wait more than they compute: one has Slurm, one vLLM, two the rest (tests/conftest.py).
-WORKERS := -n 4 --dist loadgroup --no-loadscope-reorder
+# More workers than two cores, because tests wait too.  Of four, one has Slurm, one vLLM, two the rest (tests/conftest.py).
+WORKERS := --dist loadgroup --no-loadscope-reorder -n
+QUICK := not (cluster or vllm or engine or slow or nightly or chaos)
+REST := (cluster or vllm or engine or slow) and not (nightly or chaos)
+# A test that a busy machine fails has a second try, alone, and is named at the end; one that fails again is wrong.
+define tries
+$(PYTEST) $(WORKERS) $(1) -m "$(2)" || { test $$? = 1 || exit 2; echo "== once more, alone, what has failed"; \
+	$(PYTEST) -m "$(2)" --last-failed --last-failed-no-failures none --maxfail 1 --tb short; }
+endef
 ROOM ?=
 
-.PHONY: help venv dev run test test-all test-room chaos mutants lint docs bench gpu-venv gpu-check clean
+.PHONY: help venv dev run test test-all test-room nightly chaos mutants lint docs bench gpu-venv gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run    a complete run on this machine: environment, Slurm, tiny policy, job, summary"
 	@echo "make test   the quick tests       make lint   ruff and mypy"
-	@echo "make test-all    the slow tests too"
+	@echo "make test-all    the quick tests, then those with Slurm, vLLM and Megatron"
 	@echo "make test-room ROOM=policies/scheduling    the tests of one room"
-	@echo "make chaos  every injected fault, and what takes too long for test-all"
+	@echo "make nightly  what takes too long for test-all     make chaos  of that, every injected fault"
 	@echo "make mutants  whether the tests notice 60 small mistakes (90 minutes)"
 	@echo "make docs   the examples in the pages, made by their commands"
 	@echo "make bench  the benchmarks        make clean  undo everything"
@@ -45,12 +52,14 @@ run: venv
 	@$(BIN)/libra-hpc submit $(RUN_FILE) --wait
 
 test: dev
-	@$(PYTEST) $(WORKERS) -m "not chaos and not slow"
+	@$(PYTEST) $(WORKERS) 3 -m "$(QUICK)"
 
-# A test that a busy machine fails has a second try, alone and named; one that fails again is wrong.
+# The quick ones first: a commit that they refuse is refused within minutes.
+test-all: export FAILED_ONCE := $(CURDIR)/build/failed-once.txt
 test-all: dev
-	@$(PYTEST) $(WORKERS) -m "not chaos" || { test $$? = 1 || exit 2; echo "== once more, alone, what has failed"; \
-		$(PYTEST) -m "not chaos" --last-failed --last-failed-no-failures none --maxfail 1 --tb short -rA; }
+	@mkdir -p build && rm -f $$FAILED_ONCE
+	@$(call tries,3,$(QUICK))
+	@$(call tries,4,$(REST))
 
 test-room: dev
 	@test -d tests/$(ROOM) || { echo "tests/$(ROOM) is no folder; say for example: make test-room ROOM=policies/scheduling"; exit 2; }
@@ -59,6 +68,10 @@ test-room: dev
 chaos: dev
 	@$(PYTEST) tests/chaos -m "chaos or not chaos"
 	@$(PYTEST) tests --ignore=tests/chaos -m chaos
+
+# All that test-all leaves out; one after the other, as a fault is noticed by a deadline.
+nightly: dev
+	@$(PYTEST) -m "nightly or chaos"
 
 # Kept mistakes that were noticed before must be noticed again.
 mutants: dev

@@ -41,15 +41,28 @@ two processes 3 GB, the workers themselves 3 GB."""
 SLURM, VLLM = "slurm", "vllm"
 GROUP = re.compile(rf"@({SLURM}|{VLLM}|/[^@]*)$")
 """The end of a test's id that says its group; of one in a module whose fixtures are shared, the module's path."""
-"""Groups of tests that run one after the other, on one worker of `make test`, beginning with the first test of all.
+"""Groups of tests that run one after the other, on one worker of `make test-all`, beginning with the first test.
 
 The job ids of two embedded clusters would name the same shared memory of MPICH. Tests of the first group that have
 vLLM engines too come last there: on a small machine they wait for the end of the second group.
 """
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names what failed once and passed once, in this call of `make test-all` and in those before it."""
+    if "FAILED_ONCE" not in os.environ:
+        return
+    names = Path(os.environ["FAILED_ONCE"])
+    if terminalreporter.config.getoption("lf"):
+        with names.open("a") as file:
+            file.writelines(f"{report.nodeid}\n" for report in terminalreporter.getreports("passed"))
+    if names.exists():
+        terminalreporter.section("failed once, passed once: mend these")
+        terminalreporter.write(names.read_text())
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Marks the tests that use the embedded Slurm, and groups what belongs to one worker of `make test`."""
+    """Marks the tests that use the embedded Slurm, and groups what belongs to one worker of `make test-all`."""
     if not isinstance(item, pytest.Function):
         return
     if "cluster" in item.fixturenames:
