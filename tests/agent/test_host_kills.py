@@ -85,6 +85,7 @@ async def two_hosts(folder: Path) -> AsyncIterator[Service]:
         ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
 
 
+@pytest.mark.slow
 async def test_a_host_killed_at_any_point_leaves_no_process_and_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +114,7 @@ async def test_a_host_killed_at_any_point_leaves_no_process_and_no_folder(
         assert len([line for line in service.lines() if line[1] == "folder"]) == 2
 
 
+@pytest.mark.slow
 async def test_the_other_host_keeps_its_episodes_and_closes_each_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

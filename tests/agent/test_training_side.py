@@ -168,6 +168,7 @@ class Side:
         self.leader.on_batch(wire.Batch(step, (wire.Group(step - 1, (sample,)),), batch_stats()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "second"),
     [("simulated", 2), ("simulated", 1), pytest.param("real", 2, marks=[pytest.mark.engine, pytest.mark.chaos])],

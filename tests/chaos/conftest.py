@@ -21,6 +21,11 @@ from .harness import ROWS
 __all__ = ["policy"]
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Each test is a whole run."""
+    item.add_marker(pytest.mark.slow)
+
+
 class FaultyFiles:
     """Makes calls on files of the runs that are started afterwards fail (`faulty_fs.c`)."""
 

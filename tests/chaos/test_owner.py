@@ -129,6 +129,7 @@ if not (done := pathlib.Path({done!r})).exists():
 """
 
 
+@pytest.mark.nightly
 def test_an_agent_that_dies_before_the_ranks_have_met_ends_that_start_with_the_cause(tmp_path: Path) -> None:
     case = Chaos(tmp_path, steps=6)
     run = case.submit(*patched(tmp_path, EARLY.format(done=str(tmp_path / "done")), ROLLOUT))
@@ -138,6 +139,7 @@ def test_an_agent_that_dies_before_the_ranks_have_met_ends_that_start_with_the_c
     assert [event["attempt"] for event in case.events("job_started")] == [1]
 
 
+@pytest.mark.nightly
 def test_of_two_that_resume_a_run_at_the_same_time_one_starts(tmp_path: Path) -> None:
     case = Chaos(tmp_path, steps=6)
     run = case.submit()

@@ -89,6 +89,7 @@ def test_weights_arrive_again_after_folders_in_shared_memory_were_removed(
     assert not case.events("recovered")
 
 
+@pytest.mark.nightly
 def test_a_torn_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
     case = Chaos(tmp_path, steps=12)
     run = case.submit()
@@ -125,6 +126,7 @@ def test_a_run_without_any_whole_checkpoint_is_not_begun_again_unasked(tmp_path:
     assert run.metrics.read_bytes() == lines
 
 
+@pytest.mark.nightly
 def test_a_run_goes_back_to_a_checkpoint_that_its_user_names(tmp_path: Path) -> None:
     case = Chaos(tmp_path, steps=12)
     run = case.submit()

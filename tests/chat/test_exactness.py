@@ -142,6 +142,7 @@ def test_ten_thousand_conversations_are_exact(family: Family) -> None:
     play_many(family, 10_000)
 
 
+@pytest.mark.slow
 def test_where_the_template_drops_thinking_each_sample_is_exact(tmp_path: Path) -> None:
     for name in ("Qwen3", "Qwen2.5"):
         found = play_many(Family(tmp_path / name, *FAMILIES[name], thinking="template"), 120)

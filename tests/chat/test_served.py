@@ -21,6 +21,7 @@ def said(tokenizer: TaskTokenizer, context: list[int]) -> list[int]:
     return tokenizer.encode(shopper(tokenizer.decode(context), random.Random(0), False) + "<|im_end|>")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", ["qwen3", "plain"])
 def test_a_chat_with_two_tools_is_played_by_a_host(tmp_path: Path, template: str) -> None:
     folder = write_chat_folder(tmp_path / "policy", template, "qwen3" if template == "qwen3" else "qwen2")
@@ -31,6 +32,7 @@ def test_a_chat_with_two_tools_is_played_by_a_host(tmp_path: Path, template: str
     assert [end.info for end in ends.values()] == [{"turns": 3.0, "tool_calls": 3.0, "bad_calls": 0.0}] * 8
 
 
+@pytest.mark.slow
 def test_the_limit_of_bad_calls_is_that_of_the_run_file(tmp_path: Path) -> None:
     folder = write_chat_folder(tmp_path / "policy")
     flying = TaskTokenizer(folder).encode('<tool_call>{"name": "fly"}</tool_call><|im_end|>')

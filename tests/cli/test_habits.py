@@ -40,6 +40,7 @@ def completions(shell: str, words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_completes_verbs_runs_options_and_keys(shell: str, submitted: RunDir) -> None:
     (submitted.path.parent / "no-run").mkdir()

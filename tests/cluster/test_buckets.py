@@ -16,7 +16,7 @@ from libra_hpc.slurm.devcluster.cluster import ClusterInfo
 
 from .runs import ENGINE_MARKS, Case, trained_once
 
-pytestmark = [*ENGINE_MARKS, pytest.mark.slow]
+pytestmark = [*ENGINE_MARKS, pytest.mark.nightly]
 
 STEPS = 24
 

@@ -105,6 +105,7 @@ def test_a_dry_run_loses_processes_moves_a_node_and_resumes(cluster: ClusterInfo
     assert kept == ([(0, ["configuration"])] if recorded else []), "of so many prompts each is another one"
 
 
+@pytest.mark.slow
 def test_a_local_dry_run_ends_complete_and_every_weight_version_is_applied(tmp_path: Path) -> None:
     case = DryRun(tmp_path, "local", steps=4)
     changes = (

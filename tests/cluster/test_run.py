@@ -155,6 +155,7 @@ def test_a_core_replica_of_two_nodes_restarts_from_its_snapshot_and_two_of_one_n
     assert [line["replicas"] for line in read_lines(run.metrics)] == [1] * 24 + [2] * 2
 
 
+@pytest.mark.nightly
 def test_two_hybrid_nodes_are_one_replica_that_dies_and_begins_anew_as_one(
     cluster: ClusterInfo, policy: Path, tmp_path: Path
 ) -> None:

@@ -106,8 +106,10 @@ warm_start({str(folder)!r}, {str(folder)!r}, batches({str(folder)!r}, "keychain"
     return folder
 
 
-@pytest.mark.chaos
-@pytest.mark.parametrize(("core", "experts"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("core", "experts"),
+    [(True, True), *(pytest.param(core, False, marks=pytest.mark.nightly) for core in (False, True))],
+)
 def test_a_run_in_time_sharing_has_the_weights_of_one_process(
     policy: Path, tmp_path: Path, world: ReplicaPlace, core: bool, experts: bool
 ) -> None:

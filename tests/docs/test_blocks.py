@@ -19,6 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", MARKED, ids=[f"{block.page.stem}: {block.command[:60]}" for block in MARKED])
 def test_a_block_is_what_its_command_prints(block: Block, folder: Path) -> None:
     printed = output(block.command, folder)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 import torch
 
 from libra_hpc.engine.kv_room import release_pages
@@ -34,6 +35,7 @@ def test_blocks_without_a_range_of_their_own_are_left() -> None:
     assert bool((cache == 1).all())
 
 
+@pytest.mark.slow
 def test_requests_survive_that_their_engine_loses_its_room(old: Model, tmp_path: Path) -> None:
     config = tmp_path / "engine.json"
     config.write_bytes(msgspec.json.encode(msgspec.structs.replace(engine_config(old, max_num_seqs=8), kv_cache_mb=2)))

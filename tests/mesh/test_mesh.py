@@ -223,6 +223,7 @@ async def script(mesh):
     )
 
 
+@pytest.mark.slow
 def test_a_world_that_never_meets_ends(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(

@@ -33,6 +33,7 @@ def sent(run: RunDir, step: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_killed_process_comes_back_and_sends_the_last_steps(tmp_path: Path) -> None:
     run = tracked(tmp_path)
     child = TrackingChild(run, 1)
@@ -52,6 +53,7 @@ def test_a_killed_process_comes_back_and_sends_the_last_steps(tmp_path: Path) ->
     assert not (run.logs(1) / "track.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dead", [True, False], ids=["dead", "just_started"])
 def test_the_last_steps_are_sent_though_the_process_cannot(tmp_path: Path, dead: bool) -> None:
     run = tracked(tmp_path)

@@ -44,7 +44,7 @@ def test_a_batch_script_is_clean(variant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if "-48-" in name else name for name in FILES]
+    "name", [pytest.param(name, marks=pytest.mark.nightly) if "-48-" in name else name for name in FILES]
 )
 @pytest.mark.usefixtures("few_batches")
 def test_the_script_of_an_example_is_clean(name: str, tmp_path: Path) -> None:

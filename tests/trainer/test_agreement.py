@@ -82,7 +82,7 @@ MODELS: dict[str, Callable[[Path], Model]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("glm4", "phi3") else name for name in MODELS]
+    "name", [pytest.param(name, marks=pytest.mark.nightly) if name in ("glm4", "phi3") else name for name in MODELS]
 )
 def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(
     name: str, tmp_path: Path, world: ReplicaPlace

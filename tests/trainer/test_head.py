@@ -136,7 +136,7 @@ def _peak_bytes(work: Callable[[], object]) -> int:
     return peak
 
 
-@pytest.mark.parametrize("width", [32, pytest.param(256, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("width", [32, pytest.param(256, marks=pytest.mark.nightly)])
 def test_the_peak_is_what_the_planner_counts_and_a_fraction_of_whole_logits(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from .support import assert_same_state, fixed_run, make_model
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("fate", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)])
 def test_a_step_goes_on_without_a_peer_that_died_or_hangs(
     fate: signal.Signals, tmp_path: Path, world: ReplicaPlace
 ) -> None:

@@ -33,8 +33,8 @@ CPU = torch.device("cpu")
     [
         Layout(dp=2, ep=2),
         Layout(tp=2, ep=2, etp=1),
-        Layout(tp=2, etp=2),
-        Layout(pp=2, cp=2, ep=2),
+        pytest.param(Layout(tp=2, etp=2), marks=pytest.mark.nightly),
+        pytest.param(Layout(pp=2, cp=2, ep=2), marks=pytest.mark.nightly),
         # Tensor ranks of an expert get unequal numbers of tokens.
         Layout(tp=2, dp=2, ep=2, etp=2),
     ],

@@ -125,6 +125,7 @@ def nodes() -> Iterator[Nodes]:
         yield Nodes(stack, folder, 4e6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "victim", [OWNER, *(pytest.param(rank, marks=pytest.mark.chaos) for rank in (RELAY, RECEIVER))]
 )
@@ -140,6 +141,7 @@ def test_a_carrier_killed_at_any_byte_goes_on_and_all_get_every_version(nodes: N
         nodes.everywhere(version)
 
 
+@pytest.mark.slow
 def test_an_owner_killed_before_a_version_has_come_still_sends_it_and_the_next_one(nodes: Nodes) -> None:
     nodes.everywhere(nodes.offer(1.0))
     nodes.offer(0.3)
