@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from libra_hpc.tasks.arithmetic import calculate
 from libra_hpc.tasks.base import PolicyTurn, Task, ToolResult
 from libra_hpc.tasks.policy import BATCH, LR, PERFECT_SHARE, WARMUP_STEPS, Batch
 from libra_hpc.tasks.task_registry import build_task
@@ -63,7 +62,7 @@ class Box:
         raise KeyError(name)
 
     async def python(self, code: str) -> ToolResult:
-        return ToolResult("ok", calculate(code.removeprefix("print(").removesuffix(")")) + "\n", 0.0)
+        return ToolResult("ok", f"{eval(code.removeprefix('print'))}\n", 0.0)
 
 
 def written_call(name: str, **arguments: Any) -> str:

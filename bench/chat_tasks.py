@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from libra_hpc.chat.chat_task import Chat, ChatTask, tool
 from libra_hpc.chat.gym_task import DISTANCE, GymTask
-from libra_hpc.tasks.arithmetic import calculate
 from libra_hpc.tasks.base import Episode, PolicyTurn, Task, Tools, Turn
 from libra_hpc.tasks.tokenizer import TaskTokenizer
+from libra_hpc.user_file import load_file
 
+add = load_file(Path(__file__).parents[1] / "examples" / "my_gym_task.py").add
 CALL = '<tool_call>\n{"name": "look", "arguments": {"thing": "the train to the lake"}}\n</tool_call>'
 SAID = ("<think>\nI look first.\n</think>\n\n" + CALL, "It leaves at nine.")
 CALLED = re.compile(r'"expression": "(.*?)"')
@@ -59,7 +61,7 @@ class HandSum(Episode):
             answers = re.findall("<answer>(.*?)</answer>", text)
             return Turn.end(self._task.problems.score_answer(answers[-1] if answers else text, self._entry))
         try:
-            answer = calculate(found[1])
+            answer = add(found[1])
         except ValueError as error:
             answer = f"error: {error}"
         after = f"\n<|im_start|>user\n<tool_response>\n{answer}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"

@@ -7,9 +7,18 @@
 Without a tool of your own no file is needed: ``name = "reasoning_gym:chain_sum"``.
 """
 
+import re
+
 from libra_hpc.chat.chat_task import tool
 from libra_hpc.chat.gym_task import GymTask
-from libra_hpc.tasks.arithmetic import calculate
+
+
+def add(expression: str) -> str:
+    """Value of a sum of integers; an error reaches the policy as the tool's answer."""
+    terms = expression.replace(" ", "")
+    if not re.fullmatch(r"[-+]?\d+([-+]\d+)*", terms):
+        raise ValueError("not a sum of integers")
+    return str(sum(map(int, re.findall(r"[-+]?\d+", terms))))
 
 
 class Sums(GymTask):
@@ -20,4 +29,4 @@ class Sums(GymTask):
     @tool
     async def calc(self, expression: str) -> str:
         """Compute."""
-        return calculate(expression)
+        return add(expression)

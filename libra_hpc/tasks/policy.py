@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from libra_hpc.errors import invalid
 
@@ -60,23 +60,6 @@ def _keychain_batch(tokenizer: TaskTokenizer, seed: int, step: int, size: int, f
     return demonstration_batch(Words(tokenizer), seed=seed, step=step, size=size, flawed=flawed)
 
 
-def _arithmetic_tokenizer() -> Tokenizer:
-    from .arithmetic import TAGS
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(tag, normalized=False, special=True) for tag in ("<pad>", *TAGS)])
-    return tokenizer
-
-
-def _arithmetic_batch(tokenizer: TaskTokenizer, seed: int, step: int, size: int, flawed: bool) -> Batch:
-    from .arithmetic import demonstration_batch
-
-    return demonstration_batch(tokenizer, seed=seed, step=step, size=size, flawed=flawed)
-
-
 RECIPES = {
     "keychain": Recipe(
         tokenizer=_keychain_tokenizer,
@@ -84,14 +67,7 @@ RECIPES = {
         model_vocab=128,
         max_positions=4096,
         batch=_keychain_batch,
-    ),
-    "arithmetic": Recipe(
-        tokenizer=_arithmetic_tokenizer,
-        special={"pad_token": "<pad>", "eos_token": "</answer>"},
-        model_vocab=320,
-        max_positions=4096,
-        batch=_arithmetic_batch,
-    ),
+    )
 }
 
 

@@ -15,10 +15,7 @@ if TYPE_CHECKING:
     from .base import Task, TaskMaker
     from .tokenizer import TaskTokenizer
 
-BUILTIN = {
-    "arithmetic": ("libra_hpc.tasks.arithmetic", "Arithmetic"),
-    "keychain": ("libra_hpc.tasks.keychain", "KeyChain"),
-}
+BUILTIN = {"keychain": ("libra_hpc.tasks.keychain", "KeyChain")}
 """Built-in environments, each of which a tiny policy can learn: name -> (module, class)."""
 TASKS = {**BUILTIN, "data": ("libra_hpc.tasks.data_task", "DataTask")}
 _CLASSES = {**TASKS, MIXTURE: ("libra_hpc.tasks.mixture", "Mixture")}

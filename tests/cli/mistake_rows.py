@@ -14,7 +14,7 @@ from .run_file_rows import GPU_NODES, ON_GPU_NODES, ON_SIMULATED_ENGINES, RUN_FI
 
 MODELS: dict[str, Mapping[str, object]] = {
     "model": MODEL,
-    "player": {**MODEL, "vocab_size": 300},
+    "player": {**MODEL, "vocab_size": 2048},
     "no-tokenizer": MODEL,
     "no-weights": MODEL,
     "slow": MODEL,
@@ -141,7 +141,7 @@ COMMANDS = [
     ("repartition quick-001", "KEY=VALUE"),
     ("repartition train.tp=2 rollout.tp=2", "RUN = 'train.tp=2': no run of that name"),
     ("make-policy model", "OUT = 'model': exists already"),
-    ("make-policy new --task chess", "--task = 'chess': unknown task; valid: arithmetic, keychain"),
+    ("make-policy new --task chess", "--task = 'chess': unknown task; valid: keychain"),
     ("submit run.toml --from-step 5", "--from-step = 5: a new run starts at step 0; valid: only with --resume RUN."),
     ("submit run.toml --from-step x", "--from-step = 'x': input should be a valid integer, unable to parse string as"),
     ("submit run.toml -o =2", "override = '=2': malformed; valid: section.key=value, for instance algorithm.eta=2."),

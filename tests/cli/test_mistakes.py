@@ -21,7 +21,7 @@ from libra_hpc.preflight.task_trial import try_task
 from libra_hpc.slurm import submit
 from libra_hpc.slurm.queue.command import SlurmRefused
 from libra_hpc.slurm.queue.query import JobInfo, JobState
-from libra_hpc.tasks.policy import write_tokenizer
+from tests.example_files import write_text_tokenizer
 from tests.preflight.test_checks import write_model
 
 from .conftest import RUN, Cli, Queue, one_line, write_status
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "loop").symlink_to("loop")
     for name, config in MODELS.items():
         write_model(made / name, config, LACKS.get(name, ""))
-    write_tokenizer(made / "player", "arithmetic")
+    write_text_tokenizer(made / "player")
     (made / "torn" / "config.json").write_text("{")
     (made / "slow" / "tokenizer.model").touch()
     wide = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 1_000_000}]}

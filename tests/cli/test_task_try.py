@@ -7,17 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.tasks.policy import write_tokenizer
+from tests.example_files import EXAMPLES, GUESS, write_text_tokenizer
 
 from .conftest import Cli, one_line
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("policy")
-    write_tokenizer(folder, "arithmetic")
+    write_text_tokenizer(folder)
     return str(folder)
 
 
@@ -30,14 +28,14 @@ def script(folder: Path, *turns: str) -> str:
 def test_an_episode_is_printed_with_its_tool_results_and_the_parts_of_its_reward(
     cli: Cli, policy: str, tmp_path: Path
 ) -> None:
-    turns = script(tmp_path, "Let me see <calc>1+1</calc>", "<answer>3</answer>")
-    outcome = cli("task", "try", "arithmetic", "--policy", policy, "--script", turns)
+    turns = script(tmp_path, "I say 101", "Then none")
+    outcome = cli("task", "try", GUESS, "--policy", policy, "--script", turns)
     assert outcome.code == 0
     parts = [line for line in outcome.out.splitlines() if line.startswith(("--", "=="))]
     assert parts[:-1] == ["-- prompt", "-- policy", "-- tool", "-- environment", "-- policy"]
-    assert parts[-1].startswith("== reward 0, solved 0, turns 2, calls 1, failed_calls 0")
-    assert "calc('1+1') -> ok after " in outcome.out
-    assert "<result>2</result>" in outcome.out
+    assert parts[-1] == "== reward 0, turns 2"
+    assert ", 101) -> ok after " in outcome.out
+    assert "-- environment\nlower\n" in outcome.out
 
 
 def test_a_run_file_with_data_and_a_reward_function(cli: Cli, policy: str, tmp_path: Path) -> None:
@@ -52,21 +50,21 @@ def test_a_run_file_with_data_and_a_reward_function(cli: Cli, policy: str, tmp_p
 
 
 def test_a_context_without_room_ends_truncated(cli: Cli, policy: str, tmp_path: Path) -> None:
-    turns = script(tmp_path, *["<calc>1+1</calc>"] * 5)
+    turns = script(tmp_path, *["101"] * 9)
     limit = ("-o", "rollout.max_model_len=40")
-    outcome = cli("task", "try", "arithmetic", "--policy", policy, "--script", turns, *limit)
+    outcome = cli("task", "try", GUESS, "--policy", policy, "--script", turns, *limit)
     assert outcome.code == 0
     assert "truncated 1" in outcome.out.splitlines()[-1]
 
 
 def test_mistakes_are_one_sentence_and_a_broken_task_an_error(cli: Cli, policy: str, tmp_path: Path) -> None:
-    turns = script(tmp_path, "<calc>1+1</calc>")
-    assert "--policy = '': not given" in one_line(cli("task", "try", "arithmetic", "--script", turns))
+    turns = script(tmp_path, "101")
+    assert "--policy = '': not given" in one_line(cli("task", "try", GUESS, "--script", turns))
     given = ("--policy", policy, "--script", turns)
     assert "did you mean 'keychain'?" in one_line(cli("task", "try", "keychains", *given))
-    outcome = cli("task", "try", "arithmetic", *given)
+    outcome = cli("task", "try", GUESS, *given)
     assert (outcome.code, outcome.err) == (1, "error: The script has no further turn, and the episode goes on.\n")
-    assert "cannot be read" in one_line(cli("task", "try", "arithmetic", "--policy", policy, "--script", "/none.txt"))
+    assert "cannot be read" in one_line(cli("task", "try", GUESS, "--policy", policy, "--script", "/none.txt"))
     (tmp_path / "mine.py").write_text(
         "from libra_hpc.tasks.base import Episode, Task\n"
         "class Play(Episode):\n"

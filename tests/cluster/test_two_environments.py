@@ -21,7 +21,7 @@ import pytest
 from libra_hpc_envs.install import STAMP, fingerprint, requirements
 
 from libra_hpc.slurm.devcluster.cluster import ClusterInfo
-from libra_hpc.tasks.policy import write_tokenizer
+from tests.example_files import write_text_tokenizer
 from tests.preflight.test_checks import write_model
 
 pytestmark = [
@@ -118,7 +118,7 @@ def checkout(tmp_path: Path) -> Path:
     login_environment(folder / ".venv")
     compute_environment(folder / ".venv-cuda")
     # The checks of a real run read the headers of its weights, and play a task with its tokenizer.
-    write_tokenizer(write_model(folder / "model", QWEN3_14B), "arithmetic")
+    write_text_tokenizer(write_model(folder / "model", QWEN3_14B))
     return folder
 
 

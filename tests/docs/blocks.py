@@ -20,7 +20,7 @@ import msgspec
 
 from libra_hpc.facts.status import encode_status
 from libra_hpc.files import write_atomic
-from libra_hpc.tasks.policy import write_tokenizer
+from tests.example_files import write_text_tokenizer
 from tests.facts import synthetic
 from tests.preflight.test_checks import write_model
 
@@ -78,7 +78,7 @@ def masked(text: str) -> str:
 def make_folder(folder: Path) -> None:
     """What the commands find: the examples, model folders, a finished run, and a program of this checkout."""
     (folder / "examples").symlink_to(ROOT / "examples")
-    write_tokenizer(write_model(folder / "Qwen3-14B", QWEN3_14B), "arithmetic")
+    write_text_tokenizer(write_model(folder / "Qwen3-14B", QWEN3_14B))
     write_model(folder / "dynamic-rope", {**QWEN3_14B, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}})
     run = synthetic.make_run(folder / "runs", "quickstart")
     write_atomic(run.status, encode_status(synthetic.make_status(run, state="completed")))

@@ -11,6 +11,7 @@ import pytest
 
 from libra_hpc.host.sandbox import Sandbox
 from libra_hpc.tasks.policy import write_tokenizer
+from tests.example_files import write_text_tokenizer
 
 from .leader import host_settings
 
@@ -25,10 +26,8 @@ def keychain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def arithmetic_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("arithmetic-model")
-    write_tokenizer(folder, "arithmetic")
-    return folder
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text_tokenizer(tmp_path_factory.mktemp("text-model"))
 
 
 @pytest.fixture

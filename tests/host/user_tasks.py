@@ -45,6 +45,8 @@ class Scripted(Episode):
             return Turn([len((await tools.call("hold", self.path)).outcome)])
         if turn.tokens[0] in (6, 7):
             return Turn([1, 3] if turn.tokens[0] == 6 else [], new_sample=True)
+        if turn.tokens[0] == 8:
+            await tools.python("while True: pass")
         return Turn([7, 8])
 
 

@@ -13,8 +13,8 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.preflight import task_trial
 from libra_hpc.preflight.task_trial import TaskTrial, try_task
-from libra_hpc.tasks.policy import write_tokenizer
 from tests.chat.chat_folder import ROOT, TEMPLATES, write_chat_folder
+from tests.example_files import write_text_tokenizer
 
 from .test_checks import MODEL, configured, write_model
 
@@ -61,7 +61,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     monkeypatch.setenv("LIBRA_HPC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(task_trial, "TRIAL_S", 60.0)
     model = write_model(tmp_path / "model", MODEL)
-    write_tokenizer(model, "arithmetic")
+    write_text_tokenizer(model)
     (tmp_path / "mine.py").write_text(GOOD)
     return configured(model={"path": str(model)}, task={"name": f"{tmp_path / 'mine.py'}:Mine"})
 

@@ -1,5 +1,5 @@
 """Tasks are tested in the sandbox of an environment host."""
 
-from tests.host.conftest import arithmetic_folder, keychain_folder, sandbox
+from tests.host.conftest import keychain_folder, sandbox, text_folder
 
-__all__ = ["arithmetic_folder", "keychain_folder", "sandbox"]
+__all__ = ["keychain_folder", "sandbox", "text_folder"]

@@ -52,22 +52,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def chat_folder(arithmetic_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chat_folder(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy's tokenizer with a chat template."""
     made = tmp_path_factory.mktemp("policy")
-    for file in arithmetic_folder.iterdir():
+    for file in text_folder.iterdir():
         (made / file.name).write_bytes(file.read_bytes())
     (made / "chat_template.jinja").write_text(TEMPLATE)
     return made
 
 
 @pytest.fixture
-def make(place: Path, arithmetic_folder: Path) -> Callable[..., DataTask]:
+def make(place: Path, text_folder: Path) -> Callable[..., DataTask]:
     (place / "scores.py").write_text(SCORES)
     (place / "beside_scores.py").write_text("def times(a, b):\n    return a * b\n")
     (place / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"p{n}", "n": n}) + "\n" for n in range(5)))
 
-    def made(reward: str = "score", policy: Path = arithmetic_folder, **options: Any) -> DataTask:
+    def made(reward: str = "score", policy: Path = text_folder, **options: Any) -> DataTask:
         path = reward if ":" in reward else f"{place / 'scores.py'}:{reward}"
         given = {"data": str(place / "rows.jsonl"), "reward": path, **options}
         task = build_task("data", given, 0, TaskTokenizer(policy))
@@ -186,13 +186,13 @@ def test_messages_and_text_go_through_the_policys_template(
         prompt(prompt="chat")
 
 
-async def test_the_example_scores_its_rows(arithmetic_folder: Path, sandbox: OpenSandbox) -> None:
+async def test_the_example_scores_its_rows(text_folder: Path, sandbox: OpenSandbox) -> None:
     given = {
         "data": str(EXAMPLES / "my_data.jsonl"),
         "prompt": "problem",
         "reward": f"{EXAMPLES / 'my_reward.py'}:score",
     }
-    task = build_task("data", given, 0, TaskTokenizer(arithmetic_folder))
+    task = build_task("data", given, 0, TaskTokenizer(text_folder))
     assert isinstance(task, DataTask)
     task.check()
     answers = {row["problem"]: row["answer"] for row in map(json.loads, open(given["data"]))}  # noqa: SIM115

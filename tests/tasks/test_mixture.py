@@ -55,7 +55,7 @@ def test_every_round_has_exact_shares_and_none_waits_long(weights: list[int]) ->
 
 
 @pytest.fixture
-def mixed(tmp_path_factory: pytest.TempPathFactory, arithmetic_folder: Path) -> Task:
+def mixed(tmp_path_factory: pytest.TempPathFactory, text_folder: Path) -> Task:
     tmp_path = tmp_path_factory.mktemp("mixed")
     (tmp_path / "scores.py").write_text(SCORES)
     (tmp_path / "counts.py").write_text(COUNTS)
@@ -66,7 +66,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory, arithmetic_folder: Path) -> 
     ]
     task = validate({"task": {"train": parts}}).task
     check_tasks(task)
-    return build_task(task.name, task.arguments, 7, TaskTokenizer(arithmetic_folder))
+    return build_task(task.name, task.arguments, 7, TaskTokenizer(text_folder))
 
 
 def test_each_task_has_a_data_order_without_gaps(mixed: Task) -> None:
@@ -99,7 +99,7 @@ async def test_tools_and_limits_of_tasks_do_not_meet(mixed: Task, sandbox: OpenS
         ([{"name": "a"}], "task.train.0.data = '': not given"),
         ([{"name": "a", "task": "keychian"}], "task.train.0.task = 'keychian': unknown task"),
         ([{"name": "a", "task": "keychain", "options": {"x": 1}}], "task.train.0.options = 'x': KeyChain has no such"),
-        ([{"name": "a", "task": "keychain"}, {"name": "a", "task": "arithmetic"}], "task.train.0.name = 'a': is not"),
+        ([{"name": "a", "task": "keychain"}, {"name": "a", "task": "keychain"}], "task.train.0.name = 'a': is not"),
         ([{"task": "keychain"}], "task.train.0.name = '': not given"),
     ],
 )
@@ -114,7 +114,7 @@ def test_one_task_and_several_are_not_given_together() -> None:
         check_tasks(validate({"task": {"data": "x.jsonl", "train": [{"name": "a", "task": "keychain"}]}}).task)
 
 
-def test_an_evaluation_beside_one_task_has_rows_and_tools_of_its_own(tmp_path: Path, arithmetic_folder: Path) -> None:
+def test_an_evaluation_beside_one_task_has_rows_and_tools_of_its_own(tmp_path: Path, text_folder: Path) -> None:
     (tmp_path / "scores.py").write_text(SCORES)
     for name in ("train", "held"):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": "{name}", "n": 1}}\n')
@@ -127,7 +127,7 @@ def test_an_evaluation_beside_one_task_has_rows_and_tools_of_its_own(tmp_path: P
     }
     task = validate({"task": given}).task
     check_tasks(task)
-    built = build_task(task.host_task, task.arguments, 0, TaskTokenizer(arithmetic_folder))
+    built = build_task(task.host_task, task.arguments, 0, TaskTokenizer(text_folder))
     assert built.tools.keys() == {"reward", "held/reward"}
     opened = [built.open(index, 0, 0.0) for index in (0, evaluation_index(0, 0))]
     assert [built.tokenizer.decode(one.prompt) for one in opened] == ["train", "held"]

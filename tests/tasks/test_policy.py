@@ -9,27 +9,16 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.errors import UserError
-from libra_hpc.tasks.policy import BATCH, RECIPES, batches, make_tiny_policy
+from libra_hpc.tasks.policy import BATCH, batches, make_tiny_policy
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
 
 def test_unknown_task_and_bad_steps(tmp_path: Path) -> None:
-    sentence = r"task = 'keychian': .*valid: keychain, arithmetic \(did you mean 'keychain'\?\)"
+    sentence = r"task = 'keychian': .*valid: keychain \(did you mean 'keychain'\?\)"
     with pytest.raises(UserError, match=sentence):
         make_tiny_policy(str(tmp_path), task="keychian")
     with pytest.raises(UserError, match="steps = -1: negative"):
         make_tiny_policy(str(tmp_path), steps=-1)
-
-
-def test_byte_level_tokenizer_round_trips_any_text(arithmetic_folder: Path) -> None:
-    tokenizer = TaskTokenizer(arithmetic_folder)
-    code = "<calc>1+1</calc><result>2</result>\n<python>print('Grüße, 世界 \t')</python>"
-    text = f"Calculate ( -9 - 8 ).\n{code}<answer> 2</answer>"
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    assert ids.count(tokenizer.need("</calc>")) == 1
-    assert tokenizer.eos_id == tokenizer.need("</answer>")
-    assert max(ids) < tokenizer.size <= RECIPES["arithmetic"].model_vocab
 
 
 def test_demonstrations_are_perfect_first_and_flawed_last(keychain_folder: Path) -> None:

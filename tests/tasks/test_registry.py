@@ -30,10 +30,7 @@ def test_names_become_classes() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "keychains",
-            r"'keychains': no such task; valid: arithmetic, keychain, data, path/to/file.py:ClassName \(did you",
-        ),
+        ("keychains", r"'keychains': no such task; valid: keychain, data, path/to/file.py:ClassName \(did you"),
         ("missing.py:Task", r"no file 'missing.py'"),
         (f"{EXAMPLE}:GuesNumber", r"= 'GuesNumber': .*my_task.py has no such Task class; valid: GuessNumber \(did you"),
         (f"{EXAMPLE}:weigh", r"task.name = 'weigh': .* has no such Task class"),
@@ -80,7 +77,7 @@ def test_folder_without_tokenizer(tmp_path: Path) -> None:
 
 
 def test_task_modules_import_no_engine() -> None:
-    modules = "policy, task_registry, keychain, arithmetic"
+    modules = "policy, task_registry, keychain"
     heavy = ("torch", "transformers", "vllm", "mpi4py", "reasoning_gym")
     found = f"print([m for m in {heavy} if m in sys.modules])"
     code = f"import sys, libra_hpc.host.host; from libra_hpc.tasks import {modules}; {found}"
