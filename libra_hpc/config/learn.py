@@ -114,8 +114,8 @@ class TaskSection(TaskTable):
     tool_processes: int = Field(4, ge=1, le=1024)
     """Most sandboxed tool processes per host. One is started at once, others while calls wait."""
     max_failed_share: float = Field(0.2, gt=0, lt=1)
-    """Share of the open prompts that fail, above which no prompt is admitted until an attempt succeeds. A prompt fails
-    once every sample of it did: the environment raises, times out or answers what cannot be used."""
+    """Share of the open trajectories that fail, above which no prompt is admitted until an attempt succeeds. One fails
+    when two attempts in a row did: the environment raises, times out or answers what cannot be used."""
     failed_patience_s: Seconds = Field(600.0, gt=0)
     """How long that may last. Then the run fails with the most frequent error."""
 

@@ -6,8 +6,8 @@ Events: ``trajectory_failed`` (at most `EVENTS` in `EVENTS_S`; the next one has 
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 
 from .failures import Failure, FailureBook
 from .trajectory import Trajectory
@@ -45,36 +45,31 @@ class Attempts:
         self._waiting[trajectory.index, trajectory.sample] = (now, trajectory)
 
     def begin(self, now: float) -> list[Trajectory]:
-        """Attempts that begin now: all that are due; during a pause one probe, of the prompt that failed least."""
+        """Attempts that begin now: all that are due; during a pause one probe, of a trajectory with fewest attempts."""
         if self.book.paused:
             if not self._waiting or not self.book.may_probe(now):
                 return []
-            wanted = [key for key in self._waiting if self._fresh(key) == self.book.fresh_next] or self._waiting
-            key = min(wanted, key=lambda key: (self.book.probed(key), self._waiting[key][0]))
-            self.book.probing(key)
+            key = min(self._waiting, key=lambda key: (self._waiting[key][1].attempt, self._waiting[key][0]))
+            self.book.probe = key
             return [self._waiting.pop(key)[1]]
         due = [key for key, (at, _) in self._waiting.items() if at <= now]
         return [self._waiting.pop(key)[1] for key in due]
 
-    def _fresh(self, key: tuple[int, int]) -> bool:
-        return not self.book.failing(key[0])
-
-    def evaluate(self, running: Iterable[int], now: float) -> int | None:
-        """Pause, resume or fail as `FailureBook` decides; ``running``: prompts of the attempts in progress.
+    def evaluate(self, running: int, now: float) -> int | None:
+        """Pause, resume or fail as `FailureBook` decides, with ``running`` attempts in progress.
 
         Returns the most groups to admit now; None: as many as the staleness bound allows.
         """
-        prompts = Counter(running) + Counter(index for index, _ in self._waiting)
-        decision = self.book.evaluate(prompts, len(self._waiting), now)
+        decision = self.book.evaluate(running, len(self._waiting), now)
         if decision is not None and decision.action == "fail":
             self._fail(decision.reason)
         elif decision is not None:
             self._log(f"admission_{decision.action.removesuffix('e')}ed", reason=decision.reason)
         if not self.book.paused:
             return None
-        # A fresh probe needs a prompt.
-        wanted = self.book.fresh_next and not any(map(self._fresh, self._waiting))
-        return int(self.book.may_probe(now) and (wanted or not self._waiting))
+        # A fresh prompt may go well where those that wait fail by their own fault.
+        fresh = any(trajectory.attempt == 0 for _, trajectory in self._waiting.values())
+        return int(self.book.may_probe(now) and not fresh)
 
     def _log_failure(self, trajectory: Trajectory, failure: Failure, given_up: bool, now: float) -> None:
         while self._logged_at and now - self._logged_at[0] > EVENTS_S:

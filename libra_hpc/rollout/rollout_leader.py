@@ -104,8 +104,7 @@ class RolloutLeader:
         if self._order is None or not self._environments.up or not self._turns.engines.engines:
             self._attempts.book.unable(now)
             return
-        running = (trajectory.index for trajectory in self._trained_episodes())
-        most = self._attempts.evaluate(running, now)
+        most = self._attempts.evaluate(len(self._trained_episodes()), now)
         for group in self._order.admit(now, most):
             for sample in group.missing:
                 trajectory = group.begun.get(sample) or Trajectory(group.index, sample, 0)
@@ -205,7 +204,6 @@ class RolloutLeader:
         if self._attempts.failed(trajectory, Failure(kind, self._config.task.name, prompt, error), now):
             order.groups[index].retried += 1
         elif not order.close(index, failed=True):
-            self._attempts.book.settled(index)
             self._log(
                 "prompt_given_up",
                 index=index,
