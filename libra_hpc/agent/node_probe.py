@@ -65,7 +65,7 @@ def _asked(subject: str, question: Callable[[], tuple[str, str]]) -> Finding:
     try:
         said, fix = question()
     except Exception as error:
-        return Finding(subject, "bad", f"{type(error).__name__}: {error}"[:400], "docs/troubleshooting.md")
+        return Finding(subject, "bad", f"{type(error).__name__}: {error}"[:400], "docs/faults.md")
     return Finding(subject, "warning" if fix else "good", said, fix)
 
 

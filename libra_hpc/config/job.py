@@ -62,7 +62,7 @@ class SlurmSection(Section):
     """``srun --mpi`` plugin that matches the installed MPI (PyPI mpich: pmi2)."""
     interface: str = Field("", pattern=r"^[A-Za-z0-9_.:@-]*$", max_length=15)
     """Network interface that MPI and torch's collectives listen on, for instance ``ib0``; empty: each chooses its own
-    (docs/ports.md)."""
+    (docs/network.md)."""
     restarts: int = Field(3, ge=0)
     """Most restarts of all ranks from the newest checkpoint, inside the allocation, after the planner or a leader
     died."""

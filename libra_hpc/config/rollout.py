@@ -61,7 +61,7 @@ class RolloutSection(Section):
     """How nodes get new weights. ``nixl``: by reads of each other's memory, over InfiniBand or RoCE, with the extra
     `libra-hpc[nixl]` (docs/site.md). ``auto``: by NIXL on nodes that have it and such a network, else by TCP."""
     weights_port: int = Field(0, ge=0, le=65535)
-    """Port of the train leader's node where another cluster may pull new weights over HTTP (docs/ports.md). The run
+    """Port of the train leader's node where another cluster may pull new weights over HTTP (docs/network.md). The run
     directory's `weights.json` has the address and the secret that it needs. 0: none is open."""
     weights_mb_s: float = Field(100.0, ge=0.1, allow_inf_nan=False)
     """Most bandwidth (MB/s) for that, of all who pull together."""
@@ -130,7 +130,7 @@ class PlannerSection(Section):
 
 class SpotSection(Section):
     """``[borrow.spot]``: jobs of one node each that the run queues for itself while it runs, to roll out on them
-    (docs/idle-nodes.md)."""
+    (docs/borrow.md)."""
 
     nodes: int = Field(0, ge=0, le=1_000)
     """Most nodes; 0: none is queued."""
@@ -146,5 +146,5 @@ class BorrowSection(Section):
     """``[borrow]``: engines that join the running job."""
 
     lenders: bool = False
-    """Take engines beside servers whose owners lend their GPUs (docs/lend.md)."""
+    """Take engines beside servers whose owners lend their GPUs (docs/borrow.md)."""
     spot: SpotSection = SpotSection()

@@ -1,6 +1,6 @@
 """How the agents find each other: MPI numbers them and carries their addresses, once, at the start.
 
-After `meet` no agent calls MPI again, because no MPI survives a dead member (docs/why-mpi.md).  Messages go over
+After `meet` no agent calls MPI again, because no MPI survives a dead member (docs/network.md).  Messages go over
 sockets of our own (`libra_hpc.mesh.links`).
 
 - All ranks on one machine, and no guests wanted -> they listen on loopback.  Otherwise on `slurm.interface`, or on

@@ -1,4 +1,4 @@
-"""On which interface the ranks of a world listen: the facts of docs/ports.md, seen from inside the ranks."""
+"""On which interface the ranks of a world listen: the facts of docs/network.md, seen from inside the ranks."""
 
 from __future__ import annotations
 
