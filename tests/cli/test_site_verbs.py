@@ -44,6 +44,7 @@ def test_doctor_without_slurm_says_so_and_goes_on(cli: Cli, tmp_path: Path, monk
     assert "run.dir" in done.out
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 @pytest.mark.vllm
 @pytest.mark.timeout(600)

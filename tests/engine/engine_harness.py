@@ -330,3 +330,17 @@ class EngineUnderTest:
         self._listener.close()
         if self._connection is not None:
             self._connection.close()
+
+
+def assert_bit_for_bit(engine: EngineUnderTest, old: Model, new: Model, tmp_path: Path) -> None:
+    """The weights of the folder's files were loaded by vLLM; they come back after others were staged in their place."""
+    image, version = old.image(tmp_path), next(versions)
+    applied = engine.apply(bring(image, version, load_file(new.weights)))
+    assert (applied.version, applied.stage_s > 0) == (version, True)
+    requests = [turn(f"n{i}", prompt, 8) for i, prompt in enumerate(PROMPTS)]
+    for request, done in zip(requests, engine.generate(*requests), strict=True):
+        context = list(memoryview(request.prompt).cast("i"))
+        expected = new.logprobs(context + tokens_of(done), len(context))
+        assert logprobs_of(done) == pytest.approx(expected, abs=1e-3)
+    engine.apply(bring(image, next(versions), load_file(old.weights), base=version))
+    assert engine.greedy() == engine.loaded

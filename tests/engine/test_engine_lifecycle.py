@@ -1,4 +1,4 @@
-"""How engines start and end: from a weight file, with a tied head, with parent or worker killed."""
+"""How engines start and end: with FP8 caches, with a bad configuration, with parent or worker killed."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from safetensors.torch import load_file
 
-from libra_hpc.engine.warm_up import DECODES, PROMPT
-from libra_hpc.protocol.engine import EngineFailed, Generated, StopEngine
+from libra_hpc.protocol.engine import EngineFailed, Generated
 
 from .engine_harness import (
     EngineUnderTest,
     Model,
     alive,
-    bring,
     descendants,
     engine_config,
     logprobs_of,
-    make_model,
     tokens_of,
     turn,
     wait_until,
@@ -33,44 +29,6 @@ from .engine_harness import (
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 CONTEXT = [5, 17, 99, 3, 64, 21, 8]
-
-
-def assert_serves(engine: EngineUnderTest, model: Model, version: int) -> None:
-    (done,) = engine.generate(turn("check", CONTEXT, 12, temperature=0.7))
-    tokens = tokens_of(done)
-    assert done.versions == ((version, 12),)
-    assert logprobs_of(done) == pytest.approx(model.logprobs(CONTEXT + tokens, len(CONTEXT), 0.7), abs=1e-3)
-    (greedy,) = engine.generate(turn("greedy", CONTEXT, 12, temperature=0.0))
-    assert tokens_of(greedy) == model.greedy(CONTEXT, 12)
-
-
-def test_tied_head_follows_every_update_and_shutdown_ends_with_zero(tmp_path: Path, folder: Path) -> None:
-    first, second = (make_model(tmp_path / name, seed, tied=True) for name, seed in (("first", 3), ("second", 4)))
-    # The folder's own weights are never loaded: it starts from the second model's.
-    image = second.image(tmp_path)
-    bring(image, 7, load_file(second.weights))
-    engine = EngineUnderTest(folder, engine_config(first, version=7, weights=str(image.path)))
-    try:
-        ready = engine.ready()
-        assert ready.version == 7
-        warm, decoded, read = ready.capacity.warm_up
-        assert decoded.steps - warm.steps == decoded.generated_tokens - warm.generated_tokens == DECODES
-        assert (read.steps - decoded.steps, read.prefill_tokens - decoded.prefill_tokens) == (1, PROMPT)
-        assert warm.busy_s < decoded.busy_s < read.busy_s
-        # The counters start from 0 afterwards, and the cache is empty.
-        begun = engine.idle()
-        assert (begun.steps, begun.generated_tokens, begun.cached_tokens) == (1, 1, 0)
-        assert_serves(engine, second, 7)
-        before = engine.idle()
-        applied = engine.apply(first.update(8))
-        assert engine.idle().update_s - before.update_s == pytest.approx(applied.seconds)
-        assert_serves(engine, first, 8)
-        engine.apply(second.update(9))
-        assert_serves(engine, second, 9)
-        engine.send(StopEngine())
-        assert engine.process.wait(60) == 0
-    finally:
-        engine.close()
 
 
 @pytest.mark.chaos
@@ -138,6 +96,7 @@ def test_an_engine_ends_when_its_agent_is_killed(old: Model, folder: Path) -> No
             os.kill(engine, signal.SIGKILL)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif("avx512f" not in Path("/proc/cpuinfo").read_text(), reason="vLLM's FP8 caches need AVX-512")
 def test_caches_in_fp8_hold_more_and_their_gap_to_the_trainer_is_small_and_there(old: Model, folder: Path) -> None:
     config = msgspec.structs.replace(engine_config(old, kv_dtype="fp8"), kv_cache_mb=2)
@@ -152,55 +111,6 @@ def test_caches_in_fp8_hold_more_and_their_gap_to_the_trainer_is_small_and_there
         assert 1e-3 < sum(map(abs, off)) / len(off) < 0.3
     finally:
         engine.close()
-
-
-OFFLINE = """
-import json, sys, time
-import msgspec
-from libra_hpc.protocol.codec import pack_i32, unpack_i32
-from libra_hpc.protocol.engine import Generate, UpdateWeights
-from libra_hpc.engine.offline import OfflineEngine
-from libra_hpc.engine.settings import EngineConfig
-
-job = json.loads(sys.argv[1])
-with OfflineEngine(msgspec.convert(job["config"], EngineConfig)) as engine:
-    prefixes = [(str(n), pack_i32(job["context"][:n])) for n in job["lengths"]]
-    batch = engine.generate([Generate(name, tokens, 6, temperature=0.0) for name, tokens in prefixes])
-    # Two turns of three tokens each: the second continues the first.
-    context, turns = list(job["context"]), 0
-    engine.submit(Generate("0", pack_i32(context), 3, temperature=0.0))
-    while engine.pending:
-        for done in engine.poll():
-            context += unpack_i32(done.tokens)
-            turns += 1
-            if turns < 2:
-                engine.submit(Generate(str(turns), pack_i32(context), 3, temperature=0.0))
-    update = msgspec.convert(job["update"], UpdateWeights)
-    engine.engine.check(update)
-    while not engine.engine.staged():
-        time.sleep(0.01)
-    engine.engine.apply(update)
-    (swapped,) = engine.generate([Generate("s", pack_i32(job["context"]), 6, temperature=0.0)])
-print(json.dumps({
-    "finish": [done.finish for done in batch],
-    "batch": [unpack_i32(done.tokens) for done in batch],
-    "turns": context[len(job["context"]):],
-    "swapped": unpack_i32(swapped.tokens),
-}))
-"""
-
-
-def test_offline_engine_generates_batches_and_turns(old: Model, new: Model) -> None:
-    lengths = [7, 0, 3]
-    update = {"type": "UpdateWeights", **msgspec.to_builtins(new.update(1))}
-    job = {"config": msgspec.to_builtins(engine_config(old)), "context": CONTEXT, "lengths": lengths, "update": update}
-    run = subprocess.run([sys.executable, "-c", OFFLINE, json.dumps(job)], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    out = json.loads(run.stdout.splitlines()[-1])
-    assert out["finish"] == ["length", "error", "length"]
-    assert out["batch"] == [old.greedy(CONTEXT[:n], 6) if n else [] for n in lengths]
-    assert out["turns"] == old.greedy(CONTEXT, 6)
-    assert out["swapped"] == new.greedy(CONTEXT, 6)
 
 
 def test_a_bad_configuration_ends_with_two_and_one_sentence(old: Model, tmp_path: Path) -> None:

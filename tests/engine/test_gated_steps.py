@@ -1,4 +1,7 @@
-"""A real engine beside a server: no step begins while users are served, and none has more tokens than allowed."""
+"""A real engine beside a server: no step begins while users are served, and none has more tokens than allowed.
+
+It keeps KV over updates, so that what this means is tested with the same engine.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from libra_hpc.engine.steplog import read_steps
 from libra_hpc.engine.warm_up import PROMPT
@@ -17,10 +21,10 @@ from libra_hpc.policies.serving.pauses import STAND_S
 from libra_hpc.policies.serving.serving_view import ServingView
 from libra_hpc.policies.serving.step_cost import GROWTH
 from libra_hpc.policies.serving.step_gate import SILENT_S
-from libra_hpc.protocol.engine import Abort, Generate, Generated
+from libra_hpc.protocol.engine import Abort, Generate, Generated, WeightsApplied
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
 
-from .engine_harness import EngineUnderTest, Model, engine_config, tokens_of, turn
+from .engine_harness import EngineUnderTest, Model, bring, engine_config, logprobs_of, tokens_of, turn, versions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -75,7 +79,9 @@ def gated(old: Model, server: Server, tmp_path_factory: pytest.TempPathFactory) 
     limits = {"ttft_s": 0.5, "tpot_s": 0.15, "longest_s": STAND_S, "headroom": 0.2, "thaw_s": 0.3}
     gate = GateConfig(page=str(server.path), **limits)
     server.serve(1)
-    one = EngineUnderTest(folder, engine_config(old, version=1, step_log=str(folder / "steps.jsonl"), gate=gate))
+    log = str(folder / "steps.jsonl")
+    config = engine_config(old, version=1, step_log=log, gate=gate, kv_after_update="keep")
+    one = EngineUnderTest(folder, config)
     try:
         one.connect()
         assert one.wait_stats(0, lambda report: report.stands_still).steps == 0
@@ -140,10 +146,10 @@ def test_a_paused_engine_answers_aborts_and_takes_weights(gated: EngineUnderTest
     gated.send(Abort("back"))
     done = gated.expect(Generated)
     assert (done.rid, done.finish, done.tokens) == ("back", "abort", b"")
-    gated.apply(new.update(2))
+    gated.apply(new.update(version := next(versions)))
     server.serve(0)
     done = gated.expect(Generated)
-    assert (tokens_of(done), done.versions) == (new.greedy([9, 4], 8), ((2, 8),))
+    assert (tokens_of(done), done.versions) == (new.greedy([9, 4], 8), ((version, 8),))
 
 
 def test_an_engine_without_turns_says_when_it_stands_still_no_more(gated: EngineUnderTest, server: Server) -> None:
@@ -195,3 +201,39 @@ def test_kv_memory_that_the_server_needs_is_given_back_within_a_step(gated: Engi
     gated.wait_stats(since, lambda report: report.kv_share == 1.0)
     (done,) = gated.generate(turn("room", [5, 6, 7], 4))
     assert len(tokens_of(done)) == 4
+
+
+def test_kept_kv_serves_the_groups_of_its_weights_and_no_later_one(
+    gated: EngineUnderTest, old: Model, new: Model, tmp_path: Path
+) -> None:
+    image = old.image(tmp_path)
+    first, second, third = next(versions), next(versions), next(versions)
+    context = [11 + i % 90 for i in range(100)]
+
+    def cached(rid: str, admitted: int) -> Generated:
+        (done,) = gated.generate(turn(rid, context, 8, admitted=admitted))
+        return done
+
+    open_and_idle(gated)
+    gated.apply(bring(image, first, load_file(old.weights)))
+    assert [cached(f"a{i}", first).cached_tokens for i in range(2)] == [0, 96]
+    running = turn("long", context[:40], 700, admitted=first)
+    gated.start(running)
+    gated.send(bring(image, second, load_file(new.weights)))
+    messages = [gated.receive() for _ in range(2)]
+    (applied,) = [message for message in messages if isinstance(message, WeightsApplied)]
+    (done,) = [message for message in messages if isinstance(message, Generated)]
+    assert applied.recomputed == 0
+    assert [version for version, _ in done.versions] == [first, second]
+    # A group goes on with what it has; a later one begins anew, and then has the new weights alone.
+    assert cached("b", first).cached_tokens == 96
+    for rid, found in (("c", 0), ("d", 96)):
+        later = cached(rid, second)
+        assert later.cached_tokens == found
+        assert logprobs_of(later) == pytest.approx(new.logprobs(context + tokens_of(later), 100), abs=1e-3)
+    # An engine that lacks the version of the group does not pass its KV for one of that version.
+    assert cached("early", third).cached_tokens == 96
+    gated.apply(bring(image, third, load_file(old.weights), base=second))
+    assert cached("late", third).cached_tokens == 0
+    # Evaluations and warm-ups belong to no group.
+    assert [cached(f"e{i}", -1).cached_tokens for i in range(2)] == [96, 96]

@@ -1,0 +1,198 @@
+"""Engines of several families: weights agree bit for bit with those loaded, log-probabilities with Megatron's.
+
+The importance ratio between rollout and training depends on this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from libra_hpc.engine.warm_up import DECODES, PROMPT
+from libra_hpc.models.architecture import read_shape
+from libra_hpc.protocol.codec import pack_f32, pack_i32
+from libra_hpc.protocol.engine import Generated, StopEngine
+from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.trainer import Sample
+from libra_hpc.trainer.model.head import Head
+from libra_hpc.trainer.model.packing import Pack, decode, pack
+from libra_hpc.trainer.saved import checkpoint
+from libra_hpc.trainer.train_engine import TrainEngine
+from tests.trainer.conftest import World
+from tests.trainer.settings import optimizer
+from tests.trainer.support import make_model as make_family
+
+from .engine_harness import (
+    VOCAB,
+    EngineUnderTest,
+    Model,
+    alive,
+    assert_bit_for_bit,
+    bring,
+    descendants,
+    engine_config,
+    logprobs_of,
+    make_model,
+    not_spinning,
+    tokens_of,
+    turn,
+    versions,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+TEMPERATURE = 0.7
+TOLERANCE = 1e-3
+PROMPTS = [[1 + (7 * i + 3 * k) % 60 for k in range(3 + 5 * i)] for i in range(8)]
+
+
+def as_samples(done: list[Generated]) -> list[Sample]:
+    samples = []
+    for i, (prompt, answer) in enumerate(zip(PROMPTS, done, strict=True)):
+        tokens = [*prompt, *tokens_of(answer)]
+        mask = bytes([0] * len(prompt) + [1] * len(tokens_of(answer)))
+        logprobs = pack_f32([0.0] * len(prompt) + logprobs_of(answer))
+        samples.append(Sample(str(i), pack_i32(tokens), mask, logprobs, 1.0 if i % 2 else -1.0))
+    return samples
+
+
+def gaps(engine: TrainEngine, samples: list[Sample]) -> torch.Tensor:
+    """|log p Megatron - log p vLLM| of every sampled token."""
+    found: list[torch.Tensor] = []
+
+    def compare(head: Head, batch: Pack) -> torch.Tensor:
+        found.append((head.likelihood(batch.targets, TEMPERATURE).logprobs - batch.behaviour).abs())
+        return found[-1].sum()
+
+    engine.forward(pack([decode(s) for s in samples], 256, engine.device), compare)
+    return torch.cat(found)
+
+
+def model_of(kind: str, folder: Path, seed: int) -> Model:
+    """A tiny model of a family, with heads that vLLM has a kernel for."""
+    if kind in ("qwen2", "qwen2, tied"):
+        return make_model(folder, seed, tied=kind == "qwen2, tied")
+    sizes: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": 1024}
+    sizes |= {"head_dim": 64} if kind in ("glm4", "qwen3_moe") else {}
+    sizes |= {"moe_intermediate_size": 64} if kind == "qwen3_moe" else {}
+    reference = make_family(kind, folder, bos_token_id=1, eos_token_id=2, vocab_size=VOCAB, **sizes)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in reference.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    reference.save_pretrained(folder)
+    return Model(folder, reference)
+
+
+class Served(NamedTuple):
+    """An engine, the model that it started with, and another of the same family."""
+
+    engine: EngineUnderTest
+    model: Model
+    other: Model
+    tp: int
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("qwen2, tied", 1, True),
+        ("qwen3_moe", 2, False),
+        *(
+            pytest.param(row, marks=pytest.mark.nightly)
+            for row in (("qwen2, tied", 1, False), ("qwen2", 2, False), ("qwen3_moe", 1, False), ("glm4", 1, False))
+        ),
+        pytest.param(("phi3", 1, False), marks=pytest.mark.nightly),
+    ],
+    ids=lambda row: f"{row[0]}, tp {row[1]}{', from an image' if row[2] else ''}",
+)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One engine of a family at version 7, from its folder's files or from an image of weights that no file has."""
+    kind, tp, from_image = request.param
+    folder = tmp_path_factory.mktemp("f")
+    model, other = (model_of(kind, folder / name, seed) for name, seed in (("model", 3), ("other", 4)))
+    config = engine_config(model, tp=tp, version=7)
+    if from_image:
+        image = model.image(folder)
+        bring(image, 7, load_file(model.weights))
+        config = engine_config(other, tp=tp, version=7, weights=str(image.path))
+    engine = EngineUnderTest(folder / "e", config)
+    try:
+        ready: EngineState = engine.ready()
+        assert (ready.version, ready.capacity.tp) == (7, tp)
+        warm, decoded, read = ready.capacity.warm_up
+        assert decoded.steps - warm.steps == decoded.generated_tokens - warm.generated_tokens == DECODES
+        assert (read.steps - decoded.steps, read.prefill_tokens - decoded.prefill_tokens) == (1, PROMPT)
+        assert warm.busy_s < decoded.busy_s < read.busy_s
+        # The counters start from 0 afterwards, and the cache is empty.
+        begun = engine.idle()
+        assert (begun.steps, begun.generated_tokens, begun.cached_tokens) == (1, 1, 0)
+        engine.loaded = engine.greedy()
+        yield Served(engine, model, other, tp)
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """A torch world of this process alone."""
+    with closing(World()) as world:
+        yield world
+
+
+def test_staged_weights_are_bit_for_bit_those_of_the_start_and_its_time_is_counted(
+    served: Served, tmp_path: Path
+) -> None:
+    engine, model, other, _ = served
+    assert_bit_for_bit(engine, model, other, tmp_path)
+    before = engine.idle()
+    applied = engine.apply(other.update(next(versions)))
+    assert engine.idle().update_s - before.update_s == pytest.approx(applied.seconds)
+
+
+def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(served: Served, tmp_path: Path, world: World) -> None:
+    engine, model = served.engine, served.model
+    trainer = TrainEngine(read_shape(model.folder), torch.device("cpu"), torch.float32, world.split, optimizer(lr=1e-2))
+    checkpoint.load_policy(trainer, model.folder)
+    engine.apply(model.update(next(versions)))
+    requests = [turn(f"a{i}", prompt, 24, temperature=TEMPERATURE) for i, prompt in enumerate(PROMPTS)]
+    first = as_samples(engine.generate(*requests))
+    assert gaps(trainer, first).max() < TOLERANCE
+
+    def loss(head: Head, batch: Pack) -> torch.Tensor:
+        return -(head.likelihood(batch.targets, TEMPERATURE).logprobs * batch.advantages).sum()
+
+    packs = pack([decode(s) for s in first], 256, trainer.device)
+    trainer.forward_backward(packs, loss)
+    trainer.update(1.0 / sum(len(p.targets) for p in packs), trainer.norm())
+    assert gaps(trainer, first).max() > 10 * TOLERANCE, "the step must change the policy, or the swap proves nothing"
+
+    checkpoint.write_policy(trainer, model.folder, tmp_path / "out")
+    version, path = next(versions), tmp_path / "out" / "model.safetensors"
+    assert engine.apply(bring(model.image(tmp_path), version, load_file(path))).version == version
+    second = engine.generate(*(turn(f"b{i}", prompt, 24, temperature=TEMPERATURE) for i, prompt in enumerate(PROMPTS)))
+    assert all(answer.versions == ((version, len(tokens_of(answer))),) for answer in second)
+    assert gaps(trainer, as_samples(second)).max() < TOLERANCE
+
+
+def test_it_ends_when_asked_and_a_killed_one_leaves_no_worker(served: Served) -> None:
+    """The last test of this engine."""
+    engine, tp = served.engine, served.tp
+    engine.idle()
+    below = descendants(engine.process.pid)
+    assert len(below) >= (tp if tp > 1 else 0)
+    wait_until(lambda: not_spinning([engine.process.pid, *below]), "the idle engine stops using processor time")
+    if tp == 1:
+        engine.send(StopEngine())
+        assert engine.process.wait(60) == 0
+    else:
+        engine.process.kill()
+        engine.process.wait()
+    wait_until(lambda: not any(map(alive, below)), "the workers of an engine that ended end too")
