@@ -34,6 +34,8 @@ from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.simulated import tokens
 from tests.agent.weights_here import WrittenImage
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 240.0
 """Longest wait before a test fails: a real engine takes over a minute to start on a busy machine."""
 FLOOR_S = 4.0

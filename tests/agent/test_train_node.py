@@ -41,6 +41,8 @@ from libra_hpc.trainer.settings import WorkerConfig, read_config
 from libra_hpc.weights.pieces import offer_path, payload_path
 from tests.agent.train_scene import Scene
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

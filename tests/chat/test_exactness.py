@@ -18,6 +18,8 @@ from libra_hpc.tasks.tokenizer import TaskTokenizer
 from .chat_folder import TEMPLATES, write_chat_folder
 from .random_chats import Box, Look, sample_turn
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = {
     "Qwen3": ("qwen3", "qwen3", "qwen3"),
     "Qwen3 by its template": ("qwen3", "other", "template"),
@@ -142,7 +144,6 @@ def test_ten_thousand_conversations_are_exact(family: Family) -> None:
     play_many(family, 10_000)
 
 
-@pytest.mark.slow
 def test_where_the_template_drops_thinking_each_sample_is_exact(tmp_path: Path) -> None:
     for name in ("Qwen3", "Qwen2.5"):
         found = play_many(Family(tmp_path / name, *FAMILIES[name], thinking="template"), 120)

@@ -21,6 +21,8 @@ from libra_hpc.protocol.env import (
 )
 from tests.host.leader import ANSWER_S, ROOM, Leader, host_settings
 
+pytestmark = pytest.mark.slow
+
 KEPT = f"{Path(__file__).with_name('user_tasks.py')}:Kept"
 
 LOGGED = KEPT.replace("Kept", "Logged")

@@ -26,6 +26,8 @@ from tests.host.leader import ROOM, Leader, host_settings, play
 
 from .test_sandbox import gone
 
+pytestmark = pytest.mark.slow
+
 FRAGILE = f"{Path(__file__).with_name('user_tasks.py')}:Fragile"
 EXAMPLE = f"{Path(__file__).parents[2] / 'examples' / 'my_task.py'}:GuessNumber"
 

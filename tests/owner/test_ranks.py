@@ -23,6 +23,8 @@ from libra_hpc.slurm.launch import Launch, job_request
 from libra_hpc.slurm.queue.job_record import read_job, write_job
 from libra_hpc.slurm.queue.query import JobState
 
+pytestmark = pytest.mark.slow
+
 WORLD = """
 import json, os, pathlib, signal, sys, time
 if sys.argv[2] == "early" and not (pathlib.Path(sys.argv[1]) / "early").exists():

@@ -25,6 +25,8 @@ from libra_hpc.simulator.simulate import simulate
 
 from .conftest import Call, run_file
 
+pytestmark = pytest.mark.slow
+
 BATCHES = 4
 LONG = Assumed(generated=6_000, turns=6)
 

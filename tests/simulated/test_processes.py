@@ -30,6 +30,8 @@ from tests.trainer.settings import worker_config
 
 from .link import Link, pace, workload
 
+pytestmark = pytest.mark.slow
+
 
 def engine_link(folder: Path, modelled: Pace, **fields: object) -> Link:
     folder.mkdir(exist_ok=True)

@@ -30,6 +30,8 @@ from libra_hpc.weights.pieces import WHOLE, offer_path, payload_path
 from tests.weights.nodes import node_folders
 from tests.weights.test_blocks import KINDS, architecture, engine_parameters, moved, ranks
 
+pytestmark = pytest.mark.slow
+
 UPDATES = 50
 WORLDS = [
     ReplicaPlace(tp=tp, tp_rank=0, pp=pp, pp_rank=0, dp=dp, ep=ep, etp=etp)

@@ -17,6 +17,8 @@ from libra_hpc.weights.pieces import offer_path, payload_path
 from libra_hpc.weights.wire import IDLE_S, WireError, call
 from tests.weights.chain import OWNER, Chain, here, passed, wait_until
 
+pytestmark = pytest.mark.slow
+
 
 def test_versions_reach_every_node_whole_and_in_order(chain: Chain) -> None:
     # Who finds that a version was removed takes the image of a newer one.

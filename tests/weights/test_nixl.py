@@ -28,6 +28,8 @@ from libra_hpc.weights.transport.token_bucket import BURST_S
 from tests.weights.chain import OWNER, Chain, here, wait_until
 from tests.weights.nodes import SECRET, node_folders
 
+pytestmark = pytest.mark.slow
+
 FAKE = Path(__file__).parent / "fake_nixl"
 WHEEL = pytest.mark.skipif(importlib.util.find_spec("nixl_cu12") is None, reason="needs the extra nixl")
 SIZE = 8 << 20

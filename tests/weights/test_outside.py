@@ -31,6 +31,8 @@ from tests.weights.nodes import SECRET as SECRET_OF_NODES
 from tests.weights.nodes import CarrierNode, FaultyLink, node_folders
 from tests.weights.outside_nodes import DTYPE, SECRET, SHAPE, SHAPES, TP, Lender, TrainNode, region, wanted
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
