@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from bench.gpu_check_steps import Figures, Setting
 from bench.gpu_model import memory_field, random_model
 from bench.weights import Versions
+from libra_hpc.annexes.calibrate.measure_steps import Calibrator, MeasurementPlan
+from libra_hpc.annexes.calibrate.measure_training import MeasurementReplica, random_samples
 from libra_hpc.config.run import RunConfig
-from libra_hpc.engine.measure_steps import Calibrator, MeasurementPlan
 from libra_hpc.engine.offline import OfflineEngine
 from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.engine.update.staged_update import POLL_S
@@ -30,7 +31,6 @@ from libra_hpc.models.step_times.measured import StepPoint
 from libra_hpc.protocol.engine import UpdateWeights
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import Freed, Join, Joined, Standby, StepDone, TrainStep
-from libra_hpc.trainer.measure import MeasurementReplica, random_samples
 
 if TYPE_CHECKING:
     from libra_hpc.engine.core import RolloutEngine

@@ -16,6 +16,7 @@ import torch
 
 from bench.gpu_check_steps import Figures, Setting, core_layout, core_memory
 from bench.gpu_model import memory_field, roomy_folder, write_config
+from libra_hpc.annexes.calibrate.measure_training import batches, random_samples
 from libra_hpc.config.run import RunConfig
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.memory import memory_limit
@@ -24,7 +25,6 @@ from libra_hpc.protocol.trainer import Join, Sample, TrainStep
 from libra_hpc.trainer.device import choose_device, local_store
 from libra_hpc.trainer.elastic import ElasticReplicas
 from libra_hpc.trainer.grpo_trainer import GrpoTrainer
-from libra_hpc.trainer.measure import batches, random_samples
 from libra_hpc.trainer.model.attention import Kernel, has_segments, rectangles
 from libra_hpc.trainer.model.attention_check import checked_segments
 from libra_hpc.trainer.model.megatron_model import attend_with

@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.gpu_model import random_model
 from bench.harness import Options, median, options, report
-from libra_hpc.engine.measure_engines import measure_engines
+from libra_hpc.annexes.calibrate.measure_engines import measure_engines
 from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup

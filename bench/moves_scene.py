@@ -16,6 +16,7 @@ from libra_hpc.agent.node_carrier import NodeCarrier
 from libra_hpc.agent.rollout_node import RolloutNode
 from libra_hpc.agent.routes import Routes, add_engines, add_train_leader
 from libra_hpc.agent.train_node import TrainNode
+from libra_hpc.annexes.calibrate.measure_training import random_samples
 from libra_hpc.config.run import RunConfig
 from libra_hpc.coordinator.nodes import NodePool
 from libra_hpc.facts.rundir import RunDir
@@ -29,7 +30,6 @@ from libra_hpc.protocol.engine import Abort, Generate
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import Joined
 from libra_hpc.train_leader.train_leader_setup import make_train_leader, rendezvous_folder
-from libra_hpc.trainer.measure import random_samples
 
 LAYOUT = RankLayout(("planner", "train", "hybrid", "rollout"))
 PLANNER, CORE, HYBRID, LEADER = range(4)

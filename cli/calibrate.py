@@ -14,14 +14,14 @@ import msgspec
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from libra_hpc.engine.measure_engines import measure_engines
-from libra_hpc.engine.measure_steps import earlier, merged
+from libra_hpc.annexes.calibrate.host_cost import with_host_cost, write_host_cost
+from libra_hpc.annexes.calibrate.measure_engines import measure_engines
+from libra_hpc.annexes.calibrate.measure_steps import earlier, merged
 from libra_hpc.engine.settings import EngineConfig, check_config
 from libra_hpc.engine.steplog import recorded
 from libra_hpc.errors import invalid
 from libra_hpc.models.devices import device as listed_device
 from libra_hpc.models.shapes import model_shape
-from libra_hpc.models.step_times.host_cost import with_host_cost, write_host_cost
 from libra_hpc.models.step_times.measured import Calibration, Fit, MeasuredTimes, fit_steps, save
 
 from .calibrate_train import train

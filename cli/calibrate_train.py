@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from libra_hpc.annexes.calibrate.measure_training import measure_training
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
 from libra_hpc.models.architecture import check_parallel, read_shape
@@ -16,7 +17,6 @@ from libra_hpc.models.memory import TrainLayout
 from libra_hpc.models.shapes import DTYPE_BYTES, model_shape
 from libra_hpc.models.step_times.train_speed import TrainSpeed, save_speed
 from libra_hpc.planning.measured_train_speed import speed_of
-from libra_hpc.trainer.measure import measure_training
 
 from .check import site_config
 from .job_wait import on_a_node

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from libra_hpc.annexes.devcluster.cluster import Cluster, ClusterInfo
+from libra_hpc.annexes.devcluster.packages import runs_from
 from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.files import cache_folder
-from libra_hpc.slurm.devcluster.cluster import Cluster, ClusterInfo
-from libra_hpc.slurm.devcluster.packages import runs_from
 from libra_hpc.slurm.site_commands import slurm_environment
 
 from .output import busy, print_json, print_line, print_note

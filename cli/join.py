@@ -24,7 +24,7 @@ from libra_hpc.config.load import load_resolved
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, invalid
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.lender.behind import Behind, read_behind
+from libra_hpc.gate.behind import Behind, read_behind
 from libra_hpc.mesh.door import check_record, knock, read_record
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.owner.slurm_step import job_facts

@@ -20,12 +20,12 @@ from typing import Annotated
 import msgspec
 import typer
 
+from libra_hpc.annexes.lend import lender, lender_record
+from libra_hpc.annexes.lend.beside_server import libra_hpc_serving as serving
+from libra_hpc.annexes.lend.hours import Hours
+from libra_hpc.annexes.lend.terms import Give, LendTerms, Slo, memory_mib
 from libra_hpc.errors import OperationError, error_text, invalid
-from libra_hpc.lender import lender, lender_record
-from libra_hpc.lender.beside_server import libra_hpc_serving as serving
-from libra_hpc.lender.hours import Hours
-from libra_hpc.lender.page import Page
-from libra_hpc.lender.terms import Give, LendTerms, Slo, memory_mib
+from libra_hpc.gate.page import Page
 from libra_hpc.process.agent_folders import PREFIX
 
 from .output import print_note
@@ -86,7 +86,7 @@ def start_lender(terms: LendTerms, runs: Path) -> Path:
     job = os.environ.get("SLURM_JOB_ID") or os.getpid()
     name = re.sub(r"[^\w.-]", "-", f"{socket.gethostname().partition('.')[0]}-{job}")
     settings = lender.LendSettings(name, terms, str(runs), str(page), os.getpid())
-    argv = [sys.executable, "-m", "libra_hpc.lender.lender", msgspec.json.encode(settings).decode()]
+    argv = [sys.executable, "-m", "libra_hpc.annexes.lend.lender", msgspec.json.encode(settings).decode()]
     # A session of its own: Ctrl-C ends the server, and the lender follows in order.
     subprocess.Popen(argv, stdin=subprocess.DEVNULL, start_new_session=True)
     print_note(f"lender {name}: what it gives is in `libra-hpc lenders`")

@@ -8,10 +8,10 @@ from typing import Annotated
 import msgspec
 import typer
 
+from libra_hpc.annexes.lend import lender_record as records
+from libra_hpc.annexes.lend.hours import Hours
+from libra_hpc.annexes.lend.lender_record import LenderRecord
 from libra_hpc.errors import OperationError, error_text, invalid
-from libra_hpc.lender import lender_record as records
-from libra_hpc.lender.hours import Hours
-from libra_hpc.lender.lender_record import LenderRecord
 
 from .output import narrow_table, print_json, print_line, print_note, show
 from .runs import JsonOption

@@ -22,9 +22,9 @@ from typing import Any
 
 from matplotlib import get_data_path
 
+from libra_hpc.annexes.devcluster.packages import apt_environment, locked
 from libra_hpc.errors import OperationError
 from libra_hpc.files import cache_folder
-from libra_hpc.slurm.devcluster.packages import apt_environment, locked
 
 PACKAGE = "chromium-headless-shell"
 SERIES = "bookworm"

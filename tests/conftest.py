@@ -18,10 +18,10 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from libra_hpc.annexes.devcluster.cluster import Cluster, ClusterInfo
+from libra_hpc.annexes.devcluster.packages import ensure_packages
 from libra_hpc.errors import OperationError
 from libra_hpc.planning import simulated_plan
-from libra_hpc.slurm.devcluster.cluster import Cluster, ClusterInfo
-from libra_hpc.slurm.devcluster.packages import ensure_packages
 from libra_hpc.slurm.site_commands import clean_environment
 
 # How long an example takes says how busy the machine is, not whether the code is right.

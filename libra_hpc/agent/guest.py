@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.lender.behind import Behind, GivenTokens
+from libra_hpc.gate.behind import Behind, GivenTokens
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.door import JoinedWorld
 from libra_hpc.mesh.mesh import Mesh

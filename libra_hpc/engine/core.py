@@ -25,7 +25,7 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs, EngineCoreReq
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
-from libra_hpc.lender.gated_steps import GatedSteps
+from libra_hpc.gate.gated_steps import GatedSteps
 from libra_hpc.models.capacity import GIB
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.protocol.engine import Generate, Generated, UpdateWeights, WeightsApplied, refusal

@@ -2,7 +2,7 @@
 
 - Between two steps -> drain the socket without blocking, so that a request joins the next batch.
 - Idle -> block in ``select``, and report once a second.
-- The users of the device leave no room (`libra_hpc.lender.gated_steps`) -> no step, all else as between two steps.
+- The users of the device leave no room (`libra_hpc.gate.gated_steps`) -> no step, all else as between two steps.
 - Weight update -> stage it while steps go on; apply it between two steps, with none in flight, in the order received.
 - `StopEngine`, closed socket or SIGTERM -> exit 0.
 - Failed step or half-applied update -> answer every request with ``error``, send a fatal `EngineFailed`, exit 1.

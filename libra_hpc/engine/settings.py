@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.lender.gated_steps import GateConfig
+from libra_hpc.gate.gated_steps import GateConfig
 
 if TYPE_CHECKING:
     from libra_hpc.config.run import RunConfig

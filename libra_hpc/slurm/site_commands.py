@@ -11,6 +11,7 @@ defaults are left out: ``SBATCH_PARTITION`` would override every component, ``SQ
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -18,10 +19,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from libra_hpc.errors import SlurmUnreachable
-from libra_hpc.slurm.devcluster.cluster import Cluster
 from libra_hpc.slurm.queue.command import WAYS_OUT
 
 PING_TIMEOUT_S = 15.0
+CLIENTS = "clients.json"
+"""File of the embedded cluster while it is up: search paths of its client commands, by variable."""
 ALLOWED = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 """Slurm variables that are passed on: where the controller is, and who we are."""
 DROPPED = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
@@ -57,6 +59,21 @@ def controller_answers(env: Mapping[str, str]) -> bool:
     return any(line.startswith("Slurmctld(") and line.rstrip().endswith("UP") for line in done.stdout.splitlines())
 
 
+def embedded_home() -> Path:
+    """Folder of the embedded cluster: ``$LIBRA_HPC_CLUSTER``, or ``~/.libra-hpc/cluster``."""
+    return Path(os.environ.get("LIBRA_HPC_CLUSTER") or Path.home() / ".libra-hpc" / "cluster").absolute()
+
+
+def embedded_environment(home: Path, env: Mapping[str, str]) -> dict[str, str] | None:
+    """``env`` with the client commands of the embedded cluster in ``home``; None: it is not up."""
+    try:
+        paths: dict[str, str] = json.loads((home / CLIENTS).read_bytes())
+    except (OSError, ValueError):
+        return None
+    found = {name: os.pathsep.join(filter(None, (path, env.get(name, "")))) for name, path in paths.items()}
+    return {**env, **found, "SLURM_CONF": str(home / "etc" / "slurm.conf")}
+
+
 def slurm_environment(home: Path | None = None) -> dict[str, str]:
     """Environment for Slurm's client commands; ``home`` is the embedded cluster's folder, None: the default.
 
@@ -70,9 +87,7 @@ def slurm_environment(home: Path | None = None) -> dict[str, str]:
             f"SLURM_CONF = {named!r}: no Slurm controller answers there; valid: the slurm.conf of one that is up, or"
             " unset SLURM_CONF to use the embedded Slurm (`libra-hpc cluster up`)."
         )
-    info = Cluster(home).info()
-    if info is not None:
-        embedded = {**env, **info.environment}
-        if controller_answers(embedded):
-            return embedded
+    embedded = embedded_environment(home or embedded_home(), env)
+    if embedded is not None and controller_answers(embedded):
+        return embedded
     raise SlurmUnreachable(f"No Slurm controller answers; {WAYS_OUT}.")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.slurm.devcluster.cluster import ClusterInfo
+from libra_hpc.annexes.devcluster.cluster import ClusterInfo
 from libra_hpc.slurm.queue.command import call
 from libra_hpc.slurm.queue.job_record import read_job
 

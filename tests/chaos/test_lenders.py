@@ -15,7 +15,7 @@ import pytest
 
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.process.reaper import descendants
-from tests.lender.served import SmallServer, wait
+from tests.annexes.lend.served import SmallServer, wait
 
 from .harness import SIMULATED, Chaos, sound
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from libra_hpc.annexes.devcluster.cluster import Cluster, ClusterInfo
+from libra_hpc.annexes.devcluster.conf import NODES
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.slurm.devcluster.cluster import Cluster, ClusterInfo
-from libra_hpc.slurm.devcluster.conf import NODES
 from libra_hpc.slurm.queue import query
 from libra_hpc.slurm.queue.command import call
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.annexes.devcluster.cluster import ClusterInfo
 from libra_hpc.models.step_times.train_speed import load_speed
-from libra_hpc.slurm.devcluster.cluster import ClusterInfo
 
 from .conftest import Cli
 

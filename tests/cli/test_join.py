@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from libra_hpc.agent.guest import GuestSettings, Stay
+from libra_hpc.annexes.lend.guest_process import GuestProcess
+from libra_hpc.annexes.lend.terms import LendTerms
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.lender.guest_process import GuestProcess
-from libra_hpc.lender.terms import LendTerms
 from libra_hpc.process.code_stamp import code_stamp
 from libra_hpc.protocol.joining import FIRST_GUEST, DoorRecord
 from libra_hpc.slurm.queue.query import JobInfo, JobState

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.slurm.devcluster.cluster import ClusterInfo
+from libra_hpc.annexes.devcluster.cluster import ClusterInfo
 
 from .conftest import Cli
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.slurm.devcluster.packages import locked
+from libra_hpc.annexes.devcluster.packages import locked
 from tests.conftest import shared
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from libra_hpc.annexes.devcluster.cluster import ClusterInfo
 from libra_hpc.facts.rundir import read_lines
-from libra_hpc.slurm.devcluster.cluster import ClusterInfo
 
 from .runs import ENGINE_MARKS, Case, trained_once
 

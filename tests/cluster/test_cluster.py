@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.slurm.devcluster.cluster import Cluster, ClusterInfo
-from libra_hpc.slurm.devcluster.daemons import command_line
+from libra_hpc.annexes.devcluster.cluster import Cluster, ClusterInfo
+from libra_hpc.annexes.devcluster.daemons import command_line
 from libra_hpc.slurm.queue.command import call
 from libra_hpc.slurm.queue.query import JobState, job, partitions
 from libra_hpc.slurm.site_commands import clean_environment, slurm_environment

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.annexes.devcluster.cluster import ClusterInfo
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.rollout.recovery.recovery_log import read_segment
-from libra_hpc.slurm.devcluster.cluster import ClusterInfo
 from libra_hpc.state import state_folders as folders
 
 from .runs import Case, sampled_once, trained_once

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.annexes.devcluster.cluster import ClusterInfo
 from libra_hpc.facts.rundir import RunDir, read_lines
-from libra_hpc.slurm.devcluster.cluster import ClusterInfo
 
 from .test_dry_run import DryRun
 

@@ -15,7 +15,7 @@ import pytest
 from libra_hpc.facts import series
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.protocol.joining import is_guest
-from tests.lender.served import Lent, wait
+from tests.annexes.lend.served import Lent, wait
 
 from .runs import ENGINE_MARKS, Case
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.annexes.devcluster.cluster import ClusterInfo
 from libra_hpc.facts import series
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.process.agent_folders import kept_folder
 from libra_hpc.rollout.records import transcripts
-from libra_hpc.slurm.devcluster.cluster import ClusterInfo
 from libra_hpc.state.store import states
 
 from .runs import BATCH, ENGINE_MARKS, Case, sampled_once, trained_once

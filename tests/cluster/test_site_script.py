@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.slurm.devcluster.cluster import ClusterInfo
+from libra_hpc.annexes.devcluster.cluster import ClusterInfo
 
 from .runs import trained_once
 from .test_dry_run import DryRun

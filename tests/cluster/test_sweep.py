@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from libra_hpc.annexes.devcluster.cluster import ClusterInfo
 from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.slurm.devcluster.cluster import ClusterInfo
 
 from .test_dry_run import DryRun
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from libra_hpc_envs.install import STAMP, fingerprint, requirements
 
-from libra_hpc.slurm.devcluster.cluster import ClusterInfo
+from libra_hpc.annexes.devcluster.cluster import ClusterInfo
 from tests.example_files import write_text_tokenizer
 from tests.preflight.test_checks import write_model
 

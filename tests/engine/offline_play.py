@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from libra_hpc.engine.measure_steps import Calibrator, plans
+from libra_hpc.annexes.calibrate.measure_steps import Calibrator, plans
 from libra_hpc.engine.offline import OfflineEngine
 from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.models.step_times.measured import Calibration, save

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from libra_hpc.engine.measure_steps import CHUNK, DECODE_STEPS, FILL, REPEATS, earlier, merged, plans, reach
+from libra_hpc.annexes.calibrate.measure_steps import CHUNK, DECODE_STEPS, FILL, REPEATS, earlier, merged, plans, reach
 from libra_hpc.errors import UserError
 from libra_hpc.models.step_times.measured import Calibration, StepPoint, load, measured_times, save
 
@@ -68,7 +68,7 @@ def test_an_engine_is_measured_by_its_command(old: Model, folder: Path) -> None:
     settings = msgspec.structs.replace(engine_config(old, max_num_seqs=SEQUENCES), max_model_len=LENGTH, kv_cache_mb=4)
     config.write_bytes(msgspec.json.encode(settings))
     options = ["--config", str(config), "--device", "this cpu", "--model", "tiny", "--out", str(out)]
-    command = [sys.executable, "-m", "libra_hpc.engine.measure_steps", *options]
+    command = [sys.executable, "-m", "libra_hpc.annexes.calibrate.measure_steps", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = load(out)

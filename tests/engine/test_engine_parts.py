@@ -17,7 +17,7 @@ from libra_hpc.engine.settings import EngineConfig, config_for_run, engine_argum
 from libra_hpc.engine.stats import Pacer
 from libra_hpc.engine.turns import NOT_FINITE, TurnInFlight, TurnRejected, read_prompt
 from libra_hpc.errors import UserError
-from libra_hpc.lender.gated_steps import GateConfig
+from libra_hpc.gate.gated_steps import GateConfig
 from libra_hpc.protocol.codec import pack_i32, unpack_f32, unpack_i32
 from libra_hpc.protocol.engine import Generate, from_engine
 from libra_hpc.protocol.engine_state import EngineStats

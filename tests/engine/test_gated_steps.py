@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from libra_hpc.engine.steplog import read_steps
 from libra_hpc.engine.warm_up import PROMPT
-from libra_hpc.lender.gated_steps import GateConfig
-from libra_hpc.lender.page import Page, PageWriter
+from libra_hpc.gate.gated_steps import GateConfig
+from libra_hpc.gate.page import Page, PageWriter
 from libra_hpc.policies.serving.pauses import STAND_S
 from libra_hpc.policies.serving.serving_view import ServingView
 from libra_hpc.policies.serving.step_cost import GROWTH

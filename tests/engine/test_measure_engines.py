@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from libra_hpc.engine.measure_engines import measure_engines
-from libra_hpc.engine.measure_steps import plans
+from libra_hpc.annexes.calibrate.measure_engines import measure_engines
+from libra_hpc.annexes.calibrate.measure_steps import plans
 from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.models.step_times.measured import measured_times

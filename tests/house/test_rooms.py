@@ -13,7 +13,7 @@ FREE = {"errors", "files", "user_file", "compiled", "checksum"}
 """Modules beside the rooms that every room may import."""
 ABOVE = {"api"}
 """Stands above all rooms, and above the verbs."""
-GROUPS = {"policies"}
+GROUPS = {"policies", "annexes"}
 """Folders whose own folders are the rooms."""
 ROW = re.compile(r"^\| `(?P<room>[\w/]+)`.*? \|.*\| (?P<rooms>[^|]+) \|$", re.MULTILINE)
 
@@ -46,8 +46,8 @@ def leaving(room: str) -> Iterator[tuple[str, str]]:
 
 def test_every_room_is_in_the_table_once() -> None:
     folders = {path.parent for path in (ROOT / "libra_hpc").glob("*/__init__.py")}
-    inner = {path.parent for path in (ROOT / "libra_hpc").glob("policies/*/__init__.py")}
-    expected = {folder.name for folder in folders} - GROUPS | {f"policies/{folder.name}" for folder in inner}
+    inner = {path.parent for group in GROUPS for path in (ROOT / "libra_hpc" / group).glob("*/__init__.py")}
+    expected = {folder.name for folder in folders} - GROUPS | {f"{one.parent.name}/{one.name}" for one in inner}
     assert set(rooms()) | ABOVE == expected
 
 
@@ -63,6 +63,11 @@ def test_no_arrow_runs_upwards() -> None:
     for room, may in rooms().items():
         assert may <= seen, f"{room} stands above {sorted(may - seen)} in the table"
         seen.add(room)
+
+
+def test_the_product_imports_no_annex() -> None:
+    found = [(path, other) for room in rooms() for path, other in leaving(room) if other.startswith("annexes/")]
+    assert not found
 
 
 def test_a_wheel_has_every_room() -> None:

@@ -98,7 +98,7 @@ def test_a_dead_controller_of_slurm_conf_is_named_and_no_other_slurm_is_used(
     env = install(fake, "scontrol", 'echo "Slurmctld(primary) at head is DOWN"; exit 1')
     monkeypatch.setenv("PATH", env["PATH"])
     monkeypatch.setenv("SLURM_CONF", "/etc/x.conf")
-    monkeypatch.setattr(site.Cluster, "info", lambda self: pytest.fail("the embedded Slurm was looked for"))
+    monkeypatch.setattr(site, "embedded_environment", lambda *_: pytest.fail("the embedded Slurm was looked for"))
     with pytest.raises(SlurmUnreachable, match=r"SLURM_CONF = '/etc/x\.conf': no Slurm controller answers there"):
         site.slurm_environment(fake / "none")
 

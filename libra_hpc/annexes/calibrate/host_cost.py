@@ -17,10 +17,9 @@ from libra_hpc.errors import error_text, invalid
 from libra_hpc.files import write_result
 from libra_hpc.models.devices import Device
 from libra_hpc.models.shapes import ModelShape
-
-from .fitting import non_negative
-from .lookup import lookup
-from .measured import MIN_POINTS, StepPoint
+from libra_hpc.models.step_times.fitting import non_negative
+from libra_hpc.models.step_times.lookup import lookup
+from libra_hpc.models.step_times.measured import MIN_POINTS, StepPoint
 
 FIELDS = ("host_s", "host_sequence_s")
 DIGITS = 3

@@ -71,6 +71,14 @@ class SlurmTools:
         """Slurm's plugin folder."""
         return self.libraries / "slurm-wlm"
 
+    @property
+    def search_paths(self) -> dict[str, str]:
+        """Search paths of these programs alone, by variable."""
+        return {
+            "PATH": _prefixed([self.bin, self.sbin], ""),
+            "LD_LIBRARY_PATH": _prefixed([self.libraries, self.plugins], ""),
+        }
+
     def environment(self, conf: Path) -> dict[str, str]:
         """Variables for these programs with ``conf``; present search paths come after ours."""
         return {

@@ -66,7 +66,7 @@ class LendTerms(msgspec.Struct, frozen=True):
     tpot_s: float
     give: Give = "idle"
     hours: str = ""
-    """Text for `libra_hpc.lender.hours.Hours.parse`."""
+    """Text for `libra_hpc.annexes.lend.hours.Hours.parse`."""
     memory_mib: int = 0
     """Memory of each GPU for the guest in MiB; 0: as the run has it."""
     tp: int = 0

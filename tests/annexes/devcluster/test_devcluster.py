@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.annexes.devcluster import packages
+from libra_hpc.annexes.devcluster.cluster import Cluster
+from libra_hpc.annexes.devcluster.conf import NODES, ClusterFacts, gres_conf, slurm_conf
+from libra_hpc.annexes.devcluster.daemons import Daemon, job_processes, step_daemons, stop
+from libra_hpc.annexes.devcluster.packages import SlurmTools
 from libra_hpc.errors import OperationError, UserError
-from libra_hpc.slurm.devcluster import packages
-from libra_hpc.slurm.devcluster.cluster import Cluster
-from libra_hpc.slurm.devcluster.conf import NODES, ClusterFacts, gres_conf, slurm_conf
-from libra_hpc.slurm.devcluster.daemons import Daemon, job_processes, step_daemons, stop
-from libra_hpc.slurm.devcluster.packages import SlurmTools
 
 SITE = ClusterFacts(
     home=Path("/h"),
@@ -105,7 +105,7 @@ def test_a_foreign_process_behind_our_pid_file_is_left_alone(tmp_path: Path) -> 
 
 
 def test_one_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libra_hpc.slurm.devcluster.daemons.TERM_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("libra_hpc.annexes.devcluster.daemons.TERM_TIMEOUT_S", 0.1)
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code, "mark"], stdout=subprocess.PIPE) as stubborn:
         assert stubborn.stdout is not None

@@ -19,11 +19,11 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.gate.behind import Behind, read_report
+from libra_hpc.gate.gated_steps import GateConfig
 from libra_hpc.process.reaper import die_with
 from libra_hpc.protocol.joining import DoorRecord
 
-from .behind import Behind, read_report
-from .gated_steps import GateConfig
 from .terms import LendTerms
 
 LEAVE_S = 25.0

@@ -7,14 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from libra_hpc.annexes.calibrate.host_cost import with_host_cost, write_host_cost
 from libra_hpc.errors import UserError
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
-from libra_hpc.models.step_times.host_cost import with_host_cost, write_host_cost
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.measured import StepPoint, load
-
-from .support import bare, device_file
+from tests.models.support import bare, device_file
 
 SHAPE = model_shape("qwen3-8b")
 
@@ -31,7 +30,7 @@ def test_the_hosts_work_is_what_steps_take_beyond_the_device() -> None:
 
 
 def test_real_steps_give_the_figures_of_the_device_table() -> None:
-    measured = load(Path(__file__).with_name("h200_qwen3-8b.json"))
+    measured = load(Path(__file__).parents[2] / "models" / "h200_qwen3-8b.json")
     found = with_host_cost(device("h200"), SHAPE, measured.points)
     assert found.host_s == pytest.approx(device("h200").host_s, rel=0.1)
     assert found.host_sequence_s == pytest.approx(device("h200").host_sequence_s, rel=0.15)

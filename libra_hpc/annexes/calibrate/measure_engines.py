@@ -1,7 +1,7 @@
 """Measures the steps of several engines of one machine at once, as they share it in a run.
 
-Each engine is a process (`libra_hpc.engine.measure_steps` with ``--together``). They begin when all are up, and stay
-loaded until the last one has measured.
+Each engine is a process (`measure_steps` with ``--together``). They begin when all are up, and stay loaded until the
+last one has measured.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import IO
 
 import msgspec
 
+from libra_hpc.engine.settings import EngineConfig, check_config
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.models.step_times.measured import Calibration, load
 from libra_hpc.process.visible_devices import engine_environment
 
 from .measure_steps import PREFIX
-from .settings import EngineConfig, check_config
 
 LEAVE_S = 30.0
 """Seconds an engine may take to end after its measurement."""
@@ -45,7 +45,7 @@ class _Process:
         command = [
             sys.executable,
             "-m",
-            "libra_hpc.engine.measure_steps",
+            "libra_hpc.annexes.calibrate.measure_steps",
             "--config",
             str(path),
             "--device",

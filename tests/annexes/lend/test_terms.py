@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from libra_hpc.annexes.lend.hours import Hours
+from libra_hpc.annexes.lend.terms import Slo, memory_mib
 from libra_hpc.errors import UserError
-from libra_hpc.lender.hours import Hours
-from libra_hpc.lender.terms import Slo, memory_mib
 
 
 def test_hours_over_midnight_have_the_night_and_not_the_day() -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from libra_hpc.annexes.lend import lender_record as records
+from libra_hpc.annexes.lend.lender import LendSettings
+from libra_hpc.annexes.lend.lender_record import LenderRecord
+from libra_hpc.annexes.lend.terms import LendTerms
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.lender import lender_record as records
-from libra_hpc.lender.lender import LendSettings
-from libra_hpc.lender.lender_record import LenderRecord
-from libra_hpc.lender.page import Page
-from libra_hpc.lender.terms import LendTerms
+from libra_hpc.gate.page import Page
 from libra_hpc.process.code_stamp import code_stamp
 from libra_hpc.protocol.joining import FIRST_GUEST, DoorRecord
 
@@ -36,13 +36,13 @@ for beat in range(1, 10000):
 """
 SERVER = """
 import asyncio, os, subprocess, sys
-from libra_hpc.lender.beside_server.libra_hpc_serving import Watch
+from libra_hpc.annexes.lend.beside_server.libra_hpc_serving import Watch
 async def app(scope, receive, send):
     pass
 async def serve():
     await Watch(app)({"type": "lifespan"}, None, None)
     settings = sys.argv[1].replace('"server":0', '"server":%d' % os.getpid())
-    subprocess.Popen([sys.executable, "-m", "libra_hpc.lender.lender", settings], start_new_session=True)
+    subprocess.Popen([sys.executable, "-m", "libra_hpc.annexes.lend.lender", settings], start_new_session=True)
     await asyncio.sleep(600)
 asyncio.run(serve())
 """
@@ -58,7 +58,7 @@ class Scene:
         page = folder / "private" / "page"
         self.page = Page.create(page)
         settings = LendSettings("l", LendTerms(0.5, 0.15), str(self.runs), str(page), 0)
-        path = os.pathsep.join([str(package.parent), str(Path(__file__).parents[2])])
+        path = os.pathsep.join([str(package.parent), str(Path(__file__).parents[3])])
         environment = {"PYTHONPATH": path, records.VARIABLE: str(self.place), "LIBRA_HPC_SERVING_PAGE": str(page)}
         argv = [sys.executable, "-c", SERVER, msgspec.json.encode(settings).decode()]
         self.server = subprocess.Popen(argv, env={**os.environ, **environment})

@@ -37,8 +37,7 @@ from libra_hpc.protocol.trainer import (
     from_worker,
     to_worker,
 )
-
-from .settings import WorkerConfig, algorithm_settings, optimizer_settings, write_config
+from libra_hpc.trainer.settings import WorkerConfig, algorithm_settings, optimizer_settings, write_config
 
 PACKS = 4
 """Micro-batches per pipeline stage: with fewer the pipeline's bubble dominates."""

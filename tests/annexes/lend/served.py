@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from libra_hpc.lender import lender_record as records
+from libra_hpc.annexes.lend import lender_record as records
 from tests.cluster.runs import Case
 
 SMALL = '''

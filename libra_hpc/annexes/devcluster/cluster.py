@@ -5,7 +5,7 @@
 - `Cluster.down` -> cancels the jobs, stops the daemons and leaves the state, so job ids go on counting.
 
 Both hold a file lock, so two callers never race.  The home folder has ``etc run state log munge fakedev
-spool/<node> tmp/<node>``, ``cluster.json`` (`ClusterRecord`) and ``lock``.
+spool/<node> tmp/<node>``, ``cluster.json`` (`ClusterRecord`), `CLIENTS` and ``lock``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import msgspec
 
 from libra_hpc.errors import OperationError, invalid
 from libra_hpc.files import write_atomic
+from libra_hpc.slurm.site_commands import CLIENTS, embedded_home
 
 from .conf import GPU_NODES, LONGEST_HOME, NODES, PARTITIONS, ClusterFacts, gres_conf, munge_socket, slurm_conf
 from .daemons import Daemon, job_processes, last_line, send, step_daemons, stop
@@ -73,9 +74,7 @@ class Cluster:
     """The embedded cluster in one home folder: ``$LIBRA_HPC_CLUSTER``, or ``~/.libra-hpc/cluster``."""
 
     def __init__(self, home: Path | None = None) -> None:
-        self.home = Path(
-            home or os.environ.get("LIBRA_HPC_CLUSTER") or Path.home() / ".libra-hpc" / "cluster"
-        ).absolute()
+        self.home = home.absolute() if home else embedded_home()
         self.conf = self.home / "etc" / "slurm.conf"
 
     def up(self, progress: Callable[[str], None] = lambda message: None) -> ClusterInfo:
@@ -219,6 +218,7 @@ class Cluster:
             for path, text in texts.items():
                 write_atomic(path, text.encode())
         write_atomic(self.home / "cluster.json", msgspec.json.encode(record))
+        write_atomic(self.home / CLIENTS, msgspec.json.encode(tools.search_paths))
 
     def _make_folders(self) -> None:
         """Folders, munge's key and the devices of the GPU nodes."""
@@ -278,6 +278,7 @@ class Cluster:
         return [node for node in NODES if not _usable(*states.get(node, ("unknown", "N/A")))]
 
     def _stop(self, tools: SlurmTools) -> list[str]:
+        (self.home / CLIENTS).unlink(missing_ok=True)
         daemons, env = self._daemons(tools), self._environment(tools)
         munged, slurmctld, *slurmds = daemons
         if munged.pid() and slurmctld.pid():

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.lender import page as layout
-from libra_hpc.lender.beside_server import libra_hpc_serving as serving
-from libra_hpc.lender.beside_server.libra_hpc_serving import Watch
-from libra_hpc.lender.page import Page
+from libra_hpc.annexes.lend.beside_server import libra_hpc_serving as serving
+from libra_hpc.annexes.lend.beside_server.libra_hpc_serving import Watch
+from libra_hpc.gate import page as layout
+from libra_hpc.gate.page import Page
 
 pytest.importorskip("starlette")
 httpx = pytest.importorskip("httpx")

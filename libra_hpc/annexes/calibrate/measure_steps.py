@@ -23,14 +23,13 @@ from pathlib import Path
 
 import msgspec
 
+from libra_hpc.engine.offline import OfflineEngine
+from libra_hpc.engine.settings import EngineConfig, read_config
 from libra_hpc.errors import UserError
 from libra_hpc.models.step_times.measured import Calibration, StepPoint, load, save
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine import Generate
 from libra_hpc.protocol.engine_state import EngineStats
-
-from .offline import OfflineEngine
-from .settings import EngineConfig, read_config
 
 DECODE_STEPS = 24
 """Timed decode steps of one plan."""
@@ -212,7 +211,7 @@ def merged(old: Calibration, new: Calibration) -> Calibration:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m libra_hpc.engine.measure_steps")
+    parser = argparse.ArgumentParser(prog="python -m libra_hpc.annexes.calibrate.measure_steps")
     parser.add_argument("--config", required=True, help="JSON file with an EngineConfig")
     parser.add_argument("--device", required=True, help="name of the device, as the simulator will be asked for it")
     parser.add_argument("--model", required=True, help="name of the model, likewise")

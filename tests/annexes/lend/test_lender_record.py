@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from libra_hpc.annexes.lend import lender_record as records
+from libra_hpc.annexes.lend.guest_process import wanting
+from libra_hpc.annexes.lend.lender_record import LenderRecord
+from libra_hpc.annexes.lend.terms import LendTerms
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.lender import lender_record as records
-from libra_hpc.lender.behind import Behind, GivenTokens, GuestReport, read_report
-from libra_hpc.lender.gated_steps import GateConfig
-from libra_hpc.lender.guest_process import wanting
-from libra_hpc.lender.lender_record import LenderRecord
-from libra_hpc.lender.terms import LendTerms
+from libra_hpc.gate.behind import Behind, GivenTokens, GuestReport, read_report
+from libra_hpc.gate.gated_steps import GateConfig
 from libra_hpc.process.code_stamp import code_stamp
 from libra_hpc.protocol.joining import FIRST_GUEST, DoorRecord
 

@@ -20,13 +20,13 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import UserError
+from libra_hpc.gate.page import Page
 from libra_hpc.process import agent_folders
 
 from . import lender_record as records
 from .guest_process import GuestProcess, wanting
 from .hours import Hours
 from .lender_record import LenderRecord, State
-from .page import Page
 from .terms import LendTerms
 
 POLL_S = 0.25
@@ -36,7 +36,7 @@ SERVER_SILENT_S = 10.0
 AGAIN_S = 30.0
 """Until a run that could not be joined is tried again; its ranks may restart."""
 
-log = logging.getLogger("libra_hpc.lender")
+log = logging.getLogger("libra_hpc.annexes.lend")
 
 
 class LendSettings(msgspec.Struct, frozen=True):

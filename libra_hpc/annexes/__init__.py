@@ -1,0 +1,1 @@
+"""Rooms that the product does not import: the embedded Slurm, measurements, and servers that lend."""
