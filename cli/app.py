@@ -77,8 +77,6 @@ VERBS = {
     "report": Verb(
         "Write one page about a run for others: plots, decisions, failures, configuration.", "report.report"
     ),
-    "archive": Verb("Keep what is known of an ended run, without checkpoints and traces.", "archive.archive"),
-    "du": Verb("Show what the files of runs take: checkpoints, exports, logs and others.", "disk_use.du"),
     "check": Verb("Find mistakes in a run file: schema, model, task, memory, and the cluster's limits.", "check.check"),
     "plan": Verb("Show the best plans for a run: split, parallelism, stage times, memory; needs no GPU.", "plan.plan"),
     "simulate": Verb("Replay a trace on simulated engines under several scheduling policies.", "simulate.simulate"),

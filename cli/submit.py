@@ -132,8 +132,6 @@ class Attempt(NamedTuple):
 
     @classmethod
     def last(cls, run: RunDir) -> Attempt:
-        if run.archive.exists():
-            raise invalid("--resume", run.name, f"{run.path} is an archive, without checkpoints", "a run that has them")
         return cls(run, attempt(run), load_resolved(run.config))
 
     def resumed(self, overrides: Sequence[str]) -> RunConfig:
@@ -305,12 +303,12 @@ def refuse_if_active(run: RunDir) -> None:
         )
 
 
-def claimed(run: RunDir, field: str = "--resume") -> HeldLease:
+def claimed(run: RunDir) -> HeldLease:
     """The lease of a run, so that nobody else resumes it; raises `UserError` while somebody else has it."""
     try:
         return acquire(run.leases, LEAVES_S)
     except LeaseRefused as refused:
-        raise invalid(field, run.name, str(refused), "a run that has ended") from None
+        raise invalid("--resume", run.name, str(refused), "a run that has ended") from None
     except OSError as error:
         raise OperationError(f"{run.leases} cannot be written: {error.strerror}.") from error
 

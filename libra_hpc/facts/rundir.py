@@ -98,8 +98,6 @@ class RunDir:
     """Reward, stage times and node roles over time."""
     report = _Part("report.html")
     """One page about the run for others."""
-    archive = _Part("archive.json")
-    """Facts about an archived run: which run it is, and what was left out."""
     rendezvous = _Part("rendezvous")
     """torch FileStore files, one per membership generation."""
     snapshots = _Part("snapshots")

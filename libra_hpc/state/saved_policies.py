@@ -1,4 +1,4 @@
-"""The exported policies of a run, and which of them a user means: ``archive --policy`` and ``eval --step``."""
+"""The exported policies of a run, and which of them a user means: ``eval --step``."""
 
 from __future__ import annotations
 
