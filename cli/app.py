@@ -66,8 +66,7 @@ VERBS = {
     "repartition": Verb(
         "Repartition a running job: core nodes, TP and PP of training, engines of a node.", "repartition.repartition"
     ),
-    "list": Verb("List runs of all folders, oldest first.", "list_runs.list_runs"),
-    "note": Verb("Write a note or tags to a run, for list and status.", "note.note"),
+    "list": Verb("List runs, oldest first.", "list_runs.list_runs"),
     "sweep": Verb("Queue a run for every combination of some values.", "sweep.sweep"),
     "compare": Verb("Show runs side by side: settings, reward, speed; draws compare.png.", "compare.compare"),
     "summary": Verb("Show reward, speed, moves of nodes and failures of a run; writes summary.png.", "summary.summary"),

@@ -1,20 +1,14 @@
-"""`libra-hpc list`: list runs of all folders, with one question to the queue.
-
-- Without ``--runs``: the register and the runs folder of the working directory.
-- ``--scan DIR``: register the runs below DIR, and forget those of DIR that are gone.
-"""
+"""`libra-hpc list`: list the runs of a folder, with one question to the queue."""
 
 from __future__ import annotations
 
 import math
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-import msgspec
 import typer
 from rich.text import Text
 
@@ -26,13 +20,10 @@ from libra_hpc.facts.summary import state_text
 from libra_hpc.facts.sweep_record import read_member
 from libra_hpc.slurm.queue.run_state import RunState, State
 
-from . import jobs, register
+from . import jobs
 from .output import busy, console, print_json, print_note, show
-from .register import RegisterLine
 from .run_table import RunRow, show_runs
-from .runs import RUNS, AnyRunsOption, JsonOption, created, everywhere, identity, rewards
-
-Registered = Mapping[Path, register.RegisteredRun]
+from .runs import RUNS, JsonOption, RunsOption, all_runs, created, identity, rewards
 
 PLAIN = ("running", "completed")
 """States without a reason to show, unless something is wrong."""
@@ -47,37 +38,29 @@ SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 """What ``--sort`` sorts by, the greatest last: there it is next to the prompt."""
 UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 """Seconds by the letter of ``--since``."""
-COLUMNS = ("run", "job", "state", "attempt>", "step>", "reward>", "updated", "tags")
+COLUMNS = ("run", "job", "state", "attempt>", "step>", "reward>", "updated")
 DISPENSABLE = ("attempt", "updated", "job")
 
 
 def list_runs(
     json: JsonOption = False,
-    runs: AnyRunsOption = None,
     state: Annotated[
         list[str], typer.Option("--state", metavar="STATE", help="Only runs in this state; repeatable.")
     ] = [],  # noqa: B006
-    tag: Annotated[list[str], typer.Option("--tag", metavar="TAG", help="Only runs with this tag; repeatable.")] = [],  # noqa: B006
     since: Annotated[
         str, typer.Option("--since", metavar="WHEN", help="Only runs submitted or updated since: 12h, 7d, 2026-01-31.")
     ] = "",
     sort: Annotated[
         str, typer.Option("--sort", metavar="|".join(SORTS), help="What to sort by, the greatest last.")
     ] = "submitted",
-    scan: Annotated[
-        Path | None, typer.Option("--scan", metavar="DIR", help="First register all runs below DIR.")
-    ] = None,
+    runs: RunsOption = Path(RUNS),
 ) -> None:
     if sort not in SORTS:
         raise invalid("--sort", sort, "unknown value", list(SORTS))
     states, after = [checked_state(one) for one in state], time_of(since, time.time()) if since else 0.0
-    if scan is not None:
-        with busy(f"looking for runs below {scan}"):
-            print_note(scanned(scan))
-    known = register.registered()
     with busy("asking the queue"):
-        found = everywhere(runs)
-        rows = chosen_rows(found, known, states=states, tags=set(tag), after=after)
+        found = all_runs(runs)
+        rows = chosen_rows(found, states, after)
     rows.sort(key=SORTS[sort])
     if json:
         print_json(rows)
@@ -86,31 +69,18 @@ def list_runs(
     elif found:
         print_note(f"none of {len(found)} runs matches")
     else:
-        print_note(f"no runs below {RUNS}/ and none in the register" if runs is None else f"no runs below {runs}/")
-    if runs is None:
-        note_gone(known)
+        print_note(f"no runs below {runs}/")
 
 
-def chosen_rows(
-    found: Sequence[RunDir], known: Registered, *, states: Sequence[str], tags: set[str], after: float
-) -> list[dict[str, Any]]:
-    """Facts of the runs in one of ``states`` (empty: all), with all ``tags``, and a change since ``after``.
+def chosen_rows(found: Sequence[RunDir], states: Sequence[str], after: float) -> list[dict[str, Any]]:
+    """Facts of the runs in one of ``states`` (empty: all) with a change since ``after``.
 
-    The queue is asked once, and about no run that lacks tags or a change.
+    The queue is asked once, and about no run without a change.
     """
-    chosen = [(run, known.get(register.real(run), register.RegisteredRun())) for run in found]
-    chosen = [(run, one) for run, one in chosen if last_change(run) >= after and tags <= set(one.tags)]
-    answers = jobs.states([run for run, _ in chosen])
-    rows = [row(run, answers[str(run.path)], one) for run, one in chosen]
+    chosen = [run for run in found if last_change(run) >= after]
+    answers = jobs.states(chosen)
+    rows = [row(run, answers[str(run.path)]) for run in chosen]
     return [row for row in rows if not states or row["state"] in states]
-
-
-def note_gone(known: Iterable[Path]) -> None:
-    """Name registered runs whose folder is gone in one line."""
-    gone = [str(path) for path in known if not os.path.isfile(path / "config.json")]
-    if gone:
-        more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
-        print_note(f"gone: {', '.join(gone[:3])}{more}; `libra-hpc list --scan DIR` forgets those below DIR")
 
 
 def checked_state(state: str) -> str:
@@ -133,27 +103,6 @@ def time_of(since: str, now: float) -> float:
         raise invalid("--since", since, "malformed", valid) from None
 
 
-def scanned(parent: Path) -> str:
-    """Register the runs below ``parent`` and forget those that are gone; returns what was found, in words."""
-    if not parent.is_dir():
-        raise invalid("--scan", str(parent), "no such folder", "a folder above run folders")
-    known, top, there = register.registered(), Path(os.path.realpath(parent)), list(runs_below(parent))
-    new = [run for run in there if run not in known]
-    lost = [run for run in known if run not in there and run.is_relative_to(top)]
-    register.add(RegisterLine(str(run), "forget" if run in lost else "run") for run in (*new, *lost))
-    return f"{len(there)} runs below {parent}: {len(new)} are new in the register, {len(lost)} gone ones are forgotten"
-
-
-def runs_below(parent: Path) -> Iterator[Path]:
-    """Folders of runs, however deep; a run has no runs within."""
-    for folder, inner, files in os.walk(os.path.realpath(parent)):
-        # A folder of a model has a config.json, too.
-        if "config.json" in files and "run.toml" in files:
-            inner.clear()
-            yield Path(folder)
-        inner[:] = [name for name in inner if not name.startswith(".")]
-
-
 def last_change(run: RunDir) -> float:
     """Epoch seconds of the last submission or status."""
     try:
@@ -162,14 +111,13 @@ def last_change(run: RunDir) -> float:
         return created(run)
 
 
-def row(run: RunDir, state: RunState, known: register.RegisteredRun) -> dict[str, Any]:
+def row(run: RunDir, state: RunState) -> dict[str, Any]:
     """Facts of one run: its state, and from its folder how far it is."""
     # Also of an earlier attempt: a resume that never started takes nothing back.
     status, member = read_status(run, 0), read_member(run)
     first, last = (None, None) if status is None else first_and_last(rewards(run), status.steps)
     return {
         **identity(run, state),
-        **msgspec.to_builtins(known),
         "sweep": "" if member is None else member.sweep,
         "submitted_at": created(run),
         "step": None if status is None else status.step,
@@ -181,21 +129,14 @@ def row(run: RunDir, state: RunState, known: register.RegisteredRun) -> dict[str
 
 
 def show_rows(rows: Sequence[dict[str, Any]], *, grouped: bool) -> None:
-    """The table, and below it reasons and notes."""
+    """The table, and below it reasons."""
     now = time.time()
-    shown = [RunRow(folder_of(fact), fact["sweep"], cells_of(fact, now)) for fact in rows]
-    own = os.path.realpath(RUNS)
-    show_runs(shown if grouped else [row._replace(folder=own, sweep="") for row in shown], COLUMNS, DISPENSABLE)
+    show_runs([RunRow(fact["sweep"] if grouped else "", cells_of(fact, now)) for fact in rows], COLUMNS, DISPENSABLE)
     for fact in rows:
-        reason = "" if fact["state"] in PLAIN else fact["reason"]
-        for text in filter(None, (reason, *(note["text"] for note in fact["notes"][-1:]))):
-            line = Text.assemble((f" {fact['run']}: ", "dim"), text)
+        if fact["reason"] and fact["state"] not in PLAIN:
+            line = Text.assemble((f" {fact['run']}: ", "dim"), fact["reason"])
             line.truncate(console().width, overflow="ellipsis")
             show(line)
-
-
-def folder_of(fact: dict[str, Any]) -> str:
-    return os.path.realpath(Path(fact["path"]).parent)
 
 
 def cells_of(fact: dict[str, Any], now: float) -> dict[str, str | Text]:
@@ -208,7 +149,6 @@ def cells_of(fact: dict[str, Any], now: float) -> dict[str, str | Text]:
         "step": "-" if fact["step"] is None else f"{fact['step']}/{fact['steps']}",
         "reward": "-" if fact["reward"] is None else f"{fact['reward_first']:.3f} → {fact['reward']:.3f}",
         "updated": "-" if fact["updated_at"] is None else age(now - fact["updated_at"]),
-        "tags": " ".join(fact["tags"]),
     }
 
 

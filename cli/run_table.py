@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -12,43 +11,34 @@ from rich.table import Table
 from rich.text import Text
 
 from .output import console, print_line, show, table
-from .runs import RUNS
 
 MISSING = ("", "-")
 """Texts of cells that say nothing; a column of them is left out."""
 
 
 class RunRow(NamedTuple):
-    """One run; rows of one folder stand together, and in it those of one sweep."""
+    """One run; rows of one sweep stand together."""
 
-    folder: str
-    """Parent of the run directory, without symbolic links."""
     sweep: str
     cells: Mapping[str, str | Text]
     """Texts by name of a column."""
 
 
 def show_runs(rows: Sequence[RunRow], columns: Sequence[str], dispensable: Sequence[str] = ()) -> None:
-    """Show a table for every folder, that of the working directory's runs last; ``columns`` as in `output.table`.
+    """Show a table, runs without a sweep first; ``columns`` as in `output.table`.
 
     - The terminal is too narrow -> the columns in ``dispensable`` are left out, one after the other.
     - That is not enough -> every name stands in a line of its own.
     """
-    own = os.path.realpath(RUNS)
-    rows = sorted(rows, key=lambda row: (row.folder == own, row.folder, row.sweep))
-    for folder, group in groupby(rows, key=lambda row: row.folder):
-        part = list(group)
-        if folder != own:
-            print_line(f"\n{folder}")
-        shown = [name for name in columns if any(str(row.cells[name.rstrip(">")]) not in MISSING for row in part)]
-        for less in range(len(dispensable) + 1):
-            made = _table(part, [name for name in shown if name.rstrip(">") not in dispensable[:less]])
-            wide = console().options.update(max_width=1000)
-            if Measurement.get(console(), wide, made).maximum <= console().width:
-                show(made)
-                break
-        else:
-            _show_blocks(part, shown)
+    rows = sorted(rows, key=lambda row: row.sweep)
+    shown = [name for name in columns if any(str(row.cells[name.rstrip(">")]) not in MISSING for row in rows)]
+    for less in range(len(dispensable) + 1):
+        made = _table(rows, [name for name in shown if name.rstrip(">") not in dispensable[:less]])
+        wide = console().options.update(max_width=1000)
+        if Measurement.get(console(), wide, made).maximum <= console().width:
+            show(made)
+            return
+    _show_blocks(rows, shown)
 
 
 def _table(rows: Sequence[RunRow], columns: Sequence[str]) -> Table:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +18,7 @@ from libra_hpc.facts.status import read_status as last_status
 from libra_hpc.facts.sweep_record import members, read_member
 from libra_hpc.slurm.queue.run_state import RunState
 
-from . import jobs, register
+from . import jobs
 
 RUNS = "runs"
 """Default of ``run.dir``."""
@@ -46,9 +45,6 @@ RunArgument = Annotated[
     ),
 ]
 RunsOption = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Parent of run folders.")]
-AnyRunsOption = Annotated[
-    Path | None, typer.Option("--runs", metavar="DIR", help="Only runs in DIR; default: all registered, and runs/.")
-]
 WeightsOption = Annotated[
     float, typer.Option("--weights-mb-s", min=0.0, metavar="MB", help="Most MB/s for new weights; default: no limit.")
 ]
@@ -65,18 +61,14 @@ def all_runs(parent: Path) -> list[RunDir]:
         raise invalid("--runs", str(parent), error_text(error), "a folder that you may read") from error
     # os.path, unlike Path, skips the private run of another user without an error.  A hidden one is being removed.
     named = (name for name in names if not name.startswith("."))
-    return in_order(RunDir(parent / name) for name in named if os.path.isfile(parent / name / "config.json"))
-
-
-def in_order(runs: Iterable[RunDir]) -> list[RunDir]:
-    """The oldest first."""
-    return sorted(runs, key=lambda run: (created(run), run.name))
+    found = (RunDir(parent / name) for name in named if os.path.isfile(parent / name / "config.json"))
+    return sorted(found, key=lambda run: (created(run), run.name))
 
 
 def find_run(wanted: str | None, parent: Path) -> RunDir:
     """The run that a user names, None: the latest; raises `UserError` naming the existing runs.
 
-    A name in the register, and the id of a job that Slurm still knows, find a run in any folder.
+    The id of a job that Slurm still knows finds a run in any folder.
     """
     if wanted and is_run(Path(wanted)):
         return RunDir(wanted)
@@ -94,8 +86,6 @@ def find_run(wanted: str | None, parent: Path) -> RunDir:
     for run in reversed(runs):
         if wanted in (run.name, job_id(run)):
             return run
-    if known := _registered(wanted):
-        return known
     elsewhere = jobs.run_folder(wanted)
     if elsewhere is not None and is_run(elsewhere):
         return RunDir(elsewhere)
@@ -109,27 +99,6 @@ def find_run(wanted: str | None, parent: Path) -> RunDir:
 def is_run(folder: Path) -> bool:
     """Whether it is a run's folder: a model's has a config.json too."""
     return os.path.isfile(folder / "config.json") and not os.path.isfile(folder / "tokenizer.json")
-
-
-def _registered(wanted: str) -> RunDir | None:
-    """The run of that name or job id in the register; raises `UserError` where there are several."""
-    found = [run for run in registered_runs() if wanted in (run.name, job_id(run))]
-    if len(found) > 1:
-        raise invalid("RUN", wanted, "several runs have this name", (str(run.path) for run in found))
-    return found[0] if found else None
-
-
-def everywhere(parent: Path | None = None) -> list[RunDir]:
-    """Runs of the register and of the working directory's runs folder, or those below ``parent``, the oldest first."""
-    if parent is not None:
-        return all_runs(parent)
-    found = {register.real(run): run for run in [*registered_runs(), *all_runs(Path(RUNS))]}
-    return in_order(found.values())
-
-
-def registered_runs() -> list[RunDir]:
-    """Runs of the register whose folder is there."""
-    return [RunDir(path) for path in register.registered() if os.path.isfile(path / "config.json")]
 
 
 def of_sweep(sweep: str, parent: Path) -> list[RunDir]:

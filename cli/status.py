@@ -14,7 +14,7 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.summary import evaluation_results
 from libra_hpc.facts.view import StatusScreen
 
-from . import jobs, register
+from . import jobs
 from .follow import follow, job_line
 from .output import print_json, print_line, show
 from .runs import (
@@ -34,10 +34,9 @@ from .runs import (
 def facts(run: RunDir) -> dict[str, Any]:
     """Which run it is, how it stands, and the last snapshot of its status, as JSON."""
     state, snapshot = jobs.state(run), read_status(run)
-    known = msgspec.to_builtins(register.of_run(run))
     shown = None if snapshot is None else as_json(with_state(snapshot, state))
     evaluations = msgspec.to_builtins(evaluation_results(run))
-    return {**identity(run, state), **known, "status": shown, "evaluations": evaluations}
+    return {**identity(run, state), "status": shown, "evaluations": evaluations}
 
 
 def status(
@@ -67,5 +66,3 @@ def status(
         print_line(f"{found.name}: {job_line(job_id(found) + where, line)}; files in {found.path}")
     for result in evaluation_results(found):
         print_line(f"{found.name}: evaluation {result.words()}")
-    if remark := register.of_run(found).words:
-        print_line(f"{found.name}: {remark}")

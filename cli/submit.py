@@ -26,7 +26,7 @@ from libra_hpc.owner.claim import HeldLease, LeaseRefused, acquire
 from libra_hpc.planning.initial import plan_record
 from libra_hpc.preflight.checked_run import CheckedRun
 
-from . import jobs, register
+from . import jobs
 from .check import check_all, load, warn, with_absolute_paths
 from .config_show import OverrideOption
 from .follow import follow, wait_silently
@@ -239,7 +239,7 @@ def queue(checked: CheckedRun, run: RunDir, number: int, after: str = "", from_s
             print_note(f"warning: {sentence}")
         if checked.plan is not None:
             run.write_json(run.plan, plan_record(checked.plan))
-        queued = jobs.queue(checked.launch(run, number, after, from_step), checked.environment)
+        return jobs.queue(checked.launch(run, number, after, from_step), checked.environment)
     except (UserError, OperationError, OSError) as error:
         if number == 1:
             jobs.discard(run)
@@ -247,8 +247,6 @@ def queue(checked: CheckedRun, run: RunDir, number: int, after: str = "", from_s
             why = f"{error.filename or 'a file of the run'} cannot be read or written ({error_text(error)})"
             raise invalid("run.dir", checked.config.run.dir, why, "a writable folder with room") from error
         raise
-    register.remember(run)
-    return queued
 
 
 def share(run: RunDir, before: RunConfig, config: RunConfig) -> None:

@@ -29,9 +29,6 @@ settings.register_profile("libra", deadline=None)
 settings.load_profile("libra")
 # The profile of the machine that runs the tests must not change what they see.
 os.environ["LIBRA_HPC_SITE"] = "none"
-# Nor may they add to the user's register of runs, or read it.
-os.environ["LIBRA_HPC_REGISTER"] = "none"
-
 
 ENGINES = pytest.StashKey[IO[str] | None]()
 """The lock of the worker that has vLLM engines, where two of them would fill the memory."""

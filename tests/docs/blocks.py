@@ -95,7 +95,6 @@ def output(command: str, folder: Path) -> str:
         "PATH": f"{folder / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin",
         "HOME": str(folder),
         "LIBRA_HPC_SITE": "none",
-        "LIBRA_HPC_REGISTER": "none",
         # Other tests may have one up.
         "LIBRA_HPC_CLUSTER": str(folder / "no-cluster"),
     }

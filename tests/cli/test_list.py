@@ -1,0 +1,79 @@
+"""`libra-hpc list`: which runs it has, in which order, and how it shows them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from libra_hpc.facts.sweep_record import SweepMember, write_member
+from libra_hpc.slurm.queue.query import JobInfo, JobState
+from tests.facts import synthetic
+
+from .conftest import Cli, Queue, one_line, write_status
+
+LONG = "qwen3-14b-a800-eta0.lr1e-6.clip0.2.seed0"
+
+
+def listed(cli: Cli, *options: str) -> list[str]:
+    return [row["run"] for row in json.loads(cli("list", "--json", *options).out)]
+
+
+def test_a_list_has_the_runs_of_one_folder(site: Path, queue: Queue, cli: Cli) -> None:
+    synthetic.make_run(site / "runs")
+    synthetic.make_run(site / "paper", "other")
+    assert listed(cli) == ["quick-001"]
+    assert listed(cli, "--runs", "paper") == ["other-001"]
+    assert cli("list", "--runs", "none").err == "no runs below none/\n"
+
+
+def test_a_list_is_filtered_by_state_and_time_and_sorted(site: Path, queue: Queue, cli: Cli) -> None:
+    for place, name in enumerate(("old", "new", "failed")):
+        run = synthetic.make_run(site / "runs", name)
+        stamp = time.time() - (3600.0 if place else 9e5) + place
+        write_status(run, "failed" if name == "failed" else "completed", step=40 - place, at=stamp)
+        run.write_json(run.job, run.read_json(run.job) | {"submitted_at": stamp})
+        os.utime(run.status, (stamp, stamp))
+    assert listed(cli) == ["old-001", "new-001", "failed-001"]
+    assert listed(cli, "--state", "failed") == ["failed-001"]
+    assert listed(cli, "--state", "failed", "--state", "completed", "--since", "7d") == ["new-001", "failed-001"]
+    assert listed(cli, "--since", "2026-01-31", "--state", "completed") == ["old-001", "new-001"]
+    assert listed(cli, "--sort", "step") == ["failed-001", "new-001", "old-001"]
+    assert cli("list", "--state", "paused").err == "none of 3 runs matches\n"
+    assert "--state = 'done': no state of a run; valid: never_queued, pending" in one_line(
+        cli("list", "--state", "done")
+    )
+    assert "--since = '7 days': malformed; valid: a number with m" in one_line(cli("list", "--since", "7 days"))
+    assert "--sort = 'steps': unknown value; valid: submitted" in one_line(cli("list", "--sort", "steps"))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_names_of_runs_are_whole_in_every_width(
+    width: int, site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("libra_hpc_cli.output.WIDTH", width)
+    for name in ("quick", "quick-eta0.seed0", LONG):
+        run = synthetic.make_run(site / "runs", name)
+        write_member(run, SweepMember("quick", {}))
+    lines = cli("list").out.splitlines()
+    for name in ("quick-001", "quick-eta0.seed0-001", f"{LONG}-001"):
+        assert sum(name in line.split() for line in lines) == 1
+    assert not any("…" in line for line in lines)
+    assert max(map(len, lines)) <= width
+
+
+def test_a_resume_that_is_cancelled_before_it_starts_takes_no_step_and_no_reward_back(
+    site: Path, queue: Queue, cli: Cli
+) -> None:
+    run = synthetic.make_run(site / "runs")
+    (before,) = json.loads(cli("list", "--json").out)
+    run.write_json(run.job, run.read_json(run.job) | {"attempt": 2})
+    run.result.unlink()
+    queue.answer = JobInfo("4711", JobState.CANCELLED)
+    (after,) = json.loads(cli("list", "--json").out)
+    assert (after["state"], after["attempt"], after["reason"]) == ("cancelled", 2, "before it started")
+    for key in ("step", "steps", "reward_first", "reward", "updated_at"):
+        assert after[key] == before[key] is not None
