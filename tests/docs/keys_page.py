@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from libra_hpc.config.reference import as_text, select, tables
 
 EXAMPLE = "rollout.max_model_len"
+SITE = re.compile(r"\s+Also\s+allowed\s+in:\s+site\s+profile\.")
 _PAGE = """\
 # Which keys can a run file have?
 
@@ -23,7 +26,7 @@ $ libra-hpc config explain {name}
 - A run file is TOML. A key that is left out has its default.
 - An unknown key is an error, and so is a value of another type.
 - `-o section.key=value` replaces one value for one command.
-- Some keys may stand in a site profile as well (site.md).
+- Keys marked *(site)* may stand in a site profile as well (site.md).
 - `libra-hpc config show RUN.toml` prints the file with all defaults as JSON.
   With `--toml` it prints a run file without the defaults, and with `--sources`
   where each value comes from. A run is shown as well: `config show RUN`.
@@ -37,7 +40,9 @@ This page is written by `python -m tests.docs.keys_page`.
 
 def page() -> str:
     """The text of ``docs/configuration.md``."""
-    return _PAGE.format(name=EXAMPLE, example=as_text(select(EXAMPLE)).rstrip(), tables=as_text(tables()))
+    return _PAGE.format(
+        name=EXAMPLE, example=as_text(select(EXAMPLE)).rstrip(), tables=SITE.sub("\n  *(site)*", as_text(tables()))
+    )
 
 
 if __name__ == "__main__":
