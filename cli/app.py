@@ -84,9 +84,7 @@ VERBS = {
     "calibrate": Verb("Measure engine steps or training steps of a model, in a job.", "calibrate.app"),
     "make-policy": Verb("Make a policy small enough to learn a built-in task.", "make_policy.make_policy"),
     "cluster": Verb("The embedded Slurm on this machine.", "cluster.app"),
-    "config": Verb(
-        "Show the merged configuration of a run with the source of each value; explain keys.", "config_show.app"
-    ),
+    "config": Verb("Show the merged configuration of a run; explain keys.", "config_show.app"),
     "task": Verb("Try a task: one episode, with the turns of a script or of a policy.", "task_try.app"),
     "trace": Verb("Recorded trajectories: inspect, generate, convert.", "trace.app"),
 }

@@ -84,7 +84,7 @@ def warn(warnings: Sequence[str]) -> None:
 
 def load(run_file: Path, overrides: Sequence[str]) -> RunConfig:
     """Load a run file over the site profile, with every path made absolute."""
-    config = with_absolute_paths(load_run_file(run_file, overrides, site_profile().values))
+    config = with_absolute_paths(load_run_file(run_file, overrides, site_profile()))
     # Not for a run that is resumed: it has its split, and may outlive the files behind it.
     check_planner_files(config)
     return config
@@ -92,7 +92,7 @@ def load(run_file: Path, overrides: Sequence[str]) -> RunConfig:
 
 def site_config(changes: Mapping[str, object] | None = None) -> RunConfig:
     """The site profile over the defaults, for jobs that have no run file; ``changes`` by dotted key."""
-    config = validate(site_profile().values)
+    config = validate(site_profile())
     return with_absolute_paths(with_values(config, changes) if changes else config)
 
 

@@ -1,19 +1,19 @@
-"""`libra-hpc config`: the merged configuration with the source of each value, and what each key means."""
+"""`libra-hpc config`: the merged configuration, and what each key means."""
 
 from __future__ import annotations
 
 import glob
 import os
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
 from libra_hpc.config.load import load_resolved, load_run_file
-from libra_hpc.config.reference import Present, as_records, as_text, select, tables
+from libra_hpc.config.reference import as_records, as_text, select, tables
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.site import site_profile
-from libra_hpc.config.sources import DEFAULT, DEFAULTS, as_toml, queued_sources, run_file_sources, values
+from libra_hpc.config.run_file_text import DEFAULTS, as_toml, values
+from libra_hpc.config.site import dotted, site_profile
 from libra_hpc.errors import UserError
 
 from .output import print_json, print_line
@@ -54,13 +54,6 @@ OverrideOption = Annotated[
 ]
 
 
-class Resolved(NamedTuple):
-    """A configuration and the source of every key that has one."""
-
-    config: RunConfig
-    sources: dict[str, str]
-
-
 @app.command("show")
 def show(
     wanted: Annotated[
@@ -68,19 +61,14 @@ def show(
     ],
     override: OverrideOption = [],  # noqa: B006
     toml: Annotated[bool, typer.Option("--toml", help="Print a run file, without the defaults.")] = False,
-    sources: Annotated[bool, typer.Option("--sources", help="With where each value comes from.")] = False,
-    everything: Annotated[bool, typer.Option("--all", help="With --toml: the defaults too.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Print the merged configuration, as JSON (the default) or as a run file; checks the schema only."""
     if toml and json:
         raise UserError("--toml and --json are two forms of one output; give one of them.")
-    found, origin = resolve(wanted, override)
+    found = resolve(wanted, override)
     if toml:
-        keys = list(values(found)) if everything else [*origin, *site_profile().sources]
-        print_line(as_toml(found, keys, origin if sources else None))
-    elif sources:
-        print_json({key: {"value": value, "source": origin.get(key, DEFAULT)} for key, value in values(found).items()})
+        print_line(as_toml(found, dotted(site_profile())))
     else:
         print_json(found.model_dump())
 
@@ -106,25 +94,19 @@ def explain(
     found = select(key) if key else tables()
     if override and not run:
         raise UserError("-o changes a value of --run, which is not given.")
-    present = None
-    if run:
-        config, origin = resolve(run, override)
-        present = {name: Present(value, origin.get(name, DEFAULT)) for name, value in values(config).items()}
+    present = values(resolve(run, override)) if run else None
     if json:
         print_json(as_records(found, present))
     else:
         print_line(as_text(found, present).rstrip("\n"))
 
 
-def resolve(wanted: str, overrides: list[str]) -> Resolved:
+def resolve(wanted: str, overrides: list[str]) -> RunConfig:
     """The configuration of a run file over the site profile, or of a run; raises `UserError`."""
     path = Path(wanted)
     if os.path.isfile(path) or path.suffix == ".toml":
-        profile = site_profile()
-        config = load_run_file(path, overrides, profile.values)
-        return Resolved(config, run_file_sources(path, overrides, profile))
+        return load_run_file(path, overrides, site_profile())
     run = find_run(wanted, Path(RUNS))
     if overrides:
         raise UserError(f"-o {overrides[0]!r}: it changes a run file, and {run.name} is a run.")
-    config = load_resolved(run.config)
-    return Resolved(config, queued_sources(config, run.toml))
+    return load_resolved(run.config)

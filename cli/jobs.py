@@ -187,7 +187,7 @@ def make_policy(out: Path, task: str, seed: int, steps: int, executor: str) -> d
     Raises `OperationError` when the job fails; its logs then stay beside ``out``.
     """
     found = environment(executor)
-    config = validate(site_profile().values)
+    config = validate(site_profile())
     compute = config.compute
     folder, unfinished = out.with_name(f".{out.name}.job"), out.with_name(f".{out.name}.unfinished")
     try:

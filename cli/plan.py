@@ -147,7 +147,7 @@ def plan(
     if target is not None:
         check_target(target, layouts=layouts, swept=low != high)
     lent = lenders(borrow, swept=low != high)
-    config = load_run_file(run_file, override, site_profile().values)
+    config = load_run_file(run_file, override, site_profile())
     files = {
         key: str(file or "") for key, file in (("devices", devices), ("trace", trace), ("train_speed", train_speed))
     }

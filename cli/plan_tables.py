@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from libra_hpc.config.sources import toml_value
+from libra_hpc.config.run_file_text import toml_value
 from libra_hpc.models.memory import USABLE
 from libra_hpc.planning.in_turn import in_turn_of, keys
 from libra_hpc.planning.request import PlanRequest, describe

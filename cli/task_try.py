@@ -75,7 +75,7 @@ def _config(named: str, policy: Path | None, overrides: list[str]) -> RunConfig:
         own: dict[str, Any] = {"task": {"name": named}}
         for one in (*overrides, *folder):
             apply_override(own, one)
-        config = with_absolute_paths(validate(merged(site_profile().values, own)))
+        config = with_absolute_paths(validate(merged(site_profile(), own)))
     if not config.model.path:
         raise invalid("--policy", "", "not given", "a Hugging Face folder; with --script its tokenizer is enough")
     return config

@@ -38,13 +38,6 @@ class ConfigKey(NamedTuple):
     """Where the value may stand besides a run file and ``-o``."""
 
 
-class Present(NamedTuple):
-    """A key's value in one configuration."""
-
-    value: Any
-    source: str
-
-
 class KeyTable(NamedTuple):
     """A section of the run file, or several that have the same keys."""
 
@@ -80,7 +73,7 @@ def select(wanted: str) -> list[KeyTable]:
     raise UserError(f"KEY = {wanted!r}: no such section or key{nearest(wanted, known)}.")
 
 
-def as_text(found: Sequence[KeyTable], present: Mapping[str, Present] | None = None) -> str:
+def as_text(found: Sequence[KeyTable], present: Mapping[str, Any] | None = None) -> str:
     """Markdown of at most `WIDTH` columns, which a terminal shows as well; ``present``: by dotted key."""
     parts = []
     for table in found:
@@ -90,7 +83,7 @@ def as_text(found: Sequence[KeyTable], present: Mapping[str, Present] | None = N
     return "\n\n".join(parts) + "\n"
 
 
-def as_records(found: Sequence[KeyTable], present: Mapping[str, Present] | None = None) -> list[dict[str, Any]]:
+def as_records(found: Sequence[KeyTable], present: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
     """One record for each key of each section, for programs; ``present``: by dotted key."""
     return [
         {
@@ -100,7 +93,7 @@ def as_records(found: Sequence[KeyTable], present: Mapping[str, Present] | None 
             "default": key.default,
             "description": key.text,
             "set_in": ["run file", *key.also_in],
-            **({} if present is None else present[f"{name}.{key.name}"]._asdict()),
+            **({} if present is None else {"value": present[f"{name}.{key.name}"]}),
         }
         for table in found
         for name in table.names
@@ -137,13 +130,13 @@ def _also_in(section: str, name: str) -> tuple[str, ...]:
     return (*site, *((f"components.*.{name}",) if section == "slurm" and name in Component.model_fields else ()))
 
 
-def _present(names: Sequence[str], key: str, present: Mapping[str, Present]) -> str:
+def _present(names: Sequence[str], key: str, present: Mapping[str, Any]) -> str:
     """The values of a key in the sections of one table, in words."""
     found = {name: present[f"{name}.{key}"] for name in names if f"{name}.{key}" in present}
-    told = {name: f"`{json.dumps(one.value)}` ({one.source})" for name, one in found.items()}
-    if len(set(told.values())) <= 1:
-        return "".join(f"Now {words}." for words in list(told.values())[:1])
-    each = ", ".join(f"{name.rpartition('.')[2]} {words}" for name, words in told.items())
+    texts = {name: f"`{json.dumps(value)}`" for name, value in found.items()}
+    if len(set(texts.values())) <= 1:
+        return "".join(f"Now {text}." for text in list(texts.values())[:1])
+    each = ", ".join(f"{name.rpartition('.')[2]} {text}" for name, text in texts.items())
     return f"Now {each}."
 
 

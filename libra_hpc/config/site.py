@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from libra_hpc.errors import UserError, nearest
 
@@ -35,13 +35,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 """Sections of a site profile and the keys they may have; no keys: all of the section."""
 
 
-class SiteProfile(NamedTuple):
-    """Merged values, as nested tables, and the file each came from by dotted key."""
-
-    values: dict[str, Any]
-    sources: dict[str, Path]
-
-
 def places(environ: Mapping[str, str] = os.environ) -> list[Path]:
     """Files that make the profile, the one that wins last; whether they exist or not."""
     named = environ.get(VARIABLE, "")
@@ -50,14 +43,13 @@ def places(environ: Mapping[str, str] = os.environ) -> list[Path]:
     return [SYSTEM, OWN.expanduser(), *([Path(named).expanduser()] if named else [])]
 
 
-def site_profile(environ: Mapping[str, str] = os.environ) -> SiteProfile:
-    """The profile of this machine and user; empty where there is none.
+def site_profile(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The profile of this machine and user, as nested tables; empty where there is none.
 
     Raises `UserError` for a file that cannot be read, a key that is no fact of a site, a wrong value, and for a
     missing file that ``LIBRA_HPC_SITE`` names.
     """
     values: dict[str, Any] = {}
-    sources: dict[str, Path] = {}
     named = environ.get(VARIABLE, "")
     for path in places(environ):
         if not path.exists():
@@ -71,8 +63,7 @@ def site_profile(environ: Mapping[str, str] = os.environ) -> SiteProfile:
         except UserError as error:
             raise UserError(f"site profile {path}: {error}") from None
         values = merged(values, found)
-        sources |= dict.fromkeys(dotted(found), path)
-    return SiteProfile(values, sources)
+    return values
 
 
 def dotted(table: Mapping[str, Any]) -> list[str]:

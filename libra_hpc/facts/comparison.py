@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from libra_hpc.config.load import flat
-from libra_hpc.config.sources import HIDDEN, without_secrets
+from libra_hpc.config.run_file_text import HIDDEN, without_secrets
 
 from . import series
 from .columns import Value, compared, values_of

@@ -19,7 +19,7 @@ import jinja2
 
 from libra_hpc.config.load import flat, read_toml
 from libra_hpc.config.reference import as_records, tables
-from libra_hpc.config.sources import HIDDEN, TABLES, toml_text, without_secrets
+from libra_hpc.config.run_file_text import HIDDEN, TABLES, toml_text, without_secrets
 from libra_hpc.errors import UserError
 from libra_hpc.facts import series
 from libra_hpc.facts.columns import rows_of

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from libra_hpc.config.job import Component
 from libra_hpc.config.node_groups import SHARED, HetGroup, differing, het_groups, rank_components
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.sources import values
+from libra_hpc.config.run_file_text import values
 from libra_hpc.errors import invalid
 from libra_hpc.facts.rundir import RunDir
 

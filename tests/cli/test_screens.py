@@ -36,7 +36,7 @@ SCREENS = [
     "trace inspect t.jsonl",
     "simulate t.jsonl",
     "doctor",
-    "config show RUN.toml --toml --sources",
+    "config show RUN.toml --toml",
     "config explain components",
 ]
 

@@ -16,7 +16,7 @@ libra-hpc config explain [SECTION | SECTION.KEY] [--run RUN.toml] [--json]
 ```
 
 explains all keys, those of a section, or one. With `--run` it adds the present
-value in a run file or a run, and where the value comes from. For example:
+value in a run file or a run. For example:
 
 ```console
 $ libra-hpc config explain {name}
@@ -28,8 +28,8 @@ $ libra-hpc config explain {name}
 - `-o section.key=value` replaces one value for one command.
 - Keys marked *(site)* may stand in a site profile as well (site.md).
 - `libra-hpc config show RUN.toml` prints the file with all defaults as JSON.
-  With `--toml` it prints a run file without the defaults, and with `--sources`
-  where each value comes from. A run is shown as well: `config show RUN`.
+  With `--toml` it prints a run file without the defaults. A run is shown as
+  well: `config show RUN`.
 - `libra-hpc check RUN.toml` checks the file, its model, its task and the
   cluster.
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.sources import DEFAULTS, HIDDEN, without_secrets
+from libra_hpc.config.run_file_text import DEFAULTS, HIDDEN, without_secrets
 from libra_hpc.facts import series
 from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from libra_hpc.config.load import PATHS
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.sources import values
+from libra_hpc.config.run_file_text import values
 from libra_hpc.errors import invalid
 from libra_hpc.user_file import file_of
 

@@ -1,0 +1,88 @@
+"""A configuration as a run file.
+
+It has every key that differs from its default, and those of the site profile.  So it loads to the same configuration
+with and without that profile.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from .load import flat
+from .run import RunConfig
+
+TABLES = ("compute.env", "task.options")
+"""Keys whose values are tables of any names."""
+HIDDEN = "(hidden)"
+"""Stands for a value that may be a secret, in what is for others."""
+_SECRET = r"(?i:keys?|token|secrets?|passwords?|passwd|passphrase|credentials?)(?![a-z])"
+"""In a name; ``max_tokens`` is no secret."""
+_ASSIGNED = re.compile(rf"""((?:\bexport\s+\w+|{_SECRET}\w*)=)("[^"]*"|'[^']*'|\S+)""")
+"""In a line of a shell, or an option."""
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def values(config: RunConfig) -> dict[str, Any]:
+    """Dotted keys and values, in the order of the schema."""
+    return flat(config.model_dump(), TABLES)
+
+
+DEFAULTS = values(RunConfig())
+
+
+def as_toml(config: RunConfig, keys: Iterable[str]) -> str:
+    """A run file with ``keys``, and those that differ from their defaults."""
+    shown = set(keys)
+    present = {key: value for key, value in values(config).items() if key in shown or value != DEFAULTS[key]}
+    if any(key.startswith("components.hybrid.") for key in present):
+        # In a run file the section alone means one node.
+        present["components.hybrid.nodes"] = config.components.hybrid.nodes
+    return toml_text(present)
+
+
+def toml_text(present: Mapping[str, Any]) -> str:
+    """A run file with these keys."""
+    sections: dict[str, list[str]] = {}
+    for key, value in present.items():
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section, [f"[{section}]"]).append(f"{name} = {toml_value(value)}")
+    return "\n\n".join("\n".join(lines) for lines in sections.values())
+
+
+def without_secrets(key: str, value: Any) -> Any:
+    """The value of a key, or of a part of it, as others may see it."""
+    if isinstance(value, Mapping):
+        return {name: without_secrets(f"{key}.{name}", inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(key, inner) for inner in value]
+    if any(f"{key}.".startswith(f"{table}.") for table in TABLES) or re.search(_SECRET, key):
+        return HIDDEN
+    return _ASSIGNED.sub(rf"\1{HIDDEN}", value) if isinstance(value, str) else value
+
+
+def toml_value(value: Any) -> str:
+    """One value on one line; other characters than ASCII are escaped, because a terminal may not show them."""
+    if isinstance(value, str):
+        return '"' + "".join(_escaped(value)) + '"'
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, Mapping):
+        pairs = (
+            f"{key if _BARE.fullmatch(key) else toml_value(key)} = {toml_value(inner)}" for key, inner in value.items()
+        )
+        inside = ", ".join(pairs)
+        return f"{{ {inside} }}" if inside else "{}"
+    return json.dumps(value)
+
+
+def _escaped(text: str) -> Iterator[str]:
+    for character in text:
+        if character in '"\\':
+            yield f"\\{character}"
+        elif " " <= character <= "~":
+            yield character
+        else:
+            yield f"\\U{ord(character):08X}"
