@@ -61,8 +61,7 @@ VERBS = {
     "logs": Verb("Print the end of a run's log files.", "logs.logs"),
     "cancel": Verb("Have a run save at its next step boundary and stop.", "cancel.cancel"),
     "join": Verb("Give a running job more engines: idle nodes, from any allocation.", "join.join"),
-    "lend": Verb("Start a server whose idle GPU time is lent to runs.", "lend.lend"),
-    "lenders": Verb("List servers that lend, and to whom; revoke one.", "lenders.lenders"),
+    "lend": Verb("Start a server whose idle GPU time is lent to runs; list and revoke those that lend.", "lend.app"),
     "repartition": Verb(
         "Repartition a running job: core nodes, TP and PP of training, engines of a node.", "repartition.repartition"
     ),

@@ -1,4 +1,4 @@
-"""`libra-hpc lend`: start a server whose GPU is lent to runs while its users leave it.
+"""`libra-hpc lend`: start a server whose GPU is lent to runs while its users leave it; list and revoke what is lent.
 
 - Everything is checked before anything starts.
 - The lender is started as a process of its own; then the server's command takes the place of this one, so that it is
@@ -20,22 +20,28 @@ from typing import Annotated
 import msgspec
 import typer
 
-from libra_hpc.annexes.lend import lender, lender_record
+from libra_hpc.annexes.lend import lender
+from libra_hpc.annexes.lend import lender_record as records
 from libra_hpc.annexes.lend.beside_server import libra_hpc_serving as serving
 from libra_hpc.annexes.lend.hours import Hours
+from libra_hpc.annexes.lend.lender_record import LenderRecord
 from libra_hpc.annexes.lend.terms import Give, LendTerms, Slo, memory_mib
 from libra_hpc.errors import OperationError, error_text, invalid
 from libra_hpc.gate.page import Page
 from libra_hpc.process.agent_folders import PREFIX
 
-from .output import print_note
-from .runs import WeightsOption
+from .output import narrow_table, print_json, print_line, print_note, show
+from .runs import JsonOption, WeightsOption
 
 MIDDLEWARE = "libra_hpc_serving.Watch"
 GIVES: tuple[Give, ...] = ("idle", "slack")
 
 
-def lend(
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.command("serve", help="Start a server whose idle GPU time is lent to runs.")
+def serve(
     command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND...", help="The server's command.")] = None,
     slo: Annotated[str, typer.Option("--slo", metavar="LIMITS", help="Such as ttft=500ms,tpot=150ms.")] = "",
     give: Annotated[str, typer.Option("--give", metavar="WHAT", help="idle, or slack: also beside users.")] = "idle",
@@ -77,7 +83,7 @@ def start_lender(terms: LendTerms, runs: Path) -> Path:
     """Start the lender of this process; returns its page."""
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     try:
-        place = lender_record.folder()
+        place = records.folder()
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         page = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base)) / "page"
         Page.create(page)
@@ -89,7 +95,7 @@ def start_lender(terms: LendTerms, runs: Path) -> Path:
     argv = [sys.executable, "-m", "libra_hpc.annexes.lend.lender", msgspec.json.encode(settings).decode()]
     # A session of its own: Ctrl-C ends the server, and the lender follows in order.
     subprocess.Popen(argv, stdin=subprocess.DEVNULL, start_new_session=True)
-    print_note(f"lender {name}: what it gives is in `libra-hpc lenders`")
+    print_note(f"lender {name}: what it gives is in `libra-hpc lend list`")
     return page
 
 
@@ -105,3 +111,54 @@ def watched(command: list[str]) -> list[str]:
 def _python_path() -> str:
     beside = str(Path(serving.__file__).parent)
     return os.pathsep.join(filter(None, (beside, os.environ.get("PYTHONPATH", ""))))
+
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A lender of `lend list`.")]
+
+
+@app.command("list", help="List servers that lend, to which run, and why not now.")
+def list_lenders(as_json: JsonOption = False) -> None:
+    found = records.all_records(records.folder())
+    if as_json:
+        print_json([facts(name, record, gone) for name, (record, gone) in found.items()])
+    elif not found:
+        print_note("nobody lends; `libra-hpc lend serve` starts a server that does")
+    else:
+        made = narrow_table("lender~", "host~", "state", "run~", "limits", "hours", "tokens>", "why~")
+        for name, (record, gone) in found.items():
+            made.add_row(*row(name, record, gone))
+        show(made)
+
+
+@app.command("revoke", help="Have a lender give nothing from now on.")
+def revoke(name: NameArgument, back: Annotated[bool, typer.Option("--return", help="It gives again.")] = False) -> None:
+    place = records.folder()
+    known = records.all_records(place)
+    if name not in known:
+        raise invalid("NAME", name, "no such lender", sorted(known) or "there are none")
+    file = records.revoked_file(place, name)
+    try:
+        file.unlink(missing_ok=True) if back else file.touch(mode=0o600)
+    except OSError as error:
+        raise OperationError(f"{place} cannot be written: {error_text(error)}.") from error
+    print_line(f"{name} gives again" if back else f"{name} gives nothing from now on; its guest leaves")
+
+
+def row(name: str, record: LenderRecord | None, gone: bool) -> list[str]:
+    if record is None:
+        return [name, "", "gone" if gone else "unknown", "", "", "", "", "its record cannot be read"]
+    state, why = ("gone", "its lender has ended") if gone else (record.state, record.why)
+    borrower = "" if gone else Path(record.borrower).name
+    terms = record.terms
+    tokens = f"{record.tokens:,}"
+    return [name, record.host, state, borrower, terms.slo, str(Hours.parse(terms.hours)), tokens, why]
+
+
+def facts(name: str, record: LenderRecord | None, gone: bool) -> dict[str, object]:
+    """Facts for JSON, without what identifies its process."""
+    if record is None:
+        return {"name": name, "state": "gone" if gone else "unknown"}
+    known = msgspec.to_builtins(record)
+    for private in ("boot", "ticks"):
+        del known[private]
+    return {**known, "state": "gone" if gone else record.state}

@@ -36,7 +36,7 @@ def read_behind(path: Path) -> Behind:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Behind)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid("--behind", str(path), error_text(error), "a file that libra-hpc lend wrote") from None
+        raise invalid("--behind", str(path), error_text(error), "a file that libra-hpc lend serve wrote") from None
 
 
 def read_report(path: Path) -> GuestReport | None:

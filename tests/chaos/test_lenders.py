@@ -42,13 +42,13 @@ def test_a_server_lends_until_it_is_revoked_and_outlives_its_lender(tmp_path: Pa
         record = lent.wait("lends")
         assert record["borrower"] == str(case.run.path if case.run else "")
         wait(lambda: lent.records()[0]["tokens"] > 0, "tokens in the record")
-        case.cli("lenders", "--revoke", record["name"])
+        case.cli("lend", "revoke", record["name"])
         paused = lent.wait("paused")
         assert paused["why"] == "revoked"
         assert case.events("guest_leaves")[-1]["reason"] == "it got SIGTERM"
         assert (guests(case, "left"), guests(case, "lost")) == (1, 0)
         assert lent.answers()
-        case.cli("lenders", "--return", record["name"])
+        case.cli("lend", "revoke", record["name"], "--return")
         case.wait(lambda: guests(case, "serves") == 2, "the second guest")
         os.kill(record["pid"], signal.SIGKILL)
         case.wait(lambda: guests(case, "left") == 2, "the guest without its lender has left")
@@ -124,9 +124,9 @@ def with_another_secret(case: Chaos, lent: SmallServer, name: str) -> None:
 
 
 def back_and_forth(case: Chaos, lent: SmallServer, name: str) -> None:
-    case.cli("lenders", "--revoke", name)
+    case.cli("lend", "revoke", name)
     lent.wait("paused")
-    case.cli("lenders", "--return", name)
+    case.cli("lend", "revoke", name, "--return")
 
 
 def with_a_second_run(case: Chaos, lent: SmallServer, name: str) -> None:

@@ -90,6 +90,7 @@ GROUPS = {
     "calibrate": "engine train",
     "config": "show explain",
     "cluster": "up env down status",
+    "lend": "serve list revoke",
     "task": "try",
     "trace": "inspect convert generate",
 }

@@ -40,7 +40,7 @@ log = logging.getLogger("libra_hpc.annexes.lend")
 
 
 class LendSettings(msgspec.Struct, frozen=True):
-    """What `libra-hpc lend` hands to the lender that it starts."""
+    """What `libra-hpc lend serve` hands to the lender that it starts."""
 
     name: str
     terms: LendTerms

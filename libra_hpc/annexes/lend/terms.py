@@ -1,4 +1,4 @@
-"""What an owner gives, and what his users must not lose: the options of `libra-hpc lend`, checked."""
+"""What an owner gives, and what his users must not lose: the options of `libra-hpc lend serve`, checked."""
 
 from __future__ import annotations
 

@@ -42,13 +42,13 @@ class Lent:
         # Also for what the test asks of it.
         os.environ[records.VARIABLE] = str(self.place)
         self.log = case.folder / "server.log"
-        lend = [str(sys.executable), "-m", "libra_hpc_cli.app", "lend", "--slo", "ttft=500ms,tpot=150ms"]
+        lend = [str(sys.executable), "-m", "libra_hpc_cli.app", "lend", "serve", "--slo", "ttft=500ms,tpot=150ms"]
         with self.log.open("w") as log:
             runs = str(case.folder / "runs")
             self.server = subprocess.Popen([*lend, "--runs", runs, "--", *command], stdout=log, stderr=log)
 
     def records(self) -> list[dict[str, Any]]:
-        return json.loads(self.case.cli("lenders", "--json").stdout)  # type: ignore[no-any-return]
+        return json.loads(self.case.cli("lend", "list", "--json").stdout)  # type: ignore[no-any-return]
 
     def wait(self, state: str) -> dict[str, Any]:
         """The record of a lender, once it has this state."""
