@@ -48,7 +48,7 @@ dev:
 
 run: venv
 	@$(BIN)/libra-hpc cluster up --if-needed
-	@test -f $(POLICY)/config.json || $(BIN)/libra-hpc make-policy $(POLICY)
+	@test -f $(POLICY)/config.json || $(BIN)/libra-hpc make-policy $(POLICY) --task examples/keychain.py:KeyChain
 	@$(BIN)/libra-hpc submit $(RUN_FILE) --wait
 
 test: dev

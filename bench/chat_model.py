@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from libra_hpc.tasks.base import PolicyTurn, Task, ToolResult
-from libra_hpc.tasks.policy import BATCH, LR, PERFECT_SHARE, WARMUP_STEPS, Batch
 from libra_hpc.tasks.task_registry import build_task
+from libra_hpc.tasks.tiny_policy import BATCH, PERFECT_SHARE, Batch
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from tests.chat.chat_folder import BODY, write_chat_folder
 
@@ -163,4 +163,4 @@ def make_chat_model(
 
     write_chat_model(folder, template, seed)
     batches = conversations(folder, lessons, seed, steps)
-    return warm_start(folder, folder, batches, steps, lr=LR, warmup=min(WARMUP_STEPS, steps // 4))
+    return warm_start(folder, folder, batches, steps)

@@ -23,6 +23,7 @@ from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.mesh.mpi_library import ABI, LIBRARY
 from libra_hpc.slurm import local
+from tests.example_files import KEYCHAIN_TASK
 
 COMMAND = [sys.executable, "-c", "from libra_hpc_cli.app import main; main()"]
 OVERRIDES = {
@@ -75,7 +76,8 @@ def run_whole(folder: Path, *, device: str, steps: int, kv_cache_mb: int, limit_
     # The launcher of local ranks speaks the protocol of PyPI's mpich, whatever this machine's mpi4py is set to.
     environment = {name: value for name, value in os.environ.items() if name not in (ABI, LIBRARY)}
     deadline = time.monotonic() + limit_s - STOP_S
-    policy = [*COMMAND, "make-policy", str(folder / "policy"), "--steps", str(WARM_START), "--executor", "local"]
+    policy = [*COMMAND, "make-policy", str(folder / "policy"), "--task", KEYCHAIN_TASK, "--executor", "local"]
+    policy += ["--steps", str(WARM_START)]
     # The policy's supervised warm start is meant for the CPU.
     made = subprocess.run(policy, env={**environment, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
     if made.returncode:

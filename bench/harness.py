@@ -26,6 +26,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tests.example_files import KEYCHAIN_TASK
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 POLICIES = ROOT / "models"
@@ -167,10 +169,8 @@ def policy(seed: int, steps: int = 3000) -> Path:
     folder = POLICIES / f"bench-{seed}"
     if not (folder / "config.json").exists():
         progress(f"making {folder.name} ({steps} supervised steps) ...")
-        make = (
-            f"from libra_hpc.tasks.policy import make_tiny_policy as m; m({str(folder)!r}, seed={seed}, steps={steps})"
-        )
-        child("-c", f"{make}; print(0)")
+        make = f"make_tiny_policy({str(folder)!r}, {KEYCHAIN_TASK!r}, seed={seed}, steps={steps})"
+        child("-c", f"from libra_hpc_cli.jobs import make_tiny_policy; {make}; print(0)")
     return folder
 
 

@@ -28,6 +28,7 @@ from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine import Abort, Generate
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.train_leader.train_leader_setup import make_train_leader
+from tests.example_files import KEYCHAIN_TASK
 
 
 def configuration(model: Path, batches: int) -> RunConfig:
@@ -36,7 +37,7 @@ def configuration(model: Path, batches: int) -> RunConfig:
         {
             "run": {"steps": batches},
             "model": {"path": str(model), "dtype": "float32"},
-            "task": {"name": "keychain"},
+            "task": {"name": KEYCHAIN_TASK},
             "algorithm": {"eta": batches, "prompts_per_step": 8, "group_size": 8},
             "optimizer": {"lr": 3e-4},
             "checkpoint": {"every": 0},

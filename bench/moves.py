@@ -22,6 +22,7 @@ from bench.moves_scene import Scene
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.models.shapes import ModelShape
+from tests.example_files import KEYCHAIN_TASK
 
 VOCAB = 64
 TURNS, LONG, RUN_S = 2, 2000, 1.0
@@ -47,7 +48,7 @@ def configuration(model: Path) -> RunConfig:
         {
             "run": {"steps": 1_000_000},
             "model": {"path": str(model), "dtype": "bfloat16"},
-            "task": {"name": "keychain"},
+            "task": {"name": KEYCHAIN_TASK},
             "algorithm": {"eta": 0, "prompts_per_step": 1, "group_size": 2, "skip_zero_advantage": False},
             "checkpoint": {"every": 0},
             "train": {"micro_tokens": 256, "snapshot_every": 0},

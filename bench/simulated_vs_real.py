@@ -29,6 +29,7 @@ from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulator.result import SimulationResult, quantiles
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
 from libra_hpc.simulator.simulate import simulate
+from tests.example_files import write_keychain_tokenizer
 
 GROUP_SIZE = 4
 MOST = 2.0
@@ -281,10 +282,8 @@ def make_model(folder: Path, layers: int, hidden: int) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from libra_hpc.tasks.policy import write_tokenizer
-
     torch.manual_seed(0)
-    write_tokenizer(folder)
+    write_keychain_tokenizer(folder)
     sizes: dict[str, Any] = {"vocab_size": 128, "hidden_size": hidden, "intermediate_size": 4 * hidden}
     sizes |= {"num_hidden_layers": layers, "num_attention_heads": hidden // 64, "num_key_value_heads": 2}
     config = Qwen2Config(max_position_embeddings=4096, tie_word_embeddings=False, **sizes)

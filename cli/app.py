@@ -81,7 +81,7 @@ VERBS = {
     "init": Verb("Write a site profile from what Slurm says of this cluster.", "init.init"),
     "doctor": Verb("Examine this site: Slurm, its plugins and partitions, interpreter, folders.", "doctor.doctor"),
     "calibrate": Verb("Measure engine steps or training steps of a model, in a job.", "calibrate.app"),
-    "make-policy": Verb("Make a policy small enough to learn a built-in task.", "make_policy.make_policy"),
+    "make-policy": Verb("Make a tiny policy that can learn a task of few words.", "make_policy.make_policy"),
     "cluster": Verb("The embedded Slurm on this machine.", "cluster.app"),
     "config": Verb("Show the merged configuration of a run; explain keys.", "config_show.app"),
     "task": Verb("Try a task: one episode, with the turns of a script or of a policy.", "task_try.app"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
@@ -198,7 +199,7 @@ def make_policy(out: Path, task: str, seed: int, steps: int, executor: str) -> d
         ) from error
     shutil.rmtree(unfinished, ignore_errors=True)
     handle = run_single(
-        _make_tiny_policy,
+        make_tiny_policy,
         *(str(unfinished), task, seed, steps),
         env=clean_environment(os.environ) if found is None else found,
         name="make-policy",
@@ -217,15 +218,31 @@ def make_policy(out: Path, task: str, seed: int, steps: int, executor: str) -> d
     except KeyboardInterrupt:
         handle.cancel()
         raise
+    shutil.rmtree(folder)
+    if "error" in made:
+        raise UserError(made["error"])
     if out.exists():
         out.rmdir()
     unfinished.rename(out)
-    shutil.rmtree(folder)
     return made
 
 
-def _make_tiny_policy(out: str, task: str, seed: int, steps: int) -> dict[str, Any]:
-    """Runs inside the job; its imports need not be installed where the job is submitted."""
-    from libra_hpc.tasks.policy import make_tiny_policy
+def make_tiny_policy(out: str, task: str, seed: int = 0, steps: int = 2000) -> dict[str, Any]:
+    """Make a tiny policy in ``out``, with ``steps`` supervised steps (0: random weights).
 
-    return make_tiny_policy(out, task, seed, steps)
+    Runs inside the job; its imports need not be installed where the job is submitted. Returns parameters, steps,
+    seconds and final_loss (mean of the last 100 steps, nats per token; NaN for 0 steps), or ``error``: a sentence.
+    """
+    from libra_hpc.tasks.tiny_policy import batches, learnable, write_folder
+
+    began, loss = time.perf_counter(), math.nan
+    try:
+        found = learnable("--task", task)
+    except UserError as error:
+        return {"error": str(error)}
+    parameters = write_folder(out, found.words, seed)
+    if steps:
+        from libra_hpc.trainer.sft import warm_start
+
+        loss = warm_start(out, out, batches(out, found, seed, steps), steps)["last_loss"]
+    return {"parameters": parameters, "steps": steps, "seconds": time.perf_counter() - began, "final_loss": loss}

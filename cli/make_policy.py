@@ -1,4 +1,4 @@
-"""`libra-hpc make-policy`: make a tiny policy for a built-in task, in a small job."""
+"""`libra-hpc make-policy`: make a tiny policy that can learn a task, in a small job."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
+from libra_hpc.config.learn import TaskTable
 from libra_hpc.errors import invalid
-from libra_hpc.tasks.task_registry import BUILTIN
+from libra_hpc.preflight.named_files import check_task
+from libra_hpc.user_file import absolute
 
 from . import jobs
 from .output import print_json, print_line
@@ -23,8 +25,8 @@ WARM_START_STEPS = 2000
 def make_policy(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; must not exist or be empty.")],
     task: Annotated[
-        str, typer.Option("--task", metavar="NAME", help=f"Built-in task: {', '.join(sorted(BUILTIN))}.")
-    ] = "keychain",
+        str, typer.Option("--task", metavar="FILE:CLASS", help="It has words and demonstrations: examples/keychain.py.")
+    ],
     seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Same seed, same policy.")] = 0,
     steps: Annotated[
         int, typer.Option("--steps", min=0, metavar="N", help="Steps of the warm start.")
@@ -32,13 +34,12 @@ def make_policy(
     executor: ExecutorOption = None,
     json: JsonOption = False,
 ) -> None:
-    if task not in BUILTIN:
-        raise invalid("--task", task, "unknown task", sorted(BUILTIN))
+    check_task("--task", task, TaskTable())
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise invalid("OUT", str(out), "exists already", "a new or empty folder")
     if executor not in (None, *EXECUTORS):
         raise invalid("--executor", executor, "unknown value", EXECUTORS)
-    made = jobs.make_policy(out.absolute(), task, seed, steps, executor=executor or "auto")
+    made = jobs.make_policy(out.absolute(), absolute(task), seed, steps, executor=executor or "auto")
     # Without a warm start there is no loss to report.
     made = {name: value for name, value in made.items() if not (isinstance(value, float) and math.isnan(value))}
     if json:

@@ -34,7 +34,7 @@ def task() -> None:
 
 @app.command("try")
 def try_task(
-    named: Annotated[str, typer.Argument(metavar="TASK", help="FILE:CLASS, a built-in task, or a run file (.toml).")],
+    named: Annotated[str, typer.Argument(metavar="TASK", help="FILE:CLASS, reasoning_gym:NAME, or a run file.")],
     policy: Annotated[
         Path | None, typer.Option("--policy", metavar="FOLDER", help="It writes the turns. Default: model.path.")
     ] = None,

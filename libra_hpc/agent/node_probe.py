@@ -150,12 +150,12 @@ def try_engine(device: str) -> str:
     from libra_hpc.engine.settings import EngineConfig
     from libra_hpc.protocol.codec import pack_i32
     from libra_hpc.protocol.engine import Generate
-    from libra_hpc.tasks.policy import make_tiny_policy
+    from libra_hpc.tasks.tiny_policy import write_folder
 
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         policy = str(Path(folder) / "policy")
-        make_tiny_policy(policy, steps=0)
+        write_folder(policy, ())
         config = EngineConfig(
             model=policy,
             dtype="float32" if device == "cpu" else "bfloat16",

@@ -70,7 +70,7 @@ class NamedTask(TaskTable):
     name: str = Field("", pattern=r"^[A-Za-z0-9_.-]*$")
     """What it is called, also in columns such as ``name/reward``."""
     task: str = "data"
-    """A built-in task, ``reasoning_gym:NAME``, or ``path/to/file.py:ClassName``."""
+    """``data``, ``reasoning_gym:NAME``, or ``path/to/file.py:ClassName``."""
 
 
 class TrainPart(NamedTask):
@@ -94,8 +94,8 @@ class EvalPart(NamedTask):
 class TaskSection(TaskTable):
     """``[task]``: the environment."""
 
-    name: str = "keychain"
-    """A built-in task, ``reasoning_gym:NAME``, or ``path/to/file.py:ClassName``; with ``data`` alone it is ``data``."""
+    name: str = ""
+    """``reasoning_gym:NAME``, or ``path/to/file.py:ClassName``; with ``data`` alone it is ``data``."""
     train: list[TrainPart] = []
     """Several tasks instead of one, each a table ``[[task.train]]``."""
     eval: list[EvalPart] = []

@@ -116,7 +116,7 @@ def _heading(
     submitted = series.number(job, "submitted_at", 0.0)
     facts = [
         ("model", model or "-"),
-        ("task", str(_get(config, "task.name", "-"))),
+        ("task", str(_get(config, "task.name", "")) or "-"),
         (
             "cluster",
             str(job.get("cluster") or job.get("executor") or "-")

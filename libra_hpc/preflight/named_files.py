@@ -16,7 +16,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, error_text, invalid, nearest
 from libra_hpc.models.devices import device, devices
 from libra_hpc.models.shapes import model_shape
-from libra_hpc.tasks.task_registry import GYM_TASK, TASKS
+from libra_hpc.tasks.task_registry import GYM_TASK, TASKS, unknown_task
 from libra_hpc.user_file import FORM, FUNCTION_FORM
 
 from .field_names import naming
@@ -138,7 +138,7 @@ def check_tasks(task: TaskSection) -> None:
         raise invalid(f"task.{given}", getattr(task, given), "is beside [[task.train]]", "keys of [[task.train]] alone")
     _check_names(task)
     for key, (name, table) in task.tables.items():
-        _check_task(key, name, table)
+        check_task(key, name, table)
 
 
 def _check_names(task: TaskSection) -> None:
@@ -155,13 +155,13 @@ def _check_names(task: TaskSection) -> None:
                 raise invalid(f"{key}.data", one.data, "these rows are trained on", "rows of its own")
 
 
-def _check_task(key: str, name: str, task: TaskTable) -> None:
-    """``key`` names its class, ``name``."""
+def check_task(key: str, name: str, task: TaskTable) -> None:
+    """Raise `UserError` for mistakes of one task; ``key`` names its class, ``name``."""
     section = key.rpartition(".")[0]
     path, separator, wanted = name.rpartition(":")
     if not separator or path == GYM:
         if not separator and name not in TASKS:
-            raise invalid(key, name, "unknown task", [*TASKS, f"{GYM}:NAME", FORM])
+            raise unknown_task(key, name)
         module, wanted = TASKS.get(name, GYM_TASK)
         spec = importlib.util.find_spec(module)
         assert spec is not None

@@ -1,1 +1,1 @@
-"""Task interface, the two toy tasks and their tiny policy."""
+"""Task interface, rows of a file, mixtures, and tiny policies."""

@@ -8,20 +8,29 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from libra_hpc.config.learn import GYM, MIXTURE
-from libra_hpc.errors import invalid
+from libra_hpc.errors import UserError, invalid
 from libra_hpc.user_file import FORM, load_class
 
 if TYPE_CHECKING:
     from .base import Task, TaskMaker
     from .tokenizer import TaskTokenizer
 
-BUILTIN = {"keychain": ("libra_hpc.tasks.keychain", "KeyChain")}
-"""Built-in environments, each of which a tiny policy can learn: name -> (module, class)."""
-TASKS = {**BUILTIN, "data": ("libra_hpc.tasks.data_task", "DataTask")}
+TASKS = {"data": ("libra_hpc.tasks.data_task", "DataTask")}
 _CLASSES = {**TASKS, MIXTURE: ("libra_hpc.tasks.mixture", "Mixture")}
 """Names of a run file that need no file."""
 GYM_TASK = ("libra_hpc.chat.gym_task", "GymTask")
 """Module and class of the data sets of `reasoning-gym`."""
+
+MOVED = {"keychain": "examples/keychain.py:KeyChain", "arithmetic": "examples/my_gym_task.py:Sums"}
+"""Names of tasks that the library had, and what the repository has for them."""
+
+
+def unknown_task(field: str, name: str) -> UserError:
+    """The mistake of a name that no task has and that names no file."""
+    if name in MOVED:
+        return invalid(field, name, "no longer a task of the library", repr(MOVED[name]))
+    why = "unknown task" if name else "neither a task nor rows (task.data) are given"
+    return invalid(field, name, why, [*TASKS, f"{GYM}:NAME", FORM])
 
 
 def task_class(name: str) -> type[Task] | type[TaskMaker]:
@@ -36,7 +45,7 @@ def task_class(name: str) -> type[Task] | type[TaskMaker]:
         module_name, class_name = _CLASSES[name]
         found = getattr(importlib.import_module(module_name), class_name)
     else:
-        raise invalid("task.name", name, "no such task", [*TASKS, FORM])
+        raise unknown_task("task.name", name)
     if inspect.isabstract(found):
         raise invalid(
             "task.name", name, f"{found.__name__!r} does not define {', '.join(sorted(found.__abstractmethods__))}"

@@ -1,7 +1,7 @@
 """Supervised warm start: train a policy on demonstrations, in one CPU process, with the model and optimizer of RL.
 
 - Loss: mean negative log-likelihood of a batch's masked tokens.
-- Learning rate: rises linearly over ``warmup`` steps, stays until half of the steps, falls linearly to 0.
+- Learning rate: rises linearly over `WARMUP_STEPS`, stays until half of the steps, falls linearly to 0.
 - The run is bounded by steps, not seconds, so that it can be repeated exactly.
 """
 
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from libra_hpc.errors import invalid
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.packing import Example, Pack, example, pack
@@ -23,6 +22,8 @@ from .device import choose_device, local_store
 from .settings import OptimizerSettings
 from .train_engine import LARGEST_NORM, TrainEngine, close_world, init_world
 
+WARMUP_STEPS = 50
+"""Steps of rising learning rate; of a short warm start a quarter of the steps."""
 REPORT_EVERY = 100
 """Steps between two lines of progress on stderr, averaged in each."""
 MICRO_TOKENS = 8192
@@ -35,12 +36,7 @@ Demonstration = tuple[list[int], list[int]]
 
 
 def warm_start(
-    model_dir: str | Path,
-    out_dir: str | Path,
-    batches: Iterator[Sequence[Demonstration]],
-    steps: int,
-    lr: float = 3e-3,
-    warmup: int = 50,
+    model_dir: str | Path, out_dir: str | Path, batches: Iterator[Sequence[Demonstration]], steps: int, lr: float = 3e-3
 ) -> dict[str, float]:
     """Train the model in ``model_dir`` for ``steps`` batches; write it and its tokenizer to ``out_dir`` (may be the
     same).
@@ -49,14 +45,9 @@ def warm_start(
     torch.distributed.
 
     Returns ``first_loss`` and ``last_loss`` (means over up to 100 steps, nats per token), ``steps`` and ``tokens``.
-    Raises `UserError` when ``warmup`` does not end before ``steps``, or for a model that cannot be trained;
-    `ValueError` for a malformed demonstration, or a gradient that is not finite; `RuntimeError` when the batches run
-    out.
+    Raises `UserError` for a model that cannot be trained; `ValueError` for a malformed demonstration, or a gradient
+    that is not finite; `RuntimeError` when the batches run out.
     """
-    if not 0 <= warmup < steps:
-        raise invalid(
-            "warmup", warmup, f"the warm-up must end within the {steps} steps", f"an integer from 0 to {steps - 1}"
-        )
     device = choose_device("cpu", 0, threads=1)
     model_dir, out_dir = Path(model_dir), Path(out_dir)
     shape = read_shape(model_dir)
@@ -67,9 +58,9 @@ def warm_start(
         eps=1e-8,
         weight_decay=0.01,
         grad_clip=1.0,
-        warmup_steps=warmup,
+        warmup_steps=min(WARMUP_STEPS, steps // 4),
         decay_steps=steps,
-        anneal_steps=min(steps // 2, steps - warmup),
+        anneal_steps=steps // 2,
     )
     split = init_world(device, tp=1, pp=1, rank=0, store=local_store(), timeout_s=WORLD_TIMEOUT_S)
     try:

@@ -23,7 +23,7 @@ from libra_hpc.process.child import Child
 from libra_hpc.protocol.agents import Welcome
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import EpisodeOpened, HostHeartbeat, HostReady, OpenEpisode, StepEpisode
-from libra_hpc.tasks.policy import write_tokenizer
+from tests.example_files import write_keychain_tokenizer
 
 TASK = f"{Path(__file__).parents[1] / 'host' / 'user_tasks.py'}:Littering"
 LIMIT_S = 60.0
@@ -35,7 +35,7 @@ class Service:
     def __init__(self, folder: Path) -> None:
         self.folder, self.diary = folder / "private", folder / "diary"
         self.folder.mkdir()
-        write_tokenizer(folder / "policy", "keychain")
+        write_keychain_tokenizer(folder / "policy")
         task = {"name": TASK, "options": {"path": str(self.diary)}, "hosts": 2, "tool_timeout_s": 300.0}
         config = RunConfig.model_validate({"task": task, "model": {"path": str(folder / "policy")}})
         self.seen: list[tuple[int, Any]] = []

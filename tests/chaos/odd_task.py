@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from libra_hpc.tasks.base import Episode, PolicyTurn, TaskTokenizer, Tools, Turn
-from libra_hpc.tasks.keychain import KeyChain
+from libra_hpc.user_file import load_file
+
+KeyChain = load_file(Path(__file__).parents[2] / "examples" / "keychain.py").KeyChain
 
 
 class OddEpisode(Episode):

@@ -22,6 +22,7 @@ from libra_hpc.preflight.task_trial import TaskTrial
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.queue.query import JobInfo, JobState, Partition
 from libra_hpc.slurm.queue.run_state import NoAnswer
+from tests.example_files import KEYCHAIN_TASK
 from tests.facts import synthetic
 from tests.preflight.test_checks import write_model
 
@@ -30,6 +31,7 @@ PARTITIONS = [
     Partition("cpu", False, "up", nodes=2, idle=2, cpus=64, memory_mb=256_000, gpus={}, max_seconds=None),
 ]
 RUN = '[run]\nname = "quick"\n[components.hybrid]\nnodes = 1\n[model]\npath = "model"\n'
+RUN += f'[task]\nname = "{KEYCHAIN_TASK}"\n'
 """A good run file."""
 
 

@@ -65,7 +65,7 @@ TEXTS: dict[str, tuple[bytes, str]] = {
     "no engine": (b"[rollout]\ntp = [1, 0]\n", "rollout.tp.1 = 0: out of range"),
     "engines in quotes": (b"[rollout]\nengines_per_node = ['1']\n", "rollout.engines_per_node.0 = '1': wrong type"),
     "a space in a name": (b"[run]\nname = 'a b'\n", "run.name = 'a b': malformed; valid: a string matching"),
-    "nothing": (b"", "model.path = '': not given; valid: a Hugging Face folder"),
+    "nothing": (b"", "task.name = '': neither a task nor rows (task.data) are given; valid: data,"),
 }
 PROFILES = {
     "another fact": ("[algorithm]\neta = 1\n", "algorithm.eta: not a fact of a site; valid sections: "),
@@ -149,8 +149,8 @@ COMMANDS = [
     (f"submit run.toml -o run.name={'x' * 5000}", f"run.name = '{'x' * 119}...: too long; valid: "),
     ("repartition quick-001", "KEY=VALUE"),
     ("repartition train.tp=2 rollout.tp=2", "RUN = 'train.tp=2': no run of that name"),
-    ("make-policy model", "OUT = 'model': exists already"),
-    ("make-policy new --task chess", "--task = 'chess': unknown task; valid: keychain"),
+    ("make-policy model --task good.py:Task", "OUT = 'model': exists already"),
+    ("make-policy new --task chess", "--task = 'chess': unknown task; valid: data"),
     ("submit run.toml --from-step 5", "--from-step = 5: a new run starts at step 0; valid: only with --resume RUN."),
     ("submit run.toml --from-step x", "--from-step = 'x': input should be a valid integer, unable to parse string as"),
     ("submit run.toml -o =2", "override = '=2': malformed; valid: section.key=value, for instance algorithm.eta=2."),
@@ -201,7 +201,7 @@ COMMANDS = [
     ("trace generate x.jsonl --max-context 0", "max_context = 0: the longest prompt leaves no room for an answer;"),
     ("calibrate engine x --device a80", "--model, --run = '-, -': the source of the steps must be given once; valid:"),
     ("calibrate train", "Missing option '--model'."),
-    ("make-policy new --seed -1", "--seed = '-1': input should be greater than or equal to 0."),
+    ("make-policy new --task good.py:Task --seed -1", "--seed = '-1': input should be greater than or equal to 0."),
     ("init --partition nope", "No such option: --partition (Possible options: --print, --python)."),
     ("doctor --nodes 0", "--nodes = '0': input should be greater than or equal to 1."),
     ("cluster upp", "No such command 'upp' (did you mean 'up'?)."),

@@ -15,6 +15,7 @@ from .conftest import Cli
 
 @pytest.fixture
 def arguments(site: Path) -> tuple[str, ...]:
+    (site / "examples").symlink_to(EXAMPLES)
     folder = model_folder(site / "policy", model_shape("qwen3-4b"))
     return ("check", str(EXAMPLES / "a800-8.toml"), "-o", f"model.path={folder}", "-o", f"run.dir={site}")
 

@@ -13,16 +13,17 @@ from libra_hpc.config.load import load_resolved
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.preflight import checked_run
+from tests.example_files import KEYCHAIN_TASK
 
 from .conftest import Cli, one_line
 
-EVAL = """
+EVAL = f"""
 [rollout]
 tp = [1, 2]
 engines_per_node = [8, 4]
 [[task.eval]]
 name = "held"
-task = "keychain"
+task = "{KEYCHAIN_TASK}"
 samples = 4
 """
 

@@ -12,25 +12,28 @@ from libra_hpc.config.load import read_toml
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.slurm.queue.query import JobInfo, JobState
+from tests.example_files import KEYCHAIN_TASK
 from tests.preflight.test_checks import write_model
 from tests.slurm.test_examples import model_folder
 
 from .conftest import Cli, Queue, one_line
 from .mistake_rows import overrides
 
-RUN = """
+RUN = f"""
 [run]
 name = "quick"
 [slurm]
 device = "cuda"
 [components]
 split = "auto"
-planner = { partition = "cpu" }
-train = { partition = "a800", gpus = 8, gpu_type = "a800", cpus = 16, mem = "512G" }
-hybrid = { partition = "a800", gpus = 8, gpu_type = "a800", cpus = 16, mem = "512G" }
-rollout = { partition = "a800", gpus = 8, gpu_type = "a800", cpus = 16, mem = "512G", nodes = 2 }
+planner = {{ partition = "cpu" }}
+train = {{ partition = "a800", gpus = 8, gpu_type = "a800", cpus = 16, mem = "512G" }}
+hybrid = {{ partition = "a800", gpus = 8, gpu_type = "a800", cpus = 16, mem = "512G" }}
+rollout = {{ partition = "a800", gpus = 8, gpu_type = "a800", cpus = 16, mem = "512G", nodes = 2 }}
 [model]
 path = "model"
+[task]
+name = "{KEYCHAIN_TASK}"
 [algorithm]
 prompts_per_step = 64
 [rollout]

@@ -10,6 +10,7 @@ import pytest
 
 from libra_hpc.annexes.devcluster.packages import locked
 from tests.conftest import shared
+from tests.example_files import KEYCHAIN_TASK
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +19,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     that wants it makes it for all."""
     folder = shared(tmp_path_factory) / "tiny-policy"
     made = folder.with_suffix(".new")
-    code = f"from libra_hpc.tasks.policy import make_tiny_policy as m; m({str(made)!r}, steps=120)"
+    make = f"make_tiny_policy({str(made)!r}, {KEYCHAIN_TASK!r}, steps=120)"
+    code = f"from libra_hpc_cli.jobs import make_tiny_policy; {make}"
     command = [sys.executable, "-c", code]
     with locked(folder.with_suffix(".lock")):
         if not folder.exists():

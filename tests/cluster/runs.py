@@ -16,6 +16,7 @@ import pytest
 
 from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir, read_lines
+from tests.example_files import KEYCHAIN_TASK
 
 BATCH = 4
 ENGINE_MARKS = [
@@ -40,6 +41,8 @@ rollout = {{ partition = "a800", nodes = {rollout}, gpus = 1, mem = "4G" }}
 [model]
 path = "{model}"
 dtype = "float32"
+[task]
+name = "{task}"
 [task.options]
 p_more = 0.5
 notes = {notes}
@@ -75,7 +78,7 @@ class Case:
             RUN_FILE.format(
                 runs=folder / "runs",
                 model=policy,
-                **{"steps": 30, "hybrid": 1, "rollout": 1, "tp": 1, "notes": 0, **values},
+                **{"steps": 30, "hybrid": 1, "rollout": 1, "tp": 1, "notes": 0, "task": KEYCHAIN_TASK, **values},
             )
         )
         self.run: RunDir | None = None

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 EVALUATION = """
 [[task.eval]]
 name = "held"
-task = "keychain"
+task = "data"
 prompts = 12
 samples = 4
 """

@@ -19,6 +19,7 @@ from libra_hpc.facts.rundir import read_lines
 from libra_hpc.process.agent_folders import kept_folder
 from libra_hpc.rollout.records import transcripts
 from libra_hpc.state.store import states
+from tests.example_files import KEYCHAIN_TASK
 
 from .runs import BATCH, ENGINE_MARKS, Case, sampled_once, trained_once
 
@@ -32,7 +33,7 @@ many steps."""
 @pytest.mark.slow
 def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy: Path, tmp_path: Path) -> None:
     case = Case(tmp_path, policy, "slurm", steps=STEPS, hybrid=0)
-    run = case.submit("-o", 'task.eval=[{name="held", task="keychain", every=5, prompts=4, samples=2}]')
+    run = case.submit("-o", f'task.eval=[{{name="held", task="{KEYCHAIN_TASK}", every=5, prompts=4, samples=2}}]')
     case.wait(lambda: len(case.steps()) >= 4, "first steps")
     case.kill_busy_engine(2)
     case.wait(lambda: case.events("engine_lost"), "the lost engine")

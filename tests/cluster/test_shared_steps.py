@@ -21,6 +21,7 @@ from libra_hpc.trainer.settings import algorithm_settings, optimizer_settings
 from libra_hpc.trainer.shards import divisor
 from libra_hpc.weights.names import ReplicaPlace
 from tests.chaos.harness import SHARING_PAYS, patched
+from tests.example_files import KEYCHAIN_TASK
 from tests.trainer.conftest import world
 from tests.trainer.support import build, make_model
 
@@ -98,9 +99,10 @@ def of_experts(folder: Path, dense: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(dense / name, folder)
     code = f"""
-from libra_hpc.tasks.policy import batches
+from libra_hpc.tasks.tiny_policy import batches, learnable
 from libra_hpc.trainer.sft import warm_start
-warm_start({str(folder)!r}, {str(folder)!r}, batches({str(folder)!r}, "keychain", 0, 120), 120, lr=2e-3, warmup=30)
+task = learnable("task", {KEYCHAIN_TASK!r})
+warm_start({str(folder)!r}, {str(folder)!r}, batches({str(folder)!r}, task, 0, 120), 120, lr=2e-3)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
     return folder

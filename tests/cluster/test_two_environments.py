@@ -66,7 +66,7 @@ libra-hpc check $RUN -o model.path=$MODEL
 libra-hpc plan $RUN -o model.path=$MODEL
 libra-hpc config show $RUN
 libra-hpc calibrate --help
-libra-hpc make-policy policy --steps 2
+libra-hpc make-policy policy --task examples/keychain.py:KeyChain --steps 2
 """
 
 

@@ -80,7 +80,7 @@ def write(path: Path, *lines: dict[str, Any]) -> None:
 
 def failed(number: int, failure: str) -> dict[str, Any]:
     """The second one stands for ten of its kind."""
-    attempt = {"trajectory": f"{number}.0.0", "task": "keychain", "prompt": "p", "error": f"KeyError: {number}"}
+    attempt = {"trajectory": f"{number}.0.0", "task": "data", "prompt": "p", "error": f"KeyError: {number}"}
     return event(START + 141 + number, "trajectory_failed", failure=failure, unsaid=9 * (number == 1), **attempt)
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.host.sandbox import Sandbox
-from libra_hpc.tasks.policy import write_tokenizer
-from tests.example_files import write_text_tokenizer
+from tests.example_files import write_keychain_tokenizer, write_text_tokenizer
 
 from .leader import host_settings
 
@@ -20,9 +19,7 @@ OpenSandbox = Callable[..., AbstractAsyncContextManager[Sandbox]]
 
 @pytest.fixture(scope="session")
 def keychain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("keychain-model")
-    write_tokenizer(folder, "keychain")
-    return folder
+    return write_keychain_tokenizer(tmp_path_factory.mktemp("keychain-model"))
 
 
 @pytest.fixture(scope="session")

@@ -20,8 +20,8 @@ from libra_hpc.host.settings import host_command
 from libra_hpc.process import reaper
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, OpenEpisode, StepEpisode
-from libra_hpc.tasks.keychain import Guide, KeyChain, Words
 from libra_hpc.tasks.tokenizer import TaskTokenizer
+from tests.example_files import GUESS, KEYCHAIN_TASK, keychain
 from tests.host.leader import ROOM, Leader, host_settings, play
 
 from .test_sandbox import gone
@@ -29,7 +29,6 @@ from .test_sandbox import gone
 pytestmark = pytest.mark.slow
 
 FRAGILE = f"{Path(__file__).with_name('user_tasks.py')}:Fragile"
-EXAMPLE = f"{Path(__file__).parents[2] / 'examples' / 'my_task.py'}:GuessNumber"
 
 
 @pytest.fixture
@@ -51,11 +50,11 @@ def descendants(pid: int) -> list[int]:
 
 def test_perfect_keychain_over_the_socket(keychain_folder: Path) -> None:
     tokenizer = TaskTokenizer(keychain_folder)
-    words = Words(tokenizer)
+    words = keychain.Words(tokenizer)
     episodes = {f"e{i}": i for i in range(64)}
-    twin = KeyChain(tokenizer, seed=11, drift_at=0.5, after={"p_more": 0.85})
+    twin = keychain.KeyChain(tokenizer, seed=11, drift_at=0.5, after={"p_more": 0.85})
     worlds = {name: twin.open(index, 0, 0.7)._world for name, index in episodes.items()}
-    guides = {name: Guide(world) for name, world in worlds.items()}
+    guides = {name: keychain.Guide(world) for name, world in worlds.items()}
     asked: dict[str, int] = {}
 
     def policy(name: str, context: list[int]) -> list[int]:
@@ -69,7 +68,7 @@ def test_perfect_keychain_over_the_socket(keychain_folder: Path) -> None:
         return [words.get, words.keys[key], words.newline]
 
     options = {"drift_at": 0.5, "after": {"p_more": 0.85}}
-    with Leader(host_settings(task="keychain", model=str(keychain_folder), options=options, seed=11)) as leader:
+    with Leader(host_settings(task=KEYCHAIN_TASK, model=str(keychain_folder), options=options, seed=11)) as leader:
         ends = play(leader, policy, episodes, progress=0.7)
     assert [end.reward for end in ends.values()] == [1.0] * 64
     assert {end.info["after_drift"] for end in ends.values()} == {1.0}
@@ -88,7 +87,7 @@ def test_task_of_a_users_own_file(text_folder: Path) -> None:
             low_high[last == "lower"] = middle + 1 if last == "higher" else middle - 1
         return tokenizer.encode(f"{sum(low_high) // 2}\n")
 
-    config = host_settings(task=EXAMPLE, model=str(text_folder), options={"largest": 1000, "max_turns": 12})
+    config = host_settings(task=GUESS, model=str(text_folder), options={"largest": 1000, "max_turns": 12})
     with Leader(config) as leader:
         ends = play(leader, policy, {f"e{i}": i for i in range(16)})
     assert all(end.reward == pytest.approx(1 / end.info["turns"]) for end in ends.values())
@@ -96,7 +95,7 @@ def test_task_of_a_users_own_file(text_folder: Path) -> None:
 
 
 def test_options_of_a_task_are_in_a_file_of_its_owner_and_not_in_ps(keychain_folder: Path) -> None:
-    with Leader(host_settings(task="keychain", model=str(keychain_folder), options={"drift_at": 0.7531})) as leader:
+    with Leader(host_settings(task=KEYCHAIN_TASK, model=str(keychain_folder), options={"drift_at": 0.7531})) as leader:
         assert b"0.7531" not in Path(f"/proc/{leader.process.pid}/cmdline").read_bytes()
         assert b"0.7531" in leader.settings.read_bytes()
         assert leader.settings.stat().st_mode & 0o777 == 0o600
@@ -238,7 +237,7 @@ def test_host_hides_its_memory(keychain_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"task": "keychainz"}, "did you mean 'keychain'?"),
+        ({"task": "keychain"}, "task.name = 'keychain': no longer a task of the library; valid: 'examples/"),
         ({"options": {"hops": 3}}, "KeyChain has no such option"),
         ({"model": "/nowhere"}, "has no tokenizer.json"),
         ({"tool": 3}, "unknown field `tool`"),
@@ -252,7 +251,7 @@ def test_users_mistakes_exit_with_two(
     keychain_folder: Path, changes: dict[str, Any] | None, message: str, tmp_path: Path
 ) -> None:
     settings = tmp_path / "host.json"
-    valid = msgspec.to_builtins(host_settings(task="keychain", model=str(keychain_folder)))
+    valid = msgspec.to_builtins(host_settings(task=KEYCHAIN_TASK, model=str(keychain_folder)))
     settings.write_text(json.dumps(valid)[:30] if changes is None else json.dumps({**valid, **changes}))
     command = [*host_command(settings), "--socket", str(tmp_path / "none.sock")]
     result = subprocess.run(command, capture_output=True, text=True)

@@ -77,7 +77,7 @@ async def test_calls_share_no_state(sandbox: OpenSandbox) -> None:
         ("import os; os.setsid()", "error", "PermissionError"),
         ("import socket; socket.socket()", "error", "PermissionError"),
         ("import subprocess", "error", "ModuleNotFoundError"),
-        ("import libra_hpc.tasks.keychain", "error", "ModuleNotFoundError"),
+        ("import libra_hpc.tasks.base", "error", "ModuleNotFoundError"),
     ],
 )
 async def test_everything_else_fails_as_a_value(sandbox: OpenSandbox, code: str, outcome: str, text: str) -> None:

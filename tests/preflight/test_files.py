@@ -12,7 +12,8 @@ from libra_hpc.config.learn import TaskSection
 from libra_hpc.errors import UserError
 from libra_hpc.preflight import named_files
 from libra_hpc.preflight.checks import check_files
-from libra_hpc.tasks.task_registry import BUILTIN, task_class
+from libra_hpc.tasks.task_registry import task_class
+from tests.example_files import KEYCHAIN_TASK
 
 from .test_checks import MODEL, configured, write_model
 
@@ -43,7 +44,7 @@ def test_task_files_are_parsed_and_never_run(tmp_path: Path) -> None:
     task.write_text("class Mine(:\n")
     with pytest.raises(UserError, match="is not valid Python"):
         named_files.check_tasks(TaskSection(name=f"{task}:Mine"))
-    with pytest.raises(UserError, match=r"unknown task; valid: .*\(did you mean 'keychain'\?\)"):
+    with pytest.raises(UserError, match="unknown task; valid: data, reasoning_gym:NAME, "):
         named_files.check_tasks(TaskSection(name="keychian"))
 
 
@@ -64,7 +65,7 @@ def test_data_and_reward_of_a_run_file_are_there(tmp_path: Path) -> None:
         ({"reward": "/nope.py:f"}, "task.reward = '/nope.py:f': /nope.py cannot be read"),
         ({"reward": f"{score}:juge"}, "has no function 'juge'; valid: judge."),
         ({"name": f"{score}:Mine", "options": {}}, ""),
-        ({"name": "keychain"}, "task = 'data': KeyChain has no such option"),
+        ({"name": KEYCHAIN_TASK}, "task = 'data': KeyChain has no such option"),
     ):
         if not why:
             check(**changes)
@@ -74,12 +75,11 @@ def test_data_and_reward_of_a_run_file_are_there(tmp_path: Path) -> None:
         assert why in str(found.value)
 
 
-@pytest.mark.parametrize("name", sorted(BUILTIN))
-def test_options_of_a_builtin_task_are_those_its_constructor_names(name: str) -> None:
-    taken = list(inspect.signature(task_class(name)).parameters)[1:]
-    named_files.check_tasks(TaskSection(name=name, options=dict.fromkeys(taken)))
+def test_options_of_a_task_are_those_its_constructor_names() -> None:
+    taken = list(inspect.signature(task_class(KEYCHAIN_TASK)).parameters)[1:]
+    named_files.check_tasks(TaskSection(name=KEYCHAIN_TASK, options=dict.fromkeys(taken)))
     with pytest.raises(UserError, match=f"has no such option; valid: {', '.join(taken)}"):
-        named_files.check_tasks(TaskSection(name=name, options={"chess": 1}))
+        named_files.check_tasks(TaskSection(name=KEYCHAIN_TASK, options={"chess": 1}))
 
 
 def test_run_directory_checks_make_nothing(tmp_path: Path) -> None:

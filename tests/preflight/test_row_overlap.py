@@ -13,6 +13,7 @@ from libra_hpc.config.learn import TaskSection
 from libra_hpc.config.load import validate
 from libra_hpc.errors import UserError
 from libra_hpc.preflight.row_overlap import check_overlap
+from tests.example_files import KEYCHAIN_TASK
 
 TRAINED: list[dict[str, Any]] = [{"prompt": f"p{number}"} for number in range(5)]
 
@@ -21,7 +22,10 @@ def task(folder: Path, held: list[dict[str, Any]], *, name: str = "data", column
     for file, rows in (("train", TRAINED), ("held", held)):
         (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {"name": "held", "task": name, "data": f"{folder}/held.jsonl", "prompt": column}
-    parts = [{"name": "other", "task": "keychain"}, {"name": "sums", "task": "data", "data": f"{folder}/train.jsonl"}]
+    parts = [
+        {"name": "other", "task": KEYCHAIN_TASK},
+        {"name": "sums", "task": "data", "data": f"{folder}/train.jsonl"},
+    ]
     return validate({"task": {"train": parts, "eval": [given]}}).task
 
 

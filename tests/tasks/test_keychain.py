@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from libra_hpc.errors import UserError
-from libra_hpc.tasks import keychain
 from libra_hpc.tasks.base import PolicyTurn, ToolResult, Turn
-from libra_hpc.tasks.keychain import Guide, HiddenChain, KeyChain, KeyChainEpisode, Mix, Words, draw, vocabulary
-from libra_hpc.tasks.keychain_demos import LONG_SHARE, demonstration_batch
+from libra_hpc.tasks.tiny_policy import SPECIAL
 from libra_hpc.tasks.tokenizer import TaskTokenizer
+from tests.example_files import keychain
+
+KeyChain, KeyChainEpisode, HiddenChain = keychain.KeyChain, keychain.KeyChainEpisode, keychain.HiddenChain
+Guide, Mix, Words, draw = keychain.Guide, keychain.Mix, keychain.Words, keychain.draw
 
 
 class InProcessTools:
@@ -84,10 +86,11 @@ def start(task: KeyChain, want: Any = lambda world: True, tools: InProcessTools 
 
 
 def test_vocabulary_round_trips_through_the_tokenizer(task: KeyChain) -> None:
-    assert len(set(vocabulary())) == task.tokenizer.size == 111
+    words = [*SPECIAL.values(), *KeyChain.words]
+    assert len(set(words)) == task.tokenizer.size == 111
     text = "<bos> note k3 k4 \n find k0 \n get k0 \n = k39 | k4 \n val v25 \n ans v25 \n"
     ids = task.tokenizer.encode(text)
-    assert [vocabulary()[i] for i in ids] == [w for w in text.replace("\n", " \n ").split(" ") if w]
+    assert [words[i] for i in ids] == [w for w in text.replace("\n", " \n ").split(" ") if w]
     assert task.tokenizer.encode(task.tokenizer.decode(ids)) == ids
     assert task.tokenizer.eos_id == task.tokenizer.need("\n")
 
@@ -241,13 +244,13 @@ def outcomes(task: KeyChain, batch: list[tuple[list[int], list[int]]]) -> Counte
 
 
 def test_demonstrations(task: KeyChain) -> None:
-    words = Words(task.tokenizer)
-    perfect = [demonstration_batch(words, 0, step, 12, False) for step in range(40)]
-    flawed = [demonstration_batch(words, 0, step, 12, True) for step in range(40)]
-    assert perfect[3] == demonstration_batch(words, 0, 3, 12, False) != demonstration_batch(words, 1, 3, 12, False)
+    words, demonstrations, tokenizer = Words(task.tokenizer), KeyChain.demonstrations, task.tokenizer
+    perfect = [demonstrations(tokenizer, 0, step, 12, False) for step in range(40)]
+    flawed = [demonstrations(tokenizer, 0, step, 12, True) for step in range(40)]
+    assert perfect[3] == demonstrations(tokenizer, 0, 3, 12, False) != demonstrations(tokenizer, 1, 3, 12, False)
     for step, batch in enumerate(perfect):
         long = [len(tokens) for tokens, _ in batch if words.note in tokens]
-        assert (len(long) == 12) == (step % LONG_SHARE == LONG_SHARE - 1)
+        assert (len(long) == 12) == (step % keychain.LONG_SHARE == keychain.LONG_SHARE - 1)
         for tokens, mask in batch:
             text = task.tokenizer.decode(tokens)
             value = text.split(" val ")[1].split()[0]

@@ -16,6 +16,7 @@ from libra_hpc.tasks.base import PolicyTurn, Task
 from libra_hpc.tasks.mixture import task_order
 from libra_hpc.tasks.task_registry import build_task
 from libra_hpc.tasks.tokenizer import TaskTokenizer
+from tests.example_files import KEYCHAIN_TASK
 from tests.host.conftest import OpenSandbox
 
 SCORES = "def score(row, text): return {'reward': row['n'], 'long': float(len(text))}\n"
@@ -98,9 +99,9 @@ async def test_tools_and_limits_of_tasks_do_not_meet(mixed: Task, sandbox: OpenS
     [
         ([{"name": "a"}], "task.train.0.data = '': not given"),
         ([{"name": "a", "task": "keychian"}], "task.train.0.task = 'keychian': unknown task"),
-        ([{"name": "a", "task": "keychain", "options": {"x": 1}}], "task.train.0.options = 'x': KeyChain has no such"),
-        ([{"name": "a", "task": "keychain"}, {"name": "a", "task": "keychain"}], "task.train.0.name = 'a': is not"),
-        ([{"task": "keychain"}], "task.train.0.name = '': not given"),
+        ([{"name": "a", "task": KEYCHAIN_TASK, "options": {"x": 1}}], "task.train.0.options = 'x': KeyChain has"),
+        ([{"name": "a"}, {"name": "a"}], "task.train.0.name = 'a': is not"),
+        ([{"task": KEYCHAIN_TASK}], "task.train.0.name = '': not given"),
     ],
 )
 def test_a_mistake_names_the_table(parts: list[dict[str, Any]], sentence: str) -> None:
@@ -111,7 +112,7 @@ def test_a_mistake_names_the_table(parts: list[dict[str, Any]], sentence: str) -
 
 def test_one_task_and_several_are_not_given_together() -> None:
     with pytest.raises(UserError, match=r"^task\.data = 'x\.jsonl': is beside \[\[task\.train\]\]"):
-        check_tasks(validate({"task": {"data": "x.jsonl", "train": [{"name": "a", "task": "keychain"}]}}).task)
+        check_tasks(validate({"task": {"data": "x.jsonl", "train": [{"name": "a", "task": KEYCHAIN_TASK}]}}).task)
 
 
 def test_an_evaluation_beside_one_task_has_rows_and_tools_of_its_own(tmp_path: Path, text_folder: Path) -> None:
@@ -138,7 +139,7 @@ def test_an_evaluation_beside_one_task_has_rows_and_tools_of_its_own(tmp_path: P
 
 
 def test_an_evaluation_of_a_task_that_makes_up_its_prompts_has_others_than_training(keychain_folder: Path) -> None:
-    task = validate({"task": {"name": "keychain", "eval": [{"name": "held", "task": "keychain"}]}}).task
+    task = validate({"task": {"name": KEYCHAIN_TASK, "eval": [{"name": "held", "task": KEYCHAIN_TASK}]}}).task
     built = build_task(task.host_task, task.arguments, 0, TaskTokenizer(keychain_folder))
     trained, held = (
         {tuple(built.open(first + index, 0, 0.0).prompt) for index in range(8)} for first in (0, evaluation_index(0, 0))

@@ -11,15 +11,15 @@ import pytest
 
 from libra_hpc.errors import UserError
 from libra_hpc.host.declared import tool_refs
-from libra_hpc.tasks.keychain import KeyChain
 from libra_hpc.tasks.task_registry import build_task, task_class
 from libra_hpc.tasks.tokenizer import TaskTokenizer
+from tests.example_files import EXAMPLES, KEYCHAIN_TASK, keychain
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "my_task.py"
+EXAMPLE = EXAMPLES / "my_task.py"
 
 
 def test_names_become_classes() -> None:
-    assert task_class("keychain") is KeyChain
+    assert task_class(KEYCHAIN_TASK) is keychain.KeyChain
     found = task_class(f"{EXAMPLE}:GuessNumber")
     assert found.__name__ == "GuessNumber"
     assert task_class(f"{EXAMPLE}:GuessNumber") is found
@@ -30,7 +30,9 @@ def test_names_become_classes() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("keychains", r"'keychains': no such task; valid: keychain, data, path/to/file.py:ClassName \(did you"),
+        ("dat", r"'dat': unknown task; valid: data, reasoning_gym:NAME, path/to/file.py:ClassName \(did you"),
+        ("", r"task.name = '': neither a task nor rows \(task.data\) are given; valid: data, "),
+        ("keychain", r"'keychain': no longer a task of the library; valid: 'examples/keychain.py:KeyChain'"),
         ("missing.py:Task", r"no file 'missing.py'"),
         (f"{EXAMPLE}:GuesNumber", r"= 'GuesNumber': .*my_task.py has no such Task class; valid: GuessNumber \(did you"),
         (f"{EXAMPLE}:weigh", r"task.name = 'weigh': .* has no such Task class"),
@@ -59,13 +61,13 @@ def test_the_error_of_a_broken_file_is_named(tmp_path: Path) -> None:
 )
 def test_wrong_options(keychain_folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        build_task("keychain", options, 0, TaskTokenizer(keychain_folder))
+        build_task(KEYCHAIN_TASK, options, 0, TaskTokenizer(keychain_folder))
 
 
 def test_option_seed_goes_before_the_runs(keychain_folder: Path) -> None:
     tokenizer = TaskTokenizer(keychain_folder)
-    assert build_task("keychain", {}, 5, tokenizer).seed == 5
-    assert build_task("keychain", {"seed": 9}, 5, tokenizer).seed == 9
+    assert build_task(KEYCHAIN_TASK, {}, 5, tokenizer).seed == 5
+    assert build_task(KEYCHAIN_TASK, {"seed": 9}, 5, tokenizer).seed == 9
 
 
 def test_folder_without_tokenizer(tmp_path: Path) -> None:
@@ -77,7 +79,7 @@ def test_folder_without_tokenizer(tmp_path: Path) -> None:
 
 
 def test_task_modules_import_no_engine() -> None:
-    modules = "policy, task_registry, keychain"
+    modules = "tiny_policy, task_registry, mixture"
     heavy = ("torch", "transformers", "vllm", "mpi4py", "reasoning_gym")
     found = f"print([m for m in {heavy} if m in sys.modules])"
     code = f"import sys, libra_hpc.host.host; from libra_hpc.tasks import {modules}; {found}"

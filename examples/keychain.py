@@ -1,4 +1,4 @@
-"""``keychain``: follow a chain of keyed look-ups with flaky, dead and missing keys, one token per word.
+"""`KeyChain`: follow a chain of keyed look-ups with flaky, dead and missing keys, one token per word.
 
     <bos> find k0 \\n | get k0 \\n | flaky \\n | get k0 \\n | = k39 | k4 \\n      (next key k39, alternative k4)
     get k39 \\n -> dead \\n ; get k4 \\n -> = k31 | k12 \\n ; ... ; -> val v25 \\n ; ans v25 \\n  (done)
@@ -9,27 +9,28 @@
 - An alternative works only when its main key is dead. Any other key is answered ``miss``, a malformed call ``err``.
 - ``notes`` lines ``note k7 k39`` before the question lengthen the context, not the episode.
 - From ``progress`` >= ``drift_at`` on, ``after`` overrides the options, before it ``before``.
+
+The task of `examples/quickstart.toml`. ``libra-hpc make-policy FOLDER --task examples/keychain.py:KeyChain`` makes a
+policy that learns it on one CPU core, from `KeyChain.words` and `KeyChain.demonstrations`.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from libra_hpc.errors import invalid
 from libra_hpc.protocol.env import Signal
-
-from .base import Episode, PolicyTurn, Task, Tools, Turn
-from .tokenizer import TaskTokenizer
-from .tool_outcome import signal_of
+from libra_hpc.tasks.base import Episode, PolicyTurn, Task, TaskTokenizer, Tools, Turn
+from libra_hpc.tasks.tool_outcome import signal_of
 
 KEYS, VALUES = 64, 32
 """Sizes of the two alphabets; 12 hops use 24 keys."""
 
-WORDS = ("<pad>", "<bos>", "<unk>", "\n", "find", "get", "ans", "=", "|", "flaky", "dead", "miss", "err", "val", "note")
-"""All other words, in id order."""
+WORDS = ("<bos>", "\n", "find", "get", "ans", "=", "|", "flaky", "dead", "miss", "err", "val", "note")
+"""All other words; those of every tiny policy (`libra_hpc.tasks.tiny_policy.SPECIAL`) among them."""
 
 TURN_TOKENS = 4
 """``get k0 \\n`` and one spare token."""
@@ -43,10 +44,6 @@ learns to give up there.
 
 Hop = tuple[int, int, bool, bool]
 """(main key, alternative key, flaky, dead)"""
-
-
-def vocabulary() -> list[str]:
-    return [*WORDS, *(f"k{i}" for i in range(KEYS)), *(f"v{i}" for i in range(VALUES))]
 
 
 @dataclass(frozen=True)
@@ -138,10 +135,8 @@ class Guide:
 
 class Words:
     def __init__(self, tokenizer: TaskTokenizer) -> None:
-        self.pad, self.bos, _, self.newline, self.find, self.get, self.ans, *_, self.note = (
-            tokenizer.need(word) for word in WORDS
-        )
         self.word = {word: tokenizer.need(word) for word in WORDS}
+        self.bos, self.newline, self.find, self.get, self.ans, *_, self.note = self.word.values()
         self.keys = [tokenizer.need(f"k{i}") for i in range(KEYS)]
         self.values = [tokenizer.need(f"v{i}") for i in range(VALUES)]
         self.key_of = {token: i for i, token in enumerate(self.keys)}
@@ -222,10 +217,61 @@ class KeyChainEpisode(Episode):
         return Turn(signals=signals, done=True, reward=reward - min(WASTE_CAP, WASTE_COST * self._waste), info=info)
 
 
+HARD = Mix(p_more=0.8, dead=0.5)
+"""Longer and more often dead than the default mix."""
+
+LONG_SHARE, LONG_NOTES = 8, 128
+"""Every eighth batch has 1 to 128 note lines per prompt: the policy learns to skip them."""
+
+GIVE_UP = {"=": 0.12, "flaky": 0.45, "dead": 0.4}
+GIVE_UP_ELSE, WRONG_RETRY = 0.12, 0.3
+"""Probability of a random answer after any other outcome, and of retrying the wrong key after ``flaky``, ``dead``,
+``miss``.
+"""
+
+MAX_CALLS = 3 * HARD.max_hops
+"""Most calls of a flawed demonstration."""
+
+
+def demonstrate(rng: random.Random, words: Words, world: HiddenChain, flawed: bool) -> tuple[list[int], list[int]]:
+    """Token ids of one episode, and the mask (1 on the policy's tokens)."""
+    tokens = words.prompt(world)
+    mask = [0] * len(tokens)
+    guide, asked, last, key, pair = Guide(world), dict[int, int](), "", -1, (world.hops[0][0], -1)
+
+    def add(ids: list[int], policy: int) -> None:
+        tokens.extend(ids)
+        mask.extend([policy] * len(ids))
+
+    for _ in range(MAX_CALLS):
+        ask = guide.key
+        if ask is None:
+            add([words.ans, words.values[world.value], words.newline], 1)
+            return tokens, mask
+        if flawed and last:
+            if rng.random() < GIVE_UP.get(last, GIVE_UP_ELSE):
+                add([words.ans, words.values[rng.randrange(VALUES)], words.newline], 1)
+                return tokens, mask
+            if last in ("flaky", "dead", "miss") and rng.random() < WRONG_RETRY:
+                ask = pair[1] if last == "flaky" and pair[1] >= 0 else key
+        key = ask
+        add([words.get, words.keys[key], words.newline], 1)
+        found = look_up(world.hops, world.value, key, asked.get(key, 0))
+        asked[key] = asked.get(key, 0) + 1
+        last = str(found[0])
+        guide.record(key, last)
+        if last == "=":
+            pair = (found[1], found[2])
+        add(words.answer(found), 0)
+    return tokens, mask
+
+
 class KeyChain(Task):
     """See the module docstring."""
 
     tools = {"get": look_up}
+    words = (*WORDS[2:], *(f"k{i}" for i in range(KEYS)), *(f"v{i}" for i in range(VALUES)))
+    """Vocabulary of a tiny policy, beside its special tokens."""
 
     def __init__(
         self,
@@ -258,6 +304,20 @@ class KeyChain(Task):
         after = progress >= self._drift_at and self.mixes[0] != self.mixes[1]
         prompt_id = f"keychain-{self.seed}-{int(after)}-{index}"
         return KeyChainEpisode(self._words, draw(random.Random(prompt_id), self.mixes[after]), prompt_id, after)
+
+    @staticmethod
+    def demonstrations(
+        tokenizer: TaskTokenizer, seed: int, step: int, size: int, flawed: bool
+    ) -> list[tuple[list[int], list[int]]]:
+        """Batch ``step`` of a tiny policy's warm start, a function of the arguments.
+
+        Perfect ones train copying. Flawed ones give up with a random value or retry the wrong key, habits that RL
+        unlearns: a warm-started policy earns about half of the reward.
+        """
+        words, rng = Words(tokenizer), random.Random(f"keychain-demonstrations-{seed}-{step}")
+        long = step % LONG_SHARE == LONG_SHARE - 1
+        mixes = (replace(HARD, notes=rng.randint(1, LONG_NOTES) if long else 0) for _ in range(size))
+        return [demonstrate(rng, words, draw(rng, mix), flawed) for mix in mixes]
 
 
 def _override(base: Mix, side: str, changes: Mapping[str, Any]) -> Mix:
