@@ -71,7 +71,6 @@ VERBS = {
     "summary": Verb("Show reward, speed, moves of nodes and failures of a run; writes summary.png.", "summary.summary"),
     "show": Verb("Print what the policy said: trajectories of a step, with tool results and rewards.", "show.show"),
     "eval": Verb("Evaluate a checkpoint or a model folder on a task, in a job without trainers.", "evaluate.evaluate"),
-    "track": Verb("Send a run's metrics to its trackers, now and while it runs.", "track.track"),
     "report": Verb(
         "Write one page about a run for others: plots, decisions, failures, configuration.", "report.report"
     ),

@@ -186,32 +186,12 @@ class WandbSection(Section):
     """``offline``: files below ``track/wandb`` of the run directory, for ``wandb sync`` where there is internet."""
 
 
-class MlflowSection(Section):
-    """An MLflow server, spoken to by HTTP. ``MLFLOW_TRACKING_TOKEN``, or ``MLFLOW_TRACKING_USERNAME`` and
-    ``MLFLOW_TRACKING_PASSWORD``, say who asks."""
-
-    uri: str = Field("", pattern=r"^(https?://[^/\s@]+(/\S*)?)?$")
-    """Address of the server; empty: none."""
-    experiment: str = Field("libra-hpc", min_length=1)
-    """Made where it is missing."""
-
-
 class TrackSection(Section):
-    """``[track]``: where metrics go beside ``metrics.jsonl``. TensorBoard and W&B need ``pip install
-    'libra-hpc[track]'``."""
+    """``[track]``: where metrics go beside ``metrics.jsonl``. Both need ``pip install 'libra-hpc[track]'``."""
 
     tensorboard: bool = False
     """Write TensorBoard files below ``track/tensorboard`` of the run directory."""
     wandb: WandbSection = WandbSection()
-    mlflow: MlflowSection = MlflowSection()
-    prometheus_port: int = Field(0, ge=0, le=65535)
-    """Serve the newest step as text at ``/metrics`` while the run lives, on the node of the batch script. 0: not."""
-    prometheus_host: str = "127.0.0.1"
-    """Address to serve at; others can read metrics from ``0.0.0.0``."""
-
-    @property
-    def wanted(self) -> bool:
-        return bool(self.tensorboard or self.wandb.project or self.mlflow.uri or self.prometheus_port)
 
     @property
     def libraries(self) -> dict[str, str]:

@@ -52,6 +52,9 @@ PATHS = (
     "slurm.template",
 )
 """Keys that may name a file."""
+_METRICS = "send the lines of metrics.jsonl, or use track.tensorboard or track.wandb"
+REMOVED = {"track.mlflow": _METRICS, "track.prometheus_port": _METRICS, "track.prometheus_host": _METRICS}
+"""What replaces a key or section that is gone. The configuration of an older run may have it."""
 _RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 
@@ -215,6 +218,8 @@ def translate(error: ErrorDetails) -> UserError:
 
 def _unknown(names: Sequence[str], value: Any) -> UserError:
     """The error for a key or section the schema does not have."""
+    if instead := REMOVED.get(".".join(names)):
+        return UserError(f"{'.'.join(names)}: this key is gone; {instead}.")
     parent = _section(names[:-1])
     valid = sorted(parent.model_fields) if parent else []
     where = f"[{'.'.join(names[:-1])}]" if len(names) > 1 else "the run file"
@@ -327,10 +332,22 @@ def _scalars(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
+def without_removed(data: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a run without the keys of `REMOVED`, which are dropped in place."""
+    for key in REMOVED:
+        *sections, name = key.split(".")
+        table: Any = data
+        for section in sections:
+            table = table.get(section) if isinstance(table, dict) else None
+        if isinstance(table, dict):
+            table.pop(name, None)
+    return data
+
+
 def load_resolved(path: Path) -> RunConfig:
     """Read a `RunDir.config` file; raises `UserError` naming the file when it is no valid configuration."""
     data = read_object(path, "the configuration of the run")
     try:
-        return validate(data)
+        return validate(without_removed(data))
     except UserError as error:
         raise UserError(f"{path}: {error}") from error

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from libra_hpc.config.load import flat
+from libra_hpc.config.load import flat, without_removed
 from libra_hpc.config.run_file_text import HIDDEN, without_secrets
 
 from . import series
@@ -124,7 +124,7 @@ def settings(run: RunDir) -> Settings:
             changed |= set(event["changes"])
     member = read_member(run)
     swept = {} if member is None else {key: value for key, value in member.values.items() if key in changed}
-    return Settings({**flat(run.resolved()), **swept}, frozenset(changed - set(swept)))
+    return Settings({**flat(without_removed(run.resolved())), **swept}, frozenset(changed - set(swept)))
 
 
 def differing(configs: Sequence[Mapping[str, Any]], unless: frozenset[str] = frozenset()) -> list[str]:
@@ -139,7 +139,7 @@ def differing(configs: Sequence[Mapping[str, Any]], unless: frozenset[str] = fro
 def read_run(run: RunDir, values: dict[str, Any], metric: str) -> tuple[ComparedRun, MetricCurve]:
     """Facts and curve of one run, whose differing keys have ``values``."""
     rows, log, start, end = series.read(run)
-    known = flat(run.resolved())
+    known = flat(without_removed(run.resolved()))
     measured = [(row, value) for row in rows if math.isfinite(value := series.number(row, metric))]
     timed = [row for row in rows[1:] if series.number(row, "step_s") > 0.0]
     trained, seconds = (sum(series.number(row, key, 0.0) for row in timed) for key in ("tokens", "step_s"))

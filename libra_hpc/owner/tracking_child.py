@@ -11,7 +11,7 @@ from libra_hpc.facts.rundir import RunDir
 RETRY_S = 30.0
 """Between two starts: a tracker that kills the process kills the next one too."""
 ENDS_S = 20.0
-"""To send the last steps; what is not sent then, ``libra-hpc track`` sends later."""
+"""To send the last steps; what is not sent then, ``python -m libra_hpc.tracking`` sends later."""
 MISTAKE = 2
 """Exit code where no other start can help: a library is missing."""
 
@@ -19,8 +19,7 @@ MISTAKE = 2
 class TrackingChild:
     def __init__(self, run: RunDir, attempt: int) -> None:
         track: dict[str, Any] = run.read_json(run.config).get("track", {})
-        kept = (track.get("wandb", {}).get("project"), track.get("mlflow", {}).get("uri"))
-        self._wanted = any((track.get("tensorboard"), track.get("prometheus_port"), *kept))
+        self._wanted = bool(track.get("tensorboard") or track.get("wandb", {}).get("project"))
         self._run, self._log = run, run.logs(attempt) / "track.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._next_at = 0.0
@@ -36,7 +35,7 @@ class TrackingChild:
         self._start()
 
     def _start(self, *options: str) -> None:
-        command = [sys.executable, "-m", "libra_hpc.tracking.sidecar", str(self._run.path), *options]
+        command = [sys.executable, "-m", "libra_hpc.tracking", str(self._run.path), *options]
         try:
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

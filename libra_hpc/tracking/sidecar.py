@@ -1,8 +1,8 @@
 """Sends the metrics of a run to its trackers, from the file that the run writes.
 
-``python -m libra_hpc.tracking.sidecar RUN [--once]``, until SIGTERM or the death of the process that started it. It may
-be killed and started again at any time, also after the run: `Sent` says which steps each tracker has. A tracker that
-fails is left alone for `RETRY_S`; the run never waits for one.
+``python -m libra_hpc.tracking RUN [--once]``, until SIGTERM or the death of the process that started it. It may be
+killed and started again at any time, also after the run: `Sent` says which steps each tracker has. A tracker that fails
+is left alone for `RETRY_S`; the run never waits for one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Feed:
 
     def __init__(self, tracker: Tracker, run: RunDir, sent: Sent) -> None:
         self.tracker, self._run, self._sent = tracker, run, sent
-        self._last = sent.last(tracker.name) if tracker.lasting else (0, 0)
+        self._last = sent.last(tracker.name)
         self._tail = MetricsTail(run.metrics, *self._last)
 
     def pass_on(self) -> None:
@@ -65,8 +65,7 @@ class Feed:
             raise
         finally:
             self.tracker.flush()
-            if self.tracker.lasting:
-                self._sent.record(self.tracker.name, *self._last)
+            self._sent.record(self.tracker.name, *self._last)
 
 
 def follow(run: RunDir, over: Callable[[], bool], sleep: Callable[[float], object] = time.sleep) -> list[str]:
@@ -109,14 +108,12 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     run = RunDir(options.run)
     ended, parent = threading.Event(), os.getppid()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
     try:
-        follow(run, lambda: options.once or ended.is_set() or os.getppid() != parent, ended.wait)
+        if not follow(run, lambda: options.once or ended.is_set() or os.getppid() != parent, ended.wait):
+            raise UserError(f"{run.path} has no tracker; its run file sets none in [track].")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
-"""Where metrics go: TensorBoard files in the run directory, Weights & Biases, MLflow, Prometheus.
+"""Where metrics go: TensorBoard files in the run directory, and Weights & Biases.
 
-The first two are libraries, installed only by those who want them (`pip install 'libra-hpc[track]'`).
+Both are libraries, installed only by those who want them (`pip install 'libra-hpc[track]'`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,11 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
 
-from .mlflow_server import Mlflow
-from .prometheus import Prometheus
-
 
 class Tracker(Protocol):
     """Gets every step once, in order."""
 
     name: str
-    lasting: bool
-    """Whether it keeps what was sent when this process ends."""
 
     def send(self, step: int, values: Mapping[str, float]) -> None:
         """The metrics of a step."""
@@ -42,7 +37,7 @@ class Tracker(Protocol):
 class TensorBoard:
     """Writes event files itself: the library's own writer has a queue, which its flush does not wait for."""
 
-    name, lasting = "tensorboard", True
+    name = "tensorboard"
 
     def __init__(self, folder: Path, sent: int) -> None:
         self._events = _library("tensorboardX.proto.event_pb2", self.name)
@@ -81,7 +76,7 @@ class TensorBoard:
 class Wandb:
     """A run there is the run here: it has its name, and is continued by every attempt."""
 
-    name, lasting = "wandb", True
+    name = "wandb"
 
     def __init__(self, run: RunDir, config: RunConfig) -> None:
         settings = config.track.wandb
@@ -134,8 +129,4 @@ def trackers(run: RunDir, config: RunConfig, sent: Callable[[str], int]) -> list
         # Its own messages would go between those of the run.
         os.environ.setdefault("WANDB_SILENT", "true")
         found.append(Wandb(run, config))
-    if config.track.mlflow.uri:
-        found.append(Mlflow(run, config.track.mlflow))
-    if config.track.prometheus_port:
-        found.append(Prometheus(run.name, config.track.prometheus_host, config.track.prometheus_port))
     return found

@@ -51,7 +51,7 @@ def test_trackers_have_each_step_once_whatever_is_killed(tmp_path: Path) -> None
     for step in (6, 16, 26):
         case.reach(step)
         assert case.run is not None
-        sidecar = f"-m\0libra_hpc.tracking.sidecar\0{case.run.path}\0"
+        sidecar = f"-m\0libra_hpc.tracking\0{case.run.path}\0"
         found = [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if sidecar in cmdline(folder)]
         for pid in (*found, case.child(ROLLOUT_LEADER, "libra_hpc.simulated.host_process")):
             os.kill(pid, signal.SIGKILL)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from libra_hpc.config.load import load_resolved
+from libra_hpc.config.load import REMOVED, load_resolved, validate
+from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 
 
@@ -27,3 +30,18 @@ def test_a_damaged_configuration_is_named_with_its_reason(content: str, reason: 
     with pytest.raises(UserError) as caught:
         load_resolved(path)
     assert str(caught.value).startswith(f"{path}: {reason}")
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_key_that_is_gone_has_a_sentence_in_a_run_file_and_is_dropped_from_an_older_run(
+    key: str, tmp_path: Path
+) -> None:
+    tables: Any = "x"
+    for name in reversed(key.split(".")):
+        tables = {name: tables}
+    with pytest.raises(UserError) as caught:
+        validate(tables)
+    assert str(caught.value) == f"{key}: this key is gone; {REMOVED[key]}."
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tables))
+    assert load_resolved(path) == RunConfig()

@@ -63,7 +63,7 @@ def test_a_tracker_whose_library_is_missing_is_refused(
 ) -> None:
     python = program(tmp_path / "python", f"echo libra-hpc finds 3.11 other {lacks}")
     assert sentence.format(python) in refused(configured(python, "simulated", **track))
-    assert check_python(configured(python, "simulated", prometheus_port=9400)) == []
+    assert check_python(configured(python, "simulated")) == []
 
 
 def test_nixl_is_needed_where_it_is_named_and_nowhere_else(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_steps_come_once_a_torn_line_waits_and_a_restart_goes_back(tmp_path: Pat
 class Fragile:
     """A tracker whose library fails."""
 
-    name, lasting = "fragile", True
+    name = "fragile"
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -93,6 +93,18 @@ def test_a_tracker_that_fails_misses_nothing(
     assert fragile.steps == [1, 2, 3, 4, 5, 6]
 
 
+def test_without_a_tracker_and_without_a_run_one_sentence_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert sidecar.main([str(tmp_path), "--once"]) == 2
+    assert "the configuration of the run cannot be read" in capsys.readouterr().err
+    run = RunDir.create(tmp_path, "t")
+    run.write_json(run.config, validate({}).model_dump())
+    assert sidecar.main([str(run.path), "--once"]) == 2
+    assert capsys.readouterr().err == f"error: {run.path} has no tracker; its run file sets none in [track].\n"
+
+
 def tensorboard(run: RunDir) -> dict[int, float]:
     """Reward by step as TensorBoard shows it: an event of a later file purges what it says."""
     from tensorboardX.proto.event_pb2 import Event
@@ -119,7 +131,7 @@ def test_a_killed_sidecar_goes_on_and_tensorboard_has_each_step(tmp_path: Path) 
     run.write_json(run.config, validate({"track": {"tensorboard": True}}).model_dump())
 
     def start() -> subprocess.Popen[Any]:
-        return subprocess.Popen([sys.executable, "-m", "libra_hpc.tracking.sidecar", str(run.path)])
+        return subprocess.Popen([sys.executable, "-m", "libra_hpc.tracking", str(run.path)])
 
     def reached(step: int) -> None:
         deadline = time.monotonic() + 60
