@@ -1,4 +1,4 @@
-"""Rows of `bench.fleets`: the work, the GPUs, the and the fleets that a user could build from them.
+"""Rows of `bench.fleets`: the work, the GPUs, and the fleets that a user could build from them.
 
 - One batch: the GPUs roll out; nothing is trained.
 - Steady: both stages.  Some nodes train (a *split*), or all nodes serve both stages in turn (`bench.fleets_training`).
@@ -117,8 +117,6 @@ class Setting(NamedTuple):
     """``giant`` | ``mislead``."""
 
 
-EPOCH = ", third epoch"
-"""Rows of `bench.scheduling` whose prompts have been seen twice before: for `bench.ablation`."""
 THREE, SIX = (("a800", 24),), (("a800", 48),)
 ROWS: dict[str, Setting] = {
     "r2e": Setting(dials=(("outcome", 1.0),)),
@@ -156,7 +154,7 @@ ROWS: dict[str, Setting] = {
 
 
 def setting_of(name: str) -> Setting:
-    """A row by name, a third epoch of `bench.scheduling`, or so many trajectories of a recorded trace by its path."""
+    """A row by name, or so many trajectories of a recorded trace by its path."""
     return ROWS.get(name, Setting(preset=name))
 
 
@@ -165,10 +163,6 @@ def work(name: str, seed: int) -> tuple[list[list[TrajectoryRecord]], list[Traje
     """(batches from which the policies learned before, the work); there are none before in most rows."""
     row = setting_of(name)
     count = row.trajectories * max(1, row.batches)
-    if name.endswith(EPOCH):
-        epochs = work_of(name, seed, count)
-        *before, found = [epochs[first : first + count] for first in range(0, len(epochs), count)]
-        return before, found
     if name not in ROWS:
         # Draws more than it needs: contexts that no run would allow are left out.
         recorded = [one for one in work_of(name, seed, 4 * count) if one.context <= MAX_CONTEXT]
@@ -201,7 +195,7 @@ def _opposite(turn: TurnRecord) -> TurnRecord:
 
 def longest_context(name: str, seeds: Sequence[int]) -> int:
     """Where trajectories end: known in generated work, else the longest recorded one of ``seeds``."""
-    if name in ROWS or name.endswith(EPOCH):
+    if name in ROWS:
         return MAX_CONTEXT
     return max(one.context for seed in seeds for one in work(name, seed)[1])
 

@@ -1,4 +1,4 @@
-"""Every scheduling policy on the same simulated engines and work: makespan against the oracle and C-MLFQ.
+"""Every scheduling policy on the same simulated engines and work: makespan against C-MLFQ.
 
 - Work: presets of the generator (tool outcomes or siblings informative or not; long documents), one batch of 512
   trajectories without history; the same in the third epoch; and ``--trace`` files, sampled per seed.
@@ -45,7 +45,7 @@ WORK: dict[str, tuple[str, dict[str, Any]]] = {
     "search, outcomes tell, third epoch": ("search", {"outcome": 1.0, "epochs": 3}),
     "math, siblings tell, third epoch": ("math", {"epochs": 3}),
 }
-COLUMNS = ("work", "policy", "makespan s", "x oracle", "x cmlfq", "p50 s", "p95 s", "moves", "re-pref.", "idle")
+COLUMNS = ("work", "policy", "makespan s", "x cmlfq", "p50 s", "p95 s", "moves", "re-pref.", "idle")
 FORMATS = {"p50_s": "{:,.0f}", "p95_s": "{:,.0f}", "moves": "{:,.0f}", "reprefilled": "{:.0%}", "idle": "{:.0%}"}
 
 Row = dict[str, dict[str, float]]
@@ -99,14 +99,14 @@ def lines(name: str, results: Sequence[Row]) -> list[list[str]]:
         for policy in results[0]
     }
 
-    def ratio(policy: str, other: str) -> str:
-        if other not in mean:
+    def ratio(policy: str) -> str:
+        if "cmlfq" not in mean:
             return "-"
-        return interval([row[policy]["makespan_s"] / row[other]["makespan_s"] for row in results])
+        return interval([row[policy]["makespan_s"] / row["cmlfq"]["makespan_s"] for row in results])
 
     ranked = sorted(mean.items(), key=lambda item: item[1]["makespan_s"])
     return [
-        [name, policy, f"{facts['makespan_s']:,.0f}", ratio(policy, "oracle"), ratio(policy, "cmlfq")]
+        [name, policy, f"{facts['makespan_s']:,.0f}", ratio(policy)]
         + [form.format(facts[key]) for key, form in FORMATS.items()]
         for policy, facts in ranked
     ]

@@ -8,15 +8,13 @@ from pathlib import Path
 from libra_hpc.policies.scheduling.registry import policy_names
 
 FILES = {
-    "affine_first": "affine_first.py:AffineFirst",
     "autellix": "autellix.py:Autellix",
     "cmlfq_cost": "cmlfq_cost.py:CmlfqCost",
     "la_mlfq": "la_mlfq.py:LaMlfq",
     "length_aware": "length_aware.py:LengthAware",
-    "oracle": "oracle.py:Oracle",
     "tp_sticky": "tp_sticky.py:TpSticky",
 }
-"""Name -> file of this folder and class; ``oracle`` runs in the simulator only."""
+"""Name -> file of this folder and class."""
 POLICIES = {name: name for name in policy_names()} | {
     name: str(Path(__file__).with_name(file)) for name, file in FILES.items()
 }

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.policies import FILES, POLICIES
-from bench.policies.affine_first import MOST, AffineFirst
 from bench.policies.autellix import BETA, DECODE_S, Autellix, lower_bound_s
 from bench.policies.cmlfq_cost import CmlfqCost
 from bench.policies.la_mlfq import FOLLOW_S, LaMlfq
@@ -20,14 +19,13 @@ from libra_hpc.policies.scheduling.registry import make_policy, policy_class
 from tests.policies.scheduling.boards import OK, assert_nothing_is_kept, board_of, drive, ended, random_lengths, turn_of
 
 MIXED = (("one", 1), ("uno", 1), ("two", 2), ("four", 4))
-LIVE = [name for name in FILES if name != "oracle"]
 
 
 def test_the_table_names_every_policy_by_its_own_name() -> None:
     assert [policy_class(POLICIES[name]).name for name in FILES] == list(FILES)
 
 
-@pytest.mark.parametrize("name", LIVE)
+@pytest.mark.parametrize("name", FILES)
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32))
 def test_everything_is_served_and_nothing_is_kept_of_it(name: str, seed: int) -> None:
@@ -173,17 +171,3 @@ def test_la_mlfq_climbs_by_attained_service_and_forgets_old_history() -> None:
     assert policy.route(turn_of("s"), board, 5.0).level == 1
     policy.finished(ended("y", "q", 10, version=6), 6.0)
     assert policy.route(turn_of("r", "p"), board, 7.0).level == 0, "history of six versions ago: a scout again"
-
-
-def test_affine_first_takes_the_last_engine_then_an_own_one_then_a_borrowed_one() -> None:
-    board, policy = board_of(("a", 1), ("b", 1), cap=32), AffineFirst()
-    board.up("lent", 1, 100_000, 0, borrowed=True)
-    assert policy.route(turn_of("t", at="lent"), board, 0.0).engine == "lent", "its cache is there"
-    board.sent("a", 100)
-    assert policy.route(turn_of("t"), board, 0.0).engine == "b", "the own one with the fewest turns"
-    for _ in range(MOST):
-        board.sent("a", 100)
-        board.sent("b", 100)
-    assert policy.route(turn_of("t", at="a"), board, 0.0).engine == "lent", "no own one has room"
-    board.set_open("lent", False)
-    assert policy.route(turn_of("t"), board, 0.0).engine == "b", "the least loaded one"

@@ -1,26 +1,22 @@
-"""The rows of `bench.borrow`, and lenders that pause or leave all the time."""
+"""Borrowed engines: what a lender is, what it brings, and lenders that pause or leave all the time."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench.borrow import ROWS, lines
 from libra_hpc.simulator.borrowing import Borrow, Borrowing, borrowing, lent_engines, parse_borrow
 from libra_hpc.simulator.engine.simulated_engines import build_engines
 from libra_hpc.simulator.settings import SimulationSettings
 from libra_hpc.traces.generate import Dials, generate
 
 
-def test_a_row_is_read_and_printed() -> None:
+def test_lenders_and_their_gain_are_read() -> None:
     assert parse_borrow("16:code") == Borrow(16, "code", 0.25)
     assert parse_borrow("3:chat:2") == Borrow(3, "chat", 2.0)
     assert parse_borrow("4") == Borrow(4, "code", 0.25)
     one = Borrowing(alone=100.0, borrowed=80.0, own=75.0, share=0.8, leaves=3, tokens=0.5, bound=78.125)
     assert one.gain == 1.25
     assert (one.of_own, one.bound_of_own) == pytest.approx((0.75, 0.84))
-    (found,) = lines("r2e, code", [{"cmlfq": one}, {"cmlfq": one}])
-    assert found[:2] == ["r2e, code", "cmlfq"]
-    assert "r2e, one batch" in ROWS
 
 
 def test_lenders_are_made_as_they_are_named() -> None:
