@@ -67,8 +67,8 @@ VERBS = {
     ),
     "list": Verb("List runs, oldest first.", "list_runs.list_runs"),
     "sweep": Verb("Queue a run for every combination of some values.", "sweep.sweep"),
-    "compare": Verb("Show runs side by side: settings, reward, speed; draws compare.png.", "compare.compare"),
-    "summary": Verb("Show reward, speed, moves of nodes and failures of a run; writes summary.png.", "summary.summary"),
+    "compare": Verb("Show runs side by side: settings, reward, speed; draws compare.svg.", "compare.compare"),
+    "summary": Verb("Show reward, speed, moves of nodes and failures of a run; writes summary.svg.", "summary.summary"),
     "show": Verb("Print what the policy said: trajectories of a step, with tool results and rewards.", "show.show"),
     "eval": Verb("Evaluate a checkpoint or a model folder on a task, in a job without trainers.", "evaluate.evaluate"),
     "report": Verb(

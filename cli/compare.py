@@ -24,10 +24,10 @@ from libra_hpc.facts.summary import duration, state_text
 from libra_hpc.policies.learning.scaling import Sigmoid, fit_sigmoid
 
 from . import jobs
-from .output import busy, print_json, print_line, print_note, show, table
+from .output import busy, picture_file, print_json, print_line, print_note, show, table
 from .runs import RUNS, JsonOption, RunsOption, find_run, of_sweep
 
-PICTURE = Path("compare.png")
+PICTURE = Path("compare.svg")
 LEGEND = (
     "{metric}: mean of the last fifth of the steps; s/step, tokens/s: without the first step; {declared};"
     " failed: attempts of trajectories; time: from the first event to the last"
@@ -44,7 +44,7 @@ SweepOption = Annotated[str, typer.Option("--sweep", metavar="NAME", help="All r
 MetricOption = Annotated[
     str, typer.Option("--metric", metavar="NAME", help="A column of metrics.jsonl, e.g. reward or entropy.")
 ]
-OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the picture goes.")]
+OutOption = Annotated[Path, typer.Option("--out", metavar="SVG", callback=picture_file, help="Where the picture goes.")]
 
 
 def compare(
@@ -107,8 +107,7 @@ def draw(comparison: Comparison, curves: Sequence[MetricCurve], title: str, out:
         print_note(f"without steps, and so not in the picture: {', '.join(empty)}")
     if len(empty) == len(curves):
         return None
-    from libra_hpc.pictures.compare_picture import MOST_LINES, MetricLine
-    from libra_hpc.pictures.compare_picture import draw as draw_lines
+    from libra_hpc.pictures.study_charts import MOST_LINES, draw_comparison
 
     lines = []
     for group in comparison.groups:
@@ -116,12 +115,12 @@ def draw(comparison: Comparison, curves: Sequence[MetricCurve], title: str, out:
         if drawn:
             label = words(group.values) or comparison.runs[drawn[0]].run
             seeds = f" ({len(drawn)} seeds)" if len(drawn) > 1 else ""
-            lines.append(MetricLine(f"{label}{seeds}", [curves[place] for place in drawn]))
+            lines.append((f"{label}{seeds}", [curves[place] for place in drawn]))
     if len(lines) > MOST_LINES:
         print_note(f"the picture has the first {MOST_LINES} of {len(lines)} lines")
     try:
         with busy("drawing"):
-            draw_lines(lines, comparison.metric, title, out)
+            draw_comparison(lines, comparison.metric, title, out)
     except UserError as error:
         print_note(f"no picture: {error}")
         return None

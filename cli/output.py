@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -13,6 +14,8 @@ from rich.console import Console, ConsoleOptions, JustifyMethod, OverflowMethod,
 from rich.segment import Segment
 from rich.status import Status
 from rich.table import Table
+
+from libra_hpc.errors import UserError
 
 WIDTH = 100
 """Columns of tables and panels; a pipe has no width of its own."""
@@ -75,6 +78,13 @@ def table(*columns: str, **options: Any) -> Table:
 def narrow_table(*columns: str, **options: Any) -> Table:
     """Return a `table` with one space between columns."""
     return table(*columns, padding=(0, 1, 0, 0), **options)
+
+
+def picture_file(path: Path | None) -> Path | None:
+    """A file that an option names for a picture; raises `UserError` for one that is no SVG."""
+    if path is not None and path.suffix != ".svg":
+        raise UserError(f"{path}: pictures are SVG files; name it {path.with_suffix('.svg')}.")
+    return path
 
 
 def busy(what: str) -> Status:

@@ -36,7 +36,7 @@ from libra_hpc.simulator.borrowing import Borrow, parse_borrow
 
 from . import plan_tables
 from .config_show import OverrideOption, RunFileArgument
-from .output import busy, print_json, print_line, show
+from .output import busy, picture_file, print_json, print_line, show
 from .plan_write import Options, Target, check_target, write_row
 from .runs import JsonOption
 from .simulate import show_borrowed_plan
@@ -91,7 +91,10 @@ ExplainOption = Annotated[
     bool, typer.Option("--explain", help="Also every term of the best plan, and all that was excluded.")
 ]
 PlotOption = Annotated[
-    Path | None, typer.Option("--plot", metavar="PNG", help="Draw the plans, or the scaling curve of a sweep.")
+    Path | None,
+    typer.Option(
+        "--plot", metavar="SVG", callback=picture_file, help="Draw the plans, or the scaling curve of a sweep."
+    ),
 ]
 WriteOption = Annotated[
     Path | None,
@@ -166,9 +169,9 @@ def plan(
     # With a split to fill in, only its plans are simulated.
     result, slow = best(asked, search, keep, times, simulated=not quick and made is None)
     if plot is not None:
-        from libra_hpc.pictures.plan_picture import draw_plans
+        from libra_hpc.pictures.study_charts import draw_splits
 
-        draw_plans(result.plans, plan_tables.title(asked), plot)
+        draw_splits(result.plans, plan_tables.title(asked), plot)
     chosen = (asked, result) if made is None else (made.asked, made.result)
     with_lenders = played(config, chosen, lent, times)
     if target is not None:
@@ -275,9 +278,9 @@ def show_sweep(asked: PlanRequest, search: PlanSearch, low: int, high: int, *, j
         raise UserError(points[-1].why)
     at = knee(points)
     if plot is not None:
-        from libra_hpc.pictures.plan_picture import draw_sweep
+        from libra_hpc.pictures.study_charts import draw_scaling
 
-        draw_sweep(points, plan_tables.title(asked, sized=False), plot)
+        draw_scaling(points, plan_tables.title(asked, sized=False), plot)
     if json:
         print_json(
             {

@@ -29,7 +29,7 @@ from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
 from libra_hpc.traces.cut import cut_at
 from libra_hpc.user_file import FORM
 
-from .output import busy, print_json, print_line, print_note, show
+from .output import busy, picture_file, print_json, print_line, print_note, show
 from .runs import JsonOption
 from .trace import FileArgument, FormatOption, LimitOption, SkipOption, load
 
@@ -95,7 +95,9 @@ def simulate(
     format: FormatOption = "auto",
     skip_bad: SkipOption = False,
     limit: LimitOption = None,
-    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw completions and engines.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="SVG", callback=picture_file, help="Draw completions and engines.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     names = named_policies(policy)
@@ -140,10 +142,10 @@ def simulate(
         done = compare_at_once(work, fleet.engines, names, settings, Shown(status, len(names) * len(work)))
     shortest = min(one.result.makespan_s for one in done.values())
     if plot is not None:
-        from libra_hpc.pictures.simulation_picture import draw
+        from libra_hpc.pictures.study_charts import draw_simulations
 
         title = f"{file.name}: {fleet.gpus} x {device}, {model}"
-        draw({label(name): one.result for name, one in done.items()}, title, plot)
+        draw_simulations({label(name): one.result for name, one in done.items()}, title, plot)
     if fleet.empty:
         print_note(f"{fleet.empty} of {gpus} GPUs stay empty: they do not fill another {buckets}")
     if json:

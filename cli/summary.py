@@ -32,10 +32,10 @@ def draw(run: RunDir) -> None:
     """Write the picture of a run that has a step; a folder that cannot be written is only a note."""
     if not series.steps(run):
         return
-    from libra_hpc.pictures.run_picture import plot
+    from libra_hpc.pictures.report_charts import draw_run
 
     try:
         with busy("drawing"):
-            plot(run, run.summary_picture)
+            draw_run(run, run.summary_picture)
     except UserError as error:
         print_note(f"no picture: {error}")

@@ -20,13 +20,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib import get_data_path
-
 from libra_hpc.annexes.devcluster.packages import apt_environment, locked
 from libra_hpc.errors import OperationError
 from libra_hpc.files import cache_folder
 
 PACKAGE = "chromium-headless-shell"
+FONTS = "usr/share/fonts"
 SERIES = "bookworm"
 """Its security updates replace each other on the mirrors, so that no version of the browser can be pinned."""
 NOT_CALLED = ("x11-utils", "xdg-utils")
@@ -48,18 +47,17 @@ SCHEMES = {"light": 1, "dark": 0}
 class Browser:
     """One program; every page gets a new profile."""
 
-    def __init__(self, program: Path, libraries: Sequence[Path] = ()) -> None:
-        self._program, self._libraries = program, libraries
+    def __init__(self, program: Path, root: Path = Path("/")) -> None:
+        """``root``: where its packages were unpacked."""
+        folders = ("usr/lib/{}", "lib/{}", "usr/lib/{}/pulseaudio")
+        self._libraries = [root / folder.format(f"{platform.machine()}-linux-gnu") for folder in folders]
+        self._program, self._fonts = program, root / FONTS
 
     def dom(self, page: Path, scheme: str = "light") -> str:
         """The document as HTML, after its scripts ran."""
         return self._run("--dump-dom", page=page, scheme=scheme).decode()
 
-    def screenshot(self, page: Path, out: Path, *, width: int, height: int, scheme: str = "light") -> None:
-        """Write a PNG of that many pixels."""
-        self._run(f"--screenshot={out}", f"--window-size={width},{height}", page=page, scheme=scheme)
-
-    def measure(self, page: Path, script: str, folder: Path, widths: Sequence[int]) -> list[Any]:
+    def measure(self, page: Path, script: str, folder: Path, widths: Sequence[int], scheme: str = "light") -> list[Any]:
         """What the JavaScript expression ``script`` gives for the page, as ``shown``, in a frame of each width in
         pixels.
 
@@ -73,7 +71,7 @@ class Browser:
             " JSON.stringify([...document.querySelectorAll('iframe')].map(e => e.contentDocument).map(shown =>"
             f" ({script}))) }}</script>"
         )
-        found = self.dom(wrapper).rpartition("<pre>")[2].partition("</pre>")[0]
+        found = self.dom(wrapper, scheme).rpartition("<pre>")[2].partition("</pre>")[0]
         measured: list[Any] = json.loads(html.unescape(found))
         return measured
 
@@ -92,10 +90,10 @@ class Browser:
         return done.stdout
 
     def _environment(self, folder: Path) -> dict[str, str]:
-        """A home of its own, and matplotlib's fonts: a bare machine has none."""
+        """A home of its own, and the machine's fonts and those that came with the browser: a bare machine has none."""
         fonts = folder / "fonts.conf"
         fonts.write_text(
-            f"<fontconfig><dir>{get_data_path()}/fonts/ttf</dir><cachedir>{folder}/fonts</cachedir></fontconfig>"
+            f"<fontconfig><dir>/{FONTS}</dir><dir>{self._fonts}</dir><cachedir>{folder}/fonts</cachedir></fontconfig>"
         )
         return {
             "HOME": str(folder),
@@ -109,14 +107,13 @@ def ensure_browser() -> Browser:
     """The browser, after a download when this machine has none."""
     if found := shutil.which(PACKAGE):
         return Browser(Path(found))
-    machine, cache = platform.machine(), cache_folder()
-    root = cache / f"chromium-{SERIES}-{machine}"
+    cache = cache_folder()
+    root = cache / f"chromium-with-fonts-{SERIES}-{platform.machine()}"
     cache.mkdir(parents=True, exist_ok=True)
     with locked(cache / "chromium.lock"):
         if not root.exists():
             _unpack(root)
-    libraries = (f"usr/lib/{machine}-linux-gnu", f"lib/{machine}-linux-gnu", f"usr/lib/{machine}-linux-gnu/pulseaudio")
-    return Browser(root / "usr/lib/chromium/chromium-headless-shell", [root / folder for folder in libraries])
+    return Browser(root / "usr/lib/chromium/chromium-headless-shell", root)
 
 
 def _unpack(root: Path) -> None:
@@ -131,7 +128,7 @@ def _unpack(root: Path) -> None:
         status.write_text(installed + Path("/var/lib/dpkg/status").read_text())
         environment = apt_environment(work, status)
         _call(["apt-get", "update", "-qq"], environment)
-        wanted = ["install", "-qq", "-y", "--download-only", "--no-install-recommends", PACKAGE]
+        wanted = ["install", "-qq", "-y", "--download-only", "--no-install-recommends", PACKAGE, "fonts-dejavu-core"]
         _call(["apt-get", *wanted], environment)
         unpacked = work / "root"
         for deb in sorted((work / "apt/cache/archives").glob("*.deb")):

@@ -94,7 +94,7 @@ class RunDir:
     """How the last attempt ended."""
     policy = _Part("policy")
     """The final policy, a Hugging Face folder."""
-    summary_picture = _Part("summary.png")
+    summary_picture = _Part("summary.svg")
     """Reward, stage times and node roles over time."""
     report = _Part("report.html")
     """One page about the run for others."""

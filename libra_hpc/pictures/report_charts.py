@@ -1,23 +1,32 @@
-"""The charts of a report: reward, stage times, staleness and lengths over steps; reward and nodes over time."""
+"""The charts of a run: reward, stages and nodes over time; reward, staleness, lengths and new weights over steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import groupby
+from pathlib import Path
 
 from libra_hpc.facts import series
 from libra_hpc.facts.events import in_words
+from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.series import drifts, first_and_last
-from libra_hpc.facts.starts import RunStart
+from libra_hpc.facts.starts import RunStart, starts
 from libra_hpc.facts.summary import duration
 
 from .run_clock import RunClock
-from .svg_chart import Chart, Line, Mark
+from .svg_chart import Chart, Line, Mark, draw, stair
 
 Rows = Sequence[series.Record]
 STAGES = ("train", "moving", "rollout")
-CLOCK_LABEL = "time with nodes (queue left out)"
+CLOCK_LABEL = "time with nodes"
+"""The queue is left out."""
+
+
+def draw_run(run: RunDir, out: Path) -> None:
+    """Write the picture of a run; raises `UserError` when it cannot be written."""
+    rows, log, *_ = series.read(run)
+    hybrid = run.read_json(run.config).get("planner", {}).get("hybrid_start", "rollout")
+    draw(over_time(rows, log, starts=starts(rows, log), hybrid_start=hybrid), run.name, out)
 
 
 def charts(rows: Rows, log: Rows, *, starts: Sequence[RunStart], eta: int | None, hybrid_start: str) -> list[Chart]:
@@ -25,19 +34,26 @@ def charts(rows: Rows, log: Rows, *, starts: Sequence[RunStart], eta: int | None
 
     ``eta``: the staleness bound; ``hybrid_start``: first stage of hybrid nodes.
     """
-    clock = RunClock(starts)
-    steps = _step_marks(rows, log, starts)
-    times = _time_marks(log, clock)
+    marks = _step_marks(rows, log, starts)
     drawn = [
-        _reward("Reward over steps", "step", rows, steps, None),
-        _reward("Reward over time", CLOCK_LABEL, rows, times, clock),
-        _stages(rows, steps),
-        _nodes(log, clock, times, hybrid_start),
-        _staleness(rows, steps, eta),
-        _lengths(rows, steps),
-        _updates(rows, steps),
+        _reward("Reward over steps", rows, marks, None),
+        *over_time(rows, log, starts=starts, hybrid_start=hybrid_start),
+        _staleness(rows, marks, eta),
+        _lengths(rows, marks),
+        _updates(rows, marks),
     ]
     return [chart for chart in drawn if any(math.isfinite(y) for line in chart.lines for y in line.ys)]
+
+
+def over_time(rows: Rows, log: Rows, *, starts: Sequence[RunStart], hybrid_start: str) -> list[Chart]:
+    """Reward, stages and nodes over one time axis."""
+    clock = RunClock(starts)
+    marks = _time_marks(rows, log, clock)
+    return [
+        _reward("Reward over time", rows, marks, clock),
+        _stages(rows, marks, clock),
+        _nodes(log, clock, marks, hybrid_start),
+    ]
 
 
 def change(name: str, values: Sequence[float], digits: int = 2) -> str:
@@ -46,17 +62,16 @@ def change(name: str, values: Sequence[float], digits: int = 2) -> str:
     return f"{name} is not recorded" if first is None else f"{name} from {first:.{digits}f} to {last:.{digits}f}"
 
 
-def _reward(title: str, x_label: str, rows: Rows, marks: Sequence[Mark], clock: RunClock | None) -> Chart:
-    reward = series.column(rows, "reward")
+def _reward(title: str, rows: Rows, marks: Sequence[Mark], clock: RunClock | None) -> Chart:
+    reward, steps = series.column(rows, "reward"), series.column(rows, "step")
 
     def placed(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-        steps, times = series.column(rows, "step"), series.column(rows, "t")
-        return (steps, values) if clock is None else clock.line(times, values)
+        return (steps, values) if clock is None else clock.line(series.column(rows, "t"), values)
 
     return Chart(
         title=title,
         described=f"{change('Reward', reward, 3)}, over {len(rows)} steps.",
-        x_label=x_label,
+        x_label="step" if clock is None else CLOCK_LABEL,
         y_label="reward",
         lines=[
             Line("each step", "reward", *placed(reward), shape="points"),
@@ -65,24 +80,27 @@ def _reward(title: str, x_label: str, rows: Rows, marks: Sequence[Mark], clock: 
         marks=marks,
         clock=clock is not None,
         zero=min((value for value in reward if math.isfinite(value)), default=0.0) >= 0.0,
+        end=None if clock is None else clock.length,
     )
 
 
-def _stages(rows: Rows, marks: Sequence[Mark]) -> Chart:
-    steps, train, rollout = (series.column(rows, key) for key in ("step", "train_s", "rollout_s"))
+def _stages(rows: Rows, marks: Sequence[Mark], clock: RunClock) -> Chart:
+    times, train, rollout, waits = (series.column(rows, key) for key in ("t", "train_s", "rollout_s", "wait_s"))
     return Chart(
         title="Seconds per batch of each stage",
         described=f"Per batch, in seconds: {change('training', train)}; {change('rollout', rollout)}.",
-        x_label="step",
-        y_label="seconds per batch",
+        x_label=CLOCK_LABEL,
+        y_label="seconds",
         lines=[
-            Line("train", "train", steps, train),
-            Line("rollout", "rollout", steps, rollout),
-            Line("training waits for rollout", "note", steps, series.column(rows, "wait_s"), shape="dashed"),
+            Line("training waits for rollout", "note", *clock.line(times, waits), shape="dashed"),
+            Line("train", "train", *clock.line(times, train)),
+            Line("rollout", "rollout", *clock.line(times, rollout)),
         ],
         marks=marks,
+        clock=True,
         # The first wait contains the start of the engines and would flatten all other values.
         top=max((value for value in train + rollout if math.isfinite(value)), default=None),
+        end=clock.length,
     )
 
 
@@ -94,11 +112,11 @@ def _nodes(log: Rows, clock: RunClock, marks: Sequence[Mark], hybrid_start: str)
         for part in intervals:
             stage = STAGES.index(part.role) if part.role in STAGES else STAGES.index("moving")
             if part.role != "planner":
-                changes += [(part.start, stage, 1), (part.end, stage, -1)]
+                changes += [(clock.at(part.start), stage, 1), (clock.at(part.end), stage, -1)]
     changes.sort(key=lambda change: change[0])
     lines = []
     for stage, name in enumerate(STAGES):
-        xs, ys = _counted([(t, by) for t, other, by in changes if other <= stage], clock)
+        xs, ys = stair((t, by) for t, other, by in changes if other <= stage)
         if any(other == stage for _, other, _ in changes):
             lines.append(Line(name, name, xs, ys, shape="area"))
     # What is drawn first is covered by the next.
@@ -111,20 +129,8 @@ def _nodes(log: Rows, clock: RunClock, marks: Sequence[Mark], hybrid_start: str)
         marks=marks,
         clock=True,
         whole=True,
+        end=clock.length,
     )
-
-
-def _counted(changes: Sequence[tuple[float, int]], clock: RunClock) -> tuple[list[float], list[float]]:
-    """A stair of the running sum of changes in order of time; changes at one time are one."""
-    xs: list[float] = []
-    ys: list[float] = []
-    count = 0
-    for t, group in groupby(changes, key=lambda change: change[0]):
-        xs += [clock.at(t)] * 2
-        ys.append(float(count))
-        count += sum(by for _, by in group)
-        ys.append(float(count))
-    return xs, ys
 
 
 def _staleness(rows: Rows, marks: Sequence[Mark], eta: int | None) -> Chart:
@@ -174,8 +180,9 @@ def _updates(rows: Rows, marks: Sequence[Mark]) -> Chart:
     )
 
 
-def _time_marks(log: Rows, clock: RunClock) -> list[Mark]:
+def _time_marks(rows: Rows, log: Rows, clock: RunClock) -> list[Mark]:
     marks = [_start_mark(at, start) for at, start in clock.breaks()]
+    marks += [_drift_mark(clock.at(series.number(row, "t")), name) for row, name in drifts(rows)]
     for event in log:
         if event["kind"] in ("engine_lost", "node_lost"):
             text = f"{in_words(event['kind'])}, node {event.get('rank', '?')}: {event.get('reason', '')}"
@@ -189,13 +196,17 @@ def _step_marks(rows: Rows, log: Rows, starts: Sequence[RunStart]) -> list[Mark]
         first = next((row["step"] for row in rows if series.number(row, "t") > start.start), None)
         if first is not None:
             marks.append(_start_mark(first, start))
-    marks += [Mark(row["step"], "drift", "task mix drifts", f"from here on: {name}") for row, name in drifts(rows)]
+    marks += [_drift_mark(row["step"], name) for row, name in drifts(rows)]
     ends = [series.number(row, "t") for row in rows]
     for move in series.moves(log):
         first = next((row["step"] for row, t in zip(rows, ends, strict=True) if t > move.start), None)
         if first is not None:
             marks.append(Mark(first, "move", "node moves", f"node {move.rank} moves to {move.to}"))
     return marks
+
+
+def _drift_mark(at: float, phase: str) -> Mark:
+    return Mark(at, "drift", "task mix drifts", f"from here on: {phase}")
 
 
 def _start_mark(at: float, start: RunStart) -> Mark:

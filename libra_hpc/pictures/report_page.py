@@ -12,10 +12,8 @@ import datetime
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata, resources
+from importlib import metadata
 from typing import Any, NamedTuple
-
-import jinja2
 
 from libra_hpc.config.load import flat, read_toml
 from libra_hpc.config.reference import as_records, tables
@@ -30,7 +28,7 @@ from libra_hpc.facts.summary import Summary, duration, summarise
 
 from .report_charts import charts
 from .report_tables import PageTable, attempts, changed_layouts, decisions, faults, lenders, moves, nodes
-from .svg_chart import MOST_POINTS, svg
+from .svg_chart import MOST_POINTS, legend, svg, template
 
 SHORTEST_HIDDEN = 8
 """Characters of a hidden value from which it is hidden in all other texts too: ``math`` is no secret."""
@@ -70,13 +68,10 @@ def page(run: RunDir, ending: Standing, now: float) -> str:
             value = value.replace(text, HIDDEN)
         return value
 
-    template = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=cleaned
-    ).from_string(resources.files(__package__ or "").joinpath("report.html.j2").read_text())
     hybrid = str(_get(config, "planner.hybrid_start", "rollout"))
     eta = _get(config, "algorithm.eta", None)
     drawn = charts(rows, log, starts=begun, eta=eta if isinstance(eta, int) else None, hybrid_start=hybrid)
-    return template.render(
+    return template("report.html.j2", finalize=cleaned).render(
         run=run.name,
         state=ending.state,
         cause=ending.cause,
@@ -86,7 +81,9 @@ def page(run: RunDir, ending: Standing, now: float) -> str:
         heading=_heading(run, config, log, begun=begun, ending=ending),
         figures=_figures(config, summary, begun) if rows else [],
         averaged=math.ceil(len(rows) / MOST_POINTS),
-        charts=[(chart, svg(chart)) for chart in drawn] if rows else [],
+        charts=drawn if rows else [],
+        svg=svg,
+        legend=legend,
         phases=_phases(summary),
         transcripts=[(path.name, path.as_uri()) for path in sorted(run.transcripts.glob("step-*"))[-TRANSCRIPTS:]],
         evaluations=[result.words() for result in summary.evaluations],

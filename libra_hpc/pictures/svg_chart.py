@@ -1,19 +1,29 @@
-"""Charts as inline SVG: lines, points, vertical marks and axes, coloured by the page's style sheet.
+"""Charts as SVG: lines, points, vertical marks and axes, in a page or as a picture of their own.
 
-By hand, not by matplotlib: the colours follow the reader's light or dark scheme, and the text stays text.  A chart of
-ten thousand steps has 30 kB.
+Their style sheet is `chart.css`: the colours follow the reader's light or dark scheme, and the text stays text.  A
+chart of ten thousand steps has 30 kB.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jinja2
 from markupsafe import Markup, escape
 
+from libra_hpc.files import write_result
+
 WIDTH, HEIGHT = 560, 240
+"""Size of a chart in a page."""
+PICTURE_WIDTH = 840
+"""Width of a picture: that of a README."""
+LETTER = 6.5
+"""Room for a letter of a legend."""
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 40
 """Margins of the plot, for the tick labels."""
 MOST_POINTS = 500
@@ -30,11 +40,11 @@ class Line(NamedTuple):
 
     name: str
     style: str
-    """Class of the style sheet: ``reward`` | ``train`` | ``rollout`` | ``moving`` | ``note``"""
+    """Class of the style sheet: ``reward`` | ``train`` | ``rollout`` | ``moving`` | ``note`` | ``c0`` .. ``c6``"""
     xs: Sequence[float]
     ys: Sequence[float]
     shape: str = "line"
-    """``line`` | ``points`` | ``dashed`` | ``area``: filled down to 0"""
+    """``line`` | ``points`` | ``dashed`` | ``broken`` | ``dotted`` | ``area``: filled down to 0 | ``band``: filled"""
 
 
 class Mark(NamedTuple):
@@ -64,12 +74,8 @@ class Chart(NamedTuple):
     """Whether the y axis begins at 0."""
     top: float | None = None
     """Upper end of the y axis; None: the largest value."""
-
-    @property
-    def legend(self) -> list[tuple[str, str, str]]:
-        """Name, style and shape of every line, then of every kind of mark."""
-        lines = [(line.name, line.style, line.shape) for line in self.lines]
-        return list(dict.fromkeys(lines + [(mark.name, mark.style, "mark") for mark in self.marks]))
+    end: float | None = None
+    """Upper end of the x axis; None: the largest value."""
 
 
 class _Scale(NamedTuple):
@@ -82,21 +88,72 @@ class _Scale(NamedTuple):
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
-def svg(chart: Chart) -> Markup:
+def svg(chart: Chart, width: int = WIDTH, height: int = HEIGHT) -> Markup:
     """The chart as an ``<svg>`` element."""
-    x, y = _scales(chart)
+    x, y = _scales(chart, width, height)
     parts = [
-        Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(WIDTH, HEIGHT, chart.described),
+        Markup('<svg viewBox="0 0 {0} {1}" width="{0}" height="{1}" role="img" aria-label="{2}">').format(
+            width, height, chart.described
+        ),
         *_axes(chart, x, y),
         # A nested element clips what is outside the plot.
         Markup('<svg x="{0}" y="{1}" width="{2}" height="{3}" viewBox="{0} {1} {2} {3}">').format(
-            LEFT, TOP, WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+            LEFT, TOP, width - LEFT - RIGHT, height - TOP - BOTTOM
         ),
         *(path for line in chart.lines for path in _line(line, x, y)),
-        *(_mark(mark, x) for mark in chart.marks),
+        *(_mark(mark, x, y) for mark in chart.marks),
         Markup("</svg></svg>"),
     ]
     return Markup("\n").join(parts)
+
+
+def legend(charts: Sequence[Chart]) -> list[tuple[str, str, str]]:
+    """Name, style and shape of every line, then of every kind of mark; of lines with one name, that of the last."""
+    lines = {(line.name, line.style): line.shape for chart in charts for line in chart.lines}
+    marks = {(mark.name, mark.style): "mark" for chart in charts for mark in chart.marks}
+    return [(*key, shape) for key, shape in (lines | marks).items()]
+
+
+def template(name: str, **options: Any) -> jinja2.Template:
+    """A template of this package, which escapes every text."""
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("libra_hpc", "pictures"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        **options,
+    ).get_template(name)
+
+
+def draw(charts: Sequence[Chart], title: str, out: Path) -> None:
+    """Write charts below each other as an SVG file with one legend; raises `UserError` when it cannot be written."""
+    entries = legend(charts)
+    entry_width = 50 + math.ceil(LETTER * max((len(name) for name, _, _ in entries), default=0))
+    text = template("picture.svg.j2").render(
+        title=title,
+        charts=charts,
+        svg=svg,
+        legend=entries,
+        entry_width=entry_width,
+        across=max(1, PICTURE_WIDTH // entry_width),
+        width=PICTURE_WIDTH,
+        chart_height=120 + 220 // max(1, len(charts)),
+    )
+    write_result(out, text.encode())
+
+
+def stair(changes: Iterable[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """The running sum of changes in order of x; changes at one x are one."""
+    xs: list[float] = []
+    ys: list[float] = []
+    count = 0.0
+    for x, group in groupby(changes, key=lambda change: change[0]):
+        xs += [x] * 2
+        ys.append(count)
+        count += sum(by for _, by in group)
+        ys.append(count)
+    return xs, ys
 
 
 def parts_of(xs: Sequence[float], ys: Sequence[float]) -> list[list[Point]]:
@@ -167,34 +224,32 @@ def _multiples(low: float, high: float, step: float) -> list[float]:
     return [round(index * step, 10) for index in range(first, last + 1)]
 
 
-def _scales(chart: Chart) -> tuple[_Scale, _Scale]:
+def _scales(chart: Chart, width: int, height: int) -> tuple[_Scale, _Scale]:
     xs = [x for line in chart.lines for x, y in zip(line.xs, line.ys, strict=True) if math.isfinite(y)]
     ys = [y for line in chart.lines for y in line.ys if math.isfinite(y)]
-    low, high = min(xs, default=0.0), max(xs, default=1.0)
-    if chart.clock:
-        low = 0.0
-    bottom, top = (0.0 if chart.zero else min(ys, default=0.0)), max(ys, default=1.0)
-    if chart.top is not None:
-        top = chart.top
+    low = 0.0 if chart.clock else min(xs, default=0.0)
+    high = max(xs, default=1.0) if chart.end is None else chart.end
+    bottom = 0.0 if chart.zero else min(ys, default=0.0)
+    top = max(ys, default=1.0) if chart.top is None else chart.top
     room = 0.05 * (top - bottom)
     bottom, top = (bottom if chart.zero else bottom - room), top + room
     return (
-        _Scale(low, high if high > low else low + 1.0, LEFT + 4, WIDTH - RIGHT - 4),
-        _Scale(bottom, top if top > bottom else bottom + 1.0, HEIGHT - BOTTOM, TOP),
+        _Scale(low, high if high > low else low + 1.0, LEFT + 4, width - RIGHT - 4),
+        _Scale(bottom, top if top > bottom else bottom + 1.0, height - BOTTOM, TOP),
     )
 
 
 def _axes(chart: Chart, x: _Scale, y: _Scale) -> Iterator[Markup]:
-    floor = HEIGHT - BOTTOM
+    floor, right = y.start, x.end + 4
     for value in ticks(y.low, y.high, whole=chart.whole):
         at = y.at(value)
-        yield Markup('<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(LEFT, WIDTH - RIGHT, at, at)
+        yield Markup('<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(LEFT, right, at, at)
         yield Markup('<text class="y" x="{}" y="{:.1f}">{}</text>').format(LEFT - 6, at + 4, short_number(value))
     for value in clock_ticks(x.high) if chart.clock else ticks(x.low, x.high, whole=True):
         text = clock_text(value) if chart.clock else f"{value:,.10g}"
         yield Markup('<text class="x" x="{:.1f}" y="{}">{}</text>').format(x.at(value), floor + 15, text)
-    yield Markup('<line class="axis" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, floor, floor)
-    yield Markup('<text class="name" x="{}" y="{}">{}</text>').format(WIDTH - RIGHT, HEIGHT - 5, chart.x_label)
+    yield Markup('<line class="axis" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, right, floor, floor)
+    yield Markup('<text class="name" x="{}" y="{}">{}</text>').format(right, floor + BOTTOM - 5, chart.x_label)
     yield Markup('<text class="side" transform="translate(11 {}) rotate(-90)">{}</text>').format(TOP, chart.y_label)
 
 
@@ -206,6 +261,8 @@ def _line(line: Line, x: _Scale, y: _Scale) -> Iterator[Markup]:
         drawn = "".join(f"M{a:.1f} {b:.1f}h0" for part in parts for a, b in extremes(part, 2 * length))
     elif line.shape == "area":
         drawn = "".join(_area(part, [(part[-1][0], y.at(0.0)), (part[0][0], y.at(0.0))]) for part in parts)
+    elif line.shape == "band":
+        drawn = "".join(_area(part, ()) for part in parts)
     else:
         if length > 1 and line.shape == "line":
             yield _path("band", line.style, "".join(_band(part, length) for part in parts))
@@ -236,7 +293,7 @@ def _value(point: Point) -> float:
     return point[1]
 
 
-def _mark(mark: Mark, x: _Scale) -> Markup:
+def _mark(mark: Mark, x: _Scale, y: _Scale) -> Markup:
     return Markup('<line class="mark {}" x1="{:.1f}" x2="{:.1f}" y1="{}" y2="{}"><title>{}</title></line>').format(
-        mark.style, x.at(mark.x), x.at(mark.x), TOP, HEIGHT - BOTTOM, escape(mark.text)
+        mark.style, x.at(mark.x), x.at(mark.x), y.end, y.start, escape(mark.text)
     )

@@ -182,7 +182,7 @@ def test_wait_ends_with_the_summary_and_the_exit_code_of_the_run(
     assert outcome.out.count("planner: node 2 to train: training 1.42 s a batch") == 1
     assert max(map(len, outcome.out.splitlines()[1:])) <= 100
     assert f"quick-001 {state}" in outcome.out
-    assert (site / "runs" / "quick-001" / "summary.png").exists()
+    assert (site / "runs" / "quick-001" / "summary.svg").exists()
     logs = f"its logs are in {site}/runs/quick-001/logs/attempt-1 (`libra-hpc logs quick-001`)"
     assert (
         outcome.err

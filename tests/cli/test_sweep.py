@@ -148,12 +148,12 @@ def test_compare_prints_differing_keys_results_and_seeds_and_draws(site: Path, a
     assert printed["keys"] == ["run.seed"]
     assert [run["run"] for run in printed["runs"]] == ["a-001", "b-001"]
     assert printed["groups"][0]["members"] == [0, 1]
-    assert (site / printed["picture"]).read_bytes().startswith(b"\x89PNG")
-    shown = cli("compare", "a-001", "b-001", "--metric", "train_s", "--out", "t.png").out
+    assert "(2 seeds)</text>" in (site / printed["picture"]).read_text()
+    shown = cli("compare", "a-001", "b-001", "--metric", "train_s", "--out", "t.svg").out
     assert "seed=1" in shown
     assert "median over seeds" in shown
     assert "train_s" in shown
-    assert (site / "t.png").exists()
+    assert (site / "t.svg").exists()
 
 
 def test_compare_fits_a_sigmoid_over_seeds(site: Path, a_and_b: None, cli: Cli) -> None:
@@ -172,7 +172,7 @@ def test_compare_of_a_sweep_without_steps_draws_no_picture(site: Path, queue: Qu
     outcome = cli("compare", "--sweep", "quick", "--json")
     assert json.loads(outcome.out)["picture"] is None
     assert "without steps, and so not in the picture: quick-lr1e-6.seed0-001, " in outcome.err
-    assert not (site / "compare.png").exists()
+    assert not (site / "compare.svg").exists()
     assert "lr=3e-6, seed=1" in cli("compare", "--sweep", "quick").out
 
 

@@ -37,4 +37,4 @@ def test_a_sweep_queues_its_runs_one_after_the_other_and_compares_them(cluster: 
     assert shown["keys"] == ["run.seed"]
     assert [(run["state"], run["steps"]) for run in shown["runs"]] == [("completed", 2)] * 2
     assert shown["groups"][0]["members"] == [0, 1]
-    assert (tmp_path / "compare.png").exists()
+    assert (tmp_path / "compare.svg").exists()

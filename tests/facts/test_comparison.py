@@ -14,8 +14,6 @@ from libra_hpc.facts.comparison import MetricCurve, compare
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.summary import summarise
 from libra_hpc.facts.sweep_record import SweepMember, write_member
-from libra_hpc.pictures import compare_picture
-from libra_hpc.pictures.compare_picture import MetricLine, median_line
 
 from . import synthetic
 from .synthetic import event
@@ -93,16 +91,3 @@ def test_lost_engines_and_failed_attempts_are_counted(tmp_path: Path) -> None:
     found, _ = compare([run, make(tmp_path, {})], "reward")
     assert found.runs[0].numbers["engines_lost"] == 1
     assert found.runs[0].failed_attempts == sum(failed.count for failed in summarise(run).failures) > 0
-
-
-def test_a_median_line_has_the_steps_of_at_least_half_of_the_seeds() -> None:
-    longer = MetricCurve([1, 2], [10.0, 20.0], [0.0, 0.0])
-    found = median_line([longer, MetricCurve([1], [30.0], [1.0]), MetricCurve([1], [50.0], [0.5])])
-    assert found == [(1, 30.0, 0.0, 0.5, 1.0)]
-
-
-def test_the_picture_is_written(tmp_path: Path) -> None:
-    curve = MetricCurve([1, 2, 3], [10.0, 20.0, 30.0], [0.1, 0.2, 0.3])
-    lines = [MetricLine(f"lr={number}", [curve] * (1 + number % 2)) for number in range(compare_picture.MOST_LINES + 1)]
-    compare_picture.draw(lines, "reward", "s", tmp_path / "out.png")
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

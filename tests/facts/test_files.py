@@ -1,11 +1,10 @@
-"""Series, summary, screen and picture of a synthetic run whose facts are known."""
+"""Series, summary and screen of a synthetic run whose facts are known."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from libra_hpc.errors import UserError
 from libra_hpc.facts import estimate, series, summary, view
 from libra_hpc.facts.failed import FailedAttempts
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import FINAL, Status, decode_status, encode_status
-from libra_hpc.pictures import run_picture as plot
 
 from . import synthetic
 from .synthetic import event
@@ -307,29 +304,6 @@ def test_long_series_are_averaged_down() -> None:
 
 def test_smoothing_is_unbiased_at_the_start_and_passes_over_gaps() -> None:
     assert series.smooth([math.nan, 3.0, math.nan, 3.0])[1:] == pytest.approx([3.0, 3.0, 3.0])
-
-
-def test_the_picture_is_a_png_of_useful_size(run: RunDir, tmp_path: Path) -> None:
-    out = tmp_path / "picture.png"
-    plot.plot(run, out)
-    data = out.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = struct.unpack(">II", data[16:24])
-    assert (width, height > 700) == (1300, True)
-
-
-def test_a_picture_is_written_whole_or_not_at_all(run: RunDir, tmp_path: Path) -> None:
-    (tmp_path / "folder.png").mkdir()
-    for out, why in (("folder.png", "Is a directory"), ("absent/picture.png", "No such file or directory")):
-        with pytest.raises(UserError, match=rf"{out}: the picture cannot be written \({why}\)\."):
-            plot.plot(run, tmp_path / out)
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
-def test_the_picture_of_an_empty_run(tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path, "empty")
-    plot.plot(run, run.summary_picture)
-    assert run.summary_picture.exists()
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (187, "3:07"), (3723, "1:02:03")])

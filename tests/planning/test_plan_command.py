@@ -124,14 +124,14 @@ def test_components_of_two_kinds_are_two_pools(call: Call) -> None:
 
 
 def test_a_sweep_is_a_curve_with_its_knee(call: Call, tmp_path: Path) -> None:
-    code, out, _ = call("--gpus", "16..128", "--json", "--plot", "curve.png")
+    code, out, _ = call("--gpus", "16..128", "--json", "--plot", "curve.svg")
     found = json.loads(out)
     assert code == 0
     assert [p["devices"] for p in found["points"]] == list(range(16, 129, 8))
     speeds = [p["plan"]["tokens_s"] for p in found["points"]]
     assert speeds == sorted(speeds)
     assert 16 < found["knee"] < 128
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert f">knee at {found['knee']} GPUs</text>" in (tmp_path / "curve.svg").read_text()
 
 
 def test_lengths_of_a_trace(call: Call, tmp_path: Path) -> None:
@@ -169,7 +169,8 @@ MISTAKES: dict[tuple[str, ...], str] = {
     ("--layouts", "nodes"): "--layouts = 'nodes': unknown value; valid: any, node (did you mean 'node'?).",
     ("-o", "components.hybrid.gpus=0"): "components.hybrid.gpus = 0: the other components have GPUs",
     ("-o", "components.rollout.gpu_type="): "components.rollout.gpu_type = '': the planner has to know the GPU",
-    ("--plot", "no/such/folder.png"): "no/such/folder.png: the picture cannot be written (No such file or directory).",
+    ("--plot", "no/such/folder.svg"): "no/such/folder.svg cannot be written (No such file or directory).",
+    ("--plot", "curve.png"): "curve.png: pictures are SVG files; name it curve.svg.",
 }
 
 
@@ -218,7 +219,7 @@ def test_no_gpus_anywhere(call: Call, tmp_path: Path) -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    heavy = ("torch", "numpy", "pandas", "matplotlib", "vllm", "mpi4py")
+    heavy = ("torch", "numpy", "pandas", "vllm", "mpi4py")
     code = f"import sys, libra_hpc_cli.plan; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

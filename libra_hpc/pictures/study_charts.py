@@ -1,0 +1,131 @@
+"""The charts of `compare`, `plan` and `simulate`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from libra_hpc.facts.comparison import MetricCurve
+from libra_hpc.facts.series import smooth
+from libra_hpc.policies.search.run_plan import RunPlan
+from libra_hpc.policies.search.scaling_curve import ScalingPoint, knee
+from libra_hpc.simulator.result import SimulationResult
+
+from .svg_chart import Chart, Line, Mark, draw, stair
+
+COLOURS = 7
+"""Colours ``c0`` .. of the style sheet, distinct for colour-blind readers (Okabe and Ito)."""
+SHAPES = ("line", "broken", "dotted")
+"""The next line has the next colour and the next shape: of two equal lines, both are seen."""
+MOST_LINES = COLOURS * len(SHAPES)
+"""More lines could not be told apart: the numbers of colours and of shapes have no common divisor."""
+
+
+def draw_comparison(groups: Sequence[tuple[str, Sequence[MetricCurve]]], metric: str, title: str, out: Path) -> None:
+    """One metric over steps and over time, of groups of runs with their labels; of more than `MOST_LINES` the first.
+
+    - A run alone -> a smoothed line and the steps as points.
+    - Runs that differ in nothing but the seed -> the median of their smoothed lines, and a band from lowest to highest.
+    """
+    over: tuple[list[Line], list[Line]] = ([], [])
+    for number, (label, curves) in enumerate(groups[:MOST_LINES]):
+        style, shape = _look(number)
+        points = median_line(curves)
+        steps, wall_s, low, middle, high = zip(*points, strict=True) if points else [()] * 5
+        for lines, xs, measured in ((over[0], steps, curves[0].steps), (over[1], wall_s, curves[0].wall_s)):
+            if len(curves) > 1:
+                lines.append(Line(label, style, [*xs, *xs[::-1]], [*low, *high[::-1]], "band"))
+            else:
+                lines.append(Line(label, style, measured, curves[0].values, "points"))
+            lines.append(Line(label, style, xs, middle, shape))
+    zero = all(y >= 0 for line in over[0] for y in line.ys)
+    charts = [
+        Chart(f"{metric} over {what}", f"{len(groups)} lines.", label, metric, lines, clock=what == "time", zero=zero)
+        for what, label, lines in (("steps", "step", over[0]), ("time", "time since the job started", over[1]))
+    ]
+    draw(charts, title, out)
+
+
+def median_line(curves: Sequence[MetricCurve]) -> list[tuple[float, ...]]:
+    """Step, seconds, and lowest, median and highest smoothed value of every step that at least half of the curves have.
+
+    A step's time is the median of its times, so a slow seed does not shift the others.
+    """
+    by_step: dict[int, list[tuple[float, float]]] = {}
+    for curve in curves:
+        for step, wall_s, value in zip(curve.steps, curve.wall_s, smooth(curve.values), strict=True):
+            by_step.setdefault(step, []).append((wall_s, value))
+    points: list[tuple[float, ...]] = []
+    for step, found in sorted(by_step.items()):
+        if 2 * len(found) >= len(curves):
+            times, values = zip(*found, strict=True)
+            median = statistics.median(values)
+            points.append((step, statistics.median(times), min(values), median, max(values)))
+    return points
+
+
+def draw_scaling(points: Sequence[ScalingPoint], title: str, out: Path) -> None:
+    """The scaling curve of a sweep and its knee."""
+    xs, ys = zip(*((p.devices, p.plan.tokens_s) for p in points if p.plan is not None), strict=True)
+    at = knee(points)
+    known = f"knee at {points[at].devices} GPUs" if at is not None else ""
+    chart = Chart(
+        title="Trained tokens per second of the best plan",
+        described=f"From {xs[0]} to {xs[-1]} GPUs: {ys[0]:,.0f} to {ys[-1]:,.0f} tokens/s. {known}",
+        x_label="GPUs",
+        y_label="tokens per second",
+        lines=[
+            Line("proportional to the first", "note", xs, [ys[0] * x / xs[0] for x in xs], "dashed"),
+            Line("best plan", "reward", xs, ys, "points"),
+            Line("best plan", "reward", xs, ys),
+        ],
+        marks=[] if at is None else [Mark(points[at].devices, "drift", known, known)],
+    )
+    draw([chart], title, out)
+
+
+def draw_splits(plans: Sequence[RunPlan], title: str, out: Path) -> None:
+    """Seconds per batch of each split; the first plan is the best."""
+    best = plans[0]
+    ordered = sorted((plan for plan in plans if plan.pool == best.pool), key=lambda plan: plan.trains)
+    xs = [plan.trains for plan in ordered]
+    stages = (
+        ("batch", "reward", [plan.seconds for plan in ordered]),
+        ("train", "train", [plan.train.time.total for plan in ordered]),
+        ("rollout", "rollout", [plan.rollout_s for plan in ordered]),
+    )
+    words = f"best: {best.trains} training nodes"
+    chart = Chart(
+        title="Seconds per batch of each split",
+        described=f"Of {len(ordered)} splits; {words}, {best.seconds:.1f} s.",
+        x_label="training nodes",
+        y_label="seconds per batch",
+        lines=[Line(name, style, xs, ys, shape) for name, style, ys in stages for shape in ("points", "line")],
+        marks=[Mark(best.trains, "drift", words, words)],
+    )
+    draw([chart], title, out)
+
+
+def draw_simulations(results: Mapping[str, SimulationResult], title: str, out: Path) -> None:
+    """Finished trajectories, and engines at work, over simulated time under each policy."""
+    done, busy = [], []
+    for number, (name, result) in enumerate(results.items()):
+        style, shape = _look(number)
+        ended = ((at, 100.0 / len(result.finish_s)) for at in sorted(result.finish_s))
+        done.append(Line(name, style, *stair([(0.0, 0.0), *ended]), shape))
+        work = [
+            (at, by) for one in result.engines for start, end, _ in one.segments for at, by in ((start, 1), (end, -1))
+        ]
+        busy.append(Line(name, style, *stair(sorted(work)), shape))
+    words = "; ".join(f"{name} {result.makespan_s:,.0f} s" for name, result in results.items())
+    charts = [
+        Chart("Trajectories done", f"Until all are done: {words}.", "simulated time", "%", done, clock=True),
+        Chart("Engines at work", "Engines with a turn.", "simulated time", "engines", busy, clock=True, whole=True),
+    ]
+    draw(charts, title, out)
+
+
+def _look(number: int) -> tuple[str, str]:
+    """Style and shape of a line."""
+    return f"c{number % COLOURS}", SHAPES[number % len(SHAPES)]
