@@ -15,16 +15,16 @@ The warm start of seed 3 did not learn to copy digits: it is at 0.02, below the 
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.harness import KEYCHAIN, POLICIES, Options, child, names, options, progress, report, submit
-from libra_hpc.facts.rundir import RunDir, read_lines
+from bench.harness import POLICIES, Options, child, names, options, progress, report
+from bench.learning import evaluate, train
+from libra_hpc.facts.rundir import read_lines
 
-EPISODES = 256
+PROMPTS = 256
 HELD_OUT = 1000
 """Seed of the problems that policies are evaluated on; runs have those from 0."""
 SIZES = {"min_terms": 3, "max_terms": 3, "min_digits": 2, "max_digits": 2}
@@ -36,17 +36,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "cispo": {"aggregate": "token", "loss": "cispo", "clip": [0.2, 0.28]},
     "no tool": {"aggregate": "sequence"},
 }
-SHARED = {
-    "run.name": "chat",
-    "slurm.device": "cpu",
-    "model.dtype": "float32",
-    "algorithm.minibatches": 2,
-    "algorithm.guard": "off",
-    "rollout.kv_cache_mb": 64,
-    "rollout.max_model_len": 320,
-    "checkpoint.every": 0,
-    "task.trial": "false",
-}
+SHARED = {"algorithm.minibatches": 2, "algorithm.guard": "off", "rollout.max_model_len": 320, "task.trial": "false"}
 COLUMNS = ["", "reward before", "reward after", "gain, mean ± std. error", "smallest", "tools per trajectory"]
 
 
@@ -64,47 +54,34 @@ def chat_policy(seed: int, steps: int) -> Path:
     return folder
 
 
-def train(folder: Path, model: Path, *, seed: int, algorithm: str, given: Options) -> RunDir:
-    task = NO_TOOL if algorithm == "no tool" else TOOL
-    own = {"run.dir": folder, "run.seed": seed, "run.steps": given.steps, "model.path": model}
-    own |= {"optimizer.lr": given.lr, "task.name": task}
+def settings_of(algorithm: str, seed: int, given: Options) -> dict[str, Any]:
+    """Keys of the run file, by name."""
+    own = {"run.seed": seed, "run.steps": given.steps, "optimizer.lr": given.lr}
+    own |= {"task.name": NO_TOOL if algorithm == "no tool" else TOOL}
     own |= {f"task.options.{name}": value for name, value in SIZES.items()}
     own |= {f"algorithm.{name}": value for name, value in ALGORITHMS[algorithm].items()}
-    submit(KEYCHAIN, "--wait", "--executor", "local", overrides=SHARED | own)
-    return RunDir(max(folder.glob("chat-*")))
-
-
-def evaluate(policy: Path, run: RunDir) -> dict[str, Any]:
-    """On the held-out rows, with the task and the engine of ``run``."""
-    config = json.loads(run.config.read_bytes())
-    config["task"]["options"]["seed"] = HELD_OUT
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        file.write(json.dumps(config))
-        file.flush()
-        words = ("--policy", str(policy), "--config", file.name, "--episodes", str(EPISODES))
-        result: dict[str, Any] = child("-m", "bench.evaluate", *words)
-    return result
+    return SHARED | own
 
 
 def play(seed: int, algorithm: str, given: Options, known: dict[tuple[int, bool], Any]) -> dict[str, Any]:
     """One run, and its policy before and after; ``known``: evaluations before, by seed and whether there is a tool."""
     model, key = chat_policy(seed, given.warm_steps), (seed, algorithm != "no tool")
     with tempfile.TemporaryDirectory(prefix="libra-chat-") as name:
-        run = train(Path(name), model, seed=seed, algorithm=algorithm, given=given)
+        run = train(Path(name) / "chat", model, "local", settings_of(algorithm, seed, given))
         if key not in known:
-            known[key] = evaluate(model, run)
-        after = evaluate(run.policy, run)
+            known[key] = evaluate(model, run, PROMPTS, seed=HELD_OUT)
+        after = evaluate(run.policy, run, PROMPTS, seed=HELD_OUT)
         lines = list(read_lines(run.metrics))
     found = {"seed": seed, "algorithm": algorithm, "before": known[key], "after": after, "lines": lines}
-    progress(f"seed {seed}, {algorithm}: {known[key]['reward']:.3f} -> {after['reward']:.3f}")
+    progress(f"seed {seed}, {algorithm}: {known[key]['mean']:.3f} -> {after['mean']:.3f}")
     return found
 
 
 def row(algorithm: str, found: list[dict[str, Any]]) -> list[Any]:
-    before, after = ([one[when]["reward"] for one in found] for when in ("before", "after"))
+    before, after = ([one[when]["mean"] for one in found] for when in ("before", "after"))
     gains = [b - a for a, b in zip(before, after, strict=True)]
     error = statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else float("nan")
-    calls = [statistics.fmean(one[when]["tool_calls"] for one in found) for when in ("before", "after")]
+    calls = [statistics.fmean(one[when]["info"]["tool_calls"] for one in found) for when in ("before", "after")]
     return [
         algorithm,
         f"{min(before):.2f}..{max(before):.2f}",
@@ -123,7 +100,7 @@ def main() -> None:
     rows = [row(algorithm, [one for one in raw if one["algorithm"] == algorithm]) for algorithm in chosen]
     notes = [
         f"{given.steps} steps of 8 prompts x 8 samples, two minibatches a step, eta 1, lr {given.lr};"
-        f" {len(given.seeds)} seeds; {EPISODES} held-out problems at temperature 1, standard error at most 0.03.",
+        f" {len(given.seeds)} seeds; {PROMPTS} held-out problems at temperature 1, standard error at most 0.03.",
         "Goals: gain >= 0.2 in every seed with the tool, at most 0.05 without it.",
     ]
     report(given, "A chat model learns to use its tool", columns=COLUMNS, rows=rows, notes=notes, raw=raw)
