@@ -10,10 +10,10 @@
   the choosing seeds, whose lengths the planner knows.
 
     python -m bench.fleets [--rows NAME|NAME] [--trace FILE ...] [--seeds 5] [--quick] [--json FILE]
-        [--jobs 2] [--keep FILE] [--limit-s SECONDS]
+        [--jobs 2] [--keep FILE]
 
-Rows run at the same time, the first ones first.  ``--keep``: simulations are kept in the file, and not repeated by the
-next call; ``--limit-s``: after so many seconds only rows that are finished are shown (`bench.fleets_pool`).
+``--keep``: simulations are kept in the file, and not repeated by the next call (`bench.fleets_pool`).  The JSON file is
+written after each row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from bench.fleets_bounds import bounds
-from bench.fleets_pool import Calls, OutOfTimeError
+from bench.fleets_pool import Calls
 from bench.fleets_rows import (
     NODE,
     ROWS,
@@ -49,6 +49,8 @@ from libra_hpc.planning.simulated_plan import halving, promising
 
 CHOOSING = (1_000, 1_001, 1_002)
 """Seeds for choosing; those for reporting start at 0."""
+AT_ONCE = 2
+"""Rows that are judged at the same time: one leaves processes idle at the end of each of its stages."""
 QUICK_ROWS = ("r2e", "math", "63k, eta 0")
 QUICK = {"pairs": 4, "tuned": 2, "finalists": 2, "screen": 3}
 """Effort of ``--quick``, with one seed for choosing, two for reporting, and smaller rows."""
@@ -165,7 +167,7 @@ def shrink(names: Sequence[str]) -> None:
 
 
 def main() -> None:
-    defaults: dict[str, Any] = {"seeds": 5, "jobs": 2, "keep": "", "limit_s": 0.0}
+    defaults: dict[str, Any] = {"seeds": 5, "jobs": 2, "keep": ""}
     given = options("fleets", __doc__, rows=ROWS, quick=QUICK_ROWS, trace=True, **defaults)
     count = min(given.seeds, 2) if given.quick else given.seeds
     if count < 2:
@@ -176,18 +178,10 @@ def main() -> None:
         shrink(given.rows)
     begin, done = time.perf_counter(), list[dict[str, Any]]()
     # The processes are forked after the rows were changed.
-    with (
-        Calls(given.jobs, Path(given.keep) if given.keep else None, given.limit_s) as calls,
-        ThreadPoolExecutor(len(given.rows)) as threads,
-    ):
-        for row in [threads.submit(judge, calls.row(i, name), name, effort) for i, name in enumerate(given.rows)]:
-            try:
-                done.append(row.result())
-            except OutOfTimeError:
-                continue
+    with Calls(given.jobs, Path(given.keep) if given.keep else None) as calls, ThreadPoolExecutor(AT_ONCE) as threads:
+        for row in threads.map(lambda name: judge(calls.row(name), name, effort), given.rows):
+            done.append(row)
             write(given, done)
-    if not done:
-        given.error(f"--limit-s {given.limit_s:.0f}: no row was finished; {calls.made} simulations are kept")
     better = [row["x"][0] for row in done]
     x = f"geometric mean {math.exp(statistics.fmean(math.log(x) for x in better)):.2f}, worst {min(better):.2f}"
     minutes = (time.perf_counter() - begin) / 60

@@ -1,27 +1,19 @@
-"""Calls of pure functions over processes: most valuable first, kept in a file, until a time limit.
+"""Calls of pure functions over processes, kept in a file.
 
-- Rows of `bench.fleets` run at the same time, each in a thread. `Calls.row` is the executor of one: where processes are
-  scarce, calls of an earlier row go first.
-- A finished call is one line of the file. The same call of the same row and sources is not made again, so a judge that
-  was ended goes on where it was, on another machine, too.
-- At the time limit processes are ended, and all that wait for a call get `OutOfTimeError`.
-
-Results depend neither on the number of processes nor on the order of calls, because no call knows of another.
+A finished call is one line of the file. The same call of the same row and sources is not made again, so a judge that
+was ended goes on where it was, on another machine, too. Results do not depend on the number of processes or the order
+of calls, because no call knows of another.
 """
 
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
-import multiprocessing
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from functools import lru_cache, partial
-from itertools import count
 from pathlib import Path
-from threading import RLock, Timer
 from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
@@ -44,21 +36,10 @@ class Call(NamedTuple):
         return json.dumps([_sources(), setting_of(self.row), self.function.__name__, *self.arguments])
 
 
-class OutOfTimeError(Exception):
-    pass
-
-
 class Calls:
-    """``keep``: the file; ``limit_s``: 0 is none."""
+    """The processes; ``keep``: the file."""
 
-    def __init__(self, processes: int, keep: Path | None = None, limit_s: float = 0.0) -> None:
-        self._lock, self._order = RLock(), count()
-        self._waiting: list[tuple[int, int, Call, Future[Any]]] = []
-        self._running: set[Future[Any]] = set()
-        self._free = processes
-        self.over = False
-        self.made = 0
-        """Calls that were not kept."""
+    def __init__(self, processes: int, keep: Path | None = None) -> None:
         self._kept: dict[str, Any] = {}
         if keep is not None:
             keep.parent.mkdir(parents=True, exist_ok=True)
@@ -67,80 +48,41 @@ class Calls:
         self._pool = ProcessPoolExecutor(processes)
         # Forks all processes before there are threads.
         self._pool.submit(time.time).result()
-        self._timer = Timer(limit_s, self._end)
-        self._timer.daemon = True
-        if limit_s:
-            self._timer.start()
 
     def __enter__(self) -> Calls:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        self._pool.shutdown(wait=not self.over, cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
         if self._file is not None:
             self._file.close()
 
-    def row(self, place: int, name: str) -> Executor:
-        """Executor of the row at that place; lower ones go first."""
-        return _Row(self, place, name)
+    def row(self, name: str) -> Executor:
+        """An executor whose calls are those of a row."""
+        return _Row(self, name)
 
-    def submit(self, place: int, call: Call) -> Future[Any]:
-        future: Future[Any] = Future()
-        with self._lock:
-            if call.key in self._kept:
-                future.set_result(msgspec.convert(self._kept[call.key], get_type_hints(call.function)["return"]))
-            elif self.over:
-                future.set_exception(OutOfTimeError())
-            else:
-                heapq.heappush(self._waiting, (place, next(self._order), call, future))
-                self._start()
-        return future
+    def submit(self, call: Call) -> Future[Any]:
+        if call.key in self._kept:
+            future: Future[Any] = Future()
+            future.set_result(msgspec.convert(self._kept[call.key], get_type_hints(call.function)["return"]))
+            return future
+        made = self._pool.submit(call.function, *call.arguments)
+        made.add_done_callback(partial(self._done, call.key, time.monotonic()))
+        return made
 
-    def _start(self) -> None:
-        while self._free and self._waiting:
-            *_, call, future = heapq.heappop(self._waiting)
-            if future.set_running_or_notify_cancel():
-                self._free -= 1
-                self._running.add(future)
-                made = self._pool.submit(call.function, *call.arguments)
-                made.add_done_callback(partial(self._done, call, future, time.monotonic()))
-
-    def _done(self, call: Call, future: Future[Any], begun: float, made: Future[Any]) -> None:
-        with self._lock:
-            self._running.discard(future)
-            if future.done():
-                return
-            self._free += 1
-            try:
-                result = made.result()
-            except (Exception, CancelledError) as error:
-                future.set_exception(error)
-            else:
-                self.made += 1
-                if self._file is not None:
-                    self._file.write(json.dumps([call.key, result, round(time.monotonic() - begun, 1)]) + "\n")
-                future.set_result(result)
-            self._start()
-
-    def _end(self) -> None:
-        with self._lock:
-            self.over = True
-            waiting = [one for *_, one in self._waiting if one.set_running_or_notify_cancel()]
-            for future in (*self._running, *waiting):
-                future.set_exception(OutOfTimeError())
-            self._waiting = []
-        for process in multiprocessing.active_children():
-            process.kill()
+    def _done(self, key: str, asked: float, made: Future[Any]) -> None:
+        """Only the pool's own thread calls this, so lines are whole."""
+        if self._file is not None and not made.cancelled() and not made.exception():
+            self._file.write(json.dumps([key, made.result(), round(time.monotonic() - asked, 1)]) + "\n")
 
 
 class _Row(Executor):
-    def __init__(self, calls: Calls, place: int, name: str) -> None:
-        self._calls, self._place, self._name = calls, place, name
+    def __init__(self, calls: Calls, name: str) -> None:
+        self._calls, self._name = calls, name
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         assert not kwargs
-        return self._calls.submit(self._place, Call(self._name, fn, args))
+        return self._calls.submit(Call(self._name, fn, args))
 
 
 @lru_cache(maxsize=1)
