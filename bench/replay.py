@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from bench.harness import ROOT
 from bench.rollout_side import NODE, RolloutSide
 from libra_hpc.agent.hosting.rollout_service import RolloutService
 from libra_hpc.config.run import RunConfig
@@ -92,7 +93,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     def config(
         self, work: Path, *, groups: int, group_size: int, open_groups: int, policy: str, seed: int = 0
     ) -> RunConfig:
-        task = f"{Path(__file__).with_name('replay_task.py')}:Replay"
+        task = f"{ROOT}/bench/replay_task.py:Replay"
         return RunConfig.model_validate(
             {
                 "run": {"steps": 1, "seed": seed},
