@@ -1,6 +1,6 @@
 """What new weights cost a node: bytes of an offer, its write into the image, sockets, and the engine's pause.
 
-A random Qwen2 policy of 344 million parameters in bf16 with a vocabulary of 152k (``--layers 16``), everything on this
+A random Qwen3 policy of 344 million parameters in bf16 with a vocabulary of 152k (``--layers 16``), everything on this
 machine. *plain sockets* is the yardstick of the wire, *memcpy* that of memory.
 
     python -m bench.weights [--layers 16]
@@ -9,9 +9,7 @@ machine. *plain sockets* is the yardstick of the wire, *memcpy* that of memory.
 from __future__ import annotations
 
 import json
-import shutil
 import socket
-import tempfile
 import threading
 import time
 import zlib
@@ -19,7 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
+from bench.gpu_check_steps import SMALLER
+from bench.gpu_model import random_model
 from bench.harness import Figures, Options, child, median, options, progress, report
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import hf_shapes
@@ -32,26 +33,6 @@ CHANGED = (0.03, 0.29)
 CHUNK = 1 << 20
 CONTEXTS, LENGTH = 4, 512
 """Running turns of the engine and their tokens when the update comes."""
-
-
-def policy(folder: Path, layers: int) -> Path:
-    """A model's folder with random weights."""
-    import torch
-
-    from libra_hpc.weights.safetensors_writer import write_safetensors
-
-    folder.mkdir()
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8}
-    config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 151_936, **sizes}
-    config |= {"num_hidden_layers": layers, "tie_word_embeddings": True, "max_position_embeddings": 4096}
-    config |= {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "torch_dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(config))
-    shapes = hf_shapes(read_shape(folder))
-    generator = torch.Generator().manual_seed(1)
-    tensors = ((name, torch.randn(shape, generator=generator) * 0.02) for name, shape in shapes.items())
-    file = folder / "model.safetensors"
-    write_safetensors(file, torch.bfloat16, shapes, ((name, values.bfloat16()) for name, values in tensors))
-    return folder
 
 
 def pieces(values: dict[str, np.ndarray], share: float, seed: int) -> Iterator[Encoded]:
@@ -199,14 +180,13 @@ def engine(folder: Path, model: Path) -> Figures:
 
 
 def measure(part: str, layers: int) -> Figures:
-    folder = Path(tempfile.mkdtemp(prefix="bench-weights-", dir="/dev/shm"))
-    try:
-        if part == "sockets":
-            return {f"GB/s to {count}": sockets(1 << 30, count) for count in (1, 3)}
-        model = policy(folder / "model", layers)
-        return offers(folder, model) if part == "offers" else engine(folder, model)
-    finally:
-        shutil.rmtree(folder)
+    if part == "sockets":
+        return {f"GB/s to {count}": sockets(1 << 30, count) for count in (1, 3)}
+    measured = {"offers": offers, "engine": engine}[part]
+    shape = replace(SMALLER[1], name="weights", layers=layers, head_dim=64, intermediate=2816)
+    with random_model(shape, "cpu") as model:
+        (folder := model / "image").mkdir()
+        return measured(folder, model)
 
 
 PARTS = ("offers", "sockets", "engine")
