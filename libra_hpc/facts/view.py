@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from enum import IntEnum
 from itertools import pairwise
 
 from rich import box
+from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -41,8 +41,6 @@ from .summary import duration, label_grid, state_text
 
 WIDTH = 100
 """Columns the screen is designed for; wider terminals are not stretched."""
-NARROW = 90
-"""Columns inside the frame below which nothing stands side by side."""
 SPARK_WIDTH = 24
 BAR_WIDTH = 7
 STALE_HEARTBEAT_S = 5.0
@@ -62,23 +60,10 @@ ROLE_STYLES = {
 ENGINE_STYLES = {"ready": "green", "starting": "yellow", "standby": "dim", "lost": "bold red"}
 
 
-class Detail(IntEnum):
-    """What a small terminal leaves out, one after the other."""
-
-    NOTHING = 0
-    SPACE = 1
-    """Blank lines, and the names of engines."""
-    ESTIMATES = 2
-    COUNTS = 3
-    REASON = 4
-    """All but the first line of the planner's decision."""
-    BUCKETS = 5
-    NODES = 6
-    """They have one row a role."""
-
-
 class StatusScreen:
-    """A snapshot with the most details that fit in ``lines`` of a terminal; 0: as many as it needs.
+    """A snapshot, whole where it fits in ``lines`` of a terminal, else short; 0: whole.
+
+    The short one has no blank lines, lenders, estimates and counts, one row a role, and one line for the decision.
 
     ``now`` is epoch seconds, ``rewards`` the reward of each step of all attempts.
     """
@@ -89,24 +74,22 @@ class StatusScreen:
         self._now, self._rewards, self._lines = now, rewards, lines
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for left_out in Detail if self._lines else list(Detail)[:1]:
-            found = self._panel(left_out)
-            if len(console.render_lines(found, options)) <= self._lines:
-                break
-        yield found
+        whole = self._panel(short=False)
+        fits = not self._lines or len(console.render_lines(whole, options)) <= self._lines
+        yield whole if fits else self._panel(short=True)
 
-    def _panel(self, left_out: Detail) -> Panel:
+    def _panel(self, *, short: bool) -> Panel:
         status, over, now = self._status, self._over, self._now
         rows = {label: ", ".join(map(str, cells)) for label, cells in rows_of("status", status.numbers).items()}
         parts: list[RenderableType] = [
             _progress(status, over=over, now=now),
             _learning(status, self._rewards, rows.pop("staleness", "-")),
-            _side_by_side(status, left_out),
-            _nodes(status.nodes, left_out) if left_out < Detail.NODES else _roles(status.nodes),
-            *([_lenders(status.lenders)] if status.lenders and left_out < Detail.BUCKETS else []),
-            _footer(status, rows if left_out < Detail.COUNTS else {}, over, left_out, now),
+            _stages(status) if short else _side_by_side(_stages(status), _buckets(status)),
+            _roles(status.nodes) if short else _nodes(status.nodes),
+            *([_lenders(status.lenders)] if status.lenders and not short else []),
+            _footer(status, {} if short else rows, over=over, short=short, now=now),
         ]
-        if left_out < Detail.SPACE:
+        if not short:
             parts = [part for each in parts for part in (each, Text())][:-1]
         job = f"job {status.job_id}" if status.job_id else "no job"
         title = Text.assemble(
@@ -118,7 +101,7 @@ class StatusScreen:
             title=Text.assemble(title, "  ", state),
             title_align="left",
             box=box.ROUNDED,
-            padding=(1 if left_out < Detail.SPACE else 0, 2),
+            padding=(0 if short else 1, 2),
             width=WIDTH,
         )
 
@@ -158,24 +141,12 @@ def _progress(status: Status, *, over: bool, now: float) -> Table:
     return grid
 
 
-class SideBySide:
-    """Two renderables side by side, the second at the right edge; one above the other on a narrow screen."""
-
-    def __init__(self, left: RenderableType, right: RenderableType) -> None:
-        self._parts = (left, right)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if options.max_width < NARROW:
-            yield from self._parts
-            return
-        grid = Table.grid(padding=(0, 2), expand=True)
-        grid.add_column(no_wrap=True)
-        grid.add_column(no_wrap=True, justify="right")
-        grid.add_row(*self._parts)
-        yield grid
+def _side_by_side(*parts: RenderableType) -> Columns:
+    """One above the other on a narrow screen."""
+    return Columns(parts, padding=(0, 2), expand=True)
 
 
-def _learning(status: Status, rewards: Sequence[float], staleness: str) -> SideBySide:
+def _learning(status: Status, rewards: Sequence[float], staleness: str) -> Columns:
     first, last = first_and_last(rewards, status.steps)
     reward = Text.assemble(("reward ", "dim"))
     if first is None or last is None:
@@ -185,20 +156,22 @@ def _learning(status: Status, rewards: Sequence[float], staleness: str) -> SideB
     if rewards:
         reward.append("   ").append(sparkline(rewards), style="green")
     limits = Text.assemble(("weights ", "dim"), f"v{status.version}", ("   staleness ", "dim"), staleness)
-    return SideBySide(reward, limits)
+    return _side_by_side(reward, limits)
 
 
-def _side_by_side(status: Status, left_out: Detail) -> RenderableType:
+def _stages(status: Status) -> Table:
     stages = _table("stage", ("nodes", "right"), ("tokens/s", "right"), ("s/batch", "right"), "busy")
     for name, stage in (("train", status.train), ("rollout", status.rollout)):
         stages.add_row(Text(name, style=ROLE_STYLES[name]), *_stage(stage))
-    if left_out >= Detail.BUCKETS:
-        return stages
+    return stages
+
+
+def _buckets(status: Status) -> Table:
     buckets = _table("bucket", ("engines", "right"), ("turns", "right"), ("open", "right"), "KV cache")
     for bucket in status.buckets:
         cells = (str(bucket.engines), str(bucket.inflight), str(bucket.trajectories), _bar(bucket.kv_use, "cyan"))
         buckets.add_row(f"TP {bucket.tp}", *cells)
-    return SideBySide(stages, buckets)
+    return buckets
 
 
 def _stage(stage: StageStatus) -> tuple[RenderableType, ...]:
@@ -206,7 +179,7 @@ def _stage(stage: StageStatus) -> tuple[RenderableType, ...]:
     return str(stage.nodes), f"{stage.tokens_per_s:,.0f}", seconds, _bar(stage.busy, "magenta")
 
 
-def _nodes(nodes: Sequence[NodeStatus], left_out: Detail) -> Table:
+def _nodes(nodes: Sequence[NodeStatus]) -> Table:
     table = _table(
         ("rank", "right"), "host", "component", "role", "engines", ("weights", "right"), ("heartbeat", "right")
     )
@@ -218,14 +191,13 @@ def _nodes(nodes: Sequence[NodeStatus], left_out: Detail) -> Table:
         beat = Text(f"{node.heartbeat_age_s:.1f} s", style="red" if node.heartbeat_age_s > STALE_HEARTBEAT_S else "")
         if node.role == "ended":
             beat = Text("-")
-        engines = _counted([node]) if left_out >= Detail.SPACE else _named(node)
         version = f"v{node.version}" if node.version >= 0 else "-"
         table.add_row(
             str(node.rank),
             node.host,
             node.component,
             _role(node.role),
-            engines or Text("-", style="dim"),
+            _named(node) or Text("-", style="dim"),
             version,
             beat,
             style="dim" if lost else "",
@@ -268,17 +240,17 @@ def _lenders(found: Sequence[LenderReport]) -> Table:
     return table
 
 
-def _footer(status: Status, rows: Mapping[str, str], over: bool, left_out: Detail, now: float) -> Table:
+def _footer(status: Status, rows: Mapping[str, str], *, over: bool, short: bool, now: float) -> Table:
     grid = label_grid()
     for label, text in rows.items():
         grid.add_row(label, text)
     if status.failures:
         grid.add_row("failed", Text(failed_line(status.failures), style="red" if status.paused else "yellow"))
     _add_warnings(grid, "slow", () if over else status.slow)
-    if left_out < Detail.ESTIMATES:
+    if not short:
         _add_estimates(grid, status)
     decision = _decision(status.decision, now=status.updated_at if over else now)
-    if left_out >= Detail.REASON:
+    if short:
         decision.no_wrap, decision.overflow = True, "ellipsis"
     grid.add_row("planner", decision)
     if status.repartitioned:

@@ -219,6 +219,17 @@ def test_the_screen_fits_100_columns_or_80_and_cuts_nothing_off(run: RunDir, sta
         assert fact in narrow, fact
 
 
+def test_a_low_terminal_gets_the_short_screen(run: RunDir) -> None:
+    status = synthetic.make_status(run, step=41)
+    whole, high, low = (
+        text_of(view.StatusScreen(status, now=status.updated_at, rewards=REWARDS, lines=lines)) for lines in (0, 60, 24)
+    )
+    assert high == whole
+    assert len(low.splitlines()) <= 24 < len(whole.splitlines())
+    assert [words in whole for words in ("0.310 → 0.710", "2,346", "moving node 2", "a800-03")] == [True] * 4
+    assert [words in low for words in ("0.310 → 0.710", "2,346", "moving node 2", "a800-03")] == [True] * 3 + [False]
+
+
 NEW_WEIGHTS = {"changed_share": 0.033, "weights_mb": 34.2, "weights_dense_mb": 690.1, "update_s": 0.58, "pause_s": 6e-4}
 SLOW = "engine r3.1 (node3) takes 2.4x its class' time per step since 12:03"
 SHORT_KV = {"waiting_for_room": 2, "recomputed_tokens": 81_920, "evicted_tokens": 65_536, "waiting_turns": 3}
