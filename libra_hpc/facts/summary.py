@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -28,6 +28,9 @@ from .status import because, lenders_of
 
 STATE_STYLES = {"completed": "green", "running": "cyan", "failed": "red", "silent": "red"}
 """Styles by state; every other state is yellow."""
+
+
+MOVE_HEADS = ("at", "move", "took", "done meanwhile", "gain predicted", "realised")
 
 
 class MoveSummary(msgspec.Struct, frozen=True):
@@ -248,12 +251,16 @@ def render_summary(summary: Summary) -> RenderableType:
         facts.add_row(label, ", ".join(map(str, cells)))
     if summary.accuracy is not None:
         facts.add_row("step time", accuracy_line(summary.accuracy))
-    for label, sentence in _sentences(summary):
-        facts.add_row(label, sentence)
+    several = (
+        ("chat", summary.chats),
+        ("evaluation", map(EvaluationResult.words, summary.evaluations)),
+        ("repartition", map(_layout_line, summary.layouts)),
+    )
+    for label, lines in several:
+        for line in lines:
+            facts.add_row(label, line)
     if summary.failures:
         facts.add_row("failed", failed_line(summary.failures))
-    for change in summary.layouts:
-        facts.add_row("repartition", _layout_line(change))
     if summary.checkpoints:
         facts.add_row("checkpoints", ", ".join(f"step {step}" for step in summary.checkpoints[-6:]))
     parts: list[RenderableType] = [facts]
@@ -265,14 +272,6 @@ def render_summary(summary: Summary) -> RenderableType:
             places.add_row(label, path)
     title = Text.assemble((summary.run, "bold"), " ", state_text(summary.state))
     return Group(Panel(Group(*parts), title=title, title_align="left", box=box.ROUNDED, padding=(1, 2)), places)
-
-
-def _sentences(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Labels and lines of what is there once or more."""
-    for chat in summary.chats:
-        yield "chat", chat
-    for result in summary.evaluations:
-        yield "evaluation", result.words()
 
 
 def label_grid() -> Table:
@@ -298,23 +297,38 @@ def _layout_line(change: LayoutSummary) -> str:
     return f"after step {change.step} by the {change.by}: {change.layout}" + (f"; {seconds}" if seconds else "")
 
 
+def move_rows(moves: Sequence[MoveSummary]) -> list[tuple[str, ...]]:
+    """Moves as rows below `MOVE_HEADS`."""
+    return [
+        (
+            duration(move.at_s),
+            f"node {move.rank} to {move.to}",
+            "unfinished" if move.seconds is None else f"{move.seconds:.1f} s",
+            f"{move.steps_meanwhile} steps, {move.tokens_meanwhile:,} tokens",
+            seconds_text(move.predicted_gain_s),
+            seconds_text(move.realised_gain_s),
+        )
+        for move in moves
+    ]
+
+
+def seconds_text(value: float | None) -> str:
+    """Seconds to a hundredth, None as a dash."""
+    return "-" if value is None else f"{value:.2f} s"
+
+
 def _moves_table(moves: Sequence[MoveSummary]) -> RenderableType:
     table = Table(
+        *MOVE_HEADS,
         box=box.SIMPLE_HEAD,
+        pad_edge=False,
         title="moves of nodes",
         title_justify="left",
         title_style="dim",
-        pad_edge=False,
-        expand=True,
     )
-    for name in ("at", "node", "to", "took", "meanwhile", "gain a batch: predicted", "realised"):
-        table.add_column(name, no_wrap=True)
     reasons = label_grid()
-    for move in moves:
-        took = "unfinished" if move.seconds is None else f"{move.seconds:.1f} s"
-        meanwhile = f"{move.steps_meanwhile} steps, {move.tokens_meanwhile:,} tokens"
-        gains = ("-" if gain is None else f"{gain:.2f} s" for gain in (move.predicted_gain_s, move.realised_gain_s))
-        table.add_row(duration(move.at_s), str(move.rank), move.to, took, meanwhile, *gains)
+    for move, row in zip(moves, move_rows(moves), strict=True):
+        table.add_row(*row)
         reasons.add_row(f"node {move.rank}", because(move.reason, f"to_{move.to}"))
     return Group(table, reasons)
 

@@ -31,7 +31,6 @@ from .status import (
     LENDER_NUMBERS,
     DecisionStatus,
     NodeStatus,
-    StageStatus,
     Status,
     as_ended,
     because,
@@ -81,6 +80,10 @@ class StatusScreen:
     def _panel(self, *, short: bool) -> Panel:
         status, over, now = self._status, self._over, self._now
         rows = {label: ", ".join(map(str, cells)) for label, cells in rows_of("status", status.numbers).items()}
+        if status.estimate is not None:
+            rows["estimate"] = estimate_line(status.estimate)
+        if status.accuracy is not None:
+            rows["step time"] = accuracy_line(status.accuracy)
         parts: list[RenderableType] = [
             _progress(status, over=over, now=now),
             _learning(status, self._rewards, rows.pop("staleness", "-")),
@@ -162,7 +165,9 @@ def _learning(status: Status, rewards: Sequence[float], staleness: str) -> Colum
 def _stages(status: Status) -> Table:
     stages = _table("stage", ("nodes", "right"), ("tokens/s", "right"), ("s/batch", "right"), "busy")
     for name, stage in (("train", status.train), ("rollout", status.rollout)):
-        stages.add_row(Text(name, style=ROLE_STYLES[name]), *_stage(stage))
+        seconds = f"{stage.step_s:.2f}" if stage.step_s else "-"
+        cells = (str(stage.nodes), f"{stage.tokens_per_s:,.0f}", seconds, _bar(stage.busy, "magenta"))
+        stages.add_row(Text(name, style=ROLE_STYLES[name]), *cells)
     return stages
 
 
@@ -172,11 +177,6 @@ def _buckets(status: Status) -> Table:
         cells = (str(bucket.engines), str(bucket.inflight), str(bucket.trajectories), _bar(bucket.kv_use, "cyan"))
         buckets.add_row(f"TP {bucket.tp}", *cells)
     return buckets
-
-
-def _stage(stage: StageStatus) -> tuple[RenderableType, ...]:
-    seconds = f"{stage.step_s:.2f}" if stage.step_s else "-"
-    return str(stage.nodes), f"{stage.tokens_per_s:,.0f}", seconds, _bar(stage.busy, "magenta")
 
 
 def _nodes(nodes: Sequence[NodeStatus]) -> Table:
@@ -247,8 +247,6 @@ def _footer(status: Status, rows: Mapping[str, str], *, over: bool, short: bool,
     if status.failures:
         grid.add_row("failed", Text(failed_line(status.failures), style="red" if status.paused else "yellow"))
     _add_warnings(grid, "slow", () if over else status.slow)
-    if not short:
-        _add_estimates(grid, status)
     decision = _decision(status.decision, now=status.updated_at if over else now)
     if short:
         decision.no_wrap, decision.overflow = True, "ellipsis"
@@ -262,13 +260,6 @@ def _footer(status: Status, rows: Mapping[str, str], *, over: bool, short: bool,
         silent = f"no news for {duration(now - status.updated_at)}: the job may be suspended or gone"
         grid.add_row("stale", Text(silent, style="red"))
     return grid
-
-
-def _add_estimates(grid: Table, status: Status) -> None:
-    if status.estimate is not None:
-        grid.add_row("estimate", estimate_line(status.estimate))
-    if status.accuracy is not None:
-        grid.add_row("step time", accuracy_line(status.accuracy))
 
 
 def _add_warnings(grid: Table, label: str, sentences: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from libra_hpc.facts import series
@@ -34,7 +34,10 @@ def charts(rows: Rows, log: Rows, *, starts: Sequence[RunStart], eta: int | None
 
     ``eta``: the staleness bound; ``hybrid_start``: first stage of hybrid nodes.
     """
-    marks = _step_marks(rows, log, starts)
+    ends, steps = series.column(rows, "t"), series.column(rows, "step")
+    marks = _marks(
+        rows, log, starts, lambda t: next((step for step, end in zip(steps, ends, strict=True) if end >= t), math.nan)
+    )
     drawn = [
         _reward("Reward over steps", rows, marks, None),
         *over_time(rows, log, starts=starts, hybrid_start=hybrid_start),
@@ -48,7 +51,7 @@ def charts(rows: Rows, log: Rows, *, starts: Sequence[RunStart], eta: int | None
 def over_time(rows: Rows, log: Rows, *, starts: Sequence[RunStart], hybrid_start: str) -> list[Chart]:
     """Reward, stages and nodes over one time axis."""
     clock = RunClock(starts)
-    marks = _time_marks(rows, log, clock)
+    marks = _marks(rows, log, starts, clock.at)
     return [
         _reward("Reward over time", rows, marks, clock),
         _stages(rows, marks, clock),
@@ -180,33 +183,18 @@ def _updates(rows: Rows, marks: Sequence[Mark]) -> Chart:
     )
 
 
-def _time_marks(rows: Rows, log: Rows, clock: RunClock) -> list[Mark]:
-    marks = [_start_mark(at, start) for at, start in clock.breaks()]
-    marks += [_drift_mark(clock.at(series.number(row, "t")), name) for row, name in drifts(rows)]
+def _marks(rows: Rows, log: Rows, starts: Sequence[RunStart], at: Callable[[float], float]) -> list[Mark]:
+    """What happened to the run; ``at``: epoch seconds -> place on the x axis."""
+    marks = [_start_mark(at(start.start), start) for start in starts[1:]]
+    for row, name in drifts(rows):
+        marks.append(Mark(at(series.number(row, "t")), "drift", "task mix drifts", f"from here on: {name}"))
+    for move in series.moves(log):
+        marks.append(Mark(at(move.start), "move", "node moves", f"node {move.rank} moves to {move.to}"))
     for event in log:
         if event["kind"] in ("engine_lost", "node_lost"):
             text = f"{in_words(event['kind'])}, node {event.get('rank', '?')}: {event.get('reason', '')}"
-            marks.append(Mark(clock.at(event["t"]), "lost", "engine or node lost", text.removesuffix(": ")))
+            marks.append(Mark(at(event["t"]), "lost", "engine or node lost", text.removesuffix(": ")))
     return marks
-
-
-def _step_marks(rows: Rows, log: Rows, starts: Sequence[RunStart]) -> list[Mark]:
-    marks = []
-    for start in starts[1:]:
-        first = next((row["step"] for row in rows if series.number(row, "t") > start.start), None)
-        if first is not None:
-            marks.append(_start_mark(first, start))
-    marks += [_drift_mark(row["step"], name) for row, name in drifts(rows)]
-    ends = [series.number(row, "t") for row in rows]
-    for move in series.moves(log):
-        first = next((row["step"] for row, t in zip(rows, ends, strict=True) if t > move.start), None)
-        if first is not None:
-            marks.append(Mark(first, "move", "node moves", f"node {move.rank} moves to {move.to}"))
-    return marks
-
-
-def _drift_mark(at: float, phase: str) -> Mark:
-    return Mark(at, "drift", "task mix drifts", f"from here on: {phase}")
 
 
 def _start_mark(at: float, start: RunStart) -> Mark:

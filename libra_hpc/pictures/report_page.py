@@ -87,7 +87,7 @@ def page(run: RunDir, ending: Standing, now: float) -> str:
         phases=_phases(summary),
         transcripts=[(path.name, path.as_uri()) for path in sorted(run.transcripts.glob("step-*"))[-TRANSCRIPTS:]],
         evaluations=[result.words() for result in summary.evaluations],
-        decisions=decisions(log, summary),
+        decisions=decisions(log),
         others=[moves(summary), changed_layouts(summary), lenders(summary, ending.over)],
         faults=faults(log),
         failed=failed_line(summary.failures),

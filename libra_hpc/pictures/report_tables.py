@@ -9,7 +9,7 @@ from libra_hpc.facts import series
 from libra_hpc.facts.events import EVENTS, in_words
 from libra_hpc.facts.starts import RunStart
 from libra_hpc.facts.status import LENDER_HEADS, because, gone, lender_rows
-from libra_hpc.facts.summary import LayoutSummary, MoveSummary, Summary, duration
+from libra_hpc.facts.summary import MOVE_HEADS, Summary, duration, move_rows, seconds_text
 
 MOST_ROWS = 300
 """Most rows of a table; the events of the run have the rest."""
@@ -23,60 +23,47 @@ class PageTable(NamedTuple):
     """Rows that the page does not show."""
 
 
-def decisions(log: Sequence[series.Record], summary: Summary) -> PageTable:
+def decisions(log: Sequence[series.Record]) -> PageTable:
     """The planner's decisions, the oldest first; a hold that was repeated is one row."""
     begin = log[0]["t"] if log else 0.0
     rows: list[list[str]] = []
-    left_moves, layouts = list(summary.moves), iter(summary.layouts)
     for event in log:
         if event["kind"] == "held" and rows:
             rows[-1][1] = f"hold, {1 + int(series.number(event, 'looks', 0.0))} times"
-        elif event["kind"] == "repartitioned":
-            _add_layout_gain(rows, next(layouts, None))
         elif event["kind"] == "decision":
-            rows.append(_decision(event, event["t"] - begin, left_moves))
+            rows.append(_decision(event, event["t"] - begin))
     # Of too many, the holds go first.
     holds = [row for row in rows if row[1].startswith("hold")]
     dropped = {id(row) for row in holds[: max(0, len(rows) - MOST_ROWS)]}
     kept = [row for row in rows if id(row) not in dropped]
-    return _cut("The planner's decisions", ("at", "action", "reason", "predicted", "realised"), kept, len(dropped))
+    return _cut("The planner's decisions", ("at", "action", "reason", "predicted"), kept, len(dropped))
 
 
-def _decision(event: series.Record, at_s: float, left_moves: list[MoveSummary]) -> list[str]:
+def _decision(event: series.Record, at_s: float) -> list[str]:
     action = str(event.get("action", "hold"))
-    realised = _move_gain(left_moves, at_s, event) if action.startswith("to_") else None
     predicted = series.known(series.number(event, "predicted_gain_s"))
-    reason = because(str(event.get("reason", "")), action)
-    return [duration(at_s), _action(action, event), reason, _seconds(predicted), _seconds(realised)]
-
-
-def _add_layout_gain(rows: list[list[str]], layout: LayoutSummary | None) -> None:
-    """Put what a layout saved beside the decision that asked for it."""
-    asked = next((row for row in reversed(rows) if row[1] == "repartition"), None)
-    if asked is None or layout is None or layout.by != "planner":
-        return
-    if layout.before_s is not None and layout.after_s is not None:
-        asked[4] = _seconds(layout.before_s - layout.after_s)
+    return [
+        duration(at_s),
+        _action(action, event),
+        because(str(event.get("reason", "")), action),
+        seconds_text(predicted),
+    ]
 
 
 def moves(summary: Summary) -> PageTable:
-    rows = [
-        (
-            duration(move.at_s),
-            f"node {move.rank} to {move.to}",
-            "unfinished" if move.seconds is None else f"{move.seconds:.1f} s",
-            f"{move.steps_meanwhile} steps, {move.tokens_meanwhile:,} tokens",
-            _seconds(move.predicted_gain_s),
-            _seconds(move.realised_gain_s),
-        )
-        for move in summary.moves
-    ]
-    return _cut("Moves of nodes", ("at", "move", "took", "done meanwhile", "predicted", "realised"), rows)
+    return _cut("Moves of nodes", MOVE_HEADS, move_rows(summary.moves))
 
 
 def changed_layouts(summary: Summary) -> PageTable:
     rows = [
-        (str(each.step), each.by, each.layout, _seconds(each.before_s), _seconds(each.after_s), _seconds(each.break_s))
+        (
+            str(each.step),
+            each.by,
+            each.layout,
+            seconds_text(each.before_s),
+            seconds_text(each.after_s),
+            seconds_text(each.break_s),
+        )
         for each in summary.layouts
     ]
     return _cut("Repartitions", ("after step", "by", "layout", "step before", "step since", "break"), rows)
@@ -135,15 +122,6 @@ def _action(action: str, event: series.Record) -> str:
     return f"node{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} to {action.removeprefix('to_')}"
 
 
-def _move_gain(left: list[MoveSummary], at_s: float, event: series.Record) -> float | None:
-    """Realised gain of the first move that the decision can have caused; each move belongs to one decision."""
-    for move in left:
-        if move.rank == event.get("node") and move.at_s >= at_s - series.TOGETHER_S:
-            left.remove(move)
-            return move.realised_gain_s
-    return None
-
-
 def _where(event: series.Record) -> str:
     parts = [f"node {event['rank']}"] if isinstance(event.get("rank"), int) else []
     parts += [str(event[key]) for key in ("engine", "part", "host") if event.get(key) not in (None, "")]
@@ -159,7 +137,3 @@ def _what(event: series.Record) -> str:
 
 def _harmless(event: series.Record) -> bool:
     return event["kind"] == "job_finished" and event.get("state") == "completed"
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f} s"

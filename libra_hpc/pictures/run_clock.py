@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from libra_hpc.facts.starts import RunStart, job_seconds
 
@@ -37,11 +37,6 @@ class RunClock:
     def start_of(self, t: float) -> int:
         """Index of the start that a time belongs to; -1 before the first."""
         return bisect_right(self._begins, t) - 1
-
-    def breaks(self) -> Iterator[tuple[float, RunStart]]:
-        """Place on the axis, and the start, of every start but the first."""
-        for start in self._starts[1:]:
-            yield self.at(start.start), start
 
     def line(self, times: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
         """Points of a line, with a NaN between the steps of two starts."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import jinja2
 from markupsafe import Markup, escape
 
+from libra_hpc.facts.summary import duration
 from libra_hpc.files import write_result
 
 WIDTH, HEIGHT = 560, 240
@@ -29,6 +31,8 @@ LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 40
 MOST_POINTS = 500
 """Most points of a line: about one for each pixel of the plot."""
 Point = tuple[float, float]
+VALUE = itemgetter(1)
+"""y of a point."""
 TICKS = 6
 """Most ticks of an axis, less one."""
 CLOCK = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
@@ -51,6 +55,7 @@ class Mark(NamedTuple):
     """A vertical line."""
 
     x: float
+    """NaN: it is not drawn."""
     style: str
     name: str
     """Equal names share an entry of the legend."""
@@ -101,7 +106,7 @@ def svg(chart: Chart, width: int = WIDTH, height: int = HEIGHT) -> Markup:
             LEFT, TOP, width - LEFT - RIGHT, height - TOP - BOTTOM
         ),
         *(path for line in chart.lines for path in _line(line, x, y)),
-        *(_mark(mark, x, y) for mark in chart.marks),
+        *(_mark(mark, x, y) for mark in chart.marks if math.isfinite(mark.x)),
         Markup("</svg></svg>"),
     ]
     return Markup("\n").join(parts)
@@ -110,7 +115,7 @@ def svg(chart: Chart, width: int = WIDTH, height: int = HEIGHT) -> Markup:
 def legend(charts: Sequence[Chart]) -> list[tuple[str, str, str]]:
     """Name, style and shape of every line, then of every kind of mark; of lines with one name, that of the last."""
     lines = {(line.name, line.style): line.shape for chart in charts for line in chart.lines}
-    marks = {(mark.name, mark.style): "mark" for chart in charts for mark in chart.marks}
+    marks = {(mark.name, mark.style): "mark" for chart in charts for mark in chart.marks if math.isfinite(mark.x)}
     return [(*key, shape) for key, shape in (lines | marks).items()]
 
 
@@ -178,7 +183,7 @@ def extremes(part: Sequence[Point], length: int) -> list[Point]:
         return list(part)
     found = {part[0], part[-1]}
     for piece in stretches(part, length):
-        found |= {min(piece, key=_value), max(piece, key=_value)}
+        found |= {min(piece, key=VALUE), max(piece, key=VALUE)}
     return sorted(found)
 
 
@@ -200,15 +205,6 @@ def clock_ticks(high: float) -> list[float]:
     step = next((step for step in CLOCK if step * (TICKS + 1) >= high), 0)
     days = math.ceil(high / TICKS / CLOCK[-1])
     return _multiples(0.0, high, step or days * CLOCK[-1])
-
-
-def clock_text(seconds: float) -> str:
-    """A tick of a time axis: ``30 s``, ``5 min``, ``1:30 h``."""
-    for unit, name in ((3600, "h"), (60, "min")):
-        if seconds >= unit:
-            whole, rest = divmod(round(seconds), unit)
-            return f"{whole}:{rest * 60 // unit:02d} {name}" if rest else f"{whole} {name}"
-    return f"{seconds:.0f} s"
 
 
 def short_number(value: float) -> str:
@@ -246,7 +242,7 @@ def _axes(chart: Chart, x: _Scale, y: _Scale) -> Iterator[Markup]:
         yield Markup('<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(LEFT, right, at, at)
         yield Markup('<text class="y" x="{}" y="{:.1f}">{}</text>').format(LEFT - 6, at + 4, short_number(value))
     for value in clock_ticks(x.high) if chart.clock else ticks(x.low, x.high, whole=True):
-        text = clock_text(value) if chart.clock else f"{value:,.10g}"
+        text = duration(value) if chart.clock else f"{value:,.10g}"
         yield Markup('<text class="x" x="{:.1f}" y="{}">{}</text>').format(x.at(value), floor + 15, text)
     yield Markup('<line class="axis" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, right, floor, floor)
     yield Markup('<text class="name" x="{}" y="{}">{}</text>').format(right, floor + BOTTOM - 5, chart.x_label)
@@ -273,7 +269,7 @@ def _line(line: Line, x: _Scale, y: _Scale) -> Iterator[Markup]:
 
 def _band(part: Sequence[Point], length: int) -> str:
     pieces = stretches(part, length)
-    low, high = ([(piece[0][0], choose(map(_value, piece))) for piece in pieces] for choose in (min, max))
+    low, high = ([(piece[0][0], choose(map(VALUE, piece))) for piece in pieces] for choose in (min, max))
     return _area(low, high[::-1])
 
 
@@ -287,10 +283,6 @@ def _joined(points: Sequence[Point]) -> str:
 
 def _path(shape: str, style: str, drawn: str) -> Markup:
     return Markup('<path class="{} {}" d="{}"/>').format(shape, style, drawn)
-
-
-def _value(point: Point) -> float:
-    return point[1]
 
 
 def _mark(mark: Mark, x: _Scale, y: _Scale) -> Markup:

@@ -40,7 +40,7 @@ def test_the_picture_of_a_run_has_reward_stages_and_nodes_over_one_time_axis(run
     draw_run(run, run.summary_picture)
     texts = texts_of(run.summary_picture)
     assert {run.name, "Reward over time", "Seconds per batch of each stage", "Nodes of each stage"} <= set(texts)
-    assert texts.count("time with nodes") == texts.count("6 min") == 3
+    assert texts.count("time with nodes") == texts.count("6:00") == 3
     assert texts.count("task mix drifts") == texts.count("engine or node lost") == texts.count("train") == 1
 
 
