@@ -19,8 +19,11 @@ from libra_hpc.protocol.plan import NodeFact, PlanDecision, PlanSnapshot
 
 from .plant import NOTHING, SETTINGS, Plant, Shape, ideal
 
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2, 3))]
+"""Of the noise of a plant: one by commit."""
 
-@pytest.mark.parametrize("seed", range(3))
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("rollout_s", "noise"), [(1.6, 0.1), (2.0, 0.3)], ids=["a good split", "balanced stages"])
 def test_noise_alone_moves_nothing(rollout_s: float, noise: float, seed: int) -> None:
     # One node more or less makes the other stage the bottleneck: 1.0 / 1.0 becomes 0.5 / 2.0.
@@ -30,7 +33,7 @@ def test_noise_alone_moves_nothing(rollout_s: float, noise: float, seed: int) ->
     assert len(plant.decisions) > 100
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_training_bottleneck_takes_the_hybrid_node_once(seed: int) -> None:
     plant = Plant(ideal(2.0, 0.8), seed=seed)
     planner = Planner(SETTINGS)
@@ -53,7 +56,7 @@ def test_nodes_that_are_one_replica_move_together_or_not_at_all() -> None:
     assert {candidate.train for candidate in moved.candidates} == {3, 5}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_longer_trajectories_half_way_bring_the_node_back_to_rollout_once(seed: int) -> None:
     """Lengths x3: rollout grows with them, training work by less (truncated, skipped groups), so the better split
     flips."""
@@ -71,7 +74,7 @@ def test_longer_trajectories_half_way_bring_the_node_back_to_rollout_once(seed: 
     assert sum(plant.batch_times[-500:]) < 0.85 * sum(static.batch_times[-500:])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_move_that_slows_batches_is_undone_once_and_not_repeated(seed: int) -> None:
     """Ranks share cores: two replicas take longer than one."""
     plant = Plant(lambda n, m, mean: ((1.0 if n == 1 else 1.5) * mean / 50.0, 0.3 * mean / 50.0 / m), seed=seed)
@@ -283,7 +286,7 @@ def start_from(plant: Plant, rollout: range) -> None:
         plant.nodes[i] = replace(node, role="rollout" if node.rank in rollout else "train")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_large_imbalance_moves_several_nodes_at_once(seed: int) -> None:
     plant = Plant(ideal(24.0, 8.0), hybrids=10, seed=seed)
     planner = Planner(SETTINGS)
@@ -298,7 +301,7 @@ def test_a_large_imbalance_moves_several_nodes_at_once(seed: int) -> None:
     assert planner.outcomes[0].realised > 0.0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_noise_on_a_pool_of_twelve_moves_nothing_in_a_thousand_batches(seed: int) -> None:
     # 8 / 8 and 4 / 4: the best of twelve nodes.
     plant = Plant(ideal(8.0, 4.0), hybrids=10, seed=seed, noise=0.1)
