@@ -256,9 +256,9 @@ def render_summary(summary: Summary) -> RenderableType:
         ("evaluation", map(EvaluationResult.words, summary.evaluations)),
         ("repartition", map(_layout_line, summary.layouts)),
     )
-    for label, lines in several:
-        for line in lines:
-            facts.add_row(label, line)
+    for label, sentences in several:
+        for sentence in sentences:
+            facts.add_row(label, sentence)
     if summary.failures:
         facts.add_row("failed", failed_line(summary.failures))
     if summary.checkpoints:
