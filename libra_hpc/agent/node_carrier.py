@@ -174,8 +174,8 @@ class NodeCarrier(EngineNode[Supervised]):
                 _, came = self._parts[target]
                 if not came.done():
                     came.set_result(reason)
-            case PieceRefused(version=version, owner=owner, reason=reason):
-                context.log("weights_corrupt", rank=context.rank, version=version, owner=owner, reason=reason)
+            case PieceRefused(version=version, writer=writer, reason=reason):
+                context.log("weights_corrupt", rank=context.rank, version=version, writer=writer, reason=reason)
                 if message.own and self._lost != version:
                     self._lost = version
                     failed = OfferFailed(version, reason)

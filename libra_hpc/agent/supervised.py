@@ -46,7 +46,7 @@ class ChildCommand(NamedTuple):
     environment: dict[str, str]
 
 
-class Owner(ABC):
+class Supervisor(ABC):
     """Who starts it and acts upon what it sends."""
 
     outbound: Codec[Any]
@@ -62,9 +62,9 @@ class Owner(ABC):
 
 
 class Supervised:
-    def __init__(self, context: AgentContext, owner: Owner, name: str, title: str = "") -> None:
+    def __init__(self, context: AgentContext, supervisor: Supervisor, name: str, title: str = "") -> None:
         """``name`` in events, ``title`` in sentences."""
-        self._context, self._owner = context, owner
+        self._context, self._supervisor = context, supervisor
         self.name, self.title = name, title or name
         self.children: list[Child] = []
         self.state: StateName = "lost"
@@ -98,8 +98,8 @@ class Supervised:
             child = Child(
                 command.name,
                 self._context.private / f"{command.name}.sock",
-                outbound=self._owner.outbound,
-                inbound=self._owner.inbound,
+                outbound=self._supervisor.outbound,
+                inbound=self._supervisor.inbound,
                 on_message=self._received,
                 on_exit=self._exited,
             )
@@ -188,7 +188,7 @@ class Supervised:
 
     def _received(self, child: Child, message: Any) -> None:
         if child in self.children:
-            self._owner.received(self, self.children.index(child), message)
+            self._supervisor.received(self, self.children.index(child), message)
 
     def _exited(self, child: Child, code: int) -> None:
         if child not in self.children:
@@ -196,13 +196,13 @@ class Supervised:
         self._blamed = self._blamed or child.name
         how = f"ended with {code}" if code >= 0 else f"was killed by signal {-code}"
         why = f": {self.hung or child.fault}" if self.hung or child.fault else ""
-        self._owner.exited(self, child, f"process {child.name} {how}{why}")
+        self._supervisor.exited(self, child, f"process {child.name} {how}{why}")
 
 
 E = TypeVar("E", bound=Supervised)
 
 
-class EngineNode(Owner, Generic[E]):
+class EngineNode(Supervisor, Generic[E]):
     """The engines of one kind on a node; base of the two halves of an agent."""
 
     engine: type[E]

@@ -122,7 +122,7 @@ TRAINING = (
         notice=True,
     ),
     _fault(
-        "weights_corrupt", "Weights arrived damaged and are asked for again", "rank version owner reason", notice=True
+        "weights_corrupt", "Weights arrived damaged and are asked for again", "rank version writer reason", notice=True
     ),
     EventKind(
         "weights_transport",

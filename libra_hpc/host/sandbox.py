@@ -190,15 +190,15 @@ class _Process:
 class _Pool:
     """Up to ``tool_processes`` processes of one purpose, and the waiting calls."""
 
-    def __init__(self, owner: Sandbox, refs: tuple[ToolRef, ...]) -> None:
-        self.owner, self.refs = owner, refs
+    def __init__(self, sandbox: Sandbox, refs: tuple[ToolRef, ...]) -> None:
+        self.sandbox, self.refs = sandbox, refs
         self.processes: list[_Process] = []
         self._idle: deque[_Process] = deque()
         self._waiting: deque[_Job] = deque()
         self.started: asyncio.Future[None] | None = None
 
     def setup(self, folder: str) -> Setup:
-        config = self.owner.config
+        config = self.sandbox.config
         return Setup(
             tools=self.refs,
             parent=os.getpid(),
@@ -214,8 +214,8 @@ class _Pool:
             self.started = asyncio.get_running_loop().create_future()
         starting = sum(not process.ready for process in self.processes)
         wanted = max(len(self._waiting) - starting, int(not self.processes))
-        for _ in range(min(wanted, self.owner.config.tool_processes - len(self.processes))):
-            self.processes.append(_Process(self, self.owner.new_folder()))
+        for _ in range(min(wanted, self.sandbox.config.tool_processes - len(self.processes))):
+            self.processes.append(_Process(self, self.sandbox.new_folder()))
 
     def submit(self, call: int, frame: bytes, limit_s: float) -> asyncio.Future[ToolDone]:
         job = _Job(call, frame, limit_s, asyncio.get_running_loop().create_future())
@@ -242,7 +242,7 @@ class _Pool:
         self.processes.remove(process)
         with contextlib.suppress(ValueError):
             self._idle.remove(process)
-        self.owner.reap(process)
+        self.sandbox.reap(process)
         if not start_error:
             self.grow()
             return

@@ -197,10 +197,10 @@ class AwaitMembers(msgspec.Struct, tag=True, frozen=True):
 
 
 class SnapshotStored(msgspec.Struct, tag=True, frozen=True):
-    """Train node -> train leader: ``rank`` has node ``owner``'s part of the snapshot, its own or a copy."""
+    """Train node -> train leader: ``rank`` has node ``part_of``'s part of the snapshot, its own or a copy."""
 
     rank: int
-    owner: int
+    part_of: int
     step: int
     reason: str = ""
     """Why it does not; empty: it has."""
@@ -216,19 +216,19 @@ class KeepSnapshot(msgspec.Struct, tag=True, frozen=True):
 
 
 class SnapshotWanted(msgspec.Struct, tag=True, frozen=True):
-    """Train node -> train node that has a copy: node ``owner`` lost its part of a snapshot, offer it."""
+    """Train node -> train node that has a copy: node ``part_of`` lost its part of a snapshot, offer it."""
 
-    owner: int
+    part_of: int
     name: str
 
 
 class SnapshotOffered(msgspec.Struct, tag=True, frozen=True):
-    """Train node -> train node: ``owner``'s part of a snapshot can be pulled from the carrier ``peer``.
+    """Train node -> train node: ``part_of``'s part of a snapshot can be pulled from the carrier ``peer``.
 
-    To the owner, which lost it, or to the node that is to have a copy.
+    To this node, which lost it, or to the node that is to have a copy.
     """
 
-    owner: int
+    part_of: int
     name: str
     peer: Peer
 

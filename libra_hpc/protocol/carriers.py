@@ -57,10 +57,10 @@ class Publish(msgspec.Struct, tag=True, frozen=True):
     version: int
     base: int
     """The version that it changes; -1: whole tensors, nothing is needed before."""
-    owners: tuple[tuple[str, int], ...]
+    writers: tuple[tuple[str, int], ...]
     """(name of the process, its node) of every offer."""
     chain: tuple[Peer, ...]
-    """Each node pulls from the nearest one before it; the nodes of the owners come first."""
+    """Each node pulls from the nearest one before it; the nodes of the writers come first."""
 
 
 class Engines(msgspec.Struct, tag=True, frozen=True):
@@ -121,20 +121,20 @@ class ImageHere(msgspec.Struct, tag=True, frozen=True):
 
 
 class PieceRefused(msgspec.Struct, tag=True, frozen=True):
-    """Carrier -> agent: a piece or manifest was not what was offered; it is asked for again at its owner."""
+    """Carrier -> agent: a piece or manifest was not what was offered; it is asked for again at its writer."""
 
     version: int
-    owner: str
+    writer: str
     reason: str
     own: bool = False
-    """The owner is of this node, so the trainers have to offer the version again."""
+    """The writer is of this node, so the trainers have to offer the version again."""
 
 
 class Stalled(msgspec.Struct, tag=True, frozen=True):
     """Carrier -> agent: no node of the chain sends more of an offer; it asks them again."""
 
     version: int
-    owner: str
+    writer: str
     received: int
     reason: str
 

@@ -212,7 +212,7 @@ class Offered(msgspec.Struct, tag=True, frozen=True):
     version: int
     base: int
     """-1: whole tensors, also when a delta was asked for (of float32 weights, or to another base)."""
-    owner: str
+    writer: str
     """The name in the offer's file."""
     size: int
     """Bytes."""

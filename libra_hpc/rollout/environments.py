@@ -27,7 +27,7 @@ from libra_hpc.protocol.env import (
 
 from .group_state import TRUNCATED
 from .replay import TurnReplay
-from .surroundings import Surroundings, TrajectoryOwner
+from .surroundings import Surroundings, TrajectoryListener
 from .trajectory import TOKEN_BYTES, Trajectory, unusable_reward
 
 MOST_NUMBERS, NAME_CHARS = 64, 100
@@ -37,7 +37,7 @@ GRACE_S = 10.0
 
 
 class Environments:
-    def __init__(self, config: RunConfig, surroundings: Surroundings, owner: TrajectoryOwner) -> None:
+    def __init__(self, config: RunConfig, surroundings: Surroundings, leader: TrajectoryListener) -> None:
         self.episodes: dict[str, Trajectory] = {}
         """Every open trajectory, by episode."""
         self._replays: dict[str, TurnReplay] = {}
@@ -46,7 +46,7 @@ class Environments:
         self._started = False
         """Whether all hosts were ready at once: before, the first one would get the work of all."""
         self._group_size, self._max_model_len = config.algorithm.group_size, config.rollout.max_model_len
-        self._send, self._clock, self._owner = surroundings.to_host, surroundings.clock, owner
+        self._send, self._clock, self._leader = surroundings.to_host, surroundings.clock, leader
         self._log = surroundings.log
         self._names: set[str] = set()
         self._cut = False
@@ -77,7 +77,7 @@ class Environments:
                 episode=trajectory.episode,
                 index=trajectory.index,
                 sample=trajectory.sample,
-                progress=self._owner.progress(trajectory.index),
+                progress=self._leader.progress(trajectory.index),
             ),
         )
 
@@ -109,7 +109,7 @@ class Environments:
             # The start of a host has a deadline of its own.
             if not self._up[trajectory.host]:
                 continue
-            self._owner.failed(
+            self._leader.failed(
                 trajectory, "timeout", f"The environment has not answered for {waited_s:.0f} s (limit {limit:.0f} s)."
             )
 
@@ -154,16 +154,16 @@ class Environments:
                 trajectory.add_environment(message.tokens)
                 trajectory.prompt_tokens = trajectory.context_tokens
                 if trajectory.room(self._max_model_len) > 0 and trajectory.prompt_tokens > 0:
-                    self._owner.turn_wanted(trajectory)
+                    self._leader.turn_wanted(trajectory)
                 else:
-                    self._owner.failed(trajectory, "answer", self._no_room(trajectory))
+                    self._leader.failed(trajectory, "answer", self._no_room(trajectory))
             case EpisodeStepped():
                 if replay is not None:
                     self._continue_replay(trajectory, replay, replay.answered(message))
                 else:
                     self._stepped(trajectory, message)
             case EpisodeFailed(error=error, kind=kind):
-                self._owner.failed(trajectory, kind, error)
+                self._leader.failed(trajectory, kind, error)
 
     def on_down(self, host: int, reason: str) -> None:
         """Replay the episodes of a lost host in the one that follows it.
@@ -175,7 +175,7 @@ class Environments:
         for trajectory in [t for t in self.episodes.values() if t.host == host]:
             suspect = trajectory.place == "tool" or trajectory.episode in self._replays
             if not trajectory.prompt_tokens or (suspect and trajectory.replays):
-                self._owner.restart(trajectory, reason)
+                self._leader.restart(trajectory, reason)
             else:
                 trajectory.replays += suspect
                 self.open(trajectory)
@@ -184,7 +184,7 @@ class Environments:
         """Send the next turn of a replay, if the environment answered as before (``same``)."""
         if not same:
             self.close(trajectory)
-            self._owner.restart(trajectory, "its environment did not answer as it had when its turns were replayed")
+            self._leader.restart(trajectory, "its environment did not answer as it had when its turns were replayed")
         elif (turn := replay.next()) is not None:
             self._ask(trajectory, turn)
         else:
@@ -192,19 +192,19 @@ class Environments:
             if trajectory.place == "tool":
                 self.answer(trajectory)
             elif trajectory.place == "before":
-                self._owner.turn_wanted(trajectory)
+                self._leader.turn_wanted(trajectory)
 
     def _stepped(self, trajectory: Trajectory, message: EpisodeStepped) -> None:
         if not trajectory.truncated:
             trajectory.add_signals(message.signals)
         if error := unusable_reward(message.reward, message.info):
-            self._owner.failed(trajectory, "reward", error)
+            self._leader.failed(trajectory, "reward", error)
             return
         info = message.info | {TRUNCATED: 1.0} if trajectory.truncated else message.info
         trajectory.info = trajectory.info | self._numbers(info)
         if message.done:
             trajectory.reward = message.reward
-            self._owner.finish(trajectory)
+            self._leader.finish(trajectory)
             return
         before = 0 if message.new_sample else trajectory.context_tokens
         room = TOKEN_BYTES * (self._max_model_len - before)
@@ -213,7 +213,7 @@ class Environments:
             trajectory.clipped, trajectory.truncated = (len(message.tokens) - room) // TOKEN_BYTES, True
             self.answer(trajectory)
             return
-        self._owner.turn_wanted(trajectory)
+        self._leader.turn_wanted(trajectory)
 
     def _numbers(self, info: dict[str, float]) -> dict[str, float]:
         """The numbers of a task that become columns: the first `MOST_NUMBERS` names that it ever used."""

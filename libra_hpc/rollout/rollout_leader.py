@@ -49,7 +49,7 @@ class RolloutLeader:
         self._clock, self._send, self._log = surroundings.clock, surroundings.send, surroundings.log
         self._order: PromptOrder | None = None
         self._environments = Environments(config, surroundings, self)
-        self._turns = TurnRouter(config, policy, self._environments.episodes, surroundings=surroundings, owner=self)
+        self._turns = TurnRouter(config, policy, self._environments.episodes, surroundings=surroundings, leader=self)
         book = FailureBook(config.task.max_failed_share, config.task.failed_patience_s)
         self._attempts = Attempts(book, self._log, lambda why: self._send(0, Fatal(rank, why)))
         self._advantage = advantage_named(config.algorithm.advantage)

@@ -39,7 +39,7 @@ class Surroundings(Protocol):
         """Write an event."""
 
 
-class TrajectoryOwner(Protocol):
+class TrajectoryListener(Protocol):
     """The rollout leader, for the parts that carry out turns and environment steps."""
 
     def progress(self, index: int) -> float:

@@ -25,7 +25,7 @@ from libra_hpc.protocol.engine_state import EngineState, EngineStats
 
 from .engine_registry import EngineRegistry
 from .run_lines import Routed
-from .surroundings import Surroundings, TrajectoryOwner
+from .surroundings import Surroundings, TrajectoryListener
 from .trajectory import Trajectory, unusable
 
 MAX_ERRORS = 3
@@ -46,11 +46,11 @@ class TurnRouter:
         episodes: Mapping[str, Trajectory],
         *,
         surroundings: Surroundings,
-        owner: TrajectoryOwner,
+        leader: TrajectoryListener,
     ) -> None:
         self._mixed = bool(config.task.train)
         self._task, self._rollout, self._episodes = config.task.name, config.rollout, episodes
-        self._around, self._owner, self._clock = surroundings, owner, surroundings.clock
+        self._around, self._leader, self._clock = surroundings, leader, surroundings.clock
         board = Board(config.rollout.max_inflight)
         self.engines = EngineRegistry(board, config.deadlines, self._clock)
         self._queue = Dispatcher(policy, board)
@@ -76,7 +76,7 @@ class TurnRouter:
         """Queue the next (part of a) turn."""
         trajectory.ready_at, trajectory.place = self._clock(), "waiting"
         self._queue.ready(self._view(trajectory), trajectory.ready_at)
-        self._owner.schedule_pass()
+        self._leader.schedule_pass()
 
     def _view(self, trajectory: Trajectory) -> TurnView:
         return trajectory.view(self._named(trajectory), self._rollout.max_model_len)
@@ -123,7 +123,7 @@ class TurnRouter:
         if self.engines.load(name, stats):
             for rid in self.engines.engines[name].inflight if stats.stands_still else ():
                 self._abort(name, rid)
-            self._owner.schedule_pass()
+            self._leader.schedule_pass()
 
     def _abort(self, engine: str, rid: str) -> None:
         self._around.send(self.engines.engines[engine].rank, Turns(((engine, Abort(rid)),)))
@@ -153,17 +153,17 @@ class TurnRouter:
             elif generated.finish == "error":
                 trajectory.errors += 1
                 if trajectory.errors >= MAX_ERRORS:
-                    self._owner.failed(trajectory, "engine", generated.error)
+                    self._leader.failed(trajectory, "engine", generated.error)
                 else:
                     self._resubmit(trajectory, generated.error)
             else:
                 self._take(trajectory, generated, name, overdue)
             self._maybe_drained(self.engines.engines[name].rank)
-        self._owner.schedule_pass()
+        self._leader.schedule_pass()
 
     def _take(self, trajectory: Trajectory, generated: Generated, engine: str, overdue: bool) -> None:
         if error := unusable(generated):
-            self._owner.failed(trajectory, "logprobs", error)
+            self._leader.failed(trajectory, "logprobs", error)
             return
         before = trajectory.turns[-1]
         trajectory.add_generated(generated, engine, self._rollout.block_size)
@@ -175,12 +175,12 @@ class TurnRouter:
             else:
                 self.ready(trajectory)
             return
-        self._owner.turn_complete(trajectory)
+        self._leader.turn_complete(trajectory)
 
     def _overdue(self, trajectory: Trajectory, error: str) -> None:
         trajectory.overdue += 1
         if trajectory.overdue >= MAX_OVERDUE:
-            self._owner.failed(trajectory, "timeout", error)
+            self._leader.failed(trajectory, "timeout", error)
         else:
             self._resubmit(trajectory, OVERDUE)
 

@@ -150,12 +150,12 @@ class SnapshotKeeper:
             # The next start then does not count on it.
             shutil.rmtree(copy, ignore_errors=True)
         else:
-            await self._offer(message.owner, message.owner, message.name)
+            await self._offer(message.part_of, message.part_of, message.name)
 
-    async def _offer(self, to: int, owner: int, name: str) -> None:
+    async def _offer(self, to: int, part_of: int, name: str) -> None:
         while (peer := self._carrier.peer) is None:
             await asyncio.sleep(CARRIER_S)
-        self._send(to, SnapshotOffered(owner, name, peer))
+        self._send(to, SnapshotOffered(part_of, name, peer))
 
     def discard(self, name: str) -> None:
         """Remove the own part of a snapshot."""
@@ -163,7 +163,7 @@ class SnapshotKeeper:
 
     def on_offered(self, message: SnapshotOffered) -> None:
         """Pull a copy, or an own part that was lost; only into the folder of that part."""
-        kind, source = (OWN, COPIES) if message.owner == self._rank else (COPIES, OWN)
+        kind, source = (OWN, COPIES) if message.part_of == self._rank else (COPIES, OWN)
         path = self._folder / kind / message.name
         if message.name == Path(message.name).name and path not in self._pulling:
             self._pulling.add(path)
@@ -187,7 +187,7 @@ class SnapshotKeeper:
             reason = str(error)
         finally:
             self._pulling.discard(path)
-        self._send(self._leader, SnapshotStored(self._rank, message.owner, step_of(path.name), reason))
+        self._send(self._leader, SnapshotStored(self._rank, message.part_of, step_of(path.name), reason))
 
     def close(self) -> None:
         for task in list(self._tasks):
@@ -196,8 +196,8 @@ class SnapshotKeeper:
     def _path(self, step: int) -> Path:
         return self.own / f"step-{step:08d}.{self._start}"
 
-    def _failed(self, step: int, owner: int, reason: str) -> None:
-        self._send(self._leader, SnapshotStored(self._rank, owner, step, reason))
+    def _failed(self, step: int, part_of: int, reason: str) -> None:
+        self._send(self._leader, SnapshotStored(self._rank, part_of, step, reason))
 
     async def _publish(self, state: folders.TrainerState) -> None:
         final = self._path(state.step)

@@ -41,7 +41,7 @@ class _Pending(NamedTuple):
     position: DataPosition
     began: float
     missing: set[tuple[int, int]]
-    """(node, owner of the part that it is to have)"""
+    """(node, node whose part it is to have)"""
 
 
 def holders(core: Sequence[int]) -> dict[int, int]:
@@ -80,7 +80,7 @@ class Snapshots:
     @property
     def taking(self) -> bool:
         """Whether a node has not written its own part yet."""
-        return self._now is not None and any(rank == owner for rank, owner in self._now.missing)
+        return self._now is not None and any(rank == part_of for rank, part_of in self._now.missing)
 
     def possible(self) -> bool:
         """Whether to take a snapshot now."""
@@ -104,7 +104,7 @@ class Snapshots:
             self._give_up(message.reason)
             return
         taking = self.taking
-        now.missing.discard((message.rank, message.owner))
+        now.missing.discard((message.rank, message.part_of))
         if taking and not self.taking:
             self._changed()
         if not now.missing:

@@ -92,5 +92,5 @@ class WeightPublisher:
 
     def _send_to(self, rank: int, versions: Sequence[Published], chain: tuple[Peer, ...]) -> None:
         passed = tuple(peer for peer in chain if peer.rank == rank or not is_guest(peer.rank))
-        for version, base, owners in versions:
-            self._send(rank, Publish(version, base, owners, passed))
+        for version, base, writers in versions:
+            self._send(rank, Publish(version, base, writers, passed))

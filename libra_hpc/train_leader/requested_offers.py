@@ -20,7 +20,7 @@ class Published(NamedTuple):
 
     version: int
     base: int
-    owners: tuple[tuple[str, int], ...]
+    writers: tuple[tuple[str, int], ...]
     """(name, node) of every offer."""
 
 
@@ -95,8 +95,8 @@ class RequestedOffers:
         self._written = self.base = offers[0].version
         self._retry.succeeded()
         self.offers = tuple(offer for offer, _ in every)
-        owners = tuple((offer.owner, node) for offer, node in every if offer.size or offer is every[0][0])
-        return Published(self._written, offers[0].base, owners)
+        writers = tuple((offer.writer, node) for offer, node in every if offer.size or offer is every[0][0])
+        return Published(self._written, offers[0].base, writers)
 
     def failed(self, now: float) -> bool:
         """An offer failed; True at the last permitted failure."""

@@ -50,7 +50,7 @@ class Channel:
         self,
         buckets: list[Any],
         label: str,
-        owners: int,
+        core: int,
         *,
         copies: int,
         copy: int,
@@ -61,14 +61,14 @@ class Channel:
     ) -> None:
         """``buckets`` are Megatron-Core's, with the same parameters in all processes of the same ``label``.
 
-        ``owners``: copies in the core. ``copies``, ``copy``: of them in this world, and which one this is. ``elastic``:
+        ``core``: copies in the core. ``copies``, ``copy``: of them in this world, and which one this is. ``elastic``:
         this world has no optimizer. ``timeout_s``: longest operation. ``interrupted``: whether a newer order came.
         """
         self._interrupted = interrupted
         self._buckets, self._label, self._device, self._timeout_s = buckets, label, device, timeout_s
-        self._owners, self._copies, self._copy, self._elastic = owners, copies, copy, elastic
+        self._core, self._copies, self._copy, self._elastic = core, copies, copy, elastic
         self._sizes = [int(bucket.numel_unpadded) for bucket in buckets]
-        self._members = GroupMembers(owners, copies, 0)
+        self._members = GroupMembers(core, copies, 0)
         self._rank = self._replica = 0
         self._store: Store | None = None
         self._path = ""
@@ -86,7 +86,7 @@ class Channel:
 
     def announce(self, path: str, copies: int, replicas: int, replica: int) -> None:
         """Tell the others of this process; ``copies`` in each of the ``replicas``, of which this is ``replica``."""
-        self._members, self._replica = GroupMembers(self._owners, copies, replicas), replica
+        self._members, self._replica = GroupMembers(self._core, copies, replicas), replica
         self._rank = self._members.rank(replica, self._copy) if self._elastic else self._copy
         self._path = f"{path}.{self._label}"
         self._store = file_store(self._path, self._members.size)
@@ -162,24 +162,24 @@ class Channel:
     # --- exchanges ---
 
     def reduce(self) -> None:
-        """Add the replicas' gradients to those of their owners."""
+        """Add the replicas' gradients to those of the core."""
         gradients = [bucket.grad_data for bucket in self._buckets]
         siblings = self._connected.siblings
         if siblings is not None:
             self._among_replicas(gradients, siblings.reduce, dist.ReduceOptions())
         plan = step_transfers(self._sizes, self._members, CHUNK)
-        for own, received in self._exchange(plan, gradients, to_owners=True):
+        for own, received in self._exchange(plan, gradients, to_core=True):
             own += received
 
     def add(self, sums: torch.Tensor) -> None:
-        """Add the sums of every process of the replicas to those of the first owner."""
+        """Add the sums of every process of the replicas to those of the first copy."""
         total = sums.clone() if self._elastic or self._rank == 0 else torch.zeros_like(sums)
         self._finish(self._connected.all.reduce([total], dist.ReduceOptions()))
         if self._rank == 0:
             sums.copy_(total)
 
     def spread_weights(self) -> None:
-        """Give every process of the replicas its piece of the owners' weights."""
+        """Give every process of the replicas its piece of the core's weights."""
         self._move_weights(step_transfers(self._sizes, self._members, CHUNK))
         siblings = self._connected.siblings
         if siblings is not None:
@@ -187,19 +187,19 @@ class Channel:
             self._among_replicas(weights, siblings.broadcast, dist.BroadcastOptions())
 
     def send_weights(self, lacking: set[int]) -> int:
-        """Give the processes in ``lacking`` their piece of the owners' weights; returns the bytes received."""
+        """Give the processes in ``lacking`` their piece of the core's weights; returns the bytes received."""
         plan = join_transfers(self._sizes, self._members, CHUNK)
         return self._move_weights([transfer for transfer in plan if transfer.peer in lacking])
 
     def _move_weights(self, plan: list[Transfer]) -> int:
         size, weights = 0, [bucket.param_data for bucket in self._buckets]
-        for own, received in self._exchange(plan, weights, to_owners=False):
+        for own, received in self._exchange(plan, weights, to_core=False):
             own.copy_(received)
             size += received.nbytes
         return size
 
     def _exchange(
-        self, plan: list[Transfer], buffers: list[torch.Tensor], *, to_owners: bool
+        self, plan: list[Transfer], buffers: list[torch.Tensor], *, to_core: bool
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Own pieces of ``buffers``, each with what came for it; collective over the group."""
         for transfers in rounds(plan, CHUNK):
@@ -207,7 +207,7 @@ class Channel:
             into: list[list[torch.Tensor]] = [[] for _ in range(self._members.size)]
             for transfer in transfers:
                 piece = buffers[transfer.bucket][transfer.begin : transfer.end]
-                ends = (transfer.peer, transfer.owner) if to_owners else (transfer.owner, transfer.peer)
+                ends = (transfer.peer, transfer.core) if to_core else (transfer.core, transfer.peer)
                 if self._rank == ends[0]:
                     out[ends[1]].append(piece)
                 elif self._rank == ends[1]:

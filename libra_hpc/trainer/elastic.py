@@ -3,10 +3,10 @@
 The core and every replica have a torch world of their own for life. Per membership generation, processes with the same
 parameters form a `libra_hpc.trainer.channel`, with a rendezvous file on the shared file system.
 
-1. Join: a replica that lacks the core's present weights receives them from their owners.
-2. Step: replicas sum their gradients among themselves and send each piece to its owner, before any change. All
-   processes of the core agree that everything came, else nothing is committed.
-3. After the update the owners send the new weights.
+1. Join: a replica that lacks the core's present weights receives them from it.
+2. Step: replicas sum their gradients among themselves and send each piece to a process of the core, before any change.
+   All processes of the core agree that everything came, else nothing is committed.
+3. After the update the core sends the new weights.
 4. A process that fails leaves the group at once: its closed sockets wake waiting peers.
 5. A newer order ends every wait: a dead peer that nothing shows, or one that hangs, is left out of it.
 6. A replica whose weights are incomplete has no step until its next join.
@@ -140,7 +140,7 @@ class ElasticReplicas:
     # --- a step ---
 
     def reduce(self) -> None:
-        """Add the replicas' gradients to those of their owners; raises `PeerLost`, outside the generation."""
+        """Add the replicas' gradients to those of the core; raises `PeerLost`, outside the generation."""
         if not self._shared:
             return
         with self._exchanging():

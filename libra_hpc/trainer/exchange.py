@@ -4,7 +4,7 @@ In every world, processes with the same parameters (its *copies*) own equal piec
 gradients so that each has its piece. The replicas sum these pieces among themselves; then each stands for an equal part
 of a piece. So the core's links carry one gradient, however many replicas there are. Weights take the same way back.
 
-Ranks are those of one group: the core's copies (the owners) first, then the copies of each replica.
+Ranks are those of one group: the core's copies first, then the copies of each replica.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALIGNMENT = 128
 class GroupMembers(NamedTuple):
     """Processes of one group."""
 
-    owners: int
+    core: int
     """Copies in the core."""
     copies: int
     """Copies in each replica."""
@@ -28,20 +28,20 @@ class GroupMembers(NamedTuple):
 
     @property
     def size(self) -> int:
-        return self.owners + self.replicas * self.copies
+        return self.core + self.replicas * self.copies
 
     def rank(self, replica: int, copy: int) -> int:
         """Return the rank of a copy in a replica, which count from 0."""
-        return self.owners + replica * self.copies + copy
+        return self.core + replica * self.copies + copy
 
 
 class Transfer(NamedTuple):
-    """Elements ``begin:end`` of a bucket that a process of a replica and an owner exchange."""
+    """Elements ``begin:end`` of a bucket that a process of a replica and one of the core exchange."""
 
     bucket: int
     begin: int
     end: int
-    owner: int
+    core: int
     peer: int
     """Rank of the replica's process."""
 
@@ -76,7 +76,7 @@ def rounds(plan: Sequence[Transfer], most: int) -> list[list[Transfer]]:
     last: dict[int, tuple[int, int]] = {}
     """Round in which a rank last has a transfer, and its elements there."""
     for transfer in plan:
-        ends = [(rank, *last.get(rank, (0, 0))) for rank in (transfer.owner, transfer.peer)]
+        ends = [(rank, *last.get(rank, (0, 0))) for rank in (transfer.core, transfer.peer)]
         size, at = transfer.end - transfer.begin, max(number for _, number, _ in ends)
         at += any(number == at and has + size > most for _, number, has in ends)
         for rank, number, has in ends:
@@ -95,8 +95,8 @@ def _cut(sizes: Sequence[int], members: GroupMembers, chunk: int, *, whole: bool
             for copy, piece in enumerate(owned(size, members.copies))
             for replica, part in enumerate([piece] * replicas if whole else parts(piece, replicas))
         ]
-        for owner, (first, last) in enumerate(owned(size, members.owners)):
+        for core, (first, last) in enumerate(owned(size, members.core)):
             for peer, (low, high) in wanted:
                 end = min(last, high)
                 for begin in range(max(first, low), end, chunk):
-                    yield Transfer(bucket, begin, min(begin + chunk, end), owner, peer)
+                    yield Transfer(bucket, begin, min(begin + chunk, end), core, peer)

@@ -212,7 +212,7 @@ class WorkerLoop(ABC):
         except OSError as error:
             return OfferFailed(version, f"{message.folder}: {error.strerror}" if error.strerror else str(error))
         changed = sum(piece.changed for piece in offer.pieces)
-        return Offered(version, offer.base, offer.owner, offer.size, changed, total, time.monotonic() - begin)
+        return Offered(version, offer.base, offer.writer, offer.size, changed, total, time.monotonic() - begin)
 
     def _save(self, message: SaveCheckpoint, begin: float) -> FromWorker | None:
         write, failure = None, ""

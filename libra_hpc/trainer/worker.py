@@ -123,7 +123,7 @@ class Worker(WorkerLoop):
         return Arrived(self._replicas.join(message), ready - began, loaded - ready)
 
     def _load_weights(self, message: Join) -> None:
-        """Take the weights that this node has for rollout; without them they come from their owners."""
+        """Take the weights that this node has for rollout; without them they come from the core."""
         image = Path(message.weights)
         try:
             with reading(image) as version:

@@ -199,7 +199,7 @@ class Carrier:
                 self._store.add(HeldOffer(read_offer(path), path.read_bytes(), path))
 
     def _on_whole(self, message: Publish, offers: list[HeldOffer]) -> None:
-        self._outside.add(ServedDelta(message.version, message.base, tuple(offer.owner for offer in offers)))
+        self._outside.add(ServedDelta(message.version, message.base, tuple(offer.writer for offer in offers)))
         self._whole.put((message, offers))
 
     def _write_image(self) -> None:

@@ -77,7 +77,7 @@ class Image:
         return _state(self.path).version
 
     def apply(self, version: int, offers: Sequence[tuple[Offer, Path]], verify: bool = True) -> None:
-        """Bring it to ``version`` with the offers of all owners and their payloads.
+        """Bring it to ``version`` with the offers of all writers and their payloads.
 
         ``verify``: compare checksums; those of offers from other nodes were compared as they came.
         Raises `WeightFileError` before anything is changed: for offers that are damaged, of another model, or change
@@ -91,7 +91,7 @@ class Image:
             for offer, payload in payloads:
                 for piece in offer.pieces if verify else ():
                     if crc32(payload[piece.at : piece.at + piece.size]) != piece.crc32:
-                        where = f"version {version} of {offer.owner}"
+                        where = f"version {version} of {offer.writer}"
                         raise WeightFileError(f"A piece of {piece.block.tensor} in {where} has another checksum.")
             self._note(_State(state.version, version))
             for offer, payload in payloads:
@@ -116,9 +116,9 @@ class Image:
     def _check(self, version: int, offers: Sequence[tuple[Offer, Path]], state: _State) -> None:
         for offer, _ in offers:
             if offer.version != version or offer.base != offers[0][0].base:
-                raise WeightFileError(f"{offer.owner} offers {offer.version} of {offer.base}, expected {version}.")
+                raise WeightFileError(f"{offer.writer} offers {offer.version} of {offer.base}, expected {version}.")
             if fault := offer_fault(offer, self.shapes, self.dtype):
-                raise WeightFileError(f"{offer.owner} offers version {version}: {fault}.")
+                raise WeightFileError(f"{offer.writer} offers version {version}: {fault}.")
         base = offers[0][0].base if offers else state.version
         if base == WHOLE:
             found = sum(elements(piece.block) for offer, _ in offers for piece in offer.pieces)

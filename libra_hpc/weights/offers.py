@@ -105,7 +105,7 @@ class HeldOffer:
         ``start``: where the payload begins in its file.
         """
         self.offer, self.manifest, self.path = offer, manifest, path
-        self.version, self.owner, self.size = offer.version, offer.owner, offer.size
+        self.version, self.writer, self.size = offer.version, offer.writer, offer.size
         self.payload = path if start else payload_path(path)
         self.start = start
         self.file = self._open()
@@ -192,7 +192,7 @@ class ArrivingOffer(HeldOffer):
 
 
 class OfferStore:
-    """All offers of a node, by version and owner."""
+    """All offers of a node, by version and writer."""
 
     def __init__(self, cap_bytes: int) -> None:
         self._cap = cap_bytes
@@ -209,13 +209,13 @@ class OfferStore:
 
     def add(self, offer: HeldOffer) -> None:
         with self._added:
-            self._offers[offer.version, offer.owner] = offer
+            self._offers[offer.version, offer.writer] = offer
             self._added.notify_all()
 
     def drop(self, offer: HeldOffer) -> None:
         with self._added:
-            if self._offers.get((offer.version, offer.owner)) is offer:
-                del self._offers[offer.version, offer.owner]
+            if self._offers.get((offer.version, offer.writer)) is offer:
+                del self._offers[offer.version, offer.writer]
         offer.remove()
 
     def whole(self, version: int) -> None:
@@ -224,19 +224,19 @@ class OfferStore:
             self._whole = max(self._whole, version)
             self._added.notify_all()
 
-    def find(self, version: int, owner: str, wait_s: float, unknown_s: float) -> HeldOffer | str | None:
+    def find(self, version: int, writer: str, wait_s: float, unknown_s: float) -> HeldOffer | str | None:
         """The offer, None while it may still come, or why it is not here.
 
         Waits at most ``wait_s`` for it. ``unknown_s``: for how long a version that was never published may come.
         """
 
         def settled() -> bool:
-            return (version, owner) in self._offers or self._whole >= version
+            return (version, writer) in self._offers or self._whole >= version
 
         deadline = time.monotonic() + wait_s
         with self._added:
             self._added.wait_for(settled, deadline - time.monotonic())
-            if offer := self._offers.get((version, owner)):
+            if offer := self._offers.get((version, writer)):
                 return offer
             if self._whole >= version:
                 return f"version {version} is not held any more"

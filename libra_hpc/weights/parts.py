@@ -27,7 +27,7 @@ from libra_hpc.protocol.carriers import Peer
 from .wire import Absent, Caller, Fetch, WireError
 
 PART = "part "
-"""Begins the owner of a `Fetch` that is none of weights."""
+"""Begins the writer of a `Fetch` that is none of weights."""
 KINDS = ("own", "copies")
 STREAMS = 4
 """Files at a time: as many streams as an offer has."""
@@ -66,11 +66,11 @@ class _Part:
 
 
 @contextlib.contextmanager
-def served_part(folder: Path, owner: str) -> Iterator[SentBytes]:
-    """What ``owner`` names; raises `Absent` for anything else than a part or a file of one."""
-    names = owner.removeprefix(PART).split("/")
+def served_part(folder: Path, writer: str) -> Iterator[SentBytes]:
+    """What ``writer`` names; raises `Absent` for anything else than a part or a file of one."""
+    names = writer.removeprefix(PART).split("/")
     if not 2 <= len(names) <= 3 or names[0] not in KINDS or any(not _plain(name) for name in names):
-        raise Absent(f"{owner!r} is no part of a snapshot")
+        raise Absent(f"{writer!r} is no part of a snapshot")
     path = folder.joinpath(*names)
     try:
         if len(names) == 2:
@@ -88,15 +88,15 @@ def served_part(folder: Path, owner: str) -> Iterator[SentBytes]:
 
 def pull_part(caller: Caller, peer: Peer, source: str, target: Path) -> None:
     """Get a part into a new folder; raises `OSError` when it does not come, or where there is no room."""
-    owner = f"{PART}{source}"
+    writer = f"{PART}{source}"
     try:
-        listing = msgspec.json.decode(_listing(caller, peer, owner), type=Listing)
+        listing = msgspec.json.decode(_listing(caller, peer, writer), type=Listing)
         if not all(map(_plain, listing)):
             raise WireError(f"rank {peer.rank} lists a file outside of the part")
         target.mkdir(parents=True)
         with ThreadPoolExecutor(STREAMS, thread_name_prefix="part") as threads:
             pulls = [
-                threads.submit(_pull_file, caller, peer, f"{owner}/{name}", target / name, size)
+                threads.submit(_pull_file, caller, peer, f"{writer}/{name}", target / name, size)
                 for name, size in listing.items()
             ]
         for pull in pulls:
@@ -105,16 +105,16 @@ def pull_part(caller: Caller, peer: Peer, source: str, target: Path) -> None:
         raise OSError(f"rank {peer.rank}: {error}") from error
 
 
-def _listing(caller: Caller, peer: Peer, owner: str) -> bytes:
+def _listing(caller: Caller, peer: Peer, writer: str) -> bytes:
     since = time.monotonic()
     while True:
         try:
-            return caller.manifest(peer, Fetch(-1, owner))
+            return caller.manifest(peer, Fetch(-1, writer))
         except (OSError, WireError) as error:
             _pause(since, error)
 
 
-def _pull_file(caller: Caller, peer: Peer, owner: str, path: Path, size: int) -> None:
+def _pull_file(caller: Caller, peer: Peer, writer: str, path: Path, size: int) -> None:
     since = time.monotonic()
 
     def arrived(begin: int, end: int) -> None:
@@ -127,7 +127,7 @@ def _pull_file(caller: Caller, peer: Peer, owner: str, path: Path, size: int) ->
         # Without room for a page of a map the process would end.
         os.posix_fallocate(file.fileno(), 0, size)
         with mmap.mmap(file.fileno(), size) as pages, memoryview(pages) as view:
-            caller.receive(lambda: peer, Fetch(-1, owner, 0, size), view, arrived, lambda error: _pause(since, error))
+            caller.receive(lambda: peer, Fetch(-1, writer, 0, size), view, arrived, lambda error: _pause(since, error))
 
 
 def _pause(since: float, error: Exception) -> None:

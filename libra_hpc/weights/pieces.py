@@ -39,7 +39,7 @@ VALUES: dict[str, npt.DTypeLike] = {"BF16": np.int16, "F32": np.int32}
 GAPS: dict[str, npt.DTypeLike] = {"gap8": np.uint8, "gap16": np.uint16}
 WHOLE = -1
 """The base of an offer that needs no version before it."""
-OWNER = re.compile(r"[A-Za-z0-9.]{1,32}")
+WRITER = re.compile(r"[A-Za-z0-9.]{1,32}")
 
 
 class TensorBlock(NamedTuple):
@@ -66,12 +66,12 @@ class WeightPiece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What turns ``base`` into ``version``, as far as ``owner`` has it; blocks do not overlap."""
+    """What turns ``base`` into ``version``, as far as ``writer`` has it; blocks do not overlap."""
 
     version: int
     base: int
     """`WHOLE`: whole tensors."""
-    owner: str
+    writer: str
     """The process that wrote it, for example ``t0.1``: node and local rank."""
     pieces: tuple[WeightPiece, ...]
     size: int
@@ -89,9 +89,9 @@ class Encoded(NamedTuple):
     """Its bytes, in order: contiguous arrays."""
 
 
-def offer_path(folder: Path, version: int, owner: str) -> Path:
+def offer_path(folder: Path, version: int, writer: str) -> Path:
     """The manifest's path."""
-    return folder / f"offer-{version:08d}-{owner}.manifest"
+    return folder / f"offer-{version:08d}-{writer}.manifest"
 
 
 def offer_paths(folder: Path) -> list[Path]:
@@ -103,12 +103,12 @@ def payload_path(manifest: Path) -> Path:
     return manifest.with_suffix(".pieces")
 
 
-def write_offer(folder: Path, version: int, base: int, owner: str, encoded: Iterable[Encoded]) -> Offer:
+def write_offer(folder: Path, version: int, base: int, writer: str, encoded: Iterable[Encoded]) -> Offer:
     """Write payload and manifest; an earlier offer of the name is replaced.  Raises `OSError` when there is no room.
 
     Readers of a replaced payload keep the old file: it is removed, not written over.
     """
-    manifest = offer_path(folder, version, owner)
+    manifest = offer_path(folder, version, writer)
     manifest.unlink(missing_ok=True)
     payload = payload_path(manifest)
     payload.unlink(missing_ok=True)
@@ -128,7 +128,7 @@ def write_offer(folder: Path, version: int, base: int, owner: str, encoded: Iter
     except OSError:
         payload.unlink(missing_ok=True)
         raise
-    offer = Offer(version, base, owner, tuple(pieces), at)
+    offer = Offer(version, base, writer, tuple(pieces), at)
     write_atomic(manifest, msgspec.msgpack.encode(offer))
     return offer
 
@@ -141,8 +141,8 @@ def read_offer(path: Path) -> Offer:
     except OSError as error:
         raise WeightFileError(f"{path}: {error_text(error)}.") from error
     offer = decode_offer(data, str(path))
-    if path.name != offer_path(path.parent, offer.version, offer.owner).name:
-        raise WeightFileError(f"{path}: it holds version {offer.version} of {offer.owner}.")
+    if path.name != offer_path(path.parent, offer.version, offer.writer).name:
+        raise WeightFileError(f"{path}: it holds version {offer.version} of {offer.writer}.")
     if size != offer.size:
         raise WeightFileError(f"{path}: its payload has {size:,} bytes, expected {offer.size:,}.")
     return offer
@@ -154,8 +154,8 @@ def decode_offer(data: bytes, origin: str) -> Offer:
         offer = msgspec.msgpack.decode(data, type=Offer)
     except (ValueError, RecursionError) as error:
         raise WeightFileError(f"{origin}: no whole manifest ({error_text(error)}).") from error
-    if not OWNER.fullmatch(offer.owner) or not WHOLE <= offer.base < offer.version:
-        raise WeightFileError(f"{origin}: version {offer.version} of {offer.owner!r} cannot change {offer.base}.")
+    if not WRITER.fullmatch(offer.writer) or not WHOLE <= offer.base < offer.version:
+        raise WeightFileError(f"{origin}: version {offer.version} of {offer.writer!r} cannot change {offer.base}.")
     end = 0
     for piece in offer.pieces:
         if fault := _piece_fault(piece, end, offer.base == WHOLE):
@@ -218,11 +218,11 @@ def piece_values(
 ) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.int16 | np.int32]]:
     """Positions within the block (row-major, ascending; None: all) and the bits of their values.
 
-    Values are a view of ``payload``, the offer's.  Raises `WeightFileError` if the bytes are not the owner's.
+    Values are a view of ``payload``, the offer's.  Raises `WeightFileError` if the bytes are not the writer's.
     """
     data = memoryview(payload).cast("B")[piece.at : piece.at + piece.size]
     if verify and (len(data) != piece.size or crc32(data) != piece.crc32):
-        raise WeightFileError(f"A piece of {piece.block.tensor} has other bytes than its owner wrote.")
+        raise WeightFileError(f"A piece of {piece.block.tensor} has other bytes than its writer wrote.")
     kind = np.dtype(VALUES[piece.dtype])
     values = np.frombuffer(data, kind, piece.changed)
     if piece.encoding == "dense":

@@ -102,7 +102,7 @@ class Puller:
                     self._take(message, [(IMAGE, self._sources(message))])
                 else:
                     self._take(
-                        message, [(owner, nodes_with(message, rank, self._rank)) for owner, rank in message.owners]
+                        message, [(writer, nodes_with(message, rank, self._rank)) for writer, rank in message.writers]
                     )
                 continue
             except PassedOver:
@@ -126,7 +126,7 @@ class Puller:
     def _take(self, message: Publish, offers: Sequence[tuple[str, list[Peer]]]) -> None:
         """Pull offers side by side; raises `PassedOver`, and `OSError` where there is no room."""
         began = time.monotonic()
-        pulls = [self._threads.submit(self._offer, message, owner, peers) for owner, peers in offers]
+        pulls = [self._threads.submit(self._offer, message, writer, peers) for writer, peers in offers]
         held, failure = [], None
         for pull in pulls:
             try:
@@ -144,7 +144,7 @@ class Puller:
                 raise PassedOver
         self.have = version
         self._store.whole(version)
-        found = Publish(version, base, message.owners, message.chain)
+        found = Publish(version, base, message.writers, message.chain)
         self._report(
             VersionHere(
                 version,
@@ -156,24 +156,24 @@ class Puller:
         )
         self._complete(found, held)
 
-    def _offer(self, message: Publish, owner: str, peers: list[Peer]) -> HeldOffer:
+    def _offer(self, message: Publish, writer: str, peers: list[Peer]) -> HeldOffer:
         """One offer, whole and intact."""
-        version = -1 if owner == IMAGE else message.version
+        version = -1 if writer == IMAGE else message.version
         if not peers:
-            if owner == IMAGE:
-                self._report(Stalled(message.version, owner, 0, "no other node has an image"))
+            if writer == IMAGE:
+                self._report(Stalled(message.version, writer, 0, "no other node has an image"))
                 raise PassedOver
-            return self._own(message, owner)
-        manifest, offer = self._manifest(message, Fetch(version, owner), peers)
-        path = offer_path(self._folder, offer.version, owner)
-        stripes = max(1, STRIPES // len(message.owners))
+            return self._own(message, writer)
+        manifest, offer = self._manifest(message, Fetch(version, writer), peers)
+        path = offer_path(self._folder, offer.version, writer)
+        stripes = max(1, STRIPES // len(message.writers))
         held = ArrivingOffer(offer, manifest, path, spares=self._spares, stripes=stripes)
-        owners = [peer for peer in peers if peer.rank == dict(message.owners).get(owner)]
+        writers = [peer for peer in peers if peer.rank == dict(message.writers).get(writer)]
         try:
             self._store.add(held)
 
             def route(alone: bool) -> Route:
-                return self._route(message, owner, owners if alone else peers, held)
+                return self._route(message, writer, writers if alone else peers, held)
 
             OfferReceiver(self._caller, held, route, self._report).run(self._threads)
             # Last: whoever sees the manifest finds an intact payload.
@@ -183,51 +183,51 @@ class Puller:
             raise
         return held
 
-    def _own(self, message: Publish, owner: str) -> HeldOffer:
+    def _own(self, message: Publish, writer: str) -> HeldOffer:
         """An offer that a process of this node wrote."""
-        path = offer_path(self._folder, message.version, owner)
+        path = offer_path(self._folder, message.version, writer)
         try:
             offer = read_offer(path)
-            self._check(offer, Fetch(message.version, owner), message)
+            self._check(offer, Fetch(message.version, writer), message)
             held = HeldOffer(offer, path.read_bytes(), path)
             if read_offer(path) != offer:
                 raise WeightFileError(f"{path}: it was replaced while it was opened.")
         except (OSError, WeightFileError) as error:
-            self._report(PieceRefused(message.version, owner, error_text(error), own=True))
+            self._report(PieceRefused(message.version, writer, error_text(error), own=True))
             raise PassedOver from error
         self._store.add(held)
         return held
 
     def _check(self, offer: Offer, fetch: Fetch, message: Publish) -> None:
         """Raise `WeightFileError` for the manifest of anything but what was asked for."""
-        base = -1 if fetch.owner == IMAGE else message.base
+        base = -1 if fetch.writer == IMAGE else message.base
         version = fetch.version if fetch.version >= 0 else offer.version
-        if (offer.version, offer.owner) != (version, fetch.owner) or offer.base > base:
-            found = f"version {offer.version} of {offer.owner} on {offer.base}"
-            raise WeightFileError(f"A manifest of {found} came for version {version} of {fetch.owner} on {base}.")
+        if (offer.version, offer.writer) != (version, fetch.writer) or offer.base > base:
+            found = f"version {offer.version} of {offer.writer} on {offer.base}"
+            raise WeightFileError(f"A manifest of {found} came for version {version} of {fetch.writer} on {base}.")
 
     def _manifest(self, message: Publish, fetch: Fetch, peers: list[Peer]) -> tuple[bytes, Offer]:
         """The manifest and what it says, from the first node that has it; raises `PassedOver`."""
-        route = self._route(message, fetch.owner, peers)
+        route = self._route(message, fetch.writer, peers)
         while True:
             try:
                 manifest = self._caller.manifest(route.peer, fetch)
-                offer = decode_offer(manifest, fetch.owner)
+                offer = decode_offer(manifest, fetch.writer)
                 self._check(offer, fetch, message)
                 return manifest, offer
             except (WeightFileError, DamagedError) as error:
-                self._report(PieceRefused(message.version, fetch.owner, f"of rank {route.peer.rank}: {error}"))
+                self._report(PieceRefused(message.version, fetch.writer, f"of rank {route.peer.rank}: {error}"))
                 route.failed(WireError(str(error)))
             except (OSError, WireError, Absent) as error:
                 route.failed(error)
 
-    def _route(self, message: Publish, owner: str, peers: list[Peer], held: HeldOffer | None = None) -> Route:
+    def _route(self, message: Publish, writer: str, peers: list[Peer], held: HeldOffer | None = None) -> Route:
         def exhausted(route: Route) -> None:
             """Give up a version that no node has, or that another one replaces."""
-            if not route.nowhere or owner == IMAGE:
+            if not route.nowhere or writer == IMAGE:
                 # An offer that no node has any more comes as a part of an image.
-                self._report(Stalled(message.version, owner, held.received if held else 0, route.reason))
-            if route.nowhere or owner == IMAGE or self._replaced(message):
+                self._report(Stalled(message.version, writer, held.received if held else 0, route.reason))
+            if route.nowhere or writer == IMAGE or self._replaced(message):
                 raise PassedOver
             self._wait(min(RETRY_S * 2 ** (route.failures // 2), RETRY_MAX_S))
 

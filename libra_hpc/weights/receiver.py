@@ -1,9 +1,9 @@
 """Receives the payload of one offer in stripes side by side, and sums every byte once, as it comes.
 
 - Bytes came -> they are served on at once, and count towards the checksum of their piece.
-- A connection failed -> the rest comes from the node before that one in the chain, at the end from the owner. A node
+- A connection failed -> the rest comes from the node before that one in the chain, at the end from the writer. A node
   that was given up is asked last for `AVOID_S`.
-- A piece is whole, and its checksum is wrong -> `PieceRefused`, and it comes again from its owner alone.
+- A piece is whole, and its checksum is wrong -> `PieceRefused`, and it comes again from its writer alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .wire import Absent, Caller, Fetch
 AVOID_S = 30.0
 """For which a node that was given up is asked last. Half: a hung node costs every other version a pause."""
 REFUSALS = 2
-"""Checksums of a piece that may be wrong: on the way, and at its owner; then the whole image is taken."""
+"""Checksums of a piece that may be wrong: on the way, and at its writer; then the whole image is taken."""
 
 Came = Callable[[int, int], None]
 Parts = dict[int, tuple[int, int]]
@@ -99,7 +99,7 @@ class OfferReceiver:
     def __init__(
         self, caller: Caller, offer: ArrivingOffer, route: Callable[[bool], Route], report: Callable[[Any], None]
     ) -> None:
-        """``route`` makes the way to the offer, or to its owner alone."""
+        """``route`` makes the way to the offer, or to its writer alone."""
         self._caller, self._offer, self._route, self._report = caller, offer, route, report
         self._begins = [piece.at for piece in offer.offer.pieces]
         self._parts: defaultdict[int, Parts] = defaultdict(dict)
@@ -140,11 +140,11 @@ class OfferReceiver:
             came(begin, end)
 
         def failed(error: Exception) -> None:
-            if offer.owner == IMAGE and isinstance(error, Absent):
+            if offer.writer == IMAGE and isinstance(error, Absent):
                 raise PassedOver from error  # the image has a newer version
             route.failed(error)
 
-        self._caller.receive(nearest, Fetch(offer.version, offer.owner, begin, end), offer.view, arrived, failed)
+        self._caller.receive(nearest, Fetch(offer.version, offer.writer, begin, end), offer.view, arrived, failed)
 
     def _sum(self, begin: int, end: int) -> None:
         pieces = self._offer.offer.pieces
@@ -177,8 +177,8 @@ class OfferReceiver:
         offer, end = self._offer, piece.at + piece.size
         for refusals in range(1, REFUSALS + 1):
             reason = f"{piece.block.tensor} has another checksum"
-            self._report(PieceRefused(offer.version, offer.owner, reason))
-            if refusals == REFUSALS or offer.owner == IMAGE:
+            self._report(PieceRefused(offer.version, offer.writer, reason))
+            if refusals == REFUSALS or offer.writer == IMAGE:
                 raise PassedOver
             self._receive(piece.at, end, self._route(True), lambda begin, end: None)
             if crc32(offer.view[piece.at : end]) == piece.crc32:
@@ -192,9 +192,9 @@ def nodes_before(message: Publish, rank: int) -> list[Peer]:
     return list(reversed(message.chain[:place]))
 
 
-def nodes_with(message: Publish, owner_rank: int, rank: int) -> list[Peer]:
-    """Whom ``rank`` asks for an offer of ``owner_rank``, nearest first; nobody for its own."""
-    if owner_rank == rank:
+def nodes_with(message: Publish, writer_rank: int, rank: int) -> list[Peer]:
+    """Whom ``rank`` asks for an offer of ``writer_rank``, nearest first; nobody for its own."""
+    if writer_rank == rank:
         return []
     before = nodes_before(message, rank)
-    return [*before, *(peer for peer in message.chain if peer.rank == owner_rank and peer not in before)]
+    return [*before, *(peer for peer in message.chain if peer.rank == writer_rank and peer not in before)]

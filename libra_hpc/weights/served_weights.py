@@ -1,7 +1,7 @@
 """The weights of a node as resources for another cluster, which may have another layout.
 
 - ``/weights``: `ServedVersion`, JSON.
-- ``/offers/VERSION/OWNER/manifest``, ``/payload``: bytes of an offer (`libra_hpc.weights.pieces`).
+- ``/offers/VERSION/WRITER/manifest``, ``/payload``: bytes of an offer (`libra_hpc.weights.pieces`).
 - ``/image?tensor=NAME&offset=0&rows=1&cols=8&stride=8``: elements of a block of the image, row-major.
 """
 
@@ -26,11 +26,11 @@ from .weightfile import WeightFileError, file_header
 
 
 class ServedDelta(msgspec.Struct, frozen=True):
-    """The offers of ``owners`` turn ``base`` into ``version``."""
+    """The offers of ``writers`` turn ``base`` into ``version``."""
 
     version: int
     base: int
-    owners: tuple[str, ...]
+    writers: tuple[str, ...]
 
 
 class ServedVersion(msgspec.Struct, frozen=True):
@@ -75,8 +75,8 @@ class ServedWeights:
             case ["", "weights"]:
                 served = self._served()
                 return _part(served.version, msgspec.json.encode(served), begin, end)
-            case ["", "offers", version, owner, "manifest" | "payload" as kind]:
-                offer = self._offer(version, owner)
+            case ["", "offers", version, writer, "manifest" | "payload" as kind]:
+                offer = self._offer(version, writer)
                 if kind == "manifest":
                     return _part(offer.version, offer.manifest, begin, end)
                 data = os.pread(offer.file, max(0, min(end, offer.size) - begin), begin)
@@ -96,13 +96,13 @@ class ServedWeights:
         return ServedVersion(version, self._dtype, tuple(reversed(chain)))
 
     def _held(self, delta: ServedDelta) -> bool:
-        offers = (self._store.find(delta.version, owner, 0.0, 0.0) for owner in delta.owners)
+        offers = (self._store.find(delta.version, writer, 0.0, 0.0) for writer in delta.writers)
         return all(isinstance(offer, HeldOffer) for offer in offers)
 
-    def _offer(self, version: str, owner: str) -> HeldOffer:
-        offer = self._store.find(int(version), owner, 0.0, 0.0) if version.isdecimal() else None
+    def _offer(self, version: str, writer: str) -> HeldOffer:
+        offer = self._store.find(int(version), writer, 0.0, 0.0) if version.isdecimal() else None
         if not isinstance(offer, HeldOffer) or int(version) not in self._deltas:
-            raise NotServed(f"version {version} of {owner} is not held")
+            raise NotServed(f"version {version} of {writer} is not held")
         return offer
 
     def _asked(self, query: str) -> TensorBlock:

@@ -57,7 +57,7 @@ UNREAD_S = 10.0
 UNKNOWN_S = 2.0
 """For a version to be published here that a caller already asks for: both messages are sent at the same time."""
 IMAGE = "image"
-"""Owner of the offer that is a node's image, as whole tensors."""
+"""Writer of the offer that is a node's image, as whole tensors."""
 
 log = logging.getLogger("libra_hpc.carrier")
 
@@ -134,20 +134,20 @@ class CarrierServer:
 
     @contextlib.contextmanager
     def _found(self, stream: socket.socket, rank: int, fetch: Fetch) -> Iterator[SentBytes]:
-        if fetch.owner.startswith(PART):
+        if fetch.writer.startswith(PART):
             if self._parts is None or is_guest(rank):
                 raise Absent("no snapshots are served here")
-            with served_part(self._parts, fetch.owner) as part:
+            with served_part(self._parts, fetch.writer) as part:
                 yield part
             return
-        if fetch.owner == IMAGE:
+        if fetch.writer == IMAGE:
             with self._image.offered(fetch.version) as offer:
                 yield offer
             return
         began = time.monotonic()
         while True:
             unknown_s = began + UNKNOWN_S - time.monotonic()
-            found = self._store.find(fetch.version, fetch.owner, WAITING_S, unknown_s)
+            found = self._store.find(fetch.version, fetch.writer, WAITING_S, unknown_s)
             if isinstance(found, HeldOffer):
                 break
             if found:

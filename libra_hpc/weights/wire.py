@@ -82,7 +82,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
     """Bytes [begin, end) of an offer's payload; ``end`` = -1: its manifest."""
 
     version: int
-    owner: str
+    writer: str
     begin: int = 0
     end: int = -1
     direct: bool = False

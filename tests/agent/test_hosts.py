@@ -81,10 +81,10 @@ class Scene:
             folder,
             folder,
         )
-        self.owner = SimpleNamespace(
+        self.listener = SimpleNamespace(
             on_host=lambda host, m: self.seen.append(m), on_host_down=lambda host, reason: self.downs.append(reason)
         )
-        self.hosts = Hosts(context, self.owner, lambda: self.now)
+        self.hosts = Hosts(context, self.listener, lambda: self.now)
 
     @property
     def failed(self) -> list[str]:
@@ -190,7 +190,7 @@ async def test_nothing_goes_to_the_next_host_before_its_episodes_are_opened_agai
 ) -> None:
     await scene.hosts.start()
     scene.send(HostReady("toy"), 1.0)
-    scene.owner.on_host_down = lambda host, reason: scene.hosts.send(host, CloseEpisode("opened again"))
+    scene.listener.on_host_down = lambda host, reason: scene.hosts.send(host, CloseEpisode("opened again"))
     for early in (False, True):
         monkeypatch.setattr(FakeChild, "slow_start", asyncio.get_running_loop().create_future())
         old = scene.child

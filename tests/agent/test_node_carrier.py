@@ -160,7 +160,7 @@ def test_an_own_offer_that_is_not_whole_is_told_to_the_train_leader_once_for_eac
         carrier.received(cast(Any, None), 0, PieceRefused(3, "t0", "torn", own))
 
     refused(own=False)
-    assert not context.sent, "it comes again from its owner"
+    assert not context.sent, "it comes again from its writer"
     for _ in range(3):
         refused(own=True)
     assert context.sent == [(1, FromReplica(1, OfferFailed(3, "torn")))]

@@ -240,7 +240,7 @@ def test_a_snapshot_of_all_processes_is_a_part_and_its_copy_goes_to_the_next_nod
 
     scene.play(script)
     good, bad = scene.of(SnapshotStored)
-    assert (good.rank, good.owner, good.step, good.reason) == (1, 1, 0, "")
+    assert (good.rank, good.part_of, good.step, good.reason) == (1, 1, 0, "")
     assert "at step 0" in bad.reason
     ((_, part),) = states(scene.node.keeper.own)
     assert folders.verify(part) == ""
@@ -261,7 +261,7 @@ def test_offers_that_were_removed_are_reported_to_the_train_leader(here: Path) -
 
     scene.play(script)
     (offered,) = scene.of(WeightsOffered)
-    assert [offer.owner for offer in offered.offers] == ["t0"]
+    assert [offer.writer for offer in offered.offers] == ["t0"]
     assert scene.answers(OfferFailed) == [OfferFailed(0, "the folder was removed")]
 
 

@@ -35,8 +35,8 @@ class WrittenImage:
         changed()
 
     def publish(self, message: Publish) -> None:
-        """All owners are of this node."""
-        paths = [offer_path(self._folder, message.version, owner) for owner, _ in message.owners]
+        """All writers are of this node."""
+        paths = [offer_path(self._folder, message.version, writer) for writer, _ in message.writers]
         offers = [(read_offer(path), payload_path(path)) for path in paths]
         Image(self._folder, self._shapes, self._dtype).apply(message.version, offers)
         self.version = message.version

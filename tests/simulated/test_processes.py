@@ -150,7 +150,7 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
         (tmp_path / "w").mkdir(exist_ok=True)
         first.send(train.OfferWeights(str(tmp_path / "w"), 3, 2))
         offered = first.until(train.Offered)
-        offer = read_offer(offer_path(tmp_path / "w", 3, offered.owner))
+        offer = read_offer(offer_path(tmp_path / "w", 3, offered.writer))
         assert (offered.base, offered.size, offered.changed, offered.total) == (-1, 16384, 4096, 4096), "its first one"
         payload = payload_path(offer_path(tmp_path / "w", 3, "t0")).read_bytes()
         values = np.concatenate([piece_values(piece, payload)[1] for piece in offer.pieces])

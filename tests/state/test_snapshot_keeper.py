@@ -215,7 +215,7 @@ async def test_a_part_or_a_copy_that_fails_is_told_to_the_leader_and_leaves_the_
     (tmp_path / "3" / "copies").write_text("no folder")
     await ring.take(4, 2)
     await ring.until(lambda: len(ring.stored) == 3)
-    assert [(part.rank, part.owner, bool(part.reason)) for part in ring.stored] == [
+    assert [(part.rank, part.part_of, bool(part.reason)) for part in ring.stored] == [
         (1, 1, True),
         (2, 2, False),
         (3, 2, True),
@@ -232,4 +232,4 @@ async def test_a_lost_successor_ends_the_copy_and_nothing_else(tmp_path: Path) -
     await ring.take(4, 1)
     await ring.until(lambda: not ring.keepers[1]._tasks)
 
-    assert [(part.rank, part.owner) for part in ring.stored] == [(1, 1)]
+    assert [(part.rank, part.part_of) for part in ring.stored] == [(1, 1)]

@@ -51,8 +51,8 @@ class World:
         return True
 
     async def stored(self, step: int, *parts: tuple[int, int]) -> None:
-        for rank, owner in parts:
-            self.snapshots.on_stored(SnapshotStored(rank, owner, step))
+        for rank, part_of in parts:
+            self.snapshots.on_stored(SnapshotStored(rank, part_of, step))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 

@@ -249,7 +249,7 @@ class Replica:
         with tempfile.TemporaryDirectory(dir=self.folder) as node:
             self.send(wire.OfferWeights(node, step, -1))
             answers = [self.receive_from(rank) for rank in range(len(self._sockets))]
-            paths = [offer_path(Path(node), step, answer.owner) for answer in answers]
+            paths = [offer_path(Path(node), step, answer.writer) for answer in answers]
             image = Image(Path(node), *self._image)
             image.apply(step, [(read_offer(path), payload_path(path)) for path in paths])
             _, copy = pin(image.path)

@@ -113,7 +113,7 @@ def test_replicas_without_optimizer_come_go_and_die_and_the_result_is_that_of_on
     reports += [run.step(2)]
     # A second one joins from the weights that its node has for rollout: nothing crosses the network.
     offered = run.core.ask(OfferWeights(str(tmp_path), 2, -1), Offered)
-    dtype = read_offer(offer_path(tmp_path, 2, offered.owner)).pieces[0].dtype
+    dtype = read_offer(offer_path(tmp_path, 2, offered.writer)).pieces[0].dtype
     image = Image(tmp_path, hf_shapes(read_shape(model_dir)), dtype)
     image.apply(2, [(read_offer(path), payload_path(path)) for path in sorted(tmp_path.glob("offer-*.manifest"))])
     (_, kept, local) = run.form(first, second, weights=str(image.path), version=2)

@@ -92,7 +92,7 @@ class Process:
         changes.record(self._optimizer, cast)
         state = SimpleNamespace(shards=self._shards, parameters=parameters, changes=changes)
         self._offers = WeightOffers(SimpleNamespace(shape=shape, split=place, state=state), number)  # type: ignore[arg-type]
-        self.owner = f"t{number}"
+        self.writer = f"t{number}"
 
     def _part(self, name: str, masters: Weights) -> torch.Tensor:
         return from_hf(self._entries[name], masters.__getitem__, self._shape, self._place)
@@ -123,7 +123,7 @@ class Process:
 
     def offer(self, folder: Path, version: int, base: int) -> tuple[Any, Path]:
         offer = self._offers.write(folder, version, base)
-        return offer, payload_path(offer_path(folder, version, self.owner))
+        return offer, payload_path(offer_path(folder, version, self.writer))
 
 
 class Run:
@@ -177,7 +177,7 @@ class Run:
         self._base = self.version
         for offer, payload in offers:
             payload.unlink()
-            offer_path(self.folder, self.version, offer.owner).unlink()
+            offer_path(self.folder, self.version, offer.writer).unlink()
 
     def held(self) -> Weights:
         with reading(self._image.path) as version:
@@ -200,7 +200,7 @@ def engines(shape: Architecture, image: Weights) -> Iterator[tuple[str, torch.Te
 
 
 @pytest.mark.parametrize(("family", "tied"), KINDS)
-def test_engines_have_the_trainers_bits_after_fifty_updates_and_moved_owners(family: str, tied: bool) -> None:
+def test_engines_have_the_trainers_bits_after_fifty_updates_and_moved_writers(family: str, tied: bool) -> None:
     with node_folders() as folder:
         _fifty_updates(Run(folder, architecture(family, tied), seed=KINDS.index((family, tied))), LEGS[family, tied])
 

@@ -53,19 +53,19 @@ def test_a_newer_order_ends_a_wait() -> None:
     st.sampled_from([step_transfers, join_transfers]),
 )
 def test_a_round_moves_at_most_a_chunk_for_every_rank(
-    owners: int, copies: int, replicas: int, sizes: list[int], transfers: object
+    core: int, copies: int, replicas: int, sizes: list[int], transfers: object
 ) -> None:
     assert callable(transfers)
-    plan: list[Transfer] = transfers(sizes, GroupMembers(owners, copies, replicas), 64)
+    plan: list[Transfer] = transfers(sizes, GroupMembers(core, copies, replicas), 64)
     found = rounds(plan, 64)
     assert sorted(transfer for one in found for transfer in one) == sorted(plan)
     for one in found:
-        load = torch.zeros(owners + copies * replicas, dtype=torch.int64)
+        load = torch.zeros(core + copies * replicas, dtype=torch.int64)
         for transfer in one:
-            load[[transfer.owner, transfer.peer]] += transfer.end - transfer.begin
+            load[[transfer.core, transfer.peer]] += transfer.end - transfer.begin
         assert 0 < load.max() <= 64
-    pairs = {(transfer.owner, transfer.peer) for transfer in plan}
+    pairs = {(transfer.core, transfer.peer) for transfer in plan}
     assert all(
-        [t for one in found for t in one if (t.owner, t.peer) == pair] == [t for t in plan if (t.owner, t.peer) == pair]
+        [t for one in found for t in one if (t.core, t.peer) == pair] == [t for t in plan if (t.core, t.peer) == pair]
         for pair in pairs
     )

@@ -62,19 +62,19 @@ def test_the_divisor_counts_a_trajectory_once_however_many_samples_it_has() -> N
 SIZES = (1000, 3, 129)
 
 
-@pytest.mark.parametrize("owners", [1, 2, 3])
+@pytest.mark.parametrize("core", [1, 2, 3])
 @pytest.mark.parametrize(("copies", "replicas"), [(1, 1), (2, 1), (1, 3), (4, 2)])
 def test_every_element_crosses_once_in_a_step_and_once_to_each_replica_in_a_join(
-    owners: int, copies: int, replicas: int
+    core: int, copies: int, replicas: int
 ) -> None:
-    members = GroupMembers(owners, copies, replicas)
+    members = GroupMembers(core, copies, replicas)
     for plan, times in ((step_transfers(SIZES, members, 50), 1), (join_transfers(SIZES, members, 50), replicas)):
         seen = [[0] * size for size in SIZES]
         for transfer in plan:
             assert 0 < transfer.end - transfer.begin <= 50
-            first, last = owned(SIZES[transfer.bucket], owners)[transfer.owner]
+            first, last = owned(SIZES[transfer.bucket], core)[transfer.core]
             assert first <= transfer.begin < transfer.end <= last
-            copy = (transfer.peer - owners) % copies
+            copy = (transfer.peer - core) % copies
             first, last = owned(SIZES[transfer.bucket], copies)[copy]
             assert first <= transfer.begin < transfer.end <= last
             for element in range(transfer.begin, transfer.end):
@@ -83,7 +83,7 @@ def test_every_element_crosses_once_in_a_step_and_once_to_each_replica_in_a_join
 
 
 def test_replicas_and_their_copies_stand_for_equal_parts() -> None:
-    members = GroupMembers(owners=2, copies=2, replicas=2)
+    members = GroupMembers(core=2, copies=2, replicas=2)
     sent = dict.fromkeys(range(2, members.size), 0)
     for transfer in step_transfers([4096], members, 512):
         sent[transfer.peer] += transfer.end - transfer.begin

@@ -84,7 +84,7 @@ def test_a_write_that_fails_half_way_leaves_nothing_and_works_again_later(tmp_pa
     assert not list(offers.iterdir())
     resource.prlimit(pid, resource.RLIMIT_FSIZE, whole)
     offered = replica.ask(OfferWeights(str(offers), 2, -1), Offered)
-    assert read_offer(offer_path(offers, 2, offered.owner)).size == offered.size
+    assert read_offer(offer_path(offers, 2, offered.writer)).size == offered.size
     replica.save(tmp_path / "step-000002", 2)
     assert replica.close() == [0]
 

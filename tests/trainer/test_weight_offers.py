@@ -205,7 +205,7 @@ def test_a_world_offers_each_element_once(tmp_path: Path, kind: str, keys: dict[
         }
         held = {name: master.bfloat16().view(torch.int16).numpy() for name, master in masters.items()}
         node = node or {name: np.zeros_like(tensor) for name, tensor in held.items()}
-        offers = apply([offer_path(tmp_path, version, answer.owner) for answer in answers], node)
+        offers = apply([offer_path(tmp_path, version, answer.writer) for answer in answers], node)
         assert equal(node, held), version
         assert {offer.base for offer in offers} == {version - 1}
         assert sum(answer.total for answer in answers) == sum(tensor.size for tensor in node.values())

@@ -20,7 +20,7 @@ SHAPES: dict[str, tuple[int, int]] = {
     "lm_head.weight": (ROWS, COLUMNS),
 }
 """8 MiB, in tensors of which one leaves the next at an odd place."""
-OWNER = "t0.0"
+WRITER = "t0.0"
 
 
 class Chain:
@@ -65,25 +65,25 @@ class Chain:
             folder or self.nodes[0].folder,
             version,
             base,
-            OWNER,
+            WRITER,
             [Encoded(block, "BF16", "dense", values.size, (values,)) for block, values in encoded],
         )
         if truncate:
-            os.truncate(payload_path(offer_path(self.nodes[0].folder, version, OWNER)), 1_000_000)
+            os.truncate(payload_path(offer_path(self.nodes[0].folder, version, WRITER)), 1_000_000)
         if folder is None:
             self.publish(version, base)
 
     def keep_all(self) -> None:
-        """The owner removes no version: an engine of its node needs all."""
+        """The writer removes no version: an engine of its node needs all."""
         self.nodes[0].send(Engines(-1))
 
     def publish(self, version: int, base: int, *ranks: int) -> None:
         for node in self.nodes:
             if not ranks or node.rank in ranks:
-                node.send(Publish(version, base, ((OWNER, 0),), self.peers(node.rank)))
+                node.send(Publish(version, base, ((WRITER, 0),), self.peers(node.rank)))
 
     def payload(self, rank: int, version: int) -> bytes:
-        return payload_path(offer_path(self.nodes[rank].folder, version, OWNER)).read_bytes()
+        return payload_path(offer_path(self.nodes[rank].folder, version, WRITER)).read_bytes()
 
 
 def wait_until(true: Callable[[], bool]) -> None:

@@ -51,8 +51,8 @@ def wanted_blocks(shape: Architecture, tp: int, ranks: Sequence[int]) -> list[Te
     return list(dict.fromkeys(one.block for some in slices for one in some))
 
 
-def offer_target(version: int, owner: str, part: str) -> str:
-    return f"/offers/{version}/{owner}/{part}"
+def offer_target(version: int, writer: str, part: str) -> str:
+    return f"/offers/{version}/{writer}/{part}"
 
 
 def image_target(block: TensorBlock) -> str:
@@ -132,9 +132,9 @@ class HttpPuller:
         offers: list[tuple[Offer, Path]] = []
         try:
             for delta in served.deltas:
-                for owner in delta.owners if delta.version > oldest else ():
-                    path = self._image.path.with_name(f"pull-{delta.version:08d}-{owner}.pieces")
-                    offer = self._offer(delta, owner, path)
+                for writer in delta.writers if delta.version > oldest else ():
+                    path = self._image.path.with_name(f"pull-{delta.version:08d}-{writer}.pieces")
+                    offer = self._offer(delta, writer, path)
                     # One change from the oldest part to the newest version, as values of later offers overwrite.
                     offers.append((msgspec.structs.replace(offer, version=newest, base=oldest), path))
             if min(self._parts.values()) < oldest:
@@ -153,13 +153,15 @@ class HttpPuller:
         self._parts, self._whole = dict.fromkeys(self._parts, newest), True
         return True
 
-    def _offer(self, delta: ServedDelta, owner: str, path: Path) -> Offer:
+    def _offer(self, delta: ServedDelta, writer: str, path: Path) -> Offer:
         """What of an offer is of use here, with its payload at ``path``; a damaged piece makes its tensor stale."""
-        offer = decode_offer(self._caller.read(offer_target(delta.version, owner, "manifest")).data, owner)
-        if (offer.version, offer.owner) != (delta.version, owner) or offer.base > delta.base:
-            raise WeightFileError(f"An offer of {offer.version} of {offer.owner} came for {delta.version} of {owner}.")
+        offer = decode_offer(self._caller.read(offer_target(delta.version, writer, "manifest")).data, writer)
+        if (offer.version, offer.writer) != (delta.version, writer) or offer.base > delta.base:
+            raise WeightFileError(
+                f"An offer of {offer.version} of {offer.writer} came for {delta.version} of {writer}."
+            )
         pieces = tuple(piece for piece in offer.pieces if self._meets(piece, delta.version))
-        target, spans = offer_target(delta.version, owner, "payload"), list(_spans(pieces))
+        target, spans = offer_target(delta.version, writer, "payload"), list(_spans(pieces))
         with path.open("w+b") as file:
             file.truncate(offer.size)
             found = self._each((target, *span) for span in spans)
@@ -170,7 +172,7 @@ class HttpPuller:
                 file.seek(piece.at)
                 if crc32(file.read(piece.size)) != piece.crc32:
                     name = piece.block.tensor
-                    log.warning("a piece of %s in version %d of %s is damaged", name, delta.version, owner)
+                    log.warning("a piece of %s in version %d of %s is damaged", name, delta.version, writer)
                     self._parts |= dict.fromkeys(self._by_tensor[name], WHOLE)
         return msgspec.structs.replace(offer, pieces=pieces)
 

@@ -90,18 +90,18 @@ class TrainNode:
         held = [self._offer(f"t{number}", base, place, changed) for number, place in enumerate(places)]
         for one in held:
             self.store.add(one)
-        self.weights.add(ServedDelta(self.version, base, tuple(one.owner for one in held)))
+        self.weights.add(ServedDelta(self.version, base, tuple(one.writer for one in held)))
         self.image.apply(self.version, [(one.offer, one.payload) for one in held])
         return held
 
-    def _offer(self, owner: str, base: int, place: ReplicaPlace, changed: dict[str, np.ndarray]) -> HeldOffer:
+    def _offer(self, writer: str, base: int, place: ReplicaPlace, changed: dict[str, np.ndarray]) -> HeldOffer:
         encoded = []
         for slices in own_slices(SHAPE, place).values():
             half = sum(one.block.rows * one.block.cols for one in slices) // 2
             for _, block in ((one.parameter, one.block) for one in within(slices, *half_of(half, place.dp_rank))):
                 encoded += self._piece(block, base, changed[block.tensor])
-        offer = write_offer(self.folder, self.version, base, owner, encoded)
-        path = offer_path(self.folder, self.version, owner)
+        offer = write_offer(self.folder, self.version, base, writer, encoded)
+        path = offer_path(self.folder, self.version, writer)
         return HeldOffer(offer, path.read_bytes(), path)
 
     def _piece(self, block: TensorBlock, base: int, changed: np.ndarray) -> list[Encoded]:

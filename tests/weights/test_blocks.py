@@ -101,9 +101,11 @@ def test_every_element_is_offered_once_whatever_the_layout(family: str, tied: bo
             entries = own_entries(shape, rank)
             for name, slices in own_slices(shape, rank).items():
                 dense = entries[name].expert is None
-                owners, owner = (rank.copies, rank.copy_rank) if dense else (rank.expert_copies, rank.expert_copy_rank)
+                writers, writer = (
+                    (rank.copies, rank.copy_rank) if dense else (rank.expert_copies, rank.expert_copy_rank)
+                )
                 size = sum(one.block.rows * one.block.cols for one in slices)
-                own = within(slices, size * owner // owners, size * (owner + 1) // owners)
+                own = within(slices, size * writer // writers, size * (writer + 1) // writers)
                 for one in own:
                     view(count[one.block.tensor], one.block).add_(1)
         assert all((tensor == 1).all() for tensor in count.values()), world

@@ -15,7 +15,7 @@ from libra_hpc.weights.image import IMAGE_FILE
 from libra_hpc.weights.offers import SPARE
 from libra_hpc.weights.pieces import offer_path, payload_path
 from libra_hpc.weights.wire import IDLE_S, WireError, call
-from tests.weights.chain import OWNER, Chain, here, passed, wait_until
+from tests.weights.chain import WRITER, Chain, here, passed, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -115,7 +115,7 @@ def test_a_flipped_bit_is_refused_by_name_and_comes_again_from_the_owner(chain: 
     refused = chain.nodes[2].wait(PieceRefused)
     chain.nodes[2].wait(VersionHere)
 
-    assert (refused.version, refused.owner) == (0, OWNER)
+    assert (refused.version, refused.writer) == (0, WRITER)
     assert "lm_head.weight" in refused.reason
     assert chain.payload(2, 0) == chain.payload(0, 0)
     assert not chain.nodes[1].all(PieceRefused)
@@ -136,8 +136,8 @@ def test_a_foreign_offer_under_a_published_name_is_refused(chain: Chain) -> None
         node.wait(VersionHere)
     chain.write(1, 0)
     chain.nodes[1].wait(VersionHere, here(1))
-    # The owner of version 3 has a manifest of version 1 in its place.
-    source, target = (offer_path(chain.nodes[0].folder, version, OWNER) for version in (1, 3))
+    # The writer of version 3 has a manifest of version 1 in its place.
+    source, target = (offer_path(chain.nodes[0].folder, version, WRITER) for version in (1, 3))
     target.write_bytes(source.read_bytes())
     payload_path(target).write_bytes(payload_path(source).read_bytes())
     chain.publish(3, 1)
@@ -174,7 +174,7 @@ def test_who_does_not_have_the_secret_gets_and_serves_nothing(chain: Chain) -> N
     with pytest.raises((OSError, WireError)):
         call(chain.nodes[0].peer, 1, b"another secret")
     stranger = chain.node(3, secret=b"another secret")
-    message = Publish(0, -1, ((OWNER, 0),), (chain.nodes[0].peer, stranger.peer))
+    message = Publish(0, -1, ((WRITER, 0),), (chain.nodes[0].peer, stranger.peer))
     stranger.send(message)
 
     assert "rank 0" in stranger.wait(Stalled).reason
@@ -235,7 +235,7 @@ def test_a_version_that_no_node_can_send_is_passed_over_for_one_that_needs_nothi
 
 
 def test_a_full_shared_memory_is_one_sentence_and_the_version_comes_later(chain: Chain) -> None:
-    target = payload_path(offer_path(chain.nodes[1].folder, 0, OWNER))
+    target = payload_path(offer_path(chain.nodes[1].folder, 0, WRITER))
     target.mkdir()
     (target / "in the way").touch()
     chain.write(0, -1)

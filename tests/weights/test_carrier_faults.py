@@ -1,6 +1,6 @@
-"""Carriers that are killed while versions pass: every node ends with the owners' bits, and never has a mixture.
+"""Carriers that are killed while versions pass: every node ends with the writers' bits, and never has a mixture.
 
-Two owners, which are also receivers, and a node behind them; the train leader's own publisher speaks to them.
+Two writers, which are also receivers, and a node behind them; the train leader's own publisher speaks to them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OWNERS = {"t0": (0, "model.embed_tokens.weight"), "t1": (1, "lm_head.weight")}
 """Node and tensor."""
 SHAPES: dict[str, tuple[int, ...]] = {tensor: (ROWS, COLUMNS) for _, tensor in OWNERS.values()}
 """1 MiB."""
-RANKS = OWNER, RELAY, RECEIVER = range(3)
+RANKS = WRITER, RELAY, RECEIVER = range(3)
 Bits = dict[str, np.ndarray[Any, Any]]
 
 
@@ -59,7 +59,7 @@ class Nodes:
         self.carriers: dict[int, CarrierNode] = {}
         self.bits: list[Bits] = []
         """Of every version."""
-        self._publisher = WeightPublisher((OWNER, RELAY), lambda: RANKS, self._send)
+        self._publisher = WeightPublisher((WRITER, RELAY), lambda: RANKS, self._send)
         for rank in RANKS:
             self.start(rank)
 
@@ -88,13 +88,13 @@ class Nodes:
         size = ROWS * COLUMNS
         old = self.bits[-1] if self.bits else {tensor: np.zeros(size, np.int16) for tensor in SHAPES}
         new = {}
-        for owner, (rank, tensor) in OWNERS.items():
+        for writer, (rank, tensor) in OWNERS.items():
             changed = old[tensor] + self._draw.integers(1, 1 << 16, size).astype(np.int16)
             new[tensor] = np.where(self._draw.random(size) < share, changed, old[tensor])
-            write_offer(self._folder / str(rank), version, base, owner, encoded(tensor, old[tensor], new[tensor]))
+            write_offer(self._folder / str(rank), version, base, writer, encoded(tensor, old[tensor], new[tensor]))
         self.bits.append(new)
-        owners = tuple((owner, rank) for owner, (rank, _) in OWNERS.items())
-        self._publisher.publish(Published(version, base, owners))
+        writers = tuple((writer, rank) for writer, (rank, _) in OWNERS.items())
+        self._publisher.publish(Published(version, base, writers))
         return version
 
     def passed(self) -> int:
@@ -127,7 +127,7 @@ def nodes() -> Iterator[Nodes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "victim", [OWNER, *(pytest.param(rank, marks=pytest.mark.chaos) for rank in (RELAY, RECEIVER))]
+    "victim", [WRITER, *(pytest.param(rank, marks=pytest.mark.chaos) for rank in (RELAY, RECEIVER))]
 )
 def test_a_carrier_killed_at_any_byte_goes_on_and_all_get_every_version(nodes: Nodes, victim: int) -> None:
     draw = random.Random(victim)
@@ -145,9 +145,9 @@ def test_a_carrier_killed_at_any_byte_goes_on_and_all_get_every_version(nodes: N
 def test_an_owner_killed_before_a_version_has_come_still_sends_it_and_the_next_one(nodes: Nodes) -> None:
     nodes.everywhere(nodes.offer(1.0))
     nodes.offer(0.3)
-    nodes.kill(OWNER)
+    nodes.kill(WRITER)
     version = nodes.offer(0.03)
-    nodes.start(OWNER)
+    nodes.start(WRITER)
     nodes.everywhere(version)
 
 

@@ -47,16 +47,16 @@ def dense(tensor: str, offset: int, values: np.ndarray, stride: int = 0) -> Enco
 
 
 def whole(folder: Path, version: int, values: Values, base: int = WHOLE) -> Offers:
-    """A version of two owners: one has the left columns of ``a``, the other all else."""
+    """A version of two writers: one has the left columns of ``a``, the other all else."""
     a, b, c = values.values()
     left = [dense("a.weight", 0, a[:, :3], 8)]
     right = [dense("a.weight", 3, a[:, 3:], 8), dense("b.weight", 0, b), dense("c.weight", 0, c)]
     return [offer(folder, version, base, "t0.0", left), offer(folder, version, base, "t0.1", right)]
 
 
-def offer(folder: Path, version: int, base: int, owner: str, encoded: list[Encoded]) -> tuple[Offer, Path]:
-    made = write_offer(folder, version, base, owner, encoded)
-    return made, payload_path(offer_path(folder, version, owner))
+def offer(folder: Path, version: int, base: int, writer: str, encoded: list[Encoded]) -> tuple[Offer, Path]:
+    made = write_offer(folder, version, base, writer, encoded)
+    return made, payload_path(offer_path(folder, version, writer))
 
 
 def random_values(seed: int) -> Values:

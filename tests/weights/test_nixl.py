@@ -25,7 +25,7 @@ from libra_hpc.protocol.joining import FIRST_GUEST, guest_secret
 from libra_hpc.weights.image import IMAGE_FILE
 from libra_hpc.weights.pieces import offer_path, payload_path
 from libra_hpc.weights.transport.token_bucket import BURST_S
-from tests.weights.chain import OWNER, Chain, here, wait_until
+from tests.weights.chain import WRITER, Chain, here, wait_until
 from tests.weights.nodes import SECRET, node_folders
 
 pytestmark = pytest.mark.slow
@@ -80,7 +80,7 @@ def test_a_source_killed_in_mid_read_is_replaced_by_another_node(nodes: Nodes, e
     chain = nodes(2, environment)
     chain.nodes.append(receiver := chain.node(2, pull_bytes_per_s=8e6))
     chain.write(0, -1)
-    target = payload_path(offer_path(receiver.folder, 0, OWNER))
+    target = payload_path(offer_path(receiver.folder, 0, WRITER))
     wait_until(lambda: target.exists() and any(np.fromfile(target, np.uint8)[: 1 << 20]))
     chain.nodes[1].kill()
     receiver.wait(VersionHere)
@@ -92,7 +92,7 @@ def test_a_flipped_bit_is_refused(nodes: Nodes, environment: dict[str, str]) -> 
     chain = nodes(1, environment)
     chain.write(0, -1)
     chain.nodes[0].wait(ImageHere)
-    payload = np.memmap(payload_path(offer_path(chain.nodes[0].folder, 0, OWNER)), np.uint8, "r+")
+    payload = np.memmap(payload_path(offer_path(chain.nodes[0].folder, 0, WRITER)), np.uint8, "r+")
     payload[-1] ^= 4
     chain.nodes.append(receiver := chain.node(1))
     link = chain.link(1, 0)

@@ -299,11 +299,11 @@ def test_a_carrier_serves_another_cluster_what_it_received(folder: Path, stack: 
     with pytest.raises(NotServed):
         lender.puller.pull()
     for version in range(3):
-        owners = [f"t{number}" for number in range(4)]
+        writers = [f"t{number}" for number in range(4)]
         for path in node.folder.glob(f"offer-{version:08d}-*"):
             path.rename(carrier.folder / path.name)
         base = version - 1
-        carrier.send(Publish(version, base, tuple((owner, 0) for owner in owners), (carrier.peer,)))
+        carrier.send(Publish(version, base, tuple((writer, 0) for writer in writers), (carrier.peer,)))
         carrier.wait(ImageHere, lambda message: message.version == node.version)
         assert lender.puller.pull() == version
         assert lender.holds(node)

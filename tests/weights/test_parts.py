@@ -42,17 +42,17 @@ def peer(folder: Path) -> Iterator[Peer]:
     listener.close()
 
 
-def asked(peer: Peer, owner: str, end: int) -> None:
+def asked(peer: Peer, writer: str, end: int) -> None:
     """Ask for a part's listing (-1) or bytes; raises the first fault."""
 
     def failed(error: Exception) -> None:
         raise error
 
     if end < 0:
-        Caller(2, SECRET).manifest(peer, Fetch(-1, owner))
+        Caller(2, SECRET).manifest(peer, Fetch(-1, writer))
     else:
         payload = memoryview(bytearray(end))
-        Caller(2, SECRET).receive(lambda: peer, Fetch(-1, owner, 0, end), payload, lambda begin, end: None, failed)
+        Caller(2, SECRET).receive(lambda: peer, Fetch(-1, writer, 0, end), payload, lambda begin, end: None, failed)
 
 
 def content(path: Path) -> dict[str, bytes]:
@@ -61,10 +61,10 @@ def content(path: Path) -> dict[str, bytes]:
 
 def test_one_carrier_pulls_a_part_of_another_although_the_link_breaks(folder: Path, tmp_path: Path) -> None:
     with node_folders() as nodes, ExitStack() as stack:
-        owner = CarrierNode(nodes / "1", 1, SHAPES, parts=str(folder))
+        writer = CarrierNode(nodes / "1", 1, SHAPES, parts=str(folder))
         copier = CarrierNode(nodes / "2", 2, SHAPES)
-        link = FaultyLink(owner.port, cut_at=3_000_000)
-        for one in (owner, copier, link):
+        link = FaultyLink(writer.port, cut_at=3_000_000)
+        for one in (writer, copier, link):
             stack.callback(one.close)
         target = str(tmp_path / "copy")
         copier.send(PullPart(Peer(1, ("127.0.0.1",), link.port), f"own/{NAME}", target))

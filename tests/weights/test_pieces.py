@@ -64,7 +64,7 @@ def test_values_come_back(encoding: str, count: int, tmp_path: Path) -> None:
     write_offer(tmp_path, 7, 6, "t0.1", [encoded(encoding, index, values)] * 2)
     manifest = offer_path(tmp_path, 7, "t0.1")
     offer = read_offer(manifest)
-    assert (offer.version, offer.base, offer.owner, len(offer.pieces)) == (7, 6, "t0.1", 2)
+    assert (offer.version, offer.base, offer.writer, len(offer.pieces)) == (7, 6, "t0.1", 2)
     assert offer_fault(offer, SHAPES, "BF16") == ""
     payload = payload_path(manifest).read_bytes()
     for piece in offer.pieces:
@@ -87,7 +87,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     payload = bytearray(payload_path(offer_path(tmp_path, 7, "t0.1")).read_bytes())
     for piece in offer.pieces:
         payload[piece.at + piece.size // 2] ^= 1
-        with pytest.raises(WeightFileError, match=r"a\.weight has other bytes than its owner wrote"):
+        with pytest.raises(WeightFileError, match=r"a\.weight has other bytes than its writer wrote"):
             piece_values(piece, payload)
     with pytest.raises(WeightFileError, match="other bytes"):
         piece_values(offer.pieces[-1], payload[:-1])
@@ -146,7 +146,7 @@ def test_a_forged_piece_is_refused_by_name(change: dict[str, Any], why: str, tmp
         decode_offer(data, "m")
 
 
-@pytest.mark.parametrize("change", [{"base": 7}, {"base": -2}, {"owner": "../x"}, {"size": 3}, {"base": WHOLE}])
+@pytest.mark.parametrize("change", [{"base": 7}, {"base": -2}, {"writer": "../x"}, {"size": 3}, {"base": WHOLE}])
 def test_a_forged_offer_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
     data = msgspec.msgpack.encode(msgspec.structs.replace(an_offer(tmp_path), **change))
     with pytest.raises(WeightFileError, match=r"^m: "):

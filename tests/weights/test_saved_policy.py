@@ -7,7 +7,7 @@ from pathlib import Path
 
 from libra_hpc.protocol.carriers import ImageHere, PolicySaved, Publish, SavePolicy
 from libra_hpc.weights.image import IMAGE_FILE
-from tests.weights.chain import OWNER, Chain, here, passed
+from tests.weights.chain import WRITER, Chain, here, passed
 
 
 def test_a_checkpoint_gets_the_weights_of_its_version_while_newer_ones_pass(chain: Chain, tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_a_checkpoint_gets_the_weights_of_its_version_while_newer_ones_pass(chai
     alone = chain.node(9)
     for version in range(3):
         chain.write(version, version - 1, folder=alone.folder)
-        alone.send(Publish(version, version - 1, ((OWNER, 9),), (alone.peer,)))
+        alone.send(Publish(version, version - 1, ((WRITER, 9),), (alone.peer,)))
     alone.wait(ImageHere, here(2))
     expected.write_bytes((alone.folder / IMAGE_FILE).read_bytes())
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from libra_hpc.agent.commands import host_command, host_settings
-from libra_hpc.agent.supervised import NO_START_S, ChildCommand, Owner, Supervised
+from libra_hpc.agent.supervised import NO_START_S, ChildCommand, Supervised, Supervisor
 from libra_hpc.errors import error_text
 from libra_hpc.host.settings import write_private
 from libra_hpc.mesh.agent_context import AgentContext
@@ -38,7 +38,7 @@ until the agent's next look (`libra_hpc.agent.agent.REAP_S`), and may write unti
 START, LIFE = "start of environment host", "sign of life of environment host"
 
 
-class HostOwner(Protocol):
+class HostListener(Protocol):
     """The rollout leader."""
 
     def on_host(self, host: int, message: Any) -> None:
@@ -48,11 +48,13 @@ class HostOwner(Protocol):
         """A host ended, and another has followed it."""
 
 
-class Hosts(Owner):
+class Hosts(Supervisor):
     outbound, inbound = to_host, from_host
 
-    def __init__(self, context: AgentContext, owner: HostOwner, clock: Callable[[], float] = time.monotonic) -> None:
-        self._context, self._owner, self._clock = context, owner, clock
+    def __init__(
+        self, context: AgentContext, listener: HostListener, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._context, self._listener, self._clock = context, listener, clock
         count = context.config.task.hosts
         self._hosts = [Supervised(context, self, f"environment host {host}") for host in range(count)]
         self._deadlines = Deadlines(context.config.deadlines)
@@ -126,7 +128,7 @@ class Hosts(Owner):
         if isinstance(message, HostReady | HostHeartbeat):
             self._deadlines.end(host, now)
         self._deadlines.begin(LIFE, host, now, self._busy_s[host])
-        self._owner.on_host(host, message)
+        self._listener.on_host(host, message)
 
     def exited(self, one: Supervised, child: Child, reason: str) -> None:
         if not self._stopping:
@@ -152,7 +154,7 @@ class Hosts(Owner):
         """Report the end of the host before, so that its episodes are opened in this one before any other message."""
         reason = self._lost.pop(host, None)
         if reason is not None:
-            self._owner.on_host_down(host, reason)
+            self._listener.on_host_down(host, reason)
 
     def _task(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -32,7 +32,7 @@ EXPERTS = ("w13_weight", "w2_weight")
 
 
 class Swap(NamedTuple):
-    owner: Any
+    module: Any
     name: str
     value: Any
 
@@ -95,9 +95,9 @@ class Staging:
         if self._in_place:
             self._in_place.switch()
         old = []
-        for owner, name, value in self._swaps:
-            old.append(getattr(owner, name))
-            setattr(owner, name, value)
+        for module, name, value in self._swaps:
+            old.append(getattr(module, name))
+            setattr(module, name, value)
         self._end()
         threading.Thread(target=_free, args=(old,), daemon=True, name="free").start()
 

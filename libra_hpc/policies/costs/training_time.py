@@ -317,9 +317,9 @@ class TrainCost:
         return own * moved / (self.device.hbm_bytes_s * self.device.hbm_efficiency)
 
     def _exchange(self, layout: TrainLayout, beside: HybridWorlds) -> float:
-        """Seconds of gradients to their owners and new weights back: of the slower side.
+        """Seconds of gradients to the core and new weights back: of the slower side.
 
-        The hybrid nodes sum gradients among themselves, and pass new weights on, before one of them talks to an owner.
+        The hybrid nodes sum gradients among themselves, and pass new weights on, before one of them talks to the core.
         """
         if not beside.nodes:
             return 0.0
