@@ -53,7 +53,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if terminalreporter.config.getoption("lf"):
         with names.open("a") as file:
             file.writelines(f"{report.nodeid}\n" for report in terminalreporter.getreports("passed"))
-    if names.exists():
+    if names.exists() and names.read_text():
         terminalreporter.section("failed once, passed once: mend these")
         terminalreporter.write(names.read_text())
 

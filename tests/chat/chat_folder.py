@@ -118,9 +118,10 @@ def chat_tokenizer(size: int = 1500) -> Tokenizer:
     digits, text = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, text])  # each digit is a token, as in Qwen
     tokenizer.decoder = decoders.ByteLevel()
-    pages = [page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))]
+    # Text that never changes, by lines: with merged line breaks a prompt in parts would not be that of the whole.
+    lines = "\n".join(((ROOT / "LICENSE").read_text(), *TEMPLATES.values())).splitlines()
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=sorted(alphabet), show_progress=False)
-    tokenizer.train_from_iterator(pages, trainer)
+    tokenizer.train_from_iterator(lines, trainer)
     tokenizer.add_special_tokens([AddedToken(one, normalized=False, special=True) for one in SPECIAL])
     tokenizer.add_tokens([AddedToken(one, normalized=False, special=False) for one in MARKS])
     return tokenizer
