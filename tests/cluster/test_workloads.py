@@ -11,11 +11,11 @@ import pytest
 
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.rollout.records import transcripts
+from tests.example_files import EXAMPLES, KEYCHAIN_TASK
 
 from .runs import ENGINE_MARKS, Case
 
 pytestmark = ENGINE_MARKS
-EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 3
 TASKS = f"""
 [[task.train]]
@@ -60,7 +60,8 @@ def chat_policy(tmp_path: Path) -> Path:
 
 def test_what_a_mixture_of_workloads_samples_is_what_it_trains(chat_policy: Path, tmp_path: Path) -> None:
     case = Case(tmp_path, chat_policy, "local", steps=STEPS, hybrid=0)
-    text = case.run_file.read_text().replace("[task.options]\np_more = 0.5\nnotes = 0\n", "")
+    toy = f'[task]\nname = "{KEYCHAIN_TASK}"\n[task.options]\np_more = 0.5\nnotes = 0\n'
+    text = case.run_file.read_text().replace(toy, "")
     case.run_file.write_text(text + TASKS)
     run = case.submit()
     assert case.ended() == "completed", case.logs()
