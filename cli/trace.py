@@ -7,34 +7,18 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich import box
-from rich.table import Table
 
 from libra_hpc.traces import profiles, read
-from libra_hpc.traces.describe import TAIL, Description, describe
+from libra_hpc.traces.describe import TAIL, Description, Spread, describe
 from libra_hpc.traces.generate import Dials, generate
-from libra_hpc.traces.predict import Prediction, Residual, predict
-from libra_hpc.traces.trace_stats import Spread
 
-from .output import busy, print_json, print_line, print_note, show
+from .output import busy, narrow_table, print_json, print_line, print_note, show
 from .runs import JsonOption
 
 app = typer.Typer(no_args_is_help=True)
 DEFAULTS = Dials()
 SHOWN_TOOLS, SHOWN_OUTCOMES = 12, 6
 """Tools of the table, and outcomes of a tool; further tools are summed up in its last row (all are in the JSON)."""
-TRENDS = {
-    "rises": "what remains rises with attained service: who has run long will run longest",
-    "falls": "what remains falls with attained service: who has run long is nearly done",
-    "flat": "what remains stays level with attained service: having run long tells nothing",
-    "too few": "attained service: too few trajectories to tell",
-}
-
-PROMPT_LEGEND = """eta2: share of the variance between prompts; ICC: correlation of two samples of
-a prompt; r siblings, r probe: correlation with the mean of the siblings, with
-the first of them"""
-SIGNAL_LEGEND = """eta2: share of the variance between classes, chance included; r: correlation;
-n: tool returns"""
 
 FileArgument = Annotated[
     Path, typer.Argument(metavar="FILE", help="Trace, gzip or not; or a folder of kv-cache-tester documents.")
@@ -55,18 +39,15 @@ def inspect(
     limit: LimitOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show counts, quantiles, the tail, and what predicts the work that remains."""
+    """Show counts, quantiles and the tail."""
     found = load(file, format, skip_bad, limit)
     with busy("analysing"):
-        description, prediction = describe(found.trajectories), predict(found.trajectories)
+        description = describe(found.trajectories)
     if json:
         facts = {"file": str(file), "format": found.format, "bad_lines": len(found.bad)}
-        print_json(
-            {**facts, "description": msgspec.to_builtins(description), "prediction": msgspec.to_builtins(prediction)}
-        )
-        return
-    show_description(file, found.format, description)
-    show_prediction(prediction)
+        print_json({**facts, "description": msgspec.to_builtins(description)})
+    else:
+        show_description(file, found.format, description)
 
 
 @app.command("convert")
@@ -170,7 +151,7 @@ def show_description(file: Path, format: str, what: Description) -> None:
     )
     reward = "" if what.mean_reward is None else f"; mean reward {what.mean_reward:.3f}"
     print_line(f"the longest {TAIL:.0%} of them generate {what.tail_share:.0%} of the tokens{reward}")
-    table = _table("per trajectory, turn or call", "p50", "p90", "p99", "max", "mean")
+    table = narrow_table("per trajectory, turn or call", "p50>", "p90>", "p99>", "max>", "mean>")
     rows = {
         "turns": what.turns,
         "generated tokens": what.generated,
@@ -185,8 +166,7 @@ def show_description(file: Path, format: str, what: Description) -> None:
     show(table)
     if not what.tools:
         return
-    table = _table("tool", "calls", "p50 s", "p90 s", "p99 s")
-    table.add_column("outcomes")
+    table = narrow_table("tool", "calls>", "p50 s>", "p90 s>", "p99 s>", "outcomes~")
     for use in what.tools[:SHOWN_TOOLS]:
         outcomes = (
             ", ".join(f"{name} {count / use.calls:.0%}" for name, count in list(use.outcomes.items())[:SHOWN_OUTCOMES])
@@ -204,42 +184,6 @@ def show_description(file: Path, format: str, what: Description) -> None:
     show(table)
 
 
-def show_prediction(what: Prediction) -> None:
-    """Print what predicts the work that remains."""
-    if what.prompt:
-        table = _table("the prompt predicts", "groups", "n", "eta2", "ICC", "r siblings", "r probe")
-        for row in what.prompt:
-            values = (row.anova.eta2, row.anova.icc, row.r_siblings, row.r_probe)
-            table.add_row(row.quantity, f"{row.groups:,}", f"{row.n:,}", *(_share(value) for value in values))
-        show(table)
-        print_line(PROMPT_LEGEND)
-    else:
-        print_line("the prompt predicts: no siblings\n")
-    table = _table("at equal turn, log of what remains", "measure", "value", "share of variance", "n")
-    # A note instead of a value is long.
-    table.columns[2].no_wrap = False
-    for signal in what.signals:
-        value = _share(signal.value) if not signal.note else signal.note
-        table.add_row(signal.signal, signal.measure, value, _share(signal.share), f"{signal.n:,}")
-    show(table)
-    print_line(SIGNAL_LEGEND)
-    table = _table("attained tokens", "n", "mean tokens to come", "mean turns to come")
-    for residual in _thinned(what.residual):
-        table.add_row(
-            f"> {residual.attained:,}", f"{residual.n:,}", f"{residual.mean_tokens:,.0f}", f"{residual.mean_turns:,.1f}"
-        )
-    show(table)
-    print_line(TRENDS[what.trend])
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(first, no_wrap=True, max_width=36)
-    for name in others:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def _cells(spread: Spread | None) -> list[str]:
     if spread is None:
         return ["-"] * 5
@@ -248,13 +192,3 @@ def _cells(spread: Spread | None) -> list[str]:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
-
-
-def _share(value: float | None) -> str:
-    # Adding 0.0 turns the -0.0 of a small negative value into 0.0.
-    return "-" if value is None else f"{round(value, 2) + 0.0:.2f}"
-
-
-def _thinned(rows: list[Residual], most: int = 9) -> list[Residual]:
-    step = -(-len(rows) // most)
-    return rows[::step] if rows else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -10,10 +11,16 @@ import msgspec
 
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 
-from .trace_stats import Spread, spread
-
 TAIL = 0.1
 """Share of the trajectories that counts as the tail."""
+
+
+class Spread(msgspec.Struct, frozen=True):
+    p50: float
+    p90: float
+    p99: float
+    most: float
+    mean: float
 
 
 class ToolUse(msgspec.Struct, frozen=True):
@@ -92,3 +99,21 @@ def _some(values: Iterable[float]) -> Spread:
 def tail_share(ordered: Sequence[float], tail: float = TAIL) -> float:
     """Share of the sum in the largest ``tail`` of ascending values (at least one)."""
     return sum(ordered[-max(round(tail * len(ordered)), 1) :]) / sum(ordered)
+
+
+def spread(values: Iterable[float]) -> Spread | None:
+    """Describe values; None if there are none."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    p50, p90, p99 = (quantile(ordered, share) for share in (0.5, 0.9, 0.99))
+    mean = math.fsum(ordered) / len(ordered)
+    return Spread(p50=p50, p90=p90, p99=p99, most=ordered[-1], mean=mean)
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Quantile of sorted values, with linear interpolation (numpy's default)."""
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

@@ -25,12 +25,9 @@ def test_generate_then_inspect(preset: str, tmp_path: Path, cli: Cli, monkeypatc
     table = cli("trace", "inspect", str(out))
     assert (table.code, table.err) == (0, "")
     assert "512 trajectories of 64 prompts (64 with siblings)" in table.out
-    assert "what remains rises with attained service" in table.out
     assert "…" not in table.out
-    assert "ICC: correlation of two samples of\na prompt" in table.out
     facts = json.loads(cli("trace", "inspect", str(out), "--json").out)
     assert (facts["format"], facts["bad_lines"], facts["description"]["trajectories"]) == ("libra", 0, 512)
-    assert facts["prediction"]["prompt"][-1]["anova"]["icc"] == pytest.approx(0.69, abs=0.08)
 
 
 def test_every_dial_arrives(tmp_path: Path, cli: Cli) -> None:
@@ -68,7 +65,7 @@ def test_convert_writes_the_projects_format(tmp_path: Path, cli: Cli) -> None:
     assert [one.prompt_tokens for one in read_trace(out, format="libra").trajectories] == [4808]
 
 
-def test_the_description_names_what_a_trace_lacks(tmp_path: Path, cli: Cli) -> None:
+def test_a_trace_without_siblings_is_described(tmp_path: Path, cli: Cli) -> None:
     source = tmp_path / "a.csv"
     source.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"t,100,{tokens}\n" for tokens in range(1, 60))
@@ -76,8 +73,6 @@ def test_the_description_names_what_a_trace_lacks(tmp_path: Path, cli: Cli) -> N
     table = cli("trace", "inspect", str(source))
     assert table.code == 0
     assert "59 trajectories of 59 prompts (no siblings)" in table.out
-    assert "the prompt predicts: no siblings" in table.out
-    assert "no outcomes" in table.out
 
 
 @pytest.mark.parametrize(

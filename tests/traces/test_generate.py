@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 from libra_hpc.errors import UserError
 from libra_hpc.traces.describe import describe, tail_share
 from libra_hpc.traces.generate import Dials, generate
-from libra_hpc.traces.predict import predict
 from libra_hpc.traces.profiles import PROFILES, R2E
 from libra_hpc.traces.record import trajectory
 
@@ -20,9 +20,18 @@ DECODE_S = 1 / 50
 """Seconds a token in the test of rollout time."""
 
 
-def signals(outcome: float, seed: int = 0) -> dict[str, float]:
-    prediction = predict(generate("r2e", Dials(outcome=outcome, seed=seed)))
-    return {signal.signal: signal.share or 0.0 for signal in prediction.signals}
+def shares(outcome: float) -> tuple[float, float]:
+    """Shares of the variance of the log of what remains that a failed call, and failed tests, explain."""
+    calls, tests = [], []
+    for one in generate("r2e", Dials(outcome=outcome)):
+        left = one.generated
+        for turn in one.turns[:-1]:
+            left -= turn.gen_tokens
+            calls.append((float(turn.outcome != "ok"), math.log(left)))
+            if turn.failed is not None:
+                tests.append((float(turn.failed), math.log(left)))
+    first, second = (statistics.correlation(*zip(*rows, strict=True)) ** 2 for rows in (calls, tests))
+    return first, second
 
 
 @pytest.mark.parametrize("preset", PROFILES)
@@ -82,21 +91,20 @@ def test_r2e_has_the_measured_statistics_of_coding_agents() -> None:
 
 @pytest.mark.parametrize("sibling", [0.0, 0.3, 0.69, 1.0])
 def test_the_sibling_dial_is_the_share_the_prompt_explains(sibling: float) -> None:
-    found = predict(generate("math", Dials(sibling=sibling))).prompt
-    row = next(row for row in found if row.quantity == "log generated")
-    assert row.anova.icc == pytest.approx(sibling, abs=0.08)
-    assert row.r_probe == pytest.approx(sibling, abs=0.12)
+    made = generate("math", Dials(sibling=sibling))
+    logs = [[math.log(one.generated) for one in made[start : start + 8]] for start in range(0, len(made), 8)]
+    pairs = [(first, other) for first, *others in logs for other in others]
+    assert statistics.correlation(*zip(*pairs, strict=True)) == pytest.approx(sibling, abs=0.12)
 
 
 def test_the_outcome_dial_sets_how_well_outcomes_predict() -> None:
-    nothing, little, much, all_of_it = (signals(outcome) for outcome in (0.0, 0.2, 0.7, 1.0))
-    assert abs(nothing["last outcome"]) < 0.02
-    assert nothing["failed tests"] < 0.02
-    assert nothing["error streak"] < 0.01
-    assert little["failed tests"] < 0.1
-    assert little["last outcome"] < much["last outcome"] < all_of_it["last outcome"]
-    assert 0.2 < much["failed tests"] < all_of_it["failed tests"]
-    assert all_of_it["failed tests"] > 0.5
+    (nothing, no_test), (little, few_tests), (much, tests), (most, all_tests) = map(shares, (0.0, 0.2, 0.7, 1.0))
+    assert nothing < 0.02
+    assert no_test < 0.02
+    assert few_tests < 0.1
+    assert little < much < most
+    assert 0.2 < tests < all_tests
+    assert all_tests > 0.5
 
 
 def test_at_full_dial_a_test_run_determines_what_remains() -> None:
