@@ -1,37 +1,93 @@
-"""Weights pulled by another cluster over HTTP: a trainer of two tensor ranks and two copies, an engine of TP 4."""
+"""Weights served to another cluster over HTTP: to whom, what, and at which rate."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import socket
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from libra_hpc.protocol.carriers import CarrierReady, ImageHere, Publish
-from libra_hpc.weights.image import reading
-from libra_hpc.weights.offers import OfferStore
-from libra_hpc.weights.pieces import TensorBlock, payload_path
-from libra_hpc.weights.served_weights import ServedWeights, reading_secret
+from libra_hpc.protocol.carriers import CarrierReady, ImageHere
+from libra_hpc.weights.delta import dense, sparse
+from libra_hpc.weights.image import Image
+from libra_hpc.weights.offers import HeldOffer, OfferStore
+from libra_hpc.weights.pieces import WHOLE, TensorBlock, elements, offer_path, write_offer
+from libra_hpc.weights.served_weights import ServedDelta, ServedWeights, reading_secret
 from libra_hpc.weights.transport import http_server
-from libra_hpc.weights.transport.http_proof import PART_BYTES, VERSION, NotServed, Refused, request_proof
+from libra_hpc.weights.transport.http_proof import VERSION, NotServed, Refused, request_proof
 from libra_hpc.weights.transport.http_server import HttpServer, Part
 from libra_hpc.weights.transport.token_bucket import BURST_S, TokenBucket
-from libra_hpc.weights.weightfile import WeightFileError
-from tests.weights import http_caller, http_pull
-from tests.weights.http_caller import HttpSource
-from tests.weights.http_pull import HttpPuller, PulledImage, image_target, wanted_blocks
+from tests.weights.chain import SHAPES as SHAPES_OF_CHAIN
+from tests.weights.chain import Chain, here
+from tests.weights.http_client import HttpCaller, Weights, image_target, pull, view
 from tests.weights.nodes import SECRET as SECRET_OF_NODES
-from tests.weights.nodes import CarrierNode, FaultyLink, node_folders
-from tests.weights.outside_nodes import DTYPE, SECRET, SHAPE, SHAPES, TP, Lender, TrainNode, region, wanted
+from tests.weights.nodes import bits, node_folders
 
 pytestmark = pytest.mark.slow
+
+COLUMNS = 2047
+SHAPES = {"a.weight": (1500, COLUMNS), "b.weight": (3,)}
+"""6 MB, so that the first tensor comes in several answers; one ends within a row."""
+OFFERED = {
+    "t0": [TensorBlock("a.weight", 0, 700, COLUMNS, COLUMNS)],
+    "t1": [TensorBlock("a.weight", 700 * COLUMNS, 800, COLUMNS, COLUMNS), TensorBlock("b.weight", 0, 1, 3, 3)],
+}
+WANTED = [TensorBlock("a.weight", 5, 1500, COLUMNS - 7, COLUMNS), TensorBlock("b.weight", 1, 1, 2, 2)]
+SECRET = b"of this run"
+
+
+class ServingNode:
+    """Two trainers offer, the image follows, and the server reads both."""
+
+    def __init__(self, folder: Path, bytes_per_s: float = 1e12) -> None:
+        self.folder, self.image = folder, Image(folder, SHAPES, "BF16")
+        self.store = OfferStore(cap_bytes=1 << 40)
+        self.weights = ServedWeights(folder, SHAPES, "BF16", self.store)
+        self.asked: list[str] = []
+        self.before_read: Callable[[str], object] = self.asked.append
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = listener.getsockname()[1]
+        self.server = HttpServer(listener, reading_secret(SECRET), self._read, bytes_per_s)
+        # Its own thread looks for the end every half second.
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+        self.values = {name: bits(7, math.prod(size)) for name, size in SHAPES.items()}
+        self.version = WHOLE
+
+    def _read(self, target: str, begin: int, end: int) -> Part:
+        self.before_read(target)
+        return self.weights.read(target, begin, end)
+
+    def step(self) -> list[HeldOffer]:
+        """Every 31st element of each block changes, and is offered; the first version is whole."""
+        base, self.version = self.version, self.version + 1
+        offers = []
+        for writer, blocks in OFFERED.items():
+            encoded = []
+            for block in blocks:
+                own, index = view(self.values, block), np.arange(0, elements(block), 31, np.int32)
+                own[index // block.cols, index % block.cols] += 1
+                flat = own.reshape(-1)
+                changed = sparse(block, "BF16", "gap8", index, flat[index])
+                encoded.append(dense(block, "BF16", flat) if base == WHOLE else changed)
+            offer = write_offer(self.folder, self.version, base, writer, encoded)
+            path = offer_path(self.folder, self.version, writer)
+            offers.append(HeldOffer(offer, path.read_bytes(), path))
+            self.store.add(offers[-1])
+        self.weights.add(ServedDelta(self.version, base, tuple(OFFERED)))
+        self.image.apply(self.version, [(one.offer, one.payload) for one in offers])
+        return offers
+
+    def equals(self, weights: Weights) -> bool:
+        return all(np.array_equal(view(weights, block), view(self.values, block)) for block in WANTED)
 
 
 @pytest.fixture
@@ -46,49 +102,54 @@ def folder(stack: ExitStack) -> Path:
 
 
 @pytest.fixture
-def node(stack: ExitStack, folder: Path) -> TrainNode:
-    node = TrainNode(folder / "node")
-    stack.callback(node.close)
+def node(stack: ExitStack, folder: Path) -> ServingNode:
+    node = ServingNode(folder)
+    stack.callback(node.server.server_close)
+    stack.callback(node.server.shutdown)
     return node
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_caller, "RETRY_S", 0.01)
+def caller_of(node: ServingNode, secret: bytes = SECRET) -> HttpCaller:
+    return HttpCaller(node.port, reading_secret(secret))
 
 
-def test_an_engine_of_another_tp_takes_what_its_rank_needs_and_equals_a_full_load(
-    node: TrainNode, folder: Path
-) -> None:
-    lender = Lender(folder / "lender", node.port)
-
-    assert lender.puller.pull() == 0
-    assert node.weights.image == sum(int(mask.sum()) for mask in wanted().values()) * 2
-    assert lender.holds(node)
-
-    seen = node.weights.image
-    offers = [one for share in (0.002, 0.03, 0.3) for one in node.step(share)]
-    assert lender.puller.pull() == 3
-    assert lender.holds(node)
-    assert node.weights.image == seen, "the deltas were enough"
-    masks = wanted()
-    met = [p for o in offers for p in o.offer.pieces if region(masks[p.block.tensor], p.block).any()]
-    needed = sum(piece.size for piece in met)
-    assert needed <= node.weights.payload < needed + 8 * len(met), "and of them the pieces with elements of the rank"
-    assert node.weights.payload < 0.5 * sum(one.size for one in offers)
+def nothing() -> Weights:
+    return {name: np.zeros(math.prod(size), np.int16) for name, size in SHAPES.items()}
 
 
-def test_ranks_of_one_node_share_an_image(node: TrainNode, folder: Path) -> None:
-    (folder / "lender").mkdir()
-    blocks = wanted_blocks(SHAPE, TP, range(TP))
-    image = PulledImage(folder / "lender", SHAPES, DTYPE)
-    HttpPuller(HttpSource("127.0.0.1", node.port, reading_secret(SECRET)), image, blocks).pull()
+def test_another_cluster_gets_blocks_of_the_image_and_then_what_changed(node: ServingNode) -> None:
+    caller, weights = caller_of(node), nothing()
+    with pytest.raises(NotServed, match="no whole version"):
+        pull(caller, weights, WANTED)
+    node.step()
+    assert pull(caller, weights, WANTED) == 0
+    assert node.equals(weights)
+    node.asked.clear()
+    for _ in range(3):
+        offers = node.step()
+    assert pull(caller, weights, WANTED, 0) == 3
+    assert node.equals(weights)
+    assert not any(target.startswith("/image") for target in node.asked), "the deltas were enough"
+    node.store.drop(offers[0])
+    node.step()
+    with pytest.raises(NotServed, match="version 3 of t0 is not held"):
+        caller.read("/offers/3/t0/manifest")
+    assert pull(caller, weights, WANTED, 2) == 4
+    assert node.equals(weights)
+    assert any(target.startswith("/image") for target in node.asked), "no deltas lead from 2 to 4"
 
-    assert image.path.read_bytes() == node.image.path.read_bytes()
-    assert node.weights.image == sum(map(math.prod, SHAPES.values())) * 2, "what all have came once"
+
+def test_the_image_may_go_on_while_it_is_pulled(node: ServingNode) -> None:
+    """Its parts then have several versions, and the deltas make them one."""
+    node.step()
+    node.before_read = lambda target: target.startswith("/image") and node.step()
+    weights = nothing()
+    assert pull(caller_of(node), weights, WANTED) == node.version == 3
+    assert node.equals(weights)
 
 
-def test_without_the_secret_nothing_is_served(node: TrainNode, folder: Path) -> None:
+def test_without_the_secret_nothing_is_served(node: ServingNode) -> None:
+    node.step()
     node.step()
     for path in ("/weights", "/offers/1/t0/manifest", "/offers/1/t0/payload", "/image?tensor=x", "/else"):
         for header in ("", "Libra", "Libra a b", "Bearer of this run", "Libra \xe9 \xe9"):
@@ -99,11 +160,12 @@ def test_without_the_secret_nothing_is_served(node: TrainNode, folder: Path) -> 
             assert not raised.value.read()
             assert VERSION not in raised.value.headers
     with pytest.raises(Refused, match="has another secret"):
-        Lender(folder / "lender", node.port, b"another").puller.pull()
-    assert not node.weights.image
+        caller_of(node, b"another").read("/weights")
+    assert not node.asked
 
 
-def test_a_request_cannot_be_repeated_on_another_connection(node: TrainNode) -> None:
+def test_a_request_cannot_be_repeated_on_another_connection(node: ServingNode) -> None:
+    node.step()
     with ExitStack() as stack:
         address = ("127.0.0.1", node.port)
         first, second = (stack.enter_context(socket.create_connection(address)) for _ in range(2))
@@ -121,201 +183,45 @@ def exchange(stream: socket.socket, words: str) -> bytes:
     return stream.recv(1 << 16)
 
 
-def test_a_server_without_the_secret_is_not_believed(
-    node: TrainNode, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_proves_the_servers_secret(node: ServingNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.step()
     own = reading_secret(SECRET)
     monkeypatch.setattr(http_server, "request_proof", lambda secret, *rest: request_proof(own, *rest))
-    monkeypatch.setattr(node._server, "secret", b"another")
-    stranger = Lender(folder / "lender", node.port)
-    with pytest.raises(ConnectionError, match="without proof"):
-        stranger.puller.pull()
-    with pytest.raises(WeightFileError, match="no whole version"), reading(stranger.image.path):
-        pass
+    monkeypatch.setattr(node.server, "secret", b"another")
+    with pytest.raises(Refused, match="without proof"):
+        caller_of(node).read("/weights")
 
 
-@pytest.mark.parametrize("fault", ["flip_at", "cut_at"])
-@pytest.mark.parametrize("at", [200, 300_000, 2_000_000])
-def test_what_broke_or_changed_on_the_way_comes_again_and_only_that(
-    node: TrainNode, folder: Path, stack: ExitStack, fault: str, at: int
-) -> None:
-    link = FaultyLink(node.port, **{fault: at})
-    stack.callback(link.close)
-    lender = Lender(folder / "lender", link.port)
-    lender.puller.pull()
-
-    assert lender.holds(node)
-    assert link.passed > at
-    needed = sum(int(mask.sum()) for mask in wanted().values()) * 2
-    assert node.weights.image <= needed + http_pull.STREAMS * min(PART_BYTES, needed // 2)
-
-
-def test_a_call_that_failed_goes_on_where_it_was(
-    node: TrainNode, folder: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_caller, "TRIES", 1)
-    monkeypatch.setattr(http_pull, "STREAMS", 1)
-    link = FaultyLink(node.port, cut_at=1_200_000)
-    stack.callback(link.close)
-    lender = Lender(folder / "lender", link.port)
-    with pytest.raises(ConnectionError):
-        lender.puller.pull()
-    first = node.weights.image
-    with pytest.raises(WeightFileError), reading(lender.image.path):
-        pass
+def test_what_is_no_block_of_the_model_is_refused(node: ServingNode) -> None:
     node.step()
-    lender.puller.pull()
-
-    assert lender.holds(node)
-    needed = sum(int(mask.sum()) for mask in wanted().values()) * 2
-    assert first < needed, "it broke within"
-    assert node.weights.image < needed + first, "what had come did not come again"
-    assert node.weights.payload, "and was brought up to date by what changed since"
-
-
-def test_the_image_may_go_on_while_it_is_pulled(node: TrainNode, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its parts then have several versions, and the deltas make them one."""
-    monkeypatch.setattr(http_pull, "STREAMS", 1)
-    lender = Lender(folder / "lender", node.port)
-    read, count = node.weights.read, itertools.count()
-
-    def trained_beside(target: str, begin: int, end: int) -> Part:
-        if target.startswith("/image") and next(count) % 5 == 0:
-            node.step()
-        return read(target, begin, end)
-
-    monkeypatch.setattr(node.weights, "read", trained_beside)
-    version = lender.puller.pull()
-
-    assert version > 2
-    assert lender.holds(node)
-
-
-def test_a_delta_that_is_not_held_any_more_means_whole_weights(node: TrainNode, folder: Path) -> None:
-    lender = Lender(folder / "lender", node.port)
-    lender.puller.pull()
-    once = node.weights.image
-    for offer in node.step():
-        node.store.drop(offer)
-    node.step()
-    lender.puller.pull()
-
-    assert lender.holds(node)
-    assert node.weights.image == 2 * once
-
-
-@pytest.mark.parametrize("harm", ["flip", "truncate", "manifest"])
-def test_a_damaged_offer_is_refused_and_the_weights_come_whole(
-    node: TrainNode, folder: Path, caplog: pytest.LogCaptureFixture, harm: str
-) -> None:
-    lender = Lender(folder / "lender", node.port)
-    lender.puller.pull()
-    once = node.weights.image
-    masks = wanted()
-    hurt = next(
-        (one, piece)
-        for one in node.step()
-        for piece in one.offer.pieces
-        if piece.block.tensor.endswith("up_proj.weight") and region(masks[piece.block.tensor], piece.block).any()
-    )
-    offer, piece = hurt
-    data = bytearray(payload_path(offer.path).read_bytes())
-    if harm == "flip":
-        data[piece.at] ^= 1
-        payload_path(offer.path).write_bytes(data)
-    elif harm == "truncate":
-        payload_path(offer.path).write_bytes(data[: piece.at])
-    else:
-        offer.manifest = offer.manifest[:-5]
-    lender.puller.pull()
-
-    assert lender.holds(node)
-    assert node.weights.image > once
-    if harm == "flip":
-        assert node.weights.image < 1.2 * once, "one tensor"
-        assert piece.block.tensor in caplog.text
-
-
-def test_another_start_of_the_run_has_other_versions(node: TrainNode, folder: Path, stack: ExitStack) -> None:
-    Lender(folder / "lender", node.port).puller.pull()
-    second = TrainNode(folder / "second", b"of the next start")
-    stack.callback(second.close)
-    second.step()
-    again = Lender(folder / "lender", second.port, b"of the next start")
-    again.puller.pull()
-
-    assert again.holds(second)
-    assert not second.weights.payload, "its delta does not change what is here"
-
-
-def test_a_lender_that_was_stopped_goes_on_with_its_image(node: TrainNode, folder: Path) -> None:
-    Lender(folder / "lender", node.port).puller.pull()
-    once = node.weights.image
-    node.step()
-    again = Lender(folder / "lender", node.port)
-    again.puller.pull()
-
-    assert again.holds(node)
-    assert node.weights.image == once
-
-
-def test_before_the_first_version_there_is_none(folder: Path, stack: ExitStack) -> None:
-    (folder / "empty").mkdir()
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = HttpServer(
-        listener, reading_secret(SECRET), ServedWeights(folder / "empty", SHAPES, DTYPE, OfferStore(0)).read, 1e9
-    )
-    server.start()
-    stack.callback(server.server_close)
-    stack.callback(server.shutdown)
-    with pytest.raises(NotServed, match="image"):
-        Lender(folder / "lender", listener.getsockname()[1]).puller.pull()
-
-
-@pytest.mark.parametrize(
-    "block",
-    [
-        TensorBlock("lm_head.weight", 0, 8_201, 256, 256),
-        TensorBlock("lm_head.weight", -1, 1, 1, 256),
-        TensorBlock("lm_head.weight", 0, 0, 1, 256),
-        TensorBlock("lm_head.weight", 0, 2, 256, 1),
-        TensorBlock("another.weight", 0, 1, 1, 256),
-    ],
-)
-def test_a_block_of_another_model_is_refused(node: TrainNode, folder: Path, block: TensorBlock) -> None:
-    lender = Lender(folder / "lender", node.port)
-    with pytest.raises(Refused, match="is no block of"):
-        lender.puller._caller.read(image_target(block))
+    block = TensorBlock("a.weight", 0, 1, 1, COLUMNS)
+    wrong = ({"rows": 1501}, {"offset": -1}, {"rows": 0}, {"rows": 2, "cols": 3, "stride": 1}, {"tensor": "x"})
+    for change in wrong:
+        with pytest.raises(Refused, match="is no block of"):
+            caller_of(node).read(image_target(block._replace(**change)))  # type: ignore[arg-type]
 
 
 def test_a_carrier_serves_another_cluster_what_it_received(folder: Path, stack: ExitStack) -> None:
-    node = TrainNode(folder / "node")
-    stack.callback(node.close)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    carrier = CarrierNode(folder / "carrier", 0, SHAPES, http_port=port)
-    stack.callback(carrier.close)
-    lender = Lender(folder / "lender", port, SECRET_OF_NODES)
+    chain = Chain(stack, folder, 1, http_port=port)
+    caller = HttpCaller(port, reading_secret(SECRET_OF_NODES))
+    blocks = [TensorBlock(name, 0, rows, cols, cols) for name, (rows, cols) in SHAPES_OF_CHAIN.items()]
+    weights = {name: np.zeros(math.prod(size), np.int16) for name, size in SHAPES_OF_CHAIN.items()}
     with pytest.raises(NotServed):
-        lender.puller.pull()
+        pull(caller, weights, blocks)
     for version in range(3):
-        writers = [f"t{number}" for number in range(4)]
-        for path in node.folder.glob(f"offer-{version:08d}-*"):
-            path.rename(carrier.folder / path.name)
-        base = version - 1
-        carrier.send(Publish(version, base, tuple((writer, 0) for writer in writers), (carrier.peer,)))
-        carrier.wait(ImageHere, lambda message: message.version == node.version)
-        assert lender.puller.pull() == version
-        assert lender.holds(node)
-        node.step()
+        chain.write(version, version - 1)
+        chain.nodes[0].wait(ImageHere, here(version))
+        assert pull(caller, weights, blocks, version - 1) == version
+        image = (chain.nodes[0].folder / "image.safetensors").read_bytes()
+        assert image.endswith(b"".join(values.tobytes() for values in weights.values()))
 
 
 def test_a_port_that_is_taken_is_reported_and_the_carrier_works(folder: Path, stack: ExitStack) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        carrier = CarrierNode(folder / "carrier", 0, SHAPES, http_port=port)
-        stack.callback(carrier.close)
-
+        (carrier,) = Chain(stack, folder, 1, http_port=port).nodes
     assert carrier.wait(CarrierReady).http_fault == f"rollout.weights_port = {port}: Address already in use"
 
 
@@ -334,8 +240,10 @@ def test_a_budget_is_kept_over_time_and_pauses_are_not_saved_up() -> None:
 
 def test_all_callers_share_the_budget(folder: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """In seconds that the server was told to wait, not in those that passed."""
-    node = TrainNode(folder / "node", bytes_per_s=20e6)
-    stack.callback(node.close)
+    node = ServingNode(folder, bytes_per_s=20e6)
+    node.step()
+    stack.callback(node.server.server_close)
+    stack.callback(node.server.shutdown)
     taken: list[tuple[int, float]] = []
     delay_s = TokenBucket.delay_s
 
@@ -344,10 +252,9 @@ def test_all_callers_share_the_budget(folder: Path, stack: ExitStack, monkeypatc
         return delay_s(bucket, count, now)
 
     monkeypatch.setattr(TokenBucket, "delay_s", noted)
-    lender = Lender(folder / "lender", node.port)
-    lender.puller.pull()
-
-    assert lender.holds(node)
-    assert sum(count for count, _ in taken) >= node.weights.image
+    callers = stack.enter_context(ThreadPoolExecutor(4))
+    target = image_target(WANTED[0])
+    read = list(callers.map(lambda _: caller_of(node).read(target)[1], range(4)))
+    assert sum(count for count, _ in taken) >= sum(map(len, read))
     seconds = taken[-1][1] - taken[0][1]
-    assert sum(count for count, _ in taken[: -http_pull.STREAMS]) <= 20e6 * (seconds + BURST_S) + 65536
+    assert sum(count for count, _ in taken[:-4]) <= 20e6 * (seconds + BURST_S) + 65536
