@@ -7,20 +7,22 @@
 - Tool calls of one turn run in parallel and are answered in order.
 - Unknown tool, bad JSON, missing argument -> an answer to the policy, counted; past ``chat.max_bad_calls`` it ends.
 - No call -> `ChatTask.answer` goes on, or the episode ends. At its end, truncated or not, `ChatTask.reward` is asked.
-- Any other exception drops the trajectory and is reported.
+- A tool raises -> an answer to the policy, counted; the log of the host has the first traceback of each tool and class.
+- Another exception of the task drops the trajectory and is reported.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from libra_hpc.errors import UserError
+from libra_hpc.errors import OperationError, UserError
 from libra_hpc.protocol.env import Signal
 from libra_hpc.tasks.base import Episode, PolicyTurn, Task, TaskMaker, ToolResult, Tools, Turn, Why
 from libra_hpc.tasks.chat_template import Message
@@ -57,6 +59,8 @@ class Chat:
     tool_calls: int = 0
     bad_calls: int = 0
     """Calls that reached no tool."""
+    tool_errors: int = 0
+    """Calls whose tool raised another exception than `ValueError`."""
     stop: str = ""
     """Why it ended: ``answer`` | ``length`` (``max_tokens`` cut the last turn) | ``turns`` | ``bad_calls`` |
     ``truncated`` (no room in the context); empty before.
@@ -128,7 +132,15 @@ class ChatEnvironment(Task):
         self.schemas = [one.schema for one in self.methods.values()]
         self.choice = choose_dialect(made.tokenizer, bool(self.methods))
         self.chats = (self.choice.found,)
+        self._reported: set[tuple[str, type]] = set()
         print(f"chat: {self.choice.found}", file=sys.stderr)
+
+    def raised(self, name: str, error: Exception) -> ToolResult:
+        """The answer to a call whose tool raised."""
+        if (name, type(error)) not in self._reported:
+            self._reported.add((name, type(error)))
+            traceback.print_exception(error)
+        return ToolResult("error", f"error: {type(error).__name__}: {error}", 0.0)
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
         prompt_id = f"{type(self.made).__name__}-{self.seed}-{index}"
@@ -145,6 +157,8 @@ class ChatEpisode(Episode):
         self._box: Tools | None = None
         self._thinking: list[int] = []
         """Numbers of the messages whose thinking the context has."""
+        self._cut = False
+        """Whether `max_tokens` ended the last turn."""
 
     async def start(self, tools: Tools) -> None:
         self._box = tools
@@ -160,6 +174,7 @@ class ChatEpisode(Episode):
         if chat.reply.thinking:
             self._thinking.append(len(chat.messages))
         chat.messages.append(_spoken(chat.reply, chat.tool_calls))
+        self._cut = turn.stop == "length"
         answers, called = await self._answers(turn, tools)
         chat.messages += answers
         if chat.stop:
@@ -173,12 +188,12 @@ class ChatEpisode(Episode):
 
     def _rendered_again(self) -> list[int]:
         """The conversation as the template writes it now, if that drops thinking of the context; else empty."""
-        plain, messages, schemas = self._environment.choice.plain, self.chat.messages, self._environment.schemas
+        messages, schemas = self.chat.messages, self._environment.schemas
         try:
-            kept = plain.keeps(messages, schemas, self._thinking) if self._thinking else []
+            kept = self._dialect.keeps(messages, schemas, self._thinking) if self._thinking else []
             if kept == self._thinking:
                 return []
-            prompt = plain.first(messages, schemas)
+            prompt = self._dialect.first(messages, schemas)
         except UserError:
             return []  # it refuses what the policy wrote, an odd call for example: the context grows as it is
         self._thinking = kept
@@ -214,7 +229,7 @@ class ChatEpisode(Episode):
         return answers, called
 
     async def _call(self, calls: Sequence[ToolCall], box: Tools) -> list[tuple[str, ToolResult]]:
-        """Run the calls of one turn in parallel; raises the first exception that is the task's."""
+        """Run the calls of one turn in parallel; raises the first error that is the task's alone."""
         running: list[Any] = []
         for call in calls:
             try:
@@ -226,8 +241,11 @@ class ChatEpisode(Episode):
                 given = {"row": self._row, "box": box, "chat": self.chat}
                 running.append(method.run(self._made, given, arguments))
         results: list[Any] = await asyncio.gather(*running, return_exceptions=True)  # none is left behind
-        for result in results:
-            if isinstance(result, BaseException):
+        for place, result in enumerate(results):
+            if isinstance(result, Exception) and not isinstance(result, OperationError | UserError):
+                self.chat.tool_errors += 1
+                results[place] = self._environment.raised(calls[place].name, result)
+            elif isinstance(result, BaseException):
                 raise result
         names = [call.name if call.name in self._environment.methods else BAD_CALL for call in calls]
         return list(zip(names, results, strict=True))
@@ -235,7 +253,8 @@ class ChatEpisode(Episode):
     async def _end(self, box: Tools) -> Turn:
         chat = self.chat
         found = await self._made.reward(self._row, chat, box)
-        return Turn.end(found, turns=chat.turns, tool_calls=chat.tool_calls, bad_calls=chat.bad_calls)
+        calls = {"tool_calls": chat.tool_calls, "bad_calls": chat.bad_calls, "tool_errors": chat.tool_errors}
+        return Turn.end(found, (), turns=chat.turns, **calls, truncated=float(self._cut))
 
 
 async def _refused(text: str) -> ToolResult:

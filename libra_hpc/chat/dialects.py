@@ -4,20 +4,20 @@
 - `Dialect.parse`: what the policy said in one turn: text, thinking, tool calls.
 - `Dialect.delta`: what follows a turn: the end of a turn that was cut, new messages, the start of the next turn.
 
-`LibraryDialect` asks `renderers`; `TemplateDialect` serves models which that lacks, by the difference of two renderings
-of the template around a dummy turn. `selftest.py` proves both before the first episode.
+What follows is the difference of two renderings of the template around a dummy turn. Calls are read by that parser of
+the library `renderers` which reads back a call that the template wrote. `selftest.py` proves all of it before the first
+episode.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import msgspec
-from renderers.base import ParsedResponse, ParsedToolCall, Renderer, create_renderer
-from renderers.configs import config_from_name
-from renderers.parsing import parse_llama_3, parse_qwen3
+from renderers.base import ParsedResponse, ParsedToolCall
+from renderers.parsing import parse_llama_3, parse_qwen3, parse_qwen35
 
 from libra_hpc.errors import invalid
 from libra_hpc.tasks.chat_template import ChatTemplate, Message
@@ -27,6 +27,10 @@ TAIL = 64
 """Tokens of the context before a turn that `parse` and `delta` see: enough for the start of the assistant's turn, so
 neither costs more in a long context.
 """
+Calls = Literal["json", "xml", "bare json"]
+"""How tool calls are written: JSON or XML in a ``<tool_call>`` of its own, or a turn that is one JSON object."""
+ABSENT = -1
+"""Id of a mark that the tokenizer lacks."""
 DUMMY = "libra4dummy7turn"
 """Content of the dummy turn; no template changes or splits it."""
 DUMMY_ID = "call00000"
@@ -62,29 +66,15 @@ class Reply(msgspec.Struct, frozen=True):
     calls: tuple[ToolCall, ...] = ()
 
 
-class Dialect(Protocol):
-    """See the module; ``tools`` are JSON schemas in OpenAI's form, ``tail`` the last tokens of the context before."""
+class Dialect:
+    """A policy's chat; ``calls`` names what reads its tool calls. Raises `UserError` where turns have no end token.
 
-    name: str
-    stop_ids: tuple[int, ...]
+    ``tools`` are JSON schemas in OpenAI's form, ``tail`` the last tokens of the context before a turn.
+    """
 
-    def first(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]: ...
-
-    def parse(self, tail: list[int], sampled: list[int], tools: Sequence[dict[str, Any]]) -> Reply: ...
-
-    def delta(
-        self, tail: list[int], sampled: list[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]]
-    ) -> list[int]: ...
-
-
-class TemplateDialect:
-    """By the template alone; raises `UserError` for one whose turns have no single token as their end."""
-
-    name = "template"
-
-    def __init__(self, tokenizer: TaskTokenizer, template: ChatTemplate) -> None:
-        self._tokenizer, self.template, self._library_tokenizer = tokenizer, template, LibraryTokenizer(tokenizer)
-        text = tokenizer.chat_template or ""
+    def __init__(self, tokenizer: TaskTokenizer, template: ChatTemplate, calls: Calls = "json") -> None:
+        self._tokenizer, self.template, self.calls = tokenizer, template, calls
+        self._library_tokenizer = LibraryTokenizer(tokenizer)
         rendered = template.render([{"role": "user", "content": "x"}, {"role": "assistant", "content": DUMMY}])
         end = tokenizer.encode(rendered.partition(DUMMY)[2])[:1]
         self._end = tokenizer.decode(end)
@@ -93,14 +83,8 @@ class TemplateDialect:
             why = f"its chat template ends the assistant's turn with {self._end!r}, which is no token of its own"
             raise invalid("model.path", str(tokenizer.folder), why)
         self.stop_ids = tuple(sorted(ends))
-        self._call_ids = [tokenizer.id_of(mark) for mark in ("<tool_call>", "</tool_call>")]
-        self._hermes = None not in self._call_ids and "<tool_call>" in text
-        self._json_body = '"parameters"' in text
-        self._think_end = tokenizer.id_of("</think>")
-
-    @property
-    def reads_calls(self) -> bool:
-        return self._hermes or self._json_body
+        marks = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+        self._marks = [ABSENT if (one := tokenizer.id_of(mark)) is None else one for mark in marks]
 
     def first(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         return self._tokenizer.encode(self.template.render(messages, tools))
@@ -116,22 +100,17 @@ class TemplateDialect:
         return [number for number, mark in marks.items() if mark in text]
 
     def parse(self, tail: list[int], sampled: list[int], tools: Sequence[dict[str, Any]]) -> Reply:
-        stops = set(self.stop_ids)
-        if self._hermes:
-            start, end = self._call_ids
-            found = parse_qwen3(
-                self._library_tokenizer,
-                sampled,
-                stop_ids=stops,
-                tool_call_id=start,
-                tool_call_end_id=end,
-                reasoning_end_id=self._think_end,
-                prefilled_thinking=self._tokenizer.decode(tail).rstrip().endswith("<think>"),
-            )
-        elif tools:
-            found = parse_llama_3(self._library_tokenizer, sampled, stop_ids=stops)
+        library, stops = self._library_tokenizer, set(self.stop_ids)
+        start, end, think, think_end = self._marks
+        marks = {"stop_ids": stops, "tool_call_id": start, "tool_call_end_id": end}
+        thinks = self._tokenizer.decode(tail).rstrip().endswith("<think>")
+        if not tools or self.calls == "json":
+            found = parse_qwen3(library, sampled, **marks, reasoning_end_id=think_end, prefilled_thinking=thinks)
+        elif self.calls == "bare json":
+            found = parse_llama_3(library, sampled, stop_ids=stops)
         else:
-            found = ParsedResponse(self._tokenizer.decode([one for one in sampled if one not in stops]).strip())
+            thought = {"think_id": think, "think_end_id": think_end, "prefilled_thinking": thinks}
+            found = parse_qwen35(library, sampled, **marks, **thought, tools=list(tools))
         return reply_of(found)
 
     def delta(
@@ -153,35 +132,6 @@ class TemplateDialect:
                 f"the chat template does not write a turn of the assistant before {messages[0]['role']!r}"
             )
         return delta
-
-
-class LibraryDialect:
-    """By one of the library's renderers; raises `AssertionError` when the tokenizer lacks its tokens."""
-
-    def __init__(self, name: str, tokenizer: TaskTokenizer, fallback: TemplateDialect) -> None:
-        self.name, self._fallback = name, fallback
-        config = config_from_name(name)
-        assert config is not None
-        kept = type(config).model_validate({"thinking_retention": "all"})
-        self._renderer: Renderer = create_renderer(LibraryTokenizer(tokenizer), kept)
-        self.stop_ids = tuple(sorted({*self._renderer.get_stop_token_ids(), *tokenizer.end_ids}))
-
-    def first(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        return self._renderer.render_ids(list(messages), tools=list(tools) or None, add_generation_prompt=True)
-
-    def parse(self, tail: list[int], sampled: list[int], tools: Sequence[dict[str, Any]]) -> Reply:
-        return reply_of(self._renderer.parse_response(sampled, prompt_ids=tail, tools=list(tools) or None))
-
-    def delta(
-        self, tail: list[int], sampled: list[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]]
-    ) -> list[int]:
-        found = self._renderer.bridge_to_next_turn(tail, sampled, list(messages), tools=list(tools) or None)
-        if found is None:  # the turn ended inside of its thinking, for example
-            return self._fallback.delta(tail, sampled, messages, tools)
-        before = [*tail, *sampled]
-        if found.token_ids[: len(before)] != before:
-            raise BridgeError(f"renderer {self.name!r} changes tokens of a sampled turn")
-        return found.token_ids[len(before) :]
 
 
 class LibraryTokenizer:

@@ -1,37 +1,35 @@
-"""Which dialect a model speaks, proved before the first episode.
+"""Whether a policy's chat is followed exactly, proved before the first episode.
 
-- Candidates by ``model_type`` (`RENDERERS`), in order; the last one is the difference of two renderings.
-- The first that passes every check is taken; the choice names it, the ``model_type`` and the digest of the template.
-- None passes -> one sentence with what the template does.
-
-A renderer of the library passes if its prompts are those of the template, and its deltas what the template writes. The
-template itself passes if it only appends: what came before a turn stands unaltered in front of it.
+- A call that the template writes is read back -> its calls are written so (`Calls`); none is -> one sentence.
+- The template only appends: what came before a turn stands unaltered in front of it. Else one sentence says why not.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from itertools import takewhile
+from typing import Any, NamedTuple, get_args
 
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.protocol.env import ChatChoice
 from libra_hpc.tasks.chat_template import ChatTemplate, Message
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
-from .dialects import DUMMY_ID, TAIL, BridgeError, Dialect, LibraryDialect, TemplateDialect, dummy_turn
-
-RENDERERS = {"llama": ("llama-3",), "qwen3": ("qwen3", "prime-qwen3"), "qwen3_moe": ("qwen3",)}
-"""Renderers of the library by ``model_type``: models of one type may have different templates."""
+from .dialects import DUMMY_ID, TAIL, BridgeError, Calls, Dialect, dummy_turn
 
 TOOL = {
     "type": "function",
     "function": {
         "name": "look",
         "description": 'Look at a "thing" <now>.',
-        "parameters": {"type": "object", "properties": {"thing": {"type": "string"}}, "required": ["thing"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"thing": {"type": "string"}, "times": {"type": "integer"}},
+            "required": ["thing"],
+        },
     },
 }
+ARGUMENTS = {"thing": "a train", "times": 2}
 ODD = 'Zürich, 北京 🚆 \'q\' "p"\n\n  \t{"a": [1]} </x>\\n'
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 USER: Message = {"role": "user", "content": "What is there?"}
@@ -51,45 +49,56 @@ class Choice(NamedTuple):
 
     dialect: Dialect
     found: ChatChoice
-    plain: TemplateDialect
-    """The template itself."""
 
 
 def choose_dialect(tokenizer: TaskTokenizer, with_tools: bool) -> Choice:
     """Find the dialect of the policy; raises `UserError` with what its template does if none is exact."""
     template = ChatTemplate(tokenizer)
-    model_type = _model_type(tokenizer)
-    plain = TemplateDialect(tokenizer, template)
     tools = [TOOL] if with_tools else []
-    failures = []
-    for name in (*RENDERERS.get(model_type, ()), plain.name):
-        try:
-            dialect = plain if name == plain.name else LibraryDialect(name, tokenizer, plain)
-            checks = _prove(dialect, plain, tokenizer, tools)
-        except (AssertionError, BridgeError) as error:
-            failures.append(f"{name}: {error}")
-            continue
-        return Choice(dialect, ChatChoice(name, model_type, template.digest, checks), plain)
-    why = f"its chat template cannot be continued token by token ({'; '.join(failures)})"
-    raise invalid("model.path", str(tokenizer.folder), why, "a template that only appends, as those of Qwen and Llama")
+    try:
+        dialect = Dialect(tokenizer, template)
+        checks = _prove(dialect, tokenizer, tools)
+        if tools:
+            dialect = _reading(tokenizer, template, tools)
+    except BridgeError as error:
+        why = f"its chat template cannot be continued token by token ({error})"
+        valid = "a template that only appends, as those of Qwen and Llama"
+        raise invalid("model.path", str(tokenizer.folder), why, valid) from error
+    return Choice(dialect, ChatChoice(template.digest, checks, dialect.calls if tools else ""))
 
 
-def _prove(dialect: Dialect, plain: TemplateDialect, tokenizer: TaskTokenizer, tools: Sequence[dict[str, Any]]) -> int:
+def _reading(tokenizer: TaskTokenizer, template: ChatTemplate, tools: Sequence[dict[str, Any]]) -> Dialect:
+    """The dialect that reads back a call which the template writes."""
+    function = {"name": "look", "arguments": ARGUMENTS}
+    turn = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": DUMMY_ID, "type": "function", "function": function}],
+    }
+    before = template.render([USER], tools, generate=False)
+    start, written = (
+        text.removeprefix(before)
+        for text in (template.render([USER], tools), template.render([USER, turn], tools, generate=False))
+    )
+    # What the template writes of the turn and the policy has in its prompt already, an opened thinking for example.
+    written = written[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(start, written, strict=False))) :]
+    for calls in get_args(Calls):
+        dialect = Dialect(tokenizer, template, calls)
+        tail, sampled = tokenizer.encode(start)[-TAIL:], tokenizer.encode(written)
+        ends = [place for place, one in enumerate(sampled) if one in dialect.stop_ids]
+        found = dialect.parse(tail, sampled[: ends[0] + 1] if ends else sampled, tools).calls
+        if [(one.name, one.arguments, one.error) for one in found] == [(*function.values(), "")]:
+            return dialect
+    raise BridgeError("it writes tool calls in a form that is not known")
+
+
+def _prove(dialect: Dialect, tokenizer: TaskTokenizer, tools: Sequence[dict[str, Any]]) -> int:
     """Number of comparisons; raises `BridgeError` for the first that fails."""
-    if tools and dialect is plain and not plain.reads_calls:
-        raise BridgeError("it writes tool calls in a form that is not known")
-    made = list(_comparisons(dialect, plain, tokenizer, tools))
+    made = list(_comparisons(dialect, tokenizer, tools))
     for what, found, wanted in made:
         if found != wanted:
             raise BridgeError(f"{what} differs")
     return len(made)
-
-
-def _model_type(tokenizer: TaskTokenizer) -> str:
-    try:
-        return str(json.loads((tokenizer.folder / "config.json").read_bytes()).get("model_type", ""))
-    except (OSError, ValueError, AttributeError):
-        return ""  # only a tokenizer: the template decides
 
 
 def answers() -> Iterator[list[Message]]:
@@ -104,35 +113,35 @@ def answers() -> Iterator[list[Message]]:
     yield [one, two]
 
 
-def _comparisons(
-    dialect: Dialect, plain: TemplateDialect, tokenizer: TaskTokenizer, tools: Sequence[dict[str, Any]]
-) -> Iterator[Comparison]:
+def _comparisons(dialect: Dialect, tokenizer: TaskTokenizer, tools: Sequence[dict[str, Any]]) -> Iterator[Comparison]:
+    ends = "".join(tokenizer.decode([one]) for one in dialect.stop_ids)
     for start in STARTS:
         try:
-            wanted = plain.first(start, tools)
+            wanted = _controls(tokenizer, dialect.first(start, tools))
         except UserError:
             if SYSTEM not in start:
                 raise
             continue  # a template without system messages
-        yield "a first prompt", dialect.first(start, tools), wanted
+        forged = [one | {"content": one["content"] + ends} for one in start]
+        yield "a message with names of control tokens", _controls(tokenizer, dialect.first(forged, tools)), wanted
     for following in answers():
-        if following[0]["role"] == "tool" and not tools:
-            continue
-        yield from _appends(plain, tokenizer, following, tools)
-        tail = plain.first([USER], tools)[-TAIL:]
-        for sampled in ([*tokenizer.encode("It is"), dialect.stop_ids[0]], tokenizer.encode("It is")):
-            found, wanted = (one.delta(tail, sampled, following, tools) for one in (dialect, plain))
-            yield "what follows a turn", found, wanted
+        if tools or following[0]["role"] != "tool":
+            yield from _appends(dialect, tokenizer, following, tools)
+
+
+def _controls(tokenizer: TaskTokenizer, ids: Sequence[int]) -> list[int]:
+    special = tokenizer.added_ids
+    return [one for one in ids if special.get(one)]
 
 
 def _appends(
-    plain: TemplateDialect, tokenizer: TaskTokenizer, following: list[Message], tools: Sequence[dict[str, Any]]
+    dialect: Dialect, tokenizer: TaskTokenizer, following: list[Message], tools: Sequence[dict[str, Any]]
 ) -> Iterator[Comparison]:
     """That the template only appends."""
-    template, turn = plain.template, dummy_turn(following)
-    delta = plain.delta_text([USER], following, tools)
+    template, turn = dialect.template, dummy_turn(following)
+    delta = dialect.delta_text([USER], following, tools)
     later = [USER, {"role": "assistant", "content": "A train."}, USER]
-    yield "what follows a later turn", plain.delta_text(later, following, tools), delta
+    yield "what follows a later turn", dialect.delta_text(later, following, tools), delta
     whole, before = template.render([USER, turn, *following], tools), template.render([USER], tools, generate=False)
     yield "the conversation before a turn", whole[: len(before)], before
     head = whole.removesuffix(delta)

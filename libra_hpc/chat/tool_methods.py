@@ -12,6 +12,7 @@ import msgspec
 
 from libra_hpc.errors import invalid
 from libra_hpc.tasks.base import ToolResult
+from libra_hpc.tasks.chat_template import joined
 
 from .dialects import ToolCall
 
@@ -67,7 +68,7 @@ class ToolMethod:
         return {name: getattr(found, name) for name in self._arguments.__struct_fields__}
 
     async def run(self, task: Any, given: Mapping[str, Any], arguments: Mapping[str, Any]) -> ToolResult:
-        """Call the method of ``task``. `ValueError` and no answer in time are answers; others are defects."""
+        """Call the method of ``task``. `ValueError` and no answer in time are answers."""
         started = time.perf_counter()
         outcome, value = "ok", None
         try:
@@ -98,8 +99,10 @@ def find_tool(tools: Mapping[str, ToolMethod], call: ToolCall) -> tuple[ToolMeth
 
 
 def answer_text(result: ToolResult) -> str:
-    """What the policy reads: text as it is, other values as JSON."""
+    """What the policy reads: text as it is, parts of a message joined, other values as JSON; refuses images."""
     value = result.value
+    if isinstance(value, list) and value and all(isinstance(one, dict) and "type" in one for one in value):
+        value = joined(value)
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     return text.encode(errors="replace").decode()
 

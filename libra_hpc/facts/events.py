@@ -101,7 +101,7 @@ ROLLOUT = (
         "trajectories groups whole_groups tokens generated_tokens unfinished unfinished_tokens dropped",
     ),
     _fault("experience_refused", "Recovered trajectories do not fit the data order", "index trajectories"),
-    EventKind("chat_choice", "How the policy's chat is written", "renderer model_type template checks"),
+    EventKind("chat_choice", "How the policy's chat is written", "template checks calls"),
     EventKind("evaluation_failed", "A trajectory of an evaluation failed; it is counted", "task prompt error"),
     EventKind("transcripts_removed", "The oldest transcripts were removed: the room for them is used", "step reason"),
     EventKind("decisions_dropped", "Lines of decisions.jsonl were dropped", "reason"),

@@ -290,7 +290,7 @@ class Sandbox:
 
     async def call(self, name: str, *args: Any, **named: Any) -> ToolResult:
         if name not in self._limits:
-            raise KeyError(f"the task declares no tool {name!r}")
+            raise OperationError(f"The task declares no tool {name!r}.")
         call = _draw()
         return await self._result(self._tools, call, to_tool.frame(Call(call, name, args, named)), self._limits[name])
 

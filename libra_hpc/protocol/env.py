@@ -111,17 +111,16 @@ class EpisodeFailed(msgspec.Struct, tag=True, frozen=True):
 class ChatChoice(msgspec.Struct, frozen=True):
     """How the policy's chat is written, and how that was found."""
 
-    renderer: str
-    """A renderer of the library `renderers`, or ``template``."""
-    model_type: str
     template: str
     """SHA-256 of the template's text."""
     checks: int
     """Comparisons of the self-test, all of which it passed."""
+    calls: str = ""
+    """How tool calls are written (`libra_hpc.chat.dialects.Calls`); empty: the task has no tools."""
 
     def __str__(self) -> str:
-        found = f"renderer {self.renderer!r} for model_type {self.model_type!r}"
-        return f"{found}, template {self.template[:12]}, {self.checks} self-tests passed"
+        calls = f", tool calls as {self.calls}" if self.calls else ""
+        return f"template {self.template[:12]}{calls}, {self.checks} self-tests passed"
 
 
 class HostReady(msgspec.Struct, tag=True, frozen=True):

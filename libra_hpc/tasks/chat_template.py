@@ -39,7 +39,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: TaskTokenizer) -> None:
         text = tokenizer.chat_template
-        self._folder, self._special = str(tokenizer.folder), tokenizer.special_tokens
+        self._folder, self._special, self._as_text = str(tokenizer.folder), tokenizer.special_tokens, tokenizer.as_text
         if text is None:
             valid = "an instruct model, with chat_template.jinja or a chat_template in tokenizer_config.json"
             raise invalid("model.path", self._folder, "the model has no chat template, which the task needs", valid)
@@ -57,14 +57,38 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, generate: bool = True
     ) -> str:
-        """Text of ``messages``; ``generate`` adds the start of the assistant's next turn. Raises `UserError`."""
+        """Text of ``messages``; ``generate`` adds the start of the assistant's next turn. Raises `UserError`.
+
+        What stands in messages is text: `TaskTokenizer.encode` makes no control token of it.
+        """
+        written = [
+            self._plain(one | ({"content": joined(one["content"])} if "content" in one else {})) for one in messages
+        ]
         try:
             return self._template.render(
-                messages=messages, tools=list(tools) or None, add_generation_prompt=generate, **self._special
+                messages=written, tools=list(tools) or None, add_generation_prompt=generate, **self._special
             )
         except (TemplateError, TypeError, ValueError) as error:
             why = f"its chat template refuses these messages ({type(error).__name__}: {error})"
             raise invalid("model.path", self._folder, why) from error
+
+    def _plain(self, value: Any) -> Any:
+        """``value`` with all its text cut where it names control tokens."""
+        if isinstance(value, str):
+            return self._as_text(value)
+        if isinstance(value, dict):
+            return {name: self._plain(one) for name, one in value.items()}
+        return [self._plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def joined(content: Any) -> Any:
+    """Content of a message, whose text parts are joined; raises `UserError` for an image or another part."""
+    if not isinstance(content, list):
+        return content
+    kinds = [one.get("type") if isinstance(one, dict) else None for one in content]
+    if bad := [kind for kind in kinds if kind != "text"]:
+        raise invalid("content", str(bad[0]), "a part of a message that the policy cannot read", ["text"])
+    return "".join(str(one.get("text", "")) for one in content)
 
 
 def render_prompt(tokenizer: TaskTokenizer, messages: Sequence[Message]) -> list[int]:

@@ -18,7 +18,7 @@ from libra_hpc.errors import UserError, invalid
 from libra_hpc.user_file import load_function
 
 from .base import Episode, PolicyTurn, Task, Tools, Turn
-from .chat_template import ChatTemplate
+from .chat_template import ChatTemplate, joined
 from .rows import Row, open_rows, row_at
 from .tokenizer import TaskTokenizer
 
@@ -75,7 +75,10 @@ class DataTask(Task):
             return found
         if not isinstance(found, list) or not found or not all(_is_message(one) for one in found):
             raise self._bad(number, f"holds {found!r:.100}", "text, or a list of messages with role and content")
-        return found
+        try:
+            return [one | {"content": joined(one["content"])} for one in found]
+        except UserError as error:
+            raise self._bad(number, f"holds {error}", "text alone") from error
 
     def _bad(self, number: int, why: str, valid: str | list[str]) -> UserError:
         """Return the error about the prompt's column in one row."""

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from libra_hpc.errors import invalid
+
+CUT = "\U0010fffe"
+"""Stands in text where `TaskTokenizer.encode` cuts it: in a control token's name that is no control token. Unicode
+assigns no character to it."""
 
 
 class TaskTokenizer:
@@ -83,7 +89,20 @@ class TaskTokenizer:
         return None if token is None else self.id_of(token)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Ids of ``text``, in which names of control tokens are those tokens, unless `as_text` has cut them."""
+        parts = text.split(CUT)
+        return [one for part in parts for one in self._tokenizer.encode(part, add_special_tokens=False).ids]
+
+    def as_text(self, text: str) -> str:
+        """``text`` for `encode` without control tokens: what stands in a message cannot end it."""
+        return self._control.sub(lambda found: found[0][0] + CUT + found[0][1:], text.replace(CUT, ""))
+
+    @cached_property
+    def _control(self) -> re.Pattern[str]:
+        """Any control token by name, the longest first."""
+        found = [self.decode([one]) for one, special in self.added_ids.items() if special or one in self.end_ids]
+        names = sorted((re.escape(name) for name in found if len(name) > 1), key=len, reverse=True)
+        return re.compile("|".join(names) or r"(?!)")
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, special tokens included."""

@@ -141,10 +141,10 @@ async def test_a_host_without_a_sign_of_life_is_reported_slow_then_ended_and_fol
 async def test_how_the_chat_is_written_is_an_event_once(scene: Scene) -> None:
     await scene.hosts.start()
     for template in ("ab", "ab", "cd"):
-        scene.send(HostReady("toy", chats=(ChatChoice("qwen3", "qwen3", template, 34),)), 1.0)
-    assert [(event["renderer"], event["template"]) for event in scene.events("chat_choice")] == [
-        ("qwen3", "ab"),
-        ("qwen3", "cd"),
+        scene.send(HostReady("toy", chats=(ChatChoice(template, 34, "json"),)), 1.0)
+    assert [(event["calls"], event["template"]) for event in scene.events("chat_choice")] == [
+        ("json", "ab"),
+        ("json", "cd"),
     ]
 
 

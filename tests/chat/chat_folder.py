@@ -108,7 +108,20 @@ LLAMA = """
 """
 LLAMA_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>")
 LLAMA_ENDS = ("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>")
-TEMPLATES = {"qwen3": HEAD + THINKING + BODY, "plain": HEAD + BODY, "llama3": LLAMA}
+XML = (
+    HEAD
+    + THINKING
+    + BODY.replace(
+        BODY[BODY.index("{{- '<tool_call>") : BODY.index("\n{%- endfor %}\n{{- '<|im_end|>")],
+        """{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+{%- for name, value in call.function.arguments.items() %}
+{{- '<parameter=' + name + '>\\n' + (value if value is string else value | tojson) + '\\n</parameter>\\n' }}
+{%- endfor %}
+{{- '</function>\\n</tool_call>' }}""",
+    )
+)
+"""As Qwen3.5, Qwen3-Coder and Nemotron write calls."""
+TEMPLATES = {"qwen3": HEAD + THINKING + BODY, "plain": HEAD + BODY, "llama3": LLAMA, "xml": XML}
 
 
 @functools.cache

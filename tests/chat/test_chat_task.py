@@ -180,9 +180,13 @@ def test_what_a_tool_returns_is_what_the_policy_reads(tokenizer: TaskTokenizer) 
     assert episode.chat.bad_calls == 0
 
 
-def test_an_exception_of_a_tool_fails_the_trajectory_and_leaves_no_call_behind(tokenizer: TaskTokenizer) -> None:
-    with pytest.raises(KeyError, match="a defect of the task"):
-        play(tokenizer, call("broken", {}) + call("sleep", {}))
+def test_an_exception_of_a_tool_is_an_answer_and_counted(
+    tokenizer: TaskTokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    episode, _, _ = play(tokenizer, *[call("broken", {}) + call("sleep", {})] * 2)
+    assert contents(episode)[::2] == ["error: KeyError: 'a defect of the task'"] * 2
+    assert episode.chat.tool_errors == 2
+    assert capsys.readouterr().err.count("KeyError: 'a defect of the task'") == 1, "the log has it once"
 
 
 def test_past_the_limit_of_bad_calls_the_episode_ends_with_its_reward(tokenizer: TaskTokenizer) -> None:
@@ -194,10 +198,19 @@ def test_past_the_limit_of_bad_calls_the_episode_ends_with_its_reward(tokenizer:
 def test_reward_is_asked_at_every_end(tokenizer: TaskTokenizer) -> None:
     episode, turns, made = play(tokenizer, "<think>\nHm.\n</think>\n\nyes")
     assert (episode.chat.stop, turns[0].reward) == ("answer", 1.5)
-    assert turns[0].info == {"turns": 1, "tool_calls": 0, "bad_calls": 0, "right": 1.0, "short": 0.5}
+    assert turns[0].info == {
+        "turns": 1,
+        "tool_calls": 0,
+        "bad_calls": 0,
+        "tool_errors": 0,
+        "truncated": 0.0,
+        "right": 1.0,
+        "short": 0.5,
+    }
     assert episode.chat.messages[-1] == {"role": "assistant", "content": "yes", "reasoning_content": "Hm."}
     assert made.notes == ["closed Question 7"]
-    assert play(tokenizer, "yes, bec", cut=True)[0].chat.stop == "length"
+    episode, turns, _ = play(tokenizer, "yes, bec", cut=True)
+    assert (episode.chat.stop, turns[0].info["truncated"]) == ("length", 1.0)
     assert play(tokenizer, *[call("shell", {})] * 5)[0].chat.stop == "turns"
     truncated = asyncio.run(episode.truncated(Box(random.Random(0))))
     assert (truncated.done, truncated.reward, episode.chat.stop) == (True, 1.5, "truncated")

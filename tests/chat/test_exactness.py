@@ -20,15 +20,8 @@ from .random_chats import Box, Look, sample_turn
 
 pytestmark = pytest.mark.slow
 
-FAMILIES = {
-    "Qwen3": ("qwen3", "qwen3", "qwen3"),
-    "Qwen3 by its template": ("qwen3", "other", "template"),
-    "Qwen2.5": ("plain", "qwen2", "template"),
-    "Llama 3": ("llama3", "llama", "llama-3"),
-    "Llama 3.1": ("llama3", "other", "template"),
-}
-"""Template and ``model_type`` of each way to write a chat, and which renderer that is. gpt-oss is missing: the library
-downloads its vocabulary."""
+FAMILIES = {"Qwen3": ("qwen3", "json"), "Qwen2.5": ("plain", "json"), "Llama 3": ("llama3", "bare json")}
+"""Template of each way to write a chat, and how its calls are read."""
 TRIMMED = "{{- message.content | trim }}"
 RAW = TEMPLATES["llama3"].replace(TRIMMED, "{{- message.content if message.role == 'assistant' else " + TRIMMED[4:])
 
@@ -36,11 +29,11 @@ RAW = TEMPLATES["llama3"].replace(TRIMMED, "{{- message.content if message.role 
 class Family:
     """An environment, and the template that writes the whole conversation with raw turns."""
 
-    def __init__(self, folder: Path, template: str, model_type: str, renderer: str, thinking: str = "keep") -> None:
-        self.tokenizer = TaskTokenizer(write_chat_folder(folder / "policy", template, model_type))
+    def __init__(self, folder: Path, template: str, calls: str, thinking: str = "keep") -> None:
+        self.tokenizer = TaskTokenizer(write_chat_folder(folder / "policy", template))
         made = Look(self.tokenizer).make({"max_bad_calls": 4, "thinking": thinking})
         assert isinstance(made, ChatEnvironment)
-        assert made.choice.found.renderer == renderer
+        assert made.choice.found.calls == calls
         self.environment, self.bare, self.thinking = made, template == "llama3", thinking
         self.keeps_to_the_next_user = template == "qwen3"
         """Else the template never writes what the policy thought."""

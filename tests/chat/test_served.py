@@ -29,7 +29,9 @@ def test_a_chat_with_two_tools_is_played_by_a_host(tmp_path: Path, template: str
     with Leader(host_settings(task=SHOP, model=str(folder), options={"articles": 2})) as leader:
         ends = play(leader, lambda name, context: said(tokenizer, context), {f"e{i}": i for i in range(8)})
     assert {end.reward for end in ends.values()} == {1.0}
-    assert [end.info for end in ends.values()] == [{"turns": 3.0, "tool_calls": 3.0, "bad_calls": 0.0}] * 8
+    assert [end.info for end in ends.values()] == [
+        {"turns": 3.0, "tool_calls": 3.0, "bad_calls": 0.0, "tool_errors": 0.0, "truncated": 0.0}
+    ] * 8
 
 
 @pytest.mark.slow

@@ -308,9 +308,9 @@ def test_check_finds_the_same_mistakes_and_prints_what_it_found(
     outcome = cli("check", "run.toml", "-o", "components.train.partition=a80")
     assert "no such partition" in one_line(outcome)
     monkeypatch.setattr(
-        checked_run, "try_task", lambda config: nullcontext(lambda: TaskTrial([], ["chat: renderer 'qwen3'"]))
+        checked_run, "try_task", lambda config: nullcontext(lambda: TaskTrial([], ["chat: template ab"]))
     )
-    assert cli("check", "run.toml").out == f"{layout}\nchat: renderer 'qwen3'\nrun.toml is good\n"
+    assert cli("check", "run.toml").out == f"{layout}\nchat: template ab\nrun.toml is good\n"
     synchronous = ("check", "run.toml", "-o", "algorithm.eta=0", "-o")
     assert "whole batches" not in cli(*synchronous, "algorithm.minibatches=1").out
     for key, why in (("minibatches=2", "updates within a batch"), ("reference_kl_coef=0.1", "the memory of gradients")):

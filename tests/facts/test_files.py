@@ -52,12 +52,12 @@ def test_how_the_chat_is_written_is_a_line_of_the_summary(run: RunDir) -> None:
     old, new = ({"attempt": attempt, "template": digest * 32} for attempt, digest in ((1, "ab"), (2, "cd")))
     found = {"kind": "chat_choice", "t": synthetic.START + 1, "model_type": "qwen3", "checks": 34}
     synthetic.write(run.events, found | old | {"renderer": "template"})
-    first = "renderer 'template' for model_type 'qwen3', template abababababab, 34 self-tests passed"
+    first = "template abababababab, 34 self-tests passed"
     assert summary.summarise(run).chats == [first]
     assert f"chat {first}" in flat(text_of(summary.render_summary(summary.summarise(run))))
     for _ in range(2):
-        synthetic.write(run.events, found | new | {"renderer": "qwen3"})
-    assert summary.summarise(run).chats == [first.replace("template'", "qwen3'").replace("ab" * 6, "cd" * 6)]
+        synthetic.write(run.events, found | new | {"calls": "xml"})
+    assert summary.summarise(run).chats == ["template cdcdcdcdcdcd, tool calls as xml, 34 self-tests passed"]
 
 
 def test_a_step_trained_again_after_a_resume_counts_once(run: RunDir) -> None:

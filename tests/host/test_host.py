@@ -108,7 +108,7 @@ def test_exceptions_of_a_task_drop_one_episode_each(keychain_folder: Path) -> No
         for first, error in (
             (0, "RuntimeError: the task is broken"),
             (1, "BadReward"),
-            (2, "the task declares no tool 'no such tool'"),
+            (2, "The task declares no tool 'no such tool'"),
             (7, "BadAnswer: tokens is empty, and a new sample needs at least one token"),
         ):
             leader.open("e")

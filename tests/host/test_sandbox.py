@@ -161,7 +161,7 @@ async def test_a_daemon_of_a_tool_is_gone_with_its_call(
 
 async def test_undeclared_tool_is_the_tasks_mistake(sandbox: OpenSandbox) -> None:
     async with sandbox(TOOLS) as box:
-        with pytest.raises(KeyError, match="declares no tool 'serach'"):
+        with pytest.raises(OperationError, match="declares no tool 'serach'"):
             await box.call("serach")
 
 
