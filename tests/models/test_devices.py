@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from bench.tabulate import hf_config
 from libra_hpc.errors import UserError
 from libra_hpc.models import devices as module
-from libra_hpc.models.devices import device, devices
+from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
 
@@ -26,11 +23,6 @@ def test_the_a800_is_an_a100_with_two_thirds_of_its_links() -> None:
     assert a800.intra_bytes_s / a100.intra_bytes_s == pytest.approx(400 / 600)
 
 
-def test_every_builtin_device_is_there_under_its_name() -> None:
-    assert set(devices()) == {"a100", "a800", "h100", "h800", "h200"}
-    assert all(device(name).name == name for name in devices())
-
-
 def test_a_user_file_adds_and_replaces(tmp_path: Path) -> None:
     path = device_file(tmp_path / "mine.toml")
     path.write_text(path.read_text() + device_file(tmp_path / "other.toml", "a100").read_text())
@@ -40,11 +32,9 @@ def test_a_user_file_adds_and_replaces(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_docstring_is_valid(tmp_path: Path) -> None:
-    assert module.__doc__ is not None
     example = module.__doc__[module.__doc__.index('["mi250x"]') :]
-    path = tmp_path / "mine.toml"
-    path.write_text("\n".join(line.strip() for line in example.splitlines()))
-    assert device("mi250x", path).peak_flops == 191.5e12
+    (tmp_path / "mine.toml").write_text("\n".join(line.strip() for line in example.splitlines()))
+    assert device("mi250x", tmp_path / "mine.toml").peak_flops == 191.5e12
 
 
 @pytest.mark.parametrize(
@@ -91,11 +81,6 @@ def test_a_config_of_a_known_shape_uses_its_table(tmp_path: Path, name: str) -> 
     assert own.step_s(8, 8000, 100, 50) == known.step_s(8, 8000, 100, 50)
 
 
-def test_objects_serve_as_well_as_names() -> None:
-    roomy = msgspec.structs.replace(device("a100"), memory_bytes=2 * device("a100").memory_bytes)
-    assert lookup(roomy, model_shape("qwen3-32b"), 1).kv_capacity > 10 * lookup("a100", "qwen3-32b", 1).kv_capacity
-
-
 def test_memory_that_does_not_hold_the_weights_is_no_capacity() -> None:
     assert lookup("a100", "llama-3.1-70b", 1).kv_capacity == 0
     assert lookup("a100", "qwen3-8b", 1, memory_util=0.5).kv_capacity < lookup("a100", "qwen3-8b", 1).kv_capacity
@@ -122,11 +107,3 @@ def test_a_users_device_falls_to_the_roofline(tmp_path: Path) -> None:
 def test_wrong_names_and_degrees_are_one_sentence(device: str, model: str, tp: int, source: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         lookup(device, model, tp, source=source)
-
-
-def test_a_login_node_needs_no_numeric_package() -> None:
-    code = (
-        "import sys, libra_hpc.models.step_times.lookup as room; room.lookup('a800', 'qwen3-14b', 4)\n"
-        "print(*{'numpy', 'pandas', 'torch', 'vllm'} & set(sys.modules))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""

@@ -95,15 +95,14 @@ def test_one_batch_size_alone_is_enough_to_predict_it() -> None:
 
 
 def test_a_long_run_is_thinned_to_a_fit_of_bounded_size() -> None:
-    steps = points(line, count=1000) * 20
-    assert fit_steps(steps).points <= 4096
+    assert fit_steps(points(line, count=1000) * 20).points <= 4096
 
 
 def test_a_saved_file_is_read_back_and_used_by_lookup(tmp_path: Path) -> None:
     path = tmp_path / "cpu.json"
     written = calibration(points(line))
-    save(written, path)
-    save(written, path)
+    for _ in range(2):
+        save(written, path)
     assert load(path) == written
     assert [each.name for each in tmp_path.iterdir()] == ["cpu.json"]
     times = lookup("CPU", "models/tiny", 1, calibration=path)
@@ -111,22 +110,22 @@ def test_a_saved_file_is_read_back_and_used_by_lookup(tmp_path: Path) -> None:
     assert times.source.startswith("measured: 600 steps of tiny on 1 x cpu")
 
 
-def test_lookup_refuses_another_device_model_degree_or_source(tmp_path: Path) -> None:
-    path = tmp_path / "cpu.json"
-    save(calibration(points(line, count=20)), path)
-    with pytest.raises(UserError, match=r"device = 'a100': .*cpu.json was measured with another; valid: cpu"):
-        lookup("a100", "tiny", 1, calibration=path)
-    with pytest.raises(UserError, match=r"model = 'tidy': .* valid: tiny .did you mean 'tiny'"):
-        lookup("cpu", "tidy", 1, calibration=path)
-    with pytest.raises(UserError, match="tp = 2: the calibration file has no steps of it; valid: 1"):
-        lookup("cpu", "tiny", 2, calibration=path)
-    with pytest.raises(UserError, match=r"source = 'tables': cannot be combined"):
-        lookup("cpu", "tiny", 1, calibration=path, source="tables")
-
-
-def test_too_few_steps_are_refused() -> None:
-    with pytest.raises(UserError, match="steps of tp 1 = 7: too few to fit; valid: at least 8"):
-        measured_times(calibration(points(line, count=7)), 1)
+@pytest.mark.parametrize(
+    ("device", "model", "tp", "source", "message"),
+    [
+        ("a100", "tiny", 1, "auto", r"device = 'a100': .*cpu.json was measured with another; valid: cpu"),
+        ("cpu", "tidy", 1, "auto", r"model = 'tidy': .* valid: tiny .did you mean 'tiny'"),
+        ("cpu", "tiny", 2, "auto", "tp = 2: the calibration file has no steps of it; valid: 1"),
+        ("cpu", "tiny", 1, "tables", "source = 'tables': cannot be combined"),
+        ("cpu", "tiny", 1, "auto", "steps of tp 1 = 7: too few to fit; valid: at least 8"),
+    ],
+)
+def test_lookup_refuses_another_device_model_degree_or_source_and_too_few_steps(
+    device: str, model: str, tp: int, source: str, message: str, tmp_path: Path
+) -> None:
+    save(calibration(points(line, count=7)), tmp_path / "cpu.json")
+    with pytest.raises(UserError, match=message):
+        lookup(device, model, tp, calibration=tmp_path / "cpu.json", source=source)
 
 
 @pytest.mark.parametrize(
@@ -150,14 +149,12 @@ def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path: Path, change: dict[s
         load(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]"])
-def test_a_file_that_is_no_calibration_is_a_users_mistake(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "cpu.json"
-    path.write_bytes(content)
-    with pytest.raises(UserError, match="calibration file"):
-        load(path)
-    with pytest.raises(UserError, match="No such file"):
-        load(tmp_path / "none.json")
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", None])
+def test_a_file_that_is_no_calibration_is_a_users_mistake(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "cpu.json").write_bytes(content)
+    with pytest.raises(UserError, match="No such file" if content is None else "calibration file"):
+        load(tmp_path / "cpu.json")
 
 
 def test_equal_columns_do_not_break_the_fit() -> None:

@@ -56,10 +56,8 @@ def test_flops_of_a_mixture_are_two_per_active_parameter_of_the_makers_figure(na
 
 
 def test_kv_bytes_and_their_replication_beyond_the_kv_heads() -> None:
-    shape = model_shape("qwen3-30b-a3b")
-    whole = 2 * 48 * 4 * 128 * 2
-    per_device = [shape.kv_bytes_per_device(tp) for tp in (1, 2, 4, 8)]
-    assert per_device == [whole // n for n in (1, 2, 4, 4)]
+    per_device = [model_shape("qwen3-30b-a3b").kv_bytes_per_device(tp) for tp in (1, 2, 4, 8)]
+    assert per_device == [2 * 48 * 4 * 128 * 2 // n for n in (1, 2, 4, 4)]
 
 
 def test_flops_of_a_dense_model_are_two_per_weight() -> None:

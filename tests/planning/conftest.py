@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from libra_hpc_cli import app
 
-Call = Callable[..., tuple[int, str, str]]
 STAGES = ("train", "hybrid", "rollout")
 NODES = "".join(f'[components.{stage}]\nnodes = 2\ngpus = 8\ngpu_type = "a800"\n' for stage in STAGES)
 REST = """
@@ -24,18 +23,38 @@ max_num_seqs = 256
 RUN = NODES + REST
 
 
-@pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Plans ``run.toml``: exit code, output, errors."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.toml").write_text(RUN)
+class Call:
+    """Plans ``run.toml``."""
 
-    def run(*arguments: str) -> tuple[int, str, str]:
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def _run(self, *arguments: str) -> tuple[int, str, str]:
         code = app.run(("plan", "run.toml", "--quick", *arguments))
-        captured = capsys.readouterr()
+        captured = self._capsys.readouterr()
         return code, captured.out, captured.err
 
-    return run
+    def shown(self, *arguments: str) -> str:
+        """The output of a plan, which has notes about nothing but the file that it writes."""
+        code, out, err = self._run(*arguments)
+        assert (code, err == "") == (0, "--write" not in arguments), err
+        return out
+
+    def json(self, *arguments: str) -> dict[str, Any]:
+        return json.loads(self.shown(*arguments, "--json"))
+
+    def refused(self, *arguments: str) -> str:
+        """The sentence of a mistake."""
+        code, out, err = self._run(*arguments)
+        assert (code, out, err[:7], err.count("\n")) == (2, "", "error: ", 1)
+        return err
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN)
+    return Call(capsys)
 
 
 def run_file(nodes: tuple[int, int, int] = (2, 2, 2), gpus: int = 8, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -48,6 +67,4 @@ def run_file(nodes: tuple[int, int, int] = (2, 2, 2), gpus: int = 8, **sections:
         "model": {"path": "qwen3-14b"},
         "rollout": {"max_model_len": 16384},
     }
-    for section, values in sections.items():
-        made[section] = {**made.get(section, {}), **values}
-    return made
+    return made | {section: {**made.get(section, {}), **values} for section, values in sections.items()}

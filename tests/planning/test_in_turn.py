@@ -3,7 +3,6 @@ simulated, and with the keys that they need."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
@@ -70,14 +69,12 @@ def test_a_batch_in_turn_takes_both_stages_and_a_pair_of_switches(eta: int) -> N
     made = asked(eta)
     search = made.search()
     for plan in search.in_turn([4], 0):
-        assert plan.in_turn is not None
         rolls = 4 if plan.in_turn.core_rolls else 4 - plan.nodes
         assert (plan.trains, plan.rolls(4)) == (3, rolls)
         assert 8 * rolls == plan.rollout.devices(0)
         whole = plan.train.time.total + plan.update.diff_s + plan.rollout_s + 5.0
         assert plan.seconds == pytest.approx(whole + plan.update.pause_s / plan.rollout.least_tp)
         alone = search.build([4], 0, plan.nodes)
-        assert alone is not None
         assert plan.train.time.total < alone.train.time.total or plan.nodes == 3
         assert plan.rollout_s < alone.rollout_s or not plan.in_turn.core_rolls
 
@@ -93,7 +90,6 @@ def test_what_this_version_does_not_run_is_shown_for_study_alone() -> None:
     search = made.search()
     for result in (search.run(), simulated_plans(made, search, search.run())):
         assert all(plan.in_turn is None for plan in result.plans)
-        assert result.study is not None
         ((plan, even_s),) = in_turn_of(result)
         assert plan is result.study
         assert even_s == pytest.approx(min(p.seconds for p in result.plans) - plan.seconds)
@@ -146,11 +142,10 @@ def test_a_split_that_is_filled_in_has_the_hybrid_nodes_of_a_plan_in_turn(monkey
 
 def test_the_command_says_what_it_takes_and_needs(call: Call) -> None:
     many = ("-o", "algorithm.eta=0", "-o", "algorithm.minibatches=2")
-    out = " ".join(call(*many, "--switch-s", "0", "--write", "chosen.toml", "--force")[1].split())
+    out = " ".join(call.shown(*many, "--switch-s", "0", "--write", "chosen.toml", "--force").split())
     assert "nodes serve both stages" in out
     assert "0 ms of switches (given); the best split is as fast at" in out
     assert 'needs planner.time_sharing = "auto"' in out
-    assert "(assumed: --switch-s); the best split is as fast" in " ".join(call(*many)[1].split())
-    found = json.loads(call(*many, "--switch-s", "0", "--json")[1])
-    assert found["plans"][0]["in_turn"]["switch_s"] == 0.0
-    assert "not run by libra-hpc yet" in " ".join(call()[1].split())
+    assert "(assumed: --switch-s); the best split is as fast" in " ".join(call.shown(*many).split())
+    assert call.json(*many, "--switch-s", "0")["plans"][0]["in_turn"]["switch_s"] == 0.0
+    assert "not run by libra-hpc yet" in " ".join(call.shown().split())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Callable
@@ -33,9 +32,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def rows(call: Call, *arguments: str) -> int:
     """Plans of the last table: of the split where the planner fills it in."""
-    code, out, err = call(*arguments)
-    assert code == 0, err
-    return len(re.findall(r"^ *\S*\d+\+\d+ +TP", out.rpartition("train as")[2], re.MULTILINE))
+    return len(re.findall(r"^ *\S*\d+\+\d+ +TP", call.shown(*arguments).rpartition("train as")[2], re.MULTILINE))
 
 
 @pytest.fixture
@@ -74,11 +71,11 @@ def test_every_row_can_be_written_and_passes_the_checks(
     example: str, model: str, nodes: tuple[int, int, int], split: str, tmp_path: Path, call: Call
 ) -> None:
     folder = model_folder(tmp_path / "policy", model_shape(model))
-    names = ("train", "hybrid", "rollout")
-    counts = dict(zip(names, nodes, strict=True))
-    if example == "a800-8":
-        del counts["hybrid"]
-    set_nodes = [f"components.{name}.nodes={count}" for name, count in counts.items()]
+    set_nodes = [
+        f"components.{name}.nodes={count}"
+        for name, count in zip(("train", "hybrid", "rollout"), nodes, strict=True)
+        if (example, name) != ("a800-8", "hybrid")
+    ]
     lines = (EXAMPLES / f"{example}.toml").read_text().splitlines()
     if split == "auto":
         lines = [line for line in lines if line.partition(" =")[0] not in ("tp", "pp", "engines_per_node")]
@@ -88,8 +85,7 @@ def test_every_row_can_be_written_and_passes_the_checks(
     count = rows(call, *arguments)
     assert count >= 1
     for row in range(1, count + 1):
-        code, _, err = call(*arguments, "--write", "chosen.toml", "--choose", str(row), "--force")
-        assert code == 0, err
+        call.shown(*arguments, "--write", "chosen.toml", "--choose", str(row), "--force")
         config = load_run_file(tmp_path / "chosen.toml")
         assert config.components.split == "explicit"
         stated = tomllib.loads((tmp_path / "chosen.toml").read_text())
@@ -129,12 +125,10 @@ def test_a_plan_whose_nodes_lack_room_for_snapshots_has_none(
     monkeypatch.setattr(checked_run, "partitions", lambda environment: known)
     folder = model_folder(tmp_path / "policy", model_shape("qwen3-14b"))
     cuda = ("-o", "slurm.device=cuda", "-o", f"model.path={folder}")
-    code, out, err = call(*cuda, "--write", "chosen.toml")
-    assert code == 0, err
+    out = call.shown(*cuda, "--write", "chosen.toml")
     assert "note: its nodes have too little memory for snapshots: train.snapshot_every = 0" in out
     assert load_run_file(tmp_path / "chosen.toml").train.snapshot_every == 0
-    code, _, err = call(*cuda, "-o", "train.snapshot_every=4")
-    assert code == 2
+    err = call.refused(*cuda, "-o", "train.snapshot_every=4")
     assert err.startswith("error: No training layout fits beside a rollout node; nearest: training on 5 nodes, ")
 
 
@@ -159,11 +153,10 @@ def test_training_on_either_kind_of_node_can_be_written(tmp_path: Path, call: Ca
     folder = model_folder(tmp_path / "policy", model_shape("qwen3-4b"))
     (tmp_path / "run.toml").write_text(TWO_KINDS)
     arguments = ("-o", f"model.path={folder}", "-o", f"run.dir={tmp_path}", "--best", "9")
-    found = json.loads(call(*arguments, "--json")[1])["plans"]
+    found = call.json(*arguments)["plans"]
     assert {plan["pool"] for plan in found} == {0, 1}
     for row, plan in enumerate(found, start=1):
-        code, _, err = call(*arguments, "--write", "chosen.toml", "--choose", str(row), "--force")
-        assert code == 0, err
+        call.shown(*arguments, "--write", "chosen.toml", "--choose", str(row), "--force")
         config = load_run_file(tmp_path / "chosen.toml")
         parts = config.components
         assert parts.train.gpu_type == ("h200" if plan["pool"] else "a800")
@@ -175,12 +168,12 @@ def test_comments_survive_and_a_file_is_replaced_by_order_only(tmp_path: Path, c
     folder = model_folder(tmp_path / "policy", model_shape("qwen3-4b"))
     (tmp_path / "run.toml").write_text(TWO_KINDS)
     arguments = ("-o", f"model.path={folder}", "--write")
-    assert call(*arguments, "chosen.toml")[0] == 0
+    call.shown(*arguments, "chosen.toml")
     text = (tmp_path / "chosen.toml").read_text()
     assert text.startswith("\n# Two kinds of GPU.\n")
     assert "  # the small ones\n" in text
-    code, _, err = call(*arguments, "chosen.toml")
-    assert (code, err) == (2, "error: --write = 'chosen.toml': the file exists; valid: another name, or --force.\n")
+    exists = "error: --write = 'chosen.toml': the file exists; valid: another name, or --force.\n"
+    assert call.refused(*arguments, "chosen.toml") == exists
     assert (tmp_path / "chosen.toml").read_text() == text
 
 
@@ -198,9 +191,7 @@ def test_what_cannot_be_written_is_one_sentence(
 ) -> None:
     folder = model_folder(tmp_path / "policy", model_shape("qwen3-4b"))
     (tmp_path / "run.toml").write_text(TWO_KINDS.replace("h200", "a800"))
-    code, _, err = call("-o", f"model.path={folder}", "--write", "chosen.toml", *options)
-    assert code == 2
-    assert sentence in err
+    assert sentence in call.refused("-o", f"model.path={folder}", "--write", "chosen.toml", *options)
     assert not (tmp_path / "chosen.toml").exists()
 
 

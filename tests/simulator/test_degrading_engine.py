@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 from bench.controlled_simulation import ControlledSimulation
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.steps import StepTimes
@@ -46,11 +48,8 @@ def test_work_leaves_an_engine_that_becomes_three_times_slower_gradually() -> No
         work, engines, CausalMlfq(), SimulationSettings(), controller=watch, controller_s=EVERY_S
     ).run()
 
-    def mean(begin: float, end: float) -> float:
-        found = [share for at, share in shares.items() if begin <= at < end]
-        return sum(found) / len(found)
-
-    before, soon, later = mean(50, SLOW_AT), mean(SLOW_AT, SLOW_AT + 20), mean(SLOW_AT + 60, SLOW_AT + 160)
+    spans = ((50, SLOW_AT), (SLOW_AT, SLOW_AT + 20), (SLOW_AT + 60, SLOW_AT + 160))
+    before, soon, later = (fmean(share for at, share in shares.items() if a <= at < b) for a, b in spans)
     assert 0.1 < before < 0.3, "about a sixth"
     assert soon > 0.3 * before, "it keeps running turns, and long contexts"
     assert later < 0.3 * before

@@ -4,8 +4,7 @@ changes."""
 from __future__ import annotations
 
 import statistics
-
-import msgspec
+from typing import Any
 
 from libra_hpc.policies.scheduling.availability import Availability
 from libra_hpc.policies.scheduling.board import Board
@@ -21,6 +20,7 @@ from libra_hpc.simulator.serving_traffic import ServingRequest
 from libra_hpc.simulator.settings import EngineSpec, LenderSpec, SimulationSettings
 from libra_hpc.simulator.simulate import Simulation
 from libra_hpc.traces.generate import Dials, generate
+from tests.policies.scheduling.boards import board, turn
 
 from .toys import Linear, Spread, single
 
@@ -64,8 +64,13 @@ def work(count: int = 64) -> list[TrajectoryRecord]:
     return generate("search", Dials(trajectories=count, max_context=20_000))
 
 
-def played(engines: list[EngineSpec], trajectories: list[TrajectoryRecord]) -> tuple[Simulation, SimulationResult]:
-    simulation = Simulation(trajectories, engines, Spread(), SETTINGS)
+def played(
+    engines: list[EngineSpec],
+    trajectories: list[TrajectoryRecord] | None = None,
+    policy: Any = None,
+    settings: SimulationSettings = SETTINGS,
+) -> tuple[Simulation, SimulationResult]:
+    simulation = Simulation(trajectories or work(), engines, policy or Spread(), settings)
     return simulation, simulation.run()
 
 
@@ -75,9 +80,8 @@ def tokens(result: SimulationResult, prefix: str) -> int:
 
 def test_a_lender_without_room_changes_no_decision() -> None:
     without, beside = Routes(), Routes()
-    Simulation(work(), own(), without, SETTINGS).run()
-    taken_back = LenderSpec(away=((0.0, 1e9),))
-    Simulation(work(), [*own(), EngineSpec("lent", 1, STEP, lender=taken_back)], beside, SETTINGS).run()
+    played(own(), policy=without)
+    played([*own(), *lent(away=((0.0, 1e9),))], policy=beside)
     assert len(without.seen) > 100
     assert beside.seen == without.seen
 
@@ -85,25 +89,23 @@ def test_a_lender_without_room_changes_no_decision() -> None:
 def test_users_wait_for_one_step_at_most() -> None:
     requests = tuple(ServingRequest(1.0 + 3.0 * at, 200, 20) for at in range(30))
     limits = GateLimits(0.5, 0.15)
-    simulation, result = played([*own(1), *lent(requests=requests, limits=limits)], work())
+    simulation, result = played([*own(1), *lent(requests=requests, limits=limits)])
     served = simulation.lenders.lenders["lent-0"].served
     alone = STEP.base + 200 * STEP.prefill
-    longest = limits.share * limits.ttft_s
     assert tokens(result, "lent") > 0
     assert len(served.ttft_s) >= 20
     assert min(served.ttft_s) >= alone
-    assert max(served.ttft_s) <= alone + 1.2 * longest
-    assert max(served.ttft_s) > alone + 1e-6, "some arrive while a rollout step runs"
+    # Some arrive while a rollout step runs.
+    assert 1e-6 < max(served.ttft_s) - alone <= 1.2 * limits.share * limits.ttft_s
     assert statistics.fmean(served.tpot_s) < 1.01 * STEP.base, "no step of a rollout begins between their tokens"
 
 
 def test_with_slack_it_rolls_out_beside_users() -> None:
     limits = GateLimits(0.5, 0.15)
-    engines = [*own(1), *lent(requests=ALWAYS, limits=limits)]
-    assert tokens(played(engines, work())[1], "lent") < 100
+    assert tokens(played([*own(1), *lent(requests=ALWAYS, limits=limits)])[1], "lent") < 100
     quiet = tuple(ServingRequest(5.0 + 0.5 * at, 100, 100) for at in range(4000))
     slack = lent(requests=quiet, limits=limits._replace(give="slack"))
-    simulation, result = played([*own(1), *slack], work())
+    simulation, result = played([*own(1), *slack])
     assert tokens(result, "lent") > 1000
     assert max(simulation.lenders.lenders["lent-0"].served.tpot_s) < 0.15
 
@@ -114,14 +116,12 @@ def test_nothing_is_lost_when_an_engine_is_taken_back_and_returns() -> None:
     assert result.trajectories == len(whole)
     assert result.generated_tokens == sum(one.generated for one in whole)
     assert simulation.lenders.leaves >= 2
-    names = [engine.engine for engine in result.engines]
-    assert names.count("lent-0") == 3, "it was there three times"
+    assert sum(engine.engine == "lent-0" for engine in result.engines) == 3, "it was there three times"
     assert tokens(result, "lent") > 0
 
 
 def test_who_stands_still_goes_elsewhere() -> None:
-    busy = (ServingRequest(1.0, 100, 5000),)
-    engines = [*own(1), *lent(requests=busy)]
+    engines = [*own(1), *lent(requests=(ServingRequest(1.0, 100, 5000),))]
     simulation, result = played(engines, [single("a", 100, 500), single("b", 100, 500)])
     assert simulation.lenders.leaves == 1
     assert result.moves == 1
@@ -129,10 +129,8 @@ def test_who_stands_still_goes_elsewhere() -> None:
 
 
 def test_training_waits_for_own_engines_only() -> None:
-    settings = msgspec.structs.replace(SETTINGS, batch_groups=2, train_s=1.0)
-    gone = lent(away=((2.0, 5000.0),))
-    result = Simulation(work(), [*own(1), *gone], Spread(), settings).run()
-    assert len(result.steps) == 4
+    settings = SimulationSettings(batch_groups=2, train_s=1.0)
+    assert len(played([*own(1), *lent(away=((2.0, 5000.0),))], settings=settings)[1].steps) == 4
 
 
 def test_share_leaves_and_patience_follow_what_happens() -> None:
@@ -143,14 +141,13 @@ def test_share_leaves_and_patience_follow_what_happens() -> None:
         found.passed(1.0, False)
         found.paused(1.0)
     assert abs(found.share - 0.8) < 0.02
-    board = Board(8)
-    board.up("own", 1, 100_000, 0)
-    assert abs(found.patience_s(board, 100) - 2.0) < 1e-6, "twice the usual pause"
-    assert Availability().patience_s(board, 100) < 0.1, "its prefill elsewhere"
-    assert Availability().patience_s(board, 10**6) == STAND_S
+    own_alone = board(("own", 1), cap=8)
+    assert abs(found.patience_s(own_alone, 100) - 2.0) < 1e-6, "twice the usual pause"
+    assert Availability().patience_s(own_alone, 100) < 0.1, "its prefill elsewhere"
+    assert Availability().patience_s(own_alone, 10**6) == STAND_S
     for _ in range(200):
         found.paused(100.0)
-    assert found.patience_s(board, 100) == LONGEST_S
+    assert found.patience_s(own_alone, 100) == LONGEST_S
     for _ in range(3):
         found.left()
     assert found.leaves_per_s > 0.009
@@ -159,36 +156,33 @@ def test_share_leaves_and_patience_follow_what_happens() -> None:
 
 
 def test_who_may_have_to_leave_goes_to_an_own_engine() -> None:
-    def engine(leaves_per_s: float, share: float) -> str:
-        board, policy = Board(8, adaptive=False), CausalMlfq()
-        board.up("own", 1, 100_000, 0)
-        board.up("lent", 1, 100_000, 0, borrowed=True)
-        board.lends("lent", share, leaves_per_s)
+    def at_own(leaves_per_s: float, share: float) -> int:
+        """Out of three turns."""
+        made, policy = board(("own", 1), cap=8), CausalMlfq()
+        made.up("lent", 1, 100_000, 0, borrowed=True)
+        made.lends("lent", share, leaves_per_s)
+        chosen = []
         for number in range(3):
-            turn = TurnView(f"t{number}", f"p{number}", 0, "x", 4000, 0, 0, 0.0, "", ())
-            decision = policy.route(turn, board, 0.0)
-            board.sent(decision.engine, turn.context_tokens)
-        return "".join(sorted(policy._tracked[f"t{number}"].load.view.engine[0] for number in range(3)))  # type: ignore[union-attr]
+            chosen.append(policy.route(turn(f"t{number}", f"p{number}", sample=0, context=4000), made, 0.0).engine)
+            made.sent(chosen[-1], 4000)
+        return chosen.count("own")
 
-    assert engine(0.0, 1.0) in ("llo", "loo")
-    assert engine(10.0, 1.0) == "ooo", "its turns leave ten times a second"
-    assert engine(0.0, 0.02) == "ooo", "its steps take 50 times as long"
+    assert at_own(0.0, 1.0) in (1, 2)
+    assert at_own(10.0, 1.0) == 3, "its turns leave ten times a second"
+    assert at_own(0.0, 0.02) == 3, "its steps take 50 times as long"
 
 
 def test_a_borrowed_engine_is_dearer_not_slow_and_its_cache_may_shrink() -> None:
-    board, loads = Board(8, adaptive=False), EngineLoads()
-    for name in ("a", "b", "c"):
-        board.up(name, 1, 100_000, 0)
-    view = board.up("lent", 1, 100_000, 0, borrowed=True)
-    before = board.engines["a"].base_s
-    board.lends("lent", 0.25, 0.0)
+    made, loads = board(("a", 1), ("b", 1), ("c", 1), cap=8), EngineLoads()
+    view = made.up("lent", 1, 100_000, 0, borrowed=True)
+    before = made.engines["a"].base_s
+    made.lends("lent", 0.25, 0.0)
     assert view.base_s == 4 * before
-    assert board.engines["a"].base_s == before
-    assert SlowEngines().update(board, 0.0) == SlowEngines().update(board, 100.0) == []
-    loads.sync(board)
+    assert made.engines["a"].base_s == before
+    assert SlowEngines().update(made, 0.0) == SlowEngines().update(made, 100.0) == []
+    loads.sync(made)
     load = loads.get("lent")
-    assert load is not None
-    board.resize("lent", 30_000)
-    loads.sync(board)
+    made.resize("lent", 30_000)
+    loads.sync(made)
     assert loads.get("lent") is load, "what is placed there stays"
     assert (load.kv_capacity, load.cache.capacity) == (30_000, 30_000)

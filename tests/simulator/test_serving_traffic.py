@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 
 import pytest
 
@@ -34,9 +35,8 @@ def at(values: list[float], share: float) -> float:
 def measured(kind: Traffic, seed: int) -> dict[str, float]:
     """The statistics of a trace, as they were taken of Azure's."""
     times = arrivals(kind, TRACE_S, seed)
-    counts = [0] * TRACE_S
-    for time in times:
-        counts[int(time)] += 1
+    each = Counter(map(int, times))
+    counts = [each[second] for second in range(TRACE_S)]
     busy = [float(count) for count in counts if count]
     tens = [sum(counts[start : start + 10]) for start in range(0, TRACE_S, 10)]
     gaps = [b - a for a, b in itertools.pairwise(times)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,11 +18,11 @@ from libra_hpc.policies.scheduling.protocol import Decision, TurnView
 from libra_hpc.policies.scheduling.turn_migration import Running, TurnMigration
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulator.result import SimulationResult
-from libra_hpc.simulator.settings import SimulationSettings, trajectory_ids
+from libra_hpc.simulator.settings import EngineSpec, SimulationSettings, trajectory_ids
 from libra_hpc.simulator.simulate import simulate
 from libra_hpc.simulator.simulated_trajectory import SimulatedTrajectory
 
-from .toys import Exchange, Linear, Restless, Spread, single, spec, turn
+from .toys import Linear, Restless, Spread, exchange, single, spec, turn
 
 NOW = SimulationSettings(block_size=4, send_s=0.0, answer_s=0.0)
 """Hops that take no time."""
@@ -59,11 +61,6 @@ def with_(**changes: object) -> SimulationSettings:
     return msgspec.structs.replace(NOW, **changes)
 
 
-def alone(work: list[TrajectoryRecord], **changes: object) -> SimulationResult:
-    """On one engine."""
-    return simulate(work, [spec("e", Linear(400))], Spread(), with_(**changes))
-
-
 class Always(Spread):
     """Routes every turn in the same way."""
 
@@ -76,16 +73,126 @@ class Always(Spread):
         return Decision(engine, 0, board.engines[engine].level if engine else 0, "always", {})
 
 
-def test_tools_and_hops_add_up() -> None:
-    work = [TrajectoryRecord("p", 0, 8, (turn(3, tool_s=5.0), turn(2, new=4, tool_s=1.0), turn(1, tool=None)))]
-    result = alone(work, send_s=0.25, answer_s=0.5)
-    # 3 turns of (0.25 + tokens + 0.5) and two tools.
-    assert result.makespan_s == 3 * 0.75 + 6 + 6
-    assert (result.trajectories, result.turns, result.generated_tokens) == (1, 3, 6)
-    assert result.turn_latency.p99 == 3.75
-    assert result.completion.mean == result.makespan_s
-    assert result.tokens_per_s == 6 / result.makespan_s
-    assert result.idle_share == 1.0 - 6 / result.makespan_s
+ONE = [spec("e", Linear(400))]
+UPDATE = UpdateTime(diff_s=1.0, wire_s=2.0, stage_s=4.0, pause_s=0.5)
+RUNS = [
+    pytest.param(
+        [TrajectoryRecord("p", 0, 8, (turn(3, tool_s=5.0), turn(2, new=4, tool_s=1.0), turn(1, tool=None)))],
+        ONE,
+        {"send_s": 0.25, "answer_s": 0.5},
+        # 3 turns of (0.25 + tokens + 0.5) and two tools.
+        {
+            "makespan_s": 3 * 0.75 + 6 + 6,
+            "completion.mean": 3 * 0.75 + 6 + 6,
+            "turn_latency.p99": 3.75,
+            "turns": 3,
+            "generated_tokens": 6,
+            "tokens_per_s": 6 / 14.25,
+            "idle_share": 1.0 - 6 / 14.25,
+        },
+        [],
+        id="tools and hops add up",
+    ),
+    pytest.param(
+        [single(f"p{i}", 4, 10) for i in range(3)],
+        ONE,
+        {"max_inflight": 1},
+        {"finish_s": [10.0, 20.0, 30.0], "queue_wait.p99": 20.0},
+        [],
+        id="a full engine lets turns wait in order",
+    ),
+    pytest.param(
+        [single(f"p{i}", 4, 10 + i) for i in range(4)],
+        ONE,
+        {"batch_groups": 2, "eta": 0, "train_s": 5.0, "sync_s": 2.0},
+        # Two groups, the longer of 11 tokens; 5 s of training; 2 s of update; then the same with 13 tokens and 5 s.
+        {"finish_s": [10.0, 11.0, 30.0, 31.0], "makespan_s": 36.0},
+        [
+            {"step": n, "groups": 2, "tokens": tokens, "staleness": 0, "batch_at": at, "start_at": at, "end_at": at + 5}
+            for n, tokens, at in ((1, 8 + 21, 11.0), (2, 8 + 25, 31.0))
+        ],
+        id="synchronous steps follow the gate",
+    ),
+    *(
+        # Complete at 10, 14 and 18 s, with 14, 18 and 22 of 54 tokens; a second of training for three tokens.
+        pytest.param(
+            [single(f"p{i}", 4, 10 + 4 * i) for i in range(3)],
+            ONE,
+            {"batch_groups": 3, "eta": eta, "train_s": 18.0, "portion_groups": portion},
+            {"finish_s": [10.0, 14.0, 18.0]},
+            [{"end_at": pytest.approx(18.0 + left_s)}],
+            id=f"portions of {portion} groups of a batch are trained once they are complete, eta {eta}",
+        )
+        for portion, eta, left_s in ((0, 0, 18.0), (1, 0, 10.0), (2, 0, 14.0), (3, 0, 18.0), (1, 1, 18.0))
+    ),
+    pytest.param(
+        [single(f"p{i}", 4, 8) for i in range(6)],
+        ONE,
+        {"batch_groups": 1, "eta": 1, "train_s": 4.0, "sync_s": 0.5, "max_open_groups": 1},
+        # A group starts the moment the one before ends; its update comes at the boundary 4 s later, costs 0.5 s and the
+        # prefill is repeated by the step that gives the next token anyway.
+        {"finish_s": [8.0, 16.5, 25.0, 33.5, 42.0, 50.5], "recomputed": 5},
+        [{"staleness": 0}, *[{"staleness": 1}] * 5],
+        id="asynchronous steps overlap within the staleness bound",
+    ),
+    pytest.param(
+        [single(f"p{i}", 4, 8) for i in range(2)],
+        ONE,
+        {"batch_groups": 1, "eta": 0, "train_s": 5.0, "update": UPDATE},
+        # The next group starts after 5 s of training, and 1 + 2 + 4 + 0.5 s of update.
+        {"finish_s": [8.0, 28.5]},
+        [{"end_at": 14.0}, {"end_at": 34.5}],
+        id="new weights are written, sent and staged before engines switch",
+    ),
+    pytest.param(
+        [single("p0", 4, 4), single("p1", 4, 1), single("p2", 4, 1)],
+        [spec("a", Linear(400)), spec("b", Linear(400, base=10.0))],
+        {"batch_groups": 1, "eta": 1, "train_s": 1.0, "sync_s": 0.5},
+        # Version 1 is there at 5; a has it at 5.5, b at 10.5, after its step: only then p2 starts.
+        {"finish_s": [4.0, 10.0, 11.5]},
+        [],
+        id="admission counts the version of the slowest engine",
+    ),
+    pytest.param(
+        [single("p", 16, 2), single("p", 41, 2, sample=1)],
+        ONE,
+        {},
+        {"cached_tokens": 16, "prefilled_tokens": 16 + 25},
+        [],
+        id="samples with prompts of different length share the shorter",
+    ),
+]
+
+
+@pytest.mark.parametrize(("work", "engines", "changes", "facts", "steps"), RUNS)
+def test_a_run_is_what_was_computed_by_hand(
+    work: list[TrajectoryRecord],
+    engines: list[EngineSpec],
+    changes: dict[str, Any],
+    facts: dict[str, Any],
+    steps: list[dict[str, Any]],
+) -> None:
+    result = simulate(work, engines, Spread(), with_(**changes))
+    assert {name: attrgetter(name)(result) for name in facts} == facts
+    seen = [{name: getattr(step, name) for name in wanted} for step, wanted in zip(result.steps, steps, strict=False)]
+    assert seen == steps
+    assert msgspec.json.decode(msgspec.json.encode(result), type=SimulationResult) == result
+
+
+def test_moves_are_counted_and_computed_again() -> None:
+    alternate = Always(lambda turn: "ab"[turn.turns % 2])
+    work = [TrajectoryRecord("p", 0, 8, (turn(3), turn(2, new=4), turn(1, new=1)))]
+    result = simulate(work, [spec("a", Linear(400)), spec("b", Linear(400, tp=2))], alternate, NOW)
+    assert (result.moves, result.tp_moves, result.by_level) == (2, 2, [2, 1])
+    # b computes all 15 again, 10 of which had been; a still has 8 of the 18, and 16 had been computed.
+    assert (result.prefilled_tokens, result.cached_tokens) == (8 + 15 + 10, 8)
+    assert result.reprefilled_by == {"move": 10 + 8}
+    assert result.reprefilled_tokens == 18
+    assert [decision.reason for decision in result.sampled] == ["always"] * 3
+    # A turn goes where it fits.
+    small = [spec("small", Linear(40)), spec("large", Linear(100))]
+    result = simulate([single("p", 40, 20)], small, Always(lambda turn: "small"), NOW)
+    assert (result.redirected, result.makespan_s) == (1, 20.0)
 
 
 def test_a_policy_sees_what_the_live_leader_shows_it() -> None:
@@ -112,18 +219,6 @@ def test_a_policy_sees_what_the_live_leader_shows_it() -> None:
 def test_names_distinguish_repeated_samples() -> None:
     work = [single("p", 4, 1), single("q", 4, 1), single("p", 4, 1), single("p", 4, 1, sample=1)]
     assert trajectory_ids(work) == ["p/0", "q/0", "p/0#2", "p/1"]
-
-
-def test_moves_are_counted_and_computed_again() -> None:
-    alternate = Always(lambda turn: "ab"[turn.turns % 2])
-    work = [TrajectoryRecord("p", 0, 8, (turn(3), turn(2, new=4), turn(1, new=1)))]
-    result = simulate(work, [spec("a", Linear(400)), spec("b", Linear(400, tp=2))], alternate, NOW)
-    assert (result.moves, result.tp_moves, result.by_level) == (2, 2, [2, 1])
-    # b computes all 15 again, 10 of which had been; a still has 8 of the 18, and 16 had been computed.
-    assert (result.prefilled_tokens, result.cached_tokens) == (8 + 15 + 10, 8)
-    assert result.reprefilled_by == {"move": 10 + 8}
-    assert result.reprefilled_tokens == 18
-    assert [decision.reason for decision in result.sampled] == ["always"] * 3
 
 
 def test_an_interrupted_turn_goes_on_elsewhere_with_what_it_has_and_ends_sooner() -> None:
@@ -165,62 +260,6 @@ def test_a_long_turn_beside_others_is_moved_to_an_engine_that_fell_idle() -> Non
     assert moved.generated_tokens == stayed.generated_tokens
 
 
-def test_a_full_engine_lets_turns_wait_in_order() -> None:
-    result = alone([single(f"p{i}", 4, 10) for i in range(3)], max_inflight=1)
-    assert result.finish_s == [10.0, 20.0, 30.0]
-    assert result.queue_wait.p99 == 20.0
-
-
-def test_synchronous_steps_follow_the_gate() -> None:
-    work = [single(f"p{i}", 4, 10 + i) for i in range(4)]
-    result = alone(work, batch_groups=2, eta=0, train_s=5.0, sync_s=2.0)
-    # Two groups, the longer of 11 tokens; 5 s of training; 2 s of update; then the same with 13 tokens and 5 s.
-    assert result.finish_s == [10.0, 11.0, 30.0, 31.0]
-    assert result.makespan_s == 36.0
-    assert [
-        (step.step, step.groups, step.tokens, step.staleness, step.batch_at, step.start_at, step.end_at)
-        for step in result.steps
-    ] == [(1, 2, 8 + 21, 0, 11.0, 11.0, 16.0), (2, 2, 8 + 25, 0, 31.0, 31.0, 36.0)]
-
-
-def test_portions_of_a_synchronous_batch_are_trained_once_they_are_complete() -> None:
-    work = [single(f"p{i}", 4, 10 + 4 * i) for i in range(3)]
-    # Complete at 10, 14 and 18 s, with 14, 18 and 22 of 54 tokens; a second of training for three tokens.
-    for portion, left_s in ((0, 18.0), (1, 10.0), (2, 14.0), (3, 18.0)):
-        result = alone(work, batch_groups=3, eta=0, train_s=18.0, portion_groups=portion)
-        assert result.finish_s == [10.0, 14.0, 18.0]
-        assert result.steps[0].end_at == pytest.approx(18.0 + left_s)
-    result = alone(work, batch_groups=3, eta=1, train_s=18.0, portion_groups=1)
-    assert result.steps[0].end_at == 36.0
-
-
-def test_asynchronous_steps_overlap_within_the_staleness_bound() -> None:
-    work = [single(f"p{i}", 4, 8) for i in range(6)]
-    result = alone(work, batch_groups=1, eta=1, train_s=4.0, sync_s=0.5, max_open_groups=1)
-    assert max(step.staleness for step in result.steps) <= 1
-    assert len(result.steps) == 6
-    # A group starts the moment the one before ends; its update comes at the boundary 4 s later, costs 0.5 s and the
-    # prefill is repeated by the step that gives the next token anyway.
-    assert result.finish_s == [8.0, 16.5, 25.0, 33.5, 42.0, 50.5]
-    assert result.recomputed == 5
-
-
-def test_new_weights_are_written_sent_and_staged_before_engines_switch() -> None:
-    update = UpdateTime(diff_s=1.0, wire_s=2.0, stage_s=4.0, pause_s=0.5)
-    result = alone([single(f"p{i}", 4, 8) for i in range(2)], batch_groups=1, eta=0, train_s=5.0, update=update)
-    # The next group starts after 5 s of training, and 1 + 2 + 4 + 0.5 s of update.
-    assert result.finish_s == [8.0, 28.5]
-    assert [step.end_at for step in result.steps] == [14.0, 34.5]
-
-
-def test_admission_counts_the_version_of_the_slowest_engine() -> None:
-    work = [single("p0", 4, 4), single("p1", 4, 1), single("p2", 4, 1)]
-    engines = [spec("a", Linear(400)), spec("b", Linear(400, base=10.0))]
-    result = simulate(work, engines, Spread(), with_(batch_groups=1, eta=1, train_s=1.0, sync_s=0.5))
-    # Version 1 is there at 5; a has it at 5.5, b at 10.5, after its step: only then p2 starts.
-    assert result.finish_s == [4.0, 10.0, 11.5]
-
-
 def test_a_training_function_gets_the_tokens_of_the_batch_and_the_nodes() -> None:
     asked = []
 
@@ -235,10 +274,10 @@ def test_a_training_function_gets_the_tokens_of_the_batch_and_the_nodes() -> Non
 
 def test_an_engine_leaves_after_its_turns_and_another_joins() -> None:
     work = [TrajectoryRecord(f"p{i}", 0, 4, (turn(10), turn(10, new=1, tool=None))) for i in range(2)]
-    exchange = Exchange("a", spec("c", Linear(400, tp=2)), delay_s=15.0)
+    control = exchange("a", spec("c", Linear(400, tp=2)), delay_s=15.0)
     engines = [spec("a", Linear(400)), spec("b", Linear(400))]
     result = ControlledSimulation(
-        work, engines, Spread(), with_(max_inflight=1), controller=exchange, controller_s=5.0
+        work, engines, Spread(), with_(max_inflight=1), controller=control, controller_s=5.0
     ).run()
     # a ends its turn at 10 and leaves.  b goes on with its own until 20; the other one waits for it: c would come at
     # 25.
@@ -285,12 +324,6 @@ def test_a_new_sample_is_a_context_of_its_own_and_all_samples_are_trained() -> N
     assert result.prefilled_tokens + result.cached_tokens == 8 + (8 + 20 + 3) + 10
 
 
-def test_a_turn_goes_where_it_fits() -> None:
-    engines = [spec("small", Linear(40)), spec("large", Linear(100))]
-    result = simulate([single("p", 40, 20)], engines, Always(lambda turn: "small"), NOW)
-    assert (result.redirected, result.makespan_s) == (1, 20.0)
-
-
 def test_seeds_shuffle_the_groups_and_nothing_else() -> None:
     work = [single(f"p{i}", 4, 5 + i) for i in range(6)]
     engines = [spec("e", Linear(400))]
@@ -298,13 +331,6 @@ def test_seeds_shuffle_the_groups_and_nothing_else() -> None:
     assert runs[1] == runs[2]
     assert len({tuple(run.finish_s) for run in runs}) == 3
     assert {run.makespan_s for run in runs} == {sum(range(5, 11))}
-
-
-def test_a_result_is_plain_json() -> None:
-    result = alone([single("p", 4, 5)])
-    data = msgspec.json.decode(msgspec.json.encode(result))
-    assert data["makespan_s"] == 5.0
-    assert data["engines"][0]["segments"] == [[0.0, 5.0, 1.0]]
 
 
 def test_a_policy_may_neither_wait_for_ever_nor_overfill_an_engine() -> None:
@@ -327,9 +353,3 @@ def test_a_policy_may_neither_wait_for_ever_nor_overfill_an_engine() -> None:
 def test_mistakes_are_one_sentence(work: list[TrajectoryRecord], changes: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         simulate(work, [spec("e", Linear(396))], Spread(), with_(**changes))
-
-
-def test_samples_with_prompts_of_different_length_share_the_shorter() -> None:
-    work = [single("p", 16, 2), single("p", 41, 2, sample=1)]
-    result = alone(work)
-    assert (result.cached_tokens, result.prefilled_tokens) == (16, 16 + 25)

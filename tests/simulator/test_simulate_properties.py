@@ -3,7 +3,6 @@ changes nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -16,7 +15,7 @@ from libra_hpc.simulator.result import SimulationResult
 from libra_hpc.simulator.settings import SimulationSettings
 from libra_hpc.simulator.simulate import Simulation
 
-from .toys import Exchange, Linear, Restless, Spread, engine, play, request, spec
+from .toys import Linear, Restless, Spread, engine, exchange, play, request, spec
 
 EIGHTH = st.integers(0, 16).map(lambda n: n / 8)
 
@@ -81,9 +80,9 @@ def run(
     sim = Simulation(work, engines, policy(), rules.settings)
     if rules.exchange is not None:
         at_s, delay_s = rules.exchange
-        exchange = Exchange("b", spec("c", Linear(400, 2**-4, 2**-18, 2**-9)), delay_s)
+        control = exchange("b", spec("c", Linear(400, 2**-4, 2**-18, 2**-9)), delay_s)
         sim = ControlledSimulation(
-            work, engines, policy(), rules.settings, controller=exchange, controller_s=at_s + 0.125
+            work, engines, policy(), rules.settings, controller=control, controller_s=at_s + 0.125
         )
     return sim, sim.run()
 
@@ -146,13 +145,13 @@ def crowd(arrivals: list[Arrival], kv: float, max_stretch: int) -> tuple[list[tu
     end."""
     e = engine(Linear(100, 2**-4, kv, 2**-10 if kv else 0.0), max_stretch=max_stretch)
 
-    def arrive(number: int, a: Arrival) -> tuple[float, Callable[[float], object]]:
-        turn = request(f"t{number}", 4 * a.prompt + a.tokens, a.left, f"p{a.prompt}", 4 * a.prompt, a.priority)
-        return a.at / 16, lambda now: e.submit(turn, now)
-
-    done = play(e, *(arrive(i, a) for i, a in enumerate(arrivals)), (1.25, lambda now: e.swap(1, 0.5, now)))
-    held = e.snapshot().kv_use
-    return done, [getattr(e.counters, name) for name in dir(e.counters) if not name.startswith("_")], held
+    turns = [
+        (a.at / 16, request(f"t{i}", 4 * a.prompt + a.tokens, a.left, f"p{a.prompt}", 4 * a.prompt, a.priority))
+        for i, a in enumerate(arrivals)
+    ]
+    done = play(e, *turns, (1.25, lambda e, now: e.swap(1, 0.5, now)))
+    counters = [getattr(e.counters, name) for name in dir(e.counters) if not name.startswith("_")]
+    return done, counters, e.snapshot().kv_use
 
 
 @settings(max_examples=150, deadline=None)

@@ -5,11 +5,12 @@ All figures are sums of powers of two, hence exact in floating point.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 
 from bench.controlled_simulation import ControlledSimulation
 from libra_hpc.models.step_times.steps import StepTimes
-from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.board import Board, EngineView
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
 from libra_hpc.policies.scheduling.turn_migration import Running, TurnMigration
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
@@ -51,8 +52,11 @@ class Spread:
         able = [view for view in board.engines.values() if view.open and view.inflight < view.cap]
         if not able:
             return Decision("", 0, 0, "wait: all full", {})
-        best = min(able, key=lambda view: (view.engine != turn.engine, view.inflight_tokens, view.engine))
+        best = self.best(turn, able)
         return Decision(best.engine, 0, best.level, "{tokens} in flight", {"tokens": best.inflight_tokens})
+
+    def best(self, turn: TurnView, able: list[EngineView]) -> EngineView:
+        return min(able, key=lambda view: (view.engine != turn.engine, view.inflight_tokens, view.engine))
 
     def finished(self, record: Finished, now: float) -> None:
         self.records.append(record)
@@ -69,35 +73,26 @@ class Restless(Spread):
         self.seen: list[tuple[float, str, int]] = []
         self._avoid: dict[str, str] = {}
 
-    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
+    def best(self, turn: TurnView, able: list[EngineView]) -> EngineView:
         avoid = self._avoid.pop(turn.trajectory, "")
-        if not avoid:
-            return super().route(turn, board, now)
-        self.turns.append(turn)
-        able = [view for view in board.engines.values() if view.open and view.inflight < view.cap]
-        best = min(able, key=lambda view: (view.engine == avoid, view.engine))
-        return Decision(best.engine, 0, best.level, "away from {engine}", {"engine": avoid})
+        return min(able, key=lambda view: (view.engine == avoid, view.engine)) if avoid else super().best(turn, able)
 
     def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[TurnMigration]:
-        found = []
-        for run in running:
-            self.seen.append((now, run.turn.trajectory, run.generated))
-            self._avoid[run.turn.trajectory] = run.turn.engine
-            found.append(TurnMigration(run.turn.trajectory, run.turn.turns, run.turn.engine, "", {}))
-        return found
+        runs = list(running)
+        self.seen += [(now, run.turn.trajectory, run.generated) for run in runs]
+        self._avoid |= {run.turn.trajectory: run.turn.engine for run in runs}
+        return [TurnMigration(run.turn.trajectory, run.turn.turns, run.turn.engine, "", {}) for run in runs]
 
 
-class Exchange:
+def exchange(leave: str, join: EngineSpec, delay_s: float) -> Callable[[ControlledSimulation, float], None]:
     """A controller that drains ``leave`` at its first call; ``delay_s`` after its last turn ``join`` is up."""
+    calls = itertools.count()
 
-    def __init__(self, leave: str, join: EngineSpec, delay_s: float) -> None:
-        self._leave, self._join, self._delay_s = leave, join, delay_s
-        self._ordered = False
+    def control(sim: ControlledSimulation, now: float) -> None:
+        if not next(calls):
+            sim.drain(leave, lambda: sim.join(join, delay_s))
 
-    def __call__(self, sim: ControlledSimulation, now: float) -> None:
-        if not self._ordered:
-            self._ordered = True
-            sim.drain(self._leave, lambda: sim.join(self._join, self._delay_s))
+    return control
 
 
 def engine(steps: StepTimes, host: HostCache | None = None, **settings: object) -> Engine:
@@ -128,14 +123,16 @@ def request(
     )
 
 
-def play(engine: Engine, *at: tuple[float, Callable[[float], object] | SimulatedRequest]) -> list[tuple[float, str]]:
+def play(
+    engine: Engine, *at: tuple[float, Callable[[Engine, float], object] | SimulatedRequest]
+) -> list[tuple[float, str]]:
     """Submit requests and do other things at their times, and run the engine until it is idle; returns who ended
     when."""
     todo, done = sorted(at, key=lambda item: item[0]), []
     while todo or engine.next_at != IDLE:
         if todo and todo[0][0] <= engine.next_at:
             now, act = todo.pop(0)
-            _ = engine.submit(act, now) if isinstance(act, SimulatedRequest) else act(now)
+            _ = engine.submit(act, now) if isinstance(act, SimulatedRequest) else act(engine, now)
             continue
         now = engine.next_at
         done += [(now, ended.trajectory) for ended in engine.advance(now)]

@@ -30,8 +30,7 @@ def shares(outcome: float) -> tuple[float, float]:
             calls.append((float(turn.outcome != "ok"), math.log(left)))
             if turn.failed is not None:
                 tests.append((float(turn.failed), math.log(left)))
-    first, second = (statistics.correlation(*zip(*rows, strict=True)) ** 2 for rows in (calls, tests))
-    return first, second
+    return tuple(statistics.correlation(*zip(*rows, strict=True)) ** 2 for rows in (calls, tests))
 
 
 @pytest.mark.parametrize("preset", PROFILES)
@@ -77,14 +76,15 @@ def test_the_longest_tenth_is_more_than_half_of_the_rollout_time(seed: int) -> N
 
 def test_r2e_has_the_measured_statistics_of_coding_agents() -> None:
     what = describe(generate("r2e", Dials(trajectories=2048)))
-    assert what.tool_s is not None
-    assert what.payload is not None
-    assert 17 < what.turns.mean < 22
-    assert 0.03 < what.tool_s.p50 < 0.06
-    assert 350 < what.payload.p50 < 480
-    assert 1300 < what.payload.p90 < 1600
     failed = sum(use.outcomes.get("error", 0) for use in what.tools) / sum(use.calls for use in what.tools)
-    assert 0.13 < failed < 0.2
+    for least, found, most in (
+        (17, what.turns.mean, 22),
+        (0.03, what.tool_s.p50, 0.06),
+        (350, what.payload.p50, 480),
+        (1300, what.payload.p90, 1600),
+        (0.13, failed, 0.2),
+    ):
+        assert least < found < most
     test, fastest = (next(use for use in what.tools if use.tool == name) for name in ("test", "read"))
     assert test.seconds.p50 > 100 * fastest.seconds.p50
 
@@ -108,16 +108,15 @@ def test_the_outcome_dial_sets_how_well_outcomes_predict() -> None:
 
 
 def test_at_full_dial_a_test_run_determines_what_remains() -> None:
-    runs = []
-    for one in generate("r2e", Dials(outcome=1.0)):
-        left = one.generated
-        for turn in one.turns:
-            left -= turn.gen_tokens
-            # A cut trajectory lost some of the work that its outcomes predicted.
-            if turn.failed is not None and one.context < 100_000:
-                runs.append((left, turn.failed))
-    runs.sort()
-    assert [failed for _, failed in runs] == sorted(failed for _, failed in runs)
+    runs = [
+        (sum(later.gen_tokens for later in one.turns[i + 1 :]), turn.failed)
+        for one in generate("r2e", Dials(outcome=1.0))
+        # A cut trajectory lost some of the work that its outcomes predicted.
+        if one.context < 100_000
+        for i, turn in enumerate(one.turns)
+        if turn.failed is not None
+    ]
+    assert [failed for _, failed in sorted(runs)] == sorted(failed for _, failed in runs)
 
 
 def test_drift_changes_the_typical_length_along_the_trace() -> None:
@@ -143,9 +142,7 @@ def test_a_trajectory_is_cut_where_the_context_ends() -> None:
     whole, cut = (generate("r2e", Dials(max_context=tokens)) for tokens in (10**9, 20_000))
     shortened = [after for before, after in zip(whole, cut, strict=True) if before.context > 20_000]
     assert len(shortened) > 50
-    for one in shortened:
-        assert one.context <= 20_000
-        assert one.turns[-1].tool is None
+    assert all(one.context <= 20_000 and one.turns[-1].tool is None for one in shortened)
 
 
 def test_turns_can_be_chosen() -> None:

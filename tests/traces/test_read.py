@@ -254,11 +254,6 @@ def test_a_trajectory_of_several_samples_survives_its_file_and_each_ends_at_the_
         assert [turn.gen_tokens for turn in cut.turns] == left
 
 
-def test_a_trajectory_within_the_limit_stays_as_it_is() -> None:
-    assert LONG.context == 430
-    assert cut_at([LONG], 430) == ([LONG], 0, 0)
-
-
 @pytest.mark.parametrize(
     ("limit", "left"), [(429, [50, 40, 9]), (420, [50, 40]), (220, [50, 40]), (200, [50, 20]), (180, [50]), (120, [20])]
 )
@@ -270,5 +265,6 @@ def test_an_answer_ends_with_the_context_and_a_tool_result_that_fills_it_ends_th
     assert (one.turns[-1].tool, one.reward) == (None, 0.0)
 
 
-def test_a_prompt_without_room_is_left_out_and_counted() -> None:
+def test_a_trajectory_within_the_limit_stays_as_it_is_and_a_prompt_without_room_is_left_out_and_counted() -> None:
+    assert cut_at([LONG], LONG.context) == ([LONG], 0, 0)
     assert cut_at([LONG, LONG], 100) == ([], 0, 2)

@@ -12,7 +12,6 @@ from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.policies.control.decide import Planner
 from libra_hpc.policies.control.stage_times import Estimate, Split, Times
 from libra_hpc.protocol.plan import (
-    GroupFact,
     NodeFact,
     PlanDecision,
     PlanSnapshot,
@@ -49,7 +48,8 @@ class Plant:
 
     shape: Shape
     hybrids: int = 1
-    start: str = "rollout"
+    train: int = 0
+    """The first hybrid nodes, which train at the start."""
     noise: float = 0.1
     seed: int = 0
     eta: int = 1
@@ -66,10 +66,9 @@ class Plant:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        kinds = ["train", "rollout"] + ["hybrid"] * self.hybrids
-        self.nodes = [
-            NodeFact(rank + 1, kind, self.start if kind == "hybrid" else kind, 0.0) for rank, kind in enumerate(kinds)
-        ]
+        roles = ["train"] * self.train + ["rollout"] * (self.hybrids - self.train)
+        hybrids = [NodeFact(rank, "hybrid", role, 0.0) for rank, role in enumerate(roles, 3)]
+        self.nodes = [NodeFact(1, "train", "train", 0.0), NodeFact(2, "rollout", "rollout", 0.0), *hybrids]
         self.steps: list[TrainStepFact] = []
         self.windows: list[RolloutWindowFact] = []
         self.done: list[TrajectoryFact] = []
@@ -177,9 +176,9 @@ def exact(
     split: Split, train: float, rollout: float, tokens: tuple[float, float] = (1.0, 1.0), **more: Any
 ) -> Estimate:
     """An estimate without errors, with ``tokens`` a batch in training and in rollout."""
-    times = Times(train, rollout, 1)
-    found = Estimate(split, times, 0.0, 0.0, fixed=0.0, straggler=0.0, train_tokens=tokens[0], rollout_tokens=tokens[1])
-    return found._replace(**more)
+    plain = {"train_error": 0.0, "rollout_error": 0.0, "fixed": 0.0, "straggler": 0.0}
+    sizes = {"train_tokens": tokens[0], "rollout_tokens": tokens[1]}
+    return Estimate(split, Times(train, rollout, 1), **{**plain, **sizes, **more})
 
 
 def trajectory(index: int, kind: tuple[int, int], group: int, at: float = 0.0) -> TrajectoryFact:
@@ -187,8 +186,3 @@ def trajectory(index: int, kind: tuple[int, int], group: int, at: float = 0.0) -
     prompt, generated = kind
     fields = {"index": index, "at": at, "generated": generated, "context": prompt + generated, "prompt": prompt}
     return TrajectoryFact(turns=1, tool_s=0.0, group=group, **fields)  # type: ignore[arg-type]
-
-
-def group(index: int, prompt: int, waiting: int = 0, running: int = 0, generated: int = 0) -> GroupFact:
-    """An admitted group."""
-    return GroupFact(index=index, prompt=prompt, waiting=waiting, running=running, generated=generated)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from libra_hpc.policies.control.in_flight import SIMILAR, InFlightEstimator, InFlightWork
+from libra_hpc.policies.control.in_flight import SIMILAR, InFlightEstimator
 from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, TrajectoryFact
 
-from .plant import NOTHING, group, trajectory
+from .plant import NOTHING, trajectory
 
 GROUP, PROMPTS, ETA = 4, 8, 1
 LONG, SHORT = (100, 4000), (12_000, 200)
@@ -36,13 +36,7 @@ def _finished(kinds: list[tuple[int, int]], seed: int = 0, first: int = 0, start
 
 
 def _waiting(first: int, prompt: int = LONG[0], count: int = 16) -> list[GroupFact]:
-    return [group(first + i, prompt, waiting=GROUP) for i in range(count)]
-
-
-def _work(in_flight: InFlightEstimator, snapshot: PlanSnapshot) -> InFlightWork:
-    work = in_flight.work(snapshot)
-    assert work is not None
-    return work
+    return [GroupFact(first + i, prompt, GROUP, 0, 0) for i in range(count)]
 
 
 def test_a_prompt_predicts_lengths_from_similar_finished_ones() -> None:
@@ -50,7 +44,7 @@ def test_a_prompt_predicts_lengths_from_similar_finished_ones() -> None:
     done = _finished([LONG, SHORT] * 32)
     snapshot = _snapshot(done, _waiting(64))
     assert in_flight.observe(snapshot) is None
-    work = _work(in_flight, snapshot)
+    work = in_flight.work(snapshot)
     assert len(work.done) == 16 * GROUP
     assert fmean(t.generated for t in work.done) == pytest.approx(LONG[1], rel=0.1)
     assert fmean(t.context for t in work.done) == pytest.approx(LONG[0] + LONG[1], rel=0.1)
@@ -63,10 +57,10 @@ def test_the_ones_that_finish_first_do_not_make_the_rest_short() -> None:
     past = _finished([LONG] * 32)
     now = _finished([LONG] * 16, seed=1, first=len(past), start=32)
     early = [min((t for t in now if t.group == g), key=lambda t: t.generated) for g in range(32, 48)]
-    running = [group(t.group, LONG[0], running=GROUP - 1, generated=(GROUP - 1) * t.generated) for t in early]
+    running = [GroupFact(t.group, LONG[0], 0, GROUP - 1, (GROUP - 1) * t.generated) for t in early]
     snapshot = _snapshot(past + early, running)
     in_flight.observe(snapshot)
-    work = _work(in_flight, snapshot)
+    work = in_flight.work(snapshot)
     truth = fmean(t.generated for t in now)
     assert fmean(t.generated for t in early) < 0.85 * truth
     assert fmean(t.generated for t in work.done) == pytest.approx(truth, rel=0.1)
@@ -78,11 +72,10 @@ def test_unknown_prompts_are_detected_at_admission_and_count_by_their_age() -> N
     assert in_flight.observe(_snapshot(done, [])) is None
     new = _waiting(96)
     drift = in_flight.observe(_snapshot(done, new))
-    assert drift is not None
     assert (drift.before, drift.after) == (SHORT[0], LONG[0])
     assert in_flight.work(_snapshot(done, new)) is None, "neither known nor begun"
-    begun = [group(96 + i, LONG[0], running=GROUP, generated=GROUP * 1500) for i in range(4)]
-    work = _work(in_flight, _snapshot(done, begun + new[4:]))
+    begun = [GroupFact(96 + i, LONG[0], 0, GROUP, GROUP * 1500) for i in range(4)]
+    work = in_flight.work(_snapshot(done, begun + new[4:]))
     assert {t.generated for t in work.done} == {3000}
     assert len(work.done) == 16 * GROUP
 
@@ -91,7 +84,7 @@ def test_a_kind_of_prompt_from_long_ago_is_still_estimated() -> None:
     in_flight = InFlightEstimator(GROUP, PROMPTS)
     in_flight.observe(_snapshot(_finished([LONG] * 32), []))
     in_flight.observe(_snapshot(_finished([SHORT] * 256, first=32 * GROUP, start=32), []))
-    work = _work(in_flight, _snapshot([], _waiting(288)))
+    work = in_flight.work(_snapshot([], _waiting(288)))
     assert fmean(t.generated for t in work.done) == pytest.approx(LONG[1], rel=0.15)
 
 
@@ -99,7 +92,7 @@ def test_the_newest_trajectories_of_a_kind_count() -> None:
     in_flight = InFlightEstimator(GROUP, PROMPTS)
     longer = (SHORT[0], 3 * SHORT[1])
     in_flight.observe(_snapshot(_finished([SHORT] * 64 + [longer] * (SIMILAR // GROUP)), []))
-    work = _work(in_flight, _snapshot([], _waiting(999, SHORT[0], 1)))
+    work = in_flight.work(_snapshot([], _waiting(999, SHORT[0], 1)))
     assert fmean(t.generated for t in work.done) == pytest.approx(longer[1], rel=0.15)
 
 
@@ -117,7 +110,7 @@ def test_false_positives_without_a_change_of_prompts_are_rare() -> None:
     for _ in range(40):
         in_flight = InFlightEstimator(GROUP, PROMPTS)
         for block in range(24):
-            groups = [group(16 * block + i, round(rng.lognormvariate(7.0, 1.0)) + 1, waiting=GROUP) for i in range(16)]
+            groups = [_waiting(16 * block + i, round(rng.lognormvariate(7.0, 1.0)) + 1, 1)[0] for i in range(16)]
             detections += in_flight.observe(_snapshot([], groups)) is not None
     assert detections < 5
 
@@ -134,7 +127,7 @@ def test_every_trajectory_counts_at_most_once_and_as_something_possible(rows: li
     in_flight = InFlightEstimator(GROUP, PROMPTS)
     done = _finished([LONG, SHORT] * 4)
     groups = [
-        group(8 + i, prompt, waiting, running, generated if running else 0)
+        GroupFact(8 + i, prompt, waiting, running, generated if running else 0)
         for i, (prompt, waiting, running, generated) in enumerate(rows)
     ]
     in_flight.observe(_snapshot(done, groups))

@@ -59,7 +59,6 @@ def advise(
 def test_a_training_bottleneck_of_core_nodes_gets_a_proposal_once() -> None:
     repartition = _repartition()
     advice = advise(snapshot(), repartition)
-    assert advice is not None
     assert (advice.action, advice.node, advice.nodes) == ("repartition", -1, ())
     assert advice.layout in advice.reason
     assert "at the next step boundary" in advice.reason
@@ -81,14 +80,15 @@ def test_no_advice_below_the_restart_cost_without_trajectories_or_while_a_node_i
     assert advise(msgspec.structs.replace(seen, nodes=nodes)) is None
 
 
-def _model(engines: tuple[tuple[int, int], ...] = ((4, 1),)) -> RolloutByNodes:
-    return RolloutByNodes(NodeEngines(model_shape("qwen3-14b"), device("a800"), engines, RolloutOptions(16)))
+def _model(engines: tuple[tuple[int, int], ...] = ((4, 1),), median: float = 2000.0) -> RolloutByNodes:
+    model = RolloutByNodes(NodeEngines(model_shape("qwen3-14b"), device("a800"), engines, RolloutOptions(16)))
+    model.observe(snapshot(median), EARLY)
+    return model
 
 
 @pytest.mark.parametrize("engines", [((4, 1),), ((1, 4), (4, 1)) * 4])
 def test_more_nodes_help_less_and_less_and_never_more_than_evenly(engines: tuple[tuple[int, int], ...]) -> None:
     model = _model(engines)
-    model.observe(snapshot(), EARLY)
     seconds = [model.seconds(nodes) or 0.0 for nodes in (2, 4, 8)]
     assert seconds[0] > seconds[1] > seconds[2]
     assert 0.49 < model.ratio(2, 4) < model.ratio(4, 8) < 1.0
@@ -96,27 +96,21 @@ def test_more_nodes_help_less_and_less_and_never_more_than_evenly(engines: tuple
 
 def test_of_unlike_nodes_the_last_ones_stay_in_rollout() -> None:
     mixed, large = _model(((1, 4), (1, 4), (4, 1), (4, 1))), _model()
-    for model in (mixed, large):
-        model.observe(snapshot(), EARLY)
     assert mixed.seconds(2) == large.seconds(2)
     assert mixed.seconds(4) != large.seconds(4)
 
 
 def test_the_model_divides_evenly_before_it_has_lengths_and_learns_its_factor() -> None:
-    model = _model()
-    assert model.ratio(2, 4) == 0.5
-    assert model.unthrottled(3) is None
-    model.observe(snapshot(), EARLY)
-    predicted = model.seconds(3)
-    assert predicted is not None
-    assert model.unthrottled(3) == predicted
-    model.learn(3, 1.3 * predicted)
+    new, model = RolloutByNodes(_model()._node), _model()
+    assert new.ratio(2, 4) == 0.5
+    assert new.unthrottled(3) is None
+    assert model.unthrottled(3) == model.seconds(3)
+    model.learn(3, 1.3 * model.seconds(3))
     assert model.unthrottled(6) == pytest.approx(1.3 * (model.seconds(6) or 0.0))
 
 
 def test_longer_trajectories_count_once_a_batch_of_them_is_finished() -> None:
-    model = _model()
-    model.observe(snapshot(1000.0), EARLY)
+    model = _model(median=1000.0)
     before = model.seconds(4) or 0.0
     model.observe(snapshot(4000.0, 2048), EARLY)
     assert (model.seconds(4) or 0.0) > 2.0 * before

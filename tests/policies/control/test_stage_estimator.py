@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -16,7 +17,7 @@ from libra_hpc.policies.control.stage_estimator import CHANGING_STEPS, IN_FLIGHT
 from libra_hpc.policies.control.stage_times import Estimate, Split
 from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, RolloutWindowFact, TrainStepFact, TrajectoryFact
 
-from .plant import NOTHING, group, trajectory
+from .plant import NOTHING, trajectory
 
 BATCH, GROUP = 16, 4
 DOCUMENT, THOUGHT = (8000, 200), (100, 5000)
@@ -68,10 +69,11 @@ class Run:
         self.windows.append(RolloutWindowFact(self.now, seconds, self.split.rollout, **work))  # type: ignore[arg-type]
 
     def admit(self, kind: tuple[int, int]) -> None:
-        self.in_flight += [group(self.admitted + i, kind[0], waiting=GROUP) for i in range(BATCH)]
+        self.in_flight += [GroupFact(self.admitted + i, kind[0], GROUP, 0, 0) for i in range(BATCH)]
         self.admitted += BATCH
 
-    def evaluate(self) -> Estimate | str:
+    def evaluate(self) -> Any:
+        """The estimate, or why there is none."""
         snapshot = replace(
             NOTHING,
             steps=tuple(self.steps),
@@ -83,11 +85,6 @@ class Run:
         )
         self.estimator.observe(snapshot, self.now)
         return self.estimator.estimate(snapshot, self.split)
-
-    def estimated(self) -> Estimate:
-        found = self.evaluate()
-        assert isinstance(found, Estimate)
-        return found
 
     def move(self, split: Split) -> None:
         self.split = split
@@ -104,6 +101,7 @@ def _settled(*admitted: tuple[int, int]) -> Run:
         run.evaluate()
     for kind in admitted:
         run.admit(kind)
+    run.evaluate()
     return run
 
 
@@ -113,27 +111,24 @@ def _tokens(kind: tuple[int, int]) -> float:
 
 def test_new_prompts_are_predicted_before_one_of_them_is_finished() -> None:
     run = _settled()
-    steady = run.estimated()
+    steady = run.evaluate()
     assert not steady.from_in_flight
     assert steady.times.train == pytest.approx(_tokens(DOCUMENT) * TOKEN_S / 3, rel=0.05)
     run.admit(THOUGHT)
     run.admit(THOUGHT)
-    measured = run.estimated()
+    measured = run.evaluate()
     assert measured.from_in_flight
-    assert run.estimator.drift is not None
     assert run.estimator.drift.quantity == PROMPT_QUANTITY
     assert measured.times.train == pytest.approx(_tokens(THOUGHT) * TOKEN_S / 3, rel=0.05)
     assert measured.times.rollout == pytest.approx(BATCH * GROUP * THOUGHT[1] * 1e-3, rel=0.05)
     assert measured.train_error >= IN_FLIGHT_ERROR
-    assert run.estimator.measured is not None
     assert not run.estimator.measured.from_in_flight
 
 
 def test_after_a_move_what_was_measured_is_carried_over() -> None:
     run = _settled(THOUGHT, THOUGHT)
-    run.evaluate()
     run.move(Split(1, 3))
-    measured = run.estimated()
+    measured = run.evaluate()
     assert run.estimator.measured is None
     assert measured.split == Split(1, 3)
     assert measured.times.train == pytest.approx(_tokens(THOUGHT) * TOKEN_S, rel=0.05)
@@ -143,7 +138,6 @@ def test_after_a_move_what_was_measured_is_carried_over() -> None:
 @pytest.mark.parametrize(("slow", "carried"), [(1.05, True), (1.6, False)])
 def test_first_steps_that_disagree_with_the_carried_over_estimate_make_it_measure(slow: float, carried: bool) -> None:
     run = _settled(THOUGHT, THOUGHT)
-    run.evaluate()
     run.move(Split(1, 3))
     run.batch(DOCUMENT, slow)
     assert isinstance(run.evaluate(), Estimate) is carried
@@ -151,13 +145,11 @@ def test_first_steps_that_disagree_with_the_carried_over_estimate_make_it_measur
 
 def test_a_change_is_over_after_some_steps() -> None:
     run = _settled(THOUGHT)
-    run.evaluate()
     run.in_flight = []
     for _ in range(CHANGING_STEPS):
         run.batch(DOCUMENT)
     run.evaluate()
-    measured = run.estimated()
-    assert not measured.from_in_flight
+    assert not run.evaluate().from_in_flight
 
 
 def test_the_first_split_may_be_left_after_two_steps_that_agree() -> None:
@@ -168,7 +160,7 @@ def test_the_first_split_may_be_left_after_two_steps_that_agree() -> None:
     run.batch(DOCUMENT)
     slow.batch(DOCUMENT)
     assert isinstance(slow.evaluate(), str)
-    measured = run.estimated()
+    measured = run.evaluate()
     assert measured.times.train == pytest.approx(_tokens(DOCUMENT) * TOKEN_S / 3, rel=0.05)
     assert measured.rollout_error > IN_FLIGHT_ERROR, "the draw of so few groups counts"
 
@@ -178,5 +170,4 @@ def test_without_a_cost_model_nothing_is_predicted() -> None:
     for _ in range(8):
         run.batch(DOCUMENT)
     run.admit(THOUGHT)
-    measured = run.estimated()
-    assert not measured.from_in_flight
+    assert not run.evaluate().from_in_flight

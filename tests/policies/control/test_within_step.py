@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+from msgspec.structs import replace
 
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.policies.control.decide import Planner
 from libra_hpc.policies.control.within_step import BOTH, DIRECTIONS, TAIL, Rest, StepMoves, moves_within_step
-from libra_hpc.protocol.plan import (
-    NodeFact,
-    PlanDecision,
-    PlanSnapshot,
-    RolloutWindowFact,
-    SwitchFact,
-    TrainStepFact,
-    TrajectoryFact,
-)
+from libra_hpc.protocol.plan import NodeFact, PlanDecision, RolloutWindowFact, SwitchFact, TrainStepFact, TrajectoryFact
 from tests.policies.control.plant import NOTHING
 
 TOKENS = 100
@@ -73,27 +68,21 @@ class SharingRun:
             self.now += spent
             self.steps.append(TrainStepFact(self.now, 64 * TOKENS, 64 * TOKENS, train, train_s, ahead_s=ahead_s))
 
+    def measured(self, count: int) -> PlanDecision:
+        """The decision after the first batches."""
+        self.decide()  # the split begins
+        self.batches(count)
+        return self.decide()
+
     def decide(self) -> PlanDecision:
-        snapshot = PlanSnapshot(
-            nodes=self.nodes,
-            steps=tuple(self.steps),
-            windows=tuple(self.windows),
-            trajectories=tuple(self.done),
-            switches=tuple(self.switches),
-            queue=NOTHING.queue,
-            prompts_per_step=8,
-            group_size=8,
-            eta=0,
-            steps_left=100,
-        )
-        return self.planner.decide(snapshot, self.now)
+        facts = {"steps": self.steps, "windows": self.windows, "trajectories": self.done, "switches": self.switches}
+        seen = {name: tuple(found) for name, found in facts.items()}
+        return self.planner.decide(replace(NOTHING, nodes=self.nodes, prompts_per_step=8, eta=0, **seen), self.now)
 
 
 def share(run: SharingRun, core: str = "") -> PlanDecision:
     """From the first decision, which is time-sharing, to the second; ``core`` as in `nodes`."""
-    run.decide()  # the split begins
-    run.batches(5)
-    decision = run.decide()
+    decision = run.measured(5)
     assert decision.action == "time_share"
     train = sum(node.component == "train" for node in run.nodes)
     run.nodes = nodes(train, BOTH, sum(node.component == "rollout" for node in run.nodes), core=core)
@@ -119,11 +108,8 @@ def test_cheap_switches_let_all_hybrid_nodes_serve_both_stages(train: int) -> No
 def test_what_is_trained_beside_rollout_counts_for_the_split_alone() -> None:
     run = SharingRun(nodes(2, "rollout", 1))
     run.ahead = 0.75
-    run.decide()
-    run.batches(5)
     # In turn 480 / 6 + 480 / 5 + 20 s; now 480 / 5 and a quarter of 480 / 2 s.
-    decision = run.decide()
-    assert decision.action != "time_share"
+    assert run.measured(5).action != "time_share"
     run.ahead = 0.0
     run.batches(8)
     assert run.decide().action == "time_share"
@@ -141,10 +127,7 @@ def test_a_core_that_rolls_out_counts_in_both_stages_and_goes_back_to_training_a
 
 
 def test_a_core_that_rolls_out_needs_no_hybrid_nodes() -> None:
-    run = SharingRun(nodes(1, "", 1, count=0, core="train"))
-    run.decide()
-    run.batches(5)
-    decision = run.decide()
+    decision = SharingRun(nodes(1, "", 1, count=0, core="train")).measured(5)
     assert (decision.action, decision.nodes) == ("time_share", (0,))
     assert decision.numbers["shared_s"] == pytest.approx(480.0 + 480.0 / 2 + 20.0)
 
@@ -157,11 +140,7 @@ def test_measured_switches_decide_and_dear_ones_keep_the_split(
     run = SharingRun(nodes(1, "rollout", 1))
     run.planner = Planner(PlannerSection(switch_cost_s=assumed_s, min_dwell_s=0.0, time_sharing="auto"))
     run.switches = [SwitchFact(0.0, direction, measured_s) for direction in DIRECTIONS]
-    run.decide()
-    actions = []
-    for _ in range(4):
-        run.batches(3)
-        actions.append(run.decide().action)
+    actions = [run.measured(3).action for _ in range(4)]
     assert ("time_share" in actions) is shares
     assert shares or actions[0] in ("hold", "to_train"), "the best split has three nodes of each stage"
 
@@ -176,9 +155,7 @@ def test_dear_switches_end_it_after_two_batches_and_for_good() -> None:
     decision = run.decide()
     assert (decision.action, decision.nodes) == ("split", (1, 2)), "of three training and three rollout nodes"
     run.nodes = tuple(
-        NodeFact(n.rank, n.component, "train" if n.rank in (1, 2) else "rollout", run.now)
-        if n.component == "hybrid"
-        else n
+        replace(n, role="train" if n.rank in (1, 2) else "rollout", since=run.now) if n.component == "hybrid" else n
         for n in run.nodes
     )
     for _ in range(6):
@@ -200,10 +177,7 @@ def test_batches_that_are_slower_than_predicted_end_it_until_the_work_changes() 
 
 def test_a_split_that_is_nearly_as_good_stays() -> None:
     """Training is short: five of six nodes roll out anyway."""
-    run = SharingRun(nodes(1, "rollout", 1), train_s=10.0)
-    run.decide()
-    run.batches(6)
-    assert run.decide().action == "hold"
+    assert SharingRun(nodes(1, "rollout", 1), train_s=10.0).measured(6).action == "hold"
 
 
 def test_a_lost_node_changes_the_numbers_and_not_the_mode() -> None:
@@ -222,9 +196,12 @@ def rest(trajectories: int, *, complete: bool = False, admitted: bool = True, en
     return Rest(complete, admitted, trajectories, {int(rank[1:]): n for rank, n in running.items()}, TAIL * engines)
 
 
+def leaving(all_nodes: tuple[NodeFact, ...], found: Rest) -> tuple[int, ...]:
+    return moves_within_step(all_nodes, found, frozenset()).to_train
+
+
 def test_the_rest_of_a_batch_stays_on_few_nodes_and_the_others_go_the_idlest_first() -> None:
-    rolling = nodes(1, "rollout", 1)
-    go = lambda r: moves_within_step(rolling, r, frozenset()).to_train  # noqa: E731
+    go = partial(leaving, nodes(1, "rollout", 1))
     assert go(rest(40)) == ()
     assert go(rest(24, n1=9, n2=1, n3=8, n4=6)) == (2, 4)
     assert go(rest(24, engines=2, n1=9, n2=1, n3=8, n4=6)) == (2, 4, 3)
@@ -232,13 +209,10 @@ def test_the_rest_of_a_batch_stays_on_few_nodes_and_the_others_go_the_idlest_fir
     assert go(rest(8, admitted=False)) == (), "more groups follow"
     assert go(rest(0)) == (), "nothing began"
     assert go(rest(0, complete=True)) == (1, 2, 3, 4)
-    assert moves_within_step(nodes(1, "rollout", 0), rest(1), frozenset()).to_train == (1, 2, 3), "one stays"
-
-
-def test_nodes_that_train_as_one_leave_together() -> None:
-    rolling = nodes(1, "rollout", 1, unit=2)
-    assert moves_within_step(rolling, rest(16, n1=3, n2=3), frozenset()).to_train == (3, 4)
-    assert moves_within_step(rolling, rest(32, n1=3, n2=3), frozenset()).to_train == ()
+    assert leaving(nodes(1, "rollout", 0), rest(1)) == (1, 2, 3), "one stays"
+    pairs = nodes(1, "rollout", 1, unit=2)
+    assert leaving(pairs, rest(16, n1=3, n2=3)) == (3, 4), "nodes that train as one leave together"
+    assert leaving(pairs, rest(32, n1=3, n2=3)) == ()
 
 
 def test_after_the_commit_those_that_trained_go_back_and_others_stay() -> None:
@@ -250,15 +224,15 @@ def test_after_the_commit_those_that_trained_go_back_and_others_stay() -> None:
 
 
 def test_the_core_leaves_first_as_one_and_returns_once_no_other_node_is_on_its_way() -> None:
-    rolling = nodes(2, "rollout", 1, core="rollout")
-    go = lambda r: moves_within_step(rolling, r, frozenset()).to_train  # noqa: E731
+    go = partial(leaving, nodes(2, "rollout", 1, core="rollout"))
     assert go(rest(48)) == (), "one of six nodes could go: the core has two"
     assert go(rest(40, r0=9, r1=9, r2=1)) == (0, 1)
     assert go(rest(32, r0=9, r1=9, r2=1)) == (0, 1, 3), "then the idlest"
     assert go(rest(0, complete=True)) == (0, 1, 2, 3, 4, 5)
-    everyone = frozenset(range(6))
-    back = lambda found: moves_within_step(found, rest(64), everyone).to_rollout  # noqa: E731
-    assert back(nodes(2, "train", 1, core="train")) == (2, 3, 4, 5, 0, 1)
-    assert back(nodes(2, "rollout", 1, core="train")) == (0, 1)
-    assert back(nodes(2, "to_train", 1, core="train")) == (), "it is to join first"
-    assert back(nodes(2, "train", 1)) == (2, 3, 4, 5), "a core that does not share"
+    for hybrid, core, back in (
+        ("train", "train", (2, 3, 4, 5, 0, 1)),
+        ("rollout", "train", (0, 1)),
+        ("to_train", "train", ()),  # it is to join first
+        ("train", "", (2, 3, 4, 5)),  # a core that does not share
+    ):
+        assert moves_within_step(nodes(2, hybrid, 1, core=core), rest(64), frozenset(range(6))).to_rollout == back

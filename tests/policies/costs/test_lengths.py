@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +9,7 @@ from hypothesis import strategies as st
 from libra_hpc.errors import UserError
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.steps import StepTimes
+from libra_hpc.planning.work import Assumed, Work
 from libra_hpc.policies.costs.lengths import TrajectoryLengths, lognormal, observe, sketch
 from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
 from libra_hpc.policies.costs.training_time import BatchWork
@@ -111,23 +109,6 @@ def test_capacity_is_that_of_another_memory_model(case: tuple[str, str]) -> None
         assert lookup(*case, tp).kv_capacity == pytest.approx(wanted, rel=0.06), f"TP{tp}"
 
 
-def rollout(
-    count: int, prompt: int, generated: int, sigma: float, turns: int = 1, new: int = 0, tool_s: float = 0.0
-) -> list[TrajectoryRecord]:
-    """Log-normal trajectories with turns in proportion."""
-    draw, made = random.Random(1), []
-    for number in range(count):
-        tokens = max(1.0, generated * math.exp(sigma * draw.gauss(0, 1) - sigma**2 / 2))
-        rounds = max(1, round(turns * tokens / generated))
-        each = max(1, int(tokens / rounds))
-        calls = tuple(
-            TurnRecord(new_tokens=new if k else 0, gen_tokens=each, tool="tool", outcome="ok", tool_s=tool_s)
-            for k in range(rounds - 1)
-        )
-        made.append(TrajectoryRecord(f"p{number}", 0, prompt, (*calls, TurnRecord(new if calls else 0, each))))
-    return made
-
-
 def play(work: list[TrajectoryRecord], steps: StepTimes) -> SimulationResult:
     """One replica, one batch, everything at once."""
     limits = SimulationSettings(
@@ -144,12 +125,12 @@ def predicted(work: list[TrajectoryRecord], steps: StepTimes) -> float:
 
 
 WORK = {
-    "equal lengths": (96, 1000, 1000, 0.0),
-    "equal lengths, mostly generated": (96, 300, 3000, 0.0),
-    "unequal lengths": (96, 1000, 1000, 0.4),
-    "a heavy tail": (96, 300, 3000, 0.8),
-    "turns": (64, 1000, 2000, 0.3, 8, 300, 1.0),
-    "long turns and slow tools": (64, 1000, 2000, 0.8, 4, 1000, 5.0),
+    "equal lengths": (96, Assumed(1000, 0.0, 1000, 1, 0, 0.0)),
+    "equal lengths, mostly generated": (96, Assumed(3000, 0.0, 300, 1, 0, 0.0)),
+    "unequal lengths": (96, Assumed(1000, 0.4, 1000, 1, 0, 0.0)),
+    "a heavy tail": (96, Assumed(3000, 0.8, 300, 1, 0, 0.0)),
+    "turns": (64, Assumed(2000, 0.3, 1000, 8, 300, 1.0)),
+    "long turns and slow tools": (64, Assumed(2000, 0.8, 1000, 4, 1000, 5.0)),
 }
 
 
@@ -157,7 +138,8 @@ WORK = {
 @pytest.mark.parametrize("name", WORK)
 def test_short_kv_costs_what_the_simulator_plays(name: str, share: float) -> None:
     """The cache holds that share of the contexts."""
-    work = rollout(*WORK[name])
+    count, assumed = WORK[name]
+    work = Work((), assumed, 10**6).batch(count, 1, seed=1)
     capacity = max(int(share * sum(one.context for one in work)), max(one.context for one in work) + 64)
     steps = FakeSteps(1, capacity, fixed=0.02, each=1e-4, kv=5e-8, new=1e-4)
     played = play(work, steps)

@@ -35,9 +35,7 @@ def test_a_draining_batch_is_the_integral_over_its_live_number() -> None:
     assert replica.time(0, 3, 1) == pytest.approx(10 * 5 + 20 * 4 + 40 * 3 + 80 * 2, rel=0.01)
     assert replica.time(2, 3, 1) == pytest.approx(70 * 3 + 80 * 2, rel=0.01)
 
-
-def test_open_batches_share_the_straggler() -> None:
-    """Steps of constant length: eta + 1 batches are open during the longest trajectory."""
+    # Steps of constant length: eta + 1 batches are open during the longest trajectory.
     for eta in range(4):
         replica = ReplicaCost(FakeSteps(1, fixed=0.5), batch_of(10, 30, 70, 150, eta=eta))
         assert replica.time(0, 3, 1) == pytest.approx(150 * 0.5 / (eta + 1), rel=1e-3)
@@ -55,9 +53,8 @@ def test_never_below_the_straggler_and_never_slower_with_more_replicas(
 
 def test_tools_delay_a_trajectory_and_leave_room_for_others() -> None:
     """100 tokens and 100 s of tools: alone they add up; many trajectories fill the gaps."""
-    quiet, busy = (batch_like(64, 100, 10, tool_s=tool) for tool in (0.0, 100.0))
     steps = FakeSteps(1, fixed=1.0, each=0.1)
-    without, with_tools = ReplicaCost(steps, quiet), ReplicaCost(steps, busy)
+    without, with_tools = (ReplicaCost(steps, batch_like(64, 100, 10, tool_s=tool)) for tool in (0.0, 100.0))
     assert with_tools.position_s(1, 50) == pytest.approx(without.position_s(1, 50) + 1.0)
     # Some of the 64 are in their tool, so that steps are shorter: less than the sum.
     assert seconds_of(without, 1) < seconds_of(with_tools, 1) < seconds_of(without, 1) + 100
@@ -83,9 +80,8 @@ def test_the_slowest_of_both_open_batches_holds_them_up(slowest: dict[str, Any])
 
 
 def test_prompts_are_computed_once_and_tool_results_between_steps() -> None:
-    steps = FakeSteps(1, fixed=1e-9, new=1e-3)
     batch = BatchWork(4, sketch([TrajectoryLengths(100, 100 + 1000 + 300, 1000, 3)] * 4, 4), 0)
-    replica = ReplicaCost(steps, batch, RolloutOptions(prefix_hits=1.0))
+    replica = ReplicaCost(FakeSteps(1, fixed=1e-9, new=1e-3), batch, RolloutOptions(prefix_hits=1.0))
     assert seconds_of(replica, 1) == pytest.approx(4 * (1000 + 300) * 1e-3, rel=0.02)
 
 
@@ -109,8 +105,7 @@ def test_short_kv_limits_the_batch_and_brings_evicted_context_back() -> None:
 
 @pytest.mark.parametrize("capacity", range(900, 1100, 7))
 def test_one_sequence_that_fills_the_cache_loses_nothing_to_others(capacity: int) -> None:
-    batch = batch_of(100, 900)
-    replica = ReplicaCost(FakeSteps(1, capacity, fixed=0.02), batch)
+    replica = ReplicaCost(FakeSteps(1, capacity, fixed=0.02), batch_of(100, 900))
     assert 0.0 < replica.position_s(1.0, float(capacity)) < math.inf
 
 
@@ -124,7 +119,6 @@ def test_a_context_beyond_the_kv_cache_is_impossible_with_a_reason() -> None:
         (ReplicaCost(FakeSteps(1, 1000), batch, limited).limit(), "4,096"),  # the engine would not even start
         (ReplicaCost(FakeSteps(1, 0), batch).limit(), "no room for a KV cache"),
     ):
-        assert limit is not None
         assert reason in limit.reason
 
 
@@ -194,16 +188,13 @@ def test_long_prompts_of_short_answers_do_not_stand_beside_the_tokens_of_long_on
 
 def test_prompts_that_wait_for_a_training_step_leave_less_time_for_the_longest() -> None:
     """Two batches open, the longest takes 1000 s: it ends one training step before the end of the second batch."""
-    chain = batch_like(2, 1000, 10, eta=1)
-    alone = ReplicaCost(FakeSteps(1, fixed=1.0), chain)
+    alone = ReplicaCost(FakeSteps(1, fixed=1.0), batch_like(2, 1000, 10, eta=1))
     assert alone.time(0, 0, 100) == pytest.approx(500)
     assert alone.time(0, 0, 100, 200.0) == pytest.approx((1000 + 200) / 2)
     # Where steps last as long as they have sequences, fewer open ones cost no throughput.
     crowded = ReplicaCost(FakeSteps(1, fixed=1e-9, each=1.0), batch_of(*[1000] * 64, eta=1))
     assert crowded.time(0, 0, 1, 200.0) == pytest.approx(crowded.time(0, 0, 1), rel=0.01)
-
-
-def test_a_wait_for_training_means_nothing_when_stages_take_turns() -> None:
+    # A wait for training means nothing when stages take turns.
     replica = ReplicaCost(FakeSteps(1, fixed=0.01, each=2e-3), batch_of(10, 200, 3000, eta=0))
     assert replica.time(0, 2, 2, 500.0) == replica.time(0, 2, 2)
 

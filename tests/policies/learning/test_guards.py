@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -19,13 +20,15 @@ def play(
     """Decisions of a run, by step; ``others``: columns that are not as usual."""
     draw, guards, found = random.Random(seed), LearningGuards(action), []  # type: ignore[arg-type]
     for step in range(1, steps + 1):
-        line = {"step": step, "reward": reward(step) + draw.gauss(0.0, noise), "reward_std": 0.4}
-        line |= {
+        line = {
+            "step": step,
+            "reward": reward(step) + draw.gauss(0.0, noise),
+            "reward_std": 0.4,
             "entropy": 0.5 + draw.gauss(0.0, 0.05),
             "logprob_gap": 0.02 + draw.random() * 0.01,
             "equal_groups": 0.3,
+            **{name: value(step) for name, value in others.items()},
         }
-        line |= {name: value(step) for name, value in others.items()}
         if (decision := guards.observe(line)) is not None:
             found.append((step, decision))
     return found
@@ -108,34 +111,48 @@ def test_a_policy_that_breaks_is_noticed_and_then_acted_on(action: str, seed: in
     assert fell.good_step == act.good_step, "that checkpoint is retained from the first notice on"
 
 
-def test_an_entropy_that_leaves_its_range_as_the_reward_falls_is_acted_on() -> None:
-    found = play(falls_at(200), entropy=lambda step: 0.5 if step < 210 else 3.0)
-    assert "pause" in [decision.action for _, decision in found]
-
-
-def test_notices_alone_where_nothing_more_is_asked_for() -> None:
-    found = play(falls_at(200), action="notice", equal_groups=with_no_gradient)
-    assert {decision.action for _, decision in found} == {"notice"}
-
-
-def test_a_dip_that_passes_is_a_notice_alone() -> None:
-    def dip(step: int) -> float:
-        return learning(step) - (1.0 if 200 < step <= 206 else 0.0)
-
-    found = play(dip, equal_groups=lambda step: 1.0 if 200 < step <= 206 else 0.3)
-    assert [decision.action for _, decision in found] == ["notice"]
+@pytest.mark.parametrize(
+    ("reward", "columns", "actions"),
+    [
+        pytest.param(
+            falls_at(200),
+            {"entropy": lambda step: 0.5 if step < 210 else 3.0},
+            {"notice", "pause"},
+            id="an entropy that leaves its range as the reward falls",
+        ),
+        pytest.param(
+            falls_at(200),
+            {"action": "notice", "equal_groups": with_no_gradient},
+            {"notice"},
+            id="nothing more is asked for",
+        ),
+        pytest.param(
+            lambda step: learning(step) - (1.0 if 200 < step <= 206 else 0.0),
+            {"equal_groups": lambda step: 1.0 if 200 < step <= 206 else 0.3},
+            {"notice"},
+            id="a dip that passes",
+        ),
+        pytest.param(
+            lambda step: 0.7 if step < 200 else 0.45,
+            {"noise": 0.03, "equal_groups": lambda step: 0.3 if step < 200 else 1.0},
+            {"notice", "pause"},
+            id="groups without gradient below the best reward",
+        ),
+        pytest.param(learning, {"entropy": lambda step: 0.5 if step < 200 else 0.02}, {"notice"}, id="entropy alone"),
+    ],
+)
+def test_what_is_acted_on_and_what_is_a_notice_alone(reward: Reward, columns: Any, actions: set[str]) -> None:
+    assert {decision.action for _, decision in play(reward, **columns)} == actions
 
 
 def test_who_resumes_a_paused_run_accepts_where_it_is_and_a_second_break_counts_again() -> None:
-    def recovers(step: int) -> float:
-        return falls_at(200)(step) if step < 400 else falls_at(700)(step)
-
-    equal = lambda step: 1.0 if 220 <= step < 400 or step >= 720 else 0.3  # noqa: E731
-    found = play(recovers, steps=900, equal_groups=equal)
-    acted = [step for step, decision in found if decision.action == "pause"]
-    assert len(acted) == 2
-    assert acted[0] < 400
-    assert acted[1] > 720
+    found = play(
+        lambda step: falls_at(200 if step < 400 else 700)(step),
+        steps=900,
+        equal_groups=lambda step: 1.0 if 220 <= step < 400 or step >= 720 else 0.3,
+    )
+    first, second = (step for step, decision in found if decision.action == "pause")
+    assert first < 400 < 720 < second
 
 
 def test_the_good_step_is_let_go_with_the_guard() -> None:
@@ -158,19 +175,6 @@ def test_groups_without_gradient_are_a_notice_while_the_task_is_solved() -> None
     found = play(lambda step: 1.0, noise=0.0, equal_groups=lambda step: 1.0)
     assert [decision.action for _, decision in found] == ["notice"]
     assert "nothing is learned" in found[0][1].reason
-
-
-def test_groups_without_gradient_below_the_best_reward_are_acted_on() -> None:
-    def settled(step: int) -> float:
-        return 0.7 if step < 200 else 0.45
-
-    found = play(settled, noise=0.03, equal_groups=lambda step: 0.3 if step < 200 else 1.0)
-    assert "pause" in [decision.action for _, decision in found]
-
-
-def test_entropy_is_a_notice_alone() -> None:
-    found = play(learning, entropy=lambda step: 0.5 if step < 200 else 0.02)
-    assert [decision.action for _, decision in found] == ["notice"]
 
 
 def test_missing_numbers_and_first_steps_are_not_judged() -> None:

@@ -16,7 +16,6 @@ from libra_hpc.policies.learning.scaling import LEAST, Sigmoid, fit_sigmoid
 def test_parameters_come_back(true: Sigmoid, noise: float) -> None:
     draw, compute = random.Random(0), [float(step) for step in range(1, 601)]
     found = fit_sigmoid(compute, [true.at(c) + draw.gauss(0.0, noise) for c in compute])
-    assert isinstance(found, Sigmoid)
     assert found.asymptote == pytest.approx(true.asymptote, abs=0.01 + noise)
     assert found.midpoint == pytest.approx(true.midpoint, rel=0.05 if noise == 0.0 else 0.25)
     assert max(abs(found.at(c) - true.at(c)) for c in compute) < 0.005 + noise

@@ -24,12 +24,6 @@ def flap(on_s: int, off_s: int, seconds: int) -> list[tuple[int, str]]:
     return found
 
 
-def test_the_first_loss_costs_nothing_more() -> None:
-    policy = Readmission()
-    policy.lost(3, 100.0)
-    assert policy.heard(3, 101.0) == "take"
-
-
 def test_a_second_loss_needs_a_proof_without_a_gap() -> None:
     policy = Readmission()
     for at in (100.0, 200.0):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +21,6 @@ from libra_hpc.policies.pool.states import (
 from libra_hpc.protocol.agents import (
     DrainTurns,
     FormGeneration,
-    RankBack,
     RankLost,
     RestCore,
     StandbyEngine,
@@ -32,7 +29,7 @@ from libra_hpc.protocol.agents import (
 )
 from libra_hpc.protocol.engine_state import EngineState
 
-from .test_states import after, lost, ready, states
+from .test_states import Cluster, after, assert_everybody_works, lost, ready, states
 
 CORE = (1, 2)
 
@@ -139,67 +136,16 @@ disturbances: st.SearchStrategy[Event] = st.one_of(
 )
 
 
-class Obedient:
-    """A cluster that does what the pool's effects ask, in any order across nodes."""
-
-    def __init__(self) -> None:
-        kinds = ((1, "train"), (2, "rollout"), (3, "hybrid"), (4, "hybrid"))
-        self.pool, effects = start(kinds, core_rolls_out=True)  # type: ignore[arg-type]
-        self.inbox: list[Event] = []
-        self._obey(effects)
-
-    def apply(self, event: Event) -> None:
-        if isinstance(event, EngineState) and event.state == "lost":
-            self.inbox = [e for e in self.inbox if not _same_engine(e, event)]
-        try:
-            self.pool, effects = advance(self.pool, event)
-        except IllegalTransition:
-            return
-        if isinstance(event, RankLost):
-            self.inbox = [e for e in self.inbox if e.rank != event.rank or isinstance(e, MemberOf)]
-            self.inbox.append(RankBack(event.rank))
-        assert self.pool.nodes[1].state is not NodeState.LOST
-        self._obey(effects)
-
-    def _obey(self, effects: Sequence[Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case StartEngine(rank=rank, kind=kind):
-                    self.inbox = [e for e in self.inbox if not _same_engine(e, ready(rank, kind))]
-                    self.inbox.append(ready(rank, kind))
-                case DrainTurns(rank=rank):
-                    self.inbox.append(TurnsDrained(rank))
-                case FormGeneration(generation=generation, ranks=members):
-                    for rank in members:
-                        self.inbox += (StateArrived(rank), MemberOf(rank, generation))
-                case RestCore():
-                    self.inbox.append(rests(1))
-
-    def rest(self) -> None:
-        for _ in range(300):
-            if self.inbox:
-                self.apply(self.inbox.pop(0))
-        assert not self.inbox
-
-
-def _same_engine(event: Event, other: EngineState) -> bool:
-    return isinstance(event, EngineState) and (event.rank, event.kind) == (other.rank, other.kind)
-
-
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_whatever_happens_a_core_that_is_wanted_trains_and_all_others_work(data: st.DataObject) -> None:
-    cluster = Obedient()
-    for _ in range(data.draw(st.integers(0, 40))):
-        if cluster.inbox and data.draw(st.integers(0, 2)):
-            cluster.apply(cluster.inbox.pop(data.draw(st.integers(0, len(cluster.inbox) - 1))))
-        else:
-            cluster.apply(data.draw(disturbances))
-    cluster.rest()
-    if cluster.pool.nodes[1].state is NodeState.ROLLOUT:
+    def check(pool: Pool, before: Pool, effects: tuple[Effect, ...]) -> None:
+        assert pool.nodes[1].state is not NodeState.LOST
+
+    kinds = ((1, "train"), (2, "rollout"), (3, "hybrid"), (4, "hybrid"))
+    cluster = Cluster(start(kinds, core_rolls_out=True), check)  # type: ignore[arg-type]
+    if cluster.disturbed(data, disturbances).nodes[1].state is NodeState.ROLLOUT:
         cluster.apply(MoveOrdered(1, "train", abort=True))
-        cluster.rest()
-    assert cluster.pool.nodes[1].state is NodeState.TRAIN
-    for node in cluster.pool.nodes.values():
-        assert node.state is (NodeState.TRAIN if node.role == "train" else NodeState.ROLLOUT)
-        assert (node.rank in cluster.pool.membership.ranks) == (node.role == "train")
+    pool = cluster.rest()
+    assert pool.nodes[1].state is NodeState.TRAIN
+    assert_everybody_works(pool)

@@ -65,17 +65,9 @@ def turn(name: str = "t", prompt: str = "p", **options: Any) -> TurnView:
 
 def ended(name: str, prompt: str, total: int, **options: Any) -> Finished:
     """A completed trajectory; ``at``: generated tokens when each of its ``signals`` arrived."""
-    signals = options.pop("signals", ())
-    fields = {"task": "task", "version": 0, "at_signal": options.pop("at", ()), **options}
-    return Finished(
-        trajectory=name,
-        prompt_id=prompt,
-        sample=0,
-        generated_tokens=total,
-        turns=len(signals) + 1,
-        signals=signals,
-        **fields,
-    )
+    signals, at = options.pop("signals", ()), options.pop("at", ())
+    fields = {"task": "task", "sample": 0, "version": 0, "signals": signals, "at_signal": at, **options}
+    return Finished(trajectory=name, prompt_id=prompt, generated_tokens=total, turns=len(signals) + 1, **fields)
 
 
 def finished(total: int, prompt: str = "p", name: str = "done", **options: Any) -> Finished:

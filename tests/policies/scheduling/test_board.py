@@ -73,10 +73,9 @@ def test_costs_of_a_class_follow_its_reports_and_reach_the_others_scaled() -> No
 def test_a_warm_up_profile_prices_a_class_before_its_first_turn() -> None:
     made = Board(64)
     # 16 steps of 4 ms, then a step that prefills 256 tokens in 20 ms; here the larger class is slower.
-    large_reports = (stats(20, 1.0, kv=0.0), stats(36, 1.064, kv=0.0), stats(37, 1.084, kv=0.0, prefill=256))
-    small_reports = (stats(20, 1.0, kv=0.0), stats(36, 1.032, kv=0.0), stats(37, 1.042, kv=0.0, prefill=256))
-    made.up("large", tp=2, kv_capacity=1000, version=0, warm_up=large_reports)
-    made.up("small", tp=1, kv_capacity=1000, version=0, warm_up=small_reports)
+    for name, tp, decoded, prefilled in (("large", 2, 1.064, 1.084), ("small", 1, 1.032, 1.042)):
+        reports = (stats(20, 1.0, kv=0.0), stats(36, decoded, kv=0.0), stats(37, prefilled, kv=0.0, prefill=256))
+        made.up(name, tp=tp, kv_capacity=1000, version=0, warm_up=reports)
     small, large = made.classes
     assert (small.base_s, large.base_s) == pytest.approx((0.002, 0.004), rel=0.1)
     assert small.prefill_s < large.prefill_s

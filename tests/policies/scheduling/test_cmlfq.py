@@ -41,11 +41,9 @@ def send(policy: CausalMlfq, made: Board, name: str, prompt: str, **options: obj
     return decision.engine
 
 
-def load_of(loads: EngineLoads, made: Board, name: str = "e") -> EngineWork:
+def load_of(loads: EngineLoads, made: Board) -> EngineWork:
     loads.sync(made)
-    load = loads.get(name)
-    assert load is not None
-    return load
+    return loads.get("e")
 
 
 def test_a_long_trajectory_gets_the_fast_engine_and_short_ones_leave_it_alone() -> None:
@@ -76,8 +74,7 @@ def test_the_longest_moves_to_an_idle_fast_engine_when_little_else_is_left() -> 
     assert send(policy, made, "t", "p", context=500) == "slow"
     made.answered("slow", 500)
     made.up("fast", 8, 100_000, 0)
-    view = turn("t", "p", at="slow", turns=1, context=700, attained=200, signals=(OK,))
-    decision = route(policy, made, view)
+    decision = route(policy, made, turn("t", "p", at="slow", turns=1, context=700, attained=200, signals=(OK,)))
     assert (decision.engine, decision.level) == ("fast", 1)
     assert decision.reason.startswith("move: fast adds ")
 
@@ -87,8 +84,7 @@ def test_samples_of_a_long_prompt_start_where_it_is_cached() -> None:
     others = {send(policy, made, f"{prompt}{i}", prompt, context=20_000) for prompt in ("q", "r") for i in range(4)}
     assert others == {"a", "b"}
     first = send(policy, made, "p0", "p", sample=0, context=20_000)
-    view = turn("p1", "p", context=20_000)
-    decision = route(policy, made, view)
+    decision = route(policy, made, turn("p1", "p", context=20_000))
     assert decision.engine == first
     assert decision.reason.startswith(f"start: {first} has the prompt cached for a sibling")
 
@@ -109,8 +105,8 @@ def test_a_prompt_is_not_cached_under_new_weights_nor_where_no_sibling_sits() ->
             made.down(first)
         elif change == "ended":
             policy.finished(finished(200, "p", "t0"), 0.0)
-        view = turn("t1", "p", context=20_000)
-        assert ("cached for a sibling" in route(policy, made, view).reason) == (change == "nothing"), change
+        reason = route(policy, made, turn("t1", "p", context=20_000)).reason
+        assert ("cached for a sibling" in reason) == (change == "nothing"), change
 
 
 def test_a_context_goes_where_it_fits_and_to_anybody_when_it_fits_nowhere() -> None:
@@ -123,8 +119,7 @@ def test_a_context_goes_where_it_fits_and_to_anybody_when_it_fits_nowhere() -> N
 def test_all_full_waits_for_any_slot() -> None:
     policy, made = CausalMlfq(), board(("a", 1), cap=1)
     made.sent("a", 5)
-    view = turn()
-    decision = route(policy, made, view)
+    decision = route(policy, made, turn())
     assert (decision.engine, decision.wait) == ("", "slot")
     assert decision.reason.startswith("wait: ")
 
@@ -155,9 +150,9 @@ def test_no_turn_is_overtaken_by_a_turn_that_became_ready_later_than_the_bound(
         queue.ready(turn(f"t{i}", prompt, sample=i, turns=done, attained=attained, ready=ready, context=1), 1000.0)
     served: list[float] = []
     while len(queue):
-        for view, _ in queue.dispatch(1000.0):
-            served.append(view.ready_at)
-            made.answered("e", 1)
+        ((view, _),) = queue.dispatch(1000.0)
+        served.append(view.ready_at)
+        made.answered("e", 1)
     assert len(served) == len(turns)
     for i, ready in enumerate(served):
         assert all(before <= ready + AGEING_S for before in served[:i])
@@ -169,19 +164,16 @@ def test_the_first_engine_to_finish_is_right_within_the_slack() -> None:
     residents: list[Placed] = []
     for i in range(200):
         load = loads.first_to_finish(loads.alike[0], NEW, 0)
-        assert load is not None
-        every = [s for n in made.engines if (s := loads.get(n)) is not None]
-        assert load.finish <= min(s.finish for s in every) / ENTRY_SLACK**2 + 1e-9
-        one = Placed()
+        assert load.finish <= min(loads.get(name).finish for name in made.engines) / ENTRY_SLACK**2 + 1e-9
+        residents.append(Placed())
         left = float(100 + i * 37 % 500)
-        load.add(one, reach=left, work=left * 1000, prefill=500.0, finish=load.finish_with(left, left * 1000, 500.0))
-        residents.append(one)
+        finish = load.finish_with(left, left * 1000, 500.0)
+        load.add(residents[-1], reach=left, work=left * 1000, prefill=500.0, finish=finish)
         if i % 3 == 2:
             gone = residents.pop(i % len(residents))
-            load_before = gone.load
-            assert load_before is not None
-            load_before.remove(gone)
-            loads.update_entry(load_before)
+            load = gone.load
+            load.remove(gone)
+            loads.update_entry(load)
 
 
 def test_engines_of_unequal_pace_are_both_candidates() -> None:
@@ -222,27 +214,22 @@ def test_finishes_follow_what_steps_cost() -> None:
 
 
 def test_near_the_limit_of_the_context_little_can_be_left() -> None:
-    keys: list[float] = []
-
-    def left(limit: int, context: int) -> float:
-        policy, made = warm_policy(p0=40_000, p1=40_000), board(("a", 1))
-        view = turn("t", "p0", at="a", turns=1, context=context, attained=8000, signals=(MISS,), limit=limit)
+    keys, left = [], []
+    for limit in (0, 1_000_000, 40_000, 30_010):
+        policy = warm_policy(p0=40_000, p1=40_000)
+        view = turn("t", "p0", at="a", turns=1, context=30_000, attained=8000, signals=(MISS,), limit=limit)
         keys.append(policy.key(view, 0.0))
-        decision = policy.route(view, made, 0.0)
-        return float(decision.numbers["remaining"])
-
-    free = left(0, 30_000)
-    assert left(1_000_000, 30_000) == pytest.approx(free, rel=0.1)
-    assert left(40_000, 30_000) < 10_000
-    assert left(30_010, 30_000) < 10
+        left.append(policy.route(view, board(("a", 1)), 0.0).numbers["remaining"])
+    assert left[1] == pytest.approx(left[0], rel=0.1)
+    assert left[2] < 10_000
+    assert left[3] < 10
     assert keys == sorted(keys), "and it does not go first as a long one"
 
 
 def test_the_reason_names_what_the_estimate_consists_of() -> None:
     policy, made = warm_policy(p=3000), board(("a", 1))
     policy.finished(finished(9000, "q", "q0", signals=(MISS,), at=(100,)), 0.0)
-    view = turn("t", "p", at="a", turns=1, context=700, attained=200, signals=(MISS,))
-    decision = route(policy, made, view)
+    decision = route(policy, made, turn("t", "p", at="a", turns=1, context=700, attained=200, signals=(MISS,)))
     numbers = decision.numbers
     assert float(numbers["factor"]) > 1.0
     assert numbers["siblings"] == 8

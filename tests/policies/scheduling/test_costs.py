@@ -47,23 +47,19 @@ class Fleet:
         return view.base_s + view.slope_s * self.kv
 
 
-def windows(fit: ClassFit, count: int, of: float, kv: float = 0.5) -> None:
-    engine = EngineFit()
-    for i in range(count):
-        window = engine.observe(stats(STEPS * i, of * STEPS * i, kv=kv), 1000, 1)
-        if window is not None:
-            fit.add(window, 1.0)
+def alike(count: int) -> Fleet:
+    return Fleet(*((f"e{i}", 1) for i in range(count)))
 
 
 def test_equal_engines_cost_the_same_whatever_their_reports_scatter() -> None:
-    fleet = Fleet(*((f"e{i}", 1) for i in range(12)))
+    fleet = alike(12)
     fleet.run(60.0, noise=0.15)
     assert {view.pace for view in fleet.board.engines.values()} == {1.0}
     assert fleet.full_step_s("e0") == pytest.approx(0.02, rel=0.05)
 
 
 def test_each_of_two_kinds_of_engine_gets_its_own_costs() -> None:
-    fleet = Fleet(*((f"e{i}", 1) for i in range(8)))
+    fleet = alike(8)
     fleet.factor.update(dict.fromkeys(("e0", "e1", "e2", "e3"), 0.5))
     fleet.run(60.0, noise=0.1)
     assert fleet.full_step_s("e0") == pytest.approx(0.01, rel=0.1)
@@ -71,7 +67,7 @@ def test_each_of_two_kinds_of_engine_gets_its_own_costs() -> None:
 
 
 def test_an_engine_that_becomes_slow_is_priced_so_step_by_step_and_the_others_are_not() -> None:
-    fleet = Fleet(*((f"e{i}", 1) for i in range(6)))
+    fleet = alike(6)
     fleet.run(30.0)
     fleet.factor["e3"], prices = 3.0, []
     for _ in range(20):
@@ -94,20 +90,22 @@ def test_a_report_in_the_middle_of_a_long_prefill_is_no_observation() -> None:
     # Half a second a step, and no token counted yet.
     assert engine.observe(stats(102, 6.0), 1000, WINDOW_STEPS) is None
     window = engine.observe(stats(120, 6.5, prefill=9000), 1000, WINDOW_STEPS)
-    assert window is not None
     assert window[:2] + window[3:] == (1.5, 20.0, 9000.0)
 
 
 def test_weight_updates_are_no_part_of_what_steps_cost() -> None:
     made = board(("a", 1), kv=1000)
+    assert made.engines["a"].decode_s == 0.0, "unknown before any report"
     for i in range(50):
         made.report("a", msgspec.structs.replace(stats(STEPS * i, 7.0 * i, kv=0.5), update_s=5.0 * i))
     assert made.engines["a"].decode_s == pytest.approx(0.1, rel=0.05)
 
 
 def test_reports_that_are_all_alike_keep_the_shape_of_the_prior_but_not_its_level() -> None:
-    fit = ClassFit()
-    windows(fit, 50, 0.5)
+    fit, engine = ClassFit(), EngineFit()
+    for i in range(50):
+        if (window := engine.observe(stats(STEPS * i, 0.5 * STEPS * i, kv=0.5), 1000, 1)) is not None:
+            fit.add(window, 1.0)
     base, slope, _ = fit.solve(default_costs(1, 1000))
     assert base + slope * 500 == pytest.approx(0.5, rel=0.05)
     assert base > 0.0
@@ -119,10 +117,6 @@ def test_counters_of_a_rebuilt_engine_start_a_new_window() -> None:
     assert fit.observe(stats(100, 5.0), 1000, 1) is None
     assert fit.observe(stats(3, 0.1), 1000, 1) is None
     assert fit.observe(stats(4, 0.2), 1000, 1) is not None
-
-
-def test_the_decode_time_is_unknown_before_any_report() -> None:
-    assert board(("a", 1)).engines["a"].decode_s == 0.0
 
 
 # --- naming
@@ -143,7 +137,7 @@ def test_equal_noisy_engines_are_never_named() -> None:
 
 
 def test_a_slow_engine_is_named_once_it_is_sure_and_until_it_has_recovered() -> None:
-    fleet, slow = Fleet(*((f"e{i}", 1) for i in range(5))), SlowEngines()
+    fleet, slow = alike(5), SlowEngines()
     named(fleet, slow, 60.0, noise=0.1)
     fleet.factor["e1"], began = 2.4, fleet.now
     found = named(fleet, slow, 90.0, noise=0.1)
@@ -155,10 +149,14 @@ def test_a_slow_engine_is_named_once_it_is_sure_and_until_it_has_recovered() -> 
     assert began <= one.since < began + 15.0
     fleet.factor["e1"] = 1.0
     assert named(fleet, slow, 60.0, noise=0.1)[-1] == []
+    fleet.factor["e1"] = 3.0
+    assert named(fleet, slow, 90.0, noise=0.0)[-1] == ["e1"]
+    fleet.board.down("e1")
+    assert slow.update(fleet.board, fleet.now) == [], "it is lost"
 
 
 def test_an_engine_that_is_paused_most_of_the_time_is_neither_slow_nor_fast() -> None:
-    fleet, slow = Fleet(*((f"e{i}", 1) for i in range(5))), SlowEngines()
+    fleet, slow = alike(5), SlowEngines()
     fleet.count["e1"] = 2
     assert not any(named(fleet, slow, 120.0, noise=0.1))
     assert fleet.board.engines["e1"].pace == 1.0
@@ -166,7 +164,7 @@ def test_an_engine_that_is_paused_most_of_the_time_is_neither_slow_nor_fast() ->
 
 def test_gpus_of_another_kind_are_not_named() -> None:
     made = Board(64, adaptive=False)
-    fleet = Fleet(("e0", 1), ("e1", 1))
+    fleet = alike(2)
     fleet.factor["e0"] = 3.0
     assert len(fleet.factor) < MIN_ENGINES
     assert not any(named(fleet, SlowEngines(), 90.0, noise=0.0)), "nobody knows which of two is right"
@@ -177,11 +175,3 @@ def test_gpus_of_another_kind_are_not_named() -> None:
     slow = SlowEngines()
     assert not slow.update(made, 0.0)
     assert not slow.update(made, 2 * SURE_S)
-
-
-def test_a_lost_engine_is_no_longer_named() -> None:
-    fleet, slow = Fleet(*((f"e{i}", 1) for i in range(5))), SlowEngines()
-    fleet.factor["e1"] = 3.0
-    assert named(fleet, slow, 90.0, noise=0.0)[-1] == ["e1"]
-    fleet.board.down("e1")
-    assert slow.update(fleet.board, fleet.now) == []

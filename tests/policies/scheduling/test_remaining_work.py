@@ -62,12 +62,16 @@ def test_siblings_move_the_estimate_towards_their_length(totals: list[int], leng
     assert gaps == sorted(gaps, reverse=True)
 
 
-def test_prompts_are_told_apart() -> None:
+def test_prompts_and_tasks_are_told_apart() -> None:
     estimator = learned(*[6000] * 8, prompt="long")
     for i in range(8):
         estimator.insert(finished(400, "short", f"s{i}"))
     assert left(estimator, "long") > 4 * left(estimator, "short")
     assert left(estimator, "short") < left(estimator, "new") < left(estimator, "long")
+    for i in range(50):
+        estimator.insert(finished(100, f"b{i}", f"o{i}", task="other"))
+    assert left(estimator, "new") > 20 * left(estimator, "new2", task="other")
+    assert left(estimator, "new3", task="unknown") == PRIOR_TOKENS
 
 
 def test_a_running_sibling_that_outlives_the_others_lengthens_its_group_until_it_is_aborted() -> None:
@@ -76,16 +80,10 @@ def test_a_running_sibling_that_outlives_the_others_lengthens_its_group_until_it
     estimator.advance(running, (), 20_000)
     assert left(estimator, "new") > 3 * before
     assert left(estimator, "unrelated") > before, "the first to end are short"
+    assert running.siblings == 0, "its own work does not count as a sibling's"
+    assert running.total == running.mean
     running.count(0.0)
     assert left(estimator, "new") == pytest.approx(before)
-
-
-def test_its_own_work_does_not_count_as_a_siblings() -> None:
-    estimator = learned(*[500] * 8, prompt="others")
-    running = estimator.cursor("new", "task")
-    estimator.advance(running, (), 20_000)
-    assert running.siblings == 0
-    assert running.total == running.mean
 
 
 def outcomes(informative: bool, seed: int = 3) -> RemainingWorkEstimator:
@@ -95,17 +93,15 @@ def outcomes(informative: bool, seed: int = 3) -> RemainingWorkEstimator:
         long = rng.random() < 0.5
         failed = long if informative else rng.random() < 0.5
         total = 200 + int((5000 if long else 200) * rng.lognormvariate(0.0, 0.3))
-        outcome = signal("error" if failed else "ok")
-        estimator.insert(finished(total, f"p{i}", f"t{i}", signals=(outcome,), at=(200,)))
+        estimator.insert(finished(total, f"p{i}", f"t{i}", signals=(ERROR if failed else OK,), at=(200,)))
     return estimator
 
 
 def test_an_outcome_that_preceded_long_rests_raises_the_estimate_and_one_that_says_nothing_does_not() -> None:
-    good, bad = (signal(o) for o in ("ok", "error"))
     estimator, noise = outcomes(True), outcomes(False)
-    assert left(estimator, "new", 200, bad) > 5.0 * left(estimator, "new", 200, good)
-    assert left(estimator, "new", 200, bad) > left(estimator, "new", 200) > left(estimator, "new", 200, good)
-    assert left(noise, "new", 200, bad) == pytest.approx(left(noise, "new", 200, good), rel=0.2)
+    assert left(estimator, "new", 200, ERROR) > 5.0 * left(estimator, "new", 200, OK)
+    assert left(estimator, "new", 200, ERROR) > left(estimator, "new", 200) > left(estimator, "new", 200, OK)
+    assert left(noise, "new", 200, ERROR) == pytest.approx(left(noise, "new", 200, OK), rel=0.2)
 
 
 def test_one_outcome_moves_little_and_the_last_one_counts() -> None:
@@ -138,7 +134,7 @@ def test_outcomes_are_told_apart_by_tool_class_and_failing_tests(first: Signal, 
 
 
 def test_a_cursor_equals_a_walk_from_the_start() -> None:
-    signals = tuple(signal(o) for o in ("ok", "error", "error", "ok"))
+    signals = (OK, ERROR, ERROR, OK)
     stepwise = (estimator := outcomes(True)).cursor("new", "task")
     for i in range(1, 5):
         estimator.advance(stepwise, signals[:i], 100 * i)
@@ -172,16 +168,6 @@ def test_evidence_halves_with_weight_versions() -> None:
 def test_prompts_and_outcomes_are_bounded() -> None:
     estimator = RemainingWorkEstimator(max_keys=20)
     for i in range(100):
-        seen = signal(tool=f"tool{i}")
-        estimator.insert(finished(900, f"p{i}", f"t{i}", signals=(seen,), at=(100,)))
+        estimator.insert(finished(900, f"p{i}", f"t{i}", signals=(signal(tool=f"tool{i}"),), at=(100,)))
     assert len(estimator) == 20 + 20
     assert left(estimator, "new", 100, signal(tool="one more")) > 0.0
-
-
-def test_tasks_are_told_apart() -> None:
-    estimator = RemainingWorkEstimator()
-    for i in range(50):
-        estimator.insert(finished(4000, f"a{i}", f"t{i}", task="long"))
-        estimator.insert(finished(100, f"b{i}", f"s{i}", task="short"))
-    assert left(estimator, "new", task="long") > 20 * left(estimator, "new2", task="short")
-    assert left(estimator, "new3", task="other") == PRIOR_TOKENS

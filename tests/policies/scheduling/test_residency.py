@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.policies.scheduling.residency import PARK_AT, START_AT, Claim, EngineCache, release
@@ -29,13 +30,10 @@ def sent(dispatcher: Dispatcher, now: float = 0.0) -> list[str]:
 
 def test_one_more_resident_needs_a_distance_to_the_limit_at_which_residents_are_parked() -> None:
     cache = EngineCache(CAPACITY)
+    assert cache.has_room(claim("a"), 2 * CAPACITY), "an empty engine takes any context"
     cache.hold(claim("a"), 600)
     assert cache.has_room(claim("b"), int(START_AT * CAPACITY) - 600)
     assert not cache.has_room(claim("b"), int(START_AT * CAPACITY) - 599)
-
-
-def test_an_empty_engine_takes_any_context() -> None:
-    assert EngineCache(CAPACITY).has_room(claim("a"), 2 * CAPACITY)
 
 
 def test_siblings_count_their_prompt_once() -> None:
@@ -67,18 +65,24 @@ def test_the_last_of_the_queue_is_parked_and_a_running_one_never() -> None:
 
 
 def test_a_resident_moves_with_its_trajectory() -> None:
-    here, there = EngineCache(CAPACITY), EngineCache(CAPACITY)
-    moved = claim("a", 100)
-    here.hold(moved, 300)
-    there.hold(moved, 300)
+    here, there, moved = EngineCache(CAPACITY), EngineCache(CAPACITY), claim("a", 100)
+    for cache in (here, there):
+        cache.hold(moved, 300)
     assert (here.held, there.held, moved.cache) == (0, 300, there)
 
 
-def test_a_first_turn_waits_while_the_residents_are_in_tool_calls_and_starts_when_one_ends() -> None:
-    board = board_of(("a", 1), kv=CAPACITY)
+def two_waiting(host_tokens: int) -> tuple[Board, Dispatcher]:
+    """The first turns of s (500 tokens) and t (400) at an engine that holds 1,000."""
+    board = board_of()
+    board.up("a", 1, CAPACITY, 0, host_tokens=host_tokens)
     dispatcher = Dispatcher(CausalMlfq(), board)
-    dispatcher.ready(turn_of("s", "s", context=500), 0.0)
-    dispatcher.ready(turn_of("t", "t", context=400), 0.0)
+    for name, context in (("s", 500), ("t", 400)):
+        dispatcher.ready(turn_of(name, name, context=context), 0.0)
+    return board, dispatcher
+
+
+def test_a_first_turn_waits_while_the_residents_are_in_tool_calls_and_starts_when_one_ends() -> None:
+    board, dispatcher = two_waiting(0)
     assert sent(dispatcher) == ["s"]
     board.answered("a", 500)
     assert sent(dispatcher, 1.0) == [], "its context stays in the cache"
@@ -108,12 +112,7 @@ def test_nobody_overtakes_the_first_that_waits_for_room(aborted: bool, served: l
 
 def test_host_memory_larger_than_the_cache_counts_instead_of_it() -> None:
     for host_tokens, starts in ((0, ["s"]), (CAPACITY // 2, ["s"]), (4 * CAPACITY, ["s", "t"])):
-        board = board_of()
-        board.up("a", 1, CAPACITY, 0, host_tokens=host_tokens)
-        dispatcher = Dispatcher(CausalMlfq(), board)
-        dispatcher.ready(turn_of("s", "s", context=500), 0.0)
-        dispatcher.ready(turn_of("t", "t", context=400), 0.0)
-        assert sent(dispatcher) == starts
+        assert sent(two_waiting(host_tokens)[1]) == starts
 
 
 @settings(max_examples=60, deadline=None)

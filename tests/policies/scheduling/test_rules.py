@@ -52,9 +52,7 @@ def test_least_loaded_counts_tokens_and_sticky_turns() -> None:
     assert LeastLoaded().route(turn_of("t"), board, 0.0).engine == "b"
     decision = Sticky().route(turn_of("t"), board, 0.0)
     assert (decision.engine, decision.reason) == ("a", "a has the fewest turns in flight: 1")
-
-
-def test_ties() -> None:
+    # Ties.
     board = board_of(("a", 1), ("b", 1), ("c", 1))
     assert LeastLoaded().route(turn_of("t", at="b"), board, 0.0).engine == "b", "the prefix may be there"
     assert LeastLoaded().route(turn_of("t"), board, 0.0).engine == "a"
@@ -85,8 +83,7 @@ def test_waiting_turns_go_first_come_first_served() -> None:
 
 
 def test_names_and_mistakes() -> None:
-    for name in ALL:
-        assert make_policy(name).name == name
+    assert [make_policy(name).name for name in ALL] == ALL
     with pytest.raises(
         UserError,
         match=(
@@ -110,10 +107,9 @@ class Half:
 
 
 def test_a_file_may_have_a_policy(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(MINE)
-    check_policy(f"{file}:Mine")
-    assert make_policy(f"{file}:Mine").name == "mine"
+    (tmp_path / "mine.py").write_text(MINE)
+    check_policy(f"{tmp_path}/mine.py:Mine")
+    assert make_policy(f"{tmp_path}/mine.py:Mine").name == "mine"
 
 
 @pytest.mark.parametrize(
@@ -149,9 +145,7 @@ def test_buckets_fill_their_class_then_the_others_then_ignore_the_limit() -> Non
     chosen = [buckets.choose(1, turn_of(f"t{i}"), board) for i in range(6)]
     assert [e.engine for e in chosen if e] == ["two", "one", "uno", "four", "one", "uno"]
     buckets.live.drop("t0")
-    again = buckets.choose(1, turn_of("t9"), board)
-    assert again is not None
-    assert again.engine == "two"
+    assert buckets.choose(1, turn_of("t9"), board).engine == "two"
 
 
 def test_symbols_carry_tool_size_and_status() -> None:
@@ -206,8 +200,7 @@ def test_libra_starts_low_and_moves_when_mean_and_p90_agree() -> None:
     policy, board = libra_with([20_000] * 5), board_of(*MIXED)
     first = policy.route(turn_of("t"), board, 0.0)
     assert (first.engine, first.level) == ("one", 0), "the shortest bucket, although the prompt is known to be long"
-    gap = turn_of("t", at="one", turns=1, context=600, attained=10, signals=(OK,))
-    moved = policy.route(gap, board, 1.0)
+    moved = policy.route(turn_of("t", at="one", turns=1, context=600, attained=10, signals=(OK,)), board, 1.0)
     assert (moved.engine, moved.level) == ("four", 2)
     assert moved.reason == "bucket 2, least connections four: mean 20000 and p90 20000 of the remaining tokens agree"
 
