@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sys
 import traceback
 from abc import abstractmethod
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from libra_hpc.errors import OperationError, UserError
+from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.protocol.env import Signal
 from libra_hpc.tasks.base import Episode, PolicyTurn, Task, TaskMaker, ToolResult, Tools, Turn, Why
 from libra_hpc.tasks.chat_template import Message
@@ -125,6 +126,10 @@ class ChatEnvironment(Task):
 
     def __init__(self, made: ChatTask, max_bad_calls: int, drops_thinking: bool = False) -> None:
         super().__init__(made.tokenizer, seed=made.seed)
+        for method in (made.open, made.answer, made.reward, made.close):
+            if not inspect.iscoroutinefunction(method):
+                why = f"{method.__name__} is no coroutine function"
+                raise invalid("task.name", type(made).__name__, why, f"`async def {method.__name__}(self, ...)`")
         self.made, self.max_bad_calls, self.drops_thinking = made, max_bad_calls, drops_thinking
         self.tools, self.tool_limits = made.tools, made.tool_limits
         self.methods = tool_methods(type(made))

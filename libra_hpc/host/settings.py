@@ -15,8 +15,9 @@ import msgspec
 
 from libra_hpc.config.run import RunConfig
 
-MARK, FOUND = "libra-hpc: ", "libra-hpc found: "
-"""Before a line that a host process has for its starter, a mistake or a fact; the task may print others."""
+MARK, FOUND, PROMPT = "libra-hpc: ", "libra-hpc found: ", "libra-hpc prompt: "
+"""Before a line that a host process has for its starter: a mistake, a fact, tokens of a prompt; the task may print
+others."""
 
 
 class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -29,7 +29,7 @@ from .declared import step_limit, tool_limits
 from .host import main
 from .live_episode import LiveEpisode
 from .sandbox import Sandbox
-from .settings import FOUND, MARK, HostConfig
+from .settings import FOUND, MARK, PROMPT, HostConfig
 
 TURNS = 2
 """The first may end the episode; the second follows an answer of the environment."""
@@ -85,6 +85,7 @@ async def _turns(config: HostConfig, live: LiveEpisode, eos: int) -> None:
         if isinstance(outcome, BaseException):
             raise outcome
         answers.opened("trial", live.episode)
+        print(f"{PROMPT}{len(live.episode.prompt)}")
     except (Exception, SystemExit) as error:
         raise _mistake(config, "its start fails", error) from error
     stop = live.episode.stop_ids[:1] or (eos,)

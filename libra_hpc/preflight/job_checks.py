@@ -27,17 +27,25 @@ MOST_TRAJECTORIES = 1_000_000
 """Most trajectories of a step; one takes at least a kilobyte of the rollout leader's memory."""
 LEAST_MEM_MB = 100.0
 """An agent alone takes 100 MB."""
-GPU_BLOCK = 16
-"""Tokens; FlashAttention reads the KV cache in such pieces."""
+BLOCK = 16
+"""Tokens; attention reads the KV cache in such pieces."""
 FP8_CPU_HEADS = 32
 """vLLM 0.32 on CPUs reads FP8 caches for heads of multiples of so many channels, with AVX-512."""
 FP8_HEADS = (64, 128, 256, 512)
 """Channels of heads for which FlashInfer reads FP8 caches: in vLLM 0.32 the one backend for GPUs without FP8 units."""
 MIB = 2**20
-OWN = {"TMPDIR": "compute.local_dir", "CUDA_VISIBLE_DEVICES": "components.*.gpus"}
+OWN = {
+    "TMPDIR": "compute.local_dir",
+    "CUDA_VISIBLE_DEVICES": "components.*.gpus",
+    "PATH": 'a line such as export PATH="DIR:$PATH" in compute.setup',
+}
 """Variables that the job gets from other keys."""
 STARTED_WITH = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "LIBRA_HPC_")
 """Prefixes of variables with which Slurm, MPI and the run's owner start a rank."""
+KERNEL = ("/proc", "/sys")
+"""Where nobody makes folders."""
+LEAVES = re.compile(r"\s*((exit|return)\b|exec\s+[^\s<>&\d])")
+"""A line of bash after which the script does not go on; ``exec`` alone may redirect."""
 FREE = ("LIBRA_HPC_INTERPRETED",)
 """One for users all the same."""
 BASH_S = 10.0
@@ -56,13 +64,15 @@ def sane_sizes(config: RunConfig) -> Iterator[UserError]:
         why = f"a step would have {batch:,} trajectories"
         valid = f"at most {MOST_TRAJECTORIES:,} for prompts_per_step * group_size"
         yield invalid(f"algorithm.{key}", getattr(config.algorithm, key), why, valid)
+    if config.compute.local_dir.startswith(KERNEL):
+        why = "it is the kernel's: no folder can be made there"
+        yield invalid("compute.local_dir", config.compute.local_dir, why, "a folder of the nodes' own disks")
     most, group = config.rollout.max_trajectories, config.algorithm.group_size
     if 0 < most < group:
         why = f"a prompt alone has algorithm.group_size = {group}"
         yield invalid("rollout.max_trajectories", most, why, f"0, or at least {group}")
-    if config.slurm.device == "cuda" and config.run.engine == "real" and config.rollout.block_size % GPU_BLOCK:
-        why = "vLLM's attention on GPUs has other blocks"
-        yield invalid("rollout.block_size", config.rollout.block_size, why, f"multiples of {GPU_BLOCK}")
+    if config.run.engine == "real" and config.rollout.block_size % BLOCK:
+        yield invalid("rollout.block_size", config.rollout.block_size, "vLLM has other blocks", f"multiples of {BLOCK}")
 
 
 def cache_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
@@ -124,6 +134,10 @@ def set_up_parses(config: RunConfig) -> Iterator[UserError]:
     setup = config.compute.setup
     if not setup:
         return
+    for index, line in enumerate(setup):
+        if LEAVES.match(line):
+            why = "the script would end here, before the run"
+            yield invalid(f"compute.setup[{index}]", line, why, "lines after which the script goes on")
     # A shell option that a line sets does not count yet, and extended patterns need one.
     done = subprocess.run(
         ["bash", "--norc", "-O", "extglob", "-n"],

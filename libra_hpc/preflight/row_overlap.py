@@ -2,6 +2,7 @@
 
 - Prompts are compared by digest: text as it is; one message of the user as its text.
 - A prompt is in both -> refused, with the first line of both files.
+- An evaluation has at most as many prompts as its file has rows.
 - Data that only a task of its own can read, or that need pyarrow where it is not installed -> not compared.
 """
 
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from libra_hpc.config.learn import TaskSection, TaskTable
+from libra_hpc.config.learn import EvalPart, TaskSection, TaskTable
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.tasks.rows import Rows, open_rows
 
@@ -32,6 +33,7 @@ def check_overlap(task: TaskSection) -> list[str]:
     opened = {key: found for key, part in parts.items() if (found := _opened(key, *part, warnings)) is not None}
     places: dict[bytes, tuple[str, int]] = {}
     for key in filter(_evaluated, opened):
+        _check_rows(key, parts[key][1], len(opened[key].rows))
         for number, digest in enumerate(opened[key].digests):
             places.setdefault(digest, (key, number))
     places.pop(b"", None)
@@ -42,6 +44,13 @@ def check_overlap(task: TaskSection) -> list[str]:
             why = f"the prompt of {opened[key].rows.place(own)} is trained on, at {trained.rows.place(at)}"
             raise invalid(_field(key), parts[key][1].data, why, "rows of its own")
     return warnings
+
+
+def _check_rows(key: str, table: TaskTable, rows: int) -> None:
+    if isinstance(table, EvalPart) and table.prompts > rows:
+        raise invalid(
+            f"{key.rpartition('.')[0]}.prompts", table.prompts, f"its data have {rows} rows", f"at most {rows}"
+        )
 
 
 def _evaluated(key: str) -> bool:

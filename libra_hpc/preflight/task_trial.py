@@ -1,4 +1,7 @@
-"""The task of a run file plays the start of one episode before anything is queued (`libra_hpc.host.trial`).
+"""What users wrote is tried before anything is queued.
+
+- The task plays the start of one episode (`libra_hpc.host.trial`), whose prompt fits into the context.
+- Functions of files for advantages and loss are called once on made-up values.
 
 - The nodes' interpreter is here -> it plays beside the search for a split, at most `TRIAL_S` longer than that.  A
   mistake is refused with its sentence.
@@ -18,15 +21,31 @@ from pathlib import Path
 from typing import NamedTuple
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import UserError, error_text
+from libra_hpc.errors import UserError, error_text, invalid
 from libra_hpc.files import cache_folder, write_atomic
-from libra_hpc.host.settings import FOUND, MARK, host_settings, write_private
+from libra_hpc.host.settings import FOUND, MARK, PROMPT, host_settings, write_private
 from libra_hpc.planning.remembered import digest
 from libra_hpc.slurm.interpreter import compute_python, in_container
+from libra_hpc.user_file import file_of
 
 TRIAL_S = 10.0
 """Building a task that reads its data takes seconds.  Double: every `check` of a slow task waits so long."""
 SKIP = "task.trial = false skips this trial"
+CALL = f"""
+import importlib, sys
+from libra_hpc.errors import UserError
+module, function, name = sys.argv[1:]
+try:
+    getattr(importlib.import_module(module), function)(name)
+except UserError as error:
+    print({MARK!r} + str(error))
+    sys.exit(UserError.exit_code)
+"""
+FUNCTIONS = {
+    "advantage": ("libra_hpc.policies.learning.advantages", "try_advantage"),
+    "loss": ("libra_hpc.trainer.losses", "try_loss"),
+}
+"""Key of ``[algorithm]`` -> what calls the function that it names."""
 
 
 class TaskTrial(NamedTuple):
@@ -75,45 +94,66 @@ def _digest(config: RunConfig, python: str) -> str:
     own = sorted(file for folder in {file.parent for file in task.code_files} for file in folder.glob("*.py"))
     sets = [Path(table.data) for _, table in task.tables.values() if table.data]
     data = [file for one in sets for file in (one, *sorted(one.glob("*")))]
-    files = (*Path(config.model.path).glob("*.json*"), Path(config.model.path) / "chat_template.jinja", *own, *data)
-    return digest((host_settings(config).decode(), python), files)
+    model = (*Path(config.model.path).glob("*.json*"), Path(config.model.path) / "chat_template.jinja")
+    named = {name: file for name in _functions(config).values() if (file := file_of(name)) is not None}
+    asked = (host_settings(config).decode(), python, list(named), config.rollout.max_model_len)
+    return digest(asked, (*model, *own, *data, *named.values()))
+
+
+def _functions(config: RunConfig) -> dict[str, str]:
+    """Functions of files that the run file names, by the key of ``[algorithm]``."""
+    named = {key: str(getattr(config.algorithm, key)) for key in FUNCTIONS}
+    return {key: name for key, name in named.items() if ":" in name}
 
 
 @contextlib.contextmanager
 def _playing(config: RunConfig, python: str) -> Iterator[Callable[[], TaskTrial]]:
-    """A process that plays, and how to wait for its outcome; it ends here at the latest."""
-    with tempfile.TemporaryDirectory(prefix="libra-trial-") as folder:
+    """Processes that play and call, and how to wait for their outcome; they end here at the latest."""
+    with tempfile.TemporaryDirectory(prefix="libra-trial-") as folder, contextlib.ExitStack() as stack:
         settings = Path(folder) / "host.json"
         write_private(settings, host_settings(config))
-        command = [python, "-m", "libra_hpc.host.trial", "--socket", f"{folder}/none", "--config", str(settings)]
+        play = ["-m", "libra_hpc.host.trial", "--socket", f"{folder}/none", "--config", str(settings)]
+        calls = {f"algorithm.{key}": ["-c", CALL, *FUNCTIONS[key], name] for key, name in _functions(config).items()}
         none, pipe = subprocess.DEVNULL, subprocess.PIPE
-        try:
-            process = subprocess.Popen(command, stdin=none, stdout=pipe, stderr=pipe, text=True, errors="replace")
-        except OSError as error:
-            warned = _warned(config, f"its trial did not run ({error_text(error)})")
-            yield lambda: warned
-            return
-        with process:
+        started: dict[str, subprocess.Popen[str] | str] = {}
+        for field, arguments in {"task.name": play, **calls}.items():
+            command = [python, *arguments]
             try:
-                yield lambda: _outcome(config, process)
-            finally:
-                process.kill()
+                process = subprocess.Popen(command, stdin=none, stdout=pipe, stderr=pipe, text=True, errors="replace")
+            except OSError as error:
+                started[field] = f"its trial did not run ({error_text(error)})"
+                continue
+            started[field] = stack.enter_context(process)
+            stack.callback(process.kill)
+        yield lambda: _together([_outcome(config, field, process) for field, process in started.items()])
 
 
-def _outcome(config: RunConfig, process: subprocess.Popen[str]) -> TaskTrial:
+def _together(trials: list[TaskTrial]) -> TaskTrial:
+    return TaskTrial([one for trial in trials for one in trial.warnings], [one for t in trials for one in t.facts])
+
+
+def _outcome(config: RunConfig, field: str, process: subprocess.Popen[str] | str) -> TaskTrial:
+    if isinstance(process, str):
+        return _warned(config, field, process)
     try:
         stdout, stderr = process.communicate(timeout=TRIAL_S)
     except subprocess.TimeoutExpired:
-        return _warned(config, f"its trial took longer than {TRIAL_S:.0f} s; {SKIP}")
+        return _warned(config, field, f"its trial took longer than {TRIAL_S:.0f} s; {SKIP}")
     lines = stderr.strip().splitlines() or [f"exit code {process.returncode}"]
     own = [line.removeprefix(MARK) for line in (*stdout.splitlines(), *lines) if line.startswith(MARK)]
     if process.returncode == UserError.exit_code and own:
         raise UserError(f"{own[-1].rstrip('.')}; {SKIP}.")
     if process.returncode:
-        return _warned(config, f"its trial did not run ({lines[-1]})")
+        return _warned(config, field, f"its trial did not run ({lines[-1]})")
     facts = [line.removeprefix(FOUND) for line in stdout.splitlines() if line.startswith(FOUND)]
-    return _warned(config, *own)._replace(facts=facts)
+    tokens = max((int(line.removeprefix(PROMPT)) for line in stdout.splitlines() if line.startswith(PROMPT)), default=0)
+    if tokens >= (room := config.rollout.max_model_len):
+        why = f"the first prompt of {config.task.name!r} has {tokens} tokens"
+        raise invalid("rollout.max_model_len", room, why, f"an integer above {tokens}")
+    return _warned(config, field, *own)._replace(facts=facts)
 
 
-def _warned(config: RunConfig, *lines: str) -> TaskTrial:
-    return TaskTrial([f"task.name = {config.task.name!r}: {line}" for line in lines], [])
+def _warned(config: RunConfig, field: str, *lines: str) -> TaskTrial:
+    section, key = field.split(".")
+    name = getattr(getattr(config, section), key)
+    return TaskTrial([f"{field} = {name!r}: {line}" for line in lines], [])

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from libra_hpc.config.learn import LOSSES
+from libra_hpc.errors import UserError, invalid
 from libra_hpc.user_file import load_function
 
 
@@ -78,3 +79,21 @@ _NAMED = dict(zip(LOSSES, (ppo, gspo, cispo), strict=True))
 def loss_named(name: str) -> Loss:
     """Raises `UserError` for a name that is neither of `LOSSES` nor a function of a file."""
     return _NAMED[name] if name in _NAMED else load_function("algorithm.loss", name, LOSSES)
+
+
+def try_loss(name: str) -> None:
+    """Call it once on two made-up sequences; raises `UserError` for what it raises or returns."""
+    logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    fixed, counts = logprobs.detach() - 0.1, torch.tensor([2.0, 1.0])
+    tokens = LossTokens(logprobs, fixed, fixed, torch.tensor([1.0, 1.0, -1.0]), torch.tensor([0, 0, 1]), counts, counts)
+    try:
+        values, clipped = loss_named(name)(tokens, 0.2, 0.2)
+        shapes = (tuple(values.shape), tuple(clipped.shape), clipped.dtype)
+        (gradient,) = torch.autograd.grad(values.sum(), logprobs)
+    except UserError:
+        raise
+    except Exception as error:
+        raise invalid("algorithm.loss", name, f"it fails for three tokens ({type(error).__name__}: {error})") from error
+    if shapes != ((3,), (3,), torch.bool) or not gradient.isfinite().all():
+        why = f"for three tokens it made shapes {shapes[:2]} and a mask of {shapes[2]}, or no finite gradient"
+        raise invalid("algorithm.loss", name, why, "(float32[m], bool[m]), as libra_hpc/trainer/losses.py has them")

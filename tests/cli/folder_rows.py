@@ -116,6 +116,11 @@ TASKS = {
         "its open fails (TypeError: open returned a coroutine",
     ),
     "an empty prompt": ("[1, 2]", "[]", "its start fails (BadAnswer: prompt is empty"),
+    "a prompt without room": (
+        "[1, 2]",
+        "[1] * 12_000",
+        "rollout.max_model_len = 4096: the first prompt of 'case/mine.py",
+    ),
     "a prompt as text": ("[1, 2]", "'hello'", "its start fails (BadAnswer: prompt is 'hello', not a list of token ids"),
     "no room for an answer": ("[1, 2], 4", "[1, 2], 0", "its start fails (BadAnswer: max_tokens is 0, not an integer"),
     "a plain step": (

@@ -209,6 +209,18 @@ COMMANDS = [
     ("list extra", "Got unexpected extra argument(s) (extra)."),
     ("cancel --nwo", "No such option: --nwo (Possible options: --now)."),
 ]
+FUNCTIONS = [
+    ("advantage", "def f(rewards, group): return rewards", "it fails for a group (TypeError: f() missing 1 required"),
+    ("advantage", "def f(rewards): return rewards[:-1]", "it fails for a group (ValueError: "),
+    ("loss", "def f(tokens): return tokens.logprobs", "it fails for three tokens (TypeError: f() takes 1 positional"),
+    (
+        "loss",
+        "def f(tokens, low, high): return -tokens.logprobs.sum(), tokens.logprobs > 0",
+        "it made shapes ((), (3,))",
+    ),
+    ("loss", "def f(t, low, high): return t.advantages, t.advantages > 0", "it fails for three tokens (RuntimeError: "),
+]
+"""Key of ``[algorithm]``, a file's only line, and the sentence."""
 REFUSED = [
     (
         "components.rollout.constraint=nvlink",
@@ -311,10 +323,18 @@ def table() -> Iterator[Mistake]:
     for old, new, sentence in TASKS.values():
         mine = GOOD.replace(old, new, 1)
         yield Mistake(["submit", "run.toml", *own], sentence, file("mine.py", mine), plays=True)
+    for key, line, sentence in FUNCTIONS:
+        named = [*own[:2], "-o", f"algorithm.{key}=case/mine.py:f", *overrides("task.name=case/task.py:Mine")]
+        made = both(file("mine.py", line), file("task.py", GOOD))
+        yield Mistake(["submit", "run.toml", *named], sentence, made, plays=True)
     for changed, refusal, sentence in REFUSED:
         yield Mistake(["check", "run.toml", *overrides(changed)], sentence, refusal=refusal)
     for command, sentence in PRIVATE:
         yield Mistake(command.split(), sentence, private=True)
+
+
+def both(*prepare: Callable[[Path], object]) -> Callable[[Path], object]:
+    return lambda case: [one(case) for one in prepare]
 
 
 def damaged(damage: Damage) -> Damage:

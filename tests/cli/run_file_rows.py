@@ -162,6 +162,17 @@ RUN_FILE = [
     ("compute.env={SLURM_PROCID='0'}", "compute.env.SLURM_PROCID = '0': Slurm, MPI and libra-hpc set variables of th"),
     ("compute.env={LIBRA_HPC_START='{}'}", "compute.env.LIBRA_HPC_START = '{}': Slurm, MPI and libra-hpc set vari"),
     ("compute.env={PMI_RANK='0'}", "compute.env.PMI_RANK = '0': Slurm, MPI and libra-hpc set variables of this name"),
+    (
+        "compute.env={PATH='/opt/bin'}",
+        "compute.env.PATH = '/opt/bin': the job sets it itself; valid: a line such as exp",
+    ),
+    (
+        "compute.setup=['exec bash run.sh']",
+        "compute.setup[0] = 'exec bash run.sh': the script would end here, before t",
+    ),
+    ("compute.setup=['module load a', 'exit 0']", "compute.setup[1] = 'exit 0': the script would end here, before the"),
+    ("compute.local_dir=/proc/x", "compute.local_dir = '/proc/x': it is the kernel's: no folder can be made there; va"),
+    ("rollout.block_size=33", "rollout.block_size = 33: vLLM has other blocks; valid: multiples of 16."),
     ("compute.env={TMPDIR='/x'}", "compute.env.TMPDIR = '/x': the job sets it itself; valid: compute.local_dir."),
     ("slurm.mpi=none", "slurm.mpi = 'none': "),
     ("slurm.mpi=pmix", "has PyPI's mpich, which needs 'pmi2': each rank would become a world of its own; valid: pmi2,"),
@@ -313,7 +324,7 @@ ON_GPU_NODES = [
     ("rollout.kv_host_gb_per_gpu=1e9", "components.hybrid.mem = '64G': a hybrid node needs 8,589,934,596 GB of host"),
     ("rollout.kv_cache_mb=200000", "rollout.tp = 1: an engine of model needs 213 GB a GPU for its weights, its"),
     ("components.train.gpu_type=A800", "components.train.gpu_type = 'A800': nodes of partition a800 have none; valid:"),
-    ("rollout.block_size=24", "rollout.block_size = 24: vLLM's attention on GPUs has other blocks; valid: multiples"),
+    ("rollout.block_size=24", "rollout.block_size = 24: vLLM has other blocks; valid: multiples of 16."),
 ]
 ON_SIMULATED_ENGINES = [
     ("simulated.device=a80", "simulated.device = 'a80': unknown device; valid: a100, a800, "),

@@ -3,6 +3,7 @@ written."""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
@@ -100,6 +101,7 @@ def refusing(words: str) -> Callable[..., str]:
 def another_user(folder: Path) -> Iterator[None]:
     """As somebody who may not enter ``folder``; root is nobody meanwhile."""
     root = os.getuid() == 0
+    codecs.lookup("utf-8-sig")  # nobody may be unable to read the interpreter's own modules
     folder.chmod(0)
     for parent in folder.parents if root else ():
         parent.chmod(parent.stat().st_mode | 0o011)

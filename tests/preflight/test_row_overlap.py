@@ -21,7 +21,13 @@ TRAINED: list[dict[str, Any]] = [{"prompt": f"p{number}"} for number in range(5)
 def task(folder: Path, held: list[dict[str, Any]], *, name: str = "data", column: str = "prompt") -> TaskSection:
     for file, rows in (("train", TRAINED), ("held", held)):
         (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {"name": "held", "task": name, "data": f"{folder}/held.jsonl", "prompt": column}
+    given = {
+        "name": "held",
+        "task": name,
+        "data": f"{folder}/held.jsonl",
+        "prompt": column,
+        "prompts": max(1, len(held)),
+    }
     parts = [
         {"name": "other", "task": KEYCHAIN_TASK},
         {"name": "sums", "task": "data", "data": f"{folder}/train.jsonl"},
@@ -49,6 +55,13 @@ def test_a_prompt_in_both_is_refused_with_its_lines(tmp_path: Path, prompt: Any)
 )
 def test_other_prompts_are_not(tmp_path: Path, held: list[dict[str, Any]]) -> None:
     assert check_overlap(task(tmp_path, held)) == []
+
+
+def test_an_evaluation_has_rows_for_its_prompts(tmp_path: Path) -> None:
+    found = task(tmp_path, [{"prompt": "new"}])
+    found.eval[0] = found.eval[0].model_copy(update={"prompts": 2})
+    with pytest.raises(UserError, match=r"task\.eval\.0\.prompts = 2: its data have 1 rows; valid: at most 1"):
+        check_overlap(found)
 
 
 def test_parquet_is_compared_or_a_warning_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

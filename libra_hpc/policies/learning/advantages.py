@@ -11,6 +11,7 @@ from math import sqrt
 from typing import Literal, NamedTuple
 
 from libra_hpc.config.learn import ADVANTAGES
+from libra_hpc.errors import UserError, invalid
 from libra_hpc.user_file import load_function
 
 STD_EPS = 1e-4
@@ -59,6 +60,16 @@ def advantage_named(name: str) -> Advantage:
         return values
 
     return checked
+
+
+def try_advantage(name: str) -> None:
+    """Call it once on made-up rewards of a group; raises `UserError` for what it raises or returns."""
+    try:
+        advantage_named(name)([0.0, 1.0, 0.25])
+    except UserError:
+        raise
+    except Exception as error:
+        raise invalid("algorithm.advantage", name, f"it fails for a group ({type(error).__name__}: {error})") from error
 
 
 class Refill(NamedTuple):
