@@ -58,7 +58,7 @@ class ControlledSimulation(Simulation):
         waiting = self.open_trajectories()
         for trajectory in waiting:
             trajectory.begin()
-            self._queue.forget(trajectory.name, trajectory.spec.prompt_id, self.now)
+            self._queue.drop(trajectory.name, trajectory.spec.prompt_id, self.now)
             trajectory.place = "queue"
         self._joining += 1
         self._restarts += 1

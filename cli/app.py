@@ -42,7 +42,7 @@ def print_version(wanted: bool) -> None:
 
 
 class Verb(NamedTuple):
-    """One verb: what its help says, and where it is.
+    """One verb: its help, and where it is.
 
     The function has no docstring of its own: the help of all verbs is shown without importing them.
     """
@@ -69,7 +69,7 @@ VERBS = {
     "sweep": Verb("Queue a run for every combination of some values.", "sweep.sweep"),
     "compare": Verb("Show runs side by side: settings, reward, speed; draws compare.svg.", "compare.compare"),
     "summary": Verb("Show reward, speed, moves of nodes and failures of a run; writes summary.svg.", "summary.summary"),
-    "show": Verb("Print what the policy said: trajectories of a step, with tool results and rewards.", "show.show"),
+    "show": Verb("Print the text of the policy: trajectories of a step, with tool results and rewards.", "show.show"),
     "eval": Verb("Evaluate a checkpoint or a model folder on a task, in a job without trainers.", "evaluate.evaluate"),
     "report": Verb(
         "Write one page about a run for others: plots, decisions, failures, configuration.", "report.report"
@@ -77,7 +77,7 @@ VERBS = {
     "check": Verb("Find mistakes in a run file: schema, model, task, memory, and the cluster's limits.", "check.check"),
     "plan": Verb("Show the best plans for a run: split, parallelism, stage times, memory; needs no GPU.", "plan.plan"),
     "simulate": Verb("Replay a trace on simulated engines under several scheduling policies.", "simulate.simulate"),
-    "init": Verb("Write a site profile from what Slurm says of this cluster.", "init.init"),
+    "init": Verb("Write a site profile from what Slurm lists of this cluster.", "init.init"),
     "doctor": Verb("Examine this site: Slurm, its plugins and partitions, interpreter, folders.", "doctor.doctor"),
     "calibrate": Verb("Measure engine steps or training steps of a model, in a job.", "calibrate.app"),
     "make-policy": Verb("Make a tiny policy that can learn a task of few words.", "make_policy.make_policy"),

@@ -21,7 +21,7 @@ from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run, job_id, o
 
 POLL_S = 0.5
 ASK_S = 15.0
-"""Between two questions to the queue: the run itself tells of its end."""
+"""Between two questions to the queue: the run itself reports its end."""
 LEAVES_S = 60.0
 """For the other ranks of a run that has ended, so that it can be resumed at once; two seconds are the rule."""
 PATIENCE_S = 660.0

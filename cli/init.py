@@ -1,4 +1,4 @@
-"""`libra-hpc init`: a site profile with what this cluster says of itself."""
+"""`libra-hpc init`: a site profile with what this cluster lists of itself."""
 
 from __future__ import annotations
 

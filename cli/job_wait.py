@@ -72,14 +72,14 @@ def job_folder(config: RunConfig, name: str) -> Path:
 
 def wait_for(handle: Handle) -> None:
     """Return when the job has ended, in whatever way; an interrupt cancels it first."""
-    said = ""
+    printed = ""
     try:
         with busy("waiting for the job"):
             while not handle.done():
                 state = handle.state().value.lower()
-                if state != said:
+                if state != printed:
                     print_note(f"job {handle.job_id}: {state}")
-                    said = state
+                    printed = state
                 time.sleep(POLL_S)
     except KeyboardInterrupt:
         handle.cancel()

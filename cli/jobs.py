@@ -93,7 +93,7 @@ class JobQueue:
 
     def ask_all(self, runs: Sequence[RunDir]) -> dict[str, JobInfo | NoAnswer]:
         """The jobs of several runs by path, with one question to the queue, and one to the accounting for those that
-        the queue has forgotten."""
+        the queue has no record of."""
         records = {run: record for run in runs if (record := _record(run)) is not None}
         found = {str(run.path): self.ask(run) for run, record in records.items() if record.executor == "local"}
         queued = {run: record.job_id for run, record in records.items() if record.executor == "slurm"}
@@ -112,8 +112,8 @@ class JobQueue:
     def _known(self, queued: Mapping[RunDir, str]) -> dict[str, JobInfo]:
         """What queue and accounting know, by job id."""
         known = query.own_jobs(self._slurm())
-        forgotten = [job_id for run, job_id in queued.items() if job_id not in known and not run.result.exists()]
-        known.update(query.accounts(self._slurm(), forgotten) if forgotten else {})
+        unlisted = [job_id for run, job_id in queued.items() if job_id not in known and not run.result.exists()]
+        known.update(query.accounts(self._slurm(), unlisted) if unlisted else {})
         return known
 
     def _slurm(self) -> Environment:

@@ -25,7 +25,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.gate.behind import Behind, read_behind
-from libra_hpc.mesh.door import check_record, knock, read_record
+from libra_hpc.mesh.door import ask_to_join, check_record, read_record
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.owner.slurm_step import job_facts
 from libra_hpc.protocol.engine_state import LenderKind
@@ -107,7 +107,7 @@ def stay_once(
 
 async def serve(run: RunDir, record: DoorRecord, config: RunConfig, settings: GuestSettings) -> Stay | None:
     try:
-        joined = await knock(run, record, config.slurm.interface)
+        joined = await ask_to_join(run, record, config.slurm.interface)
     except OSError:
         return None
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)

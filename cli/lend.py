@@ -100,7 +100,7 @@ def start_lender(terms: LendTerms, runs: Path) -> Path:
 
 
 def watched(command: list[str]) -> list[str]:
-    """Arguments by which a server counts its requests; says how where it is not known."""
+    """Arguments by which a server counts its requests; explains how where it is not known."""
     words = [os.path.basename(word) for word in command]
     if ("vllm" in words and "serve" in words) or "vllm.entrypoints.openai.api_server" in words:
         return ["--middleware", MIDDLEWARE]

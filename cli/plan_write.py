@@ -16,7 +16,7 @@ from .output import print_note
 
 
 class Options(NamedTuple):
-    """Options of ``plan`` that change the question: what the written run file has to say too; empty: not given."""
+    """Options of ``plan`` that change the question: what the written run file has to have too; empty: not given."""
 
     gpus: int
     device: str
@@ -72,7 +72,7 @@ def write_row(
 
 
 def _asked(config: RunConfig, options: Options, asked: PlanRequest) -> dict[str, Any]:
-    """What the options say, as run-file values."""
+    """The options as run-file values."""
     simulated = config.run.engine == "simulated"
     section = "simulated" if simulated else "planner"
     given = {

@@ -13,7 +13,7 @@ from rich.text import Text
 from .output import console, print_line, show, table
 
 MISSING = ("", "-")
-"""Texts of cells that say nothing; a column of them is left out."""
+"""Texts of empty cells; a column of them is left out."""
 
 
 class RunRow(NamedTuple):

@@ -1,4 +1,4 @@
-"""`libra-hpc show`: what the policy said, from the transcripts of a run."""
+"""`libra-hpc show`: the text of the policy, from the transcripts of a run."""
 
 from __future__ import annotations
 

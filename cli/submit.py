@@ -94,7 +94,7 @@ def submit(
     parsable: Annotated[bool, typer.Option("--parsable", help="Print the job id only.")] = False,
     json: JsonOption = False,
 ) -> None:
-    run_file, sbatch = told_apart(run_file, sbatch or [], resume)
+    run_file, sbatch = split_arguments(run_file, sbatch or [], resume)
     config, before = configured(run_file, resume, with_options(override, executor, engine))
     config = with_job_options(config, sbatch, until_done)
     check_start(config, before, from_step)
@@ -116,7 +116,7 @@ def submit(
         finish(run, queued, quiet=parsable or json, again=until_done)
 
 
-def told_apart(run_file: Path | None, sbatch: list[str], resume: str | None) -> tuple[Path | None, list[str]]:
+def split_arguments(run_file: Path | None, sbatch: list[str], resume: str | None) -> tuple[Path | None, list[str]]:
     """Run file and options of sbatch: with ``--resume`` the first option after ``--`` stands where a run file would."""
     if resume is not None and run_file is not None and str(run_file).startswith("-"):
         return None, [str(run_file), *sbatch]
@@ -177,7 +177,7 @@ def announce(checked: CheckedRun, run: RunDir, queued: str, number: int, *, json
 
 
 def with_job_options(config: RunConfig, sbatch: Sequence[str], until_done: bool) -> RunConfig:
-    """``config`` with what the command line says of the job."""
+    """``config`` with the options of the command line."""
     changes: dict[str, Any] = {"slurm.extra": [*config.slurm.extra, *sbatch]} if sbatch else {}
     if until_done:
         changes["slurm.requeues"] = max(UNTIL_DONE, config.slurm.requeues)
@@ -354,6 +354,6 @@ def finish(run: RunDir, queued: str, *, quiet: bool, again: bool = False) -> Non
         if state.state in ("failed", "unknown"):
             further = f"; its logs are in {run.logs(attempt(run))} (`libra-hpc logs {run.name}`)"
         elif state.state == "paused":
-            # Its reason says how to go on.
+            # Its reason has the way to go on.
             further = ""
         raise OperationError(f"{ENDS[state.state]}{why}{further}.")

@@ -48,18 +48,18 @@ def try_task(
     """Play one episode; print prompt, turns, tool results and the parts of the reward."""
     config = _config(named, policy, override)
     write = _sampled(config.model.path) if script is None else _scripted(script, config.model.path)
-    told: list[dict[str, object]] = []
+    lines: list[dict[str, object]] = []
 
-    def tell(who: str, text: str) -> None:
+    def report(who: str, text: str) -> None:
         if json:
-            told.append({"who": who, "text": text})
+            lines.append({"who": who, "text": text})
         else:
             print_line(f"-- {who}\n{text}")
 
-    end = asyncio.run(play_one(host_config(config), prompt, config.rollout.max_model_len, write, tell))
+    end = asyncio.run(play_one(host_config(config), prompt, config.rollout.max_model_len, write, report))
     if json:
         ended = {} if end is None else {"reward": end.reward, "info": end.info}
-        print_json({"told": told, **ended})
+        print_json({"told": lines, **ended})
     elif end is not None:
         parts = "".join(f", {name} {value:.4g}" for name, value in end.info.items())
         print_line(f"== reward {end.reward:.4g}{parts}")

@@ -55,7 +55,7 @@ from libra_hpc.protocol.joining import Admitted, DoorRecord, JoinWanted, NotAdmi
 from libra_hpc.protocol.ranks_stop import RanksStop, start_of
 from libra_hpc.simulated.dry_run import in_wall_time
 from libra_hpc.state.attempt import newest_start
-from libra_hpc.state.snapshot_keeper import held
+from libra_hpc.state.snapshot_keeper import whole_parts
 from libra_hpc.train_leader.train_leader import TrainLeader
 from libra_hpc.train_leader.train_leader_setup import clear_rendezvous, make_train_leader, rendezvous_folder
 
@@ -141,14 +141,14 @@ class Agent:
         if self.rank == 0:
             # Before any message is read: what comes for the coordinator waits in the kernel until there is one.
             await asyncio.to_thread(clear_rendezvous, self.run_dir)
-            held = [endpoint.held for endpoint in self._endpoints]
+            parts = [endpoint.parts for endpoint in self._endpoints]
             start, events = await asyncio.to_thread(
                 newest_start,
                 self.run_dir,
                 self.config,
                 self.attempt,
                 core=self.layout.core,
-                held=held,
+                parts=parts,
                 from_step=self._from_step,
             )
             self._enter(msgspec.structs.replace(start, pid=os.getpid()))
@@ -383,7 +383,7 @@ class Agent:
 
     def _on_message(self, source: int, message: Any) -> None:
         if source == 0:
-            self._watch.heard(message.pid if isinstance(message, wire.Welcome) else 0)
+            self._watch.seen(message.pid if isinstance(message, wire.Welcome) else 0)
         try:
             self._route(source, message)
         except Exception as error:
@@ -404,7 +404,7 @@ class Agent:
             self.train_leader.on_recorded(roles.recorded)
 
     def _on_rank_lost(self, lost: wire.RankLost) -> None:
-        self.mesh.forget(lost.rank)
+        self.mesh.drop(lost.rank)
         if self.train_leader is not None:
             self.train_leader.on_replica_down(lost.rank, "node lost")
             self.train_leader.weights.lost(lost.rank)
@@ -419,7 +419,7 @@ class Agent:
             # It was given up while it lived; it may come again, as another one.
             self.mesh.remember(rank)
             self.mesh.send(rank, wire.StopAgent("it was given up", restart=True))
-            self.mesh.forget(rank)
+            self.mesh.drop(rank)
         elif isinstance(message, wire.Heartbeat) and self.coordinator is not None:
             nodes = self.coordinator.nodes
             if nodes.takes_back(rank):
@@ -459,7 +459,7 @@ def main() -> None:
         world = meet(
             "" if problem else config.slurm.interface,
             problem,
-            lambda rank: held(kept_folder(run.path, rank)),
+            lambda rank: whole_parts(kept_folder(run.path, rank)),
             guests=not problem and (config.borrow.spot.nodes > 0 or config.borrow.lenders),
         )
         check_world(world.size, layout, os.environ)

@@ -38,18 +38,18 @@ class CoordinatorWatch:
 
     def __init__(self, prefix: Path) -> None:
         self._prefix = prefix
-        self._heard_at = time.monotonic()
+        self._seen_at = time.monotonic()
         self._pid = 0
 
-    def heard(self, pid: int = 0) -> None:
-        self._heard_at, self._pid = time.monotonic(), pid or self._pid
+    def seen(self, pid: int = 0) -> None:
+        self._seen_at, self._pid = time.monotonic(), pid or self._pid
 
     async def gone(self) -> None:
         while True:
             before = time.monotonic()
             await asyncio.sleep(CHECK_S)
-            self._heard_at += stall_of(time.monotonic() - before, CHECK_S)
-            silent_s = time.monotonic() - self._heard_at
+            self._seen_at += stall_of(time.monotonic() - before, CHECK_S)
+            silent_s = time.monotonic() - self._seen_at
             if silent_s > (ORPHAN_S if self._pid else FIRST_WORD_S):
                 log.error("no word from the coordinator for %.0f s: leaving", silent_s)
                 return

@@ -36,7 +36,7 @@ class EngineWatch:
         operations = self._in_flight.setdefault(engine, set())
         if operation not in operations:
             operations.add(operation)
-            self._deadlines.forget((engine, SILENCE))
+            self._deadlines.drop((engine, SILENCE))
             self._deadlines.begin(operation, (engine, operation), now)
 
     def ended(self, engine: str, operation: str, now: float) -> None:
@@ -54,7 +54,7 @@ class EngineWatch:
 
     def gone(self, engine: str) -> None:
         for operation in (START, WEIGHTS, WAKE, SILENCE):
-            self._deadlines.forget((engine, operation))
+            self._deadlines.drop((engine, operation))
             self._in_flight.pop(engine, None)
 
     def discount(self, seconds: float) -> None:

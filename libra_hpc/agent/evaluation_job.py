@@ -122,7 +122,7 @@ class EvaluationNode:
         while True:
             await asyncio.sleep(WATCH_S)
             for rank in self._mesh.unreachable():
-                self._mesh.forget(rank)
+                self._mesh.drop(rank)
                 if self._service is None and rank == 0:
                     self._end("the node of rank 0 is lost")
                 if self._service is not None:
@@ -135,7 +135,7 @@ class EvaluationNode:
 
     def _on_engine_state(self, engine: EngineState) -> None:
         assert self._service is not None
-        # A node also tells its coordinator that all its engines are ready; that message names none.
+        # A node also reports to its coordinator that all its engines are ready; that message names none.
         if engine.engine:
             self._service.on_message(engine)
         if engine.state == "lost":

@@ -203,7 +203,7 @@ class GuestAgent:
 
     def _on_message(self, source: int, message: Any) -> None:
         if source == 0:
-            self._watch.heard(message.pid if isinstance(message, wire.Welcome) else 0)
+            self._watch.seen(message.pid if isinstance(message, wire.Welcome) else 0)
         self._routes.deliver(message)
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:

@@ -207,10 +207,10 @@ class NodeCarrier(EngineNode[Supervised]):
 
     def _serves_outside(self, fault: str) -> None:
         context, port = self._context, _outside_port(self._context)
-        told = {"addresses": context.addresses, "port": port, "secret": reading_secret(context.secret).hex()}
+        address = {"addresses": context.addresses, "port": port, "secret": reading_secret(context.secret).hex()}
         try:
             if not fault:
-                write_atomic(context.run.weights, msgspec.json.encode(told), OWNER_ONLY)
+                write_atomic(context.run.weights, msgspec.json.encode(address), OWNER_ONLY)
         except OSError as error:
             fault = error_text(error)
         if fault:
@@ -234,7 +234,7 @@ class NodeCarrier(EngineNode[Supervised]):
             task.add_done_callback(self._restarts.discard)
 
     async def check(self, now: float) -> None:
-        """What does not arrive, it says itself; a file system may stop it in the middle of a file."""
+        """What does not arrive, it reports itself; a file system may stop it in the middle of a file."""
         self._carrier.stuck(now)
         limit_s = self._context.config.deadlines.storage_s
         if self._policy is not None and now - self._policy.at > limit_s:

@@ -63,10 +63,10 @@ def probe(device: str, interface: str, local_dir: str, meeting: str) -> list[tup
 def _asked(subject: str, question: Callable[[], tuple[str, str]]) -> Finding:
     """The answer to a question; ``question`` returns what was found and, if that is not good, what to do."""
     try:
-        said, fix = question()
+        found, fix = question()
     except Exception as error:
         return Finding(subject, "bad", f"{type(error).__name__}: {error}"[:400], "docs/faults.md")
-    return Finding(subject, "warning" if fix else "good", said, fix)
+    return Finding(subject, "warning" if fix else "good", found, fix)
 
 
 def _child(program: str, *arguments: str) -> str:
@@ -99,8 +99,8 @@ def _folder(local_dir: str) -> tuple[str, str]:
     place = Path(os.path.expandvars(local_dir) if local_dir else tempfile.gettempdir())
     place.mkdir(parents=True, exist_ok=True)
     free = [shutil.disk_usage(folder).free / 1e9 for folder in (place, Path("/dev/shm"))]
-    said = f"{place}: {free[0]:.0f} GB free, /dev/shm: {free[1]:.0f} GB free"
-    return said, "weights pass through /dev/shm: ask for more memory" if free[1] < 1.0 else ""
+    found = f"{place}: {free[0]:.0f} GB free, /dev/shm: {free[1]:.0f} GB free"
+    return found, "weights pass through /dev/shm: ask for more memory" if free[1] < 1.0 else ""
 
 
 def _all_reduce(rank: int, size: int, device: str, meeting: str) -> tuple[str, str]:

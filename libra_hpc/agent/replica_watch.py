@@ -80,7 +80,7 @@ class ReplicaWatch:
         self._silent_s, self._storage_s = settings.floor_s, storage_s
         self._deadlines = Deadlines(settings)
         self._storage = Deadlines(settings)
-        """Its limits say what is late alone."""
+        """Its own limits decide what is late."""
         self._storage_at: float | None = None
         """Until when storage time was taken off the orders; None: no process is in such a phase."""
         self._given_up = 0
@@ -121,16 +121,16 @@ class ReplicaWatch:
             self._storage.end(WRITE, now)
             self._given_up = 0
         elif isinstance(message, SaveFailed):
-            self._storage.forget(WRITE)
+            self._storage.drop(WRITE)
         key = order_key(message)
         if key is None or key not in self._orders:
             return
         while self._orders[0] != key:
-            self._deadlines.forget(self._orders.popleft())
+            self._deadlines.drop(self._orders.popleft())
         self._orders.popleft()
         refused = isinstance(message, PortionDone) and bool(message.error)
         if refused or isinstance(message, StepFailed | OfferFailed | WorkerFailed):
-            self._deadlines.forget(key)
+            self._deadlines.drop(key)
         else:
             self._deadlines.end(key, now)
         if isinstance(message, SaveStarted):

@@ -112,8 +112,8 @@ class RolloutNode(EngineNode[VllmEngine]):
                 # It answers no update any more.
                 self._watch.gone(engine.name)
                 self._watch.sign(engine.name, time.monotonic())
-                self._tell(engine, "standby")
-        self._tell_carrier()
+                self._report_closed(engine, "standby")
+        self._update_carrier()
 
     async def stop(self) -> None:
         self._wanted = False
@@ -141,7 +141,7 @@ class RolloutNode(EngineNode[VllmEngine]):
             if engine.alive:
                 engine.state = "ending"
                 # A process may outlive its SIGKILL, and its turns need not wait for that.
-                self._tell(engine, hung.reason)
+                self._report_closed(engine, hung.reason)
                 ends.append(engine.end_hung(hung.reason))
         await asyncio.gather(*ends)
         for engine in self._engines.values():
@@ -227,7 +227,7 @@ class RolloutNode(EngineNode[VllmEngine]):
                 self._watch.ended(engine.name, WEIGHTS, now)
                 if version < engine.updating:
                     self._watch.began(engine.name, WEIGHTS, now)
-                self._tell_carrier()
+                self._update_carrier()
                 self._context.log(
                     "weights_applied",
                     rank=self._context.rank,
@@ -294,12 +294,12 @@ class RolloutNode(EngineNode[VllmEngine]):
         self._context.report(ready, leader)
         self._maybe_ready()
 
-    def _tell(self, engine: VllmEngine, reason: str) -> None:
-        """Tell the rollout leader that the engine takes no turns."""
+    def _report_closed(self, engine: VllmEngine, reason: str) -> None:
+        """Report to the rollout leader that the engine takes no turns."""
         state = EngineState(self._context.rank, "rollout", engine.state, engine=engine.name, reason=reason)
         self._context.send_to_rollout_leader(state)
 
-    def _tell_carrier(self) -> None:
+    def _update_carrier(self) -> None:
         """Engines that have no weights begin with the image."""
         live = [e.version for e in self._engines.values() if e.state in ("ready", "loading") and e.version >= 0]
         self._carrier.engines_have(min(live, default=None))
@@ -308,7 +308,7 @@ class RolloutNode(EngineNode[VllmEngine]):
         engine.state, engine.hung = "ending", f"it cannot take version {version} of the weights: {what}"
         self._watch.gone(engine.name)
         # Its turns and the version do not wait for the end of its process.
-        self._tell(engine, engine.hung)
+        self._report_closed(engine, engine.hung)
         engine.kill()
 
     def _maybe_ready(self) -> None:
@@ -320,7 +320,7 @@ class RolloutNode(EngineNode[VllmEngine]):
         was, engine.state, engine.version = engine.state, "lost", -1
         self.has_freed(engine.name)
         self._watch.gone(engine.name)
-        self._tell_carrier()
+        self._update_carrier()
         if child.stopping:
             return
         lost = EngineState(self._context.rank, "rollout", "lost", engine=engine.name, reason=reason)

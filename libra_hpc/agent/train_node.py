@@ -122,7 +122,7 @@ class TrainNode(EngineNode[Supervised]):
             carrier=carrier,
         )
         self.step = self._offered = -1
-        self._held: Join | None = None
+        self._postponed: Join | None = None
         """Waits for the image."""
 
     async def start(self, world: int = 0) -> None:
@@ -148,7 +148,7 @@ class TrainNode(EngineNode[Supervised]):
         """
         self._ordered_at = time.monotonic()
         if self._trainer.state == "ready":
-            self._trainer.state, self._held, self._answers = "standby", None, {}
+            self._trainer.state, self._postponed, self._answers = "standby", None, {}
             self._frees.add(self._trainer.name)
             self._watch.clear()
             self._watch.asked(Standby(), time.monotonic())
@@ -167,7 +167,7 @@ class TrainNode(EngineNode[Supervised]):
         """End every process unreported: a lost node is readmitted."""
         self._ordered_at = time.monotonic()
         async with self._changing:
-            self._ready, self._answers, self.step, self._held = {}, {}, -1, None
+            self._ready, self._answers, self.step, self._postponed = {}, {}, -1, None
             self._watch.clear()
             self._carrier.drop_policy()
             self.has_freed(self._trainer.name)
@@ -188,11 +188,11 @@ class TrainNode(EngineNode[Supervised]):
 
     def on_image(self) -> None:
         """The image has another version."""
-        if self._held is not None and self._carrier.version >= self._held.step:
-            self._join(self._held)
+        if self._postponed is not None and self._carrier.version >= self._postponed.step:
+            self._join(self._postponed)
 
     def _hold(self, message: Join) -> None:
-        self._held, context = message, self._context
+        self._postponed, context = message, self._context
         if max(self.step, self._carrier.version) >= message.step:
             self._join(message)
             return
@@ -201,9 +201,9 @@ class TrainNode(EngineNode[Supervised]):
         asyncio.get_running_loop().call_later(wait_s, self._join, message)
 
     def _join(self, message: Join) -> None:
-        if message is not self._held:
+        if message is not self._postponed:
             return
-        self._held, carrier = None, self._carrier
+        self._postponed, carrier = None, self._carrier
         if carrier.version >= 0:
             message = msgspec.structs.replace(message, weights=str(carrier.image), version=carrier.version)
         self._forward(message)
@@ -346,7 +346,7 @@ class TrainNode(EngineNode[Supervised]):
         self.has_freed(trainer.name)
         if self._stopping or trainer.state == "lost":
             return
-        was, trainer.state, self._held = trainer.state, "lost", None
+        was, trainer.state, self._postponed = trainer.state, "lost", None
         self._watch.clear()
         self._carrier.drop_policy()
         trainer.kill()

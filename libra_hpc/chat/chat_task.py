@@ -224,9 +224,9 @@ class ChatEpisode(Episode):
         elif turn.stop == "length":
             chat.stop = "length"
         else:
-            said = await self._made.answer(self._row, chat, box)
-            chat.stop = "answer" if said is None else ""
-            answers += [] if said is None else [{"role": "user", "content": said}]
+            answer = await self._made.answer(self._row, chat, box)
+            chat.stop = "answer" if answer is None else ""
+            answers += [] if answer is None else [{"role": "user", "content": answer}]
         if chat.bad_calls > self._environment.max_bad_calls:
             chat.stop = "bad_calls"
         elif chat.turns >= self._made.max_turns:

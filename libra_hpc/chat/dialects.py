@@ -1,7 +1,7 @@
 """How one model's chat is written and read in tokens; a turn of the policy is never rendered.
 
 - `Dialect.first`: the prompt of a conversation, as the model's own template writes it.
-- `Dialect.parse`: what the policy said in one turn: text, thinking, tool calls.
+- `Dialect.parse`: the policy's text of one turn: text, thinking, tool calls.
 - `Dialect.delta`: what follows a turn: the end of a turn that was cut, new messages, the start of the next turn.
 
 What follows is the difference of two renderings of the template around a dummy turn. Calls are read by that parser of
@@ -59,7 +59,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What the policy said in one turn."""
+    """The policy's text of one turn."""
 
     text: str
     thinking: str = ""

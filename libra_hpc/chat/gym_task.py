@@ -1,6 +1,6 @@
 """``reasoning_gym:NAME``: a data set of PyPI `reasoning-gym` as a chat task.
 
-- The prompt is the question, behind a system message that says where the answer stands.
+- The prompt is the question, behind a system message that explains where the answer stands.
 - The answer is the last ``<answer>...</answer>`` of the last turn, else its whole text; the data set scores it.
 - Problem i has the seed ``seed + i``; data sets of two seeds of a run are `DISTANCE` apart and share no problem.
 - Options are the data set's own and ``max_tokens`` of a turn; a subclass names its `dataset`, and may have tools.
@@ -20,7 +20,7 @@ from libra_hpc.tasks.tokenizer import TaskTokenizer
 from .chat_task import Chat, ChatTask
 
 DISTANCE = 2**31
-"""Problems of a data set, unless the option ``size`` says another number."""
+"""Problems of a data set, unless the option ``size`` has another number."""
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 

@@ -1,7 +1,7 @@
 """Change keys in the text of a run file and keep all else: comments, order, blank lines.
 
 No TOML writer that keeps comments is among the pinned packages, so this edits lines. The result is parsed again: where
-it does not say what it should (inline tables, dotted keys), `edited` returns None.
+it does not parse as it should (inline tables, dotted keys), `edited` returns None.
 """
 
 from __future__ import annotations

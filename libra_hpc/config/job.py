@@ -27,7 +27,7 @@ class RunSection(Section):
     """Who may read the run directory: ``private`` its owner (mode 0700), ``group`` the owner's group (0750), ``all``
     everybody (0755)."""
     transcripts_gb: float = Field(4.0, ge=0, allow_inf_nan=False)
-    """Room (GB) for transcripts, what the policy said (`libra-hpc show`); beyond it the oldest steps are removed. 0:
+    """Room (GB) for transcripts, the text of the policy (`libra-hpc show`); beyond it the oldest steps are removed. 0:
     none are written."""
     engine: Literal["real", "simulated"] = "real"
     """``real``: GPUs or CPUs do the work. ``simulated``: engines, trainers and tools are simulated
@@ -148,13 +148,13 @@ class ComponentsSection(Section):
 
 
 class NotifySection(Section):
-    """``[notify]``: a command that tells somebody what became of a run."""
+    """``[notify]``: a command that reports what became of a run."""
 
     command: list[Annotated[str, Field(pattern=r"^[^\x00]+$")]] = []
     """Program and arguments, run without a shell on the node of rank 0. It gets one argument more, the alert in one
-    line, and the event as JSON on stdin. After 10 s it is killed. Empty: nobody is told."""
+    line, and the event as JSON on stdin. After 10 s it is killed. Empty: no reports."""
     on: list[Literal["completed", "failed", "guard", "stalled"]] = ["completed", "failed", "guard", "stalled"]
-    """What it tells: the end of the run, a guard of learning that notices or pauses, or a step that is late."""
+    """What it reports: the end of the run, a guard of learning that notices or pauses, or a step that is late."""
 
 
 class DeadlinesSection(Section):

@@ -73,7 +73,7 @@ def run_file_values(path: Path | str, overrides: Sequence[str]) -> dict[str, Any
         apply_override(own, override)
     components = own.get("components")
     if isinstance(components, dict) and isinstance(components.get("hybrid"), dict):
-        # A site profile may describe hybrid nodes; only the run file says that there are some.
+        # A site profile may describe hybrid nodes; only the run file adds some.
         components["hybrid"].setdefault("nodes", 1)
     return own
 

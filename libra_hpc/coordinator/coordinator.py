@@ -4,7 +4,7 @@
 - Every `PlannerSection.interval_s` -> the planner's decision becomes moves (`live_planning`) or a repartition.
 - A node is lost (`liveness`) -> the others go on; without a leader or a part of the core, all ranks restart from the
   newest checkpoint.
-- A lost node is heard again -> it ends its engines, sends `Hello`, and starts as a new one, or is quarantined.
+- A lost node sends again -> it ends its engines, sends `Hello`, and starts as a new one, or is quarantined.
 
 It alone writes the event log, the metrics and the status snapshot, and it decides how the run ends (`ending`).
 """

@@ -57,7 +57,7 @@ class GuardWatch:
         at = self._guards.acts_at
         follows = "" if at is None else f"; unless that ends, the run {self._action}s at step {at}"
         others = [notice for notice in notices if not notice.startswith(NOTICE)]
-        return [f"{NOTICE}: {'; '.join(self._guards.held.values())}{follows}", *others]
+        return [f"{NOTICE}: {'; '.join(self._guards.active.values())}{follows}", *others]
 
     def advice(self, run: RunDir) -> str:
         """How to go on; reads which checkpoints there are."""

@@ -50,7 +50,7 @@ class Guests:
             return self.closed or f"{RANKS_OF_A_START} guests have joined since its ranks started"
         rank, self._next = self._next, self._next + 1
         self.contacts[rank], self.states[rank] = NodeContact(now), "starting"
-        self._tell(wire.GuestJoined(rank, wanted.host, wanted.addresses, wanted.port))
+        self._announce(wire.GuestJoined(rank, wanted.host, wanted.addresses, wanted.port))
         return rank
 
     def on_message(self, rank: int, message: Any, now: float) -> bool:
@@ -102,13 +102,13 @@ class Guests:
         self._stop(rank, f"it was given up: {reason}")
 
     def _stop(self, rank: int, reason: str) -> None:
-        """Stop a guest and forget it; one that lives may come again as another one."""
+        """Stop a guest and drop it; one that lives may come again as another one."""
         del self.contacts[rank], self.states[rank]
         self._context.send(rank, wire.StopAgent(reason, restart=True))
-        self._tell(wire.RankLost(rank))
+        self._announce(wire.RankLost(rank))
 
-    def _tell(self, message: wire.GuestJoined | wire.RankLost) -> None:
-        """Tell those that send something to guests."""
+    def _announce(self, message: wire.GuestJoined | wire.RankLost) -> None:
+        """Announce a change to those that send something to guests."""
         layout = self._context.layout
         for rank in dict.fromkeys((0, layout.train_leader, layout.rollout_leader)):
             self._context.send(rank, message)

@@ -1,10 +1,10 @@
-"""Which nodes are lost: pure, from what rank 0 has heard and from what the launcher saw.
+"""Which nodes are lost: pure, from what rank 0 has got and from what the launcher saw.
 
 - The launcher saw the agent's process end -> lost at once.
 - A connection between two live nodes broke -> the one that leads nothing is lost, never rank 0.
 - No message for `HEARTBEAT_LOST_S`, from a leader `LEADER_LOST_S` -> lost.
 - Rank 0 itself was stopped -> the stall is discounted: messages that arrived meanwhile are read first.
-- A lost node is heard again -> `Readmission` decides; it is readmitted with fresh engines (`NodePool.request_reset`).
+- A lost node sends again -> `Readmission` decides; it is readmitted with fresh engines (`NodePool.request_reset`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Double: turns wait longer.
 
 
 class NodeContact:
-    """What rank 0 has heard of one node; times are epoch seconds."""
+    """What rank 0 has got from one node; times are epoch seconds."""
 
     def __init__(self, now: float) -> None:
         self.host = ""
@@ -87,8 +87,8 @@ def _cut_off(
     found = {}
     for rank, node in nodes.items():
         # What a node sent before it fell silent is out of date.
-        heard = node.beat is not None and rank not in lost and now - node.seen < BROKEN_S
-        for peer in node.beat.unreachable if node.beat is not None and heard else ():
+        recent = node.beat is not None and rank not in lost and now - node.seen < BROKEN_S
+        for peer in node.beat.unreachable if node.beat is not None and recent else ():
             if peer in lost or peer not in nodes:  # a guest
                 continue
             other_stays = rank != own and (peer == own or (peer in leaders and rank not in leaders))
@@ -99,7 +99,7 @@ def _cut_off(
 
 
 def discount(nodes: Mapping[int, NodeContact], slept_s: float, planned_s: float, now: float) -> float:
-    """Move what was heard forward by a stall of this process, and return the stall in seconds."""
+    """Move what was seen forward by a stall of this process, and return the stall in seconds."""
     stall = stall_of(slept_s, planned_s)
     for node in nodes.values() if stall else ():
         node.seen = min(now, node.seen + stall)

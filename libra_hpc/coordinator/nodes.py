@@ -1,4 +1,4 @@
-"""The pool of nodes at rank 0: the state machine's pool, what was heard of every node, and the orders that follow.
+"""The pool of nodes at rank 0: the state machine's pool, the last report of every node, and the orders that follow.
 
 - An event -> `apply`: the pure state machine (`libra_hpc.policies.pool.states`) answers with effects.
 - An effect -> sent to the agent or leader that it is for.
@@ -105,14 +105,14 @@ class NodePool:
         return self._readmission.sentences()
 
     def takes_back(self, rank: int) -> bool:
-        """Whether a lost node that is heard now may begin as a new one."""
-        answer = self._readmission.heard(rank, time.time())
+        """Whether a lost node that sends again may begin as a new one."""
+        answer = self._readmission.seen(rank, time.time())
         if answer == "quarantine":
             self._event("node_quarantined", rank=rank, reason=self.quarantined[-1])
         return answer == "take"
 
     def request_reset(self, rank: int) -> None:
-        """Have a node that was declared lost, and is heard again, begin as a new one."""
+        """Have a node that was declared lost, and sends again, begin as a new one."""
         self.contacts[rank].seen, self.contacts[rank].beat = time.time(), None
         assert self.pool is not None
         for other, node in self.pool.nodes.items():

@@ -167,7 +167,7 @@ class RolloutEngine:
             prompt = read_prompt(request, self._max_model_len, self._vocab_size)
         except TurnRejected as error:
             return refusal(request.rid, str(error))
-        # vLLM's workers forget an id one step after its end, so a re-submitted id must be new to them.
+        # vLLM's workers drop an id one step after its end, so a re-submitted id must be new to them.
         key = f"{self._serial:x}"
         self._serial += 1
         self._client.add_request(
@@ -251,7 +251,7 @@ class RolloutEngine:
             raise WeightFileError(f"{update.path}: the engine is asleep; wake it first.")
         assert not self._steps.in_flight
         started = time.monotonic()
-        recomputed = 0 if self._keeps else self._forget()
+        recomputed = 0 if self._keeps else self._drop_caches()
         version = self._staged.switch()
         self._set_version(version)
         self._refuses = ""
@@ -284,7 +284,7 @@ class RolloutEngine:
         ended = self.drain()
         ended += [self._finish(key, "abort") for key in list(self._turns)]
         if not self._client.is_sleeping():
-            self._staged.forget()
+            self._staged.weights_lost()
             self._client.sleep(SLEEP_LEVEL, "abort")
         self._refuses = "the engine is asleep."
         return ended
@@ -363,7 +363,7 @@ class RolloutEngine:
         """Whether a request finds room for all its tokens, so that it cannot wait for ever."""
         return self._kv.share == 1 or self._turns[key].most_tokens <= self._kv.usable * self._block_tokens
 
-    def _forget(self) -> int:
+    def _drop_caches(self) -> int:
         """Drop all KV caches; returns the tokens of running requests to compute again."""
         recomputed = 0
         for request in self._scheduler.running:

@@ -25,7 +25,7 @@ class KvRoom:
     """The blocks of one engine; one block of the pool is vLLM's own."""
 
     def __init__(self, pool: BlockPool, release: Callable[[list[int]], object]) -> None:
-        """``release`` is told the numbers of blocks whose pages nobody needs."""
+        """``release`` gets the numbers of blocks whose pages nobody needs."""
         self._pool, self._release = pool, release
         self._given: list[KVCacheBlock] = []
         self.blocks = max(1, pool.num_gpu_blocks - 1)

@@ -52,7 +52,7 @@ class BatchWatch:
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
         output = self._schedule(*args, **kwargs)
-        decodes = held = prefill = pairs = 0
+        decodes = kv_tokens = prefill = pairs = 0
         for name, count in output.num_scheduled_tokens.items():
             request = self._scheduler.requests[name]
             # The scheduler has counted the tokens of this step as computed already.
@@ -61,12 +61,12 @@ class BatchWatch:
             ahead = max(0, request.num_output_placeholders - 1)
             if count == 1 and request.num_output_tokens + ahead and before + 1 == request.num_tokens + ahead:
                 decodes += 1
-                held += before + 1
+                kv_tokens += before + 1
             else:
                 prefill += count
                 pairs += count * (2 * before + count)
         context = max(0, round((pairs / prefill - prefill) / 2)) if prefill else 0
-        self._formed[id(output)] = StepWork(decodes, held, prefill, context)
+        self._formed[id(output)] = StepWork(decodes, kv_tokens, prefill, context)
         return output
 
     def _ended(self, batch: SchedulerOutput, *args: Any) -> Any:
@@ -85,19 +85,19 @@ class BatchWatch:
 
     def upcoming(self) -> StepWork:
         """What the running requests and the first waiting one have to compute; the longest context of a prompt."""
-        decodes = held = prefill = context = 0
+        decodes = kv_tokens = prefill = context = 0
         for request in self._scheduler.running:
             left = request.num_tokens - request.num_computed_tokens
             if left > 1:
                 prefill, context = prefill + left, max(context, request.num_computed_tokens)
             else:
-                decodes, held = decodes + 1, held + request.num_tokens
+                decodes, kv_tokens = decodes + 1, kv_tokens + request.num_tokens
         for queue in (self._scheduler.waiting, self._scheduler.kv_holding_waiting):
             if queue:
                 # How much of it is cached is found when it is scheduled.
                 tokens = queue.peek_request().num_tokens
                 prefill, context = prefill + tokens, max(context, tokens)
-        return StepWork(decodes, held, prefill, context)
+        return StepWork(decodes, kv_tokens, prefill, context)
 
 
 class StepLog:
@@ -156,11 +156,13 @@ def read_steps(path: str | Path, skip: int = 0) -> tuple[StepLogHeader, list[Ste
     # The part after the last newline is empty or torn.
     for number, line in enumerate(lines[1 + skip : -1], 2 + skip):
         try:
-            decodes, held, prefill, context, seconds = decoder.decode(line)
+            decodes, kv_tokens, prefill, context, seconds = decoder.decode(line)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise invalid("step log", f"{path}, line {number}", str(error), "a step") from error
         points.append(
-            StepPoint(tp=header.tp, decodes=decodes, kv_tokens=held, prefill=prefill, context=context, seconds=seconds)
+            StepPoint(
+                tp=header.tp, decodes=decodes, kv_tokens=kv_tokens, prefill=prefill, context=context, seconds=seconds
+            )
         )
     return header, points
 

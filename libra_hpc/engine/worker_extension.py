@@ -40,10 +40,10 @@ class WorkerExtension:
         assert self._weight_staging is not None
         self._weight_staging.switch()
 
-    def forget_weights(self) -> None:
+    def weights_lost(self) -> None:
         """Before the engine sleeps, which frees them."""
         if self._weight_staging is not None:
-            self._weight_staging.forget()
+            self._weight_staging.weights_lost()
 
     def drop_weights(self) -> None:
         assert self._weight_staging is not None

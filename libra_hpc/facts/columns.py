@@ -224,7 +224,7 @@ UPDATED = (
 """From rank 0, of the weights that serving engines got during the step, the slowest of each; else they are lacking."""
 
 COORDINATOR = (
-    Number("t", "epoch s", "Time at which rank 0 heard of the commit"),
+    Number("t", "epoch s", "Time at which rank 0 got the commit"),
     Number("step", "", "Optimizer step, from 1"),
     Number("rollout_nodes", "", "Nodes that roll out"),
     Number("rollout_tokens_per_s", "tokens/s", "Generated tokens per second of the step, or of the last 10 s").shown(

@@ -25,7 +25,7 @@ from .starts import job_gpus, job_seconds, starts
 from .sweep_record import read_member
 
 OWN_KEYS = ("run.name", "run.dir")
-"""Keys that say where a run is, and nothing about its results."""
+"""Keys for the place of a run, and nothing about its results."""
 SEED = "run.seed"
 
 

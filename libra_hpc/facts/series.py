@@ -39,7 +39,7 @@ class PhaseReward(msgspec.Struct, frozen=True):
 
 
 class Recorded(NamedTuple):
-    """What the files of a run say so far."""
+    """What the files of a run have so far."""
 
     steps: list[Record]
     log: list[Record]

@@ -142,7 +142,7 @@ class Summary(msgspec.Struct, frozen=True):
     """Folder of the exported policy."""
     picture: str | None
     lenders: list[LenderReport] = []
-    """What they gave in the last start, as far as its last status says."""
+    """What they gave in the last start, as far as its last status has it."""
 
 
 def summarise(run: RunDir) -> Summary:

@@ -1,4 +1,4 @@
-"""One episode of a task outside a run, for its author: prompt, turns, tool calls and end are told as they come.
+"""One episode of a task outside a run, for its author: prompt, turns, tool calls and end are reported as they come.
 
 It has the sandbox, limits and checks of an environment host. Raises `OperationError` when the task's code fails.
 """
@@ -25,11 +25,11 @@ from .step import Work
 
 Writer = Callable[[list[int], int, tuple[int, ...]], list[int] | None]
 """(context, most tokens, stop ids) -> the policy's next turn; None when it has no more."""
-Tell = Callable[[str, str], None]
+Report = Callable[[str, str], None]
 """Gets who and what: ``prompt``, ``policy``, ``tool``, ``environment`` or ``new sample``, and a text."""
 
 
-async def play_one(config: HostConfig, index: int, max_model_len: int, write: Writer, tell: Tell) -> Turn | None:
+async def play_one(config: HostConfig, index: int, max_model_len: int, write: Writer, report: Report) -> Turn | None:
     """Play prompt ``index`` of the data order; returns the end, None when ``write`` had no turn before."""
     tokenizer = TaskTokenizer(config.model)
     task = build_task(config.task, config.options, config.seed, tokenizer, chat=config.chat)
@@ -40,10 +40,10 @@ async def play_one(config: HostConfig, index: int, max_model_len: int, write: Wr
         try:
             await tools.start()
             limit_s = step_limit(task, config.step_limit_s)
-            live = LiveEpisode(task.open(index, 0, 0.0), _ToldTools(tools, tell), limit_s)
+            live = LiveEpisode(task.open(index, 0, 0.0), _ReportedTools(tools, report), limit_s)
             why: Why = "failed"
             try:
-                end = await _Played(live, tokenizer, write, tell).play(max_model_len)
+                end = await _Played(live, tokenizer, write, report).play(max_model_len)
                 why = "dropped" if end is None else "done"
             finally:
                 await live.end(why)
@@ -53,28 +53,28 @@ async def play_one(config: HostConfig, index: int, max_model_len: int, write: Wr
 
 
 class _Played:
-    def __init__(self, live: LiveEpisode, tokenizer: TaskTokenizer, write: Writer, tell: Tell) -> None:
-        self._live, self._decode, self._write, self._tell = live, tokenizer.decode, write, tell
+    def __init__(self, live: LiveEpisode, tokenizer: TaskTokenizer, write: Writer, report: Report) -> None:
+        self._live, self._decode, self._write, self._report = live, tokenizer.decode, write, report
 
     async def play(self, max_model_len: int) -> Turn | None:
         episode = self._live.episode
         await self._called(episode.start)
         answers.opened("", episode)
         context, info = list(episode.prompt), dict[str, float]()
-        self._tell("prompt", self._decode(context))
+        self._report("prompt", self._decode(context))
         while (room := max_model_len - len(context)) > 0:
             tokens = self._write(context, min(episode.max_tokens, room), episode.stop_ids)
             if tokens is None:
                 return None
-            self._tell("policy", self._decode(tokens))
+            self._report("policy", self._decode(tokens))
             stopped = tokens[-1:] and tokens[-1] in episode.stop_ids
-            said = PolicyTurn(tokens, "stop" if stopped else "length", room - len(tokens))
-            turn: Turn = await self._called(partial(episode.step, said))
+            reply = PolicyTurn(tokens, "stop" if stopped else "length", room - len(tokens))
+            turn: Turn = await self._called(partial(episode.step, reply))
             answers.stepped("", turn)
             info |= turn.info
             if turn.done:
                 return replace(turn, info=info)
-            self._tell("new sample" if turn.new_sample else "environment", self._decode(turn.tokens))
+            self._report("new sample" if turn.new_sample else "environment", self._decode(turn.tokens))
             context = [*turn.tokens] if turn.new_sample else [*context, *tokens, *turn.tokens]
         turn = await self._called(episode.truncated)
         answers.stepped("", turn)
@@ -89,19 +89,19 @@ class _Played:
         return outcome
 
 
-class _ToldTools:
-    """`Tools` whose calls are told."""
+class _ReportedTools:
+    """`Tools` whose calls are reported."""
 
-    def __init__(self, tools: Sandbox, tell: Tell) -> None:
-        self._tools, self._tell = tools, tell
+    def __init__(self, tools: Sandbox, report: Report) -> None:
+        self._tools, self._report = tools, report
 
     async def call(self, name: str, *args: Any, **named: Any) -> ToolResult:
         given = [*map(answers.shown, args), *(f"{key}={answers.shown(value)}" for key, value in named.items())]
-        return self._told(f"{name}({', '.join(given)})", await self._tools.call(name, *args, **named))
+        return self._reported(f"{name}({', '.join(given)})", await self._tools.call(name, *args, **named))
 
     async def python(self, code: str) -> ToolResult:
-        return self._told(f"python:\n{code}\n", await self._tools.python(code))
+        return self._reported(f"python:\n{code}\n", await self._tools.python(code))
 
-    def _told(self, call: str, result: ToolResult) -> ToolResult:
-        self._tell("tool", f"{call} -> {result.outcome} after {result.seconds:.3f} s: {result.value}")
+    def _reported(self, call: str, result: ToolResult) -> ToolResult:
+        self._report("tool", f"{call} -> {result.outcome} after {result.seconds:.3f} s: {result.value}")
         return result

@@ -83,8 +83,8 @@ class AgentContext:
 
     def report(self, state: EngineState, *ranks: int, **fields: Any) -> None:
         """Send an engine's state to these ranks, and log it as event ``engine_ready`` or ``engine_lost``."""
-        told = {"reason": state.reason} if state.reason else {"version": state.version, "seconds": state.seconds}
-        self.log(f"engine_{state.state}", rank=state.rank, engine=state.engine, **told, **fields)
+        outcome = {"reason": state.reason} if state.reason else {"version": state.version, "seconds": state.seconds}
+        self.log(f"engine_{state.state}", rank=state.rank, engine=state.engine, **outcome, **fields)
         for rank in ranks:
             self.send(rank, state)
 

@@ -68,7 +68,7 @@ def open_door(run: RunDir, config: RunConfig, attempt: int, world: World) -> Doo
 
 
 def close_door(run: RunDir, record: DoorRecord) -> None:
-    """Say in the record that its ranks end; raises `OSError`."""
+    """Mark in the record that its ranks end; raises `OSError`."""
     _write(run, msgspec.structs.replace(record, open=False))
 
 
@@ -109,7 +109,7 @@ def check_record(run: RunDir, record: DoorRecord, config: RunConfig) -> None:
         raise invalid("model.path", config.model.path, f"here it is another model than that of {run.name}")
 
 
-async def knock(run: RunDir, record: DoorRecord, interface: str) -> JoinedWorld:
+async def ask_to_join(run: RunDir, record: DoorRecord, interface: str) -> JoinedWorld:
     """Be admitted as a guest of the run; see the module docstring for what it raises."""
     host = socket.gethostname()
     # Ranks that share a machine listen nowhere else.

@@ -4,7 +4,7 @@ A message is one msgpack frame of the closed union `libra_hpc.protocol.agents`. 
 live one.
 
 - A send waits until the kernel has taken it, however long that takes.
-- `forget` -> sends to the rank are dropped; what comes from it goes to `Mesh.from_lost`.
+- `drop` -> sends to the rank are dropped; what comes from it goes to `Mesh.from_lost`.
 - `remember` -> the rank is a peer again.
 - The connection to a rank breaks -> sends to it are dropped, and it is in `Mesh.unreachable`, until `remember`.
 """
@@ -44,7 +44,7 @@ class Mesh:
         self._lost: set[int] = set()
         self._broke: dict[int, float] = {}
         self.from_lost: Callable[[int, Any], None] | None = None
-        """Gets (rank, message) of a forgotten rank; without it they are discarded."""
+        """Gets (rank, message) of a dropped rank; without it they are discarded."""
         self.admit: Admit | None = None
         """Rank 0's answer to agents that want to join."""
         self.rejected = 0
@@ -66,7 +66,7 @@ class Mesh:
         """An agent joined that was not there at the start."""
         self._world.guests[rank] = endpoint
 
-    def forget(self, rank: int) -> None:
+    def drop(self, rank: int) -> None:
         """Treat a rank as lost.
 
         What it is sending is read to its end: half a frame would be taken for another one.
@@ -74,7 +74,7 @@ class Mesh:
         self._lost.add(rank)
 
     def remember(self, rank: int) -> None:
-        """Make a forgotten rank a peer again, which has nothing of what was sent before."""
+        """Make a dropped rank a peer again, which has nothing of what was sent before."""
         self._lost.discard(rank)
         self._broke.pop(rank, None)
         self.reopen(rank)

@@ -57,7 +57,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     host: str
     addresses: tuple[str, ...]
     port: int
-    held: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
     """Parts of snapshots on its node."""
 
 
@@ -112,13 +112,13 @@ Record = TypeVar("Record", _Place, Endpoint, _Reached)
 def meet(
     interface: str = "",
     problem: str = "",
-    held: Callable[[int], tuple[str, ...]] = lambda rank: (),
+    parts: Callable[[int], tuple[str, ...]] = lambda rank: (),
     *,
     guests: bool = False,
 ) -> World:
     """Join the world; returns once every rank is there, can be found and reaches rank 0.
 
-    ``problem``: why the caller cannot go on.  ``held``: the parts of snapshots that a rank finds on its node.
+    ``problem``: why the caller cannot go on.  ``parts``: the parts of snapshots that a rank finds on its node.
     ``guests``: agents of other machines will join.  Raises `NoWorld` on every rank alike, with the first problem of
     any.
 
@@ -143,7 +143,7 @@ def meet(
     elif len({place.machine for place in places}) == 1 and not guests:
         addresses = ["127.0.0.1"]
     listener = listen(addresses[0] if len(addresses) == 1 else "", comm.Get_size())
-    own = Endpoint(socket.gethostname(), tuple(addresses), listener.getsockname()[1], held(comm.Get_rank()))
+    own = Endpoint(socket.gethostname(), tuple(addresses), listener.getsockname()[1], parts(comm.Get_rank()))
     endpoints = _exchange(comm, own)
     secret = bytearray(secrets.token_bytes(SECRET_BYTES))
     comm.Bcast([secret, MPI.BYTE])

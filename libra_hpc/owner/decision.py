@@ -28,7 +28,7 @@ PLANNER_LOST = "the planner's agent (rank 0) was lost"
 STOPS: dict[str, State] = {"completed": "completed", "paused": "paused"}
 """State of a run that its ranks ended for good, without a fault."""
 STATES: dict[str, State] = {"USR1": "time_limit", "TERM": "cancelled"}
-"""State of a run that a signal ended before its ranks could say why."""
+"""State of a run that a signal ended before its ranks could report why."""
 
 
 class Limits(NamedTuple):
@@ -54,7 +54,7 @@ class RanksEnded(NamedTuple):
     """Somebody asked for the end of the run."""
     preempted: bool = False
     cause: str = ""
-    """Why the ranks did not meet, or rank 0 ended, as far as logs tell."""
+    """Why the ranks did not meet, or rank 0 ended, as far as logs have it."""
     step: int = 0
     """Step of the newest checkpoint."""
     short: str = ""
@@ -101,7 +101,7 @@ def decide(ended: RanksEnded, so_far: SoFar, limits: Limits) -> OwnerDecision:
         lost, follows = ended.short, "without a spare node the job is queued again"
     else:
         return decision
-    # A signal says nothing: that is how Slurm ends the job.
+    # A signal explains nothing: that is how Slurm ends the job.
     reason = decision.reason if starts else lost
     reason = reason if lost in reason else f"{reason}; {lost}"
     if limits.requeue:

@@ -1,4 +1,4 @@
-"""The owner of a run: it starts all ranks, sees their ends, and does what `libra_hpc.owner.decision` says.
+"""The owner of a run: it starts all ranks, sees their ends, and does what `libra_hpc.owner.decision` decides.
 
 ``python -m libra_hpc.owner.owner --run RUN --attempt N --size RANKS --restarts N [--slurm ...] -- PROGRAM ...``
 
@@ -32,7 +32,7 @@ from libra_hpc.slurm.queue.cause import tail, telling_line
 from . import slurm_step
 from .claim import HeldLease, LeaseRefused, acquire
 from .decision import PLANNER_LOST, Limits, OwnerDecision, RanksEnded, SoFar, decide
-from .owner_records import OwnerRecords, say
+from .owner_records import OwnerRecords, log_line
 from .ranks import LocalRanks
 from .slurm_step import SlurmStep
 from .spot_jobs import SpotJobs
@@ -92,7 +92,7 @@ class RunOwner:
         requeued = int(os.environ.get("SLURM_RESTART_COUNT") or 0) if options.slurm else 0
         self._so_far = SoFar(requeued=requeued, idle=self._records.idle())
         self._reason = self._message = ""
-        """Why the next start is a restart, and what the status says until then."""
+        """Why the next start is a restart, and what the status shows until then."""
         if options.slurm:
             os.environ.update({**slurm_step.job_facts(os.environ), OUTPUT: str(OUTPUT_FD)})
 
@@ -101,12 +101,12 @@ class RunOwner:
         while True:
             ended = self._start()
             if taken := self._lease.check():
-                say(f"the run goes on without this owner: {taken}")
+                log_line(f"the run goes on without this owner: {taken}")
                 return 1
             decision = decide(ended, self._so_far, self._limits)
             if decision.word not in ("restart", "repeat"):
                 return self._finish(decision, ended)
-            say(f"{decision.word}: {decision.reason}")
+            log_line(f"{decision.word}: {decision.reason}")
             self._again(decision)
 
     def fail(self, message: str) -> int:
@@ -132,7 +132,7 @@ class RunOwner:
         self._records.result(decision.state, message, step)
         self._spot.close()
         if decision.word == "requeue":
-            say(f"requeue: {decision.reason}")
+            log_line(f"requeue: {decision.reason}")
             self._records.requeue(decision.reason, ended.step)
             self._lease.release()
             if not (refused := slurm_step.requeue(os.environ)):
@@ -143,7 +143,7 @@ class RunOwner:
         self._tracking.close()
         self._records.close()
         self._lease.release()
-        say(f"the run {ENDED.get(decision.state, decision.state)}: {message}")
+        log_line(f"the run {ENDED.get(decision.state, decision.state)}: {message}")
         return 0 if decision.state == "completed" else 1
 
     def _start(self) -> RanksEnded:
@@ -162,7 +162,7 @@ class RunOwner:
             self._down |= ranks.down
             codes = ranks.close()
             if not self._options.slurm:
-                say(f"exit codes by rank: {' '.join(map(str, codes))}")
+                log_line(f"exit codes by rank: {' '.join(map(str, codes))}")
             name = f"agent-{first}"
             cause = telling_line([(name, tail(logs / f"{name}.log", sizes.get(f"{name}.log", 0)))])
         record = self._records.end()
@@ -191,7 +191,7 @@ class RunOwner:
         return LocalRanks(self._options.size, logs, self._options.argv)
 
     def _watch(self, ranks: Ranks) -> tuple[bool, int]:
-        """Until all ranks have ended; returns whether they met, and the one whose end says most."""
+        """Until all ranks have ended; returns whether they met, and the one whose end explains most."""
         met, patience, passed_on, status_at = False, EndPatience(), 0, time.monotonic()
         while ranks.poll() and not self._gives_up(ranks):
             now = time.monotonic()
@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--requeue", action="store_true", help="a preempted job is queued again")
     parser.add_argument("--nodes", type=int, nargs="*", default=[], help="nodes that the ranks need, by component")
     parser.add_argument("--spot", type=int, default=0, help="borrow.spot.nodes")
-    parser.add_argument("--planned", action="store_true", help="the planner says how many of them")
+    parser.add_argument("--planned", action="store_true", help="the planner decides how many of them")
     parser.add_argument("--unprepared", default="", metavar="CAUSE", help="the ranks cannot start; nothing is started")
     parser.add_argument("argv", nargs="*")
     options = parser.parse_args(argv)
@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         lease = acquire(run.leases, LEASE_S)
     except (LeaseRefused, OSError) as error:
-        say(f"the run does not start: {error}")
+        log_line(f"the run does not start: {error}")
         raise SystemExit(1) from None
     owner = RunOwner(run, options, lease, signals)
     try:

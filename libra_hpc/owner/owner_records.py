@@ -26,7 +26,7 @@ READ_TRIES, READ_PAUSE_S = 5, 2.0
 """Tries to read what the ranks left in the run directory, and the seconds between them."""
 
 
-def say(line: str) -> None:
+def log_line(line: str) -> None:
     """Print a line; a full disk or a closed terminal ends nothing."""
     with contextlib.suppress(OSError):
         os.write(1, f"{line}\n".encode())
@@ -61,7 +61,7 @@ class OwnerRecords:
         return False
 
     def end(self) -> RanksStop | None:
-        """Why rank 0 ended the ranks; None where it could not say."""
+        """Why rank 0 ended the ranks; None where it could not write it."""
         for left in reversed(range(READ_TRIES)):
             try:
                 return decode_end(self._run.ended(self._attempt).read_bytes())
@@ -69,7 +69,7 @@ class OwnerRecords:
                 return None
             except OSError as error:
                 why = f"the run directory cannot be read: {error}"
-                say(why)
+                log_line(why)
             if left:
                 time.sleep(READ_PAUSE_S)
         return RanksStop("fatal", why, 0)
@@ -80,7 +80,7 @@ class OwnerRecords:
             newest = self._run.latest_checkpoint()
             return self._run.stop.exists(), 0 if newest is None else newest[0]
         except OSError as error:
-            say(f"the run directory cannot be read: {error}")
+            log_line(f"the run directory cannot be read: {error}")
             return True, 0
 
     def idle(self) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ class OwnerRecords:
             lines.write(record)
             lines.close()
         except OSError as error:
-            say(f"{path.name} cannot be written: {error}")
+            log_line(f"{path.name} cannot be written: {error}")
 
     def step(self) -> int:
         """The last one that rank 0 wrote of."""
@@ -138,7 +138,7 @@ class OwnerRecords:
         try:
             reserve.write(msgspec.json.encode(content) + b"\n")
         except OSError as error:
-            say(f"{'the result' if reserve is self._result else 'the status'} cannot be written: {error}")
+            log_line(f"{'the result' if reserve is self._result else 'the status'} cannot be written: {error}")
 
     def close(self) -> None:
         self._alerts.close()

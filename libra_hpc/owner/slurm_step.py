@@ -1,4 +1,4 @@
-"""The ranks of one MPI world as a step of this Slurm job, and what Slurm's commands say of the job.
+"""The ranks of one MPI world as a step of this Slurm job, and what Slurm's commands report of the job.
 
 - A signal to the batch script -> the ranks, by ``srun``.
 - A rank ends -> `libra_hpc.slurm.pmi` writes a file `RunDir.gone`; all have -> ``srun`` ends.
@@ -140,7 +140,7 @@ class ComponentNow(NamedTuple):
 
 
 def job_now(environ: Mapping[str, str]) -> list[ComponentNow]:
-    """The components of this job in order; empty where Slurm does not say."""
+    """The components of this job in order; empty where Slurm does not list them."""
     code, text = ask_slurm("scontrol", "show", "job", "--oneliner", environ.get("SLURM_JOB_ID", ""))
     found = re.findall(r"\bJobState=([A-Z_]+).*\bNumNodes=(\d+)", text) if code == 0 else []
     return [ComponentNow(int(nodes), state) for state, nodes in found]

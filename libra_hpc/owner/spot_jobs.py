@@ -20,7 +20,7 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm.queue.command import call
 from libra_hpc.slurm.site_commands import clean_environment
 
-from .owner_records import say
+from .owner_records import log_line
 
 POLL_S = 5.0
 """Between two questions to the queue.  Half: more load on the controller; double: idle nodes stand for 5 s longer."""
@@ -75,7 +75,7 @@ class SpotJobs:
         self._environment = clean_environment(os.environ)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="spot", daemon=True)
-        self._said = ""
+        self._logged = ""
         if most:
             self._thread.start()
 
@@ -111,9 +111,9 @@ class SpotJobs:
                 queue.jobs[job.strip().split(";")[0]] = None
         except OperationError as error:
             queue.refused(time.monotonic())
-            if str(error) != self._said:
-                self._said = str(error)
-                say(f"no job is queued for borrow.spot: {error}")
+            if str(error) != self._logged:
+                self._logged = str(error)
+                log_line(f"no job is queued for borrow.spot: {error}")
 
     def _ask(self) -> dict[str, bool]:
         """Return the jobs that Slurm still has in its queue, and whether each runs."""

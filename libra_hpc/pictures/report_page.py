@@ -152,8 +152,8 @@ def _figures(config: Mapping[str, Any], summary: Summary, begun: Sequence[RunSta
         note = ", ".join([first.words.replace("{}", "").strip(), *map(str, others)])
         found.append(Figure(label, first.value, note))
     if summary.accuracy is not None:
-        told = f"expected {summary.accuracy.expected_s:.2f} s a step, measured {summary.accuracy.measured_s:.2f} s"
-        found.append(Figure("error of the planner", f"{summary.accuracy.error:.0%}", told))
+        seconds = f"expected {summary.accuracy.expected_s:.2f} s a step, measured {summary.accuracy.measured_s:.2f} s"
+        found.append(Figure("error of the planner", f"{summary.accuracy.error:.0%}", seconds))
     return found
 
 

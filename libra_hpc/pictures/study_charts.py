@@ -19,7 +19,7 @@ COLOURS = 7
 SHAPES = ("line", "broken", "dotted")
 """The next line has the next colour and the next shape: of two equal lines, both are seen."""
 MOST_LINES = COLOURS * len(SHAPES)
-"""More lines could not be told apart: the numbers of colours and of shapes have no common divisor."""
+"""More lines could not be distinguished: the numbers of colours and of shapes have no common divisor."""
 
 
 def draw_comparison(groups: Sequence[tuple[str, Sequence[MetricCurve]]], metric: str, title: str, out: Path) -> None:

@@ -49,7 +49,7 @@ FUNCTIONS = {
 
 
 class TaskTrial(NamedTuple):
-    """What the trial of a task says, as sentences."""
+    """The findings of a task's trial, as sentences."""
 
     warnings: list[str]
     facts: list[str]

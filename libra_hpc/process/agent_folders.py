@@ -34,7 +34,7 @@ HOLD_S = 1.0
 """Between two signs of life; short, because a folder that was removed is then made again, with mode 0700."""
 
 _locks: dict[Path, int] = {}
-"""Descriptors of held locks. A child's ``exec`` closes its copies, so children keep no folder."""
+"""Descriptors of own locks. A child's ``exec`` closes its copies, so children keep no folder."""
 
 
 def _bases() -> tuple[Path, Path]:

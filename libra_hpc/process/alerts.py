@@ -24,7 +24,7 @@ from libra_hpc.errors import error_text
 
 LIMIT_S = 10.0
 """A message to a server takes a second.  Double: the end of a run, which waits for its alert, takes as long."""
-SAID_BYTES = 200
+OUTPUT_BYTES = 200
 """Last bytes of a failed command's output that are shown."""
 
 
@@ -78,5 +78,5 @@ class Alerts:
         if process.returncode == 0:
             return ""
         output.seek(0)
-        said = output.read(SAID_BYTES).decode(errors="replace").split("\n")[0]
-        return f"exit code {process.returncode}" + (f": {said}" if said else "")
+        line = output.read(OUTPUT_BYTES).decode(errors="replace").split("\n")[0]
+        return f"exit code {process.returncode}" + (f": {line}" if line else "")

@@ -18,7 +18,7 @@ from collections.abc import Collection, Hashable
 from typing import NamedTuple, Protocol
 
 WINDOW = 32
-"""Durations remembered under a name.  Half: a slow phase is forgotten sooner; double: a deadline stays long after
+"""Durations remembered under a name.  Half: a slow phase is dropped sooner; double: a deadline stays long after
 it."""
 LATE_SHARE = 0.5
 """Share of a limit from which an operation is late."""
@@ -94,7 +94,7 @@ class Deadlines:
 
     def end(self, key: Hashable, now: float) -> None:
         """It ended, and its duration counts; an unknown key was given up before."""
-        found = self.forget(key)
+        found = self.drop(key)
         if found is not None:
             self._durations.setdefault(found.name, deque(maxlen=WINDOW)).append(max(0.0, now - found.at))
             self._exceeded.pop(found.name, None)
@@ -104,12 +104,12 @@ class Deadlines:
 
         Operations that began under the same limit count once: the engines of a node start together.
         """
-        found = self.forget(key)
+        found = self.drop(key)
         if found is not None:
             before = self._exceeded.get(found.name, 0)
             self._exceeded[found.name] = max(before, min(found.level, before) + 1)
 
-    def forget(self, key: Hashable) -> _Begun | None:
+    def drop(self, key: Hashable) -> _Begun | None:
         """Wait for it no more; its duration does not count."""
         self._late.discard(key)
         return self._began.pop(key, None)

@@ -57,7 +57,7 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 def boot() -> str:
-    """What tells process ids of this machine from those of others, and of this machine before."""
+    """What distinguishes process ids of this machine from those of others, and of this machine before."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
 
 

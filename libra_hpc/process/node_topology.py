@@ -1,4 +1,4 @@
-"""What ``nvidia-smi topo -m`` says of a node: network adapters beside its GPUs, and the CPUs of each GPU.
+"""What ``nvidia-smi topo -m`` prints of a node: network adapters beside its GPUs, and the CPUs of each GPU.
 
 - Some adapters share a PCIe switch with a GPU and others with none -> NCCL uses those that do (``NCCL_IB_HCA``).  The
   others often belong to storage or management.

@@ -107,7 +107,7 @@ class Roles(msgspec.Struct, tag=True, frozen=True):
 
 
 class Reset(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> agent that was declared lost and is heard again: end all engines and send `Hello` again."""
+    """Coordinator -> agent that was declared lost and sends again: end all engines and send `Hello` again."""
 
 
 class RankBack(msgspec.Struct, tag=True, frozen=True):

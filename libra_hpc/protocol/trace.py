@@ -159,7 +159,7 @@ _place = msgspec.json.Decoder(_Place)
 def live_lines(read: Callable[[], Iterable[bytes]]) -> Iterator[tuple[int, bytes]]:
     """Numbers (from 1) and lines of valid trajectories: no restart lines, none that a later restart superseded.
 
-    ``read`` returns the lines from the beginning; it is called twice, so that a file need not be held in memory.
+    ``read`` returns the lines from the beginning; it is called twice, so that a file need not be kept in memory.
     """
     restarts = [
         (number, found)

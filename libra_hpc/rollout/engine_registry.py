@@ -27,7 +27,7 @@ SPEED_WINDOW_S = 10.0
 """Seconds of the window behind ``rollout_s`` (busy seconds per token): a few global batches."""
 
 
-class Held(NamedTuple):
+class OutstandingTurn(NamedTuple):
     """A turn in flight."""
 
     trajectory: Trajectory
@@ -44,7 +44,7 @@ class EngineEntry:
         self.rank, self.own = rank, not is_guest(rank)
         self.kv_tokens = kv_tokens
         """Tokens of its whole KV cache."""
-        self.inflight: dict[str, Held] = {}
+        self.inflight: dict[str, OutstandingTurn] = {}
         self.draining = self.stands_still = self.paused = False
         """``paused``: no step since the report before the last one."""
         self.lender = lender
@@ -100,35 +100,37 @@ class EngineRegistry:
         if lost is not None and lost.lender is not None:
             lost.lender.gone(name)
         for rid in lost.inflight if lost is not None else ():
-            self.turns.forget((name, rid))
+            self.turns.drop((name, rid))
         return lost
 
     def send(self, name: str, rid: str, trajectory: Trajectory) -> None:
         """Record a turn that the dispatcher has put on the board as in flight."""
-        self.engines[name].inflight[rid] = Held(trajectory, trajectory.context_tokens, self._board.engines[name].steps)
+        self.engines[name].inflight[rid] = OutstandingTurn(
+            trajectory, trajectory.context_tokens, self._board.engines[name].steps
+        )
         self.turns.sent((name, rid), self._clock())
 
     def take(self, name: str, rid: str, counts: bool = True) -> Trajectory | None:
         """Remove an answered turn; None when it is not in flight. ``counts``: the deadlines learn from its duration."""
         engine = self.engines.get(name)
-        held = engine.inflight.pop(rid, None) if engine else None
-        if held is None:
+        sent = engine.inflight.pop(rid, None) if engine else None
+        if sent is None:
             return None
-        self._board.answered(name, held.tokens)
+        self._board.answered(name, sent.tokens)
         if counts:
             self.turns.answered((name, rid), self._clock())
             if engine is not None and engine.lender is not None:
                 engine.lender.turns += 1
-        self.turns.forget((name, rid))
-        return held.trajectory
+        self.turns.drop((name, rid))
+        return sent.trajectory
 
     def drop(self, trajectory: Trajectory) -> list[tuple[str, str]]:
-        """Forget the turns of an attempt that is over; returns (engine, request) of each."""
+        """Drop the turns of an attempt that is over; returns (engine, request) of each."""
         found = [
             (name, rid)
             for name, engine in self.engines.items()
-            for rid, held in engine.inflight.items()
-            if held.trajectory is trajectory
+            for rid, sent in engine.inflight.items()
+            if sent.trajectory is trajectory
         ]
         for name, rid in found:
             self.take(name, rid, counts=False)
@@ -138,11 +140,11 @@ class EngineRegistry:
         """Every turn in flight with its tokens so far, estimated by the steps of its engine."""
         for name, engine in self.engines.items():
             steps = self._board.engines[name].steps
-            for held in engine.inflight.values():
-                yield Running(view(held.trajectory), steps - held.steps)
+            for sent in engine.inflight.values():
+                yield Running(view(sent.trajectory), steps - sent.steps)
 
     def request(self, name: str, episode: str) -> str:
-        return next(rid for rid, held in self.engines[name].inflight.items() if held.trajectory.episode == episode)
+        return next(rid for rid, sent in self.engines[name].inflight.items() if sent.trajectory.episode == episode)
 
     def applied(self, name: str, version: int) -> None:
         self._board.applied(name, version)
@@ -236,7 +238,7 @@ class EngineRegistry:
         return turned
 
     def _lent(self, name: str, engine: EngineEntry, stats: EngineStats, lender: LenderTotals) -> None:
-        """What a report says of how much there is of a guest's engine; without turns it counts as open."""
+        """The share that a report has of a guest's engine; without turns it counts as open."""
         now, last, found = self._clock(), engine.stats or stats, engine.availability
         passed, paused_s = now - engine.since, max(0.0, stats.paused_s - last.paused_s)
         closed_s = passed if engine.stands_still and stats.stands_still else min(passed, paused_s)

@@ -120,7 +120,7 @@ class Environments:
     def close(self, trajectory: Trajectory) -> None:
         self._send(trajectory.host, CloseEpisode(trajectory.episode))
 
-    def forget(self, trajectory: Trajectory) -> None:
+    def drop(self, trajectory: Trajectory) -> None:
         """Remove a trajectory that is no longer open."""
         self.episodes.pop(trajectory.episode, None)
         self._replays.pop(trajectory.episode, None)

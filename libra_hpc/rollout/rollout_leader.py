@@ -177,7 +177,7 @@ class RolloutLeader:
 
     def _drop(self, trajectory: Trajectory, now: float) -> None:
         """End an attempt; answers to it find nothing."""
-        self._environments.forget(trajectory)
+        self._environments.drop(trajectory)
         self._turns.drop(trajectory, now)
         self.schedule_pass()
 
@@ -216,7 +216,7 @@ class RolloutLeader:
         if not trajectory.attained:
             self.failed(trajectory, "engine", "No token was generated.")
             return
-        self._environments.forget(trajectory)
+        self._environments.drop(trajectory)
         trajectory.place = "done"
         now = self._clock()
         if trajectory.evaluation:

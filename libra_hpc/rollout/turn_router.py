@@ -134,7 +134,7 @@ class TurnRouter:
             self._abort(name, rid)
             self._maybe_drained(self.engines.engines[name].rank)
         # Siblings that wait for this one to finish would wait for ever.
-        self._queue.forget(trajectory.episode, trajectory.prompt_id, now)
+        self._queue.drop(trajectory.episode, trajectory.prompt_id, now)
 
     def finished(self, trajectory: Trajectory, now: float) -> None:
         self._queue.finished(trajectory.finished(self._named(trajectory)), now)
@@ -225,8 +225,8 @@ class TurnRouter:
         lost = self.engines.lost(name)
         if lost is None:
             return None
-        for held in lost.inflight.values():
-            self._resubmit(held.trajectory, reason)
+        for sent in lost.inflight.values():
+            self._resubmit(sent.trajectory, reason)
         return lost.rank
 
     def drain(self, rank: int, abort: bool) -> None:

@@ -65,5 +65,5 @@ def read(context: bytes) -> SimulatedContext:
     left = ids[last] - MARK - done
     number, tokens, sample = ids[0], ids[1], ids[2]
     if last < HEADER or left < 1 or number < 0 or sample < 0 or not LEAST_PROMPT <= tokens <= last + 1:
-        raise Unreadable(f"prompt: the {len(ids)} ids do not say how long the turn is.")
+        raise Unreadable(f"prompt: the {len(ids)} ids do not encode how long the turn is.")
     return SimulatedContext(prompt=number, prompt_tokens=tokens, sample=sample, tokens=len(ids), left=left)

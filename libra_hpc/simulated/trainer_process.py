@@ -116,7 +116,7 @@ class Trainer(WorkerLoop):
         return Arrived(received)
 
     def _check(self, message: TrainPortion | TrainStep, before: int) -> None:
-        """Raise `BatchRejected` unless ``before`` parts of this next step are here; with 0, forget those that are."""
+        """Raise `BatchRejected` unless ``before`` parts of this next step are here; with 0, drop those that are."""
         step = self.step
         self._ahead = self._ahead if before else []
         if message.generation != self._generation or message.step != step + 1 or before != len(self._ahead):

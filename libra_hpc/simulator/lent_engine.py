@@ -1,7 +1,7 @@
 """A device that a server and a borrowed engine share: one step at a time, the server's first.
 
 - A request arrives -> the server waits for the end of the rollout step that has begun, and for no further one.
-- The borrowed engine would begin a step -> the live gate (`policies.serving.step_gate`) says with how many tokens.
+- The borrowed engine would begin a step -> the live gate (`policies.serving.step_gate`) decides with how many tokens.
 - The owner gives slack -> the gate is asked between two steps of the server, too.
 """
 
@@ -123,7 +123,7 @@ class LentEngine:
             requests=self._number,
         )
 
-    def _told(self, is_open: bool) -> None:
+    def _set_open(self, is_open: bool) -> None:
         if is_open != self.is_open:
             self.is_open = is_open
             self._changed(is_open)
@@ -152,7 +152,7 @@ class LentEngine:
         self._server.submit(simulated, now)
         if idle:
             self._turn = True
-            self._told(self._slack)
+            self._set_open(self._slack)
             self._schedule(now if self.engine is None else self._agents.cut(self.engine))
         elif self._at != IDLE and self._server.next_at < self._at:
             self._schedule(self._server.next_at)
@@ -183,7 +183,7 @@ class LentEngine:
             self._schedule(self._server.next_at)
         else:
             self._turn = False
-            self._told(True)
+            self._set_open(True)
             if self.engine is not None:
                 self._agents.offer(self.engine)
 

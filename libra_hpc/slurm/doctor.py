@@ -122,7 +122,7 @@ def accounting(facts: SlurmFacts) -> Finding:
         return Finding("accounting", "good", "slurmdbd")
     age = facts.settings.get("MinJobAge", "300 sec")
     fix = "status and list then rely on what the run itself left"
-    return Finding("accounting", "warning", f"none: Slurm forgets a job {age} after its end", fix)
+    return Finding("accounting", "warning", f"none: Slurm drops a job {age} after its end", fix)
 
 
 def gpus(facts: SlurmFacts) -> Finding:

@@ -1,4 +1,4 @@
-"""The text of a site profile, from what Slurm says of its partitions: pure."""
+"""The text of a site profile, from what Slurm lists of its partitions: pure."""
 
 from __future__ import annotations
 

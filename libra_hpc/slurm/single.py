@@ -1,7 +1,7 @@
 """Run one Python function as a Slurm job of one task, through submitit.
 
 - submitit reads job states from ``sacct``, which needs accounting -> `QueueWatcher` asks the controller (`query.job`).
-- Slurm has no record of the job for `FORGOTTEN_AFTER_S` -> `Handle` reports it as ended.
+- Slurm has no record of the job for `GONE_AFTER_S` -> `Handle` reports it as ended.
 
 The function and its arguments must be picklable, and importable where the job runs.  The pickles are in ``folder``,
 which only this user can read.
@@ -34,7 +34,7 @@ from .site_commands import clean_environment
 POLL_S = 0.5
 RESULT_WAIT_S = 5
 """Seconds that a result may need to appear on a network file system after the job has ended."""
-FORGOTTEN_AFTER_S = 30.0
+GONE_AFTER_S = 30.0
 """Seconds after which a job that Slurm has no record of counts as gone; a controller that restarts is back earlier."""
 
 
@@ -103,7 +103,7 @@ class Handle:
         return bool(self.job.done()) or self.state() not in (JobState.PENDING, JobState.RUNNING)
 
     def state(self) -> JobState:
-        """The job's state; UNKNOWN only after Slurm had no record of it for `FORGOTTEN_AFTER_S`."""
+        """The job's state; UNKNOWN only after Slurm had no record of it for `GONE_AFTER_S`."""
         word = str(self.job.state)
         if isinstance(self.job, submitit.LocalJob):
             # submitit's local executor has its own words, and FINISHED covers success and failure.
@@ -115,7 +115,7 @@ class Handle:
             self._unknown_since = None
             return found
         self._unknown_since = self._unknown_since or time.monotonic()
-        return JobState.UNKNOWN if time.monotonic() - self._unknown_since > FORGOTTEN_AFTER_S else JobState.PENDING
+        return JobState.UNKNOWN if time.monotonic() - self._unknown_since > GONE_AFTER_S else JobState.PENDING
 
     def wait(self, timeout: float = math.inf) -> None:
         """Return when the job has ended, in whatever way; raises ``TimeoutError`` after ``timeout`` seconds."""

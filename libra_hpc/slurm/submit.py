@@ -109,7 +109,7 @@ def refused_field(config: RunConfig, reason: str) -> tuple[str, str] | None:
                 return field, option
         given = _given(config, components, keys.split())
         if given:
-            # Slurm does not say of which component.
+            # Slurm does not name the component.
             return (next(iter(given.values())) if len(given) == 1 else keys.split()[0]), ", ".join(given)
         if keys:
             return keys.split()[-1], ""

@@ -100,10 +100,10 @@ def newest_start(
     attempt: int,
     *,
     core: Sequence[int],
-    held: Sequence[Sequence[str]],
+    parts: Sequence[Sequence[str]],
     from_step: int | None = None,
 ) -> tuple[Welcome, list[Event]]:
-    """Where an attempt starts, and what is to be logged; ``held``: the parts of snapshots on every rank's node.
+    """Where an attempt starts, and what is to be logged; ``parts``: the parts of snapshots on every rank's node.
 
     For rank 0 alone, before anybody writes; takes minutes for large checkpoints. Raises `OperationError`.
     """
@@ -114,7 +114,7 @@ def newest_start(
 
     def decide() -> _Start:
         base = _from_step(run, attempt, from_step) or _newest_checkpoint(run)
-        start, found = newer_snapshot(run, config, attempt, start=base.welcome, core=core, held=held)
+        start, found = newer_snapshot(run, config, attempt, start=base.welcome, core=core, parts=parts)
         started = start.checkpoint or start.snapshot
         if not started and from_step != 0 and (why := _saved_before(run)):
             damaged = "; ".join(str(fields["reason"]) for _, fields in base.events)

@@ -1,7 +1,7 @@
 """Snapshots on one node: its own parts in shared memory, and copies of the parts of the node before it in the ring.
 
 - All processes of the node have written -> manifest, rename, and the leader hears it.
-- Then the next node of the core has its carrier pull the part, and tells the leader once it is whole.
+- Then the next node of the core has its carrier pull the part, and reports to the leader once it is whole.
 - A snapshot is complete, or given up -> parts that are of no use any more are removed.
 - A node has lost its part of the snapshot that all restart from -> it asks the one that has a copy, and pulls that.
 
@@ -51,7 +51,7 @@ class PartCarrier(Protocol):
         """Get a part into a new folder; returns why it did not come, or an empty string."""
 
 
-def held(folder: Path) -> tuple[str, ...]:
+def whole_parts(folder: Path) -> tuple[str, ...]:
     """Complete parts of this node: ``own/NAME`` and ``copies/NAME``; their content is checked when it is used."""
     found = [state.folder for kind in (OWN, COPIES) for state in states(folder / kind)]
     return tuple(sorted(str(path.relative_to(folder)) for path in found if not part_damage(path, sizes_only=True)))

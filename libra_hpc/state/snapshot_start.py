@@ -1,7 +1,7 @@
 """Whether all ranks restart from a snapshot in shared memory that is newer than the newest checkpoint.
 
 - A snapshot is complete -> its entry in the run directory has its data position and the trainers' layout.
-- A restart within the attempt -> every node says which parts it holds (`libra_hpc.mesh.world`).
+- A restart within the attempt -> every node lists the parts it has (`libra_hpc.mesh.world`).
 - The part of every node of the core exists there, or as a copy at its successor -> rank 0 takes the snapshot.
 - Another layout, another attempt, or a part is gone -> the checkpoint.
 
@@ -51,13 +51,13 @@ def keep_listed(run: RunDir, name: str) -> None:
             shutil.rmtree(state.folder, ignore_errors=True)
 
 
-def restore_from(name: str, core: Sequence[int], held: Sequence[Sequence[str]]) -> tuple[dict[int, int], str]:
+def restore_from(name: str, core: Sequence[int], parts: Sequence[Sequence[str]]) -> tuple[dict[int, int], str]:
     """Nodes without their part of a snapshot -> who has a copy; and a sentence when a part is gone."""
     copies, found = holders(core), {}
     for rank in core:
-        if f"{OWN}/{name}" not in held[rank]:
+        if f"{OWN}/{name}" not in parts[rank]:
             holder = copies.get(rank, rank)
-            if f"{COPIES}/{name}" not in held[holder]:
+            if f"{COPIES}/{name}" not in parts[holder]:
                 where = f", and node {holder} has no copy of it" if holder != rank else ""
                 return {}, f"node {rank} has no whole part of snapshot {name}{where}."
             found[rank] = holder
@@ -65,16 +65,16 @@ def restore_from(name: str, core: Sequence[int], held: Sequence[Sequence[str]]) 
 
 
 def newer_snapshot(
-    run: RunDir, config: RunConfig, attempt: int, *, start: Welcome, core: Sequence[int], held: Sequence[Sequence[str]]
+    run: RunDir, config: RunConfig, attempt: int, *, start: Welcome, core: Sequence[int], parts: Sequence[Sequence[str]]
 ) -> tuple[Welcome, NewestWhole]:
-    """``start``, from a checkpoint, or a newer one from a snapshot; ``held``: parts of every rank's node."""
+    """``start``, from a checkpoint, or a newer one from a snapshot; ``parts``: parts of every rank's node."""
 
     def why_not(state: SavedState) -> str:
         if why := checkpoint_damage(state):
             return why
         if read_position(state.folder).layout != layout_digest(config):
             return OTHER_LAYOUT
-        return restore_from(state.folder.name, core, held)[1]
+        return restore_from(state.folder.name, core, parts)[1]
 
     found = newest_whole(
         (s for s in states(run.snapshots) if s.step > start.step and f".attempt-{attempt}-" in s.folder.name), why_not
@@ -82,7 +82,7 @@ def newer_snapshot(
     if found.whole is None:
         return start, found
     at, name = read_position(found.whole.folder), found.whole.folder.name
-    restore, _ = restore_from(name, core, held)
+    restore, _ = restore_from(name, core, parts)
     snapshot = msgspec.structs.replace(
         start, step=at.step, low=at.low, extra=at.extra, snapshot=name, saved_step=start.step, restore=restore
     )

@@ -98,8 +98,8 @@ class DataEpisode(Episode):
         self.max_tokens, self.stop_ids = task.max_tokens, task.stop_ids
 
     async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
-        said = turn.tokens[:-1] if turn.stop == "stop" else turn.tokens
-        found = await self._scored(self._task.tokenizer.decode(said), tools)
+        reply = turn.tokens[:-1] if turn.stop == "stop" else turn.tokens
+        found = await self._scored(self._task.tokenizer.decode(reply), tools)
         return Turn.end(found, truncated=float(turn.stop == "length"))
 
     async def _scored(self, text: str, tools: Tools) -> float | Mapping[str, float]:

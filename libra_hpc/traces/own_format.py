@@ -22,9 +22,9 @@ def read(lines: Iterable[tuple[int, bytes]], bad: Bad) -> Iterator[TrajectoryRec
 
     A last turn without generated tokens is dropped: its tool answer did not fit into the context.
     """
-    held = list(lines)
-    for place, line in live_lines(lambda: (text for _, text in held)):
-        number = held[place - 1][0]
+    numbered = list(lines)
+    for place, line in live_lines(lambda: (text for _, text in numbered)):
+        number = numbered[place - 1][0]
         try:
             found = _decoder.decode(line)
             turns = found.turns

@@ -1,7 +1,7 @@
 """Sends the metrics of a run to its trackers, from the file that the run writes.
 
 ``python -m libra_hpc.tracking RUN [--once]``, until SIGTERM or the death of the process that started it. It may be
-killed and started again at any time, also after the run: `Sent` says which steps each tracker has. A tracker that fails
+killed and started again at any time, also after the run: `Sent` has the steps each tracker has. A tracker that fails
 is left alone for `RETRY_S`; the run never waits for one.
 """
 

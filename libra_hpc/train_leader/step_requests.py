@@ -156,7 +156,7 @@ class StepRequests(Generations):
             self._broken = True
         self._stream()
 
-    def _forget_portions(self) -> None:
+    def _drop_portions(self) -> None:
         """Members that join have none."""
         self._ahead, self._unanswered = [], set()
 

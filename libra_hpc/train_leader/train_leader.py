@@ -317,7 +317,7 @@ class TrainLeader(StepRequests):
             if not await self._join(wanted):
                 continue
             self._offers.ask_again()
-            self._forget_portions()
+            self._drop_portions()
             self.members, self._broken = wanted, False
             self._state_step = self._replies[self._core[0]].step
             for rank in wanted:

@@ -85,7 +85,7 @@ class Channel:
     # --- membership ---
 
     def announce(self, path: str, copies: int, replicas: int, replica: int) -> None:
-        """Tell the others of this process; ``copies`` in each of the ``replicas``, of which this is ``replica``."""
+        """Announce this process to the others; ``copies`` in each of the ``replicas``, of which this is ``replica``."""
         self._members, self._replica = GroupMembers(self._core, copies, replicas), replica
         self._rank = self._members.rank(replica, self._copy) if self._elastic else self._copy
         self._path = f"{path}.{self._label}"
@@ -128,8 +128,8 @@ class Channel:
     def _taken(self) -> ConnectedGroup | None:
         """The group that all members have parked in the same state."""
         assert self._store is not None
-        told = [self._store.get(_member(rank)).decode().splitlines()[1:] for rank in range(self._members.size)]
-        ticket = max(set(told[0]).intersection(*told), default="")
+        tickets = [self._store.get(_member(rank)).decode().splitlines()[1:] for rank in range(self._members.size)]
+        ticket = max(set(tickets[0]).intersection(*tickets), default="")
         if not ticket:
             return None
         self._done = int(ticket.rpartition(" ")[2])

@@ -207,7 +207,7 @@ class GrpoTrainer:
             return [None] * len(batches)
         with self._reference.weights():
             found = self._logprobs(batches)
-        # Its routers' choices say nothing of the policy.
+        # Its routers' choices are not those of the policy.
         self._engine.take_routing_counts()
         return found
 

@@ -55,7 +55,7 @@ from libra_hpc.protocol.carriers import (
 from libra_hpc.protocol.codec import EngineSocket
 
 from .image import IMAGE_FILE, Image, pin, reading, write_pinned
-from .offers import HeldOffer, OfferStore
+from .offers import OfferStore, StoredOffer
 from .parts import pull_part
 from .pieces import WHOLE, Offer, TensorBlock, WeightPiece, offer_paths, read_offer
 from .pull import Puller
@@ -84,7 +84,7 @@ class NodeImage:
         self._config = config
         self.shapes = hf_shapes(read_shape(Path(config.model))) if config.model else config.shapes
         self._image: Image | None = None
-        self._offered: tuple[int, HeldOffer] | None = None
+        self._offered: tuple[int, StoredOffer] | None = None
         self._describing = threading.Lock()
         if (Path(config.folder) / IMAGE_FILE).exists():
             self._open()
@@ -107,11 +107,11 @@ class NodeImage:
             return True
         return False
 
-    def write(self, version: int, offers: list[HeldOffer]) -> None:
+    def write(self, version: int, offers: list[StoredOffer]) -> None:
         """Bring the image to ``version``; raises `WeightFileError`, also where there is no room."""
         image = self._open()
         if version > image.version:
-            image.apply(version, [(held.offer, held.payload) for held in offers], verify=False)
+            image.apply(version, [(stored.offer, stored.payload) for stored in offers], verify=False)
 
     def pinned(self, version: int) -> BinaryIO:
         """A copy of it; raises `WeightFileError` when it is not at ``version``, `OSError` where there is no room."""
@@ -125,7 +125,7 @@ class NodeImage:
         return self._image
 
     @contextlib.contextmanager
-    def offered(self, version: int) -> Iterator[HeldOffer]:
+    def offered(self, version: int) -> Iterator[StoredOffer]:
         if self._image is None or self._image.version < 0:
             raise Absent("there is no image yet")
         try:
@@ -155,7 +155,7 @@ class Carrier:
         self._caller = Caller(config.rank, config.secret, config.pull_bytes_per_s, direct, agent.send)
         self._outside = ServedWeights(Path(config.folder), self._image.shapes, config.dtype, self._store)
         self._outside_fault = _serve_outside(config, self._outside) if config.http_port else ""
-        self._whole: queue.SimpleQueue[tuple[Publish, list[HeldOffer]] | SavePolicy] = queue.SimpleQueue()
+        self._whole: queue.SimpleQueue[tuple[Publish, list[StoredOffer]] | SavePolicy] = queue.SimpleQueue()
         self._wanted: SavePolicy | None = None
         """Its version is not in the image yet."""
         self._puller = Puller(
@@ -196,14 +196,14 @@ class Carrier:
         """Serve the offers that an earlier carrier of this node had: others may have received a part of them."""
         for path in offer_paths(folder):
             with contextlib.suppress(OSError, WeightFileError):
-                self._store.add(HeldOffer(read_offer(path), path.read_bytes(), path))
+                self._store.add(StoredOffer(read_offer(path), path.read_bytes(), path))
 
-    def _on_whole(self, message: Publish, offers: list[HeldOffer]) -> None:
+    def _on_whole(self, message: Publish, offers: list[StoredOffer]) -> None:
         self._outside.add(ServedDelta(message.version, message.base, tuple(offer.writer for offer in offers)))
         self._whole.put((message, offers))
 
     def _write_image(self) -> None:
-        pending: deque[tuple[Publish, list[HeldOffer]]] = deque()
+        pending: deque[tuple[Publish, list[StoredOffer]]] = deque()
         pause_s = RETRY_S
         while True:
             while not pending or not self._whole.empty():
@@ -292,7 +292,7 @@ def _serve_outside(config: CarrierConfig, weights: ServedWeights) -> str:
     return ""
 
 
-def _as_offer(image: Image, version: int) -> HeldOffer:
+def _as_offer(image: Image, version: int) -> StoredOffer:
     """The image as whole tensors; they lie one behind the other."""
     pieces, at = [], 0
     with image.path.open("rb") as file, mmap(file.fileno(), 0, prot=PROT_READ) as memory, memoryview(memory) as view:
@@ -307,7 +307,7 @@ def _as_offer(image: Image, version: int) -> HeldOffer:
                 )
             at += size
     offer = Offer(version, WHOLE, IMAGE, tuple(pieces), at)
-    return HeldOffer(offer, msgspec.msgpack.encode(offer), image.path, start=image.start)
+    return StoredOffer(offer, msgspec.msgpack.encode(offer), image.path, start=image.start)
 
 
 def _or_end(work: Any) -> None:

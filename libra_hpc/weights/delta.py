@@ -123,7 +123,7 @@ def _gather(bits: Bits, values: Any, most: int, out: Any, gaps: Any) -> int:
 
 
 def overwrite(target: Any, values: Any, marks: Any, gaps: bool, block: tuple[int, int, int]) -> bool:
-    """Put values where marks say, in one pass; False: one more or less, or outside.  ``block``: elements, columns,
+    """Put values where marks are, in one pass; False: one more or less, or outside.  ``block``: elements, columns,
     elements from row to row."""
     count, cols, stride = block
     most = 255 if marks.itemsize == 1 else 65535

@@ -94,7 +94,7 @@ class Spares:
         self._spares.append(payload)
 
 
-class HeldOffer:
+class StoredOffer:
     """One offer; threads that serve it call `available`."""
 
     file, removed = -1, False
@@ -157,7 +157,7 @@ class HeldOffer:
         return min(at, end)
 
 
-class ArrivingOffer(HeldOffer):
+class ArrivingOffer(StoredOffer):
     """One that comes from other nodes, into room that was made for it."""
 
     def __init__(self, offer: Offer, manifest: bytes, path: Path, *, spares: Spares, stripes: int) -> None:
@@ -196,7 +196,7 @@ class OfferStore:
 
     def __init__(self, cap_bytes: int) -> None:
         self._cap = cap_bytes
-        self._offers: dict[tuple[int, str], HeldOffer] = {}
+        self._offers: dict[tuple[int, str], StoredOffer] = {}
         self._added = threading.Condition()
         self._expected = -1
         self._whole = -1
@@ -207,12 +207,12 @@ class OfferStore:
             self._expected = max(self._expected, version)
             self._added.notify_all()
 
-    def add(self, offer: HeldOffer) -> None:
+    def add(self, offer: StoredOffer) -> None:
         with self._added:
             self._offers[offer.version, offer.writer] = offer
             self._added.notify_all()
 
-    def drop(self, offer: HeldOffer) -> None:
+    def drop(self, offer: StoredOffer) -> None:
         with self._added:
             if self._offers.get((offer.version, offer.writer)) is offer:
                 del self._offers[offer.version, offer.writer]
@@ -224,7 +224,7 @@ class OfferStore:
             self._whole = max(self._whole, version)
             self._added.notify_all()
 
-    def find(self, version: int, writer: str, wait_s: float, unknown_s: float) -> HeldOffer | str | None:
+    def find(self, version: int, writer: str, wait_s: float, unknown_s: float) -> StoredOffer | str | None:
         """The offer, None while it may still come, or why it is not here.
 
         Waits at most ``wait_s`` for it. ``unknown_s``: for how long a version that was never published may come.
@@ -239,7 +239,7 @@ class OfferStore:
             if offer := self._offers.get((version, writer)):
                 return offer
             if self._whole >= version:
-                return f"version {version} is not held any more"
+                return f"version {version} is not stored any more"
             if self._expected < version and unknown_s <= 0.0:
                 return f"version {version} was not published here"
             return None

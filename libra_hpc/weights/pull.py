@@ -23,7 +23,7 @@ from libra_hpc.errors import error_text
 from libra_hpc.files import write_atomic
 from libra_hpc.protocol.carriers import NotStored, Peer, PieceRefused, Publish, Stalled, VersionHere
 
-from .offers import ArrivingOffer, HeldOffer, OfferStore, Spares
+from .offers import ArrivingOffer, OfferStore, Spares, StoredOffer
 from .pieces import Offer, decode_offer, offer_path, read_offer
 from .receiver import KnownNodes, OfferReceiver, PassedOver, Route, nodes_before, nodes_with
 from .server import IMAGE
@@ -50,7 +50,7 @@ class Puller:
         caller: Caller,
         *,
         store: OfferStore,
-        complete: Callable[[Publish, list[HeldOffer]], None],
+        complete: Callable[[Publish, list[StoredOffer]], None],
         report: Report,
     ) -> None:
         """``complete`` gets every version, in order, with its offers."""
@@ -127,20 +127,20 @@ class Puller:
         """Pull offers side by side; raises `PassedOver`, and `OSError` where there is no room."""
         began = time.monotonic()
         pulls = [self._threads.submit(self._offer, message, writer, peers) for writer, peers in offers]
-        held, failure = [], None
+        stored, failure = [], None
         for pull in pulls:
             try:
-                held.append(pull.result())
+                stored.append(pull.result())
             except (PassedOver, OSError) as error:
                 failure = error
         if failure is not None:
             raise failure
         remote = any(peers for _, peers in offers)
-        version, base = held[0].version, message.base
+        version, base = stored[0].version, message.base
         if offers[0][0] == IMAGE:
             base = -1
             if version <= self.have:
-                self._store.drop(held[0])
+                self._store.drop(stored[0])
                 raise PassedOver
         self.have = version
         self._store.whole(version)
@@ -149,14 +149,14 @@ class Puller:
             VersionHere(
                 version,
                 base,
-                tuple(str(offer.path) for offer in held),
-                sum(offer.size for offer in held),
+                tuple(str(offer.path) for offer in stored),
+                sum(offer.size for offer in stored),
                 time.monotonic() - began if remote else 0.0,
             )
         )
-        self._complete(found, held)
+        self._complete(found, stored)
 
-    def _offer(self, message: Publish, writer: str, peers: list[Peer]) -> HeldOffer:
+    def _offer(self, message: Publish, writer: str, peers: list[Peer]) -> StoredOffer:
         """One offer, whole and intact."""
         version = -1 if writer == IMAGE else message.version
         if not peers:
@@ -167,36 +167,36 @@ class Puller:
         manifest, offer = self._manifest(message, Fetch(version, writer), peers)
         path = offer_path(self._folder, offer.version, writer)
         stripes = max(1, STRIPES // len(message.writers))
-        held = ArrivingOffer(offer, manifest, path, spares=self._spares, stripes=stripes)
+        stored = ArrivingOffer(offer, manifest, path, spares=self._spares, stripes=stripes)
         writers = [peer for peer in peers if peer.rank == dict(message.writers).get(writer)]
         try:
-            self._store.add(held)
+            self._store.add(stored)
 
             def route(alone: bool) -> Route:
-                return self._route(message, writer, writers if alone else peers, held)
+                return self._route(message, writer, writers if alone else peers, stored)
 
-            OfferReceiver(self._caller, held, route, self._report).run(self._threads)
+            OfferReceiver(self._caller, stored, route, self._report).run(self._threads)
             # Last: whoever sees the manifest finds an intact payload.
             write_atomic(path, manifest)
         except BaseException:
-            self._store.drop(held)
+            self._store.drop(stored)
             raise
-        return held
+        return stored
 
-    def _own(self, message: Publish, writer: str) -> HeldOffer:
+    def _own(self, message: Publish, writer: str) -> StoredOffer:
         """An offer that a process of this node wrote."""
         path = offer_path(self._folder, message.version, writer)
         try:
             offer = read_offer(path)
             self._check(offer, Fetch(message.version, writer), message)
-            held = HeldOffer(offer, path.read_bytes(), path)
+            stored = StoredOffer(offer, path.read_bytes(), path)
             if read_offer(path) != offer:
                 raise WeightFileError(f"{path}: it was replaced while it was opened.")
         except (OSError, WeightFileError) as error:
             self._report(PieceRefused(message.version, writer, error_text(error), own=True))
             raise PassedOver from error
-        self._store.add(held)
-        return held
+        self._store.add(stored)
+        return stored
 
     def _check(self, offer: Offer, fetch: Fetch, message: Publish) -> None:
         """Raise `WeightFileError` for the manifest of anything but what was asked for."""
@@ -207,7 +207,7 @@ class Puller:
             raise WeightFileError(f"A manifest of {found} came for version {version} of {fetch.writer} on {base}.")
 
     def _manifest(self, message: Publish, fetch: Fetch, peers: list[Peer]) -> tuple[bytes, Offer]:
-        """The manifest and what it says, from the first node that has it; raises `PassedOver`."""
+        """The manifest and its content, from the first node that has it; raises `PassedOver`."""
         route = self._route(message, fetch.writer, peers)
         while True:
             try:
@@ -221,12 +221,12 @@ class Puller:
             except (OSError, WireError, Absent) as error:
                 route.failed(error)
 
-    def _route(self, message: Publish, writer: str, peers: list[Peer], held: HeldOffer | None = None) -> Route:
+    def _route(self, message: Publish, writer: str, peers: list[Peer], stored: StoredOffer | None = None) -> Route:
         def exhausted(route: Route) -> None:
             """Give up a version that no node has, or that another one replaces."""
             if not route.nowhere or writer == IMAGE:
                 # An offer that no node has any more comes as a part of an image.
-                self._report(Stalled(message.version, writer, held.received if held else 0, route.reason))
+                self._report(Stalled(message.version, writer, stored.received if stored else 0, route.reason))
             if route.nowhere or writer == IMAGE or self._replaced(message):
                 raise PassedOver
             self._wait(min(RETRY_S * 2 ** (route.failures // 2), RETRY_MAX_S))

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from .image import IMAGE_FILE, reading
-from .offers import HeldOffer, OfferStore
+from .offers import OfferStore, StoredOffer
 from .pieces import VALUES, WHOLE, TensorBlock
 from .transport.http_proof import NotServed, Refused
 from .transport.http_server import Part
@@ -64,9 +64,9 @@ class ServedWeights:
 
     def add(self, delta: ServedDelta) -> None:
         """All offers of a version are in the store."""
-        held = {version: one for version, one in self._deltas.items() if self._held(one)}
+        stored = {version: one for version, one in self._deltas.items() if self._stored(one)}
         # Replaced, not changed: others read it.
-        self._deltas = held if delta.base == WHOLE else {**held, delta.version: delta}
+        self._deltas = stored if delta.base == WHOLE else {**stored, delta.version: delta}
 
     def read(self, target: str, begin: int, end: int) -> Part:
         """Bytes [begin, end) of a resource, or fewer; raises `NotServed`, and `Refused` for what is no resource."""
@@ -90,19 +90,19 @@ class ServedWeights:
             pass
         chain: list[ServedDelta] = []
         at = version
-        while (delta := self._deltas.get(at)) and self._held(delta):
+        while (delta := self._deltas.get(at)) and self._stored(delta):
             chain.append(delta)
             at = delta.base
         return ServedVersion(version, self._dtype, tuple(reversed(chain)))
 
-    def _held(self, delta: ServedDelta) -> bool:
+    def _stored(self, delta: ServedDelta) -> bool:
         offers = (self._store.find(delta.version, writer, 0.0, 0.0) for writer in delta.writers)
-        return all(isinstance(offer, HeldOffer) for offer in offers)
+        return all(isinstance(offer, StoredOffer) for offer in offers)
 
-    def _offer(self, version: str, writer: str) -> HeldOffer:
+    def _offer(self, version: str, writer: str) -> StoredOffer:
         offer = self._store.find(int(version), writer, 0.0, 0.0) if version.isdecimal() else None
-        if not isinstance(offer, HeldOffer) or int(version) not in self._deltas:
-            raise NotServed(f"version {version} of {writer} is not held")
+        if not isinstance(offer, StoredOffer) or int(version) not in self._deltas:
+            raise NotServed(f"version {version} of {writer} is not stored")
         return offer
 
     def _asked(self, query: str) -> TensorBlock:

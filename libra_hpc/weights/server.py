@@ -3,7 +3,7 @@
 - The offer is arriving -> what there is of it is sent on, then what comes.
 - It is not here yet, or no more of it -> a sign of life every `WAITING_S`.
 - It will not be here -> ABSENT with the reason; the caller asks another node.
-- A node of the run can read by NIXL -> it gets the place of the payload, which is held until it has read; a guest does
+- A node of the run can read by NIXL -> it gets the place of the payload, which stays until it has read; a guest does
   not.
 - A part of a snapshot is asked for -> its files, as they are (`weights/parts.py`).
 - A caller without the secret, or one that does not read for `UNREAD_S` -> its connection is closed.
@@ -28,7 +28,7 @@ from libra_hpc.checksum import crc32
 from libra_hpc.protocol.carriers import WeightsByTcp
 from libra_hpc.protocol.joining import is_guest
 
-from .offers import HeldOffer, OfferStore
+from .offers import OfferStore, StoredOffer
 from .parts import PART, SentBytes, served_part
 from .transport.nixl import DirectError, DirectReads, Place
 from .wire import (
@@ -65,7 +65,7 @@ log = logging.getLogger("libra_hpc.carrier")
 class ImageSource(Protocol):
     """The node's image as an offer."""
 
-    def offered(self, version: int) -> AbstractContextManager[HeldOffer]:
+    def offered(self, version: int) -> AbstractContextManager[StoredOffer]:
         """The image at ``version`` (-1: at any), unchanged within the block; raises `Absent`."""
 
 
@@ -104,7 +104,7 @@ class CarrierServer:
                 limit_pauses(stream, UNREAD_S, UNREAD_S)
                 rank = admit(stream, self._secret)
                 while True:
-                    # On one machine the bytes that were sent last are the file's own pages, so the offer is held until
+                    # On one machine the bytes that were sent last are the file's own pages, so the offer stays until
                     # the caller asks again or leaves.
                     fetch = read_fetch(stream)
                     sent = self._answer(stream, rank, fetch)  # noqa: F841
@@ -148,7 +148,7 @@ class CarrierServer:
         while True:
             unknown_s = began + UNKNOWN_S - time.monotonic()
             found = self._store.find(fetch.version, fetch.writer, WAITING_S, unknown_s)
-            if isinstance(found, HeldOffer):
+            if isinstance(found, StoredOffer):
                 break
             if found:
                 raise Absent(found)
@@ -157,7 +157,7 @@ class CarrierServer:
 
     def _place(self, rank: int, offer: SentBytes) -> Place | None:
         """Where the payload is; None: it is sent."""
-        if self._direct is None or is_guest(rank) or not isinstance(offer, HeldOffer):
+        if self._direct is None or is_guest(rank) or not isinstance(offer, StoredOffer):
             return None
         try:
             return self._direct.place(offer.view)

@@ -67,7 +67,7 @@ def test_a_trajectory_larger_than_the_share_runs_alone() -> None:
     dispatcher.ready(turn_of("short", "s", context=100), 0.0)
     assert sent(dispatcher) == [("long", "a")]
     board.answered("a", 900)
-    dispatcher.forget("long", "l", 1.0)
+    dispatcher.drop("long", "l", 1.0)
     assert sent(dispatcher, 1.0) == [("short", "a")]
 
 

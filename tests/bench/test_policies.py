@@ -153,7 +153,7 @@ def test_la_mlfq_patience_and_lost_scouts() -> None:
         dispatcher.ready(turn_of(f"t{i}", "p"), 0.0)
     assert [turn.trajectory for turn, _ in dispatcher.dispatch(0.0)] == ["t0"]
     assert dispatcher.dispatch(FOLLOW_S - 1.0) == []
-    dispatcher.forget("t0", "p", 5.0)
+    dispatcher.drop("t0", "p", 5.0)
     assert [turn.trajectory for turn, _ in dispatcher.dispatch(5.0)] == ["t1"], "a new scout"
     assert [(turn.trajectory, d.level) for turn, d in dispatcher.dispatch(FOLLOW_S)] == [("t2", 0)], (
         "a minute is enough"

@@ -92,7 +92,7 @@ def lose_room(offline: OfflineEngine) -> dict[str, object]:
         seen[f"stats at {share}"] = [stats.kv_share, stats.running, stats.kv_use]
         if share == 0.5:
             # As a weight update does.
-            engine._forget()
+            engine._drop_caches()
             seen["forgotten"] = not len(engine._kv._pool.cached_block_hash_to_block)
             seen["share after it"] = [engine.stats().kv_share, engine._kv.usable]
             steps(30)

@@ -61,10 +61,10 @@ def test_what_the_device_lost_or_never_got_is_copied_whole(when: str) -> None:
     weights.switch()
     changed = one_of(torch.ones(64))
     if when == "before":
-        weights.forget()
+        weights.weights_lost()
     weights.stage("w", parameter, changed.clone())
     if when == "staged":
-        weights.forget()
+        weights.weights_lost()
     if when == "dropped":
         weights.drop()
         weights.stage("w", parameter, changed.clone())

@@ -17,7 +17,7 @@ from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.mesh.door import check_record, close_door, knock, open_door, read_record
+from libra_hpc.mesh.door import ask_to_join, check_record, close_door, open_door, read_record
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.world import Endpoint, World
 from libra_hpc.protocol.agents import RankBack, RankLost
@@ -48,9 +48,9 @@ async def serving(run: RunDir, answer: Answer) -> AsyncIterator[tuple[DoorRecord
 
 async def test_a_guest_that_was_admitted_talks_with_every_rank_that_it_was_announced_to(tmp_path: Path) -> None:
     async with serving(RunDir(tmp_path), admitted) as (record, meshes, received):
-        world, addresses = await knock(RunDir(tmp_path), record, "")
-        heard = list[tuple[int, Any]]()
-        guest = Mesh(world, lambda source, message: heard.append((source, message)))
+        world, addresses = await ask_to_join(RunDir(tmp_path), record, "")
+        got = list[tuple[int, Any]]()
+        guest = Mesh(world, lambda source, message: got.append((source, message)))
         task = asyncio.create_task(guest.run())
         for rank in (0, 1):
             guest.send(rank, RankLost(rank))
@@ -60,16 +60,16 @@ async def test_a_guest_that_was_admitted_talks_with_every_rank_that_it_was_annou
         meshes[1].send(FIRST_GUEST, RankBack(1))
         meshes[0].add_guest(FIRST_GUEST, Endpoint("g", addresses, world.listener.getsockname()[1]))
         meshes[0].send(FIRST_GUEST, RankBack(0))
-        await until(lambda: heard)
-        assert heard == [(0, RankBack(0))]
+        await until(lambda: got)
+        assert got == [(0, RankBack(0))]
         meshes[1].add_guest(FIRST_GUEST, Endpoint("g", addresses, world.listener.getsockname()[1]))
-        await until(lambda: len(heard) == 2)
+        await until(lambda: len(got) == 2)
         task.cancel()
 
 
 async def test_a_guest_cannot_pose_as_a_rank_of_the_run(tmp_path: Path) -> None:
     async with serving(RunDir(tmp_path), admitted) as (record, _, received):
-        world, _ = await knock(RunDir(tmp_path), record, "")
+        world, _ = await ask_to_join(RunDir(tmp_path), record, "")
         posing = msgspec.structs.replace(world, rank=1)
         mesh = Mesh(posing, lambda source, message: None)
         mesh.send(0, RankLost(0))
@@ -80,21 +80,21 @@ async def test_a_guest_cannot_pose_as_a_rank_of_the_run(tmp_path: Path) -> None:
 async def test_a_run_that_takes_no_guest_says_why(tmp_path: Path) -> None:
     async with serving(RunDir(tmp_path), lambda world: NotAdmitted("it ends")) as (record, _, _):
         with pytest.raises(UserError, match="takes no guest: it ends"):
-            await knock(RunDir(tmp_path), record, "")
+            await ask_to_join(RunDir(tmp_path), record, "")
 
 
 async def test_a_record_with_another_secret_is_refused_in_one_sentence(tmp_path: Path) -> None:
     async with serving(RunDir(tmp_path), admitted) as (record, _, _):
         other = msgspec.structs.replace(record, secret=secrets.token_bytes(32).hex())
         with pytest.raises(UserError, match=r"the secret in door.json is not that of its ranks"):
-            await knock(RunDir(tmp_path), other, "")
+            await ask_to_join(RunDir(tmp_path), other, "")
 
 
 async def test_a_start_that_has_ended_does_not_answer(tmp_path: Path) -> None:
     async with serving(RunDir(tmp_path), admitted) as (record, meshes, _):
         meshes[0]._world.listener.close()
         with pytest.raises(OSError, match="Connect call failed"):
-            await knock(RunDir(tmp_path), record, "")
+            await ask_to_join(RunDir(tmp_path), record, "")
 
 
 def test_the_record_is_private_and_no_start_uses_the_ranks_of_another(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ async def script(mesh):
         mesh.send(2, large(i, 500_000))
         mesh.send(1 - mesh.rank, wire.RankLost(i))
     await until(lambda: len(got) == 30)
-    mesh.forget(2)
+    mesh.drop(2)
     mesh.send(2, wire.RankLost(99))
     return {"got": [m.rank for _, m in got]}
 """
@@ -140,7 +140,7 @@ async def script(mesh):
         send(i)
     await asyncio.sleep(0.2)
     before = mesh.pending(1)
-    mesh.forget(1)
+    mesh.drop(1)
     send(4)
     await asyncio.wait_for(mesh.drain(3600.0), 60.0)
     stopped = mesh.pending(1)
@@ -171,7 +171,7 @@ async def script(mesh):
         return {}
     aside = []
     mesh.from_lost = lambda rank, message: aside.append((rank, message.rank))
-    mesh._handler = lambda *message: (handler(*message), mesh.forget(1))
+    mesh._handler = lambda *message: (handler(*message), mesh.drop(1))
     await until(lambda: len(got) + len(aside) == 3)
     seen, mesh._handler = len(got), handler
     mesh.remember(1)

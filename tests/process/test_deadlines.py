@@ -41,7 +41,7 @@ def test_a_stall_of_the_waiting_process_is_discounted() -> None:
 def test_a_forgotten_operation_is_never_overdue_and_leaves_no_duration() -> None:
     deadlines = Deadlines(DeadlineSettings(floor_s=1.0, first_s=10.0, factor=2.0))
     deadlines.begin("step", 1, 0.0)
-    deadlines.forget(1)
+    deadlines.drop(1)
     deadlines.end(1, 500.0)
     assert not deadlines.pending(1000.0)
     assert deadlines.limit("step") == 10.0

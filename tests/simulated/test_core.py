@@ -191,7 +191,7 @@ def test_standby_refuses_until_new_weights_arrived(tmp_path: Path) -> None:
 
 def test_what_the_engine_cannot_run_is_refused_in_words() -> None:
     simulated = engine(max_model_len=64)
-    assert "do not say" in answers(simulated.submit(Generate("a", pack_i32([9] * 20), 5), 0.0))["a"].error
+    assert "do not encode" in answers(simulated.submit(Generate("a", pack_i32([9] * 20), 5), 0.0))["a"].error
     assert "no room" in answers(simulated.submit(turn("b", 5, size=64), 0.0))["b"].error
     simulated.submit(turn("c", 5), 0.0)
     assert [type(message) for message in simulated.submit(turn("c", 5), 0.0)] == [EngineFailed]
@@ -224,7 +224,7 @@ def test_a_context_encodes_what_is_left_of_its_turn(
         context += unpack_i32(tokens.generated(turn, complete=True))
         if place + 1 < len(turns):
             context += tokens.answer(new, turns[place + 1][0])
-    with pytest.raises(tokens.Unreadable, match="do not say how long"):
+    with pytest.raises(tokens.Unreadable, match="do not encode how long"):
         tokens.read(pack_i32(context))
 
 

@@ -21,7 +21,7 @@ from .saved import WEIGHTS, checkpoint, flip, unreadable
 
 
 def start(run: RunDir, attempt: int = 1, from_step: int | None = None) -> tuple[Welcome, list[Event]]:
-    return newest_start(run, RunConfig(), attempt, core=(1,), held=((), ()), from_step=from_step)
+    return newest_start(run, RunConfig(), attempt, core=(1,), parts=((), ()), from_step=from_step)
 
 
 def at(run: RunDir, step: int) -> Welcome:

@@ -16,7 +16,7 @@ from libra_hpc.protocol.carriers import Peer
 from libra_hpc.protocol.trainer import SnapshotFailed, SnapshotTaken, TakeSnapshot
 from libra_hpc.state import snapshot_keeper as module
 from libra_hpc.state import state_folders as folders
-from libra_hpc.state.snapshot_keeper import SnapshotKeeper, held
+from libra_hpc.state.snapshot_keeper import SnapshotKeeper, whole_parts
 from libra_hpc.state.snapshots import holders
 from libra_hpc.weights.offers import OfferStore
 from libra_hpc.weights.parts import pull_part
@@ -97,7 +97,7 @@ class Ring:
                 await asyncio.sleep(0.005)
 
     def held(self) -> dict[int, tuple[str, ...]]:
-        return {rank: held(self.folder / str(rank)) for rank in CORE}
+        return {rank: whole_parts(self.folder / str(rank)) for rank in CORE}
 
 
 def both(*steps: int, start: str = "attempt-1-7") -> tuple[str, ...]:
@@ -130,7 +130,7 @@ async def test_a_node_that_lost_its_part_gets_the_copy_back(tmp_path: Path, monk
     await Ring(tmp_path).take_all(4)
 
     shutil.rmtree(tmp_path / "2")
-    assert held(tmp_path / "2") == ()
+    assert whole_parts(tmp_path / "2") == ()
     again = Ring(tmp_path, "attempt-1-8")
 
     for rank in CORE:
@@ -159,7 +159,7 @@ async def test_a_part_that_is_damaged_is_fetched_again_and_one_without_a_copy_is
 
     flip(part / "snapshot-00001.safetensors")
     again = Ring(tmp_path, "attempt-1-8")
-    assert f"own/{name}" in held(tmp_path / "2"), "its content is not read yet"
+    assert f"own/{name}" in whole_parts(tmp_path / "2"), "its content is not read yet"
     async with asyncio.timeout(30.0):
         why = await again.keepers[2].restore(name, None)
     assert why == "snapshot-00001.safetensors has not the checksum with which it was written."
@@ -167,7 +167,7 @@ async def test_a_part_that_is_damaged_is_fetched_again_and_one_without_a_copy_is
     assert await again.keepers[2].restore(name, None) == ""
 
     (part / folders.MANIFEST_FILE).unlink()
-    assert held(tmp_path / "2") == (f"copies/{name}",)
+    assert whole_parts(tmp_path / "2") == (f"copies/{name}",)
     alone = SnapshotKeeper(
         tmp_path / "2", 2, "attempt-1-9", leader=2, successor=None, send=again.send, carrier=again.keepers[2]._carrier
     )
@@ -187,8 +187,8 @@ async def test_a_copy_that_is_damaged_is_not_sent_and_counts_no_more(
     again = Ring(tmp_path, "attempt-1-8")
     with pytest.raises(OSError, match="did not come back"):
         await again.keepers[2].fetch(name, 3)
-    await again.until(lambda: f"copies/{name}" not in held(tmp_path / "3"))
-    assert f"own/{name}" not in held(tmp_path / "2")
+    await again.until(lambda: f"copies/{name}" not in whole_parts(tmp_path / "3"))
+    assert f"own/{name}" not in whole_parts(tmp_path / "2")
 
 
 async def test_a_start_removes_what_it_does_not_begin_with(tmp_path: Path) -> None:

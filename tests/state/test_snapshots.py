@@ -136,10 +136,10 @@ def run(tmp_path: Path) -> RunDir:
     return found
 
 
-def start(run: RunDir, held: tuple[tuple[str, ...], ...] = WHOLE, step: int = 10, **changes: Any) -> Welcome:
+def start(run: RunDir, parts: tuple[tuple[str, ...], ...] = WHOLE, step: int = 10, **changes: Any) -> Welcome:
     checkpoint = Welcome(step, "/checkpoints/step", 8 * step, ())
     values: dict[str, Any] = {"config": config(), "attempt": 1, **changes}
-    found, passed = newer_snapshot(run, values["config"], values["attempt"], start=checkpoint, core=CORE, held=held)
+    found, passed = newer_snapshot(run, values["config"], values["attempt"], start=checkpoint, core=CORE, parts=parts)
     assert all(why for _, why in passed.damaged)
     keep_listed(run, found.snapshot)
     return found
@@ -158,7 +158,7 @@ def test_a_part_that_was_lost_comes_from_the_node_that_has_a_copy(run: RunDir) -
 
 
 @pytest.mark.parametrize(
-    ("held", "step", "changes"),
+    ("parts", "step", "changes"),
     [
         (((), (), (OWN,), ()), 10, {}),
         (((), (OWN,), (COPY,), ()), 10, {}),
@@ -181,9 +181,9 @@ def test_a_part_that_was_lost_comes_from_the_node_that_has_a_copy(run: RunDir) -
     ],
 )
 def test_otherwise_the_checkpoint_is_taken_and_the_snapshot_listed_no_longer(
-    run: RunDir, held: tuple[tuple[str, ...], ...], step: int, changes: dict[str, Any]
+    run: RunDir, parts: tuple[tuple[str, ...], ...], step: int, changes: dict[str, Any]
 ) -> None:
-    found = start(run, held, step, **changes)
+    found = start(run, parts, step, **changes)
     assert found == Welcome(step, "/checkpoints/step", 8 * step, ())
     assert source_of(found) == f"from step {step}, the newest checkpoint"
     assert not start(run, WHOLE).snapshot, "its steps were trained again"

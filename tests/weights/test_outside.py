@@ -19,7 +19,7 @@ import pytest
 from libra_hpc.protocol.carriers import CarrierReady, ImageHere
 from libra_hpc.weights.delta import dense, sparse
 from libra_hpc.weights.image import Image
-from libra_hpc.weights.offers import HeldOffer, OfferStore
+from libra_hpc.weights.offers import OfferStore, StoredOffer
 from libra_hpc.weights.pieces import WHOLE, TensorBlock, elements, offer_path, write_offer
 from libra_hpc.weights.served_weights import ServedDelta, ServedWeights, reading_secret
 from libra_hpc.weights.transport import http_server
@@ -66,7 +66,7 @@ class ServingNode:
         self.before_read(target)
         return self.weights.read(target, begin, end)
 
-    def step(self) -> list[HeldOffer]:
+    def step(self) -> list[StoredOffer]:
         """Every 31st element of each block changes, and is offered; the first version is whole."""
         base, self.version = self.version, self.version + 1
         offers = []
@@ -80,7 +80,7 @@ class ServingNode:
                 encoded.append(dense(block, "BF16", flat) if base == WHOLE else changed)
             offer = write_offer(self.folder, self.version, base, writer, encoded)
             path = offer_path(self.folder, self.version, writer)
-            offers.append(HeldOffer(offer, path.read_bytes(), path))
+            offers.append(StoredOffer(offer, path.read_bytes(), path))
             self.store.add(offers[-1])
         self.weights.add(ServedDelta(self.version, base, tuple(OFFERED)))
         self.image.apply(self.version, [(one.offer, one.payload) for one in offers])
@@ -132,7 +132,7 @@ def test_another_cluster_gets_blocks_of_the_image_and_then_what_changed(node: Se
     assert not any(target.startswith("/image") for target in node.asked), "the deltas were enough"
     node.store.drop(offers[0])
     node.step()
-    with pytest.raises(NotServed, match="version 3 of t0 is not held"):
+    with pytest.raises(NotServed, match="version 3 of t0 is not stored"):
         caller.read("/offers/3/t0/manifest")
     assert pull(caller, weights, WANTED, 2) == 4
     assert node.equals(weights)

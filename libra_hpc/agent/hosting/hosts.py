@@ -135,7 +135,7 @@ class Hosts(Supervisor):
             self._ended(self._hosts.index(one), reason, RESTART_S)
 
     def _ended(self, host: int, reason: str, after_s: float) -> None:
-        self._deadlines.forget(host)
+        self._deadlines.drop(host)
         self._lost[host] = reason
         self._context.log("host_lost", host=host, reason=reason)
         if (folder := self._folders.pop(host, None)) is not None:

@@ -169,7 +169,7 @@ class RolloutService:
         await self._storage.flush(self._recovery_log, new)
         await self._transcripts.flush()
         await self._evaluations.flush()
-        self._storage.faults.tell("evaluations.jsonl", self._evaluations.fault, self._evaluations.dropped)
+        self._storage.faults.report("evaluations.jsonl", self._evaluations.fault, self._evaluations.dropped)
 
     async def stop(self) -> None:
         self._stopping = True

@@ -29,7 +29,7 @@ class StorageFaults:
     def __init__(self, log: Callable[..., None]) -> None:
         self._log, self._failing = log, set[str]()
 
-    def tell(self, part: str, fault: str, dropped: int) -> None:
+    def report(self, part: str, fault: str, dropped: int) -> None:
         """``fault``: why the last write failed, empty: it did not; ``dropped``: what is in no file, in all."""
         if fault and part not in self._failing:
             self._failing.add(part)
@@ -59,9 +59,9 @@ class Storage:
             self._log("decisions_dropped", reason=self.trajectories.fault or self.decisions.fault or kept)
         if recovery_log is not None:
             await recovery_log.write(new)
-            self.faults.tell("experience", recovery_log.failed, 0)
-        self.faults.tell("trajectories.jsonl", self.trajectories.fault, self.trajectories.dropped)
-        self.faults.tell("decisions.jsonl", self.decisions.fault, self.decisions.dropped)
+            self.faults.report("experience", recovery_log.failed, 0)
+        self.faults.report("trajectories.jsonl", self.trajectories.fault, self.trajectories.dropped)
+        self.faults.report("decisions.jsonl", self.decisions.fault, self.decisions.dropped)
 
     async def close(self) -> None:
         await self.trajectories.close()

@@ -18,7 +18,7 @@ from .storage import StorageFaults
 
 GB = 1_000_000_000
 MOST_WAITING = 64
-"""Steps in memory: those of a second, or while the file system does not answer; older ones are left out and told."""
+"""Steps in memory: those of a second, or while the file system does not answer; older ones are left out."""
 
 
 class TranscriptLog:
@@ -26,7 +26,7 @@ class TranscriptLog:
 
     def __init__(self, folder: Path, config: RunConfig, log: Callable[..., None]) -> None:
         budget = int(config.run.transcripts_gb * GB)
-        # Simulated engines say nothing.
+        # Simulated engines write no text.
         self._wanted = budget > 0 and config.run.engine == "real"
         # Made by the first write, because it reads the folder.
         self._writer = cache(partial(TranscriptWriter, folder, "" if config.task.train else config.task.name, budget))
@@ -40,7 +40,7 @@ class TranscriptLog:
         if len(self._waiting) > MOST_WAITING:
             self._waiting.popleft()
             self._dropped += 1
-            self._faults.tell("transcripts", "the file system does not answer", self._dropped)
+            self._faults.report("transcripts", "the file system does not answer", self._dropped)
 
     async def flush(self) -> None:
         """Write what waits; what cannot be written is left out, and the first failure is an event."""
@@ -50,9 +50,9 @@ class TranscriptLog:
                 removed = await asyncio.to_thread(lambda batch: self._writer().write(*batch), batch)
             except OSError as error:
                 self._dropped += 1
-                self._faults.tell("transcripts", error_text(error), self._dropped)
+                self._faults.report("transcripts", error_text(error), self._dropped)
                 continue
-            self._faults.tell("transcripts", "", self._dropped)
+            self._faults.report("transcripts", "", self._dropped)
             if removed and not self._removed:
                 self._removed = True
                 self._log("transcripts_removed", step=batch[0], reason="run.transcripts_gb is used")

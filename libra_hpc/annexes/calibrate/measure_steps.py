@@ -119,18 +119,18 @@ class Calibrator:
             self._submit(self._prompt(plan.length), reach(plan.decodes, plan.length))
         while self._prompts_done(start) < plan.decodes * plan.length:
             self._engine.poll()
-        held = self._stats().generated_tokens - start.generated_tokens + plan.decodes * plan.length
+        kv_tokens = self._stats().generated_tokens - start.generated_tokens + plan.decodes * plan.length
         if plan.prefill:
             cached = self._stats().cached_tokens
             self._submit(prompt, 1)
             step = self._step()
             cached = self._stats().cached_tokens - cached
             if step is not None and step[1:] == (plan.decodes + 1, plan.prefill + plan.context - cached):
-                points.append(self._point(plan.decodes, held, step, cached))
+                points.append(self._point(plan.decodes, kv_tokens, step, cached))
         else:
             while self._engine.pending and (step := self._step()) is not None and step[1:] == (plan.decodes, 0):
-                points.append(self._point(plan.decodes, held, step, 0))
-                held += plan.decodes
+                points.append(self._point(plan.decodes, kv_tokens, step, 0))
+                kv_tokens += plan.decodes
         self._drain()
         return points
 

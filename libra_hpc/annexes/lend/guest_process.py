@@ -77,7 +77,7 @@ class GuestProcess:
                 start_new_session=True,
                 preexec_fn=functools.partial(die_with, os.getpid(), signal.SIGTERM),
             )
-        self._heard_at = time.monotonic()
+        self._seen_at = time.monotonic()
         self._left_at = float("inf")
 
     @property
@@ -98,8 +98,8 @@ class GuestProcess:
         """Whether it has; reads its report, and kills what is silent or does not leave."""
         now, report = time.monotonic(), read_report(self._report)
         if report is not None and report.beats != self._beats:
-            self._heard_at, self._beats, self.tokens = now, report.beats, report.tokens
-        silent = now - self._heard_at > (SILENT_S if self._beats else START_S)
+            self._seen_at, self._beats, self.tokens = now, report.beats, report.tokens
+        silent = now - self._seen_at > (SILENT_S if self._beats else START_S)
         if silent or now - self._left_at > LEAVE_S:
             self._process.kill()
         return self._process.poll() is not None

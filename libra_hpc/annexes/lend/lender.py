@@ -99,7 +99,7 @@ class Lender:
         silent = time.monotonic() - self._page.read().written > SERVER_SILENT_S
         if not (closed or silent or self._guest):
             self._lend()
-        self._tell(closed, silent)
+        self._report(closed, silent)
 
     def _closed(self) -> str:
         """Why the owner gives nothing now; empty: it does."""
@@ -131,7 +131,7 @@ class Lender:
             self._refused[guest.run.path] = now + AGAIN_S
         log.info("the guest of %s has ended with code %s", guest.run.name, guest.code)
 
-    def _tell(self, closed: str, silent: bool) -> None:
+    def _report(self, closed: str, silent: bool) -> None:
         """Renew the record."""
         guest = self._guest
         state: State

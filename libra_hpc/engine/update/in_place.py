@@ -32,7 +32,7 @@ class Change(NamedTuple):
 
 
 class InPlace:
-    """The parameters of one worker; all but `forget` belong to who stages, which never overlaps with a switch."""
+    """The parameters of one worker; all but `weights_lost` belong to who stages, which never overlaps with a switch."""
 
     def __init__(self) -> None:
         self._copies: dict[str, torch.Tensor] = {}
@@ -70,7 +70,7 @@ class InPlace:
             torch.cuda.synchronize()
         self._changes, self._behind = [], False
 
-    def forget(self) -> None:
+    def weights_lost(self) -> None:
         """The parameters no longer have what was switched to last."""
         self._behind = True
 

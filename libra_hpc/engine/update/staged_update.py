@@ -72,12 +72,12 @@ class StagedUpdate:
         self._working = False
         return self._version
 
-    def forget(self) -> None:
+    def weights_lost(self) -> None:
         """The workers are about to lose their weights."""
-        self._rpc("forget_weights")
+        self._rpc("weights_lost")
 
     def drop(self) -> None:
-        """Forget a version that no worker works at any more; none: nothing happens."""
+        """Drop a version that no worker works at any more; none: nothing happens."""
         if self._working:
             self._rpc("drop_weights")
             self._working = False

@@ -38,7 +38,7 @@ class Swap(NamedTuple):
 
 
 class Staging:
-    """One version on its way into a worker's model; `outcome` tells when it is ready."""
+    """One version on its way into a worker's model; `outcome` is there when it is ready."""
 
     def __init__(
         self,
@@ -77,15 +77,15 @@ class Staging:
         return None if self._thread.is_alive() else self._error
 
     def drop(self) -> None:
-        """Forget a version that is not to be switched to."""
+        """Drop a version that is not to be switched to."""
         if self._in_place:
             self._in_place.drop()
         self._end()
 
-    def forget(self) -> None:
+    def weights_lost(self) -> None:
         """The model lost its weights."""
         if self._in_place:
-            self._in_place.forget()
+            self._in_place.weights_lost()
 
     def _end(self) -> None:
         self._swaps, self._thread, self._error = [], None, ""

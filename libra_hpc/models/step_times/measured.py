@@ -181,10 +181,12 @@ def _held_out(points: Sequence[StepPoint]) -> tuple[list[float], list[float]]:
     """Relative errors of the line and of the table on held-out steps."""
     errors: tuple[list[float], list[float]] = [], []
     for fold in range(FOLDS):
-        seen, held = [point for i, point in enumerate(points) if i % FOLDS != fold], points[fold::FOLDS]
+        seen, left_out = [point for i, point in enumerate(points) if i % FOLDS != fold], points[fold::FOLDS]
         line = _line(seen)
         for out, fit in zip(errors, (line, _with_table(line, seen)), strict=True):
-            out += [abs(fitted / point.seconds - 1) for fitted, point in zip(fit.seconds(held), held, strict=True)]
+            out += [
+                abs(fitted / point.seconds - 1) for fitted, point in zip(fit.seconds(left_out), left_out, strict=True)
+            ]
     return errors
 
 

@@ -143,8 +143,8 @@ class TableTimes:
         # As many as caches of the measured type hold.
         capacity, bases, slopes = kv_ratio * self.kv_capacity, [], []
         for batch, row in zip(table.batches, parts.decode_attention, strict=True):
-            held = max(FIT_POINTS, sum(batch * context <= capacity for context in table.contexts))
-            contexts, seconds = table.contexts[:held], [MICRO * us for us in row[:held]]
+            fitting = max(FIT_POINTS, sum(batch * context <= capacity for context in table.contexts))
+            contexts, seconds = table.contexts[:fitting], [MICRO * us for us in row[:fitting]]
             rest = layers(batch) + head(batch)
             base, slope = fit_line(contexts, seconds, [1 / (rest + own) for own in seconds])
             bases.append(base)

@@ -1,4 +1,4 @@
-"""Guards of learning: what a run's own history says about its last steps.
+"""Guards of learning: what a run's own history shows of its last steps.
 
 - Reward far below the run's best -> *reward*, a notice: data that become harder do the same.
 - Nearly all groups have equal rewards -> *equal*, a notice: also where a task is solved.
@@ -65,12 +65,12 @@ class LearningGuards:
         self._values: dict[str, list[float]] = {}
         self._steps: list[int] = []
         """Steps of the rewards."""
-        self.held: dict[str, str] = {}
+        self.active: dict[str, str] = {}
         """Guards that hold after the last step, with their reasons."""
         self._since: dict[str, int] = {}
         """Guard -> the step at which it began to hold."""
         self._noticed: dict[str, int] = {}
-        """Guard -> the last step at which it held."""
+        """Guard -> the last step at which it was active."""
         self.good_step: int | None = None
         """While the reward, or the gap, is far off: that of the first decision."""
         self._begin()
@@ -78,12 +78,12 @@ class LearningGuards:
     @property
     def acts_at(self) -> int | None:
         """The step of the action, unless what holds ends; None: there will be none."""
-        since = [self._since[guard] for guard in BROKEN if guard in self.held and self._action != "notice"]
+        since = [self._since[guard] for guard in BROKEN if guard in self.active and self._action != "notice"]
         return min(since) + HOLD if since else None
 
     def _begin(self) -> None:
         self._values = {name: [] for name in READ}
-        self._steps, self._since, self._noticed, self.held, self.good_step = [], {}, {}, {}, None
+        self._steps, self._since, self._noticed, self.active, self.good_step = [], {}, {}, {}, None
         self._best = -math.inf
         """Highest mean reward of a window before the newest one."""
 
@@ -101,23 +101,23 @@ class LearningGuards:
         if len(rewards) <= LEAST:
             return None
         self._best = max(self._best, _mean(rewards[-2 * WINDOW : -WINDOW]))
-        self.held = self._findings()
-        self._since = {guard: self._since.get(guard, step) for guard in self.held}
-        if not self.held.keys() & {"reward", *BROKEN}:
+        self.active = self._findings()
+        self._since = {guard: self._since.get(guard, step) for guard in self.active}
+        if not self.active.keys() & {"reward", *BROKEN}:
             self.good_step = None
         elif self.good_step is None:
             self.good_step = self._near_best()
         return self._decide(step)
 
     def _decide(self, step: int) -> GuardDecision | None:
-        new = [guard for guard in self.held if step - self._noticed.get(guard, -WINDOW) >= WINDOW]
-        self._noticed |= dict.fromkeys(self.held, step)
+        new = [guard for guard in self.active if step - self._noticed.get(guard, -WINDOW) >= WINDOW]
+        self._noticed |= dict.fromkeys(self.active, step)
         good = self._near_best() if self.good_step is None else self.good_step
         if (at := self.acts_at) is not None and step >= at:
-            reason = "; ".join(self.held[guard] for guard in BROKEN if guard in self.held)
+            reason = "; ".join(self.active[guard] for guard in BROKEN if guard in self.active)
             self._begin()
             return GuardDecision(self._action, reason, good)
-        return GuardDecision("notice", "; ".join(self.held[guard] for guard in new), good) if new else None
+        return GuardDecision("notice", "; ".join(self.active[guard] for guard in new), good) if new else None
 
     def _findings(self) -> dict[str, str]:
         found = {"gap": self._gap(), "reward": self._reward(), "equal": self._equal(), "entropy": self._entropy()}

@@ -44,7 +44,7 @@ def fit_sigmoid(compute: Sequence[float], rewards: Sequence[float]) -> Sigmoid |
     parts = [points[at : at + each] for at in range(0, len(points), each)]
     means = [(sum(c for c, _ in part) / len(part), sum(r for _, r in part) / len(part)) for part in parts]
     first, last = means[0][0], means[-1][0]
-    # The end of the search for Cmid is beyond the data, so that a curve without a bend is told from one with.
+    # The end of the search for Cmid is beyond the data, so that a curve without a bend differs from one with.
     slow, shift = [-log(STEEPEST), log(STEEPEST)], [log(first), log(last) + log(STEEPEST)]
     best = (float("inf"), 0.0, 0.0)
     for _ in range(ROUNDS):

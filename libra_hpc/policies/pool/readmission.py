@@ -1,4 +1,4 @@
-"""When a lost node that is heard again is taken back: pure, times are epoch seconds.
+"""When a lost node that sends again is taken back: pure, times are epoch seconds.
 
 - Lost for the first time within `MEMORY_S` -> taken back at its next heartbeat.
 - Lost again -> only after `PROVE_S` of heartbeats without a gap, from the third loss on twice as long.
@@ -25,7 +25,7 @@ Answer = Literal["wait", "take", "quarantine"]
 class Readmission:
     def __init__(self) -> None:
         self._losses: dict[int, list[float]] = {}
-        self._heard: dict[int, tuple[float, float]] = {}
+        self._seen: dict[int, tuple[float, float]] = {}
         """First and last heartbeat of a lost node, without a gap between them."""
         self._out: set[int] = set()
         """In quarantine."""
@@ -37,9 +37,9 @@ class Readmission:
     def lost(self, rank: int, now: float) -> None:
         recent = [at for at in self._losses.get(rank, []) if now - at < MEMORY_S]
         self._losses[rank] = [*recent, now]
-        self._heard.pop(rank, None)
+        self._seen.pop(rank, None)
 
-    def heard(self, rank: int, now: float) -> Answer:
+    def seen(self, rank: int, now: float) -> Answer:
         """A lost node gave a sign of life; ``quarantine`` is answered once, then ``wait`` for ever."""
         count = len(self._losses.get(rank, []))
         if rank in self._out:
@@ -47,7 +47,7 @@ class Readmission:
         if count >= MOST:
             self._out.add(rank)
             return "quarantine"
-        first, last = self._heard.get(rank, (now, now))
+        first, last = self._seen.get(rank, (now, now))
         first = now if now - last > GAP_S else first
-        self._heard[rank] = (first, now)
+        self._seen[rank] = (first, now)
         return "take" if count < 2 or now - first >= PROVE_S * min(count - 1, 2) else "wait"

@@ -25,7 +25,7 @@ WINDOW_STEPS: Final = 16
 40 times their cost, and the next report too many tokens."""
 PACE_WEIGHT: Final = 8.0
 """Reports, 4 s of a busy engine, that the class is worth.  Each one moves the pace by an eighth of the difference, so
-that old reports are forgotten."""
+that old reports are dropped."""
 PACE_MOVE: Final = 0.05
 """Most that a report moves the logarithm of the pace, because single windows are wrong by any factor.  An engine that
 becomes twice as slow is priced so after 10 s."""

@@ -115,7 +115,7 @@ class Dispatcher:
         self.policy.finished(record, now)
         self.release(record.prompt_id, now)
 
-    def forget(self, trajectory: str, prompt_id: str, now: float) -> None:
+    def drop(self, trajectory: str, prompt_id: str, now: float) -> None:
         """A trajectory was aborted."""
         self.withdraw(trajectory)
         self.policy.forget(trajectory)

@@ -16,7 +16,7 @@ from .board import Board, EngineView
 SLOW: Final = 1.5
 """A ratio.  The pace of equal engines differs by up to 1.2; at 2.0 a slow engine that costs a fifth goes unnamed."""
 RECOVERED: Final = 1.25
-"""A ratio below `SLOW`, so that an engine is not named and forgotten in turns."""
+"""A ratio below `SLOW`, so that an engine is not named and dropped in turns."""
 SURE_S: Final = 30.0
 """Seconds: a load that the step costs do not describe passes in less."""
 MIN_ENGINES: Final = 3

@@ -26,4 +26,4 @@ class ServingView(NamedTuple):
     requests: int = 0
     """In total."""
     kv_use: float = 0.0
-    """Share of the server's KV caches in use, 0..1; 0 also where it does not say."""
+    """Share of the server's KV caches in use, 0..1; 0 also where it is unknown."""

@@ -16,7 +16,7 @@ from math import exp, inf, sqrt
 from typing import Final, NamedTuple
 
 HALF_LIFE: Final = 512.0
-"""Steps.  Half: contexts of one phase are forgotten in the next; double: a device that slows down is noticed late."""
+"""Steps.  Half: contexts of one phase are dropped in the next; double: a device that slows down is noticed late."""
 MIN_STEPS: Final = 8
 STALE_S: Final = 10.0
 """Seconds: the device may have become another meanwhile."""

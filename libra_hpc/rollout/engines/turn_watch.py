@@ -41,11 +41,11 @@ class TurnWatch:
     def answered(self, turn: Turn, now: float) -> None:
         """End an answered turn; the limits learn from its duration."""
         self._deadlines.end(turn, now)
-        self.forget(turn)
+        self.drop(turn)
 
-    def forget(self, turn: Turn) -> None:
-        """Forget a turn; its duration does not count."""
-        self._deadlines.forget(turn)
+    def drop(self, turn: Turn) -> None:
+        """Drop a turn; its duration does not count."""
+        self._deadlines.drop(turn)
         self._aborted.pop(turn, None)
 
     def overdue(self, turn: Turn) -> bool:
@@ -58,7 +58,7 @@ class TurnWatch:
             self._aborted[turn] += seconds
 
     def evaluate(self, now: float) -> list[LateTurn]:
-        """Turns that became late since the last call, and *lost* ones until they are forgotten."""
+        """Turns that became late since the last call, and *lost* ones until they are dropped."""
         found = [LateTurn("slow", *_turn(pending), pending.sentence) for pending in self._deadlines.late(now)]
         for pending in self._deadlines.pending(now, LATE_SHARE):
             turn = _turn(pending)

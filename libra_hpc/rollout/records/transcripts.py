@@ -1,4 +1,4 @@
-"""What the policy said: ``transcripts/step-N.jsonl.zst`` has the trajectories that step N was trained on.
+"""The text of the policy: ``transcripts/step-N.jsonl.zst`` has the trajectories that step N was trained on.
 
 One Zstandard frame per trajectory, each one line of JSON (`Transcript`); a file is complete when it is there. A step
 that is trained again replaces its file. Beyond the run's budget the oldest files go, so that the newest are kept.

@@ -45,11 +45,11 @@ class SimulatedBatch:
 
     def left(self) -> tuple[int, int, int, int]:
         """All that is there to compute: decodes, their contexts, tokens to prefill, and the context before those."""
-        decodes = held = prefill = pairs = 0
+        decodes = kv_tokens = prefill = pairs = 0
         for request in self.running:
             if request.decoding:
                 decodes += 1
-                held += request.tokens
+                kv_tokens += request.tokens
             else:
                 step = request.tokens - request.computed
                 prefill += step
@@ -58,7 +58,7 @@ class SimulatedBatch:
             prefill += request.tokens
             pairs += request.tokens * request.tokens
         context = round((pairs / prefill - prefill) / 2.0) if prefill else 0
-        return decodes, held, prefill, max(0, context)
+        return decodes, kv_tokens, prefill, max(0, context)
 
     def add(self, request: SimulatedRequest) -> None:
         self._serial += 1

@@ -63,7 +63,7 @@ class Engine:
         self.before: Callable[[float], int] | None = None
         """Asked before a step for its most tokens, where another engine shares the device; 0: none begins now."""
         self.after: Callable[[float], None] | None = None
-        """Told that the step `work` has ended, with its seconds."""
+        """Called when the step `work` has ended, with its seconds."""
         self.work = (0, 0, 0, 0)
         """Decodes of the step, their contexts, prefilled tokens, and the context before those."""
 
@@ -249,13 +249,13 @@ class Engine:
 
     def _run(self, now: float, preempted: bool) -> None:
         running = self._batch.running
-        decodes = held = prefill = pairs = 0
+        decodes = kv_tokens = prefill = pairs = 0
         left = self._limits.max_stretch
         for request in running:
             if request.decoding:
                 if request.step:
                     decodes += 1
-                    held += request.tokens
+                    kv_tokens += request.tokens
                     if request.left < left:
                         left = request.left
             elif request.step:
@@ -267,13 +267,13 @@ class Engine:
         stretch, context = self._stretch, 0
         if prefill:
             context = max(0, round((pairs / prefill - prefill) / 2.0))
-            stretch.begin(now, self._step_s(decodes, held, prefill, context) + self._fetch_s())
+            stretch.begin(now, self._step_s(decodes, kv_tokens, prefill, context) + self._fetch_s())
         else:
-            stretch.begin(now, self._step_s(decodes, held))
+            stretch.begin(now, self._step_s(decodes, kv_tokens))
             # After a preemption, which admits nothing, the next step may admit again.
             if left > 1 and decodes == len(running) and not preempted:
-                self._extend(left, held)
-        self.work = (decodes, held, prefill, context)
+                self._extend(left, kv_tokens)
+        self.work = (decodes, kv_tokens, prefill, context)
         self.next_at = stretch.end
 
     def _fetch_s(self) -> float:
@@ -284,14 +284,14 @@ class Engine:
         self.counters.fetched += blocks * self._block
         return blocks * self._host.block_s
 
-    def _extend(self, steps: int, held: int) -> None:
+    def _extend(self, steps: int, kv_tokens: int) -> None:
         decodes, stretch = len(self._batch.running), self._stretch
         # Steps only get longer, so at most this many end before the next report is due.
         steps = min(steps, max(1, math.ceil((self._report_at - stretch.start) / stretch.first)))
         if decodes * -(-(steps - 1) // self._block) > self._cache.available:
             steps = self._affordable(steps)
         if steps > 1:
-            stretch.extend(steps, self._step_s(decodes, held + decodes * (steps - 1)))
+            stretch.extend(steps, self._step_s(decodes, kv_tokens + decodes * (steps - 1)))
             stretch.cut(self._report_at)
 
     def _affordable(self, steps: int) -> int:

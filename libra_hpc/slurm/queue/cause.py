@@ -21,7 +21,7 @@ SYMPTOM = re.compile(
     r"^$|; see |\bsee the agents' logs|did not meet|exit code|job script failed|a node failed|was lost|ended with \d"
     r"|without a result|ended \d+ times|killed by signal|no sign of life|out of memory$"
 )
-"""Sentences that do not say why."""
+"""Sentences that name no cause."""
 NAMED = re.compile(r"\bsee (/\S+\.log)\b")
 OUTPUTS = ("slurm.out", "launcher.log", "agent-*.log")
 _OWN = re.compile(r"^(?:the run (?:was )?\w+:|libra-hpc:|repeat:|restart:|requeue:|exit codes by rank:)")
@@ -47,7 +47,7 @@ _PREFIX = re.compile(r"^(?:(?:slurmstepd|srun|slurmd)[^:]*: error: |\S+ \S+ (?:E
 
 
 def with_cause(sentence: str, logs: Path) -> str:
-    """``sentence``, and the cause from ``logs`` where it has none; unchanged where the logs do not tell either."""
+    """``sentence``, and the cause from ``logs`` where it has none; unchanged where the logs have none either."""
     if not SYMPTOM.search(sentence):
         return sentence
     named = NAMED.search(sentence)

@@ -79,7 +79,7 @@ SCRIPT_KILLED = "JobLaunchFailure"
 LIMITS = ("QOS", "Assoc", "MaxGRES", "MaxCpu")
 """Beginnings of reasons that name a limit of the account or the QOS."""
 ENDED: dict[JobState, tuple[State, str]] = {
-    # Whoever completes a run says so in its result.
+    # Whoever completes a run records it in its result.
     JobState.COMPLETED: ("failed", "its job ended without a result"),
     JobState.CANCELLED: ("cancelled", ""),
     JobState.TIMEOUT: ("time_limit", "the time limit is over"),

@@ -46,12 +46,12 @@ def checked_segments(
         kernel = Segments(torchs_varlen())
         return fault(kernel, shape, device, dtype=dtype, place=place) or kernel
     except Exception as error:
-        # A torch without the kernel, or a kernel that refuses this GPU: there are many ways to say so.
+        # A torch without the kernel, or a kernel that refuses this GPU: there are many errors for that.
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def torchs_varlen() -> Callable[..., Any]:
-    """torch's variable-length kernel; that of torch before 2.13 takes fewer key heads without being told."""
+    """torch's variable-length kernel; that of torch before 2.13 takes fewer key heads without an argument for it."""
     from torch.nn.attention.varlen import varlen_attn
 
     newest: Callable[..., Any] = varlen_attn

@@ -84,7 +84,7 @@ class OptimizerState:
         if weight.shape != parameter.shape:
             raise ValueError(f"{name}: the file has {tuple(weight.shape)} for this rank, not {tuple(parameter.shape)}")
         parameter.copy_(weight)
-        self.changes.forget()
+        self.changes.drop()
         if (shard := self.shards.get(name)) is not None:
             shard.master.data.copy_(weight.reshape(-1)[shard.begin : shard.end])
 

@@ -94,5 +94,5 @@ class WeightChanges:
             shard.clear()
         self.base = version if self.shards else NO_BASE
 
-    def forget(self) -> None:
+    def drop(self) -> None:
         self.base = NO_BASE

@@ -105,9 +105,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, request: str, part: Part, span: str = "") -> None:
         proof = answer_proof(self.server.secret, request, (status, str(part.version), span), part.data)
-        told = {"Content-Length": len(part.data), VERSION: part.version, "Content-Range": span, PROOF: proof}
+        headers = {"Content-Length": len(part.data), VERSION: part.version, "Content-Range": span, PROOF: proof}
         self.send_response(status)
-        for name, value in told.items():
+        for name, value in headers.items():
             self.send_header(name, str(value))
         self.end_headers()
         with memoryview(part.data) as view:

@@ -1,6 +1,6 @@
 """Payloads of weights read out of another node's memory with NIXL, which uses UCX over InfiniBand or RoCE.
 
-- A payload is served or filled -> its memory is registered, until it is freed; `Place` says where it is.
+- A payload is served or filled -> its memory is registered, until it is freed; `Place` has its address.
 - A payload is read -> the other process' metadata is loaded. Its last reader drops it, so that a connection lives as
   long as a transfer, and is made again after a failure.
 - Anything fails -> `DirectError`, for all who read from that process; none goes on before its connection is closed.

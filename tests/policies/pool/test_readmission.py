@@ -8,17 +8,17 @@ from libra_hpc.policies.pool.readmission import MEMORY_S, MOST, PROVE_S, Readmis
 
 
 def flap(on_s: int, off_s: int, seconds: int) -> list[tuple[int, str]]:
-    """Answers but ``wait`` to a node that is lost after 20 s of silence and heard once a second between."""
+    """Answers but ``wait`` to a node that is lost after 20 s of silence and seen once a second between."""
     found: list[tuple[int, str]] = []
     policy, inside, last = Readmission(), True, 0
     for now in range(seconds):
-        heard = now % (on_s + off_s) < on_s
-        if heard:
+        seen = now % (on_s + off_s) < on_s
+        if seen:
             last = now
         if inside and now - last >= 20:
             policy.lost(3, now)
             inside = False
-        if heard and not inside and (answer := policy.heard(3, now)) != "wait":
+        if seen and not inside and (answer := policy.seen(3, now)) != "wait":
             found.append((now, answer))
             inside = answer == "take"
     return found
@@ -29,7 +29,7 @@ def test_a_second_loss_needs_a_proof_without_a_gap() -> None:
     for at in (100.0, 200.0):
         policy.lost(3, at)
     beats = [*range(210, 230), *range(240, 272)]
-    answers = {now: policy.heard(3, now) for now in beats}
+    answers = {now: policy.seen(3, now) for now in beats}
     assert [now for now, answer in answers.items() if answer == "take"] == [240 + PROVE_S, 271]
 
 
@@ -47,4 +47,4 @@ def test_old_losses_are_forgotten() -> None:
     policy = Readmission()
     for count in range(3 * MOST):
         policy.lost(3, count * MEMORY_S)
-        assert policy.heard(3, count * MEMORY_S + 1.0) == "take"
+        assert policy.seen(3, count * MEMORY_S + 1.0) == "take"

@@ -97,7 +97,7 @@ def test_parked_turns_come_back_when_a_sibling_ends_or_is_aborted() -> None:
     queue = Dispatcher(policy, board(("a", 1)))
     ends: tuple[Callable[[], None], ...] = (
         lambda: queue.finished(finished(5, "p"), 1.0),
-        lambda: queue.forget("gone", "p", 1.0),
+        lambda: queue.drop("gone", "p", 1.0),
         lambda: queue.release("p", 1.0),
     )
     for end in ends:

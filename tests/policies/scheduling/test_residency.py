@@ -102,7 +102,7 @@ def test_nobody_overtakes_the_first_that_waits_for_room(aborted: bool, served: l
         assert sent(dispatcher, now) == (["s"] if name == "s" else []), "small would fit"
     assert dispatcher.waiting_for_room == 2
     if aborted:
-        dispatcher.forget("large", "large", 3.0)
+        dispatcher.drop("large", "large", 3.0)
     else:
         board.answered("a", 500)
         dispatcher.finished(ended("s", "s", 100), 3.0)

@@ -158,7 +158,7 @@ class Watch:
         self.beat()
 
     def beat(self) -> None:
-        """Say that the server's loop runs."""
+        """Record that the server's loop runs."""
         self.try_to(self.write)
         if self.loop is not None and not self.failed:
             self.loop.call_later(BEAT_S, self.beat)

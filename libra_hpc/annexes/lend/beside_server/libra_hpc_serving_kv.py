@@ -18,7 +18,7 @@ class KvUse(StatLoggerBase):
         self._engine = engine_index
 
     def record(self, scheduler_stats: Any, *others: Any, **named: Any) -> None:
-        # vLLM may rename what it counts: then the server counts as one that does not say.
+        # vLLM may rename what it counts: then the server counts as one without a figure.
         KV_USE[self._engine] = getattr(scheduler_stats, "kv_cache_usage", 0.0) or 0.0
 
     def log_engine_initialized(self) -> None:
