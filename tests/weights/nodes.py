@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from libra_hpc.protocol.carriers import CarrierConfig, CarrierReady, Peer, Publish, from_carrier, to_carrier
+from libra_hpc.protocol.carriers import CarrierConfig, CarrierReady, Peer, from_carrier, to_carrier
 from libra_hpc.protocol.codec import FrameBuffer
 
 SECRET = secrets.token_bytes(32)
@@ -96,9 +96,6 @@ class CarrierNode:
 
     def when(self, message: object) -> float:
         return next(at for at, other in self.messages if other is message)
-
-    def publish(self, message: Publish) -> None:
-        self._stream.sendall(to_carrier.frame(message))
 
     def send(self, message: Any) -> None:
         self._stream.sendall(to_carrier.frame(message))

@@ -14,6 +14,7 @@ from libra_hpc.protocol.carriers import Engines, ImageHere, NotStored, PieceRefu
 from libra_hpc.weights.image import IMAGE_FILE
 from libra_hpc.weights.offers import SPARE
 from libra_hpc.weights.pieces import offer_path, payload_path
+from libra_hpc.weights.transport.token_bucket import BURST_S
 from libra_hpc.weights.wire import IDLE_S, WireError, call
 from tests.weights.chain import WRITER, Chain, here, passed, wait_until
 
@@ -109,25 +110,30 @@ def test_a_link_without_progress_is_given_up(chain: Chain) -> None:
     assert chain.payload(1, 0) == chain.payload(0, 0)
 
 
-def test_a_flipped_bit_is_refused_by_name_and_comes_again_from_the_owner(chain: Chain) -> None:
-    chain.link(2, 1, flip_at=5_000_000)
+@pytest.mark.parametrize(
+    ("at", "reason"), [(5_000_000, "lm_head.weight"), (120, "of rank 1: The manifest has another checksum")]
+)
+def test_a_flipped_bit_is_refused_by_name_and_comes_again_from_the_writer(chain: Chain, at: int, reason: str) -> None:
+    chain.link(2, 1, flip_at=at)
     chain.write(0, -1)
-    refused = chain.nodes[2].wait(PieceRefused)
     chain.nodes[2].wait(VersionHere)
+    refused = chain.nodes[2].wait(PieceRefused)
 
     assert (refused.version, refused.writer) == (0, WRITER)
-    assert "lm_head.weight" in refused.reason
+    assert reason in refused.reason
     assert chain.payload(2, 0) == chain.payload(0, 0)
     assert not chain.nodes[1].all(PieceRefused)
 
 
-def test_a_manifest_that_was_changed_on_the_way_is_refused_and_asked_for_again(chain: Chain) -> None:
-    chain.link(2, 1, flip_at=120)
+@pytest.mark.parametrize("bytes_per_s", [4e6, 32e6])
+def test_a_pull_takes_at_least_the_time_of_its_budget(chain: Chain, bytes_per_s: float) -> None:
+    chain.nodes.append(guest := chain.node(3, pull_bytes_per_s=bytes_per_s))
     chain.write(0, -1)
-    chain.nodes[2].wait(VersionHere)
-
-    assert "of rank 1: The manifest has another checksum" in chain.nodes[2].wait(PieceRefused).reason
-    assert chain.payload(2, 0) == chain.payload(0, 0)
+    came = guest.wait(VersionHere)
+    assert came.wire_s >= came.bytes / bytes_per_s - BURST_S
+    guest.wait(ImageHere)
+    assert chain.payload(0, 0) == chain.payload(3, 0)
+    assert not guest.all(PieceRefused) + guest.all(Stalled)
 
 
 def test_a_foreign_offer_under_a_published_name_is_refused(chain: Chain) -> None:

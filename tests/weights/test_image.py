@@ -8,7 +8,6 @@ import functools
 import os
 import random
 import signal
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,17 +19,7 @@ from safetensors.numpy import load_file
 from libra_hpc.weights import image as module
 from libra_hpc.weights.delta import sparse
 from libra_hpc.weights.image import IMAGE_FILE, Image, pin, reading, write_pinned
-from libra_hpc.weights.pieces import (
-    GAPS,
-    WHOLE,
-    Encoded,
-    Offer,
-    TensorBlock,
-    gaps,
-    offer_path,
-    payload_path,
-    write_offer,
-)
+from libra_hpc.weights.pieces import GAPS, WHOLE, Encoded, Offer, TensorBlock, offer_path, payload_path, write_offer
 from libra_hpc.weights.weightfile import WeightFileError, file_shapes
 
 SHAPES = {"a.weight": (6, 8), "b.weight": (5,), "c.weight": (16, 4)}
@@ -107,27 +96,6 @@ def test_offers_of_all_owners_together_are_a_version(image: Image, tmp_path: Pat
         assert_holds(image.path, version, values)
 
 
-@pytest.mark.parametrize("encoding", ["gap8", "gap16", "bitmap"])
-def test_changed_elements_alone_overwrite_a_block_of_a_tensor(tmp_path: Path, encoding: str) -> None:
-    shapes = {"a.weight": (6, 8)}
-    image = Image(tmp_path, shapes, "BF16")
-    old = np.arange(48, dtype=np.int16).reshape(6, 8)
-    image.apply(0, [offer(tmp_path, 0, WHOLE, "t0.0", [dense("a.weight", 0, old)])])
-    index, new = np.array([0, 4, 9]), np.array([-5, -6, -7], np.int16)
-    # Rows 2 to 4, columns 3 to 6: positions 0, 4 and 9 are (2, 3), (3, 3) and (4, 4).
-    block = TensorBlock("a.weight", 19, 3, 4, 8)
-    where = gaps(index, np.uint8 if encoding == "gap8" else np.uint16)
-    if encoding == "bitmap":
-        where = np.packbits(np.isin(np.arange(12), index), bitorder="little")
-    image.apply(1, [offer(tmp_path, 1, 0, "t0.0", [Encoded(block, "BF16", encoding, 3, (new, where))])])  # type: ignore[arg-type]
-    expected = old.copy()
-    expected[2, 3], expected[3, 3], expected[4, 4] = new
-    image = Image(tmp_path, shapes, "BF16")
-    assert image.version == 1
-    found = np.frombuffer(image.path.read_bytes()[image.start :], np.int16).reshape(6, 8)
-    np.testing.assert_array_equal(found, expected)
-
-
 def test_any_piece_overwrites_its_elements_alone_and_a_forged_one_leaves_no_version(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     shapes = {"a.weight": (40, 300)}
@@ -189,44 +157,6 @@ def test_a_writer_killed_at_any_piece_leaves_no_mixture_and_the_next_one_ends_it
             rest.apply(version + 1, [offer(tmp_path, version + 1, version - 1, "t0.0", [])])
         rest.apply(version, offers)
         assert_holds(rest.path, version, values)
-
-
-def test_a_writer_killed_at_any_moment_leaves_the_old_version_the_new_one_or_none(tmp_path: Path) -> None:
-    rows, cols, draw = 64, 16384, random.Random(0)
-    shapes = {"a.weight": (rows, cols)}
-    values = [np.full((rows, cols), version, np.int16) for version in range(2)]
-    made = [offer(tmp_path, v, WHOLE, "t0.0", [dense("a.weight", 0, values[v])]) for v in range(2)]
-    index = np.arange(rows * cols, dtype=np.int32)
-    image = Image(tmp_path, shapes, "BF16")
-    image.apply(0, [made[0]])
-    found = []
-    for version in range(2, 18):
-        values.append(np.full((rows, cols), version, np.int16))
-        # Gaps take longer than whole tensors, so more of these die within.
-        changed = sparse(TensorBlock("a.weight", 0, rows, cols, cols), "BF16", "gap8", index, values[-1].reshape(-1))
-        made.append(offer(tmp_path, version, image.version, "t0.0", [changed]))
-        pid = os.fork()
-        if not pid:
-            Image(tmp_path, shapes, "BF16").apply(version, [made[-1]])
-            os._exit(0)
-        changing = f'"changing":{version}'.encode()
-        while changing not in image.path.with_suffix(".state").read_bytes():
-            time.sleep(0.0002)
-        time.sleep(draw.choice((0.0, 0.001, 0.003)))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        try:
-            with reading(image.path) as held_version:
-                found.append(held_version)
-                seen = np.fromfile(image.path, np.int16, offset=image.start)
-            assert (seen == values[held_version].reshape(-1)).all()
-        except WeightFileError:
-            found.append(-1)
-        image = Image(tmp_path, shapes, "BF16")
-        if image.version < version:
-            image.apply(version, [made[-1]])
-        assert (np.fromfile(image.path, np.int16, offset=image.start) == version).all()
-    assert -1 in found, "some died within"
 
 
 def die_at(folder: Path, offers: Offers, point: int) -> None:
