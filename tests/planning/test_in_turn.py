@@ -42,13 +42,12 @@ def with_core(made: PlanRequest) -> PlanRequest:
 
 def seconds_a_batch(made: PlanRequest, plan: RunPlan, portion: int) -> float:
     """Of ``BATCHES`` batches in steady state."""
-    eta = made.batch.eta
     settings = SimulationSettings(
         max_inflight=made.max_inflight,
         max_num_seqs=made.options.max_num_seqs,
         max_model_len=made.options.max_model_len,
         batch_groups=made.batch.trajectories // made.options.group,
-        eta=eta,
+        eta=made.batch.eta,
         train_s=plan.train.time.total,
         portion_groups=portion,
         colocation=Colocation(plan.in_turn.switch_s) if plan.in_turn else None,

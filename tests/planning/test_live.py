@@ -9,7 +9,6 @@ import pytest
 from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.planning.live import SpedUpSteps, live_planner
-from libra_hpc.policies.control.decide import Planner
 from libra_hpc.policies.control.stage_times import Split
 from libra_hpc.preflight.checks import problems
 from tests.policies.control.plant_costs import FakeSteps
@@ -23,11 +22,8 @@ def _config(**changes: Any) -> RunConfig:
     return validate(run_file(gpus=4, rollout=rollout, train=train, **changes))
 
 
-def _planner(**changes: Any) -> Planner:
-    return live_planner(_config(**changes))
-
-
-def _models(planner: Planner) -> tuple[bool, bool]:
+def _models(**changes: Any) -> tuple[bool, bool]:
+    planner = live_planner(_config(**changes))
     return planner.rollout_model is not None, planner.repartition is not None
 
 
@@ -40,8 +36,7 @@ def test_what_a_repartition_proposes_is_a_run_file() -> None:
     )
     # As agents read it: every field counts as set.
     config = RunConfig.model_validate_json(config.model_dump_json())
-    planner = live_planner(config)
-    advice = planner.repartition.advise(
+    advice = live_planner(config).repartition.advise(
         snapshot(), measured(600.0, 60.0, Split(2, 4)), since=float("-inf"), horizon=1e6, settings=config.planner
     )
     config = with_values(config, advice.changes)
@@ -68,20 +63,19 @@ def test_what_a_repartition_proposes_is_a_run_file() -> None:
 def test_known_hardware_gives_cost_models_and_without_it_the_planner_only_measures(
     changes: dict[str, Any], models: tuple[bool, bool]
 ) -> None:
-    assert _models(_planner(**changes)) == models
+    assert _models(**changes) == models
 
 
 def test_a_dry_run_is_planned_with_what_it_simulates_on_its_own_clock() -> None:
-    bare = {"nodes": 2}
-    dry_run = _planner(
+    models = _models(
         run={"engine": "simulated"},
         slurm={"device": "cpu"},
         simulated={"device": "a800", "model": "qwen3-14b"},
-        components={"train": bare, "hybrid": bare, "rollout": bare},
+        components={key: {"nodes": 2} for key in ("train", "hybrid", "rollout")},
         train={"tp": 8},
         rollout={"tp": 8},
     )
-    assert _models(dry_run) == (True, True)
+    assert models == (True, True)
     slow = FakeSteps(2, capacity=77, fixed=1.0)
     fast = SpedUpSteps(slow, 10.0)
     assert fast.step_s(4, 100, 8, 2) == slow.step_s(4, 100, 8, 2) / 10.0

@@ -133,13 +133,16 @@ def test_assumed_lengths_have_the_stated_means() -> None:
     batch = Work((), Assumed(generated=800, sigma=0.5, prompt=300, turns=4, new_tokens=50, tool_s=2.0), 32768).batch(
         4096, 8, seed=0
     )
-    turns = sum(len(one.turns) for one in batch)
-    assert sum(one.generated for one in batch) / 4096 == pytest.approx(800, rel=0.05)
-    assert sum(one.prompt_tokens for one in batch) / 4096 == pytest.approx(300, rel=0.05)
-    assert turns / 4096 == pytest.approx(4, rel=0.05)
-    calls = turns - 4096
-    assert sum(t.tool_s for one in batch for t in one.turns) / calls == pytest.approx(2.0, rel=0.05)
-    assert sum(t.new_tokens for one in batch for t in one.turns) / calls == pytest.approx(50, rel=0.05)
+    turns = [turn for one in batch for turn in one.turns]
+    calls = len(turns) - 4096
+    totals = [
+        sum(one.generated for one in batch) / 4096,
+        sum(one.prompt_tokens for one in batch) / 4096,
+        len(turns) / 4096,
+        sum(turn.tool_s for turn in turns) / calls,
+        sum(turn.new_tokens for turn in turns) / calls,
+    ]
+    assert totals == pytest.approx([800, 300, 4, 2.0, 50], rel=0.05)
 
 
 def test_batches_that_were_simulated_are_remembered_to_the_last_digit(

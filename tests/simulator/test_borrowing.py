@@ -11,9 +11,8 @@ from libra_hpc.traces.generate import Dials, generate
 
 
 def test_lenders_and_their_gain_are_read() -> None:
-    assert parse_borrow("16:code") == Borrow(16, "code", 0.25)
-    assert parse_borrow("3:chat:2") == Borrow(3, "chat", 2.0)
-    assert parse_borrow("4") == Borrow(4, "code", 0.25)
+    lenders = {"16:code": (16, "code", 0.25), "3:chat:2": (3, "chat", 2.0), "4": (4, "code", 0.25)}
+    assert {text: parse_borrow(text) for text in lenders} == {text: Borrow(*one) for text, one in lenders.items()}
     one = Borrowing(alone=100.0, borrowed=80.0, own=75.0, share=0.8, leaves=3, tokens=0.5, bound=78.125)
     assert one.gain == 1.25
     assert (one.of_own, one.bound_of_own) == pytest.approx((0.75, 0.84))

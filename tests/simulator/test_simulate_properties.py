@@ -47,10 +47,6 @@ class Rules(msgspec.Struct, frozen=True):
     settings: SimulationSettings
     exchange: tuple[float, float] | None
 
-    def stepwise(self) -> Rules:
-        """The same, one decode step an event."""
-        return Rules(msgspec.structs.replace(self.settings, max_stretch=1), self.exchange)
-
 
 @st.composite
 def rules(draw: st.DrawFn) -> Rules:
@@ -108,10 +104,8 @@ def test_nothing_is_lost_nothing_counted_twice_and_stretches_equal_single_steps(
     assert result.turns == turns <= result.decisions
     assert result.turn_migrations <= result.decisions - turns
     if policy is Spread:
-        contexts, decided = (
-            sum(turn.context_tokens for turn in seen.turns),
-            result.prefilled_tokens + result.cached_tokens,
-        )
+        contexts = sum(turn.context_tokens for turn in seen.turns)
+        decided = result.prefilled_tokens + result.cached_tokens
         assert decided == contexts if not result.preemptions and not result.recomputed else decided >= contexts
         assert result.decisions == turns
     assert 0 <= result.reprefilled_tokens <= result.prefilled_tokens
@@ -120,7 +114,9 @@ def test_nothing_is_lost_nothing_counted_twice_and_stretches_equal_single_steps(
     assert all(step.staleness <= rules.settings.eta for step in result.steps)
     assert all(one.snapshot().kv_use == 0.0 for one in sim.engines.values()), "no request has KV blocks any more"
     assert sim._agents.in_flight == len(sim._queue) == 0
-    slow, stepped = run(work, rules.stepwise(), capacity, policy)
+    # One decode step an event.
+    stepwise = Rules(msgspec.structs.replace(rules.settings, max_stretch=1), rules.exchange)
+    slow, stepped = run(work, stepwise, capacity, policy)
     assert result == stepped
     assert policy is Restless or sim._events.count <= slow._events.count
 

@@ -184,5 +184,4 @@ def exact(
 def trajectory(index: int, kind: tuple[int, int], group: int, at: float = 0.0) -> TrajectoryFact:
     """Of one turn; ``kind``: tokens of the prompt and generated ones."""
     prompt, generated = kind
-    fields = {"index": index, "at": at, "generated": generated, "context": prompt + generated, "prompt": prompt}
-    return TrajectoryFact(turns=1, tool_s=0.0, group=group, **fields)  # type: ignore[arg-type]
+    return TrajectoryFact(index, at, generated, prompt + generated, turns=1, tool_s=0.0, group=group, prompt=prompt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from libra_hpc.models.devices import Device, device
 from libra_hpc.models.shapes import ModelShape, model_shape
-from libra_hpc.policies.costs.lengths import Lengths, TrajectoryLengths, lognormal, sketch
+from libra_hpc.policies.costs.lengths import TrajectoryLengths, lognormal, sketch
 from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
 from libra_hpc.policies.costs.training_time import BatchWork
 from libra_hpc.policies.search.rollout_layout import ReplicaClass
@@ -64,8 +64,3 @@ def agentic(trajectories: int = 512, eta: int = 1, generated: float = 4000.0, lo
 def costs(batch: BatchWork, *steps: FakeSteps, options: RolloutOptions = RolloutOptions()) -> list[ReplicaClass]:  # noqa: B008
     """One class of one pool per step table."""
     return [ReplicaClass(0, ReplicaCost(s, batch, options)) for s in steps]
-
-
-def lengths(*generated: int) -> Lengths:
-    """A sketch of these."""
-    return sketch(one_turn(*generated), len(generated))

@@ -43,9 +43,8 @@ def test_a_training_bottleneck_takes_the_hybrid_node_once(seed: int) -> None:
     planner = Planner(SETTINGS)
     plant.run(600, planner)
     assert plant.moves == ["to_train"]
-    outcome = planner.outcomes[0]
-    assert outcome.predicted == pytest.approx(1.0, abs=0.4)
-    assert outcome.realised == pytest.approx(1.0, abs=0.4)
+    (outcome,) = planner.outcomes
+    assert (outcome.predicted, outcome.realised) == pytest.approx((1.0, 1.0), abs=0.4)
 
 
 def test_nodes_that_are_one_replica_move_together_or_not_at_all() -> None:
@@ -72,8 +71,7 @@ def test_longer_trajectories_half_way_bring_the_node_back_to_rollout_once(seed: 
         one.length *= 3.0
         one.run(600, planner)
     assert plant.moves == ["to_rollout"]
-    moved = next(d for d in plant.decisions if d.action != "hold")
-    assert moved.node == 3
+    assert next(d.node for d in plant.decisions if d.action != "hold") == 3
     assert any("drift" in d.triggers for d in plant.decisions)
     assert sum(plant.batch_times[-500:]) < 0.85 * sum(static.batch_times[-500:])
 

@@ -39,8 +39,12 @@ def _waiting(first: int, prompt: int = LONG[0], count: int = 16) -> list[GroupFa
     return [GroupFact(first + i, prompt, GROUP, 0, 0) for i in range(count)]
 
 
-def test_a_prompt_predicts_lengths_from_similar_finished_ones() -> None:
-    in_flight = InFlightEstimator(GROUP, PROMPTS)
+@pytest.fixture
+def in_flight() -> InFlightEstimator:
+    return InFlightEstimator(GROUP, PROMPTS)
+
+
+def test_a_prompt_predicts_lengths_from_similar_finished_ones(in_flight: InFlightEstimator) -> None:
     done = _finished([LONG, SHORT] * 32)
     snapshot = _snapshot(done, _waiting(64))
     assert in_flight.observe(snapshot) is None
@@ -51,9 +55,8 @@ def test_a_prompt_predicts_lengths_from_similar_finished_ones() -> None:
     assert 0.0 < work.generated_error < 0.3
 
 
-def test_the_ones_that_finish_first_do_not_make_the_rest_short() -> None:
+def test_the_ones_that_finish_first_do_not_make_the_rest_short(in_flight: InFlightEstimator) -> None:
     """Of every group the shortest is done; the others count as trajectories longer than they are."""
-    in_flight = InFlightEstimator(GROUP, PROMPTS)
     past = _finished([LONG] * 32)
     now = _finished([LONG] * 16, seed=1, first=len(past), start=32)
     early = [min((t for t in now if t.group == g), key=lambda t: t.generated) for g in range(32, 48)]
@@ -66,8 +69,7 @@ def test_the_ones_that_finish_first_do_not_make_the_rest_short() -> None:
     assert fmean(t.generated for t in work.done) == pytest.approx(truth, rel=0.1)
 
 
-def test_unknown_prompts_are_detected_at_admission_and_count_by_their_age() -> None:
-    in_flight = InFlightEstimator(GROUP, PROMPTS)
+def test_unknown_prompts_are_detected_at_admission_and_count_by_their_age(in_flight: InFlightEstimator) -> None:
     done = _finished([SHORT] * 96)
     assert in_flight.observe(_snapshot(done, [])) is None
     new = _waiting(96)
@@ -80,24 +82,21 @@ def test_unknown_prompts_are_detected_at_admission_and_count_by_their_age() -> N
     assert len(work.done) == 16 * GROUP
 
 
-def test_a_kind_of_prompt_from_long_ago_is_still_estimated() -> None:
-    in_flight = InFlightEstimator(GROUP, PROMPTS)
+def test_a_kind_of_prompt_from_long_ago_is_still_estimated(in_flight: InFlightEstimator) -> None:
     in_flight.observe(_snapshot(_finished([LONG] * 32), []))
     in_flight.observe(_snapshot(_finished([SHORT] * 256, first=32 * GROUP, start=32), []))
     work = in_flight.work(_snapshot([], _waiting(288)))
     assert fmean(t.generated for t in work.done) == pytest.approx(LONG[1], rel=0.15)
 
 
-def test_the_newest_trajectories_of_a_kind_count() -> None:
-    in_flight = InFlightEstimator(GROUP, PROMPTS)
+def test_the_newest_trajectories_of_a_kind_count(in_flight: InFlightEstimator) -> None:
     longer = (SHORT[0], 3 * SHORT[1])
     in_flight.observe(_snapshot(_finished([SHORT] * 64 + [longer] * (SIMILAR // GROUP)), []))
     work = in_flight.work(_snapshot([], _waiting(999, SHORT[0], 1)))
     assert fmean(t.generated for t in work.done) == pytest.approx(longer[1], rel=0.15)
 
 
-def test_without_group_facts_there_is_no_estimate() -> None:
-    in_flight = InFlightEstimator(GROUP, PROMPTS)
+def test_without_group_facts_there_is_no_estimate(in_flight: InFlightEstimator) -> None:
     plain = [TrajectoryFact(index=i, at=0.0, generated=50, context=150, turns=1) for i in range(256)]
     assert in_flight.observe(_snapshot(plain, [])) is None
     assert in_flight.work(_snapshot(plain, [])) is None
@@ -136,5 +135,4 @@ def test_every_trajectory_counts_at_most_once_and_as_something_possible(rows: li
         return
     assert len(work.done) <= len(done) + sum(g.waiting + g.running for g in groups)
     assert all(t.generated >= 1 and t.context >= t.prompt + t.generated for t in work.done)
-    assert work.tokens_error >= 0.0
-    assert work.generated_error >= 0.0
+    assert min(work.tokens_error, work.generated_error) >= 0.0

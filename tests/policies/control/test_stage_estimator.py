@@ -17,7 +17,7 @@ from libra_hpc.policies.control.stage_estimator import CHANGING_STEPS, IN_FLIGHT
 from libra_hpc.policies.control.stage_times import Estimate, Split
 from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, RolloutWindowFact, TrainStepFact, TrajectoryFact
 
-from .plant import NOTHING, trajectory
+from .plant import Plant, ideal, trajectory
 
 BATCH, GROUP = 16, 4
 DOCUMENT, THOUGHT = (8000, 200), (100, 5000)
@@ -41,15 +41,13 @@ class PerToken(RolloutByNodes):
         return self._mean * BATCH * GROUP * 1e-3 / nodes
 
 
-class Run:
+class Run(Plant):
     """Batches of one kind after the other, trained at once; `in_flight` are admitted groups that have not begun."""
 
     def __init__(self, model: RolloutByNodes | None) -> None:
+        super().__init__(ideal(1.0, 1.0), prompts=BATCH, group=GROUP)
         self.estimator = StageEstimator(model, NodeScaling(model))
-        self.split, self.now, self.admitted = SPLIT, 0.0, 0
-        self.steps: list[TrainStepFact] = []
-        self.windows: list[RolloutWindowFact] = []
-        self.done: list[TrajectoryFact] = []
+        self.split, self.admitted = SPLIT, 0
         self.in_flight: list[GroupFact] = []
         self.estimator.set_split(SPLIT, 0.0)
 
@@ -74,15 +72,7 @@ class Run:
 
     def evaluate(self) -> Any:
         """The estimate, or why there is none."""
-        snapshot = replace(
-            NOTHING,
-            steps=tuple(self.steps),
-            windows=tuple(self.windows),
-            trajectories=tuple(self.done),
-            prompts_per_step=BATCH,
-            group_size=GROUP,
-            groups=tuple(self.in_flight),
-        )
+        snapshot = replace(self.snapshot(100), groups=tuple(self.in_flight))
         self.estimator.observe(snapshot, self.now)
         return self.estimator.estimate(snapshot, self.split)
 

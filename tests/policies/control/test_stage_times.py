@@ -33,11 +33,9 @@ def _measured(plant: Plant, batches: int = 60) -> Estimate:
 
 def test_measured_times_are_the_hidden_ones() -> None:
     measured = _measured(Plant(ideal(1.0, 4.0), noise=0.05))
-    assert measured.times.train == pytest.approx(1.0, rel=0.1)
-    assert measured.times.rollout == pytest.approx(2.0, rel=0.1)
+    assert (measured.times.train, measured.times.rollout) == pytest.approx((1.0, 2.0), rel=0.1)
     assert measured.times.batch == measured.times.rollout
-    after = predict(measured, Split(2, 1), Correction())
-    assert after.rollout == pytest.approx(2 * measured.times.rollout)
+    assert predict(measured, Split(2, 1), Correction()).rollout == pytest.approx(2 * measured.times.rollout)
 
 
 def test_waiting_does_not_enter_own_work() -> None:

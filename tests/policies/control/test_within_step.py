@@ -11,7 +11,8 @@ from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.policies.control.decide import Planner
 from libra_hpc.policies.control.within_step import BOTH, DIRECTIONS, TAIL, Rest, StepMoves, moves_within_step
 from libra_hpc.protocol.plan import NodeFact, PlanDecision, RolloutWindowFact, SwitchFact, TrainStepFact, TrajectoryFact
-from tests.policies.control.plant import NOTHING
+
+from .plant import Plant, ideal
 
 TOKENS = 100
 
@@ -33,40 +34,33 @@ def nodes(train: int, hybrid: str, rollout: int, count: int = 4, unit: int = 1, 
     )
 
 
-class SharingRun:
+class SharingRun(Plant):
     """A synchronous run with perfect scaling; ``train_s`` and ``rollout_s`` are those of one node."""
 
     def __init__(self, all_nodes: tuple[NodeFact, ...], train_s: float = 480.0, rollout_s: float = 480.0) -> None:
+        super().__init__(ideal(train_s, rollout_s), eta=0)
         self.nodes, self.train_s, self.rollout_s = all_nodes, train_s, rollout_s
-        self.now = 0.0
         self.switch_s: tuple[float, float] | None = None
         self.lost_s = 0.0
         """Of each batch, that nobody predicts."""
         self.ahead = 0.0
         """Share of training beside rollout, where nodes do not share."""
-        self.steps: list[TrainStepFact] = []
-        self.windows: list[RolloutWindowFact] = []
-        self.done: list[TrajectoryFact] = []
-        self.switches: list[SwitchFact] = []
         self.planner = Planner(PlannerSection(switch_cost_s=10.0, min_dwell_s=0.0, time_sharing="auto"))
 
-    def batches(self, count: int) -> None:
-        sharing = any(node.role == BOTH for node in self.nodes)
+    def batch(self) -> None:
+        sharing = sum(node.role == BOTH for node in self.nodes)
         train, rollout = (sum(n.role in (stage, BOTH) for n in self.nodes) for stage in ("train", "rollout"))
-        for _ in range(count):
-            spent = self.rollout_s / rollout
-            self.windows.append(RolloutWindowFact(self.now + spent, spent, rollout, 64 * TOKENS, 0, busy=1.0))
-            self.done += [TrajectoryFact(len(self.done) + i, self.now + spent, TOKENS, TOKENS, 1) for i in range(64)]
-            if sharing and self.switch_s:
-                for direction, seconds in zip(("to_train", "to_rollout"), self.switch_s, strict=True):
-                    switch = SwitchFact(self.now + 1.0, direction, seconds)  # type: ignore[arg-type]
-                    self.switches += [switch] * sum(node.role == BOTH for node in self.nodes)
-                spent += sum(self.switch_s)
-            train_s = self.train_s / train
-            ahead_s = 0.0 if sharing else self.ahead * train_s
-            spent += train_s - ahead_s + self.lost_s
-            self.now += spent
-            self.steps.append(TrainStepFact(self.now, 64 * TOKENS, 64 * TOKENS, train, train_s, ahead_s=ahead_s))
+        spent = self.rollout_s / rollout
+        self.windows.append(RolloutWindowFact(self.now + spent, spent, rollout, 64 * TOKENS, 0, busy=1.0))
+        self.done += [TrajectoryFact(len(self.done) + i, self.now + spent, TOKENS, TOKENS, 1) for i in range(64)]
+        if sharing and self.switch_s:
+            for direction, seconds in zip(("to_train", "to_rollout"), self.switch_s, strict=True):
+                self.switches += [SwitchFact(self.now + 1.0, direction, seconds)] * sharing
+            spent += sum(self.switch_s)
+        train_s = self.train_s / train
+        ahead_s = 0.0 if sharing else self.ahead * train_s
+        self.now += spent + train_s - ahead_s + self.lost_s
+        self.steps.append(TrainStepFact(self.now, 64 * TOKENS, 64 * TOKENS, train, train_s, ahead_s=ahead_s))
 
     def measured(self, count: int) -> PlanDecision:
         """The decision after the first batches."""
@@ -75,9 +69,7 @@ class SharingRun:
         return self.decide()
 
     def decide(self) -> PlanDecision:
-        facts = {"steps": self.steps, "windows": self.windows, "trajectories": self.done, "switches": self.switches}
-        seen = {name: tuple(found) for name, found in facts.items()}
-        return self.planner.decide(replace(NOTHING, nodes=self.nodes, prompts_per_step=8, eta=0, **seen), self.now)
+        return self.planner.decide(self.snapshot(100), self.now)
 
 
 def share(run: SharingRun, core: str = "") -> PlanDecision:

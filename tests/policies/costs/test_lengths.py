@@ -32,15 +32,13 @@ def test_totals_and_order(generated: list[int], batch: int) -> None:
 
 
 def test_size_grows_with_the_logarithm_of_the_batch_only() -> None:
-    assert len(sketch(one_turn(*range(1, 100_001)), 512).bins) == 21
-    assert len(sketch(one_turn(*range(1, 100_001)), 8192).bins) == 25
+    assert [len(sketch(one_turn(*range(1, 100_001)), size).bins) for size in (512, 8192)] == [21, 25]
 
 
 def test_the_longest_of_a_batch_has_its_own_bin() -> None:
-    made = sketch(one_turn(*[100] * 511, 90_000), 512)
-    assert made.bins[-1].generated == 90_000
-    assert made.bins[-1].share * 512 == pytest.approx(1.0)
-    assert made.bins[-2].generated == 100
+    *_, before, last = sketch(one_turn(*[100] * 511, 90_000), 512).bins
+    assert (before.generated, last.generated) == (100, 90_000)
+    assert last.share * 512 == pytest.approx(1.0)
 
 
 def test_the_slowest_of_two_open_batches_is_slower_than_that_of_one() -> None:

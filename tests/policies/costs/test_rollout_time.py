@@ -181,8 +181,7 @@ def test_a_weight_update_has_the_running_contexts_computed_again() -> None:
 
 def test_long_prompts_of_short_answers_do_not_stand_beside_the_tokens_of_long_ones() -> None:
     lengths = sketch([TrajectoryLengths(100, 12_100, 12_000), TrajectoryLengths(9900, 10_000, 100)], 2)
-    assert lengths.prompt == pytest.approx(6050)
-    assert lengths.prompt_beside == pytest.approx(0.01 * 12_000 + 0.99 * 100)
+    assert (lengths.prompt, lengths.prompt_beside) == pytest.approx((6050, 0.01 * 12_000 + 0.99 * 100))
     assert lengths.context_at(1000) == pytest.approx(1000 + lengths.prompt_beside)
 
 

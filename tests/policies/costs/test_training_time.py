@@ -50,11 +50,14 @@ def test_14b_memory_by_hand() -> None:
       at 2; 3 GB of workspace.
     """
     found = memory(micro_batches=4, pack_tokens=8192, tp=8)
-    assert found.weights == pytest.approx(14.77e9 * 2 / 8, rel=0.01)
-    assert found.gradients == pytest.approx(14.77e9 * 4 / 8, rel=0.01)
-    assert found.optimizer == pytest.approx(14.77e9 * 12.125 / 8, rel=0.01)
-    assert found.activations == pytest.approx(40 * (20_480 + 79_872) / 8 * 2 * 8192, rel=0.01)
-    assert found.logits == pytest.approx(2**25 * 6 + 8192 * 5120 * 8 + 151_936 / 8 * 5120 * 2, rel=0.01)
+    wanted = {
+        "weights": 14.77e9 * 2 / 8,
+        "gradients": 14.77e9 * 4 / 8,
+        "optimizer": 14.77e9 * 12.125 / 8,
+        "activations": 40 * (20_480 + 79_872) / 8 * 2 * 8192,
+        "logits": 2**25 * 6 + 8192 * 5120 * 8 + 151_936 / 8 * 5120 * 2,
+    }
+    assert {name: getattr(found, name) for name in wanted} == pytest.approx(wanted, rel=0.01)
     assert found.total == pytest.approx(45.1e9, rel=0.03)
 
 

@@ -112,37 +112,61 @@ def test_a_policy_that_breaks_is_noticed_and_then_acted_on(action: str, seed: in
 
 
 @pytest.mark.parametrize(
-    ("reward", "columns", "actions"),
+    ("reward", "columns", "actions", "reason"),
     [
         pytest.param(
             falls_at(200),
             {"entropy": lambda step: 0.5 if step < 210 else 3.0},
             {"notice", "pause"},
+            "the reward fell from",
             id="an entropy that leaves its range as the reward falls",
         ),
         pytest.param(
             falls_at(200),
             {"action": "notice", "equal_groups": with_no_gradient},
             {"notice"},
+            "the reward fell from",
             id="nothing more is asked for",
         ),
         pytest.param(
             lambda step: learning(step) - (1.0 if 200 < step <= 206 else 0.0),
             {"equal_groups": lambda step: 1.0 if 200 < step <= 206 else 0.3},
             {"notice"},
+            "the reward fell from",
             id="a dip that passes",
         ),
         pytest.param(
             lambda step: 0.7 if step < 200 else 0.45,
             {"noise": 0.03, "equal_groups": lambda step: 0.3 if step < 200 else 1.0},
             {"notice", "pause"},
+            "",
             id="groups without gradient below the best reward",
         ),
-        pytest.param(learning, {"entropy": lambda step: 0.5 if step < 200 else 0.02}, {"notice"}, id="entropy alone"),
+        pytest.param(
+            learning, {"entropy": lambda step: 0.5 if step < 200 else 0.02}, {"notice"}, "entropy", id="entropy alone"
+        ),
+        pytest.param(
+            learning,
+            {"logprob_gap": lambda step: 0.02 if step < 200 else 0.6},
+            {"notice", "pause"},
+            "log-probabilities differ",
+            id="engines that disagree with the trainer",
+        ),
+        pytest.param(
+            lambda step: 1.0,
+            {"noise": 0.0, "equal_groups": lambda step: 1.0},
+            {"notice"},
+            "nothing is learned",
+            id="groups without gradient while the task is solved",
+        ),
     ],
 )
-def test_what_is_acted_on_and_what_is_a_notice_alone(reward: Reward, columns: Any, actions: set[str]) -> None:
-    assert {decision.action for _, decision in play(reward, **columns)} == actions
+def test_what_is_acted_on_and_what_is_a_notice_alone(
+    reward: Reward, columns: Any, actions: set[str], reason: str
+) -> None:
+    found = [decision for _, decision in play(reward, **columns)]
+    assert {decision.action for decision in found} == actions
+    assert reason in found[0].reason
 
 
 def test_who_resumes_a_paused_run_accepts_where_it_is_and_a_second_break_counts_again() -> None:
@@ -163,18 +187,6 @@ def test_the_good_step_is_let_go_with_the_guard() -> None:
         if step == 120:
             assert 80 <= (guards.good_step or 0) <= 100
     assert guards.good_step is None
-
-
-def test_engines_that_disagree_with_the_trainer_are_acted_on() -> None:
-    found = play(learning, logprob_gap=lambda step: 0.02 if step < 200 else 0.6)
-    assert [decision.action for _, decision in found] == ["notice", "pause"]
-    assert "log-probabilities differ" in found[0][1].reason
-
-
-def test_groups_without_gradient_are_a_notice_while_the_task_is_solved() -> None:
-    found = play(lambda step: 1.0, noise=0.0, equal_groups=lambda step: 1.0)
-    assert [decision.action for _, decision in found] == ["notice"]
-    assert "nothing is learned" in found[0][1].reason
 
 
 def test_missing_numbers_and_first_steps_are_not_judged() -> None:

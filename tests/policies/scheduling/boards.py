@@ -81,24 +81,20 @@ def stats(steps: int = 0, busy: float = 0.0, *, kv: float = 0.1, prefill: int = 
     return replace(EngineStats(), running=1, **counters, **counts)
 
 
-def random_lengths(rng: random.Random, groups: int, samples: int = 4) -> dict[str, list[int]]:
-    """Generated tokens per turn of each trajectory; the name is ``prompt/sample``."""
-    return {
-        f"g{g}/{s}": [rng.randint(1, 3000) for _ in range(rng.randint(1, 5))]
-        for g in range(groups)
-        for s in range(samples)
-    }
-
-
-def drive(
-    policy: Policy, board: Board, lengths: dict[str, list[int]], rng: random.Random, lost: float = 0.0
-) -> list[str]:
-    """Serve every trajectory: they arrive at random, turns end in random order, tools take a moment, engines close,
-    open and change cap meanwhile, and with a chance of ``lost`` a round one is replaced.
+def drive(policy: Policy, board: Board, seed: int, lost: float = 0.0) -> None:
+    """Serve up to 40 trajectories: they arrive at random, turns end in random order, tools take a moment, engines
+    close, open and change cap meanwhile, and with a chance of ``lost`` a round one is replaced.
 
     Asserts at each decision what every policy owes: an open engine with a free slot, a level that is the engine's, and
-    a reason.  Returns the order of ends.
+    a reason; and in the end that all were served once.
     """
+    rng = random.Random(seed)
+    lengths = {
+        f"g{g}/{s}": [rng.randint(1, 3000) for _ in range(rng.randint(1, 5))]
+        for g in range(rng.randint(1, 10))
+        for s in range(4)
+    }
+    """Generated tokens per turn of each trajectory; the name is ``prompt/sample``."""
     dispatcher = Dispatcher(policy, board)
     arrivals = sorted((rng.uniform(0.0, 50.0), name) for name in lengths)
     done = dict.fromkeys(lengths, 0)
@@ -154,7 +150,7 @@ def drive(
                 ready(name, engine)
     assert board.free == sum(e.free for e in board.engines.values())
     assert len(dispatcher) == 0
-    return order
+    assert sorted(order) == sorted(lengths)
 
 
 def assert_nothing_is_kept(policy: object) -> None:

@@ -74,8 +74,7 @@ def decide(**environment: str) -> list[object]:
         env=env,
         cwd=Path(__file__).parents[3],
     )
-    made: list[object] = json.loads(done.stdout)
-    return made
+    return json.loads(done.stdout)
 
 
 def test_machine_code_decides_to_the_last_bit_what_the_sources_decide() -> None:

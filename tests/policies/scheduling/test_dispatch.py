@@ -55,13 +55,17 @@ def park(board: Board) -> Decision:
     return decision(wait="sibling")
 
 
+def queued(cap: int = 64) -> tuple[Scripted, Board, Dispatcher]:
+    policy, made = Scripted(), board(("a", 1), cap=cap)
+    return policy, made, Dispatcher(policy, made)
+
+
 def names(routed: list[tuple[TurnView, Decision]]) -> list[str]:
     return [view.trajectory for view, _ in routed]
 
 
 def test_lowest_key_first_then_first_come_and_the_board_counts() -> None:
-    policy, made = Scripted(), board(("a", 1), cap=3)
-    queue = Dispatcher(policy, made)
+    policy, made, queue = queued(cap=3)
     policy.keys = {"x": 2.0, "y": 1.0, "z": 1.0, "w": 3.0}
     for name in ("w", "x", "y", "z"):
         queue.ready(turn(name, context=10), 0.0)
@@ -71,8 +75,7 @@ def test_lowest_key_first_then_first_come_and_the_board_counts() -> None:
 
 
 def test_a_refused_turn_returns_to_its_place() -> None:
-    policy, made = Scripted(), board(("a", 1), cap=1)
-    queue = Dispatcher(policy, made)
+    policy, made, queue = queued(cap=1)
     policy.routes["first"] = refuse
     for name in ("first", "second", "third"):
         queue.ready(turn(name, context=10), 0.0)
@@ -83,8 +86,7 @@ def test_a_refused_turn_returns_to_its_place() -> None:
 
 
 def test_a_pass_gives_up_after_so_many_refusals() -> None:
-    policy = Scripted()
-    queue = Dispatcher(policy, board(("a", 1)))
+    policy, _, queue = queued()
     for i in range(MAX_REFUSED + 5):
         policy.routes[str(i)] = refuse
         queue.ready(turn(str(i)), 0.0)
@@ -93,8 +95,7 @@ def test_a_pass_gives_up_after_so_many_refusals() -> None:
 
 
 def test_parked_turns_come_back_when_a_sibling_ends_or_is_aborted() -> None:
-    policy = Scripted()
-    queue = Dispatcher(policy, board(("a", 1)))
+    policy, _, queue = queued()
     ends: tuple[Callable[[], None], ...] = (
         lambda: queue.finished(finished(5, "p"), 1.0),
         lambda: queue.drop("gone", "p", 1.0),
@@ -114,8 +115,7 @@ def test_parked_turns_come_back_when_a_sibling_ends_or_is_aborted() -> None:
 
 
 def test_a_release_recomputes_the_keys_of_waiting_turns() -> None:
-    policy, made = Scripted(), board(("a", 1), cap=1)
-    queue = Dispatcher(policy, made)
+    policy, made, queue = queued(cap=1)
     policy.keys = {"p1": 5.0, "q1": 1.0}
     queue.ready(turn("p1", "p", context=1), 0.0)
     queue.ready(turn("q1", "q", context=1), 0.0)
@@ -127,7 +127,7 @@ def test_a_release_recomputes_the_keys_of_waiting_turns() -> None:
 
 
 def test_withdrawn_and_replaced_turns_do_not_come() -> None:
-    queue = Dispatcher(Scripted(), board(("a", 1)))
+    _, _, queue = queued()
     queue.ready(turn("t", context=1), 0.0)
     queue.ready(turn("t", context=2), 0.0)
     queue.ready(turn("u"), 0.0)

@@ -258,7 +258,7 @@ def test_a_bound_that_is_not_closed_is_reported(eta: int) -> None:
 
 def test_plans_use_every_node_and_fit() -> None:
     result = whole(agentic(), [DevicePool(A800, 6, 8)], keep=5)
-    assert [p.nodes for p in result.plans] != []
+    assert result.plans
     for p in result.plans:
         assert p.train.layout.devices == p.nodes * 8
         assert p.rollout.devices(0) <= (6 - p.nodes) * 8

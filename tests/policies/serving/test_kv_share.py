@@ -14,29 +14,27 @@ RULE = KvShareRule(headroom=0.2, settle_s=1.0, thaw_s=10.0)
 
 def play(kv: KvShare, uses: list[tuple[float, float]], step: int = 0) -> list[tuple[float, float]]:
     """(time, share) of every change, of the server's use at these times."""
-    changes = [(now, kv.decide(used, step, now)) for now, used in uses]
-    return [(now, change.share) for now, change in changes if change]
+    return [(now, change.share) for now, used in uses if (change := kv.decide(used, step, now))]
 
 
-def test_a_burst_cuts_once_and_freezes_when_that_was_not_enough() -> None:
-    kv = KvShare(RULE)
-    assert play(kv, [(0, 0.8), (1, 0.81), (1.5, 0.95), (2, 0.95), (9, 0.99)]) == [(1, 0.5), (2, 0.0)]
-
-
-def test_a_cut_that_was_enough_stays_a_cut() -> None:
-    assert play(KvShare(RULE), [(0, 0.85), (0.5, 0.9), (1, 0.79), (5, 0.7)]) == [(0, 0.5)]
-
-
-def test_a_calm_server_gives_one_step_at_a_time() -> None:
-    kv = KvShare(RULE)
-    play(kv, [(0, 0.9), (1, 0.9)])
-    assert play(kv, [(2, 0.5), (11.9, 0.5), (12, 0.5), (21, 0.5), (22, 0.5), (60, 0.5)]) == [(12, 0.5), (22, 1.0)]
-
-
-def test_between_the_marks_nothing_changes() -> None:
-    kv = KvShare(RULE)
-    play(kv, [(0, 0.9)])
-    assert play(kv, [(float(now), 0.7) for now in range(1, 100)]) == []
+@pytest.mark.parametrize(
+    ("uses", "changes"),
+    [
+        # A burst cuts once and freezes when that was not enough.
+        ([(0, 0.8), (1, 0.81), (1.5, 0.95), (2, 0.95), (9, 0.99)], [(1, 0.5), (2, 0.0)]),
+        # A cut that was enough stays a cut, also between the marks.
+        ([(0, 0.85), (0.5, 0.9), (1, 0.79), *((float(now), 0.7) for now in range(5, 100))], [(0, 0.5)]),
+        # A calm server gives one step at a time.
+        (
+            [(0, 0.9), (1, 0.9), (2, 0.5), (11.9, 0.5), (12, 0.5), (21, 0.5), (22, 0.5), (60, 0.5)],
+            [(0, 0.5), (1, 0.0), (12, 0.5), (22, 1.0)],
+        ),
+    ],
+)
+def test_a_burst_cuts_or_freezes_and_a_calm_server_gives_back(
+    uses: list[tuple[float, float]], changes: list[tuple[float, float]]
+) -> None:
+    assert play(KvShare(RULE), uses) == changes
 
 
 def test_a_cut_soon_after_a_thaw_doubles_the_wait() -> None:

@@ -26,12 +26,13 @@ def gate(limits: GateLimits = LIMITS, paced: bool = True) -> StepGate:
     for size in (64, 128, 256, 512, 1024) * MIN_STEPS:
         found.stepped(StepWork(2, 1000, size, 500), 0.01 + 1e-4 * size, 50.0)
     if paced:
-        at = NOW - 9.0
-        found.pace.observe(ServingView(written=at, served=2, last_token=at), at)
-        found.pace.observe(ServingView(written=at, served=2, last_token=at + 0.02), at + 0.02)
-        at = NOW - 8.0
-        found.pace.observe(ServingView(written=at, served=1, waiting=1, arrival=at, waiting_bytes=1000), at)
-        found.pace.observe(ServingView(written=at, served=1, last_token=at + 0.03), at + 0.03)
+        for at, seen in (
+            (NOW - 9.0, {"served": 2, "last_token": NOW - 9.0}),
+            (NOW - 8.98, {"served": 2, "last_token": NOW - 8.98}),
+            (NOW - 8.0, {"served": 1, "waiting": 1, "arrival": NOW - 8.0, "waiting_bytes": 1000}),
+            (NOW - 7.97, {"served": 1, "last_token": NOW - 7.97}),
+        ):
+            found.pace.observe(ServingView(written=at, **seen), at)
     found.cost.observe(StepWork(2, 1000, 64, 500), 0.0164, NOW - 0.5)
     return found
 
@@ -96,22 +97,18 @@ def test_a_gate_that_found_its_steps_too_long_measures_them_again() -> None:
     assert found.decide(view(written=later), WORK, later)[:2] == (PROBE, "probe")
 
 
-def test_a_rollout_step_does_not_teach_the_pace_of_the_server() -> None:
+def test_neither_a_rollout_step_nor_what_happened_unseen_teaches_the_pace_of_the_server() -> None:
     pace = ServerPace()
-    pace.observe(ServingView(served=1, last_token=1.49), 1.5)
-    pace.stepped(1.53)
-    pace.observe(ServingView(served=1, last_token=1.54), 1.54)
-    pace.observe(ServingView(served=1, last_token=1.56), 1.56)
-    assert pace.decode_s == pytest.approx(0.02)
-
-
-def test_what_happened_unseen_does_not_teach_it_either() -> None:
-    pace = ServerPace()
-    pace.observe(ServingView(served=1, last_token=1.0), 1.0)
-    pace.observe(ServingView(served=1, last_token=9.0), 9.0)
-    assert pace.decode_s == inf
-    pace.observe(ServingView(served=1, last_token=9.02), 9.02)
-    assert pace.decode_s == pytest.approx(0.02)
+    for token, seen, learned in (
+        (1.49, 1.5, inf),
+        (1.54, 1.54, inf),  # after a rollout step
+        (9.0, 9.0, inf),  # much happened unseen
+        (9.02, 9.02, 0.02),
+    ):
+        pace.observe(ServingView(served=1, last_token=token), seen)
+        assert pace.decode_s == pytest.approx(learned)
+        if seen == 1.5:
+            pace.stepped(1.53)
 
 
 views = st.builds(
