@@ -174,10 +174,14 @@ class RunDir:
         return max(self.complete_checkpoints(), default=None)
 
     def complete_checkpoints(self) -> list[tuple[int, Path]]:
-        """Step and folder of every complete checkpoint, the lowest step first."""
-        if not self.checkpoints.exists():
+        """Step and folder of every complete checkpoint, the lowest first; `UserError`: nobody may list them."""
+        try:
+            names = list(self.checkpoints.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        found = [(int(m.group(1)), path) for path in self.checkpoints.iterdir() if (m := _STEP.match(path.name))]
+        except PermissionError as error:
+            raise UserError(f"{self.checkpoints} cannot be read ({error.strerror}).") from error
+        found = [(int(m.group(1)), path) for path in names if (m := _STEP.match(path.name))]
         return sorted((step, path) for step, path in found if (path / "state.json").exists())
 
     def resolved(self) -> dict[str, Any]:

@@ -253,9 +253,11 @@ async def serve(path: str, config: HostConfig) -> int:
         await tools.start()
         host = Host(config.task, task, tools, step_limit(task, config.step_limit_s))
         await asyncio.get_running_loop().create_unix_connection(lambda: host, path)
-        code = await host.closed
+        await asyncio.wait((host.closed, tools.broken), return_when=asyncio.FIRST_COMPLETED)
+        if not host.closed.done():
+            raise OperationError(f"No tool process can be started: {await tools.broken}.")
         await host.left()
-        return code
+        return await host.closed
     finally:
         tools.close()
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from libra_hpc.errors import OperationError
+from libra_hpc.errors import OperationError, error_text
 from libra_hpc.process.reaper import end_strangers
 from libra_hpc.protocol.codec import FrameBuffer, FrameError
 from libra_hpc.tasks.base import ToolResult
@@ -57,6 +57,10 @@ def _draw() -> int:
     return secrets.randbits(62) + 1
 
 
+MOST_FAILED_STARTS = 5
+"""In a row, until a host gives up and is started again: what it lacks, a descriptor or a folder, is often its own."""
+
+
 class _Job:
     """A call in flight: id, frame, limit, and the future of its answer."""
 
@@ -84,6 +88,9 @@ class _Process:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+        except OSError:
+            self._link.close()
+            raise
         finally:
             theirs.close()
         self._link.setblocking(False)
@@ -151,6 +158,7 @@ class _Process:
             return False
         self._timer.cancel()
         self.ready = True
+        self.pool.sandbox.count_start("")
         if not (self.pool.refs or message.network_off):
             print(NO_NAMESPACE, file=sys.stderr)
         return True
@@ -168,6 +176,10 @@ class _Process:
         self.kill()
         self._answer(done)
         self.pool.lost(self, "" if self.ready else str(done.value))
+
+    def kill_unused(self) -> None:
+        """End a process without a call; another replaces it."""
+        self._end(ToolDone("error", "its folder was removed"))
 
     def kill(self) -> None:
         """End the process and its group; see `reaped`."""
@@ -215,7 +227,11 @@ class _Pool:
         starting = sum(not process.ready for process in self.processes)
         wanted = max(len(self._waiting) - starting, int(not self.processes))
         for _ in range(min(wanted, self.sandbox.config.tool_processes - len(self.processes))):
-            self.processes.append(_Process(self, self.sandbox.new_folder()))
+            try:
+                self.processes.append(_Process(self, self.sandbox.new_folder()))
+            except OSError as error:
+                self._not_started(error_text(error))
+                return
 
     def submit(self, call: int, frame: bytes, limit_s: float) -> asyncio.Future[ToolDone]:
         job = _Job(call, frame, limit_s, asyncio.get_running_loop().create_future())
@@ -227,6 +243,9 @@ class _Pool:
 
     def _dispatch(self) -> None:
         while self._idle and self._waiting:
+            if not os.path.isdir(self._idle[0].folder):  # removed: what it starts would have no working folder
+                self._idle.popleft().kill_unused()
+                continue
             job = self._waiting.popleft()
             if not job.future.done():  # its episode was closed while it waited
                 self._idle.popleft().start(job)
@@ -238,7 +257,7 @@ class _Pool:
         self._dispatch()
 
     def lost(self, process: _Process, start_error: str) -> None:
-        """A process ended: replace it. It could not start: fail all waiting calls; the next call tries again."""
+        """A process ended: replace it, unless it could not start."""
         self.processes.remove(process)
         with contextlib.suppress(ValueError):
             self._idle.remove(process)
@@ -246,14 +265,20 @@ class _Pool:
         if not start_error:
             self.grow()
             return
+        self._not_started(start_error)
+
+    def _not_started(self, why: str) -> None:
+        """Fail all waiting calls if there is no other process; the next call tries again."""
+        error = OperationError(f"a tool process cannot start: {why}")
+        self.sandbox.count_start(why)
         if self.started is not None and not self.started.done():
-            self.started.set_exception(OperationError(f"a tool process cannot start: {start_error}"))
+            self.started.set_exception(error)
             self.started.exception()  # waited for by `Sandbox.start` alone
         if not self.processes:
             self.started = None
             for job in self._waiting:
                 if not job.future.done():
-                    job.future.set_result(ToolDone("error", start_error))
+                    job.future.set_exception(error)
             self._waiting.clear()
 
 
@@ -275,7 +300,10 @@ class Sandbox:
     ) -> None:
         self.config, self._spared = config, spared
         self._limits = dict.fromkeys(tools, config.tool_timeout_s) | dict(limits or {})
-        self._folder = tempfile.mkdtemp(prefix="tools-", dir=folder)
+        self._parent, self._folder = folder, tempfile.mkdtemp(prefix="tools-", dir=folder)
+        self.broken = asyncio.get_running_loop().create_future()
+        """Why no process can be started."""
+        self._failed_starts = 0
         self._tools = _Pool(self, tool_refs(tools))
         self._code = _Pool(self, ())
         self._dying: list[_Process] = []
@@ -309,10 +337,20 @@ class Sandbox:
         return [p.child.pid for pool in (self._tools, self._code) for p in pool.processes]
 
     def new_folder(self) -> str:
+        """Make a folder for a process, and anew that of all where it was removed; raises `OSError`."""
         self._made += 1
+        if not os.path.isdir(self._folder):
+            self._folder = tempfile.mkdtemp(prefix="tools-", dir=self._parent)
         path = Path(self._folder) / str(self._made)
-        path.mkdir(mode=0o700)
+        path.mkdir()
+        path.chmod(0o700)  # whatever the umask
         return str(path)
+
+    def count_start(self, failure: str) -> None:
+        """Note that a process started, or why not; `broken` says the last of `MOST_FAILED_STARTS` in a row."""
+        self._failed_starts = self._failed_starts + 1 if failure else 0
+        if self._failed_starts == MOST_FAILED_STARTS and not self.broken.done():
+            self.broken.set_result(failure)
 
     def reap(self, process: _Process) -> None:
         """Reap a killed process without blocking the loop."""

@@ -6,7 +6,6 @@ import ast
 import importlib.util
 import json
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -143,15 +142,16 @@ def check_tasks(task: TaskSection) -> None:
 
 def _check_names(task: TaskSection) -> None:
     """Raise `UserError` unless all have names of their own, and evaluations rows of their own."""
-    names = Counter(one.name for one in (*task.train, *task.eval))
-    trained = {Path(one.data).resolve() for one in (task, *task.train) if one.data}
+    names = set[str]()
+    trained = {os.path.realpath(one.data) for one in (task, *task.train) if one.data}
     sections: dict[str, Sequence[NamedTask]] = {"train": task.train, "eval": task.eval}
     for section, parts in sections.items():
         for place, one in enumerate(parts):
             key = f"task.{section}.{place}"
-            if not one.name or names[one.name] > 1:
+            if not one.name or one.name in names:
                 raise invalid(f"{key}.name", one.name, "is not unique" if one.name else "not given", "a name")
-            if section == "eval" and one.data and Path(one.data).resolve() in trained:
+            names.add(one.name)
+            if section == "eval" and one.data and os.path.realpath(one.data) in trained:
                 raise invalid(f"{key}.data", one.data, "these rows are trained on", "rows of its own")
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import stat
 import time
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 
 from libra_hpc.errors import OperationError, UserError
+from libra_hpc.host import sandbox as module
 from libra_hpc.host.declared import tool_refs
 from libra_hpc.host.toolproc import Ready, ToolDone, from_tool
 from libra_hpc.user_file import load_file
@@ -213,3 +217,32 @@ async def test_what_a_tools_module_started_serves_every_call_and_ends_with_the_t
         tools.SERVER.wait()
     assert (answers, runs) == (["a", "b", "c"], True)
     assert gone(server)
+
+
+async def test_a_removed_folder_of_tools_is_made_again(sandbox: OpenSandbox, tmp_path: Path) -> None:
+    async with sandbox(TOOLS) as box:
+        before = (await box.call("pid")).value
+        (folder,) = tmp_path.iterdir()
+        rmtree(folder)
+        after = (await box.call("pid")).value
+        assert after != before
+        (folder,) = tmp_path.iterdir()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+async def test_five_failed_starts_in_a_row_are_said(sandbox: OpenSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with sandbox(TOOLS) as box:
+        pid = (await box.call("pid")).value
+
+        def refuse(*arguments: object, **options: object) -> None:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+        monkeypatch.setattr(module.subprocess, "Popen", refuse)
+        os.kill(pid, signal.SIGKILL)
+        assert (await box.call("pid")).value == "the tool process died"
+        for count in range(4):
+            with pytest.raises(OperationError, match="a tool process cannot start: Resource temporarily unavailable"):
+                await box.call("pid")
+            assert box.broken.done() == (count == 3), "the loss of the process tried one start, too"
+        monkeypatch.undo()
+        assert (await box.call("pid")).outcome == "ok"

@@ -98,3 +98,10 @@ def test_a_warm_start_that_is_not_there_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"rollout\.warm_start = .*absent does not exist"):
         check_files(config)
+
+
+def test_a_loop_of_links_as_data_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    rows = {"name": "data", "data": f"{tmp_path}/loop", "reward": "r.py:f"}
+    with pytest.raises(UserError, match=r"task\.data = '.*loop': no such file or folder"):
+        named_files.check_tasks(configured(task=rows).task)
