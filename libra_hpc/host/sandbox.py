@@ -337,7 +337,7 @@ class Sandbox:
         return [p.child.pid for pool in (self._tools, self._code) for p in pool.processes]
 
     def new_folder(self) -> str:
-        """Make a folder for a process, and anew that of all where it was removed; raises `OSError`."""
+        """Make a folder for a process, and that of all again where it was removed; raises `OSError`."""
         self._made += 1
         if not os.path.isdir(self._folder):
             self._folder = tempfile.mkdtemp(prefix="tools-", dir=self._parent)
