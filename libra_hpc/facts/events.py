@@ -100,6 +100,12 @@ ROLLOUT = (
         "A restart recovered trajectories",
         "trajectories groups whole_groups tokens generated_tokens unfinished unfinished_tokens dropped",
     ),
+    _fault(
+        "workload_changed",
+        "Data, code or settings of the task differ from the start before: rows may be trained twice or never",
+        "",
+        notice=True,
+    ),
     _fault("experience_refused", "Recovered trajectories do not fit the data order", "index trajectories"),
     EventKind("chat_choice", "How the policy's chat is written", "template checks calls"),
     EventKind("evaluation_failed", "A trajectory of an evaluation failed; it is counted", "task prompt error"),

@@ -380,10 +380,20 @@ def test_the_digest_is_of_what_trajectories_are_made_from(change: dict[str, obje
     assert (digest(RunConfig.model_validate(change)) == digest(RunConfig())) is same
 
 
-def test_an_edited_task_file_is_another_task(tmp_path: Path) -> None:
-    file = tmp_path / "task.py"
-    file.write_text("reward = 1\n")
-    config = RunConfig.model_validate({"task": {"name": f"{file}:Task"}})
+@pytest.mark.parametrize("edited", ["task.py", "rows.jsonl"])
+def test_an_edited_file_of_the_same_size_is_another_workload(tmp_path: Path, edited: str) -> None:
+    for name in ("task.py", "rows.jsonl"):
+        (tmp_path / name).write_text("one = 1\ntwo = 2\n")
+    task = {"name": f"{tmp_path}/task.py:Task", "data": f"{tmp_path}/rows.jsonl"}
+    config = RunConfig.model_validate({"task": task})
     before = digest(config)
-    file.write_text("reward = 2\n")
+    (tmp_path / edited).write_text("two = 2\none = 1\n")
     assert digest(config) != before
+
+
+def test_a_start_of_another_workload_is_noticed_once(tmp_path: Path) -> None:
+    run, found = Run(tmp_path), list[bool]()
+    for digest_now in ("same", "same", "other", "other"):
+        run.start(digest=digest_now)
+        found.append(run.log.changed)
+    assert found == [False, False, True, False]

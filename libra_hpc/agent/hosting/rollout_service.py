@@ -139,6 +139,8 @@ class RolloutService:
             await asyncio.to_thread(shutil.rmtree, context.run.experience, ignore_errors=True)
             return Recovered({}, {})
         recovered = await self._recovery_log.recover(digest(config), position(start), config.algorithm.eta)
+        if self._recovery_log.changed:
+            context.log("workload_changed")
         if recovered.groups or recovered.dropped:
             context.log("experience_kept", **recovered.event(config.algorithm.group_size))
         return recovered

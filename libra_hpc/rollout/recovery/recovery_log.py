@@ -101,6 +101,8 @@ class RecoveryLog:
         self._committed: set[int] = set()
         self._number = self._sequence = 0
         self._starts: list[RecordedStart] = []
+        self.changed = False
+        """Whether prompts and trajectories are made from something else than in the start before."""
         self._failed_at = 0.0
         self._handle: BinaryIO | None = None
         self._writing = asyncio.Lock()
@@ -120,6 +122,7 @@ class RecoveryLog:
         """Every record, oldest first, with its drop reason; None for a file that cannot be read to its end."""
         starts = self._starts = [*read_starts(self._folder), RecordedStart(position.step, digest)]
         self._number = len(starts) - 1
+        self.changed = any(one.digest != digest for one in starts[-2:])
         self._list_starts()
         for path, number in list(self._segments()):
             read, whole = read_segment(path) if number < self._number else ([], False)
