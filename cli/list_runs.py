@@ -39,7 +39,7 @@ SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 """Seconds by the letter of ``--since``."""
 COLUMNS = ("run", "job", "state", "attempt>", "step>", "reward>", "updated")
-DISPENSABLE = ("attempt", "updated", "job")
+DISPENSABLE = ("attempt", "updated", "job", "reward", "step")
 
 
 def list_runs(

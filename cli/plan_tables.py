@@ -132,7 +132,9 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
                 )
             )
     show(Text(f"new weights ({asked.updated_from}): {best.update.words(best.rollout.least_tp)}"))
-    show(Text(f"rollout steps: {', '.join(dict.fromkeys(_source(s) for s in result.sources))}"))
+    # Without their TP degrees.
+    sources = dict.fromkeys(re.sub(r" on \d+ x ", " on ", source) for source in result.sources)
+    show(Text(f"rollout steps: {', '.join(sources)}"))
     show(Text(_proof(result)))
 
 
@@ -321,8 +323,3 @@ def _s(seconds: float) -> str:
 def _gb(size: float) -> str:
     """Gigabytes with one digit after the point, or with two significant digits."""
     return f"{size / 1e9:.1f}" if size >= 1e9 else f"{size / 1e9:.2g}"
-
-
-def _source(text: str) -> str:
-    """A source of step times without its TP degree."""
-    return re.sub(r" on \d+ x ", " on ", text)

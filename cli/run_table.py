@@ -1,4 +1,4 @@
-"""Tables with a row for every run, in which a terminal of any width shows names whole."""
+"""Tables with a row for every run, which leave columns out for a narrow terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from .output import console, print_line, show, table
+from .output import console, show, table
 
 MISSING = ("", "-")
 """Texts of empty cells; a column of them is left out."""
@@ -27,8 +27,7 @@ class RunRow(NamedTuple):
 def show_runs(rows: Sequence[RunRow], columns: Sequence[str], dispensable: Sequence[str] = ()) -> None:
     """Show a table, runs without a sweep first; ``columns`` as in `output.table`.
 
-    - The terminal is too narrow -> the columns in ``dispensable`` are left out, one after the other.
-    - That is not enough -> every name stands in a line of its own.
+    The terminal is too narrow -> the columns in ``dispensable`` are left out, one after the other.
     """
     rows = sorted(rows, key=lambda row: row.sweep)
     shown = [name for name in columns if any(str(row.cells[name.rstrip(">")]) not in MISSING for row in rows)]
@@ -36,9 +35,8 @@ def show_runs(rows: Sequence[RunRow], columns: Sequence[str], dispensable: Seque
         made = _table(rows, [name for name in shown if name.rstrip(">") not in dispensable[:less]])
         wide = console().options.update(max_width=1000)
         if Measurement.get(console(), wide, made).maximum <= console().width:
-            show(made)
-            return
-    _show_blocks(rows, shown)
+            break
+    show(made)
 
 
 def _table(rows: Sequence[RunRow], columns: Sequence[str]) -> Table:
@@ -50,31 +48,3 @@ def _table(rows: Sequence[RunRow], columns: Sequence[str]) -> Table:
         for row in group:
             made.add_row(*(row.cells[name.rstrip(">")] for name in columns))
     return made
-
-
-def _show_blocks(rows: Sequence[RunRow], columns: Sequence[str]) -> None:
-    """Names in lines of their own; only numbers have the name of their column."""
-    first, *others = columns
-    for sweep, group in groupby(rows, key=lambda row: row.sweep):
-        if sweep:
-            show(Text(f" sweep {sweep}", style="bold"))
-        for row in group:
-            print_line(f" {row.cells[first]}")
-            known = {name: row.cells[name.rstrip(">")] for name in others}
-            texts = [
-                Text.assemble((f"{name[:-1]} " if name.endswith(">") else "", "dim"), text)
-                for name, text in known.items()
-                if str(text) not in MISSING
-            ]
-            _show_words(texts, console().width)
-
-
-def _show_words(texts: Sequence[Text], width: int) -> None:
-    """Indented lines of texts, of which none is broken."""
-    line = Text(" ")
-    for text in texts:
-        if len(line.plain) > 1 and line.cell_len + 2 + text.cell_len > width:
-            show(line)
-            line = Text(" ")
-        line = Text.assemble(line, "  ", text)
-    show(line)

@@ -57,7 +57,7 @@ from libra_hpc.simulated.dry_run import in_wall_time
 from libra_hpc.state.attempt import newest_start
 from libra_hpc.state.snapshot_keeper import whole_parts
 from libra_hpc.train_leader.train_leader import TrainLeader
-from libra_hpc.train_leader.train_leader_setup import clear_rendezvous, make_train_leader, rendezvous_folder
+from libra_hpc.train_leader.train_leader_setup import make_train_leader, rendezvous_folder
 
 from .commands import choose_adapters
 from .coordinator_watch import CoordinatorWatch
@@ -140,7 +140,8 @@ class Agent:
         loop.set_exception_handler(self._on_defect)
         if self.rank == 0:
             # Before any message is read: what comes for the coordinator waits in the kernel until there is one.
-            await asyncio.to_thread(clear_rendezvous, self.run_dir)
+            # A start that was killed leaves files that must not be met again.
+            await asyncio.to_thread(shutil.rmtree, self.run_dir.rendezvous, ignore_errors=True)
             parts = [endpoint.parts for endpoint in self._endpoints]
             start, events = await asyncio.to_thread(
                 newest_start,

@@ -106,29 +106,3 @@ class Page:
             requests=total,
             kv_use=kv_use / 1000,
         )
-
-
-class PageWriter:
-    """Slot ``number`` (from 1), as a server process writes it."""
-
-    def __init__(self, path: str | Path, number: int = 1, pid: int = 0) -> None:
-        with open(path, "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), PAGE_BYTES)
-        self._offset, self._pid, self._sequence = number * SLOT_BYTES, pid or os.getpid(), 0
-
-    def write(self, view: ServingView) -> None:
-        """Write a view, but for ``closed``; its times may be infinite."""
-        self._put(self._sequence + 1)
-        times = (round(time / NS) if -inf < time < inf else 0 for time in (view.written, view.arrival, view.last_token))
-        written, arrival, token = times
-        last = (view.waiting_bytes, view.requests, 0, round(1000 * view.kv_use))
-        counts = (view.served, view.waiting, arrival, token, *last)
-        SLOT.pack_into(self._map, self._offset, self._pid, self._sequence + 1, written, *counts)
-        self._sequence = (self._sequence + 2) % (1 << 32)
-        self._put(self._sequence)
-
-    def free(self) -> None:
-        struct.pack_into("<I", self._map, self._offset, 0)
-
-    def _put(self, sequence: int) -> None:
-        struct.pack_into("<II", self._map, self._offset, self._pid, sequence)

@@ -134,7 +134,7 @@ def meet(
         problem = (
             problem
             or f"slurm.interface = {interface!r}: {socket.gethostname()} has no such interface with an address; "
-            f"it has {_interfaces()}"
+            f"it has {', '.join(sorted(psutil.net_if_addrs()))}"
         )
     places = _exchange(comm, _Place(_machine(), problem))
     _raise_first([place.problem for place in places])
@@ -173,10 +173,6 @@ def own_addresses(interface: str = "") -> list[str]:
     with contextlib.suppress(OSError):
         named = {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
     return sorted(found, key=lambda address: (address not in named, ":" in address))
-
-
-def _interfaces() -> str:
-    return ", ".join(sorted(psutil.net_if_addrs()))
 
 
 def _machine() -> str:

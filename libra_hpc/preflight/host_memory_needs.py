@@ -98,7 +98,8 @@ def node_rooms(config: RunConfig, partitions: Sequence[Partition]) -> dict[str, 
     """What the nodes of each component have."""
     found = {}
     for name, part in stages(config).items():
-        whole = _node_bytes(part, partitions)
+        # Of the smallest node that Slurm may choose.
+        whole = min((p.memory_mb for p in usable(part, partitions)), default=0) * float(MIB) or None
         found[name] = HostRoom(_given(part) or whole, whole and config.compute.shm_share * whole)
     return found
 
@@ -152,11 +153,6 @@ def _check(need: HostNeed, memory: float) -> Iterator[str]:
 def _given(component: Component) -> float:
     """Bytes of ``mem``; 0: none given, or all of the node."""
     return memory_mb(component.mem or "0") * MIB
-
-
-def _node_bytes(component: Component, partitions: Sequence[Partition]) -> float | None:
-    """Return the bytes of the smallest node that Slurm may choose."""
-    return min((p.memory_mb for p in usable(component, partitions)), default=0) * float(MIB) or None
 
 
 def _size(folder: Path) -> float | None:

@@ -100,19 +100,15 @@ def _experts_of(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
 
 def describe_worlds(config: RunConfig) -> str:
     """``core: 4 nodes x 8 GPUs, TP8 PP2, 2 replicas; hybrid: 1 node x 8 GPUs, 1 replica``."""
-    found = []
+    has_gpus, found = config.slurm.device == "cuda" or config.run.engine == "simulated", []
     for name, world in worlds(config).items():
-        nodes, kind = getattr(config.components, name).nodes, "GPU" if _has_gpus(config) else "process"
-        parts = [f"{_count(nodes, 'node')} x {_count(world.processes, kind)}"]
+        nodes = getattr(config.components, name).nodes
+        parts = [f"{_count(nodes, 'node')} x {_count(world.processes, 'GPU' if has_gpus else 'process')}"]
         parts += [str(degrees_of(world))] if name == "train" else []
         each = " each" if name == "hybrid" and nodes > 1 else ""
         each = f" on each {world.nodes}" if name == "hybrid" and world.nodes > 1 else each
         found.append(f"{'core' if name == 'train' else name}: {', '.join(parts)}, {_count(world.dp, 'replica')}{each}")
     return "; ".join(found)
-
-
-def _has_gpus(config: RunConfig) -> bool:
-    return config.slurm.device == "cuda" or config.run.engine == "simulated"
 
 
 def _count(number: int, what: str) -> str:

@@ -45,12 +45,6 @@ def pack_f32(values: Sequence[float]) -> bytes:
     return _little_endian(array("f", values)).tobytes()
 
 
-def unpack_f32(data: bytes) -> list[float]:
-    items = array("f")
-    items.frombytes(data)
-    return _little_endian(items).tolist()
-
-
 def _little_endian(items: array[A]) -> array[A]:
     if sys.byteorder == "big":
         items.byteswap()

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from libra_hpc.errors import invalid
 from libra_hpc.policies.scheduling.registry import make_policy
-from libra_hpc.policies.serving.step_gate import GateLimits
 from libra_hpc.protocol.trace import TrajectoryRecord
 
 from .result import SimulationResult
@@ -30,7 +29,6 @@ FLAP_S = 6.0
 SPOT_BUSY = LogNormal(math.log(60), 1.0)
 """Seconds that a spot engine is away."""
 EXAMPLE = "a number of engines and a kind, such as 16:code, 16:chat:0.1 or 16:spot"
-LIMITS = LenderSpec().limits
 OTHERS = ("spot", "flap")
 PAYS = 1.05
 """Gain below which it is not worth the trouble; batches differ by about as much."""
@@ -60,13 +58,6 @@ class Borrowing(msgspec.Struct, frozen=True):
     """How often the turns of an engine had to leave it."""
     tokens: float
     """Share of all generated tokens that is theirs."""
-    ttft_p99_s: float = 0.0
-    open: float = 1.0
-    """Share of the whole time that the borrowed engines could run; mean."""
-    starts: float = 0.0
-    """Share of the whole time in which their devices were free and they had to start."""
-    bound: float = 0.0
-    """With as many own engines as that share leaves, which never pause; 0: not played."""
 
     @property
     def gain(self) -> float:
@@ -79,16 +70,8 @@ class Borrowing(msgspec.Struct, frozen=True):
     @property
     def of_own(self) -> float:
         """Share of the gain of as many own engines; 1.0 where that is nothing."""
-        return self._of_own(self.borrowed)
-
-    @property
-    def bound_of_own(self) -> float:
-        """What that could be at most."""
-        return self._of_own(self.bound) if self.bound else 1.0
-
-    def _of_own(self, batch_s: float) -> float:
         most = self.alone / self.own - 1.0
-        return (self.alone / batch_s - 1.0) / most if most > 0.005 else 1.0
+        return (self.gain - 1.0) / most if most > 0.005 else 1.0
 
 
 def parse_borrow(text: str) -> Borrow:
@@ -109,9 +92,7 @@ def parse_borrow(text: str) -> Borrow:
     return Borrow(int(count), kind, per_s)
 
 
-def lent_engines(
-    borrow: Borrow, like: EngineSpec, seconds: float, *, seed: int = 0, limits: GateLimits = LIMITS
-) -> list[EngineSpec]:
+def lent_engines(borrow: Borrow, like: EngineSpec, seconds: float, *, seed: int = 0) -> list[EngineSpec]:
     """Borrowed engines of the shape of ``like``, with traffic for so many seconds."""
     count = borrow.engines
     served: list[list[ServingRequest]] = [[] for _ in range(count)]
@@ -128,7 +109,7 @@ def lent_engines(
             edges = [0.0, *(edge for window in windows for edge in window), math.inf]
             away[n] = tuple(zip(edges[::2], edges[1::2], strict=True))
     return [
-        replace(like, name=f"lent-{n}", lender=LenderSpec(requests=tuple(served[n]), limits=limits, away=away[n]))
+        replace(like, name=f"lent-{n}", lender=LenderSpec(requests=tuple(served[n]), away=away[n]))
         for n in range(count)
     ]
 
@@ -146,11 +127,9 @@ def borrowing(
     policy: str,
     settings: SimulationSettings,
     *,
-    limits: GateLimits = LIMITS,
     seed: int = 0,
-    bounded: bool = False,
 ) -> Borrowing:
-    """``bounded``: with its `bound`; raises as `Simulation` does."""
+    """Raises as `Simulation` does."""
 
     def play(specs: Sequence[EngineSpec]) -> tuple[Simulation, SimulationResult]:
         simulation = Simulation(work, specs, make_policy(policy), settings)
@@ -160,13 +139,9 @@ def borrowing(
     like = engines[0]
     more = [replace(like, name=f"{like.name}-more-{n}") for n in range(borrow.engines)]
     own = play([*engines, *more])[1]
-    lent = lent_engines(borrow, like, LONGER * alone.makespan_s, seed=seed, limits=limits)
+    lent = lent_engines(borrow, like, LONGER * alone.makespan_s, seed=seed)
     simulation, result = play([*engines, *lent])
-    whole_s = len(lent) * result.makespan_s
-    is_open = min(1.0, simulation.lenders.open_s / whole_s)
-    fewer = play([*engines, *more[: round(is_open * len(more))]])[1] if bounded else None
     theirs = sum(one.generated_tokens for one in result.engines if one.engine.startswith("lent-"))
-    ttft = sorted(s for lender in simulation.lenders.lenders.values() for s in lender.served.ttft_s)
     return Borrowing(
         alone=batch_s(alone),
         borrowed=batch_s(result),
@@ -174,8 +149,4 @@ def borrowing(
         share=simulation.lenders.share,
         leaves=simulation.lenders.leaves,
         tokens=theirs / max(1, result.generated_tokens),
-        ttft_p99_s=ttft[int(0.99 * len(ttft))] if ttft else 0.0,
-        open=is_open,
-        starts=simulation.lenders.starts_s / whole_s,
-        bound=batch_s(fewer) if fewer is not None else 0.0,
     )

@@ -48,8 +48,6 @@ class _Lent:
         self.present = self.left = self.ticking = False
         self.leaves = 0
         """How often turns had to leave it."""
-        self.open_s = self.starts_s = 0.0
-        """In which it could step, and in which it was free but had to start."""
 
 
 class Lenders:
@@ -97,18 +95,6 @@ class Lenders:
         return sum(one.leaves for one in self._lent.values())
 
     @property
-    def open_s(self) -> float:
-        """Seconds in which they could step until now, all together."""
-        now = self._events.now
-        present = (one for name, one in self._lent.items() if one.present and self.lenders[name].is_open)
-        return sum(one.open_s for one in self._lent.values()) + sum(now - one.since for one in present)
-
-    @property
-    def starts_s(self) -> float:
-        """Seconds in which they were free and had to start."""
-        return sum(one.starts_s for one in self._lent.values())
-
-    @property
     def share(self) -> float:
         """The mean share of the time that they run."""
         shares = [one.availability.share for one in self._lent.values()]
@@ -120,7 +106,6 @@ class Lenders:
         if now >= until:
             return
         one.present, one.left = True, False
-        one.starts_s += one.terms.join_s
         self.lenders[one.spec.name].lend(self._agents.up(one.spec, self._training.version))
         self._priced(one)
         if not self.lenders[one.spec.name].is_open:
@@ -191,7 +176,6 @@ class Lenders:
     def _count(self, one: _Lent, was_open: bool) -> None:
         now = self._events.now
         one.availability.passed(now - one.since, was_open)
-        one.open_s += (now - one.since) * was_open
         one.since = now
 
     def _priced(self, one: _Lent) -> None:

@@ -6,13 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from libra_hpc.policies.scheduling.protocol import Decision, TurnView
 from libra_hpc.simulator.engine.simulated_engine import Engine
 
 from .training_stage import SimulatedStep
-
-SAMPLED = 256
-"""Most decisions in `SimulationResult.sampled`; beyond it every second one is dropped and the interval doubles."""
 
 
 class Quantiles(msgspec.Struct, frozen=True):
@@ -33,20 +29,9 @@ def quantiles(values: Sequence[float]) -> Quantiles:
     return Quantiles(p50, p95, p99, sum(ordered) / len(ordered))
 
 
-class SampledDecision(msgspec.Struct, frozen=True):
-    at_s: float
-    trajectory: str
-    turn: int
-    engine: str
-    level: int
-    reason: str
-
-
 class EngineResult(msgspec.Struct, frozen=True):
     engine: str
     tp: int
-    up_s: float
-    """Seconds between its join and its end."""
     busy_s: float
     paused_s: float
     """Seconds out of ``busy_s`` in weight updates."""
@@ -78,7 +63,6 @@ class SimulationResult(msgspec.Struct, frozen=True):
     completion: Quantiles
     turn_latency: Quantiles
     """Seconds from a ready turn to its answer: queues, prefill, decoding, hops."""
-    queue_wait: Quantiles
     moves: int
     """Turns, or rests of migrated ones, sent to another engine than the one before."""
     tp_moves: int
@@ -94,12 +78,9 @@ class SimulationResult(msgspec.Struct, frozen=True):
     decisions: int
     waits: int
     """Routing passes that left turns waiting although engines had free slots."""
-    by_level: list[int]
-    """Turns routed to each TP class, ascending."""
     finish_s: list[float]
     steps: list[SimulatedStep]
     engines: list[EngineResult]
-    sampled: list[SampledDecision]
 
 
 class Recorder:
@@ -107,29 +88,15 @@ class Recorder:
 
     def __init__(self) -> None:
         self.turn_s: list[float] = []
-        self.wait_s: list[float] = []
         self.completion_s: list[float] = []
         self.finish_s: list[float] = []
         self.generated = self.redirected = self.moves = self.tp_moves = self.turn_migrations = self.waits = (
             self.decisions
         ) = 0
-        self._by_level: dict[int, int] = {}
-        self._sampled: list[tuple[float, TurnView, Decision]] = []
-        self._stride = 1
         self._gone: list[EngineResult] = []
         self._again: dict[str, int] = {}
         self._prefilled = self._cached = self._preemptions = self._recomputed = 0
         self._present_s = self._busy_s = 0.0
-
-    def decided(self, turn: TurnView, decision: Decision, now: float) -> None:
-        if self.decisions % self._stride == 0:
-            self._sampled.append((now, turn, decision))
-            if len(self._sampled) > SAMPLED:
-                self._sampled = self._sampled[::2]
-                self._stride *= 2
-        self.decisions += 1
-        self._by_level[decision.level] = self._by_level.get(decision.level, 0) + 1
-        self.wait_s.append(now - turn.ready_at)
 
     def gone(self, engine: Engine, now: float) -> None:
         counters, present = engine.counters, now - engine.up_at
@@ -145,7 +112,6 @@ class Recorder:
             EngineResult(
                 engine=engine.name,
                 tp=engine.tp,
-                up_s=present,
                 busy_s=counters.busy_s,
                 paused_s=counters.paused_s,
                 steps=counters.steps,
@@ -157,7 +123,6 @@ class Recorder:
 
     def result(self, policy: str, makespan: float, steps: list[SimulatedStep]) -> SimulationResult:
         """The result, once all engines are `gone`."""
-        levels = max(self._by_level, default=-1) + 1
         return SimulationResult(
             policy=policy,
             makespan_s=makespan,
@@ -171,7 +136,6 @@ class Recorder:
             tokens_per_s=self.generated / makespan if makespan > 0.0 else 0.0,
             completion=quantiles(self.completion_s),
             turn_latency=quantiles(self.turn_s),
-            queue_wait=quantiles(self.wait_s),
             moves=self.moves,
             tp_moves=self.tp_moves,
             turn_migrations=self.turn_migrations,
@@ -181,19 +145,7 @@ class Recorder:
             idle_share=1.0 - self._busy_s / self._present_s if self._present_s > 0.0 else 0.0,
             decisions=self.decisions,
             waits=self.waits,
-            by_level=[self._by_level.get(level, 0) for level in range(levels)],
             finish_s=sorted(self.finish_s),
             steps=steps,
             engines=sorted(self._gone, key=lambda engine: (engine.tp, engine.engine)),
-            sampled=[
-                SampledDecision(
-                    at_s=at,
-                    trajectory=turn.trajectory,
-                    turn=turn.turns,
-                    engine=decision.engine,
-                    level=decision.level,
-                    reason=decision.reason,
-                )
-                for at, turn, decision in self._sampled
-            ],
         )

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import msgspec
 
 from libra_hpc.errors import invalid
 
-DAY_S = 86_400.0
 WALK_S = 95.0
 """Seconds after which the walk of the rate has forgotten all but 1/e: Azure's 10-s counts correlate by 0.72."""
 GAP_MOST_S = 190.0
@@ -88,7 +87,7 @@ def traffic(name: str) -> Traffic:
     return KINDS[name]
 
 
-def arrivals(kind: Traffic, seconds: float, seed: int, *, scale: float = 1.0, day: float = 0.0) -> list[float]:
+def arrivals(kind: Traffic, seconds: float, seed: int, *, scale: float = 1.0) -> list[float]:
     """Times of the requests in ``seconds``, in order.
 
     ``scale`` multiplies the rate.  ``day``: how far the rate swings around its mean in a day, 0 to 1; it starts at its
@@ -97,19 +96,18 @@ def arrivals(kind: Traffic, seconds: float, seed: int, *, scale: float = 1.0, da
     rng = random.Random(f"{seed}/{kind.name}/arrivals")
     found: list[float] = []
     for second, rate in enumerate(_bursts(kind, seconds, rng) if kind.burst else _walk(kind, seconds, rng)):
-        swing = 1.0 + day * math.sin(2.0 * math.pi * second / DAY_S)
-        count = _poisson(rate * scale * swing, rng)
+        count = _poisson(rate * scale, rng)
         found += sorted(second + rng.random() for _ in range(count))
     return found
 
 
 def requests(
-    kind: Traffic, seconds: float, seed: int, *, replicas: int = 1, scale: float = 1.0, day: float = 0.0
+    kind: Traffic, seconds: float, seed: int, *, replicas: int = 1, scale: float = 1.0
 ) -> list[list[ServingRequest]]:
     """The requests of each replica of a service: they are dealt in turns, so bursts reach all replicas."""
     rng = random.Random(f"{seed}/{kind.name}/tokens")
     dealt: list[list[ServingRequest]] = [[] for _ in range(replicas)]
-    for number, at_s in enumerate(arrivals(kind, seconds, seed, scale=scale, day=day)):
+    for number, at_s in enumerate(arrivals(kind, seconds, seed, scale=scale)):
         prompt, output = max(1, round(kind.prompt.draw(rng))), max(1, round(kind.output.draw(rng)))
         dealt[number % replicas].append(ServingRequest(at_s, prompt, output))
     return dealt
@@ -163,11 +161,3 @@ def _poisson(mean: float, rng: random.Random) -> int:
         product *= rng.random()
         count += 1
     return count
-
-
-def peak(times: Sequence[float], seconds: float, width_s: float) -> float:
-    """Most arrivals in a window of ``width_s`` over their mean."""
-    counts = [0] * max(1, math.ceil(seconds / width_s))
-    for at in times:
-        counts[int(at / width_s)] += 1
-    return max(counts) * len(counts) / max(1, len(times))

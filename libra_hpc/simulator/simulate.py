@@ -142,7 +142,7 @@ class Simulation:
                 raise ValueError(
                     f"policy {self._policy.name} sent {turn.trajectory} to {decision.engine}, which has no free slot"
                 )
-            self.recorder.decided(turn, decision, now)
+            self.recorder.decisions += 1
             self._sent[turn.trajectory] = self._agents.send(self._trajectories[turn.trajectory], turn, decision)
         if routed:
             self._active_at = now

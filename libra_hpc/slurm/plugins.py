@@ -6,12 +6,11 @@ srun refuses an unknown plugin only when the job starts.  With the wrong one eve
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import invalid
+from libra_hpc.errors import OperationError, invalid
+from libra_hpc.slurm.queue.command import call
 
 PMIX = ("pmix", *(f"pmix_v{number}" for number in range(1, 6)))
 KNOWN = ("pmi2", *PMIX, "cray_shasta", "pspmi", "pspmix", "none")
@@ -32,22 +31,11 @@ def check_plugin(config: RunConfig, listed: list[str]) -> None:
 
 def mpi_plugins(env: Mapping[str, str]) -> list[str]:
     """Plugins in ``srun --mpi=list`` with this environment; empty where it does not answer."""
-    srun = shutil.which("srun", path=env.get("PATH", ""))
-    if srun is None:
-        return []
     try:
-        done = subprocess.run(
-            [srun, "--mpi=list"],
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-    except (OSError, subprocess.SubprocessError):
+        # Earlier releases write the list as log lines to stderr.
+        return parse_plugins(call(["srun", "--mpi=list"], env, tries=1, timeout_s=TIMEOUT_S, with_errors=True))
+    except OperationError:
         return []
-    # Earlier releases write the list as log lines to stderr.
-    return parse_plugins(done.stdout) or parse_plugins(done.stderr)
 
 
 def parse_plugins(text: str) -> list[str]:

@@ -138,13 +138,11 @@ class Generations:
             if alive and (self._failing_since is None or self._member_busy()):
                 self._failing_since = self._clock()
             if not await self._until(
-                self._order_or_death if alive else self._ordered_newer, RETRY_S if alive else None
+                (lambda: self._ordered_newer() or self._died) if alive else self._ordered_newer,
+                RETRY_S if alive else None,
             ):
                 return self._failing_since is None or self._clock() - self._failing_since < NEW_GENERATION_S
         return True
-
-    def _order_or_death(self) -> bool:
-        return self._ordered_newer() or self._died
 
     async def _join(self, wanted: tuple[int, ...]) -> bool:
         """Have these nodes form the generation, the core first; False when that failed or a newer order came."""

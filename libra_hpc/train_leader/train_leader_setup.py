@@ -7,7 +7,6 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.attempt import complete_checkpoint, remove_old
@@ -15,11 +14,6 @@ from libra_hpc.state.data_order import DataOrder
 from libra_hpc.state.snapshot_start import list_snapshot
 
 from .train_leader import TrainLeader
-
-
-def clear_rendezvous(run: RunDir) -> None:
-    """For rank 0, before any other starts: a start that was killed leaves files that must not be met again."""
-    shutil.rmtree(run.rendezvous, ignore_errors=True)
 
 
 def rendezvous_folder(context: AgentContext) -> Path:

@@ -57,7 +57,7 @@ from libra_hpc.protocol.codec import EngineSocket
 from .image import IMAGE_FILE, Image, pin, reading, write_pinned
 from .offers import OfferStore, StoredOffer
 from .parts import pull_part
-from .pieces import WHOLE, Offer, TensorBlock, WeightPiece, offer_paths, read_offer
+from .pieces import WHOLE, Offer, TensorBlock, WeightPiece, read_offer
 from .pull import Puller
 from .served_weights import ServedDelta, ServedWeights, reading_secret
 from .server import IMAGE, CarrierServer
@@ -194,7 +194,7 @@ class Carrier:
 
     def _adopt(self, folder: Path) -> None:
         """Serve the offers that an earlier carrier of this node had: others may have received a part of them."""
-        for path in offer_paths(folder):
+        for path in sorted(folder.glob("offer-*.manifest")):
             with contextlib.suppress(OSError, WeightFileError):
                 self._store.add(StoredOffer(read_offer(path), path.read_bytes(), path))
 

@@ -94,11 +94,6 @@ def offer_path(folder: Path, version: int, writer: str) -> Path:
     return folder / f"offer-{version:08d}-{writer}.manifest"
 
 
-def offer_paths(folder: Path) -> list[Path]:
-    """Manifests of all offers, oldest version first."""
-    return sorted(folder.glob("offer-*.manifest"))
-
-
 def payload_path(manifest: Path) -> Path:
     return manifest.with_suffix(".pieces")
 

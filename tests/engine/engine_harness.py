@@ -23,7 +23,7 @@ from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.engine.stats import INTERVAL_S
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import Shapes, hf_shapes
-from libra_hpc.protocol.codec import FrameBuffer, pack_i32, unpack_f32, unpack_i32
+from libra_hpc.protocol.codec import FrameBuffer, pack_i32, unpack_i32
 from libra_hpc.protocol.engine import (
     EngineFailed,
     FromEngine,
@@ -135,7 +135,7 @@ def tokens_of(done: Generated) -> list[int]:
 
 
 def logprobs_of(done: Generated) -> list[float]:
-    return unpack_f32(done.logprobs)
+    return np.frombuffer(done.logprobs, np.float32).tolist()
 
 
 def descendants(pid: int) -> list[int]:

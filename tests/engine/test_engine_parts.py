@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from libra_hpc.engine.stats import Pacer
 from libra_hpc.engine.turns import NOT_FINITE, TurnInFlight, TurnRejected, read_prompt
 from libra_hpc.errors import UserError
 from libra_hpc.gate.gated_steps import GateConfig
-from libra_hpc.protocol.codec import pack_i32, unpack_f32, unpack_i32
+from libra_hpc.protocol.codec import pack_i32, unpack_i32
 from libra_hpc.protocol.engine import Generate, from_engine
 from libra_hpc.protocol.engine_state import EngineStats
 
@@ -125,7 +126,7 @@ def test_version_spans_add_up_to_the_tokens(steps: list[tuple[list[int], int]]) 
     done = turn.finish("stop", now=3.0)
     flat = [(token, version) for tokens, version in steps for token in tokens]
     assert unpack_i32(done.tokens) == [token for token, _ in flat]
-    assert len(unpack_f32(done.logprobs)) == len(flat)
+    assert len(np.frombuffer(done.logprobs, np.float32).tolist()) == len(flat)
     assert [version for version, count in done.versions for _ in range(count)] == [version for _, version in flat]
     assert all(a[0] != b[0] for a, b in zip(done.versions, done.versions[1:], strict=False))
 

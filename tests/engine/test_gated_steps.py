@@ -16,13 +16,14 @@ from safetensors.torch import load_file
 from libra_hpc.engine.steplog import read_steps
 from libra_hpc.engine.warm_up import PROMPT
 from libra_hpc.gate.gated_steps import GateConfig
-from libra_hpc.gate.page import Page, PageWriter
+from libra_hpc.gate.page import Page
 from libra_hpc.policies.serving.pauses import STAND_S
 from libra_hpc.policies.serving.serving_view import ServingView
 from libra_hpc.policies.serving.step_cost import GROWTH
 from libra_hpc.policies.serving.step_gate import SILENT_S
 from libra_hpc.protocol.engine import Abort, Generate, Generated, WeightsApplied
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
+from tests.gate.page_writer import PageWriter
 
 from .engine_harness import EngineUnderTest, Model, bring, engine_config, logprobs_of, tokens_of, turn, versions
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.gate.gated_steps import REOPEN_S, GateConfig, GatedSteps
-from libra_hpc.gate.page import Page, PageWriter
+from libra_hpc.gate.page import Page
 from libra_hpc.policies.serving.pauses import LONGEST_S, PAUSES, STAND_S
 from libra_hpc.policies.serving.serving_view import ServingView
 from libra_hpc.policies.serving.step_cost import MIN_STEPS, StepWork
 from libra_hpc.policies.serving.step_gate import PROBE
+from tests.gate.page_writer import PageWriter
 
 
 class Plant:

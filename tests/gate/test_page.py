@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.errors import UserError
-from libra_hpc.gate.page import FORMAT, HEAD, MAGIC, PAGE_BYTES, SLOT_BYTES, Page, PageWriter
+from libra_hpc.gate.page import FORMAT, HEAD, MAGIC, PAGE_BYTES, SLOT_BYTES, Page
 from libra_hpc.policies.serving.serving_view import ServingView
+from tests.gate.page_writer import PageWriter
 
 
 @pytest.fixture

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
-from libra_hpc.protocol.codec import pack_f32, unpack_f32
+from libra_hpc.protocol.codec import pack_f32
 from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
 from libra_hpc.weights.names import ReplicaPlace
 
@@ -28,7 +29,7 @@ def bad_advantage(sample: Sample) -> Sample:
 def bad_logprobs(sample: Sample) -> Sample:
     values = [
         -math.inf if masked else value
-        for value, masked in zip(unpack_f32(sample.logprobs), sample.loss_mask, strict=True)
+        for value, masked in zip(np.frombuffer(sample.logprobs, np.float32).tolist(), sample.loss_mask, strict=True)
     ]
     return msgspec.structs.replace(sample, logprobs=pack_f32(values))
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from libra_hpc.errors import UserError
 from libra_hpc.models.architecture import check_parallel, read_shape
 from libra_hpc.models.supported import TRAINED
-from libra_hpc.protocol.codec import unpack_f32, unpack_i32
+from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.packing import Example, Pack, decode, pack
@@ -108,7 +109,7 @@ def test_steps_equal_plain_torch(tmp_path: Path, world: ReplicaPlace) -> None:
             lp = torch.log_softmax(reference(tokens[None]).logits[0] / ALGORITHM.temperature, -1)[
                 where - 1, tokens[where]
             ]
-            behaviour = torch.tensor(unpack_f32(sample.logprobs))[where]
+            behaviour = torch.tensor(np.frombuffer(sample.logprobs, np.float32))[where]
             weight = (lp.detach() - behaviour).exp().clamp(max=ALGORITHM.is_truncation)
             k3 = (behaviour - lp).exp() - 1 - (behaviour - lp)
             total = total + (-weight * (lp - lp.detach()).exp() * sample.advantage + ALGORITHM.kl_coef * k3).sum()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from libra_hpc.protocol.codec import unpack_f32, unpack_i32
+from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.protocol.trainer import Freed, Standby
 from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.settings import AlgorithmSettings
@@ -53,7 +54,7 @@ def test_gradient_and_column_equal_plain_torch(tmp_path: Path, world: ReplicaPla
             torch.log_softmax(model(tokens[None]).logits[0] / 0.8, -1)[where - 1, tokens[where]]
             for model in (policy, other)
         )
-        behaviour = torch.tensor(unpack_f32(sample.logprobs))[where]
+        behaviour = torch.tensor(np.frombuffer(sample.logprobs, np.float32))[where]
         weight = (lp.detach() - behaviour).exp().clamp(max=settings.is_truncation)
         k3 = (frozen.detach() - lp).exp() - 1 - (frozen.detach() - lp)
         total = total + (-weight * (lp - lp.detach()).exp() * sample.advantage + COEF * k3).sum()
