@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -79,8 +80,14 @@ class ToolMethod:
         except TimeoutError:
             if not limit.expired():
                 raise
-            outcome, value = "timeout", f"error: no answer within {self._timeout_s:g} s"
-        return value if isinstance(value, ToolResult) else ToolResult(outcome, value, time.perf_counter() - started)
+            outcome = "timeout"
+        seconds = time.perf_counter() - started
+        if outcome == "ok" and 0.0 < self.timeout_s < seconds:
+            outcome = "timeout"
+            print(f"tool {self.name} blocks: all episodes of this host waited {seconds:.1f} s for it", file=sys.stderr)
+        if outcome == "timeout":
+            value = f"error: no answer within {self._timeout_s:g} s"
+        return value if isinstance(value, ToolResult) else ToolResult(outcome, value, seconds)
 
 
 def tool_methods(owner: type) -> dict[str, ToolMethod]:

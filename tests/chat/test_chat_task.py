@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,9 +51,12 @@ class Desk(ChatTask):
         return f"met {name}"
 
     @tool(timeout_s=0.01)
-    async def sleep(self, box: Any) -> str:
+    async def sleep(self, box: Any, blocking: bool = False) -> str:
         """Sleep."""
-        await asyncio.sleep(60)
+        if blocking:
+            time.sleep(0.02)
+        else:
+            await asyncio.sleep(60)
         return "awake"
 
     @tool
@@ -178,6 +182,14 @@ def test_what_a_tool_returns_is_what_the_policy_reads(tokenizer: TaskTokenizer) 
     assert [signal.outcome for signal in turns[0].signals] == ["ok", "error", "timeout", "error"]
     assert turns[0].signals[3].exit_code == 2
     assert episode.chat.bad_calls == 0
+
+
+def test_a_tool_that_blocks_the_host_has_its_limit_too(
+    tokenizer: TaskTokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    episode, _, _ = play(tokenizer, call("sleep", {"blocking": True}))
+    assert contents(episode) == ["error: no answer within 0.01 s"]
+    assert "tool sleep blocks: all episodes of this host waited" in capsys.readouterr().err
 
 
 def test_an_exception_of_a_tool_is_an_answer_and_counted(
